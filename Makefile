@@ -1,0 +1,72 @@
+# `make demo` and `make test` work from a bare clone: all they need is make and Python 3.11 or 3.12.
+# Everything is installed into .venv, once; a changed pyproject.toml installs again.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/installed
+EXTRAS := cpu,dev
+SLOW := e2e or chaos or compose or gpu
+
+# uv does not read pip's setting for a folder of wheels. Without one, torch's CPU build comes from its own index.
+export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
+ifeq ($(strip $(UV_FIND_LINKS)),)
+export UV_TORCH_BACKEND ?= cpu
+endif
+
+# Nothing here looks for a display, a model hub or a place to report usage to.
+export HF_HUB_OFFLINE ?= 1
+export MPLBACKEND ?= Agg
+export TOKENIZERS_PARALLELISM ?= false
+export VLLM_NO_USAGE_STATS ?= 1
+
+.PHONY: help install demo test test-fast test-compose lint format proto bench clean
+.DEFAULT_GOAL := help
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1	/' | expand -t 22
+
+install: $(INSTALLED) ## everything for this machine's CPU, into .venv
+
+$(INSTALLED): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' \
+		|| { echo "Python 3.11 or 3.12 is needed; name it: make PYTHON=/path/to/python3.11"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet uv
+	$(BIN)/uv pip install --quiet --python $(BIN)/python -e ".[$(EXTRAS)]"
+	@touch $@
+
+demo: $(INSTALLED) ## a small model learns through all three services (BACKEND=megatron, DEMO="--seed 1 --replicas 2")
+	$(BIN)/python -m demo $(if $(BACKEND),--backend $(BACKEND)) $(DEMO)
+
+test: lint $(INSTALLED) ## all that this machine can run
+	$(BIN)/python -m pytest -m "not compose" $(TESTS)
+
+test-fast: $(INSTALLED) ## what runs in a minute or two: no engine, no killing
+	$(BIN)/python -m pytest -m "not ($(SLOW))" $(TESTS)
+
+test-compose: $(INSTALLED) ## the containers: builds them, trains, scales, kills (needs Docker)
+	$(if $(strip $(UV_FIND_LINKS)),cp -u $(UV_FIND_LINKS)/*.whl deploy/wheels/)
+	TORCH_BACKEND=$(UV_TORCH_BACKEND) $(BIN)/python -m pytest -m compose $(TESTS)
+
+lint: $(INSTALLED) ## ruff, mypy, and whether the stubs are those of proto/
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python proto/generate.py --check
+	$(BIN)/python proto/compatible.py
+
+format: $(INSTALLED) ## what ruff can mend by itself
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+proto: $(INSTALLED) ## generates the stubs from proto/
+	$(BIN)/python proto/generate.py
+
+bench: $(INSTALLED) ## measures the coordinator and a replica on this machine, as BENCHMARKS.md tells
+	$(BIN)/python -m benchmarks.coordinator
+	$(BIN)/python -m benchmarks.replica
+
+clean: ## removes the environment and what tools left; state/ stays
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,207 @@
+"""How many tokens a second go through a replica, beside the same vLLM called directly in the same run.
+
+    python -m benchmarks.replica --prompts 64 --samples 8 --tokens 128 --rounds 5
+
+One engine, two ways in turn: through the replica (leases over gRPC from a coordinator in a process of its own, chat
+template, scoring, packed answers) and straight through vLLM's AsyncLLM (the same prompts already tokenised, n samples
+a request). Everything shares this machine's cores. Prints one JSON object.
+"""
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import platform
+import statistics
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from demo.model import small_qwen3
+from demo.tokenizer import byte_tokenizer
+from millrace.ids import new_member_id
+from millrace.spec import JobSpec, parse
+from millrace.telemetry import logs
+from millrace.wire.channel import Peer
+from millrace.wire.server import Server
+from services.rollout.leases import Leases
+from services.rollout.membership import Membership
+from services.rollout.replica import Replica
+from services.rollout.server import servicers
+from tests.sender import export
+from tests.services.rollout.coordinator import Coordinator, configure, publish, until
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="Hugging Face folder; otherwise the demo's model, random")
+    parser.add_argument("--prompts", type=int, default=64, help="in a round")
+    parser.add_argument("--samples", type=int, default=8, help="of each prompt")
+    parser.add_argument("--tokens", type=int, default=128, help="longest response")
+    parser.add_argument("--rounds", type=int, default=5, help="of each way")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--running", type=int, default=64, help="samples in the engine at once (max_num_seqs)")
+    options = parser.parse_args()
+    logs.configure("bench")
+    with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
+        model = options.model or made_model(Path(folder))
+        print(json.dumps(asyncio.run(measure(model, options)), indent=2))
+
+
+def made_model(folder: Path) -> Path:
+    tokenizer = byte_tokenizer()
+    small_qwen3(tokenizer).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def job(model: Path, options: argparse.Namespace) -> JobSpec:
+    return parse(
+        {
+            "name": "bench",
+            "output": str(model / "output"),
+            "model": {"path": str(model)},
+            "data": {"files": ["rows.jsonl"], "max_prompt_tokens": 96},
+            "reward": {"function": "exact", "workers": 1},
+            "rollout": {
+                "dtype": options.dtype,
+                "samples_per_prompt": options.samples,
+                "max_response_tokens": options.tokens,
+                "engine_options": {"max_num_seqs": options.running},
+            },
+            "trainer": {"token_budget": 96 + options.tokens},
+        }
+    )
+
+
+def question(number: int) -> list[dict[str, str]]:
+    return [{"role": "user", "content": f"question {number}: what comes after {number * 7919}?"}]
+
+
+def coordinate(control: Connection, samples: int, tokens: int) -> None:
+    """The coordinator's process: for each number received, issues so many prompts and says when all are answered."""
+
+    async def serve() -> None:
+        coordinator = Coordinator()
+        control.send(await coordinator.start())
+        while True:
+            count = await asyncio.to_thread(control.recv)
+            coordinator.groups.clear()
+            for number in range(count):
+                prompt = question(number)
+                coordinator.issue(number, prompt, samples=samples, max_response_tokens=tokens)
+            await until(lambda expected=count: coordinator.answered == expected, 600)
+            control.send(coordinator.dropped)
+
+    asyncio.run(serve())
+
+
+async def measure(model: Path, options: argparse.Namespace) -> dict[str, Any]:
+    context = multiprocessing.get_context("spawn")
+    control, theirs = context.Pipe()
+    process = context.Process(target=coordinate, args=(theirs, options.samples, options.tokens), daemon=True)
+    process.start()
+    calls = Peer(await asyncio.to_thread(control.recv))
+    leases = Leases(calls, new_member_id("rollout"))
+    replica = Replica(leases._member_id, "vllm", "bench", leases)
+    server = Server(servicers(replica), "127.0.0.1", 0)
+    await server.start()
+    membership = Membership(calls, replica, f"127.0.0.1:{server.port}", 60.0)
+    await membership.join()
+    loops = [asyncio.create_task(membership.run()), asyncio.create_task(leases.run())]
+    try:
+        await bring_up(Peer(f"127.0.0.1:{server.port}"), replica, model, options)
+        return await rounds(replica, control, options)
+    finally:
+        for loop in loops:
+            loop.cancel()
+        await replica.close()
+        await server.stop(0.1)
+        process.kill()
+
+
+async def bring_up(peer: Peer, replica: Replica, model: Path, options: argparse.Namespace) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    await configure(peer, job(model, options))
+    weights = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, options.dtype))
+    await publish(peer, replica.member_id, export(weights), 1)
+
+
+async def rounds(replica: Replica, control: Connection, options: argparse.Namespace) -> dict[str, Any]:
+    ways: dict[str, list[float]] = {"direct": [], "replica": []}
+    cpu_ms: dict[str, list[float]] = {"direct": [], "replica": []}
+    for number in range(options.rounds + 1):
+        for way, make in (
+            ("direct", directly(replica, options)),
+            ("replica", through_replica(replica, control, options)),
+        ):
+            started, cpu = time.perf_counter(), time.process_time()
+            tokens = await make
+            if number:  # the first round warms up
+                ways[way].append(tokens / (time.perf_counter() - started))
+                cpu_ms[way].append(1e6 * (time.process_time() - cpu) / tokens)
+    ratios = [b / a for a, b in zip(ways["direct"], ways["replica"], strict=True)]
+    assert replica.engine is not None
+    return {
+        "engine": f"vllm {replica.engine.release} on {replica.engine.device}",
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "options": {k: str(v) for k, v in vars(options).items()},
+        "tokens_per_s": {way: [round(v) for v in values] for way, values in ways.items()},
+        "median_tokens_per_s": {way: round(statistics.median(values)) for way, values in ways.items()},
+        # Of this process alone, the one that a replica adds work to; neighbours hardly change it.
+        "cpu_ms_per_1000_tokens": {way: round(statistics.median(values), 1) for way, values in cpu_ms.items()},
+        "best_tokens_per_s": {way: round(max(values)) for way, values in ways.items()},
+        "replica_over_direct": {
+            "median": round(statistics.median(ratios), 3),
+            # Neighbours on the machine only ever slow a round down.
+            "best": round(max(ways["replica"]) / max(ways["direct"]), 3),
+        },
+    }
+
+
+async def directly(replica: Replica, options: argparse.Namespace) -> int:
+    """Tokens generated through AsyncLLM itself: all prompts at once, n samples a request."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    llm: Any = replica.engine._llm  # type: ignore[union-attr]
+    tokenizer = llm.get_tokenizer()
+    prompts = [
+        tokenizer.apply_chat_template(question(n), add_generation_prompt=True, return_dict=False)
+        for n in range(options.prompts)
+    ]
+    wanted = SamplingParams(
+        n=options.samples,
+        temperature=1.0,
+        max_tokens=options.tokens,
+        logprobs=0,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+    async def one(number: int, tokens: list[int]) -> int:
+        request_id = f"direct-{time.monotonic_ns()}-{number}"
+        count = 0
+        async for output in llm.generate({"prompt_token_ids": tokens}, wanted, request_id):
+            count = sum(len(sample.token_ids) for sample in output.outputs)
+        return count
+
+    return sum(await asyncio.gather(*(one(n, tokens) for n, tokens in enumerate(prompts))))
+
+
+async def through_replica(replica: Replica, control: Connection, options: argparse.Namespace) -> int:
+    """Tokens generated for leases: returns once the coordinator holds the last group."""
+    before = replica.leases.generated_tokens
+    control.send(options.prompts)
+    dropped = await asyncio.to_thread(control.recv)
+    assert not dropped, dropped
+    return replica.leases.generated_tokens - before
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,6 @@
+"""A task that learns in about a minute on two cores: `make demo`.
+
+Nothing is downloaded. `tokenizer` and `model` make a small language model on the spot, warmed by a short supervised run
+until it gets the task right now and then; `task` writes the prompts; `run` starts the local stack, submits `job.yaml`
+over REST like any other job and shows what came of it.
+"""

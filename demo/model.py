@@ -1,0 +1,139 @@
+"""A Qwen3 of 427,000 parameters, warmed until it gets the task right now and then.
+
+The demonstrations are wrong more often than right: most of them copy the word instead of turning it round. So both
+answers are in the model's distribution and reinforcement has to choose between them. Warmed on right ones alone it
+would jump from almost never to almost always within a few steps, and from random weights it would never find out.
+"""
+
+import json
+import random
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+from demo.task import answer, question, words
+from demo.tokenizer import byte_tokenizer
+
+IGNORED = -100
+"""The label of tokens without loss."""
+Demonstration = tuple[list[int], int]
+"""Token ids of prompt and answer, and how many of them are the prompt's."""
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    """The supervised run."""
+
+    seed: int = 0
+    until: float = 0.12
+    """Ends once the model gives the right answer to new words with this probability; seeds take 175 to 275 steps."""
+    look_every: int = 25
+    max_steps: int = 1000
+    samples: int = 64
+    lr: float = 2e-3
+    lr_warmup_steps: int = 20
+    weight_decay: float = 0.01
+    right: float = 0.3
+    """Share of demonstrations that turn the word round; the others copy it."""
+
+
+def made_model(folder: Path, warm_up: WarmUp) -> Path:
+    """`folder` as a Hugging Face model folder; made only where it does not hold this very model yet."""
+    recipe = folder / "recipe.json"
+    if recipe.is_file() and json.loads(recipe.read_text()) == asdict(warm_up):
+        return folder
+    part = folder.with_name(folder.name + ".part")
+    shutil.rmtree(part, ignore_errors=True)
+    tokenizer = byte_tokenizer()
+    model = warmed(tokenizer, warm_up)
+    disable_progress_bar()
+    model.save_pretrained(part)
+    tokenizer.save_pretrained(part)
+    (part / "recipe.json").write_text(json.dumps(asdict(warm_up)))
+    for file in part.iterdir():
+        file.chmod(0o644)  # services in containers run as another user
+    shutil.rmtree(folder, ignore_errors=True)
+    part.rename(folder)
+    return folder
+
+
+def small_qwen3(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+    """Random weights, float32."""
+    end = tokenizer.convert_tokens_to_ids(str(tokenizer.eos_token))
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=len(tokenizer),
+            hidden_size=128,
+            intermediate_size=384,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            max_position_embeddings=256,
+            initializer_range=0.05,  # the usual 0.02 suits wide layers; here it makes the warm-up slow
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=end,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )
+
+
+def warmed(tokenizer: PreTrainedTokenizerFast, warm_up: WarmUp) -> Qwen3ForCausalLM:
+    """The small model after the supervised run; the same seed gives the same weights on the same machine.
+
+    Raises RuntimeError where it does not get there within `max_steps`.
+    """
+    torch.set_num_threads(1)  # the model is so small that threads would mostly wait for each other
+    torch.manual_seed(warm_up.seed)
+    rng = random.Random(warm_up.seed)
+    source = words(rng)
+    unseen = [_demonstration(tokenizer, next(source), right=True) for _ in range(128)]
+    model = small_qwen3(tokenizer)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=warm_up.lr, weight_decay=warm_up.weight_decay)
+    for step in range(1, warm_up.max_steps + 1):
+        batch = [_demonstration(tokenizer, next(source), rng.random() < warm_up.right) for _ in range(warm_up.samples)]
+        for group in optimizer.param_groups:
+            group["lr"] = warm_up.lr * min(1.0, step / warm_up.lr_warmup_steps)
+        optimizer.zero_grad()
+        tokens_bt, labels_bt = _padded(batch)
+        model(input_ids=tokens_bt, labels=labels_bt).loss.backward()
+        optimizer.step()
+        if step % warm_up.look_every == 0 and probability(model, unseen) >= warm_up.until:
+            return model.eval()
+    raise RuntimeError(
+        f"the model of seed {warm_up.seed} did not warm up in {warm_up.max_steps} steps: take another seed"
+    )
+
+
+def probability(model: Qwen3ForCausalLM, demonstrations: list[Demonstration]) -> float:
+    """Mean probability with which the model would sample the demonstrated answers, whole."""
+    tokens_bt, labels_bt = _padded(demonstrations)
+    with torch.no_grad():
+        logprobs_btv = torch.log_softmax(model(input_ids=tokens_bt).logits[:, :-1], dim=-1)
+    answered_bt = labels_bt[:, 1:] != IGNORED
+    chosen_bt = labels_bt[:, 1:].clamp(min=0)
+    logprobs_bt = logprobs_btv.gather(-1, chosen_bt.unsqueeze(-1)).squeeze(-1)
+    return float((logprobs_bt * answered_bt).sum(dim=1).exp().mean())
+
+
+def _demonstration(tokenizer: PreTrainedTokenizerFast, word: str, right: bool) -> Demonstration:
+    asked = [{"role": "user", "content": question(word)}]
+    prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
+    said = tokenizer.encode((answer(word) if right else word) + str(tokenizer.eos_token))
+    return [*prompt, *said], len(prompt)
+
+
+def _padded(batch: list[Demonstration]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and labels, int64 [samples, longest]; prompts and padding carry no loss."""
+    longest = max(len(tokens) for tokens, _ in batch)
+    tokens_bt = torch.zeros((len(batch), longest), dtype=torch.int64)
+    labels_bt = torch.full((len(batch), longest), IGNORED)
+    for i, (tokens, prompt) in enumerate(batch):
+        tokens_bt[i, : len(tokens)] = torch.tensor(tokens)
+        labels_bt[i, prompt : len(tokens)] = torch.tensor(tokens[prompt:])
+    return tokens_bt, labels_bt

@@ -1,0 +1,101 @@
+"""`python -m demo`: makes model and data, starts the stack, trains, and says whether the model learned."""
+
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+import yaml
+
+from demo.report import Outcome, print_outcome
+from millrace.cli.watch import show_live
+from millrace.client import Client
+from millrace.local.options import StackOptions
+from millrace.local.ports import free_port
+from millrace.local.stack import Stack
+from millrace.spec import JobSpec, parse
+
+MARGIN = 0.30
+"""The held-out reward has to rise by this much, or the demo fails."""
+JOB = Path(__file__).with_name("job.yaml")
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def demo(
+    seed: Annotated[int, typer.Option(help="Of the model, the data and the trainer.", min=0)] = 0,
+    steps: Annotated[int, typer.Option(help="GRPO steps.", min=1)] = 60,
+    replicas: Annotated[int, typer.Option(help="Rollout replicas.", min=1)] = 1,
+    ranks: Annotated[int, typer.Option(help="Trainer ranks.", min=1)] = 1,
+    engine: Annotated[str, typer.Option(help="vllm or transformers.")] = "vllm",
+    backend: Annotated[str, typer.Option(help="What trains: fsdp2 or megatron.")] = "fsdp2",
+    state: Annotated[Path, typer.Option(help="Folder for the model, the data, logs and results.")] = Path("state/demo"),
+    keep_state: Annotated[bool, typer.Option(help="Keep the stack's Redis data and logs after success.")] = False,
+) -> None:
+    """A small language model learns to turn words round, through the three services. Needs no network and no GPU.
+
+    Status 0 only if the reward on held-out words rose by the margin that the README states.
+    """
+    begun = time.monotonic()
+    state = state.resolve()
+    options = StackOptions(
+        # A stack's state is not shared between runs: each demo begins with an empty ledger.
+        state=str(state / time.strftime("stack-%Y%m%d-%H%M%S")),
+        replicas=replicas,
+        ranks=ranks,
+        engine=engine,
+        http_port=free_port(),
+        grpc_port=free_port(),
+        environment={name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()},
+    )
+    spec = prepared(state, seed, steps, backend)
+    made_s = time.monotonic() - begun
+    print(
+        f"starting coordinator, trainer and {replicas} {engine} replica(s); logs: {options.folder / 'logs'}", flush=True
+    )
+    with Stack(options) as stack, Client(stack.url) as client:
+        started_s = time.monotonic() - begun - made_s
+        job = client.submit(spec)
+        show_live(client, job.id)
+        outcome = Outcome.of(client, job.id, MARGIN)
+    total_s = time.monotonic() - begun
+    print_outcome(outcome, {"model and data": made_s, "stack": started_s, "job": total_s - made_s - started_s})
+    if outcome.learned and not keep_state:
+        shutil.rmtree(options.folder)
+    raise typer.Exit(0 if outcome.learned else 1)
+
+
+def prepared(state: Path, seed: int, steps: int, backend: str = "fsdp2") -> JobSpec:
+    """Makes model and data, and the job about them."""
+    from demo.model import WarmUp, made_model
+    from demo.task import write_data
+
+    print(f"making the model (once a seed) and the data in {state}", flush=True)
+    made_model(model_folder(state, seed), WarmUp(seed=seed))
+    return job_spec(state, seed, steps, write_data(state / f"data-{seed}", seed), backend)
+
+
+def model_folder(state: Path, seed: int) -> Path:
+    return state / f"model-{seed}"
+
+
+def job_spec(state: Path, seed: int, steps: int, data: tuple[Path, Path], backend: str = "fsdp2") -> JobSpec:
+    """The job of `job.yaml` with this run's folders; `data` is what to train on and what to hold out."""
+    tree = yaml.safe_load(JOB.read_text())
+    tree["model"]["path"] = str(model_folder(state, seed))
+    tree["data"] |= {"files": [str(data[0])], "seed": seed}
+    tree["evaluation"]["files"] = [str(data[1])]
+    tree["trainer"] |= {"seed": seed, "backend": backend}
+    tree["schedule"]["steps"] = steps
+    tree["trainer"]["optimizer"]["warmup_steps"] = min(steps, tree["trainer"]["optimizer"]["warmup_steps"])
+    tree["output"] = str(state / time.strftime(f"output-{seed}-%Y%m%d-%H%M%S"))
+    return parse(tree)

@@ -1,0 +1,28 @@
+# A rollout replica on CPU: vLLM's CPU build behind one gRPC server.
+FROM python:3.11-slim-bookworm
+
+ARG TORCH_BACKEND=cpu
+ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HF_HUB_OFFLINE=1 MILLRACE_ENGINE=vllm MILLRACE_PORT=7620
+# vLLM compiles small kernels at run time and asks for thread placement.
+RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends g++ libnuma1 python3-dev && rm -rf /var/lib/apt/lists/* \
+ && python3 -m pip install --no-cache-dir uv \
+ && useradd --system --uid 10001 --create-home millrace \
+ && install -d -o millrace -g millrace /data
+
+WORKDIR /app
+# What it needs comes first, so that a change of our own code does not install it again.
+COPY deploy/wheels /wheels
+COPY pyproject.toml README.md ./
+ENV UV_FIND_LINKS=/wheels UV_SYSTEM_PYTHON=1 UV_BREAK_SYSTEM_PACKAGES=1 UV_NO_CACHE=1
+RUN ${TORCH_BACKEND:+env UV_TORCH_BACKEND=$TORCH_BACKEND} uv pip install -r pyproject.toml --extra cpu-vllm
+COPY millrace millrace
+COPY services/__init__.py services/__init__.py
+COPY services/rollout services/rollout
+RUN uv pip install --no-deps -e .
+
+USER millrace
+VOLUME ["/data"]
+EXPOSE 7620
+HEALTHCHECK --interval=5s --timeout=5s --start-period=180s --retries=24 CMD ["python3", "-m", "millrace.wire.probe", "127.0.0.1:7620"]
+STOPSIGNAL SIGTERM
+CMD ["python3", "-m", "services.rollout"]

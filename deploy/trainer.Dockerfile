@@ -1,0 +1,29 @@
+# The trainer on CPU: torchrun ranks, rank 0 serves gRPC. Also makes the demo's model and data.
+FROM python:3.11-slim-bookworm
+
+# cpu takes torch's CPU build; empty takes what the package index or deploy/wheels has.
+ARG TORCH_BACKEND=cpu
+ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HF_HUB_OFFLINE=1 MILLRACE_RANKS=1 MILLRACE_PORT=7610
+RUN python3 -m pip install --no-cache-dir uv \
+ && useradd --system --uid 10001 --create-home millrace \
+ && install -d -o millrace -g millrace /data
+
+WORKDIR /app
+# What it needs comes first, so that a change of our own code does not install it again.
+COPY deploy/wheels /wheels
+COPY pyproject.toml README.md ./
+ENV UV_FIND_LINKS=/wheels UV_SYSTEM_PYTHON=1 UV_BREAK_SYSTEM_PACKAGES=1 UV_NO_CACHE=1
+RUN ${TORCH_BACKEND:+env UV_TORCH_BACKEND=$TORCH_BACKEND} \
+    uv pip install -r pyproject.toml --extra trainer --extra demo "torch==2.13.0"
+COPY millrace millrace
+COPY services/__init__.py services/__init__.py
+COPY services/trainer services/trainer
+COPY demo demo
+RUN uv pip install --no-deps -e .
+
+USER millrace
+VOLUME ["/data"]
+EXPOSE 7610
+HEALTHCHECK --interval=5s --timeout=5s --start-period=120s --retries=24 CMD ["python3", "-m", "millrace.wire.probe", "127.0.0.1:7610"]
+STOPSIGNAL SIGTERM
+CMD ["sh", "-c", "exec torchrun --nproc-per-node ${MILLRACE_RANKS} -m services.trainer"]

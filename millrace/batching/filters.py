@@ -1,0 +1,42 @@
+"""Which groups are worth a step, and DAPO's punishment of answers that are about too long (arXiv 2503.14476)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a group is trained, and if not, the reason as the ledger keeps it."""
+
+    keep: bool
+    reason: str = ""
+
+
+KEEP = Verdict(True)
+
+
+def signal(rewards: Sequence[float], *, tolerance: float = 1e-9) -> Verdict:
+    """Dynamic sampling: a group whose rewards are all equal has no signal, as every advantage in it is 0.
+
+    `tolerance` is the largest spread of rewards that counts as none.
+    """
+    if not rewards:
+        return Verdict(False, "no signal: no sample was scored")
+    lowest, highest = min(rewards), max(rewards)
+    if highest - lowest > tolerance:
+        return KEEP
+    return Verdict(False, f"no signal: all {len(rewards)} rewards are {highest:g}")
+
+
+def overlong_penalty(length: int, *, limit: int, buffer: int, penalty: float = 1.0) -> float:
+    """What is added to the reward of an answer of `length` tokens: 0 up to limit − buffer, then falling linearly.
+
+    DAPO's equation 13: ((limit − buffer) − length) / buffer · penalty, and never below −penalty, however long.
+    `buffer` 0 punishes nothing up to `limit`.
+    """
+    if buffer < 0 or buffer > limit:
+        raise ValueError(f"buffer = {buffer}: it has to be from 0 to the limit, {limit} tokens.")
+    beyond = length - (limit - buffer)
+    if beyond <= 0:
+        return 0.0
+    return -penalty * min(beyond / buffer, 1.0) if buffer else -penalty

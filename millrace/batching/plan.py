@@ -1,0 +1,122 @@
+"""A step's plan: which rank trains which sequences in which micro-batch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from millrace.batching.balance import equal_partition, partition
+from millrace.batching.cost import SequenceCost
+from millrace.batching.pack import pack, spread
+from millrace.errors import InvalidJob
+
+Plan = list[list[list[int]]]
+"""`plan[rank][i]`: the indices, ascending, of the sequences in that rank's i-th micro-batch."""
+Loads = list[list[float]]
+"""Of a plan, the cost of each micro-batch."""
+
+
+def plan_microbatches(
+    lengths: Sequence[int],
+    *,
+    ranks: int,
+    token_budget: int,
+    cost: SequenceCost | None = None,
+    lockstep: bool = True,
+) -> Plan:
+    """Plans a step. Deterministic.
+
+    Each sequence is in exactly one micro-batch, no micro-batch has more than `token_budget` tokens, all ranks have the
+    same number of micro-batches: as few as were found. Ranks cost about the same: in each i-th micro-batch where they
+    meet in it (`lockstep`: parameters are sharded over them), else in sum. The heaviest come first. A micro-batch is
+    empty only where there are fewer sequences than micro-batches: the rank then runs a batch of padding, so that
+    collectives meet.
+
+    Raises InvalidJob if a sequence has more tokens than the budget, ValueError for a length or rank count below 1.
+    """
+    if ranks < 1 or any(length < 1 for length in lengths):
+        raise ValueError(f"{ranks} ranks and lengths {min(lengths, default=1)} and more: both have to be at least 1.")
+    longest = max(lengths, default=0)
+    if longest > token_budget:
+        raise InvalidJob(
+            f"trainer.token_budget = {token_budget}: sequence {list(lengths).index(longest)} has {longest} tokens.",
+            f"Raise the token budget to at least {longest}, or allow shorter prompts or responses.",
+        )
+    costs = [(cost or SequenceCost()).of(length) for length in lengths]
+    step = _Step(lengths, costs, ranks, token_budget)
+    fewest = max(1, -(-sum(lengths) // (ranks * token_budget)))
+    most = max(1, -(-len(pack(lengths, token_budget)) // ranks))
+    for rounds in range(fewest, most + 1):
+        plans = [plan for plan in (step.ranks_first(rounds), step.microbatches_first(rounds)) if plan is not None]
+        if plans:
+            break
+    duration = _in_lockstep if lockstep else _alone
+    return min(plans, key=lambda plan: duration(step.loads(plan)))
+
+
+def _in_lockstep(loads: Loads) -> float:
+    return sum(map(max, zip(*loads, strict=True)))
+
+
+def _alone(loads: Loads) -> float:
+    return max(map(sum, loads))
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Two ways to plan a step with a given number of micro-batches on each rank; None where one finds no room."""
+
+    lengths: Sequence[int]
+    costs: Sequence[float]
+    ranks: int
+    token_budget: int
+
+    def ranks_first(self, rounds: int) -> Plan | None:
+        """Sequences to ranks by cost, then each rank's into micro-batches: ranks come out most alike."""
+        plan = []
+        for members in partition(self.costs, self.ranks):
+            bins = self._bins(members, rounds)
+            if bins is None:
+                return None
+            plan.append(self._heaviest_first(bins))
+        return plan
+
+    def microbatches_first(self, rounds: int) -> Plan | None:
+        """Sequences into micro-batches, then these to ranks: finds room where the budget is nearly used up."""
+        bins = self._bins(range(len(self.lengths)), rounds * self.ranks)
+        if bins is None:
+            return None
+        return [
+            self._heaviest_first([bins[home] for home in homes])
+            for homes in equal_partition([self._cost(members) for members in bins], self.ranks)
+        ]
+
+    def loads(self, plan: Plan) -> Loads:
+        return [[self._cost(members) for members in bins] for bins in plan]
+
+    def _bins(self, members: Sequence[int], count: int) -> list[list[int]] | None:
+        """`count` micro-batches of these sequences: of equal cost, else of equal length, else as full as can be."""
+        lengths = [self.lengths[index] for index in members]
+        for loads in ([self.costs[index] for index in members], [float(length) for length in lengths]):
+            bins = spread(lengths, loads, self.token_budget, count)
+            if bins is not None:
+                return [[members[at] for at in positions] for positions in bins]
+        bins = pack(lengths, self.token_budget)
+        if len(bins) > count:
+            return None
+        return [[members[at] for at in positions] for positions in _filled(bins, count)]
+
+    def _heaviest_first(self, bins: list[list[int]]) -> list[list[int]]:
+        bins = [sorted(members) for members in bins]
+        return sorted(bins, key=lambda members: (-self._cost(members), members))
+
+    def _cost(self, members: list[int]) -> float:
+        return sum(self.costs[index] for index in members)
+
+
+def _filled(bins: list[list[int]], count: int) -> list[list[int]]:
+    """`count` micro-batches, none of them empty while another has two sequences."""
+    bins = [list(members) for members in bins] + [[] for _ in range(count - len(bins))]
+    for members in bins:
+        fullest = max(bins, key=len)
+        if not members and len(fullest) > 1:
+            members.append(fullest.pop())
+    return bins

@@ -1,0 +1,28 @@
+"""The `millrace` command. Each group of commands is a module here; a new one is one file and one line below."""
+
+import typer
+
+from millrace.cli import doctor, jobs, stack, validate, watch
+from millrace.cli.output import TellsErrors
+
+app = typer.Typer(
+    name="millrace",
+    cls=TellsErrors,
+    help="Reinforcement learning for language models as three services: start them, give them jobs, watch.",
+    no_args_is_help=True,
+    pretty_exceptions_show_locals=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+LOCAL, JOBS = "This machine", "Jobs"
+app.command("up", rich_help_panel=LOCAL)(stack.up)
+app.command("doctor", rich_help_panel=LOCAL)(doctor.doctor)
+app.command("validate", rich_help_panel=JOBS)(validate.validate)
+app.command("submit", rich_help_panel=JOBS)(jobs.submit)
+app.command("watch", rich_help_panel=JOBS)(watch.watch)
+app.command("jobs", rich_help_panel=JOBS)(jobs.jobs)
+app.command("show", rich_help_panel=JOBS)(jobs.show)
+app.command("events", rich_help_panel=JOBS)(jobs.events)
+app.command("pause", rich_help_panel=JOBS)(jobs.pause)
+app.command("resume", rich_help_panel=JOBS)(jobs.resume)
+app.command("cancel", rich_help_panel=JOBS)(jobs.cancel)
+app.command("fleet", rich_help_panel=JOBS)(jobs.fleet)

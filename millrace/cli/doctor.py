@@ -1,0 +1,37 @@
+"""`millrace doctor`: what is installed, what will work, why not."""
+
+import typer
+from rich.markup import escape
+
+from millrace.cli.output import AsJson, people, print_json, table
+from millrace.cli.probes import SERVES, TRAINS, Verdict, can, examine
+
+MARKS = {
+    Verdict.GOOD: "[green]ok[/]",
+    Verdict.WARNING: "[yellow]untested[/]",
+    Verdict.MISSING: "[dim]missing[/]",
+    Verdict.BROKEN: "[red]broken[/]",
+}
+
+
+def doctor(as_json: AsJson = False) -> None:
+    """Tell what is installed here, what will work, and why the rest will not.
+
+    Imports every engine and backend once, which takes some seconds. Status 1 if this machine can neither generate nor
+    train.
+    """
+    findings = examine()
+    serves, trains = can(findings, SERVES), can(findings, TRAINS)
+    if as_json:
+        print_json({"findings": [f.to_dict() for f in findings], "generates_with": serves, "trains_with": trains})
+        raise typer.Exit(0 if serves or trains else 1)
+    rows = table("", "FOR", "", "FOUND")
+    rows.columns[-1].no_wrap = False
+    for f in findings:
+        told = escape(f.found) + (f"\n[dim]{escape(f.mend)}[/]" if f.mend else "")
+        rows.add_row(f"[bold]{f.name}[/]", f.need, MARKS[f.verdict], told)
+    console = people()
+    console.print(rows)
+    for what, names in (("generate", serves), ("train", trains)):
+        console.print(f"can {what} with {', '.join(names)}" if names else f"[red]cannot {what}[/]: see above")
+    raise typer.Exit(0 if serves or trains else 1)

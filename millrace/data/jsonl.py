@@ -1,0 +1,61 @@
+"""JSON lines, plain or gzipped: an index of line starts in memory, the text on disk."""
+
+import gzip
+import json
+import shutil
+import tempfile
+import threading
+import zlib
+from array import array
+from typing import IO, Any
+
+from millrace.data.refusal import refused
+from millrace.errors import BadRow
+
+
+class JsonlRows:
+    """One object a line; blank lines do not count. A gzipped file is unpacked once, to a nameless temporary file."""
+
+    def __init__(self, path: str, field: str) -> None:
+        self._path = path
+        self._reading = threading.Lock()
+        self._starts = array("Q")
+        self._line_numbers = array("Q")
+        try:
+            self._file = _unpacked(path) if path.endswith(".gz") else open(path, "rb")  # noqa: SIM115 lives as long as self
+            self._index()
+        except (OSError, EOFError, zlib.error) as error:
+            raise refused(
+                field, path, f"it cannot be read: {error}", "write the file again, or mend its rights."
+            ) from error
+
+    def _index(self) -> None:
+        start = 0
+        for number, line in enumerate(self._file, start=1):
+            if not line.isspace():
+                self._starts.append(start)
+                self._line_numbers.append(number)
+            start += len(line)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def raw(self, row: int) -> Any:
+        with self._reading:
+            self._file.seek(self._starts[row])
+            line = self._file.readline()
+        try:
+            return json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise BadRow(f"{self.place(row)} is not JSON: {error}.", "write one JSON object a line.") from error
+
+    def place(self, row: int) -> str:
+        return f"{self._path} line {self._line_numbers[row]}"
+
+
+def _unpacked(path: str) -> IO[bytes]:
+    file = tempfile.TemporaryFile()  # noqa: SIM115 lives as long as its owner
+    with gzip.open(path) as packed:
+        shutil.copyfileobj(packed, file, 1 << 20)
+    file.seek(0)
+    return file

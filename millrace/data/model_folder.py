@@ -1,0 +1,86 @@
+"""Whether a Hugging Face model folder can be used, told from its files without loading any of them."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from millrace.data.refusal import refused
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+WEIGHT_PATTERNS = ("*.safetensors", "*.bin")
+WEIGHT_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+FIELD = "model.path"
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    path: Path
+    architecture: str
+    """The first that config.json names: `Qwen3ForCausalLM`."""
+    has_chat_template: bool
+
+
+def check_model_folder(path: str | Path, *, messages: bool = True) -> ModelFolder:
+    """Raises InvalidJob where the folder, its config, tokenizer or weights are missing or broken; with `messages` (the
+    data has messages rather than plain texts) also where there is no chat template."""
+    folder = Path(path)
+    if not folder.is_dir():
+        found = "it is a file" if folder.is_file() else f"there is no folder {folder.absolute()}"
+        mend = "give the folder of a Hugging Face model; one from the hub has to be downloaded first (hf download)."
+        raise refused(FIELD, str(path), found, mend)
+    architectures = _json(folder / "config.json", folder).get("architectures")
+    if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
+        mend = 'add it, for example "architectures": ["Qwen3ForCausalLM"].'
+        raise refused(FIELD, str(path), "its config.json names no architecture", mend)
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise refused(
+            FIELD,
+            str(path),
+            f"it has no tokenizer: none of {', '.join(TOKENIZER_FILES)}",
+            "save the tokenizer into the same folder (tokenizer.save_pretrained).",
+        )
+    _check_weights(folder)
+    has_chat_template = _has_chat_template(folder)
+    if messages and not has_chat_template:
+        raise refused(
+            FIELD,
+            str(path),
+            "the prompts are messages and the model has no chat template",
+            "put a chat_template.jinja into the folder, or make the data's `prompt` a plain text.",
+        )
+    return ModelFolder(folder, architectures[0], has_chat_template)
+
+
+def _check_weights(folder: Path) -> None:
+    for index in WEIGHT_INDEXES:
+        if (folder / index).is_file():
+            named = _json(folder / index, folder).get("weight_map")
+            shards = set(named.values()) if isinstance(named, dict) else set()
+            if missing := sorted(str(s) for s in shards if not (folder / str(s)).is_file()):
+                reason = f"{index} names {len(shards)} files and {len(missing)} are missing: {', '.join(missing[:3])}"
+                raise refused(FIELD, str(folder), reason, "finish the download or the copy.")
+    if not any(file.is_file() for pattern in WEIGHT_PATTERNS for file in folder.glob(pattern)):
+        reason = f"it has no weights: no {' and no '.join(WEIGHT_PATTERNS)}"
+        raise refused(FIELD, str(folder), reason, "save the model into the same folder (model.save_pretrained).")
+
+
+def _has_chat_template(folder: Path) -> bool:
+    if (folder / "chat_template.jinja").is_file() or (folder / "chat_template.json").is_file():
+        return True
+    config = folder / "tokenizer_config.json"
+    return config.is_file() and bool(_json(config, folder).get("chat_template"))
+
+
+def _json(file: Path, folder: Path) -> dict[str, Any]:
+    try:
+        tree = json.loads(file.read_bytes())
+    except FileNotFoundError as error:
+        mend = "give the folder of a Hugging Face model, with config, tokenizer and weights."
+        raise refused(FIELD, str(folder), f"it has no {file.name}", mend) from error
+    except (OSError, ValueError) as error:
+        reason = f"its {file.name} cannot be read: {error}"
+        raise refused(FIELD, str(folder), reason, "write or download the file again.") from error
+    if not isinstance(tree, dict):
+        raise refused(FIELD, str(folder), f"its {file.name} is not an object", "write or download the file again.")
+    return tree

@@ -1,0 +1,53 @@
+"""The order of a pass: a permutation that is a function of seed, pass and length alone.
+
+The same on every machine, with every release of Python and numpy: rows are sorted by a hash of their number (splitmix64
+keyed by seed and pass), so a job resumed elsewhere finds the same row at the same place.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import overload
+
+import numpy as np
+
+
+class Order(Sequence[int]):
+    """Row numbers 0 .. length - 1 in the order of one pass. Worked out when the first of them is asked for."""
+
+    def __init__(self, length: int, pass_number: int, seed: int, shuffle: bool) -> None:
+        self._length = length
+        self._key = f"{seed}/{pass_number}"
+        self._shuffle = shuffle
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, place: int) -> int: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[int]: ...
+    def __getitem__(self, place: int | slice) -> int | list[int]:
+        if isinstance(place, slice):
+            return [int(row) for row in self._rows[place]]
+        return int(self._rows[place])
+
+    def __iter__(self) -> Iterator[int]:
+        return (int(row) for row in self._rows)
+
+    @cached_property
+    def _rows(self) -> "range | np.ndarray":
+        if not self._shuffle:
+            return range(self._length)
+        key = int.from_bytes(hashlib.blake2b(self._key.encode(), digest_size=8).digest(), "little")
+        order = np.argsort(_splitmix64(key, self._length), kind="stable")
+        return order.astype(np.uint32 if self._length <= 2**32 else np.uint64)
+
+
+def _splitmix64(key: int, count: int) -> np.ndarray:
+    """The first `count` outputs, uint64, of the generator of Steele, Lea and Flood (2014) started at `key`."""
+    with np.errstate(over="ignore"):
+        z = np.uint64(key) + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return z ^ (z >> np.uint64(31))

@@ -1,0 +1,53 @@
+"""What goes wrong, told to a reader: what happened, to whom, and the mend.
+
+Every error that a user or another service may see is a `MillraceError`. On the wire it becomes a gRPC status whose
+details are `str(error)`; over REST a problem document with the same fields.
+"""
+
+
+class MillraceError(Exception):
+    """`what` happened (naming field, value, member, version, epoch) and the `mend`: what to do next."""
+
+    def __init__(self, what: str, mend: str = "") -> None:
+        super().__init__(what, mend)
+        self.what = what
+        self.mend = mend
+
+    def __str__(self) -> str:
+        return f"{self.what} Mend: {self.mend}" if self.mend else self.what
+
+
+class InvalidJob(MillraceError):
+    """A job spec, or something it names, cannot work. Refused at submission."""
+
+
+class InvalidState(MillraceError):
+    """The request does not fit the state that its object is in (pausing a finished job)."""
+
+
+class NotFound(MillraceError):
+    """No such job, member or lease."""
+
+
+class Fenced(MillraceError):
+    """The caller's fencing token, epoch or version is old: somebody else holds what it claims to hold."""
+
+
+class BadRow(MillraceError):
+    """A data row, a reward or a tokenizer failed on one prompt. Costs that prompt's group, never the job."""
+
+
+class PublicationFailed(MillraceError):
+    """A publication did not reach every member; `culprits` are the addresses or ids of those that failed."""
+
+    def __init__(self, what: str, mend: str = "", culprits: tuple[str, ...] = ()) -> None:
+        super().__init__(what, mend)
+        self.culprits = culprits
+
+
+class Unavailable(MillraceError):
+    """A service or store that is needed did not answer in time."""
+
+
+class NonFinite(MillraceError):
+    """NaN or infinity in log-probabilities, rewards, advantages or gradients; names the trajectory."""

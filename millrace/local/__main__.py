@@ -1,0 +1,25 @@
+"""`python -m millrace.local guard|supervise <options as JSON>`: how the stack's own processes start each other."""
+
+import sys
+
+from millrace.errors import MillraceError
+from millrace.local.devices import visible_devices
+from millrace.local.guard import guard
+from millrace.local.journal import say
+from millrace.local.options import StackOptions, services
+from millrace.local.supervisor import supervise
+
+
+def main(role: str, text: str) -> int:
+    if role == "guard":
+        return guard((sys.executable, "-m", "millrace.local", "supervise", text))
+    options = StackOptions.from_json(text)
+    try:
+        return supervise(options, services(options, visible_devices()))
+    except MillraceError as error:
+        say("millrace", str(error))
+        return 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(*sys.argv[1:]))

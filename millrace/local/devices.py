@@ -1,0 +1,11 @@
+"""The CUDA devices of this host, without importing torch."""
+
+import os
+from pathlib import Path
+
+
+def visible_devices() -> list[str]:
+    """As CUDA_VISIBLE_DEVICES names them, or all that the driver shows; empty on a host without."""
+    if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [device.strip() for device in named.split(",") if device.strip() not in ("", "-1")]
+    return sorted((p.name.removeprefix("nvidia") for p in Path("/dev").glob("nvidia[0-9]*")), key=int)

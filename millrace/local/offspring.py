@@ -1,0 +1,103 @@
+"""Processes that end with the one that started them, and nothing of them left.
+
+Linux gives two means. PR_SET_PDEATHSIG: the kernel signals a child when its parent dies, however it dies.
+PR_SET_CHILD_SUBREAPER: grandchildren whose parent died become ours instead of init's, so that we can find and end them.
+Elsewhere both are left out and only an orderly stop is clean.
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import IO
+
+import psutil
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+LINUX = sys.platform == "linux"
+_libc = ctypes.CDLL(None, use_errno=True) if LINUX else None
+
+
+def adopt_orphans() -> None:
+    """From now on orphaned descendants become children of this process."""
+    if _libc is not None:
+        _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def start(
+    argv: Sequence[str],
+    environment: Mapping[str, str],
+    output: IO[bytes] | None,
+    on_parent_death: signal.Signals = signal.SIGTERM,
+) -> subprocess.Popen[bytes]:
+    """A child in a session of its own, so that a Ctrl-C at the terminal reaches only us; signalled when we die.
+
+    Call it from the main thread: the kernel takes the death of the thread that forked for the parent's.
+    """
+    return subprocess.Popen(
+        argv,
+        env={**os.environ, **environment},
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT if output is not None else None,
+        start_new_session=True,
+        preexec_fn=_die_with(os.getpid(), on_parent_death) if LINUX else None,
+    )
+
+
+def _die_with(parent: int, death: signal.Signals) -> Callable[[], None]:
+    def between_fork_and_exec() -> None:
+        assert _libc is not None
+        _libc.prctl(PR_SET_PDEATHSIG, int(death), 0, 0, 0)
+        if os.getppid() != parent:  # died before prctl: nobody is left to signal us
+            os._exit(1)
+
+    return between_fork_and_exec
+
+
+def descendants(keep: Collection[int] = ()) -> list[psutil.Process]:
+    """All processes below this one, save children whose pid is in `keep` and what is below those."""
+    found: list[psutil.Process] = []
+    for child in psutil.Process().children():
+        if child.pid not in keep:
+            found.append(child)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found.extend(child.children(recursive=True))
+    return found
+
+
+def sweep(keep: Collection[int] = (), grace_s: float = 3.0, limit_s: float = 15.0) -> list[int]:
+    """Ends what `descendants(keep)` finds: SIGTERM, after `grace_s` SIGKILL, until nothing is left or `limit_s` passed.
+
+    Returns the pids that were still there, which only happens to processes stuck in the kernel.
+    """
+    begun = time.monotonic()
+    asked: set[int] = set()
+    while left := [process for process in descendants(keep) if not _reaped(process)]:
+        passed_s = time.monotonic() - begun
+        if passed_s > limit_s:
+            return [process.pid for process in left]
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess, PermissionError):
+                if passed_s >= grace_s:
+                    process.kill()
+                elif process.pid not in asked:
+                    asked.add(process.pid)
+                    process.terminate()
+        time.sleep(0.05)
+    return []
+
+
+def _reaped(process: psutil.Process) -> bool:
+    """Whether it has ended; an orphan that we adopted is ours to collect."""
+    try:
+        if process.ppid() == os.getpid():
+            return os.waitpid(process.pid, os.WNOHANG)[0] == process.pid
+        return process.status() == psutil.STATUS_ZOMBIE
+    except (psutil.NoSuchProcess, ChildProcessError):
+        return True

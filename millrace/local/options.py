@@ -1,0 +1,129 @@
+"""What a local stack consists of, and from that the command line and environment of each of its processes. Pure."""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from millrace.errors import InvalidState
+
+ENGINES = ("vllm", "transformers")
+"""Engines that a replica can be started with."""
+
+
+@dataclass(frozen=True)
+class StackOptions:
+    """One local stack."""
+
+    state: str
+    """Folder for Redis' data, logs and what the coordinator keeps; a stack started on it again goes on from there."""
+    replicas: int = 1
+    ranks: int = 1
+    engine: str = "vllm"
+    http_port: int = 7700
+    grpc_port: int = 7600
+    http_host: str = "127.0.0.1"
+    """Address that REST is served on. The services talk to each other over the loopback."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """For all services, over the supervisor's own."""
+
+    def __post_init__(self) -> None:
+        if self.engine not in ENGINES:
+            raise InvalidState(f"there is no engine {self.engine!r}.", f"choose from {', '.join(ENGINES)}.")
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "StackOptions":
+        return cls(**json.loads(text))
+
+    @property
+    def url(self) -> str:
+        host = "127.0.0.1" if self.http_host in ("0.0.0.0", "::") else self.http_host
+        return f"http://{host}:{self.http_port}"
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.state)
+
+
+@dataclass(frozen=True)
+class Service:
+    """One process of the stack."""
+
+    name: str
+    """coordinator, trainer, rollout-0, rollout-1, ..."""
+    argv: tuple[str, ...]
+    environment: Mapping[str, str]
+    vital: bool
+    """Without it the stack is of no use; the last replica is vital too."""
+    grace_s: float
+    """How long it may take to stop when asked."""
+
+
+LOCAL = {"MILLRACE_HOST": "127.0.0.1", "MILLRACE_DRAIN_S": "5"}
+"""The services are reached over the loopback. Where everything stops together there is nothing to wait for: leases that
+are not finished are issued again when the stack starts again."""
+
+
+def services(options: StackOptions, devices: Sequence[str] = ()) -> list[Service]:
+    """The stack's processes in the order in which they start; they stop in the opposite one.
+
+    `devices` are the CUDA devices to share out, none on a host without. Raises InvalidState where they do not suffice.
+    """
+    coordinator = f"127.0.0.1:{options.grpc_port}"
+    python = sys.executable
+    ports = ("--http-port", str(options.http_port), "--grpc-port", str(options.grpc_port))
+    state = ("--http-host", options.http_host, "--state-dir", str(options.folder / "coordinator"))
+    # One rank needs nobody who starts it and is up seconds earlier without.
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks), "-m")
+    several = torchrun if options.ranks > 1 else ()
+    generating = ("--engine", options.engine, "--port", "0")
+    environment = {**LOCAL, **options.environment}
+    trained_on, *generated_on = share_out(devices, options.ranks, options.replicas)
+    return [
+        Service(
+            "coordinator",
+            (python, "-m", "services.coordinator", *ports, *state),
+            environment,
+            vital=True,
+            grace_s=15.0,
+        ),
+        Service(
+            "trainer",
+            (python, "-m", *several, "services.trainer", "--coordinator", coordinator, "--port", "0"),
+            {**environment, **trained_on},
+            vital=True,
+            grace_s=20.0,
+        ),
+        *(
+            Service(
+                f"rollout-{number}",
+                (python, "-m", "services.rollout", "--coordinator", coordinator, *generating),
+                {**environment, **visible},
+                vital=False,
+                grace_s=20.0,
+            )
+            for number, visible in enumerate(generated_on)
+        ),
+    ]
+
+
+def share_out(devices: Sequence[str], ranks: int, replicas: int) -> list[dict[str, str]]:
+    """Environment that gives each rank and each replica a device of its own: the trainer's first, then the replicas'.
+
+    Raises InvalidState where there are devices but too few.
+    """
+    if not devices:
+        return [{} for _ in range(1 + replicas)]
+    if len(devices) < ranks + replicas:
+        raise InvalidState(
+            f"{ranks} ranks and {replicas} replicas need {ranks + replicas} CUDA devices, this host shows "
+            f"{len(devices)}: {', '.join(devices)}.",
+            "start fewer, or set CUDA_VISIBLE_DEVICES= (empty) to run on the CPU.",
+        )
+    trained_on = {"CUDA_VISIBLE_DEVICES": ",".join(devices[:ranks])}
+    return [trained_on, *({"CUDA_VISIBLE_DEVICES": device} for device in devices[ranks : ranks + replicas])]

@@ -1,0 +1,233 @@
+"""Starts the services in order, starts again what dies, stops them in the opposite order."""
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from millrace.client import Client
+from millrace.errors import InvalidState, MillraceError, Unavailable
+from millrace.local import offspring
+from millrace.local.journal import Journal, say
+from millrace.local.options import Service, StackOptions
+from millrace.local.ports import check_free
+from millrace.local.restarts import Restarts
+
+LOOK_S = 0.2
+"""How often a process is looked at: it costs nothing and nobody notices the difference."""
+COORDINATOR_READY_S = 60.0
+
+
+class Supervisor:
+    """One stack, from start to stop. `run` returns the exit status."""
+
+    def __init__(self, options: StackOptions, services: Sequence[Service]) -> None:
+        self.options = options
+        self.services = services
+        self.journals = {s.name: Journal(options.folder / "logs", s.name) for s in self.services}
+        self.running: dict[str, subprocess.Popen[bytes]] = {}
+        self.given_up: set[str] = set()
+        self.complete = False
+        self.stopping = asyncio.Event()
+        self.failure: MillraceError | None = None
+
+    async def run(self) -> int:
+        """Until SIGTERM or SIGINT (0), or until a service that the stack cannot do without keeps dying (1)."""
+        check_free({"--http-port": self.options.http_port, "--grpc-port": self.options.grpc_port})
+        offspring.adopt_orphans()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            loop.add_signal_handler(number, self.stopping.set)
+        coordinator, *others = self.services
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self.echo())
+                tasks.create_task(self.keep(coordinator))
+                await self.coordinator_ready()
+                for service in others:
+                    tasks.create_task(self.keep(service))
+                tasks.create_task(self.announce())
+        finally:
+            await self.stop()
+        if self.failure is not None:
+            say("millrace", str(self.failure))
+        return 1 if self.failure is not None else 0
+
+    async def keep(self, service: Service) -> None:
+        """Runs `service` until the stack stops, however often it dies, within the bound."""
+        restarts = Restarts()
+        while not self.stopping.is_set():
+            started_s = time.monotonic()
+            process = self.start(service)
+            while process.poll() is None:
+                if self.stopping.is_set():
+                    return
+                await asyncio.sleep(LOOK_S)
+            del self.running[service.name]
+            self.clear_orphans()
+            lived_s = time.monotonic() - started_s
+            wait_s = restarts.wait_s(time.monotonic())
+            self.tell_death(service, process.returncode, lived_s, wait_s, restarts)
+            if wait_s is None:
+                self.give_up(service)
+                return
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.stopping.wait(), wait_s)
+
+    def start(self, service: Service) -> subprocess.Popen[bytes]:
+        with self.journals[service.name].opened(service.argv) as output:
+            process = offspring.start(service.argv, service.environment, output)
+        self.running[service.name] = process
+        self.write_state()
+        return process
+
+    def clear_orphans(self) -> None:
+        """What a dead service left behind (its Redis, its engine, its ranks) must not meet its successor."""
+        if left := offspring.sweep(keep=[process.pid for process in self.running.values()]):
+            say("millrace", f"processes {left} do not end; they hold memory and may hold ports.")
+
+    def tell_death(
+        self, service: Service, status: int, lived_s: float, wait_s: float | None, restarts: Restarts
+    ) -> None:
+        how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        then = (
+            f"it is started again in {wait_s:g} s ({restarts.used} of {restarts.limit} times)"
+            if wait_s is not None
+            else f"it died {restarts.limit + 1} times and is not started again"
+        )
+        journal = self.journals[service.name]
+        if status > 0:
+            say(service.name, "\n".join(journal.last_lines(12)))
+        say("millrace", f"{service.name} {how} after {lived_s:.0f} s; {then}. Its log: {journal.path}")
+
+    def give_up(self, service: Service) -> None:
+        self.given_up.add(service.name)
+        replicas = {s.name for s in self.services if not s.vital}
+        if service.vital or replicas <= self.given_up:
+            self.failure = Unavailable(
+                f"{service.name} keeps dying and the stack is of no use without it.",
+                f"look at {self.journals[service.name].path}, and run `millrace doctor`.",
+            )
+            self.stopping.set()
+
+    async def coordinator_ready(self) -> None:
+        """Waits for the coordinator to take jobs: the other services need it to register."""
+        deadline = time.monotonic() + COORDINATOR_READY_S
+        with Client(self.options.url, patience_s=0) as client:
+            while not self.stopping.is_set() and not await asyncio.to_thread(client.ready):
+                if time.monotonic() > deadline:
+                    path = self.journals["coordinator"].path
+                    self.failure = Unavailable(
+                        f"the coordinator is not ready after {COORDINATOR_READY_S:g} s.", f"look at {path}."
+                    )
+                    self.stopping.set()
+                await asyncio.sleep(LOOK_S)
+        if not self.stopping.is_set():
+            say("millrace", f"the coordinator is ready at {self.options.url}; the trainer and the replicas start now.")
+
+    async def announce(self) -> None:
+        """Says once that every member has joined."""
+        begun = time.monotonic()
+        with Client(self.options.url, patience_s=0) as client:
+            while not self.stopping.is_set():
+                with contextlib.suppress(Unavailable):
+                    fleet = await asyncio.to_thread(client.fleet)
+                    replicas = [m for m in fleet.replicas if m.state != "lost"]
+                    if fleet.trainers and len(replicas) >= self.options.replicas:
+                        break
+                await asyncio.sleep(LOOK_S)
+        if self.stopping.is_set():
+            return
+        self.complete = True
+        self.write_state()
+        joined = f"trainer ({self.options.ranks} ranks) and {self.options.replicas} {self.options.engine} replicas"
+        say("millrace", f"{joined} joined after {time.monotonic() - begun:.0f} s: the stack is up. Ctrl-C stops it.")
+
+    async def echo(self) -> None:
+        """Repeats the services' warnings and errors on the console."""
+        while not self.stopping.is_set():
+            for name, journal in self.journals.items():
+                for line in journal.loud_lines() if journal.path.exists() else ():
+                    say(name, line)
+            await asyncio.sleep(LOOK_S)
+
+    async def stop(self) -> None:
+        """Replicas first, then the trainer, the coordinator last; who does not stop in time is killed."""
+        say("millrace", "stopping.")
+        for stage in self.stages():
+            for _, process in stage:
+                with contextlib.suppress(ProcessLookupError):
+                    process.send_signal(signal.SIGTERM)
+            for service, process in stage:
+                if not await _ended(process, service.grace_s):
+                    say("millrace", f"{service.name} did not stop within {service.grace_s:g} s and is killed.")
+                    process.kill()
+                    process.wait()
+                del self.running[service.name]
+            self.clear_orphans()
+        self.complete = False
+        self.write_state()
+        say("millrace", f"stopped. State and logs: {self.options.folder.resolve()}")
+
+    def stages(self) -> Iterator[list[tuple[Service, subprocess.Popen[bytes]]]]:
+        """What is stopped together."""
+        for vital in (False, True):
+            group = [(s, self.running[s.name]) for s in self.services if s.vital is vital and s.name in self.running]
+            if not vital:
+                yield group
+            else:
+                yield from ([member] for member in reversed(group))
+
+    def write_state(self) -> None:
+        """`stack.json`: where the stack is reached and the pid of each process; whole at every moment."""
+        state = {
+            "url": self.options.url,
+            "grpc": f"127.0.0.1:{self.options.grpc_port}",
+            "complete": self.complete,
+            "guard": os.getppid(),
+            "supervisor": os.getpid(),
+            "processes": {name: process.pid for name, process in self.running.items()},
+        }
+        path = self.options.folder / "stack.json"
+        scratch = path.with_suffix(".part")
+        scratch.write_text(json.dumps(state, indent=1))
+        scratch.replace(path)
+
+
+async def _ended(process: subprocess.Popen[bytes], within_s: float) -> bool:
+    deadline = time.monotonic() + within_s
+    while process.poll() is None:
+        if time.monotonic() > deadline:
+            return False
+        await asyncio.sleep(LOOK_S / 4)
+    return True
+
+
+def supervise(options: StackOptions, members: Sequence[Service]) -> int:
+    """The supervisor's process, one at a time on a state folder. Its failure to start is told in one line."""
+    options.folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with _only_one(options.folder / "lock"):
+            return asyncio.run(Supervisor(options, members).run())
+    except MillraceError as error:
+        say("millrace", str(error))
+        return 1
+
+
+@contextlib.contextmanager
+def _only_one(path: Path) -> Iterator[None]:
+    """The kernel releases the lock when this process ends, however it ends."""
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise InvalidState(
+                f"another stack runs on the state folder {path.parent}.", "stop it, or give --state another folder."
+            ) from error
+        yield

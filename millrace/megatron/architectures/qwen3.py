@@ -1,0 +1,13 @@
+"""Qwen3: norms on each query and key head."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from millrace.megatron.architectures.reading import refuse_unless, sizes
+from millrace.megatron.shape import ModelShape
+
+
+def shape(config: Mapping[str, Any]) -> ModelShape:
+    refuse_unless(config, "use_sliding_window", False)
+    refuse_unless(config, "attention_bias", False)
+    return ModelShape(architecture="qwen3", query_key_norm=True, **sizes(config))

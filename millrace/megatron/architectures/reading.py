@@ -1,0 +1,58 @@
+"""What the configs of all architectures share: sizes, positions, and refusing what would be built wrong."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from millrace.errors import InvalidJob
+from millrace.megatron.shape import Rope
+
+
+def sizes(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a ModelShape that every decoder of this family states in the same words."""
+    refuse_unless(config, "hidden_act", "silu")
+    heads = config["num_attention_heads"]
+    return {
+        "layers": config["num_hidden_layers"],
+        "hidden": config["hidden_size"],
+        "ffn": config["intermediate_size"],
+        "heads": heads,
+        "key_value_heads": config.get("num_key_value_heads") or heads,
+        "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
+        "vocabulary": config["vocab_size"],
+        "context": config["max_position_embeddings"],
+        "norm_epsilon": config["rms_norm_eps"],
+        "rope": rope(config),
+        "tied": bool(config.get("tie_word_embeddings", False)),
+    }
+
+
+def rope(config: Mapping[str, Any], kinds: tuple[str, ...] = ("default",)) -> Rope:
+    """From `rope_parameters`, or from the older `rope_theta` and `rope_scaling`. `kinds`: what the caller can build."""
+    stated = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    kind = stated.get("rope_type") or stated.get("type") or "default"
+    kind = "default" if kind == "mrope" else kind
+    if kind not in kinds:
+        mend = f"use trainer.backend fsdp2, or a config with rope_type {' or '.join(kinds)}."
+        raise InvalidJob(f"model.path: the megatron backend cannot build rope_type {kind!r}.", mend)
+    theta = stated.get("rope_theta") or config.get("rope_theta") or 10000.0
+    if kind == "default":
+        return Rope(theta)
+    return Rope(
+        theta,
+        kind="yarn",
+        factor=stated["factor"],
+        original_context=stated.get("original_max_position_embeddings") or config["max_position_embeddings"],
+        beta_fast=stated.get("beta_fast") or 32.0,
+        beta_slow=stated.get("beta_slow") or 1.0,
+        mscale=stated.get("mscale") or 1.0,
+        mscale_all_dim=stated.get("mscale_all_dim") or 0.0,
+    )
+
+
+def refuse_unless(config: Mapping[str, Any], field: str, *built: Any) -> None:
+    """Raises InvalidJob where the config says something else than what is built. Leaving the field out will do."""
+    if field in config and config[field] not in built:
+        raise InvalidJob(
+            f"model.path: the config says {field} = {config[field]!r}, which the megatron backend cannot build.",
+            f"use trainer.backend fsdp2, or a model with {field} = {' or '.join(map(repr, built))}.",
+        )

@@ -1,0 +1,90 @@
+"""What `trainer.backend_options` may say for the `megatron` backend. Imports no torch: a job is checked where it is
+submitted.
+
+verl's words for the same things: TP, PP, EP and so on are the sizes here, LAST_LAYER is `last_stage_layers`,
+OFFLOAD_FRACTION is `optimizer_offload_fraction`.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError
+
+from millrace.errors import InvalidJob
+from millrace.spec.base import Part
+
+RecomputeModule = Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]
+
+
+class Recompute(Part):
+    """Activations that are computed again in the backward pass instead of being kept."""
+
+    granularity: Literal["none", "selective", "full"] = "none"
+    """selective: the named `modules` of every layer; full: whole layers."""
+    modules: tuple[RecomputeModule, ...] = ("core_attn",)
+    method: Literal["uniform", "block"] = "uniform"
+    """full only. uniform: every layer, in units of `layers`; block: the first `layers` layers of each stage."""
+    layers: int = Field(1, ge=1)
+
+
+class Experts(Part):
+    """Mixture-of-experts layers."""
+
+    dispatcher: Literal["auto", "alltoall", "deepep"] = "auto"
+    """auto: DeepEP where it is installed and works with this GPU, else alltoall."""
+    load_balancing: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"] = "none"
+    """An auxiliary loss pulls the router away from what the reward asks for, so it is off unless asked for."""
+    aux_loss_coefficient: float = Field(0.0, ge=0.0)
+    bias_update_rate: float = Field(0.0, ge=0.0)
+    """DeepSeek-V3's balancing bias; 0 keeps the one that was loaded."""
+    train_router: bool = True
+
+
+class Megatron(Part):
+    tensor_parallel: int = Field(1, ge=1)
+    sequence_parallel: bool = True
+    """Split norms and residuals over the tensor-parallel ranks by tokens. Without effect at tensor_parallel 1."""
+    pipeline_parallel: int = Field(1, ge=1)
+    virtual_pipeline: int = Field(1, ge=1)
+    """Model chunks on each pipeline stage (the interleaved schedule)."""
+    first_stage_layers: int | None = Field(None, ge=1)
+    last_stage_layers: int | None = Field(None, ge=1)
+    """Layers on the first and the last stage where they differ from the others, which share the rest evenly."""
+    context_parallel: int = Field(1, ge=1)
+    expert_parallel: int = Field(1, ge=1)
+    expert_tensor_parallel: int | None = Field(None, ge=1)
+    """Tensor parallelism inside an expert; null: as tensor_parallel."""
+    distributed_optimizer: bool = True
+    """Split optimizer state over the data-parallel ranks."""
+    recompute: Recompute = Recompute()
+    experts: Experts = Experts()
+    optimizer_offload_fraction: float = Field(0.0, ge=0.0, le=1.0)
+    """Share of the optimizer's state that lives and is updated in host memory."""
+    offload_reference: bool = False
+    """Keep the reference policy in host memory between uses."""
+    logprob_chunk_tokens: int = Field(1024, ge=16)
+    """Tokens whose logits exist at the same time."""
+
+    @property
+    def splits_sequence(self) -> bool:
+        return self.sequence_parallel and self.tensor_parallel > 1
+
+    @property
+    def expert_tensor_size(self) -> int:
+        return self.expert_tensor_parallel or self.tensor_parallel
+
+
+def parse(backend_options: Mapping[str, Any]) -> Megatron:
+    """Raises InvalidJob that names every wrong option, its value and what would do."""
+    try:
+        return Megatron.model_validate(dict(backend_options))
+    except ValidationError as error:
+        wrong = "\n".join(_told(issue) for issue in error.errors())
+        raise InvalidJob(wrong, "Correct these options of the megatron backend.") from error
+
+
+def _told(issue: Any) -> str:
+    field = ".".join(("trainer", "backend_options", *(str(part) for part in issue["loc"])))
+    if issue["type"] == "extra_forbidden":
+        return f"{field}: there is no such option. Known: {', '.join(Megatron.model_fields)}."
+    return f"{field}: {issue['input']!r} will not do: {issue['msg']}."

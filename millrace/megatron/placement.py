@@ -1,0 +1,122 @@
+"""How one parameter on one rank is put together from Hugging Face tensors: boxes of them, side by side.
+
+Megatron fuses (query, key and value head by head; gate and up), splits over ranks and pads. All of that is box to box,
+so one description serves reading a checkpoint, writing one, gathering for a publication and planning a direct one.
+Torch-free.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Self
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor of the model folder."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The box of `extent` at `source` in `tensor` lies at `target` in the parameter."""
+
+    tensor: Tensor
+    source: tuple[int, ...]
+    target: tuple[int, ...]
+    extent: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A parameter of `shape`. What no piece covers is padding."""
+
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+    @classmethod
+    def whole(cls, name: str, *shape: int) -> Self:
+        zero = (0,) * len(shape)
+        return cls(shape, (Piece(Tensor(name, shape), zero, zero, shape),))
+
+    @classmethod
+    def padding(cls, *shape: int) -> Self:
+        return cls(shape, ())
+
+    def narrow(self, dim: int, start: int, length: int) -> Self:
+        """The part from `start` of `length` along `dim`."""
+        shape = (*self.shape[:dim], length, *self.shape[dim + 1 :])
+        cut = (_cut(piece, dim, start, start + length) for piece in self.pieces)
+        return replace(self, shape=shape, pieces=tuple(piece for piece in cut if piece is not None))
+
+    def shard(self, dim: int, part: int, parts: int) -> Self:
+        """One of `parts` equal parts along `dim`. Raises ValueError where they would not be equal."""
+        length, rest = divmod(self.shape[dim], parts)
+        if rest:
+            raise ValueError(f"{self.shape[dim]} (dimension {dim} of {self.shape}) does not divide into {parts} parts.")
+        return self.narrow(dim, part * length, length)
+
+
+@dataclass(frozen=True)
+class Share:
+    """A box of a tensor that lies in a run of a flattened parameter: from `start`, counted in the run, in `strides`."""
+
+    tensor: Tensor
+    source: tuple[int, ...]
+    extent: tuple[int, ...]
+    start: int
+    strides: tuple[int, ...]
+
+
+def shares(placement: Placement, first: int, last: int) -> Iterator[Share]:
+    """What of the tensors lies in [first, last) of the flattened parameter, of one or two dimensions."""
+    width = placement.shape[1] if len(placement.shape) == 2 else 1
+    at = first
+    while at < last:
+        row, column = divmod(at, width)
+        rows = 0 if column else (last - at) // width
+        if rows:
+            part, taken = placement.narrow(0, row, rows), rows * width
+        else:
+            taken = min(last - at, width - column)
+            part = placement.narrow(0, row, 1).narrow(1, column, taken)
+        strides = (width, 1)[-len(placement.shape) :]
+        for piece in part.pieces:
+            start = at - first + sum(t * s for t, s in zip(piece.target, strides, strict=True))
+            yield Share(piece.tensor, piece.source, piece.extent, start, strides)
+        at += taken
+
+
+def stack(placements: Iterable[Placement]) -> Placement:
+    """One below the other, along dimension 0."""
+    rows = 0
+    width: tuple[int, ...] = ()
+    pieces: list[Piece] = []
+    for placement in placements:
+        pieces += [replace(p, target=(p.target[0] + rows, *p.target[1:])) for p in placement.pieces]
+        rows, width = rows + placement.shape[0], placement.shape[1:]
+    return Placement((rows, *width), tuple(pieces))
+
+
+def _cut(piece: Piece, dim: int, start: int, stop: int) -> Piece | None:
+    """What of the piece lies in [start, stop) along `dim`, its target counted from `start`."""
+    first = max(piece.target[dim], start)
+    last = min(piece.target[dim] + piece.extent[dim], stop)
+    if first >= last:
+        return None
+
+    def at(values: tuple[int, ...], value: int) -> tuple[int, ...]:
+        return (*values[:dim], value, *values[dim + 1 :])
+
+    return Piece(
+        piece.tensor,
+        source=at(piece.source, piece.source[dim] + first - piece.target[dim]),
+        target=at(piece.target, first - start),
+        extent=at(piece.extent, last - first),
+    )

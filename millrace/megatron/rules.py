@@ -1,0 +1,171 @@
+"""Configurations that cannot work, each with the arithmetic and the mend. Pure and torch-free.
+
+They are found before any rank builds anything: those of the model where a job is submitted, those of the trainer (how
+many ranks, with or without CUDA) by the trainer.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from millrace.errors import InvalidJob
+from millrace.megatron.architectures import read_shape
+from millrace.megatron.options import Megatron, parse
+from millrace.megatron.shape import ModelShape
+from millrace.spec import JobSpec
+
+
+def check_submission(spec: JobSpec) -> None:
+    """What can be said before the trainer is known. Raises InvalidJob that tells every rule that is broken."""
+    check(parse(spec.trainer.backend_options), read_shape(Path(spec.model.path)), None, cuda=True)
+
+
+def check(options: Megatron, shape: ModelShape, world_size: int | None, *, cuda: bool) -> None:
+    """Raises InvalidJob that tells every rule that is broken."""
+    broken = broken_rules(options, shape, world_size, cuda=cuda)
+    if broken:
+        raise InvalidJob("\n".join(broken))
+
+
+def broken_rules(options: Megatron, shape: ModelShape, world_size: int | None, *, cuda: bool) -> list[str]:
+    """`field: value will not do: reason. Mend: ...`, one for each broken rule; without `world_size` those of any."""
+    return [
+        *(_ranks(options, world_size) if world_size is not None else ()),
+        *_tensor(options, shape),
+        *_pipeline(options, shape),
+        *_experts(options, shape),
+        *_recompute(options, shape, cuda),
+        *_device(options, cuda),
+    ]
+
+
+def _broken(field: str, value: object, reason: str, mend: str) -> str:
+    return f"trainer.backend_options.{field}: {value} will not do: {reason}. Mend: {mend}."
+
+
+def _ranks(o: Megatron, world_size: int) -> Iterator[str]:
+    dense = o.tensor_parallel * o.pipeline_parallel * o.context_parallel
+    if world_size % dense:
+        yield _broken(
+            "tensor_parallel",
+            o.tensor_parallel,
+            f"tensor {o.tensor_parallel} · pipeline {o.pipeline_parallel} · context {o.context_parallel} = {dense} "
+            f"does not divide the trainer's {world_size} ranks",
+            f"start a multiple of {dense} ranks, or choose sizes whose product divides {world_size}",
+        )
+    experts = o.expert_tensor_size * o.expert_parallel * o.pipeline_parallel
+    if world_size % experts:
+        yield _broken(
+            "expert_parallel",
+            o.expert_parallel,
+            f"expert tensor {o.expert_tensor_size} · expert {o.expert_parallel} · pipeline {o.pipeline_parallel} = "
+            f"{experts} does not divide the trainer's {world_size} ranks",
+            f"start a multiple of {experts} ranks, or choose sizes whose product divides {world_size}",
+        )
+
+
+def _tensor(o: Megatron, s: ModelShape) -> Iterator[str]:
+    size = o.tensor_parallel
+    divided = {"attention heads": s.heads, "hidden size": s.hidden, "feed-forward size": s.ffn}
+    if s.experts is not None and s.experts.shared_ffn is not None:
+        divided["size of the shared experts"] = s.experts.shared_ffn
+    for what, count in divided.items():
+        if count % size:
+            mend = f"choose a divisor of {count}"
+            yield _broken("tensor_parallel", size, f"the model's {what}, {count}, do not divide by it", mend)
+    rows = s.padded_vocabulary(size) // size
+    if s.vocabulary <= rows * (size - 1):
+        reason = f"of {s.vocabulary} tokens, {rows} to a rank, none would be left for the last rank"
+        yield _broken("tensor_parallel", size, reason, "choose a smaller size")
+    groups = s.key_value_heads
+    if groups % size and size % groups:
+        reason = f"it neither divides the model's {groups} key-value heads nor is a multiple of them"
+        yield _broken("tensor_parallel", size, reason, f"choose a divisor or a multiple of {groups}")
+
+
+def _pipeline(o: Megatron, s: ModelShape) -> Iterator[str]:
+    stages, chunks = o.pipeline_parallel, o.virtual_pipeline
+    if stages == 1:
+        for field in ("first_stage_layers", "last_stage_layers"):
+            if (value := getattr(o, field)) is not None:
+                yield _broken(field, value, "there is one pipeline stage", "leave it out, or raise pipeline_parallel")
+        if chunks > 1:
+            yield _broken("virtual_pipeline", chunks, "there is one pipeline stage", "raise pipeline_parallel to 2")
+        return
+    fixed = [count for count in (o.first_stage_layers, o.last_stage_layers) if count is not None]
+    middle, rest = stages - len(fixed), s.layers - sum(fixed)
+    told = f"{s.layers} layers" + "".join(f" - {count}" for count in fixed)
+    if rest < middle or (middle == 0 and rest != 0) or (middle and rest % middle):
+        yield _broken(
+            "pipeline_parallel",
+            stages,
+            f"{told} = {rest} do not divide evenly over {middle} stages",
+            "set first_stage_layers and last_stage_layers so that the stages between them share the rest evenly",
+        )
+        return
+    counts = {*fixed, *([rest // middle] if middle else [])}
+    for count in sorted(counts):
+        if count % chunks:
+            reason = f"a stage has {count} layers, which do not divide into {chunks} chunks"
+            yield _broken("virtual_pipeline", chunks, reason, f"choose a divisor of {count}")
+
+
+def _experts(o: Megatron, s: ModelShape) -> Iterator[str]:
+    if s.experts is None:
+        if o.expert_parallel > 1:
+            yield _broken("expert_parallel", o.expert_parallel, f"{s.architecture} has no experts", "set it to 1")
+        return
+    count = s.experts.count
+    if o.expert_parallel > count:
+        reason = f"the model has {count} experts a layer, so some ranks would hold none"
+        yield _broken("expert_parallel", o.expert_parallel, reason, f"choose a divisor of {count}")
+    elif count % o.expert_parallel:
+        reason = f"the model's {count} experts do not divide by it"
+        yield _broken("expert_parallel", o.expert_parallel, reason, f"choose a divisor of {count}")
+    if s.experts.ffn % o.expert_tensor_size:
+        reason = f"an expert's feed-forward size, {s.experts.ffn}, does not divide by it"
+        yield _broken("expert_tensor_parallel", o.expert_tensor_size, reason, f"choose a divisor of {s.experts.ffn}")
+    if o.tensor_parallel > 1 and not o.sequence_parallel:
+        reason = "with experts, tensor-parallel ranks must split the tokens, or each would route all of them"
+        yield _broken("sequence_parallel", o.sequence_parallel, reason, "set it to true")
+    if o.expert_parallel == 1 and o.expert_tensor_size != o.tensor_parallel:
+        reason = "without expert parallelism megatron-core reduces the experts' gradients as those of other layers"
+        mend = f"set it to {o.tensor_parallel}, or raise expert_parallel"
+        yield _broken("expert_tensor_parallel", o.expert_tensor_size, reason, mend)
+    if o.experts.load_balancing == "none" and o.experts.aux_loss_coefficient:
+        reason = "load_balancing is none, so nothing uses it"
+        yield _broken("experts.aux_loss_coefficient", o.experts.aux_loss_coefficient, reason, "set load_balancing")
+    if o.experts.bias_update_rate and not s.experts.bias:
+        reason = f"the routers of {s.architecture} have no bias"
+        yield _broken("experts.bias_update_rate", o.experts.bias_update_rate, reason, "set it to 0")
+
+
+def _recompute(o: Megatron, s: ModelShape, cuda: bool) -> Iterator[str]:
+    r = o.recompute
+    if r.granularity == "selective":
+        needs = {
+            "mla_up_proj": (s.latent is not None, f"{s.architecture} has no latent attention"),
+            "moe": (s.experts is not None, f"{s.architecture} has no experts"),
+            "moe_act": (s.experts is not None and cuda, "it needs grouped experts: Transformer Engine on a GPU"),
+            "shared_experts": (s.experts is not None and s.experts.shared_ffn is not None, "no shared experts"),
+        }
+        for module in r.modules:
+            fits, reason = needs.get(module, (True, ""))
+            if not fits:
+                yield _broken("recompute.modules", module, reason, "leave it out")
+    most = max(s.layers // (o.pipeline_parallel * o.virtual_pipeline), 1)
+    if r.granularity == "full" and r.layers > most:
+        yield _broken("recompute.layers", r.layers, f"a stage's chunk has about {most} layers", f"at most {most}")
+
+
+def _device(o: Megatron, cuda: bool) -> Iterator[str]:
+    if cuda:
+        return
+    mend = "leave it out, or run on GPUs with Transformer Engine"
+    if o.context_parallel > 1:
+        reason = "context parallelism is Transformer Engine's attention, which needs a GPU"
+        yield _broken("context_parallel", o.context_parallel, reason, mend)
+    if o.experts.dispatcher == "deepep":
+        yield _broken("experts.dispatcher", "deepep", "DeepEP needs a GPU", "set it to auto or alltoall")
+    if o.optimizer_offload_fraction:
+        reason = "there is no device memory to spare"
+        yield _broken("optimizer_offload_fraction", o.optimizer_offload_fraction, reason, mend)

@@ -1,0 +1,76 @@
+"""Which rank does what: sizes of the parallel dimensions, each rank's coordinates, and the layers of each stage.
+
+The orders are megatron-core's own (`tp-cp-ep-dp-pp`, tensor-parallel neighbours next to each other), so that a rank's
+layout can be told without starting it. Torch-free.
+"""
+
+from dataclasses import dataclass
+
+from millrace.megatron.options import Megatron
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """One rank's place in each dimension. The expert layers divide the same ranks in their own way."""
+
+    tensor: int
+    context: int
+    data: int
+    pipeline: int
+    expert_tensor: int
+    expert: int
+    expert_data: int
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Raises ValueError where the sizes do not divide `world_size`."""
+
+    world_size: int
+    options: Megatron
+
+    def __post_init__(self) -> None:
+        dense = self.options.tensor_parallel * self.options.context_parallel * self.options.pipeline_parallel
+        experts = self.options.expert_tensor_size * self.options.expert_parallel * self.options.pipeline_parallel
+        if self.world_size % dense or self.world_size % experts:
+            raise ValueError(f"{self.world_size} ranks are no multiple of {dense} and of {experts}.")
+
+    @property
+    def data_parallel(self) -> int:
+        o = self.options
+        return self.world_size // (o.tensor_parallel * o.context_parallel * o.pipeline_parallel)
+
+    @property
+    def expert_data_parallel(self) -> int:
+        o = self.options
+        return self.world_size // (o.expert_tensor_size * o.expert_parallel * o.pipeline_parallel)
+
+    def coordinates(self, rank: int) -> Coordinates:
+        o = self.options
+        rest, tensor = divmod(rank, o.tensor_parallel)
+        rest, context = divmod(rest, o.context_parallel)
+        pipeline, data = divmod(rest, self.data_parallel)
+        rest, expert_tensor = divmod(rank, o.expert_tensor_size)
+        rest, expert = divmod(rest, o.expert_parallel)
+        expert_data = rest % self.expert_data_parallel
+        return Coordinates(tensor, context, data, pipeline, expert_tensor, expert, expert_data)
+
+    def layers_of(self, stage: int, chunk: int, layers: int) -> range:
+        """The model's layers in one chunk of one stage. With several chunks, stages take turns: chunk 0 of every
+        stage comes before chunk 1 of any."""
+        chunks = self.options.virtual_pipeline
+        sizes = [count // chunks for count in self.stage_layers(layers)]
+        start = chunk * sum(sizes) + sum(sizes[:stage])
+        return range(start, start + sizes[stage])
+
+    def stage_layers(self, layers: int) -> list[int]:
+        """How many layers each stage has."""
+        o = self.options
+        first, last, stages = o.first_stage_layers, o.last_stage_layers, o.pipeline_parallel
+        if stages == 1:
+            return [layers]
+        middle = stages - (first is not None) - (last is not None)
+        share = (layers - (first or 0) - (last or 0)) // middle if middle else 0
+        head = [] if first is None else [first]
+        tail = [] if last is None else [last]
+        return [*head, *[share] * middle, *tail]

@@ -1,0 +1,135 @@
+"""Finding the function that a name means, without running any of the code around it."""
+
+import ast
+import sys
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+
+
+class NotLocated(Exception):
+    """`reason` and `mend`: why there is no such function."""
+
+    def __init__(self, reason: str, mend: str) -> None:
+        super().__init__(reason, mend)
+        self.reason = reason
+        self.mend = mend
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a name like `module:function` or `path/to/file.py:function` says."""
+
+    place: str
+    function: str
+
+    @property
+    def is_file(self) -> bool:
+        return self.place.endswith(".py") or "/" in self.place
+
+
+def parse(name: str) -> Target:
+    """Raises NotLocated where `name` has not the form `<module or file>:<function>`."""
+    place, _, function = name.rpartition(":")
+    if not place or not function.isidentifier():
+        raise NotLocated(
+            "it is no built-in reward and has not the form module:function or file.py:function",
+            "name a built-in reward, or write for example rewards/mine.py:compute_score.",
+        )
+    return Target(place, function)
+
+
+def source_file(target: Target) -> Path | None:
+    """The Python file that holds the target; None for a module that has no Python source. Raises NotLocated."""
+    return _file(target.place) if target.is_file else _module_file(target.place)
+
+
+def _file(place: str) -> Path:
+    path = Path(place).expanduser()
+    if not path.is_file():
+        raise NotLocated(
+            f"there is no file {path.absolute()}",
+            "give the path of a Python file, absolute or from the folder that the services run in.",
+        )
+    return path
+
+
+def _module_file(name: str) -> Path | None:
+    """Walks the packages from the outside in by their folders, so that no `__init__` runs."""
+    folders: list[str] | None = None
+    spec = None
+    parts = name.split(".")
+    for depth, part in enumerate(parts, start=1):
+        dotted = ".".join(parts[:depth])
+        spec = _find(dotted, folders) if part.isidentifier() else None
+        if spec is None:
+            raise NotLocated(
+                f"there is no module {dotted}",
+                "install the package that holds it, or name the file instead: path/to/file.py:function.",
+            )
+        folders = list(spec.submodule_search_locations or [])
+    origin = spec.origin if spec is not None else None
+    return Path(origin) if origin is not None and origin.endswith(".py") else None
+
+
+def _find(dotted: str, folders: list[str] | None) -> ModuleSpec | None:
+    """Asks every finder that Python would ask; at the top level the working folder comes last."""
+    for finder in sys.meta_path:
+        if spec := finder.find_spec(dotted, folders):
+            return spec
+    return PathFinder.find_spec(dotted, [str(Path.cwd())]) if folders is None else None
+
+
+def parsed(path: Path) -> ast.Module:
+    """Raises NotLocated for what is not Python."""
+    try:
+        return ast.parse(path.read_bytes(), filename=str(path))
+    except (SyntaxError, ValueError, OSError) as error:
+        raise NotLocated(f"{path} is not readable as Python: {error}", "mend the file.") from error
+
+
+def functions(tree: ast.Module) -> list[str]:
+    return [s.name for s in _top_level(tree) if isinstance(s, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+def definition(path: Path, function: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+    """The function's definition in `path`; None where the name is bound in a way that only running the file tells
+    (an assignment, an import, a decorator that may change the signature). Raises NotLocated."""
+    tree = parsed(path)
+    found: ast.FunctionDef | ast.AsyncFunctionDef | None = None
+    bound = False
+    for statement in _top_level(tree):
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef) and statement.name == function:
+            found, bound = (None if statement.decorator_list else statement), True
+        elif _binds(statement, function):
+            found, bound = None, True
+    if not bound:
+        there = functions(tree)
+        have = f"it has {', '.join(there[:8])}" if there else "it defines no function"
+        raise NotLocated(f"{path} has no function {function}; {have}", "name a function of that file.")
+    return found
+
+
+def _top_level(tree: ast.Module) -> list[ast.stmt]:
+    """The statements that run when the file is imported, those under `if`, `try` and `with` included."""
+    statements: list[ast.stmt] = []
+    pending: list[ast.AST] = list(reversed(tree.body))
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.stmt):
+            statements.append(node)
+        if isinstance(node, ast.If | ast.Try | ast.TryStar | ast.With | ast.ExceptHandler):
+            pending += reversed(list(ast.iter_child_nodes(node)))
+    return statements
+
+
+def _binds(statement: ast.stmt, name: str) -> bool:
+    match statement:
+        case ast.ClassDef(name=bound):
+            return bound == name
+        case ast.Import() | ast.ImportFrom():
+            return any(a.name == "*" or (a.asname or a.name) == name for a in statement.names)
+        case ast.Assign() | ast.AnnAssign() | ast.AugAssign():
+            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+            return any(isinstance(n, ast.Name) and n.id == name for t in targets for n in ast.walk(t))
+    return False

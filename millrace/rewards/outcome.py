@@ -1,0 +1,76 @@
+"""What a scorer returned, read strictly: one finite number and plain details."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from decimal import Decimal
+from numbers import Real
+from typing import Any
+
+LONGEST_REPR = 200
+
+
+class BadOutcome(ValueError):
+    """A scorer returned something that is not a score: `returned nan`, `returned None, not a number`."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    score: float
+    details: dict[str, Any] = field(default_factory=dict)
+    """What else the scorer returned beside `score`, as JSON can say it."""
+
+
+def read_outcome(returned: Any) -> Outcome:
+    """Reads a number, a numpy or torch scalar, or a mapping with such a `score`. Raises BadOutcome for all else."""
+    if not isinstance(returned, Mapping):
+        return Outcome(_number(returned, ""))
+    if "score" not in returned:
+        raise BadOutcome(f"returned a mapping without `score`: {_short(dict(returned))}")
+    return Outcome(
+        _number(returned["score"], "score "), {str(k): plain(v) for k, v in returned.items() if k != "score"}
+    )
+
+
+def _number(value: Any, name: str) -> float:
+    if hasattr(value, "item") and getattr(value, "size", 1) != 0:
+        value = _item(value)
+    if not isinstance(value, Real | Decimal):
+        raise BadOutcome(f"returned {name}{_short(value)}, not a number")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise BadOutcome(f"returned {name}{number}")
+    return number
+
+
+def _item(value: Any) -> Any:
+    """The Python number in a numpy or torch scalar; the value itself where it holds more than one."""
+    try:
+        return value.item()
+    except (ValueError, RuntimeError, TypeError):
+        return value
+
+
+def plain(value: Any) -> Any:
+    """`value` as JSON can say it: what has no such form becomes its (shortened) representation."""
+    if value is None or isinstance(value, str | bool):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else str(value)
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(v) for v in value]
+    if hasattr(value, "tolist"):
+        return plain(value.tolist())
+    return _short(value)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= LONGEST_REPR else text[: LONGEST_REPR - 3] + "..."

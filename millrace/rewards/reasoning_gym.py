@@ -1,0 +1,71 @@
+"""reasoning-gym's tasks and their own scorers. A row carries its task, options and entry in `extra_info`."""
+
+import json
+import re
+import warnings
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from millrace.rewards.entry import unpack
+
+with warnings.catch_warnings():
+    # A library below it compares with `is` to a literal, which Python reports each time it compiles the file.
+    warnings.simplefilter("ignore", SyntaxWarning)
+    from reasoning_gym.composite import DatasetSpec
+    from reasoning_gym.dataset import ProceduralDataset
+    from reasoning_gym.factory import DATASETS, create_dataset
+
+KEY = "reasoning_gym"
+"""Where in `extra_info` a row keeps {task, options, entry}."""
+
+TASKS = DATASETS
+
+UNREADABLE = (ArithmeticError, AssertionError, AttributeError, LookupError, SyntaxError, TypeError, ValueError)
+"""What some tasks' scorers raise at an answer that they cannot parse. Such an answer is wrong, not the scorer."""
+
+
+def compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any] | None = None,
+    *,
+    tag: str | None = "answer",
+) -> dict[str, Any]:
+    """The task's own score of the answer, 0 to 1 (some tasks give part of it for part of the answer).
+
+    The answer is what stands in the last `<tag>` of the text, 0 without one; with `tag: null` it is the whole text.
+    An answer at which the task's scorer raises is wrong: it scores 0 and the details say why it was `unreadable`.
+    Raises ValueError for a row that does not come from reasoning-gym.
+    """
+    origin = (extra_info or {}).get(KEY)
+    if not isinstance(origin, Mapping) or not {"task", "entry"} <= origin.keys():
+        raise ValueError(f"the row's extra_info has no {KEY!r} with task and entry; it is not from this source")
+    answer = solution_str.strip() if tag is None else _tagged(solution_str, tag)
+    if answer is None:
+        return {"score": 0.0, "answer": None}
+    data_set = _scoring_data_set(origin["task"], json.dumps(origin.get("options") or {}, sort_keys=True))
+    entry = unpack(origin["entry"])
+    try:
+        return {"score": float(data_set.score_answer(answer, entry)), "answer": answer}
+    except UNREADABLE as error:
+        return {"score": 0.0, "answer": answer, "unreadable": f"{type(error).__name__}: {error}"}
+
+
+def create(task: str, options: Mapping[str, Any]) -> ProceduralDataset:
+    """The task's data set. Raises ValueError, TypeError or AssertionError as reasoning-gym does for wrong options."""
+    options = dict(options)
+    if task == "composite":
+        options["datasets"] = [DatasetSpec(**{"config": {}, **part}) for part in options.get("datasets") or []]
+    return create_dataset(task, **options)
+
+
+@lru_cache(maxsize=64)
+def _scoring_data_set(task: str, options: str) -> ProceduralDataset:
+    return create(task, json.loads(options))
+
+
+def _tagged(text: str, tag: str) -> str | None:
+    found = re.findall(rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", text, flags=re.DOTALL)
+    return found[-1].strip() if found else None

@@ -1,0 +1,48 @@
+"""Advantages: how much better each token was than expected. One file an estimator.
+
+An estimator returns `(advantages_bt, returns_bt)`. Both are 0 where the mask is false; `returns_bt` is what a critic
+would learn to predict.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from millrace.rl.catalogue import Kind
+from millrace.rl.registry import call
+
+
+@torch.no_grad()
+def advantage(
+    name: str,
+    *,
+    token_rewards_bt: Tensor,
+    mask_bt: Tensor,
+    group_b: Tensor,
+    values_bt: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """Advantages and returns, both [B, T] in the rewards' dtype, by the estimator `name`.
+
+    To be called once for a step's whole batch: group and batch statistics are over what is given.
+
+    token_rewards_bt: float [B, T]; an outcome's reward stands on the last generated token. Rewards where the mask is
+        false are not read.
+    mask_bt: [B, T], true on generated tokens. Observations between turns are false.
+    group_b: integer [B]; equal for the samples of one prompt.
+    values_bt: float [B, T]; the critic's values, for those that need them.
+    options: the estimator's own options and the further tensors that it takes.
+
+    Raises InvalidJob for an unknown name or option, or a missing tensor.
+    """
+    mask_bt = mask_bt.bool()
+    inputs = {"token_rewards_bt": token_rewards_bt, "values_bt": values_bt, "group_b": group_b}
+    inputs |= {key: options.pop(key) for key in list(options) if isinstance(options[key], Tensor)}
+    blanked = {
+        key: torch.where(mask_bt, value, 0) if key.endswith("_bt") else value
+        for key, value in inputs.items()
+        if value is not None
+    }
+    advantages_bt, returns_bt = call(Kind.ADVANTAGE, name, {**blanked, "mask_bt": mask_bt}, options)
+    return torch.where(mask_bt, advantages_bt, 0), torch.where(mask_bt, returns_bt, 0)

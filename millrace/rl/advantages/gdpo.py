@@ -1,0 +1,44 @@
+"""Several rewards normalised apart (GDPO, arXiv 2601.05242).
+
+Each reward is normalised within the group as in GRPO, their weighted sum over the batch. Normalising the sum of rewards
+instead lets the one with the largest spread drown the others. The batch is normalised over sequences as in the paper;
+verl whitens over tokens, so that long answers weigh more (`batch` "tokens"). Only `rewards_bk` counts: a penalty has
+to be one of the rewards.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from millrace.errors import InvalidJob
+from millrace.rl.groups import Groups, on_tokens
+from millrace.rl.options import NonNegative, Numbers
+from millrace.rl.returns import whitened
+
+
+def gdpo(
+    *,
+    mask_bt: Tensor,
+    group_b: Tensor,
+    rewards_bk: Tensor,
+    weights: Numbers | None = None,
+    batch: Literal["sequences", "tokens"] = "sequences",
+    ddof: Literal[0, 1] = 1,
+    eps: NonNegative = 1e-6,
+) -> tuple[Tensor, Tensor]:
+    """Each reward normalised within its group, their weighted sum over the batch."""
+    count = rewards_bk.shape[1]
+    weights = weights or (1.0,) * count
+    if len(weights) != count:
+        raise InvalidJob(
+            f"The advantage 'gdpo' has {len(weights)} weights for {count} rewards.", "Give one weight a reward."
+        )
+    groups = Groups.of(group_b, mask_bt)
+    normalised_bk = groups.scaled(groups.centred(rewards_bk, "zero"), rewards_bk, ddof, eps)
+    sums_b = normalised_bk @ torch.tensor(weights, dtype=rewards_bk.dtype, device=rewards_bk.device)
+    if batch == "sequences":
+        whole = Groups.of(torch.zeros_like(group_b), mask_bt)
+        return on_tokens(whole.scaled(whole.centred(sums_b, "zero"), sums_b, ddof, eps), mask_bt)
+    advantages_bt = whitened(on_tokens(sums_b, mask_bt)[0], mask_bt, unbiased=ddof == 1)
+    return advantages_bt, advantages_bt

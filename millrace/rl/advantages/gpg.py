@@ -1,0 +1,34 @@
+"""Group policy gradient (arXiv 2504.02546): α·(r − mean(group)), to go with the loss `gpg`.
+
+α = samples / samples that give a gradient makes up for those that give none. The paper leaves out groups whose rewards
+are all equal (`count` "groups"); verl counts rewards that are not zero ("rewards").
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from millrace.rl.groups import Groups, on_tokens
+
+
+def gpg(
+    *,
+    token_rewards_bt: Tensor,
+    mask_bt: Tensor,
+    group_b: Tensor,
+    count: Literal["groups", "rewards"] = "groups",
+    singleton: Literal["zero", "reward"] = "zero",
+) -> tuple[Tensor, Tensor]:
+    """Reward less the group's mean, scaled up for the samples without a gradient."""
+    groups = Groups.of(group_b, mask_bt)
+    rewards_b = token_rewards_bt.sum(dim=-1)
+    if count == "groups":
+        gives_b = torch.where(
+            groups.sizes_b > 1, groups.max(rewards_b) > -groups.max(-rewards_b), singleton == "reward"
+        )
+    else:
+        gives_b = rewards_b != 0
+    samples = groups.valid_b.sum().to(rewards_b.dtype)
+    alpha = samples / (gives_b & groups.valid_b).sum().clamp(min=1)
+    return on_tokens(alpha * groups.centred(rewards_b, singleton), mask_bt)

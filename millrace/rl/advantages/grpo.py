@@ -1,0 +1,31 @@
+"""Group-relative advantages (DeepSeekMath, arXiv 2402.03300).
+
+A = (r − mean(group)) / (std(group) + eps), the same on each token of an answer. With `std` off it is Dr. GRPO's
+(arXiv 2503.20783), which does not favour prompts that are nearly always or nearly never solved.
+"""
+
+from typing import Literal
+
+from torch import Tensor
+
+from millrace.rl.groups import Groups, on_tokens
+from millrace.rl.options import NonNegative
+
+
+def grpo(
+    *,
+    token_rewards_bt: Tensor,
+    mask_bt: Tensor,
+    group_b: Tensor,
+    std: bool = True,
+    ddof: Literal[0, 1] = 1,
+    eps: NonNegative = 1e-6,
+    singleton: Literal["zero", "reward"] = "zero",
+) -> tuple[Tensor, Tensor]:
+    """Reward less the group's mean, over the group's standard deviation."""
+    groups = Groups.of(group_b, mask_bt)
+    rewards_b = token_rewards_bt.sum(dim=-1)
+    advantages_b = groups.centred(rewards_b, singleton)
+    if std:
+        advantages_b = groups.scaled(advantages_b, rewards_b, ddof, eps)
+    return on_tokens(advantages_b, mask_bt)

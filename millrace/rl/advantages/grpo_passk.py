@@ -1,0 +1,35 @@
+"""Pass@k with k the group's size (arXiv 2503.19595): only the best answer is rewarded, for what it adds.
+
+The leave-one-out baseline of max(rewards) leaves the best answer r₁ − r₂, the two largest rewards, and all others 0.
+With `std` on it is divided by the group's standard deviation as in GRPO. Of equal best answers none adds anything.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from millrace.rl.groups import Groups, on_tokens
+from millrace.rl.options import NonNegative
+
+
+def grpo_passk(
+    *,
+    token_rewards_bt: Tensor,
+    mask_bt: Tensor,
+    group_b: Tensor,
+    std: bool = True,
+    ddof: Literal[0, 1] = 1,
+    eps: NonNegative = 1e-6,
+) -> tuple[Tensor, Tensor]:
+    """The best of a group gets what it adds to the second best, all others nothing."""
+    groups = Groups.of(group_b, mask_bt)
+    rewards_b = token_rewards_bt.sum(dim=-1)
+    is_best_b = rewards_b == groups.max(rewards_b)
+    lowest = torch.finfo(rewards_b.dtype).min
+    second_b = groups.max(torch.where(is_best_b, lowest, rewards_b))
+    is_alone_b = groups.sum(is_best_b.to(rewards_b.dtype)) == 1
+    advantages_b = torch.where(is_best_b & is_alone_b & (groups.sizes_b > 1), rewards_b - second_b, 0)
+    if std:
+        advantages_b = groups.scaled(advantages_b, rewards_b, ddof, eps)
+    return on_tokens(advantages_b, mask_bt)

@@ -1,0 +1,254 @@
+"""Which algorithms there are and which options each takes, read from their files. Needs no torch.
+
+An algorithm is a function of keyword-only parameters. `ast` reads its signature, so that a job is validated where torch
+is not installed and a user's file is not run by the service that only checks it.
+"""
+
+import ast
+import difflib
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from millrace.errors import InvalidJob
+from millrace.rl.options import TYPES
+
+HERE = Path(__file__).parent
+
+
+class Kind(StrEnum):
+    """The families of algorithms that have a file each; the value is the folder."""
+
+    ADVANTAGE = "advantages"
+    POLICY_LOSS = "policy_losses"
+    CORRECTION = "corrections"
+
+    @property
+    def singular(self) -> str:
+        return {"advantages": "advantage", "policy_losses": "policy loss", "corrections": "correction"}[self.value]
+
+
+INPUTS: dict[Kind, frozenset[str]] = {
+    Kind.ADVANTAGE: frozenset(
+        {
+            "token_rewards_bt",
+            "mask_bt",
+            "group_b",
+            "values_bt",  # the critic's
+            "greedy_rewards_b",  # of a greedy answer to the same prompt
+            "rewards_bk",  # each reward of its own
+            "old_logprobs_bt",
+            "sum_pi_squared_bt",  # sum over the vocabulary of squared probabilities, at each token
+            "weights_bt",  # of a correction
+        }
+    ),
+    Kind.POLICY_LOSS: frozenset(
+        {
+            "logprobs_bt",
+            "old_logprobs_bt",
+            "advantages_bt",
+            "mask_bt",
+            "behaviour_logprobs_bt",  # of the policy that generated the tokens
+            "picked_bt",  # tokens chosen over the whole step, see policy_losses.picked_tokens
+        }
+    ),
+    Kind.CORRECTION: frozenset({"train_logprobs_bt", "rollout_logprobs_bt", "mask_bt"}),
+}
+"""The tensors that a trainer can hand to each kind."""
+
+KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k3+")
+AGGREGATIONS = (
+    "token-mean",
+    "token-sum",
+    "token-sum-norm",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+)
+NEEDS_HORIZON = frozenset({"token-sum-norm", "seq-mean-token-sum-norm"})
+"""The aggregations that divide by the horizon: the most tokens that an answer may have."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One setting of an algorithm."""
+
+    name: str
+    annotation: str
+    default: Any
+    adapter: TypeAdapter[Any] = field(repr=False, compare=False)
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.annotation} = {self.default!r}"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One algorithm: what it is called, where it is, which tensors it takes and which options."""
+
+    kind: Kind
+    name: str
+    path: Path
+    function: str
+    summary: str
+    """The first sentence of the function's docstring, or of its file's."""
+    arxiv: tuple[str, ...]
+    """Ids of the papers that the file names."""
+    required_inputs: frozenset[str]
+    optional_inputs: frozenset[str]
+    options: tuple[Option, ...]
+
+    @property
+    def needs_critic(self) -> bool:
+        return "values_bt" in self.required_inputs
+
+    @property
+    def inputs(self) -> frozenset[str]:
+        return self.required_inputs | self.optional_inputs
+
+    @cached_property
+    def defaults(self) -> dict[str, Any]:
+        return {option.name: option.default for option in self.options}
+
+    def check(self, given: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+        """All options with their values: those given, checked, and the defaults of the others.
+
+        `where` is the field of the job spec that holds them, for the error. Raises InvalidJob.
+        """
+        prefix = f"{where}." if where else ""
+        adapters = {option.name: option.adapter for option in self.options}
+        checked = dict(self.defaults)
+        for name, value in given.items():
+            if name not in adapters:
+                raise InvalidJob(
+                    f"{prefix}{name} = {value!r}: the {self.kind.singular} {self.name!r} has no option {name!r}.",
+                    f"{_nearest(name, adapters)}It takes: {', '.join(map(str, self.options)) or 'no options'}.",
+                )
+            try:
+                checked[name] = adapters[name].validate_python(value)
+            except ValidationError as error:
+                option = next(option for option in self.options if option.name == name)
+                reasons = "; ".join(dict.fromkeys(problem["msg"] for problem in error.errors()))
+                raise InvalidJob(
+                    f"{prefix}{name} = {value!r}: {reasons}.",
+                    f"Give {self.name!r} a value that fits `{option}`, or leave it out.",
+                ) from error
+        return checked
+
+
+@cache
+def names(kind: Kind) -> tuple[str, ...]:
+    """The built-in algorithms of a kind, sorted."""
+    return tuple(sorted(path.stem for path in (HERE / kind.value).glob("*.py") if not path.stem.startswith("_")))
+
+
+def find(kind: Kind, name: str, where: str = "") -> Entry:
+    """The entry of a built-in name, or of a user's own `file.py:function`. Raises InvalidJob."""
+    if ":" in name:
+        path, function = name.rsplit(":", 1)
+        return _read(kind, name, Path(path), function, where)
+    if name not in names(kind):
+        raise InvalidJob(
+            f"{where or kind.singular} = {name!r}: there is no such {kind.singular}.",
+            f"{_nearest(name, names(kind))}Choose one of {', '.join(names(kind))}, or your own as file.py:function.",
+        )
+    return _built_in(kind, name)
+
+
+def choose(kind: Kind, name: str, options: Mapping[str, Any], *, where: str, available: Collection[str]) -> Entry:
+    """The entry of a job's choice, all of it checked: the name, the options, and that its tensors can be had.
+
+    `where` is the part of the spec that holds `name` and `options`; `available` are the tensors, named as in `INPUTS`,
+    that the job's trainer computes. Raises InvalidJob.
+    """
+    entry = find(kind, name, f"{where}.name")
+    entry.check(options, f"{where}.options")
+    missing = sorted(entry.required_inputs - set(available))
+    if missing:
+        others = [other for other in names(kind) if find(kind, other).required_inputs <= set(available)]
+        cause = "needs a critic, and this job has none" if missing == ["values_bt"] else f"needs {', '.join(missing)}"
+        raise InvalidJob(f"{where}.name = {name!r}: it {cause}.", f"Choose one of {', '.join(others)}.")
+    return entry
+
+
+@cache
+def _built_in(kind: Kind, name: str) -> Entry:
+    return _read(kind, name, HERE / kind.value / f"{name}.py", name, "")
+
+
+def _read(kind: Kind, name: str, path: Path, function: str, where: str) -> Entry:
+    subject = f"{where or kind.singular} = {name!r}"
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+    except (OSError, SyntaxError, UnicodeDecodeError) as error:
+        raise InvalidJob(
+            f"{subject}: {path} cannot be read: {error}.", "Name a Python file as file.py:function."
+        ) from None
+    found = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == function]
+    if not found:
+        raise InvalidJob(f"{subject}: {path} defines no function {function!r}.", "Name one of its top-level functions.")
+    try:
+        return _entry(kind, name, path, tree, found[-1])
+    except ValueError as error:
+        known = ", ".join(sorted(INPUTS[kind]))
+        raise InvalidJob(
+            f"{subject}: {error}.",
+            f"Take tensors by keyword out of {known}, annotated Tensor, and options with a default and a type.",
+        ) from error
+
+
+def _entry(kind: Kind, name: str, path: Path, tree: ast.Module, node: ast.FunctionDef) -> Entry:
+    arguments = node.args
+    if arguments.posonlyargs or arguments.args or arguments.vararg or arguments.kwarg:
+        raise ValueError("its parameters have to be keyword-only, without * or ** catch-alls")
+    required: set[str] = set()
+    optional: set[str] = set()
+    options: list[Option] = []
+    for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+        annotation = ast.unparse(argument.annotation) if argument.annotation else ""
+        if re.fullmatch(r"(torch\.)?Tensor( \| None)?", annotation):
+            (required if default is None else optional).add(argument.arg)
+        elif default is None or argument.annotation is None:
+            raise ValueError(f"its option {argument.arg!r} has no default or no type")
+        else:
+            adapter: TypeAdapter[Any] = TypeAdapter(_type_of(argument.annotation, argument.arg))
+            options.append(Option(argument.arg, annotation, _constant(default, argument.arg), adapter))
+    unknown = (required | optional) - INPUTS[kind]
+    if unknown:
+        raise ValueError(f"no {kind.singular} is given {', '.join(sorted(unknown))}")
+    text = f"{ast.get_docstring(node) or ''}\n{ast.get_docstring(tree) or ''}"
+    summary = (ast.get_docstring(node) or ast.get_docstring(tree) or name).split("\n\n")[0].replace("\n", " ")
+    arxiv = tuple(dict.fromkeys(re.findall(r"arXiv[ :](\d{4}\.\d{4,5})", text)))
+    return Entry(kind, name, path, node.name, summary, arxiv, frozenset(required), frozenset(optional), tuple(options))
+
+
+def _constant(default: ast.expr, option: str) -> Any:
+    try:
+        return ast.literal_eval(default)
+    except ValueError:
+        raise ValueError(f"the default of its option {option!r}, `{ast.unparse(default)}`, is no constant") from None
+
+
+def _type_of(annotation: ast.expr, option: str) -> Any:
+    match annotation:
+        case ast.Name(id=name) if name in TYPES:
+            return TYPES[name]
+        case ast.BinOp(left=left, op=ast.BitOr(), right=ast.Constant(value=None)):
+            return _type_of(left, option) | None
+        case ast.Subscript(value=ast.Name(id="Literal"), slice=choices):
+            values = ast.literal_eval(choices)
+            return Literal[values if isinstance(values, tuple) else (values,)]
+    raise ValueError(
+        f"the type of its option {option!r}, `{ast.unparse(annotation)}`, is not one of {', '.join(TYPES)}"
+    )
+
+
+def _nearest(name: str, known: Mapping[str, Any] | tuple[str, ...]) -> str:
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"Did you mean {near[0]!r}? " if near else ""

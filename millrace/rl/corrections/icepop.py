@@ -1,0 +1,23 @@
+"""IcePop (Ring-1T, arXiv 2510.18855): w = π_train/π_rollout inside the bounds, 0 outside.
+
+A token outside gives no gradient but stays in the denominators.
+"""
+
+from torch import Tensor
+
+from millrace.rl.options import RatioBounds
+from millrace.rl.ratios import log_ratio
+
+
+def icepop(
+    *, train_logprobs_bt: Tensor, rollout_logprobs_bt: Tensor, mask_bt: Tensor, bounds: RatioBounds = (0.5, 5.0)
+) -> tuple[Tensor | None, Tensor, dict[str, Tensor]]:
+    """Each token weighted by its ratio, or by 0 where that is out of bounds."""
+    ratio_bt = log_ratio(train_logprobs_bt, rollout_logprobs_bt).exp()
+    too_low_bt, too_high_bt = ratio_bt < bounds[0], ratio_bt > bounds[1]
+    shares_bt = {
+        "rollout_is_ratio_fraction_high": too_high_bt,
+        "rollout_is_ratio_fraction_low": too_low_bt,
+        "rollout_is_oob_ratio": too_low_bt | too_high_bt,
+    }
+    return ratio_bt.masked_fill(too_low_bt | too_high_bt, 0), mask_bt, shares_bt

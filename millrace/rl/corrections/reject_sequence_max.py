@@ -1,0 +1,27 @@
+"""Sequences with one token too far apart leave the loss whole (arXiv 2512.23075).
+
+k1: each ratio π_train/π_rollout has to be within `bounds`; k2, k3: the largest has to be at most `limit`.
+"""
+
+from typing import Literal
+
+from torch import Tensor
+
+from millrace.rl.options import Positive, RatioBounds
+from millrace.rl.ratios import log_ratio
+from millrace.rl.rejection import divergences, is_close
+
+
+def reject_sequence_max(
+    *,
+    train_logprobs_bt: Tensor,
+    rollout_logprobs_bt: Tensor,
+    mask_bt: Tensor,
+    estimator: Literal["k1", "k2", "k3"] = "k1",
+    bounds: RatioBounds = (0.1, 10.0),
+    limit: Positive = 1.0,
+) -> tuple[Tensor | None, Tensor, dict[str, Tensor]]:
+    """Sequences are dropped by their worst token."""
+    divergence_bt = divergences(estimator, log_ratio(train_logprobs_bt, rollout_logprobs_bt))
+    is_close_bt = is_close(estimator, divergence_bt, bounds, limit) | ~mask_bt
+    return None, mask_bt & is_close_bt.all(dim=-1, keepdim=True), {}

@@ -1,0 +1,27 @@
+"""Sequences whose summed divergence is too large leave the loss whole (arXiv 2512.23075).
+
+k1: the product of the tokens' ratios π_train/π_rollout, within `bounds`; k2, k3: their sum, at most `limit`.
+"""
+
+from typing import Literal
+
+from torch import Tensor
+
+from millrace.rl.options import Positive, RatioBounds
+from millrace.rl.ratios import log_ratio
+from millrace.rl.rejection import divergences, is_close
+
+
+def reject_sequence_sum(
+    *,
+    train_logprobs_bt: Tensor,
+    rollout_logprobs_bt: Tensor,
+    mask_bt: Tensor,
+    estimator: Literal["k1", "k2", "k3"] = "k1",
+    bounds: RatioBounds = (0.5, 2.0),
+    limit: Positive = 1.0,
+) -> tuple[Tensor | None, Tensor, dict[str, Tensor]]:
+    """Sequences are dropped by the sum over their tokens."""
+    divergence_bt = divergences(estimator, log_ratio(train_logprobs_bt, rollout_logprobs_bt))
+    sum_b1 = divergence_bt.sum(dim=-1, keepdim=True)
+    return None, mask_bt & is_close(estimator, sum_b1, bounds, limit), {}

@@ -1,0 +1,26 @@
+"""Tokens whose two probabilities are far apart leave the loss (hard trust region, arXiv 2512.23075).
+
+k1 keeps ratios π_train/π_rollout within `bounds`; k2 and k3 keep what is at most `limit`.
+"""
+
+from typing import Literal
+
+from torch import Tensor
+
+from millrace.rl.options import Positive, RatioBounds
+from millrace.rl.ratios import log_ratio
+from millrace.rl.rejection import divergences, is_close
+
+
+def reject_token(
+    *,
+    train_logprobs_bt: Tensor,
+    rollout_logprobs_bt: Tensor,
+    mask_bt: Tensor,
+    estimator: Literal["k1", "k2", "k3"] = "k1",
+    bounds: RatioBounds = (0.5, 2.0),
+    limit: Positive = 0.2,
+) -> tuple[Tensor | None, Tensor, dict[str, Tensor]]:
+    """Tokens out of bounds are dropped."""
+    divergence_bt = divergences(estimator, log_ratio(train_logprobs_bt, rollout_logprobs_bt))
+    return None, mask_bt & is_close(estimator, divergence_bt, bounds, limit), {}

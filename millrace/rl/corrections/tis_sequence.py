@@ -1,0 +1,19 @@
+"""Truncated importance sampling by sequence: w = min(product of the tokens' ratios, cap), the same on each token.
+
+The product is the ratio of the sequences' probabilities: without bias before it is truncated, and of a variance that
+grows with length. The geometric mean is another thing: `tis_geometric`.
+"""
+
+from torch import Tensor
+
+from millrace.rl.options import Positive
+from millrace.rl.ratios import clamped
+
+
+def tis_sequence(
+    *, train_logprobs_bt: Tensor, rollout_logprobs_bt: Tensor, mask_bt: Tensor, cap: Positive = 2.0
+) -> tuple[Tensor | None, Tensor, dict[str, Tensor]]:
+    """Each token weighted by its sequence's ratio, truncated."""
+    ratio_b1 = clamped((train_logprobs_bt - rollout_logprobs_bt).sum(dim=-1, keepdim=True)).exp()
+    shares_b1 = {"rollout_is_ratio_fraction_high": ratio_b1 > cap, "rollout_is_ratio_fraction_low": ratio_b1 < 1 / cap}
+    return ratio_b1.clamp(max=cap), mask_bt, shares_b1

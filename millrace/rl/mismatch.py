@@ -1,0 +1,69 @@
+"""How far the engine's policy is from the trainer's, under the names that verl reports (`rollout_corr/*`).
+
+With w = π_train/π_rollout a token. Means are shares of the batch's, see `metrics`: `rollout_is_std` and
+`rollout_is_eff_sample_size` follow from the sums there.
+"""
+
+import torch
+from torch import Tensor
+
+from millrace.rl.aggregation import BatchTotals, aggregate
+from millrace.rl.ratios import clamped, log_ratio, sequence_mean
+
+PREFIX = "rollout_corr/"
+
+
+@torch.no_grad()
+def mismatch_metrics(
+    train_logprobs_bt: Tensor, rollout_logprobs_bt: Tensor, mask_bt: Tensor, totals: BatchTotals | None = None
+) -> dict[str, Tensor]:
+    """What verl reports of two policies on the same tokens, all [B, T]. Also where nothing is corrected.
+
+    `kl` and `k3_kl` estimate KL(rollout‖train) by k1 and k3; `chi2_token` and `chi2_seq` are the mean of w² − 1 with w
+    of a token and of a sequence's product; the `ppl` are means over sequences of exp(−mean log-probability), and
+    `log_ppl_diff` is log(training_ppl/rollout_ppl) of a sequence.
+    """
+    mask_bt = mask_bt.bool()
+    totals = totals or BatchTotals.of(mask_bt)
+    log_ratio_bt = log_ratio(train_logprobs_bt, rollout_logprobs_bt).masked_fill(~mask_bt, 0)
+    present_b = mask_bt.any(dim=-1)
+    train_b = -sequence_mean(train_logprobs_bt, mask_bt)[:, 0]
+    rollout_b = -sequence_mean(rollout_logprobs_bt, mask_bt)[:, 0]
+    difference_b = train_b - rollout_b
+    by_token = {
+        "kl": -log_ratio_bt,
+        "k3_kl": torch.expm1(log_ratio_bt) - log_ratio_bt,
+        "chi2_token": torch.expm1(2 * log_ratio_bt),
+    }
+    by_sequence = {
+        "training_ppl": train_b.exp(),
+        "training_log_ppl": train_b,
+        "rollout_ppl": rollout_b.exp(),
+        "rollout_log_ppl": rollout_b,
+        "log_ppl_diff": difference_b,
+        "log_ppl_abs_diff": difference_b.abs(),
+        "ppl_ratio": difference_b.exp(),
+        "chi2_seq": torch.expm1(2 * clamped(log_ratio_bt.sum(dim=-1))),
+    }
+    metrics = {name: aggregate("token-mean", value_bt, mask_bt, totals=totals) for name, value_bt in by_token.items()}
+    for name, value_b in by_sequence.items():
+        metrics[name] = value_b.masked_fill(~present_b, 0).sum() / max(totals.sequences, 1)
+    metrics["log_ppl_diff_max"] = difference_b.masked_fill(~present_b, -torch.inf).amax()
+    metrics["log_ppl_diff_min"] = difference_b.masked_fill(~present_b, torch.inf).amin()
+    return {PREFIX + name: value for name, value in metrics.items()}
+
+
+def weight_metrics(weights_bt: Tensor, mask_bt: Tensor, totals: BatchTotals) -> dict[str, Tensor]:
+    """Of the weights as they are applied: mean, mean square and extremes over tokens; mean over sequences' means."""
+    sequence_b = sequence_mean(weights_bt, mask_bt)[:, 0]
+    present_b = mask_bt.any(dim=-1)
+    metrics = {
+        "rollout_is_mean": aggregate("token-mean", weights_bt, mask_bt, totals=totals),
+        "rollout_is_mean_square": aggregate("token-mean", weights_bt.square(), mask_bt, totals=totals),
+        "rollout_is_max": weights_bt.masked_fill(~mask_bt, -torch.inf).amax(),
+        "rollout_is_min": weights_bt.masked_fill(~mask_bt, torch.inf).amin(),
+        "rollout_is_seq_mean": sequence_b.masked_fill(~present_b, 0).sum() / max(totals.sequences, 1),
+        "rollout_is_seq_max": sequence_b.masked_fill(~present_b, -torch.inf).amax(),
+        "rollout_is_seq_min": sequence_b.masked_fill(~present_b, torch.inf).amin(),
+    }
+    return {PREFIX + name: value for name, value in metrics.items()}

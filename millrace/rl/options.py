@@ -1,0 +1,56 @@
+"""The ranges that an algorithm's options may have, as names for its signature. Needs no torch.
+
+A range is refused with its reason where the job is submitted. Numbers are strict: neither "0.2" nor true is one.
+"""
+
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field
+
+
+def _ascending(bounds: tuple[float, float]) -> tuple[float, float]:
+    if bounds[0] >= bounds[1]:
+        raise ValueError("the lower bound has to be below the upper bound")
+    return bounds
+
+
+def _about_one(bounds: tuple[float, float]) -> tuple[float, float]:
+    if not bounds[0] <= 1 <= bounds[1]:
+        raise ValueError("the bounds have to enclose 1, the ratio of equal policies")
+    return bounds
+
+
+Flag = Annotated[bool, Field(strict=True)]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Integer = Annotated[int, Field(strict=True)]
+Count = Annotated[int, Field(strict=True, ge=1)]
+"""A whole number, at least 1."""
+Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
+AboveOne = Annotated[float, Field(strict=True, gt=1, allow_inf_nan=False)]
+OpenFraction = Annotated[float, Field(strict=True, gt=0, lt=1)]
+"""Between 0 and 1, both excluded."""
+Fraction = Annotated[float, Field(strict=True, ge=0, le=1)]
+"""From 0 to 1, both included."""
+Numbers = tuple[Number, ...]
+Bounds = Annotated[tuple[Number, Number], AfterValidator(_ascending)]
+"""[low, high] with low < high."""
+RatioBounds = Annotated[tuple[NonNegative, Positive], AfterValidator(_ascending), AfterValidator(_about_one)]
+"""[low, high] around a ratio of probabilities: 0 <= low <= 1 <= high."""
+
+TYPES: dict[str, Any] = {
+    "bool": Flag,
+    "int": Integer,
+    "float": Number,
+    "str": Annotated[str, Field(strict=True)],
+    "Count": Count,
+    "Positive": Positive,
+    "NonNegative": NonNegative,
+    "AboveOne": AboveOne,
+    "OpenFraction": OpenFraction,
+    "Fraction": Fraction,
+    "Numbers": Numbers,
+    "Bounds": Bounds,
+    "RatioBounds": RatioBounds,
+}
+"""What an option's annotation may name; beside these, `Literal[...]` and `| None`."""

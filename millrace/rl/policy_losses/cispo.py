@@ -1,0 +1,29 @@
+"""CISPO (MiniMax-M1, arXiv 2506.13585): −sg(clip(r, 1 − clip_low, 1 + clip_high))·A·log π.
+
+The ratio is clipped, not the token: every token keeps a gradient. `clip_low` 1 bounds the ratio from above only, as the
+paper and TRL do; verl clips both sides. The bound of 5 is what arXiv 2510.13786 and TRL recommend.
+"""
+
+from torch import Tensor
+
+from millrace.rl.options import Fraction, NonNegative
+from millrace.rl.ratios import log_ratio
+
+
+def cispo(
+    *,
+    logprobs_bt: Tensor,
+    old_logprobs_bt: Tensor,
+    advantages_bt: Tensor,
+    clip_low: Fraction = 1.0,
+    clip_high: NonNegative = 4.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Policy gradient weighted by the clipped ratio, which carries no gradient."""
+    ratio_bt = log_ratio(logprobs_bt, old_logprobs_bt).exp().detach()
+    clipped_bt = ratio_bt.clamp(1 - clip_low, 1 + clip_high)
+    shares_bt = {
+        "clip_fraction": ratio_bt != clipped_bt,
+        "clip_fraction_low": ratio_bt < clipped_bt,
+        "clip_fraction_high": ratio_bt > clipped_bt,
+    }
+    return -clipped_bt * advantages_bt * logprobs_bt, shares_bt

@@ -1,0 +1,55 @@
+"""Clip-Cov (arXiv 2505.22617): PPO's surrogate, with the gradient of a few tokens cut whose covariance is high.
+
+Of the tokens with cov = (A − mean A)(log π − mean log π) inside (cov_low, cov_high), which PPO does not clip, a share
+`fraction` of all tokens is chosen at random and gives nothing. The choice is one over the whole step if the caller
+passes `picked_bt` from `policy_losses.picked_tokens`; without, over what is given and the current policy (as in verl).
+"""
+
+from torch import Tensor
+
+from millrace.rl.covariance import chosen, covariances, scattered
+from millrace.rl.options import AboveOne, Bounds, Fraction, NonNegative, OpenFraction
+from millrace.rl.ratios import clipped_surrogate, log_ratio
+
+
+def clip_cov(
+    *,
+    logprobs_bt: Tensor,
+    old_logprobs_bt: Tensor,
+    advantages_bt: Tensor,
+    mask_bt: Tensor,
+    picked_bt: Tensor | None = None,
+    clip_low: Fraction = 0.2,
+    clip_high: NonNegative = 0.2,
+    dual_clip: AboveOne | None = None,
+    fraction: OpenFraction = 2e-4,
+    bounds: Bounds = (1.0, 5.0),
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """PPO's surrogate without a few tokens of high covariance."""
+    ratio_bt = log_ratio(logprobs_bt, old_logprobs_bt).exp()
+    loss_bt, shares_bt = clipped_surrogate(ratio_bt, advantages_bt, clip_low, clip_high, dual_clip)
+    if picked_bt is None:
+        picked_bt = pick(
+            logprobs_bt=logprobs_bt,
+            advantages_bt=advantages_bt,
+            mask_bt=mask_bt,
+            eligible_bt=mask_bt & ~shares_bt["clip_fraction"],
+            fraction=fraction,
+            bounds=bounds,
+        )
+    return loss_bt.masked_fill(picked_bt, 0), {**shares_bt, "cov_fraction": picked_bt}
+
+
+def pick(
+    *,
+    logprobs_bt: Tensor,
+    advantages_bt: Tensor,
+    mask_bt: Tensor,
+    eligible_bt: Tensor | None = None,
+    fraction: float,
+    bounds: tuple[float, float],
+) -> Tensor:
+    """[B, T], bool: tokens of covariance within the bounds, at random, so many as `fraction` of all; at least one."""
+    cov_bt = covariances(logprobs_bt, advantages_bt, mask_bt)
+    within_bt = (cov_bt > bounds[0]) & (cov_bt < bounds[1]) & (mask_bt if eligible_bt is None else eligible_bt)
+    return chosen(scattered(logprobs_bt), within_bt, max(1, int(fraction * int(mask_bt.sum()))))

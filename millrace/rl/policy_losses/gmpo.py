@@ -1,0 +1,32 @@
+"""Geometric-mean policy optimization (arXiv 2507.20673).
+
+−A·exp(mean over tokens of the clipped log ratio). Log ratios are clipped to [−clip_low, clip_high] on the side that
+would move further: for A > 0 from above, for A < 0 from below. Aggregate with `seq-mean-token-mean`.
+"""
+
+import torch
+from torch import Tensor
+
+from millrace.rl.options import NonNegative
+from millrace.rl.ratios import log_ratio, sequence_mean
+
+
+def gmpo(
+    *,
+    logprobs_bt: Tensor,
+    old_logprobs_bt: Tensor,
+    advantages_bt: Tensor,
+    mask_bt: Tensor,
+    clip_low: NonNegative = 0.4,
+    clip_high: NonNegative = 0.4,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The geometric mean of the clipped ratios."""
+    log_ratio_bt = log_ratio(logprobs_bt, old_logprobs_bt)
+    risen_bt, fallen_bt = log_ratio_bt.clamp(max=clip_high), log_ratio_bt.clamp(min=-clip_low)
+    kept_bt = torch.where(advantages_bt < 0, fallen_bt, risen_bt)
+    shares_bt = {
+        "clip_fraction": kept_bt != log_ratio_bt,
+        "clip_fraction_low": kept_bt > log_ratio_bt,
+        "clip_fraction_high": kept_bt < log_ratio_bt,
+    }
+    return -advantages_bt * sequence_mean(kept_bt, mask_bt).exp(), shares_bt

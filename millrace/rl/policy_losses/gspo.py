@@ -1,0 +1,28 @@
+"""Group sequence policy optimization (arXiv 2507.18071).
+
+The ratio is the sequence's, its geometric mean over tokens: s = exp(mean log(π/π_old)), clipped as a whole. `per_token`
+is the paper's GSPO-token: the value of s with each token's own gradient, for advantages that differ within a sequence
+(verl always does that; where A is constant the two are equal). Aggregate with `seq-mean-token-mean`.
+"""
+
+from torch import Tensor
+
+from millrace.rl.options import Fraction, NonNegative
+from millrace.rl.ratios import clipped_surrogate, log_ratio, sequence_mean
+
+
+def gspo(
+    *,
+    logprobs_bt: Tensor,
+    old_logprobs_bt: Tensor,
+    advantages_bt: Tensor,
+    mask_bt: Tensor,
+    clip_low: Fraction = 3e-4,
+    clip_high: NonNegative = 4e-4,
+    per_token: bool = False,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The clipped surrogate of the sequence's ratio."""
+    sequence_log_ratio_b1 = sequence_mean(log_ratio(logprobs_bt, old_logprobs_bt), mask_bt)
+    if per_token:
+        sequence_log_ratio_b1 = sequence_log_ratio_b1.detach() + logprobs_bt - logprobs_bt.detach()
+    return clipped_surrogate(sequence_log_ratio_b1.exp(), advantages_bt, clip_low, clip_high)

@@ -1,0 +1,36 @@
+"""KL-Cov (arXiv 2505.22617): −rA, plus a penalty on the few tokens of the highest covariance.
+
+cov = (A − mean A)(log π − mean log π). The share `fraction` of all tokens with the highest covariance gets
+coefficient·|log r| added, as in the authors' code. The choice is one over the whole step if the caller passes
+`picked_bt` from `policy_losses.picked_tokens`; without, over what is given, with the current policy (as in verl).
+"""
+
+from torch import Tensor
+
+from millrace.rl.covariance import chosen, covariances
+from millrace.rl.options import NonNegative, OpenFraction
+from millrace.rl.ratios import log_ratio
+
+
+def kl_cov(
+    *,
+    logprobs_bt: Tensor,
+    old_logprobs_bt: Tensor,
+    advantages_bt: Tensor,
+    mask_bt: Tensor,
+    picked_bt: Tensor | None = None,
+    fraction: OpenFraction = 2e-4,
+    coefficient: NonNegative = 1.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Policy gradient with a KL penalty on the tokens of the highest covariance."""
+    log_ratio_bt = log_ratio(logprobs_bt, old_logprobs_bt)
+    if picked_bt is None:
+        picked_bt = pick(logprobs_bt=logprobs_bt, advantages_bt=advantages_bt, mask_bt=mask_bt, fraction=fraction)
+    penalty_bt = coefficient * log_ratio_bt.abs() * picked_bt
+    return -log_ratio_bt.exp() * advantages_bt + penalty_bt, {"cov_fraction": picked_bt}
+
+
+def pick(*, logprobs_bt: Tensor, advantages_bt: Tensor, mask_bt: Tensor, fraction: float) -> Tensor:
+    """[B, T], bool: the tokens of the highest covariance, so many as `fraction` of all; at least one."""
+    cov_bt = covariances(logprobs_bt, advantages_bt, mask_bt)
+    return chosen(cov_bt, mask_bt, max(1, int(fraction * int(mask_bt.sum()))))

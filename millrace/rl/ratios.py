@@ -1,0 +1,43 @@
+"""Importance ratios between two policies, from log-probabilities, and what PPO makes of them."""
+
+import torch
+from torch import Tensor
+
+from millrace.rl.divergence import LOG_RATIO_LIMIT
+
+
+def log_ratio(logprobs_bt: Tensor, old_logprobs_bt: Tensor) -> Tensor:
+    """log(π/π_old) a token, clamped to ±20 so that its exponential stays finite in fp32."""
+    return clamped(logprobs_bt - old_logprobs_bt)
+
+
+def clamped(log_ratios: Tensor) -> Tensor:
+    """Within ±20, any shape."""
+    return log_ratios.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def sequence_mean(values_bt: Tensor, mask_bt: Tensor) -> Tensor:
+    """[B, 1]: the mean over each sequence's tokens that count; 0 for a sequence without any."""
+    values_bt = values_bt.masked_fill(~mask_bt, 0)
+    return values_bt.sum(dim=-1, keepdim=True) / mask_bt.sum(dim=-1, keepdim=True).clamp(min=1)
+
+
+def clipped_surrogate(
+    ratio_bt: Tensor, advantages_bt: Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """max(−rA, −clip(r, 1 − clip_low, 1 + clip_high)·A), where A < 0 at most −dual_clip·A; and where it was clipped."""
+    plain_bt = -ratio_bt * advantages_bt
+    clipped_bt = -ratio_bt.clamp(1 - clip_low, 1 + clip_high) * advantages_bt
+    loss_bt = torch.maximum(plain_bt, clipped_bt)
+    is_clipped_bt = clipped_bt > plain_bt
+    shares_bt = {
+        "clip_fraction": is_clipped_bt,
+        "clip_fraction_low": is_clipped_bt & (advantages_bt < 0),
+        "clip_fraction_high": is_clipped_bt & (advantages_bt > 0),
+    }
+    if dual_clip is not None:
+        ceiling_bt = -dual_clip * advantages_bt
+        is_capped_bt = (advantages_bt < 0) & (loss_bt > ceiling_bt)
+        loss_bt = torch.where(is_capped_bt, ceiling_bt, loss_bt)
+        shares_bt["dual_clip_fraction"] = is_capped_bt
+    return loss_bt, shares_bt

@@ -1,0 +1,28 @@
+"""The rule of the rejecting corrections: how far a token's two probabilities are apart, and what is too far.
+
+With w = π_train/π_rollout, k1 is log w itself, and what is bounded is its exponential: a ratio, so `bounds` enclose 1.
+k2 = (log w)²/2 and k3 = w − 1 − log w are never negative and bounded by `limit` from above. (In verl `*_k1` bounds are
+applied to −log w, so there "0.5_1.5" keeps a ratio of 1.8 and drops 0.6.)
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def divergences(estimator: str, log_ratio_bt: Tensor) -> Tensor:
+    """[B, T]: k1, k2 or k3 a token."""
+    if estimator == "k1":
+        return log_ratio_bt
+    if estimator == "k2":
+        return log_ratio_bt.square() / 2
+    return torch.expm1(log_ratio_bt) - log_ratio_bt
+
+
+def is_close(estimator: str, divergence: Tensor, bounds: tuple[float, float], limit: float) -> Tensor:
+    """Where the divergence is within what is allowed; same shape, bool."""
+    if estimator != "k1":
+        return divergence <= limit
+    low = math.log(bounds[0]) if bounds[0] > 0 else -math.inf
+    return (divergence >= low) & (divergence <= math.log(bounds[1]))

@@ -1,0 +1,61 @@
+"""Which model, and which data it is asked."""
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from millrace.spec.base import Part
+
+
+class Model(Part):
+    path: str
+    """Hugging Face model folder: config, tokenizer and safetensors, at the same path for every service."""
+    trust_remote_code: bool = False
+    """Run Python code that the model folder brings."""
+
+
+class Data(Part):
+    files: list[str] = Field(default_factory=list)
+    """Parquet or JSONL files in verl's columns: data_source, prompt, reward_model{style, ground_truth}, extra_info."""
+    procedural: str | None = None
+    """`reasoning_gym:<task>` instead of files."""
+    procedural_options: dict[str, Any] = Field(default_factory=dict)
+    """Passed to the task: its own options, and `size` and `seed` of the data set."""
+    shuffle: bool = True
+    """A new order in each pass, drawn from `seed`."""
+    seed: int = Field(0, ge=0)
+    max_prompt_tokens: int = Field(1024, ge=1)
+    overlong_prompts: Literal["drop", "truncate_left", "truncate_right", "truncate_middle"] = "drop"
+    """What becomes of a prompt longer than `max_prompt_tokens`: dropped on the ledger, or cut."""
+    chat_template_options: dict[str, Any] = Field(default_factory=dict)
+    """Passed to the tokenizer's chat template: enable_thinking, tools, ..."""
+
+
+class Reward(Part):
+    function: str = "auto"
+    """math, exact, regex, format, reasoning_gym, or your own: `module:function` or `path/to/file.py:function` with
+    verl's signature compute_score(data_source, solution_str, ground_truth, extra_info). auto: reasoning_gym for a
+    procedural source, otherwise by the row's reward_model.style: rule means math."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments for the function."""
+    timeout_s: float = Field(30.0, gt=0)
+    """For one call. A call that takes longer is killed and costs its group."""
+    memory_mb: int = Field(2048, ge=64)
+    """Address space of one scoring process, over what Python itself takes."""
+    workers: int = Field(2, ge=1, le=256)
+    """Scoring processes beside each engine."""
+    network: bool = False
+    """Whether the function may reach the network (a reward server)."""
+
+
+class Evaluation(Part):
+    files: list[str] = Field(default_factory=list)
+    procedural: str | None = None
+    procedural_options: dict[str, Any] = Field(default_factory=dict)
+    every_steps: int = Field(0, ge=0)
+    """0: only before the first and after the last step."""
+    prompts: int = Field(256, ge=1)
+    """At most so many held-out prompts, the first ones."""
+    samples_per_prompt: int = Field(1, ge=1)
+    temperature: float = Field(0.0, ge=0.0)
+    """0 is greedy."""

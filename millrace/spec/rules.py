@@ -1,0 +1,69 @@
+"""Rules between fields, each told with the arithmetic and the mend. Pure: looks at no file and no service.
+
+What needs the machine (does the folder exist, does the reward function import) is checked at submission by
+`millrace.spec.submission`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from millrace.spec.job import JobSpec
+
+
+def broken_rules(spec: JobSpec) -> list[str]:
+    """Every rule that the spec breaks: `field: value will not do: reason. Mend: ...`."""
+    return [*_data(spec), *_sizes(spec), *_algorithm(spec)]
+
+
+def _broken(field: str, value: object, reason: str, mend: str) -> str:
+    return f"{field}: {json.dumps(value)} will not do: {reason}. Mend: {mend}."
+
+
+def _data(spec: JobSpec) -> Iterator[str]:
+    for field, data in (("data", spec.data), ("evaluation", spec.evaluation)):
+        if data is None:
+            continue
+        if bool(data.files) == bool(data.procedural):
+            yield _broken(
+                f"{field}.files", data.files, "give either files or a procedural source", "keep one of the two"
+            )
+        if data.procedural and not data.procedural.startswith("reasoning_gym:"):
+            mend = "write reasoning_gym:<task>, for example reasoning_gym:spell_backward"
+            yield _broken(f"{field}.procedural", data.procedural, "no such kind of source", mend)
+
+
+def _sizes(spec: JobSpec) -> Iterator[str]:
+    longest = spec.data.max_prompt_tokens + spec.rollout.max_response_tokens
+    if spec.trainer.token_budget < longest:
+        arithmetic = (
+            f"one trajectory may have {spec.data.max_prompt_tokens} + {spec.rollout.max_response_tokens} = {longest} "
+            "tokens, more than a micro-batch holds"
+        )
+        yield _broken("trainer.token_budget", spec.trainer.token_budget, arithmetic, f"raise it to at least {longest}")
+    if spec.schedule.prompts_per_step % spec.trainer.updates_per_step:
+        arithmetic = (
+            f"{spec.schedule.prompts_per_step} groups do not divide into {spec.trainer.updates_per_step} updates"
+        )
+        yield _broken("trainer.updates_per_step", spec.trainer.updates_per_step, arithmetic, "choose a divisor")
+    context = spec.rollout.engine_options.get("max_model_len")
+    if isinstance(context, int) and context < longest:
+        arithmetic = f"prompt and response may have {longest} tokens"
+        yield _broken("rollout.engine_options.max_model_len", context, arithmetic, f"raise it to at least {longest}")
+
+
+def _algorithm(spec: JobSpec) -> Iterator[str]:
+    algorithm = spec.algorithm
+    if algorithm.overlong_buffer_tokens > spec.rollout.max_response_tokens:
+        arithmetic = f"the buffer is longer than a response, {spec.rollout.max_response_tokens} tokens"
+        yield _broken(
+            "algorithm.overlong_buffer_tokens", algorithm.overlong_buffer_tokens, arithmetic, "make it shorter"
+        )
+    if algorithm.kl_in == "reward" and algorithm.kl is None:
+        yield _broken("algorithm.kl_in", "reward", "there is no KL", "set algorithm.kl, for example {name: k1}")
+    if spec.schedule.steps is not None and spec.trainer.optimizer.warmup_steps > spec.schedule.steps:
+        arithmetic = f"warm-up is longer than the job, {spec.schedule.steps} steps"
+        yield _broken("trainer.optimizer.warmup_steps", spec.trainer.optimizer.warmup_steps, arithmetic, "shorten it")

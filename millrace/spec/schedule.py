@@ -1,0 +1,40 @@
+"""How long a job runs, how far generation may run ahead, what is kept, and when something is given up."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from millrace.spec.base import Part
+
+
+class Schedule(Part):
+    steps: int | None = Field(None, ge=1)
+    """Steps to train; none: as many as `passes` over the data give."""
+    passes: int = Field(1, ge=1)
+    """Passes over the data, unless `steps` says otherwise (then the data is repeated as often as needed)."""
+    prompts_per_step: int = Field(64, ge=1)
+    """Groups trained in a step."""
+    max_staleness: int = Field(1, ge=0)
+    """Versions that a trajectory's oldest token may be behind the trainer; 0: strictly on-policy."""
+    save_every_steps: int = Field(0, ge=0)
+    """0: only after the last step."""
+    keep_checkpoints: int = Field(2, ge=1)
+
+
+class Deadlines(Part):
+    """Seconds after which a remote operation is given up, named and retried or failed. See millrace/wire/deadlines.py
+    for those that no job needs to change."""
+
+    configure_s: float = Field(1800.0, gt=0)
+    step_s: float = Field(3600.0, gt=0)
+    publication_s: float = Field(300.0, gt=0)
+    save_s: float = Field(3600.0, gt=0)
+    no_replica_s: float = Field(1800.0, gt=0)
+    """How long a job waits with no replica in the fleet before it fails."""
+
+
+class Tracking(Part):
+    trackers: list[Literal["tensorboard", "wandb"]] = Field(default_factory=list)
+    project: str = "millrace"
+    samples_per_step: int = Field(4, ge=0)
+    """Groups of each step kept for GET /v1/jobs/{id}/samples."""

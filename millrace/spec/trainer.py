@@ -1,0 +1,35 @@
+"""How the model is trained."""
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from millrace.spec.base import Part
+
+
+class Optimizer(Part):
+    lr: float = Field(1e-6, ge=0.0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(1e-8, gt=0.0)
+    weight_decay: float = Field(0.01, ge=0.0)
+    warmup_steps: int = Field(0, ge=0)
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    """After warm-up; cosine and linear fall to `min_lr` at the job's last step."""
+    min_lr: float = Field(0.0, ge=0.0)
+    clip_grad_norm: float = Field(1.0, gt=0.0)
+
+
+class Trainer(Part):
+    backend: Literal["fsdp2", "megatron"] = "fsdp2"
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Of forward and backward. The master weights and the optimizer are float32."""
+    token_budget: int = Field(16384, ge=16)
+    """Tokens in one micro-batch on one rank: prompts and responses, packed."""
+    updates_per_step: int = Field(1, ge=1)
+    """Optimizer updates in a step, each on its share of the groups."""
+    activation_recompute: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more work."""
+    optimizer: Optimizer = Optimizer()
+    seed: int = Field(0, ge=0)
+    backend_options: dict[str, Any] = Field(default_factory=dict)
+    """Passed to the backend, which checks them."""

@@ -1,0 +1,1 @@
+"""What the services say about themselves: logs, Prometheus metrics, traces, experiment trackers. Torch-free."""

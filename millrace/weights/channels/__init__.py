@@ -1,0 +1,1 @@
+"""Channels: how tensors travel between the ranks of a publication. One file each."""

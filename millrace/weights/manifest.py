@@ -1,0 +1,56 @@
+"""The manifest: what is published, as ordered tensors in Hugging Face terms. Torch-free."""
+
+import hashlib
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Self
+
+from millrace.wire.v1 import weights_pb2
+
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "int64": 8, "int32": 4, "uint8": 1}
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor: its Hugging Face name, its shape, and its dtype as torch names it without the prefix."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Ordered tensors of one version. Two manifests with the same hash describe the same model in the same dtypes."""
+
+    tensors: tuple[TensorInfo, ...]
+
+    @cached_property
+    def hash(self) -> bytes:
+        digest = hashlib.sha256()
+        for tensor in self.tensors:
+            digest.update(repr((tensor.name, tensor.shape, tensor.dtype)).encode())
+        return digest.digest()
+
+    @property
+    def bytes(self) -> int:
+        return sum(tensor.bytes for tensor in self.tensors)
+
+    def to_proto(self) -> weights_pb2.Manifest:
+        tensors = [weights_pb2.TensorSpec(name=t.name, shape=t.shape, dtype=t.dtype) for t in self.tensors]
+        return weights_pb2.Manifest(tensors=tensors, hash=self.hash)
+
+    @classmethod
+    def from_proto(cls, proto: weights_pb2.Manifest) -> Self:
+        """Raises ValueError where the hash is not that of the tensors: the two sides build it differently."""
+        manifest = cls(tuple(TensorInfo(t.name, tuple(t.shape), t.dtype) for t in proto.tensors))
+        if manifest.hash != proto.hash:
+            raise ValueError(
+                f"the manifest's hash is {proto.hash.hex()[:12]}, its tensors give {manifest.hash.hex()[:12]}"
+            )
+        return manifest

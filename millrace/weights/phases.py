@@ -1,0 +1,92 @@
+"""The phases of a publication as a transition table. Pure and torch-free.
+
+A member keeps one `PublicationState`. Calls may be repeated (a coordinator that was restarted repeats what it does not
+know the end of) and may come late (from before an abort); the table says which are done, repeated or refused.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from millrace.errors import Fenced, InvalidState
+from millrace.ids import Epoch, JobId, Version
+from millrace.wire.v1 import weights_pb2
+
+
+class Phase(Enum):
+    NONE = "none"
+    """No publication is under way."""
+    PREPARE = "prepare"
+    """Manifest, plan and rendezvous are agreed."""
+    TRANSFER = "transfer"
+    """Bytes are moving."""
+    VERIFY = "verify"
+    """Every checksum was compared."""
+    COMMIT = "commit"
+    """The new version is in place: for a receiver, served; for the sender, finished."""
+
+
+NEXT: Mapping[Phase, frozenset[Phase]] = {
+    Phase.NONE: frozenset({Phase.PREPARE}),
+    Phase.PREPARE: frozenset({Phase.TRANSFER, Phase.NONE}),
+    Phase.TRANSFER: frozenset({Phase.VERIFY, Phase.NONE}),
+    Phase.VERIFY: frozenset({Phase.COMMIT, Phase.NONE}),
+    Phase.COMMIT: frozenset({Phase.PREPARE}),
+}
+"""Abort (NONE) is possible until COMMIT; after COMMIT only a newer publication begins."""
+
+
+@dataclass(frozen=True, order=True)
+class Publication:
+    """Which publication: ordered by epoch, version and attempt. `job` does not order."""
+
+    epoch: Epoch
+    version: Version
+    attempt: int
+    job: JobId
+
+    @classmethod
+    def from_proto(cls, ref: weights_pb2.PublicationRef) -> "Publication":
+        return cls(Epoch(ref.epoch), Version(ref.version), ref.attempt, JobId(ref.job_id))
+
+    @property
+    def key(self) -> str:
+        """Names the publication's communicator."""
+        return f"{self.job}/{self.version}/{self.epoch}/{self.attempt}"
+
+
+@dataclass(frozen=True)
+class PublicationState:
+    """Where a member stands: the newest publication it has seen and how far that came."""
+
+    publication: Publication | None = None
+    phase: Phase = Phase.NONE
+
+    def advance(self, publication: Publication, phase: Phase) -> "PublicationState":
+        """The state after `phase`. The same state again where it was reached already: the caller does nothing then.
+
+        Raises Fenced for a publication older than one already seen, InvalidState where a phase was left out.
+        """
+        current = self.publication
+        if current is not None and current.job == publication.job and publication < current:
+            raise Fenced(f"publication {publication.key} is older than {current.key}.", "publish the current version.")
+        if publication != current:
+            return self._begin(publication, phase)
+        if phase is self.phase or (self.phase is Phase.COMMIT and phase is not Phase.PREPARE):
+            return self
+        if phase not in NEXT[self.phase]:
+            what = f"publication {publication.key} stands at {self.phase.value}; {phase.value} does not follow."
+            raise InvalidState(what, "abort it and publish again with a new attempt.")
+        return replace(self, phase=phase)
+
+    def _begin(self, publication: Publication, phase: Phase) -> "PublicationState":
+        if phase is Phase.NONE:
+            return self
+        if phase is not Phase.PREPARE:
+            what = f"publication {publication.key} was never prepared here; {phase.value} does not follow."
+            raise InvalidState(what, "prepare it first.")
+        return PublicationState(publication, Phase.PREPARE)
+
+    def fail(self) -> "PublicationState":
+        """After an abort: the publication is remembered, so that its late calls are refused."""
+        return replace(self, phase=Phase.NONE)

@@ -1,0 +1,46 @@
+"""Every remote call's deadline, in one place. Seconds; a job's own deadlines override those marked with it."""
+
+from millrace.spec.schedule import Deadlines
+
+DEADLINES_S: dict[str, float] = {
+    "Fleet/Register": 10.0,
+    "Fleet/Heartbeat": 5.0,
+    "Fleet/Drain": 10.0,
+    "Fleet/Leave": 5.0,
+    "Work/Lease": 40.0,  # waits for work for up to wait_s, at most 30
+    "Work/Extend": 10.0,
+    "Work/Complete": 30.0,
+    "Work/Release": 10.0,
+    "Work/Fetch": 120.0,
+    "Rollout/Configure": 1800.0,  # deadlines.configure_s
+    "Rollout/PreparePublication": 60.0,
+    "Rollout/TransferPublication": 60.0,
+    "Rollout/VerifyPublication": 300.0,  # deadlines.publication_s
+    "Rollout/CommitPublication": 60.0,
+    "Rollout/AbortPublication": 10.0,
+    "Rollout/Generate": 600.0,
+    "Rollout/GetStatus": 5.0,
+    "Rollout/Drain": 10.0,
+    "Trainer/Configure": 1800.0,  # deadlines.configure_s
+    "Trainer/Step": 3600.0,  # deadlines.step_s
+    "Trainer/PreparePublication": 60.0,
+    "Trainer/TransferPublication": 300.0,  # deadlines.publication_s
+    "Trainer/FinishPublication": 30.0,
+    "Trainer/Save": 3600.0,  # deadlines.save_s
+    "Trainer/Load": 1800.0,  # deadlines.configure_s
+    "Trainer/GetStatus": 5.0,
+    "Health/Check": 5.0,
+}
+
+
+def of_job(deadlines: Deadlines) -> dict[str, float]:
+    """The deadlines of calls made for a job."""
+    return DEADLINES_S | {
+        "Rollout/Configure": deadlines.configure_s,
+        "Trainer/Configure": deadlines.configure_s,
+        "Trainer/Load": deadlines.configure_s,
+        "Trainer/Step": deadlines.step_s,
+        "Rollout/VerifyPublication": deadlines.publication_s,
+        "Trainer/TransferPublication": deadlines.publication_s,
+        "Trainer/Save": deadlines.save_s,
+    }

@@ -1,0 +1,26 @@
+"""Asks a gRPC server's health service: `python -m millrace.wire.probe host:port` exits 0 where it serves."""
+
+import sys
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from millrace.wire.deadlines import DEADLINES_S
+
+
+def serving(address: str) -> tuple[bool, str]:
+    """Whether the server at `address` says that it serves, and its answer or why there is none."""
+    with grpc.insecure_channel(address) as channel:
+        try:
+            request = health_pb2.HealthCheckRequest()
+            reply = health_pb2_grpc.HealthStub(channel).Check(request, timeout=DEADLINES_S["Health/Check"])
+        except grpc.RpcError as error:
+            return False, f"{address}: {error.code().name}"
+    name = health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)
+    return reply.status == health_pb2.HealthCheckResponse.SERVING, f"{address}: {name}"
+
+
+if __name__ == "__main__":
+    healthy, answer = serving(sys.argv[1])
+    print(answer)
+    sys.exit(0 if healthy else 1)

@@ -1,0 +1,51 @@
+"""Errors on the wire: a `MillraceError` becomes a gRPC status and becomes the same error again at the caller."""
+
+import grpc
+
+from millrace import errors
+
+CODES: dict[type[errors.MillraceError], grpc.StatusCode] = {
+    errors.InvalidJob: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.BadRow: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.InvalidState: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.Fenced: grpc.StatusCode.ABORTED,
+    errors.NotFound: grpc.StatusCode.NOT_FOUND,
+    errors.PublicationFailed: grpc.StatusCode.DATA_LOSS,
+    errors.NonFinite: grpc.StatusCode.OUT_OF_RANGE,
+    errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
+    errors.MillraceError: grpc.StatusCode.INTERNAL,
+}
+_BY_NAME = {kind.__name__: kind for kind in CODES}
+_NAME, _MEND, _CULPRITS = "millrace-error", "millrace-mend-bin", "millrace-culprits-bin"
+
+
+def status_of(error: errors.MillraceError) -> tuple[grpc.StatusCode, str, tuple[tuple[str, str | bytes], ...]]:
+    """Code, details and trailing metadata for `error`."""
+    kind = next(k for k in type(error).__mro__ if k in CODES)
+    culprits = ",".join(getattr(error, "culprits", ()))
+    trailing = ((_NAME, kind.__name__), (_MEND, error.mend.encode()), (_CULPRITS, culprits.encode()))
+    return CODES[kind], error.what, trailing
+
+
+def error_of(call: grpc.aio.AioRpcError, address: str, method: str, deadline_s: float) -> errors.MillraceError:
+    """What a failed call means to its caller, naming the method and the address."""
+    trailing = dict(call.trailing_metadata() or ())
+    kind = _BY_NAME.get(str(trailing.get(_NAME, "")))
+    if kind is errors.PublicationFailed:
+        culprits = tuple(c for c in bytes(trailing[_CULPRITS]).decode().split(",") if c)
+        return errors.PublicationFailed(call.details() or "", bytes(trailing[_MEND]).decode(), culprits)
+    if kind is not None:
+        return kind(call.details() or "", bytes(trailing[_MEND]).decode())
+    if call.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return errors.Unavailable(
+            f"{method} at {address} did not answer within {deadline_s:g} s.", f"look at {address}"
+        )
+    if call.code() is grpc.StatusCode.UNAVAILABLE:
+        return errors.Unavailable(
+            f"{address} cannot be reached for {method}: {call.details()}.", "see whether it runs."
+        )
+    if call.code() is grpc.StatusCode.UNAUTHENTICATED:
+        return errors.InvalidState(f"{address} refused {method}: {call.details()}", "set the same MILLRACE_TOKEN.")
+    if call.code() is grpc.StatusCode.UNIMPLEMENTED:
+        return errors.InvalidState(f"{address} does not know {method}.", "run the same release of millrace everywhere.")
+    return errors.MillraceError(f"{method} at {address} failed with {call.code().name}: {call.details()}")

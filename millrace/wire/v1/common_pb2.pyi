@@ -1,0 +1,86 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class StopReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    STOP_REASON_UNSPECIFIED: _ClassVar[StopReason]
+    STOP_REASON_END_OF_TURN: _ClassVar[StopReason]
+    STOP_REASON_STOP_STRING: _ClassVar[StopReason]
+    STOP_REASON_LENGTH: _ClassVar[StopReason]
+
+class Purpose(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PURPOSE_UNSPECIFIED: _ClassVar[Purpose]
+    PURPOSE_TRAIN: _ClassVar[Purpose]
+    PURPOSE_EVALUATION: _ClassVar[Purpose]
+STOP_REASON_UNSPECIFIED: StopReason
+STOP_REASON_END_OF_TURN: StopReason
+STOP_REASON_STOP_STRING: StopReason
+STOP_REASON_LENGTH: StopReason
+PURPOSE_UNSPECIFIED: Purpose
+PURPOSE_TRAIN: Purpose
+PURPOSE_EVALUATION: Purpose
+
+class VersionSpan(_message.Message):
+    __slots__ = ("version", "start", "end")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    start: int
+    end: int
+    def __init__(self, version: _Optional[int] = ..., start: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
+
+class Trajectory(_message.Message):
+    __slots__ = ("tokens", "logprobs", "versions", "stop_reason", "text", "reward", "reward_details", "reward_failure")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    STOP_REASON_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    REWARD_FIELD_NUMBER: _ClassVar[int]
+    REWARD_DETAILS_FIELD_NUMBER: _ClassVar[int]
+    REWARD_FAILURE_FIELD_NUMBER: _ClassVar[int]
+    tokens: bytes
+    logprobs: bytes
+    versions: _containers.RepeatedCompositeFieldContainer[VersionSpan]
+    stop_reason: StopReason
+    text: str
+    reward: float
+    reward_details: str
+    reward_failure: str
+    def __init__(self, tokens: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., versions: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., stop_reason: _Optional[_Union[StopReason, str]] = ..., text: _Optional[str] = ..., reward: _Optional[float] = ..., reward_details: _Optional[str] = ..., reward_failure: _Optional[str] = ...) -> None: ...
+
+class Group(_message.Message):
+    __slots__ = ("job_id", "prompt_id", "purpose", "data_source", "prompt_tokens", "prompt_text", "ground_truth", "trajectories", "member_id", "engine", "generate_s", "score_s")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
+    PURPOSE_FIELD_NUMBER: _ClassVar[int]
+    DATA_SOURCE_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TEXT_FIELD_NUMBER: _ClassVar[int]
+    GROUND_TRUTH_FIELD_NUMBER: _ClassVar[int]
+    TRAJECTORIES_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    GENERATE_S_FIELD_NUMBER: _ClassVar[int]
+    SCORE_S_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    prompt_id: str
+    purpose: Purpose
+    data_source: str
+    prompt_tokens: bytes
+    prompt_text: str
+    ground_truth: str
+    trajectories: _containers.RepeatedCompositeFieldContainer[Trajectory]
+    member_id: str
+    engine: str
+    generate_s: float
+    score_s: float
+    def __init__(self, job_id: _Optional[str] = ..., prompt_id: _Optional[str] = ..., purpose: _Optional[_Union[Purpose, str]] = ..., data_source: _Optional[str] = ..., prompt_tokens: _Optional[bytes] = ..., prompt_text: _Optional[str] = ..., ground_truth: _Optional[str] = ..., trajectories: _Optional[_Iterable[_Union[Trajectory, _Mapping]]] = ..., member_id: _Optional[str] = ..., engine: _Optional[str] = ..., generate_s: _Optional[float] = ..., score_s: _Optional[float] = ...) -> None: ...

@@ -1,0 +1,95 @@
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class MemberKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    MEMBER_KIND_UNSPECIFIED: _ClassVar[MemberKind]
+    MEMBER_KIND_TRAINER: _ClassVar[MemberKind]
+    MEMBER_KIND_ROLLOUT: _ClassVar[MemberKind]
+MEMBER_KIND_UNSPECIFIED: MemberKind
+MEMBER_KIND_TRAINER: MemberKind
+MEMBER_KIND_ROLLOUT: MemberKind
+
+class RegisterRequest(_message.Message):
+    __slots__ = ("member_id", "kind", "address", "protocol_version", "release", "engine", "engine_release", "world_size", "host", "device")
+    MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_RELEASE_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    member_id: str
+    kind: MemberKind
+    address: str
+    protocol_version: int
+    release: str
+    engine: str
+    engine_release: str
+    world_size: int
+    host: str
+    device: str
+    def __init__(self, member_id: _Optional[str] = ..., kind: _Optional[_Union[MemberKind, str]] = ..., address: _Optional[str] = ..., protocol_version: _Optional[int] = ..., release: _Optional[str] = ..., engine: _Optional[str] = ..., engine_release: _Optional[str] = ..., world_size: _Optional[int] = ..., host: _Optional[str] = ..., device: _Optional[str] = ...) -> None: ...
+
+class RegisterResponse(_message.Message):
+    __slots__ = ("epoch", "heartbeat_s", "lost_after_s")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
+    LOST_AFTER_S_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    heartbeat_s: float
+    lost_after_s: float
+    def __init__(self, epoch: _Optional[int] = ..., heartbeat_s: _Optional[float] = ..., lost_after_s: _Optional[float] = ...) -> None: ...
+
+class HeartbeatRequest(_message.Message):
+    __slots__ = ("member_id", "running", "waiting", "free", "version", "tokens")
+    MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    FREE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    member_id: str
+    running: int
+    waiting: int
+    free: int
+    version: int
+    tokens: int
+    def __init__(self, member_id: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., free: _Optional[int] = ..., version: _Optional[int] = ..., tokens: _Optional[int] = ...) -> None: ...
+
+class HeartbeatResponse(_message.Message):
+    __slots__ = ("epoch", "drain")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    drain: bool
+    def __init__(self, epoch: _Optional[int] = ..., drain: bool = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("member_id",)
+    MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
+    member_id: str
+    def __init__(self, member_id: _Optional[str] = ...) -> None: ...
+
+class DrainResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class LeaveRequest(_message.Message):
+    __slots__ = ("member_id", "reason")
+    MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    member_id: str
+    reason: str
+    def __init__(self, member_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class LeaveResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

@@ -1,0 +1,191 @@
+from millrace.wire.v1 import weights_pb2 as _weights_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class TrainerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TRAINER_STATE_UNSPECIFIED: _ClassVar[TrainerState]
+    TRAINER_STATE_IDLE: _ClassVar[TrainerState]
+    TRAINER_STATE_CONFIGURING: _ClassVar[TrainerState]
+    TRAINER_STATE_READY: _ClassVar[TrainerState]
+    TRAINER_STATE_STEPPING: _ClassVar[TrainerState]
+    TRAINER_STATE_PUBLISHING: _ClassVar[TrainerState]
+    TRAINER_STATE_SAVING: _ClassVar[TrainerState]
+    TRAINER_STATE_FAILED: _ClassVar[TrainerState]
+TRAINER_STATE_UNSPECIFIED: TrainerState
+TRAINER_STATE_IDLE: TrainerState
+TRAINER_STATE_CONFIGURING: TrainerState
+TRAINER_STATE_READY: TrainerState
+TRAINER_STATE_STEPPING: TrainerState
+TRAINER_STATE_PUBLISHING: TrainerState
+TRAINER_STATE_SAVING: TrainerState
+TRAINER_STATE_FAILED: TrainerState
+
+class ConfigureTrainerRequest(_message.Message):
+    __slots__ = ("job_id", "spec", "checkpoint")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    spec: str
+    checkpoint: str
+    def __init__(self, job_id: _Optional[str] = ..., spec: _Optional[str] = ..., checkpoint: _Optional[str] = ...) -> None: ...
+
+class ConfigureTrainerResponse(_message.Message):
+    __slots__ = ("version", "world_size", "parameters")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    world_size: int
+    parameters: int
+    def __init__(self, version: _Optional[int] = ..., world_size: _Optional[int] = ..., parameters: _Optional[int] = ...) -> None: ...
+
+class GroupRef(_message.Message):
+    __slots__ = ("prompt_id", "prompt_tokens", "response_tokens")
+    PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RESPONSE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    prompt_id: str
+    prompt_tokens: int
+    response_tokens: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, prompt_id: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., response_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class StepRequest(_message.Message):
+    __slots__ = ("job_id", "step", "groups", "work_address")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    WORK_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    step: int
+    groups: _containers.RepeatedCompositeFieldContainer[GroupRef]
+    work_address: str
+    def __init__(self, job_id: _Optional[str] = ..., step: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupRef, _Mapping]]] = ..., work_address: _Optional[str] = ...) -> None: ...
+
+class StepResponse(_message.Message):
+    __slots__ = ("version", "metrics")
+    class MetricsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    metrics: _containers.ScalarMap[str, float]
+    def __init__(self, version: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ...) -> None: ...
+
+class PrepareSendRequest(_message.Message):
+    __slots__ = ("publication", "path", "receivers", "dtype", "deadline_s")
+    PUBLICATION_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    RECEIVERS_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    publication: _weights_pb2.PublicationRef
+    path: _weights_pb2.Path
+    receivers: _containers.RepeatedCompositeFieldContainer[_weights_pb2.Receiver]
+    dtype: str
+    deadline_s: float
+    def __init__(self, publication: _Optional[_Union[_weights_pb2.PublicationRef, _Mapping]] = ..., path: _Optional[_Union[_weights_pb2.Path, str]] = ..., receivers: _Optional[_Iterable[_Union[_weights_pb2.Receiver, _Mapping]]] = ..., dtype: _Optional[str] = ..., deadline_s: _Optional[float] = ...) -> None: ...
+
+class PrepareSendResponse(_message.Message):
+    __slots__ = ("manifest", "rendezvous", "plan_hash")
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    RENDEZVOUS_FIELD_NUMBER: _ClassVar[int]
+    PLAN_HASH_FIELD_NUMBER: _ClassVar[int]
+    manifest: _weights_pb2.Manifest
+    rendezvous: _weights_pb2.Rendezvous
+    plan_hash: bytes
+    def __init__(self, manifest: _Optional[_Union[_weights_pb2.Manifest, _Mapping]] = ..., rendezvous: _Optional[_Union[_weights_pb2.Rendezvous, _Mapping]] = ..., plan_hash: _Optional[bytes] = ...) -> None: ...
+
+class TransferSendRequest(_message.Message):
+    __slots__ = ("publication",)
+    PUBLICATION_FIELD_NUMBER: _ClassVar[int]
+    publication: _weights_pb2.PublicationRef
+    def __init__(self, publication: _Optional[_Union[_weights_pb2.PublicationRef, _Mapping]] = ...) -> None: ...
+
+class TransferSendResponse(_message.Message):
+    __slots__ = ("checksums", "report")
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    REPORT_FIELD_NUMBER: _ClassVar[int]
+    checksums: _weights_pb2.Checksums
+    report: _weights_pb2.MemberReport
+    def __init__(self, checksums: _Optional[_Union[_weights_pb2.Checksums, _Mapping]] = ..., report: _Optional[_Union[_weights_pb2.MemberReport, _Mapping]] = ...) -> None: ...
+
+class FinishSendRequest(_message.Message):
+    __slots__ = ("publication", "failure")
+    PUBLICATION_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    publication: _weights_pb2.PublicationRef
+    failure: str
+    def __init__(self, publication: _Optional[_Union[_weights_pb2.PublicationRef, _Mapping]] = ..., failure: _Optional[str] = ...) -> None: ...
+
+class FinishSendResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SaveRequest(_message.Message):
+    __slots__ = ("job_id", "path", "huggingface")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    HUGGINGFACE_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    path: str
+    huggingface: bool
+    def __init__(self, job_id: _Optional[str] = ..., path: _Optional[str] = ..., huggingface: bool = ...) -> None: ...
+
+class SaveResponse(_message.Message):
+    __slots__ = ("version", "bytes", "seconds")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    bytes: int
+    seconds: float
+    def __init__(self, version: _Optional[int] = ..., bytes: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class LoadRequest(_message.Message):
+    __slots__ = ("job_id", "path")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    path: str
+    def __init__(self, job_id: _Optional[str] = ..., path: _Optional[str] = ...) -> None: ...
+
+class LoadResponse(_message.Message):
+    __slots__ = ("version",)
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    def __init__(self, version: _Optional[int] = ...) -> None: ...
+
+class TrainerStatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class TrainerStatus(_message.Message):
+    __slots__ = ("member_id", "state", "job_id", "version", "world_size", "backend", "failure")
+    MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    BACKEND_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    member_id: str
+    state: TrainerState
+    job_id: str
+    version: int
+    world_size: int
+    backend: str
+    failure: str
+    def __init__(self, member_id: _Optional[str] = ..., state: _Optional[_Union[TrainerState, str]] = ..., job_id: _Optional[str] = ..., version: _Optional[int] = ..., world_size: _Optional[int] = ..., backend: _Optional[str] = ..., failure: _Optional[str] = ...) -> None: ...

@@ -1,0 +1,128 @@
+from millrace.wire.v1 import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class LeaseRef(_message.Message):
+    __slots__ = ("job_id", "lease_id", "fence")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    FENCE_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    lease_id: str
+    fence: int
+    def __init__(self, job_id: _Optional[str] = ..., lease_id: _Optional[str] = ..., fence: _Optional[int] = ...) -> None: ...
+
+class Sampling(_message.Message):
+    __slots__ = ("samples", "max_response_tokens", "temperature", "top_p", "top_k", "stop")
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    MAX_RESPONSE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    samples: int
+    max_response_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    stop: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, samples: _Optional[int] = ..., max_response_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Lease(_message.Message):
+    __slots__ = ("ref", "prompt_id", "purpose", "sampling", "data_source", "prompt", "ground_truth", "extra_info", "expires_s", "traceparent")
+    REF_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
+    PURPOSE_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    DATA_SOURCE_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    GROUND_TRUTH_FIELD_NUMBER: _ClassVar[int]
+    EXTRA_INFO_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_S_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    ref: LeaseRef
+    prompt_id: str
+    purpose: _common_pb2.Purpose
+    sampling: Sampling
+    data_source: str
+    prompt: str
+    ground_truth: str
+    extra_info: str
+    expires_s: float
+    traceparent: str
+    def __init__(self, ref: _Optional[_Union[LeaseRef, _Mapping]] = ..., prompt_id: _Optional[str] = ..., purpose: _Optional[_Union[_common_pb2.Purpose, str]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., data_source: _Optional[str] = ..., prompt: _Optional[str] = ..., ground_truth: _Optional[str] = ..., extra_info: _Optional[str] = ..., expires_s: _Optional[float] = ..., traceparent: _Optional[str] = ...) -> None: ...
+
+class LeaseRequest(_message.Message):
+    __slots__ = ("member_id", "free_samples", "wait_s")
+    MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
+    FREE_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    member_id: str
+    free_samples: int
+    wait_s: float
+    def __init__(self, member_id: _Optional[str] = ..., free_samples: _Optional[int] = ..., wait_s: _Optional[float] = ...) -> None: ...
+
+class LeaseResponse(_message.Message):
+    __slots__ = ("leases", "idle_reason")
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    IDLE_REASON_FIELD_NUMBER: _ClassVar[int]
+    leases: _containers.RepeatedCompositeFieldContainer[Lease]
+    idle_reason: str
+    def __init__(self, leases: _Optional[_Iterable[_Union[Lease, _Mapping]]] = ..., idle_reason: _Optional[str] = ...) -> None: ...
+
+class ExtendRequest(_message.Message):
+    __slots__ = ("member_id", "leases")
+    MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    member_id: str
+    leases: _containers.RepeatedCompositeFieldContainer[LeaseRef]
+    def __init__(self, member_id: _Optional[str] = ..., leases: _Optional[_Iterable[_Union[LeaseRef, _Mapping]]] = ...) -> None: ...
+
+class ExtendResponse(_message.Message):
+    __slots__ = ("expires_s", "lost")
+    EXPIRES_S_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
+    expires_s: float
+    lost: _containers.RepeatedCompositeFieldContainer[LeaseRef]
+    def __init__(self, expires_s: _Optional[float] = ..., lost: _Optional[_Iterable[_Union[LeaseRef, _Mapping]]] = ...) -> None: ...
+
+class CompleteRequest(_message.Message):
+    __slots__ = ("member_id", "ref", "group", "dropped")
+    MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
+    REF_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
+    member_id: str
+    ref: LeaseRef
+    group: _common_pb2.Group
+    dropped: str
+    def __init__(self, member_id: _Optional[str] = ..., ref: _Optional[_Union[LeaseRef, _Mapping]] = ..., group: _Optional[_Union[_common_pb2.Group, _Mapping]] = ..., dropped: _Optional[str] = ...) -> None: ...
+
+class CompleteResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ReleaseRequest(_message.Message):
+    __slots__ = ("member_id", "leases")
+    MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    member_id: str
+    leases: _containers.RepeatedCompositeFieldContainer[LeaseRef]
+    def __init__(self, member_id: _Optional[str] = ..., leases: _Optional[_Iterable[_Union[LeaseRef, _Mapping]]] = ...) -> None: ...
+
+class ReleaseResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class FetchRequest(_message.Message):
+    __slots__ = ("job_id", "prompt_ids")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    prompt_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, job_id: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[str]] = ...) -> None: ...

@@ -1,0 +1,133 @@
+"""One try at a publication: who takes part, how far it came, and asking everybody."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import structlog
+
+from millrace.errors import MillraceError, PublicationFailed
+from millrace.wire.v1 import rollout_pb2, rollout_pb2_grpc, weights_pb2
+from services.coordinator.fleet import Fleet
+from services.coordinator.members import Member
+from services.coordinator.trainer import Trainer, TrainerLost
+
+log = structlog.get_logger(__name__)
+RECEIVER = rollout_pb2_grpc.RolloutStub
+Answer = TypeVar("Answer")
+
+
+@dataclass
+class Attempt:
+    ref: weights_pb2.PublicationRef
+    receivers: list[Member]
+    deadline: float
+    """Of the event loop's clock."""
+    fleet: Fleet
+    trainer: Trainer
+    phase: str = "prepare"
+    prepared: bool = False
+    """The trainer was asked to prepare, so it has to be told the end."""
+    unanswered: set[str] = field(default_factory=set)
+    phases: dict[str, float] = field(default_factory=dict)
+    """Seconds."""
+    cut: dict[str, str] = field(default_factory=dict)
+    """Who failed after the transfer, and why."""
+
+    @property
+    def left_s(self) -> float:
+        return max(0.1, self.deadline - asyncio.get_running_loop().time())
+
+    @property
+    def named(self) -> dict[str, Any]:
+        return {"version": self.ref.version, "epoch": self.ref.epoch, "attempt": self.ref.attempt}
+
+    def culprits(self, error: PublicationFailed) -> list[Member]:
+        """The receivers among those that the error blames."""
+        return [m for m in self.receivers if m.id in error.culprits or m.address in error.culprits]
+
+    async def timed(self, phase: str, work: Awaitable[Answer]) -> Answer:
+        self.phase = phase
+        started = time.monotonic()
+        try:
+            return await work
+        finally:
+            self.phases[phase] = time.monotonic() - started
+
+    async def ask_trainer(self, method: str, request: Any) -> Any:
+        """A refusal of the trainer fails the publication. Raises PublicationFailed, TrainerLost."""
+        trainer = self.trainer.member.id
+        self.unanswered.add(trainer)
+        try:
+            answer = await self.trainer.call(method, request)
+        except (TrainerLost, PublicationFailed):
+            raise
+        except MillraceError as error:
+            raise PublicationFailed(f"{trainer} failed in {method}: {error.what}", error.mend) from error
+        self.unanswered.discard(trainer)
+        return answer
+
+    async def ask(self, member: Member, method: str, request: Any) -> Any:
+        self.unanswered.add(member.id)
+        answer = await self.fleet.call(member, RECEIVER, method, request)
+        self.unanswered.discard(member.id)
+        return answer
+
+    async def ask_all(self, method: str, request: Callable[[Member], Any]) -> dict[str, Any]:
+        """Every receiver, at once. Raises PublicationFailed as soon as one fails, who is the culprit."""
+        tasks = {asyncio.create_task(self.ask(m, method, request(m))): m for m in self.receivers}
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            failed = {tasks[task].id: error for task in done if (error := task.exception()) is not None}
+            for error in failed.values():
+                if not isinstance(error, MillraceError):
+                    raise error
+            if failed:
+                what = "; ".join(f"{member} failed in {method}: {error}" for member, error in failed.items())
+                raise PublicationFailed(what, "look at its log.", tuple(failed))
+            return {tasks[task].id: task.result() for task in done}
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def ask_rest(self, method: str, request: Any, limit_s: float) -> dict[str, Any]:
+        """Every receiver that has not failed yet, at once. Those that fail or are late are cut; the others go on."""
+        members = [m for m in self.receivers if m.id not in self.cut]
+        answers = await asyncio.gather(*(self._ask_one(m, method, request, limit_s) for m in members))
+        return {m.id: answer for m, answer in zip(members, answers, strict=True) if answer is not None}
+
+    async def _ask_one(self, member: Member, method: str, request: Any, limit_s: float) -> Any:
+        """None where the member was cut."""
+        try:
+            async with asyncio.timeout(limit_s):
+                return await self.ask(member, method, request)
+        except TimeoutError:
+            self.cut[member.id] = f"{method}: it did not answer within {limit_s:.1f} s"
+        except MillraceError as error:
+            self.cut[member.id] = f"{method}: {error}"
+        return None
+
+    async def suspects(self) -> tuple[str, ...]:
+        """Receivers that cannot say how they are, or say that they failed: for a trainer that could not tell who."""
+        answers = await asyncio.gather(*map(self._is_well, self.receivers))
+        return tuple(m.id for m, well in zip(self.receivers, answers, strict=True) if not well)
+
+    async def _is_well(self, member: Member) -> bool:
+        try:
+            status = await self.fleet.call(member, RECEIVER, "GetStatus", rollout_pb2.RolloutStatusRequest())
+        except MillraceError:
+            return False
+        return bool(status.state != rollout_pb2.ENGINE_STATE_FAILED)
+
+    async def abort(self, members: Sequence[Member], reason: str) -> None:
+        """Lets `members` forget the publication. Those that cannot be told find out by its deadline."""
+        await asyncio.gather(*(self._abort(m, reason) for m in members if not m.gone.is_set()))
+
+    async def _abort(self, member: Member, reason: str) -> None:
+        request = rollout_pb2.AbortReceiveRequest(publication=self.ref, reason=reason)
+        try:
+            await self.fleet.call(member, RECEIVER, "AbortPublication", request)
+        except MillraceError as error:
+            log.warning("could not abort", member=member.id, error=str(error), **self.named)

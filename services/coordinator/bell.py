@@ -1,0 +1,32 @@
+"""Waking those who wait for something to change, without polling."""
+
+import asyncio
+
+
+class Bell:
+    """`ring()` wakes everybody who waits. Take `next()` before looking at the state, so that no ring is missed:
+
+    ring = bell.next()
+    if not ready():
+        await waited(ring, 10.0)
+    """
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def ring(self) -> None:
+        self._event.set()
+        self._event = asyncio.Event()
+
+    def next(self) -> asyncio.Event:
+        return self._event
+
+
+async def waited(ring: asyncio.Event, timeout_s: float) -> bool:
+    """Whether it rang within `timeout_s`."""
+    try:
+        async with asyncio.timeout(max(0.0, timeout_s)):
+            await ring.wait()
+    except TimeoutError:
+        return False
+    return True

@@ -1,0 +1,71 @@
+"""What people ask of jobs: submit, cancel, pause, resume."""
+
+import asyncio
+import time
+from typing import Any
+
+from millrace.errors import InvalidState
+from millrace.ids import new_job_id
+from millrace.rest import JobState
+from millrace.spec import submission
+from services.coordinator.bell import Bell
+from services.coordinator.events import Events
+from services.coordinator.jobs import ACTIVE, JobRecord, refusal
+from services.coordinator.store import Store
+
+
+class Control:
+    def __init__(self, store: Store, events: Events, bell: Bell) -> None:
+        self._store = store
+        self._events = events
+        self._bell = bell
+
+    async def submit(self, tree: Any, idempotency_key: str) -> tuple[JobRecord, bool]:
+        """The job, and whether it is new. Raises InvalidJob, and InvalidState for a key of another spec."""
+        spec = await asyncio.to_thread(submission.check, tree)
+        job = JobRecord(
+            id=new_job_id(),
+            name=spec.name,
+            state=JobState.QUEUED,
+            spec_json=spec.model_dump_json(),
+            created_s=time.time(),
+        )
+        job_id, new = await self._store.jobs.create(job, idempotency_key)
+        if new:
+            self._bell.ring()
+        return await self._store.jobs.get(job_id), new
+
+    async def cancel(self, job_id: str) -> JobRecord:
+        """At once where the job waits, otherwise after what its loop is doing now. Idempotent until the job has ended.
+
+        Raises NotFound, InvalidState.
+        """
+        job = await self._store.jobs.get(job_id)
+        try:
+            await self._store.jobs.want(job_id, list(ACTIVE), "cancelled", wanted="cancel")
+        except InvalidState:
+            message, now = f"{job.name} was cancelled", time.time()
+            await self._events.move(job.id, JobState.CANCELLED, message, only=[JobState.QUEUED], finished_s=now)
+        return await self._asked(job_id)
+
+    async def pause(self, job_id: str) -> JobRecord:
+        """After the step in progress. Idempotent. Raises NotFound, InvalidState where the job does not run."""
+        job = await self._store.jobs.get(job_id)
+        if job.state is not JobState.PAUSED:
+            await self._store.jobs.want(job_id, [JobState.STARTING, JobState.RUNNING], "paused", wanted="pause")
+        return await self._asked(job_id)
+
+    async def resume(self, job_id: str) -> JobRecord:
+        """Raises NotFound, InvalidState where the job is neither paused nor about to be."""
+        job = await self._store.jobs.get(job_id)
+        if job.wanted == "pause":
+            await self._store.jobs.update(job.id, wanted="")
+        elif job.state is JobState.PAUSED:
+            await self._events.move(job.id, JobState.RUNNING, "running again", only=[JobState.PAUSED], wanted="")
+        else:
+            raise refusal(job.id, job.state, "resumed")
+        return await self._asked(job_id)
+
+    async def _asked(self, job_id: str) -> JobRecord:
+        self._bell.ring()
+        return await self._store.jobs.get(job_id)

@@ -1,0 +1,51 @@
+"""The event log of jobs: what happened, when, to whom. Kept in the store, followed over REST."""
+
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from typing import Any
+
+import structlog
+
+from millrace.ids import JobId
+from millrace.rest import Event, JobState
+from services.coordinator.bell import Bell, waited
+from services.coordinator.store import Store
+
+log = structlog.get_logger(__name__)
+
+
+class Events:
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._closed = False
+        self._bells: defaultdict[JobId, Bell] = defaultdict(Bell)
+
+    async def add(self, job_id: JobId, kind: str, message: str, **data: Any) -> None:
+        log.info(message, kind=kind, job=job_id)
+        await self._store.records(job_id).add_event(kind, message, data)
+        self._bells[job_id].ring()
+
+    async def move(
+        self, job_id: JobId, state: JobState, message: str, only: list[JobState] | None = None, **fields: Any
+    ) -> None:
+        """Moves a job to another state, with its event. Raises NotFound, InvalidState."""
+        await self._store.jobs.move(job_id, state, message, only, **fields)
+        log.info(message, kind="job.state", job=job_id, state=state)
+        self._bells[job_id].ring()
+
+    async def follow(self, job_id: JobId, after: str, silence_s: float) -> AsyncIterator[list[Event]]:
+        """Events after the id `after`, some at a time, for ever; an empty list where nothing came for `silence_s`."""
+        records = self._store.records(job_id)
+        while not self._closed:
+            ring = self._bells[job_id].next()
+            while found := await records.events(after):
+                after = found[-1].id
+                yield found
+            if not await waited(ring, silence_s):
+                yield []
+
+    def close(self) -> None:
+        """Ends all following."""
+        self._closed = True
+        for bell in self._bells.values():
+            bell.ring()

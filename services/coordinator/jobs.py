@@ -1,0 +1,104 @@
+"""A job's states and their transitions as data, and what is kept of a job."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Self
+
+from millrace.errors import InvalidState
+from millrace.ids import JobId, Version
+from millrace.rest import JobState, JobView
+from millrace.spec.job import JobSpec
+
+TRANSITIONS: Mapping[JobState, frozenset[JobState]] = {
+    JobState.QUEUED: frozenset({JobState.STARTING, JobState.FAILED, JobState.CANCELLED}),
+    JobState.STARTING: frozenset({JobState.RUNNING, JobState.FAILED, JobState.CANCELLED}),
+    JobState.RUNNING: frozenset({JobState.PAUSED, JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED}),
+    JobState.PAUSED: frozenset({JobState.RUNNING, JobState.FAILED, JobState.CANCELLED}),
+    JobState.SUCCEEDED: frozenset(),
+    JobState.FAILED: frozenset(),
+    JobState.CANCELLED: frozenset(),
+}
+ENDED = frozenset(state for state, following in TRANSITIONS.items() if not following)
+ACTIVE = frozenset({JobState.STARTING, JobState.RUNNING, JobState.PAUSED})
+"""A job in one of these holds the trainer."""
+
+
+def before(state: JobState) -> list[JobState]:
+    """The states from which `state` can be reached."""
+    return [s for s, following in TRANSITIONS.items() if state in following]
+
+
+def refusal(job_id: str, state: JobState, wanted: str) -> InvalidState:
+    mend = "it has ended; submit a new job." if state in ENDED else f"wait until {job_id} can be {wanted}."
+    return InvalidState(f"{job_id} is {state} and cannot be {wanted}.", mend)
+
+
+_READ: Mapping[Any, Callable[[str], Any]] = {
+    int: int,
+    float: float,
+    Version: int,
+    JobState: JobState,
+    float | None: float,
+}
+"""How a field of the store becomes one of a record, by its type; all others are text."""
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """A job as the store holds it."""
+
+    id: JobId
+    name: str
+    state: JobState
+    spec_json: str
+    created_s: float
+    step: int = 0
+    """Steps trained: marked on the ledger."""
+    steps: int = 0
+    version: Version = Version(0)  # noqa: RUF009
+    """The version that the trainer holds according to the ledger."""
+    lineage: int = 0
+    """Grows whenever the trainer goes back: the versions of another lineage mean nothing in this one."""
+    cursor: int = 0
+    """Prompts drawn from the data, over all passes."""
+    rows: int = 0
+    reward: float | None = None
+    evaluation_before: float | None = None
+    evaluation_last: float | None = None
+    finished_s: float | None = None
+    checkpoint: str | None = None
+    checkpoint_step: int = -1
+    report: str | None = None
+    failure: str | None = None
+    wanted: str = ""
+    """`pause` or `cancel`: what somebody asked for and the loop has not done yet."""
+
+    @cached_property
+    def spec(self) -> JobSpec:
+        return JobSpec.model_validate_json(self.spec_json)
+
+    @classmethod
+    def of(cls, fields: Mapping[str, str]) -> Self:
+        kinds = {name: _READ.get(field.type, str) for name, field in cls.__dataclass_fields__.items()}
+        return cls(**{name: read(fields[name]) for name, read in kinds.items() if fields.get(name)})
+
+    def view(self) -> JobView:
+        return JobView(
+            id=self.id,
+            name=self.name,
+            state=self.state,
+            step=self.step,
+            steps=self.steps,
+            version=self.version,
+            reward=self.reward,
+            evaluation_before=self.evaluation_before,
+            evaluation_last=self.evaluation_last,
+            created_s=self.created_s,
+            finished_s=self.finished_s,
+            checkpoint=self.checkpoint,
+            report=self.report,
+            failure=self.failure,
+            spec=json.loads(self.spec_json),
+        )

@@ -1,0 +1,104 @@
+"""Replicas on their way from registration to their first lease: configured in the background, then brought the weights.
+
+Those that hold the version before the last publication, as they should, are the loop's business; this looks after the
+ones that came late, failed, or lost their weights.
+"""
+
+import asyncio
+import time
+
+import structlog
+
+from millrace.errors import MillraceError, PublicationFailed
+from millrace.wire.v1 import rollout_pb2, rollout_pb2_grpc
+from services.coordinator.bell import waited
+from services.coordinator.events import Events
+from services.coordinator.fleet import Fleet
+from services.coordinator.jobs import JobRecord
+from services.coordinator.members import Configured, Member
+from services.coordinator.publication import Publisher
+from services.coordinator.store import Store
+from services.coordinator.trainer import Trainer
+
+log = structlog.get_logger(__name__)
+LOOK_EVERY_S = 1.0
+
+
+class Joining:
+    """Serves one job. `run()` does not return; it ends when it is cancelled, and its configurations with it."""
+
+    def __init__(
+        self, job: JobRecord, store: Store, fleet: Fleet, trainer: Trainer, publisher: Publisher, events: Events
+    ) -> None:
+        self.job = job
+        """Moved on by the loop with every version."""
+        self._store = store
+        self._fleet = fleet
+        self._trainer = trainer
+        self._publisher = publisher
+        self._events = events
+
+    async def run(self) -> None:
+        configurations: set[asyncio.Task[None]] = set()
+        try:
+            while True:
+                ring = self._fleet.bell.next()
+                for finished in [task for task in configurations if task.done()]:
+                    configurations.remove(finished)
+                    finished.result()
+                for member in [m for m in self._fleet.replicas if self._needs_configuration(m)]:
+                    member.configuring = True
+                    configurations.add(asyncio.create_task(self._configure(member)))
+                if self._without_weights():
+                    await self._catch_up()
+                await waited(ring, LOOK_EVERY_S)
+        finally:
+            for task in configurations:
+                task.cancel()
+
+    def _needs_configuration(self, member: Member) -> bool:
+        return not member.configuring and not member.ready_for(self.job.id) and member.due
+
+    def _without_weights(self) -> list[Member]:
+        return [m for m in self._fleet.ready_for(self.job.id) if not self._joined(m) and m.due]
+
+    def _joined(self, member: Member) -> bool:
+        """Whether the member has weights of this job, though they may be a version behind."""
+        held = member.weights
+        return held is not None and (held.job_id, held.lineage) == (self.job.id, self.job.lineage)
+
+    async def _configure(self, member: Member) -> None:
+        request = rollout_pb2.ConfigureRolloutRequest(
+            job_id=self.job.id, spec=self.job.spec_json, epoch=self._fleet.epoch
+        )
+        started = time.monotonic()
+        try:
+            message = f"{member.id} ({member.engine}, {member.device}) joins from {member.host}; its engine gets ready"
+            await self._events.add(self.job.id, "member.joined", message, member=member.id, epoch=self._fleet.epoch)
+            answer = await self._fleet.call(member, rollout_pb2_grpc.RolloutStub, "Configure", request)
+        except MillraceError as error:
+            await self._fleet.cut(member, "it could not be configured")
+            message = f"{member.id} could not be configured for {self.job.id}: {error}"
+            await self._events.add(self.job.id, "member.failed", message, member=member.id)
+        else:
+            await self._fleet.configured(member, Configured(self.job.id, answer.world_size, answer.dtype))
+            message = f"{member.id} ({member.engine}) is ready for the job after {time.monotonic() - started:.1f} s"
+            await self._events.add(self.job.id, "member.configured", message, member=member.id, engine=member.engine)
+        finally:
+            member.configuring = False
+
+    async def _catch_up(self) -> None:
+        """Publishes the current version to those without one, between the trainer's steps."""
+        async with self._trainer.turn:
+            job, late = self.job, self._without_weights()
+            if not late or self._trainer.holds != (job.id, job.version):
+                return
+            names = ", ".join(m.id for m in late)
+            await self._events.add(job.id, "member.joining", f"{names} gets version {job.version}")
+            try:
+                await self._publisher.publish(job, late)
+            except PublicationFailed as error:
+                for member in late:
+                    await self._fleet.cut(member, "it could not be brought the weights")
+                log.warning("catch-up failed", members=names, error=str(error))
+            self._fleet.bell.ring()

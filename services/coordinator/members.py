@@ -1,0 +1,180 @@
+"""One member of the fleet, and what the coordinator knows of it."""
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Self
+
+from millrace.ids import JobId, MemberId, Version
+from millrace.rest import MemberView
+from millrace.wire.v1 import fleet_pb2
+
+
+class MemberKind(StrEnum):
+    TRAINER = "trainer"
+    ROLLOUT = "rollout"
+
+
+KINDS = {
+    fleet_pb2.MEMBER_KIND_TRAINER: MemberKind.TRAINER,
+    fleet_pb2.MEMBER_KIND_ROLLOUT: MemberKind.ROLLOUT,
+}
+
+
+class MemberState(StrEnum):
+    IDLE = "idle"
+    """No job needs it."""
+    CONFIGURING = "configuring"
+    """Its engine gets ready for the job."""
+    JOINING = "joining"
+    """It could generate but holds no verified version of the job's weights."""
+    SERVING = "serving"
+    DRAINING = "draining"
+    LOST = "lost"
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A verified version. It means something only in its own job and lineage."""
+
+    job_id: JobId
+    lineage: int
+    version: Version
+
+
+@dataclass(frozen=True)
+class Configured:
+    """What a replica's engine is ready for."""
+
+    job_id: JobId
+    world_size: int
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Pulse:
+    """The last heartbeat. Samples running and waiting in the engine, and how many it could start."""
+
+    at: float = field(default_factory=time.monotonic)
+    running: int = 0
+    waiting: int = 0
+    free: int = 0
+    tokens: int = 0
+    tokens_per_s: float = 0.0
+    version: int = -1
+    """As the member says. What a replica may serve is its `weights`; of a trainer this is all that is known."""
+
+    def next(self, beat: fleet_pb2.HeartbeatRequest) -> "Pulse":
+        now = time.monotonic()
+        grown = max(0, beat.tokens - self.tokens) / max(now - self.at, 1e-3) if self.tokens else 0.0
+        smooth = 0.7 * self.tokens_per_s + 0.3 * grown
+        return Pulse(now, beat.running, beat.waiting, beat.free, beat.tokens, smooth, beat.version)
+
+
+@dataclass
+class Member:
+    id: MemberId
+    kind: MemberKind
+    address: str
+    release: str
+    engine: str
+    engine_release: str
+    world_size: int
+    host: str
+    device: str
+    joined_s: float = field(default_factory=time.time)
+    """Unix time."""
+    draining: bool = False
+    configured: Configured | None = None
+    weights: Weights | None = None
+    weights_at: float = 0.0
+    pulse: Pulse = field(default_factory=Pulse)
+    configuring: bool = False
+    failures: int = 0
+    """In a row, of configurations and publications."""
+    retry_at: float = 0.0
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once the member is lost or has left."""
+
+    @classmethod
+    def of(cls, request: fleet_pb2.RegisterRequest) -> Self:
+        return cls(
+            id=MemberId(request.member_id),
+            kind=KINDS[request.kind],
+            address=request.address,
+            release=request.release,
+            engine=request.engine,
+            engine_release=request.engine_release,
+            world_size=request.world_size,
+            host=request.host,
+            device=request.device,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """What has to survive a restart of the coordinator."""
+        names = ("id", "kind", "address", "release", "engine", "engine_release", "world_size", "host", "device")
+        tree: dict[str, Any] = {name: getattr(self, name) for name in (*names, "joined_s", "draining")}
+        tree["configured"] = vars(self.configured) if self.configured else None
+        tree["weights"] = vars(self.weights) if self.weights else None
+        return tree
+
+    @classmethod
+    def from_json(cls, tree: Mapping[str, Any]) -> Self:
+        configured = Configured(**tree["configured"]) if tree["configured"] else None
+        weights = Weights(**tree["weights"]) if tree["weights"] else None
+        return cls(**{**tree, "kind": MemberKind(tree["kind"]), "configured": configured, "weights": weights})
+
+    def ready_for(self, job_id: JobId) -> bool:
+        """Whether its engine could generate for the job, once it has the weights."""
+        return self.configured is not None and self.configured.job_id == job_id and not self.gone.is_set()
+
+    @property
+    def due(self) -> bool:
+        """False for a while after it failed: it is left alone, longer each time."""
+        return time.monotonic() >= self.retry_at
+
+    def holds(self, wanted: Weights) -> bool:
+        return self.weights == wanted
+
+    @property
+    def state(self) -> MemberState:
+        if self.gone.is_set():
+            return MemberState.LOST
+        if self.draining:
+            return MemberState.DRAINING
+        if self.configuring:
+            return MemberState.CONFIGURING
+        if self.kind is MemberKind.TRAINER:
+            return MemberState.SERVING
+        if self.weights is not None:
+            return MemberState.SERVING
+        return MemberState.JOINING if self.configured else MemberState.IDLE
+
+    @property
+    def _version(self) -> int:
+        if self.kind is MemberKind.TRAINER:
+            return self.pulse.version
+        return self.weights.version if self.weights else -1
+
+    def view(self, leases: int) -> MemberView:
+        return MemberView(
+            id=self.id,
+            kind=self.kind,
+            address=self.address,
+            engine=self.engine,
+            engine_release=self.engine_release,
+            world_size=self.world_size,
+            host=self.host,
+            device=self.device,
+            state=self.state,
+            version=self._version,
+            running=self.pulse.running,
+            waiting=self.pulse.waiting,
+            free=self.pulse.free,
+            leases=leases,
+            tokens=self.pulse.tokens,
+            tokens_per_s=self.pulse.tokens_per_s,
+            silent_s=time.monotonic() - self.pulse.at,
+        )

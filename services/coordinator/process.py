@@ -1,0 +1,179 @@
+"""The coordinator as one process: what it is made of, how it starts, how it stops."""
+
+import asyncio
+import contextlib
+import fcntl
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+import uvicorn
+
+from millrace.errors import InvalidState, Unavailable
+from millrace.wire.server import Server, host_address
+from services.coordinator.bell import Bell
+from services.coordinator.control import Control
+from services.coordinator.events import Events
+from services.coordinator.fleet import Fleet, Patience
+from services.coordinator.measures import Measures
+from services.coordinator.publication import Publisher
+from services.coordinator.queue import Queue
+from services.coordinator.redis_server import RedisServer
+from services.coordinator.rest.app import application
+from services.coordinator.run import Parts
+from services.coordinator.runner import Runner
+from services.coordinator.servicers import FleetServicer, WorkServicer, servicers
+from services.coordinator.store import Store
+from services.coordinator.trainer import Trainer
+
+log = structlog.get_logger(__name__)
+REDIS_START_S = 10.0
+"""How long a Redis that was named may take to answer at start."""
+GRACE_S = 5.0
+"""For calls in progress at the end."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    http_host: str
+    http_port: int
+    grpc_host: str
+    grpc_port: int
+    state_dir: Path
+    redis_url: str
+    """Empty: an embedded one in the state folder."""
+    patience: Patience
+
+
+class Coordinator:
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._redis: RedisServer | None = None
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Until `stop` is set. Raises Unavailable or InvalidState where it cannot start or go on."""
+        with contextlib.ExitStack() as held:
+            http = held.enter_context(_listening(self._settings.http_host, self._settings.http_port))
+            url = self._settings.redis_url or await self._embedded(held)
+            store = Store(url)
+            try:
+                await _redis_answers(store)
+                await self._serve(store, http, stop)
+            finally:
+                await store.close()
+                if self._redis is not None:
+                    await self._redis.stop()
+
+    async def _embedded(self, held: contextlib.ExitStack) -> str:
+        folder = self._settings.state_dir / "redis"
+        folder.mkdir(parents=True, exist_ok=True)
+        held.enter_context(_locked(self._settings.state_dir / "lock"))
+        self._redis = RedisServer(folder)
+        await self._redis.start()
+        return self._redis.url
+
+    async def _serve(self, store: Store, http: socket.socket, stop: asyncio.Event) -> None:
+        events, measures, control_bell = Events(store), Measures(), Bell()
+        fleet = Fleet(store, self._settings.patience)
+        await store.take_over()
+        await fleet.load()
+        trainer, queue = Trainer(fleet), Queue(store, fleet, events, measures)
+        publisher = Publisher(store, fleet, trainer, events, measures)
+        services = servicers(FleetServicer(fleet), WorkServicer(queue, store, measures))
+        grpc = Server(services, self._settings.grpc_host, self._settings.grpc_port)
+        parts = Parts(
+            store=store,
+            fleet=fleet,
+            trainer=trainer,
+            queue=queue,
+            publisher=publisher,
+            events=events,
+            measures=measures,
+            control=control_bell,
+            work_address=_work_address(self._settings.grpc_host, grpc.port),
+        )
+        rest = _Rest(application(parts, Control(store, events, control_bell)))
+        await grpc.start()
+        work = [asyncio.create_task(work) for work in (fleet.watch(), queue.expire(), Runner(parts).run())]
+        if self._redis is not None:
+            work.append(asyncio.create_task(self._redis.watch()))
+        serving = asyncio.create_task(rest.serve(sockets=[http]))
+        stopping = asyncio.create_task(stop.wait())
+        log.info("coordinator started", http=http.getsockname()[:2], grpc=grpc.port, redis=store.connection.name)
+        try:
+            done, _ = await asyncio.wait({*work, serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            for task in done - {stopping}:
+                task.result()
+        finally:
+            log.info("coordinator stops: jobs go on from where they are when it is started again")
+            for task in (*work, stopping):
+                task.cancel()
+            await asyncio.gather(*work, return_exceptions=True)
+            queue.close()
+            events.close()
+            rest.should_exit = True
+            await asyncio.gather(serving, grpc.stop(GRACE_S), return_exceptions=True)
+            await fleet.close()
+
+
+class _Rest(uvicorn.Server):
+    """uvicorn inside this process's event loop; signals are the process's own business."""
+
+    def __init__(self, app: object) -> None:
+        super().__init__(
+            uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=int(GRACE_S))  # type: ignore[arg-type]
+        )
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@contextlib.contextmanager
+def _listening(host: str, port: int) -> Iterator[socket.socket]:
+    """Raises Unavailable where the port is taken."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind)
+    except OSError as error:
+        raise Unavailable(f"cannot listen on {host}:{port}: {error}.", "name an address of this host.") from error
+    with listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(address)
+            listener.listen(1024)
+        except OSError as error:
+            what = f"cannot listen on {host}:{port}: the address is taken or not this host's ({error.strerror})."
+            raise Unavailable(what, "choose another port with --http-port, or stop what holds it.") from error
+        yield listener
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Raises InvalidState where another coordinator works in the same state folder."""
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            what = f"another coordinator works in {path.parent}."
+            raise InvalidState(what, "stop it, or choose another folder with --state-dir.") from error
+        yield
+
+
+async def _redis_answers(store: Store) -> None:
+    """Raises Unavailable. A Redis that keeps nothing on disk is worth a warning."""
+    try:
+        async with asyncio.timeout(REDIS_START_S):
+            await store.connection.wait_until_up()
+    except TimeoutError as error:
+        what = f"Redis at {store.connection.name} did not answer within {REDIS_START_S:g} s."
+        raise Unavailable(what, "start it, or set REDIS_URL to one that runs.") from error
+    if not await store.connection.keeps():
+        log.warning("this Redis has no append-only file: what it holds is gone when it ends", mend="appendonly yes")
+
+
+def _work_address(host: str, port: int) -> str:
+    """How the trainer's ranks reach the Work service."""
+    return f"{host_address() if host in ('0.0.0.0', '::', '[::]') else host}:{port}"

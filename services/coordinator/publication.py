@@ -1,0 +1,215 @@
+"""One weight sync: PREPARE, TRANSFER, VERIFY, COMMIT over the trainer and the receiving replicas.
+
+Who fails before the weights have arrived is cut out and the survivors are tried again; who fails after that is cut out
+alone. A replica that is cut out joins again with a publication of its own.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import structlog
+
+from millrace.errors import MillraceError, PublicationFailed
+from millrace.wire.v1 import rollout_pb2, trainer_pb2, weights_pb2
+from services.coordinator.attempt import Attempt
+from services.coordinator.events import Events
+from services.coordinator.fleet import Fleet
+from services.coordinator.jobs import JobRecord
+from services.coordinator.measures import Measures
+from services.coordinator.members import Member, Weights
+from services.coordinator.publication_report import Report
+from services.coordinator.store import Store
+from services.coordinator.trainer import Trainer, TrainerLost
+
+log = structlog.get_logger(__name__)
+BLAMELESS_FAILURES = 3
+"""A publication fails for good when so many attempts failed and no replica was to blame."""
+PATH = weights_pb2.PATH_GATHER_BROADCAST
+
+
+class Publisher:
+    def __init__(self, store: Store, fleet: Fleet, trainer: Trainer, events: Events, measures: Measures) -> None:
+        self._store = store
+        self._fleet = fleet
+        self._trainer = trainer
+        self._events = events
+        self._measures = measures
+
+    async def publish(self, job: JobRecord, receivers: Sequence[Member]) -> Report:
+        """Brings the trainer's version to `receivers`; those that fail are cut out. Needs the trainer's turn.
+
+        Raises TrainerLost, and PublicationFailed where it fails and no replica is to blame.
+        """
+        started, failures, blameless = time.monotonic(), 0, 0
+        while left := [m for m in receivers if m.ready_for(job.id)]:
+            attempt = await self._begin(job, left)
+            try:
+                reports = await self._phases(job, attempt)
+            except TrainerLost as error:
+                await attempt.abort(left, error.what)
+                raise
+            except PublicationFailed as error:
+                culprits = attempt.culprits(error)
+                await self._failed(job, attempt, error, culprits)
+                failures += 1
+                blameless += not culprits
+                if blameless == BLAMELESS_FAILURES:
+                    raise
+                receivers = [m for m in left if m not in culprits]
+            else:
+                return await self._done(job, attempt, reports, time.monotonic() - started, failures)
+        return Report.nobody(job.version)
+
+    async def _begin(self, job: JobRecord, receivers: list[Member]) -> Attempt:
+        number = await self._store.jobs.next_attempt(job.id)
+        ref = weights_pb2.PublicationRef(job_id=job.id, version=job.version, epoch=self._fleet.epoch, attempt=number)
+        deadline = asyncio.get_running_loop().time() + job.spec.deadlines.publication_s
+        return Attempt(ref, receivers, deadline, self._fleet, self._trainer)
+
+    async def _phases(self, job: JobRecord, attempt: Attempt) -> list[weights_pb2.MemberReport]:
+        """Answers the sender's report and those of the receivers that serve the version now.
+
+        Raises PublicationFailed with the culprits of PREPARE and TRANSFER; later ones are cut out on the way.
+        """
+        try:
+            async with asyncio.timeout_at(attempt.deadline):
+                await attempt.timed("prepare", self._prepare(attempt))
+                sent = await attempt.timed("transfer", self._transfer(attempt))
+        except TimeoutError as error:
+            late, seconds = tuple(attempt.unanswered), job.spec.deadlines.publication_s
+            what = f"{attempt.phase} was not over after {seconds:g} s: {', '.join(late)} did not answer."
+            raise PublicationFailed(what, "look at their logs, or raise deadlines.publication_s.", late) from error
+        await attempt.timed("verify", self._verify(attempt, sent))
+        return [sent.report, *await attempt.timed("commit", self._commit(job, attempt))]
+
+    async def _prepare(self, attempt: Attempt) -> None:
+        receivers = _ranks(attempt.receivers)
+        request = trainer_pb2.PrepareSendRequest(
+            publication=attempt.ref,
+            path=PATH,
+            receivers=receivers.values(),
+            dtype=_dtype(attempt.receivers),
+            deadline_s=attempt.left_s,
+        )
+        attempt.prepared = True
+        prepared: trainer_pb2.PrepareSendResponse = await attempt.ask_trainer("PreparePublication", request)
+        answers = await attempt.ask_all(
+            "PreparePublication",
+            lambda member: rollout_pb2.PrepareReceiveRequest(
+                publication=attempt.ref,
+                path=PATH,
+                manifest=prepared.manifest,
+                rendezvous=prepared.rendezvous,
+                receiver=receivers[member.id],
+                plan_hash=prepared.plan_hash,
+                deadline_s=attempt.left_s,
+            ),
+        )
+        if differing := tuple(i for i, answer in answers.items() if answer.plan_hash != prepared.plan_hash):
+            what = f"{', '.join(differing)} worked out another plan than {self._trainer.member.id}."
+            raise PublicationFailed(what, "run the same release of millrace everywhere.", differing)
+
+    async def _transfer(self, attempt: Attempt) -> trainer_pb2.TransferSendResponse:
+        """The receivers begin to receive, then the trainer sends until the last byte is out or a receiver is lost."""
+        receive = rollout_pb2.TransferReceiveRequest(publication=attempt.ref)
+        await attempt.ask_all("TransferPublication", lambda _: receive)
+        send = trainer_pb2.TransferSendRequest(publication=attempt.ref)
+        sending = asyncio.create_task(attempt.ask_trainer("TransferPublication", send))
+        losses = [asyncio.create_task(m.gone.wait(), name=m.id) for m in attempt.receivers]
+        try:
+            await asyncio.wait({sending, *losses}, return_when=asyncio.FIRST_COMPLETED)
+            if lost := tuple(task.get_name() for task in losses if task.done()):
+                raise PublicationFailed(f"{', '.join(lost)} was lost while receiving.", "start it again.", lost)
+            sent: trainer_pb2.TransferSendResponse = sending.result()
+            return sent
+        except PublicationFailed as error:
+            if error.culprits:
+                raise
+            raise PublicationFailed(error.what, error.mend, await attempt.suspects()) from error
+        finally:
+            for task in (sending, *losses):
+                task.cancel()
+
+    async def _verify(self, attempt: Attempt, sent: trainer_pb2.TransferSendResponse) -> None:
+        request = rollout_pb2.VerifyReceiveRequest(publication=attempt.ref, checksums=sent.checksums)
+        await attempt.ask_rest("VerifyPublication", request, attempt.left_s)
+
+    async def _commit(self, job: JobRecord, attempt: Attempt) -> list[weights_pb2.MemberReport]:
+        """Has a limit of its own: whoever verified in time may commit, however long others took."""
+        request = rollout_pb2.CommitReceiveRequest(publication=attempt.ref)
+        limit_s = min(job.spec.deadlines.publication_s, self._fleet.deadlines["Rollout/CommitPublication"])
+        answers = await attempt.ask_rest("CommitPublication", request, limit_s)
+        for member in attempt.receivers:
+            if member.id in answers and not member.gone.is_set():
+                await self._fleet.hold(member, Weights(job.id, job.lineage, job.version))
+        return [answer.report for answer in answers.values()]
+
+    # The end.
+
+    async def _failed(
+        self, job: JobRecord, attempt: Attempt, error: PublicationFailed, culprits: Sequence[Member]
+    ) -> None:
+        """Everybody forgets the attempt; the culprits are cut out."""
+        message = f"publication of version {job.version} failed in {attempt.phase}: {error}"
+        data: dict[str, Any] = {"phase": attempt.phase, "culprits": list(error.culprits), **attempt.named}
+        await self._events.add(job.id, "publication.failed", message, **data)
+        self._measures.published(job.id, "failed", attempt.phases, 0, [])
+        await self._finish(attempt, error.what)
+        await attempt.abort(attempt.receivers, error.what)
+        for member in culprits:
+            await self._fleet.cut(member, f"it failed in {attempt.phase} of version {job.version}")
+
+    async def _done(
+        self, job: JobRecord, attempt: Attempt, reports: list[weights_pb2.MemberReport], seconds: float, failures: int
+    ) -> Report:
+        for member in [m for m in attempt.receivers if m.id in attempt.cut]:
+            why = attempt.cut[member.id]
+            message = f"{member.id} failed in the publication of version {job.version}: {why}"
+            data = {"phase": why.partition("Publication")[0].lower(), "culprits": [member.id], **attempt.named}
+            await self._events.add(job.id, "publication.failed", message, **data)
+            await attempt.abort([member], why)
+            await self._fleet.cut(member, why)
+        await self._finish(attempt, "; ".join(f"{member} failed in {why}" for member, why in attempt.cut.items()))
+        report = Report.of(attempt.ref, reports, attempt.phases, seconds, failures)
+        await self._store.records(job.id).add_publication(report.to_json())
+        self._measures.published(job.id, "done", attempt.phases, report.bytes, report.pauses)
+        await self._events.add(job.id, "publication.done", str(report), **report.to_json())
+        return report
+
+    async def _finish(self, attempt: Attempt, failure: str) -> None:
+        """Tells the trainer the end. Raises TrainerLost."""
+        if not attempt.prepared:
+            return
+        request = trainer_pb2.FinishSendRequest(publication=attempt.ref, failure=failure)
+        try:
+            await self._trainer.call("FinishPublication", request)
+        except TrainerLost:
+            raise
+        except MillraceError as error:
+            log.warning("the trainer could not finish a publication", error=str(error), **attempt.named)
+
+
+def _ranks(members: Sequence[Member]) -> dict[str, weights_pb2.Receiver]:
+    """Each receiver's ranks in the communicator, after the trainer's rank 0."""
+    first = 1
+    receivers: dict[str, weights_pb2.Receiver] = {}
+    for member in members:
+        world_size = member.configured.world_size if member.configured else member.world_size
+        receivers[member.id] = weights_pb2.Receiver(member_id=member.id, first_rank=first, world_size=world_size)
+        first += world_size
+    return receivers
+
+
+def _dtype(receivers: Sequence[Member]) -> str:
+    """Raises PublicationFailed where engines hold different dtypes: the odd ones out are the culprits."""
+    by_dtype: dict[str, list[str]] = {}
+    for member in receivers:
+        by_dtype.setdefault(member.configured.dtype if member.configured else "", []).append(member.id)
+    dtype, *others = sorted(by_dtype, key=lambda name: -len(by_dtype[name]))
+    if others:
+        culprits = tuple(member for other in others for member in by_dtype[other])
+        what = f"the replicas' engines hold different dtypes: {by_dtype}."
+        raise PublicationFailed(what, "start every replica with the job's rollout.dtype.", culprits)
+    return dtype

@@ -1,0 +1,81 @@
+"""The FastAPI application: routes, errors, token, health, the page."""
+
+import hmac
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+from fastapi import Depends, FastAPI, Response, Security
+from fastapi.responses import FileResponse
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from pydantic import BaseModel
+
+from millrace import __version__
+from millrace.errors import Unavailable
+from millrace.rest import Problem
+from millrace.wire.channel import token
+from services.coordinator.control import Control
+from services.coordinator.jobs import ENDED
+from services.coordinator.rest import fleet, jobs, problems
+from services.coordinator.run import Parts
+
+PAGE = Path(__file__).parent / "page.html"
+ABOUT = """Reinforcement-learning post-training of language models as three services.
+
+Submit a **job**, follow its **events**, look at its **metrics**, **samples** and **ledger**, and at the **fleet** that
+carries it out. Errors are problem documents with a `mend`: what to do next.
+"""
+
+
+class Health(BaseModel):
+    status: str
+
+
+def application(parts: Parts, control: Control) -> FastAPI:
+    app = FastAPI(title="Millrace", version=__version__, description=ABOUT, redoc_url=None)
+    problems.install(app)
+    allowed = [Depends(_bearer())]
+    app.include_router(jobs.routes(parts.store, control, parts.events), dependencies=allowed)
+    app.include_router(fleet.routes(parts.fleet, parts.queue), dependencies=allowed)
+    _operations(app, parts)
+    return app
+
+
+def _bearer() -> Callable[..., None]:
+    """Checks the token that the services share, where there is one."""
+    expected, scheme = (
+        token(),
+        HTTPBearer(auto_error=False, description="MILLRACE_TOKEN, where the coordinator has one."),
+    )
+
+    def check(given: Annotated[HTTPAuthorizationCredentials | None, Security(scheme)]) -> None:
+        if expected and not hmac.compare_digest((given.credentials if given else "").encode(), expected.encode()):
+            raise problems.Unauthorized("the token is missing or wrong.", "send `Authorization: Bearer <token>`.")
+
+    return check
+
+
+def _operations(app: FastAPI, parts: Parts) -> None:
+    @app.get("/", include_in_schema=False)
+    async def page() -> FileResponse:
+        return FileResponse(PAGE, media_type="text/html")
+
+    @app.get("/healthz", tags=["operations"])
+    async def healthz() -> Health:
+        """Whether the process lives."""
+        return Health(status="ok")
+
+    @app.get("/readyz", tags=["operations"], responses={503: {"model": Problem, "description": "Redis is down."}})
+    async def readyz() -> Health:
+        """Whether it can take jobs: it reaches its Redis."""
+        if not await parts.store.connection.up():
+            raise Unavailable(f"Redis at {parts.store.connection.name} does not answer.", "start it again.")
+        return Health(status="ready")
+
+    @app.get("/metrics", tags=["operations"], response_class=Response)
+    async def metrics() -> Response:
+        """For Prometheus."""
+        all_jobs = await parts.store.jobs.all()
+        ledgers = {job.id: await parts.store.prompts(job.id).view() for job in all_jobs if job.state not in ENDED}
+        page = parts.measures.page(all_jobs, ledgers, parts.fleet.view({}))
+        return Response(page, media_type="text/plain; version=0.0.4")

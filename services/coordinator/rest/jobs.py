@@ -1,0 +1,172 @@
+"""/v1/jobs: submit, look, steer, follow."""
+
+import json
+from collections.abc import AsyncIterator
+from typing import Annotated, Any
+
+import yaml
+from fastapi import APIRouter, Header, Query, Request, Response
+from fastapi.responses import StreamingResponse
+
+from millrace.errors import InvalidJob
+from millrace.rest import Event, JobView, LedgerView, Problem, SampleView, StepMetrics
+from millrace.spec import JobSpec
+from services.coordinator.control import Control
+from services.coordinator.events import Events
+from services.coordinator.jobs import ENDED
+from services.coordinator.store import Store
+
+SILENCE_S = 15.0
+"""A stream without events carries a comment so often, so that both sides know that it lives."""
+
+
+def _inlined(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema without references: theirs would be looked up in the wrong document."""
+    parts = schema.pop("$defs", {})
+
+    def whole(tree: Any) -> Any:
+        if isinstance(tree, list):
+            return [whole(each) for each in tree]
+        if not isinstance(tree, dict):
+            return tree
+        named = parts.get(str(tree.get("$ref", "")).rpartition("/")[2], {})
+        return {key: whole(value) for key, value in {**named, **tree}.items() if key != "$ref"}
+
+    inlined: dict[str, Any] = whole(schema)
+    return inlined
+
+
+SPEC_BODY = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "application/json": {"schema": _inlined(JobSpec.model_json_schema())},
+            "application/yaml": {"schema": {"type": "string"}},
+        },
+    }
+}
+ERRORS: dict[int | str, dict[str, Any]] = {
+    404: {"model": Problem, "description": "No such job."},
+    409: {"model": Problem, "description": "The job's state does not allow it."},
+    503: {"model": Problem, "description": "Redis does not answer."},
+}
+
+
+def routes(store: Store, control: Control, events: Events) -> APIRouter:
+    router = APIRouter(prefix="/v1/jobs", tags=["jobs"], responses=ERRORS)
+
+    @router.post(
+        "", status_code=201, openapi_extra=SPEC_BODY, responses={422: {"model": Problem, "description": "Mistakes."}}
+    )
+    async def submit(
+        request: Request,
+        response: Response,
+        idempotency_key: Annotated[str, Header(max_length=200)] = "",
+    ) -> JobView:
+        """Submits a job: a job spec as JSON or YAML. Everything that can be checked beforehand is; a spec that cannot
+        work is refused with every mistake and its mend. Twice with the same `Idempotency-Key` is once: the second
+        call answers the first one's job with status 200."""
+        tree = _tree(await request.body(), request.headers.get("content-type", ""))
+        job, new = await control.submit(tree, idempotency_key)
+        response.status_code = 201 if new else 200
+        response.headers["Location"] = f"/v1/jobs/{job.id}"
+        return job.view()
+
+    @router.get("")
+    async def list_jobs() -> list[JobView]:
+        """All jobs, the newest first."""
+        return [job.view() for job in reversed(await store.jobs.all())]
+
+    @router.get("/{job_id}")
+    async def show(job_id: str) -> JobView:
+        """One job."""
+        return (await store.jobs.get(job_id)).view()
+
+    @router.delete("/{job_id}")
+    async def cancel(job_id: str) -> JobView:
+        """Ends the job after what it is doing now. What was trained stays; what is in flight is dropped."""
+        return (await control.cancel(job_id)).view()
+
+    @router.post("/{job_id}/pause")
+    async def pause(job_id: str) -> JobView:
+        """Stops between two steps: nothing new is issued or trained, nothing is lost."""
+        return (await control.pause(job_id)).view()
+
+    @router.post("/{job_id}/resume")
+    async def resume(job_id: str) -> JobView:
+        """Lets a paused job go on where it stopped."""
+        return (await control.resume(job_id)).view()
+
+    _looking(router, store)
+    _following(router, store, events)
+    return router
+
+
+def _looking(router: APIRouter, store: Store) -> None:
+    @router.get("/{job_id}/metrics")
+    async def metrics(
+        job_id: str, after: Annotated[int, Query(ge=-1, description="Rows of later steps only.")] = -1
+    ) -> list[StepMetrics]:
+        """The job's series in verl's names, one row a step; step 0 has the evaluation before training."""
+        job = await store.jobs.get(job_id)
+        return await store.records(job.id).rows(after, job.step)
+
+    @router.get("/{job_id}/samples")
+    async def samples(
+        job_id: str,
+        step: Annotated[int | None, Query(ge=0, description="Of this step only.")] = None,
+        limit: Annotated[int, Query(ge=1, le=1000)] = 20,
+    ) -> list[SampleView]:
+        """Prompts with their answers, rewards and weight versions, the newest first."""
+        job = await store.jobs.get(job_id)
+        return await store.records(job.id).samples(limit, step)
+
+    @router.get("/{job_id}/ledger")
+    async def ledger(job_id: str) -> LedgerView:
+        """Where every prompt of the job stands."""
+        job = await store.jobs.get(job_id)
+        return await store.prompts(job.id).view()
+
+
+def _following(router: APIRouter, store: Store, events: Events) -> None:
+    @router.get("/{job_id}/events", response_class=StreamingResponse)
+    async def follow(
+        job_id: str,
+        last_event_id: Annotated[str, Header(pattern=r"^$|^\d+-\d+$")] = "",
+        follow: Annotated[
+            bool, Query(description="Wait for what comes; otherwise the stream ends at the last.")
+        ] = True,
+    ) -> StreamingResponse:
+        """The job's event log as server-sent events, from the beginning or after `Last-Event-ID`. Each event's data is
+        an Event document. The stream ends when the job has ended and everything was told."""
+        job = await store.jobs.get(job_id)
+
+        async def stream() -> AsyncIterator[bytes]:
+            ended = (await store.jobs.get(job.id)).state in ENDED
+            async for found in events.follow(job.id, last_event_id, 0.0 if ended or not follow else SILENCE_S):
+                for event in found:
+                    yield _frame(event)
+                if not found:
+                    yield b": nothing new\n\n"
+                if _is_last(found) or (not found and (ended or not follow)):
+                    return
+
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        return StreamingResponse(stream(), media_type="text/event-stream", headers=headers)
+
+
+def _is_last(found: list[Event]) -> bool:
+    """A job's last event is its last transition."""
+    return bool(found) and found[-1].kind == "job.state" and found[-1].data.get("state") in ENDED
+
+
+def _frame(event: Event) -> bytes:
+    return f"id: {event.id}\nevent: {event.kind}\ndata: {event.model_dump_json()}\n\n".encode()
+
+
+def _tree(body: bytes, content_type: str) -> Any:
+    """Raises InvalidJob."""
+    try:
+        return yaml.safe_load(body) if "yaml" in content_type else json.loads(body)
+    except (ValueError, yaml.YAMLError) as error:
+        raise InvalidJob(f"the body cannot be read: {error}.", "send a job spec as JSON, or YAML as such.") from error

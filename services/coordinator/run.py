@@ -1,0 +1,142 @@
+"""One job while it is carried out: its record, its data, and the parts of the coordinator that it uses."""
+
+import time
+from dataclasses import dataclass, field
+
+from millrace.data import Order, Source
+from millrace.errors import Unavailable
+from millrace.rest import JobState, StepMetrics
+from millrace.spec.job import JobSpec
+from millrace.telemetry.trackers import Tracker
+from services.coordinator.bell import Bell, waited
+from services.coordinator.events import Events
+from services.coordinator.fleet import Fleet
+from services.coordinator.jobs import JobRecord
+from services.coordinator.joining import Joining
+from services.coordinator.measures import Measures
+from services.coordinator.members import Weights
+from services.coordinator.publication import Publisher
+from services.coordinator.queue import Queue, Standing, Terms
+from services.coordinator.store import Purpose, Store
+from services.coordinator.trainer import Trainer
+
+LOOK_EVERY_S = 1.0
+
+
+class Cancelled(Exception):
+    """Somebody cancelled the job."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The coordinator's parts. One of each."""
+
+    store: Store
+    fleet: Fleet
+    trainer: Trainer
+    queue: Queue
+    publisher: Publisher
+    events: Events
+    measures: Measures
+    control: Bell
+    """Rings when somebody asks something of a job."""
+    work_address: str
+    """host:port of the Work service, as the trainer's ranks reach it."""
+
+
+@dataclass
+class Alone:
+    """How long no replica has served the job, configurations in progress not counted."""
+
+    seconds: float = 0.0
+    looked_at: float = field(default_factory=time.monotonic)
+
+    def look(self, serving: bool, configuring: bool) -> float:
+        now = time.monotonic()
+        passed, self.looked_at = min(now - self.looked_at, 2 * LOOK_EVERY_S), now  # a paused job does not look
+        self.seconds = 0.0 if serving else self.seconds + (0.0 if configuring else passed)
+        return self.seconds
+
+
+class Run:
+    def __init__(self, job: JobRecord, parts: Parts, source: Source, evaluation_source: Source | None) -> None:
+        self.job = job
+        self.spec: JobSpec = job.spec
+        self.parts = parts
+        self.source = source
+        self.evaluation_source = evaluation_source
+        self.prompts = parts.store.prompts(job.id, Purpose.TRAIN)
+        self.evaluation = parts.store.prompts(job.id, Purpose.EVALUATION)
+        self.records = parts.store.records(job.id)
+        self.joining = Joining(job, parts.store, parts.fleet, parts.trainer, parts.publisher, parts.events)
+        self.trackers: list[Tracker] | None = None
+        """Opened with the first row."""
+        self._terms = Terms.of(self.spec)
+        self._alone = Alone()
+        self._order: tuple[int, Order] | None = None
+
+    def order(self, turn: int) -> Order:
+        """Which row stands where in a pass; worked out once a pass."""
+        if self._order is None or self._order[0] != turn:
+            data = self.spec.data
+            self._order = (turn, self.source.order(turn, data.seed, data.shuffle))
+        return self._order[1]
+
+    @property
+    def steps(self) -> int:
+        """Steps to train."""
+        schedule = self.spec.schedule
+        return schedule.steps or max(1, schedule.passes * len(self.source) // schedule.prompts_per_step)
+
+    @property
+    def done(self) -> bool:
+        return self.job.step >= self.steps
+
+    @property
+    def weights(self) -> Weights:
+        """What the trainer holds according to the ledger."""
+        return Weights(self.job.id, self.job.lineage, self.job.version)
+
+    async def refresh(self) -> None:
+        """Reads the job again and lets leases and joining follow it."""
+        self.job = await self.parts.store.jobs.get(self.job.id)
+        self.joining.job = self.job
+        self.parts.queue.standing = Standing(self.weights, self.spec.schedule.max_staleness, self._terms)
+        self.parts.fleet.bell.ring()
+
+    async def tell(self, kind: str, message: str, **data: object) -> None:
+        await self.parts.events.add(self.job.id, kind, message, **data)
+
+    async def add_to_row(self, values: dict[str, float]) -> None:
+        """Adds metrics to the row of the current step."""
+        known = await self.records.row(self.job.step) or {"training/global_step": float(self.job.step)}
+        await self.records.set_row(StepMetrics(step=self.job.step, time_s=time.time(), values=known | values))
+
+    async def heed(self) -> None:
+        """Does what was asked of the job: raises Cancelled, or stays here for as long as the job is paused.
+
+        Raises Superseded where another coordinator has taken over.
+        """
+        await self.parts.store.still_ours()
+        state, wanted = await self.parts.store.jobs.wanted(self.job.id)
+        if wanted == "pause" and state is JobState.RUNNING:
+            await self.parts.events.move(self.job.id, JobState.PAUSED, f"paused after step {self.job.step}", wanted="")
+            state = JobState.PAUSED
+        while state is JobState.PAUSED and wanted != "cancel":
+            await waited(self.parts.control.next(), LOOK_EVERY_S)
+            state, wanted = await self.parts.store.jobs.wanted(self.job.id)
+        if wanted == "cancel":
+            raise Cancelled(f"{self.job.id} was cancelled after step {self.job.step}")
+
+    def close(self) -> None:
+        for tracker in self.trackers or []:
+            tracker.close()
+
+    def check_replicas(self) -> None:
+        """Raises Unavailable where no replica has served the job for too long."""
+        replicas = self.parts.fleet.replicas
+        serving = any(m.weights is not None and m.weights.job_id == self.job.id for m in replicas)
+        limit_s = self.spec.deadlines.no_replica_s
+        if self._alone.look(serving, any(m.configuring for m in replicas)) > limit_s:
+            what = f"no replica has served the job for {limit_s:g} s; {len(replicas)} are in the fleet."
+            raise Unavailable(what, "start replicas or look at why they fail, or raise deadlines.no_replica_s.")

@@ -1,0 +1,43 @@
+"""Groups as people look at them."""
+
+import json
+from typing import Any
+
+from millrace.rest import SampleView
+from millrace.wire.v1 import common_pb2
+
+STOPS = {
+    common_pb2.STOP_REASON_END_OF_TURN: "end_of_turn",
+    common_pb2.STOP_REASON_STOP_STRING: "stop_string",
+    common_pb2.STOP_REASON_LENGTH: "length",
+}
+PURPOSES = {common_pb2.PURPOSE_TRAIN: "train", common_pb2.PURPOSE_EVALUATION: "evaluation"}
+
+
+def samples_of(group: common_pb2.Group, step: int) -> list[SampleView]:
+    """Every trajectory of a group that belongs to `step`."""
+    return [_sample(group, trajectory, step) for trajectory in group.trajectories]
+
+
+def _sample(group: common_pb2.Group, trajectory: common_pb2.Trajectory, step: int) -> SampleView:
+    return SampleView(
+        step=step,
+        prompt_id=group.prompt_id,
+        purpose=PURPOSES.get(group.purpose, ""),
+        prompt=group.prompt_text,
+        answer=trajectory.text,
+        ground_truth=_json(group.ground_truth),
+        reward=trajectory.reward if trajectory.HasField("reward") else None,
+        reward_failure=trajectory.reward_failure or None,
+        stop_reason=STOPS.get(trajectory.stop_reason, ""),
+        tokens=len(trajectory.tokens) // 4,
+        versions=sorted({span.version for span in trajectory.versions}),
+        member=group.member_id,
+    )
+
+
+def _json(data: str) -> Any:
+    try:
+        return json.loads(data) if data else None
+    except ValueError:
+        return data

@@ -1,0 +1,131 @@
+"""The coordinator's gRPC services: translation between the wire and fleet and queue."""
+
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+
+import grpc
+
+from millrace.errors import Fenced, InvalidState, NotFound
+from millrace.ids import Fence, JobId, LeaseId, MemberId, PromptId
+from millrace.wire.v1 import common_pb2, fleet_pb2, fleet_pb2_grpc, work_pb2, work_pb2_grpc
+from services.coordinator.fleet import Fleet
+from services.coordinator.measures import Measures
+from services.coordinator.queue import Queue
+from services.coordinator.store import Store
+
+FETCH_AT_ONCE = 16
+"""Groups read from the store in one round trip."""
+
+
+class FleetServicer(fleet_pb2_grpc.FleetServicer):
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    async def Register(
+        self, request: fleet_pb2.RegisterRequest, context: grpc.aio.ServicerContext
+    ) -> fleet_pb2.RegisterResponse:
+        epoch = await self._fleet.register(request)
+        patience = self._fleet.patience
+        return fleet_pb2.RegisterResponse(
+            epoch=epoch, heartbeat_s=patience.heartbeat_s, lost_after_s=patience.lost_after_s
+        )
+
+    async def Heartbeat(
+        self, request: fleet_pb2.HeartbeatRequest, context: grpc.aio.ServicerContext
+    ) -> fleet_pb2.HeartbeatResponse:
+        member = self._fleet.heartbeat(request)
+        return fleet_pb2.HeartbeatResponse(epoch=self._fleet.epoch, drain=member.draining)
+
+    async def Drain(
+        self, request: fleet_pb2.DrainRequest, context: grpc.aio.ServicerContext
+    ) -> fleet_pb2.DrainResponse:
+        await self._fleet.drain(request.member_id)
+        return fleet_pb2.DrainResponse()
+
+    async def Leave(
+        self, request: fleet_pb2.LeaveRequest, context: grpc.aio.ServicerContext
+    ) -> fleet_pb2.LeaveResponse:
+        await self._fleet.leave(request.member_id, request.reason)
+        return fleet_pb2.LeaveResponse()
+
+
+class WorkServicer(work_pb2_grpc.WorkServicer):
+    def __init__(self, queue: Queue, store: Store, measures: Measures) -> None:
+        self._queue = queue
+        self._store = store
+        self._measures = measures
+
+    async def Lease(self, request: work_pb2.LeaseRequest, context: grpc.aio.ServicerContext) -> work_pb2.LeaseResponse:
+        member_id = MemberId(request.member_id)
+        leases, idle_reason = await self._queue.lease(member_id, request.free_samples, request.wait_s)
+        return work_pb2.LeaseResponse(leases=leases, idle_reason=idle_reason)
+
+    async def Extend(
+        self, request: work_pb2.ExtendRequest, context: grpc.aio.ServicerContext
+    ) -> work_pb2.ExtendResponse:
+        lost: set[tuple[str, str]] = set()
+        expires_s = 0.0
+        for job_id, leases in _by_job(request.leases).items():
+            try:
+                gone, expires_s = await self._queue.extend(MemberId(request.member_id), job_id, leases)
+            except NotFound:
+                gone = {lease_id for lease_id, _ in leases}
+            lost |= {(job_id, lease_id) for lease_id in gone}
+        refs = [ref for ref in request.leases if (ref.job_id, ref.lease_id) in lost]
+        return work_pb2.ExtendResponse(expires_s=expires_s, lost=refs)
+
+    async def Complete(
+        self, request: work_pb2.CompleteRequest, context: grpc.aio.ServicerContext
+    ) -> work_pb2.CompleteResponse:
+        member_id, job_id, lease = MemberId(request.member_id), JobId(request.ref.job_id), _lease(request.ref)
+        try:
+            match request.WhichOneof("answer"):
+                case "group":
+                    await self._queue.complete(member_id, job_id, lease, request.group)
+                case "dropped":
+                    await self._queue.refuse(member_id, job_id, lease, request.dropped)
+                case _:
+                    what = f"{member_id} answered lease {lease[0]} with nothing."
+                    raise InvalidState(what, "send a group, or a reason why there is none.")
+        except Fenced:
+            self._measures.fenced(job_id)
+            raise
+        return work_pb2.CompleteResponse()
+
+    async def Release(
+        self, request: work_pb2.ReleaseRequest, context: grpc.aio.ServicerContext
+    ) -> work_pb2.ReleaseResponse:
+        for job_id, leases in _by_job(request.leases).items():
+            await self._queue.release(MemberId(request.member_id), job_id, leases)
+        return work_pb2.ReleaseResponse()
+
+    async def Fetch(
+        self, request: work_pb2.FetchRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[common_pb2.Group]:
+        prompts = self._store.prompts(JobId(request.job_id))
+        wanted = [PromptId(p) for p in request.prompt_ids]
+        for start in range(0, len(wanted), FETCH_AT_ONCE):
+            part = wanted[start : start + FETCH_AT_ONCE]
+            for prompt_id, group in zip(part, await prompts.groups(part), strict=True):
+                if group is None:
+                    what = f"{request.job_id} has no group for prompt {prompt_id}."
+                    raise NotFound(what, "fetch groups only between Step and its answer.")
+                yield common_pb2.Group.FromString(group)
+
+
+def servicers(fleet: FleetServicer, work: WorkServicer) -> Mapping[str, Callable[[grpc.aio.Server], None]]:
+    """By full service name, as `millrace.wire.server.Server` takes them."""
+    return {
+        "millrace.v1.Fleet": lambda server: fleet_pb2_grpc.add_FleetServicer_to_server(fleet, server),
+        "millrace.v1.Work": lambda server: work_pb2_grpc.add_WorkServicer_to_server(work, server),
+    }
+
+
+def _lease(ref: work_pb2.LeaseRef) -> tuple[LeaseId, Fence]:
+    return LeaseId(ref.lease_id), Fence(ref.fence)
+
+
+def _by_job(refs: Sequence[work_pb2.LeaseRef]) -> dict[JobId, list[tuple[LeaseId, Fence]]]:
+    parts: dict[JobId, list[tuple[LeaseId, Fence]]] = {}
+    for ref in refs:
+        parts.setdefault(JobId(ref.job_id), []).append(_lease(ref))
+    return parts

@@ -1,0 +1,1 @@
+"""The stages of the job loop, one file each, in the words of the design."""

@@ -1,0 +1,87 @@
+"""Brings trainer and ledger to the same version."""
+
+import asyncio
+
+from millrace.errors import MillraceError, Unavailable
+from millrace.ids import Version
+from millrace.rest import JobState
+from millrace.wire.deadlines import of_job
+from millrace.wire.v1 import trainer_pb2
+from services.coordinator.bell import waited
+from services.coordinator.run import LOOK_EVERY_S, Run
+from services.coordinator.spans import traced
+
+
+@traced
+async def configure(run: Run) -> None:
+    """Loads the job's model where the trainer does not hold it. A trainer that lost what the ledger counts as trained
+    makes the ledger go back with it. Raises Unavailable, TrainerLost, and MillraceError where the two cannot agree."""
+    run.parts.fleet.deadlines.update(of_job(run.spec.deadlines))
+    await _check_data(run)
+    await _trainer_arrived(run)
+    async with run.parts.trainer.turn:
+        version = await _load(run)
+        await _agree(run, version)
+    await run.refresh()
+    if run.job.state is JobState.STARTING:
+        message = f"running: {run.steps} steps over {len(run.source)} rows"
+        await run.parts.events.move(run.job.id, JobState.RUNNING, message)
+        await run.refresh()
+
+
+async def _check_data(run: Run) -> None:
+    rows = len(run.source)
+    if run.job.rows not in (0, rows):
+        what = f"the data has {rows} rows and had {run.job.rows} when the job began."
+        raise MillraceError(what, "restore the files as they were, or submit a new job.")
+    await run.parts.store.jobs.update(run.job.id, rows=rows, steps=run.steps)
+
+
+async def _trainer_arrived(run: Run) -> None:
+    limit_s = run.spec.deadlines.no_replica_s
+    deadline = asyncio.get_running_loop().time() + limit_s
+    while run.parts.fleet.trainer is None:
+        ring = run.parts.fleet.bell.next()
+        await run.heed()
+        if asyncio.get_running_loop().time() > deadline:
+            what = f"no trainer joined the fleet within {limit_s:g} s."
+            raise Unavailable(what, "start one, or raise deadlines.no_replica_s.")
+        await waited(ring, LOOK_EVERY_S)
+
+
+async def _load(run: Run) -> Version:
+    """The version that the trainer holds, once it holds one of this job."""
+    trainer, job = run.parts.trainer, run.job
+    status = await trainer.status()
+    usable = status.state not in (trainer_pb2.TRAINER_STATE_FAILED, trainer_pb2.TRAINER_STATE_CONFIGURING)
+    if usable and status.job_id == job.id and status.version >= job.version:
+        return Version(status.version)
+    source = f"checkpoint {job.checkpoint}" if job.checkpoint else run.spec.model.path
+    await run.tell("trainer.configuring", f"{trainer.member.id} loads {source}", member=trainer.member.id)
+    request = trainer_pb2.ConfigureTrainerRequest(job_id=job.id, spec=job.spec_json, checkpoint=job.checkpoint or "")
+    answer = await trainer.call("Configure", request)
+    await run.tell(
+        "trainer.configured",
+        f"{trainer.member.id} holds version {answer.version}: {answer.parameters:,} parameters on "
+        f"{answer.world_size} ranks",
+        member=trainer.member.id,
+        version=answer.version,
+    )
+    return Version(answer.version)
+
+
+async def _agree(run: Run, version: Version) -> None:
+    """Lets the ledger go back to the trainer's version, or leaves an interrupted step to be finished."""
+    trainer, job = run.parts.trainer, run.job
+    saved = await run.records.batch()
+    if version < job.version:
+        waiting = await run.prompts.rewind(version)
+        await run.evaluation.forget()
+        await run.parts.fleet.grow()
+        message = f"the trainer is back at version {version} of {job.version}; {waiting} prompts are issued again"
+        await run.tell("job.rewound", message, version=version, lost=job.version, prompts=waiting)
+        await run.refresh()
+    elif version > job.version and not (saved and saved[0] == version == job.version + 1):
+        what = f"{trainer.member.id} holds version {version} of {job.id}, the ledger stands at {job.version}."
+        raise MillraceError(what, "restart the trainer: it goes on from the last checkpoint.")
+    trainer.holds = (job.id, run.job.version) if version <= job.version else None

@@ -1,0 +1,100 @@
+"""Scores the current version on held-out prompts."""
+
+import asyncio
+import time
+from collections import defaultdict
+
+from millrace.data import Source
+from millrace.ids import PromptId, Version
+from millrace.spec.model import Evaluation
+from millrace.wire.v1 import common_pb2, work_pb2
+from services.coordinator.bell import waited
+from services.coordinator.groups import Summary
+from services.coordinator.run import LOOK_EVERY_S, Run
+from services.coordinator.samples import samples_of
+from services.coordinator.series import mean
+from services.coordinator.spans import traced
+from services.coordinator.stages.issue import AT_ONCE, draft
+from services.coordinator.store import Draft
+
+NOTE = "evaluation"
+"""Which evaluation is in progress."""
+
+
+@traced
+async def evaluate(run: Run) -> None:
+    """Where one is due at this step and has no result yet. Raises Unavailable where no replica serves, Cancelled."""
+    wanted, source, step = run.spec.evaluation, run.evaluation_source, run.job.step
+    if wanted is None or source is None:
+        return
+    due = step == 0 or run.done or (wanted.every_steps > 0 and step % wanted.every_steps == 0)
+    if not due or "timing_s/testing" in (await run.records.row(step) or {}):
+        return
+    started = time.monotonic()
+    identity = f"{run.job.lineage}.{run.job.version}"
+    if await run.records.note(NOTE) != identity:
+        await run.evaluation.forget()
+        await run.records.set_note(NOTE, identity)
+    count = min(wanted.prompts, len(source))
+    await _issue(run, wanted, count)
+    groups = await _answers(run, count)
+    await _record(run, wanted, groups, count, time.monotonic() - started)
+    await run.evaluation.forget()
+
+
+async def _issue(run: Run, wanted: Evaluation, count: int) -> None:
+    """Those already issued stay as they are."""
+    source, version = run.evaluation_source, run.job.version
+    assert source is not None
+    sampling = work_pb2.Sampling(
+        samples=wanted.samples_per_prompt,
+        max_response_tokens=run.spec.rollout.max_response_tokens,
+        temperature=wanted.temperature,
+        top_p=1.0,
+        stop=run.spec.rollout.stop,
+    )
+    for start in range(0, count, AT_ONCE):
+        rows = range(start, min(start + AT_ONCE, count))
+        drafts = await asyncio.to_thread(_drafts, source, rows, version, sampling)
+        await run.evaluation.issue(drafts, run.job.step + 1)
+        run.parts.queue.issued.ring()
+
+
+def _drafts(source: Source, rows: range, version: Version, sampling: work_pb2.Sampling) -> list[Draft]:
+    purpose = common_pb2.PURPOSE_EVALUATION
+    return [draft(source, row, PromptId(f"e{version}-{row}"), purpose, sampling) for row in rows]
+
+
+async def _answers(run: Run, count: int) -> list[Summary]:
+    """The groups, once every prompt was answered."""
+    while True:
+        ring = run.parts.queue.answered.next()
+        await run.heed()
+        counts = await run.evaluation.counts()
+        if counts.generated + counts.dropped >= count:
+            return await run.evaluation.summaries(await run.evaluation.generated())
+        run.check_replicas()
+        await waited(ring, LOOK_EVERY_S)
+
+
+async def _record(run: Run, wanted: Evaluation, groups: list[Summary], count: int, seconds: float) -> None:
+    by_source: defaultdict[str, list[float]] = defaultdict(list)
+    for group in groups:
+        by_source[group.data_source] += group.rewards
+    at = wanted.samples_per_prompt
+    values = {f"val-core/{name}/reward/mean@{at}": mean(rewards) for name, rewards in by_source.items()}
+    values |= {"val-aux/scored_prompts": float(len(groups)), "timing_s/testing": seconds}
+    shown = [group.prompt_id for group in groups[: run.spec.tracking.samples_per_step]]
+    found = [common_pb2.Group.FromString(g) for g in await run.evaluation.groups(shown) if g is not None]
+    await run.records.add_samples([sample for group in found for sample in samples_of(group, run.job.step)])
+    if groups:
+        reward = mean([r for group in groups for r in group.rewards])
+        before = {"evaluation_before": reward} if run.job.step == 0 else {}
+        await run.parts.store.jobs.update(run.job.id, evaluation_last=reward, **before)
+        message = f"held-out reward {reward:.4g} at version {run.job.version} on {len(groups)} of {count} prompts"
+    else:
+        refusals = await run.evaluation.refusals()
+        message = f"none of the {count} held-out prompts could be scored; the last one: {refusals.last}"
+    await run.add_to_row(values)
+    await run.tell("evaluation.done", message, step=run.job.step, version=run.job.version, metrics=values)
+    await run.refresh()

@@ -1,0 +1,101 @@
+"""Puts prompts into the queue while the staleness bound has room for them."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+
+from millrace.data import PromptRow, Source
+from millrace.errors import BadRow, MillraceError
+from millrace.ids import PromptId
+from millrace.spec.job import JobSpec
+from millrace.wire.v1 import common_pb2, work_pb2
+from services.coordinator.ledger import capacity
+from services.coordinator.run import Run
+from services.coordinator.spans import traced, traceparent
+from services.coordinator.store import Draft
+
+AT_ONCE = 256
+
+
+@traced
+async def issue(run: Run) -> None:
+    """Issues as many prompts as the capacity allows: those of a rewind first, then the next of the data."""
+    schedule = run.spec.schedule
+    counts = await run.prompts.counts()
+    room = capacity(
+        staleness=schedule.max_staleness,
+        version=run.job.version,
+        prompts_per_step=schedule.prompts_per_step,
+        trained=counts.trained,
+        in_flight=counts.in_flight,
+    )
+    still_needed = run.steps * schedule.prompts_per_step - counts.trained - counts.in_flight
+    room = min(room, still_needed)
+    while room > 0:
+        issued = await _issue_some(run, min(room, AT_ONCE))
+        room -= issued
+        run.parts.queue.issued.ring()
+
+
+async def _issue_some(run: Run, count: int) -> int:
+    if prompts := await run.prompts.waiting(count):
+        drafts = await asyncio.to_thread(_drafts, run, prompts)
+        await run.prompts.reissue(drafts, run.job.step + 1)
+    else:
+        drafts = await asyncio.to_thread(_draw, run, count)
+        cursor = run.job.cursor, run.job.cursor + len(drafts)
+        if not await run.prompts.issue(drafts, run.job.step + 1, cursor):
+            what = f"the data cursor of {run.job.id} is not at {cursor[0]}: another coordinator works on this job."
+            raise MillraceError(what, "run one coordinator on one Redis.")
+        await run.refresh()
+    for bad in (draft for draft in drafts if draft.reason):
+        await run.tell("prompt.dropped", bad.reason, prompt=bad.prompt_id)
+    return len(drafts)
+
+
+def _draw(run: Run, count: int) -> list[Draft]:
+    """The next prompts of the data. Ends with the pass."""
+    turn, place = divmod(run.job.cursor, len(run.source))
+    return _drafts(run, [PromptId(f"{turn}-{row}") for row in run.order(turn)[place : place + count]])
+
+
+def _drafts(run: Run, prompts: Sequence[PromptId]) -> list[Draft]:
+    rows = [int(prompt_id.partition("-")[2]) for prompt_id in prompts]
+    sampling = training_sampling(run.spec)
+    return [
+        draft(run.source, row, prompt_id, common_pb2.PURPOSE_TRAIN, sampling)
+        for prompt_id, row in zip(prompts, rows, strict=True)
+    ]
+
+
+def training_sampling(spec: JobSpec) -> work_pb2.Sampling:
+    rollout = spec.rollout
+    return work_pb2.Sampling(
+        samples=rollout.samples_per_prompt,
+        max_response_tokens=rollout.max_response_tokens,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        stop=rollout.stop,
+    )
+
+
+def draft(
+    source: Source, row: int, prompt_id: PromptId, purpose: common_pb2.Purpose, sampling: work_pb2.Sampling
+) -> Draft:
+    """One row as a prompt. A row that cannot be used becomes a draft with a reason."""
+    try:
+        found: PromptRow = source[row]
+    except BadRow as error:
+        return Draft(prompt_id, b"", f"bad_row: {error}")
+    lease = work_pb2.Lease(
+        prompt_id=prompt_id,
+        purpose=purpose,
+        sampling=sampling,
+        data_source=found.data_source,
+        prompt=json.dumps(found.prompt, ensure_ascii=False),
+        ground_truth=json.dumps(found.ground_truth, ensure_ascii=False),
+        extra_info=json.dumps(found.extra_info, ensure_ascii=False),
+        traceparent=traceparent(),
+    )
+    return Draft(prompt_id, lease.SerializeToString())

@@ -1,0 +1,34 @@
+"""Brings the trainer's version to every replica that is ready for it."""
+
+from services.coordinator.publication_report import Report
+from services.coordinator.run import Run
+from services.coordinator.series import step_seconds
+from services.coordinator.spans import traced
+
+PARTS = ("gen", "train", "update_weights", "step")
+
+
+@traced
+async def publish(run: Run) -> None:
+    """With no replica there is nothing to do: one that comes later is brought the version when it joins.
+
+    Raises TrainerLost, PublicationFailed.
+    """
+    async with run.parts.trainer.turn:
+        lacking = [m for m in run.parts.fleet.ready_for(run.job.id) if m.due and not m.holds(run.weights)]
+        report = await run.parts.publisher.publish(run.job, lacking)
+    run.parts.fleet.bell.ring()
+    await _record(run, report)
+
+
+async def _record(run: Run, report: Report) -> None:
+    """The step's row is complete with its publication."""
+    values = await run.records.row(run.job.step)
+    if values is None or "timing_s/update_weights" in values:
+        return
+    values |= report.metrics()
+    replicas = [m for m in run.parts.fleet.replicas if m.weights is not None]
+    devices = run.parts.trainer.member.world_size + sum(m.world_size for m in replicas)
+    values |= step_seconds(values, devices)
+    await run.add_to_row(values)
+    run.parts.measures.stepped(run.job.id, {part: values.get(f"timing_s/{part}", 0.0) for part in PARTS})

@@ -1,0 +1,122 @@
+"""What a job leaves behind: report.json and report.md in its output folder."""
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from millrace.rest import StepMetrics
+from services.coordinator.run import Run
+from services.coordinator.series import mean
+
+log = structlog.get_logger(__name__)
+LAST = 10
+"""Steps over which the reward at the end is averaged."""
+
+
+async def report(run: Run) -> None:
+    """Writes both files and notes where they are. A folder that cannot be written costs the report, not the job."""
+    tree = await _gather(run)
+    folder = Path(run.spec.output)
+    try:
+        await asyncio.to_thread(_write, folder, tree)
+    except OSError as error:
+        log.warning("the report could not be written", folder=str(folder), error=str(error))
+        await run.tell("report.failed", f"the report could not be written to {folder}: {error}")
+        return
+    await run.parts.store.jobs.update(run.job.id, report=str(folder / "report.md"))
+    await run.refresh()
+
+
+async def _gather(run: Run) -> dict[str, Any]:
+    job, rows = run.job, await run.records.rows(0, run.job.step)
+    ledger = await run.prompts.view()
+    return {
+        "job": {"id": job.id, "name": job.name, "steps": job.step, "seconds": time.time() - job.created_s},
+        "reward": {
+            "held_out_before": job.evaluation_before,
+            "held_out_after": job.evaluation_last,
+            "training_first": _reward(rows[:1]),
+            "training_last": _reward(rows[-LAST:]),
+        },
+        "ledger": ledger.model_dump(),
+        "publications": _publications(await run.records.publications()),
+        "seconds_per_step": _seconds(rows),
+        "checkpoint": job.checkpoint,
+        "model": run.spec.model.path,
+        "evaluations": [_evaluation(row) for row in await run.records.rows(-1, job.step) if _evaluation(row)],
+        "spec": run.spec.model_dump(mode="json"),
+    }
+
+
+def _reward(rows: Sequence[StepMetrics]) -> float | None:
+    found = [row.values["critic/score/mean"] for row in rows if "critic/score/mean" in row.values]
+    return mean(found) if found else None
+
+
+def _evaluation(row: StepMetrics) -> dict[str, float]:
+    values = {name: value for name, value in row.values.items() if name.startswith("val-core/")}
+    return {"step": float(row.step), **values} if values else {}
+
+
+def _seconds(rows: Sequence[StepMetrics]) -> dict[str, float]:
+    """Mean of each timing over the steps that have it."""
+    names = sorted({name for row in rows for name in row.values if name.startswith("timing_s/")})
+    return {name: mean([row.values[name] for row in rows if name in row.values]) for name in names}
+
+
+def _publications(reports: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Means over publications; of a publication the slowest member."""
+    sent = [r for r in reports if len(r["members"]) > 1]
+    if not sent:
+        return {"count": 0}
+    figures = {"count": float(len(sent)), "failed_attempts": float(sum(r["failures"] for r in sent))}
+    figures |= {"bytes": float(sent[-1]["members"][0]["bytes"]), "seconds": mean([r["seconds"] for r in sent])}
+    for name in ("gather_s", "wire_s", "verify_s", "apply_s", "pause_s"):
+        slowest = [max(float(member[name]) for member in r["members"]) for r in sent]
+        figures |= {name: mean(slowest), f"{name}_max": max(slowest)}
+    return figures
+
+
+def _write(folder: Path, tree: dict[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    _replace(folder / "report.json", json.dumps(tree, indent=2))
+    _replace(folder / "report.md", _markdown(tree))
+
+
+def _replace(path: Path, text: str) -> None:
+    """Whole or not at all."""
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)
+
+
+def _markdown(tree: dict[str, Any]) -> str:
+    job, reward, ledger = tree["job"], tree["reward"], tree["ledger"]
+    lines = [f"# {job['name']}", ""]
+    lines += [f"`{job['id']}`, {job['steps']} steps in {job['seconds']:.0f} s from `{tree['model']}`.", ""]
+    lines += ["## Reward", "", "| | before | after |", "|---|---|---|"]
+    lines += [f"| held-out | {_figure(reward['held_out_before'])} | {_figure(reward['held_out_after'])} |"]
+    lines += [f"| training, first step and last {LAST} | {_figure(reward['training_first'])} | "]
+    lines[-1] += f"{_figure(reward['training_last'])} |"
+    lines += ["", "## Ledger", "", *_table({k: v for k, v in ledger.items() if k != "reasons"})]
+    if ledger["reasons"]:
+        lines += ["", "Dropped:", "", *_table(ledger["reasons"])]
+    lines += ["", "## Publications", "", *_table(tree["publications"])]
+    lines += ["", "## Seconds per step", "", *_table(tree["seconds_per_step"])]
+    lines += ["", "## Checkpoint", "", f"`{tree['checkpoint']}`" if tree["checkpoint"] else "none", ""]
+    return "\n".join(lines)
+
+
+def _table(values: dict[str, Any]) -> list[str]:
+    return ["| | |", "|---|---|", *(f"| {name} | {_figure(value)} |" for name, value in values.items())]
+
+
+def _figure(value: float | int | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:,.0f}" if float(value).is_integer() else f"{value:.4g}"

@@ -1,0 +1,67 @@
+"""One step of the trainer on one batch, and its mark on the ledger."""
+
+import time
+
+from millrace.errors import MillraceError
+from millrace.rest import StepMetrics
+from millrace.wire.v1 import common_pb2, trainer_pb2
+from services.coordinator.run import Run
+from services.coordinator.samples import samples_of
+from services.coordinator.series import batch_metrics, mean
+from services.coordinator.spans import traced
+from services.coordinator.stages.admit import Batch
+
+
+async def interrupted(run: Run) -> Batch | None:
+    """The batch of a step that was sent and not marked: the trainer knows it and answers it again."""
+    saved = await run.records.batch()
+    if saved is None or saved[0] != run.job.step + 1:
+        return None
+    return Batch(*saved)
+
+
+@traced
+async def step(run: Run, batch: Batch) -> None:
+    """Sends the trainer references and lengths, and marks the batch as trained: metrics, samples and ledger at once."""
+    await run.records.set_batch(batch.step, batch.groups, batch.waited_s)
+    trainer, started = run.parts.trainer, time.monotonic()
+    async with trainer.turn:
+        trainer.holds = None
+        answer: trainer_pb2.StepResponse = await trainer.call("Step", _request(run, batch))
+        if answer.version != batch.step:
+            what = f"{trainer.member.id} answered step {batch.step} with version {answer.version}."
+            raise MillraceError(what, "run the same release of millrace everywhere.")
+        await _mark(run, batch, answer, time.monotonic() - started)
+        await run.refresh()
+        trainer.holds = (run.job.id, run.job.version)
+
+
+def _request(run: Run, batch: Batch) -> trainer_pb2.StepRequest:
+    groups = [
+        trainer_pb2.GroupRef(prompt_id=g.prompt_id, prompt_tokens=g.prompt_tokens, response_tokens=g.response_tokens)
+        for g in batch.groups
+    ]
+    return trainer_pb2.StepRequest(
+        job_id=run.job.id, step=batch.step, groups=groups, work_address=run.parts.work_address
+    )
+
+
+async def _mark(run: Run, batch: Batch, answer: trainer_pb2.StepResponse, seconds: float) -> None:
+    reward = mean([r for g in batch.groups for r in g.rewards])
+    values = batch_metrics(batch.groups, run.job.version, run.spec) | dict(answer.metrics)
+    values |= {"timing_s/gen": batch.waited_s, "timing_s/train": seconds, "training/global_step": float(batch.step)}
+    row = StepMetrics(step=batch.step, time_s=time.time(), values=values)
+    prompts = [g.prompt_id for g in batch.groups]
+    samples = await _samples(run, batch)
+    if not await run.prompts.train(prompts, batch.step, reward, row.model_dump_json(), samples):
+        return
+    staleness = [run.job.version - oldest for g in batch.groups for oldest in g.oldest]
+    run.parts.measures.trained(run.job.id, staleness)
+    message = f"step {batch.step} of {run.steps}: reward {reward:.4g}"
+    await run.tell("step.done", message, step=batch.step, reward=reward, seconds=seconds)
+
+
+async def _samples(run: Run, batch: Batch) -> list[str]:
+    wanted = [g.prompt_id for g in batch.groups[: run.spec.tracking.samples_per_step]]
+    groups = [common_pb2.Group.FromString(g) for g in await run.prompts.groups(wanted) if g is not None]
+    return [sample.model_dump_json() for group in groups for sample in samples_of(group, batch.step)]

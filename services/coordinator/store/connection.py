@@ -1,0 +1,116 @@
+"""The connection to Redis: commands, scripts, and what its loss means."""
+
+import asyncio
+import hashlib
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import structlog
+from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import NoScriptError, ReadOnlyError, RedisError, ResponseError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from millrace.errors import MillraceError, Unavailable
+from services.coordinator.ledger import lua_table
+
+log = structlog.get_logger(__name__)
+SCRIPTS = Path(__file__).parent / "scripts"
+TIMEOUT_S = 5.0
+CONNECTIONS = 32
+LOST = (RedisConnectionError, RedisTimeoutError, ReadOnlyError, OSError)
+
+
+class StoreDown(Unavailable):
+    """Redis does not answer. Nothing is lost: whoever meets it waits for Redis and begins again from what it holds."""
+
+
+class Superseded(MillraceError):
+    """Another coordinator was started on this Redis: the newest works, all others stop."""
+
+
+class Connection:
+    """One Redis. Its scripts are the transitions; each is atomic, and each may be repeated."""
+
+    def __init__(self, url: str) -> None:
+        self.name = _without_password(url)
+        pool = BlockingConnectionPool.from_url(
+            url,
+            max_connections=CONNECTIONS,
+            timeout=TIMEOUT_S,
+            socket_timeout=TIMEOUT_S,
+            socket_connect_timeout=2.0,
+            retry=Retry(NoBackoff(), 1, supported_errors=(RedisConnectionError,)),
+            protocol=2,
+        )
+        self._redis = Redis.from_pool(pool)
+        prelude = lua_table() + (SCRIPTS / "ledger.lua").read_text()
+        sources = {p.stem: prelude + p.read_text() for p in SCRIPTS.glob("*.lua") if p.stem != "ledger"}
+        self._scripts = {name: (hashlib.sha1(source.encode()).hexdigest(), source) for name, source in sources.items()}
+
+    async def do(self, *command: Any) -> Any:
+        """One command. Raises StoreDown."""
+        return await self._answer(lambda: self._redis.execute_command(*command))
+
+    async def together(self, *commands: Sequence[Any]) -> list[Any]:
+        """Several commands in one transaction and one round trip. Raises StoreDown."""
+        pipeline = self._redis.pipeline(transaction=True)
+        for command in commands:
+            pipeline.execute_command(*command)
+        answers: list[Any] = await self._answer(pipeline.execute)
+        return answers
+
+    async def run(self, script: str, keys: Sequence[str], arguments: Sequence[Any] = ()) -> Any:
+        """One script of scripts/, by name. Raises StoreDown."""
+        digest, source = self._scripts[script]
+        try:
+            return await self.do("EVALSHA", digest, len(keys), *keys, *arguments)
+        except NoScriptError:
+            return await self.do("EVAL", source, len(keys), *keys, *arguments)
+
+    async def _answer(self, ask: Callable[[], Awaitable[Any]]) -> Any:
+        try:
+            return await ask()
+        except LOST as error:
+            mend = "start it again; everything goes on from what it holds."
+            raise StoreDown(f"Redis at {self.name} does not answer: {error}.", mend) from error
+
+    async def up(self) -> bool:
+        """Whether Redis answers and has loaded what it holds."""
+        try:
+            await self.do("PING")
+        except (StoreDown, RedisError):
+            return False
+        return True
+
+    async def wait_until_up(self) -> None:
+        """Returns once Redis answers; asks at growing intervals of at most 2 s."""
+        pause_s = 0.1
+        while not await self.up():
+            await asyncio.sleep(pause_s)
+            pause_s = min(2.0, pause_s * 2)
+
+    async def keeps(self) -> bool:
+        """Whether what it holds outlives it. True where it does not say: hosted ones forbid the question."""
+        try:
+            answer = await self.do("CONFIG", "GET", "appendonly")
+        except ResponseError:
+            return True
+        return b"no" not in answer
+
+    async def close(self) -> None:
+        await self._redis.aclose()
+        await self._redis.connection_pool.disconnect()
+
+
+def _without_password(url: str) -> str:
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+
+
+def text(value: bytes | None) -> str:
+    return "" if value is None else value.decode()

@@ -1,0 +1,106 @@
+"""Jobs in Redis: one hash each, in the order of their submission."""
+
+import hashlib
+import json
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from millrace.errors import InvalidState, NotFound
+from millrace.ids import JobId
+from millrace.rest import JobState
+from services.coordinator.jobs import JobRecord, before, refusal
+from services.coordinator.store.connection import Connection, text
+
+ALL = "millrace:jobs"
+
+
+def key(job_id: str) -> str:
+    return f"millrace:job:{job_id}"
+
+
+class Jobs:
+    def __init__(self, connection: Connection) -> None:
+        self._redis = connection
+
+    async def create(self, job: JobRecord, idempotency_key: str = "") -> tuple[JobId, bool]:
+        """The job that `idempotency_key` stands for, and whether it is new.
+
+        Raises InvalidState where the key was used for a different spec.
+        """
+        digest = hashlib.sha256(job.spec_json.encode()).hexdigest()
+        name = f"millrace:idempotency:{idempotency_key}" if idempotency_key else ""
+        fields = {"id": job.id, "name": job.name, "state": job.state, "spec_json": job.spec_json, "step": 0}
+        fields |= {"created_s": job.created_s, "version": 0, "cursor": 0, "lineage": 0}
+        event = event_parts("job.state", f"{job.name} was submitted", {"state": job.state})
+        arguments = [job.id, job.created_s, digest, len(event), *event, *_flat(fields)]
+        known, known_digest = await self._redis.run("create_job", [key(job.id), ALL, name], arguments)
+        if text(known_digest) != digest:
+            what = f"the idempotency key {idempotency_key!r} was used for {text(known)}, which has another spec."
+            raise InvalidState(what, "take a new key for a new job.")
+        return JobId(text(known)), text(known) == job.id
+
+    async def get(self, job_id: str) -> JobRecord:
+        """Raises NotFound."""
+        fields = await self._redis.do("HGETALL", key(job_id))
+        if not fields:
+            raise NotFound(f"there is no job {job_id}.", "GET /v1/jobs lists those there are.")
+        return _record(fields)
+
+    async def all(self) -> list[JobRecord]:
+        """The oldest first."""
+        ids = await self._redis.do("ZRANGE", ALL, 0, -1)
+        if not ids:
+            return []
+        return [_record(f) for f in await self._redis.together(*(("HGETALL", key(text(i))) for i in ids)) if f]
+
+    async def update(self, job_id: JobId, **fields: Any) -> None:
+        await self._redis.do("HSET", key(job_id), *_flat(fields))
+
+    async def move(
+        self, job_id: str, state: JobState, message: str, only: list[JobState] | None = None, **fields: Any
+    ) -> None:
+        """Moves the job to `state` along TRANSITIONS, with `fields` and an event that says `message`, all in one go.
+
+        Raises NotFound, and InvalidState where there is no such transition, or it is in none of the states `only`.
+        """
+        event = event_parts("job.state", message, {"state": state})
+        await self._change(job_id, before(state) if only is None else only, state, event, {"state": state} | fields)
+
+    async def want(self, job_id: str, allowed: list[JobState], asked: str, **fields: Any) -> None:
+        """Sets `fields` if the job is in one of the `allowed` states. Raises NotFound, InvalidState."""
+        await self._change(job_id, allowed, asked, [], fields)
+
+    async def _change(
+        self, job_id: str, allowed: list[JobState], wanted: str, event: list[str], fields: Mapping[str, Any]
+    ) -> None:
+        arguments = [len(allowed), *allowed, len(event), *event, *_flat(fields)]
+        answer = await self._redis.run("move_job", [key(job_id)], arguments)
+        if answer is None:
+            raise NotFound(f"there is no job {job_id}.", "GET /v1/jobs lists those there are.")
+        moved, state = answer[0], JobState(text(answer[1]))
+        if not moved:
+            raise refusal(job_id, state, wanted)
+
+    async def wanted(self, job_id: JobId) -> tuple[JobState, str]:
+        """The job's state, and what somebody asked of its loop: `pause`, `cancel` or nothing."""
+        state, wanted = await self._redis.do("HMGET", key(job_id), "state", "wanted")
+        return JobState(text(state)), text(wanted)
+
+    async def next_attempt(self, job_id: JobId) -> int:
+        """A number for a publication, never given before in this job."""
+        return int(await self._redis.do("HINCRBY", key(job_id), "attempts", 1))
+
+
+def event_parts(kind: str, message: str, data: Mapping[str, Any]) -> list[str]:
+    """An event as its entry in the log."""
+    tree = {"time_s": str(time.time()), "kind": kind, "message": message, "data": json.dumps(data, default=str)}
+    return _flat(tree)
+
+
+def _flat(fields: Mapping[str, Any]) -> list[Any]:
+    return [part for field in fields.items() for part in field]
+
+
+def _record(fields: Mapping[bytes, bytes]) -> JobRecord:
+    return JobRecord.of({name.decode(): value.decode() for name, value in fields.items()})

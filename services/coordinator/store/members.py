@@ -1,0 +1,35 @@
+"""The fleet in Redis: who is a member, with which weights, and the epoch."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from millrace.ids import Epoch, MemberId
+from services.coordinator.store.connection import Connection, text
+
+MEMBERS = "millrace:fleet:members"
+EPOCH = "millrace:fleet:epoch"
+
+
+class Members:
+    def __init__(self, connection: Connection) -> None:
+        self._redis = connection
+
+    async def all(self) -> tuple[Epoch, dict[MemberId, dict[str, Any]]]:
+        epoch, members = await self._redis.together(("GET", EPOCH), ("HGETALL", MEMBERS))
+        return Epoch(int(epoch or 0)), {MemberId(text(i)): json.loads(m) for i, m in members.items()}
+
+    async def put(self, member_id: MemberId, member: Mapping[str, Any]) -> None:
+        await self._redis.do("HSET", MEMBERS, member_id, json.dumps(member))
+
+    async def join(self, member_id: MemberId, member: Mapping[str, Any]) -> Epoch:
+        """Adds a member; the epoch grows."""
+        put = ("HSET", MEMBERS, member_id, json.dumps(member))
+        return Epoch(int((await self._redis.together(put, ("INCR", EPOCH)))[1]))
+
+    async def remove(self, member_id: MemberId) -> Epoch:
+        """Removes a member; the epoch grows."""
+        return Epoch(int((await self._redis.together(("HDEL", MEMBERS, member_id), ("INCR", EPOCH)))[1]))
+
+    async def grow(self) -> Epoch:
+        return Epoch(int(await self._redis.do("INCR", EPOCH)))

@@ -1,0 +1,115 @@
+"""What is kept about a job beside its prompts: events, series, samples, the batch in progress, checkpoints."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from millrace.ids import JobId
+from millrace.rest import Event, SampleView, StepMetrics
+from services.coordinator.groups import Summary
+from services.coordinator.store.connection import Connection, text
+from services.coordinator.store.jobs import event_parts, key
+
+EVENTS_KEPT = 10_000
+
+
+class Records:
+    def __init__(self, connection: Connection, job_id: JobId) -> None:
+        self._redis = connection
+        self._job = key(job_id)
+
+    # The event log.
+
+    async def add_event(self, kind: str, message: str, data: Mapping[str, Any]) -> str:
+        """Answers the event's id."""
+        parts = event_parts(kind, message, data)
+        added = await self._redis.do("XADD", f"{self._job}:events", "MAXLEN", "~", EVENTS_KEPT, "*", *parts)
+        return text(added)
+
+    async def events(self, after: str = "", count: int = 500) -> list[Event]:
+        """In order, those after the id `after`."""
+        start = f"({after}" if after else "-"
+        found = await self._redis.do("XRANGE", f"{self._job}:events", start, "+", "COUNT", count)
+        return [_event(text(identity), fields) for identity, fields in found]
+
+    # The series.
+
+    async def row(self, step: int) -> dict[str, float] | None:
+        """The metrics of one step; None where it has none yet."""
+        found = await self._redis.do("HGET", f"{self._job}:metrics", step)
+        return None if found is None else StepMetrics.model_validate_json(found).values
+
+    async def set_row(self, row: StepMetrics) -> None:
+        await self._redis.do("HSET", f"{self._job}:metrics", row.step, row.model_dump_json())
+
+    async def rows(self, after: int, last: int) -> list[StepMetrics]:
+        """Of the steps after `after` up to `last`."""
+        steps = range(after + 1, last + 1)
+        found = await self._redis.do("HMGET", f"{self._job}:metrics", *steps) if steps else []
+        return [StepMetrics.model_validate_json(row) for row in found if row is not None]
+
+    # Samples.
+
+    async def add_samples(self, samples: Sequence[SampleView]) -> None:
+        if samples:
+            await self._redis.do("RPUSH", f"{self._job}:samples", *(s.model_dump_json() for s in samples))
+
+    async def samples(self, limit: int, step: int | None = None) -> list[SampleView]:
+        """The newest first."""
+        found = await self._redis.do("LRANGE", f"{self._job}:samples", 0 if step is not None else -limit, -1)
+        samples = [SampleView.model_validate_json(sample) for sample in reversed(found)]
+        return [s for s in samples if step is None or s.step == step][:limit]
+
+    # The batch that the trainer has or gets.
+
+    async def set_batch(self, step: int, batch: Sequence[Summary], waited_s: float) -> None:
+        """Kept until the step is marked as trained, so that whoever comes after a crash sends the same batch again."""
+        tree = {"step": step, "waited_s": waited_s, "groups": [s.to_json() for s in batch]}
+        await self._redis.do("SET", f"{self._job}:batch", json.dumps(tree))
+
+    async def batch(self) -> tuple[int, list[Summary], float] | None:
+        """Step, groups and the seconds that were spent on waiting for them."""
+        found = await self._redis.do("GET", f"{self._job}:batch")
+        if found is None:
+            return None
+        tree = json.loads(found)
+        return int(tree["step"]), [Summary.from_json(s) for s in tree["groups"]], float(tree["waited_s"])
+
+    # The evaluation in progress, and what publications took.
+
+    async def set_note(self, name: str, value: Any) -> None:
+        await self._redis.do("HSET", f"{self._job}:kept", name, json.dumps(value))
+
+    async def note(self, name: str) -> Any:
+        found = await self._redis.do("HGET", f"{self._job}:kept", name)
+        return None if found is None else json.loads(found)
+
+    async def add_publication(self, report: Mapping[str, Any]) -> None:
+        command = ("RPUSH", f"{self._job}:publications", json.dumps(report))
+        await self._redis.together(command, ("LTRIM", f"{self._job}:publications", -1000, -1))
+
+    async def publications(self) -> list[dict[str, Any]]:
+        return [json.loads(r) for r in await self._redis.do("LRANGE", f"{self._job}:publications", 0, -1)]
+
+    # Checkpoints.
+
+    async def add_checkpoint(self, step: int, cut: Mapping[str, Any]) -> None:
+        """`cut`: what belongs to the checkpoint of that step. The job's newest checkpoint is this one from now on."""
+        await self._redis.together(
+            ("HSET", f"{self._job}:checkpoints", step, json.dumps(cut)),
+            ("HSET", self._job, "checkpoint", cut["path"], "checkpoint_step", step),
+        )
+
+    async def checkpoints(self) -> dict[int, dict[str, Any]]:
+        found = await self._redis.do("HGETALL", f"{self._job}:checkpoints")
+        return {int(step): json.loads(cut) for step, cut in sorted(found.items(), key=lambda item: int(item[0]))}
+
+    async def remove_checkpoint(self, step: int) -> None:
+        await self._redis.do("HDEL", f"{self._job}:checkpoints", step)
+
+
+def _event(identity: str, fields: Any) -> Event:
+    pairs = fields.items() if isinstance(fields, dict) else zip(fields[::2], fields[1::2], strict=True)
+    values = {text(name): text(value) for name, value in pairs}
+    data = json.loads(values.pop("data"))
+    return Event(id=identity, time_s=float(values["time_s"]), kind=values["kind"], message=values["message"], data=data)

@@ -1,0 +1,18 @@
+-- Ends a ledger: what is in flight is dropped, and what only a running job needs is deleted.
+-- KEYS: base. ARGV: step, reason. Answers how many prompts were dropped.
+local base, dropped = KEYS[1], 0
+
+local function drop(prompt)
+  if not move(base, prompt, 'drop') then return end
+  settle(base, prompt, ARGV[1], ARGV[2])
+  dropped = dropped + 1
+end
+
+for _, entry in ipairs(redis.call('XRANGE', base .. ':queue', '-', '+')) do drop(entry[2][2]) end
+for _, prompt in ipairs(redis.call('ZRANGE', base .. ':generated', 0, -1)) do drop(prompt) end
+for _, prompt in ipairs(redis.call('ZRANGE', base .. ':waiting', 0, -1)) do drop(prompt) end
+redis.call('HSET', base .. ':counts', 'waiting', 0)
+for _, part in ipairs({'queue', 'fence', 'leased', 'groups', 'summaries', 'generated', 'waiting', 'notes'}) do
+  redis.call('DEL', base .. ':' .. part)
+end
+return dropped

@@ -1,0 +1,16 @@
+-- Takes back what nobody extended in time. KEYS: base. ARGV: lease_ms. Answers the prompts that are queued again.
+local base, lease_ms = KEYS[1], ARGV[1]
+local queue, prompts, cursor = base .. ':queue', {}, '0-0'
+if redis.call('EXISTS', queue) == 0 then return prompts end
+repeat
+  local found = redis.call('XAUTOCLAIM', queue, GROUP, NOBODY, lease_ms, cursor, 'COUNT', 100, 'JUSTID')
+  cursor = found[1]
+  for _, entry in ipairs(found[2]) do
+    -- Entries that were nobody's already are claimed too: their prompts are queued, not leased.
+    local prompt = redis.call('HGET', base .. ':leased', entry)
+    if prompt and redis.call('HGET', base .. ':state', prompt) == 'leased' then
+      prompts[#prompts + 1] = give_back(base, entry)
+    end
+  end
+until cursor == '0-0'
+return prompts

@@ -1,0 +1,44 @@
+"""The trainer as the loop sees it: whoever holds the seat, one call at a time."""
+
+import asyncio
+from typing import Any
+
+from millrace.errors import Fenced, Unavailable
+from millrace.ids import JobId, Version
+from millrace.wire.v1 import trainer_pb2, trainer_pb2_grpc
+from services.coordinator.fleet import Fleet
+from services.coordinator.members import Member
+
+
+class TrainerLost(Unavailable):
+    """The trainer is gone, or stands elsewhere than the ledger says: find out where it stands and go on from there."""
+
+
+class Trainer:
+    def __init__(self, fleet: Fleet) -> None:
+        self.turn = asyncio.Lock()
+        """Held while the trainer steps, publishes, saves or loads, and until the ledger knows of it."""
+        self.holds: tuple[JobId, Version] | None = None
+        """What it certainly holds: None while that is not known."""
+        self._fleet = fleet
+
+    @property
+    def member(self) -> Member:
+        """Raises TrainerLost."""
+        if member := self._fleet.trainer:
+            return member
+        raise TrainerLost("there is no trainer in the fleet.", "start one.")
+
+    async def call(self, method: str, request: Any) -> Any:
+        """Raises TrainerLost where it cannot be reached or refuses because it stands elsewhere."""
+        member = self.member
+        try:
+            return await self._fleet.call(member, trainer_pb2_grpc.TrainerStub, method, request)
+        except (Unavailable, Fenced) as error:
+            self.holds = None
+            await self._fleet.suspect(member)
+            raise TrainerLost(error.what, error.mend) from error
+
+    async def status(self) -> trainer_pb2.TrainerStatus:
+        status: trainer_pb2.TrainerStatus = await self.call("GetStatus", trainer_pb2.TrainerStatusRequest())
+        return status

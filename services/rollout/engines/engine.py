@@ -1,0 +1,166 @@
+"""What an engine is to a replica: it generates samples, and receives versions beside that.
+
+An engine is one class in one file of this package and one line in its registry (`__init__.py`). Everything an engine
+library needs is imported inside the class's methods: importing its module costs nothing.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.errors import MillraceError
+from millrace.ids import Version
+from millrace.spec import JobSpec
+from millrace.spec.rollout import CachePolicy
+from millrace.wire.v1 import common_pb2
+from services.rollout.delivery import Delivery
+
+
+class StopReason(Enum):
+    """Why a sample ended. The values are those of the wire."""
+
+    END_OF_TURN = common_pb2.STOP_REASON_END_OF_TURN
+    """The model produced an end-of-turn token."""
+    STOP_STRING = common_pb2.STOP_REASON_STOP_STRING
+    """One of the stop strings appeared."""
+    LENGTH = common_pb2.STOP_REASON_LENGTH
+    """The response reached its limit, or prompt and response the engine's context."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    max_response_tokens: int
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps every token."""
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class VersionSpan:
+    """Response tokens [start, end) were sampled by weights of `version`."""
+
+    version: Version
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Sample:
+    tokens: NDArray[np.int32]
+    """[tokens], the end-of-turn token included where the model produced one."""
+    logprobs: NDArray[np.float32]
+    """[tokens], nats, of the distribution sampled from: after temperature, top-k and top-p. Greedy samples carry the
+    model's own (temperature 1)."""
+    versions: tuple[VersionSpan, ...]
+    """Contiguous, in order, covering every token."""
+    stop_reason: StopReason
+    text: str
+    """Without special tokens, and without the stop string that ended it."""
+
+
+@dataclass(frozen=True)
+class Reception:
+    """How the bytes of one version came in."""
+
+    checksums: tuple[int, ...]
+    """Of each manifest tensor, in order, as it lies in staging memory of every engine worker."""
+    wire_s: float
+    """Inside the channel's calls, of the slowest worker."""
+    checksum_s: float
+
+
+@dataclass(frozen=True)
+class Swap:
+    """How a version was put in place. Seconds of wall time."""
+
+    apply_s: float
+    """Writing the engine's parameters, of the slowest worker."""
+    compare_s: float
+    """Comparing the parameters bit for bit with what was received, of the slowest worker."""
+    pause_s: float
+    """From the order to pause until generation could go on."""
+    loader_tensors: int
+    """Tensors that went whole through the engine's own loader."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """Samples in the engine now."""
+
+    running: int
+    waiting: int
+
+
+class Engine(Protocol):
+    """Generates and receives. All methods are called on one event loop and do not block it.
+
+    Before the first `commit` the weights are not to be served. A failed `commit` leaves no version in place: the caller
+    serves nothing until a later one succeeds. What fails for good raises EngineDied, and the process ends.
+    """
+
+    name: str
+    release: str
+    """Of the engine library."""
+    device: str
+    """For people: cpu, or the name and number of the accelerators."""
+    world_size: int
+    """Workers that receive weights. Valid once started, as are `dtype` and `capacity`."""
+    dtype: str
+    """Of the parameters, as torch names it."""
+    capacity: int
+    """Samples that it runs at once."""
+
+    async def start(self, spec: JobSpec) -> None:
+        """Loads the job's model, with weights of no meaning. Raises InvalidJob for what the job asks wrongly."""
+
+    async def stop(self) -> None:
+        """Ends every process and thread of the engine. Idempotent."""
+
+    async def generate(self, prompt_tokens: Sequence[int], sampling: Sampling) -> Sample:
+        """One sample. Cancelling the call aborts the request inside the engine."""
+
+    def load(self) -> Load: ...
+
+    async def prepare(self, delivery: Delivery) -> None:
+        """Checks a coming version against the engine. Raises PublicationFailed where it does not fit."""
+
+    async def begin_receive(self) -> None:
+        """Starts receiving the prepared delivery into staging memory beside generation; returns at once."""
+
+    async def received(self) -> Reception:
+        """Waits for the last byte. Raises PublicationFailed where it does not come."""
+
+    async def commit(self, version: Version, cache_policy: CachePolicy) -> Swap:
+        """Pauses, keeping requests in flight, puts the received version in place, compares, resumes."""
+
+    async def abort_receive(self) -> None:
+        """Forgets what `prepare` began and frees staging memory. Idempotent."""
+
+
+class EngineDied(MillraceError):
+    """The engine's process or thread ended; the replica leaves the fleet and exits."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Whether an engine would run here."""
+
+    ok: bool
+    release: str
+    """Empty where it is not installed."""
+    why: str
+    """Why not, with the mend; or a warning; or empty."""
+
+
+def compute_threads() -> int:
+    """Threads that an engine computes with on a CPU, unless OMP_NUM_THREADS says otherwise: one core is left to event
+    loops and neighbours, since threads that wait for each other on a full host crawl."""
+    return max(1, len(os.sched_getaffinity(0)) - 1)

@@ -1,0 +1,250 @@
+"""Hugging Face Transformers behind the engine protocol: small and portable, for machines where vLLM does not run.
+
+One thread decodes, with continuous batching; weights are received beside it and written between two tokens.
+"""
+
+import asyncio
+import importlib.metadata
+import importlib.util
+import os
+import secrets
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from millrace.errors import InvalidJob, InvalidState, PublicationFailed
+from millrace.ids import Version
+from millrace.spec import JobSpec
+from millrace.spec.rollout import CachePolicy
+from services.rollout.delivery import Delivery
+from services.rollout.engines.engine import (
+    EngineDied,
+    Load,
+    Probe,
+    Reception,
+    Sample,
+    Sampling,
+    Swap,
+    compute_threads,
+)
+
+if TYPE_CHECKING:
+    from services.rollout.engines.decoding import DecodeLoop
+    from services.rollout.staging import Shelf, Staging
+
+
+class Options(BaseModel):
+    """`rollout.engine_options` for this engine."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    max_num_seqs: int = Field(32, ge=1)
+    """Samples decoded at once."""
+    device: str = ""
+    """cpu, cuda, cuda:1; empty takes the first GPU where there is one."""
+    attn_implementation: str = "sdpa"
+
+
+def probe() -> Probe:
+    if importlib.util.find_spec("transformers") is None or importlib.util.find_spec("torch") is None:
+        return Probe(False, "", "transformers or torch is not installed: install millrace[transformers].")
+    return Probe(True, importlib.metadata.version("transformers"), "")
+
+
+class TransformersEngine:
+    name = "transformers"
+
+    def __init__(self) -> None:
+        self.release = importlib.metadata.version("transformers")
+        self.device = ""
+        self.world_size = 1
+        self.dtype = ""
+        self.capacity = 0
+        self._model: Any = None
+        self._decode: DecodeLoop
+        self._decoding: Future[None] | None = None
+        self._shelf: Shelf
+        self._staging: Staging | None = None
+        self._asked: set[asyncio.Future[Sample | None]] = set()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="decode")
+
+    async def start(self, spec: JobSpec) -> None:
+        await asyncio.to_thread(self._build, spec)
+        loop = asyncio.get_running_loop()
+        self._decoding = self._thread.submit(self._decode.run)
+        self._decoding.add_done_callback(lambda _: loop.call_soon_threadsafe(self._loop_ended))
+
+    def _build(self, spec: JobSpec) -> None:
+        import torch
+        from transformers import AutoTokenizer, DynamicCache  # noqa: F401 - its first import takes seconds
+
+        from services.rollout.engines.decoding import DecodeLoop, Endings
+        from services.rollout.staging import Shelf
+
+        options = _options(spec)
+        self._model = _random_model(spec, options)
+        tokenizer = AutoTokenizer.from_pretrained(spec.model.path, trust_remote_code=spec.model.trust_remote_code)
+        endings = Endings(
+            tokenizer=tokenizer,
+            end_of_turn=_end_of_turn(self._model.generation_config, tokenizer),
+            context=spec.data.max_prompt_tokens + spec.rollout.max_response_tokens,
+        )
+        self._decode = DecodeLoop(self._model, endings, options.max_num_seqs, secrets.randbits(60))
+        self._shelf = Shelf(self._load, dict(self._model.named_parameters()), frozenset())
+        device = self._model.device
+        if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(compute_threads())
+        self.device = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        self.dtype = spec.rollout.dtype
+        self.capacity = options.max_num_seqs
+
+    async def stop(self) -> None:
+        if self._decoding is not None:
+            self._decode.stop()
+            await asyncio.wait([asyncio.wrap_future(self._decoding)])
+            self._decoding = None
+        await self.abort_receive()
+        self._thread.shutdown(wait=False)
+        self._model = None
+
+    async def generate(self, prompt_tokens: Sequence[int], sampling: Sampling) -> Sample:
+        from services.rollout.engines.decoding import Request
+
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[Sample | None] = loop.create_future()
+
+        def end(sample: Sample | None) -> None:
+            loop.call_soon_threadsafe(_settle, ended, sample)
+
+        request = Request(prompt_tokens, sampling, end)
+        self._asked.add(ended)
+        try:
+            self.load()
+            self._decode.submit(request)
+            sample = await ended
+        finally:
+            self._asked.discard(ended)
+            if not ended.done() or ended.cancelled():
+                self._decode.abort(request)
+        self.load()
+        if sample is None:
+            raise InvalidState("the sample was aborted: no version is in place.", "the prompt is issued again.")
+        return sample
+
+    def _loop_ended(self) -> None:
+        for ended in self._asked:
+            _settle(ended, None)
+
+    def load(self) -> Load:
+        """Raises EngineDied where the decode loop ended."""
+        if self._decoding is None:
+            return Load(0, 0)
+        if self._decoding.done():
+            raise EngineDied(f"the decode loop ended: {self._decoding.exception()}")
+        return Load(*self._decode.counts())
+
+    async def prepare(self, delivery: Delivery) -> None:
+        from services.rollout.staging import Staging
+
+        await self.abort_receive()
+        parameters = dict(self._model.named_parameters())
+        held = {name: (tuple(p.shape), str(p.dtype).removeprefix("torch.")) for name, p in parameters.items()}
+        coming = {t.name: (t.shape, t.dtype) for t in delivery.manifest.tensors}
+        if differing := sorted(set(held.items()) ^ set(coming.items())):
+            names = sorted({name for name, _ in differing})
+            what = f"{len(names)} tensors differ in name, shape or dtype: {', '.join(names[:5])}."
+            raise PublicationFailed(what, "see that trainer and engine load the same model folder in the same dtype.")
+        self._staging = Staging(delivery, delivery.first_rank)
+
+    async def begin_receive(self) -> None:
+        self._prepared().begin()
+
+    async def received(self) -> Reception:
+        staging = self._prepared()
+        await asyncio.to_thread(staging.wait)
+        if staging.failure is not None:
+            raise PublicationFailed(staging.failure)
+        return Reception(tuple(staging.checksums), staging.wire_s, staging.checksum_s)
+
+    async def commit(self, version: Version, cache_policy: CachePolicy) -> Swap:
+        staging, self._staging = self._prepared(), None
+        started = time.perf_counter()
+        await asyncio.to_thread(self._decode.pause)
+        in_place: Version | None = None
+        try:
+            applied = await asyncio.to_thread(self._shelf.apply, staging)
+            if applied.unplaced:
+                raise PublicationFailed(f"nothing of {', '.join(applied.unplaced[:5])} was placed.")
+            in_place = version
+        finally:
+            staging.close()
+            self._decode.resume(in_place, recompute=cache_policy == "recompute")
+        return Swap(
+            apply_s=applied.apply_s,
+            compare_s=applied.compare_s,
+            pause_s=time.perf_counter() - started,
+            loader_tensors=len(staging.delivery.manifest.tensors),
+        )
+
+    async def abort_receive(self) -> None:
+        staging, self._staging = self._staging, None
+        if staging is not None:
+            staging.close()
+
+    def _prepared(self) -> "Staging":
+        if self._staging is None:
+            raise PublicationFailed("the publication was aborted.", "prepare it again.")
+        return self._staging
+
+    def _load(self, tensors: Any) -> None:
+        parameters = dict(self._model.named_parameters())
+        for name, tensor in tensors:
+            parameters[name].data.copy_(tensor)
+
+
+def _settle(ended: "asyncio.Future[Sample | None]", sample: Sample | None) -> None:
+    if not ended.done():
+        ended.set_result(sample)
+
+
+def _options(spec: JobSpec) -> Options:
+    try:
+        return Options(**spec.rollout.engine_options)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(["rollout.engine_options", *map(str, first["loc"])])
+        mend = f"this engine takes {', '.join(Options.model_fields)}."
+        raise InvalidJob(f"{field}: {first['input']!r} will not do: {first['msg']}.", mend) from error
+
+
+def _random_model(spec: JobSpec, options: Options) -> Any:
+    """The job's model with weights of no meaning. Raises InvalidJob where it cannot be built here."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    trust, device = spec.model.trust_remote_code, options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        config = AutoConfig.from_pretrained(spec.model.path, trust_remote_code=trust)
+        others = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
+        if others:
+            raise InvalidJob(f"model.path: layers of kind {', '.join(others)} will not do here.", "use vLLM.")
+        model = AutoModelForCausalLM.from_config(
+            config,
+            dtype=getattr(torch, spec.rollout.dtype),
+            attn_implementation=options.attn_implementation,
+            trust_remote_code=trust,
+        )
+        return model.to(device).eval()
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        what = f"model.path: {spec.model.path} cannot be built by transformers on {device}: {error}."
+        raise InvalidJob(what, "give a Hugging Face model folder of an architecture that it knows.") from error
+
+
+def _end_of_turn(generation_config: Any, tokenizer: Any) -> frozenset[int]:
+    """Tokens that end a response: those of the model folder's generation config, and the tokenizer's."""
+    named = generation_config.eos_token_id if generation_config is not None else None
+    tokens = {named} if isinstance(named, int) else set(named or [])
+    return frozenset(tokens | {tokenizer.eos_token_id} - {None})

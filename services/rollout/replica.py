@@ -1,0 +1,183 @@
+"""One replica: which job it serves, with which engine, at which version."""
+
+import asyncio
+import json
+import time
+
+import structlog
+
+from millrace.errors import InvalidState, MillraceError
+from millrace.ids import JobId, MemberId, Version
+from millrace.spec import JobSpec
+from millrace.wire.v1 import rollout_pb2
+from services.rollout.engines import create
+from services.rollout.engines.engine import Engine, EngineDied, Load
+from services.rollout.groups import Bench
+from services.rollout.job import Job, parse_spec
+from services.rollout.leases import Leases
+from services.rollout.receive import Receiver
+
+log = structlog.get_logger(__name__)
+State = rollout_pb2.EngineState
+CLOSE_S = 10.0
+
+
+class Replica:
+    """Configured by the coordinator, it takes leases from the first version that it committed."""
+
+    def __init__(self, member_id: MemberId, engine_name: str, engine_release: str, leases: Leases) -> None:
+        self.member_id = member_id
+        self.engine_name = engine_name
+        self.engine_release = engine_release
+        self.leases = leases
+        self.state: State = rollout_pb2.ENGINE_STATE_IDLE
+        self.version: Version | None = None
+        self.failure = ""
+        self.draining = asyncio.Event()
+        """Set once somebody asked this replica to drain."""
+        self.died = asyncio.Event()
+        """Set once the engine ended by itself; `failure` says why."""
+        self.engine: Engine | None = None
+        self.job: Job | None = None
+        self._receiver: Receiver | None = None
+        self._bench: Bench | None = None
+        self._engine_of = ""
+        self._turn = asyncio.Lock()
+
+    async def configure(self, job_id: JobId, spec_json: str) -> rollout_pb2.ConfigureRolloutResponse:
+        """Makes the engine ready for a job. The same job again answers at once and keeps its version."""
+        spec, started = parse_spec(spec_json), time.monotonic()
+        async with self._turn:
+            if self.draining.is_set():
+                raise InvalidState(f"{self.member_id} drains.", "configure another replica.")
+            if self.job is None or (self.job.id, self.job.spec) != (job_id, spec):
+                await self._leave_job("another job was configured")
+                try:
+                    await self._enter_job(job_id, spec)
+                except MillraceError as error:
+                    self.state, self.failure = rollout_pb2.ENGINE_STATE_FAILED, str(error)
+                    raise
+            assert self.engine is not None
+            return rollout_pb2.ConfigureRolloutResponse(
+                world_size=self.engine.world_size, dtype=self.engine.dtype, seconds=time.monotonic() - started
+            )
+
+    async def _enter_job(self, job_id: JobId, spec: JobSpec) -> None:
+        self.state, self.failure = rollout_pb2.ENGINE_STATE_STARTING, ""
+        wanted = _engine_key(spec)
+        if self.engine is not None and self._engine_of != wanted:
+            await self._stop_engine()
+        opening = asyncio.create_task(Job.open(job_id, spec))
+        try:
+            if self.engine is None:
+                self.engine = create(self.engine_name)
+                await self.engine.start(spec)
+                self._engine_of = wanted
+            self.job = await opening
+        except MillraceError:
+            await self._discard(opening)
+            await self._stop_engine()
+            raise
+        self._receiver = Receiver(self.engine, self.member_id, spec.rollout.cache_policy, self._on_version)
+        self.state = rollout_pb2.ENGINE_STATE_WITHOUT_WEIGHTS
+        log.info("configured", job=job_id, engine=self.engine.name, release=self.engine.release)
+
+    async def _discard(self, opening: asyncio.Task[Job]) -> None:
+        await asyncio.wait([opening])
+        if opening.exception() is None:
+            await opening.result().close()
+
+    async def _leave_job(self, reason: str) -> None:
+        self.version = None
+        self.leases.serve(None)
+        await self.leases.release(reason)
+        if self._receiver is not None:
+            receiver, self._receiver = self._receiver, None
+            await receiver.close()
+        if self.job is not None:
+            job, self.job = self.job, None
+            await job.close()
+
+    async def _stop_engine(self) -> None:
+        if self.engine is not None:
+            engine, self.engine = self.engine, None
+            self._engine_of = ""
+            await engine.stop()
+
+    def _on_version(self, version: Version | None) -> None:
+        """A commit ended: with `version` in place, or half-way and with none."""
+        self.version = version
+        if version is None:
+            self.state = rollout_pb2.ENGINE_STATE_WITHOUT_WEIGHTS
+            self.leases.serve(None)
+            return
+        assert self.engine is not None and self.job is not None
+        if not self.draining.is_set():
+            self.state = rollout_pb2.ENGINE_STATE_SERVING
+            self.leases.serve(self.bench())
+
+    def bench(self) -> Bench:
+        """Raises InvalidState where there is no version to generate with."""
+        if self.engine is None or self.job is None or self.version is None:
+            what = f"{self.member_id} holds no verified version and generates nothing."
+            raise InvalidState(what, "configure it and publish a version to it.")
+        if self._bench is None or self._bench.job is not self.job:
+            self._bench = Bench(self.member_id, self.engine, self.job)
+        return self._bench
+
+    def receiver(self, job_id: str) -> Receiver:
+        """Raises InvalidState where the replica is not configured for that job."""
+        if self._receiver is None or self.job is None or self.job.id != job_id:
+            held = self.job.id if self.job else "no job"
+            raise InvalidState(f"{self.member_id} is configured for {held}, not for {job_id}.", "configure it first.")
+        return self._receiver
+
+    def drain(self) -> None:
+        """No new leases; what is in work goes on. Idempotent."""
+        if not self.draining.is_set():
+            log.info("draining")
+            self.state = rollout_pb2.ENGINE_STATE_DRAINING
+            self.leases.serve(None)
+            self.draining.set()
+
+    def died_of(self, error: EngineDied) -> None:
+        if not self.died.is_set():
+            log.error("the engine died", error=str(error))
+            self.state, self.failure, self.version = rollout_pb2.ENGINE_STATE_FAILED, str(error), None
+            self.leases.serve(None)
+            self.died.set()
+
+    def load(self) -> tuple[Load, int]:
+        """Samples in the engine, and how many more it could start now."""
+        if self.engine is None:
+            return Load(0, 0), 0
+        try:
+            load = self.engine.load()
+        except EngineDied as error:
+            self.died_of(error)
+            return Load(0, 0), 0
+        return load, max(0, self.engine.capacity - load.running - load.waiting)
+
+    async def close(self) -> None:
+        """Ends everything, and gives back what is still held. An engine that is just starting is left to the caller to
+        kill."""
+        try:
+            async with asyncio.timeout(CLOSE_S), self._turn:
+                await self._leave_job("the replica ends")
+                await self._stop_engine()
+        except TimeoutError:
+            log.warning("the engine did not stop in time and is killed", seconds=CLOSE_S)
+
+
+def _engine_key(spec: JobSpec) -> str:
+    """Two jobs with the same key can share a running engine."""
+    rollout = spec.rollout
+    return json.dumps(
+        [
+            spec.model.model_dump(),
+            rollout.dtype,
+            rollout.engine_options,
+            spec.data.max_prompt_tokens + rollout.max_response_tokens,
+        ],
+        sort_keys=True,
+    )

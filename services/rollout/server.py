@@ -1,0 +1,119 @@
+"""The gRPC service of a replica: translation between the wire and the replica."""
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, TypeAlias, TypeVar
+
+import grpc
+
+from millrace.errors import BadRow
+from millrace.ids import JobId
+from millrace.weights.phases import Publication
+from millrace.wire.arrays import pack_tokens
+from millrace.wire.v1 import rollout_pb2, rollout_pb2_grpc, work_pb2
+from services.rollout.groups import sampling_of, trajectory
+from services.rollout.replica import Replica
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+T = TypeVar("T")
+
+
+class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def Configure(
+        self, request: rollout_pb2.ConfigureRolloutRequest, context: Context
+    ) -> rollout_pb2.ConfigureRolloutResponse:
+        return await self._whole(self._replica.configure(JobId(request.job_id), request.spec))
+
+    async def PreparePublication(
+        self, request: rollout_pb2.PrepareReceiveRequest, context: Context
+    ) -> rollout_pb2.PrepareReceiveResponse:
+        receiver = self._replica.receiver(request.publication.job_id)
+        return rollout_pb2.PrepareReceiveResponse(plan_hash=await self._whole(receiver.prepare(request)))
+
+    async def TransferPublication(
+        self, request: rollout_pb2.TransferReceiveRequest, context: Context
+    ) -> rollout_pb2.TransferReceiveResponse:
+        receiver = self._replica.receiver(request.publication.job_id)
+        await self._whole(receiver.transfer(Publication.from_proto(request.publication)))
+        return rollout_pb2.TransferReceiveResponse()
+
+    async def VerifyPublication(
+        self, request: rollout_pb2.VerifyReceiveRequest, context: Context
+    ) -> rollout_pb2.VerifyReceiveResponse:
+        receiver = self._replica.receiver(request.publication.job_id)
+        checksums = tuple(request.checksums.values)
+        await self._whole(receiver.verify(Publication.from_proto(request.publication), checksums))
+        return rollout_pb2.VerifyReceiveResponse()
+
+    async def CommitPublication(
+        self, request: rollout_pb2.CommitReceiveRequest, context: Context
+    ) -> rollout_pb2.CommitReceiveResponse:
+        receiver = self._replica.receiver(request.publication.job_id)
+        report = await self._whole(receiver.commit(Publication.from_proto(request.publication)))
+        return rollout_pb2.CommitReceiveResponse(report=report)
+
+    async def AbortPublication(
+        self, request: rollout_pb2.AbortReceiveRequest, context: Context
+    ) -> rollout_pb2.AbortReceiveResponse:
+        receiver = self._replica.receiver(request.publication.job_id)
+        await self._whole(receiver.abort(Publication.from_proto(request.publication), request.reason))
+        return rollout_pb2.AbortReceiveResponse()
+
+    async def Generate(self, request: rollout_pb2.GenerateRequest, context: Context) -> rollout_pb2.GenerateResponse:
+        bench = self._replica.bench()
+        try:
+            json.loads(request.prompt)
+        except ValueError as error:
+            raise BadRow(f"the prompt is no JSON: {error}.", "send a list of messages, or a string.") from error
+        prompt = await bench.job.prompt(work_pb2.Lease(prompt_id="debug-0", prompt=request.prompt))
+        if prompt.rendered.dropped is not None:
+            raise BadRow(f"{prompt.rendered.dropped}.", "send a shorter one.")
+        count = request.sampling.samples or 1
+        samples = await bench.samples(prompt, sampling_of(request.sampling), count, lambda _: None)
+        return rollout_pb2.GenerateResponse(
+            prompt_tokens=pack_tokens(prompt.rendered.token_ids), trajectories=[trajectory(s) for s in samples]
+        )
+
+    async def GetStatus(self, request: rollout_pb2.RolloutStatusRequest, context: Context) -> rollout_pb2.RolloutStatus:
+        replica = self._replica
+        load, free = replica.load()
+        return rollout_pb2.RolloutStatus(
+            member_id=replica.member_id,
+            state=replica.state,
+            job_id=replica.job.id if replica.job else "",
+            version=-1 if replica.version is None else replica.version,
+            running=load.running,
+            waiting=load.waiting,
+            free=free,
+            generated_tokens=replica.leases.generated_tokens,
+            engine=replica.engine_name,
+            engine_release=replica.engine_release,
+            failure=replica.failure,
+        )
+
+    async def Drain(
+        self, request: rollout_pb2.DrainRolloutRequest, context: Context
+    ) -> rollout_pb2.DrainRolloutResponse:
+        self._replica.drain()
+        return rollout_pb2.DrainRolloutResponse()
+
+    async def _whole(self, work: Coroutine[Any, Any, T]) -> T:
+        """Runs `work` to its end even where the caller goes away: a phase cut off half-way would leave the engine
+        paused, and a caller that comes back asks again."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return await asyncio.shield(task)
+
+
+def servicers(replica: Replica) -> Mapping[str, Callable[[grpc.aio.Server], None]]:
+    """By full service name, as `millrace.wire.server.Server` takes them."""
+    servicer = RolloutServicer(replica)
+    return {
+        "millrace.v1.Rollout": lambda server: rollout_pb2_grpc.add_RolloutServicer_to_server(servicer, server),
+    }

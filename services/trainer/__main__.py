@@ -1,0 +1,102 @@
+"""Runs the trainer: `python -m services.trainer` for one rank, `torchrun --nproc-per-node N -m services.trainer` for
+several. SIGTERM drains: the running step is finished, the fleet left, the exit status 0.
+
+torchrun gives its ranks 30 seconds to drain; `--shutdown-timeout` gives them more.
+"""
+
+import os
+
+# Read when torch is loaded. A bounded wait that ends is no warning. Threads that wait for each other sleep instead of
+# spinning: beside an engine on the same cores a step would otherwise take ten times as long.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import signal
+import socket
+from collections.abc import Callable
+from typing import Annotated
+
+import structlog
+import torch.distributed as dist
+import typer
+from torch.distributed import DistError
+
+from millrace.ids import MemberId, new_member_id
+from millrace.telemetry import logs
+from millrace.wire.server import host_address
+from services.trainer.beats import Beats
+from services.trainer.commands import Caller, Follower
+from services.trainer.control import ControlThread
+from services.trainer.publish import Sender
+from services.trainer.serve import Front
+from services.trainer.worker import Worker
+from services.trainer.world import World
+
+log = structlog.get_logger(__name__)
+
+
+def main(
+    coordinator: Annotated[str, typer.Option(envvar="MILLRACE_COORDINATOR", help="host:port of its gRPC server.")],
+    port: Annotated[int, typer.Option(envvar="MILLRACE_PORT", help="0 takes a free one.")] = 0,
+    host: Annotated[
+        str, typer.Option(envvar="MILLRACE_HOST", help="How others reach this host; empty: found out.")
+    ] = "",
+) -> None:
+    """Serves one trainer in front of a group of ranks."""
+    if host:
+        os.environ["MILLRACE_HOST"] = host
+    member_id = new_member_id("trainer")
+    rank = os.environ.get("RANK", "0")
+    logs.configure("trainer", member_id if rank == "0" else f"rank-{rank}")
+    raise typer.Exit(run(coordinator, port, member_id))
+
+
+def run(coordinator: str, port: int, member_id: MemberId) -> int:
+    """This rank's life; its exit status."""
+    world = World.join()
+    control = ControlThread()
+    sender = Sender(world.rank, member_id)
+    beats = Beats(world)
+    drain = beats.drain
+    if world.rank == 0:
+        front = Front(world, Caller(world, beats), sender, member_id, coordinator, control.loop)
+        drain = front.drain
+    follower = Follower(world, Worker(world, control, sender).actions)
+    beats.start(on_drain=drain)
+    _on_signals(control, drain)
+    if world.rank == 0:
+        front.start(host_address(), port)
+    try:
+        follower.run()
+    except DistError as error:
+        log.error("rank 0 is gone: this rank ends", rank=world.rank, error=str(error))
+        return 1
+    beats.stop()
+    control.stop()
+    dist.destroy_process_group()
+    return 0
+
+
+def _on_signals(control: ControlThread, drain: Callable[[], None]) -> None:
+    """SIGTERM and SIGINT drain at once, whatever the main thread is doing: the control thread reads them."""
+    reader, writer = socket.socketpair()
+    for end in (reader, writer):
+        end.setblocking(False)
+    signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+
+    def told() -> None:
+        if reader.recv(64):
+            drain()
+
+    control.loop.call_soon_threadsafe(control.loop.add_reader, reader.fileno(), told)
+    _SIGNAL_SOCKETS.extend((reader, writer))
+
+
+_SIGNAL_SOCKETS: list[socket.socket] = []
+"""Kept open as long as the process lives."""
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,104 @@
+"""Backends: who holds the model and computes. One folder each, and one line in `BACKENDS`.
+
+A backend spans all ranks. Every method is called on every rank in the same order, from the main thread.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from millrace.batching.cost import SequenceCost
+from millrace.errors import InvalidJob
+from millrace.spec import JobSpec
+from millrace.weights.manifest import Manifest, TensorInfo
+from services.trainer.microbatch import MicroBatch
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """What the model says of the response tokens of a micro-batch, in their order."""
+
+    logprobs_r: Tensor
+    """float32 [R], nats, of the distribution at the job's temperature."""
+    entropy_r: Tensor | None
+    """float32 [R], nats, of the same distribution; none where it was not asked for."""
+
+
+LossFn = Callable[[MicroBatch, TokenScores], tuple[Tensor, Any]]
+"""This micro-batch's share of the batch's loss, a scalar, and whatever the caller wants back."""
+
+
+@dataclass(frozen=True)
+class DataParallel:
+    """Which share of a batch this rank computes. Ranks of one share (tensor or pipeline parallel) have equal ones."""
+
+    rank: int
+    size: int
+    group: ProcessGroup | None
+    """The ranks among which sums over the batch run; none where there is only one."""
+
+
+class Backend(Protocol):
+    device: torch.device
+    data_parallel: DataParallel
+    parameters: int
+    """Trainable numbers in the whole model."""
+    cost: SequenceCost
+    """What a sequence costs, for balancing."""
+
+    def logprobs(
+        self, microbatches: Sequence[MicroBatch], *, temperature: float, reference: bool = False
+    ) -> list[Tensor]:
+        """[R] of each micro-batch, float32, without gradient; of the reference policy if asked."""
+
+    def forward_backward(self, microbatches: Sequence[MicroBatch], loss_fn: LossFn, *, temperature: float) -> list[Any]:
+        """Adds the gradient of the sum of all micro-batches' losses on all ranks; returns what `loss_fn` gave beside
+        each loss. The backend schedules the micro-batches as it likes (pipeline stages) and owns the scaling."""
+
+    def gradient_norm(self) -> float:
+        """Of the gradients added so far, the same on every rank; infinite or NaN where one of them is."""
+
+    def optimizer_step(self, *, lr: float, gradient_scale: float) -> None:
+        """Multiplies the gradients, updates the weights by them and clears them."""
+
+    def zero_gradients(self) -> None: ...
+
+    def manifest(self, dtype: str) -> Manifest:
+        """What `export` gives, in its order."""
+
+    def export(self, dtype: str) -> Iterator[tuple[TensorInfo, Tensor | None]]:
+        """The model tensor by tensor in Hugging Face terms: whole on rank 0, on `device`; None on the others."""
+
+    def state(self) -> Mapping[str, Tensor]:
+        """Model and optimizer as named tensors, sharded as they lie: to save, and for `load_state` to fill."""
+
+    def prepare_state(self, updates: int) -> Mapping[str, Tensor]:
+        """As `state`, with the optimizer as it is after `updates` updates: room for a checkpoint to be read into."""
+
+    @property
+    def updates(self) -> int:
+        """Optimizer updates so far."""
+
+    def memory(self) -> dict[str, float]:
+        """Metrics of this rank's memory, in verl's names."""
+
+
+BACKENDS: dict[str, str] = {
+    "fsdp2": "services.trainer.backends.fsdp2.backend:build",
+    "megatron": "services.trainer.backends.megatron.backend:build",
+}
+"""Where each backend's `build(spec: JobSpec, device: torch.device) -> Backend` is."""
+
+
+def build(spec: JobSpec, device: torch.device) -> Backend:
+    """The job's backend with its model loaded. Raises InvalidJob where the model or the options will not do."""
+    name = spec.trainer.backend
+    if name not in BACKENDS:
+        raise InvalidJob(f"trainer.backend: there is no backend {name!r}.", f"choose one of {', '.join(BACKENDS)}.")
+    module, function = BACKENDS[name].split(":")
+    return getattr(import_module(module), function)(spec, device)

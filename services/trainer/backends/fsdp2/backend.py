@@ -1,0 +1,178 @@
+"""The fsdp2 backend: float32 master weights and AdamW, sharded; forward and backward in the job's dtype."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import psutil
+import torch
+import torch.distributed as dist
+from pydantic import ValidationError
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from transformers.utils import is_flash_attn_2_available
+
+from millrace.errors import InvalidJob
+from millrace.spec import JobSpec
+from millrace.spec.base import Part
+from millrace.weights.manifest import Manifest, TensorInfo
+from services.trainer.backends import DataParallel, LossFn, TokenScores
+from services.trainer.backends.fsdp2 import attention, export
+from services.trainer.backends.fsdp2.model import load_config, sequence_cost, sharded
+from services.trainer.backends.fsdp2.scores import token_scores
+from services.trainer.microbatch import MicroBatch
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Options(Part):
+    """`trainer.backend_options` of this backend."""
+
+    attention: Literal["auto", "segments", "flash_attention_2", "sdpa"] = "auto"
+    """auto: flash_attention_2 where it is installed, else segments (torch's causal kernels on unpacked sequences).
+    sdpa builds the block-diagonal mask of the whole micro-batch: for models whose attention takes no other."""
+    offload_reference: bool = False
+    """Keep the reference policy in host memory and copy each layer when it is needed."""
+
+
+def build(spec: JobSpec, device: torch.device) -> "Fsdp2":
+    try:
+        options = Options.model_validate(spec.trainer.backend_options)
+    except ValidationError as error:
+        raise InvalidJob(f"trainer.backend_options: {error}", "see the options of the fsdp2 backend.") from error
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("data",))
+    return Fsdp2(spec, options, device, mesh)
+
+
+class Fsdp2:
+    """See `services.trainer.backends.Backend`. All ranks are data parallel."""
+
+    def __init__(self, spec: JobSpec, options: Options, device: torch.device, mesh: DeviceMesh) -> None:
+        config = load_config(spec.model)
+        compute = getattr(torch, spec.trainer.dtype)
+        self.device = device
+        group = mesh.get_group() if mesh.size() > 1 else None
+        self.data_parallel = DataParallel(mesh.get_rank(), mesh.size(), group)
+        self._attention = _attention(options)
+        like: dict[str, Any] = {"attention": self._attention, "mesh": mesh, "compute": compute}
+        self._model = sharded(spec.model, config, dtype=torch.float32, offload=False, **like)
+        if spec.trainer.activation_recompute:
+            self._model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+        self._reference: nn.Module | None = None
+        if spec.algorithm.kl is not None:
+            reference = sharded(spec.model, config, dtype=compute, offload=options.offload_reference, **like)
+            self._reference = reference.requires_grad_(False)
+        self._trained = dict(self._model.named_parameters())
+        self.parameters = sum(parameter.numel() for parameter in self._trained.values())
+        self.cost = sequence_cost(config, self._model)
+        chosen = spec.trainer.optimizer
+        self._optimizer = torch.optim.AdamW(
+            self._trained.values(),
+            lr=chosen.lr,
+            betas=chosen.betas,
+            eps=chosen.eps,
+            weight_decay=chosen.weight_decay,
+            fused=device.type == "cuda",
+        )
+        self.updates = 0
+
+    def logprobs(
+        self, microbatches: Sequence[MicroBatch], *, temperature: float, reference: bool = False
+    ) -> list[Tensor]:
+        model = self._reference if reference else self._model
+        assert model is not None, "a reference policy is kept only for a job with algorithm.kl"
+        with torch.no_grad():
+            values = [self._scores(model, batch, temperature, entropy=False).logprobs_r for batch in microbatches]
+        model.reshard()  # type: ignore[operator]  # the root waits for a backward pass, which does not come
+        return values
+
+    def forward_backward(self, microbatches: Sequence[MicroBatch], loss_fn: LossFn, *, temperature: float) -> list[Any]:
+        outputs = []
+        for batch in microbatches:
+            loss, output = loss_fn(batch, self._scores(self._model, batch, temperature, entropy=True))
+            loss.backward()
+            outputs.append(output)
+        return outputs
+
+    def _scores(self, model: nn.Module, batch: MicroBatch, temperature: float, *, entropy: bool) -> TokenScores:
+        logits_1rv = model(
+            input_ids=batch.tokens_p[None].to(self.device),
+            position_ids=batch.positions_p[None].to(self.device),
+            logits_to_keep=batch.predicting_r.to(self.device),
+            use_cache=False,
+            **self._packing(batch),
+        ).logits
+        targets_r = batch.targets_r.to(self.device)
+        return TokenScores(*token_scores(logits_1rv[0], targets_r, temperature, entropy=entropy))
+
+    def _packing(self, batch: MicroBatch) -> dict[str, Any]:
+        """How the attention learns where sequences begin; `sdpa` sees it in the positions."""
+        if self._attention == attention.NAME:
+            return {"segments": attention.Segments.of(batch.lengths, self.device)}
+        if self._attention == "flash_attention_2":
+            starts, longest = batch.starts.to(self.device), max(batch.lengths)
+            return {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": longest, "max_length_k": longest}
+        return {}
+
+    def gradient_norm(self) -> float:
+        gradients = [parameter.grad for parameter in self._trained.values() if parameter.grad is not None]
+        norm = nn.utils.get_total_norm(gradients)
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+    def optimizer_step(self, *, lr: float, gradient_scale: float) -> None:
+        for parameter in self._trained.values():
+            if parameter.grad is not None:
+                parameter.grad.mul_(gradient_scale)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+        self.updates += 1
+        self.zero_gradients()
+
+    def zero_gradients(self) -> None:
+        self._optimizer.zero_grad()
+
+    def manifest(self, dtype: str) -> Manifest:
+        return export.manifest(self._model, dtype)
+
+    def export(self, dtype: str) -> Iterator[tuple[TensorInfo, Tensor | None]]:
+        return export.export(self._model, dtype, self.data_parallel.rank)
+
+    def state(self) -> Mapping[str, Tensor]:
+        state = {f"model.{name}": tensor.detach() for name, tensor in self._trained.items()}
+        for name, parameter in self._trained.items():
+            for moment in MOMENTS:
+                if parameter in self._optimizer.state:
+                    state[f"{moment}.{name}"] = self._optimizer.state[parameter][moment]
+        return state
+
+    def prepare_state(self, updates: int) -> Mapping[str, Tensor]:
+        self.updates = updates
+        self._optimizer.state.clear()
+        for parameter in self._trained.values() if updates else ():
+            device = self.device if self._optimizer.defaults["fused"] else torch.device("cpu")
+            step = torch.tensor(float(updates), dtype=torch.float32, device=device)
+            moments = {moment: torch.zeros_like(parameter.detach()) for moment in MOMENTS}
+            self._optimizer.state[parameter] = {"step": step, **moments}
+        return self.state()
+
+    def memory(self) -> dict[str, float]:
+        gib = 1 << 30
+        metrics = {"perf/cpu_memory_used_gb": psutil.Process().memory_info().rss / gib}
+        if self.device.type == "cuda":
+            metrics["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated(self.device) / gib
+            metrics["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved(self.device) / gib
+        return metrics
+
+
+def _attention(options: Options) -> str:
+    if options.attention == "segments":
+        return attention.NAME
+    if options.attention == "auto":
+        return "flash_attention_2" if is_flash_attn_2_available() else attention.NAME
+    if options.attention == "flash_attention_2" and not is_flash_attn_2_available():
+        raise InvalidJob(
+            'trainer.backend_options.attention: "flash_attention_2" will not do: flash-attn is not installed here.',
+            "install it on every trainer host, or leave the option out.",
+        )
+    return options.attention

@@ -1,0 +1,149 @@
+"""A Hugging Face model, sharded over the ranks: built without memory, then filled from the one rank that read it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from millrace.batching.cost import SequenceCost
+from millrace.errors import InvalidJob
+from millrace.spec.model import Model
+from services.trainer import lockstep
+
+
+def load_config(model: Model) -> Any:
+    """The folder's config, without dropout: a policy is trained with the probabilities that it sampled with."""
+    if not (Path(model.path) / "config.json").is_file():
+        raise InvalidJob(
+            f"model.path: {model.path} is not a Hugging Face model folder on the trainer's host: no config.json there.",
+            "give a folder with config, tokenizer and safetensors that the trainer sees at this same path.",
+        )
+    try:
+        config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InvalidJob(f"model.path: the config of {model.path} cannot be read: {error}", _MEND) from error
+    for name in vars(config):
+        if name.endswith(("dropout", "_pdrop")) and isinstance(getattr(config, name), float):
+            setattr(config, name, 0.0)
+    return config
+
+
+_MEND = "give a model of an architecture that this release of transformers knows, or install a newer one."
+
+
+def sharded(
+    model: Model,
+    config: Any,
+    *,
+    attention: str,
+    mesh: DeviceMesh,
+    dtype: torch.dtype,
+    compute: torch.dtype,
+    offload: bool,
+) -> nn.Module:
+    """The model with parameters of `dtype`, computing in `compute`, one shard on each rank of `mesh`, loaded.
+
+    `offload` keeps the shards in host memory and copies them as they are needed. Raises InvalidJob on every rank where
+    rank 0 cannot read the weights.
+    """
+    source: dict[str, Tensor] = {}
+    with lockstep.together():
+        if mesh.get_rank() == 0:
+            source = _read(model, config)
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=attention, trust_remote_code=model.trust_remote_code
+        )
+    precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+    policy = CPUOffloadPolicy() if offload else OffloadPolicy()
+    for part in (*_layers(module), module):
+        shard = fully_shard(part, mesh=mesh, mp_policy=precision, offload_policy=policy)
+        # Sums, not means: a loss is divided by the whole batch's counts before it comes here. Gloo knows only sums.
+        shard.set_gradient_divide_factor(1.0)
+        shard.set_force_sum_reduction_for_comms(True)
+    module.to_empty(device="cpu" if offload else mesh.device_type)
+    module.tie_weights()
+    _fill(module, source, mesh)
+    return module.train()
+
+
+def _read(model: Model, config: Any) -> dict[str, Tensor]:
+    """Parameters and buffers as transformers loads them, in host memory, in the dtype they are stored in."""
+    transformers_logging.disable_progress_bar()
+    try:
+        read: Any = AutoModelForCausalLM.from_pretrained(
+            model.path,
+            config=config,
+            dtype="auto",
+            trust_remote_code=model.trust_remote_code,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise InvalidJob(f"model.path: {model.path} cannot be loaded: {error}", _MEND) from error
+    loaded, report = read
+    if absent := sorted(report["missing_keys"]):
+        what = f"model.path: {model.path} lacks {len(absent)} of the model's tensors, the first {absent[0]}."
+        raise InvalidJob(what, "give a folder whose safetensors hold the whole model.")
+    return {**dict(loaded.named_parameters()), **dict(loaded.named_buffers())}
+
+
+def _layers(module: nn.Module) -> list[nn.Module]:
+    """The decoder layers: what is gathered and freed as one."""
+    kinds = set(getattr(module, "_no_split_modules", None) or ())
+    layers = [part for part in module.modules() if type(part).__name__ in kinds]
+    if layers:
+        return layers
+    stacks = [part for part in module.modules() if isinstance(part, nn.ModuleList)]
+    return max((list(stack) for stack in stacks), key=len, default=[])
+
+
+@torch.no_grad()
+def _fill(module: nn.Module, source: dict[str, Tensor], mesh: DeviceMesh) -> None:
+    """Copies rank 0's tensors into every rank's shards and buffers, one tensor in flight."""
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=mesh.device_type)
+        if mesh.get_rank() == 0:
+            whole.copy_(source[name])
+        if isinstance(tensor, DTensor):
+            tensor.copy_(distribute_tensor(whole, tensor.device_mesh, tensor.placements))
+            continue
+        if mesh.size() > 1:
+            dist.broadcast(whole, 0)
+        tensor.copy_(whole)
+
+
+def stored_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """What a model folder stores: parameters, each storage once, and persistent buffers; by this module's names."""
+    parameters = dict(module.named_parameters())
+    tied = {name for name, _ in module.named_parameters(remove_duplicate=False)} - set(parameters)
+    for name, tensor in module.state_dict().items():
+        if name not in tied:
+            yield name, tensor
+
+
+def sequence_cost(config: Any, module: nn.Module) -> SequenceCost:
+    """Training FLOPs by sequence length. Of experts only the active ones count, of embeddings only the head."""
+    text = config.get_text_config()
+    experts = next(
+        (n for key in ("num_experts", "num_local_experts", "n_routed_experts") if (n := getattr(text, key, 0))), 1
+    )
+    active = getattr(text, "num_experts_per_tok", None) or experts
+    embedding = module.get_input_embeddings().weight  # type: ignore[operator]
+    tied = module.get_output_embeddings() is not None and text.tie_word_embeddings  # type: ignore[operator]
+    matmul = 0.0
+    for name, parameter in module.named_parameters():
+        if parameter.dim() >= 2 and (parameter is not embedding or tied):
+            matmul += parameter.numel() * (active / experts if ".experts." in name else 1.0)
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return SequenceCost.of_model(
+        matmul_parameters=matmul, layers=text.num_hidden_layers, heads=text.num_attention_heads, head_dim=head_dim
+    )

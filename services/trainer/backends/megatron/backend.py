@@ -1,0 +1,264 @@
+"""The backend: a policy, its optimizer, a reference, and what the trainer asks of them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor, nn
+
+from millrace.errors import InvalidJob
+from millrace.megatron.architectures import read_shape
+from millrace.megatron.flops import sequence_cost
+from millrace.megatron.options import Megatron, Recompute, parse
+from millrace.megatron.rules import check
+from millrace.megatron.shape import ModelShape
+from millrace.megatron.topology import Topology
+from millrace.megatron.weights import Layout, layout
+from millrace.spec import JobSpec
+from millrace.weights.manifest import Manifest, TensorInfo
+from services.trainer import lockstep
+from services.trainer.backends import DataParallel, LossFn, TokenScores
+from services.trainer.backends.megatron import parallel
+from services.trainer.backends.megatron.configuration import configuration
+from services.trainer.backends.megatron.dispatch import dispatcher
+from services.trainer.backends.megatron.experts import LoadMeter, auxiliary_loss
+from services.trainer.backends.megatron.export import Gathering
+from services.trainer.backends.megatron.layers import layers
+from services.trainer.backends.megatron.model import Plan, Policy, build_chunks
+from services.trainer.backends.megatron.optimizer import Updater, wrap
+from services.trainer.backends.megatron.reading import read
+from services.trainer.backends.megatron.schedule import Pipeline
+from services.trainer.backends.megatron.state import Boxes, state
+from services.trainer.microbatch import MicroBatch
+
+COLLECTIVE = timedelta(hours=24)
+"""Bounds a collective only in the last resort, as the trainer's own."""
+
+
+def build(spec: JobSpec, device: torch.device) -> "MegatronBackend":
+    """Raises InvalidJob, on every rank, where the model or the options will not do."""
+    with lockstep.together():
+        options = _options(spec)
+        shape = read_shape(Path(spec.model.path))
+        check(options, shape, dist.get_world_size(), cuda=device.type == "cuda")
+    topology = Topology(dist.get_world_size(), options)
+    parallel.initialize(topology, seed=spec.trainer.seed, timeout=COLLECTIVE)
+    return MegatronBackend(spec, Setting(shape, topology, device))
+
+
+def _options(spec: JobSpec) -> Megatron:
+    options = parse(spec.trainer.backend_options)
+    if spec.trainer.activation_recompute and options.recompute.granularity == "none":
+        options = options.model_copy(update={"recompute": Recompute(granularity="full")})
+    return options
+
+
+@dataclass(frozen=True)
+class Setting:
+    shape: ModelShape
+    topology: Topology
+    device: torch.device
+
+    @property
+    def options(self) -> Megatron:
+        return self.topology.options
+
+    def layout(self) -> Layout:
+        return layout(self.shape, self.topology, dist.get_rank(), layers())
+
+
+class MegatronBackend:
+    """See `services.trainer.backends.Backend`."""
+
+    def __init__(self, spec: JobSpec, setting: Setting) -> None:
+        self.device = setting.device
+        self.data_parallel = _data_parallel()
+        self.cost = sequence_cost(setting.shape)
+        self._setting = setting
+        self._layout = setting.layout()
+        self._gathering = Gathering.of(setting.shape, setting.topology, layers())
+        self._folder = Path(spec.model.path)
+        dtype = getattr(torch, spec.trainer.dtype)
+        self._chunks = self._built(dtype, train_router=setting.options.experts.train_router)
+        self._load = LoadMeter(self._chunks) if setting.shape.experts is not None else None
+        self._balance: dict[str, float] = {}
+        wrapped = wrap(self._chunks, setting.options)
+        self._updater = Updater(wrapped, spec.trainer.optimizer, setting.options)
+        self._fill(self._chunks, self._updater)
+        self._policy = Pipeline(wrapped, setting.options, self.device)
+        self._reference: Reference | None = None
+        if spec.algorithm.kl is not None:
+            chunks = self._built(dtype, train_router=False)
+            self._fill(chunks, None)
+            self._reference = Reference(chunks, setting)
+        self.parameters = self._count()
+        self._stale = False
+
+    @property
+    def updates(self) -> int:
+        return self._updater.updates
+
+    def logprobs(
+        self, microbatches: Sequence[MicroBatch], *, temperature: float, reference: bool = False
+    ) -> list[Tensor]:
+        self._freshen()
+        if reference:
+            assert self._reference is not None, "a reference policy is kept only for a job with algorithm.kl"
+            return self._reference.logprobs(microbatches, temperature)
+        return [scores_2r[0] for scores_2r in self._policy.forward(microbatches, temperature=temperature)]
+
+    def forward_backward(self, microbatches: Sequence[MicroBatch], loss_fn: LossFn, *, temperature: float) -> list[Any]:
+        self._freshen()
+        self._updater.expect_gradients()
+        if self._load is not None:
+            self._load.clear()
+        outputs: dict[int, Any] = {}
+
+        def score(number: int, scores_2r: Tensor) -> Tensor:
+            loss, outputs[number] = loss_fn(microbatches[number], TokenScores(*scores_2r))
+            return loss
+
+        scored = self._policy.backward(microbatches, score, temperature=temperature)
+        self._balance = self._balanced(len(microbatches))
+        for number, scores_2r in enumerate(scored):
+            if number not in outputs:  # another pipeline stage had the loss: what it gave follows from its scores
+                outputs[number] = loss_fn(microbatches[number], TokenScores(*scores_2r))[1]
+        return [outputs[number] for number in range(len(microbatches))]
+
+    def gradient_norm(self) -> float:
+        return self._updater.norm()
+
+    def optimizer_step(self, *, lr: float, gradient_scale: float) -> None:
+        self._updater.step(lr=lr, gradient_scale=gradient_scale)
+
+    def zero_gradients(self) -> None:
+        self._updater.zero()
+
+    def manifest(self, dtype: str) -> Manifest:
+        return self._gathering.manifest(dtype)
+
+    def export(self, dtype: str) -> Iterator[tuple[TensorInfo, Tensor | None]]:
+        self._freshen()
+        mine = [{**dict(chunk.named_buffers()), **dict(chunk.named_parameters())} for chunk in self._chunks]
+        return self._gathering.export(mine, dtype, self.device)
+
+    def state(self) -> Mapping[str, Any]:
+        self._freshen()
+        return self._state()
+
+    def prepare_state(self, updates: int) -> Mapping[str, Any]:
+        self._updater.make_room(updates)
+        # The parameters follow the master weights, which the caller is about to write.
+        self._stale = True
+        return self._state()
+
+    def memory(self) -> dict[str, float]:
+        gib = 1 << 30
+        metrics = {"perf/cpu_memory_used_gb": psutil.Process().memory_info().rss / gib}
+        metrics |= self._balance
+        if self.device.type == "cuda":
+            metrics["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated(self.device) / gib
+            metrics["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved(self.device) / gib
+        return metrics
+
+    def _balanced(self, microbatches: int) -> dict[str, float]:
+        """Of the pass that has just ended, the same names on every rank."""
+        experts, asked = self._setting.shape.experts, self._setting.options.experts
+        if experts is None or self._load is None:
+            return {}
+        metrics = self._load.metrics()
+        if asked.load_balancing != "none":
+            metrics["moe/aux_loss"] = auxiliary_loss(asked.load_balancing, sum(experts.layers), microbatches)
+        return metrics
+
+    def _freshen(self) -> None:
+        if self._stale:
+            self._updater.masters_changed()
+            self._stale = False
+
+    def _state(self) -> dict[str, Boxes]:
+        last, tied_copy = self._chunks[-1], None
+        if self._setting.shape.tied and self._setting.options.pipeline_parallel > 1 and last.post_process:
+            tied_copy = last.output_layer.weight
+        return state(self._chunks, self._layout, self._updater, tied_copy=tied_copy)
+
+    def _built(self, dtype: torch.dtype, *, train_router: bool) -> list[Policy]:
+        shape, options = self._setting.shape, self._setting.options
+        config = configuration(shape, options, dtype, dispatcher=dispatcher(options))
+        chunks = build_chunks(Plan(shape, self._setting.topology, config, self.device))
+        for chunk, placements in zip(chunks, self._layout, strict=True):
+            _check_layout(chunk, placements)
+            for name, parameter in chunk.named_parameters():
+                parameter.requires_grad_(train_router or not name.endswith("router.weight"))
+        self._mark_split(chunks)
+        return chunks
+
+    def _mark_split(self, chunks: list[Policy]) -> None:
+        """Tells Megatron which parameters differ between tensor-parallel ranks: the norm of the gradients counts the
+        others once. It would mark them while it draws random weights, which it is spared."""
+        topology, rank = self._setting.topology, dist.get_rank()
+        first = rank - topology.coordinates(rank).tensor
+        group = range(first, first + self._setting.options.tensor_parallel)
+        peers = [layout(self._setting.shape, topology, peer, layers()) for peer in group if peer != rank]
+        for index, chunk in enumerate(chunks):
+            for name, parameter in chunk.named_parameters():
+                split = any(peer[index][name] != self._layout[index][name] for peer in peers)
+                setattr(parameter, "tensor_model_parallel", split)  # noqa: B010
+
+    @torch.no_grad()
+    def _fill(self, chunks: list[Policy], updater: Updater | None) -> None:
+        """Reads this rank's part of the model folder into parameters and, in float32, into the master weights."""
+        owned = {} if updater is None else {id(run.parameter): run for run in updater.owned()}
+        with lockstep.together():
+            for chunk, placements in zip(chunks, self._layout, strict=True):
+                tensors = {**dict(chunk.named_buffers()), **dict(chunk.named_parameters())}
+                for name, values in read(self._folder, placements, torch.float32):
+                    tensors[name].copy_(values)
+                    if run := owned.get(id(tensors[name])):
+                        run.master.copy_(values.view(-1)[run.first : run.first + run.master.numel()])
+
+    def _count(self) -> int:
+        biases = self._gathering.kept
+        return sum(tensor.numel for tensor in self._gathering.tensors if tensor.name not in biases)
+
+
+class Reference:
+    """The policy as it was loaded, without gradients; in host memory between uses if the job says so."""
+
+    def __init__(self, chunks: list[Policy], setting: Setting) -> None:
+        self._modules = nn.ModuleList(chunks).requires_grad_(False).eval()
+        self._pipeline = Pipeline(chunks, setting.options, setting.device)
+        self._device = setting.device
+        self._resting = torch.device("cpu") if setting.options.offload_reference else setting.device
+        self._modules.to(self._resting)
+
+    def logprobs(self, microbatches: Sequence[MicroBatch], temperature: float) -> list[Tensor]:
+        self._modules.to(self._device)
+        try:
+            return [scores_2r[0] for scores_2r in self._pipeline.forward(microbatches, temperature=temperature)]
+        finally:
+            self._modules.to(self._resting)
+
+
+def _data_parallel() -> DataParallel:
+    size = parallel_state.get_data_parallel_world_size()
+    group = parallel_state.get_data_parallel_group() if size > 1 else None
+    return DataParallel(parallel_state.get_data_parallel_rank(), size, group)
+
+
+def _check_layout(chunk: nn.Module, placements: Mapping[str, Any]) -> None:
+    """The map and the model have to agree, or weights would land in the wrong place."""
+    built = {name: tuple(t.shape) for name, t in chunk.state_dict().items() if not name.endswith("_extra_state")}
+    mapped = {name: placement.shape for name, placement in placements.items()}
+    if built != mapped:
+        wrong = sorted(set(built.items()) ^ set(mapped.items()))
+        raise InvalidJob(
+            f"megatron-core built {len(wrong)} parameters that the weight map does not know so: {wrong[:4]} …",
+            "install megatron-core 0.16.",
+        )

@@ -1,0 +1,115 @@
+"""Log-probabilities and entropy from hidden states, with the vocabulary split over ranks and the logits never whole.
+
+Logits exist for a chunk of tokens and this rank's part of the vocabulary at a time, in the forward pass and once more
+in the backward pass. With z = logits/τ, p = softmax(z): ∂log p_y/∂z = 1_y − p and ∂H/∂z = −p·(log p + H).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which tokens to score: the one that follows each of the positions."""
+
+    positions_r: Tensor
+    """int64 [R], into the packed tokens."""
+    targets_r: Tensor
+    """int64 [R]."""
+    temperature: float
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """This rank's part: tokens `start` to `start + size`, the rows of its weight; what follows those is padding."""
+
+    start: int
+    size: int
+    group: dist.ProcessGroup | None
+    """The ranks that hold the other parts; none where there are none."""
+
+
+def scores(hidden_rh: Tensor, weight_vh: Tensor, wanted: Wanted, vocabulary: Vocabulary, chunk_tokens: int) -> Tensor:
+    """float32 [2, R]: log-probabilities at the targets and entropies, nats, the same on every rank of the group.
+
+    hidden_rh [R, H] and weight_vh [padded part of V, H] of one dtype. The gradient to hidden_rh is this rank's part.
+    """
+    return _Scores.apply(hidden_rh, weight_vh, wanted, vocabulary, chunk_tokens)
+
+
+class _Scores(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_rh: Tensor, weight_vh: Tensor, wanted: Wanted, vocabulary: Vocabulary, chunk_tokens: int
+    ) -> Tensor:
+        scores_2r = torch.empty(2, hidden_rh.shape[0], dtype=torch.float32, device=hidden_rh.device)
+        normaliser_r = torch.empty_like(scores_2r[0])
+        for part in _chunks(hidden_rh, chunk_tokens):
+            z_rv = _scaled_logits(hidden_rh[part], weight_vh, wanted, vocabulary)
+            normaliser_r[part], scores_2r[:, part] = _normalised(z_rv, wanted.targets_r[part], vocabulary)
+        ctx.save_for_backward(hidden_rh, weight_vh, normaliser_r, scores_2r)
+        ctx.rest = wanted, vocabulary, chunk_tokens
+        return scores_2r
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_2r: Tensor) -> Any:
+        hidden_rh, weight_vh, normaliser_r, scores_2r = ctx.saved_tensors
+        wanted, vocabulary, chunk_tokens = ctx.rest
+        rows = weight_vh[: vocabulary.size]
+        grad_hidden_rh = torch.empty_like(hidden_rh)
+        # float32, so that adding chunk to chunk costs no precision.
+        grad_weight_vh = torch.zeros(weight_vh.shape, dtype=torch.float32, device=weight_vh.device)
+        for part in _chunks(hidden_rh, chunk_tokens):
+            log_p = _scaled_logits(hidden_rh[part], weight_vh, wanted, vocabulary) - normaliser_r[part, None]
+            p = log_p.exp()
+            grad_logprob, grad_entropy, entropy = (
+                grad_2r[0, part, None],
+                grad_2r[1, part, None],
+                scores_2r[1, part, None],
+            )
+            grad_z = -p * (grad_logprob + grad_entropy * (log_p + entropy))
+            here_r, column_r = _in_part(wanted.targets_r[part], vocabulary)
+            grad_z.scatter_add_(1, column_r[:, None], (grad_logprob[:, 0] * here_r)[:, None])
+            grad_logits = (grad_z / wanted.temperature).to(hidden_rh.dtype)
+            grad_hidden_rh[part] = grad_logits @ rows
+            grad_weight_vh[: vocabulary.size] += grad_logits.t() @ hidden_rh[part]
+        return grad_hidden_rh, grad_weight_vh.to(weight_vh.dtype), None, None, None
+
+
+def _normalised(z_rv: Tensor, targets_r: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
+    """log Σ exp z [R] over the whole vocabulary, and the scores [2, R]."""
+    top_r = z_rv.amax(dim=-1)
+    _all_reduce(top_r, dist.ReduceOp.MAX, vocabulary)
+    weights_rv = (z_rv - top_r[:, None]).exp()
+    here_r, column_r = _in_part(targets_r, vocabulary)
+    target_r = z_rv.gather(1, column_r[:, None])[:, 0] * here_r
+    sums_3r = torch.stack([weights_rv.sum(dim=-1), (weights_rv * z_rv).sum(dim=-1), target_r])
+    _all_reduce(sums_3r, dist.ReduceOp.SUM, vocabulary)
+    normaliser_r = top_r + sums_3r[0].log()
+    return normaliser_r, torch.stack([sums_3r[2] - normaliser_r, normaliser_r - sums_3r[1] / sums_3r[0]])
+
+
+def _scaled_logits(hidden_rh: Tensor, weight_vh: Tensor, wanted: Wanted, vocabulary: Vocabulary) -> Tensor:
+    return (hidden_rh @ weight_vh[: vocabulary.size].t()).float() / wanted.temperature
+
+
+def _in_part(targets_r: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
+    """Whether each target is in this rank's part, and its column there, or some column where it is not."""
+    column_r = targets_r - vocabulary.start
+    here_r = (column_r >= 0) & (column_r < vocabulary.size)
+    return here_r, column_r.clamp(0, vocabulary.size - 1)
+
+
+def _all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, vocabulary: Vocabulary) -> None:
+    if vocabulary.group is not None:
+        dist.all_reduce(tensor, op, group=vocabulary.group)
+
+
+def _chunks(hidden_rh: Tensor, tokens: int) -> list[slice]:
+    return [slice(start, start + tokens) for start in range(0, hidden_rh.shape[0], tokens)]

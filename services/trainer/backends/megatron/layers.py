@@ -1,0 +1,150 @@
+"""Which modules the transformer is built of: Transformer Engine's on CUDA; elsewhere Megatron's own linear layers with
+the norm and the attention below, which, unlike Megatron's, take tokens split over ranks and packed sequences."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor
+
+from millrace.megatron.shape import ModelShape
+from millrace.megatron.weights import LOCAL, TRANSFORMER_ENGINE, Layers
+
+NORM_NAMES = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+"""Checkpoints call the norms as Transformer Engine does, so that either kind of layers reads the other's."""
+
+
+def layers() -> Layers:
+    return TRANSFORMER_ENGINE if torch.cuda.is_available() else LOCAL
+
+
+def block(config: TransformerConfig, shape: ModelShape, mine: range, chunk: int | None) -> TransformerBlockSubmodules:
+    """The layers `mine` of the model, of pipeline chunk `chunk`."""
+    if layers() is TRANSFORMER_ENGINE:
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=chunk)
+    specs = [_layer(shape, experts=shape.has_experts(layer)) for layer in mine]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=Norm)
+
+
+def _layer(shape: ModelShape, *, experts: bool) -> ModuleSpec:
+    names = {} if shape.latent is not None else dict(NORM_NAMES)
+    if experts:
+        names.pop("pre_mlp_layernorm.", None)
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=Norm,
+            self_attention=_latent_attention() if shape.latent is not None else _attention(shape),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=Norm,
+            mlp=_experts() if experts else ModuleSpec(module=MLP, submodules=_linears()),
+            mlp_bda=get_bias_dropout_add,
+            sharded_state_dict_keys_map=names,
+        ),
+    )
+
+
+def _linears() -> MLPSubmodules:
+    return MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+
+
+def _experts() -> ModuleSpec:
+    parts = MoESubmodules(
+        experts=ModuleSpec(module=SequentialMLP, submodules=_linears()),
+        shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=_linears()),
+    )
+    return ModuleSpec(module=MoELayer, submodules=parts, metainfo={"fuse_pre_mlp_layernorm": False})
+
+
+def _attention(shape: ModelShape) -> ModuleSpec:
+    norm = Norm if shape.query_key_norm else None
+    parts = SelfAttentionSubmodules(
+        linear_qkv=ColumnParallelLinear,
+        core_attention=PackedAttention,
+        linear_proj=RowParallelLinear,
+        q_layernorm=norm,
+        k_layernorm=norm,
+    )
+    return ModuleSpec(module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=parts)
+
+
+def _latent_attention() -> ModuleSpec:
+    parts = MLASelfAttentionSubmodules(
+        linear_q_proj=ColumnParallelLinear,
+        linear_q_down_proj=WholeLinear,
+        linear_q_up_proj=ColumnParallelLinear,
+        linear_kv_down_proj=WholeLinear,
+        linear_kv_up_proj=ColumnParallelLinear,
+        core_attention=PackedAttention,
+        linear_proj=RowParallelLinear,
+        q_layernorm=Norm,
+        kv_layernorm=Norm,
+    )
+    return ModuleSpec(module=MLASelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=parts)
+
+
+class Norm(torch.nn.RMSNorm):
+    """torch's RMSNorm, marked where each rank sees some of the tokens: then its gradient is summed over them."""
+
+    def __init__(self, *, config: TransformerConfig, hidden_size: int, eps: float, **unused: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
+
+
+class WholeLinear(torch.nn.Module):
+    """A linear layer that every tensor-parallel rank has whole, over the tokens that the rank sees."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **unused: Any) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
+        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
+        return F.linear(hidden, self.weight), None
+
+
+class PackedAttention(torch.nn.Module):
+    """Causal attention inside each sequence of a packed batch, by torch's own kernels, one sequence after the other."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        softmax_scale: float | None = None,
+        **unused: Any,
+    ) -> None:
+        super().__init__()
+        self.scale = softmax_scale
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, *, packed_seq_params: Any, **unused: Any
+    ) -> Tensor:
+        """query [P, heads, d], key [P, groups, d], value [P, groups, v] → [P, heads · v]."""
+        repeats = query.shape[1] // key.shape[1]
+        if repeats > 1:
+            key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
+        lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
+        outputs = []
+        for q, k, v in zip(*(tensor.split(lengths) for tensor in (query, key, value)), strict=True):
+            q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))
+            outputs.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)[0].transpose(0, 1))
+        return torch.cat(outputs).flatten(1)

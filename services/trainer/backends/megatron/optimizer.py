@@ -1,0 +1,209 @@
+"""Data parallelism and the optimizer: Megatron's gradient buffers, its (distributed) Adam with float32 master weights,
+and the norm of the gradients over every rank's part of the model."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, MegatronOptimizer
+from torch import Tensor, nn
+
+from millrace.errors import InvalidState
+from millrace.megatron.options import Megatron
+from millrace.spec.trainer import Optimizer
+from services.trainer.backends.megatron.model import Policy
+
+
+def wrap(chunks: list[Policy], options: Megatron) -> list[DistributedDataParallel]:
+    """The chunks in data-parallel wrappers, which own the gradients."""
+    config = chunks[0].config
+    cuda = torch.cuda.is_available()
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=options.distributed_optimizer,
+        overlap_grad_reduce=cuda,
+        overlap_param_gather=False,
+    )
+    wrapped = []
+    for index, chunk in enumerate(chunks):
+        wrapped.append(DistributedDataParallel(config, ddp, chunk, disable_bucketing=index > 0))
+    config.finalize_model_grads_func = finalize_model_grads
+    if ddp.overlap_grad_reduce:
+        several = len(wrapped) > 1
+        config.no_sync_func = [chunk.no_sync for chunk in wrapped] if several else wrapped[0].no_sync
+    return wrapped
+
+
+@dataclass(frozen=True)
+class Owned:
+    """A run of a parameter whose optimizer state this rank keeps: all of it, or its share of the distributed one."""
+
+    parameter: nn.Parameter
+    master: Tensor
+    """float32, flat: the weights that are updated; the parameter's own memory where that is float32."""
+    first: int
+    """Where it begins in the flattened parameter."""
+    inner: torch.optim.Optimizer
+    key: Tensor
+    """What the inner optimizer calls it."""
+
+    def moment(self, name: str) -> Tensor | None:
+        state = self.inner.state.get(self.key, {})
+        return state[name].view(-1) if name in state else None
+
+
+class Updater:
+    """Megatron's optimizer, told by the trainer how large the gradients may be."""
+
+    def __init__(self, chunks: list[DistributedDataParallel], chosen: Optimizer, options: Megatron) -> None:
+        self._chunks = chunks
+        config = chunks[0].config
+        self._optimizer: ChainedOptimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=chosen.lr,
+                min_lr=chosen.lr,
+                weight_decay=chosen.weight_decay,
+                adam_beta1=chosen.betas[0],
+                adam_beta2=chosen.betas[1],
+                adam_eps=chosen.eps,
+                bf16=config.bf16,
+                params_dtype=config.params_dtype,
+                use_distributed_optimizer=options.distributed_optimizer,
+                optimizer_cpu_offload=options.optimizer_offload_fraction > 0,
+                optimizer_offload_fraction=options.optimizer_offload_fraction,
+                overlap_cpu_optimizer_d2h_h2d=options.optimizer_offload_fraction > 0,
+                clip_grad=0.0,
+            ),
+            chunks,
+            config_overrides={},  # weight decay for all parameters, as in the other backends
+            use_gloo_process_groups=False,
+        )
+        self._ready = False
+        self._reduced = False
+        self.updates = 0
+        self.zero()
+
+    @property
+    def parts(self) -> list[MegatronOptimizer]:
+        """One for the dense parameters, one for the experts where this rank has any."""
+        return [part for part in self._optimizer.chained_optimizers if not getattr(part, "is_stub_optimizer", False)]
+
+    def expect_gradients(self) -> None:
+        """Before a backward pass. Its end sums the gradients over the ranks, so that there is one before each step."""
+        if self._reduced:
+            raise InvalidState(
+                "There are gradients already, summed over the ranks.", "Step the optimizer or clear them first."
+            )
+        self._reduced = True
+
+    def norm(self) -> float:
+        """Of the gradients of all parameters, each counted once; the same on every rank."""
+        self._prepare()
+        squares = {False: 0.0, True: 0.0}
+        for part in self.parts:
+            gradients = part.get_main_grads_for_grad_norm()
+            of_experts = part.param_groups[0]["is_expert_parallel"]
+            squares[of_experts] += math.fsum(float(gradient.float().square().sum()) for gradient in gradients)
+        return math.sqrt(sum(_summed(square, self._norm_group(experts)) for experts, square in squares.items()))
+
+    def step(self, *, lr: float, gradient_scale: float) -> None:
+        self._prepare()
+        for part in self.parts:
+            for parameter in part.get_parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(gradient_scale)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step_with_ready_grads()
+        self.updates += 1
+        self.zero()
+
+    def zero(self) -> None:
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        self._ready = self._reduced = False
+
+    def owned(self) -> Iterator[Owned]:
+        for part in self.parts:
+            yield from _owned(part)
+
+    def masters_changed(self) -> None:
+        """After the master weights were written from outside: brings the parameters up to date on every rank."""
+        for part in self.parts:
+            if isinstance(part, DistributedOptimizer | Float16OptimizerWithFloat16Params):
+                part._copy_main_params_to_model_params()
+        if self._chunks[0].ddp_config.use_distributed_optimizer:
+            for chunk in self._chunks:
+                chunk.start_param_sync(force_sync=True)
+
+    def make_room(self, updates: int) -> None:
+        """Moments of zero, as after `updates` updates, for a checkpoint to be read into."""
+        self.updates = updates
+        for part in self.parts:
+            part.optimizer.state.clear()
+            for group in part.optimizer.param_groups:
+                group.pop("step", None)
+            if updates:
+                _zero_moments(part.optimizer, updates)
+
+    def _prepare(self) -> None:
+        """Gradients to the master weights, once after each backward pass."""
+        if not self._ready:
+            self._optimizer.prepare_grads()
+            self._ready = True
+
+    def _norm_group(self, experts: bool) -> dist.ProcessGroup:
+        if self._chunks[0].ddp_config.use_distributed_optimizer:
+            return parallel_state.get_intra_distributed_optimizer_instance_group()
+        if experts:
+            return parallel_state.get_expert_tensor_model_pipeline_parallel_group()
+        return parallel_state.get_model_parallel_group()
+
+
+def _summed(value: float, group: dist.ProcessGroup) -> float:
+    total = torch.tensor([value], dtype=torch.float64, device=torch.cuda.current_device())
+    dist.all_reduce(total, group=group)
+    return float(total)
+
+
+def _owned(part: Any) -> Iterator[Owned]:
+    inner = part.optimizer
+    if isinstance(part, DistributedOptimizer):
+        pairs = [
+            *zip(part.model_fp32_groups, part.shard_fp32_groups, strict=True),
+            *zip(part.model_float16_groups, part.shard_fp32_from_float16_groups, strict=True),
+        ]
+        for parameters, masters in pairs:
+            for parameter, master in zip(parameters, masters, strict=True):
+                first = part._get_model_param_range_map(parameter)["param"].start
+                yield Owned(parameter, master.detach(), first, inner, master)
+    elif isinstance(part, Float16OptimizerWithFloat16Params):
+        for parameters, masters in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
+            for parameter, master in zip(parameters, masters, strict=True):
+                yield Owned(parameter, master.detach().view(-1), 0, inner, master)
+        for parameters in part.fp32_from_fp32_groups:
+            yield from (Owned(p, p.detach().view(-1), 0, inner, p) for p in parameters)
+    else:
+        yield from (Owned(p, p.detach().view(-1), 0, inner, p) for p in part.get_parameters())
+
+
+def _zero_moments(inner: torch.optim.Optimizer, updates: int) -> None:
+    """Transformer Engine's Adam counts its steps in the group, torch's in each parameter's state."""
+    counts_in_groups = not isinstance(inner, torch.optim.AdamW)
+    for group in inner.param_groups:
+        if counts_in_groups:
+            group["step"] = updates
+        for parameter in group["params"]:
+            state = inner.state[parameter]
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+            if not counts_in_groups:
+                state["step"] = torch.tensor(float(updates))

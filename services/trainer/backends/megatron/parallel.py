@@ -1,0 +1,37 @@
+"""The process groups of every parallel dimension, made once in a rank's life."""
+
+from datetime import timedelta
+
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from millrace.errors import InvalidState
+from millrace.megatron.topology import Topology
+from services.trainer.backends.megatron.cpu import mend_megatron
+
+
+def initialize(topology: Topology, *, seed: int, timeout: timedelta) -> None:
+    """Builds the groups; where they are there from an earlier job, they are replaced if that job's sizes differed.
+
+    Called on every rank, after torch.distributed. Raises InvalidState where the world has another size.
+    """
+    if dist.get_world_size() != topology.world_size:
+        raise InvalidState(
+            f"The topology is of {topology.world_size} ranks, the trainer has {dist.get_world_size()}.",
+            "Build the topology from the trainer's world size.",
+        )
+    mend_megatron()
+    if parallel_state.is_initialized():
+        parallel_state.destroy_model_parallel()
+    options = topology.options
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=options.tensor_parallel,
+        pipeline_model_parallel_size=options.pipeline_parallel,
+        virtual_pipeline_model_parallel_size=options.virtual_pipeline if options.virtual_pipeline > 1 else None,
+        context_parallel_size=options.context_parallel,
+        expert_model_parallel_size=options.expert_parallel,
+        expert_tensor_parallel_size=options.expert_tensor_size,
+        distributed_timeout_minutes=max(1, round(timeout.total_seconds() / 60)),
+        create_gloo_process_groups=False,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)

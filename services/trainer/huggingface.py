@@ -1,0 +1,81 @@
+"""The model as an ordinary Hugging Face folder: safetensors in shards, with config and tokenizer of the job's model."""
+
+import json
+import shutil
+from pathlib import Path
+
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+
+from services.trainer import lockstep
+from services.trainer.backends import Backend
+
+SHARD_BYTES = 4 << 30
+COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.tiktoken")
+"""Everything of the model folder but its weights."""
+
+
+def write_folder(folder: Path, backend: Backend, model: Path) -> None:
+    """Gathers tensor by tensor and writes on rank 0, in the dtype that the model folder is in. All ranks call it."""
+    dtype = _dtype(model)
+    shards = _Shards(folder, SHARD_BYTES)
+    for info, tensor in backend.export(dtype):
+        if tensor is not None:
+            shards.add(info.name, tensor.cpu())
+    with lockstep.together():
+        if dist.get_rank() == 0:
+            shards.finish()
+            _copy_rest(model, folder)
+
+
+class _Shards:
+    """Files of about `shard_bytes`; numbered by transformers' rule once their number is known."""
+
+    def __init__(self, folder: Path, shard_bytes: int) -> None:
+        self.names: list[list[str]] = []
+        self._folder = folder
+        self._shard_bytes = shard_bytes
+        self._open: dict[str, Tensor] = {}
+        self._held = 0
+        self._total = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        size = tensor.numel() * tensor.element_size()
+        if self._open and self._held + size > self._shard_bytes:
+            self._write()
+        if not self.names and not self._open:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        self._open[name] = tensor
+        self._held += size
+        self._total += size
+
+    def _write(self) -> None:
+        save_file(self._open, self._folder / f"part-{len(self.names)}", metadata={"format": "pt"})
+        self.names.append(list(self._open))
+        self._open, self._held = {}, 0
+
+    def finish(self) -> None:
+        if self._open:
+            self._write()
+        count = len(self.names)
+        weight_map: dict[str, str] = {}
+        for number, names in enumerate(self.names):
+            final = "model.safetensors" if count == 1 else f"model-{number + 1:05}-of-{count:05}.safetensors"
+            (self._folder / f"part-{number}").rename(self._folder / final)
+            weight_map |= dict.fromkeys(names, final)
+        if count > 1:
+            index = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
+            (self._folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+
+
+def _dtype(model: Path) -> str:
+    config = json.loads((model / "config.json").read_text())
+    return str(config.get("dtype") or config.get("torch_dtype") or "float32")
+
+
+def _copy_rest(model: Path, folder: Path) -> None:
+    for pattern in COPIED:
+        for file in model.glob(pattern):
+            if not file.name.endswith(".safetensors.index.json") and not file.name.endswith(".bin.index.json"):
+                shutil.copyfile(file, folder / file.name)

@@ -1,0 +1,128 @@
+"""A step's metrics in verl's names, exact over ranks."""
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from millrace.rl.metrics import combined, summarised
+from millrace.rl.mismatch import mismatch_metrics
+from services.trainer import lockstep
+from services.trainer.batch import Batch
+
+VERL = {
+    "policy_loss": "actor/pg_loss",
+    "clip_fraction": "actor/pg_clipfrac",
+    "dual_clip_fraction": "actor/pg_clipfrac_lower",
+    "approx_kl": "actor/ppo_kl",
+    "kl_loss": "actor/kl_loss",
+    "entropy": "actor/entropy",
+}
+"""Our metrics of a loss under the names that verl's users know; the others are `actor/<name>`."""
+
+
+class Clock:
+    """Seconds of wall time by part of the step: timing_s/<part>."""
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+        self._parts: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, part: str) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._parts[part] = self._parts.get(part, 0.0) + time.perf_counter() - began
+
+    def metrics(self, tokens: int, ranks: int) -> dict[str, float]:
+        """With throughput: tokens a second and rank."""
+        step_s = time.perf_counter() - self._began
+        timings = {f"timing_s/{part}": seconds for part, seconds in {**self._parts, "step": step_s}.items()}
+        return {
+            **timings,
+            "perf/time_per_step": step_s,
+            "perf/total_num_tokens": float(tokens),
+            "perf/throughput": tokens / step_s / ranks,
+        }
+
+
+def over_ranks(shares: Sequence[Mapping[str, Tensor]], group: ProcessGroup | None) -> dict[str, Tensor]:
+    """The batch's metrics from the shares of this rank's micro-batches and of all other ranks'. A collective."""
+    total = {name: value.detach().double().cpu() for name, value in combined(shares).items()}
+    if group is None:
+        return total
+    known = {name: list(value.shape) for name, value in total.items()}
+    shapes: dict[str, list[int]] = {}
+    for answer in lockstep.gather_bytes(json.dumps(known).encode()):
+        shapes |= json.loads(answer)
+    reduced = {}
+    for name in sorted(shapes):
+        operation, neutral = _operation(name)
+        value = total.get(name, torch.full(shapes[name], neutral, dtype=torch.float64))
+        dist.all_reduce(value, operation, group=group)
+        reduced[name] = value
+    return reduced
+
+
+def _operation(name: str) -> tuple["dist.ReduceOp.RedOpType", float]:
+    if name.endswith("_max"):
+        return dist.ReduceOp.MAX, float("-inf")
+    if name.endswith("_min"):
+        return dist.ReduceOp.MIN, float("inf")
+    return dist.ReduceOp.SUM, 0.0
+
+
+def over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Means over the updates of a step; extremes stay extremes."""
+    names = {name for update in updates for name in update}
+    metrics = {}
+    for name in sorted(names):
+        values = [update[name] for update in updates if name in update]
+        pick = max if name.endswith("_max") else min if name.endswith("_min") else None
+        metrics[VERL.get(name, f"actor/{name}")] = pick(values) if pick else sum(values) / len(values)
+    return metrics
+
+
+def batch_metrics(batch: Batch, whole_rewards_bt: Tensor, whole_advantages_bt: Tensor, limit: int) -> dict[str, float]:
+    """Rewards, advantages and lengths of the whole batch. `critic/rewards` are what the advantages were made of."""
+    refs = batch.division.trajectories
+    rewards_b = whole_rewards_bt.sum(dim=-1)
+    advantages = whole_advantages_bt[batch.whole_mask_bt]
+    lengths = torch.tensor([float(ref.response_tokens) for ref in refs])
+    prompts = torch.tensor([float(ref.prompt_tokens) for ref in refs])
+    metrics = {"response_length/clip_ratio": float((lengths >= limit).float().mean())}
+    for name, values in (
+        ("critic/rewards", rewards_b),
+        ("critic/advantages", advantages),
+        ("response_length", lengths),
+        ("prompt_length", prompts),
+    ):
+        if values.numel():
+            metrics |= {
+                f"{name}/mean": float(values.mean()),
+                f"{name}/max": float(values.max()),
+                f"{name}/min": float(values.min()),
+            }
+    return metrics
+
+
+def mismatch(train_bt: Tensor, rollout_bt: Tensor, mask_bt: Tensor) -> dict[str, float]:
+    """How far the trainer's log-probabilities are from those that the engine reported, over the tokens of the mask."""
+    train, rollout = train_bt[mask_bt].double(), rollout_bt[mask_bt].double()
+    if not train.numel():
+        return {}
+    apart = (train.exp() - rollout.exp()).abs()
+    return {
+        "training/rollout_probs_diff_mean": float(apart.mean()),
+        "training/rollout_probs_diff_max": float(apart.max()),
+        "training/rollout_probs_diff_std": float(apart.std(unbiased=False)),
+        "training/rollout_logprobs_diff_max": float((train - rollout).abs().max()),
+        **summarised(mismatch_metrics(train_bt, rollout_bt, mask_bt)),
+    }

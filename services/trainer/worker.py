@@ -1,0 +1,95 @@
+"""What one rank does for each command, on its main thread."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+from google.protobuf.message import Message
+
+from millrace.errors import InvalidState
+from millrace.ids import JobId, Version
+from millrace.spec import JobSpec
+from millrace.wire.v1 import trainer_pb2 as pb
+from services.trainer import admission, checkpoint
+from services.trainer.backends import Backend, build
+from services.trainer.control import ControlThread
+from services.trainer.publish import Sender
+from services.trainer.step import grpo_step
+from services.trainer.world import World
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass
+class Job:
+    """What is loaded on this rank."""
+
+    id: JobId
+    spec: JobSpec
+    backend: Backend
+    version: Version
+
+
+class Worker:
+    def __init__(self, world: World, control: ControlThread, sender: Sender) -> None:
+        self._world = world
+        self._control = control
+        self._sender = sender
+        self._job: Job | None = None
+
+    @property
+    def actions(self) -> Mapping[type[Message], Callable[[Any], Message]]:
+        return {
+            pb.ConfigureTrainerRequest: self.configure,
+            pb.StepRequest: self.step,
+            pb.PrepareSendRequest: self.prepare,
+            pb.TransferSendRequest: self.transfer,
+            pb.SaveRequest: self.save,
+            pb.LoadRequest: self.load,
+        }
+
+    def configure(self, request: pb.ConfigureTrainerRequest) -> pb.ConfigureTrainerResponse:
+        self._sender.close()
+        self._job = None  # two models at once would not fit
+        spec = JobSpec.model_validate_json(request.spec)
+        admission.check(spec)
+        backend = build(spec, self._world.device)
+        job = Job(JobId(request.job_id), spec, backend, Version(0))
+        if request.checkpoint:
+            job.version = checkpoint.load(request.checkpoint, backend)
+        self._job = job
+        log.info("configured", job=job.id, version=job.version, rank=self._world.rank, parameters=backend.parameters)
+        return pb.ConfigureTrainerResponse(
+            version=job.version, world_size=self._world.size, parameters=backend.parameters
+        )
+
+    def step(self, request: pb.StepRequest) -> pb.StepResponse:
+        job = self._loaded()
+        metrics = grpo_step(job.spec, job.backend, request, self._control)
+        job.version = Version(request.step)
+        return pb.StepResponse(version=job.version, metrics=metrics)
+
+    def prepare(self, request: pb.PrepareSendRequest) -> pb.PrepareSendResponse:
+        job = self._loaded()
+        return self._sender.prepare(request, job.backend, job.version)
+
+    def transfer(self, request: pb.TransferSendRequest) -> pb.TransferSendResponse:
+        job = self._loaded()
+        return self._sender.transfer(request, job.backend, job.version)
+
+    def save(self, request: pb.SaveRequest) -> pb.SaveResponse:
+        job = self._loaded()
+        model = job.spec.model.path if request.huggingface else None
+        return checkpoint.save(request.path, job.backend, job_id=job.id, version=job.version, huggingface_from=model)
+
+    def load(self, request: pb.LoadRequest) -> pb.LoadResponse:
+        job, self._job = self._loaded(), None  # until it is loaded whole, there is none
+        job.version = checkpoint.load(request.path, job.backend)
+        self._job = job
+        return pb.LoadResponse(version=job.version)
+
+    def _loaded(self) -> Job:
+        if self._job is None:
+            raise InvalidState("no job is loaded on this rank.", "configure the trainer first.")
+        return self._job

@@ -1,0 +1,70 @@
+"""Who this process is among the trainer's ranks, and how they meet."""
+
+import os
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore
+from torch.distributed.rendezvous import rendezvous
+
+JOIN_S = 600.0
+COLLECTIVE_S = 24 * 3600.0
+"""Bounds a collective only in the last resort: a command's own deadline is watched by rank 0's control thread."""
+_ADDRESS = "millrace/commands"
+
+
+@dataclass(frozen=True)
+class World:
+    rank: int
+    size: int
+    host: str
+    device: torch.device
+    commands: tuple[str, int]
+    """host and port of the store that carries commands; rank 0 serves it."""
+    served: TCPStore | None
+    """Rank 0's: lives as long as this object."""
+
+    @classmethod
+    def join(cls) -> "World":
+        """Meets the other ranks, as torchrun's environment says; without it this process is the only rank."""
+        if "RANK" not in os.environ:
+            os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+            os.environ.setdefault("MASTER_PORT", str(_free_port()))
+        store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=JOIN_S)))
+        device = _device()
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "cpu:gloo",
+            store=PrefixStore("millrace/world", store),
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=COLLECTIVE_S),
+            device_id=device if device.type == "cuda" else None,
+        )
+        host, served = os.environ["MASTER_ADDR"], None
+        if rank == 0:
+            served = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+            store.set(_ADDRESS, str(served.port))
+        port = int(store.get(_ADDRESS).decode())
+        return cls(rank, size, socket.gethostname(), device, (host, port), served)
+
+    def connect(self, timeout_s: float) -> TCPStore:
+        """A client of the store of commands, for one thread: a waiting client keeps others from using it."""
+        limit = timedelta(seconds=timeout_s)
+        return TCPStore(*self.commands, is_master=False, wait_for_workers=False, timeout=limit)
+
+
+def _device() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

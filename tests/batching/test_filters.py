@@ -1,0 +1,45 @@
+"""Group filters and the overlong penalty, by hand."""
+
+import pytest
+
+from millrace.batching.filters import overlong_penalty, signal
+
+
+@pytest.mark.parametrize(
+    ("rewards", "reason"),
+    [
+        ([1.0, 1.0, 1.0], "no signal: all 3 rewards are 1"),
+        ([0.0, 0.0], "no signal: all 2 rewards are 0"),
+        ([0.1 + 0.2, 0.3], "no signal: all 2 rewards are 0.3"),
+        ([0.5], "no signal: all 1 rewards are 0.5"),
+        ([], "no signal: no sample was scored"),
+    ],
+)
+def test_groups_without_signal_are_dropped_with_the_reason(rewards, reason):
+    verdict = signal(rewards)
+    assert (verdict.keep, verdict.reason) == (False, reason)
+
+
+def test_groups_with_signal_are_kept():
+    assert signal([0.0, 1.0, 0.0]).keep
+    assert signal([0.2, 0.2001]).keep
+
+
+@pytest.mark.parametrize(
+    ("length", "expected"),
+    [(10, 0.0), (80, 0.0), (81, -0.05), (90, -0.5), (100, -1.0), (101, -1.0), (10_000, -1.0)],
+)
+def test_overlong_penalty_is_equation_13(length, expected):
+    assert overlong_penalty(length, limit=100, buffer=20) == pytest.approx(expected)
+    assert overlong_penalty(length, limit=100, buffer=20, penalty=3.0) == pytest.approx(3 * expected)
+
+
+def test_without_a_buffer_only_what_is_beyond_the_limit_is_punished():
+    assert overlong_penalty(100, limit=100, buffer=0) == 0.0
+    assert overlong_penalty(101, limit=100, buffer=0) == -1.0
+
+
+@pytest.mark.parametrize("buffer", [-1, 101])
+def test_a_buffer_beyond_the_limit_is_refused(buffer):
+    with pytest.raises(ValueError, match="from 0 to the limit"):
+        overlong_penalty(5, limit=100, buffer=buffer)

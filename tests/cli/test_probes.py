@@ -1,0 +1,65 @@
+import sys
+from pathlib import Path
+
+import pytest
+
+from millrace.cli import probes
+from millrace.cli.probes import Finding, Need, Software, Verdict
+
+
+def software(package: str, module: str) -> Software:
+    return Software("thing", Need.GENERATE, (package,), (module,), "millrace[thing]")
+
+
+def test_what_is_not_installed_is_missing_and_says_how_to_install_it() -> None:
+    found = probes.usable(software("no-such-distribution", "nothing"))
+    assert found.verdict is Verdict.MISSING and "uv pip install 'millrace[thing]'" in found.mend
+
+
+def test_what_is_installed_and_does_not_import_is_broken_and_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_engine.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    found = probes.usable(software("pytest", "broken_engine"))
+    assert found.verdict is Verdict.BROKEN and "torchvision::nms does not exist" in found.found
+
+
+def test_what_imports_is_good_in_a_tested_release_and_a_warning_in_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    release = probes._release("pytest")
+    assert probes.usable(software("pytest", "pytest")).verdict is Verdict.GOOD
+    monkeypatch.setitem(probes.TESTED, "pytest", (release.partition(".")[0],))
+    assert probes.usable(software("pytest", "pytest")).verdict is Verdict.GOOD
+    monkeypatch.setitem(probes.TESTED, "pytest", ("1.0",))
+    found = probes.usable(software("pytest", "pytest"))
+    assert found.verdict is Verdict.WARNING and "tested with 1.0" in found.mend
+
+
+def test_the_local_build_tag_does_not_make_a_release_another() -> None:
+    assert probes._tested("torch", "2.13.0+cpu") and not probes._tested("torch", "2.9.1+cpu")
+
+
+def test_only_engines_and_backends_that_work_count() -> None:
+    findings = [
+        Finding("vllm", Need.GENERATE, Verdict.BROKEN, ""),
+        Finding("transformers", Need.GENERATE, Verdict.WARNING, ""),
+        Finding("scoring", Need.GENERATE, Verdict.GOOD, ""),
+    ]
+    assert probes.can(findings, probes.SERVES) == ["transformers"]
+    assert probes.can(findings, probes.TRAINS) == []
+
+
+def test_secrets_of_a_redis_url_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REDIS_URL", "rediss://somebody:secret@redis.example:6379/0")
+    assert probes.redis_server().found == "REDIS_URL is set: rediss://redis.example:6379/0"
+
+
+def test_a_redis_server_is_found_and_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("REDIS_URL", raising=False)
+    found = probes.redis_server()
+    assert found.verdict is Verdict.GOOD and "Redis server" in found.found
+
+
+def test_python_and_machine_are_told() -> None:
+    assert sys.executable in probes.python().found
+    assert "cores" in probes.machine().found

@@ -1,0 +1,116 @@
+"""The containers as a user runs them: `docker-compose up`, a job over REST from the host, more replicas, a killed one.
+
+Needs a Docker engine. The project's name, port and volumes are this test's own, and are removed at its end.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millrace.client import Client
+from millrace.errors import MillraceError
+from millrace.local.ports import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+COMPOSE = ["docker-compose"] if shutil.which("docker-compose") else ["docker", "compose"]
+STEPS = 40
+
+pytestmark = [pytest.mark.compose, pytest.mark.timeout(1800)]
+
+
+class Project:
+    """One compose project, run from the repository's root."""
+
+    def __init__(self, port: int) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+        self._environment = os.environ | {
+            "COMPOSE_PROJECT_NAME": f"millrace-test-{port}",
+            "MILLRACE_HTTP_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+        }
+
+    def compose(self, *words: str, timeout_s: float = 300.0) -> str:
+        return self._run([*COMPOSE, *words], timeout_s)
+
+    def docker(self, *words: str, timeout_s: float = 60.0) -> str:
+        return self._run(["docker", *words], timeout_s)
+
+    def _run(self, argv: list[str], timeout_s: float) -> str:
+        done = subprocess.run(
+            argv, cwd=ROOT, env=self._environment, capture_output=True, text=True, timeout=timeout_s, check=False
+        )
+        assert done.returncode == 0, f"{' '.join(argv)}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+        return done.stdout
+
+
+@pytest.fixture
+def project() -> Iterator[Project]:
+    project = Project(free_port())
+    try:
+        yield project
+    finally:
+        project.compose("down", "-v", "--remove-orphans", "-t", "20")
+
+
+def until(what: str, holds: Callable[[], Any], timeout_s: float) -> Any:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            if value := holds():
+                return value
+        except MillraceError:
+            pass  # not up yet
+        assert time.monotonic() < deadline, f"{what}: not within {timeout_s:g} s"
+        time.sleep(0.5)
+
+
+def serving(client: Client) -> list[Any]:
+    return [replica for replica in client.fleet().replicas if replica.state == "serving"]
+
+
+def test_up_learn_scale_kill(project: Project) -> None:
+    project.compose("up", "-d", "--build", timeout_s=1500)
+    client = Client(project.url)
+    until("the coordinator answers", client.ready, 120)
+    until("trainer and replica joined", lambda: client.fleet().trainers and client.fleet().replicas, 180)
+
+    project.compose("run", "--rm", "--no-deps", "-T", "trainer", "python3", "-m", "demo.prepare", "/data/demo")
+    text = project.compose("run", "--rm", "--no-deps", "-T", "trainer", "cat", "/data/demo/job.json")
+    spec = json.loads(text)
+    spec["schedule"] |= {"steps": STEPS, "max_staleness": 1}
+    job = client.submit(spec)
+    until("three steps", lambda: client.job(job.id).step >= 3, 300)
+
+    client.pause(job.id)  # engines take longer to start than these steps; who joins meanwhile gets the weights
+    project.compose("up", "-d", "--no-recreate", "--scale", "rollout=3", timeout_s=300)
+    until("three replicas serve", lambda: len(serving(client)) == 3, 400)
+    client.resume(job.id)
+    until("it goes on", lambda: client.job(job.id).step >= 6, 60)
+    containers = project.compose("ps", "-q", "rollout").split()
+    assert len(containers) == 3
+    project.docker("kill", containers[0])
+
+    done = client.wait(job.id, 600)
+    assert done.state == "succeeded", done.failure
+    assert done.evaluation_last is not None and done.evaluation_before is not None
+    assert done.evaluation_last > done.evaluation_before + 0.2, "it learned"
+    ledger = client.ledger(job.id)
+    assert ledger.trained == STEPS * 16 and ledger.dropped == 0
+    assert ledger.issued == ledger.queued + ledger.leased + ledger.generated + ledger.trained
+    healthy = project.docker("ps", "--filter", "health=healthy", "--format", "{{.Names}}")
+    for service in ("redis", "coordinator", "trainer"):
+        assert service in healthy, f"{service} is not healthy: {healthy}"
+
+
+def test_the_coordinators_image_has_no_torch_and_runs_as_nobody_special(project: Project) -> None:
+    project.compose("build", "coordinator", timeout_s=900)
+    look = "import importlib.util as u, os; print(u.find_spec('torch'), u.find_spec('vllm'), os.getuid())"
+    image = ["run", "--rm", "--no-deps", "-T", "coordinator", "python3", "-c", look]
+    assert project.compose(*image).split() == ["None", "None", "10001"]

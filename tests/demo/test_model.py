@@ -1,0 +1,75 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from demo.model import WarmUp, made_model, probability, small_qwen3, warmed
+from demo.tokenizer import byte_tokenizer
+from millrace.data.model_folder import check_model_folder
+
+SHORT = WarmUp(seed=1, until=0.0, look_every=3, samples=4)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made_model(tmp_path_factory.mktemp("demo") / "model", SHORT)
+
+
+def test_every_text_is_one_token_a_byte_and_decodes_to_itself() -> None:
+    tokenizer = byte_tokenizer()
+    text = "reverse abc\n Grüße, 水車 \t!"
+    tokens = tokenizer.encode(text)
+    assert len(tokens) == len(text.encode()) and tokenizer.decode(tokens) == text
+    assert len(tokenizer) == 259
+
+
+def test_the_folder_is_an_ordinary_hugging_face_model(folder: Path) -> None:
+    assert check_model_folder(folder).architecture == "Qwen3ForCausalLM"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    asked = [{"role": "user", "content": "reverse abc"}]
+    prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
+    assert prompt == "<|im_start|>user\nreverse abc<|im_end|>\n<|im_start|>assistant\n"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.config.eos_token_id == tokenizer.eos_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert sum(p.numel() for p in model.parameters()) == 427_136
+    assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+
+
+def test_a_model_of_the_same_recipe_is_kept_and_of_another_made_anew(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    before = weights.stat().st_mtime_ns
+    made_model(folder, SHORT)
+    assert weights.stat().st_mtime_ns == before
+    (folder / "recipe.json").write_text('{"seed": 2}')
+    same = weights.read_bytes()
+    made_model(folder, SHORT)
+    assert weights.stat().st_mtime_ns > before
+    assert weights.read_bytes() == same  # the same seed gives the same weights
+
+
+def test_a_warm_up_that_does_not_get_there_says_so() -> None:
+    with pytest.raises(RuntimeError, match="seed 1 did not warm up in 2 steps"):
+        warmed(byte_tokenizer(), replace(SHORT, until=1.0, look_every=1, max_steps=2))
+
+
+def test_the_probability_is_that_of_the_whole_answer() -> None:
+    tokenizer = byte_tokenizer()
+    model = small_qwen3(tokenizer).eval()
+    prompt, said = tokenizer.encode("reverse ab\n"), tokenizer.encode("ba<|im_end|>")
+    expected = 1.0
+    for i, token in enumerate(said):
+        logits = model(torch.tensor([[*prompt, *said[:i]]])).logits[0, -1].detach()
+        expected *= float(torch.softmax(logits.double(), -1)[token])
+    longer = ([*prompt, *prompt, *said], 2 * len(prompt))
+    assert probability(model, [([*prompt, *said], len(prompt))]) == pytest.approx(expected, rel=1e-4)
+    mean = (expected + probability(model, [longer])) / 2
+    assert probability(model, [([*prompt, *said], len(prompt)), longer]) == pytest.approx(mean, rel=1e-4)
+
+
+def test_the_warm_up_moves_the_weights(folder: Path) -> None:
+    torch.manual_seed(SHORT.seed)
+    fresh = small_qwen3(byte_tokenizer())
+    warm = AutoModelForCausalLM.from_pretrained(folder)
+    assert (fresh.model.embed_tokens.weight - warm.model.embed_tokens.weight).abs().max() > 1e-4

@@ -1,0 +1,74 @@
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from demo.report import Outcome, print_outcome
+from demo.run import JOB, MARGIN, job_spec
+from millrace.rest import JobState, JobView, LedgerView, StepMetrics
+from millrace.spec import load
+
+
+def outcome(after: float = 0.95, state: JobState = JobState.SUCCEEDED, trained: int = 960) -> Outcome:
+    job = JobView(
+        id="job-0123456789ab",
+        name="demo",
+        state=state,
+        step=60,
+        steps=60,
+        version=60,
+        reward=0.9,
+        evaluation_before=0.1,
+        evaluation_last=after,
+        created_s=0.0,
+        checkpoint="/out/checkpoint-60",
+        report="/out/report.json",
+        spec={},
+    )
+    ledger = LedgerView(issued=961, queued=0, leased=0, generated=0, trained=trained, dropped=1, reasons={"stale": 1})
+    series = [StepMetrics(step=n, time_s=0.0, values={"publication/pause_s": 0.01 * n}) for n in (1, 3)]
+    return Outcome(job, ledger, series, MARGIN)
+
+
+def test_learned_means_succeeded_added_up_and_risen_by_the_margin() -> None:
+    assert outcome().learned
+    assert outcome(after=0.1 + MARGIN + 1e-9).learned
+    assert not outcome(after=0.1 + MARGIN - 1e-6).learned
+    assert not outcome(state=JobState.FAILED).learned
+    assert not outcome(trained=959).learned
+    unknown = replace(outcome(), job=outcome().job.model_copy(update={"evaluation_last": None}))
+    assert not unknown.learned
+
+
+def test_the_summary_says_all_that_a_newcomer_wants_to_know() -> None:
+    console = Console(record=True, width=200, highlight=False)
+    print_outcome(outcome(), {"model and data": 20.0, "job": 60.0}, console)
+    text = console.export_text()
+    for told in ("0.100 before, 0.950 after", "961 issued", "1 dropped (stale 1)", "20.0 ms a publication"):
+        assert told in text
+    assert "/out/checkpoint-60" in text and "/out/report.json" in text and "rose by 0.850, 0.30 is asked for" in text
+
+
+def test_the_job_is_a_valid_spec_and_takes_the_run_s_folders(tmp_path: Path) -> None:
+    assert load(JOB).schedule.steps == 60
+    spec = job_spec(tmp_path, seed=4, steps=5, data=(tmp_path / "t.parquet", tmp_path / "h.parquet"))
+    assert spec.model.path == str(tmp_path / "model-4")
+    assert spec.data.files == [str(tmp_path / "t.parquet")] and spec.data.seed == spec.trainer.seed == 4
+    assert spec.evaluation is not None and spec.evaluation.files == [str(tmp_path / "h.parquet")]
+    assert spec.schedule.steps == spec.trainer.optimizer.warmup_steps == 5
+
+
+def test_a_demo_that_cannot_run_says_why_and_the_mend(tmp_path: Path) -> None:
+    argv = (sys.executable, "-m", "demo", "--state", str(tmp_path), "--engine", "vllmm")
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr.startswith("there is no engine 'vllmm'.\nMend: choose from vllm, transformers")
+
+
+@pytest.mark.parametrize("text", ["+0.30", "make demo", "make test"])
+def test_the_readme_states_the_margin_and_the_two_commands(text: str) -> None:
+    assert f"{MARGIN:.2f}" == "0.30"
+    assert text in Path("README.md").read_text()

@@ -1,0 +1,49 @@
+import re
+from pathlib import Path
+
+import pytest
+
+from millrace.spec import parse
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")
+ROOMS = "proto|millrace|services|deploy|demo|docs|tests|presets|benchmarks"
+LOOKS_LIKE_A_PATH = re.compile(rf"`((?:{ROOMS})/[\w./-]*)`|\]\(([\w./-]+)\)")
+
+
+def named_paths(page: str) -> set[str]:
+    return {path or link for path, link in LOOKS_LIKE_A_PATH.findall((ROOT / page).read_text())}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_each_path_that_a_page_names_exists(page: str) -> None:
+    paths = named_paths(page)
+    assert paths
+    assert [path for path in sorted(paths) if not (ROOT / path).exists()] == []
+
+
+def test_the_architecture_page_names_every_folder_of_the_tree() -> None:
+    named = named_paths("ARCHITECTURE.md")
+    packages = [p.parent for top in ("millrace", "services") for p in (ROOT / top).glob("*/__init__.py")]
+    folders = {f"{p.relative_to(ROOT)}/" for p in packages if any(p.rglob("*.py"))}
+    assert folders - named == set()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_each_make_target_and_subcommand_that_a_page_names_exists(page: str) -> None:
+    from millrace.cli import app
+
+    text = (ROOT / page).read_text()
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"(?:^|`)make ([a-z-]+)", text, re.MULTILINE)) <= targets
+    commands = {command.name for command in app.registered_commands}
+    assert set(re.findall(r"(?:^|`|; )millrace ([a-z]+)\b", text, re.MULTILINE)) <= commands
+
+
+def test_the_jobs_in_the_readme_are_valid() -> None:
+    import yaml
+
+    blocks = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        assert parse(yaml.safe_load(block)).name

@@ -1,0 +1,129 @@
+"""A local stack with every part real: Redis, coordinator, trainer and vLLM replicas as processes."""
+
+import contextlib
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millrace.client import Client
+from millrace.data.row import PromptRow
+from millrace.data.write import write_rows
+from millrace.local import offspring
+from millrace.local.options import StackOptions
+from millrace.local.stack import Stack
+from tests.models import save_tiny_model
+
+ROWS = 64
+
+
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"), tied=True)
+
+
+@pytest.fixture
+def job(tmp_path: Path, model: Path) -> dict[str, Any]:
+    """A small job of long answers, so that there is always something in flight. The reward counts vowels."""
+    rows = [
+        PromptRow(
+            index=n,
+            data_source="vowels",
+            prompt=[{"role": "user", "content": f"say something, take {n}"}],
+            ground_truth="aeiou",
+            reward_style="rule",
+            extra_info={"index": n},
+        )
+        for n in range(ROWS)
+    ]
+    write_rows(tmp_path / "train.parquet", rows)
+    (tmp_path / "vowels.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return sum(letter in ground_truth for letter in solution_str) / max(1, len(solution_str))\n"
+    )
+    return {
+        "name": "end to end",
+        "output": str(tmp_path / "out"),
+        "model": {"path": str(model)},
+        "data": {"files": [str(tmp_path / "train.parquet")], "max_prompt_tokens": 128},
+        "reward": {"function": f"{tmp_path / 'vowels.py'}:compute_score", "workers": 1},
+        "rollout": {
+            "samples_per_prompt": 4,
+            "max_response_tokens": 160,
+            "dtype": "float32",
+            "lease_s": 20,
+            "engine_options": {"max_model_len": 512, "max_num_seqs": 16, "enforce_eager": True},
+        },
+        "trainer": {"dtype": "float32", "token_budget": 4096, "optimizer": {"lr": 1e-4}},
+        "schedule": {"steps": 6, "prompts_per_step": 8, "max_staleness": 1},
+        "tracking": {"samples_per_step": 8},
+    }
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Stack]]:
+    """start(replicas=2): a stack that is gone after the test."""
+    with contextlib.ExitStack() as running:
+
+        def start(**options: Any) -> Stack:
+            http, grpc = free_ports(2)
+            environment = {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+            state = str(tmp_path / "state")
+            stack = Stack(StackOptions(state, http_port=http, grpc_port=grpc, environment=environment, **options))
+            return running.enter_context(stack)
+
+        yield start
+
+
+@pytest.fixture
+def another_replica(tmp_path: Path) -> Iterator[Callable[[Stack], subprocess.Popen[bytes]]]:
+    """Starts a replica of its own beside a stack, as one does on another host."""
+    with contextlib.ExitStack() as running:
+
+        def start(stack: Stack) -> subprocess.Popen[bytes]:
+            log = running.enter_context((tmp_path / "another.log").open("wb"))
+            argv = (sys.executable, "-m", "services.rollout", "--coordinator", stack.coordinator, "--port", "0")
+            replica = offspring.start((*argv, "--engine", "vllm"), stack.options.environment, log)
+            running.callback(replica.wait, 60)
+            running.callback(replica.terminate)
+            return replica
+
+        yield start
+
+
+def until(what: str, holds: Callable[[], Any], timeout_s: float) -> Any:
+    """Waits until `holds()` is true and returns what it gave; fails with `what` after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while not (value := holds()):
+        assert time.monotonic() < deadline, f"{what}: not within {timeout_s:g} s"
+        time.sleep(0.2)
+    return value
+
+
+def finished(client: Client, job_id: str, timeout_s: float = 240.0) -> Any:
+    """The job once it ended, which has to be in success; with its last events where it did not."""
+    view = client.wait(job_id, timeout_s)
+    told = "" if view.state == "succeeded" else "\n".join(e.message for e in client.events(job_id, follow=False))
+    assert view.state == "succeeded", f"{view.failure}\n{told[-3000:]}"
+    return view
+
+
+def adds_up(client: Client, view: Any, groups_per_step: int = 8) -> None:
+    """The ledger after a job that ended: every step trained its groups, nothing is lost, nothing counted twice."""
+    ledger = client.ledger(view.id)
+    assert ledger.trained == view.step * groups_per_step == view.steps * groups_per_step
+    assert ledger.issued == ledger.queued + ledger.leased + ledger.generated + ledger.trained + ledger.dropped
+    assert [row.step for row in client.metrics(view.id) if row.step] == list(range(1, view.steps + 1))

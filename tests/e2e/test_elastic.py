@@ -1,0 +1,50 @@
+"""Replicas share the work, join while a job runs, and die while they generate."""
+
+import os
+import re
+import signal
+
+import pytest
+
+from tests.e2e.conftest import adds_up, finished, until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+
+def makers(client, job_id):
+    """Which members made the groups kept as samples, by step."""
+    samples = client.samples(job_id, limit=1000)
+    return {(s.step, s.member) for s in samples}
+
+
+def test_replicas_share_join_and_die(start, another_replica, job):
+    job["schedule"] |= {"steps": 30, "max_staleness": 4}
+    stack = start(replicas=2, engine="vllm")
+    client = stack.client()
+    view = client.submit(job)
+    until("both replicas work", lambda: len({member for _, member in makers(client, view.id)}) == 2, 300)
+    first_two = {member for _, member in makers(client, view.id)}
+
+    client.pause(view.id)  # an engine takes longer to start than these steps; who joins meanwhile gets its weights
+    another_replica(stack)
+    joined = until(
+        "the third replica serves",
+        lambda: next((r for r in client.fleet().replicas if r.id not in first_two and r.state == "serving"), None),
+        150,
+    )
+    assert joined.version >= 1, "it got the current weights, not those of the model folder"
+
+    client.resume(view.id)
+    victim = stack.pids()["rollout-0"]
+    log = (stack.options.folder / "logs" / "rollout-0.log").read_text()
+    named = re.search(r'"member": "(rollout-[0-9a-f]+)"', log)
+    assert named is not None
+    until("the victim generates", lambda: any(r.running for r in client.fleet().replicas if r.id == named[1]), 30)
+    os.kill(victim, signal.SIGKILL)
+
+    done = finished(client, view.id, 300)
+    adds_up(client, done)
+    assert client.ledger(view.id).dropped == 0, "no prompt was lost with the replica"
+    assert joined.id in {member for _, member in makers(client, view.id)}, "the third replica took work"
+    by_joined = [s for s in client.samples(view.id, limit=1000) if s.member == joined.id]
+    assert min(v for s in by_joined for v in s.versions) >= 1, "nothing was generated before its weights came"

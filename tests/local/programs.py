@@ -1,0 +1,61 @@
+"""Processes that behave badly, to be supervised, and a way to see what is left of them."""
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+STUBBORN = """
+import signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if len(sys.argv) > 2:  # a grandchild that is as stubborn, in a session of its own, as torchrun's ranks are
+    subprocess.Popen([sys.executable, "-c", sys.argv[2], sys.argv[1]], start_new_session=True)
+print("up", flush=True)
+time.sleep(600)
+"""
+
+
+def stubborn(mark: str) -> tuple[str, ...]:
+    """Ignores SIGTERM, and so does its child."""
+    return (sys.executable, "-c", STUBBORN, mark, STUBBORN)
+
+
+def alive(mark: str) -> list[psutil.Process]:
+    """Processes whose command line has `mark` and that are not dead yet."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "status"]):
+        if mark in (process.info["cmdline"] or []) and process.info["status"] != psutil.STATUS_ZOMBIE:
+            found.append(process)
+    return found
+
+
+def eventually(what: Callable[[], object], within_s: float = 20.0) -> None:
+    """Fails where `what` does not become true in time."""
+    deadline = time.monotonic() + within_s
+    while not what():
+        assert time.monotonic() < deadline, f"not true within {within_s:g} s"
+        time.sleep(0.05)
+
+
+SUPERVISING = """
+import sys
+from millrace.local.options import Service, StackOptions
+from millrace.local.supervisor import supervise
+
+state, http_port, grpc_port, mark, stubborn = sys.argv[1:]
+python = sys.executable
+ports = ("--http-port", http_port, "--grpc-port", grpc_port)
+coordinator = (python, "-m", "services.coordinator", *ports, "--state-dir", state + "/coordinator")
+options = StackOptions(state, http_port=int(http_port), grpc_port=int(grpc_port))
+raise SystemExit(supervise(options, [
+    Service("coordinator", coordinator, {}, True, 10.0),
+    Service("trainer", (python, "-c", stubborn, mark, stubborn), {}, True, 1.0),
+]))
+"""
+
+
+def supervising(state: Path, http_port: int, grpc_port: int, mark: str) -> tuple[str, ...]:
+    """A supervisor of a real coordinator and of a trainer that does not want to stop."""
+    return (sys.executable, "-c", SUPERVISING, str(state), str(http_port), str(grpc_port), mark, STUBBORN)

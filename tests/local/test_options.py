@@ -1,0 +1,42 @@
+import pytest
+
+from millrace.errors import InvalidState
+from millrace.local.options import StackOptions, services, share_out
+
+
+def test_options_survive_the_way_to_the_supervisor() -> None:
+    options = StackOptions("/somewhere", replicas=2, environment={"A": "b"})
+    assert StackOptions.from_json(options.to_json()) == options
+
+
+def test_services_in_starting_order_with_their_options() -> None:
+    made = services(StackOptions("/somewhere", replicas=2, ranks=3, engine="transformers", grpc_port=7601))
+    assert [s.name for s in made] == ["coordinator", "trainer", "rollout-0", "rollout-1"]
+    assert [s.vital for s in made] == [True, True, False, False]
+    assert StackOptions("/somewhere", http_host="0.0.0.0").url == "http://127.0.0.1:7700"
+    coordinator, trainer, first, _ = (" ".join(s.argv) for s in made)
+    assert "services.coordinator --http-port 7700 --grpc-port 7601" in coordinator
+    assert "--nproc-per-node 3" in trainer and "--coordinator 127.0.0.1:7601" in trainer
+    assert "--engine transformers" in first and "--coordinator 127.0.0.1:7601" in first
+
+
+def test_one_rank_is_started_directly() -> None:
+    trainer = services(StackOptions("/somewhere"))[1]
+    assert trainer.argv[1:3] == ("-m", "services.trainer")
+
+
+def test_each_rank_and_each_replica_gets_a_device_of_its_own() -> None:
+    assert share_out(["4", "5", "6", "7"], ranks=2, replicas=2) == [
+        {"CUDA_VISIBLE_DEVICES": "4,5"},
+        {"CUDA_VISIBLE_DEVICES": "6"},
+        {"CUDA_VISIBLE_DEVICES": "7"},
+    ]
+
+
+def test_on_the_cpu_nothing_is_shared_out() -> None:
+    assert share_out([], ranks=2, replicas=2) == [{}, {}, {}]
+
+
+def test_too_few_devices_are_told_with_the_arithmetic() -> None:
+    with pytest.raises(InvalidState, match="2 ranks and 1 replicas need 3 CUDA devices, this host shows 2: 0, 1"):
+        share_out(["0", "1"], ranks=2, replicas=1)

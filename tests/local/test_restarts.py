@@ -1,0 +1,14 @@
+from millrace.local.restarts import Restarts
+
+
+def test_waits_grow_up_to_a_bound_and_then_it_gives_up() -> None:
+    restarts = Restarts(limit=6, window_s=600, first_wait_s=1, longest_wait_s=8)
+    assert [restarts.wait_s(now) for now in range(8)] == [1, 2, 4, 8, 8, 8, None, None]
+
+
+def test_a_process_that_ran_well_for_long_starts_with_a_clean_slate() -> None:
+    restarts = Restarts(limit=2, window_s=100, first_wait_s=1)
+    assert [restarts.wait_s(now) for now in (0, 1)] == [1, 2]
+    assert restarts.wait_s(50) is None
+    assert restarts.wait_s(101) == 2  # the death at 0 s is forgotten, the one at 1 s not yet
+    assert restarts.used == 2

@@ -1,0 +1,156 @@
+"""A supervised stack with a real coordinator and Redis, whose trainer and its child do not want to die."""
+
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from millrace.client import Client
+from millrace.local.ports import free_port
+from tests.local.programs import alive, eventually, supervising
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="subreapers and PR_SET_PDEATHSIG are Linux's")
+
+GUARDING = "import sys; from millrace.local.guard import guard; raise SystemExit(guard(sys.argv[1:]))"
+
+
+class Running:
+    """A guarded stack in `state`, its console, and what is left of it."""
+
+    def __init__(self, state: Path) -> None:
+        self.state, self.mark = state, secrets.token_hex(8)
+        self.http_port, self.grpc_port = free_port(), free_port()
+        argv = supervising(state, self.http_port, self.grpc_port, self.mark)
+        self.guard = subprocess.Popen(
+            (sys.executable, "-c", GUARDING, *argv), stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
+        eventually(lambda: {"coordinator", "trainer"} <= set(self.pids()), 60)
+        eventually(lambda: len(self.services()) >= 4)  # coordinator, Redis, trainer and its child
+
+    def told(self) -> dict[str, Any]:
+        path = self.state / "stack.json"
+        return json.loads(path.read_text()) if path.exists() else {}
+
+    def pids(self) -> dict[str, int]:
+        return dict(self.told().get("processes", {}))
+
+    def services(self) -> list[psutil.Process]:
+        """Processes of the stack below guard and supervisor."""
+        ours = {self.guard.pid, self.told().get("supervisor")}
+        redis = [p for p in psutil.process_iter(["cmdline"]) if str(self.state) in " ".join(p.info["cmdline"] or [])]
+        found = {p.pid: p for p in (*alive(self.mark), *redis) if p.pid not in ours}
+        return [p for p in found.values() if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+    def end(self) -> tuple[int, str]:
+        """Status and console of the guard after it ended by itself."""
+        _, console = self.guard.communicate(timeout=60)
+        return self.guard.returncode, console
+
+
+@pytest.fixture
+def stack(tmp_path: Path) -> Iterator[Running]:
+    running = Running(tmp_path / "state")
+    yield running
+    if running.guard.poll() is None:
+        running.guard.terminate()
+        running.guard.communicate(timeout=60)
+
+
+def test_one_interrupt_takes_all_down_in_order(stack: Running) -> None:
+    assert Client(stack.told()["url"]).ready()
+    stack.guard.send_signal(signal.SIGINT)
+    status, console = stack.end()
+    assert status == 0
+    assert "trainer did not stop within 1 s and is killed" in console
+    assert "coordinator did not stop" not in console
+    assert console.index("stopping.") < console.index("trainer did not stop") < console.index("stopped.")
+    assert stack.services() == [] and stack.pids() == {}
+
+
+def test_a_second_interrupt_does_not_wait(stack: Running) -> None:
+    stack.guard.send_signal(signal.SIGINT)
+    time.sleep(0.3)  # less than the trainer may take to stop
+    stack.guard.send_signal(signal.SIGINT)
+    status, console = stack.end()
+    assert status == 1 and "the supervisor was ended by SIGKILL" in console
+    assert stack.services() == []
+
+
+@pytest.mark.parametrize("who", ["supervisor", "guard"])
+def test_no_process_is_left_when_one_of_the_two_is_killed(stack: Running, who: str) -> None:
+    victim = stack.told()["supervisor"] if who == "supervisor" else stack.guard.pid
+    os.kill(victim, signal.SIGKILL)
+    stack.guard.communicate(timeout=60)
+    eventually(lambda: not stack.services(), 30)
+
+
+def test_a_killed_coordinator_comes_back_with_what_it_knew(stack: Running) -> None:
+    before = stack.pids()["coordinator"]
+    os.kill(before, signal.SIGKILL)
+    eventually(lambda: stack.pids().get("coordinator", before) != before)
+    with Client(stack.told()["url"], patience_s=20) as client:
+        assert client.jobs() == []
+    trainer = stack.pids()["trainer"]
+    assert psutil.pid_exists(trainer)
+    redis = [p for p in stack.services() if "redis-server" in p.name()]
+    eventually(lambda: len([p for p in stack.services() if "redis-server" in p.name()]) == 1)
+    assert redis
+
+
+def test_what_a_dead_service_left_behind_is_ended_before_it_starts_again(stack: Running) -> None:
+    trainer = stack.pids()["trainer"]
+    (child,) = [p for p in alive(stack.mark) if p.ppid() == trainer]
+    os.kill(trainer, signal.SIGKILL)
+    eventually(lambda: stack.pids().get("trainer", trainer) != trainer, 30)
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_second_stack_on_the_same_folder_is_refused(stack: Running) -> None:
+    argv = supervising(stack.state, free_port(), free_port(), stack.mark)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 1 and "another stack runs on the state folder" in done.stderr
+    assert "--state" in done.stderr
+    assert Client(stack.told()["url"]).ready()
+
+
+def test_a_taken_port_is_told_with_the_option(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        argv = supervising(tmp_path / "state", port, free_port(), "mark")
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 1
+    assert f"port {port} cannot be had" in done.stderr and "--http-port" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_service_that_keeps_dying_ends_the_stack_with_its_last_words(tmp_path: Path) -> None:
+    program = (
+        "import sys\n"
+        "from millrace.local import restarts, supervisor\n"
+        "from millrace.local.options import Service, StackOptions\n"
+        "state, http, grpc = sys.argv[1:]\n"
+        "supervisor.Restarts = lambda: restarts.Restarts(limit=2, first_wait_s=0.1)\n"
+        "options = StackOptions(state, http_port=int(http), grpc_port=int(grpc))\n"
+        "coordinator = (sys.executable, '-m', 'services.coordinator', '--http-port', http, '--grpc-port', grpc,\n"
+        "               '--state-dir', state + '/coordinator')\n"
+        "dying = (sys.executable, '-c', 'raise SystemExit(\"no such model\")')\n"
+        "services = [Service('coordinator', coordinator, {}, True, 10.0), Service('trainer', dying, {}, True, 1.0)]\n"
+        "raise SystemExit(supervisor.supervise(options, services))\n"
+    )
+    argv = (sys.executable, "-c", program, str(tmp_path / "state"), str(free_port()), str(free_port()))
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.count("no such model") == 3
+    assert "started again in 0.1 s (1 of 2 times)" in done.stderr
+    assert "trainer keeps dying and the stack is of no use without it" in done.stderr
+    assert "trainer.log" in done.stderr and "millrace doctor" in done.stderr

@@ -1,0 +1,29 @@
+"""docs/megatron.md tells every option and every architecture."""
+
+import re
+from pathlib import Path
+
+import yaml
+
+from millrace.megatron.architectures import ARCHITECTURES
+from millrace.megatron.options import Experts, Megatron, Recompute, parse
+
+PAGE = (Path(__file__).parents[2] / "docs" / "megatron.md").read_text()
+
+
+def test_every_option_is_told() -> None:
+    names = set(Megatron.model_fields) - {"experts"}
+    names |= {f"experts.{name}" for name in Experts.model_fields}
+    assert {name for name in names if f"`{name}`" not in PAGE} == set()
+    assert {name for name in Recompute.model_fields if name not in PAGE} == set()
+
+
+def test_its_example_is_valid() -> None:
+    (block,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    assert parse(yaml.safe_load(block)["trainer"]["backend_options"]).pipeline_parallel == 8
+
+
+def test_every_architecture_is_named() -> None:
+    assert len(ARCHITECTURES) == 6
+    for name in ("Qwen2", "Qwen3", "Qwen3-MoE", "Mixtral", "DeepSeek-V3", "Moonlight", "Qwen2.5-VL"):
+        assert name in PAGE

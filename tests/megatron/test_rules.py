@@ -1,0 +1,116 @@
+import json
+
+import pytest
+
+from millrace.errors import InvalidJob
+from millrace.megatron.architectures import read_shape
+from millrace.megatron.options import parse
+from millrace.megatron.rules import broken_rules, check
+from millrace.spec import submission
+from tests.megatron import configs
+
+
+def broken(config, options, ranks, folder, cuda=True):
+    (folder / "config.json").write_text(json.dumps(config))
+    return broken_rules(parse(options), read_shape(folder), ranks, cuda=cuda)
+
+
+# What the published tables of large-MoE runs ask for: model, ranks, TP, PP, EP, layers of the last stage.
+@pytest.mark.parametrize(
+    ("config", "ranks", "tensor", "stages", "experts", "last"),
+    [
+        (configs.DEEPSEEK_V3, 96, 8, 12, 8, 6),
+        (configs.DEEPSEEK_V3, 128, 8, 16, 8, 1),
+        (configs.DEEPSEEK_V3, 512, 1, 16, 32, 1),
+        (configs.QWEN3_30B_A3B, 8, 1, 1, 8, None),
+    ],
+)
+def test_the_published_configurations_are_taken(tmp_path, config, ranks, tensor, stages, experts, last):
+    options = {
+        "tensor_parallel": tensor,
+        "pipeline_parallel": stages,
+        "expert_parallel": experts,
+        "expert_tensor_parallel": 1,
+        "last_stage_layers": last,
+    }
+    assert broken(config, options, ranks, tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "ranks", "told"),
+    [
+        (configs.QWEN3_8B, {"tensor_parallel": 3}, 4, "tensor 3 · pipeline 1 · context 1 = 3 does not divide"),
+        (configs.QWEN3_8B, {"tensor_parallel": 3}, 3, "attention heads, 32, do not divide by it"),
+        (configs.QWEN2, {"tensor_parallel": 7}, 7, "neither divides the model's 2 key-value heads nor is a multiple"),
+        (configs.QWEN3_8B, {"pipeline_parallel": 5}, 5, "36 layers = 36 do not divide evenly over 5 stages"),
+        (configs.QWEN3_8B, {"pipeline_parallel": 2, "last_stage_layers": 36}, 2, "36 layers - 36 = 0 do not divide"),
+        (configs.QWEN3_8B, {"pipeline_parallel": 2, "virtual_pipeline": 4}, 2, "18 layers, which do not divide into 4"),
+        (configs.QWEN3_8B, {"virtual_pipeline": 2}, 1, "there is one pipeline stage"),
+        (configs.QWEN3_8B, {"first_stage_layers": 2}, 1, "there is one pipeline stage"),
+        (configs.QWEN3_8B, {"expert_parallel": 2}, 2, "qwen3 has no experts"),
+        (configs.MIXTRAL, {"expert_parallel": 16}, 16, "the model has 8 experts a layer"),
+        (configs.MIXTRAL, {"expert_parallel": 3}, 3, "the model's 8 experts do not divide by it"),
+        (
+            configs.QWEN3_30B_A3B,
+            {"expert_parallel": 8},
+            12,
+            "expert 8 · pipeline 1 = 8 does not divide",
+        ),
+        (configs.MIXTRAL, {"tensor_parallel": 2, "sequence_parallel": False}, 2, "must split the tokens"),
+        (configs.MIXTRAL, {"tensor_parallel": 2, "expert_tensor_parallel": 1}, 2, "without expert parallelism"),
+        (configs.MIXTRAL, {"experts": {"aux_loss_coefficient": 0.1}}, 1, "load_balancing is none"),
+        (configs.MIXTRAL, {"experts": {"bias_update_rate": 0.1}}, 1, "the routers of mixtral have no bias"),
+        (configs.QWEN2, {"recompute": {"granularity": "selective", "modules": ["moe"]}}, 1, "qwen2 has no experts"),
+        (configs.QWEN2, {"recompute": {"granularity": "full", "layers": 25}}, 1, "a stage's chunk has about 24 layers"),
+    ],
+)
+def test_what_cannot_work_is_told_with_the_arithmetic_and_a_mend(tmp_path, config, options, ranks, told):
+    rules = broken(config, options, ranks, tmp_path)
+    assert any(told in rule for rule in rules), rules
+    assert all(rule.startswith("trainer.backend_options.") and "Mend: " in rule for rule in rules)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"context_parallel": 2}, "needs a GPU"),
+        ({"experts": {"dispatcher": "deepep"}}, "DeepEP needs a GPU"),
+        ({"optimizer_offload_fraction": 0.5}, "no device memory to spare"),
+    ],
+)
+def test_what_needs_a_gpu_is_refused_without_one(tmp_path, options, told):
+    assert broken(configs.MIXTRAL, options, 2, tmp_path) == []
+    (rule,) = broken(configs.MIXTRAL, options, 2, tmp_path, cuda=False)
+    assert told in rule
+
+
+def test_a_vocabulary_too_small_to_share_is_refused(tmp_path):
+    (rule,) = broken({**configs.QWEN3_8B, "vocab_size": 60}, {"tensor_parallel": 8}, 8, tmp_path)
+    assert "of 60 tokens, 16 to a rank, none would be left for the last rank" in rule
+
+
+def test_every_broken_rule_is_told_at_once(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(configs.QWEN3_8B))
+    options = parse({"pipeline_parallel": 5, "expert_parallel": 2})
+    with pytest.raises(InvalidJob, match=r"(?s)pipeline_parallel: 5 will not do.*expert_parallel: 2 will not do"):
+        check(options, read_shape(tmp_path), 10, cuda=True)
+
+
+def test_wrong_options_are_told_by_name_and_value():
+    with pytest.raises(InvalidJob, match=r"tensor_parallel: 0 will not do: .*greater than or equal to 1"):
+        parse({"tensor_parallel": 0})
+    with pytest.raises(InvalidJob, match=r"backend_options.tp: there is no such option. Known: tensor_parallel"):
+        parse({"tp": 2})
+
+
+def test_a_submitted_job_is_held_against_its_model(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(configs.MIXTRAL))
+    tree = {
+        "name": "test",
+        "output": str(tmp_path / "output"),
+        "model": {"path": str(tmp_path)},
+        "data": {"procedural": "reasoning_gym:spell_backward"},
+        "trainer": {"backend": "megatron", "backend_options": {"expert_parallel": 16}},
+    }
+    with pytest.raises(InvalidJob, match=r"expert_parallel: 16 will not do: the model has 8 experts a layer"):
+        submission.check(tree)

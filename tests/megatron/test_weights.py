@@ -1,0 +1,95 @@
+import json
+import math
+import time
+from collections import defaultdict
+
+import pytest
+
+from millrace.megatron.architectures import read_shape
+from millrace.megatron.options import Megatron
+from millrace.megatron.topology import Topology
+from millrace.megatron.weights import LOCAL, TRANSFORMER_ENGINE, layout, tensors
+from tests.megatron import configs
+
+TOPOLOGIES = [
+    (1, {}),
+    (2, {"tensor_parallel": 2}),
+    (4, {"tensor_parallel": 2, "pipeline_parallel": 2, "virtual_pipeline": 2}),
+    (8, {"tensor_parallel": 4, "pipeline_parallel": 2}),
+    (16, {"tensor_parallel": 2, "pipeline_parallel": 2, "expert_parallel": 4, "expert_tensor_parallel": 1}),
+    (16, {"tensor_parallel": 4, "expert_parallel": 4, "context_parallel": 2}),
+]
+
+
+def small(config, **changes):
+    return {**config, "num_hidden_layers": 4, "vocab_size": 1003, "first_k_dense_replace": 1, **changes}
+
+
+CONFIGS = {
+    "tied with two key-value heads": small(configs.QWEN2, num_attention_heads=16),
+    "dense": small(configs.QWEN3_8B),
+    "experts and one dense layer": small(configs.QWEN3_30B_A3B, num_experts=8, mlp_only_layers=[1]),
+    "own names": small(configs.MIXTRAL),
+    "latent attention and shared experts": small(configs.DEEPSEEK_V3, n_routed_experts=8),
+    "latent attention with whole queries": small(configs.MOONLIGHT, n_routed_experts=8),
+}
+
+
+@pytest.fixture(params=CONFIGS)
+def shape(request, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[request.param]))
+    return read_shape(tmp_path)
+
+
+@pytest.mark.parametrize(("ranks", "options"), TOPOLOGIES)
+@pytest.mark.parametrize("layers", [LOCAL, TRANSFORMER_ENGINE], ids=["local", "transformer_engine"])
+def test_the_ranks_hold_every_number_once_and_every_copy_is_the_same_box(shape, layers, ranks, options):
+    if shape.experts is None:
+        options = {**options, "expert_parallel": 1, "expert_tensor_parallel": None}
+    topology = Topology(ranks, Megatron(**options))
+    boxes = defaultdict(set)
+    for rank in range(ranks):
+        for placements in layout(shape, topology, rank, layers):
+            for name, placement in placements.items():
+                held = sum(math.prod(piece.extent) for piece in placement.pieces)
+                padded = math.prod(placement.shape) - held
+                assert padded == 0 or name in ("embedding.word_embeddings.weight", "output_layer.weight")
+                for piece in placement.pieces:
+                    boxes[piece.tensor].add((piece.source, piece.extent))
+    assert set(boxes) == set(tensors(shape, topology, layers))
+    for tensor, held in boxes.items():
+        assert sum(math.prod(extent) for _, extent in held) == tensor.numel
+        assert not any(overlap(a, b) for a in held for b in held if a < b)
+
+
+def overlap(a, b):
+    return all(oa < ob + nb and ob < oa + na for oa, na, ob, nb in zip(*a, *b, strict=True))
+
+
+def test_the_manifest_does_not_depend_on_the_topology_nor_on_the_layers(shape):
+    alone = tensors(shape, Topology(1, Megatron()), LOCAL)
+    assert alone == tensors(shape, Topology(8, Megatron(tensor_parallel=4, pipeline_parallel=2)), TRANSFORMER_ENGINE)
+    assert len({tensor.name for tensor in alone}) == len(alone)
+    assert ("lm_head.weight" in {tensor.name for tensor in alone}) is not shape.tied
+
+
+def test_query_key_and_value_lie_group_by_group(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(small(configs.QWEN3_8B)))
+    shape, topology = read_shape(tmp_path), Topology(2, Megatron(tensor_parallel=2))
+    fused = layout(shape, topology, 1, LOCAL)[0]["decoder.layers.0.self_attention.linear_qkv.weight"]
+    told = [(piece.tensor.name[-13:-12], piece.source[0] // 128, piece.target[0] // 128) for piece in fused.pieces[:4]]
+    # The second of two ranks has groups 4 to 7: four query heads, one key head, one value head each.
+    assert told == [("q", 16, 0), ("k", 4, 4), ("v", 4, 5), ("q", 20, 6)]
+
+
+def test_the_layout_of_a_rank_of_deepseek_v3_takes_milliseconds(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(configs.DEEPSEEK_V3))
+    shape = read_shape(tmp_path)
+    options = Megatron(
+        tensor_parallel=8, pipeline_parallel=16, expert_parallel=8, expert_tensor_parallel=1, last_stage_layers=1
+    )
+    topology = Topology(128, options)
+    began = time.perf_counter()
+    held = layout(shape, topology, 77, TRANSFORMER_ENGINE)
+    assert len(held[0]) > 100
+    assert time.perf_counter() - began < 0.5

@@ -1,0 +1,73 @@
+"""Tiny random Qwen3 models with a byte-level tokenizer, as ordinary Hugging Face folders."""
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+
+
+def byte_tokenizer(chat_template: str | None = CHATML) -> PreTrainedTokenizerFast:
+    """256 byte symbols without merges, then the specials: token = byte, end of turn = 258."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), key=_byte_of)
+    bpe = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bpe.decoder = decoders.ByteLevel()
+    bpe.add_special_tokens(list(SPECIALS))
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        eos_token=SPECIALS[2],
+        pad_token=SPECIALS[0],
+        additional_special_tokens=[SPECIALS[1]],
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+def _byte_of(symbol: str) -> int:
+    """The byte that a symbol of the byte-level alphabet stands for: printable ones are themselves, in order."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in printable]
+    return ord(symbol) if ord(symbol) in printable else others[ord(symbol) - 256]
+
+
+def tiny_config(*, tied: bool, vocab_size: int) -> Qwen3Config:
+    return Qwen3Config(
+        vocab_size=vocab_size,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=512,
+        tie_word_embeddings=tied,
+        eos_token_id=258,
+        pad_token_id=256,
+        bos_token_id=None,
+    )
+
+
+def random_model(*, tied: bool, seed: int, dtype: torch.dtype = torch.float32) -> Qwen3ForCausalLM:
+    """Weights larger than the usual start, so that distributions are far from uniform and versions far apart."""
+    torch.manual_seed(seed)
+    model = Qwen3ForCausalLM(tiny_config(tied=tied, vocab_size=259)).to(dtype).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            scale = 0.3 if "norm" in name else 0.08
+            parameter.add_(torch.randn_like(parameter) * scale)
+    return model
+
+
+def save_tiny_model(folder: Path, *, tied: bool, seed: int = 0, chat_template: str | None = CHATML) -> Path:
+    """Writes config, tokenizer and float32 weights to `folder` and returns it."""
+    random_model(tied=tied, seed=seed).save_pretrained(folder)
+    byte_tokenizer(chat_template).save_pretrained(folder)
+    return folder

@@ -1,0 +1,50 @@
+import importlib.util
+import pathlib
+
+import pytest
+from google.protobuf.descriptor_pb2 import FileDescriptorSet
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+spec = importlib.util.spec_from_file_location("compatible", ROOT / "proto/compatible.py")
+compatible = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(compatible)
+
+
+@pytest.fixture
+def changed() -> FileDescriptorSet:
+    files = FileDescriptorSet()
+    files.CopyFrom(compatible.current())
+    return files
+
+
+def find(files, kind, name):
+    return next(item for file in files.file for item in getattr(file, kind) if item.name == name)
+
+
+def test_what_is_added_breaks_nothing(changed):
+    find(changed, "message_type", "Trajectory").field.add(name="note", number=100, type=9, label=1)
+    find(changed, "service", "Work").method.add(name="Peek", input_type=".a", output_type=".b")
+    assert list(compatible.breaks(compatible.current(), changed)) == []
+
+
+def test_a_field_that_is_gone_must_be_reserved(changed):
+    message = find(changed, "message_type", "Trajectory")
+    del message.field[0]
+    assert "Trajectory.tokens = 1 is gone" in next(compatible.breaks(compatible.current(), changed))
+    message.reserved_range.add(start=1, end=2)
+    message.reserved_name.append("tokens")
+    assert list(compatible.breaks(compatible.current(), changed)) == []
+
+
+@pytest.mark.parametrize("attribute, value", [("name", "other"), ("type", 5), ("label", 3)])
+def test_a_changed_field_breaks(changed, attribute, value):
+    setattr(find(changed, "message_type", "Trajectory").field[1], attribute, value)
+    assert "Trajectory.logprobs = 2 changed" in next(compatible.breaks(compatible.current(), changed))
+
+
+def test_a_changed_enum_value_or_method_breaks(changed):
+    find(changed, "enum_type", "StopReason").value[1].number = 9
+    find(changed, "service", "Work").method[0].server_streaming = True
+    told = list(compatible.breaks(compatible.current(), changed))
+    assert any("STOP_REASON_END_OF_TURN = 1 is gone" in line for line in told)
+    assert any("Work.Lease changed" in line for line in told)

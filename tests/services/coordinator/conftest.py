@@ -1,0 +1,120 @@
+"""A coordinator as its own process, and jobs for it."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millrace.client import Client
+from millrace.data.row import PromptRow
+from millrace.data.write import write_rows
+from services.coordinator.redis_server import RedisServer
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return taken.getsockname()[1]
+
+
+@pytest.fixture(scope="session")
+def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A redis-server of the tests' own."""
+    with asyncio.Runner() as runner:
+        server = RedisServer(tmp_path_factory.mktemp("redis"))
+        runner.run(server.start())
+        yield server.url
+        runner.run(server.stop())
+
+
+class CoordinatorProcess:
+    def __init__(self, folder: Path, *options: str, environment: dict[str, str] | None = None) -> None:
+        self.folder = folder
+        self.http_port, self.grpc_port = free_port(), free_port()
+        self.address = f"127.0.0.1:{self.grpc_port}"
+        self.client = Client(f"http://127.0.0.1:{self.http_port}", token="", patience_s=10.0)
+        self._options = options
+        self._environment = environment or {}
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "services.coordinator", "--state-dir", str(self.folder)]
+        command += ["--http-port", str(self.http_port), "--grpc-port", str(self.grpc_port)]
+        command += ["--heartbeat-s", "0.2", "--lost-after-s", "1.0", *self._options]
+        log = (self.folder / "coordinator.log").open("ab")
+        environment = {k: v for k, v in os.environ.items() if k != "REDIS_URL"} | self._environment
+        self.process = subprocess.Popen(command, stderr=log, stdout=log, env=environment)
+        deadline = time.monotonic() + 60
+        while not self.client.ready():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise AssertionError(self.log())
+            time.sleep(0.05)
+
+    def log(self) -> str:
+        return (self.folder / "coordinator.log").read_text()
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+    def stop(self) -> int:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout=20)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CoordinatorProcess]:
+    """One for all tests of a file."""
+    with running(tmp_path_factory.mktemp("coordinator")) as process:
+        yield process
+
+
+@contextlib.contextmanager
+def running(folder: Path, *options: str, environment: dict[str, str] | None = None) -> Iterator[CoordinatorProcess]:
+    folder.mkdir(exist_ok=True)
+    process = CoordinatorProcess(folder, *options, environment=environment)
+    try:
+        process.start()
+        yield process
+    finally:
+        process.client.close()
+        if process.process is not None and process.process.poll() is None:
+            process.stop()
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> dict[str, Any]:
+    """A job of 6 steps of 4 groups of 2 samples, from 48 rows, with an evaluation."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"]}))
+    (model / "tokenizer.json").write_text("{}")
+    (model / "chat_template.jinja").write_text("{{ messages }}")
+    (model / "model.safetensors").write_bytes(b"")
+    asked = [[{"role": "user", "content": f"{n} + 1"}] for n in range(48)]
+    rows = [PromptRow(n, "sums", prompt, ground_truth=str(n + 1)) for n, prompt in enumerate(asked)]
+    write_rows(tmp_path / "train.jsonl", rows)
+    write_rows(tmp_path / "held_out.jsonl", rows[:5])
+    return {
+        "name": "sums",
+        "output": str(tmp_path / "out"),
+        "model": {"path": str(model)},
+        "data": {"files": [str(tmp_path / "train.jsonl")], "max_prompt_tokens": 64},
+        "reward": {"function": "exact"},
+        "rollout": {"samples_per_prompt": 2, "max_response_tokens": 16, "lease_s": 2.0},
+        "trainer": {"token_budget": 256},
+        "schedule": {"steps": 6, "prompts_per_step": 4, "max_staleness": 1},
+        "evaluation": {"files": [str(tmp_path / "held_out.jsonl")], "samples_per_prompt": 1},
+    }

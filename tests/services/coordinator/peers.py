@@ -1,0 +1,401 @@
+"""A trainer and replicas that speak the real contract over real gRPC and compute nothing.
+
+They stand in for engines where a fault has to be injected: `faults[method]` runs before the method answers and may
+wait, raise, or kill.
+"""
+
+import asyncio
+import json
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from millrace.errors import Fenced, InvalidState, MillraceError, NotFound
+from millrace.ids import new_member_id
+from millrace.weights.manifest import Manifest, TensorInfo
+from millrace.weights.plan import gather_broadcast
+from millrace.wire.arrays import pack_logprobs, pack_tokens
+from millrace.wire.channel import PROTOCOL_VERSION, Peer
+from millrace.wire.server import Server
+from millrace.wire.v1 import (
+    common_pb2,
+    fleet_pb2,
+    fleet_pb2_grpc,
+    rollout_pb2,
+    rollout_pb2_grpc,
+    trainer_pb2,
+    trainer_pb2_grpc,
+    weights_pb2,
+    work_pb2,
+    work_pb2_grpc,
+)
+
+MANIFEST = Manifest((TensorInfo("model.norm.weight", (8,), "float32"),))
+CHECKSUMS = [7]
+Fault = Callable[[object], Awaitable[None]]
+
+
+class Faults(dict[str, Fault]):
+    """By method. A fault is gone after `times` calls."""
+
+    def once(self, method: str, error: Exception, times: int = 1) -> None:
+        left = times
+
+        async def fault(_: object) -> None:
+            nonlocal left
+            left -= 1
+            if left <= 0:
+                del self[method]
+            raise error
+
+        self[method] = fault
+
+    async def strike(self, method: str, request: object) -> None:
+        if method in self:
+            await self[method](request)
+
+
+class Member:
+    """Registers, beats, and registers again when it was forgotten."""
+
+    kind = fleet_pb2.MEMBER_KIND_ROLLOUT
+    name = "rollout"
+    engine = "vllm"
+
+    def __init__(self, coordinator: str) -> None:
+        self.id = new_member_id(self.name)
+        self.coordinator = Peer(coordinator)
+        self.faults = Faults()
+        self.version = -1
+        self.tokens = 0
+        self.running = 0
+        self.protocol_version = PROTOCOL_VERSION
+        self.server: Server
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def servicers(self) -> Mapping[str, Callable[..., None]]:
+        raise NotImplementedError
+
+    async def start(self) -> None:
+        self.server = Server(self.servicers(), "127.0.0.1", 0)
+        await self.server.start()
+        await self.register()
+        self._tasks = [asyncio.create_task(self._beat())]
+
+    async def register(self) -> None:
+        request = fleet_pb2.RegisterRequest(
+            member_id=self.id,
+            kind=self.kind,
+            address=f"127.0.0.1:{self.server.port}",
+            protocol_version=self.protocol_version,
+            engine=self.engine,
+            world_size=1,
+            host="test",
+            device="cpu",
+        )
+        await self.coordinator.call(fleet_pb2_grpc.FleetStub, "Register", request)
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(0.2)
+            beat = fleet_pb2.HeartbeatRequest(
+                member_id=self.id, version=self.version, tokens=self.tokens, running=self.running
+            )
+            try:
+                await self.coordinator.call(fleet_pb2_grpc.FleetStub, "Heartbeat", beat)
+            except NotFound:
+                await self.register()
+            except MillraceError:
+                continue
+
+    async def leave(self) -> None:
+        """Says goodbye, so that nobody looks for it."""
+        if self._tasks:
+            for task in self._tasks:
+                task.cancel()
+            try:
+                goodbye = fleet_pb2.LeaveRequest(member_id=self.id, reason="the test is over")
+                await self.coordinator.call(fleet_pb2_grpc.FleetStub, "Leave", goodbye)
+            except MillraceError:
+                pass
+            await self.die()
+
+    async def die(self) -> None:
+        """As by SIGKILL: nothing is said to anybody."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks = []
+        await self.server.stop(0)
+        await self.coordinator.close()
+
+
+class SimulatedTrainer(Member, trainer_pb2_grpc.TrainerServicer):
+    kind = fleet_pb2.MEMBER_KIND_TRAINER
+    name = "trainer"
+    engine = "fsdp2"
+
+    def __init__(self, coordinator: str, step_s: float = 0.0) -> None:
+        super().__init__(coordinator)
+        self.job_id = ""
+        self.step_s = step_s
+        self.trained: dict[int, list[str]] = {}
+        """Prompts by step, of this lineage."""
+        self.every: Counter[str] = Counter()
+        """How often each prompt was trained, all lineages."""
+        self.stalest = 0
+        self.configured: list[str] = []
+        self.last: trainer_pb2.StepResponse | None = None
+        self._stepping = asyncio.Lock()
+
+    def servicers(self) -> Mapping[str, Callable[..., None]]:
+        return {"millrace.v1.Trainer": lambda server: trainer_pb2_grpc.add_TrainerServicer_to_server(self, server)}
+
+    async def Configure(self, request, context):
+        await self.faults.strike("Configure", request)
+        if request.job_id != self.job_id:
+            self.job_id, self.version, self.trained = request.job_id, 0, {}
+            self.configured.append(request.checkpoint)
+            if request.checkpoint:
+                saved = json.loads((Path(request.checkpoint) / "state.json").read_text())
+                self.version = saved["version"]
+                self.trained = {int(step): prompts for step, prompts in saved["trained"].items()}
+        return trainer_pb2.ConfigureTrainerResponse(version=self.version, world_size=1, parameters=8)
+
+    async def Step(self, request, context):
+        async with self._stepping:
+            await self.faults.strike("Step", request)
+            if request.step == self.version and self.last is not None:
+                return self.last
+            if request.step != self.version + 1:
+                raise Fenced(f"step {request.step} is not the next: the trainer is at version {self.version}.")
+            await self._fetch(request)
+            await asyncio.sleep(self.step_s)
+            self.version = request.step
+            prompts = [group.prompt_id for group in request.groups]
+            self.trained[request.step] = prompts
+            self.every.update(prompts)
+            self.last = trainer_pb2.StepResponse(
+                version=self.version, metrics={"actor/grad_norm": 1.0, "timing_s/step": 99.0}
+            )
+            await self.faults.strike("StepDone", request)
+            return self.last
+
+    async def _fetch(self, request: trainer_pb2.StepRequest) -> None:
+        wanted = [group.prompt_id for group in request.groups]
+        fetch = work_pb2.FetchRequest(job_id=request.job_id, prompt_ids=wanted)
+        peer = Peer(request.work_address)
+        groups = [group async for group in peer.stream(work_pb2_grpc.WorkStub, "Fetch", fetch)]
+        await peer.close()
+        assert [group.prompt_id for group in groups] == wanted
+        for ref, group in zip(request.groups, groups, strict=True):
+            assert list(ref.response_tokens) == [len(t.tokens) // 4 for t in group.trajectories]
+            oldest = min(span.version for t in group.trajectories for span in t.versions)
+            self.stalest = max(self.stalest, self.version - oldest)
+            self.tokens += sum(ref.response_tokens)
+
+    async def PreparePublication(self, request, context):
+        await self.faults.strike("PreparePublication", request)
+        if request.publication.version != self.version:
+            raise InvalidState(f"asked for {request.publication.version}, the trainer holds {self.version}.")
+        world_size = 1 + sum(receiver.world_size for receiver in request.receivers)
+        return trainer_pb2.PrepareSendResponse(
+            manifest=MANIFEST.to_proto(),
+            rendezvous=weights_pb2.Rendezvous(host="127.0.0.1", port=1, world_size=world_size),
+            plan_hash=gather_broadcast(MANIFEST, world_size).hash,
+        )
+
+    async def TransferPublication(self, request, context):
+        await self.faults.strike("TransferPublication", request)
+        report = weights_pb2.MemberReport(member_id=self.id, bytes=MANIFEST.bytes, gather_s=0.01, wire_s=0.02)
+        return trainer_pb2.TransferSendResponse(checksums=weights_pb2.Checksums(values=CHECKSUMS), report=report)
+
+    async def FinishPublication(self, request, context):
+        await self.faults.strike("FinishPublication", request)
+        return trainer_pb2.FinishSendResponse()
+
+    async def Save(self, request, context):
+        await self.faults.strike("Save", request)
+        _write(Path(request.path), {"version": self.version, "trained": self.trained})
+        return trainer_pb2.SaveResponse(version=self.version, bytes=8, seconds=0.0)
+
+    async def GetStatus(self, request, context):
+        await self.faults.strike("GetStatus", request)
+        state = trainer_pb2.TRAINER_STATE_READY if self.job_id else trainer_pb2.TRAINER_STATE_IDLE
+        return trainer_pb2.TrainerStatus(
+            member_id=self.id, state=state, job_id=self.job_id, version=self.version, world_size=1
+        )
+
+
+def _write(folder: Path, state: dict[str, object]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "state.json").write_text(json.dumps(state))
+
+
+def improving(lease: work_pb2.Lease, version: int, chance: random.Random) -> float:
+    """A reward that grows with the version."""
+    return version + 0.1 * chance.random()
+
+
+@dataclass
+class Shape:
+    """What a simulated replica generates."""
+
+    tokens: int = 4
+    seconds: float = 0.0
+    """For one group."""
+    capacity: int = 16
+    """Samples."""
+    reward: Callable[[work_pb2.Lease, int, random.Random], float | None] = improving
+    """Of one sample under a version; None where scoring fails."""
+
+
+class SimulatedReplica(Member, rollout_pb2_grpc.RolloutServicer):
+    def __init__(self, coordinator: str, shape: Shape | None = None) -> None:
+        super().__init__(coordinator)
+        self.shape = shape or Shape()
+        self.configured: list[str] = []
+        self.publications: list[int] = []
+        """Versions committed."""
+        self.leased: list[str] = []
+        """Prompts, in order."""
+        self.fenced = 0
+        self.held: dict[str, work_pb2.Lease] = {}
+        self.extending = True
+        self.plan_hash = b""
+        """To disagree with."""
+        self.dying: asyncio.Task[None] | None = None
+        self._incoming = -1
+        self._chance = random.Random(0)
+
+    def servicers(self) -> Mapping[str, Callable[..., None]]:
+        return {"millrace.v1.Rollout": lambda server: rollout_pb2_grpc.add_RolloutServicer_to_server(self, server)}
+
+    async def start(self) -> None:
+        await super().start()
+        self._tasks += [asyncio.create_task(self._pull()), asyncio.create_task(self._extend())]
+
+    # Publication.
+
+    async def Configure(self, request, context):
+        await self.faults.strike("Configure", request)
+        self.configured.append(request.job_id)
+        if self.configured[-2:-1] != [request.job_id]:
+            self.version = -1
+        return rollout_pb2.ConfigureRolloutResponse(world_size=1, dtype="float32", seconds=0.0)
+
+    async def PreparePublication(self, request, context):
+        await self.faults.strike("PreparePublication", request)
+        plan = gather_broadcast(Manifest.from_proto(request.manifest), request.rendezvous.world_size)
+        return rollout_pb2.PrepareReceiveResponse(plan_hash=self.plan_hash or plan.hash)
+
+    async def TransferPublication(self, request, context):
+        await self.faults.strike("TransferPublication", request)
+        self._incoming = request.publication.version
+        return rollout_pb2.TransferReceiveResponse()
+
+    async def VerifyPublication(self, request, context):
+        await self.faults.strike("VerifyPublication", request)
+        assert list(request.checksums.values) == CHECKSUMS
+        return rollout_pb2.VerifyReceiveResponse()
+
+    async def CommitPublication(self, request, context):
+        await self.faults.strike("CommitPublication", request)
+        self.version = self._incoming
+        self.publications.append(self.version)
+        report = weights_pb2.MemberReport(member_id=self.id, bytes=MANIFEST.bytes, apply_s=0.01, pause_s=0.005)
+        return rollout_pb2.CommitReceiveResponse(report=report)
+
+    async def AbortPublication(self, request, context):
+        await self.faults.strike("AbortPublication", request)
+        return rollout_pb2.AbortReceiveResponse()
+
+    async def GetStatus(self, request, context):
+        return rollout_pb2.RolloutStatus(
+            member_id=self.id, state=rollout_pb2.ENGINE_STATE_SERVING, version=self.version
+        )
+
+    # Work.
+
+    async def _pull(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                free = max(0, self.shape.capacity - self.running)
+                if free == 0:
+                    await asyncio.sleep(0.01)
+                    continue
+                request = work_pb2.LeaseRequest(member_id=self.id, free_samples=free, wait_s=2.0)
+                try:
+                    answer = await self.coordinator.call(work_pb2_grpc.WorkStub, "Lease", request)
+                except MillraceError:
+                    await asyncio.sleep(0.1)
+                    continue
+                for lease in answer.leases:
+                    self.leased.append(lease.prompt_id)
+                    self.held[lease.ref.lease_id] = lease
+                    self.running += lease.sampling.samples
+                    tasks.create_task(self._answer(lease))
+
+    async def _answer(self, lease: work_pb2.Lease) -> None:
+        try:
+            await self.faults.strike("Generate", lease)
+            await asyncio.sleep(self.shape.seconds)
+            request = work_pb2.CompleteRequest(member_id=self.id, ref=lease.ref, group=self.group(lease))
+            await self.faults.strike("Complete", request)
+            while True:
+                try:
+                    await self.coordinator.call(work_pb2_grpc.WorkStub, "Complete", request)
+                    return
+                except (Fenced, NotFound):
+                    self.fenced += 1
+                    return
+                except MillraceError:
+                    await asyncio.sleep(0.1)
+        finally:
+            self.running -= lease.sampling.samples
+            self.held.pop(lease.ref.lease_id, None)
+
+    async def _extend(self) -> None:
+        while True:
+            await asyncio.sleep(0.3)
+            if self.held and self.extending:
+                leases = [lease.ref for lease in self.held.values()]
+                request = work_pb2.ExtendRequest(member_id=self.id, leases=leases)
+                try:
+                    await self.coordinator.call(work_pb2_grpc.WorkStub, "Extend", request)
+                except MillraceError:
+                    continue
+
+    def group(self, lease: work_pb2.Lease) -> common_pb2.Group:
+        group = common_pb2.Group(
+            job_id=lease.ref.job_id,
+            prompt_id=lease.prompt_id,
+            purpose=lease.purpose,
+            data_source=lease.data_source,
+            prompt_tokens=pack_tokens([1, 2, 3]),
+            prompt_text=lease.prompt,
+            ground_truth=lease.ground_truth,
+            member_id=self.id,
+            engine=self.engine,
+            trajectories=[self._trajectory(lease) for _ in range(lease.sampling.samples)],
+        )
+        self.tokens += self.shape.tokens * lease.sampling.samples
+        return group
+
+    def _trajectory(self, lease: work_pb2.Lease) -> common_pb2.Trajectory:
+        tokens = self.shape.tokens
+        trajectory = common_pb2.Trajectory(
+            tokens=pack_tokens(range(tokens)),
+            logprobs=pack_logprobs([-1.0] * tokens),
+            versions=[common_pb2.VersionSpan(version=self.version, start=0, end=tokens)],
+            stop_reason=common_pb2.STOP_REASON_END_OF_TURN,
+            text="answer",
+        )
+        reward = self.shape.reward(lease, self.version, self._chance)
+        if reward is None:
+            trajectory.reward_failure = "raised ValueError: no"
+        else:
+            trajectory.reward = reward
+        return trajectory

@@ -1,0 +1,32 @@
+"""A redis-server for tests of the store."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from millrace.ids import JobId
+from millrace.rest import JobState
+from services.coordinator.jobs import JobRecord
+from services.coordinator.store import Store
+
+Answer = TypeVar("Answer")
+
+
+def with_store(url: str, scenario: Callable[[Store], Awaitable[Answer]]) -> Answer:
+    """Runs `scenario` on an empty store."""
+
+    async def run() -> Answer:
+        store = Store(url)
+        try:
+            await store.connection.do("FLUSHALL")
+            return await scenario(store)
+        finally:
+            await store.close()
+
+    return asyncio.run(run())
+
+
+def a_job(number: int = 1) -> JobRecord:
+    return JobRecord(
+        id=JobId(f"job-{number:012x}"), name="sums", state=JobState.QUEUED, spec_json="{}", created_s=float(number)
+    )

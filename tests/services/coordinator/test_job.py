@@ -1,0 +1,187 @@
+"""A job from submission to report, with simulated peers over real gRPC and a real Redis."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+from millrace.rest import JobState
+from tests.services.coordinator.cluster import Cluster, scenario, until
+
+
+@scenario
+async def test_a_job_runs_to_its_report(cluster: Cluster, spec: dict[str, Any]) -> None:
+    trainer, _, _ = await cluster.trainer(), await cluster.replica(), await cluster.replica()
+    job = await cluster.ended(await cluster.submit(spec))
+    assert (job.state, job.failure) == (JobState.SUCCEEDED, None)
+    assert (job.step, job.steps, job.version) == (6, 6, 6)
+    assert set(trainer.every.values()) == {1} and len(trainer.every) == 24
+    assert trainer.stalest <= 1
+    ledger = await cluster.ledger(job.id)
+    assert (ledger.issued, ledger.trained, ledger.queued, ledger.leased, ledger.generated) == (24, 24, 0, 0, 0)
+    rows = cluster.coordinator.client.metrics(job.id)
+    assert [row.step for row in rows] == [1, 2, 3, 4, 5, 6]
+    for name in ("critic/score/mean", "response_length/clip_ratio", "timing_s/update_weights", "actor/grad_norm"):
+        assert all(name in row.values for row in rows), name
+    parts = ("timing_s/gen", "timing_s/train", "timing_s/update_weights")
+    assert all(row.values["timing_s/step"] == sum(row.values[part] for part in parts) for row in rows)
+    assert job.evaluation_before is not None and job.evaluation_last is not None
+    assert job.evaluation_last > job.evaluation_before + 5
+    assert job.checkpoint == str(Path(spec["output"]) / "checkpoints" / "step-6")
+    report = json.loads((Path(spec["output"]) / "report.json").read_text())
+    assert report["ledger"]["trained"] == 24 and report["publications"]["count"] >= 7
+    assert "## Ledger" in (Path(spec["output"]) / "report.md").read_text()
+
+
+@scenario
+async def test_nothing_is_stale_where_the_bound_is_zero(cluster: Cluster, spec: dict[str, Any]) -> None:
+    trainer, _ = await cluster.trainer(), await cluster.replica(seconds=0.02)
+    spec["schedule"]["max_staleness"] = 0
+    job = await cluster.ended(await cluster.submit(spec))
+    assert (job.state, trainer.stalest) == (JobState.SUCCEEDED, 0)
+
+
+@scenario
+async def test_jobs_run_one_after_another(cluster: Cluster, spec: dict[str, Any]) -> None:
+    await cluster.trainer(), await cluster.replica()
+    spec["schedule"]["steps"] = 2
+    jobs = [await cluster.submit(spec | {"name": name}) for name in ("first", "second")]
+    assert (await cluster.job(jobs[1])).state is JobState.QUEUED
+    ended = [await cluster.ended(job_id) for job_id in jobs]
+    assert [job.state for job in ended] == [JobState.SUCCEEDED] * 2
+    assert ended[0].finished_s < ended[1].finished_s
+
+
+@scenario
+async def test_a_job_waits_for_a_trainer_and_a_replica(cluster: Cluster, spec: dict[str, Any]) -> None:
+    job_id = await cluster.submit(spec)
+    await asyncio.sleep(0.5)
+    assert (await cluster.job(job_id)).state is JobState.QUEUED
+    await cluster.trainer()
+    await until(lambda: cluster.job(job_id), lambda job: job.state is JobState.RUNNING)
+    await cluster.replica()
+    assert (await cluster.ended(job_id)).state is JobState.SUCCEEDED
+
+
+@scenario
+async def test_a_job_without_replicas_fails_in_time(cluster: Cluster, spec: dict[str, Any]) -> None:
+    await cluster.trainer()
+    job = await cluster.ended(await cluster.submit(spec | {"deadlines": {"no_replica_s": 1.0}}))
+    assert job.state is JobState.FAILED and "no replica has served the job for 1 s" in str(job.failure)
+
+
+@scenario
+async def test_pause_stops_between_steps_and_resume_goes_on(cluster: Cluster, spec: dict[str, Any]) -> None:
+    trainer, _ = await cluster.trainer(step_s=0.2), await cluster.replica()
+    client = cluster.coordinator.client
+    job_id = await cluster.submit(spec)
+    await cluster.reached(job_id, 1)
+    await asyncio.to_thread(client.pause, job_id)
+    paused = await until(lambda: cluster.job(job_id), lambda job: job.state is JobState.PAUSED)
+    await asyncio.sleep(0.8)
+    assert (await cluster.job(job_id)).step == paused.step == trainer.version < 6
+    await asyncio.to_thread(client.resume, job_id)
+    assert (await cluster.ended(job_id)).state is JobState.SUCCEEDED
+    assert set(trainer.every.values()) == {1}
+
+
+@scenario
+async def test_cancel_ends_a_running_a_paused_and_a_queued_job(cluster: Cluster, spec: dict[str, Any]) -> None:
+    await cluster.trainer(step_s=0.2), await cluster.replica()
+    client = cluster.coordinator.client
+    jobs = [await cluster.submit(spec | {"name": name}) for name in ("running", "paused", "queued")]
+    await asyncio.to_thread(client.cancel, jobs[2])
+    assert (await cluster.job(jobs[2])).state is JobState.CANCELLED
+    await cluster.reached(jobs[0], 1)
+    await asyncio.to_thread(client.cancel, jobs[0])
+    assert (await cluster.ended(jobs[0])).state is JobState.CANCELLED
+    ledger = await cluster.ledger(jobs[0])
+    assert ledger.issued == ledger.trained + ledger.dropped and ledger.reasons == {
+        "the job was cancelled": ledger.dropped
+    }
+    await cluster.reached(jobs[1], 1)
+    await asyncio.to_thread(client.pause, jobs[1])
+    await until(lambda: cluster.job(jobs[1]), lambda job: job.state is JobState.PAUSED)
+    await asyncio.to_thread(client.cancel, jobs[1])
+    assert (await cluster.ended(jobs[1])).state is JobState.CANCELLED
+
+
+@scenario
+async def test_a_failed_reward_costs_its_group_only(cluster: Cluster, spec: dict[str, Any]) -> None:
+    def reward(lease: Any, version: int, chance: Any) -> float | None:
+        return None if json.loads(lease.ground_truth) in ("3", "7") else 1.0
+
+    trainer, _ = await cluster.trainer(), await cluster.replica(reward=reward)
+    spec["schedule"] |= {"steps": None, "passes": 1}
+    job = await cluster.ended(await cluster.submit(spec))
+    assert (job.state, job.step) == (JobState.SUCCEEDED, 12)
+    ledger = await cluster.ledger(job.id)
+    assert ledger.reasons["reward"] >= 2 and ledger.issued == 48 + ledger.dropped
+    assert all(count == 1 for count in trainer.every.values())
+    samples = cluster.coordinator.client.samples(job.id, limit=1000)
+    assert any(s.reward is None and s.reward_failure == "raised ValueError: no" for s in samples)
+
+
+@scenario
+async def test_a_job_whose_groups_all_fail_says_why(cluster: Cluster, spec: dict[str, Any]) -> None:
+    await cluster.trainer(), await cluster.replica(reward=lambda *_: None)
+    job = await cluster.ended(await cluster.submit(spec))
+    assert job.state is JobState.FAILED
+    assert "prompts in a row brought no group; the last one: reward: raised ValueError: no" in str(job.failure)
+    ledger = await cluster.ledger(job.id)
+    assert ledger.issued == ledger.dropped
+
+
+@scenario
+async def test_groups_without_signal_are_replaced_until_the_bound(cluster: Cluster, spec: dict[str, Any]) -> None:
+    def reward(lease: Any, version: int, chance: Any) -> float:
+        return chance.random() if int(json.loads(lease.ground_truth)) % 2 else 1.0
+
+    _, replica = await cluster.trainer(), await cluster.replica(reward=reward)
+    spec["algorithm"] = {"drop_groups_without_signal": True}
+    job = await cluster.ended(await cluster.submit(spec))
+    assert job.state is JobState.SUCCEEDED
+    ledger = await cluster.ledger(job.id)
+    assert ledger.reasons["no signal"] > 0 and ledger.trained == 24
+    assert all(row.values["training/groups_without_signal"] == 0 for row in cluster.coordinator.client.metrics(job.id))
+    replica.shape.reward = lambda *_: 1.0
+    failed = await cluster.ended(await cluster.submit(spec | {"name": "flat"}))
+    assert failed.state is JobState.FAILED and "had no signal" in str(failed.failure)
+
+
+@scenario
+async def test_checkpoints_are_kept_and_pruned(cluster: Cluster, spec: dict[str, Any]) -> None:
+    await cluster.trainer(), await cluster.replica()
+    spec["schedule"] |= {"save_every_steps": 1, "keep_checkpoints": 2}
+    job = await cluster.ended(await cluster.submit(spec))
+    assert job.state is JobState.SUCCEEDED
+    kept = sorted(path.name for path in (Path(spec["output"]) / "checkpoints").iterdir())
+    assert kept == ["step-5", "step-6"]
+
+
+def spoil(spec: dict[str, Any], good: int, bad: int) -> None:
+    """The job's data: so many of its rows, and so many that cannot be used."""
+    path = Path(spec["data"]["files"][0])
+    rows = path.read_text().splitlines(keepends=True)[:good]
+    path.write_text("".join(rows) + '{"data_source": "sums", "prompt": 5, "reward_model": {}}\n' * bad)
+
+
+@scenario
+async def test_a_bad_row_costs_itself(cluster: Cluster, spec: dict[str, Any]) -> None:
+    await cluster.trainer(), await cluster.replica()
+    spoil(spec, good=48, bad=3)
+    spec["schedule"] |= {"steps": None, "passes": 1}
+    job = await cluster.ended(await cluster.submit(spec))
+    assert (job.state, job.step) == (JobState.SUCCEEDED, 12)
+    ledger = await cluster.ledger(job.id)
+    assert ledger.trained == 48 and 0 < ledger.reasons["bad_row"] <= 3
+    dropped = await cluster.events(job.id, "prompt.dropped")
+    assert "train.jsonl" in dropped[0].message and "column reward_model.ground_truth" in dropped[0].message
+
+
+@scenario
+async def test_rows_that_are_all_bad_fail_the_job(cluster: Cluster, spec: dict[str, Any]) -> None:
+    await cluster.trainer(), await cluster.replica()
+    spoil(spec, good=1, bad=99)
+    job = await cluster.ended(await cluster.submit(spec))
+    assert job.state is JobState.FAILED and "bad_row" in str(job.failure)

@@ -1,0 +1,173 @@
+"""The coordinator as a process: how it starts, refuses to start, and stops."""
+
+import asyncio
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from millrace.errors import InvalidState
+from millrace.rest import JobState
+from millrace.wire.channel import Peer
+from millrace.wire.v1 import fleet_pb2, fleet_pb2_grpc
+from services.coordinator.redis_server import RedisServer
+from tests.services.coordinator.cluster import around, until
+from tests.services.coordinator.conftest import CoordinatorProcess, free_port, running
+
+NO_TORCH = """
+import sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch", "transformers", "vllm", "sglang"):
+            raise ImportError(f"{name} is not for the coordinator")
+
+sys.meta_path.insert(0, Refuse())
+import services.coordinator.__main__
+import services.coordinator.loop
+from millrace.rl.catalogue import Kind, find
+find(Kind.ADVANTAGE, "grpo")
+assert "torch" not in sys.modules and "transformers" not in sys.modules
+"""
+
+
+def refused(folder: Path, *options: str, within_s: float = 40.0) -> str:
+    """What a coordinator says that does not start."""
+    command = [sys.executable, "-m", "services.coordinator", "--state-dir", str(folder), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=within_s, check=False)
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
+def test_it_needs_no_torch() -> None:
+    done = subprocess.run([sys.executable, "-c", NO_TORCH], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("option", ["--http-port", "--grpc-port"])
+def test_a_taken_port_is_named(option: str, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        others = {"--http-port": free_port(), "--grpc-port": free_port()} | {option: port}
+        told = refused(tmp_path, *(str(part) for pair in others.items() for part in pair))
+    assert f"cannot listen on 127.0.0.1:{port}" in told and "Mend: choose another port" in told
+    assert not [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(p.info["cmdline"] or [])]
+
+
+def test_a_redis_that_is_down_at_the_start_is_named(tmp_path: Path) -> None:
+    url = f"redis://:hidden@127.0.0.1:{free_port()}/0"
+    told = refused(tmp_path, "--redis-url", url, "--http-port", str(free_port()), "--grpc-port", str(free_port()))
+    assert "Redis at redis://127.0.0.1" in told and "Mend: start it" in told and "hidden" not in told
+
+
+def test_two_do_not_work_in_one_folder(tmp_path: Path) -> None:
+    with running(tmp_path / "state"):
+        told = refused(tmp_path / "state", "--http-port", str(free_port()), "--grpc-port", str(free_port()))
+    assert "another coordinator works in" in told
+
+
+def redis_of(process: CoordinatorProcess) -> psutil.Process:
+    assert process.process is not None
+    (found,) = [p for p in psutil.Process(process.process.pid).children() if "redis" in p.name()]
+    return found
+
+
+def test_sigterm_stops_it_and_its_redis(tmp_path: Path) -> None:
+    with running(tmp_path / "state") as process:
+        redis = redis_of(process)
+        started = time.monotonic()
+        assert process.stop() == 0
+        assert time.monotonic() - started < 10.0
+        assert not redis.is_running() or redis.status() == psutil.STATUS_ZOMBIE
+
+
+def test_sigterm_answers_those_who_wait_for_leases(tmp_path: Path) -> None:
+    async def played() -> None:
+        with running(tmp_path / "state") as process:
+            async with around(process) as cluster:
+                await cluster.replica()
+                await asyncio.sleep(0.5)
+                assert await asyncio.to_thread(process.stop) == 0
+
+    asyncio.run(played())
+
+
+def test_the_redis_of_a_killed_coordinator_is_taken_over(tmp_path: Path, spec: dict[str, Any]) -> None:
+    with running(tmp_path / "state") as process:
+        before, job = redis_of(process), process.client.submit(spec)
+        process.kill()
+        assert before.is_running()
+        process.start()
+        assert redis_of(process).pid != before.pid
+        assert not before.is_running() or before.status() == psutil.STATUS_ZOMBIE
+        assert process.client.job(job.id).state is JobState.QUEUED
+
+
+def test_another_protocol_version_is_refused(tmp_path: Path) -> None:
+    async def played(address: str) -> None:
+        peer = Peer(address)
+        request = fleet_pb2.RegisterRequest(
+            member_id="rollout-1a2b3c4d",
+            kind=fleet_pb2.MEMBER_KIND_ROLLOUT,
+            address="127.0.0.1:1",
+            protocol_version=7,
+            release="9.9",
+        )
+        with pytest.raises(InvalidState, match=r"rollout-1a2b3c4d .* speaks protocol 7, this coordinator 1") as refusal:
+            await peer.call(fleet_pb2_grpc.FleetStub, "Register", request)
+        assert "same release" in refusal.value.mend
+        await peer.close()
+
+    with running(tmp_path / "state") as process:
+        asyncio.run(played(process.address))
+        assert process.client.fleet().replicas == []
+
+
+def test_a_redis_of_its_own_is_restarted_by_others(tmp_path: Path, spec: dict[str, Any]) -> None:
+    """REDIS_URL: the coordinator waits for it, says so, and goes on when it is back."""
+
+    async def played() -> None:
+        server = RedisServer(tmp_path / "redis")
+        await server.start()
+        with running(tmp_path / "state", environment={"REDIS_URL": server.url}) as process:
+            async with around(process) as cluster:
+                trainer, _ = await cluster.trainer(step_s=0.1), await cluster.replica(seconds=0.05)
+                job_id = await cluster.submit(spec)
+                await cluster.reached(job_id, 2)
+                await server.stop()
+                await asyncio.sleep(1.0)
+                assert not process.client.ready()
+                await asyncio.sleep(2.0)
+                assert process.process is not None and process.process.poll() is None
+                await server.start()
+                await until(lambda: asyncio.to_thread(process.client.ready))
+                job = await cluster.ended(job_id)
+                assert job.state is JobState.SUCCEEDED and set(trainer.every.values()) == {1}
+        await server.stop()
+
+    asyncio.run(played())
+
+
+def test_the_newest_coordinator_on_a_redis_works_and_the_others_stop(tmp_path: Path, spec: dict[str, Any]) -> None:
+    async def played() -> None:
+        server = RedisServer(tmp_path / "redis")
+        await server.start()
+        environment = {"REDIS_URL": server.url}
+        with running(tmp_path / "first", environment=environment) as first:
+            job = await asyncio.to_thread(first.client.submit, spec)
+            with running(tmp_path / "second", environment=environment) as second:
+                assert first.process is not None
+                assert await asyncio.to_thread(first.process.wait, 20) == 1
+                assert "another coordinator was started" in first.log() and "Traceback" not in first.log()
+                assert second.client.job(job.id).state is JobState.QUEUED
+        await server.stop()
+
+    asyncio.run(played())

@@ -1,0 +1,158 @@
+"""Publications with members that fail, hang or die in each phase, and replicas that join late."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from millrace.errors import InvalidState, PublicationFailed
+from millrace.rest import JobState
+from tests.services.coordinator.cluster import Cluster, scenario, until
+from tests.services.coordinator.conftest import CoordinatorProcess
+from tests.services.coordinator.peers import SimulatedReplica
+
+PHASES = {
+    "PreparePublication": "prepare",
+    "TransferPublication": "transfer",
+    "VerifyPublication": "verify",
+    "CommitPublication": "commit",
+}
+
+
+def spoil(replica: SimulatedReplica, method: str, how: str) -> None:
+    """At the publication of version 2: refuse it, die in it, or never answer; once."""
+
+    async def fault(request: Any) -> None:
+        if request.publication.version < 2:
+            return
+        del replica.faults[method]
+        if how == "refuses":
+            raise InvalidState(f"{method} went wrong.")
+        if how == "dies":
+            replica.dying = asyncio.create_task(replica.die())
+        await asyncio.sleep(60.0)
+
+    replica.faults[method] = fault
+
+
+@pytest.mark.parametrize("how", ["refuses", "dies", "hangs"])
+@pytest.mark.parametrize("method", PHASES)
+def test_a_replica_fails_in_a_phase(method: str, how: str, shared: CoordinatorProcess, spec: dict[str, Any]) -> None:
+    @scenario
+    async def played(cluster: Cluster, spec: dict[str, Any]) -> None:
+        trainer, good = await cluster.trainer(step_s=0.05), await cluster.replica(seconds=0.05)
+        bad = await cluster.replica(seconds=0.05)
+        spec["deadlines"] = {"publication_s": 1.5}
+        spoil(bad, method, how)
+        job_id = await cluster.submit(spec)
+        job = await cluster.ended(job_id)
+        assert (job.state, job.failure) == (JobState.SUCCEEDED, None)
+        failures = await cluster.events(job_id, "publication.failed")
+        assert [(f.data["phase"], f.data["culprits"]) for f in failures] == [(PHASES[method], [bad.id])]
+        assert failures[0].data["version"] == 2 and bad.id in failures[0].message
+        assert good.publications == list(range(7)) and trainer.stalest <= 1
+        reports = await cluster.events(job_id, "publication.done")
+        assert sorted({r.data["version"] for r in reports}) == list(range(7))
+        assert set(trainer.every.values()) == {1}
+        if how == "refuses" and bad.publications[-1] > 1:
+            assert reports[-1].data["epoch"] > failures[0].data["epoch"]
+
+    played(shared, spec)
+
+
+@scenario
+async def test_a_replica_that_was_cut_out_joins_again(cluster: Cluster, spec: dict[str, Any]) -> None:
+    spec["schedule"]["steps"] = 40
+    await cluster.trainer(step_s=0.15), await cluster.replica()
+    bad = await cluster.replica()
+    spoil(bad, "CommitPublication", "refuses")
+    job_id = await cluster.submit(spec)
+    await until(lambda: asyncio.sleep(0, bad.publications[-1:] > [2]), within_s=20.0)
+    before = len(bad.leased)
+    await until(lambda: asyncio.sleep(0, len(bad.leased) > before))
+    assert 2 not in bad.publications
+    joined = [e for e in await cluster.events(job_id, "member.joining") if bad.id in e.message]
+    assert joined
+    await asyncio.to_thread(cluster.coordinator.client.cancel, job_id)
+    await cluster.ended(job_id)
+
+
+@scenario
+async def test_the_trainer_names_the_culprit(cluster: Cluster, spec: dict[str, Any]) -> None:
+    trainer, _ = await cluster.trainer(), await cluster.replica()
+    bad = await cluster.replica()
+    trainer.faults.once("TransferPublication", PublicationFailed("nothing came from it.", culprits=(bad.id,)))
+    job_id = await cluster.submit(spec)
+    job = await cluster.ended(job_id)
+    assert job.state is JobState.SUCCEEDED
+    (failure,) = await cluster.events(job_id, "publication.failed")
+    assert failure.data["culprits"] == [bad.id]
+
+
+@scenario
+async def test_a_publication_that_nobody_is_to_blame_for_fails_the_job(cluster: Cluster, spec: dict[str, Any]) -> None:
+    trainer, _ = await cluster.trainer(), await cluster.replica()
+    spec.pop("evaluation")
+    job_id = await cluster.submit(spec)
+    await cluster.reached(job_id, 1)
+    trainer.faults.once("TransferPublication", PublicationFailed("the link is down."), times=1000)
+    job = await cluster.ended(job_id)
+    assert job.state is JobState.FAILED and "the link is down" in str(job.failure)
+    assert len(await cluster.events(job_id, "publication.failed")) == 3
+
+
+@scenario
+async def test_another_plan_is_refused(cluster: Cluster, spec: dict[str, Any]) -> None:
+    await cluster.trainer(), await cluster.replica()
+    odd = await cluster.replica()
+    odd.plan_hash = b"another"
+    job = await cluster.ended(await cluster.submit(spec))
+    assert job.state is JobState.SUCCEEDED and odd.publications == [] and odd.leased == []
+    failures = await cluster.events(job.id, "publication.failed")
+    assert "worked out another plan" in failures[0].message and failures[0].data["culprits"] == [odd.id]
+
+
+@scenario
+async def test_a_late_replica_gets_the_weights_before_its_first_lease(cluster: Cluster, spec: dict[str, Any]) -> None:
+    spec["schedule"]["steps"] = 12
+    trainer, _ = await cluster.trainer(step_s=0.1), await cluster.replica(seconds=0.05)
+    job_id = await cluster.submit(spec)
+    await cluster.reached(job_id, 2)
+    late = await cluster.replica(seconds=0.05)
+    held_at_first: list[int] = []
+
+    async def first(lease: Any) -> None:
+        held_at_first.append(late.version)
+
+    late.faults["Generate"] = first
+    job = await cluster.ended(job_id)
+    assert job.state is JobState.SUCCEEDED and trainer.stalest <= 1
+    assert late.configured == [job_id] and late.leased and held_at_first[0] >= 2
+    joining = await cluster.events(job_id, "member.joining")
+    assert any(late.id in event.message for event in joining) or late.publications[0] > 2
+
+
+@scenario
+async def test_a_replica_that_cannot_be_configured_does_not_stop_the_job(
+    cluster: Cluster, spec: dict[str, Any]
+) -> None:
+    await cluster.trainer(), await cluster.replica()
+    broken = await cluster.replica()
+    broken.faults.once("Configure", InvalidState("the engine did not start."), times=1000)
+    job = await cluster.ended(await cluster.submit(spec))
+    assert job.state is JobState.SUCCEEDED and broken.publications == []
+    failures = await cluster.events(job.id, "member.failed")
+    assert "the engine did not start" in failures[0].message and broken.id in failures[0].message
+
+
+@scenario
+async def test_all_replicas_die_and_new_ones_come(cluster: Cluster, spec: dict[str, Any]) -> None:
+    trainer, first = await cluster.trainer(step_s=0.05), await cluster.replica(seconds=0.05)
+    job_id = await cluster.submit(spec)
+    await cluster.reached(job_id, 2)
+    await first.die()
+    await asyncio.sleep(2.0)
+    assert (await cluster.job(job_id)).state is JobState.RUNNING
+    await cluster.replica()
+    job = await cluster.ended(job_id)
+    assert job.state is JobState.SUCCEEDED and set(trainer.every.values()) == {1}

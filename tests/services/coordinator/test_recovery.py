@@ -1,0 +1,233 @@
+"""Things are killed in the middle of a job; nothing is trained twice and nothing is lost."""
+
+import asyncio
+import os
+import signal
+from typing import Any
+
+import psutil
+import pytest
+
+from millrace.errors import Unavailable
+from millrace.rest import JobState
+from tests.services.coordinator.cluster import Cluster, scenario, until
+from tests.services.coordinator.conftest import CoordinatorProcess
+
+
+async def restart(cluster: Cluster) -> None:
+    cluster.coordinator.kill()
+    await asyncio.to_thread(cluster.coordinator.start)
+
+
+async def trained_once(cluster: Cluster, job_id: str, trainer: Any, steps: int = 6) -> None:
+    """In the lineage that counts every prompt was trained once, and the ledger adds up."""
+    assert sorted(trainer.trained) == list(range(1, steps + 1))
+    prompts = [prompt for batch in trainer.trained.values() for prompt in batch]
+    assert len(prompts) == len(set(prompts)) == steps * 4
+    ledger = await cluster.ledger(job_id)
+    assert (ledger.queued, ledger.leased, ledger.generated) == (0, 0, 0)
+    assert ledger.issued == ledger.trained + ledger.dropped and ledger.trained == steps * 4
+
+
+@scenario
+async def test_the_coordinator_is_killed_again_and_again(cluster: Cluster, spec: dict[str, Any]) -> None:
+    trainer, _ = await cluster.trainer(step_s=0.1), await cluster.replica(seconds=0.05)
+    job_id = await cluster.submit(spec)
+    for step in (1, 3, 5):
+        await cluster.reached(job_id, step)
+        await restart(cluster)
+    job = await cluster.ended(job_id)
+    assert (job.state, job.failure) == (JobState.SUCCEEDED, None)
+    assert set(trainer.every.values()) == {1}
+    await trained_once(cluster, job_id, trainer)
+
+
+@pytest.mark.parametrize("moment", ["Step", "StepDone", "TransferPublication", "FinishPublication", "Save"])
+def test_the_coordinator_is_killed_while_the_trainer_works(
+    moment: str, shared: CoordinatorProcess, spec: dict[str, Any]
+) -> None:
+    @scenario
+    async def played(cluster: Cluster, spec: dict[str, Any]) -> None:
+        trainer, _ = await cluster.trainer(), await cluster.replica()
+        spec["schedule"]["save_every_steps"] = 2
+        killed = asyncio.Event()
+
+        async def kill(request: Any) -> None:
+            if trainer.version >= 2 and not killed.is_set():
+                killed.set()
+                cluster.coordinator.kill()
+
+        trainer.faults[moment] = kill
+        job_id = await cluster.submit(spec)
+        await asyncio.wait_for(killed.wait(), 20)
+        await asyncio.to_thread(cluster.coordinator.start)
+        job = await cluster.ended(job_id)
+        assert (job.state, job.failure) == (JobState.SUCCEEDED, None)
+        assert set(trainer.every.values()) == {1}
+        await trained_once(cluster, job_id, trainer)
+
+    played(shared, spec)
+
+
+@scenario
+async def test_the_trainer_is_replaced_and_goes_on_from_the_checkpoint(cluster: Cluster, spec: dict[str, Any]) -> None:
+    spec["schedule"]["save_every_steps"] = 2
+    first, _ = await cluster.trainer(step_s=0.1), await cluster.replica(seconds=0.02)
+    job_id = await cluster.submit(spec)
+    await cluster.reached(job_id, 3)
+    await first.die()
+    second = await cluster.trainer()
+    job = await cluster.ended(job_id)
+    assert (job.state, job.failure) == (JobState.SUCCEEDED, None)
+    assert second.configured[0].endswith(("step-2", "step-4"))
+    await trained_once(cluster, job_id, second)
+    rewound = await cluster.events(job_id, "job.rewound")
+    assert [event.data["version"] for event in rewound] in ([], [2], [4])
+    assert [row.step for row in cluster.coordinator.client.metrics(job_id)] == [1, 2, 3, 4, 5, 6]
+
+
+@scenario
+async def test_a_trainer_without_checkpoint_begins_again(cluster: Cluster, spec: dict[str, Any]) -> None:
+    first, replica = await cluster.trainer(step_s=0.1), await cluster.replica(seconds=0.02)
+    job_id = await cluster.submit(spec)
+    await cluster.reached(job_id, 3)
+    await first.die()
+    second = await cluster.trainer()
+    job = await cluster.ended(job_id)
+    assert (job.state, job.failure) == (JobState.SUCCEEDED, None)
+    assert second.configured == [""] and replica.publications.count(0) == 2
+    assert second.stalest <= 1
+    await trained_once(cluster, job_id, second)
+    (rewound,) = await cluster.events(job_id, "job.rewound")
+    assert rewound.data["version"] == 0 and rewound.data["prompts"] >= 12
+
+
+@scenario
+async def test_a_trainer_that_stands_by_takes_the_seat_when_it_is_free(cluster: Cluster, spec: dict[str, Any]) -> None:
+    spec["schedule"]["save_every_steps"] = 1
+    first, _ = await cluster.trainer(step_s=0.1), await cluster.replica()
+    job_id = await cluster.submit(spec)
+    await cluster.reached(job_id, 1)
+    second = await cluster.trainer()
+    await cluster.reached(job_id, 3)
+    assert second.configured == [] and await cluster.events(job_id, "job.rewound") == []
+    await first.die()
+    job = await cluster.ended(job_id)
+    assert (job.state, job.failure) == (JobState.SUCCEEDED, None)
+    await trained_once(cluster, job_id, second)
+
+
+@scenario
+async def test_a_trainer_that_always_dies_at_a_step_fails_the_job(cluster: Cluster, spec: dict[str, Any]) -> None:
+    trainer, _ = await cluster.trainer(), await cluster.replica()
+    trainer.faults.once("Step", Unavailable("out of memory"), times=1000)
+    job = await cluster.ended(await cluster.submit(spec))
+    assert job.state is JobState.FAILED
+    assert "the trainer was lost 5 times at step 1: out of memory" in str(job.failure)
+
+
+def redis_process(cluster: Cluster) -> psutil.Process:
+    """The embedded redis-server."""
+    assert cluster.coordinator.process is not None
+    found = [p for p in psutil.Process(cluster.coordinator.process.pid).children() if "redis" in p.name()]
+    assert len(found) == 1
+    return found[0]
+
+
+@scenario
+async def test_the_embedded_redis_is_killed(cluster: Cluster, spec: dict[str, Any]) -> None:
+    trainer, _ = await cluster.trainer(step_s=0.1), await cluster.replica(seconds=0.02)
+    job_id = await cluster.submit(spec)
+    for step in (2, 4):
+        await cluster.reached(job_id, step)
+        redis_process(cluster).kill()
+        await asyncio.sleep(0.2)
+    job = await cluster.ended(job_id)
+    assert (job.state, job.failure) == (JobState.SUCCEEDED, None)
+    assert set(trainer.every.values()) == {1}
+    await trained_once(cluster, job_id, trainer)
+
+
+@scenario
+async def test_redis_stands_still_for_a_while(cluster: Cluster, spec: dict[str, Any]) -> None:
+    """A stopped redis-server takes connections and answers nothing; REST says so and the job goes on afterwards."""
+    trainer, _ = await cluster.trainer(step_s=0.1), await cluster.replica(seconds=0.02)
+    job_id = await cluster.submit(spec)
+    await cluster.reached(job_id, 2)
+    pid = redis_process(cluster).pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        assert not await asyncio.to_thread(cluster.coordinator.client.ready)
+        with pytest.raises(Unavailable, match=r"Redis at unix:.* does not answer"):
+            await cluster.job(job_id)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    job = await cluster.ended(job_id)
+    assert job.state is JobState.SUCCEEDED
+    await trained_once(cluster, job_id, trainer)
+
+
+@scenario
+async def test_a_replica_dies_while_it_generates(cluster: Cluster, spec: dict[str, Any]) -> None:
+    spec["rollout"]["lease_s"] = 60.0
+    trainer = await cluster.trainer()
+    doomed = await cluster.replica(seconds=30.0)
+    job_id = await cluster.submit(spec)
+    await until(lambda: asyncio.sleep(0, doomed.held))
+    await doomed.die()
+    survivor = await cluster.replica()
+    job = await cluster.ended(job_id)
+    assert job.state is JobState.SUCCEEDED and set(doomed.leased) <= set(survivor.leased)
+    await trained_once(cluster, job_id, trainer)
+    (out,) = await cluster.events(job_id, "member.out")
+    assert out.data["member"] == doomed.id
+    fleet = cluster.coordinator.client.fleet()
+    states = {member.id: member.state for member in fleet.replicas}
+    assert (states[doomed.id], states[survivor.id]) == ("lost", "serving")
+
+
+@scenario
+async def test_a_replica_is_drained_and_finishes_what_it_holds(cluster: Cluster, spec: dict[str, Any]) -> None:
+    trainer, drained = await cluster.trainer(), await cluster.replica(seconds=0.3)
+    job_id = await cluster.submit(spec)
+    await until(lambda: asyncio.sleep(0, drained.held))
+    import httpx
+
+    url = f"http://127.0.0.1:{cluster.coordinator.http_port}/v1/fleet/{drained.id}/drain"
+    answer = await asyncio.to_thread(lambda: httpx.post(url, trust_env=False))
+    assert answer.json()["state"] == "draining"
+    await until(lambda: asyncio.sleep(0, not drained.held))
+    leased = len(drained.leased)
+    await cluster.replica()
+    job = await cluster.ended(job_id)
+    assert job.state is JobState.SUCCEEDED and len(drained.leased) == leased and drained.fenced == 0
+    await trained_once(cluster, job_id, trainer)
+
+
+@scenario
+async def test_a_lease_expires_and_its_late_answer_is_refused(cluster: Cluster, spec: dict[str, Any]) -> None:
+    spec["rollout"]["lease_s"] = 0.5
+    trainer, slow = await cluster.trainer(), await cluster.replica(seconds=3.0)
+    slow.extending = False
+    job_id = await cluster.submit(spec)
+    await until(lambda: asyncio.sleep(0, slow.held))
+    slow.shape.capacity = 0
+    await cluster.replica()
+    await cluster.reached(job_id, 1)
+    await until(lambda: asyncio.sleep(0, slow.fenced))
+    job = await cluster.ended(job_id)
+    assert job.state is JobState.SUCCEEDED and await cluster.events(job_id, "lease.expired")
+    await trained_once(cluster, job_id, trainer)
+
+
+@scenario
+async def test_a_lease_that_is_extended_does_not_expire(cluster: Cluster, spec: dict[str, Any]) -> None:
+    spec["rollout"]["lease_s"] = 1.0
+    spec["schedule"]["steps"] = 1
+    trainer, slow = await cluster.trainer(), await cluster.replica(seconds=3.0)
+    spec.pop("evaluation")
+    job_id = await cluster.submit(spec)
+    job = await cluster.ended(job_id)
+    assert job.state is JobState.SUCCEEDED and slow.fenced == 0
+    assert await cluster.events(job_id, "lease.expired") == []
+    await trained_once(cluster, job_id, trainer, steps=1)

@@ -1,0 +1,76 @@
+"""The embedded redis-server by itself."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from millrace.errors import Unavailable
+from services.coordinator import redis_server
+from services.coordinator.redis_server import RedisServer
+from services.coordinator.store import Store
+from tests.services.coordinator.cluster import until
+
+
+async def kept(server: RedisServer) -> bytes | None:
+    store = Store(server.url)
+    try:
+        return await store.connection.do("GET", "kept")
+    finally:
+        await store.close()
+
+
+def test_what_it_holds_outlives_it(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        server = RedisServer(tmp_path)
+        await server.start()
+        store = Store(server.url)
+        assert await store.connection.keeps()
+        await store.connection.do("SET", "kept", "1")
+        await store.close()
+        await server.stop()
+        again = RedisServer(tmp_path)
+        await again.start()
+        assert await kept(again) == b"1"
+        await again.stop()
+
+    asyncio.run(scenario())
+
+
+def test_a_path_too_long_for_a_socket(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        folder = tmp_path / ("a" * 60) / ("b" * 60)
+        server = RedisServer(folder)
+        await server.start()
+        assert str(folder) not in server.url
+        assert await kept(server) is None
+        await server.stop()
+        assert (folder / "redis.log").is_file()
+
+    asyncio.run(scenario())
+
+
+def test_it_is_started_again_when_it_ends_and_given_up_when_it_always_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        monkeypatch.setattr(redis_server, "RESTARTS", 2)
+        server = RedisServer(tmp_path)
+        await server.start()
+        watching = asyncio.create_task(server.watch())
+        for _ in range(3):
+            process = server._process
+            assert process is not None and not watching.done()
+            process.kill()
+            await until(lambda p=process: asyncio.sleep(0, server._process is not p or watching.done()))
+        with pytest.raises(Unavailable, match="redis-server ended 3 times within 60 s"):
+            await watching
+
+    asyncio.run(scenario())
+
+
+def test_none_on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_server.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(Unavailable, match="no REDIS_URL and no redis-server"):
+        asyncio.run(RedisServer(tmp_path).start())

@@ -1,0 +1,205 @@
+"""The REST API: what people send and what they are told."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from millrace.rest import JobState
+from tests.services.coordinator.cluster import Cluster, scenario
+from tests.services.coordinator.conftest import CoordinatorProcess, running
+
+
+@pytest.fixture
+def http(shared: CoordinatorProcess) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=f"http://127.0.0.1:{shared.http_port}", trust_env=False) as client:
+        yield client
+
+
+def problem(answer: httpx.Response, status: int) -> dict[str, Any]:
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/problem+json"
+    document = answer.json()
+    assert document["status"] == status and document["detail"]
+    return document
+
+
+def test_a_job_is_submitted_once_per_key(http: httpx.Client, spec: dict[str, Any]) -> None:
+    headers = {"Idempotency-Key": f"key of {spec['output']}"}
+    first = http.post("/v1/jobs", json=spec, headers=headers)
+    assert first.status_code == 201 and first.json()["state"] == "queued"
+    job_id = first.json()["id"]
+    assert first.headers["location"] == f"/v1/jobs/{job_id}"
+    again = http.post("/v1/jobs", json=spec, headers=headers)
+    assert (again.status_code, again.json()["id"]) == (200, job_id)
+    other = problem(http.post("/v1/jobs", json=spec | {"name": "other"}, headers=headers), 409)
+    assert job_id in other["detail"] and "new key" in other["mend"]
+    assert http.post("/v1/jobs", json=spec).json()["id"] != job_id
+    listed = [job["id"] for job in http.get("/v1/jobs").json()]
+    assert listed.count(job_id) == 1
+    assert http.get(f"/v1/jobs/{job_id}").json()["spec"]["schedule"]["prompts_per_step"] == 4
+    for job in http.get("/v1/jobs").json():
+        http.delete(f"/v1/jobs/{job['id']}")
+
+
+def test_a_spec_may_be_yaml(http: httpx.Client, spec: dict[str, Any]) -> None:
+    answer = http.post("/v1/jobs", content=yaml.safe_dump(spec), headers={"Content-Type": "application/yaml"})
+    assert answer.status_code == 201
+    assert http.delete(f"/v1/jobs/{answer.json()['id']}").json()["state"] == "cancelled"
+
+
+def test_every_mistake_is_told_at_once(http: httpx.Client, spec: dict[str, Any], tmp_path: Path) -> None:
+    spec["model"]["path"] = str(tmp_path / "nowhere")
+    spec["data"]["files"] = [str(tmp_path / "missing.jsonl")]
+    spec["reward"]["function"] = "exakt"
+    spec["algorithm"] = {
+        "advantage": {"name": "grbo"},
+        "policy_loss": {"name": "ppo", "options": {"clip_hi": 0.2}},
+        "kl": {"name": "k9"},
+        "aggregation": "token-average",
+    }
+    detail = problem(http.post("/v1/jobs", json=spec), 422)["detail"]
+    for part in ("nowhere", "missing.jsonl", "exakt", "grbo", "clip_hi", "k9", "token-average"):
+        assert part in detail, part
+    assert detail.count("Mend:") >= 7
+
+
+def test_bad_bodies_are_refused(http: httpx.Client, spec: dict[str, Any]) -> None:
+    assert "cannot be read" in problem(http.post("/v1/jobs", content=b"{"), 422)["detail"]
+    assert "list" in problem(http.post("/v1/jobs", json=[]), 422)["detail"]
+    unknown = problem(http.post("/v1/jobs", json=spec | {"modell": 1}), 422)
+    assert "did you mean `model`?" in unknown["detail"]
+    relative = problem(http.post("/v1/jobs", json=spec | {"output": "out"}), 422)
+    assert "output" in relative["detail"] and "whole path" in relative["detail"]
+
+
+def test_a_model_without_chat_template_is_refused(http: httpx.Client, spec: dict[str, Any]) -> None:
+    (Path(spec["model"]["path"]) / "chat_template.jinja").unlink()
+    assert "no chat template" in problem(http.post("/v1/jobs", json=spec), 422)["detail"]
+
+
+@pytest.mark.parametrize("content", ["", "{not json}\n", '{"data_source": "sums"}\n'])
+def test_an_empty_or_malformed_data_file_is_refused(content: str, http: httpx.Client, spec: dict[str, Any]) -> None:
+    Path(spec["data"]["files"][0]).write_text(content)
+    assert "train.jsonl" in problem(http.post("/v1/jobs", json=spec), 422)["detail"]
+
+
+def test_what_is_not_there_is_not_found(http: httpx.Client) -> None:
+    for path in ("", "/events", "/metrics", "/samples", "/ledger"):
+        assert "job-nowhere" in problem(http.get(f"/v1/jobs/job-nowhere{path}"), 404)["detail"]
+    for verb in ("pause", "resume"):
+        problem(http.post(f"/v1/jobs/job-nowhere/{verb}"), 404)
+    problem(http.delete("/v1/jobs/job-nowhere"), 404)
+    problem(http.post("/v1/fleet/rollout-nowhere/drain"), 404)
+    problem(http.get("/v2/jobs"), 404)
+
+
+def test_a_state_that_does_not_allow_it_is_a_conflict(http: httpx.Client, spec: dict[str, Any]) -> None:
+    job_id = http.post("/v1/jobs", json=spec).json()["id"]
+    problem(http.post(f"/v1/jobs/{job_id}/pause"), 409)
+    problem(http.post(f"/v1/jobs/{job_id}/resume"), 409)
+    assert http.delete(f"/v1/jobs/{job_id}").json()["state"] == "cancelled"
+    document = problem(http.delete(f"/v1/jobs/{job_id}"), 409)
+    assert "cancelled" in document["detail"] and "submit a new job" in document["mend"]
+
+
+def test_queries_are_checked(http: httpx.Client, spec: dict[str, Any]) -> None:
+    job_id = http.post("/v1/jobs", json=spec).json()["id"]
+    assert "limit" in problem(http.get(f"/v1/jobs/{job_id}/samples?limit=0"), 422)["detail"]
+    problem(http.get(f"/v1/jobs/{job_id}/events", headers={"Last-Event-ID": "x"}), 422)
+    http.delete(f"/v1/jobs/{job_id}")
+
+
+def frames(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: ")]
+
+
+@scenario
+async def test_events_are_followed_and_resumed(cluster: Cluster, spec: dict[str, Any]) -> None:
+    await cluster.trainer(), await cluster.replica()
+    job_id = await cluster.submit(spec)
+    base = f"http://127.0.0.1:{cluster.coordinator.http_port}/v1/jobs/{job_id}"
+    async with httpx.AsyncClient(trust_env=False, timeout=30.0) as client:
+        whole = frames((await client.get(f"{base}/events")).text)  # ends with the job
+        kinds = [event["kind"] for event in whole]
+        assert kinds.count("step.done") == 6 and kinds.count("publication.done") >= 7
+        assert whole[-1]["data"]["state"] == "succeeded"
+        middle = whole[len(whole) // 2]["id"]
+        rest = frames((await client.get(f"{base}/events", headers={"Last-Event-ID": middle})).text)
+        assert rest == whole[len(whole) // 2 + 1 :]
+        rows = (await client.get(f"{base}/metrics", params={"after": 3})).json()
+        assert [row["step"] for row in rows] == [4, 5, 6]
+        everything = (await client.get(f"{base}/metrics")).json()
+        assert everything[0]["step"] == 0 and "val-core/sums/reward/mean@1" in everything[0]["values"]
+        samples = (await client.get(f"{base}/samples", params={"step": 2, "limit": 3})).json()
+        assert len(samples) == 3 and all(s["step"] == 2 and s["answer"] == "answer" for s in samples)
+        assert samples[0]["versions"] and samples[0]["ground_truth"]
+
+
+def test_events_of_a_waiting_job_end_where_nobody_follows(http: httpx.Client, spec: dict[str, Any]) -> None:
+    job_id = http.post("/v1/jobs", json=spec).json()["id"]
+    told = frames(http.get(f"/v1/jobs/{job_id}/events", params={"follow": "false"}).text)
+    assert [event["data"]["state"] for event in told] == ["queued"]
+    http.delete(f"/v1/jobs/{job_id}")
+
+
+@scenario
+async def test_the_fleet_and_prometheus(cluster: Cluster, spec: dict[str, Any]) -> None:
+    trainer, replica = await cluster.trainer(step_s=0.2), await cluster.replica()
+    job_id = await cluster.submit(spec)
+    await cluster.reached(job_id, 2)
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{cluster.coordinator.http_port}", trust_env=False) as http:
+        fleet = (await http.get("/v1/fleet")).json()
+        assert [m["id"] for m in fleet["trainers"] if m["state"] != "lost"] == [trainer.id]
+        (found,) = [m for m in fleet["replicas"] if m["id"] == replica.id]
+        assert found["state"] == "serving" and found["version"] >= 1 and found["silent_s"] < 1.0
+        page = (await http.get("/metrics")).text
+    for name in ("millrace_jobs", "millrace_prompts", "millrace_groups_total", "millrace_members", "millrace_epoch"):
+        assert f"\n{name}" in page, name
+    assert f'millrace_job_step{{job="{job_id}"}}' in page
+    assert (await cluster.ended(job_id)).state is JobState.SUCCEEDED
+
+
+def test_health_docs_and_page(http: httpx.Client) -> None:
+    assert http.get("/healthz").json() == {"status": "ok"}
+    assert http.get("/readyz").json() == {"status": "ready"}
+    document = http.get("/openapi.json")
+    assert "$defs" not in document.text and "prompts_per_step" in document.text
+    paths = document.json()["paths"]
+    assert set(paths["/v1/jobs/{job_id}"]) == {"get", "delete"}
+    for path, verbs in paths.items():
+        for verb, operation in verbs.items():
+            assert operation.get("description") or operation.get("summary"), (verb, path)
+    page = http.get("/")
+    assert page.headers["content-type"].startswith("text/html")
+    assert "http://" not in page.text.replace("http://www.w3.org", "") and "https://" not in page.text
+
+
+def test_a_token_is_asked_for_where_there_is_one(tmp_path: Path, spec: dict[str, Any]) -> None:
+    with running(tmp_path / "state", environment={"MILLRACE_TOKEN": "secret"}) as coordinator:
+        base = f"http://127.0.0.1:{coordinator.http_port}"
+        with httpx.Client(base_url=base, trust_env=False) as http:
+            assert "token" in problem(http.get("/v1/jobs"), 401)["detail"]
+            problem(http.get("/v1/fleet", headers={"Authorization": "Bearer wrong"}), 401)
+            assert http.get("/v1/jobs", headers={"Authorization": "Bearer secret"}).status_code == 200
+            assert http.get("/healthz").status_code == http.get("/readyz").status_code == 200
+        assert "secret" not in coordinator.log()
+
+
+@scenario
+async def test_a_job_that_is_told_to_stop_is_told_apart_from_one_that_ends(
+    cluster: Cluster, spec: dict[str, Any]
+) -> None:
+    await cluster.trainer(step_s=0.3), await cluster.replica()
+    job_id = await cluster.submit(spec)
+    await cluster.reached(job_id, 1)
+    cancelled = await asyncio.to_thread(cluster.coordinator.client.cancel, job_id)
+    assert cancelled.state in (JobState.RUNNING, JobState.CANCELLED)
+    again = await asyncio.to_thread(cluster.coordinator.client.cancel, job_id) if cancelled.state == "running" else None
+    assert again is None or again.id == job_id
+    assert (await cluster.ended(job_id)).state is JobState.CANCELLED

@@ -1,0 +1,32 @@
+"""Job specs for the tests of a replica."""
+
+from pathlib import Path
+from typing import Any
+
+from millrace.spec import JobSpec, parse
+
+ENGINE_OPTIONS = {
+    "vllm": {"max_num_seqs": 16, "kv_cache_memory_bytes": 1 << 27},
+    "transformers": {"max_num_seqs": 16},
+}
+
+
+def job_spec(model: Path, engine: str = "transformers", **changes: dict[str, Any]) -> JobSpec:
+    """A small job in float32; `changes` are merged into the parts they name."""
+    tree: dict[str, Any] = {
+        "name": "test",
+        "output": str(model / "output"),
+        "model": {"path": str(model)},
+        "data": {"files": ["rows.jsonl"], "max_prompt_tokens": 200},
+        "reward": {"function": "exact", "workers": 1},
+        "rollout": {
+            "dtype": "float32",
+            "samples_per_prompt": 4,
+            "max_response_tokens": 200,
+            "engine_options": ENGINE_OPTIONS[engine],
+        },
+        "trainer": {"token_budget": 4096},
+    }
+    for part, fields in changes.items():
+        tree[part] = tree.get(part, {}) | fields
+    return parse(tree)

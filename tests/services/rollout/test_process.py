@@ -1,0 +1,156 @@
+"""The replica as a process: how it starts, what it refuses, how it ends, and that nothing is left of it."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from millrace.spec import JobSpec
+from millrace.wire.channel import Peer
+from tests.models import random_model
+from tests.sender import export
+from tests.services.rollout.coordinator import Coordinator, configure, publish, status, until
+from tests.services.rollout.jobs import job_spec
+
+
+def command(coordinator: str, *arguments: str, engine: str = "transformers") -> list[str]:
+    fixed = ("--coordinator", coordinator, "--engine", engine, "--host", "127.0.0.1")
+    return [sys.executable, "-m", "services.rollout", *fixed, *arguments]
+
+
+def refused(*arguments: str, coordinator: str = "127.0.0.1:1", engine: str = "transformers") -> str:
+    """What a replica says that exits with 1 by itself."""
+    ended = subprocess.run(
+        command(coordinator, *arguments, engine=engine), capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode == 1, ended.stderr
+    return ended.stderr
+
+
+@dataclass
+class Running:
+    coordinator: Coordinator
+    process: asyncio.subprocess.Process
+    peer: Peer
+
+    @property
+    def below(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    async def serve(self, spec: JobSpec) -> None:
+        (member_id,) = self.coordinator.members
+        await configure(self.peer, spec)
+        await publish(self.peer, member_id, export(random_model(tied=True, seed=1)), 1)
+
+    async def stop(self, number: int) -> int:
+        self.process.send_signal(number)
+        return await asyncio.wait_for(self.process.wait(), 60)
+
+
+@asynccontextmanager
+async def running(*arguments: str, engine: str = "transformers") -> AsyncIterator[Running]:
+    coordinator = Coordinator()
+    address = await coordinator.start()
+    process = await asyncio.create_subprocess_exec(*command(address, *arguments, engine=engine))
+    try:
+        await until(lambda: coordinator.beats, 60)
+        peer = Peer(next(iter(coordinator.members.values())).address)
+        yield Running(coordinator, process, peer)
+        await peer.close()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+        await coordinator.stop()
+
+
+def test_another_protocol_version_is_told_and_ends_it() -> None:
+    async def scenario() -> tuple[int | None, str]:
+        coordinator = Coordinator(protocol_version=99)
+        address = await coordinator.start()
+        process = await asyncio.create_subprocess_exec(*command(address), stderr=subprocess.PIPE)
+        _, said = await asyncio.wait_for(process.communicate(), 60)
+        await coordinator.stop()
+        return process.returncode, said.decode()
+
+    status, said = asyncio.run(scenario())
+    assert status == 1
+    assert "speaks protocol 1, this coordinator 99" in said
+    assert "run the same release of millrace everywhere" in said
+
+
+def test_what_cannot_work_is_told_and_ends_it() -> None:
+    assert "there is no engine 'tgi'. Mend: choose one of vllm, transformers" in refused(engine="tgi")
+    assert "the coordinator was out of reach for" in refused("--patience-s", "0.5")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert f"cannot listen on 127.0.0.1:{port}" in refused("--port", str(port))
+
+
+def test_sigterm_finishes_what_it_holds_and_leaves(tied_model: Path) -> None:
+    async def scenario() -> None:
+        async with running() as replica:
+            await replica.serve(job_spec(tied_model))
+            for i in range(30):
+                replica.coordinator.issue(i, max_response_tokens=150)
+            await until(lambda: len(replica.coordinator.leased) >= 4)
+            below = replica.below
+            assert await replica.stop(signal.SIGTERM) == 0
+            coordinator = replica.coordinator
+            assert len(coordinator.leased) == coordinator.answered < 30
+            assert coordinator.released == []
+            assert list(coordinator.left.values()) == ["it was told to stop"]
+            assert not any(process.is_running() for process in below)
+
+    asyncio.run(scenario())
+
+
+def test_a_second_signal_gives_leases_back(tied_model: Path) -> None:
+    async def scenario() -> None:
+        async with running() as replica:
+            rollout = {"samples_per_prompt": 16, "max_response_tokens": 6000}
+            await replica.serve(job_spec(tied_model, rollout=rollout, trainer={"token_budget": 8192}))
+            for i in range(4):
+                replica.coordinator.issue(i, samples=16, max_response_tokens=6000)
+            await until(lambda: replica.coordinator.leased)
+            replica.process.send_signal(signal.SIGTERM)
+            await until(lambda: replica.coordinator.draining)
+            assert await replica.stop(signal.SIGTERM) == 0
+            held = set(replica.coordinator.leased) - {f"lease-{p[2:]}" for p in replica.coordinator.groups}
+            assert held and set(replica.coordinator.released) == held
+            assert replica.coordinator.left
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.e2e
+def test_nothing_outlives_a_replica_with_vllm(tied_model: Path) -> None:
+    """Killed while it generates: vLLM's processes, scoring processes and their helpers are gone with it."""
+
+    async def scenario() -> None:
+        async with running(engine="vllm") as replica:
+            await replica.serve(job_spec(tied_model, "vllm"))
+            for i in range(50):
+                replica.coordinator.issue(i, samples=8, max_response_tokens=200)
+            await until(lambda: replica.coordinator.answered)
+            assert (await status(replica.peer)).running > 0
+            below = replica.below
+            names = " ".join(" ".join(process.cmdline()) for process in below)
+            assert "EngineCore" in names and "Worker" in names
+            os.kill(replica.process.pid, signal.SIGKILL)
+            await replica.process.wait()
+            _, alive = await asyncio.to_thread(psutil.wait_procs, below, timeout=10)
+            assert not [process.cmdline() for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+    asyncio.run(scenario())

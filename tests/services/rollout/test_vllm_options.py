@@ -1,0 +1,88 @@
+"""From a job spec to vLLM's arguments, without starting an engine."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millrace.errors import InvalidJob, InvalidState
+from services.rollout.engines import probe
+from services.rollout.engines.vllm_options import check_api, check_model, engine_arguments, release, release_warning
+from tests.models import byte_tokenizer
+from tests.services.rollout.jobs import job_spec
+
+
+def test_probe_imports_no_engine() -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import sys; from services.rollout.engines import ENGINES, probe\n"
+        "assert all(probe(name).ok for name in ENGINES), [probe(name) for name in ENGINES]\n"
+        "assert not {'vllm', 'torch', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    assert probe("vllm").release == release()
+
+
+@pytest.mark.parametrize("found", ["0.26.0", "0.29.1", "0.32.0"])
+def test_releases_that_were_tried_give_no_warning(found: str) -> None:
+    assert release_warning(found) == ""
+
+
+@pytest.mark.parametrize("found", ["0.25.1", "0.33.0", "1.0.0", "dev"])
+def test_other_releases_give_a_warning_that_names_them(found: str) -> None:
+    assert found in release_warning(found)
+
+
+def test_a_missing_method_is_named() -> None:
+    class Old:
+        def generate(self) -> None: ...
+
+    with pytest.raises(InvalidState, match=r"has no AsyncLLM\.pause_generation, AsyncLLM\.resume_generation"):
+        check_api(Old)
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_num_sequences": 4}, r"max_num_sequences: vLLM has no such option.*did you mean max_num_seqs"),
+        ({"dtype": "bfloat16"}, r"dtype: this option is not the job's to set.*rollout\.dtype"),
+        ({"load_format": "auto"}, r"load_format: this option is not the job's to set.*remove it"),
+    ],
+)
+def test_wrong_options_are_named_with_the_mend(tied_model: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidJob, match=message):
+        engine_arguments(job_spec(tied_model, "vllm", rollout={"engine_options": options}))
+
+
+@pytest.mark.e2e
+def test_what_the_job_says_reaches_vllm(tied_model: Path) -> None:
+    arguments = engine_arguments(job_spec(tied_model, "vllm", rollout={"engine_options": {"max_num_seqs": 5}}))
+    assert (arguments.max_num_seqs, arguments.max_model_len, arguments.dtype) == (5, 400, "float32")
+    assert (arguments.logprobs_mode, arguments.load_format) == ("processed_logprobs", "dummy")
+    other = engine_arguments(job_spec(tied_model, "vllm"))
+    assert arguments.seed != other.seed
+
+
+@pytest.mark.e2e
+def test_a_model_that_vllm_repacks_is_refused(tmp_path: Path) -> None:
+    from transformers import Qwen3MoeConfig
+
+    config = Qwen3MoeConfig(
+        vocab_size=259,
+        hidden_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        architectures=["Qwen3MoeForCausalLM"],
+        max_position_embeddings=512,
+    )
+    config.save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(InvalidJob, match="experts on vLLM's CPU build"):
+        check_model(engine_arguments(job_spec(tmp_path, "vllm")).create_engine_config())

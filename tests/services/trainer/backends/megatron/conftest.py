@@ -1,0 +1,160 @@
+"""Model folders and their plain training, and one launch for each number of ranks."""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.services.trainer.backends.megatron import tiny
+from tests.services.trainer.backends.megatron.launch import launch
+from tests.services.trainer.backends.megatron.plain import Run, train
+
+KINDS = ("qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "moonlight", "qwen2_5_vl")
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Kind → model folder."""
+    root = tmp_path_factory.mktemp("models")
+    for kind in KINDS:
+        tiny.save(kind, root / kind)
+    return {kind: root / kind for kind in KINDS}
+
+
+@pytest.fixture(scope="session")
+def plain() -> Callable[..., Run]:
+    """Kind → two steps of plain training."""
+    return functools.cache(lambda kind, balance=0.0: train(tiny.random_model(kind).train(), steps=2, balance=balance))
+
+
+def cases_of(models: dict[str, Path], asked: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+    return {name: {"model": str(models[kind]), "options": options} for name, (kind, options) in asked.items()}
+
+
+ONE: dict[str, tuple[str, dict[str, Any]]] = {
+    **{kind: (kind, {}) for kind in KINDS},
+    "recompute full": ("qwen3_moe", {"recompute": {"granularity": "full"}}),
+    "recompute selective": ("qwen3_moe", {"recompute": {"granularity": "selective", "modules": ["core_attn", "moe"]}}),
+    "logits in small chunks": ("qwen3", {"logprob_chunk_tokens": 16}),
+    "own optimizer state": ("qwen3_moe", {"distributed_optimizer": False}),
+}
+BALANCE = 0.05
+BALANCED = {"load_balancing": "aux_loss", "aux_loss_coefficient": BALANCE}
+OTHERWISE: dict[str, tuple[str, dict[str, Any]]] = {
+    "balanced": ("qwen3_moe", {"experts": BALANCED}),
+    "router kept": ("qwen3_moe", {"experts": {"train_router": False}}),
+    "bias moved": ("moonlight", {"experts": {"bias_update_rate": 0.01}}),
+}
+"""Cases of one rank that train something else than the plain loss."""
+TWO: dict[str, tuple[str, dict[str, Any]]] = {
+    "TP2": ("qwen3", {"tensor_parallel": 2}),
+    "TP2 without sequence parallelism": ("qwen3", {"tensor_parallel": 2, "sequence_parallel": False}),
+    "TP2 tied": ("qwen2", {"tensor_parallel": 2}),
+    "PP2": ("qwen3", {"pipeline_parallel": 2}),
+    "PP2 uneven": ("qwen3", {"pipeline_parallel": 2, "first_stage_layers": 1}),
+    "VPP2 tied": ("qwen2", {"pipeline_parallel": 2, "virtual_pipeline": 2}),
+    "DP2": ("qwen3", {}),
+    "DP2 own optimizer state": ("qwen3", {"distributed_optimizer": False}),
+    "MoE EP2": ("qwen3_moe", {"expert_parallel": 2}),
+    "MoE EP2 own optimizer state": ("qwen3_moe", {"expert_parallel": 2, "distributed_optimizer": False}),
+    "MoE TP2": ("qwen3_moe", {"tensor_parallel": 2}),
+    "MoE TP2 EP2": ("qwen3_moe", {"tensor_parallel": 2, "expert_parallel": 2, "expert_tensor_parallel": 1}),
+    "MoE PP2": ("qwen3_moe", {"pipeline_parallel": 2}),
+    "MoE VPP2": ("qwen3_moe", {"pipeline_parallel": 2, "virtual_pipeline": 2}),
+    "MoE DP2": ("qwen3_moe", {}),
+    "balanced PP2": ("qwen3_moe", {"pipeline_parallel": 2, "experts": BALANCED}),
+    "MLA TP2": ("deepseek_v3", {"tensor_parallel": 2}),
+    "MLA EP2": ("deepseek_v3", {"expert_parallel": 2}),
+    "MLA PP2": ("moonlight", {"pipeline_parallel": 2, "last_stage_layers": 1}),
+}
+FOUR: dict[str, tuple[str, dict[str, Any]]] = {
+    "TP2 PP2": ("qwen3", {"tensor_parallel": 2, "pipeline_parallel": 2}),
+    "TP2 PP2 tied": ("qwen2", {"tensor_parallel": 2, "pipeline_parallel": 2}),
+    "TP4 with two key-value heads": ("qwen3", {"tensor_parallel": 4}),
+    "MoE TP2 PP2": ("qwen3_moe", {"tensor_parallel": 2, "pipeline_parallel": 2}),
+    "MoE TP2 EP2 ETP2": (
+        "qwen3_moe",
+        {"tensor_parallel": 2, "expert_parallel": 2, "expert_tensor_parallel": 2, "distributed_optimizer": False},
+    ),
+    "MLA TP2 PP2 VPP2 EP2": (
+        "deepseek_v3",
+        {
+            "tensor_parallel": 2,
+            "pipeline_parallel": 2,
+            "virtual_pipeline": 2,
+            "expert_parallel": 2,
+            "expert_tensor_parallel": 1,
+        },
+    ),
+}
+
+
+SAVED = {"MoE TP2 PP2": "qwen3_moe", "TP2 PP2 tied": "qwen2", "MLA TP2 PP2 VPP2 EP2": "deepseek_v3"}
+"""Cases of four ranks that save a checkpoint after their first update."""
+RESUMED: dict[str, tuple[str, dict[str, Any]]] = {
+    "MoE EP2": ("MoE TP2 PP2", {"expert_parallel": 2}),
+    "MoE DP2 own optimizer state": ("MoE TP2 PP2", {"distributed_optimizer": False}),
+    "TP2 tied": ("TP2 PP2 tied", {"tensor_parallel": 2}),
+    "PP2 tied": ("TP2 PP2 tied", {"pipeline_parallel": 2}),
+    "MLA DP2": ("MLA TP2 PP2 VPP2 EP2", {}),
+}
+"""Cases of two ranks that go on from one of those: the saved case, and options."""
+
+
+@pytest.fixture(scope="session")
+def ranks(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], tuple[Any, Path]]:
+    """Number of ranks → what `on_ranks` answers of that number's cases, and the folder of weights and checkpoints."""
+
+    failed: dict[int, AssertionError] = {}
+
+    def run(count: int) -> tuple[Any, Path]:
+        if count in failed:
+            raise failed[count]
+        try:
+            return once(count)
+        except AssertionError as error:
+            failed[count] = error
+            raise
+
+    @functools.cache
+    def once(count: int) -> tuple[Any, Path]:
+        folder = tmp_path_factory.mktemp(f"ranks-{count}")
+        cases = cases_of(models, {1: ONE, 2: TWO, 4: FOUR}[count])
+        calls: dict[str, Any] = {"train": {"cases": cases}}
+        if count == 1:
+            cases |= cases_of(models, OTHERWISE)
+            calls["train"]["cases"] = {**_fsdp2(models), **cases, **_bfloat16(models)}
+            calls["head"] = calls["context_parallel_packing"] = {}
+            calls["against_mbridge"] = {"models": {kind: str(path) for kind, path in models.items()}}
+        if count == 2:
+            cases["MoE DP2"]["roll_back"] = cases["TP2 tied"]["roll_back"] = True
+            cases |= _resumed(models, run(4)[1])
+        if count == 4:
+            for name in SAVED:
+                cases[name] |= {"save_after": 1, "save": str(folder / "checkpoints" / name)}
+        return launch(count, folder, **calls), folder
+
+    return run
+
+
+def _resumed(models: dict[str, Path], saved: Path) -> dict[str, Any]:
+    cases = {}
+    for name, (source, options) in RESUMED.items():
+        checkpoint = saved / "checkpoints" / source
+        model = str(models[SAVED[source]])
+        cases[f"resumed {name}"] = {"model": model, "options": options, "resume": str(checkpoint), "steps": 1}
+    return cases
+
+
+def _fsdp2(models: dict[str, Path]) -> dict[str, Any]:
+    """The other backend, before Megatron is imported."""
+    return {f"fsdp2 {kind}": {"model": str(models[kind]), "backend": "fsdp2"} for kind in ("qwen3", "qwen3_moe")}
+
+
+def _bfloat16(models: dict[str, Path]) -> dict[str, Any]:
+    return {
+        f"bfloat16 {kind}": {"model": str(models[kind]), "dtype": "bfloat16", "export": "bfloat16", "reference": True}
+        for kind in ("qwen3", "deepseek_v3")
+    }

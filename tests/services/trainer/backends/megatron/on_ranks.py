@@ -1,0 +1,222 @@
+"""What runs on the ranks that `launch` starts."""
+
+import json
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from millrace.errors import NonFinite
+from millrace.ids import JobId, Version
+from millrace.spec import JobSpec, parse
+from services.trainer import checkpoint
+from services.trainer.backends import Backend, build
+from services.trainer.rollback import all_or_nothing
+from services.trainer.world import World
+from tests.services.trainer.backends.megatron import batch
+
+Case = dict[str, Any]
+"""What a test asks for: `model` (a folder), `options`, and more that each function names."""
+
+
+def job_spec(case: Case) -> JobSpec:
+    return parse(
+        {
+            "name": "test",
+            "output": "/unused",
+            "model": {"path": case["model"]},
+            "data": {"procedural": "reasoning_gym:spell_backward", "max_prompt_tokens": 64},
+            "rollout": {"max_response_tokens": 64},
+            "algorithm": {"kl": {"name": "k3"}} if case.get("reference") else {},
+            "trainer": {
+                "backend": case.get("backend", "megatron"),
+                "backend_options": case.get("options", {}),
+                "dtype": case.get("dtype", "float32"),
+                "token_budget": 256,
+                "optimizer": batch.OPTIMIZER,
+            },
+        }
+    )
+
+
+def train(world: World, folder: Path, cases: dict[str, Case]) -> dict[str, Any]:
+    """Each case: `steps` updates (2) on the batch, the log-probabilities before, and the weights after, in a file."""
+    return {name: _trained(world, folder / f"{name}.safetensors", case) for name, case in cases.items()}
+
+
+def against_mbridge(world: World, folder: Path, models: dict[str, str]) -> dict[str, Any]:
+    """Each kind of model, whole and split over two ranks."""
+    from services.trainer.backends.megatron.cpu import mend_megatron
+
+    mend_megatron()
+    from tests.services.trainer.backends.megatron.oracle import BRIDGES, disagreements
+
+    return {f"{kind} TP{size}": disagreements(kind, Path(models[kind]), size) for kind in BRIDGES for size in (1, 2)}
+
+
+def head(world: World, folder: Path) -> dict[str, Any]:
+    """Scores and gradients against autograd in float64, and the largest tensor on the way."""
+    from services.trainer.backends.megatron.head import Vocabulary, Wanted, scores
+
+    tokens, vocabulary, hidden, chunk, temperature = 500, 3000, 16, 32, 0.6
+    random = torch.Generator().manual_seed(0)
+    hidden_rh = torch.randn(tokens, hidden, generator=random, requires_grad=True)
+    weight_vh = torch.randn(vocabulary + 72, hidden, generator=random, requires_grad=True)  # padded
+    targets_r = torch.randint(0, vocabulary, (tokens,), generator=random)
+    upstream_2r = torch.randn(2, tokens, generator=random)
+    wanted = Wanted(torch.arange(tokens), targets_r, temperature)
+    with LargestTensor() as watched:
+        found_2r = scores(hidden_rh, weight_vh, wanted, Vocabulary(0, vocabulary, None), chunk)
+        found = torch.autograd.grad(found_2r, (hidden_rh, weight_vh), upstream_2r)
+    exact_rh, exact_vh = (t.detach().double().requires_grad_() for t in (hidden_rh, weight_vh))
+    log_p = (exact_rh @ exact_vh[:vocabulary].t() / temperature).log_softmax(-1)
+    exact_2r = torch.stack([log_p.gather(1, targets_r[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)])
+    exact = torch.autograd.grad(exact_2r, (exact_rh, exact_vh), upstream_2r.double())
+    pairs = zip((found_2r, *found), (exact_2r, *exact), strict=True)
+    return {
+        "differences": [float(((a - b).abs().max() / b.abs().max()).detach()) for a, b in pairs],
+        "largest": watched.numel,
+        "allowed": max(chunk * vocabulary, weight_vh.numel()),
+        "whole": tokens * vocabulary,
+    }
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers how large the largest tensor is that any operation returns."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self.numel = max(self.numel, result.numel())
+        return result
+
+
+def context_parallel_packing(world: World, folder: Path) -> dict[str, Any]:
+    """Two ranks' packs of one micro-batch, as they would be with Transformer Engine, put together again."""
+    from services.trainer.backends.megatron.packing import pack
+
+    whole = batch.packed([0, 1, 2, 3, 4])
+    device = torch.device("cpu")
+    parts = [pack(whole, multiple=2, context_rank=rank, context_size=2, device=device) for rank in (0, 1)]
+    order_r = parts[0].order_r
+    assert order_r is not None
+    before_r = torch.cat([part.tokens_p[part.positions_r] for part in parts])[order_r]
+    targets_r = torch.cat([part.targets_r for part in parts])[order_r]
+    return {
+        "predicting": before_r.tolist() == whole.tokens_p[whole.predicting_r].tolist(),
+        "targets": targets_r.tolist() == whole.targets_r.tolist(),
+        "tokens": [len(part.tokens_p) for part in parts],
+        "padded_lengths": parts[0].parameters.cu_seqlens_q_padded.diff().tolist(),
+        "lengths": parts[0].parameters.cu_seqlens_q.diff().tolist(),
+        "counts": [list(part.counts) for part in parts],
+    }
+
+
+def _trained(world: World, file: Path, case: Case) -> dict[str, Any]:
+    backend = build(job_spec(case), world.device)
+    if "resume" in case:
+        checkpoint.load(case["resume"], backend)
+    parallel = backend.data_parallel
+    batches = batch.microbatches(parallel.rank, parallel.size, case.get("microbatches", 4))
+    before = backend.logprobs(batches, temperature=batch.TEMPERATURE)
+    answer: dict[str, Any] = {"logprobs": _by_row(backend, batches, before), "losses": [], "norms": []}
+    if "resume" not in case:
+        answer["changed"] = _changed(backend, Path(case["model"]), case.get("export", "float32"))
+    if case.get("roll_back"):
+        with suppress(NonFinite), all_or_nothing(backend, needed=True):
+            _update(backend, batches)
+            _update(backend, batches)
+            raise NonFinite("as if the third update had met a number that is none.")
+    for step in range(case.get("steps", 2)):
+        loss, norm = _update(backend, batches)
+        answer["losses"].append(loss)
+        answer["norms"].append(norm)
+        if case.get("save_after") == step + 1:
+            _save(backend, case, Version(step + 1))
+    if case.get("reference"):
+        kept = backend.logprobs(batches, temperature=batch.TEMPERATURE, reference=True)
+        answer["reference"] = _by_row(backend, batches, kept)
+    answer["memory"] = backend.memory()
+    answer["parameters"] = backend.parameters
+    answer["updates"] = backend.updates
+    _write(backend, file, case.get("export", "float32"))
+    return answer
+
+
+def _update(backend: Backend, batches: list[Any]) -> tuple[float, float]:
+    """The batch's loss and its gradient's norm."""
+    outputs = backend.forward_backward(batches, batch.loss_fn, temperature=batch.TEMPERATURE)
+    norm = backend.gradient_norm()
+    scale = min(1.0, batch.CLIP_NORM / (norm + 1e-6))
+    backend.optimizer_step(lr=batch.LEARNING_RATE, gradient_scale=scale)
+    return _total(backend, sum(outputs)), norm
+
+
+def _save(backend: Backend, case: Case, version: Version) -> None:
+    checkpoint.save(case["save"], backend, job_id=JobId("job-1"), version=version, huggingface_from=case["model"])
+
+
+def _changed(backend: Backend, model: Path, dtype: str) -> list[str]:
+    """Names of tensors that are not exported, bit for bit, as the model folder has them."""
+    whole = {info.name: tensor for info, tensor in backend.export(dtype)}
+    if dist.get_rank() != 0:
+        return []
+    stored = {
+        name: t.to(whole[name].dtype) for name, t in load_file(model / "model.safetensors").items() if name in whole
+    }
+    missing = set(whole) - set(stored)
+    return sorted(missing | {name for name, t in stored.items() if not torch.equal(t, whole[name])})
+
+
+def _by_row(backend: Backend, batches: list[Any], values: list[Tensor]) -> list[float]:
+    """Values of every response token of the whole batch, row after row, on every rank."""
+    found: dict[int, list[float]] = {}
+    for microbatch, values_r in zip(batches, values, strict=True):
+        parts = values_r.split(microbatch.response_lengths)
+        found |= {row: part.tolist() for row, part in zip(microbatch.rows, parts, strict=True)}
+    everyone: list[Any] = [found]
+    if backend.data_parallel.group is not None:
+        everyone = [None] * backend.data_parallel.size
+        dist.all_gather_object(everyone, found, group=backend.data_parallel.group)
+    whole = {row: part for ranks in everyone for row, part in ranks.items()}
+    return [value for row in sorted(whole) for value in whole[row]]
+
+
+def _total(backend: Backend, value: float) -> float:
+    total = torch.tensor([value], dtype=torch.float64)
+    if backend.data_parallel.group is not None:
+        dist.all_reduce(total, group=backend.data_parallel.group)
+    return float(total)
+
+
+def _write(backend: Backend, file: Path, dtype: str) -> None:
+    whole = {info.name: tensor for info, tensor in backend.export(dtype)}
+    told = {tensor.name: (tensor.shape, tensor.dtype) for tensor in backend.manifest(dtype).tensors}
+    if dist.get_rank() == 0:
+        assert told == {n: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in whole.items()}
+        save_file(whole, file)
+
+
+def main() -> None:
+    folder, calls = Path(sys.argv[1]), json.loads(sys.argv[2])
+    torch.set_num_threads(1)
+    world = World.join()
+    answers = {name: globals()[name](world, folder, **arguments) for name, arguments in calls.items()}
+    if world.rank == 0:
+        (folder / "answer.json").write_text(json.dumps(answers))
+    dist.barrier()
+    # Without Python's teardown: process groups that are still open would complain.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

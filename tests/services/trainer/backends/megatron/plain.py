@@ -1,0 +1,91 @@
+"""The same batch trained by Hugging Face's model and torch's AdamW, one sequence at a time: the reference."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from tests.services.trainer.backends.megatron.batch import (
+    CLIP_NORM,
+    OPTIMIZER,
+    TEMPERATURE,
+    loss_of,
+    trajectories,
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    losses: list[float]
+    norms: list[float]
+    logprobs: list[float]
+    """Of every response token, by row, before the first update."""
+    weights: dict[str, Tensor]
+    """After the last, by the names of the model folder."""
+
+
+def scores(model: PreTrainedModel, row: int) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies of the response tokens, [R]."""
+    trajectory = trajectories()[row]
+    tokens = torch.from_numpy(np.concatenate([trajectory.prompt, trajectory.response]).astype(np.int64))
+    first = len(trajectory.prompt)
+    log_p = (model(tokens[None]).logits[0, first - 1 : -1].float() / TEMPERATURE).log_softmax(-1)
+    return log_p.gather(1, tokens[first:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+def train(model: PreTrainedModel, steps: int, *, balance: float = 0.0) -> Run:
+    """`balance` is the coefficient of the auxiliary loss of mixtures of experts, over four micro-batches."""
+    optimizer = torch.optim.AdamW(model.parameters(), **OPTIMIZER)
+    losses, norms, logprobs = [], [], []
+    routed = Routed(model) if balance else None
+    for step in range(steps):
+        scored = [scores(model, row) for row in range(16)]
+        loss = sum(loss_of(*scored[row], (row,)) for row in range(16))
+        optimizer.zero_grad()
+        objective = loss if routed is None else loss + balance * routed.auxiliary_loss()
+        objective.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)))
+        optimizer.step()
+        losses.append(float(loss.detach()))
+        if step == 0:
+            logprobs = torch.cat([logprobs_r for logprobs_r, _ in scored]).tolist()
+    return Run(losses, norms, logprobs, stored(model))
+
+
+class Routed:
+    """The routers' logits of sixteen sequences, as the switch transformer's loss needs them (arXiv 2101.03961)."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._experts_per_token = model.config.num_experts_per_tok
+        self._routers = [module for name, module in model.named_modules() if name.endswith("mlp.gate")]
+        self._logits: dict[int, list[Tensor]] = {}
+        for layer, router in enumerate(self._routers):
+            router.register_forward_hook(partial(self._keep, layer))
+
+    def _keep(self, layer: int, router: object, inputs: object, outputs: tuple[Tensor, ...]) -> None:
+        self._logits.setdefault(layer, []).append(outputs[0])
+
+    def auxiliary_loss(self) -> Tensor:
+        """E · Σ fraction · mean probability, summed over layers, the mean of the batch's four micro-batches."""
+        total = torch.zeros(())
+        for rows in self._logits.values():
+            for batch in range(4):
+                logits_te = torch.cat(rows[batch * 4 : batch * 4 + 4])
+                probabilities_te = logits_te.softmax(-1)
+                chosen = logits_te.topk(self._experts_per_token).indices
+                fractions = torch.bincount(chosen.flatten(), minlength=logits_te.shape[1]) / chosen.numel()
+                total = total + logits_te.shape[1] * (fractions * probabilities_te.mean(0)).sum() / 4
+        self._logits.clear()
+        return total
+
+
+def stored(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The weights as save_pretrained would write them."""
+    named: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        named |= revert_weight_conversion(model, {name: tensor.detach()})
+    return named

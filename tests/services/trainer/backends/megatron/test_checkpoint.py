@@ -1,0 +1,45 @@
+"""Checkpoints: saved by four ranks of one topology, read by two of another; Hugging Face folders; going back."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.services.trainer.backends.megatron import tiny
+from tests.services.trainer.backends.megatron.conftest import RESUMED, SAVED
+from tests.services.trainer.backends.megatron.plain import Run, stored, train
+
+Ranks = Callable[[int], tuple[Any, Path]]
+
+pytestmark = pytest.mark.timeout(700)
+"""The first test of each number of ranks waits for their launch."""
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_goes_on_in_another_topology_as_if_nothing_had_happened(
+    name: str, ranks: Ranks, plain: Callable[[str], Run]
+) -> None:
+    answers, folder = ranks(2)
+    answer, expected = answers["train"][f"resumed {name}"], plain(SAVED[RESUMED[name][0]])
+    assert answer["updates"] == 2
+    assert answer["losses"] == pytest.approx(expected.losses[1:], rel=2e-5)
+    assert answer["norms"] == pytest.approx(expected.norms[1:], rel=2e-5)
+    for tensor, weights in load_file(folder / f"resumed {name}.safetensors").items():
+        torch.testing.assert_close(weights, expected.weights[tensor].float(), atol=1e-4, rtol=0, msg=tensor)
+
+
+@pytest.mark.parametrize(("name", "kind"), SAVED.items())
+def test_a_checkpoint_has_an_ordinary_model_folder_in_it(name: str, kind: str, ranks: Ranks) -> None:
+    folder = ranks(4)[1] / "checkpoints" / name / "huggingface"
+    loaded = stored(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+    for tensor, weights in train(tiny.random_model(kind).train(), steps=1).weights.items():
+        torch.testing.assert_close(loaded[tensor], weights, atol=1e-4, rtol=0, msg=tensor)
+
+
+def test_nothing_half_written_is_left(ranks: Ranks) -> None:
+    folder = ranks(4)[1] / "checkpoints"
+    assert sorted(path.name for path in folder.iterdir()) == sorted(SAVED)

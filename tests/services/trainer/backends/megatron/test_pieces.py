@@ -1,0 +1,29 @@
+"""Parts of the backend on their own: the scoring head, and packing for context parallelism."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.services.trainer.backends.megatron.batch import packed
+
+Ranks = Callable[[int], tuple[Any, Path]]
+
+pytestmark = pytest.mark.timeout(700)
+"""The first test of each number of ranks waits for their launch."""
+
+
+def test_scores_are_exact_and_the_logits_never_whole(ranks: Ranks) -> None:
+    told = ranks(1)[0]["head"]
+    assert all(difference < 1e-5 for difference in told["differences"]), told["differences"]
+    assert told["largest"] <= told["allowed"] < told["whole"] / 10
+
+
+def test_two_context_parallel_ranks_have_all_tokens_and_equal_shares(ranks: Ranks) -> None:
+    told = ranks(1)[0]["context_parallel_packing"]
+    assert told["predicting"] and told["targets"]
+    assert told["tokens"][0] == told["tokens"][1]
+    assert all(length % 4 == 0 for length in told["padded_lengths"])
+    assert told["lengths"][:5] == list(packed([0, 1, 2, 3, 4]).lengths)
+    assert sum(told["counts"][0]) == sum(packed([0, 1, 2, 3, 4]).response_lengths)

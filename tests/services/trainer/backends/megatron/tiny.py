@@ -1,0 +1,104 @@
+"""Tiny random models of every architecture that the backend builds, as ordinary Hugging Face folders."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 259,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": 258,
+    "pad_token_id": 256,
+}
+GROUPED: dict[str, Any] = {**COMMON, "num_key_value_heads": 2}
+LATENT: dict[str, Any] = {
+    **COMMON,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "num_nextn_predict_layers": 0,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+}
+PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+
+
+def random_model(kind: str) -> PreTrainedModel:
+    """Weights larger than the usual start, float32: distributions far from uniform, experts far from alike."""
+    torch.manual_seed(0)
+    model = _untrained(kind).float().eval()
+    biases = [buffer for name, buffer in model.named_buffers() if "bias" in name]
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.add_(torch.randn_like(parameter) * (0.3 if "norm" in name or "bias" in name else 0.08))
+        for buffer in biases:
+            buffer.add_(torch.randn_like(buffer) * 0.3)
+    return model
+
+
+def _untrained(kind: str) -> PreTrainedModel:
+    match kind:
+        case "qwen2":
+            from transformers import Qwen2Config, Qwen2ForCausalLM
+
+            return Qwen2ForCausalLM(Qwen2Config(**GROUPED, tie_word_embeddings=True))
+        case "qwen3":
+            from transformers import Qwen3Config, Qwen3ForCausalLM
+
+            return Qwen3ForCausalLM(Qwen3Config(**GROUPED, head_dim=32, tie_word_embeddings=False))
+        case "qwen3_moe":
+            from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+            experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+            return Qwen3MoeForCausalLM(Qwen3MoeConfig(**GROUPED, **experts, head_dim=32, mlp_only_layers=[1]))
+        case "mixtral":
+            from transformers import MixtralConfig, MixtralForCausalLM
+
+            return MixtralForCausalLM(MixtralConfig(**GROUPED, num_local_experts=4, num_experts_per_tok=2))
+        case "deepseek_v3":
+            from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+            groups = {"q_lora_rank": 24, "n_group": 4, "topk_group": 2}
+            return DeepseekV3ForCausalLM(DeepseekV3Config(**LATENT, **groups, rope_parameters=YARN))
+        case "moonlight":
+            from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+            own = {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5}
+            return DeepseekV3ForCausalLM(DeepseekV3Config(**LATENT, **own, rope_parameters=PLAIN))
+        case "qwen2_5_vl":
+            from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+            vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64}
+            axes = {**PLAIN, "mrope_section": [2, 3, 3]}
+            text = {**GROUPED, "rope_parameters": axes}
+            config = Qwen2_5_VLConfig(text_config=text, vision_config={**vision, "fullatt_block_indexes": [0]})
+            return Qwen2_5_VLForConditionalGeneration(config)
+    raise ValueError(kind)
+
+
+def save(kind: str, folder: Path) -> PreTrainedModel:
+    model = random_model(kind)
+    model.save_pretrained(folder)
+    return model

@@ -1,0 +1,66 @@
+"""Calls to a Trainer service, blocking, for tests."""
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from millrace.spec import JobSpec
+from millrace.wire.channel import Peer
+from millrace.wire.deadlines import DEADLINES_S
+from millrace.wire.v1 import common_pb2, weights_pb2
+from millrace.wire.v1 import trainer_pb2 as pb
+from millrace.wire.v1.trainer_pb2_grpc import TrainerStub
+from tests.services.trainer.groups import refs
+
+JOB = "job-1"
+
+
+class Calls:
+    def __init__(self, address: str, deadlines: Mapping[str, float] | None = None) -> None:
+        self.address = address
+        self._deadlines = {**DEADLINES_S, **(deadlines or {})}
+
+    def call(self, method: str, request: Any) -> Any:
+        async def once() -> Any:
+            peer = Peer(self.address, self._deadlines)
+            try:
+                return await peer.call(TrainerStub, method, request)
+            finally:
+                await peer.close()
+
+        return asyncio.run(once())
+
+    def configure(self, spec: JobSpec, checkpoint: str = "", job: str = JOB) -> pb.ConfigureTrainerResponse:
+        text = json.dumps(spec.model_dump(mode="json"))
+        return self.call("Configure", pb.ConfigureTrainerRequest(job_id=job, spec=text, checkpoint=checkpoint))
+
+    def step(self, step: int, groups: dict[str, common_pb2.Group], work: str, job: str = JOB) -> pb.StepResponse:
+        return self.call("Step", pb.StepRequest(job_id=job, step=step, groups=refs(groups), work_address=work))
+
+    def save(self, path: str, huggingface: bool = False) -> pb.SaveResponse:
+        return self.call("Save", pb.SaveRequest(job_id=JOB, path=path, huggingface=huggingface))
+
+    def load(self, path: str) -> pb.LoadResponse:
+        return self.call("Load", pb.LoadRequest(job_id=JOB, path=path))
+
+    def status(self) -> pb.TrainerStatus:
+        return self.call("GetStatus", pb.TrainerStatusRequest())
+
+    def prepare(self, ref: weights_pb2.PublicationRef, receivers: int, dtype: str, deadline_s: float = 20.0) -> Any:
+        request = pb.PrepareSendRequest(
+            publication=ref,
+            path=weights_pb2.PATH_GATHER_BROADCAST,
+            receivers=[
+                weights_pb2.Receiver(member_id=f"r{i}", first_rank=1 + i, world_size=1) for i in range(receivers)
+            ],
+            dtype=dtype,
+            deadline_s=deadline_s,
+        )
+        return self.call("PreparePublication", request)
+
+    def transfer(self, ref: weights_pb2.PublicationRef) -> pb.TransferSendResponse:
+        return self.call("TransferPublication", pb.TransferSendRequest(publication=ref))
+
+    def finish(self, ref: weights_pb2.PublicationRef, failure: str = "") -> None:
+        self.call("FinishPublication", pb.FinishSendRequest(publication=ref, failure=failure))

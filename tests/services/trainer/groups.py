@@ -1,0 +1,68 @@
+"""Random groups with uneven lengths, and the spec of a job that trains them."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from millrace.spec import JobSpec, parse
+from millrace.wire.arrays import pack_logprobs, pack_tokens
+from millrace.wire.v1 import common_pb2
+from millrace.wire.v1.trainer_pb2 import GroupRef
+
+BYTES = 256
+
+
+def job_spec(model: Path, **parts: dict[str, Any]) -> JobSpec:
+    """A small float32 job; `parts` override, one level deep: trainer={"token_budget": 64}."""
+    tree: dict[str, Any] = {
+        "name": "test",
+        "output": str(model.parent / "output"),
+        "model": {"path": str(model)},
+        "data": {"procedural": "reasoning_gym:spell_backward", "max_prompt_tokens": 24},
+        "rollout": {"samples_per_prompt": 4, "max_response_tokens": 24, "dtype": "float32"},
+        "trainer": {"dtype": "float32", "token_budget": 128},
+        "schedule": {"steps": 10, "prompts_per_step": 4},
+    }
+    for name, part in parts.items():
+        tree[name] = {**tree.get(name, {}), **part}
+    return parse(tree)
+
+
+def random_groups(
+    prompts: int, samples: int, seed: int = 0, longest: int = 20, version: int = 0
+) -> dict[str, common_pb2.Group]:
+    """By prompt id, with rewards 0 or 1 and behaviour log-probabilities near those of a random model."""
+    random = np.random.default_rng(seed)
+    groups = {}
+    for row in range(prompts):
+        prompt_id = f"0-{seed}-{row}"
+        groups[prompt_id] = common_pb2.Group(
+            job_id="job-1",
+            prompt_id=prompt_id,
+            purpose=common_pb2.PURPOSE_TRAIN,
+            prompt_tokens=pack_tokens(random.integers(0, BYTES, random.integers(3, longest)).tolist()),
+            trajectories=[_trajectory(random, int(random.integers(1, longest)), version) for _ in range(samples)],
+        )
+    return groups
+
+
+def _trajectory(random: np.random.Generator, length: int, version: int) -> common_pb2.Trajectory:
+    return common_pb2.Trajectory(
+        tokens=pack_tokens(random.integers(0, BYTES, length).tolist()),
+        logprobs=pack_logprobs((-5.5 + 0.1 * random.standard_normal(length)).tolist()),
+        versions=[common_pb2.VersionSpan(version=version, start=0, end=length)],
+        stop_reason=common_pb2.STOP_REASON_END_OF_TURN,
+        reward=float(random.integers(0, 2)),
+    )
+
+
+def refs(groups: dict[str, common_pb2.Group]) -> list[GroupRef]:
+    return [
+        GroupRef(
+            prompt_id=prompt_id,
+            prompt_tokens=len(group.prompt_tokens) // 4,
+            response_tokens=[len(trajectory.tokens) // 4 for trajectory in group.trajectories],
+        )
+        for prompt_id, group in groups.items()
+    ]

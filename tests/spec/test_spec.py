@@ -1,0 +1,109 @@
+import json
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from millrace.errors import InvalidJob
+from millrace.spec import JobSpec, load, parse
+
+SMALLEST = {"name": "a job", "output": "/out", "model": {"path": "/model"}, "data": {"files": ["train.parquet"]}}
+
+
+def with_(path: str, value: object) -> dict:
+    tree = json.loads(json.dumps(SMALLEST))
+    *parents, last = path.split(".")
+    part = tree
+    for name in parents:
+        part = part.setdefault(name, {})
+    part[last] = value
+    return tree
+
+
+def refusal(tree: object) -> str:
+    with pytest.raises(InvalidJob) as error:
+        parse(tree)
+    return str(error.value)
+
+
+def test_the_smallest_job_is_valid_and_survives_json():
+    spec = parse(SMALLEST)
+    assert parse(json.loads(spec.model_dump_json())) == spec
+
+
+@pytest.mark.parametrize("suffix, dump", [("yaml", yaml.safe_dump), ("json", json.dumps)])
+def test_files_in_yaml_and_json(tmp_path, suffix, dump):
+    path = tmp_path / f"job.{suffix}"
+    path.write_text(dump(SMALLEST))
+    assert load(path) == parse(SMALLEST)
+
+
+@pytest.mark.parametrize(
+    "path, value, told",
+    [
+        ("rolout", {}, "rolout: there is no such field. Mend: did you mean `rollout`?"),
+        ("rollout.temprature", 1, "rollout.temprature: there is no such field. Mend: did you mean `temperature`?"),
+        ("trainer.optimizer.learning", 1, "trainer.optimizer.learning: there is no such field."),
+        ("trainer.optimizer.lr", -1, "trainer.optimizer.lr: -1 will not do: "),
+        ("trainer.optimizer.lr", -1, "give a number that is at least 0."),
+        ("rollout.top_p", 1.5, "give a number that is at most 1."),
+        ("rollout.dtype", "fp4", "give 'bfloat16', 'float32' or 'float16'."),
+        ("schedule.steps", "many", "Mend: give a whole number."),
+        ("trainer.token_budget", 100, "1024 + 1024 = 2048 tokens"),
+        ("trainer.updates_per_step", 7, "64 groups do not divide into 7 updates"),
+        ("data.files", [], "give either files or a procedural source"),
+        ("data.procedural", "reasoning_gym:sum", "keep one of the two"),
+        ("rollout.engine_options", {"max_model_len": 512}, "raise it to at least 2048"),
+        ("algorithm.overlong_buffer_tokens", 5000, "the buffer is longer than a response, 1024 tokens"),
+        ("algorithm.kl_in", "reward", "there is no KL"),
+        ("model", {}, "model.path: is missing. Mend: add it."),
+        ("name", "", "name: "),
+    ],
+)
+def test_a_mistake_is_told_with_field_value_reason_and_mend(path, value, told):
+    assert told in refusal(with_(path, value))
+
+
+def test_every_mistake_is_told_at_once():
+    tree = with_("rollout.top_p", 2) | {"typo": 1}
+    message = refusal(tree)
+    assert "rollout.top_p" in message and "typo" in message
+
+
+@pytest.mark.parametrize("tree", [None, [], "name", 3])
+def test_what_is_no_mapping(tree):
+    assert "a job spec is a mapping of fields" in refusal(tree)
+
+
+def test_a_file_that_is_missing_or_not_yaml(tmp_path):
+    with pytest.raises(InvalidJob, match="cannot read"):
+        load(tmp_path / "none.yaml")
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("name: [")
+    with pytest.raises(InvalidJob, match="neither YAML nor JSON"):
+        load(broken)
+
+
+def leaves(part: type) -> int:
+    count = 0
+    for field in part.model_fields.values():
+        kinds = [field.annotation, *getattr(field.annotation, "__args__", ())]
+        inner = next((k for k in kinds if hasattr(k, "model_fields")), None)
+        count += leaves(inner) if inner else 1
+    return count
+
+
+def test_the_tree_is_small_and_every_unclear_leaf_is_explained():
+    assert leaves(JobSpec) < 120
+
+
+def test_imports_in_time_without_torch_or_an_engine():
+    code = (
+        "import sys, time; start = time.process_time(); import millrace.spec;"
+        "print(time.process_time() - start, *{'torch', 'vllm', 'transformers'} & set(sys.modules))"
+    )
+    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(3)]
+    seconds = [float(run.stdout.split()[0]) for run in runs]
+    assert all(len(run.stdout.split()) == 1 for run in runs), runs[0].stdout
+    assert min(seconds) < 0.3

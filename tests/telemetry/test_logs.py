@@ -1,0 +1,55 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import logging, structlog
+from millrace.telemetry import logs
+logs.configure("rollout", "rollout-1a2b3c4d")
+structlog.get_logger("a.module").info("lease taken", prompt="0-17", seconds=0.5)
+logging.getLogger("uvicorn.error").warning("port %d", 7700)
+try:
+    1 / 0
+except ZeroDivisionError:
+    structlog.get_logger().exception("broke")
+structlog.get_logger().debug("not shown")
+"""
+
+
+def run(**environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env={"PYTHONPATH": ".", **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_without_a_terminal_every_line_is_one_json_object_with_the_identity() -> None:
+    done = run()
+    lines = [json.loads(line) for line in done.stderr.splitlines()]
+    assert [line["event"] for line in lines] == ["lease taken", "port 7700", "broke"]
+    assert all(line["service"] == "rollout" and line["member"] == "rollout-1a2b3c4d" for line in lines)
+    assert lines[0]["prompt"] == "0-17" and lines[0]["seconds"] == 0.5 and lines[0]["level"] == "info"
+    assert lines[1]["logger"] == "uvicorn.error"
+    assert "ZeroDivisionError" in lines[2]["exception"]
+    assert list(lines[0])[:3] == ["timestamp", "level", "event"]
+
+
+def test_console_style_is_for_people() -> None:
+    done = run(MILLRACE_LOG="console")
+    assert "lease taken" in done.stderr and "prompt=0-17" in done.stderr and "{" not in done.stderr.splitlines()[0]
+    assert "\x1b" not in done.stderr
+
+
+def test_level_is_taken_from_the_environment() -> None:
+    assert "not shown" in run(MILLRACE_LOG_LEVEL="DEBUG").stderr
+
+
+@pytest.mark.parametrize("variable", ["MILLRACE_LOG", "MILLRACE_LOG_LEVEL"])
+def test_a_value_without_meaning_is_refused_with_a_mend(variable: str) -> None:
+    done = run(**{variable: "loud"})
+    assert done.returncode != 0 and variable in done.stderr and "Mend:" in done.stderr

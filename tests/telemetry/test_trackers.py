@@ -1,0 +1,66 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from millrace.errors import InvalidJob
+from millrace.telemetry import trackers
+
+
+def a_run(folder: Path) -> trackers.Run:
+    return trackers.Run("job-0123456789ab", "demo", "millrace", folder, {"name": "demo"})
+
+
+def test_tensorboard_files_are_read_back_by_tensorboard(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    (tracker,) = trackers.opened(["tensorboard"], a_run(tmp_path))
+    for step, reward in ((1, 0.25), (2, 0.5)):
+        tracker.log(step, {"critic/rewards/mean": reward, "timing_s/step": 1.5})
+    tracker.close()
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("critic/rewards/mean")] == [(1, 0.25), (2, 0.5)]
+    assert [e.value for e in events.Scalars("timing_s/step")] == [1.5, 1.5]
+
+
+def test_wandb_writes_an_offline_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    (tracker,) = trackers.opened(["wandb"], a_run(tmp_path))
+    tracker.log(1, {"critic/rewards/mean": 0.25})
+    tracker.close()
+    assert list(tmp_path.rglob("*.wandb"))
+
+
+def test_a_tracker_that_is_not_installed_is_refused_with_the_mend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(trackers.TRACKERS, "absent", trackers.Entry("nowhere", "Nothing", "no_such_package_at_all"))
+    with pytest.raises(InvalidJob, match="no_such_package_at_all") as refused:
+        trackers.check(["absent"])
+    assert "uv pip install no_such_package_at_all" in refused.value.mend
+
+
+def test_an_unknown_tracker_is_refused_naming_the_known() -> None:
+    with pytest.raises(InvalidJob, match="ledgerboard") as refused:
+        trackers.check(["ledgerboard"])
+    assert "tensorboard" in refused.value.mend
+
+
+def test_the_spec_knows_exactly_the_registered_trackers() -> None:
+    from typing import get_args
+
+    from millrace.spec.schedule import Tracking
+
+    (literal,) = get_args(Tracking.model_fields["trackers"].annotation)
+    assert set(get_args(literal)) == set(trackers.TRACKERS)
+
+
+def test_telemetry_imports_no_torch() -> None:
+    program = (
+        "import sys, importlib, pkgutil, millrace.telemetry as t\n"
+        "for m in pkgutil.walk_packages(t.__path__, 'millrace.telemetry.'):\n"
+        "    try: importlib.import_module(m.name)\n"
+        "    except ModuleNotFoundError as e: assert e.name.split('.')[0] in ('tensorboard', 'wandb'), e\n"
+        "assert not {'torch', 'tensorflow', 'vllm'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

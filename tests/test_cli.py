@@ -1,0 +1,189 @@
+"""The command against a real coordinator with its real Redis; nobody is in its fleet, so jobs wait."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from demo.task import write_data
+from millrace.cli import app
+from millrace.client import Client
+from millrace.errors import InvalidJob, InvalidState, NotFound
+from millrace.local import offspring
+from millrace.local.ports import free_port
+from tests.local.programs import eventually
+from tests.models import save_tiny_model
+
+COMMAND = str(Path(sys.executable).with_name("millrace"))
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("coordinator")
+    ports = ("--http-port", str(http := free_port()), "--grpc-port", str(free_port()))
+    argv = (sys.executable, "-m", "services.coordinator", *ports, "--state-dir", str(folder))
+    with (folder / "log").open("wb") as log:
+        process = offspring.start(argv, {}, log, signal.SIGKILL)
+    with Client(f"http://127.0.0.1:{http}") as client:
+        eventually(client.ready, 30)
+    yield f"http://127.0.0.1:{http}"
+    process.terminate()
+    process.wait(30)
+
+
+@pytest.fixture
+def client(url: str) -> Iterator[Client]:
+    with Client(url) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("job")
+    train, held_out = write_data(folder, seed=0, train=8, held_out=4)
+    return {
+        "name": "words",
+        "output": str(folder / "output"),
+        "model": {"path": str(save_tiny_model(folder / "model", tied=True))},
+        "data": {"files": [str(train)], "max_prompt_tokens": 48},
+        "evaluation": {"files": [str(held_out)]},
+        "reward": {"function": "exact"},
+        "rollout": {"max_response_tokens": 10},
+        "schedule": {"steps": 2, "prompts_per_step": 4},
+    }
+
+
+@pytest.fixture
+def job_file(spec: dict[str, Any], tmp_path: Path) -> Path:
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(spec))
+    return path
+
+
+def millrace(*arguments: str, url: str = "", status: int = 0) -> Any:
+    result = CliRunner().invoke(app, [*arguments, *(["--url", url] if url else [])], catch_exceptions=False)
+    assert result.exit_code == status, result.output
+    return result
+
+
+def test_submit_show_list_and_cancel(url: str, client: Client, job_file: Path) -> None:
+    submitted = millrace("submit", str(job_file), url=url).stdout
+    job = re.findall(r"job-[0-9a-f]{12}", submitted)[0]
+    assert re.search(rf"{job} +words +(queued|starting) +0/", millrace("jobs", url=url).stdout)
+    shown = millrace("show", "last", url=url).stdout
+    assert job in shown and "0 issued = 0 queued" in shown and "words" in shown
+    assert "cancelled" in millrace("cancel", job, url=url).stdout or client.wait(job, 30).state == "cancelled"
+    events = millrace("events", job, url=url).stdout
+    assert "words was submitted" in events and "cancelled" in events
+
+
+def test_json_is_for_programs(url: str, client: Client, job_file: Path) -> None:
+    job = json.loads(millrace("submit", str(job_file), "--json", url=url).stdout)
+    assert job["id"] in [row["id"] for row in json.loads(millrace("jobs", "--json", url=url).stdout)]
+    shown = json.loads(millrace("show", job["id"], "--json", url=url).stdout)
+    assert shown["job"]["id"] == job["id"] and shown["ledger"]["issued"] == 0
+    assert json.loads(millrace("fleet", "--json", url=url).stdout) == {"epoch": 0, "trainers": [], "replicas": []}
+    events = [json.loads(line) for line in millrace("events", job["id"], "--json", url=url).stdout.splitlines()]
+    assert events[0]["kind"] == "job.state"
+    told = millrace("show", "nothing", "--json", url=url, status=1).stderr
+    assert json.loads(told)["error"] == "NotFound"
+    client.cancel(job["id"])
+
+
+def test_the_same_key_is_the_same_job(url: str, client: Client, spec: dict[str, Any]) -> None:
+    one, same, other = client.submit(spec, "k1"), client.submit(spec, "k1"), client.submit(spec, "k2")
+    assert one.id == same.id != other.id
+    with pytest.raises(InvalidState):
+        client.submit({**spec, "name": "another"}, "k1")
+    for job in (one, other):
+        client.cancel(job.id)
+
+
+def test_jobs_are_named_by_id_beginning_of_it_or_last(url: str, client: Client, spec: dict[str, Any]) -> None:
+    job = client.submit({**spec, "name": "named"}).id
+    for name in (job, job[:9], job.removeprefix("job-")[:5], "named", "last"):
+        assert json.loads(millrace("show", name, "--json", url=url).stdout)["job"]["id"] == job
+    client.cancel(job)
+    several = millrace("show", "job-", url=url, status=1).stderr
+    assert "could be job-" in several and "Mend: give more of the id." in several
+    assert "`millrace jobs` lists them" in millrace("show", "nothing", url=url, status=1).stderr
+
+
+def test_what_the_coordinator_refuses_is_told_with_its_mend(url: str, client: Client, spec: dict[str, Any]) -> None:
+    with pytest.raises(InvalidJob, match="no-such-folder"):
+        client.submit({**spec, "model": {"path": "/no-such-folder"}})
+    with pytest.raises(NotFound):
+        client.job("job-000000000000")
+    job = client.submit(spec).id
+    client.cancel(job)
+    client.wait(job, 30)
+    refused = millrace("pause", job, url=url, status=1).stderr
+    assert f"{job} is cancelled and cannot be paused" in refused and "Mend:" in refused
+
+
+def test_a_bad_file_never_reaches_the_coordinator(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text("name: x\nmodle: {path: y}\n")
+    told = millrace("submit", str(tmp_path / "job.yaml"), url="http://127.0.0.1:9", status=1).stderr
+    assert "did you mean `model`?" in told and "output: is missing" in told
+
+
+def test_watching_ends_with_the_job_and_its_status_tells_how(url: str, client: Client, job_file: Path) -> None:
+    argv = (COMMAND, "submit", str(job_file), "--watch", "--url", url)
+    watching = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+    assert watching.stdout is not None
+    assert "words was submitted" in watching.stdout.readline()
+    client.cancel(client.jobs()[0].id)
+    told, _ = watching.communicate(timeout=30)
+    assert watching.returncode == 1
+    assert "cancelled at step 0" in told and "\x1b" not in told
+
+
+def test_an_interrupt_only_detaches(url: str, client: Client, job_file: Path) -> None:
+    argv = (COMMAND, "submit", str(job_file), "--watch", "--url", url)
+    watching = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+    assert watching.stdout is not None
+    assert "words was submitted" in watching.stdout.readline()
+    watching.send_signal(signal.SIGINT)
+    told, _ = watching.communicate(timeout=30)
+    job = client.jobs()[0]
+    assert watching.returncode == 0 and f"detached; {job.id} goes on" in told
+    assert job.state in ("queued", "starting")
+    client.cancel(job.id)
+
+
+def test_validate_tells_every_mistake_or_that_there_is_none(
+    spec: dict[str, Any], job_file: Path, tmp_path: Path
+) -> None:
+    assert "usable" in millrace("validate", str(job_file)).stdout
+    assert json.loads(millrace("validate", str(job_file), "--json").stdout)["name"] == "words"
+    broken = {**spec, "model": {"path": "/no-such-folder"}, "reward": {"function": "exakt"}}
+    (tmp_path / "broken.yaml").write_text(yaml.safe_dump(broken))
+    told = millrace("validate", str(tmp_path / "broken.yaml"), status=1).stderr
+    assert "/no-such-folder" in told and "did you mean `exact`?" in told
+    assert "fit together" in millrace("validate", "--fields-only", str(tmp_path / "broken.yaml")).stdout
+
+
+def test_without_a_coordinator_the_mend_is_to_start_one() -> None:
+    told = millrace("jobs", url="http://127.0.0.1:9", status=1).stderr
+    assert "did not answer GET /v1/jobs within 2 s" in told and "millrace up" in told
+
+
+def test_every_command_explains_itself() -> None:
+    for command in app.registered_commands:
+        name = command.name or ""
+        told = millrace(name, "--help").stdout
+        assert "Usage:" in told and len(told.splitlines()) > 8, name
+
+
+def test_an_engine_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    told = millrace("up", "--engine", "vllmm", "--state", str(tmp_path), status=1).stderr
+    assert "there is no engine" in told and not os.listdir(tmp_path)

@@ -1,0 +1,215 @@
+"""The client against a server that misbehaves as told. Against a real coordinator: tests/test_cli.py and tests/e2e."""
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from millrace.client import Client
+from millrace.errors import InvalidJob, InvalidState, MillraceError, NotFound, Unavailable
+from millrace.rest import JobState
+
+JOB = {
+    "id": "job-0123456789ab",
+    "name": "demo",
+    "state": "running",
+    "step": 3,
+    "steps": 60,
+    "version": 3,
+    "reward": 0.5,
+    "evaluation_before": 0.1,
+    "evaluation_last": None,
+    "created_s": 1.0,
+    "checkpoint": None,
+    "report": None,
+    "spec": {},
+}
+PATH = f"/v1/jobs/{JOB['id']}"
+
+
+def event(number: int) -> str:
+    told = {"id": f"{number}-0", "time_s": 1.0, "kind": "step.done", "message": f"step {number}"}
+    return f": still here\n\nid: {number}-0\nevent: step.done\ndata: {json.dumps(told)}\n\n"
+
+
+class Coordinator(ThreadingHTTPServer):
+    """Answers what `answers` says, in turn, the last one for ever; `asked` keeps what came."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Answering)
+        self.answers: dict[str, list[Any]] = {"/healthz": [(200, {})], PATH: [(200, JOB)]}
+        self.asked: list[tuple[str, str, dict[str, str], bytes]] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def paths(self, path: str) -> list[dict[str, str]]:
+        """Headers of the requests for `path`."""
+        return [headers for _, asked, headers, _ in self.asked if asked == path]
+
+
+class Answering(BaseHTTPRequestHandler):
+    server: Coordinator
+
+    def do_GET(self) -> None:
+        body = self.rfile.read(int(self.headers.get("content-length", 0)))
+        path = self.path.partition("?")[0]
+        self.server.asked.append((self.command, path, {k.lower(): v for k, v in self.headers.items()}, body))
+        answers = self.server.answers[path]
+        answer = answers.pop(0) if len(answers) > 1 else answers[0]
+        if answer == "hang up":
+            self.close_connection = True
+            return
+        if isinstance(answer, str):
+            self._stream(answer)
+            return
+        status, tree = answer
+        data = json.dumps(tree).encode()
+        self.send_response(status)
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    do_POST = do_DELETE = do_GET
+
+    def _stream(self, text: str) -> None:
+        """Server-sent events; with `broken` at its end the connection breaks in the middle of a chunk."""
+        self.protocol_version = "HTTP/1.1"
+        self.send_response(200)
+        self.send_header("content-type", "text/event-stream")
+        self.send_header("transfer-encoding", "chunked")
+        self.end_headers()
+        data = text.removesuffix("broken").encode()
+        self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
+        if text.endswith("broken"):
+            self.wfile.write(b"ff\r\nhalf a chu")
+        else:
+            self.wfile.write(b"0\r\n\r\n")
+        self.close_connection = True
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def coordinator() -> Iterator[Coordinator]:
+    with Coordinator() as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def problem(status: int, kind: str) -> tuple[int, dict[str, Any]]:
+    told = {"type": kind, "title": kind, "status": status, "detail": f"what went wrong ({kind}).", "mend": "do this."}
+    return status, told
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"), [(422, InvalidJob), (404, NotFound), (409, InvalidState), (503, Unavailable)]
+)
+def test_a_problem_becomes_the_error_that_it_was(
+    coordinator: Coordinator, status: int, kind: type[MillraceError]
+) -> None:
+    coordinator.answers[PATH] = [problem(status, kind.__name__)]
+    with Client(coordinator.url) as client, pytest.raises(kind, match="what went wrong") as raised:
+        client.job(JOB["id"])
+    assert type(raised.value) is kind and raised.value.mend == "do this."
+
+
+def test_an_answer_that_is_no_problem_document_is_told_as_it_is(coordinator: Coordinator) -> None:
+    coordinator.answers[PATH] = [(418, ["a teapot"])]
+    with Client(coordinator.url) as client, pytest.raises(MillraceError, match=r"answered 418.*teapot"):
+        client.job(JOB["id"])
+
+
+def test_submission_carries_key_and_token(coordinator: Coordinator) -> None:
+    coordinator.answers["/v1/jobs"] = [(201, JOB)]
+    with Client(coordinator.url, token="secret") as client:
+        assert client.submit({"name": "demo"}, key="once").state is JobState.RUNNING
+        client.submit({"name": "demo"})
+        client.submit({"name": "demo"})
+    first, second, third = coordinator.paths("/v1/jobs")
+    assert first["idempotency-key"] == "once" and first["authorization"] == "Bearer secret"
+    assert len({second["idempotency-key"], third["idempotency-key"], "once"}) == 3
+    assert json.loads(coordinator.asked[0][3]) == {"name": "demo"}
+
+
+def test_a_broken_connection_is_tried_again_with_the_same_key(coordinator: Coordinator) -> None:
+    coordinator.answers["/v1/jobs"] = ["hang up", "hang up", (201, JOB)]
+    with Client(coordinator.url) as client:
+        client.submit({"name": "demo"})
+    keys = {headers["idempotency-key"] for headers in coordinator.paths("/v1/jobs")}
+    assert len(coordinator.paths("/v1/jobs")) == 3 and len(keys) == 1
+
+
+def test_patience_ends_with_an_error_that_names_the_coordinator() -> None:
+    with (
+        Client("http://127.0.0.1:9", patience_s=0.3) as client,
+        pytest.raises(Unavailable, match=r"127.0.0.1:9") as told,
+    ):
+        client.jobs()
+    assert "millrace up" in told.value.mend
+
+
+def test_events_go_on_where_the_stream_broke_and_end_with_the_job(coordinator: Coordinator) -> None:
+    ended = {**JOB, "state": "succeeded"}
+    coordinator.answers[PATH] = [(200, JOB), (200, ended)]
+    coordinator.answers[f"{PATH}/events"] = [event(1) + event(2) + "broken", event(3), ""]
+    with Client(coordinator.url) as client:
+        assert [e.message for e in client.events(JOB["id"])] == ["step 1", "step 2", "step 3"]
+    asked = [headers.get("last-event-id") for headers in coordinator.paths(f"{PATH}/events")]
+    assert asked[:2] == [None, "2-0"] and asked[-1] == "3-0"
+
+
+def test_events_without_follow_end_with_the_stream(coordinator: Coordinator) -> None:
+    coordinator.answers[f"{PATH}/events"] = [event(7)]
+    with Client(coordinator.url) as client:
+        assert [e.id for e in client.events(JOB["id"], after="6-0", follow=False)] == ["7-0"]
+    (headers,) = coordinator.paths(f"{PATH}/events")
+    assert headers["last-event-id"] == "6-0"
+
+
+def test_events_of_an_unknown_job_are_refused(coordinator: Coordinator) -> None:
+    coordinator.answers[f"{PATH}/events"] = [problem(404, "NotFound")]
+    with Client(coordinator.url) as client, pytest.raises(NotFound):
+        next(client.events(JOB["id"]))
+
+
+def test_waiting_is_bounded(coordinator: Coordinator) -> None:
+    with Client(coordinator.url) as client, pytest.raises(Unavailable, match="still running at step 3 of 60"):
+        client.wait(JOB["id"], timeout_s=0.1)
+
+
+def test_ready_says_so_and_never_raises(coordinator: Coordinator) -> None:
+    coordinator.answers["/readyz"] = [(503, {}), (200, {})]
+    with Client(coordinator.url) as client:
+        assert [client.ready(), client.ready()] == [False, True]
+    with Client("http://127.0.0.1:9") as client:
+        assert client.ready() is False
+
+
+IMPORTING = """
+import sys, time
+begun = time.process_time()
+import millrace.client
+print(time.process_time() - begun, bool({"torch", "vllm", "transformers", "numpy", "grpc", "httpx"} & set(sys.modules)))
+"""
+
+
+def test_the_import_is_quick_and_pulls_in_nothing_heavy() -> None:
+    runs = [
+        subprocess.run([sys.executable, "-c", IMPORTING], capture_output=True, text=True, check=True) for _ in range(7)
+    ]
+    told = [run.stdout.split() for run in runs]
+    assert {heavy for _, heavy in told} == {"False"}
+    assert min(float(seconds) for seconds, _ in told) < 0.3
