@@ -32,7 +32,9 @@ class Move(StrEnum):
     """The replica answers that there will be no group: the prompt is too long, its reward failed."""
     TRAIN = "train"
     DROP = "drop"
-    """The coordinator gives the prompt up: too stale, without signal, its job has ended."""
+    """The coordinator gives the prompt up: without signal, its job has ended."""
+    REGENERATE = "regenerate"
+    """The group came too late to be trained; its prompt is issued again."""
     REWIND = "rewind"
     """The trainer went back to a checkpoint: what came after it has to be generated again."""
 
@@ -57,6 +59,7 @@ MOVES: Mapping[Move, Rule] = {
     Move.REFUSE: _rule(PromptState.DROPPED, PromptState.LEASED),
     Move.TRAIN: _rule(PromptState.TRAINED, PromptState.GENERATED),
     Move.DROP: _rule(PromptState.DROPPED, PromptState.GENERATED, PromptState.QUEUED, PromptState.LEASED),
+    Move.REGENERATE: _rule(PromptState.QUEUED, PromptState.GENERATED),
     Move.REWIND: _rule(PromptState.QUEUED, PromptState.GENERATED, PromptState.TRAINED, PromptState.DROPPED),
 }
 
@@ -82,7 +85,7 @@ class Counts:
     trained: int = 0
     dropped: int = 0
     waiting: int = 0
-    """Of those queued: rewound, and not yet put into the queue again."""
+    """Of those queued: rewound or to be regenerated, and not yet put into the queue again."""
 
     @property
     def in_flight(self) -> int:

@@ -24,8 +24,8 @@ async def train(run: Run) -> None:
 
     while True:
         # What belongs to the version that the trainer holds now.
-        await run.heed()
         await publish(run)
+        await run.heed()  # after the publication: who waits through a pause waits with the current weights
         if not run.done:
             await issue(run)
         await checkpoint(run)

@@ -33,63 +33,58 @@ class Batch:
 
 @traced
 async def admit(run: Run) -> Batch:
-    """The first groups to be complete. Those that are too stale or without signal are dropped and replaced.
+    """A step's groups: the stalest that are complete. Those that came too late are generated again, those without
+    signal dropped and replaced.
 
     Raises InvalidState where that goes on for too long, Unavailable where no replica serves, Cancelled.
     """
     started, wanted = time.monotonic(), run.spec.schedule.prompts_per_step
     admitted: dict[PromptId, Summary] = {}
-    dropped: Counter[str] = Counter()
+    thrown_away: Counter[str] = Counter()
     while True:
         ring = run.parts.queue.answered.next()
         await run.heed()
-        await _look(run, admitted, dropped)
+        await _look(run, admitted, thrown_away)
         if len(admitted) >= wanted:
-            groups = list(admitted.values())[:wanted]
+            groups = sorted(admitted.values(), key=lambda summary: min(summary.oldest))[:wanted]
             return Batch(run.job.step + 1, groups, time.monotonic() - started)
-        await _check(run, dropped)
+        await _check(run, thrown_away)
         await issue(run)
         await waited(ring, LOOK_EVERY_S)
         await asyncio.sleep(GATHER_S)
 
 
-async def _look(run: Run, admitted: dict[PromptId, Summary], dropped: Counter[str]) -> None:
-    """Admits or drops every group that was not looked at yet."""
+async def _look(run: Run, admitted: dict[PromptId, Summary], thrown_away: Counter[str]) -> None:
+    """Admits, sends back or drops every group that was not looked at yet."""
     unseen = [p for p in await run.prompts.generated() if p not in admitted]
-    refused: dict[str, list[PromptId]] = {}
+    late: list[PromptId] = []
+    without_signal: dict[str, list[PromptId]] = {}
     for summary in await run.prompts.summaries(unseen):
-        if reason := _refusal(run, summary):
-            refused.setdefault(reason, []).append(summary.prompt_id)
+        if not 0 <= summary.staleness(run.job.version) <= run.spec.schedule.max_staleness:
+            late.append(summary.prompt_id)
+        elif run.spec.algorithm.drop_groups_without_signal and not (verdict := signal(summary.rewards)).keep:
+            without_signal.setdefault(verdict.reason.partition(":")[0], []).append(summary.prompt_id)
         else:
             admitted[summary.prompt_id] = summary
-    for reason, prompts in refused.items():
-        dropped[reason] += await run.prompts.drop(prompts, run.job.step + 1, reason)
+    if late:
+        thrown_away["stale"] += await run.prompts.regenerate(late, run.job.step + 1)
+        message = f"{len(late)} groups came too late for version {run.job.version}: their prompts are issued again"
+        await run.tell("group.stale", message, prompts=late[:50])
+    for reason, prompts in without_signal.items():
+        thrown_away["without signal"] += await run.prompts.drop(prompts, run.job.step + 1, reason)
         message = f"{len(prompts)} groups dropped: {reason}"
         await run.tell("group.dropped", message, reason=reason, prompts=prompts[:50])
 
 
-def _refusal(run: Run, summary: Summary) -> str:
-    """Why the group is not trained, as the ledger keeps it; empty where it is."""
-    staleness = summary.staleness(run.job.version)
-    if staleness < 0:
-        return "made by a version that is gone"
-    if staleness > run.spec.schedule.max_staleness:
-        return "stale"
-    if run.spec.algorithm.drop_groups_without_signal and not (verdict := signal(summary.rewards)).keep:
-        return verdict.reason.partition(":")[0]
-    return ""
-
-
-async def _check(run: Run, dropped: Counter[str]) -> None:
+async def _check(run: Run, thrown_away: Counter[str]) -> None:
     """Raises where the job gets nowhere."""
     run.check_replicas()
     per_step, algorithm = run.spec.schedule.prompts_per_step, run.spec.algorithm
-    without_signal = sum(count for reason, count in dropped.items() if reason.startswith("no signal"))
-    if algorithm.drop_groups_without_signal and without_signal > algorithm.max_refills * per_step:
-        what = f"{without_signal} groups in a row had no signal: all rewards in each were equal."
+    if thrown_away["without signal"] > algorithm.max_refills * per_step:
+        what = f"{thrown_away['without signal']} groups in a row had no signal: all rewards in each were equal."
         raise InvalidState(what, "make the task easier or harder, or raise algorithm.max_refills.")
-    if dropped["stale"] > STALE_ROUNDS * per_step:
-        what = f"{dropped['stale']} groups for step {run.job.step + 1} were staler than schedule.max_staleness."
+    if thrown_away["stale"] > STALE_ROUNDS * per_step:
+        what = f"{thrown_away['stale']} groups for step {run.job.step + 1} were staler than schedule.max_staleness."
         raise InvalidState(what, "raise schedule.max_staleness, or lower schedule.prompts_per_step.")
     refusals = await run.prompts.refusals()
     if refusals.in_a_row >= max(REFUSALS_IN_A_ROW, 2 * per_step):

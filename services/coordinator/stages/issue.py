@@ -19,7 +19,7 @@ AT_ONCE = 256
 
 @traced
 async def issue(run: Run) -> None:
-    """Issues as many prompts as the capacity allows: those of a rewind first, then the next of the data."""
+    """Issues as many prompts as the capacity allows: those issued before come first, then the next of the data."""
     schedule = run.spec.schedule
     counts = await run.prompts.counts()
     room = capacity(

@@ -78,11 +78,11 @@ class Prompts:
         return int(await self._redis.run("issue", [self._base, self._job], arguments)) >= 0
 
     async def waiting(self, count: int) -> list[PromptId]:
-        """Rewound prompts that are to be queued again, those trained first in front."""
+        """Prompts that are to be queued again, rewound or without their group; those of earlier steps in front."""
         return [PromptId(text(p)) for p in await self._redis.do("ZRANGE", f"{self._base}:waiting", 0, count - 1)]
 
     async def reissue(self, drafts: Sequence[Draft], step: int) -> None:
-        """Queues prompts that wait since a rewind."""
+        """Queues prompts that wait to be issued again."""
         await self._redis.run("reissue", [self._base], [step, *_flat(drafts)])
 
     async def lease(self, member: MemberId, count: int) -> list[Claim]:
@@ -142,6 +142,10 @@ class Prompts:
     async def drop(self, prompts: Sequence[PromptId], step: int, reason: str) -> int:
         """Gives up generated prompts; answers how many."""
         return int(await self._redis.run("drop", [self._base], [step, reason, *prompts])) if prompts else 0
+
+    async def regenerate(self, prompts: Sequence[PromptId], step: int) -> int:
+        """Throws the groups of generated prompts away, which wait to be issued again; answers how many."""
+        return int(await self._redis.run("regenerate", [self._base], [step, *prompts])) if prompts else 0
 
     async def train(self, prompts: Sequence[PromptId], step: int, reward: float, row: str, samples: list[str]) -> bool:
         """Marks `step` as trained on `prompts`, all in one go. False where it was marked before."""

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.rest import JobState
+from millrace.wire.v1 import common_pb2
 from tests.services.coordinator.cluster import Cluster, scenario, until
 
 
@@ -72,17 +73,38 @@ async def test_a_job_without_replicas_fails_in_time(cluster: Cluster, spec: dict
 
 @scenario
 async def test_pause_stops_between_steps_and_resume_goes_on(cluster: Cluster, spec: dict[str, Any]) -> None:
-    trainer, _ = await cluster.trainer(step_s=0.2), await cluster.replica()
+    trainer, replica = await cluster.trainer(step_s=0.2), await cluster.replica()
     client = cluster.coordinator.client
     job_id = await cluster.submit(spec)
     await cluster.reached(job_id, 1)
     await asyncio.to_thread(client.pause, job_id)
     paused = await until(lambda: cluster.job(job_id), lambda job: job.state is JobState.PAUSED)
     await asyncio.sleep(0.8)
-    assert (await cluster.job(job_id)).step == paused.step == trainer.version < 6
+    assert (await cluster.job(job_id)).step == paused.step == trainer.version == replica.version < 6
     await asyncio.to_thread(client.resume, job_id)
     assert (await cluster.ended(job_id)).state is JobState.SUCCEEDED
     assert set(trainer.every.values()) == {1}
+
+
+@scenario
+async def test_a_group_that_comes_too_late_is_generated_again(cluster: Cluster, spec: dict[str, Any]) -> None:
+    late: list[str] = []
+
+    async def holds_the_answer(request: Any) -> None:
+        """Three groups are as if begun under version 0, long ago."""
+        if replica.version >= 2 and len(late) < 3 and request.group.purpose == common_pb2.PURPOSE_TRAIN:
+            late.append(request.group.prompt_id)
+            request.group.trajectories[0].versions[0].version = 0
+
+    trainer, replica = await cluster.trainer(), await cluster.replica()
+    replica.faults["Complete"] = holds_the_answer
+    job = await cluster.ended(await cluster.submit(spec))
+    assert job.state is JobState.SUCCEEDED and trainer.stalest <= 1
+    ledger = await cluster.ledger(job.id)
+    assert (ledger.issued, ledger.trained, ledger.dropped) == (24, 24, 0)
+    assert len(late) == 3 and all(trainer.every[prompt] == 1 for prompt in late)
+    events = cluster.coordinator.client.events(job.id)
+    assert sorted(p for e in events if e.kind == "group.stale" for p in e.data["prompts"]) == sorted(late)
 
 
 @scenario

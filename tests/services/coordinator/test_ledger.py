@@ -18,6 +18,7 @@ ALLOWED = {
     (PromptState.LEASED, Move.DROP): PromptState.DROPPED,
     (PromptState.GENERATED, Move.TRAIN): PromptState.TRAINED,
     (PromptState.GENERATED, Move.DROP): PromptState.DROPPED,
+    (PromptState.GENERATED, Move.REGENERATE): PromptState.QUEUED,
     (PromptState.GENERATED, Move.REWIND): PromptState.QUEUED,
     (PromptState.TRAINED, Move.REWIND): PromptState.QUEUED,
     (PromptState.DROPPED, Move.REWIND): PromptState.QUEUED,

@@ -166,10 +166,20 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def drop(self, data: st.DataObject) -> None:
         prompt = data.draw(st.sampled_from(sorted(self.model.at(PromptState.GENERATED))))
-        assert self.run(self.prompts.drop([prompt], self.model.step, "stale")) == 1
-        assert self.run(self.prompts.drop([prompt], self.model.step, "stale")) == 0
+        assert self.run(self.prompts.drop([prompt], self.model.step, "no signal")) == 1
+        assert self.run(self.prompts.drop([prompt], self.model.step, "no signal")) == 0
         self.model.move(prompt, Move.DROP)
         self.model.settled[prompt] = self.model.step
+
+    @precondition(lambda self: self.model.counts.generated)
+    @rule(data=st.data())
+    def regenerate(self, data: st.DataObject) -> None:
+        prompt = data.draw(st.sampled_from(sorted(self.model.at(PromptState.GENERATED))))
+        assert self.run(self.prompts.regenerate([prompt], self.model.step + 1)) == 1
+        assert self.run(self.prompts.regenerate([prompt], self.model.step + 1)) == 0
+        self.model.move(prompt, Move.REGENERATE)
+        self.model.waiting.add(prompt)
+        self.model.counts = Counts(**{**vars(self.model.counts), "waiting": len(self.model.waiting)})
 
     @precondition(lambda self: self.model.counts.generated)
     @rule(data=st.data())

@@ -1,4 +1,4 @@
--- Rewound prompts into the queue again. KEYS: base. ARGV: step, then prompt, payload, reason ... as for issue.
+-- Prompts that wait into the queue again. KEYS: base. ARGV: step, then prompt, payload, reason ... as for issue.
 local base, issued = KEYS[1], 0
 for i = 2, #ARGV, 3 do
   local prompt, payload, reason = ARGV[i], ARGV[i + 1], ARGV[i + 2]
