@@ -4,6 +4,9 @@ Every error that a user or another service may see is a `MillraceError`. On the 
 details are `str(error)`; over REST a problem document with the same fields.
 """
 
+import json
+from typing import Any
+
 
 class MillraceError(Exception):
     """`what` happened (naming field, value, member, version, epoch) and the `mend`: what to do next."""
@@ -19,6 +22,11 @@ class MillraceError(Exception):
 
 class InvalidJob(MillraceError):
     """A job spec, or something it names, cannot work. Refused at submission."""
+
+
+def refused(field: str, value: Any, reason: str, mend: str) -> InvalidJob:
+    """Says of one field of a job spec that its value will not do. `reason` comes without a full stop, `mend` with."""
+    return InvalidJob(f"{field}: {json.dumps(value, default=str)} will not do: {reason}.", mend)
 
 
 class InvalidState(MillraceError):

@@ -9,8 +9,7 @@ import zlib
 from array import array
 from typing import IO, Any
 
-from millrace.data.refusal import refused
-from millrace.errors import BadRow
+from millrace.errors import BadRow, refused
 
 
 class JsonlRows:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from millrace.data.refusal import refused
+from millrace.errors import refused
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 WEIGHT_PATTERNS = ("*.safetensors", "*.bin")
@@ -24,11 +24,7 @@ class ModelFolder:
 def check_model_folder(path: str | Path, *, messages: bool = True) -> ModelFolder:
     """Raises InvalidJob where the folder, its config, tokenizer or weights are missing or broken; with `messages` (the
     data has messages rather than plain texts) also where there is no chat template."""
-    folder = Path(path)
-    if not folder.is_dir():
-        found = "it is a file" if folder.is_file() else f"there is no folder {folder.absolute()}"
-        mend = "give the folder of a Hugging Face model; one from the hub has to be downloaded first (hf download)."
-        raise refused(FIELD, str(path), found, mend)
+    folder = _folder(path, FIELD)
     architectures = _json(folder / "config.json", folder).get("architectures")
     if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
         mend = 'add it, for example "architectures": ["Qwen3ForCausalLM"].'
@@ -40,7 +36,7 @@ def check_model_folder(path: str | Path, *, messages: bool = True) -> ModelFolde
             f"it has no tokenizer: none of {', '.join(TOKENIZER_FILES)}",
             "save the tokenizer into the same folder (tokenizer.save_pretrained).",
         )
-    _check_weights(folder)
+    _check_weights(folder, FIELD)
     has_chat_template = _has_chat_template(folder)
     if messages and not has_chat_template:
         raise refused(
@@ -52,17 +48,41 @@ def check_model_folder(path: str | Path, *, messages: bool = True) -> ModelFolde
     return ModelFolder(folder, architectures[0], has_chat_template)
 
 
-def _check_weights(folder: Path) -> None:
+def check_weights_folder(path: str | Path, *, field: str) -> Path:
+    """A folder from which only config and weights are read. Raises InvalidJob that speaks of `field`."""
+    folder = _folder(path, field)
+    _json(folder / "config.json", folder, field)
+    _check_weights(folder, field)
+    return folder
+
+
+def vocabulary(folder: Path) -> int | None:
+    """How many tokens its config says that it knows; none where it does not say."""
+    config = _json(folder / "config.json", folder)
+    size = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
+    return int(size) if size else None
+
+
+def _folder(path: str | Path, field: str) -> Path:
+    folder = Path(path)
+    if not folder.is_dir():
+        found = "it is a file" if folder.is_file() else f"there is no folder {folder.absolute()}"
+        mend = "give the folder of a Hugging Face model; one from the hub has to be downloaded first (hf download)."
+        raise refused(field, str(path), found, mend)
+    return folder
+
+
+def _check_weights(folder: Path, field: str) -> None:
     for index in WEIGHT_INDEXES:
         if (folder / index).is_file():
-            named = _json(folder / index, folder).get("weight_map")
+            named = _json(folder / index, folder, field).get("weight_map")
             shards = set(named.values()) if isinstance(named, dict) else set()
             if missing := sorted(str(s) for s in shards if not (folder / str(s)).is_file()):
                 reason = f"{index} names {len(shards)} files and {len(missing)} are missing: {', '.join(missing[:3])}"
-                raise refused(FIELD, str(folder), reason, "finish the download or the copy.")
+                raise refused(field, str(folder), reason, "finish the download or the copy.")
     if not any(file.is_file() for pattern in WEIGHT_PATTERNS for file in folder.glob(pattern)):
         reason = f"it has no weights: no {' and no '.join(WEIGHT_PATTERNS)}"
-        raise refused(FIELD, str(folder), reason, "save the model into the same folder (model.save_pretrained).")
+        raise refused(field, str(folder), reason, "save the model into the same folder (model.save_pretrained).")
 
 
 def _has_chat_template(folder: Path) -> bool:
@@ -72,15 +92,15 @@ def _has_chat_template(folder: Path) -> bool:
     return config.is_file() and bool(_json(config, folder).get("chat_template"))
 
 
-def _json(file: Path, folder: Path) -> dict[str, Any]:
+def _json(file: Path, folder: Path, field: str = FIELD) -> dict[str, Any]:
     try:
         tree = json.loads(file.read_bytes())
     except FileNotFoundError as error:
         mend = "give the folder of a Hugging Face model, with config, tokenizer and weights."
-        raise refused(FIELD, str(folder), f"it has no {file.name}", mend) from error
+        raise refused(field, str(folder), f"it has no {file.name}", mend) from error
     except (OSError, ValueError) as error:
         reason = f"its {file.name} cannot be read: {error}"
-        raise refused(FIELD, str(folder), reason, "write or download the file again.") from error
+        raise refused(field, str(folder), reason, "write or download the file again.") from error
     if not isinstance(tree, dict):
-        raise refused(FIELD, str(folder), f"its {file.name} is not an object", "write or download the file again.")
+        raise refused(field, str(folder), f"its {file.name} is not an object", "write or download the file again.")
     return tree

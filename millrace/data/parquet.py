@@ -10,9 +10,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from millrace.data.refusal import refused
 from millrace.data.row import COLUMNS, REQUIRED
-from millrace.errors import BadRow
+from millrace.errors import BadRow, refused
 
 HELD_BYTES = 256 << 20
 

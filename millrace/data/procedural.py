@@ -4,10 +4,9 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
-from millrace.data.refusal import refused
 from millrace.data.row import Message, PromptRow
 from millrace.data.source import Source
-from millrace.errors import BadRow
+from millrace.errors import BadRow, refused
 
 PREFIX = "reasoning_gym:"
 INSTRUCTION = (

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from millrace.data.order import Order
-from millrace.data.refusal import refused
 from millrace.data.row import PromptRow, read_row
-from millrace.errors import BadRow, InvalidJob
+from millrace.errors import BadRow, InvalidJob, refused
 
 PARQUET = (".parquet", ".pq")
 JSONL = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")

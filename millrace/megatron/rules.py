@@ -7,7 +7,7 @@ many ranks, with or without CUDA) by the trainer.
 from collections.abc import Iterator
 from pathlib import Path
 
-from millrace.errors import InvalidJob
+from millrace.errors import InvalidJob, refused
 from millrace.megatron.architectures import read_shape
 from millrace.megatron.options import Megatron, parse
 from millrace.megatron.shape import ModelShape
@@ -34,12 +34,13 @@ def broken_rules(options: Megatron, shape: ModelShape, world_size: int | None, *
         *_pipeline(options, shape),
         *_experts(options, shape),
         *_recompute(options, shape, cuda),
+        *_optimizer(options),
         *_device(options, cuda),
     ]
 
 
 def _broken(field: str, value: object, reason: str, mend: str) -> str:
-    return f"trainer.backend_options.{field}: {value} will not do: {reason}. Mend: {mend}."
+    return str(refused(f"trainer.backend_options.{field}", value, reason, f"{mend}."))
 
 
 def _ranks(o: Megatron, world_size: int) -> Iterator[str]:
@@ -155,6 +156,13 @@ def _recompute(o: Megatron, s: ModelShape, cuda: bool) -> Iterator[str]:
     most = max(s.layers // (o.pipeline_parallel * o.virtual_pipeline), 1)
     if r.granularity == "full" and r.layers > most:
         yield _broken("recompute.layers", r.layers, f"a stage's chunk has about {most} layers", f"at most {most}")
+
+
+def _optimizer(o: Megatron) -> Iterator[str]:
+    if o.optimizer_offload_fraction and not o.distributed_optimizer:
+        reason = "only the distributed optimizer keeps its float32 weights in host memory"
+        mend = "set distributed_optimizer to true, or leave this out"
+        yield _broken("optimizer_offload_fraction", o.optimizer_offload_fraction, reason, mend)
 
 
 def _device(o: Megatron, cuda: bool) -> Iterator[str]:

@@ -5,14 +5,13 @@ import functools
 import importlib
 import importlib.util
 import inspect
-import json
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from millrace.errors import InvalidJob
+from millrace.errors import refused
 from millrace.rewards.locate import NotLocated, Target, definition, functions, parse, parsed, source_file
 from millrace.rewards.signature import Signature
 
@@ -44,7 +43,7 @@ def choose(name: str, *, procedural: bool, style: str = "rule") -> str:
         return "reasoning_gym"
     if style == "rule":
         return "math"
-    raise _refused(
+    raise refused(
         FIELD,
         name,
         f"the data asks for rewards of style {style!r} and only `rule` has one of its own",
@@ -61,7 +60,7 @@ def check(name: str, options: Mapping[str, Any] | None = None) -> None:
         path = source_file(target)
         function = None if path is None else definition(path, target.function)
     except NotLocated as error:
-        raise _refused(FIELD, name, error.reason, error.mend) from error
+        raise refused(FIELD, name, error.reason, error.mend) from error
     if function is not None:
         _fits(name, Signature.of_source(function), options)
     if name in BUILT_IN and path is not None and "check_options" in functions(parsed(path)):
@@ -80,12 +79,12 @@ def load(name: str, options: Mapping[str, Any] | None = None) -> ComputeScore:
         target = _target(name)
         path = source_file(target)
     except NotLocated as error:
-        raise _refused(FIELD, name, error.reason, error.mend) from error
+        raise refused(FIELD, name, error.reason, error.mend) from error
     module = _import(name, target, path)
     function = getattr(module, target.function, None)
     if not callable(function):
         what = "no" if function is None else f"a {type(function).__name__} instead of a"
-        raise _refused(FIELD, name, f"{target.place} has {what} function {target.function}", "name a function there.")
+        raise refused(FIELD, name, f"{target.place} has {what} function {target.function}", "name a function there.")
     try:
         signature = Signature.of_callable(function)
     except (ValueError, TypeError):
@@ -117,7 +116,7 @@ def _import(name: str, target: Target, path: Path | None) -> ModuleType:
         mend = "install what it imports beside the rollout replica, or mend the file."
         if name in BUILT_IN:
             mend = "install the scorers beside the rollout replica: pip install 'millrace[scoring]'."
-        raise _refused(FIELD, name, what, mend) from error
+        raise refused(FIELD, name, what, mend) from error
 
 
 def _import_file(path: Path) -> ModuleType:
@@ -143,14 +142,14 @@ def _fits(name: str, signature: Signature, options: Mapping[str, Any]) -> None:
             else "define it as compute_score(data_source, solution_str, ground_truth, extra_info=None, **options)."
         )
         field, value = (OPTIONS_FIELD, dict(options)) if about_options else (FIELD, name)
-        raise _refused(field, value, f"{name}: {reason}" if about_options else reason, mend)
+        raise refused(field, value, f"{name}: {reason}" if about_options else reason, mend)
 
 
 def _check_built_in(module: ModuleType, options: Mapping[str, Any]) -> None:
     try:
         module.check_options(**options)
     except ValueError as error:
-        raise _refused(OPTIONS_FIELD, dict(options), str(error), "mend that option.") from error
+        raise refused(OPTIONS_FIELD, dict(options), str(error), "mend that option.") from error
 
 
 def _to_the_end(function: Callable[..., Any]) -> ComputeScore:
@@ -169,7 +168,3 @@ def _to_the_end(function: Callable[..., Any]) -> ComputeScore:
         return runner.run(returned)
 
     return run
-
-
-def _refused(field: str, value: Any, reason: str, mend: str) -> InvalidJob:
-    return InvalidJob(f"{field}: {json.dumps(value, default=str)} will not do: {reason}.", mend)
