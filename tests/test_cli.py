@@ -1,5 +1,6 @@
 """The command against a real coordinator with its real Redis; nobody is in its fleet, so jobs wait."""
 
+import functools
 import json
 import os
 import re
@@ -149,7 +150,9 @@ def test_watching_ends_with_the_job_and_its_status_tells_how(url: str, client: C
 
 def test_an_interrupt_only_detaches(url: str, client: Client, job_file: Path) -> None:
     argv = (COMMAND, "submit", str(job_file), "--watch", "--url", url)
-    watching = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+    # A shell that put this test into the background has it ignore interrupts, and what it starts too.
+    with_interrupts = functools.partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    watching = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, preexec_fn=with_interrupts)
     assert watching.stdout is not None
     assert "words was submitted" in watching.stdout.readline()
     watching.send_signal(signal.SIGINT)

@@ -82,6 +82,11 @@ def parse_spec(spec: str) -> JobSpec:
         raise InvalidJob(f"the job spec is no JSON: {error}.", "send it as the coordinator validated it.") from error
 
 
+def import_transformers() -> None:
+    """Ahead of those that import it in threads of their own: its lazy modules fail where two load them at once."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: F401
+
+
 def _load_tokenizer(spec: JobSpec) -> Any:
     from transformers import AutoTokenizer
 

@@ -6,14 +6,14 @@ import time
 
 import structlog
 
-from millrace.errors import InvalidState, MillraceError
+from millrace.errors import InvalidState
 from millrace.ids import JobId, MemberId, Version
 from millrace.spec import JobSpec
 from millrace.wire.v1 import rollout_pb2
 from services.rollout.engines import create
 from services.rollout.engines.engine import Engine, EngineDied, Load
 from services.rollout.groups import Bench
-from services.rollout.job import Job, parse_spec
+from services.rollout.job import Job, import_transformers, parse_spec
 from services.rollout.leases import Leases
 from services.rollout.receive import Receiver
 
@@ -54,7 +54,7 @@ class Replica:
                 await self._leave_job("another job was configured")
                 try:
                     await self._enter_job(job_id, spec)
-                except MillraceError as error:
+                except Exception as error:
                     self.state, self.failure = rollout_pb2.ENGINE_STATE_FAILED, str(error)
                     raise
             assert self.engine is not None
@@ -67,6 +67,7 @@ class Replica:
         wanted = _engine_key(spec)
         if self.engine is not None and self._engine_of != wanted:
             await self._stop_engine()
+        await asyncio.to_thread(import_transformers)
         opening = asyncio.create_task(Job.open(job_id, spec))
         try:
             if self.engine is None:
@@ -74,7 +75,7 @@ class Replica:
                 await self.engine.start(spec)
                 self._engine_of = wanted
             self.job = await opening
-        except MillraceError:
+        except Exception:
             await self._discard(opening)
             await self._stop_engine()
             raise

@@ -79,7 +79,7 @@ class TransformersEngine:
 
     def _build(self, spec: JobSpec) -> None:
         import torch
-        from transformers import AutoTokenizer, DynamicCache  # noqa: F401 - its first import takes seconds
+        from transformers import AutoTokenizer
 
         from services.rollout.engines.decoding import DecodeLoop, Endings
         from services.rollout.staging import Shelf
