@@ -44,7 +44,7 @@ class Boxes:
         return self.extent.prod(axis=1)
 
     @classmethod
-    def of(cls, rows: Iterable[tuple[int, Sequence[int], Sequence[int]]], dims: int) -> Self:
+    def of(cls, rows: Iterable[tuple[int, Sequence[int] | Ints, Sequence[int] | Ints]], dims: int) -> Self:
         """From (tensor, offset, extent) of at most `dims` dimensions each; empty boxes are left out."""
         kept = [(t, o, e) for t, o, e in rows if all(e)]
         tensor = np.fromiter((t for t, _, _ in kept), np.int64, len(kept))

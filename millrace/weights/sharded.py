@@ -55,8 +55,8 @@ class ShardedPlan:
     """[P] bytes from the beginning of the content."""
     first: Ints
     """[C + 1] piece where each content begins; the last is P."""
-    bytes: Ints
-    """[C] of each content on the wire."""
+    sizes: Ints
+    """[C] bytes of each content on the wire."""
     hops: Ints
     """[M, 4] round, source, target, content; in this order."""
 
@@ -64,7 +64,7 @@ class ShardedPlan:
     def hash(self) -> bytes:
         digest = hashlib.sha256(self.manifest_hash)
         digest.update(repr((self.senders, self.world_size, self.rounds)).encode())
-        for column in (self.pieces.columns, self.at, self.first, self.bytes, self.hops):
+        for column in (self.pieces.columns, self.at, self.first, self.sizes, self.hops):
             digest.update(np.ascontiguousarray(column, "<i8").tobytes())
         return digest.digest()
 
@@ -91,10 +91,10 @@ class ShardedPlan:
 
     def egress(self) -> Ints:
         """[world_size] bytes that each rank sends."""
-        return _sums(self.hops[:, 1], self.bytes[self.hops[:, 3]], self.world_size)
+        return _sums(self.hops[:, 1], self.sizes[self.hops[:, 3]], self.world_size)
 
     def ingress(self) -> Ints:
-        return _sums(self.hops[:, 2], self.bytes[self.hops[:, 3]], self.world_size)
+        return _sums(self.hops[:, 2], self.sizes[self.hops[:, 3]], self.world_size)
 
 
 def plan(

@@ -148,9 +148,9 @@ def test_rounds_are_bounded_and_in_order(drawn, message_bytes):
     manifest, senders, receivers = drawn
     made = plan(manifest, boxes_of(senders), boxes_of(receivers), message_bytes)
     sizes = made.pieces.numel * np.array([ITEM_BYTES[t.dtype] for t in manifest.tensors])[made.pieces.tensor]
-    for content in range(len(made.bytes)):
+    for content in range(len(made.sizes)):
         span = made.pieces_in(content)
-        ends = np.append(made.at[span], made.bytes[content])
+        ends = np.append(made.at[span], made.sizes[content])
         assert (np.diff(ends) >= sizes[span]).all() and (made.at[span] % ALIGNED == 0).all()
     for rank in range(made.world_size):
         rounds = [step.round for step in made.steps(rank)]
@@ -170,7 +170,7 @@ def test_copies_of_a_box_share_the_sending():
     made = plan(manifest, [one] * 4, [one], 4096 * 8)
     sent = made.egress()[:4]
     assert sent.sum() == manifest.bytes and sent.max() - sent.min() <= 2 * 64 * 64
-    heaviest = max(sum(int(made.bytes[c]) for c, _ in step.receives) for step in made.steps(4))
+    heaviest = max(sum(int(made.sizes[c]) for c, _ in step.receives) for step in made.steps(4))
     assert heaviest <= UNEVEN * 4096 * 8
 
 

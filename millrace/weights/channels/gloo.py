@@ -3,6 +3,10 @@
 Every call blocks: make it from a worker thread, never from one that serves requests.
 """
 
+import queue
+import threading
+import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -11,6 +15,11 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 from torch.distributed.distributed_c10d import BroadcastOptions
 
 from millrace.errors import PublicationFailed
+from millrace.weights.channels.channel import Parcel
+
+LOOK_EVERY_S = 0.05
+"""How soon an abort frees whoever waits for a round."""
+LONGEST_S = 24 * 3600.0
 
 
 def serve_store(host: str, world_size: int, timeout_s: float) -> tuple[TCPStore, int]:
@@ -28,6 +37,15 @@ class GlooChannel:
         self._store = store  # the group reads it while it lives
         self.key = key
         self.rank = rank
+        self.give_up = float("inf")
+        """time.monotonic() after which no message is waited for."""
+        self._failure: PublicationFailed | None = None
+        self._flights: queue.SimpleQueue[GlooFlight | None] = queue.SimpleQueue()
+        self._waiter: threading.Thread | None = None
+
+    @property
+    def broken(self) -> PublicationFailed | None:
+        return self._failure
 
     @classmethod
     def join(
@@ -70,10 +88,67 @@ class GlooChannel:
                 what, "the members that died are cut out and the publication is repeated."
             ) from error
 
-    def abort(self) -> None:
-        """Ends operations in progress, which then raise in their threads."""
+    def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel], stream: Any = None) -> "GlooFlight":
+        """See `Channel`. Tensors are on the CPU."""
+        if self._failure is not None:
+            raise self._failure
+        flight = GlooFlight(self, [*receives, *sends])
+        try:
+            flight.works = [self._group.recv([p.data], p.peer, p.number) for p in receives if p.data.numel()]
+            flight.works += [self._group.send([p.data], p.peer, p.number) for p in sends if p.data.numel()]
+        except RuntimeError as error:
+            raise self.failed(f"a round could not begin: {error}") from error
+        if self._waiter is None:
+            self._waiter = threading.Thread(target=self._wait, name=f"gloo {self.key}", daemon=True)
+            self._waiter.start()
+        self._flights.put(flight)
+        return flight
+
+    def failed(self, why: str) -> PublicationFailed:
+        """The channel's failure from now on; the first one stays."""
+        if self._failure is None:
+            what = f"communicator {self.key} failed at rank {self.rank}: {why}."
+            self._failure = PublicationFailed(
+                what, "the members that died are cut out and the publication is repeated."
+            )
+        return self._failure
+
+    def _wait(self) -> None:
+        """Gloo cannot be interrupted while it waits, so nobody whom an abort has to free does: this thread does."""
+        while (flight := self._flights.get()) is not None:
+            try:
+                for work in flight.works:
+                    left = max(0.001, min(self.give_up - time.monotonic(), LONGEST_S))
+                    work.wait(timedelta(seconds=left))
+            except RuntimeError as error:
+                self.failed(str(error).splitlines()[0])
+            flight.over.set()
+
+    def abort(self, reason: str = "it was aborted") -> None:
+        """Ends operations in progress, which then raise in their threads: rounds at once, a broadcast when its timeout
+        is over."""
+        self.failed(reason)
         self._group.abort()
 
     def close(self) -> None:
         """Frees sockets and threads."""
-        self._group.shutdown()
+        self._flights.put(None)
+        if self._failure is None or self._waiter is None:
+            self._group.shutdown()
+
+
+class GlooFlight:
+    def __init__(self, channel: GlooChannel, parcels: Sequence[Parcel]) -> None:
+        self._channel = channel
+        self._parcels = parcels  # keeps the memory that Gloo reads and writes
+        self.works: list[Any] = []
+        self.over = threading.Event()
+
+    def land(self, stream: Any = None) -> None:
+        while not self.over.wait(LOOK_EVERY_S):
+            if self._channel.broken is not None:
+                raise self._channel.broken
+            if time.monotonic() > self._channel.give_up:
+                raise self._channel.failed("its deadline has passed")
+        if self._channel.broken is not None:
+            raise self._channel.broken

@@ -1,0 +1,53 @@
+"""An alarm that every rank of a publication hears: who fails tells the others, and nobody waits for a dead one."""
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import TCPStore
+
+LISTEN_EVERY_S = 0.1
+_KEY = "alarm"
+
+
+class Alarm:
+    """One rank's end, in the store where publication `key` meets. `on_alarm` is called once, with the reason, from a
+    thread of the alarm's; not for an alarm that this end rang."""
+
+    def __init__(self, host: str, port: int, key: str, on_alarm: Callable[[str], None], timeout_s: float) -> None:
+        limit = timedelta(seconds=timeout_s)
+        # A client of its own: one that waits keeps others from using it. Torch's stubs know no bytes.
+        self._store: Any = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
+        self._key = f"{_KEY}/{key}"
+        self._on_alarm = on_alarm
+        self._over = threading.Event()
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._listen, name=f"alarm {key}", daemon=True)
+        self._thread.start()
+
+    def ring(self, reason: str) -> None:
+        """Tells everybody, unless there is nobody left to tell it."""
+        self._over.set()
+        try:
+            with self._lock:
+                if not self._store.check([self._key]):
+                    self._store.set(self._key, reason)
+        except RuntimeError:  # the store is gone, and with it whoever served it: the others see that for themselves
+            return
+
+    def stop(self) -> None:
+        self._over.set()
+
+    def _listen(self) -> None:
+        while not self._over.wait(LISTEN_EVERY_S):
+            try:
+                with self._lock:
+                    if not self._store.check([self._key]):
+                        continue
+                    reason = self._store.get(self._key).decode()
+            except RuntimeError as error:
+                reason = f"the store of the publication is gone: {error}"
+            if not self._over.is_set():
+                self._over.set()
+                self._on_alarm(reason)

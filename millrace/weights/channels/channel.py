@@ -1,0 +1,39 @@
+"""What a channel is to a publication: messages between ranks of one communicator, several at once."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """A message: `data` (uint8, contiguous) goes to or comes from `peer`. `number` tells messages apart; both ends
+    give it."""
+
+    number: int
+    peer: int
+    data: torch.Tensor
+
+
+class Flight(Protocol):
+    """Messages on their way."""
+
+    def land(self, stream: Any = None) -> None:
+        """Returns once what was received may be read: on a CPU when it is there; on a GPU at once, and work that is
+        put on `stream` after this comes after it. Raises PublicationFailed where a message does not come."""
+
+
+class Channel(Protocol):
+    key: str
+    rank: int
+
+    def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel], stream: Any = None) -> Flight:
+        """Starts a round and returns. The data is kept until the flight has landed. On a GPU, what is sent was written
+        by work put on `stream` before. All ranks call this for their rounds in the same order."""
+
+    def abort(self, reason: str) -> None:
+        """Ends operations in progress, which then raise in their threads, and all later ones. From any thread."""
+
+    def close(self) -> None: ...
