@@ -16,6 +16,7 @@ from millrace.batching.cost import SequenceCost
 from millrace.errors import InvalidJob
 from millrace.spec import JobSpec
 from millrace.weights.manifest import Manifest, TensorInfo
+from millrace.weights.memory import Memory
 from services.trainer.microbatch import MicroBatch
 
 
@@ -73,6 +74,10 @@ class Backend(Protocol):
 
     def export(self, dtype: str) -> Iterator[tuple[TensorInfo, Tensor | None]]:
         """The model tensor by tensor in Hugging Face terms: whole on rank 0, on `device`; None on the others."""
+
+    def shards(self, dtype: str) -> Memory | None:
+        """What this rank holds of the manifest's tensors, as views of the memory that trains. None where some tensor
+        has no boxes here to be told by. No collective."""
 
     def state(self) -> Mapping[str, Tensor]:
         """Model and optimizer as named tensors, sharded as they lie: to save, and for `load_state` to fill."""

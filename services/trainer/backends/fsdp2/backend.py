@@ -16,8 +16,9 @@ from millrace.errors import InvalidJob
 from millrace.spec import JobSpec
 from millrace.spec.base import Part
 from millrace.weights.manifest import Manifest, TensorInfo
+from millrace.weights.memory import Memory
 from services.trainer.backends import DataParallel, LossFn, TokenScores
-from services.trainer.backends.fsdp2 import attention, export
+from services.trainer.backends.fsdp2 import attention, export, shards
 from services.trainer.backends.fsdp2.model import load_config, sequence_cost, sharded
 from services.trainer.backends.fsdp2.scores import token_scores
 from services.trainer.microbatch import MicroBatch
@@ -58,6 +59,7 @@ class Fsdp2:
         self._model = sharded(spec.model, config, dtype=torch.float32, offload=False, **like)
         if spec.trainer.activation_recompute:
             self._model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+        self._shards: dict[str, Memory | None] = {}
         self._reference: nn.Module | None = None
         if spec.algorithm.kl is not None:
             reference = sharded(spec.model, config, dtype=compute, offload=options.offload_reference, **like)
@@ -137,6 +139,11 @@ class Fsdp2:
 
     def export(self, dtype: str) -> Iterator[tuple[TensorInfo, Tensor | None]]:
         return export.export(self._model, dtype, self.data_parallel.rank)
+
+    def shards(self, dtype: str) -> Memory | None:
+        if dtype not in self._shards:
+            self._shards[dtype] = shards.shards(self._model, dtype)
+        return self._shards[dtype]
 
     def state(self) -> Mapping[str, Tensor]:
         state = {f"model.{name}": tensor.detach() for name, tensor in self._trained.items()}

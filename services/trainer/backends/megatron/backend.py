@@ -22,6 +22,7 @@ from millrace.megatron.topology import Topology
 from millrace.megatron.weights import Layout, layout
 from millrace.spec import JobSpec
 from millrace.weights.manifest import Manifest, TensorInfo
+from millrace.weights.memory import Memory
 from services.trainer import lockstep
 from services.trainer.backends import DataParallel, LossFn, TokenScores
 from services.trainer.backends.megatron import parallel
@@ -34,6 +35,7 @@ from services.trainer.backends.megatron.model import Plan, Policy, build_chunks
 from services.trainer.backends.megatron.optimizer import Updater, wrap
 from services.trainer.backends.megatron.reading import read
 from services.trainer.backends.megatron.schedule import Pipeline
+from services.trainer.backends.megatron.shards import shards
 from services.trainer.backends.megatron.state import Boxes, state
 from services.trainer.microbatch import MicroBatch
 
@@ -99,6 +101,7 @@ class MegatronBackend:
             self._reference = Reference(chunks, setting)
         self.parameters = self._count()
         self._stale = False
+        self._shards: dict[str, Memory] = {}
 
     @property
     def updates(self) -> int:
@@ -145,8 +148,16 @@ class MegatronBackend:
 
     def export(self, dtype: str) -> Iterator[tuple[TensorInfo, Tensor | None]]:
         self._freshen()
-        mine = [{**dict(chunk.named_buffers()), **dict(chunk.named_parameters())} for chunk in self._chunks]
-        return self._gathering.export(mine, dtype, self.device)
+        return self._gathering.export(self._tensors(), dtype, self.device)
+
+    def shards(self, dtype: str) -> Memory:
+        self._freshen()
+        if dtype not in self._shards:
+            self._shards[dtype] = shards(self._tensors(), self._layout, self._gathering.manifest(dtype))
+        return self._shards[dtype]
+
+    def _tensors(self) -> list[dict[str, Tensor]]:
+        return [{**dict(chunk.named_buffers()), **dict(chunk.named_parameters())} for chunk in self._chunks]
 
     def state(self) -> Mapping[str, Any]:
         self._freshen()

@@ -1,0 +1,26 @@
+"""What this rank holds of the model, box by box in Hugging Face terms: for publications that gather nothing."""
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from millrace.megatron.weights import Layout as Placements
+from millrace.weights.layout import Layout, Place, contiguous
+from millrace.weights.manifest import Manifest
+from millrace.weights.memory import Memory
+
+
+def shards(chunks: Sequence[Mapping[str, Tensor]], placements: Placements, manifest: Manifest) -> Memory:
+    """Views of the parameters that train, by chunk and name, in no other memory."""
+    number = {tensor.name: i for i, tensor in enumerate(manifest.tensors)}
+    places: list[Place] = []
+    buffers: list[Tensor] = []
+    for tensors, placed in zip(chunks, placements, strict=True):
+        for name, placement in placed.items():
+            strides = contiguous(placement.shape)
+            for piece in placement.pieces:
+                start = sum(t * s for t, s in zip(piece.target, strides, strict=True))
+                where = Place(number[piece.tensor.name], piece.source, piece.extent, len(buffers), start, strides)
+                places.append(where)
+            buffers.append(tensors[name].detach())
+    return Memory(manifest, Layout.of(places, manifest), buffers)

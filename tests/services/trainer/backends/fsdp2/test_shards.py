@@ -1,0 +1,79 @@
+"""What a rank says it holds: laid together, the shards of all ranks are the whole tensors that are exported."""
+
+import multiprocessing
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from millrace.weights.boxes import Boxes
+from millrace.weights.layout import whole
+from millrace.weights.memory import Memory, pack, pairs, unpack
+from millrace.weights.sharded import plan
+from services.trainer import lockstep
+from services.trainer.backends import build
+from tests.services.trainer.backends.megatron import tiny
+from tests.services.trainer.backends.megatron.on_ranks import job_spec
+
+KINDS = ("qwen2", "qwen3_moe", "mixtral")
+
+
+def check(folder: Path, backend: str = "fsdp2", dtype: str = "bfloat16", **options: object) -> None:
+    """On every rank. The messages of a plan are carried by the default process group."""
+    model = build(job_spec({"model": str(folder), "backend": backend, "options": options}), torch.device("cpu"))
+    memory = model.shards(dtype)
+    exported = dict(model.export(dtype))
+    assert memory is not None and memory.manifest.hash == model.manifest(dtype).hash
+    manifest, target = memory.manifest, whole(memory.manifest)
+    everyone = [Boxes.decode(data) for data in lockstep.gather_bytes(memory.layout.boxes.encode())]
+    made = plan(manifest, everyone, [target.boxes], 4096)
+    landed = [torch.zeros(t.shape, dtype=getattr(torch, t.dtype)) for t in manifest.tensors]
+    mine = made.packed_by(dist.get_rank())
+    messages = b""
+    for content in mine:
+        message = torch.zeros(int(made.sizes[content]), dtype=torch.uint8)
+        pack(list(pairs(made, int(content), message, memory, every=False)))
+        messages += message.numpy().tobytes()
+    for rank, data in enumerate(lockstep.gather_bytes(messages)):
+        at = 0
+        for content in made.packed_by(rank):
+            size = int(made.sizes[content])
+            message = torch.frombuffer(bytearray(data[at : at + size]), dtype=torch.uint8)
+            unpack(list(pairs(made, int(content), message, Memory(manifest, target, landed), every=True)))
+            at += size
+    if dist.get_rank() == 0:
+        by_name = {info.name: tensor for info, tensor in exported.items()}
+        for info, tensor in zip(manifest.tensors, landed, strict=True):
+            assert torch.equal(tensor, by_name[info.name]), info.name
+
+
+def on_rank(rank: int, store: str, folders: list[Path]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("cpu:gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    for folder in folders:
+        check(folder)
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    root = tmp_path_factory.mktemp("models")
+    for kind in KINDS:
+        tiny.save(kind, root / kind)
+    return [root / kind for kind in KINDS]
+
+
+def test_one_rank(one_rank: torch.device, folders: list[Path]) -> None:
+    for folder in folders:
+        check(folder)
+
+
+def test_two_ranks(folders: list[Path], tmp_path: Path) -> None:
+    start = multiprocessing.get_context("spawn").Process
+    ranks = [start(target=on_rank, args=(rank, str(tmp_path / "store"), folders)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(120)
+    assert [process.exitcode for process in ranks] == [0, 0]

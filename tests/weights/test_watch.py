@@ -1,0 +1,114 @@
+"""Layouts learned from a loader as engines have them: fuses q, k and v, keeps one worker's part, pads the vocabulary,
+ties the head, stacks experts, transposes one tensor, flattens another, changes two."""
+
+import numpy as np
+import pytest
+import torch
+
+from millrace.errors import PublicationFailed
+from millrace.weights.layout import whole
+from millrace.weights.manifest import Manifest, TensorInfo
+from millrace.weights.memory import Memory, pack, pairs, unpack
+from millrace.weights.sharded import plan
+from millrace.weights.watch import watch
+
+HIDDEN, VOCABULARY, PADDED, EXPERTS, FFN = 6, 10, 16, 4, 8
+SHAPES = {
+    "q": (4 * HIDDEN, HIDDEN),
+    "k": (2 * HIDDEN, HIDDEN),
+    "v": (2 * HIDDEN, HIDDEN),
+    "embed": (VOCABULARY, HIDDEN),
+    "turned": (HIDDEN, 3),
+    "flat": (3, 4),
+    "norm": (HIDDEN,),
+    "bias": (HIDDEN,),
+    "scale": (),
+} | {
+    f"{e}.{n}": (FFN, HIDDEN) if n != "down" else (HIDDEN, FFN) for e in range(EXPERTS) for n in ("gate", "up", "down")
+}
+MANIFEST = Manifest(tuple(TensorInfo(n, s, "bfloat16") for n, s in SHAPES.items()))
+
+
+class Worker:
+    def __init__(self, rank, ranks):
+        def zeros(*shape, dtype=torch.bfloat16):
+            return torch.zeros(*shape, dtype=dtype)
+
+        self.rank, self.ranks = rank, ranks
+        local = EXPERTS // ranks
+        self.parameters = {
+            "qkv": zeros(8 * HIDDEN // ranks, HIDDEN),
+            "embed": zeros(PADDED, HIDDEN),
+            "turned": zeros(3, HIDDEN),
+            "flat": zeros(12),
+            "norm": zeros(HIDDEN),
+            "bias": zeros(HIDDEN, dtype=torch.float32),
+            "scale": zeros(()),
+            "w13": zeros(local, 2 * FFN, HIDDEN),
+            "w2": zeros(local, HIDDEN, FFN),
+        }
+        self.parameters["head"] = self.parameters["embed"]
+
+    def load(self, weights):
+        p = self.parameters
+        for name, tensor in weights:
+            if name in ("q", "k", "v"):
+                rows = SHAPES[name][0] // self.ranks
+                start = {"q": 0, "k": SHAPES["q"][0], "v": SHAPES["q"][0] + SHAPES["k"][0]}[name] // self.ranks
+                p["qkv"].narrow(0, start, rows).copy_(tensor.narrow(0, self.rank * rows, rows))
+            elif name == "embed":
+                p["embed"][:VOCABULARY].data.copy_(tensor.to("cpu"))
+                p["embed"][VOCABULARY:].fill_(0)
+            elif name == "turned":
+                p["turned"].copy_(tensor.t())
+            elif name == "flat":
+                p["flat"].copy_(tensor.reshape(-1))
+            elif name == "norm":
+                p["norm"].copy_(tensor + 1)
+            elif "." in name:
+                self._expert(*name.split("."), tensor)
+            else:
+                p[name].copy_(tensor)
+
+    def _expert(self, expert, name, tensor):
+        local = EXPERTS // self.ranks
+        index = int(expert) - self.rank * local
+        if not 0 <= index < local:
+            return
+        if name == "down":
+            self.parameters["w2"].data[index].copy_(tensor)
+        else:
+            self.parameters["w13"].data[index].narrow(0, FFN * (name == "up"), FFN).copy_(tensor)
+
+
+def tensors(seed):
+    random = torch.Generator().manual_seed(seed)
+    return {n: torch.randn(s, generator=random).bfloat16() for n, s in SHAPES.items()}
+
+
+@pytest.mark.parametrize(("rank", "ranks"), [(0, 1), (0, 2), (1, 2)])
+def test_what_lands_by_the_plan_is_what_the_loader_would_have_put_there(rank, ranks):
+    worker, oracle, given = Worker(rank, ranks), Worker(rank, ranks), tensors(1)
+    watched = watch(worker.load, MANIFEST, worker.parameters)
+    assert not any(p.any() for p in worker.parameters.values())
+    assert set(watched.whole) == {"norm", "bias"} and watched.whole_bytes == 2 * HIDDEN * 2
+    held = Memory(MANIFEST, whole(MANIFEST), list(given.values()))
+    made = plan(MANIFEST, [held.layout.boxes], [watched.memory.layout.boxes], 256)
+    for content, size in enumerate(made.sizes):
+        message = torch.zeros(int(size), dtype=torch.uint8)
+        pack(list(pairs(made, content, message, held, every=False)))
+        unpack(list(pairs(made, content, message, watched.memory, every=True)))
+    worker.load(watched.whole.items())
+    oracle.load(given.items())
+    for name, parameter in worker.parameters.items():
+        assert torch.equal(parameter, oracle.parameters[name]), name
+    # Nothing is sent that this worker has no use for.
+    experts = np.array(["." in t.name for t in MANIFEST.tensors])
+    assert made.pieces.numel[experts[made.pieces.tensor]].sum() == EXPERTS // ranks * 3 * FFN * HIDDEN
+
+
+def test_a_loader_that_does_not_know_a_tensor_fails_the_publication():
+    worker = Worker(0, 1)
+    strange = Manifest((*MANIFEST.tensors, TensorInfo("other", (3,), "bfloat16")))
+    with pytest.raises(PublicationFailed, match="loader refused the manifest: KeyError: 'other'"):
+        watch(worker.load, strange, worker.parameters)
