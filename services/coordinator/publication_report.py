@@ -69,6 +69,6 @@ class Report:
     def __str__(self) -> str:
         longest = max(self.pauses, default=0.0)
         return (
-            f"version {self.version} reached {len(self.receivers)} replicas in {self.seconds:.3f} s: "
+            f"version {self.version} reached {len(self.receivers)} replica(s) in {self.seconds:.3f} s: "
             f"{self.bytes / 1e6:.1f} MB, longest pause {longest:.3f} s"
         )
