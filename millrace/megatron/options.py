@@ -56,6 +56,8 @@ class Megatron(Part):
     """Tensor parallelism inside an expert; null: as tensor_parallel."""
     distributed_optimizer: bool = True
     """Split optimizer state over the data-parallel ranks."""
+    fused_gradients: bool = True
+    """On GPUs, matrix products add weight gradients to the float32 buffers themselves."""
     recompute: Recompute = Recompute()
     experts: Experts = Experts()
     optimizer_offload_fraction: float = Field(0.0, ge=0.0, le=1.0)

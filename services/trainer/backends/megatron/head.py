@@ -1,9 +1,12 @@
 """Log-probabilities and entropy from hidden states, with the vocabulary split over ranks and the logits never whole.
 
 Logits exist for a chunk of tokens and this rank's part of the vocabulary at a time, in the forward pass and once more
-in the backward pass. With z = logits/τ, p = softmax(z): ∂log p_y/∂z = 1_y − p and ∂H/∂z = −p·(log p + H).
+in the backward pass. With z = logits/τ, p = softmax(z): ∂log p_y/∂z = 1_y − p and ∂H/∂z = −p·(log p + H). On GPUs what
+is done to each logit is one compiled kernel, so that they are read once in either pass.
 """
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,8 +53,8 @@ class _Scores(torch.autograd.Function):
         scores_2r = torch.empty(2, hidden_rh.shape[0], dtype=torch.float32, device=hidden_rh.device)
         normaliser_r = torch.empty_like(scores_2r[0])
         for part in _chunks(hidden_rh, chunk_tokens):
-            z_rv = _scaled_logits(hidden_rh[part], weight_vh, wanted, vocabulary)
-            normaliser_r[part], scores_2r[:, part] = _normalised(z_rv, wanted.targets_r[part], vocabulary)
+            logits_rv = hidden_rh[part] @ weight_vh[: vocabulary.size].t()
+            normaliser_r[part], scores_2r[:, part] = _normalised(logits_rv, wanted, part, vocabulary)
         ctx.save_for_backward(hidden_rh, weight_vh, normaliser_r, scores_2r)
         ctx.rest = wanted, vocabulary, chunk_tokens
         return scores_2r
@@ -66,37 +69,54 @@ class _Scores(torch.autograd.Function):
         # float32, so that adding chunk to chunk costs no precision.
         grad_weight_vh = torch.zeros(weight_vh.shape, dtype=torch.float32, device=weight_vh.device)
         for part in _chunks(hidden_rh, chunk_tokens):
-            log_p = _scaled_logits(hidden_rh[part], weight_vh, wanted, vocabulary) - normaliser_r[part, None]
-            p = log_p.exp()
-            grad_logprob, grad_entropy, entropy = (
-                grad_2r[0, part, None],
-                grad_2r[1, part, None],
-                scores_2r[1, part, None],
-            )
-            grad_z = -p * (grad_logprob + grad_entropy * (log_p + entropy))
             here_r, column_r = _in_part(wanted.targets_r[part], vocabulary)
-            grad_z.scatter_add_(1, column_r[:, None], (grad_logprob[:, 0] * here_r)[:, None])
-            grad_logits = (grad_z / wanted.temperature).to(hidden_rh.dtype)
+            grad_logits = _fused(_logits_gradient)(
+                hidden_rh[part] @ rows.t(),
+                torch.stack([normaliser_r[part], scores_2r[1, part], *grad_2r[:, part]]),
+                torch.where(here_r, column_r, -1),
+                1.0 / wanted.temperature,
+            )
             grad_hidden_rh[part] = grad_logits @ rows
             grad_weight_vh[: vocabulary.size] += grad_logits.t() @ hidden_rh[part]
         return grad_hidden_rh, grad_weight_vh.to(weight_vh.dtype), None, None, None
 
 
-def _normalised(z_rv: Tensor, targets_r: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
+def _normalised(logits_rv: Tensor, wanted: Wanted, part: slice, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
     """log Σ exp z [R] over the whole vocabulary, and the scores [2, R]."""
-    top_r = z_rv.amax(dim=-1)
+    scale = 1.0 / wanted.temperature
+    local_r, sums_2r = _fused(_part_sums)(logits_rv, scale)
+    top_r = local_r.clone()
     _all_reduce(top_r, dist.ReduceOp.MAX, vocabulary)
-    weights_rv = (z_rv - top_r[:, None]).exp()
-    here_r, column_r = _in_part(targets_r, vocabulary)
-    target_r = z_rv.gather(1, column_r[:, None])[:, 0] * here_r
-    sums_3r = torch.stack([weights_rv.sum(dim=-1), (weights_rv * z_rv).sum(dim=-1), target_r])
+    here_r, column_r = _in_part(wanted.targets_r[part], vocabulary)
+    target_r = logits_rv.gather(1, column_r[:, None])[:, 0].float() * scale * here_r
+    sums_3r = torch.cat([sums_2r * (local_r - top_r).exp(), target_r[None]])
     _all_reduce(sums_3r, dist.ReduceOp.SUM, vocabulary)
     normaliser_r = top_r + sums_3r[0].log()
     return normaliser_r, torch.stack([sums_3r[2] - normaliser_r, normaliser_r - sums_3r[1] / sums_3r[0]])
 
 
-def _scaled_logits(hidden_rh: Tensor, weight_vh: Tensor, wanted: Wanted, vocabulary: Vocabulary) -> Tensor:
-    return (hidden_rh @ weight_vh[: vocabulary.size].t()).float() / wanted.temperature
+def _part_sums(logits_rv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """max z [R], and Σ exp(z − max) and Σ z·exp(z − max) [2, R], all float32."""
+    z_rv = logits_rv.float() * scale
+    top_r = z_rv.amax(dim=-1)
+    weights_rv = (z_rv - top_r[:, None]).exp()
+    return top_r, torch.stack([weights_rv.sum(dim=-1), (weights_rv * z_rv).sum(dim=-1)])
+
+
+def _logits_gradient(logits_rv: Tensor, known_4r: Tensor, column_r: Tensor, scale: float) -> Tensor:
+    """[R, V] in the logits' dtype. `known_4r`: normaliser, entropy, and the gradients of log-probability and entropy.
+    `column_r`: where the target is, negative where another rank has it."""
+    normaliser, entropy, grad_logprob, grad_entropy = (known_r[:, None] for known_r in known_4r)
+    log_p = logits_rv.float() * scale - normaliser
+    grad_z = -log_p.exp() * (grad_logprob + grad_entropy * (log_p + entropy))
+    hit = torch.arange(logits_rv.shape[1], device=logits_rv.device) == column_r[:, None]
+    return ((grad_z + torch.where(hit, grad_logprob, 0.0)) * scale).to(logits_rv.dtype)
+
+
+@functools.cache
+def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
+    compiled: Callable[..., Any] = torch.compile(function, dynamic=True) if torch.cuda.is_available() else function
+    return compiled
 
 
 def _in_part(targets_r: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,7 @@
 and the norm of the gradients over every rank's part of the model."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, MegatronOptimizer
 from torch import Tensor, nn
@@ -34,6 +35,9 @@ def wrap(chunks: list[Policy], options: Megatron) -> list[DistributedDataParalle
     wrapped = []
     for index, chunk in enumerate(chunks):
         wrapped.append(DistributedDataParallel(config, ddp, chunk, disable_bucketing=index > 0))
+        for module in chunk.modules():
+            if hasattr(module, "fuse_wgrad_accumulation"):  # of Transformer Engine's linear layers
+                module.fuse_wgrad_accumulation = options.fused_gradients
     config.finalize_model_grads_func = finalize_model_grads
     if ddp.overlap_grad_reduce:
         several = len(wrapped) > 1
@@ -65,6 +69,7 @@ class Updater:
     def __init__(self, chunks: list[DistributedDataParallel], chosen: Optimizer, options: Megatron) -> None:
         self._chunks = chunks
         config = chunks[0].config
+        offload = options.optimizer_offload_fraction > 0
         self._optimizer: ChainedOptimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
@@ -77,9 +82,11 @@ class Updater:
                 bf16=config.bf16,
                 params_dtype=config.params_dtype,
                 use_distributed_optimizer=options.distributed_optimizer,
-                optimizer_cpu_offload=options.optimizer_offload_fraction > 0,
+                optimizer_cpu_offload=offload,
                 optimizer_offload_fraction=options.optimizer_offload_fraction,
-                overlap_cpu_optimizer_d2h_h2d=options.optimizer_offload_fraction > 0,
+                overlap_cpu_optimizer_d2h_h2d=offload,
+                # Else the float32 weights of what is offloaded would stay on the device beside those on the host.
+                use_precision_aware_optimizer=offload,
                 clip_grad=0.0,
             ),
             chunks,
@@ -111,15 +118,14 @@ class Updater:
         for part in self.parts:
             gradients = part.get_main_grads_for_grad_norm()
             of_experts = part.param_groups[0]["is_expert_parallel"]
-            squares[of_experts] += math.fsum(float(gradient.float().square().sum()) for gradient in gradients)
+            squares[of_experts] += _square(gradients)
         return math.sqrt(sum(_summed(square, self._norm_group(experts)) for experts, square in squares.items()))
 
     def step(self, *, lr: float, gradient_scale: float) -> None:
         self._prepare()
         for part in self.parts:
-            for parameter in part.get_parameters():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(gradient_scale)
+            if gradients := [g for parameter in part.get_parameters() if (g := _gradient(parameter)) is not None]:
+                torch._foreach_mul_(gradients, gradient_scale)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.step_with_ready_grads()
@@ -139,7 +145,10 @@ class Updater:
     def masters_changed(self) -> None:
         """After the master weights were written from outside: brings the parameters up to date on every rank."""
         for part in self.parts:
-            if isinstance(part, DistributedOptimizer | Float16OptimizerWithFloat16Params):
+            if isinstance(part.optimizer, HybridDeviceOptimizer):
+                for parameter, master in part.optimizer.param_to_inner_param.items():
+                    parameter.data.copy_(master.data)
+            elif isinstance(part, DistributedOptimizer | Float16OptimizerWithFloat16Params):
                 part._copy_main_params_to_model_params()
         if self._chunks[0].ddp_config.use_distributed_optimizer:
             for chunk in self._chunks:
@@ -148,12 +157,12 @@ class Updater:
     def make_room(self, updates: int) -> None:
         """Moments of zero, as after `updates` updates, for a checkpoint to be read into."""
         self.updates = updates
-        for part in self.parts:
-            part.optimizer.state.clear()
-            for group in part.optimizer.param_groups:
+        for inner in (inner for part in self.parts for inner in _inner(part.optimizer)):
+            inner.state.clear()
+            for group in inner.param_groups:
                 group.pop("step", None)
             if updates:
-                _zero_moments(part.optimizer, updates)
+                _zero_moments(inner, updates)
 
     def _prepare(self) -> None:
         """Gradients to the master weights, once after each backward pass."""
@@ -175,9 +184,47 @@ def _summed(value: float, group: dist.ProcessGroup) -> float:
     return float(total)
 
 
+def _square(gradients: Sequence[Tensor]) -> float:
+    """The sum of their squares."""
+    if not gradients:
+        return 0.0
+    norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32))
+    return float(norms.double().square().sum())
+
+
+def _gradient(parameter: Tensor) -> Tensor | None:
+    """Where Megatron put it: beside the parameter if their dtypes differ."""
+    beside: Tensor | None = getattr(parameter, "decoupled_grad", None)
+    return beside if beside is not None else parameter.grad
+
+
+def _inner(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """The optimizers that compute: several where some are on the host."""
+    return optimizer.sub_optimizers if isinstance(optimizer, HybridDeviceOptimizer) else [optimizer]
+
+
+def _owned_by_several(part: DistributedOptimizer) -> Iterator[Owned]:
+    """Of an optimizer that is partly on the host: the master weights are its own."""
+    hybrid = part.optimizer
+    homes = {
+        id(master): inner for inner in _inner(hybrid) for group in inner.param_groups for master in group["params"]
+    }
+    pairs = [
+        *zip(part.model_fp32_groups, part.shard_fp32_groups, strict=True),
+        *zip(part.model_float16_groups, part.shard_float16_groups, strict=True),
+    ]
+    for parameters, shards in pairs:
+        for parameter, shard in zip(parameters, shards, strict=True):
+            first = part._get_model_param_range_map(parameter)["param"].start
+            master = hybrid.param_to_inner_param[shard]
+            yield Owned(parameter, master.detach(), first, homes[id(master)], master)
+
+
 def _owned(part: Any) -> Iterator[Owned]:
     inner = part.optimizer
-    if isinstance(part, DistributedOptimizer):
+    if isinstance(inner, HybridDeviceOptimizer):
+        yield from _owned_by_several(part)
+    elif isinstance(part, DistributedOptimizer):
         pairs = [
             *zip(part.model_fp32_groups, part.shard_fp32_groups, strict=True),
             *zip(part.model_float16_groups, part.shard_fp32_from_float16_groups, strict=True),

@@ -1,9 +1,10 @@
 """A micro-batch as this rank runs it: packed sequences in Megatron's THD form, padded and split as the ranks need.
 
 Tensor-parallel ranks share the tokens evenly, so the pack is padded to a multiple of their number with a sequence of
-its own, which attends to nothing and is not scored; only routers see it. Context-parallel ranks each take two slices
-of every sequence, one from either end, so that causal attention costs them the same; for that every sequence is padded
-to a multiple of twice their number.
+its own, which is not scored; only routers see it. Context-parallel ranks each take two slices of every sequence, one
+from either end, so that causal attention costs them the same; for that every sequence is padded to a multiple of twice
+their number. Padding at a sequence's end belongs to the sequence: no token before it attends to it, and attention
+kernels leave no gap unwritten.
 """
 
 from collections.abc import Sequence
@@ -43,7 +44,7 @@ def pack(batch: MicroBatch, *, multiple: int, context_rank: int, context_size: i
     tokens = torch.zeros(sum(padded), dtype=torch.int64)
     tokens[places_p] = batch.tokens_p
     asked_r = places_p[batch.predicting_r]
-    parameters = _parameters(batch.lengths, padded, device)
+    parameters = _parameters(padded, device, split=context_size > 1)
     if context_size == 1:
         positions_r, targets_r = asked_r.to(device), batch.targets_r.to(device)
         return Packed(tokens.to(device), parameters, positions_r, targets_r, None, (len(asked_r),))
@@ -67,18 +68,18 @@ def _places(lengths: Sequence[int], padded: Sequence[int]) -> Tensor:
     return torch.cat([torch.arange(start, start + n) for start, n in zip(starts, lengths, strict=False)])
 
 
-def _parameters(lengths: Sequence[int], padded: Sequence[int], device: torch.device) -> PackedSeqParams:
-    """The sequences' true ends and their padded ones. The pad sequence, if any, counts as a sequence."""
-    true = [*lengths, *padded[len(lengths) :]]
-    ends = torch.tensor([0, *true]).cumsum(0).int().to(device)
-    padded_ends = torch.tensor([0, *padded]).cumsum(0).int().to(device)
+def _parameters(padded: Sequence[int], device: torch.device, *, split: bool) -> PackedSeqParams:
+    """The sequences' ends, padding included. The pad sequence, if any, counts as a sequence."""
+    ends = torch.tensor([0, *padded]).cumsum(0).int().to(device)
     longest = max(padded)
+    # Context parallelism insists on the ends with padding; without it they would be compared in every layer.
+    again = ends if split else None
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=ends,
         cu_seqlens_kv=ends,
-        cu_seqlens_q_padded=padded_ends,
-        cu_seqlens_kv_padded=padded_ends,
+        cu_seqlens_q_padded=again,
+        cu_seqlens_kv_padded=again,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )

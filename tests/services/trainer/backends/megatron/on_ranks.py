@@ -115,8 +115,7 @@ def context_parallel_packing(world: World, folder: Path) -> dict[str, Any]:
         "predicting": before_r.tolist() == whole.tokens_p[whole.predicting_r].tolist(),
         "targets": targets_r.tolist() == whole.targets_r.tolist(),
         "tokens": [len(part.tokens_p) for part in parts],
-        "padded_lengths": parts[0].parameters.cu_seqlens_q_padded.diff().tolist(),
-        "lengths": parts[0].parameters.cu_seqlens_q.diff().tolist(),
+        "padded_lengths": parts[0].parameters.cu_seqlens_q.diff().tolist(),
         "counts": [list(part.counts) for part in parts],
     }
 

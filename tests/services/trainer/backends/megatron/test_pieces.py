@@ -25,5 +25,6 @@ def test_two_context_parallel_ranks_have_all_tokens_and_equal_shares(ranks: Rank
     assert told["predicting"] and told["targets"]
     assert told["tokens"][0] == told["tokens"][1]
     assert all(length % 4 == 0 for length in told["padded_lengths"])
-    assert told["lengths"][:5] == list(packed([0, 1, 2, 3, 4]).lengths)
-    assert sum(told["counts"][0]) == sum(packed([0, 1, 2, 3, 4]).response_lengths)
+    whole = packed([0, 1, 2, 3, 4])
+    assert all(0 <= padded - length < 4 for padded, length in zip(told["padded_lengths"], whole.lengths, strict=False))
+    assert sum(told["counts"][0]) == sum(whole.response_lengths)

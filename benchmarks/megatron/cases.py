@@ -1,0 +1,194 @@
+"""What is measured: parts of launches of cases."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.megatron import models
+
+Case = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Cases that one group of ranks runs one after the other."""
+
+    name: str
+    gpus: tuple[int, ...]
+    limit_s: float
+    cases: list[Case] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the program runs, and for how much time."""
+
+    scratch: Path
+    cuda: bool
+    quick: bool
+
+    @property
+    def dtype(self) -> str:
+        return "bfloat16" if self.cuda else "float32"
+
+
+ALONE: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense": ("dense", {"fused_gradients": False}),
+    "dense, fused gradients": ("dense", {}),
+    "dense, recompute core_attn": ("dense", {"recompute": {"granularity": "selective"}}),
+    "dense, recompute full": ("dense", {"recompute": {"granularity": "full"}}),
+    "dense, offload 0.5": ("dense", {"optimizer_offload_fraction": 0.5}),
+    "dense, offload 1": ("dense", {"optimizer_offload_fraction": 1.0}),
+    "moe": ("moe", {"fused_gradients": False}),
+    "moe, fused gradients": ("moe", {}),
+    "moe, recompute moe_act": ("moe", {"recompute": {"granularity": "selective", "modules": ["moe_act"]}}),
+    "moe, recompute full": ("moe", {"recompute": {"granularity": "full"}}),
+    "moe, offload 1": ("moe", {"optimizer_offload_fraction": 1.0}),
+    "latent": ("latent", {}),
+}
+"""On one GPU."""
+TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense TP2": ("dense", {"tensor_parallel": 2}),
+    "dense PP2": ("dense", {"pipeline_parallel": 2}),
+    "dense CP2": ("dense", {"context_parallel": 2}),
+    "dense DP2": ("dense", {}),
+    "moe EP2": ("moe", {"expert_parallel": 2}),
+    "dense VPP2": ("dense", {"pipeline_parallel": 2, "virtual_pipeline": 2}),
+    "dense TP2, tokens not split": ("dense", {"tensor_parallel": 2, "sequence_parallel": False}),
+    "moe TP2 EP2": ("moe", {"tensor_parallel": 2, "expert_parallel": 2, "expert_tensor_parallel": 1}),
+    "moe CP2 EP2": ("moe", {"context_parallel": 2, "expert_parallel": 2}),
+    "moe PP2": ("moe", {"pipeline_parallel": 2}),
+    "moe DP2": ("moe", {}),
+    "dense DP2, offload 1": ("dense", {"optimizer_offload_fraction": 1.0}),
+    "dense DP2, own optimizer state": ("dense", {"distributed_optimizer": False}),
+    "latent TP2 EP2": ("latent", {"tensor_parallel": 2, "expert_parallel": 2, "expert_tensor_parallel": 1}),
+}
+"""On two."""
+GPU_ONLY = ("CP2", "offload", "moe_act")
+
+
+def equal(place: Place) -> list[Launch]:
+    """The same batch by every topology and by Hugging Face and FSDP2."""
+    laptop = not place.cuda
+    for kind in ("dense", "moe", "latent"):
+        models.small_model(kind, place.scratch / kind, laptop=laptop)
+
+    def case(name: str, of: str, **more: Any) -> Case:
+        return {
+            "name": name,
+            "kind": "compare",
+            "model": str(place.scratch / of),
+            "file": str(place.scratch / "trained" / f"{name}.safetensors"),
+            "of": of,
+            "dtype": place.dtype,
+            "vocabulary": 1024 * (1 if laptop else 4),
+            "longest": 64 if laptop else 1024,
+            "limit_s": 60.0,
+            **more,
+        }
+
+    def all_of(table: dict[str, tuple[str, dict[str, Any]]]) -> list[Case]:
+        wanted = {n: v for n, v in table.items() if place.cuda or not any(word in n for word in GPU_ONLY)}
+        return [case(name, kind, options=options) for name, (kind, options) in wanted.items()]
+
+    others = [
+        *(case(f"{kind}, huggingface float32", kind, kind="huggingface") for kind in ("dense", "moe", "latent")),
+        *(case(f"{kind}, fsdp2", kind, backend="fsdp2") for kind in ("dense", "moe")),
+        {"name": "deepep", "kind": "deepep", "limit_s": 30.0},
+    ]
+    return [
+        Launch("equal-1", (0,), 130.0, all_of(ALONE)),
+        Launch("equal-others", (1,), 130.0, others),
+        Launch("equal-2", (0, 1), 150.0, all_of(TOGETHER)),
+    ]
+
+
+def memory(place: Place) -> list[Launch]:
+    """Each saving against none, on one GPU."""
+    dense = [
+        _speed(place, "qwen3-8b", 12, "none", {}),
+        _speed(place, "qwen3-8b", 12, "recompute core_attn", {"recompute": {"granularity": "selective"}}),
+        _speed(place, "qwen3-8b", 12, "recompute mlp", _selective("mlp", "layernorm")),
+        _speed(place, "qwen3-8b", 12, "recompute full", {"recompute": {"granularity": "full"}}),
+        _speed(place, "qwen3-8b", 12, "gradients added apart", {"fused_gradients": False}),
+        _speed(place, "qwen3-8b", 4, "none", {}),
+        _speed(place, "qwen3-8b", 4, "offload 0.5", {"optimizer_offload_fraction": 0.5}),
+        _speed(place, "qwen3-8b", 4, "offload 1", {"optimizer_offload_fraction": 1.0}),
+    ]
+    experts = [
+        _speed(place, "qwen3-30b-a3b", 6, "none", {}),
+        _speed(place, "qwen3-30b-a3b", 6, "recompute moe_act", _selective("moe_act")),
+        _speed(place, "qwen3-30b-a3b", 6, "recompute full", {"recompute": {"granularity": "full"}}),
+        _speed(place, "qwen3-30b-a3b", 6, "gradients added apart", {"fused_gradients": False}),
+    ]
+    return [Launch("memory-dense", (0,), 130.0, dense), Launch("memory-moe", (1,), 130.0, experts)]
+
+
+def mfu(place: Place) -> list[Launch]:
+    """As many layers as two GPUs hold."""
+    full = {"recompute": {"granularity": "full"}}
+    cases = [
+        _speed(place, "qwen3-30b-a3b", 10, "EP2", {"expert_parallel": 2}),
+        _speed(place, "qwen3-8b", 36, "TP2", {"tensor_parallel": 2}),
+        _speed(place, "qwen3-8b", 36, "DP2, recompute full", full),
+        _speed(place, "qwen3-8b", 16, "CP2", {"context_parallel": 2}, sequences=1, length=32768),
+        _speed(place, "qwen3-8b", 36, "PP2", {"pipeline_parallel": 2, **full}, microbatches=8, sequences=1),
+    ]
+    return [Launch("mfu-2", (0, 1), 150.0, cases)]
+
+
+def logprob(place: Place) -> list[Launch]:
+    """Memory of scoring with a vocabulary of 152 thousand tokens."""
+    tokens = (4096, 16384, 65536) if place.cuda else (256, 1024)
+    vocabulary, hidden = (151936, 4096) if place.cuda else (4096, 64)
+    cases: list[Case] = []
+    for count in tokens:
+        sizes = {"tokens": count, "vocabulary": vocabulary, "hidden": hidden, "limit_s": 40.0}
+        chunks = (1024, 4096) if place.cuda else (64,)
+        cases += [
+            {"name": f"{count} tokens, chunks of {chunk}", "kind": "scores", "whole": False, "chunk": chunk, **sizes}
+            for chunk in chunks
+        ]
+        passed = _speed(place, "qwen3-8b", 2, f"pass over {count} tokens", {}, sequences=count // 4096 or 1)
+        cases.append({**passed, "kind": "pass", "limit_s": 60.0})
+    for count in tokens[:2]:  # the last would need more memory than there is
+        sizes = {"tokens": count, "vocabulary": vocabulary, "hidden": hidden, "limit_s": 40.0}
+        cases.append({"name": f"{count} tokens, all logits", "kind": "scores", "whole": True, "chunk": 0, **sizes})
+    return [Launch("logprob", (1,), 90.0, cases)]
+
+
+PARTS = {"logprob": logprob, "equal": equal, "memory": memory, "mfu": mfu}
+
+
+def _selective(*modules: str) -> dict[str, Any]:
+    return {"recompute": {"granularity": "selective", "modules": list(modules)}}
+
+
+def _speed(
+    place: Place,
+    shape: str,
+    layers: int,
+    name: str,
+    options: dict[str, Any],
+    *,
+    microbatches: int = 2,
+    sequences: int = 4,
+    length: int = 4096,
+) -> Case:
+    laptop = not place.cuda
+    layers = min(layers, 4) if laptop else layers
+    folder = models.shape_folder(place.scratch / "shapes", shape, layers, laptop=laptop)
+    chunk = 4096 if place.cuda else 64
+    return {
+        "name": f"{shape}, {layers} layers, {name}",
+        "kind": "speed",
+        "model": str(folder),
+        "options": {"logprob_chunk_tokens": chunk, **options},
+        "dtype": "bfloat16",
+        "microbatches": microbatches,
+        "sequences": sequences,
+        "length": 64 if laptop else length,
+        "warmup": 1,
+        "steps": 2 if place.quick else 3,
+        "limit_s": 75.0,
+    }

@@ -1,0 +1,133 @@
+"""The models that are measured: shapes of well-known ones, cut in layers, and small ones to compare numbers on."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from millrace.megatron.placement import Placement
+
+COMMON: dict[str, Any] = {
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+    "max_position_embeddings": 131072,
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-8b": {
+        **COMMON,
+        "model_type": "qwen3",
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "num_hidden_layers": 36,
+    },
+    "qwen3-30b-a3b": {
+        **COMMON,
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_hidden_layers": 48,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+}
+"""Published configurations; `shape_folder` sets the layers."""
+
+LAPTOP = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 512,
+    "max_position_embeddings": 4096,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
+"""In place of those sizes, to try the program on a host without a GPU."""
+
+
+def shape_folder(root: Path, name: str, layers: int, *, laptop: bool) -> Path:
+    """A folder with nothing but a config: `random_weights` stands in for the rest."""
+    config = {**SHAPES[name], "num_hidden_layers": layers}
+    if laptop:
+        config |= {key: value for key, value in LAPTOP.items() if key in config}
+    folder = root / f"{name}-{layers}"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def random_weights(folder: Path, layout: Mapping[str, Placement], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """In place of reading a folder: 8 billion numbers are drawn faster than read."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for name, placement in layout.items():
+        weights = torch.empty(placement.shape, dtype=dtype, device=device)
+        if len(placement.shape) > 1:
+            weights.normal_(0.0, 0.02)
+        else:
+            weights.fill_(0.0 if name.endswith("bias") else 1.0)
+        yield name, weights
+
+
+def small_model(kind: str, folder: Path, *, laptop: bool) -> None:
+    """A model folder of random float32 weights, large enough for Transformer Engine's kernels."""
+    from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3Config, Qwen3MoeConfig
+
+    scale = 1 if laptop else 4
+    sizes: dict[str, Any] = {
+        "vocab_size": 1024 * scale,
+        "hidden_size": 128 * scale,
+        "intermediate_size": 256 * scale,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 4096,
+        "bos_token_id": None,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+    experts = {"num_experts_per_tok": 2, "moe_intermediate_size": 64 * scale, "norm_topk_prob": True}
+    config: Any
+    match kind:
+        case "dense":
+            config = Qwen3Config(**sizes, head_dim=16 * scale, tie_word_embeddings=False)
+        case "moe":
+            config = Qwen3MoeConfig(**sizes, **experts, num_experts=8, head_dim=16 * scale, tie_word_embeddings=False)
+        case "latent":
+            latent = {"kv_lora_rank": 64, "q_lora_rank": 96, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32}
+            routed = {"n_routed_experts": 8, "n_group": 1, "topk_group": 1, "n_shared_experts": 1}
+            own = {"v_head_dim": 64, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0}
+            sizes |= {"num_key_value_heads": 8, "tie_word_embeddings": False}
+            config = DeepseekV3Config(**sizes, **experts, **latent, **routed, **own)
+        case _:
+            raise ValueError(kind)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+            elif "gate.weight" in name:
+                parameter.normal_(0.0, 0.3)  # experts far from alike: few tokens are near a tie
+            else:
+                parameter.mul_(2.0)
+    model.save_pretrained(folder)

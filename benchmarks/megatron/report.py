@@ -1,0 +1,71 @@
+"""What the cases found, compared and as tables."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.torch import load_file
+from torch import Tensor
+
+
+def compared(scratch: Path) -> dict[str, dict[str, float]]:
+    """Of every trained case, against Hugging Face's float32 and against one GPU with Megatron: log-probabilities and,
+    relative to how far the two updates moved the weights, the weights."""
+    trained = scratch / "trained"
+    found = {}
+    for kind in ("dense", "moe", "latent"):
+        truth = trained / f"{kind}, huggingface float32"
+        if not truth.with_suffix(".npy").exists():
+            continue
+        start, end = load_file(scratch / kind / "model.safetensors"), load_file(truth / "model.safetensors")
+        alone = trained / f"{kind}.safetensors"
+        for file in sorted(trained.glob(f"{kind}*.safetensors")):
+            after, logprobs = load_file(file), np.load(file.with_suffix(".npy"))
+            line = {"weights_vs_huggingface": _apart(after, end, start)}
+            line |= _logprobs("huggingface", logprobs, np.load(truth.with_suffix(".npy")))
+            if alone.exists() and file != alone:
+                line["weights_vs_alone"] = _apart(after, load_file(alone), start)
+                line |= _logprobs("alone", logprobs, np.load(alone.with_suffix(".npy")))
+            found[file.stem] = line
+    return found
+
+
+def _logprobs(of: str, mine: np.ndarray, other: np.ndarray) -> dict[str, float]:
+    difference = np.abs(mine - other)
+    return {f"logprobs_mean_vs_{of}": float(difference.mean()), f"logprobs_max_vs_{of}": float(difference.max())}
+
+
+def _apart(mine: dict[str, Tensor], other: dict[str, Tensor], start: dict[str, Tensor]) -> float:
+    """|mine − other| / |other − start| over all weights."""
+    names = mine.keys() & other.keys() & start.keys()
+    if len(names) != len(mine):
+        return float("nan")
+    apart = sum(float((mine[n] - other[n]).double().square().sum()) for n in names)
+    moved = sum(float((other[n] - start[n]).double().square().sum()) for n in names)
+    return float((apart / moved) ** 0.5)
+
+
+def tables(found: dict[str, Any]) -> str:
+    """Markdown."""
+    lines = [str(found["host"]), ""]
+    apart = found.get("equal", {})
+    for launch, cases in found["launches"].items():
+        lines.append(f"## {launch}")
+        for case in cases:
+            if not case["ok"]:
+                lines.append(f"- {case['name']}: FAILED: {case['error'].strip().splitlines()[-1][:300]}")
+                continue
+            line = {**case, **apart.get(case["name"], {})}
+            told = {k: v for k, v in line.items() if k not in ("name", "ok", "rank")}
+            lines.append(f"- {case['name']}: " + ", ".join(f"{k} {_short(v)}" for k, v in told.items()))
+    return "\n".join(lines)
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, list):
+        return "[" + " ".join(map(_short, value)) + "]"
+    if isinstance(value, dict):
+        return "{" + " ".join(f"{k}={_short(v)}" for k, v in value.items()) + "}"
+    return str(value)

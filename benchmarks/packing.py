@@ -1,0 +1,97 @@
+"""Packing and balancing on long-tailed lengths, beside verl's published scheme and beside no balancing.
+
+    python -m benchmarks.packing --sequences 8192 --ranks 8,32 --budget 32768
+
+Lengths are lognormal, mean 2000, cut off at 32768; costs are those of the Qwen3-8B shape, attention included. Needs no
+GPU and no torch. Prints a table:
+
+* ours: `millrace.batching.plan.plan_microbatches`, as the trainer plans every step;
+* verl, by tokens: sequences to ranks by Karmarkar-Karp in equal numbers, then on each rank as many micro-batches as the
+  rank with the most tokens needs, again by Karmarkar-Karp (`use_dynamic_bsz`, HybridFlow, arXiv 2409.19256);
+* verl, by workload: the same with its later estimate of cost, 24576 · s + s², in place of s;
+* in order: equal shares in the order they come, each cut where the budget is full.
+
+verl's partitions do not look at the budget: `fullest` is the largest micro-batch by the budget, above 1 is memory that
+nobody planned for.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from millrace.batching.balance import equal_partition, partition
+from millrace.batching.cost import SequenceCost
+from millrace.batching.plan import Plan, plan_microbatches
+from millrace.batching.report import lognormal_lengths, report, unplanned
+
+QWEN3_8B = SequenceCost.of_model(matmul_parameters=7.57e9, layers=36, heads=32, head_dim=128)
+VERL_WORKLOAD = SequenceCost(24576.0, 1.0)
+
+
+def verl(lengths: Sequence[int], *, ranks: int, token_budget: int, cost: SequenceCost) -> Plan:
+    """Written from its description: nothing of it is copied."""
+    costs = [cost.of(length) for length in lengths]
+    shares = equal_partition(costs, ranks)
+    count = max(-(-sum(lengths[index] for index in share) // token_budget) for share in shares)
+    return [
+        [[share[at] for at in members] for members in partition([costs[index] for index in share], count)]
+        for share in shares
+    ]
+
+
+class Line(NamedTuple):
+    waste: float
+    imbalance: float
+    lockstep_imbalance: float
+    microbatches: float
+    fullest: float
+    seconds: float
+
+
+def measured(scheme: str, lengths: Sequence[int], ranks: int, budget: int) -> Line:
+    began = time.perf_counter()
+    match scheme:
+        case "ours":
+            plan = plan_microbatches(lengths, ranks=ranks, token_budget=budget, cost=QWEN3_8B, lockstep=False)
+        case "verl, by tokens":
+            plan = verl(lengths, ranks=ranks, token_budget=budget, cost=SequenceCost(1.0))
+        case "verl, by workload":
+            plan = verl(lengths, ranks=ranks, token_budget=budget, cost=VERL_WORKLOAD)
+        case _:
+            plan = unplanned(lengths, ranks=ranks, token_budget=budget)
+    seconds = time.perf_counter() - began
+    told = report(plan, lengths, token_budget=budget, cost=QWEN3_8B)
+    fullest = max(sum(lengths[index] for index in members) for bins in plan for members in bins) / budget
+    return Line(told.waste, told.imbalance, told.lockstep_imbalance, told.microbatches, fullest, seconds)
+
+
+SCHEMES = ("ours", "verl, by tokens", "verl, by workload", "in order")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sequences", type=int, default=8192)
+    parser.add_argument("--ranks", default="8,32")
+    parser.add_argument("--budget", type=int, default=32768, help="tokens in a micro-batch")
+    parser.add_argument("--seeds", type=int, default=5)
+    options = parser.parse_args()
+    print("| ranks | scheme | waste | slowest rank over mean | in lockstep | micro-batches | fullest | s |")
+    print("|---|---|---|---|---|---|---|---|")
+    for ranks in map(int, options.ranks.split(",")):
+        for scheme in SCHEMES:
+            lines = []
+            for seed in range(options.seeds):
+                lengths = lognormal_lengths(options.sequences, mean=2000, longest=32768, seed=seed)
+                lines.append(measured(scheme, lengths, ranks, options.budget))
+            worst = [max(column) for column in zip(*lines, strict=True)]
+            middle = [statistics.mean(column) for column in zip(*lines, strict=True)]
+            print(
+                f"| {ranks} | {scheme} | {middle[0]:.2%} ({worst[0]:.2%}) | {middle[1]:.2%} ({worst[1]:.2%}) "
+                f"| {middle[2]:.2%} | {middle[3]:.1f} | {worst[4]:.2f} | {middle[5]:.2f} |"
+            )
+
+
+if __name__ == "__main__":
+    main()
