@@ -20,7 +20,7 @@ export MPLBACKEND ?= Agg
 export TOKENIZERS_PARALLELISM ?= false
 export VLLM_NO_USAGE_STATS ?= 1
 
-.PHONY: help install demo test test-fast test-compose lint format proto bench clean
+.PHONY: help install demo test test-fast test-compose lint format proto bench bench-learning clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -66,6 +66,9 @@ proto: $(INSTALLED) ## generates the stubs from proto/
 bench: $(INSTALLED) ## measures the coordinator and a replica on this machine, as BENCHMARKS.md tells
 	$(BIN)/python -m benchmarks.coordinator
 	$(BIN)/python -m benchmarks.replica
+
+bench-learning: $(INSTALLED) ## the demo's task with seven algorithms, three seeds each, into BENCHMARKS.md (LEARNING="--seeds 0")
+	$(BIN)/python -m benchmarks.learning $(LEARNING)
 
 clean: ## removes the environment and what tools left; state/ stays
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

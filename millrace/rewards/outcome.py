@@ -1,7 +1,7 @@
 """What a scorer returned, read strictly: one finite number and plain details."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from numbers import Real
@@ -30,6 +30,15 @@ def read_outcome(returned: Any) -> Outcome:
     return Outcome(
         _number(returned["score"], "score "), {str(k): plain(v) for k, v in returned.items() if k != "score"}
     )
+
+
+def separate_rewards(score: float, details: Mapping[str, Any], names: Sequence[str]) -> tuple[float, ...]:
+    """The numbers of these names in what a scorer returned beside its score, in order; `score` is the score itself.
+    Raises BadOutcome."""
+    found = {"score": score, **details}
+    if missing := [name for name in names if name not in found]:
+        raise BadOutcome(f"returned no {missing[0]!r} beside its score, which reward.parts names")
+    return tuple(_number(found[name], f"{name} ") for name in names)
 
 
 def _number(value: Any, name: str) -> float:

@@ -7,7 +7,7 @@ is not installed and a user's file is not run by the service that only checks it
 import ast
 import difflib
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache, cached_property
@@ -159,22 +159,6 @@ def find(kind: Kind, name: str, where: str = "") -> Entry:
             f"{_nearest(name, names(kind))}Choose one of {', '.join(names(kind))}, or your own as file.py:function.",
         )
     return _built_in(kind, name)
-
-
-def choose(kind: Kind, name: str, options: Mapping[str, Any], *, where: str, available: Collection[str]) -> Entry:
-    """The entry of a job's choice, all of it checked: the name, the options, and that its tensors can be had.
-
-    `where` is the part of the spec that holds `name` and `options`; `available` are the tensors, named as in `INPUTS`,
-    that the job's trainer computes. Raises InvalidJob.
-    """
-    entry = find(kind, name, f"{where}.name")
-    entry.check(options, f"{where}.options")
-    missing = sorted(entry.required_inputs - set(available))
-    if missing:
-        others = [other for other in names(kind) if find(kind, other).required_inputs <= set(available)]
-        cause = "needs a critic, and this job has none" if missing == ["values_bt"] else f"needs {', '.join(missing)}"
-        raise InvalidJob(f"{where}.name = {name!r}: it {cause}.", f"Choose one of {', '.join(others)}.")
-    return entry
 
 
 @cache

@@ -57,6 +57,8 @@ def summarised(metrics: Mapping[str, Tensor]) -> dict[str, float]:
     tokens) take its place.
     """
     numbers = {name: float(value) for name, value in metrics.items() if value.dim() == 0}
+    # Extremes of no token at all say nothing.
+    numbers = {n: v for n, v in numbers.items() if math.isfinite(v) or not n.endswith(("_max", "_min"))}
     for name in [name for name in numbers if name.endswith("_mean_square")]:
         square, mean = numbers.pop(name), numbers[name.removesuffix("_square")]
         stem = name.removesuffix("_mean_square")

@@ -2,9 +2,11 @@
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from millrace.spec.base import Part
+from millrace.spec.presets import over_preset
+from millrace.spec.trainer import Optimizer
 
 
 class Choice(Part):
@@ -14,10 +16,28 @@ class Choice(Part):
     options: dict[str, Any] = Field(default_factory=dict)
 
 
+class Critic(Part):
+    """The value model of PPO: the policy's architecture with one number a token in place of the logits."""
+
+    path: str | None = None
+    """Hugging Face folder that it starts from, with a head of its own (`score`) or without one, which then starts at
+    0; none: the policy's folder."""
+    clip: float | None = Field(0.5, gt=0.0)
+    """A value moves at most so far from what it was before the step, or its loss stops rewarding it; none: no bound."""
+    warmup_steps: int = Field(0, ge=0)
+    """The first so many steps train the critic alone."""
+    optimizer: Optimizer = Optimizer(lr=1e-5)
+
+
 class Algorithm(Part):
+    preset: str | None = None
+    """A method by the name that people say: grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce++, ppo. What is given
+    beside it takes the place of the preset's."""
     advantage: Choice = Choice(name="grpo")
     policy_loss: Choice = Choice(name="ppo", options={"clip_low": 0.2, "clip_high": 0.28})
     aggregation: str = "token-mean"
+    critic: Critic | None = None
+    """For advantages that read values (`gae`); none: no value model is kept."""
     kl: Choice | None = None
     """KL to the reference policy (the model as it was loaded); none: no reference is kept."""
     kl_coefficient: float = Field(0.001, ge=0.0)
@@ -34,3 +54,8 @@ class Algorithm(Part):
     overlong_buffer_tokens: int = Field(0, ge=0)
     """DAPO's soft punishment over the last so many tokens before max_response_tokens; 0: none."""
     overlong_penalty: float = Field(1.0, ge=0.0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def over_its_preset(cls, given: Any) -> Any:
+        return over_preset(given) if isinstance(given, dict) else given

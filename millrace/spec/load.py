@@ -44,7 +44,7 @@ def parse(tree: Any) -> JobSpec:
 
 def _explain(error: Any) -> list[str]:
     field = ".".join(str(part) for part in error["loc"])
-    if error["type"] == "value_error" and not field:
+    if error["type"] == "value_error" and (not field or isinstance(error["ctx"]["error"].args[0], InvalidJob)):
         return [f"  {line}" for line in str(error["ctx"]["error"]).splitlines()]
     if error["type"] == "extra_forbidden":
         return [f"  {field}: there is no such field. Mend: {_nearest(error['loc'])}"]

@@ -38,6 +38,9 @@ class Reward(Part):
     procedural source, otherwise by the row's reward_model.style: rule means math."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for the function."""
+    parts: list[str] = Field(default_factory=list)
+    """Names of numbers that the function returns beside its score, for advantages that normalise several rewards apart
+    (`gdpo`); `score` is the score itself."""
     timeout_s: float = Field(30.0, gt=0)
     """For one call. A call that takes longer is killed and costs its group."""
     memory_mb: int = Field(2048, ge=64)

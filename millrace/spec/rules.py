@@ -6,9 +6,10 @@ What needs the machine (does the folder exist, does the reward function import) 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
+
+from millrace.errors import refused
 
 if TYPE_CHECKING:
     from millrace.spec.job import JobSpec
@@ -20,7 +21,7 @@ def broken_rules(spec: JobSpec) -> list[str]:
 
 
 def _broken(field: str, value: object, reason: str, mend: str) -> str:
-    return f"{field}: {json.dumps(value)} will not do: {reason}. Mend: {mend}."
+    return str(refused(field, value, reason, f"{mend}."))
 
 
 def _data(spec: JobSpec) -> Iterator[str]:
@@ -67,3 +68,13 @@ def _algorithm(spec: JobSpec) -> Iterator[str]:
     if spec.schedule.steps is not None and spec.trainer.optimizer.warmup_steps > spec.schedule.steps:
         arithmetic = f"warm-up is longer than the job, {spec.schedule.steps} steps"
         yield _broken("trainer.optimizer.warmup_steps", spec.trainer.optimizer.warmup_steps, arithmetic, "shorten it")
+    optimizers = {"trainer.optimizer": spec.trainer.optimizer}
+    if (critic := algorithm.critic) is not None:
+        optimizers["algorithm.critic.optimizer"] = critic.optimizer
+        if spec.schedule.steps is not None and critic.warmup_steps >= spec.schedule.steps:
+            arithmetic = f"the policy would not be trained in any of the job's {spec.schedule.steps} steps"
+            yield _broken("algorithm.critic.warmup_steps", critic.warmup_steps, arithmetic, "shorten it")
+    for field, optimizer in optimizers.items():
+        if optimizer.schedule != "constant" and spec.schedule.steps is None:
+            reason = "it falls until the last step, and schedule.steps does not say which that is"
+            yield _broken(f"{field}.schedule", optimizer.schedule, reason, 'set schedule.steps, or use "constant"')

@@ -5,14 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from millrace.data import open_source
-from millrace.data.model_folder import check_model_folder
-from millrace.errors import InvalidJob
+from millrace.data.model_folder import check_model_folder, check_weights_folder, vocabulary
+from millrace.errors import InvalidJob, refused
 from millrace.megatron.rules import check_submission as check_megatron
 from millrace.rewards import check as check_reward
 from millrace.rewards import choose
-from millrace.rl.catalogue import AGGREGATIONS, KL_ESTIMATORS, Kind, find
-from millrace.spec import JobSpec, parse
-from millrace.spec.algorithm import Choice
+from millrace.spec import JobSpec, choices, parse
 from millrace.telemetry.trackers import check as check_trackers
 
 
@@ -54,29 +52,20 @@ def _data(spec: JobSpec) -> Iterator[str]:
 
 
 def _algorithm(spec: JobSpec) -> Iterator[str]:
-    algorithm = spec.algorithm
-    yield from _attempt(_choice, Kind.ADVANTAGE, algorithm.advantage, "algorithm.advantage")
-    yield from _attempt(_choice, Kind.POLICY_LOSS, algorithm.policy_loss, "algorithm.policy_loss")
-    if (correction := algorithm.correction) is not None:
-        yield from _attempt(_choice, Kind.CORRECTION, correction, "algorithm.correction")
-    if algorithm.aggregation not in AGGREGATIONS:
-        yield _unknown("algorithm.aggregation", algorithm.aggregation, AGGREGATIONS)
-    if algorithm.kl is not None and algorithm.kl.name not in KL_ESTIMATORS:
-        yield _unknown("algorithm.kl.name", algorithm.kl.name, KL_ESTIMATORS)
-    if algorithm.kl is not None and algorithm.kl.options:
-        yield f"algorithm.kl.options: {algorithm.kl.options} will not do: a KL estimate has none. Mend: remove them."
+    yield from map(str, choices.mistakes_of(spec))
+    critic = spec.algorithm.critic
+    if critic is not None and critic.path is not None:
+        yield from _attempt(_critic_folder, spec.model.path, critic.path)
 
 
-def _choice(kind: Kind, choice: Choice, where: str) -> None:
-    entry = find(kind, choice.name, f"{where}.name")
-    entry.check(choice.options, f"{where}.options")
-    if entry.needs_critic:
-        what = f"{where}.name: {choice.name!r} will not do: it needs a critic, and no trainer backend has one."
-        raise InvalidJob(what, "choose one without, for example grpo.")
-
-
-def _unknown(field: str, value: str, known: tuple[str, ...]) -> str:
-    return f"{field}: {value!r} will not do: there is none of that name. Mend: choose one of {', '.join(known)}."
+def _critic_folder(model: str, critic: str) -> None:
+    """Values are of the policy's tokens, so both have to mean the same by a token."""
+    field = "algorithm.critic.path"
+    folder = check_weights_folder(critic, field=field)
+    sizes = [vocabulary(path) for path in (Path(model), folder)]
+    if None not in sizes and sizes[0] != sizes[1]:
+        reason = f"it knows {sizes[1]} tokens and the policy {sizes[0]}"
+        raise refused(field, critic, reason, "give a model with the policy's tokenizer.")
 
 
 def _rest(spec: JobSpec) -> Iterator[str]:
@@ -89,13 +78,13 @@ def _rest(spec: JobSpec) -> Iterator[str]:
 def _output(folder: Path) -> None:
     """The trainer writes its checkpoints there, this service the report."""
     if not folder.is_absolute():
-        what = f"output: {str(folder)!r} will not do: each service would take it from its own working folder."
-        raise InvalidJob(what, f"write the whole path, for example {folder.absolute()}.")
+        reason = "each service would take it from its own working folder"
+        raise refused("output", str(folder), reason, f"write the whole path, for example {folder.absolute()}.")
     try:
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
         probe = folder / ".millrace"
         probe.touch()
         probe.unlink()
     except OSError as error:
-        what = f"output: {str(folder)!r} will not do: it cannot be written: {error}."
-        raise InvalidJob(what, "choose a folder that the services may write.") from error
+        mend = "choose a folder that the services may write."
+        raise refused("output", str(folder), f"it cannot be written: {error}", mend) from error

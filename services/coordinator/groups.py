@@ -29,10 +29,12 @@ class Summary:
     member_id: str
 
     @classmethod
-    def of(cls, group: common_pb2.Group, samples: int) -> Self:
+    def of(cls, group: common_pb2.Group, samples: int, *, greedy_baseline: bool = False) -> Self:
         """Raises BadRow, its first word a reason for the ledger, where the group cannot be trained."""
         if len(group.trajectories) != samples:
             raise BadRow(f"incomplete_group: {len(group.trajectories)} trajectories instead of {samples}")
+        if greedy_baseline and not (group.HasField("greedy_reward") and math.isfinite(group.greedy_reward)):
+            raise BadRow("incomplete_group: there is no reward of a greedy answer")
         for trajectory in group.trajectories:
             _check(trajectory)
         stop = common_pb2.STOP_REASON_LENGTH

@@ -11,6 +11,7 @@ import structlog
 
 from millrace.errors import BadRow, NotFound
 from millrace.ids import Fence, JobId, LeaseId, MemberId
+from millrace.spec.choices import needs_greedy_baseline
 from millrace.spec.job import JobSpec
 from millrace.wire.v1 import common_pb2, work_pb2
 from services.coordinator.bell import Bell, waited
@@ -36,12 +37,18 @@ class Terms:
     lease_s: float
     samples: Mapping[Purpose, int]
     """Of one prompt."""
+    greedy_baseline: bool = False
+    """Whether a prompt to train on has a greedy answer beside them."""
 
     @classmethod
     def of(cls, spec: JobSpec) -> Self:
         evaluation = spec.evaluation.samples_per_prompt if spec.evaluation else 1
         samples = {Purpose.TRAIN: spec.rollout.samples_per_prompt, Purpose.EVALUATION: evaluation}
-        return cls(spec.rollout.lease_s, samples)
+        return cls(spec.rollout.lease_s, samples, needs_greedy_baseline(spec))
+
+    def requests(self, purpose: Purpose) -> int:
+        """What an engine has to make for one prompt."""
+        return self.samples[purpose] + (self.greedy_baseline and purpose is Purpose.TRAIN)
 
 
 @dataclass(frozen=True)
@@ -101,7 +108,7 @@ class Queue:
         for purpose in (Purpose.EVALUATION, Purpose.TRAIN):
             if not standing.allows(member.weights, purpose):
                 continue
-            samples = standing.terms.samples[purpose]
+            samples = standing.terms.requests(purpose)
             count = free_samples // samples
             if count == 0 and not leases and self._runs_nothing(member):
                 count = 1
@@ -138,7 +145,8 @@ class Queue:
         purpose, terms = purpose_of(lease[0]), await self._terms(job_id)
         group.member_id = group.member_id or member_id
         try:
-            summary = Summary.of(group, terms.samples[purpose])
+            greedy = terms.greedy_baseline and purpose is Purpose.TRAIN
+            summary = Summary.of(group, terms.samples[purpose], greedy_baseline=greedy)
         except BadRow as error:
             await self.refuse(member_id, job_id, lease, error.what)
             await self._store.records(job_id).add_samples(samples_of(group, await self._next_step(job_id))[:1])

@@ -3,13 +3,14 @@
 import asyncio
 import json
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from millrace.errors import BadRow
 from millrace.ids import MemberId
+from millrace.rewards.outcome import BadOutcome, separate_rewards
 from millrace.wire.arrays import pack_logprobs, pack_tokens
 from millrace.wire.v1 import common_pb2, work_pb2
 from services.rollout.engines.engine import Engine, Sample, Sampling
@@ -43,7 +44,7 @@ class Bench:
             return Dropped(f"prompt: {error}")
         if prompt.rendered.dropped is not None:
             return Dropped(prompt.rendered.dropped)
-        samples = await self.samples(prompt, sampling_of(lease.sampling), lease.sampling.samples, sampled)
+        samples = await self.samples(prompt, requests_of(lease.sampling), sampled)
         if not all(np.isfinite(sample.logprobs).all() for sample in samples):
             return Dropped("engine: a log-probability is not finite")
         ended = time.monotonic()
@@ -51,22 +52,30 @@ class Bench:
         scores = await self.job.scoring.score_group(row.data_source, answers, row.ground_truth, row.extra_info)
         if failure := next((score.failure for score in scores if score.failure is not None), None):
             return Dropped(f"reward: {failure}")
-        group = self._group(lease, prompt, samples, scores)
+        try:
+            for score in scores:
+                separate_rewards(score.score or 0.0, score.details, self.job.spec.reward.parts)
+        except BadOutcome as error:
+            return Dropped(f"reward: {error}")
+        count = lease.sampling.samples
+        group = self._group(lease, prompt, samples[:count], scores[:count])
+        if lease.sampling.greedy_baseline:
+            group.greedy_reward = scores[count].score or 0.0
         group.generate_s, group.score_s = ended - arrived, time.monotonic() - ended
         return group
 
     async def samples(
-        self, prompt: Prompt, sampling: Sampling, count: int, sampled: Callable[[Sample], None]
+        self, prompt: Prompt, requests: Sequence[Sampling], sampled: Callable[[Sample], None]
     ) -> list[Sample]:
-        """`count` samples, each a request of its own: each can be aborted and is versioned alone, and the engine's
-        prefix cache shares the prompt between them."""
+        """One sample a request: each can be aborted and is versioned alone, and the engine's prefix cache shares the
+        prompt between them."""
 
-        async def one() -> Sample:
+        async def one(sampling: Sampling) -> Sample:
             sample = await self.engine.generate(prompt.rendered.token_ids, sampling)
             sampled(sample)
             return sample
 
-        tasks = [asyncio.create_task(one()) for _ in range(count)]
+        tasks = [asyncio.create_task(one(sampling)) for sampling in requests]
         try:
             return list(await asyncio.gather(*tasks))
         finally:
@@ -88,6 +97,13 @@ class Bench:
             member_id=self.member_id,
             engine=self.engine.name,
         )
+
+
+def requests_of(asked: work_pb2.Sampling) -> list[Sampling]:
+    """The group's, and behind them the greedy one of the baseline where one is asked for."""
+    sampling = sampling_of(asked)
+    greedy = [replace(sampling, temperature=0.0, top_p=1.0, top_k=0)] if asked.greedy_baseline else []
+    return [sampling] * asked.samples + greedy
 
 
 def sampling_of(sampling: work_pb2.Sampling) -> Sampling:

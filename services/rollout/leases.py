@@ -121,7 +121,7 @@ class Leases:
         if held is not None:  # our own lease, expired and claimed by us again: the older fence answers nothing any more
             held.task.cancel("claimed again")
         task = asyncio.create_task(self._work(lease, bench), name=f"lease {lease.ref.lease_id}")
-        self._held[key] = Held(lease, task, lease.expires_s, lease.sampling.samples)
+        self._held[key] = Held(lease, task, lease.expires_s, lease.sampling.samples + lease.sampling.greedy_baseline)
         self._extend_soon.set()
         task.add_done_callback(lambda done: self._done(key, done))
 

@@ -74,7 +74,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         if prompt.rendered.dropped is not None:
             raise BadRow(f"{prompt.rendered.dropped}.", "send a shorter one.")
         count = request.sampling.samples or 1
-        samples = await bench.samples(prompt, sampling_of(request.sampling), count, lambda _: None)
+        samples = await bench.samples(prompt, [sampling_of(request.sampling)] * count, lambda _: None)
         return rollout_pb2.GenerateResponse(
             prompt_tokens=pack_tokens(prompt.rendered.token_ids), trajectories=[trajectory(s) for s in samples]
         )

@@ -1,8 +1,11 @@
 """What a step's trajectories are worth: rewards, correction and advantages, over the whole batch."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import nan
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from millrace.rl.advantages import advantage
@@ -16,44 +19,84 @@ from services.trainer import lockstep
 from services.trainer.backends import Backend
 from services.trainer.batch import Batch
 from services.trainer.loss import Columns
-from services.trainer.metrics import batch_metrics
+from services.trainer.metrics import Clock, batch_metrics
+from services.trainer.microbatch import MicroBatch
 from services.trainer.rewards import token_rewards
 
 
 @dataclass(frozen=True)
 class Passes:
-    """Log-probabilities of this rank's rows before the step, [rows, longest]; none where no pass was made."""
+    """What forward passes before the step gave of this rank's rows, [rows, longest]; none where none was made."""
 
     train_bt: Tensor | None
+    """Log-probabilities under the weights as they are."""
     ref_bt: Tensor | None
+    """Log-probabilities under the reference."""
+    values_bt: Tensor | None = None
+    """The critic's values."""
+    sum_pi_squared_bt: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Needed:
     train: bool
     reference: bool
+    values: bool
+    sum_pi_squared: bool
 
 
-def passes_needed(spec: JobSpec, *, updates: int) -> Needed:
+def passes_needed(spec: JobSpec, *, updates: int, policy_is_trained: bool = True) -> Needed:
     """Which passes a step makes before its updates. With a single update the trainer's own would only repeat what the
-    update computes anyway, unless something before it reads the values."""
+    update computes anyway, unless something before it reads the values. Where the policy is not trained at all, there
+    is no other pass to compare with the engine."""
     algorithm = spec.algorithm
     recomputed = algorithm.old_logprobs == "recompute"
-    read = {"old_logprobs_bt", "weights_bt"} & find(Kind.ADVANTAGE, algorithm.advantage.name).inputs
+    inputs = find(Kind.ADVANTAGE, algorithm.advantage.name).inputs
+    read = {"old_logprobs_bt", "weights_bt"} & inputs
     read |= {"picked_bt"} & find(Kind.POLICY_LOSS, algorithm.policy_loss.name).inputs
     in_reward = algorithm.kl is not None and algorithm.kl_in == "reward"
     train = algorithm.correction is not None or (recomputed and (updates > 1 or bool(read) or in_reward))
-    return Needed(train, reference=algorithm.kl is not None)
+    return Needed(
+        train=train or not policy_is_trained,
+        reference=algorithm.kl is not None,
+        values=algorithm.critic is not None,
+        sum_pi_squared="sum_pi_squared_bt" in inputs,
+    )
 
 
-def scored(spec: JobSpec, backend: Backend, batch: Batch, *, reference: bool) -> Tensor:
-    """[rows, longest]: log-probabilities under the weights as they are, or the reference's. Raises NonFinite."""
-    microbatches = [microbatch for microbatches in batch.updates for microbatch in microbatches]
-    values = backend.logprobs(microbatches, temperature=spec.rollout.temperature, reference=reference)
-    scored_bt = batch.scattered(microbatches, values)
-    with lockstep.together():
+def passes(spec: JobSpec, backend: Backend, batch: Batch, needed: Needed, clock: Clock) -> Passes:
+    """Makes them. Raises NonFinite."""
+    temperature = spec.rollout.temperature
+
+    def logprobs(reference: bool) -> Tensor:
         whose = "log-probabilities of the reference" if reference else "log-probabilities"
-        check_finite(whose, scored_bt, batch.mask_bt, batch.labels)
+        return _scored(
+            batch, whose, lambda batches: backend.logprobs(batches, temperature=temperature, reference=reference)
+        )
+
+    train_bt = ref_bt = values_bt = squares_bt = None
+    with clock("old_log_prob"):
+        if needed.train:
+            train_bt = logprobs(reference=False)
+        if needed.sum_pi_squared:
+            what = "sums of squared probabilities"
+            squares_bt = _scored(batch, what, lambda b: backend.sum_pi_squared(b, temperature=temperature))
+    with clock("ref"):
+        if needed.reference:
+            ref_bt = logprobs(reference=True)
+    if needed.values:
+        assert backend.critic is not None
+        with clock("values"):
+            values_bt = _scored(batch, "values", backend.critic.values)
+    return Passes(train_bt, ref_bt, values_bt, squares_bt)
+
+
+def _scored(batch: Batch, what: str, score: Callable[[Sequence[MicroBatch]], list[Tensor]]) -> Tensor:
+    """[rows, longest]: of all of this rank's rows. Raises NonFinite on every rank where one has such a value."""
+    microbatches = [microbatch for microbatches in batch.updates for microbatch in microbatches]
+    scored_bt = batch.scattered(microbatches, score(microbatches))
+    with lockstep.together():
+        check_finite(what, scored_bt, batch.mask_bt, batch.labels)
     return scored_bt
 
 
@@ -66,7 +109,7 @@ def assess(spec: JobSpec, batch: Batch, passes: Passes) -> tuple[Columns, dict[s
     check_finite("log-probabilities of the engine", whole_rollout_bt, whole_mask_bt, batch.whole_labels)
     rewards_bt = batch.whole(token_rewards(spec, batch, old_bt, passes.ref_bt))
     check_finite("rewards", rewards_bt, whole_mask_bt, batch.whole_labels)
-    known: dict[str, Any] = {} if old_bt is None else {"old_logprobs_bt": batch.whole(old_bt)}
+    known = _known(spec, batch, passes, old_bt)
     keep_bt, metrics = whole_mask_bt, {}
     if algorithm.correction is not None:
         assert passes.train_bt is not None
@@ -78,7 +121,7 @@ def assess(spec: JobSpec, batch: Batch, passes: Passes) -> tuple[Columns, dict[s
             **algorithm.correction.options,
         )
         metrics = summarised(shares)
-    advantages_bt, _ = advantage(
+    advantages_bt, returns_bt = advantage(
         algorithm.advantage.name,
         token_rewards_bt=rewards_bt,
         mask_bt=whole_mask_bt,
@@ -87,6 +130,7 @@ def assess(spec: JobSpec, batch: Batch, passes: Passes) -> tuple[Columns, dict[s
         **algorithm.advantage.options,
     )
     check_finite("advantages", advantages_bt, whole_mask_bt, batch.whole_labels)
+    check_finite("returns", returns_bt, whole_mask_bt, batch.whole_labels)
     columns = Columns(
         mask_bt=batch.mine(keep_bt),
         advantages_bt=batch.mine(advantages_bt),
@@ -95,8 +139,44 @@ def assess(spec: JobSpec, batch: Batch, passes: Passes) -> tuple[Columns, dict[s
         ref_bt=passes.ref_bt,
         weights_bt=batch.mine(known["weights_bt"]) if "weights_bt" in known else None,
         picked_bt=_picked(spec, batch, known.get("old_logprobs_bt"), advantages_bt, keep_bt),
+        values_bt=passes.values_bt,
+        returns_bt=None if passes.values_bt is None else batch.mine(returns_bt),
     )
-    return columns, metrics | batch_metrics(batch, rewards_bt, advantages_bt, spec.rollout.max_response_tokens)
+    told = batch_metrics(
+        batch,
+        spec.rollout.max_response_tokens,
+        rewards_bt=rewards_bt,
+        advantages_bt=advantages_bt,
+        values_bt=known.get("values_bt"),
+        returns_bt=returns_bt,
+    )
+    return columns, metrics | told
+
+
+def _known(spec: JobSpec, batch: Batch, passes: Passes, old_bt: Tensor | None) -> dict[str, Any]:
+    """What advantages may read beside rewards, of the whole batch. Raises NonFinite."""
+    wanted = find(Kind.ADVANTAGE, spec.algorithm.advantage.name).inputs
+    mine_bt = {
+        "old_logprobs_bt": old_bt,
+        "values_bt": passes.values_bt,
+        "sum_pi_squared_bt": passes.sum_pi_squared_bt,
+    }
+    known = {name: batch.whole(values_bt) for name, values_bt in mine_bt.items() if values_bt is not None}
+    if "rewards_bk" in wanted:
+        parts = [sample.reward_parts for sample in batch.samples]
+        known["rewards_bk"] = _rows(batch, parts, len(spec.reward.parts), "rewards")
+    if "greedy_rewards_b" in wanted:
+        greedy = [(nan if sample.greedy_reward is None else sample.greedy_reward,) for sample in batch.samples]
+        known["greedy_rewards_b"] = _rows(batch, greedy, 1, "rewards of greedy answers").squeeze(1)
+    return known
+
+
+def _rows(batch: Batch, values: Sequence[tuple[float, ...]], width: int, what: str) -> Tensor:
+    """The whole batch's [trajectories, width]. Raises NonFinite."""
+    mine_bk = torch.tensor(values, dtype=torch.float32, device=batch.device).view(-1, width)
+    whole_bk = batch.whole_rows(mine_bk)
+    check_finite(what, whole_bk, torch.ones_like(whole_bk, dtype=torch.bool), batch.whole_labels)
+    return whole_bk
 
 
 def _picked(

@@ -132,6 +132,17 @@ class Batch:
         whole_bt[[index for indices in shares for index in indices]] = by_rank_bt
         return whole_bt
 
+    def whole_rows(self, values_bk: Tensor) -> Tensor:
+        """The whole batch's [trajectories, k] from each rank's own [rows, k]. A collective."""
+        shares = [self.division.indices(rank) for rank in range(self._data_parallel.size)]
+        width = values_bk.shape[1]
+        sizes = [len(indices) * width for indices in shares]
+        parts = lockstep.gather_flat(values_bk.flatten(), sizes, self._data_parallel.group)
+        by_rank_bk = torch.cat(parts).view(-1, width)
+        whole_bk = torch.empty_like(by_rank_bk)
+        whole_bk[[index for indices in shares for index in indices]] = by_rank_bk
+        return whole_bk
+
     def mine(self, whole_bt: Tensor) -> Tensor:
         """This rank's rows of the whole batch's values."""
         return whole_bt[self.division.indices(self._data_parallel.rank), : self.mask_bt.shape[1]]

@@ -1,4 +1,4 @@
-"""Checkpoints of the trainer: model, optimizer, and the version, which is all that scheduler and RNG depend on.
+"""Checkpoints of the trainer: models, optimizers, and the version, which is all that scheduler and RNG depend on.
 
 Written with torch.distributed.checkpoint, so that any number of ranks reads what any other wrote. A checkpoint is a
 folder that is whole or not there: it is written beside its place and then renamed.
@@ -19,7 +19,7 @@ from millrace.errors import InvalidState
 from millrace.ids import JobId, Version
 from millrace.wire.v1.trainer_pb2 import SaveResponse
 from services.trainer import lockstep
-from services.trainer.backends import Backend
+from services.trainer.backends import Backend, models
 from services.trainer.huggingface import write_folder
 
 ABOUT = "trainer.json"
@@ -37,7 +37,7 @@ def save(path: str, backend: Backend, *, job_id: JobId, version: Version, huggin
         "format": FORMAT,
         "job_id": job_id,
         "version": version,
-        "updates": backend.updates,
+        "updates": {prefix: model.updates for prefix, model in models(backend).items()},
         "ranks": lockstep.ranks(),
         "model": backend.manifest("float32").hash.hex(),
         "huggingface": huggingface_from is not None,
@@ -48,7 +48,8 @@ def save(path: str, backend: Backend, *, job_id: JobId, version: Version, huggin
     with lockstep.together():
         if dist.get_rank() == 0:
             _empty_folder(partial)
-    dcp.save(dict(backend.state()), checkpoint_id=partial / "state")
+    state = {f"{prefix}{name}": t for prefix, model in models(backend).items() for name, t in model.state().items()}
+    dcp.save(state, checkpoint_id=partial / "state")
     if huggingface_from is not None:
         write_folder(partial / "huggingface", backend, Path(huggingface_from))
     with lockstep.together():
@@ -72,14 +73,27 @@ def load(path: str, backend: Backend) -> Version:
             )
         if about["model"] != backend.manifest("float32").hash.hex():
             raise InvalidState(f"{path} is a checkpoint of another model than the job's.", _MEND)
+        updates = _updates(about)
+        if lacking := models(backend).keys() - updates.keys():
+            what = f"{path} is a checkpoint without {', '.join(sorted(lacking)).rstrip('.')}, which this job trains."
+            raise InvalidState(what, _MEND)
+    state: dict[str, Any] = {}
+    for prefix, model in models(backend).items():
+        state |= {f"{prefix}{name}": tensor for name, tensor in model.prepare_state(updates[prefix]).items()}
     try:
-        dcp.load(dict(backend.prepare_state(about["updates"])), checkpoint_id=folder / "state")
+        dcp.load(state, checkpoint_id=folder / "state")
     except CheckpointException as error:
         raise InvalidState(f"{path} is damaged: {error}", "configure the trainer from another checkpoint.") from error
     return Version(about["version"])
 
 
 _MEND = "give the folder of a checkpoint that this job has saved."
+
+
+def _updates(about: dict[str, Any]) -> dict[str, int]:
+    """Of each model in it, by the prefix of its tensors; a number alone is the policy's."""
+    updates = about["updates"]
+    return dict(updates) if isinstance(updates, dict) else {"": updates}
 
 
 def _agreed(answer: bool) -> bool:

@@ -1,8 +1,10 @@
 """This rank's trajectories, from the coordinator's Work service."""
 
+import json
 from collections.abc import Sequence
 
 from millrace.errors import InvalidState
+from millrace.rewards.outcome import BadOutcome, separate_rewards
 from millrace.wire.arrays import unpack_logprobs, unpack_tokens
 from millrace.wire.channel import Peer
 from millrace.wire.v1 import common_pb2, work_pb2
@@ -11,8 +13,11 @@ from services.trainer.batch import TrajectoryRef
 from services.trainer.microbatch import Sample
 
 
-async def fetch(address: str, job_id: str, wanted: Sequence[TrajectoryRef]) -> list[Sample]:
-    """The wanted trajectories, in their order. Raises InvalidState where one is not what was announced."""
+async def fetch(
+    address: str, job_id: str, wanted: Sequence[TrajectoryRef], reward_parts: Sequence[str] = ()
+) -> list[Sample]:
+    """The wanted trajectories, in their order, with the rewards that are named beside the score. Raises InvalidState
+    where one is not what was announced."""
     if not wanted:
         return []
     prompts = list(dict.fromkeys(ref.prompt_id for ref in wanted))
@@ -28,10 +33,10 @@ async def fetch(address: str, job_id: str, wanted: Sequence[TrajectoryRef]) -> l
     if missing:
         what = f"{address} did not give the groups of {len(missing)} prompts of {job_id}, the first {missing[0]}."
         raise InvalidState(what, "ask for a step of groups that the coordinator still holds.")
-    return [_sample(ref, groups[ref.prompt_id]) for ref in wanted]
+    return [_sample(ref, groups[ref.prompt_id], reward_parts) for ref in wanted]
 
 
-def _sample(ref: TrajectoryRef, group: common_pb2.Group) -> Sample:
+def _sample(ref: TrajectoryRef, group: common_pb2.Group, reward_parts: Sequence[str]) -> Sample:
     if ref.sample >= len(group.trajectories):
         raise _differs(ref, f"its group has only {len(group.trajectories)} samples")
     trajectory = group.trajectories[ref.sample]
@@ -47,7 +52,13 @@ def _sample(ref: TrajectoryRef, group: common_pb2.Group) -> Sample:
         raise _differs(ref, f"it has {len(response)} tokens but {len(logprobs)} log-probabilities")
     if not trajectory.HasField("reward"):
         raise _differs(ref, f"it has no reward: {trajectory.reward_failure}")
-    return Sample(ref.label, prompt, response, logprobs, trajectory.reward)
+    try:
+        details = json.loads(trajectory.reward_details or "{}")
+        parts = separate_rewards(trajectory.reward, details, reward_parts)
+    except BadOutcome as error:
+        raise _differs(ref, f"its scorer {error}") from error
+    greedy = group.greedy_reward if group.HasField("greedy_reward") else None
+    return Sample(ref.label, prompt, response, logprobs, trajectory.reward, parts, greedy)
 
 
 def _differs(ref: TrajectoryRef, how: str) -> InvalidState:

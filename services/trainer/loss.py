@@ -1,4 +1,4 @@
-"""The actor's loss on one micro-batch, exact over all micro-batches and ranks."""
+"""The policy's and the critic's loss on one micro-batch, exact over all micro-batches and ranks."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +9,7 @@ from millrace.rl import segments
 from millrace.rl.aggregation import BatchTotals, aggregate
 from millrace.rl.divergence import kl
 from millrace.rl.policy_losses import entropy_bonus, policy_loss
+from millrace.rl.value_loss import value_loss
 from millrace.spec import JobSpec
 from services.trainer.backends import TokenScores
 from services.trainer.microbatch import MicroBatch
@@ -28,6 +29,10 @@ class Columns:
     ref_bt: Tensor | None
     weights_bt: Tensor | None
     picked_bt: Tensor | None
+    values_bt: Tensor | None = None
+    """The critic's before the step."""
+    returns_bt: Tensor | None = None
+    """What the critic learns to predict."""
 
     def of(self, batch: MicroBatch, name: str) -> Tensor | None:
         """A micro-batch's rows, cut to its longest response."""
@@ -39,7 +44,8 @@ class Columns:
 class Output:
     """What comes back of a micro-batch, beside its loss."""
 
-    logprobs_r: Tensor
+    scored_r: Tensor
+    """What the forward pass gave of each response token: log-probabilities, or the critic's values."""
     metrics: dict[str, Tensor]
 
 
@@ -102,3 +108,33 @@ class ActorLoss:
             totals=self.totals,
             horizon=self.spec.rollout.max_response_tokens,
         )
+
+
+@dataclass(frozen=True)
+class CriticLoss:
+    """A `ValueLossFn`: half the squared distance to the returns, clipped around the values before the step."""
+
+    spec: JobSpec
+    columns: Columns
+    totals: BatchTotals
+    """As the actor's."""
+
+    def __call__(self, batch: MicroBatch, values_r: Tensor) -> tuple[Tensor, Output]:
+        if not sum(batch.response_lengths):
+            return values_r.sum(), Output(values_r.detach(), {})
+        mask_bt, values_bt, returns_bt = (
+            self.columns.of(batch, name) for name in ("mask_bt", "values_bt", "returns_bt")
+        )
+        assert mask_bt is not None and values_bt is not None and returns_bt is not None
+        assert self.spec.algorithm.critic is not None
+        loss, metrics = value_loss(
+            values_bt=segments.unpack(values_r, batch.response_lengths),
+            old_values_bt=values_bt,
+            returns_bt=returns_bt,
+            mask_bt=mask_bt,
+            clip=self.spec.algorithm.critic.clip,
+            aggregation=self.spec.algorithm.aggregation,
+            totals=self.totals,
+            horizon=self.spec.rollout.max_response_tokens,
+        )
+        return loss, Output(values_r.detach(), metrics)

@@ -22,8 +22,14 @@ VERL = {
     "approx_kl": "actor/ppo_kl",
     "kl_loss": "actor/kl_loss",
     "entropy": "actor/entropy",
+    "value_loss": "critic/vf_loss",
+    "value_clip_fraction": "critic/vf_clipfrac",
+    "value_mean": "critic/vpred_mean",
 }
-"""Our metrics of a loss under the names that verl's users know; the others are `actor/<name>`."""
+"""Our metrics of a loss under the names that verl's users know; the others are `actor/<name>` or `critic/<name>`."""
+
+VARIANCE_EPS = 1e-5
+"""verl's, beside the variance of the returns."""
 
 
 class Clock:
@@ -79,31 +85,45 @@ def _operation(name: str) -> tuple["dist.ReduceOp.RedOpType", float]:
     return dist.ReduceOp.SUM, 0.0
 
 
-def over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Means over the updates of a step; extremes stay extremes."""
-    names = {name for update in updates for name in update}
+def over_updates(updates: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, float]:
+    """Means over the updates of a step, each with the metrics of `actor` and `critic`; extremes stay extremes."""
     metrics = {}
-    for name in sorted(names):
-        values = [update[name] for update in updates if name in update]
-        pick = max if name.endswith("_max") else min if name.endswith("_min") else None
-        metrics[VERL.get(name, f"actor/{name}")] = pick(values) if pick else sum(values) / len(values)
+    for learner in sorted({learner for update in updates for learner in update}):
+        shares = [update[learner] for update in updates if learner in update]
+        for name in sorted({name for share in shares for name in share}):
+            values = [share[name] for share in shares if name in share]
+            pick = max if name.endswith("_max") else min if name.endswith("_min") else None
+            metrics[VERL.get(name, f"{learner}/{name}")] = pick(values) if pick else sum(values) / len(values)
     return metrics
 
 
-def batch_metrics(batch: Batch, whole_rewards_bt: Tensor, whole_advantages_bt: Tensor, limit: int) -> dict[str, float]:
-    """Rewards, advantages and lengths of the whole batch. `critic/rewards` are what the advantages were made of."""
-    refs = batch.division.trajectories
-    rewards_b = whole_rewards_bt.sum(dim=-1)
-    advantages = whole_advantages_bt[batch.whole_mask_bt]
+def batch_metrics(
+    batch: Batch,
+    limit: int,
+    *,
+    rewards_bt: Tensor,
+    advantages_bt: Tensor,
+    values_bt: Tensor | None = None,
+    returns_bt: Tensor | None = None,
+) -> dict[str, float]:
+    """Rewards, advantages and lengths of the whole batch, whose tensors these are; the critic's values and what it is
+    to learn. `critic/rewards` are what the advantages were made of."""
+    refs, mask_bt = batch.division.trajectories, batch.whole_mask_bt
     lengths = torch.tensor([float(ref.response_tokens) for ref in refs])
-    prompts = torch.tensor([float(ref.prompt_tokens) for ref in refs])
+    told = {
+        "critic/rewards": rewards_bt.sum(dim=-1),
+        "critic/advantages": advantages_bt[mask_bt],
+        "response_length": lengths,
+        "prompt_length": torch.tensor([float(ref.prompt_tokens) for ref in refs]),
+    }
     metrics = {"response_length/clip_ratio": float((lengths >= limit).float().mean())}
-    for name, values in (
-        ("critic/rewards", rewards_b),
-        ("critic/advantages", advantages),
-        ("response_length", lengths),
-        ("prompt_length", prompts),
-    ):
+    if values_bt is not None and returns_bt is not None:
+        values, returns = values_bt[mask_bt].double(), returns_bt[mask_bt].double()
+        told |= {"critic/values": values, "critic/returns": returns}
+        if returns.numel() > 1:
+            left = (returns - values).var() / (returns.var() + VARIANCE_EPS)
+            metrics["critic/vf_explained_var"] = float(1 - left)
+    for name, values in told.items():
         if values.numel():
             metrics |= {
                 f"{name}/mean": float(values.mean()),

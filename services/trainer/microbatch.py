@@ -21,6 +21,10 @@ class Sample:
     rollout_logprobs: NDArray[np.float32]
     """Behaviour log-probability of each response token, nats."""
     reward: float
+    reward_parts: tuple[float, ...] = ()
+    """Those that the job names in `reward.parts`."""
+    greedy_reward: float | None = None
+    """Of the greedy answer to the same prompt, where the job asks for one."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,9 @@ class MicroBatch:
     response_lengths: tuple[int, ...]
     tokens_p: Tensor
     """int64 [P]."""
+    experts_plk: Tensor | None = None
+    """int [P, MoE layers, experts a token]: the engine's choice, negative where it told none of a token, None where it
+    told nothing at all: then the trainer's routers choose."""
 
     @classmethod
     def pack(cls, samples: Sequence[Sample], rows: Sequence[int]) -> "MicroBatch":

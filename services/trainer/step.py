@@ -1,22 +1,23 @@
-"""The GRPO step: from references to groups to new weights and metrics. Runs on every rank alike."""
+"""A step: from references to groups to new weights and metrics. Runs on every rank alike."""
 
 import torch
 
 from millrace.spec import JobSpec
 from millrace.wire.v1.trainer_pb2 import StepRequest
 from services.trainer import lockstep
-from services.trainer.assess import Passes, assess, passes_needed, scored
+from services.trainer.assess import assess, passes, passes_needed
 from services.trainer.backends import Backend
 from services.trainer.batch import Batch, Division
 from services.trainer.control import ControlThread
 from services.trainer.fetch import fetch
 from services.trainer.metrics import Clock, mismatch, over_updates
 from services.trainer.rollback import all_or_nothing
-from services.trainer.schedule import learning_rate, random_seed
+from services.trainer.schedule import random_seed
 from services.trainer.update import update
+from services.trainer.utilisation import utilisation
 
 
-def grpo_step(spec: JobSpec, backend: Backend, request: StepRequest, control: ControlThread) -> dict[str, float]:
+def train_step(spec: JobSpec, backend: Backend, request: StepRequest, control: ControlThread) -> dict[str, float]:
     """One step; returns its metrics. Raises NonFinite, with the trajectory named and the weights as they were, where
     a number is none; InvalidState or Unavailable where the trajectories cannot be had."""
     clock, parallel = Clock(), backend.data_parallel
@@ -26,27 +27,33 @@ def grpo_step(spec: JobSpec, backend: Backend, request: StepRequest, control: Co
             request.groups, backend, updates=spec.trainer.updates_per_step, token_budget=spec.trainer.token_budget
         )
         wanted = [division.trajectories[index] for index in division.indices(parallel.rank)]
-        samples = control.run(fetch(request.work_address, request.job_id, wanted))
+        samples = control.run(fetch(request.work_address, request.job_id, wanted, spec.reward.parts))
         batch = Batch(division, samples, parallel, backend.device)
-    needed = passes_needed(spec, updates=len(batch.updates))
-    with clock("old_log_prob"):
-        train_bt = scored(spec, backend, batch, reference=False) if needed.train else None
-    with clock("ref"):
-        ref_bt = scored(spec, backend, batch, reference=True) if needed.reference else None
+    critic = spec.algorithm.critic
+    warm = critic is None or request.step > critic.warmup_steps
+    needed = passes_needed(spec, updates=len(batch.updates), policy_is_trained=warm)
+    scored = passes(spec, backend, batch, needed, clock)
     with clock("adv"):
-        columns, metrics = assess(spec, batch, Passes(train_bt, ref_bt))
-    with clock("update_actor"), all_or_nothing(backend, needed=len(batch.updates) > 1):
-        lr = learning_rate(spec, request.step)
-        updates = [update(spec, backend, batch, microbatches, columns, lr) for microbatches in batch.updates]
+        columns, metrics = assess(spec, batch, scored)
+    with all_or_nothing(backend, needed=len(batch.updates) > 1):
+        updates = [
+            update(spec, backend, batch, microbatches, columns, request.step, clock) for microbatches in batch.updates
+        ]
     # The first update's pass is over the weights that the step began with, so it can be compared with the engine's.
-    first = [batch.whole(values_bt) for values_bt in (updates[0].logprobs_bt, batch.rollout_bt, updates[0].mask_bt)]
-    tokens = sum(trajectory.tokens for trajectory in division.trajectories)
+    train_bt, mask_bt = updates[0].logprobs_bt, updates[0].mask_bt
+    if train_bt is None:
+        assert scored.train_bt is not None
+        train_bt = scored.train_bt
+    first = [batch.whole(values_bt) for values_bt in (train_bt, batch.rollout_bt, mask_bt)]
+    lengths = [trajectory.tokens for trajectory in division.trajectories]
+    timings = clock.metrics(sum(lengths), lockstep.ranks())
     return {
         **mismatch(*first),
         **metrics,
         **over_updates([done.metrics for done in updates]),
         **division.metrics(backend),
         **lockstep.maxima(backend.memory()),
-        **clock.metrics(tokens, parallel.size),
+        **timings,
+        **utilisation(backend.cost, backend.device, lengths, timings, lockstep.ranks()),
         "training/global_step": float(request.step),
     }

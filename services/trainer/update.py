@@ -1,8 +1,8 @@
-"""One optimizer update on its share of the batch."""
+"""One update of the policy, and of the critic where there is one, on their share of the batch."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -13,50 +13,121 @@ from millrace.rl.aggregation import BatchTotals
 from millrace.rl.checks import check_finite
 from millrace.rl.metrics import summarised
 from millrace.spec import JobSpec
+from millrace.spec.trainer import Optimizer
 from services.trainer import lockstep
-from services.trainer.backends import Backend, LossFn
+from services.trainer.backends import Backend, Trained
 from services.trainer.batch import Batch
-from services.trainer.loss import ActorLoss, Columns
-from services.trainer.metrics import over_ranks
+from services.trainer.loss import ActorLoss, Columns, CriticLoss, Output
+from services.trainer.metrics import Clock, over_ranks
 from services.trainer.microbatch import MicroBatch
+from services.trainer.schedule import critic_learning_rate, learning_rate
 
 CLIP_EPS = 1e-6
 
 
 @dataclass(frozen=True)
 class Updated:
-    metrics: dict[str, float]
-    logprobs_bt: Tensor
-    """[rows, longest]: under the weights before this update; 0 in rows that it did not train."""
+    metrics: Mapping[str, Mapping[str, float]]
+    """Of `actor` and `critic`, those that were updated."""
+    logprobs_bt: Tensor | None
+    """[rows, longest]: under the weights before this update; 0 in rows that it did not train. None where the policy was
+    not updated."""
     mask_bt: Tensor
     """The response tokens of the rows that it trained."""
 
 
+@dataclass
+class Learner:
+    """One of the models with its loss, and the gradient that it gets in this update."""
+
+    name: str
+    model: Trained
+    optimizer: Optimizer
+    lr: float
+    says: str
+    """What its forward pass gives of each token."""
+    backward: Callable[[Sequence[MicroBatch]], list[Output]]
+    norm: float = field(default=0.0, init=False)
+    scored_bt: Tensor = field(init=False)
+    metrics: dict[str, float] = field(default_factory=dict, init=False)
+
+
 def update(
-    spec: JobSpec, backend: Backend, batch: Batch, microbatches: Sequence[MicroBatch], columns: Columns, lr: float
+    spec: JobSpec,
+    backend: Backend,
+    batch: Batch,
+    microbatches: Sequence[MicroBatch],
+    columns: Columns,
+    step: int,
+    clock: Clock,
 ) -> Updated:
-    """Forward and backward over the micro-batches, then one step of the optimizer. Raises NonFinite before anything is
-    written where a log-probability or a gradient is NaN or infinite."""
+    """Forward and backward over the micro-batches, then one step of each optimizer. Raises NonFinite before anything is
+    written where a log-probability, a value or a gradient is NaN or infinite."""
     trained_b = torch.zeros(len(batch.samples), dtype=torch.bool, device=batch.device)
     trained_b[[row for microbatch in microbatches for row in microbatch.rows]] = True
-    totals = _totals(columns.mask_bt & trained_b[:, None], backend)
-    loss, group = ActorLoss(spec, columns, totals), backend.data_parallel.group
-    outputs = backend.forward_backward(microbatches, loss, temperature=spec.rollout.temperature)
-    logprobs_bt = batch.scattered(microbatches, [output.logprobs_r for output in outputs])
     mask_bt = batch.mask_bt & trained_b[:, None]
+    totals = _totals(columns.mask_bt & trained_b[:, None], backend)
+    learners = _learners(spec, backend, columns, totals, step)
     try:
-        with lockstep.together():
-            check_finite("log-probabilities", logprobs_bt, mask_bt, batch.labels)
-        norm = backend.gradient_norm()
-        if not math.isfinite(norm):
-            raise _blamed(spec, backend, batch, microbatches, loss, norm)
+        for learner in learners:
+            with clock(f"update_{learner.name}"):
+                _add_gradient(learner, batch, microbatches, mask_bt, backend)
     except NonFinite:
-        backend.zero_gradients()
+        for learner in learners:
+            learner.model.zero_gradients()
         raise
-    scale = min(1.0, spec.trainer.optimizer.clip_grad_norm / (norm + CLIP_EPS))
-    backend.optimizer_step(lr=lr, gradient_scale=scale)
-    metrics = summarised(over_ranks([output.metrics for output in outputs], group))
-    return Updated({**metrics, "grad_norm": norm, "lr": lr}, logprobs_bt, mask_bt)
+    for learner in learners:
+        with clock(f"update_{learner.name}"):
+            scale = min(1.0, learner.optimizer.clip_grad_norm / (learner.norm + CLIP_EPS))
+            learner.model.optimizer_step(lr=learner.lr, gradient_scale=scale)
+    logprobs_bt = next((learner.scored_bt for learner in learners if learner.name == "actor"), None)
+    return Updated({learner.name: learner.metrics for learner in learners}, logprobs_bt, mask_bt)
+
+
+def _learners(spec: JobSpec, backend: Backend, columns: Columns, totals: BatchTotals, step: int) -> list[Learner]:
+    """The critic, and once it is warm the policy."""
+    critic, chosen, learners = backend.critic, spec.algorithm.critic, []
+    if critic is not None and chosen is not None:
+        value_loss = CriticLoss(spec, columns, totals)
+        learners.append(
+            Learner(
+                "critic",
+                critic,
+                chosen.optimizer,
+                critic_learning_rate(spec, step),
+                "values",
+                lambda microbatches: critic.forward_backward(microbatches, value_loss),
+            )
+        )
+        if step <= chosen.warmup_steps:
+            return learners
+    loss, temperature = ActorLoss(spec, columns, totals), spec.rollout.temperature
+    learners.append(
+        Learner(
+            "actor",
+            backend,
+            spec.trainer.optimizer,
+            learning_rate(spec, step),
+            "log-probabilities",
+            lambda microbatches: backend.forward_backward(microbatches, loss, temperature=temperature),
+        )
+    )
+    return learners
+
+
+def _add_gradient(
+    learner: Learner, batch: Batch, microbatches: Sequence[MicroBatch], mask_bt: Tensor, backend: Backend
+) -> None:
+    """Raises NonFinite, on all ranks alike, with the trajectory named."""
+    outputs = learner.backward(microbatches)
+    learner.scored_bt = batch.scattered(microbatches, [output.scored_r for output in outputs])
+    with lockstep.together():
+        check_finite(learner.says, learner.scored_bt, mask_bt, batch.labels)
+    learner.norm = learner.model.gradient_norm()
+    if not math.isfinite(learner.norm):
+        raise _blamed(learner, batch, microbatches)
+    shares = over_ranks([output.metrics for output in outputs], backend.data_parallel.group)
+    learner.metrics = {**summarised(shares), "grad_norm": learner.norm, "lr": learner.lr}
 
 
 def _totals(mask_bt: Tensor, backend: Backend) -> BatchTotals:
@@ -69,26 +140,19 @@ def _totals(mask_bt: Tensor, backend: Backend) -> BatchTotals:
     return BatchTotals(*counts.tolist())
 
 
-def _blamed(
-    spec: JobSpec,
-    backend: Backend,
-    batch: Batch,
-    microbatches: Sequence[MicroBatch],
-    loss: LossFn,
-    norm: float,
-) -> NonFinite:
+def _blamed(learner: Learner, batch: Batch, microbatches: Sequence[MicroBatch]) -> NonFinite:
     """Runs the sequences one by one, each rank its own, until the gradient is not finite again."""
     rows = [row for microbatch in microbatches for row in microbatch.rows]
+    whose = f"gradients of the {'policy' if learner.name == 'actor' else learner.name}"
     for turn in range(int(lockstep.maxima({"rows": len(rows)})["rows"])):
         mine = rows[turn : turn + 1]
-        backend.zero_gradients()
-        alone = MicroBatch.pack(batch.samples, mine)
-        backend.forward_backward([alone], loss, temperature=spec.rollout.temperature)
-        if not math.isfinite(backend.gradient_norm()):
+        learner.model.zero_gradients()
+        learner.backward([MicroBatch.pack(batch.samples, mine)])
+        if not math.isfinite(learner.model.gradient_norm()):
             labels = lockstep.gather_bytes("".join(batch.labels[row] for row in mine).encode())
             names = " or ".join(sorted({label.decode() for label in labels if label}))
-            return NonFinite(f"gradients: their norm is {norm} because of {names}.", _MEND)
-    return NonFinite(f"gradients: their norm is {norm}, though no trajectory's alone is.", _MEND)
+            return NonFinite(f"{whose}: their norm is {learner.norm} because of {names}.", _MEND)
+    return NonFinite(f"{whose}: their norm is {learner.norm}, though no trajectory's alone is.", _MEND)
 
 
 _MEND = (

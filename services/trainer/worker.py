@@ -9,13 +9,13 @@ from google.protobuf.message import Message
 
 from millrace.errors import InvalidState
 from millrace.ids import JobId, Version
-from millrace.spec import JobSpec
+from millrace.spec import JobSpec, choices
 from millrace.wire.v1 import trainer_pb2 as pb
-from services.trainer import admission, checkpoint
+from services.trainer import checkpoint
 from services.trainer.backends import Backend, build
 from services.trainer.control import ControlThread
 from services.trainer.publish import Sender
-from services.trainer.step import grpo_step
+from services.trainer.step import train_step
 from services.trainer.world import World
 
 log = structlog.get_logger(__name__)
@@ -53,7 +53,7 @@ class Worker:
         self._sender.close()
         self._job = None  # two models at once would not fit
         spec = JobSpec.model_validate_json(request.spec)
-        admission.check(spec)
+        choices.check(spec)
         backend = build(spec, self._world.device)
         job = Job(JobId(request.job_id), spec, backend, Version(0))
         if request.checkpoint:
@@ -66,7 +66,7 @@ class Worker:
 
     def step(self, request: pb.StepRequest) -> pb.StepResponse:
         job = self._loaded()
-        metrics = grpo_step(job.spec, job.backend, request, self._control)
+        metrics = train_step(job.spec, job.backend, request, self._control)
         job.version = Version(request.step)
         return pb.StepResponse(version=job.version, metrics=metrics)
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from millrace.rewards import BadOutcome, Outcome, read_outcome
+from millrace.rewards.outcome import separate_rewards
 
 
 @pytest.mark.parametrize(
@@ -57,3 +58,14 @@ def test_details_become_plain() -> None:
         {"score": 1, "a": np.int64(3), "b": np.array([1, 2]), "c": math.nan, "d": (1, {2}), 5: {"x": None}, "e": object}
     ).details
     assert details == {"a": 3, "b": [1, 2], "c": "nan", "d": [1, [2]], "5": {"x": None}, "e": "<class 'object'>"}
+
+
+def test_separate_rewards_are_found_by_name() -> None:
+    details = {"format": 0.5, "short": True, "text": "x", "bad": "nan"}
+    assert separate_rewards(1.0, details, ["score", "short", "format"]) == (1.0, 1.0, 0.5)
+    assert separate_rewards(1.0, details, []) == ()
+    for name, told in (("missing", "no 'missing' beside its score"), ("text", "text 'x', not a number")):
+        with pytest.raises(BadOutcome, match=f"returned {told}"):
+            separate_rewards(1.0, details, [name])
+    with pytest.raises(BadOutcome, match="bad 'nan', not a number"):
+        separate_rewards(1.0, details, ["bad"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from millrace.errors import InvalidJob
-from millrace.rl.catalogue import INPUTS, Kind, choose, find, names
+from millrace.rl.catalogue import INPUTS, Kind, find, names
 from millrace.rl.policy_losses import policy_loss
 from millrace.rl.registry import function_of
 
@@ -64,27 +64,6 @@ def test_options_that_make_no_sense_are_refused(options, complaint):
 def test_unknown_names_are_refused_with_the_nearest():
     with pytest.raises(InvalidJob, match=r"algorithm\.advantage = 'grop'.*Did you mean 'grpo'\?.*file\.py:function"):
         find(Kind.ADVANTAGE, "grop", "algorithm.advantage")
-
-
-COMPUTED = {"token_rewards_bt", "mask_bt", "group_b"}
-
-
-def test_a_choice_is_checked_whole():
-    def choose_advantage(name, options=None, available=COMPUTED):
-        return choose(Kind.ADVANTAGE, name, options or {}, where="algorithm.advantage", available=available)
-
-    assert choose_advantage("grpo", {"std": False}).name == "grpo"
-    assert choose_advantage("gae", available=COMPUTED | {"values_bt"}).needs_critic
-    with pytest.raises(
-        InvalidJob, match=r"algorithm\.advantage\.name = 'gae': it needs a critic.*Choose one of gpg, grpo"
-    ):
-        choose_advantage("gae")
-    with pytest.raises(InvalidJob, match=r"name = 'remax': it needs greedy_rewards_b"):
-        choose_advantage("remax")
-    with pytest.raises(InvalidJob, match=r"algorithm\.advantage\.name = 'ppo': there is no such advantage"):
-        choose_advantage("ppo")
-    with pytest.raises(InvalidJob, match=r"algorithm\.advantage\.options\.eps = -1"):
-        choose_advantage("grpo", {"eps": -1})
 
 
 OWN = '''

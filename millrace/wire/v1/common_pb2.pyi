@@ -58,7 +58,7 @@ class Trajectory(_message.Message):
     def __init__(self, tokens: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., versions: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., stop_reason: _Optional[_Union[StopReason, str]] = ..., text: _Optional[str] = ..., reward: _Optional[float] = ..., reward_details: _Optional[str] = ..., reward_failure: _Optional[str] = ...) -> None: ...
 
 class Group(_message.Message):
-    __slots__ = ("job_id", "prompt_id", "purpose", "data_source", "prompt_tokens", "prompt_text", "ground_truth", "trajectories", "member_id", "engine", "generate_s", "score_s")
+    __slots__ = ("job_id", "prompt_id", "purpose", "data_source", "prompt_tokens", "prompt_text", "ground_truth", "trajectories", "member_id", "engine", "generate_s", "score_s", "greedy_reward")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
     PURPOSE_FIELD_NUMBER: _ClassVar[int]
@@ -71,6 +71,7 @@ class Group(_message.Message):
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     GENERATE_S_FIELD_NUMBER: _ClassVar[int]
     SCORE_S_FIELD_NUMBER: _ClassVar[int]
+    GREEDY_REWARD_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     prompt_id: str
     purpose: Purpose
@@ -83,4 +84,5 @@ class Group(_message.Message):
     engine: str
     generate_s: float
     score_s: float
-    def __init__(self, job_id: _Optional[str] = ..., prompt_id: _Optional[str] = ..., purpose: _Optional[_Union[Purpose, str]] = ..., data_source: _Optional[str] = ..., prompt_tokens: _Optional[bytes] = ..., prompt_text: _Optional[str] = ..., ground_truth: _Optional[str] = ..., trajectories: _Optional[_Iterable[_Union[Trajectory, _Mapping]]] = ..., member_id: _Optional[str] = ..., engine: _Optional[str] = ..., generate_s: _Optional[float] = ..., score_s: _Optional[float] = ...) -> None: ...
+    greedy_reward: float
+    def __init__(self, job_id: _Optional[str] = ..., prompt_id: _Optional[str] = ..., purpose: _Optional[_Union[Purpose, str]] = ..., data_source: _Optional[str] = ..., prompt_tokens: _Optional[bytes] = ..., prompt_text: _Optional[str] = ..., ground_truth: _Optional[str] = ..., trajectories: _Optional[_Iterable[_Union[Trajectory, _Mapping]]] = ..., member_id: _Optional[str] = ..., engine: _Optional[str] = ..., generate_s: _Optional[float] = ..., score_s: _Optional[float] = ..., greedy_reward: _Optional[float] = ...) -> None: ...

@@ -18,20 +18,22 @@ class LeaseRef(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., lease_id: _Optional[str] = ..., fence: _Optional[int] = ...) -> None: ...
 
 class Sampling(_message.Message):
-    __slots__ = ("samples", "max_response_tokens", "temperature", "top_p", "top_k", "stop")
+    __slots__ = ("samples", "max_response_tokens", "temperature", "top_p", "top_k", "stop", "greedy_baseline")
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     MAX_RESPONSE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_P_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
+    GREEDY_BASELINE_FIELD_NUMBER: _ClassVar[int]
     samples: int
     max_response_tokens: int
     temperature: float
     top_p: float
     top_k: int
     stop: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, samples: _Optional[int] = ..., max_response_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ...) -> None: ...
+    greedy_baseline: bool
+    def __init__(self, samples: _Optional[int] = ..., max_response_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., greedy_baseline: bool = ...) -> None: ...
 
 class Lease(_message.Message):
     __slots__ = ("ref", "prompt_id", "purpose", "sampling", "data_source", "prompt", "ground_truth", "extra_info", "expires_s", "traceparent")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from millrace.data import PromptRow, Source
 from millrace.errors import BadRow, MillraceError
 from millrace.ids import PromptId
+from millrace.spec.choices import needs_greedy_baseline
 from millrace.spec.job import JobSpec
 from millrace.wire.v1 import common_pb2, work_pb2
 from services.coordinator.ledger import capacity
@@ -77,6 +78,7 @@ def training_sampling(spec: JobSpec) -> work_pb2.Sampling:
         top_p=rollout.top_p,
         top_k=rollout.top_k,
         stop=rollout.stop,
+        greedy_baseline=needs_greedy_baseline(spec),
     )
 
 

@@ -64,6 +64,18 @@ def test_what_cannot_be_trained_is_refused_with_its_reason(made: common_pb2.Grou
         Summary.of(made, samples=1)
 
 
+@pytest.mark.parametrize("reward", [None, math.nan])
+def test_a_group_without_the_greedy_answer_that_was_asked_for_is_refused(reward: float | None) -> None:
+    made = group(trajectory([(1, 0, 4)]))
+    Summary.of(made, samples=1)
+    if reward is not None:
+        made.greedy_reward = reward
+    with pytest.raises(BadRow, match=r"^incomplete_group: there is no reward of a greedy answer"):
+        Summary.of(made, samples=1, greedy_baseline=True)
+    made.greedy_reward = 0.0
+    Summary.of(made, samples=1, greedy_baseline=True)
+
+
 def test_log_probabilities_have_to_be_as_many_as_tokens() -> None:
     short = trajectory([(1, 0, 4)])
     short.logprobs = pack_logprobs([-0.5] * 3)

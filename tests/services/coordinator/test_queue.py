@@ -8,6 +8,7 @@ import pytest
 
 from millrace.errors import Fenced, NotFound
 from millrace.ids import Fence, JobId, LeaseId, MemberId, PromptId, Version
+from millrace.spec import parse
 from millrace.wire.channel import PROTOCOL_VERSION
 from millrace.wire.v1 import fleet_pb2, work_pb2
 from services.coordinator.events import Events
@@ -15,6 +16,7 @@ from services.coordinator.fleet import Fleet, Patience
 from services.coordinator.measures import Measures
 from services.coordinator.members import Configured, Member, Weights
 from services.coordinator.queue import Queue, Standing, Terms
+from services.coordinator.stages.issue import training_sampling
 from services.coordinator.store import Draft, Purpose, Store
 from tests.services.coordinator.redis import a_job, with_store
 
@@ -42,6 +44,16 @@ def test_leases_are_for_those_who_hold_the_version(held: Weights | None, train: 
     standing = Standing(weights(5), max_staleness=1, terms=TERMS)
     assert standing.allows(held, Purpose.TRAIN) is train
     assert standing.allows(held, Purpose.EVALUATION) is evaluate
+
+
+def test_a_greedy_baseline_is_a_request_more() -> None:
+    tree = {"name": "a job", "output": "/out", "model": {"path": "/model"}, "data": {"files": ["train.parquet"]}}
+    for name, more in (("grpo", 0), ("remax", 1)):
+        spec = parse({**tree, "algorithm": {"advantage": {"name": name}}})
+        terms, samples = Terms.of(spec), spec.rollout.samples_per_prompt
+        assert (terms.requests(Purpose.TRAIN), terms.samples[Purpose.TRAIN]) == (samples + more, samples)
+        assert terms.requests(Purpose.EVALUATION) == terms.samples[Purpose.EVALUATION]
+        assert training_sampling(spec).greedy_baseline is bool(more)
 
 
 class Desk:

@@ -52,6 +52,46 @@ def test_a_lease_becomes_a_group_with_everything_in_it(tied_model: Path) -> None
         assert trajectory.stop_reason in (common_pb2.STOP_REASON_LENGTH, common_pb2.STOP_REASON_END_OF_TURN)
 
 
+def test_a_greedy_answer_is_scored_beside_the_group(tied_model: Path) -> None:
+    """It is no trajectory; its reward is the group's, and the same for the same prompt."""
+
+    async def scenario() -> list[common_pb2.Group]:
+        async with replica_stack() as stack:
+            await stack.serve(job_spec(tied_model, reward={"function": "regex", "options": {"pattern": "(.*)"}}))
+            for row in (0, 1):
+                stack.coordinator.issue(row, samples=2, max_response_tokens=8, greedy_baseline=bool(row == 0))
+            await until(lambda: stack.coordinator.answered == 2)
+            assert stack.replica.leases.generated_tokens > sum(
+                len(unpack_tokens(t.tokens)) for g in stack.coordinator.groups.values() for t in g.trajectories
+            )
+            return [stack.coordinator.groups[f"0-{row}"] for row in (0, 1)]
+
+    with_greedy, without = asyncio.run(scenario())
+    assert len(with_greedy.trajectories) == len(without.trajectories) == 2
+    assert with_greedy.HasField("greedy_reward") and not without.HasField("greedy_reward")
+
+
+@pytest.mark.parametrize(
+    ("returned", "told"),
+    [("{'score': 1.0}", "no 'format'"), ("{'score': 1.0, 'format': 'x'}", "format 'x', not a number")],
+)
+def test_a_reward_without_its_parts_costs_the_group(returned: str, told: str, tied_model: Path, tmp_path: Path) -> None:
+    function = tmp_path / "mine.py"
+    function.write_text(
+        f"def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return {returned}\n"
+    )
+
+    async def scenario() -> str:
+        async with replica_stack() as stack:
+            reward = {"function": f"{function}:compute_score", "parts": ["score", "format"]}
+            await stack.serve(job_spec(tied_model, reward=reward))
+            prompt_id = stack.coordinator.issue(0, samples=2, max_response_tokens=4)
+            await until(lambda: stack.coordinator.answered == 1)
+            return stack.coordinator.dropped[prompt_id]
+
+    assert told in asyncio.run(scenario())
+
+
 def test_many_leases_fill_the_engine_and_all_come_back(tied_model: Path) -> None:
     async def scenario() -> tuple[int, int]:
         async with replica_stack() as stack:

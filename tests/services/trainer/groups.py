@@ -1,5 +1,6 @@
 """Random groups with uneven lengths, and the spec of a job that trains them."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,9 @@ def job_spec(model: Path, **parts: dict[str, Any]) -> JobSpec:
 def random_groups(
     prompts: int, samples: int, seed: int = 0, longest: int = 20, version: int = 0
 ) -> dict[str, common_pb2.Group]:
-    """By prompt id, with rewards 0 or 1 and behaviour log-probabilities near those of a random model."""
-    random = np.random.default_rng(seed)
+    """By prompt id, with rewards 0 or 1 and behaviour log-probabilities near those of a random model; with the reward
+    of a greedy answer, and a second reward, `format`."""
+    random, beside = np.random.default_rng(seed), np.random.default_rng(seed + 1000)
     groups = {}
     for row in range(prompts):
         prompt_id = f"0-{seed}-{row}"
@@ -43,7 +45,10 @@ def random_groups(
             purpose=common_pb2.PURPOSE_TRAIN,
             prompt_tokens=pack_tokens(random.integers(0, BYTES, random.integers(3, longest)).tolist()),
             trajectories=[_trajectory(random, int(random.integers(1, longest)), version) for _ in range(samples)],
+            greedy_reward=float(beside.integers(0, 2)),
         )
+        for trajectory in groups[prompt_id].trajectories:
+            trajectory.reward_details = json.dumps({"format": float(beside.random())})
     return groups
 
 

@@ -55,6 +55,9 @@ JOBS: dict[str, dict[str, Any]] = {
         "trainer": {"activation_recompute": True},
     },
     "tokens picked over the whole batch": {"algorithm": {"policy_loss": {"name": "kl_cov"}}},
+    "several rewards": {"algorithm": {"advantage": {"name": "gdpo"}}, "reward": {"parts": ["score", "format"]}},
+    "greedy baseline": {"algorithm": {"advantage": {"name": "remax"}}},
+    "squared probabilities": {"algorithm": {"advantage": {"name": "optimal_token_baseline"}}},
 }
 EXACT = ("actor/pg_loss", "actor/grad_norm", "actor/entropy", "actor/kl_loss", "rollout_corr/kl", "actor/ratio_p99")
 

@@ -1,4 +1,4 @@
-"""The GRPO step against plain PyTorch on a padded batch, and what stops it."""
+"""A step of GRPO against plain PyTorch on a padded batch, and what stops it."""
 
 import math
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from millrace.wire.v1.trainer_pb2 import StepRequest
 from services.trainer.backends import build
 from services.trainer.control import ControlThread
 from services.trainer.schedule import learning_rate
-from services.trainer.step import grpo_step
+from services.trainer.step import train_step
 from tests.services.trainer.coordinator import ScriptedCoordinator
 from tests.services.trainer.groups import job_spec, random_groups, refs
 from tests.services.trainer.plain_grpo import Plain
@@ -54,7 +54,7 @@ def local_step(
     def step(number: int, groups: Groups) -> dict[str, float]:
         served.script.groups = groups
         request = StepRequest(job_id="job-1", step=number, groups=refs(groups), work_address=served.address)
-        return grpo_step(spec, backend, request, control)
+        return train_step(spec, backend, request, control)
 
     return backend, step
 
@@ -221,4 +221,4 @@ def test_refuses_lengths_that_differ_from_those_announced(
     announced[1].response_tokens[3] += 1
     request = StepRequest(job_id="job-1", step=1, groups=announced, work_address=served.address)
     with pytest.raises(InvalidState, match=f"prompt {announced[1].prompt_id}, sample 3 cannot be trained"):
-        grpo_step(spec, backend, request, control)
+        train_step(spec, backend, request, control)

@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
+from services.trainer.microbatch import MicroBatch
+
 NAME = "millrace_segments"
 WIDEST = 1.25
 """A bucket's longest segment is at most so many times its shortest."""
@@ -46,6 +48,16 @@ class Segments:
             buckets.append(index.to(device))
             base += index.numel()
         return cls(tuple(buckets), place_p.to(device))
+
+
+def packing(attention: str, batch: MicroBatch, device: torch.device) -> dict[str, Any]:
+    """How a model with that attention learns where sequences begin; `sdpa` sees it in the positions."""
+    if attention == NAME:
+        return {"segments": Segments.of(batch.lengths, device)}
+    if attention == "flash_attention_2":
+        starts, longest = batch.starts.to(device), max(batch.lengths)
+        return {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": longest, "max_length_k": longest}
+    return {}
 
 
 def _alike(lengths: Sequence[int]) -> list[list[int]]:

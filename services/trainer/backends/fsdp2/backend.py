@@ -1,6 +1,7 @@
 """The fsdp2 backend: float32 master weights and AdamW, sharded; forward and backward in the job's dtype."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import psutil
@@ -9,7 +10,6 @@ import torch.distributed as dist
 from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 from transformers.utils import is_flash_attn_2_available
 
 from millrace.errors import InvalidJob
@@ -19,11 +19,12 @@ from millrace.weights.manifest import Manifest, TensorInfo
 from millrace.weights.memory import Memory
 from services.trainer.backends import DataParallel, LossFn, TokenScores
 from services.trainer.backends.fsdp2 import attention, export, shards
-from services.trainer.backends.fsdp2.model import load_config, sequence_cost, sharded
-from services.trainer.backends.fsdp2.scores import token_scores
+from services.trainer.backends.fsdp2.attention import packing
+from services.trainer.backends.fsdp2.critic import Critic
+from services.trainer.backends.fsdp2.model import Sharding, load_config, policy, sequence_cost
+from services.trainer.backends.fsdp2.scores import sum_of_squares, token_scores
+from services.trainer.backends.fsdp2.trained import Sharded
 from services.trainer.microbatch import MicroBatch
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Options(Part):
@@ -45,7 +46,7 @@ def build(spec: JobSpec, device: torch.device) -> "Fsdp2":
     return Fsdp2(spec, options, device, mesh)
 
 
-class Fsdp2:
+class Fsdp2(Sharded):
     """See `services.trainer.backends.Backend`. All ranks are data parallel."""
 
     def __init__(self, spec: JobSpec, options: Options, device: torch.device, mesh: DeviceMesh) -> None:
@@ -54,29 +55,22 @@ class Fsdp2:
         self.device = device
         group = mesh.get_group() if mesh.size() > 1 else None
         self.data_parallel = DataParallel(mesh.get_rank(), mesh.size(), group)
-        self._attention = _attention(options)
-        like: dict[str, Any] = {"attention": self._attention, "mesh": mesh, "compute": compute}
-        self._model = sharded(spec.model, config, dtype=torch.float32, offload=False, **like)
+        sharding = Sharding(mesh, _attention(options), compute)
+        self._attention = sharding.attention
+        model: Any = policy(spec.model, config, sharding, dtype=torch.float32)
         if spec.trainer.activation_recompute:
-            self._model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+            model.gradient_checkpointing_enable({"use_reentrant": False})
         self._shards: dict[str, Memory | None] = {}
         self._reference: nn.Module | None = None
         if spec.algorithm.kl is not None:
-            reference = sharded(spec.model, config, dtype=compute, offload=options.offload_reference, **like)
-            self._reference = reference.requires_grad_(False)
-        self._trained = dict(self._model.named_parameters())
+            resting = replace(sharding, offload=options.offload_reference)
+            self._reference = policy(spec.model, config, resting, dtype=compute).requires_grad_(False)
+        super().__init__(model, spec.trainer.optimizer, device)
         self.parameters = sum(parameter.numel() for parameter in self._trained.values())
         self.cost = sequence_cost(config, self._model)
-        chosen = spec.trainer.optimizer
-        self._optimizer = torch.optim.AdamW(
-            self._trained.values(),
-            lr=chosen.lr,
-            betas=chosen.betas,
-            eps=chosen.eps,
-            weight_decay=chosen.weight_decay,
-            fused=device.type == "cuda",
-        )
-        self.updates = 0
+        self.critic: Critic | None = None
+        if spec.algorithm.critic is not None:
+            self.critic = Critic(spec, sharding, vocabulary=config.get_text_config().vocab_size)
 
     def logprobs(
         self, microbatches: Sequence[MicroBatch], *, temperature: float, reference: bool = False
@@ -88,6 +82,12 @@ class Fsdp2:
         model.reshard()  # type: ignore[operator]  # the root waits for a backward pass, which does not come
         return values
 
+    def sum_pi_squared(self, microbatches: Sequence[MicroBatch], *, temperature: float) -> list[Tensor]:
+        with torch.no_grad():
+            values = [sum_of_squares(self._logits(self._model, batch), temperature) for batch in microbatches]
+        self._model.reshard()
+        return values
+
     def forward_backward(self, microbatches: Sequence[MicroBatch], loss_fn: LossFn, *, temperature: float) -> list[Any]:
         outputs = []
         for batch in microbatches:
@@ -97,42 +97,20 @@ class Fsdp2:
         return outputs
 
     def _scores(self, model: nn.Module, batch: MicroBatch, temperature: float, *, entropy: bool) -> TokenScores:
+        targets_r = batch.targets_r.to(self.device)
+        return TokenScores(*token_scores(self._logits(model, batch), targets_r, temperature, entropy=entropy))
+
+    def _logits(self, model: nn.Module, batch: MicroBatch) -> Tensor:
+        """[R, V], in the dtype of the forward pass."""
         logits_1rv = model(
             input_ids=batch.tokens_p[None].to(self.device),
             position_ids=batch.positions_p[None].to(self.device),
             logits_to_keep=batch.predicting_r.to(self.device),
             use_cache=False,
-            **self._packing(batch),
+            **packing(self._attention, batch, self.device),
         ).logits
-        targets_r = batch.targets_r.to(self.device)
-        return TokenScores(*token_scores(logits_1rv[0], targets_r, temperature, entropy=entropy))
-
-    def _packing(self, batch: MicroBatch) -> dict[str, Any]:
-        """How the attention learns where sequences begin; `sdpa` sees it in the positions."""
-        if self._attention == attention.NAME:
-            return {"segments": attention.Segments.of(batch.lengths, self.device)}
-        if self._attention == "flash_attention_2":
-            starts, longest = batch.starts.to(self.device), max(batch.lengths)
-            return {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": longest, "max_length_k": longest}
-        return {}
-
-    def gradient_norm(self) -> float:
-        gradients = [parameter.grad for parameter in self._trained.values() if parameter.grad is not None]
-        norm = nn.utils.get_total_norm(gradients)
-        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-
-    def optimizer_step(self, *, lr: float, gradient_scale: float) -> None:
-        for parameter in self._trained.values():
-            if parameter.grad is not None:
-                parameter.grad.mul_(gradient_scale)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        self._optimizer.step()
-        self.updates += 1
-        self.zero_gradients()
-
-    def zero_gradients(self) -> None:
-        self._optimizer.zero_grad()
+        logits_rv: Tensor = logits_1rv[0]
+        return logits_rv
 
     def manifest(self, dtype: str) -> Manifest:
         return export.manifest(self._model, dtype)
@@ -144,24 +122,6 @@ class Fsdp2:
         if dtype not in self._shards:
             self._shards[dtype] = shards.shards(self._model, dtype)
         return self._shards[dtype]
-
-    def state(self) -> Mapping[str, Tensor]:
-        state = {f"model.{name}": tensor.detach() for name, tensor in self._trained.items()}
-        for name, parameter in self._trained.items():
-            for moment in MOMENTS:
-                if parameter in self._optimizer.state:
-                    state[f"{moment}.{name}"] = self._optimizer.state[parameter][moment]
-        return state
-
-    def prepare_state(self, updates: int) -> Mapping[str, Tensor]:
-        self.updates = updates
-        self._optimizer.state.clear()
-        for parameter in self._trained.values() if updates else ():
-            device = self.device if self._optimizer.defaults["fused"] else torch.device("cpu")
-            step = torch.tensor(float(updates), dtype=torch.float32, device=device)
-            moments = {moment: torch.zeros_like(parameter.detach()) for moment in MOMENTS}
-            self._optimizer.state[parameter] = {"step": step, **moments}
-        return self.state()
 
     def memory(self) -> dict[str, float]:
         gib = 1 << 30

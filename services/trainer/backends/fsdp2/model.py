@@ -1,6 +1,7 @@
 """A Hugging Face model, sharded over the ranks: built without memory, then filled from the one rank that read it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from millrace.batching.cost import SequenceCost
@@ -19,18 +20,33 @@ from millrace.errors import InvalidJob
 from millrace.spec.model import Model
 from services.trainer import lockstep
 
+FIELD = "model.path"
 
-def load_config(model: Model) -> Any:
-    """The folder's config, without dropout: a policy is trained with the probabilities that it sampled with."""
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a module lies on the ranks and computes."""
+
+    mesh: DeviceMesh
+    attention: str
+    """The name of its attention in transformers."""
+    compute: torch.dtype
+    offload: bool = False
+    """Keep the shards in host memory and copy them as they are needed."""
+
+
+def load_config(model: Model, field: str = FIELD) -> Any:
+    """The folder's config, without dropout: a policy is trained with the probabilities that it sampled with. `field` of
+    the job spec names the folder."""
     if not (Path(model.path) / "config.json").is_file():
         raise InvalidJob(
-            f"model.path: {model.path} is not a Hugging Face model folder on the trainer's host: no config.json there.",
+            f"{field}: {model.path} is not a Hugging Face model folder on the trainer's host: no config.json there.",
             "give a folder with config, tokenizer and safetensors that the trainer sees at this same path.",
         )
     try:
         config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InvalidJob(f"model.path: the config of {model.path} cannot be read: {error}", _MEND) from error
+        raise InvalidJob(f"{field}: the config of {model.path} cannot be read: {error}", _MEND) from error
     for name in vars(config):
         if name.endswith(("dropout", "_pdrop")) and isinstance(getattr(config, name), float):
             setattr(config, name, 0.0)
@@ -40,47 +56,52 @@ def load_config(model: Model) -> Any:
 _MEND = "give a model of an architecture that this release of transformers knows, or install a newer one."
 
 
-def sharded(
-    model: Model,
-    config: Any,
-    *,
-    attention: str,
-    mesh: DeviceMesh,
-    dtype: torch.dtype,
-    compute: torch.dtype,
-    offload: bool,
-) -> nn.Module:
-    """The model with parameters of `dtype`, computing in `compute`, one shard on each rank of `mesh`, loaded.
+def policy(model: Model, config: Any, sharding: Sharding, *, dtype: torch.dtype) -> nn.Module:
+    """The language model with parameters of `dtype`, sharded and loaded."""
 
-    `offload` keeps the shards in host memory and copies them as they are needed. Raises InvalidJob on every rank where
-    rank 0 cannot read the weights.
+    def build() -> nn.Module:
+        module: nn.Module = AutoModelForCausalLM.from_config(
+            config,
+            dtype=dtype,
+            attn_implementation=sharding.attention,
+            trust_remote_code=model.trust_remote_code,
+        )
+        return module
+
+    return sharded(build, lambda: read_whole(AutoModelForCausalLM, model, config), sharding)
+
+
+def sharded(build: Callable[[], nn.Module], read: Callable[[], dict[str, Tensor]], sharding: Sharding) -> nn.Module:
+    """What `build` makes, one shard on each rank, filled with what `read` gives on rank 0: its parameters and buffers.
+
+    Raises InvalidJob on every rank where rank 0 cannot read the weights.
     """
     source: dict[str, Tensor] = {}
+    mesh = sharding.mesh
     with lockstep.together():
         if mesh.get_rank() == 0:
-            source = _read(model, config)
+            source = read()
     with torch.device("meta"):
-        module = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=attention, trust_remote_code=model.trust_remote_code
-        )
-    precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
-    policy = CPUOffloadPolicy() if offload else OffloadPolicy()
+        module = build()
+    precision = MixedPrecisionPolicy(param_dtype=sharding.compute, reduce_dtype=torch.float32)
+    offload = CPUOffloadPolicy() if sharding.offload else OffloadPolicy()
     for part in (*_layers(module), module):
-        shard = fully_shard(part, mesh=mesh, mp_policy=precision, offload_policy=policy)
+        shard = fully_shard(part, mesh=mesh, mp_policy=precision, offload_policy=offload)
         # Sums, not means: a loss is divided by the whole batch's counts before it comes here. Gloo knows only sums.
         shard.set_gradient_divide_factor(1.0)
         shard.set_force_sum_reduction_for_comms(True)
-    module.to_empty(device="cpu" if offload else mesh.device_type)
-    module.tie_weights()
+    module.to_empty(device="cpu" if sharding.offload else mesh.device_type)
+    if isinstance(module, PreTrainedModel):
+        module.tie_weights()
     _fill(module, source, mesh)
     return module.train()
 
 
-def _read(model: Model, config: Any) -> dict[str, Tensor]:
-    """Parameters and buffers as transformers loads them, in host memory, in the dtype they are stored in."""
+def read_whole(loader: Any, model: Model, config: Any, field: str = FIELD) -> dict[str, Tensor]:
+    """Parameters and buffers as transformers' `loader` reads them, in host memory, in the dtype they are stored in."""
     transformers_logging.disable_progress_bar()
     try:
-        read: Any = AutoModelForCausalLM.from_pretrained(
+        loaded, report = loader.from_pretrained(
             model.path,
             config=config,
             dtype="auto",
@@ -88,17 +109,16 @@ def _read(model: Model, config: Any) -> dict[str, Tensor]:
             output_loading_info=True,
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise InvalidJob(f"model.path: {model.path} cannot be loaded: {error}", _MEND) from error
-    loaded, report = read
+        raise InvalidJob(f"{field}: {model.path} cannot be loaded: {error}", _MEND) from error
     if absent := sorted(report["missing_keys"]):
-        what = f"model.path: {model.path} lacks {len(absent)} of the model's tensors, the first {absent[0]}."
+        what = f"{field}: {model.path} lacks {len(absent)} of the model's tensors, the first {absent[0]}."
         raise InvalidJob(what, "give a folder whose safetensors hold the whole model.")
     return {**dict(loaded.named_parameters()), **dict(loaded.named_buffers())}
 
 
 def _layers(module: nn.Module) -> list[nn.Module]:
     """The decoder layers: what is gathered and freed as one."""
-    kinds = set(getattr(module, "_no_split_modules", None) or ())
+    kinds = {kind for part in module.modules() for kind in getattr(part, "_no_split_modules", None) or ()}
     layers = [part for part in module.modules() if type(part).__name__ in kinds]
     if layers:
         return layers

@@ -78,6 +78,8 @@ class Setting:
 class MegatronBackend:
     """See `services.trainer.backends.Backend`."""
 
+    critic = None
+
     def __init__(self, spec: JobSpec, setting: Setting) -> None:
         self.device = setting.device
         self.data_parallel = _data_parallel()

@@ -1,0 +1,109 @@
+"""The demo's task with several algorithms and seeds, on one local stack.
+
+    python -m benchmarks.learning --algorithms grpo,ppo --seeds 0,1 --steps 60
+
+Runs that are kept already are not repeated. Ends with status 1 where a run failed or did not learn.
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from benchmarks.learning import page
+from benchmarks.learning.jobs import ALGORITHMS, job_spec
+from benchmarks.learning.results import Result, Results
+from demo.run import ENVIRONMENT, MARGIN, model_folder
+from millrace.cli.output import tell
+from millrace.client import Client
+from millrace.errors import InvalidState, MillraceError
+from millrace.local.options import StackOptions
+from millrace.local.ports import free_port
+from millrace.local.stack import Stack
+from millrace.rest import JobState
+
+RUN_TIMEOUT_S = 1800.0
+Run = tuple[str, int]
+
+
+def learning(
+    algorithms: Annotated[str, typer.Option(help="By name, with commas between.")] = ",".join(ALGORITHMS),
+    seeds: Annotated[str, typer.Option(help="Of model, data and trainer, with commas between.")] = "0,1,2",
+    steps: Annotated[int, typer.Option(help="Of each run.", min=2)] = 60,
+    engine: Annotated[str, typer.Option(help="vllm or transformers.")] = "vllm",
+    state: Annotated[Path, typer.Option(help="Folder for models, data, logs and results.")] = Path("state/learning"),
+    to: Annotated[Path, typer.Option(help="The page that gets table and figure.")] = Path("BENCHMARKS.md"),
+    again: Annotated[bool, typer.Option(help="Repeat runs that are kept already.")] = False,
+) -> None:
+    """Trains what is missing and writes table and figure."""
+    names, numbers = _names(algorithms), [int(seed) for seed in seeds.split(",")]
+    state = state.resolve()
+    results = Results(state / "results", steps)
+    # Seed by seed: an engine that holds a seed's model is kept for the next algorithm.
+    wanted = [(name, seed) for seed in numbers for name in names]
+    missing = [run for run in wanted if again or results.find(*run) is None]
+    print(f"{len(wanted)} runs, {len(wanted) - len(missing)} of them kept already", flush=True)
+    failures = _train(missing, results, state, engine) if missing else []
+    kept = [result for name in names for seed in numbers if (result := results.find(name, seed)) is not None]
+    if kept:
+        page.write(to, kept, MARGIN)
+        print(f"written: {to}", flush=True)
+    idle = [f"{r.algorithm} with seed {r.seed} rose by {r.after - r.before:.2f}" for r in kept]
+    idle = [told for told, r in zip(idle, kept, strict=True) if r.after - r.before < MARGIN]
+    for told in [*failures, *idle]:
+        print(f"NOT learnt: {told}", flush=True)
+    raise typer.Exit(1 if failures or idle else 0)
+
+
+def _names(algorithms: str) -> list[str]:
+    names = algorithms.split(",")
+    if unknown := [name for name in names if name not in ALGORITHMS]:
+        raise InvalidState(f"there is no job with {unknown[0]!r}.", f"choose from {', '.join(ALGORITHMS)}.")
+    return names
+
+
+def _train(missing: list[Run], results: Results, state: Path, engine: str) -> list[str]:
+    """Runs them one after the other; what failed, with the reason."""
+    data = {seed: _prepared(state, seed) for seed in dict.fromkeys(seed for _, seed in missing)}
+    failures = []
+    options = StackOptions(
+        state=str(state / time.strftime("stack-%Y%m%d-%H%M%S")),
+        engine=engine,
+        http_port=free_port(),
+        grpc_port=free_port(),
+        environment={name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()},
+    )
+    with Stack(options) as stack, Client(stack.url) as client:
+        for number, (algorithm, seed) in enumerate(missing, 1):
+            spec = job_spec(state, algorithm, seed, results.steps, data[seed])
+            job = client.wait(client.submit(spec).id, RUN_TIMEOUT_S)
+            told = f"{number} of {len(missing)}: {algorithm}, seed {seed}"
+            if job.state is not JobState.SUCCEEDED:
+                failures.append(f"{algorithm} with seed {seed} {job.state}: {job.failure}")
+                print(f"{told}: {job.state}: {job.failure}", flush=True)
+                continue
+            result = Result.of(algorithm, seed, job, client.metrics(job.id))
+            results.keep(result)
+            print(f"{told}: {result.before:.3f} → {result.after:.3f} in {result.seconds:.0f} s", flush=True)
+    return failures
+
+
+def _prepared(state: Path, seed: int) -> tuple[Path, Path]:
+    from demo.model import WarmUp, made_model
+    from demo.task import write_data
+
+    made_model(model_folder(state, seed), WarmUp(seed=seed))
+    return write_data(state / f"data-{seed}", seed)
+
+
+if __name__ == "__main__":
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(learning)
+    try:
+        app(prog_name="python -m benchmarks.learning")
+    except MillraceError as error:
+        tell(error)
+        sys.exit(1)

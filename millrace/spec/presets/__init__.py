@@ -1,0 +1,57 @@
+"""Ready algorithms by the names that people say: one YAML file each, the `algorithm` part of a job spec."""
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from millrace.errors import refused
+
+HERE = Path(__file__).parent
+ABOUT_KL = ("kl_coefficient", "kl_in")
+"""What of a preset goes with its KL, where a job does without."""
+Tree = Mapping[str, Any]
+
+
+def names() -> tuple[str, ...]:
+    """Every preset, sorted."""
+    return tuple(sorted(path.stem for path in HERE.glob("*.yaml")))
+
+
+def over_preset(given: Tree) -> dict[str, Any]:
+    """`given` on top of the preset that it names, if it names one.
+
+    A function of another name takes the place of the preset's with its options; of the same name, or with no name at
+    all, it changes the options that it gives. Raises ValueError for a preset that does not exist.
+    """
+    name = given.get("preset")
+    if name is None:
+        return dict(given)
+    if name not in names():
+        mend = f"choose one of {', '.join(names())}."
+        raise ValueError(refused("algorithm.preset", name, "there is none of that name", mend))
+    preset = dict(_read(name))
+    if given.get("kl", preset.get("kl")) is None:
+        preset = {key: value for key, value in preset.items() if key not in ABOUT_KL}
+    return _over(preset, given)
+
+
+def _over(preset: Tree, given: Tree) -> dict[str, Any]:
+    merged = dict(preset)
+    for key, value in given.items():
+        below = preset.get(key)
+        both = isinstance(value, Mapping) and isinstance(below, Mapping)
+        merged[key] = _over(below, value) if both and _same_function(below, value) else value
+    return merged
+
+
+def _same_function(preset: Any, given: Any) -> bool:
+    return given.get("name", preset.get("name")) == preset.get("name")
+
+
+@cache
+def _read(name: str) -> Tree:
+    tree: Tree = yaml.safe_load((HERE / f"{name}.yaml").read_text(encoding="utf-8"))
+    return tree

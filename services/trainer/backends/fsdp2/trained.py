@@ -1,0 +1,66 @@
+"""A sharded module and its AdamW: what the policy and the critic have in common."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from millrace.spec.trainer import Optimizer
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Sharded:
+    """See `services.trainer.backends.Trained`."""
+
+    def __init__(self, module: nn.Module, chosen: Optimizer, device: torch.device) -> None:
+        self._model: Any = module
+        self._trained = dict(module.named_parameters())
+        self._device = device
+        self._optimizer = torch.optim.AdamW(
+            self._trained.values(),
+            lr=chosen.lr,
+            betas=chosen.betas,
+            eps=chosen.eps,
+            weight_decay=chosen.weight_decay,
+            fused=device.type == "cuda",
+        )
+        self.updates = 0
+
+    def gradient_norm(self) -> float:
+        gradients = [parameter.grad for parameter in self._trained.values() if parameter.grad is not None]
+        norm = nn.utils.get_total_norm(gradients)
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+    def optimizer_step(self, *, lr: float, gradient_scale: float) -> None:
+        for parameter in self._trained.values():
+            if parameter.grad is not None:
+                parameter.grad.mul_(gradient_scale)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+        self.updates += 1
+        self.zero_gradients()
+
+    def zero_gradients(self) -> None:
+        self._optimizer.zero_grad()
+
+    def state(self) -> Mapping[str, Tensor]:
+        state = {f"model.{name}": tensor.detach() for name, tensor in self._trained.items()}
+        for name, parameter in self._trained.items():
+            for moment in MOMENTS:
+                if parameter in self._optimizer.state:
+                    state[f"{moment}.{name}"] = self._optimizer.state[parameter][moment]
+        return state
+
+    def prepare_state(self, updates: int) -> Mapping[str, Tensor]:
+        self.updates = updates
+        self._optimizer.state.clear()
+        for parameter in self._trained.values() if updates else ():
+            device = self._device if self._optimizer.defaults["fused"] else torch.device("cpu")
+            step = torch.tensor(float(updates), dtype=torch.float32, device=device)
+            moments = {moment: torch.zeros_like(parameter.detach()) for moment in MOMENTS}
+            self._optimizer.state[parameter] = {"step": step, **moments}
+        return self.state()

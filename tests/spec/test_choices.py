@@ -1,0 +1,93 @@
+"""Algorithms that cannot work are refused when the job is submitted, with the field, the reason and the mend."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millrace.errors import InvalidJob
+from millrace.spec import JobSpec, choices, parse
+
+
+def job(algorithm: dict[str, Any], **parts: Any) -> JobSpec:
+    tree = {"name": "a job", "output": "/out", "model": {"path": "/model"}, "data": {"files": ["train.parquet"]}}
+    return parse({**tree, "algorithm": algorithm, **parts})
+
+
+def told(algorithm: dict[str, Any], **parts: Any) -> str:
+    with pytest.raises(InvalidJob) as refusal:
+        choices.check(job(algorithm, **parts))
+    return str(refusal.value)
+
+
+GDPO = {"advantage": {"name": "gdpo"}}
+PARTS = {"parts": ["score", "format"]}
+MEGATRON = {"trainer": {"backend": "megatron"}}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "parts", "field", "mend"),
+    [
+        ({"advantage": {"name": "gae"}}, {}, 'algorithm.advantage.name: "gae" will not do: it needs a critic', "grpo"),
+        ({"critic": {}}, {}, "algorithm.critic: {} will not do: the advantage 'grpo' reads no values", "leave it out"),
+        ({"preset": "ppo"}, MEGATRON, "algorithm.critic: ", "the megatron backend has no critic"),
+        ({"advantage": {"name": "optimal_token_baseline"}}, MEGATRON, "squared probabilities", "fsdp2"),
+        (GDPO, {}, 'algorithm.advantage.name: "gdpo" will not do: it needs several rewards', "reward.parts"),
+        ({}, {"reward": PARTS}, "reward.parts: [", "leave it out"),
+        (
+            {"advantage": {"name": "gdpo", "options": {"weights": [1.0]}}},
+            {"reward": PARTS},
+            "algorithm.advantage.options.weights: [1.0] will not do: reward.parts names 2 rewards",
+            "one weight a reward",
+        ),
+        (
+            {**GDPO, "overlong_buffer_tokens": 5},
+            {"reward": PARTS},
+            "algorithm.overlong_buffer_tokens: 5",
+            "reward.parts",
+        ),
+        ({**GDPO, "kl": {"name": "k1"}, "kl_in": "reward"}, {"reward": PARTS}, 'algorithm.kl_in: "reward"', "the loss"),
+        ({"aggregation": "mean"}, {}, 'algorithm.aggregation: "mean"', "token-mean"),
+        ({"kl": {"name": "k9"}}, {}, 'algorithm.kl.name: "k9"', "k3"),
+        ({"kl": {"name": "k1", "options": {"a": 1}}}, {}, "algorithm.kl.options", "remove"),
+        (
+            {"policy_loss": {"name": "ppo", "options": {"clip": 1}}},
+            {},
+            "algorithm.policy_loss.options.clip",
+            "clip_low",
+        ),
+        ({"correction": {"name": "tis"}}, {}, "algorithm.correction.name", "tis_token"),
+    ],
+)
+def test_refused_with_the_mend(algorithm: dict[str, Any], parts: dict[str, Any], field: str, mend: str) -> None:
+    text = told(algorithm, **parts)
+    assert field in text and mend in text
+
+
+def test_every_mistake_is_told() -> None:
+    text = told({"aggregation": "mean", "kl": {"name": "k9"}, "advantage": {"name": "gae"}})
+    assert text.count("will not do") == 3
+
+
+@pytest.mark.parametrize(
+    ("critic", "schedule", "words"),
+    [
+        ({"warmup_steps": 10}, {"steps": 10}, "algorithm.critic.warmup_steps: 10 will not do: the policy would not be"),
+        ({"optimizer": {"schedule": "linear"}}, {}, 'algorithm.critic.optimizer.schedule: "linear"'),
+        ({"clip": 0}, {}, "algorithm.critic.clip: 0 will not do"),
+    ],
+)
+def test_critics_that_make_no_sense(critic: dict[str, Any], schedule: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidJob) as refusal:
+        job({"preset": "ppo", "critic": critic}, schedule=schedule)
+    assert words in str(refusal.value)
+
+
+def test_what_can_work_is_taken(tmp_path: Path) -> None:
+    for algorithm, parts in (
+        ({"preset": "ppo"}, {}),
+        (GDPO, {"reward": PARTS}),
+        ({"advantage": {"name": "remax"}}, MEGATRON),
+        ({"advantage": {"name": "optimal_token_baseline"}}, {}),
+    ):
+        choices.check(job(algorithm, **parts))
