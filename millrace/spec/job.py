@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 from millrace.spec.algorithm import Algorithm
 from millrace.spec.base import Part
 from millrace.spec.model import Data, Evaluation, Model, Reward
+from millrace.spec.publication import Publication
 from millrace.spec.rollout import Rollout
 from millrace.spec.schedule import Deadlines, Schedule, Tracking
 from millrace.spec.trainer import Trainer
@@ -22,6 +23,7 @@ class JobSpec(Part):
     rollout: Rollout = Rollout()
     algorithm: Algorithm = Algorithm()
     trainer: Trainer = Trainer()
+    publication: Publication = Publication()
     schedule: Schedule = Schedule()
     evaluation: Evaluation | None = None
     deadlines: Deadlines = Deadlines()

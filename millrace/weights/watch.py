@@ -30,10 +30,14 @@ class Watched:
     whole_bytes: int
 
 
-def watch(load: Load, manifest: Manifest, parameters: Mapping[str, torch.Tensor]) -> Watched:
-    """Runs `load` on every tensor of the manifest, writing nothing. Raises PublicationFailed where it refuses one.
+def watch(
+    load: Load, manifest: Manifest, parameters: Mapping[str, torch.Tensor], padded: frozenset[str] = frozenset()
+) -> Watched:
+    """Runs `load` on every tensor of the manifest, writing nothing. Raises PublicationFailed where it refuses one, and
+    where a parameter would keep a value that is never published.
 
-    `parameters` are all of the worker's tensors by name; tied ones may appear under several.
+    `parameters` are all of the worker's tensors by name; tied ones may appear under several. `padded` names those that
+    are larger than what is published (a vocabulary padded for the kernels).
     """
     watcher = _Watcher(manifest, parameters)
     with torch.no_grad(), watcher:
@@ -43,6 +47,9 @@ def watch(load: Load, manifest: Manifest, parameters: Mapping[str, torch.Tensor]
             what = f"the engine's loader refused the manifest: {type(error).__name__}: {error}."
             raise PublicationFailed(what, "see that trainer and engine load the same model folder.") from error
     buffers, places = list(watcher.buffers), list(watcher.places)
+    if not watcher.changed and (missing := watcher.unwritten(parameters, padded)):
+        what = f"the publication writes nothing to, or only a part of, {', '.join(missing[:5])}."
+        raise PublicationFailed(what, "see that trainer and engine load the same model folder.")
     whole = {}
     for i, tensor in enumerate(manifest.tensors):
         if i in watcher.changed:
@@ -80,6 +87,18 @@ class _Watcher(TorchDispatchMode):
         for tensor, landed in self._landed.items():
             if tensor not in self.changed:
                 yield from landed
+
+    def unwritten(self, parameters: Mapping[str, torch.Tensor], padded: frozenset[str]) -> list[str]:
+        """Names of parameters that the copies do not cover."""
+        covered: dict[int, int] = {}
+        for buffer, extent in {(p.buffer, p.start, p.strides): p.extent for p in self.places}.items():
+            covered[buffer[0]] = covered.get(buffer[0], 0) + torch.Size(extent).numel()
+        missing = []
+        for name, parameter in parameters.items():
+            held = covered.get(self._buffer_of.get(parameter.untyped_storage().data_ptr(), -1), 0)
+            if parameter.numel() and (held == 0 or (held < parameter.numel() and name not in padded)):
+                missing.append(name)
+        return missing
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Each with untouched memory of its own, which costs address space only."""

@@ -13,6 +13,7 @@ DEADLINES_S: dict[str, float] = {
     "Work/Release": 10.0,
     "Work/Fetch": 120.0,
     "Rollout/Configure": 1800.0,  # deadlines.configure_s
+    "Rollout/DescribeWeights": 120.0,
     "Rollout/PreparePublication": 60.0,
     "Rollout/TransferPublication": 60.0,
     "Rollout/VerifyPublication": 300.0,  # deadlines.publication_s
@@ -23,6 +24,7 @@ DEADLINES_S: dict[str, float] = {
     "Rollout/Drain": 10.0,
     "Trainer/Configure": 1800.0,  # deadlines.configure_s
     "Trainer/Step": 3600.0,  # deadlines.step_s
+    "Trainer/DescribeWeights": 120.0,
     "Trainer/PreparePublication": 60.0,
     "Trainer/TransferPublication": 300.0,  # deadlines.publication_s
     "Trainer/FinishPublication": 30.0,

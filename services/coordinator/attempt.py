@@ -75,9 +75,15 @@ class Attempt:
         self.unanswered.discard(member.id)
         return answer
 
-    async def ask_all(self, method: str, request: Callable[[Member], Any]) -> dict[str, Any]:
-        """Every receiver, at once. Raises PublicationFailed as soon as one fails, who is the culprit."""
-        tasks = {asyncio.create_task(self.ask(m, method, request(m))): m for m in self.receivers}
+    async def ask_all(
+        self, method: str, request: Callable[[Member], Any], members: Sequence[Member] | None = None
+    ) -> dict[str, Any]:
+        """Every receiver, or those named, at once. Raises PublicationFailed as soon as one fails, who is the
+        culprit."""
+        asked = self.receivers if members is None else members
+        if not asked:
+            return {}
+        tasks = {asyncio.create_task(self.ask(m, method, request(m))): m for m in asked}
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             failed = {tasks[task].id: error for task in done if (error := task.exception()) is not None}

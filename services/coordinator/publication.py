@@ -20,13 +20,13 @@ from services.coordinator.jobs import JobRecord
 from services.coordinator.measures import Measures
 from services.coordinator.members import Member, Weights
 from services.coordinator.publication_report import Report
+from services.coordinator.sides import MODES, Sides
 from services.coordinator.store import Store
 from services.coordinator.trainer import Trainer, TrainerLost
 
 log = structlog.get_logger(__name__)
 BLAMELESS_FAILURES = 3
 """A publication fails for good when so many attempts failed and no replica was to blame."""
-PATH = weights_pb2.PATH_GATHER_BROADCAST
 
 
 class Publisher:
@@ -36,6 +36,7 @@ class Publisher:
         self._trainer = trainer
         self._events = events
         self._measures = measures
+        self._sides = Sides()
 
     async def publish(self, job: JobRecord, receivers: Sequence[Member]) -> Report:
         """Brings the trainer's version to `receivers`; those that fail are cut out. Needs the trainer's turn.
@@ -75,7 +76,7 @@ class Publisher:
         """
         try:
             async with asyncio.timeout_at(attempt.deadline):
-                await attempt.timed("prepare", self._prepare(attempt))
+                await attempt.timed("prepare", self._prepare(job, attempt))
                 sent = await attempt.timed("transfer", self._transfer(attempt))
         except TimeoutError as error:
             late, seconds = tuple(attempt.unanswered), job.spec.deadlines.publication_s
@@ -84,14 +85,18 @@ class Publisher:
         await attempt.timed("verify", self._verify(attempt, sent))
         return [sent.report, *await attempt.timed("commit", self._commit(job, attempt))]
 
-    async def _prepare(self, attempt: Attempt) -> None:
-        receivers = _ranks(attempt.receivers)
+    async def _prepare(self, job: JobRecord, attempt: Attempt) -> None:
+        dtype, settings = _dtype(attempt.receivers), job.spec.publication
+        way = await self._sides.way(attempt, dtype, settings)
+        receivers = _ranks(attempt.receivers, way.first_rank)
         request = trainer_pb2.PrepareSendRequest(
             publication=attempt.ref,
-            path=PATH,
+            path=way.path,
             receivers=receivers.values(),
-            dtype=_dtype(attempt.receivers),
+            dtype=dtype,
             deadline_s=attempt.left_s,
+            sides=way.sides,
+            gpu=way.gpu,
         )
         attempt.prepared = True
         prepared: trainer_pb2.PrepareSendResponse = await attempt.ask_trainer("PreparePublication", request)
@@ -99,12 +104,14 @@ class Publisher:
             "PreparePublication",
             lambda member: rollout_pb2.PrepareReceiveRequest(
                 publication=attempt.ref,
-                path=PATH,
+                path=way.path,
                 manifest=prepared.manifest,
                 rendezvous=prepared.rendezvous,
                 receiver=receivers[member.id],
                 plan_hash=prepared.plan_hash,
                 deadline_s=attempt.left_s,
+                sides=way.sides,
+                mode=MODES[settings.commit],
             ),
         )
         if differing := tuple(i for i, answer in answers.items() if answer.plan_hash != prepared.plan_hash):
@@ -152,6 +159,7 @@ class Publisher:
         self, job: JobRecord, attempt: Attempt, error: PublicationFailed, culprits: Sequence[Member]
     ) -> None:
         """Everybody forgets the attempt; the culprits are cut out."""
+        self._sides.forget()
         message = f"publication of version {job.version} failed in {attempt.phase}: {error}"
         data: dict[str, Any] = {"phase": attempt.phase, "culprits": list(error.culprits), **attempt.named}
         await self._events.add(job.id, "publication.failed", message, **data)
@@ -191,9 +199,8 @@ class Publisher:
             log.warning("the trainer could not finish a publication", error=str(error), **attempt.named)
 
 
-def _ranks(members: Sequence[Member]) -> dict[str, weights_pb2.Receiver]:
-    """Each receiver's ranks in the communicator, after the trainer's rank 0."""
-    first = 1
+def _ranks(members: Sequence[Member], first: int) -> dict[str, weights_pb2.Receiver]:
+    """Each receiver's ranks in the communicator, from `first` on, after the trainer's."""
     receivers: dict[str, weights_pb2.Receiver] = {}
     for member in members:
         world_size = member.configured.world_size if member.configured else member.world_size

@@ -7,7 +7,19 @@ from typing import Any, Self
 from millrace.ids import Version
 from millrace.wire.v1 import weights_pb2
 
-FIELDS = ("bytes", "prepare_s", "gather_s", "wire_s", "verify_s", "apply_s", "pause_s", "loader_tensors")
+FIELDS = (
+    "bytes",
+    "prepare_s",
+    "gather_s",
+    "wire_s",
+    "verify_s",
+    "apply_s",
+    "pause_s",
+    "loader_tensors",
+    "loader_bytes",
+    "staging_bytes",
+    "mode",
+)
 
 
 @dataclass(frozen=True)

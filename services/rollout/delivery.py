@@ -22,6 +22,14 @@ class Delivery:
     """Of this replica's workers, which take the ranks from here on."""
     timeout_s: float
     """For the meeting and for each operation after it."""
+    sides: weights_pb2.Sides | None = None
+    """Of a sharded publication."""
+    channel: str = ""
+    """Names the communicator of a sharded publication, which may outlive it."""
+    standing: bool = False
+    """Everybody is in that communicator already."""
+    nccl_id: bytes = b""
+    mode: "weights_pb2.CommitMode" = weights_pb2.COMMIT_MODE_UNSPECIFIED
 
     @classmethod
     def from_request(cls, request: rollout_pb2.PrepareReceiveRequest) -> "Delivery":
@@ -40,6 +48,11 @@ class Delivery:
             world_size=meeting.world_size,
             first_rank=request.receiver.first_rank,
             timeout_s=request.deadline_s,
+            sides=request.sides if request.path == weights_pb2.PATH_SHARDED else None,
+            channel=meeting.key,
+            standing=meeting.standing,
+            nccl_id=meeting.nccl_id,
+            mode=request.mode,
         )
 
     def encode(self) -> bytes:
@@ -50,7 +63,17 @@ class Delivery:
                 job_id=job, version=int(version), epoch=int(epoch), attempt=int(attempt)
             ),
             manifest=self.manifest.to_proto(),
-            rendezvous=weights_pb2.Rendezvous(host=self.host, port=self.port, world_size=self.world_size),
+            path=weights_pb2.PATH_SHARDED if self.sides is not None else weights_pb2.PATH_GATHER_BROADCAST,
+            rendezvous=weights_pb2.Rendezvous(
+                host=self.host,
+                port=self.port,
+                world_size=self.world_size,
+                key=self.channel,
+                standing=self.standing,
+                nccl_id=self.nccl_id,
+            ),
+            sides=self.sides,
+            mode=self.mode,
             receiver=weights_pb2.Receiver(first_rank=self.first_rank),
             deadline_s=self.timeout_s,
         )
@@ -59,3 +82,14 @@ class Delivery:
     @classmethod
     def decode(cls, data: bytes) -> "Delivery":
         return cls.from_request(rollout_pb2.PrepareReceiveRequest.FromString(data))
+
+
+def stages(delivery: Delivery, fits: bool) -> bool:
+    """Whether a sharded delivery is received beside generation: as it says, or else where the memory is there."""
+    if delivery.mode == weights_pb2.COMMIT_MODE_UNSPECIFIED:
+        return fits
+    return delivery.mode == weights_pb2.COMMIT_MODE_SHADOW
+
+
+def mode_of(staged: bool) -> "weights_pb2.CommitMode":
+    return weights_pb2.COMMIT_MODE_SHADOW if staged else weights_pb2.COMMIT_MODE_INPLACE

@@ -11,6 +11,8 @@ from millrace.ids import MemberId, Version
 from millrace.spec.rollout import CachePolicy
 from millrace.weights.phases import Phase, Publication, PublicationState
 from millrace.weights.plan import gather_broadcast
+from millrace.weights.sharded import ShardedPlan
+from millrace.weights.sides import Planner
 from millrace.wire.v1 import rollout_pb2, weights_pb2
 from services.rollout.delivery import Delivery
 from services.rollout.engines.engine import Engine, Reception, Swap
@@ -41,6 +43,8 @@ class Receiver:
         self._turn = asyncio.Lock()
         self._delivery: Delivery | None = None
         self._plan_hash = b""
+        self._planner = Planner()
+        self._sharded: ShardedPlan | None = None
         self._prepare_s = 0.0
         self._reception: Reception | None = None
         self._report = weights_pb2.MemberReport()
@@ -81,10 +85,13 @@ class Receiver:
                 return
             try:
                 self._reception = await self._engine.received()
-                self._compare(self._reception.checksums, checksums)
+                if self._sharded is not None:
+                    self._compare_contents(self._sharded, self._reception.contents, checksums)
+                else:
+                    self._compare(self._reception.checksums, checksums)
             except PublicationFailed as error:
                 self._state = self._state.fail()
-                await self._engine.abort_receive()
+                await self._drop()
                 raise self._ours(error) from error
             self._state = state
 
@@ -112,12 +119,19 @@ class Receiver:
         if publication != self._state.publication or self._state.phase not in UNFINISHED:
             return
         # Before the lock: a VERIFY that waits for bytes holds it, and ends by this.
-        await self._engine.abort_receive()
+        await self._drop()
         async with self._turn:
             if publication == self._state.publication and self._state.phase in UNFINISHED:
                 self._state = self._state.fail()
                 self._stop_clock()
                 log.warning("publication aborted", publication=publication.key, reason=reason)
+
+    async def _drop(self) -> None:
+        """Forgets what was coming. Where some of it was put in place already, nothing can be served any more."""
+        half_written = self._engine.half_written
+        await self._engine.abort_receive()
+        if half_written:
+            self._on_version(None)
 
     async def close(self) -> None:
         """Forgets an unfinished publication."""
@@ -131,12 +145,15 @@ class Receiver:
             await self.abort(current, f"{newer.key} begins")
 
     def _agreed_plan(self, request: rollout_pb2.PrepareReceiveRequest, delivery: Delivery) -> bytes:
-        if request.path != weights_pb2.PATH_GATHER_BROADCAST:
+        if request.path not in (weights_pb2.PATH_GATHER_BROADCAST, weights_pb2.PATH_SHARDED):
             raise InvalidState(f"this replica knows no path {request.path}.", "run the same release everywhere.")
         if request.receiver.world_size != self._engine.world_size:
             what = f"{self._member_id} has {self._engine.world_size} workers, not {request.receiver.world_size}."
             raise PublicationFailed(what, "configure it again.", (self._member_id,))
-        plan = gather_broadcast(delivery.manifest, delivery.world_size)
+        self._sharded = None
+        if delivery.sides is not None:
+            self._sharded = self._planner.plan(delivery.manifest, delivery.sides)
+        plan = self._sharded or gather_broadcast(delivery.manifest, delivery.world_size)
         if request.plan_hash and plan.hash != request.plan_hash:
             what = f"{self._member_id} plans {plan.hash.hex()[:12]}, the sender {request.plan_hash.hex()[:12]}."
             raise PublicationFailed(what, "run the same release of millrace everywhere.", (self._member_id,))
@@ -150,6 +167,18 @@ class Receiver:
             what = f"{len(wrong)} tensors arrived at {self._member_id} changed: {', '.join(wrong[:5])}."
             raise PublicationFailed(what, "publish again; where it repeats, look at the network and the memory.")
 
+    def _compare_contents(self, plan: ShardedPlan, got: tuple[tuple[int, int], ...], sent: tuple[int, ...]) -> None:
+        first = self._delivery.first_rank if self._delivery else 0
+        expected = sorted(c for i in range(self._engine.world_size) for c in plan.contents_of(first + i).tolist())
+        if len(sent) != len(plan.sizes) or sorted(content for content, _ in got) != expected:
+            what = f"{self._member_id} got {len(got)} messages of {len(expected)}, {len(sent)} checksums."
+            raise PublicationFailed(what, "run the same release of millrace everywhere.")
+        if wrong := [content for content, value in got if value != sent[content]]:
+            numbers = sorted({int(n) for content in wrong for n in plan.pieces.tensor[plan.pieces_in(content)]})
+            names = ", ".join(self._delivery.manifest.tensors[n].name for n in numbers[:5]) if self._delivery else ""
+            what = f"{len(wrong)} messages arrived at {self._member_id} changed, with parts of {names}."
+            raise PublicationFailed(what, "publish again; where it repeats, look at the network and the memory.")
+
     def _ours(self, error: PublicationFailed) -> PublicationFailed:
         """The same, with this member as the culprit where nobody is named."""
         return PublicationFailed(error.what, error.mend, error.culprits or (self._member_id,))
@@ -158,14 +187,24 @@ class Receiver:
         got = self._reception
         return weights_pb2.MemberReport(
             member_id=self._member_id,
-            bytes=self._delivery.manifest.bytes if self._delivery else 0,
+            bytes=self._bytes(),
             prepare_s=self._prepare_s,
             wire_s=got.wire_s if got else 0.0,
             verify_s=(got.checksum_s if got else 0.0) + swap.compare_s,
             apply_s=swap.apply_s,
             pause_s=swap.pause_s,
             loader_tensors=swap.loader_tensors,
+            loader_bytes=swap.loader_bytes,
+            staging_bytes=swap.staging_bytes,
+            mode=swap.mode,
         )
+
+    def _bytes(self) -> int:
+        """That came to this replica."""
+        if self._delivery is None or self._sharded is None:
+            return self._delivery.manifest.bytes if self._delivery else 0
+        first, last = self._delivery.first_rank, self._delivery.first_rank + self._engine.world_size
+        return int(self._sharded.ingress()[first:last].sum())
 
     def _expire_after(self, seconds: float, publication: Publication) -> None:
         """Gives the publication up after `seconds`, whether or not anybody asks for it again."""

@@ -6,9 +6,11 @@ import time
 
 import structlog
 
-from millrace.errors import InvalidState
+from millrace.errors import InvalidState, PublicationFailed
 from millrace.ids import JobId, MemberId, Version
 from millrace.spec import JobSpec
+from millrace.weights import sides
+from millrace.weights.manifest import Manifest
 from millrace.wire.v1 import rollout_pb2
 from services.rollout.engines import create
 from services.rollout.engines.engine import Engine, EngineDied, Load
@@ -132,6 +134,17 @@ class Replica:
             held = self.job.id if self.job else "no job"
             raise InvalidState(f"{self.member_id} is configured for {held}, not for {job_id}.", "configure it first.")
         return self._receiver
+
+    async def describe(self, request: rollout_pb2.DescribeReceiveRequest) -> rollout_pb2.DescribeReceiveResponse:
+        """What each worker of the engine wants of a manifest. Raises PublicationFailed where it does not fit."""
+        self.receiver(request.job_id)
+        assert self.engine is not None
+        try:
+            manifest = Manifest.from_proto(request.manifest)
+        except ValueError as error:
+            raise PublicationFailed(f"{error}.", "run the same release of millrace everywhere.") from error
+        boxes = await self.engine.describe(manifest)
+        return rollout_pb2.DescribeReceiveResponse(layouts=sides.encode(boxes), gpu=self.engine.device != "cpu")
 
     def drain(self) -> None:
         """No new leases; what is in work goes on. Idempotent."""

@@ -29,6 +29,11 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
     ) -> rollout_pb2.ConfigureRolloutResponse:
         return await self._whole(self._replica.configure(JobId(request.job_id), request.spec))
 
+    async def DescribeWeights(
+        self, request: rollout_pb2.DescribeReceiveRequest, context: Context
+    ) -> rollout_pb2.DescribeReceiveResponse:
+        return await self._whole(self._replica.describe(request))
+
     async def PreparePublication(
         self, request: rollout_pb2.PrepareReceiveRequest, context: Context
     ) -> rollout_pb2.PrepareReceiveResponse:

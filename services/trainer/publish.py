@@ -1,4 +1,5 @@
-"""The sender's side of a publication, by gathering and broadcasting: the oracle for every faster path.
+"""The sender's side of a publication. Here by gathering and broadcasting, the oracle for every faster path; sharded
+ones are handed to `send_shards`.
 
 PREPARE and TRANSFER run on every rank's main thread; only rank 0 talks to receivers. FINISH and abort may come from
 another thread at any time.
@@ -23,12 +24,15 @@ from millrace.weights.plan import gather_broadcast
 from millrace.wire.server import host_address
 from millrace.wire.v1 import weights_pb2
 from millrace.wire.v1.trainer_pb2 import (
+    DescribeSendRequest,
+    DescribeSendResponse,
     PrepareSendRequest,
     PrepareSendResponse,
     TransferSendRequest,
     TransferSendResponse,
 )
 from services.trainer.backends import Backend
+from services.trainer.send_shards import ShardSender, describe
 
 log = structlog.get_logger(__name__)
 
@@ -61,6 +65,12 @@ class Sender:
         self._sending: _Sending | None = None
         self._channel: GlooChannel | None = None
         self._watchdog: threading.Timer | None = None
+        self._shards = ShardSender(rank, member_id)
+        self._sharded = False
+        """Whether the publication under way is."""
+
+    def describe(self, request: DescribeSendRequest, backend: Backend) -> DescribeSendResponse:
+        return describe(request, backend)
 
     def prepare(self, request: PrepareSendRequest, backend: Backend, version: Version) -> PrepareSendResponse:
         """Manifest, plan and rendezvous. What an earlier publication still held is freed.
@@ -69,10 +79,14 @@ class Sender:
         """
         began = time.monotonic()
         publication = Publication.from_proto(request.publication)
-        if request.path != weights_pb2.PATH_GATHER_BROADCAST:
+        if request.path not in (weights_pb2.PATH_GATHER_BROADCAST, weights_pb2.PATH_SHARDED):
             raise InvalidState(f"this trainer knows no path {request.path}.", "publish by PATH_GATHER_BROADCAST.")
         if publication.version != version:
             raise Fenced(f"publication {publication.key} asks for a version that is not held: {version} is.", _MEND)
+        self._sharded = request.path == weights_pb2.PATH_SHARDED
+        if self._sharded:
+            self._close_broadcast()
+            return self._shards.prepare(request, backend)
         self.close()
         manifest = backend.manifest(request.dtype)
         world_size = 1 + sum(receiver.world_size for receiver in request.receivers)
@@ -95,6 +109,8 @@ class Sender:
         """Gathers on all ranks, sends from rank 0. Raises PublicationFailed on rank 0 where a receiver is gone; the
         ranks are in step then too, and the next publication may follow."""
         publication, prepared = Publication.from_proto(request.publication), self._prepared
+        if self._sharded and publication.version == version:
+            return self._shards.transfer(publication)
         if prepared is None or prepared.publication != publication:
             raise InvalidState(f"publication {publication.key} is not prepared here.", "prepare it first.")
         if publication.version != version:
@@ -121,6 +137,7 @@ class Sender:
     def abort(self, reason: str) -> None:
         """Makes a transfer in progress fail: before its next tensor, or when the one on the way times out. From any
         thread."""
+        self._shards.abort(reason)
         sending, channel = self._sending, self._channel
         if sending is not None:
             log.warning("publication aborted", key=sending.key, reason=reason)
@@ -128,8 +145,18 @@ class Sender:
         if channel is not None:
             channel.abort()
 
+    def finish(self, *, failed: bool) -> None:
+        """After a publication. A sharded one's communicator and slots stay for the next, unless it failed. From any
+        thread, not during a transfer."""
+        self._close_broadcast()
+        self._shards.finish(failed)
+
     def close(self) -> None:
         """Frees the communicator and what was prepared. From any thread, not during a transfer."""
+        self._close_broadcast()
+        self._shards.close()
+
+    def _close_broadcast(self) -> None:
         with self._lock:
             channel, self._channel, self._prepared, self._sending = self._channel, None, None, None
             if self._watchdog is not None:

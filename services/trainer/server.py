@@ -26,6 +26,7 @@ STATES = {
     "Configure": pb.TRAINER_STATE_CONFIGURING,
     "Load": pb.TRAINER_STATE_CONFIGURING,
     "Step": pb.TRAINER_STATE_STEPPING,
+    "DescribeWeights": pb.TRAINER_STATE_PUBLISHING,
     "PreparePublication": pb.TRAINER_STATE_PUBLISHING,
     "TransferPublication": pb.TRAINER_STATE_PUBLISHING,
     "Save": pb.TRAINER_STATE_SAVING,
@@ -126,6 +127,14 @@ class Trainer(TrainerServicer):
         self.trained_tokens += sum(sum(group.response_tokens) for group in request.groups)
         return reply
 
+    async def DescribeWeights(
+        self, request: pb.DescribeSendRequest, context: grpc.aio.ServicerContext
+    ) -> pb.DescribeSendResponse:
+        self._configured_for(request.job_id)
+        key = ("DescribeWeights", request.job_id, request.dtype)
+        deadline_s = DEADLINES_S["Trainer/DescribeWeights"]
+        return await self._turns.take(key, lambda: self._told(request, pb.DescribeSendResponse(), deadline_s))
+
     async def PreparePublication(
         self, request: pb.PrepareSendRequest, context: grpc.aio.ServicerContext
     ) -> pb.PrepareSendResponse:
@@ -176,7 +185,7 @@ class Trainer(TrainerServicer):
             publishing.state = publishing.state.fail()
         else:
             return pb.FinishSendResponse()
-        await asyncio.to_thread(self._sender.close)
+        await asyncio.to_thread(self._sender.finish, failed=bool(request.failure))
         return pb.FinishSendResponse()
 
     async def Save(self, request: pb.SaveRequest, context: grpc.aio.ServicerContext) -> pb.SaveResponse:

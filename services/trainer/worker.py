@@ -43,6 +43,7 @@ class Worker:
         return {
             pb.ConfigureTrainerRequest: self.configure,
             pb.StepRequest: self.step,
+            pb.DescribeSendRequest: self.describe,
             pb.PrepareSendRequest: self.prepare,
             pb.TransferSendRequest: self.transfer,
             pb.SaveRequest: self.save,
@@ -69,6 +70,9 @@ class Worker:
         metrics = train_step(job.spec, job.backend, request, self._control)
         job.version = Version(request.step)
         return pb.StepResponse(version=job.version, metrics=metrics)
+
+    def describe(self, request: pb.DescribeSendRequest) -> pb.DescribeSendResponse:
+        return self._sender.describe(request, self._loaded().backend)
 
     def prepare(self, request: pb.PrepareSendRequest) -> pb.PrepareSendResponse:
         job = self._loaded()

@@ -28,6 +28,8 @@ class Flight(Protocol):
 class Channel(Protocol):
     key: str
     rank: int
+    give_up: float
+    """time.monotonic() after which no message is waited for."""
 
     def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel], stream: Any = None) -> Flight:
         """Starts a round and returns. The data is kept until the flight has landed. On a GPU, what is sent was written

@@ -47,8 +47,24 @@ class ConfigureRolloutResponse(_message.Message):
     seconds: float
     def __init__(self, world_size: _Optional[int] = ..., dtype: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
 
+class DescribeReceiveRequest(_message.Message):
+    __slots__ = ("job_id", "manifest")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    manifest: _weights_pb2.Manifest
+    def __init__(self, job_id: _Optional[str] = ..., manifest: _Optional[_Union[_weights_pb2.Manifest, _Mapping]] = ...) -> None: ...
+
+class DescribeReceiveResponse(_message.Message):
+    __slots__ = ("layouts", "gpu")
+    LAYOUTS_FIELD_NUMBER: _ClassVar[int]
+    GPU_FIELD_NUMBER: _ClassVar[int]
+    layouts: _weights_pb2.Layouts
+    gpu: bool
+    def __init__(self, layouts: _Optional[_Union[_weights_pb2.Layouts, _Mapping]] = ..., gpu: bool = ...) -> None: ...
+
 class PrepareReceiveRequest(_message.Message):
-    __slots__ = ("publication", "path", "manifest", "rendezvous", "receiver", "plan_hash", "deadline_s")
+    __slots__ = ("publication", "path", "manifest", "rendezvous", "receiver", "plan_hash", "deadline_s", "sides", "mode")
     PUBLICATION_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
@@ -56,6 +72,8 @@ class PrepareReceiveRequest(_message.Message):
     RECEIVER_FIELD_NUMBER: _ClassVar[int]
     PLAN_HASH_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    SIDES_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
     publication: _weights_pb2.PublicationRef
     path: _weights_pb2.Path
     manifest: _weights_pb2.Manifest
@@ -63,7 +81,9 @@ class PrepareReceiveRequest(_message.Message):
     receiver: _weights_pb2.Receiver
     plan_hash: bytes
     deadline_s: float
-    def __init__(self, publication: _Optional[_Union[_weights_pb2.PublicationRef, _Mapping]] = ..., path: _Optional[_Union[_weights_pb2.Path, str]] = ..., manifest: _Optional[_Union[_weights_pb2.Manifest, _Mapping]] = ..., rendezvous: _Optional[_Union[_weights_pb2.Rendezvous, _Mapping]] = ..., receiver: _Optional[_Union[_weights_pb2.Receiver, _Mapping]] = ..., plan_hash: _Optional[bytes] = ..., deadline_s: _Optional[float] = ...) -> None: ...
+    sides: _weights_pb2.Sides
+    mode: _weights_pb2.CommitMode
+    def __init__(self, publication: _Optional[_Union[_weights_pb2.PublicationRef, _Mapping]] = ..., path: _Optional[_Union[_weights_pb2.Path, str]] = ..., manifest: _Optional[_Union[_weights_pb2.Manifest, _Mapping]] = ..., rendezvous: _Optional[_Union[_weights_pb2.Rendezvous, _Mapping]] = ..., receiver: _Optional[_Union[_weights_pb2.Receiver, _Mapping]] = ..., plan_hash: _Optional[bytes] = ..., deadline_s: _Optional[float] = ..., sides: _Optional[_Union[_weights_pb2.Sides, _Mapping]] = ..., mode: _Optional[_Union[_weights_pb2.CommitMode, str]] = ...) -> None: ...
 
 class PrepareReceiveResponse(_message.Message):
     __slots__ = ("plan_hash",)

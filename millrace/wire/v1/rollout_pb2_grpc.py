@@ -39,6 +39,11 @@ class RolloutStub(object):
                 request_serializer=millrace_dot_v1_dot_rollout__pb2.ConfigureRolloutRequest.SerializeToString,
                 response_deserializer=millrace_dot_v1_dot_rollout__pb2.ConfigureRolloutResponse.FromString,
                 _registered_method=True)
+        self.DescribeWeights = channel.unary_unary(
+                '/millrace.v1.Rollout/DescribeWeights',
+                request_serializer=millrace_dot_v1_dot_rollout__pb2.DescribeReceiveRequest.SerializeToString,
+                response_deserializer=millrace_dot_v1_dot_rollout__pb2.DescribeReceiveResponse.FromString,
+                _registered_method=True)
         self.PreparePublication = channel.unary_unary(
                 '/millrace.v1.Rollout/PreparePublication',
                 request_serializer=millrace_dot_v1_dot_rollout__pb2.PrepareReceiveRequest.SerializeToString,
@@ -87,6 +92,13 @@ class RolloutServicer(object):
     def Configure(self, request, context):
         """Gets the engine ready for a job: starts it, or keeps it where model and engine options are the same. Returns when
         it could generate. The weights it starts with are not to be served: a publication follows. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DescribeWeights(self, request, context):
+        """Which part of a manifest each worker of the engine wants. Changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -156,6 +168,11 @@ def add_RolloutServicer_to_server(servicer, server):
                     request_deserializer=millrace_dot_v1_dot_rollout__pb2.ConfigureRolloutRequest.FromString,
                     response_serializer=millrace_dot_v1_dot_rollout__pb2.ConfigureRolloutResponse.SerializeToString,
             ),
+            'DescribeWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.DescribeWeights,
+                    request_deserializer=millrace_dot_v1_dot_rollout__pb2.DescribeReceiveRequest.FromString,
+                    response_serializer=millrace_dot_v1_dot_rollout__pb2.DescribeReceiveResponse.SerializeToString,
+            ),
             'PreparePublication': grpc.unary_unary_rpc_method_handler(
                     servicer.PreparePublication,
                     request_deserializer=millrace_dot_v1_dot_rollout__pb2.PrepareReceiveRequest.FromString,
@@ -224,6 +241,33 @@ class Rollout(object):
             '/millrace.v1.Rollout/Configure',
             millrace_dot_v1_dot_rollout__pb2.ConfigureRolloutRequest.SerializeToString,
             millrace_dot_v1_dot_rollout__pb2.ConfigureRolloutResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DescribeWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.v1.Rollout/DescribeWeights',
+            millrace_dot_v1_dot_rollout__pb2.DescribeReceiveRequest.SerializeToString,
+            millrace_dot_v1_dot_rollout__pb2.DescribeReceiveResponse.FromString,
             options,
             channel_credentials,
             insecure,

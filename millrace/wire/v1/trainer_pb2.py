@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from millrace.wire.v1 import weights_pb2 as millrace_dot_v1_dot_weights__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19millrace/v1/trainer.proto\x12\x0bmillrace.v1\x1a\x19millrace/v1/weights.proto\"K\n\x17\x43onfigureTrainerRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04spec\x18\x02 \x01(\t\x12\x12\n\ncheckpoint\x18\x03 \x01(\t\"S\n\x18\x43onfigureTrainerResponse\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\x12\n\nworld_size\x18\x02 \x01(\r\x12\x12\n\nparameters\x18\x03 \x01(\x04\"M\n\x08GroupRef\x12\x11\n\tprompt_id\x18\x01 \x01(\t\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x17\n\x0fresponse_tokens\x18\x03 \x03(\r\"h\n\x0bStepRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12%\n\x06groups\x18\x03 \x03(\x0b\x32\x15.millrace.v1.GroupRef\x12\x14\n\x0cwork_address\x18\x04 \x01(\t\"\x88\x01\n\x0cStepResponse\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\x37\n\x07metrics\x18\x02 \x03(\x0b\x32&.millrace.v1.StepResponse.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xb4\x01\n\x12PrepareSendRequest\x12\x30\n\x0bpublication\x18\x01 \x01(\x0b\x32\x1b.millrace.v1.PublicationRef\x12\x1f\n\x04path\x18\x02 \x01(\x0e\x32\x11.millrace.v1.Path\x12(\n\treceivers\x18\x03 \x03(\x0b\x32\x15.millrace.v1.Receiver\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x12\n\ndeadline_s\x18\x05 \x01(\x01\"~\n\x13PrepareSendResponse\x12\'\n\x08manifest\x18\x01 \x01(\x0b\x32\x15.millrace.v1.Manifest\x12+\n\nrendezvous\x18\x02 \x01(\x0b\x32\x17.millrace.v1.Rendezvous\x12\x11\n\tplan_hash\x18\x03 \x01(\x0c\"G\n\x13TransferSendRequest\x12\x30\n\x0bpublication\x18\x01 \x01(\x0b\x32\x1b.millrace.v1.PublicationRef\"l\n\x14TransferSendResponse\x12)\n\tchecksums\x18\x01 \x01(\x0b\x32\x16.millrace.v1.Checksums\x12)\n\x06report\x18\x02 \x01(\x0b\x32\x19.millrace.v1.MemberReport\"V\n\x11\x46inishSendRequest\x12\x30\n\x0bpublication\x18\x01 \x01(\x0b\x32\x1b.millrace.v1.PublicationRef\x12\x0f\n\x07\x66\x61ilure\x18\x02 \x01(\t\"\x14\n\x12\x46inishSendResponse\"@\n\x0bSaveRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x13\n\x0bhuggingface\x18\x03 \x01(\x08\"?\n\x0cSaveResponse\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\"+\n\x0bLoadRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\"\x1f\n\x0cLoadResponse\x12\x0f\n\x07version\x18\x01 \x01(\x03\"\x16\n\x14TrainerStatusRequest\"\xa3\x01\n\rTrainerStatus\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12(\n\x05state\x18\x02 \x01(\x0e\x32\x19.millrace.v1.TrainerState\x12\x0e\n\x06job_id\x18\x03 \x01(\t\x12\x0f\n\x07version\x18\x04 \x01(\x03\x12\x12\n\nworld_size\x18\x05 \x01(\r\x12\x0f\n\x07\x62\x61\x63kend\x18\x06 \x01(\t\x12\x0f\n\x07\x66\x61ilure\x18\x07 \x01(\t*\xeb\x01\n\x0cTrainerState\x12\x1d\n\x19TRAINER_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12TRAINER_STATE_IDLE\x10\x01\x12\x1d\n\x19TRAINER_STATE_CONFIGURING\x10\x02\x12\x17\n\x13TRAINER_STATE_READY\x10\x03\x12\x1a\n\x16TRAINER_STATE_STEPPING\x10\x04\x12\x1c\n\x18TRAINER_STATE_PUBLISHING\x10\x05\x12\x18\n\x14TRAINER_STATE_SAVING\x10\x06\x12\x18\n\x14TRAINER_STATE_FAILED\x10\x07\x32\xf1\x04\n\x07Trainer\x12X\n\tConfigure\x12$.millrace.v1.ConfigureTrainerRequest\x1a%.millrace.v1.ConfigureTrainerResponse\x12;\n\x04Step\x12\x18.millrace.v1.StepRequest\x1a\x19.millrace.v1.StepResponse\x12W\n\x12PreparePublication\x12\x1f.millrace.v1.PrepareSendRequest\x1a .millrace.v1.PrepareSendResponse\x12Z\n\x13TransferPublication\x12 .millrace.v1.TransferSendRequest\x1a!.millrace.v1.TransferSendResponse\x12T\n\x11\x46inishPublication\x12\x1e.millrace.v1.FinishSendRequest\x1a\x1f.millrace.v1.FinishSendResponse\x12;\n\x04Save\x12\x18.millrace.v1.SaveRequest\x1a\x19.millrace.v1.SaveResponse\x12;\n\x04Load\x12\x18.millrace.v1.LoadRequest\x1a\x19.millrace.v1.LoadResponse\x12J\n\tGetStatus\x12!.millrace.v1.TrainerStatusRequest\x1a\x1a.millrace.v1.TrainerStatusb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19millrace/v1/trainer.proto\x12\x0bmillrace.v1\x1a\x19millrace/v1/weights.proto\"K\n\x17\x43onfigureTrainerRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04spec\x18\x02 \x01(\t\x12\x12\n\ncheckpoint\x18\x03 \x01(\t\"S\n\x18\x43onfigureTrainerResponse\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\x12\n\nworld_size\x18\x02 \x01(\r\x12\x12\n\nparameters\x18\x03 \x01(\x04\"M\n\x08GroupRef\x12\x11\n\tprompt_id\x18\x01 \x01(\t\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x17\n\x0fresponse_tokens\x18\x03 \x03(\r\"h\n\x0bStepRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12%\n\x06groups\x18\x03 \x03(\x0b\x32\x15.millrace.v1.GroupRef\x12\x14\n\x0cwork_address\x18\x04 \x01(\t\"\x88\x01\n\x0cStepResponse\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\x37\n\x07metrics\x18\x02 \x03(\x0b\x32&.millrace.v1.StepResponse.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"4\n\x13\x44\x65scribeSendRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\"s\n\x14\x44\x65scribeSendResponse\x12\'\n\x08manifest\x18\x01 \x01(\x0b\x32\x15.millrace.v1.Manifest\x12%\n\x07layouts\x18\x02 \x01(\x0b\x32\x14.millrace.v1.Layouts\x12\x0b\n\x03gpu\x18\x03 \x01(\x08\"\xe4\x01\n\x12PrepareSendRequest\x12\x30\n\x0bpublication\x18\x01 \x01(\x0b\x32\x1b.millrace.v1.PublicationRef\x12\x1f\n\x04path\x18\x02 \x01(\x0e\x32\x11.millrace.v1.Path\x12(\n\treceivers\x18\x03 \x03(\x0b\x32\x15.millrace.v1.Receiver\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x12\n\ndeadline_s\x18\x05 \x01(\x01\x12!\n\x05sides\x18\x06 \x01(\x0b\x32\x12.millrace.v1.Sides\x12\x0b\n\x03gpu\x18\x07 \x01(\x08\"~\n\x13PrepareSendResponse\x12\'\n\x08manifest\x18\x01 \x01(\x0b\x32\x15.millrace.v1.Manifest\x12+\n\nrendezvous\x18\x02 \x01(\x0b\x32\x17.millrace.v1.Rendezvous\x12\x11\n\tplan_hash\x18\x03 \x01(\x0c\"G\n\x13TransferSendRequest\x12\x30\n\x0bpublication\x18\x01 \x01(\x0b\x32\x1b.millrace.v1.PublicationRef\"l\n\x14TransferSendResponse\x12)\n\tchecksums\x18\x01 \x01(\x0b\x32\x16.millrace.v1.Checksums\x12)\n\x06report\x18\x02 \x01(\x0b\x32\x19.millrace.v1.MemberReport\"V\n\x11\x46inishSendRequest\x12\x30\n\x0bpublication\x18\x01 \x01(\x0b\x32\x1b.millrace.v1.PublicationRef\x12\x0f\n\x07\x66\x61ilure\x18\x02 \x01(\t\"\x14\n\x12\x46inishSendResponse\"@\n\x0bSaveRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x13\n\x0bhuggingface\x18\x03 \x01(\x08\"?\n\x0cSaveResponse\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\"+\n\x0bLoadRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\"\x1f\n\x0cLoadResponse\x12\x0f\n\x07version\x18\x01 \x01(\x03\"\x16\n\x14TrainerStatusRequest\"\xa3\x01\n\rTrainerStatus\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12(\n\x05state\x18\x02 \x01(\x0e\x32\x19.millrace.v1.TrainerState\x12\x0e\n\x06job_id\x18\x03 \x01(\t\x12\x0f\n\x07version\x18\x04 \x01(\x03\x12\x12\n\nworld_size\x18\x05 \x01(\r\x12\x0f\n\x07\x62\x61\x63kend\x18\x06 \x01(\t\x12\x0f\n\x07\x66\x61ilure\x18\x07 \x01(\t*\xeb\x01\n\x0cTrainerState\x12\x1d\n\x19TRAINER_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12TRAINER_STATE_IDLE\x10\x01\x12\x1d\n\x19TRAINER_STATE_CONFIGURING\x10\x02\x12\x17\n\x13TRAINER_STATE_READY\x10\x03\x12\x1a\n\x16TRAINER_STATE_STEPPING\x10\x04\x12\x1c\n\x18TRAINER_STATE_PUBLISHING\x10\x05\x12\x18\n\x14TRAINER_STATE_SAVING\x10\x06\x12\x18\n\x14TRAINER_STATE_FAILED\x10\x07\x32\xc9\x05\n\x07Trainer\x12X\n\tConfigure\x12$.millrace.v1.ConfigureTrainerRequest\x1a%.millrace.v1.ConfigureTrainerResponse\x12;\n\x04Step\x12\x18.millrace.v1.StepRequest\x1a\x19.millrace.v1.StepResponse\x12V\n\x0f\x44\x65scribeWeights\x12 .millrace.v1.DescribeSendRequest\x1a!.millrace.v1.DescribeSendResponse\x12W\n\x12PreparePublication\x12\x1f.millrace.v1.PrepareSendRequest\x1a .millrace.v1.PrepareSendResponse\x12Z\n\x13TransferPublication\x12 .millrace.v1.TransferSendRequest\x1a!.millrace.v1.TransferSendResponse\x12T\n\x11\x46inishPublication\x12\x1e.millrace.v1.FinishSendRequest\x1a\x1f.millrace.v1.FinishSendResponse\x12;\n\x04Save\x12\x18.millrace.v1.SaveRequest\x1a\x19.millrace.v1.SaveResponse\x12;\n\x04Load\x12\x18.millrace.v1.LoadRequest\x1a\x19.millrace.v1.LoadResponse\x12J\n\tGetStatus\x12!.millrace.v1.TrainerStatusRequest\x1a\x1a.millrace.v1.TrainerStatusb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,8 +34,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_STEPRESPONSE_METRICSENTRY']._loaded_options = None
   _globals['_STEPRESPONSE_METRICSENTRY']._serialized_options = b'8\001'
-  _globals['_TRAINERSTATE']._serialized_start=1559
-  _globals['_TRAINERSTATE']._serialized_end=1794
+  _globals['_TRAINERSTATE']._serialized_start=1778
+  _globals['_TRAINERSTATE']._serialized_end=2013
   _globals['_CONFIGURETRAINERREQUEST']._serialized_start=69
   _globals['_CONFIGURETRAINERREQUEST']._serialized_end=144
   _globals['_CONFIGURETRAINERRESPONSE']._serialized_start=146
@@ -48,30 +48,34 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STEPRESPONSE']._serialized_end=553
   _globals['_STEPRESPONSE_METRICSENTRY']._serialized_start=507
   _globals['_STEPRESPONSE_METRICSENTRY']._serialized_end=553
-  _globals['_PREPARESENDREQUEST']._serialized_start=556
-  _globals['_PREPARESENDREQUEST']._serialized_end=736
-  _globals['_PREPARESENDRESPONSE']._serialized_start=738
-  _globals['_PREPARESENDRESPONSE']._serialized_end=864
-  _globals['_TRANSFERSENDREQUEST']._serialized_start=866
-  _globals['_TRANSFERSENDREQUEST']._serialized_end=937
-  _globals['_TRANSFERSENDRESPONSE']._serialized_start=939
-  _globals['_TRANSFERSENDRESPONSE']._serialized_end=1047
-  _globals['_FINISHSENDREQUEST']._serialized_start=1049
-  _globals['_FINISHSENDREQUEST']._serialized_end=1135
-  _globals['_FINISHSENDRESPONSE']._serialized_start=1137
-  _globals['_FINISHSENDRESPONSE']._serialized_end=1157
-  _globals['_SAVEREQUEST']._serialized_start=1159
-  _globals['_SAVEREQUEST']._serialized_end=1223
-  _globals['_SAVERESPONSE']._serialized_start=1225
-  _globals['_SAVERESPONSE']._serialized_end=1288
-  _globals['_LOADREQUEST']._serialized_start=1290
-  _globals['_LOADREQUEST']._serialized_end=1333
-  _globals['_LOADRESPONSE']._serialized_start=1335
-  _globals['_LOADRESPONSE']._serialized_end=1366
-  _globals['_TRAINERSTATUSREQUEST']._serialized_start=1368
-  _globals['_TRAINERSTATUSREQUEST']._serialized_end=1390
-  _globals['_TRAINERSTATUS']._serialized_start=1393
-  _globals['_TRAINERSTATUS']._serialized_end=1556
-  _globals['_TRAINER']._serialized_start=1797
-  _globals['_TRAINER']._serialized_end=2422
+  _globals['_DESCRIBESENDREQUEST']._serialized_start=555
+  _globals['_DESCRIBESENDREQUEST']._serialized_end=607
+  _globals['_DESCRIBESENDRESPONSE']._serialized_start=609
+  _globals['_DESCRIBESENDRESPONSE']._serialized_end=724
+  _globals['_PREPARESENDREQUEST']._serialized_start=727
+  _globals['_PREPARESENDREQUEST']._serialized_end=955
+  _globals['_PREPARESENDRESPONSE']._serialized_start=957
+  _globals['_PREPARESENDRESPONSE']._serialized_end=1083
+  _globals['_TRANSFERSENDREQUEST']._serialized_start=1085
+  _globals['_TRANSFERSENDREQUEST']._serialized_end=1156
+  _globals['_TRANSFERSENDRESPONSE']._serialized_start=1158
+  _globals['_TRANSFERSENDRESPONSE']._serialized_end=1266
+  _globals['_FINISHSENDREQUEST']._serialized_start=1268
+  _globals['_FINISHSENDREQUEST']._serialized_end=1354
+  _globals['_FINISHSENDRESPONSE']._serialized_start=1356
+  _globals['_FINISHSENDRESPONSE']._serialized_end=1376
+  _globals['_SAVEREQUEST']._serialized_start=1378
+  _globals['_SAVEREQUEST']._serialized_end=1442
+  _globals['_SAVERESPONSE']._serialized_start=1444
+  _globals['_SAVERESPONSE']._serialized_end=1507
+  _globals['_LOADREQUEST']._serialized_start=1509
+  _globals['_LOADREQUEST']._serialized_end=1552
+  _globals['_LOADRESPONSE']._serialized_start=1554
+  _globals['_LOADRESPONSE']._serialized_end=1585
+  _globals['_TRAINERSTATUSREQUEST']._serialized_start=1587
+  _globals['_TRAINERSTATUSREQUEST']._serialized_end=1609
+  _globals['_TRAINERSTATUS']._serialized_start=1612
+  _globals['_TRAINERSTATUS']._serialized_end=1775
+  _globals['_TRAINER']._serialized_start=2016
+  _globals['_TRAINER']._serialized_end=2729
 # @@protoc_insertion_point(module_scope)

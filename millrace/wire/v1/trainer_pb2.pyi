@@ -84,19 +84,41 @@ class StepResponse(_message.Message):
     metrics: _containers.ScalarMap[str, float]
     def __init__(self, version: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
+class DescribeSendRequest(_message.Message):
+    __slots__ = ("job_id", "dtype")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    dtype: str
+    def __init__(self, job_id: _Optional[str] = ..., dtype: _Optional[str] = ...) -> None: ...
+
+class DescribeSendResponse(_message.Message):
+    __slots__ = ("manifest", "layouts", "gpu")
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    LAYOUTS_FIELD_NUMBER: _ClassVar[int]
+    GPU_FIELD_NUMBER: _ClassVar[int]
+    manifest: _weights_pb2.Manifest
+    layouts: _weights_pb2.Layouts
+    gpu: bool
+    def __init__(self, manifest: _Optional[_Union[_weights_pb2.Manifest, _Mapping]] = ..., layouts: _Optional[_Union[_weights_pb2.Layouts, _Mapping]] = ..., gpu: bool = ...) -> None: ...
+
 class PrepareSendRequest(_message.Message):
-    __slots__ = ("publication", "path", "receivers", "dtype", "deadline_s")
+    __slots__ = ("publication", "path", "receivers", "dtype", "deadline_s", "sides", "gpu")
     PUBLICATION_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
     RECEIVERS_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    SIDES_FIELD_NUMBER: _ClassVar[int]
+    GPU_FIELD_NUMBER: _ClassVar[int]
     publication: _weights_pb2.PublicationRef
     path: _weights_pb2.Path
     receivers: _containers.RepeatedCompositeFieldContainer[_weights_pb2.Receiver]
     dtype: str
     deadline_s: float
-    def __init__(self, publication: _Optional[_Union[_weights_pb2.PublicationRef, _Mapping]] = ..., path: _Optional[_Union[_weights_pb2.Path, str]] = ..., receivers: _Optional[_Iterable[_Union[_weights_pb2.Receiver, _Mapping]]] = ..., dtype: _Optional[str] = ..., deadline_s: _Optional[float] = ...) -> None: ...
+    sides: _weights_pb2.Sides
+    gpu: bool
+    def __init__(self, publication: _Optional[_Union[_weights_pb2.PublicationRef, _Mapping]] = ..., path: _Optional[_Union[_weights_pb2.Path, str]] = ..., receivers: _Optional[_Iterable[_Union[_weights_pb2.Receiver, _Mapping]]] = ..., dtype: _Optional[str] = ..., deadline_s: _Optional[float] = ..., sides: _Optional[_Union[_weights_pb2.Sides, _Mapping]] = ..., gpu: bool = ...) -> None: ...
 
 class PrepareSendResponse(_message.Message):
     __slots__ = ("manifest", "rendezvous", "plan_hash")

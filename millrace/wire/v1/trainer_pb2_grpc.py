@@ -44,6 +44,11 @@ class TrainerStub(object):
                 request_serializer=millrace_dot_v1_dot_trainer__pb2.StepRequest.SerializeToString,
                 response_deserializer=millrace_dot_v1_dot_trainer__pb2.StepResponse.FromString,
                 _registered_method=True)
+        self.DescribeWeights = channel.unary_unary(
+                '/millrace.v1.Trainer/DescribeWeights',
+                request_serializer=millrace_dot_v1_dot_trainer__pb2.DescribeSendRequest.SerializeToString,
+                response_deserializer=millrace_dot_v1_dot_trainer__pb2.DescribeSendResponse.FromString,
+                _registered_method=True)
         self.PreparePublication = channel.unary_unary(
                 '/millrace.v1.Trainer/PreparePublication',
                 request_serializer=millrace_dot_v1_dot_trainer__pb2.PrepareSendRequest.SerializeToString,
@@ -91,6 +96,13 @@ class TrainerServicer(object):
         """One step on one batch: fetch, old and reference log-probabilities, advantages, updates. Version + 1.
         Idempotent by step number: asked again for the step in progress it waits for it, for the last one it answers
         the same metrics. ABORTED where the step is not the next.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DescribeWeights(self, request, context):
+        """What is published and which part of it each rank holds. Changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -150,6 +162,11 @@ def add_TrainerServicer_to_server(servicer, server):
                     servicer.Step,
                     request_deserializer=millrace_dot_v1_dot_trainer__pb2.StepRequest.FromString,
                     response_serializer=millrace_dot_v1_dot_trainer__pb2.StepResponse.SerializeToString,
+            ),
+            'DescribeWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.DescribeWeights,
+                    request_deserializer=millrace_dot_v1_dot_trainer__pb2.DescribeSendRequest.FromString,
+                    response_serializer=millrace_dot_v1_dot_trainer__pb2.DescribeSendResponse.SerializeToString,
             ),
             'PreparePublication': grpc.unary_unary_rpc_method_handler(
                     servicer.PreparePublication,
@@ -236,6 +253,33 @@ class Trainer(object):
             '/millrace.v1.Trainer/Step',
             millrace_dot_v1_dot_trainer__pb2.StepRequest.SerializeToString,
             millrace_dot_v1_dot_trainer__pb2.StepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DescribeWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.v1.Trainer/DescribeWeights',
+            millrace_dot_v1_dot_trainer__pb2.DescribeSendRequest.SerializeToString,
+            millrace_dot_v1_dot_trainer__pb2.DescribeSendResponse.FromString,
             options,
             channel_credentials,
             insecure,

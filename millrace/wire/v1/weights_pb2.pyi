@@ -11,6 +11,13 @@ class Path(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     PATH_UNSPECIFIED: _ClassVar[Path]
     PATH_GATHER_BROADCAST: _ClassVar[Path]
+    PATH_SHARDED: _ClassVar[Path]
+
+class CommitMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    COMMIT_MODE_UNSPECIFIED: _ClassVar[CommitMode]
+    COMMIT_MODE_SHADOW: _ClassVar[CommitMode]
+    COMMIT_MODE_INPLACE: _ClassVar[CommitMode]
 
 class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -23,6 +30,10 @@ class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     PHASE_ABORTED: _ClassVar[Phase]
 PATH_UNSPECIFIED: Path
 PATH_GATHER_BROADCAST: Path
+PATH_SHARDED: Path
+COMMIT_MODE_UNSPECIFIED: CommitMode
+COMMIT_MODE_SHADOW: CommitMode
+COMMIT_MODE_INPLACE: CommitMode
 PHASE_UNSPECIFIED: Phase
 PHASE_PREPARE: Phase
 PHASE_TRANSFER: Phase
@@ -85,6 +96,24 @@ class Plan(_message.Message):
     hash: bytes
     def __init__(self, transfers: _Optional[_Iterable[_Union[Transfer, _Mapping]]] = ..., hash: _Optional[bytes] = ...) -> None: ...
 
+class Layouts(_message.Message):
+    __slots__ = ("distinct", "of_rank")
+    DISTINCT_FIELD_NUMBER: _ClassVar[int]
+    OF_RANK_FIELD_NUMBER: _ClassVar[int]
+    distinct: _containers.RepeatedScalarFieldContainer[bytes]
+    of_rank: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, distinct: _Optional[_Iterable[bytes]] = ..., of_rank: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Sides(_message.Message):
+    __slots__ = ("senders", "receivers", "message_bytes")
+    SENDERS_FIELD_NUMBER: _ClassVar[int]
+    RECEIVERS_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    senders: Layouts
+    receivers: Layouts
+    message_bytes: int
+    def __init__(self, senders: _Optional[_Union[Layouts, _Mapping]] = ..., receivers: _Optional[_Union[Layouts, _Mapping]] = ..., message_bytes: _Optional[int] = ...) -> None: ...
+
 class PublicationRef(_message.Message):
     __slots__ = ("job_id", "version", "epoch", "attempt")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
@@ -98,14 +127,20 @@ class PublicationRef(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., version: _Optional[int] = ..., epoch: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class Rendezvous(_message.Message):
-    __slots__ = ("host", "port", "world_size")
+    __slots__ = ("host", "port", "world_size", "key", "nccl_id", "standing")
     HOST_FIELD_NUMBER: _ClassVar[int]
     PORT_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    NCCL_ID_FIELD_NUMBER: _ClassVar[int]
+    STANDING_FIELD_NUMBER: _ClassVar[int]
     host: str
     port: int
     world_size: int
-    def __init__(self, host: _Optional[str] = ..., port: _Optional[int] = ..., world_size: _Optional[int] = ...) -> None: ...
+    key: str
+    nccl_id: bytes
+    standing: bool
+    def __init__(self, host: _Optional[str] = ..., port: _Optional[int] = ..., world_size: _Optional[int] = ..., key: _Optional[str] = ..., nccl_id: _Optional[bytes] = ..., standing: bool = ...) -> None: ...
 
 class Receiver(_message.Message):
     __slots__ = ("member_id", "first_rank", "world_size")
@@ -124,7 +159,7 @@ class Checksums(_message.Message):
     def __init__(self, values: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class MemberReport(_message.Message):
-    __slots__ = ("member_id", "bytes", "prepare_s", "gather_s", "wire_s", "verify_s", "apply_s", "pause_s", "loader_tensors")
+    __slots__ = ("member_id", "bytes", "prepare_s", "gather_s", "wire_s", "verify_s", "apply_s", "pause_s", "loader_tensors", "loader_bytes", "mode", "staging_bytes")
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     PREPARE_S_FIELD_NUMBER: _ClassVar[int]
@@ -134,6 +169,9 @@ class MemberReport(_message.Message):
     APPLY_S_FIELD_NUMBER: _ClassVar[int]
     PAUSE_S_FIELD_NUMBER: _ClassVar[int]
     LOADER_TENSORS_FIELD_NUMBER: _ClassVar[int]
+    LOADER_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    STAGING_BYTES_FIELD_NUMBER: _ClassVar[int]
     member_id: str
     bytes: int
     prepare_s: float
@@ -143,4 +181,7 @@ class MemberReport(_message.Message):
     apply_s: float
     pause_s: float
     loader_tensors: int
-    def __init__(self, member_id: _Optional[str] = ..., bytes: _Optional[int] = ..., prepare_s: _Optional[float] = ..., gather_s: _Optional[float] = ..., wire_s: _Optional[float] = ..., verify_s: _Optional[float] = ..., apply_s: _Optional[float] = ..., pause_s: _Optional[float] = ..., loader_tensors: _Optional[int] = ...) -> None: ...
+    loader_bytes: int
+    mode: CommitMode
+    staging_bytes: int
+    def __init__(self, member_id: _Optional[str] = ..., bytes: _Optional[int] = ..., prepare_s: _Optional[float] = ..., gather_s: _Optional[float] = ..., wire_s: _Optional[float] = ..., verify_s: _Optional[float] = ..., apply_s: _Optional[float] = ..., pause_s: _Optional[float] = ..., loader_tensors: _Optional[int] = ..., loader_bytes: _Optional[int] = ..., mode: _Optional[_Union[CommitMode, str]] = ..., staging_bytes: _Optional[int] = ...) -> None: ...

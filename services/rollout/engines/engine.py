@@ -17,7 +17,9 @@ from millrace.errors import MillraceError
 from millrace.ids import Version
 from millrace.spec import JobSpec
 from millrace.spec.rollout import CachePolicy
-from millrace.wire.v1 import common_pb2
+from millrace.weights.boxes import Boxes
+from millrace.weights.manifest import Manifest
+from millrace.wire.v1 import common_pb2, weights_pb2
 from services.rollout.delivery import Delivery
 
 
@@ -75,6 +77,8 @@ class Reception:
     wire_s: float
     """Inside the channel's calls, of the slowest worker."""
     checksum_s: float
+    contents: tuple[tuple[int, int], ...] = ()
+    """Of a sharded publication, instead: each content of the plan that a worker got, and its checksum; all workers'."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,10 @@ class Swap:
     """From the order to pause until generation could go on."""
     loader_tensors: int
     """Tensors that went whole through the engine's own loader."""
+    loader_bytes: int = 0
+    staging_bytes: int = 0
+    """Memory that the delivery took beside the parameters, of the worker where it took most."""
+    mode: weights_pb2.CommitMode = weights_pb2.COMMIT_MODE_SHADOW
 
 
 @dataclass(frozen=True)
@@ -129,11 +137,20 @@ class Engine(Protocol):
 
     def load(self) -> Load: ...
 
+    async def describe(self, manifest: Manifest) -> Sequence[Boxes]:
+        """What each worker wants of a manifest; nothing where this engine cannot tell. Raises PublicationFailed where
+        it does not fit."""
+
     async def prepare(self, delivery: Delivery) -> None:
         """Checks a coming version against the engine. Raises PublicationFailed where it does not fit."""
 
     async def begin_receive(self) -> None:
-        """Starts receiving the prepared delivery into staging memory beside generation; returns at once."""
+        """Starts receiving the prepared delivery into staging memory beside generation, or, for one that is put in
+        place as it comes, pauses first. Returns at once."""
+
+    @property
+    def half_written(self) -> bool:
+        """Whether an abort now leaves parameters of two versions: nothing may be served then until a later commit."""
 
     async def received(self) -> Reception:
         """Waits for the last byte. Raises PublicationFailed where it does not come."""

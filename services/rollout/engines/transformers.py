@@ -4,6 +4,7 @@ One thread decodes, with continuous batching; weights are received beside it and
 """
 
 import asyncio
+import functools
 import importlib.metadata
 import importlib.util
 import os
@@ -19,7 +20,9 @@ from millrace.errors import InvalidJob, InvalidState, PublicationFailed
 from millrace.ids import Version
 from millrace.spec import JobSpec
 from millrace.spec.rollout import CachePolicy
-from services.rollout.delivery import Delivery
+from millrace.weights.boxes import Boxes
+from millrace.weights.manifest import Manifest
+from services.rollout.delivery import Delivery, mode_of, stages
 from services.rollout.engines.engine import (
     EngineDied,
     Load,
@@ -33,6 +36,7 @@ from services.rollout.engines.engine import (
 
 if TYPE_CHECKING:
     from services.rollout.engines.decoding import DecodeLoop
+    from services.rollout.shards import Coming, Shards
     from services.rollout.staging import Shelf, Staging
 
 
@@ -68,6 +72,10 @@ class TransformersEngine:
         self._decoding: Future[None] | None = None
         self._shelf: Shelf
         self._staging: Staging | None = None
+        self._shards: Shards
+        self._coming: Coming | None = None
+        self._staged = True
+        self._paused = 0.0
         self._asked: set[asyncio.Future[Sample | None]] = set()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="decode")
 
@@ -82,6 +90,7 @@ class TransformersEngine:
         from transformers import AutoTokenizer
 
         from services.rollout.engines.decoding import DecodeLoop, Endings
+        from services.rollout.shards import Shards
         from services.rollout.staging import Shelf
 
         options = _options(spec)
@@ -94,6 +103,7 @@ class TransformersEngine:
         )
         self._decode = DecodeLoop(self._model, endings, options.max_num_seqs, secrets.randbits(60))
         self._shelf = Shelf(self._load, dict(self._model.named_parameters()), frozenset())
+        self._shards = Shards(self._load, dict(self._model.named_parameters()), frozenset())
         device = self._model.device
         if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(compute_threads())
@@ -146,23 +156,52 @@ class TransformersEngine:
             raise EngineDied(f"the decode loop ended: {self._decoding.exception()}")
         return Load(*self._decode.counts())
 
+    async def describe(self, manifest: Manifest) -> Sequence[Boxes]:
+        self._check(manifest)
+        return [await asyncio.to_thread(self._shards.boxes, manifest)]
+
     async def prepare(self, delivery: Delivery) -> None:
         from services.rollout.staging import Staging
 
         await self.abort_receive()
+        self._check(delivery.manifest)
+        if delivery.sides is None:
+            self._staging = Staging(delivery, delivery.first_rank)
+            return
+        fits = await asyncio.to_thread(self._shards.fits, delivery, delivery.first_rank)
+        self._staged = stages(delivery, fits)
+        prepare = functools.partial(self._shards.prepare, delivery, delivery.first_rank, staged=self._staged)
+        self._coming = await asyncio.to_thread(prepare)
+
+    def _check(self, manifest: Manifest) -> None:
         parameters = dict(self._model.named_parameters())
         held = {name: (tuple(p.shape), str(p.dtype).removeprefix("torch.")) for name, p in parameters.items()}
-        coming = {t.name: (t.shape, t.dtype) for t in delivery.manifest.tensors}
+        coming = {t.name: (t.shape, t.dtype) for t in manifest.tensors}
         if differing := sorted(set(held.items()) ^ set(coming.items())):
             names = sorted({name for name, _ in differing})
             what = f"{len(names)} tensors differ in name, shape or dtype: {', '.join(names[:5])}."
             raise PublicationFailed(what, "see that trainer and engine load the same model folder in the same dtype.")
-        self._staging = Staging(delivery, delivery.first_rank)
 
     async def begin_receive(self) -> None:
-        self._prepared().begin()
+        if self._coming is None:
+            self._prepared().begin()
+            return
+        if not self._staged:
+            self._paused = time.perf_counter()
+            await asyncio.to_thread(self._decode.pause)
+        self._coming.begin()
+
+    @property
+    def half_written(self) -> bool:
+        return bool(self._paused)
 
     async def received(self) -> Reception:
+        if (coming := self._coming) is not None:
+            await asyncio.to_thread(coming.wait)
+            if coming.failure is not None or coming.reception is None:
+                raise PublicationFailed(coming.failure or "nothing was received.")
+            times = coming.reception.times
+            return Reception((), times.wire_s, times.verify_s, tuple(coming.reception.sums.items()))
         staging = self._prepared()
         await asyncio.to_thread(staging.wait)
         if staging.failure is not None:
@@ -170,6 +209,8 @@ class TransformersEngine:
         return Reception(tuple(staging.checksums), staging.wire_s, staging.checksum_s)
 
     async def commit(self, version: Version, cache_policy: CachePolicy) -> Swap:
+        if self._coming is not None:
+            return await self._place(self._coming, version, cache_policy)
         staging, self._staging = self._prepared(), None
         started = time.perf_counter()
         await asyncio.to_thread(self._decode.pause)
@@ -189,10 +230,38 @@ class TransformersEngine:
             loader_tensors=len(staging.delivery.manifest.tensors),
         )
 
+    async def _place(self, coming: "Coming", version: Version, cache_policy: CachePolicy) -> Swap:
+        """Commits a sharded delivery: staged, the pause is a copy; otherwise it has lasted since the transfer began."""
+        started = self._paused or time.perf_counter()
+        if not self._paused:
+            await asyncio.to_thread(self._decode.pause)
+        in_place: Version | None = None
+        try:
+            placed = await asyncio.to_thread(functools.partial(self._shards.place, coming, staged=self._staged))
+            in_place = version
+        finally:
+            self._coming, self._paused = None, 0.0
+            self._decode.resume(in_place, recompute=cache_policy == "recompute")
+        return Swap(
+            apply_s=placed.apply_s,
+            compare_s=placed.compare_s,
+            pause_s=time.perf_counter() - started,
+            loader_tensors=placed.loader_tensors,
+            loader_bytes=placed.loader_bytes,
+            staging_bytes=placed.staging_bytes,
+            mode=mode_of(self._staged),
+        )
+
     async def abort_receive(self) -> None:
         staging, self._staging = self._staging, None
         if staging is not None:
             staging.close()
+        coming, self._coming = self._coming, None
+        if coming is not None:
+            await asyncio.to_thread(coming.close)
+        if self._paused:
+            self._paused = 0.0
+            self._decode.resume(None, recompute=True)
 
     def _prepared(self) -> "Staging":
         if self._staging is None:

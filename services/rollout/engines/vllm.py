@@ -23,7 +23,9 @@ from millrace.errors import InvalidJob, InvalidState, PublicationFailed, Unavail
 from millrace.ids import Version
 from millrace.spec import JobSpec
 from millrace.spec.rollout import CachePolicy
-from services.rollout.delivery import Delivery
+from millrace.weights.boxes import Boxes
+from millrace.weights.manifest import Manifest
+from services.rollout.delivery import Delivery, mode_of, stages
 from services.rollout.engines import vllm_options
 from services.rollout.engines.engine import (
     EngineDied,
@@ -72,6 +74,8 @@ class VllmEngine:
         self._version: Version | None = None
         self._marks: VersionMarks | None = None
         self._delivery: Delivery | None = None
+        self._staged = True
+        self._paused = 0.0
         self._end_of_turn: list[int] = []
         self._tokenizer: Any = None
         self._cores: set[int] = set()
@@ -215,12 +219,27 @@ class VllmEngine:
             return self._marks.spans(request_id, tokens)
         return tuple(VersionSpan(Version(int(s.version)), s.start, s.end) for s in output.weight_versions)
 
+    async def describe(self, manifest: Manifest) -> Sequence[Boxes]:
+        answers = await self._rpc("millrace_describe", manifest.to_proto().SerializeToString())
+        return [Boxes.decode(answer["boxes"]) for answer in answers]
+
     async def prepare(self, delivery: Delivery) -> None:
-        await self._rpc("millrace_prepare", delivery.encode())
+        await self.abort_receive()
+        answers = await self._rpc("millrace_prepare", delivery.encode())
+        if delivery.sides is not None:
+            self._staged = stages(delivery, all(answer["fits"] for answer in answers))
+            await self._rpc("millrace_ready", delivery.encode(), self._staged)
         self._delivery = delivery
 
     async def begin_receive(self) -> None:
+        if self._delivery is not None and self._delivery.sides is not None and not self._staged:
+            self._paused = time.perf_counter()
+            await self._llm.pause_generation(mode="keep", clear_cache=False)
         await self._rpc("millrace_begin")
+
+    @property
+    def half_written(self) -> bool:
+        return bool(self._paused)
 
     async def received(self) -> Reception:
         wait_s = 0.005
@@ -229,6 +248,13 @@ class VllmEngine:
             await asyncio.sleep(wait_s)
             wait_s = min(0.1, 1.5 * wait_s)
             answers = await self._rpc("millrace_progress")
+        if self._delivery is not None and self._delivery.sides is not None:
+            return Reception(
+                (),
+                wire_s=max(answer["wire_s"] for answer in answers),
+                checksum_s=max(answer["checksum_s"] for answer in answers),
+                contents=tuple((content, value) for answer in answers for content, value in answer["contents"]),
+            )
         if any(answer["checksums"] != answers[0]["checksums"] for answer in answers):
             raise PublicationFailed("the engine's workers received different bytes.", "publish again.")
         return Reception(
@@ -238,7 +264,7 @@ class VllmEngine:
         )
 
     async def commit(self, version: Version, cache_policy: CachePolicy) -> Swap:
-        started = time.perf_counter()
+        started = self._paused or time.perf_counter()
         # With clear_cache, requests in flight lose their keys and values and are prefilled again under the new weights.
         await self._llm.pause_generation(mode="keep", clear_cache=cache_policy == "recompute")
         whole = False
@@ -249,19 +275,33 @@ class VllmEngine:
             whole = True
         finally:
             if not whole:
-                self._version = None
-                await self._llm.abort(list(self._running))
+                await self._drop_version()
+            self._paused = 0.0
             await self._llm.resume_generation()
+        sharded = self._delivery is not None and self._delivery.sides is not None
+        through_loader = len(self._delivery.manifest.tensors) if self._delivery else 0
         return Swap(
             apply_s=max(answer["apply_s"] for answer in answers),
             compare_s=max(answer["compare_s"] for answer in answers),
             pause_s=time.perf_counter() - started,
-            loader_tensors=len(self._delivery.manifest.tensors) if self._delivery else 0,
+            loader_tensors=max(answer.get("loader_tensors", through_loader) for answer in answers),
+            loader_bytes=max(answer.get("loader_bytes", 0) for answer in answers),
+            staging_bytes=max(answer.get("staging_bytes", 0) for answer in answers),
+            mode=mode_of(self._staged or not sharded),
         )
 
     async def abort_receive(self) -> None:
         if self._llm is not None:
             await self._rpc("millrace_abort")
+            if self._paused:
+                self._paused = 0.0
+                await self._drop_version()
+                await self._llm.resume_generation()
+
+    async def _drop_version(self) -> None:
+        """No version is in place: what runs is of no use."""
+        self._version = None
+        await self._llm.abort(list(self._running))
 
     def _check_placed(self, answers: list[dict[str, Any]]) -> None:
         nowhere = set.intersection(*(set(answer["unplaced"]) for answer in answers))

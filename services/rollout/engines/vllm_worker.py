@@ -5,10 +5,14 @@ engine's own channels whole.
 """
 
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 from millrace.errors import MillraceError, PublicationFailed
+from millrace.weights.manifest import Manifest
+from millrace.wire.v1 import weights_pb2
 from services.rollout.delivery import Delivery
+from services.rollout.shards import Coming, Shards
 from services.rollout.staging import Shelf, Staging
 
 Answer = dict[str, Any]
@@ -22,19 +26,47 @@ class WeightReceiver:
     get_model: Callable[[], Any]
     _millrace_staging: Staging | None = None
     _millrace_shelf: Shelf | None = None
+    _millrace_shards: Shards | None = None
+    _millrace_coming: Coming | None = None
+    _millrace_staged: bool = True
 
     def millrace_prepare(self, delivery: bytes) -> Answer:
         """Makes ready for a delivery, forgetting an unfinished one."""
         try:
             self.millrace_abort()
-            self._millrace_check(coming := Delivery.decode(delivery))
+            self._millrace_check((coming := Delivery.decode(delivery)).manifest)
+            if coming.sides is not None:
+                return {"fits": self._millrace_kept_shards().fits(coming, coming.first_rank + self.rank)}
         except MillraceError as error:
             return {"failed": error.what, "mend": error.mend}
         self._millrace_staging = Staging(coming, coming.first_rank + self.rank)
         return {}
 
+    def millrace_describe(self, manifest: bytes) -> Answer:
+        """What this worker wants of a manifest, and whether its parameters lie on a GPU."""
+        try:
+            told = Manifest.from_proto(weights_pb2.Manifest.FromString(manifest))
+            self._millrace_check(told)
+            return {"boxes": self._millrace_kept_shards().boxes(told).encode()}
+        except MillraceError as error:
+            return {"failed": error.what, "mend": error.mend}
+
+    def millrace_ready(self, delivery: bytes, staged: bool) -> Answer:
+        """Makes slots or staging ready for a sharded delivery that was prepared."""
+        try:
+            coming = Delivery.decode(delivery)
+            shards = self._millrace_kept_shards()
+            self._millrace_coming = shards.prepare(coming, coming.first_rank + self.rank, staged=staged)
+        except MillraceError as error:
+            return {"failed": error.what, "mend": error.mend}
+        self._millrace_staged = staged
+        return {}
+
     def millrace_begin(self) -> Answer:
         """Starts receiving in a thread and returns at once: generation goes on."""
+        if self._millrace_coming is not None:
+            self._millrace_coming.begin()
+            return {}
         if self._millrace_staging is None:
             return {"failed": "the publication was aborted.", "mend": ""}
         self._millrace_staging.begin()
@@ -42,6 +74,8 @@ class WeightReceiver:
 
     def millrace_progress(self) -> Answer:
         """How far receiving is. Never waits: the worker generates meanwhile."""
+        if (coming := self._millrace_coming) is not None:
+            return self._millrace_received(coming)
         staging = self._millrace_staging
         if staging is None:
             return {"failed": "the publication was aborted.", "mend": ""}
@@ -56,8 +90,27 @@ class WeightReceiver:
             "checksum_s": staging.checksum_s,
         }
 
+    def _millrace_received(self, coming: Coming) -> Answer:
+        if coming.failure is not None:
+            return {"failed": coming.failure, "mend": ""}
+        if not coming.done or coming.reception is None:
+            return {"done": False}
+        times = coming.reception.times
+        contents = list(coming.reception.sums.items())
+        return {"done": True, "contents": contents, "wire_s": times.wire_s, "checksum_s": times.verify_s}
+
+    def _millrace_placed(self, coming: Coming) -> Answer:
+        try:
+            placed = self._millrace_kept_shards().place(coming, staged=self._millrace_staged)
+        except MillraceError as error:
+            return {"failed": error.what, "mend": error.mend}
+        return {"unplaced": [], **asdict(placed)}
+
     def millrace_apply(self) -> Answer:
         """Puts the received version in place. Only while generation is paused."""
+        coming, self._millrace_coming = self._millrace_coming, None
+        if coming is not None:
+            return self._millrace_placed(coming)
         staging, self._millrace_staging = self._millrace_staging, None
         if staging is None:
             return {"failed": "the publication was aborted.", "mend": ""}
@@ -73,20 +126,31 @@ class WeightReceiver:
         staging, self._millrace_staging = self._millrace_staging, None
         if staging is not None:
             staging.close()
+        coming, self._millrace_coming = self._millrace_coming, None
+        if coming is not None:
+            coming.close()
         return {}
 
-    def _millrace_check(self, delivery: Delivery) -> None:
+    def _millrace_check(self, manifest: Manifest) -> None:
         """Refuses what this engine would take wrongly without noticing."""
         held = str(self.model_config.dtype).removeprefix("torch.")
-        if other := sorted({t.dtype for t in delivery.manifest.tensors} - {held}):
+        if other := sorted({t.dtype for t in manifest.tensors} - {held}):
             what = f"the manifest has tensors of {', '.join(other)}; the engine holds {held}."
             raise PublicationFailed(what, "publish in the dtype that Configure answered.")
 
     def _millrace_filled_shelf(self) -> Shelf:
         if self._millrace_shelf is None:
-            model = self.get_model()
-            padded = frozenset(
-                f"{name}.weight" for name, module in model.named_modules() if hasattr(module, "num_embeddings_padded")
-            )
-            self._millrace_shelf = Shelf(model.load_weights, dict(model.named_parameters()), padded)
+            self._millrace_shelf = Shelf(*_held(self.get_model()))
         return self._millrace_shelf
+
+    def _millrace_kept_shards(self) -> Shards:
+        if self._millrace_shards is None:
+            self._millrace_shards = Shards(*_held(self.get_model()))
+        return self._millrace_shards
+
+
+def _held(model: Any) -> tuple[Callable[[Any], Any], dict[str, Any], frozenset[str]]:
+    """The model's loader, its parameters, and the names of those that are padded."""
+    modules = model.named_modules()
+    padded = frozenset(f"{name}.weight" for name, module in modules if hasattr(module, "num_embeddings_padded"))
+    return model.load_weights, dict(model.named_parameters()), padded

@@ -14,6 +14,9 @@ from pathlib import Path
 
 from millrace.errors import Fenced, InvalidState, MillraceError, NotFound
 from millrace.ids import new_member_id
+from millrace.weights import sides
+from millrace.weights.boxes import Boxes
+from millrace.weights.layout import dims_of, whole
 from millrace.weights.manifest import Manifest, TensorInfo
 from millrace.weights.plan import gather_broadcast
 from millrace.wire.arrays import pack_logprobs, pack_tokens
@@ -34,7 +37,13 @@ from millrace.wire.v1 import (
 
 MANIFEST = Manifest((TensorInfo("model.norm.weight", (8,), "float32"),))
 CHECKSUMS = [7]
+HALVES = [Boxes.of([(0, (start,), (4,))], dims_of(MANIFEST)) for start in (0, 4)]
+"""What the trainer's two ranks hold."""
 Fault = Callable[[object], Awaitable[None]]
+
+
+def _plan_hash(of: weights_pb2.Sides | None, world_size: int) -> bytes:
+    return gather_broadcast(MANIFEST, world_size).hash if of is None else sides.Planner().plan(MANIFEST, of).hash
 
 
 class Faults(dict[str, Fault]):
@@ -148,6 +157,8 @@ class SimulatedTrainer(Member, trainer_pb2_grpc.TrainerServicer):
         self.stalest = 0
         self.configured: list[str] = []
         self.last: trainer_pb2.StepResponse | None = None
+        self.paths: list[int] = []
+        """Of every publication that was prepared."""
         self._stepping = asyncio.Lock()
 
     def servicers(self) -> Mapping[str, Callable[..., None]]:
@@ -196,15 +207,23 @@ class SimulatedTrainer(Member, trainer_pb2_grpc.TrainerServicer):
             self.stalest = max(self.stalest, self.version - oldest)
             self.tokens += sum(ref.response_tokens)
 
+    async def DescribeWeights(self, request, context):
+        await self.faults.strike("DescribeWeights", request)
+        return trainer_pb2.DescribeSendResponse(manifest=MANIFEST.to_proto(), layouts=sides.encode(HALVES))
+
     async def PreparePublication(self, request, context):
         await self.faults.strike("PreparePublication", request)
         if request.publication.version != self.version:
             raise InvalidState(f"asked for {request.publication.version}, the trainer holds {self.version}.")
-        world_size = 1 + sum(receiver.world_size for receiver in request.receivers)
+        sharded = request.path == weights_pb2.PATH_SHARDED
+        first = len(HALVES) if sharded else 1
+        assert [receiver.first_rank for receiver in request.receivers][:1] == [first]
+        self.paths.append(request.path)
+        world_size = first + sum(receiver.world_size for receiver in request.receivers)
         return trainer_pb2.PrepareSendResponse(
             manifest=MANIFEST.to_proto(),
             rendezvous=weights_pb2.Rendezvous(host="127.0.0.1", port=1, world_size=world_size),
-            plan_hash=gather_broadcast(MANIFEST, world_size).hash,
+            plan_hash=_plan_hash(request.sides if sharded else None, world_size),
         )
 
     async def TransferPublication(self, request, context):
@@ -266,6 +285,8 @@ class SimulatedReplica(Member, rollout_pb2_grpc.RolloutServicer):
         self.extending = True
         self.plan_hash = b""
         """To disagree with."""
+        self.describes = True
+        """Whether it can tell its layout."""
         self.dying: asyncio.Task[None] | None = None
         self._incoming = -1
         self._chance = random.Random(0)
@@ -286,10 +307,16 @@ class SimulatedReplica(Member, rollout_pb2_grpc.RolloutServicer):
             self.version = -1
         return rollout_pb2.ConfigureRolloutResponse(world_size=1, dtype="float32", seconds=0.0)
 
+    async def DescribeWeights(self, request, context):
+        await self.faults.strike("DescribeWeights", request)
+        layouts = sides.encode([whole(Manifest.from_proto(request.manifest)).boxes] if self.describes else [])
+        return rollout_pb2.DescribeReceiveResponse(layouts=layouts)
+
     async def PreparePublication(self, request, context):
         await self.faults.strike("PreparePublication", request)
-        plan = gather_broadcast(Manifest.from_proto(request.manifest), request.rendezvous.world_size)
-        return rollout_pb2.PrepareReceiveResponse(plan_hash=self.plan_hash or plan.hash)
+        sharded = request.path == weights_pb2.PATH_SHARDED
+        plan_hash = _plan_hash(request.sides if sharded else None, request.rendezvous.world_size)
+        return rollout_pb2.PrepareReceiveResponse(plan_hash=self.plan_hash or plan_hash)
 
     async def TransferPublication(self, request, context):
         await self.faults.strike("TransferPublication", request)

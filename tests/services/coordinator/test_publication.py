@@ -7,6 +7,7 @@ import pytest
 
 from millrace.errors import InvalidState, PublicationFailed
 from millrace.rest import JobState
+from millrace.wire.v1 import weights_pb2
 from tests.services.coordinator.cluster import Cluster, scenario, until
 from tests.services.coordinator.conftest import CoordinatorProcess
 from tests.services.coordinator.peers import SimulatedReplica
@@ -156,3 +157,39 @@ async def test_all_replicas_die_and_new_ones_come(cluster: Cluster, spec: dict[s
     await cluster.replica()
     job = await cluster.ended(job_id)
     assert job.state is JobState.SUCCEEDED and set(trainer.every.values()) == {1}
+
+
+@pytest.mark.parametrize("chosen", ["auto", "gather_broadcast", "sharded"])
+def test_the_way_is_the_jobs_choice_and_what_members_can(
+    chosen: str, shared: CoordinatorProcess, spec: dict[str, Any]
+) -> None:
+    @scenario
+    async def played(cluster: Cluster, spec: dict[str, Any]) -> None:
+        trainer, old, new = await cluster.trainer(), await cluster.replica(), await cluster.replica()
+        old.describes = chosen == "gather_broadcast"
+        spec["publication"] = {"path": chosen}
+        job_id = await cluster.submit(spec)
+        job = await cluster.ended(job_id)
+        assert job.state is JobState.SUCCEEDED and len(new.publications) == 7
+        sharded = {weights_pb2.PATH_SHARDED}
+        assert set(trainer.paths) == (sharded if chosen == "sharded" else {weights_pb2.PATH_GATHER_BROADCAST})
+        if chosen == "sharded":
+            failures = await cluster.events(job_id, "publication.failed")
+            assert old.publications == [] and failures[0].data["culprits"] == [old.id]
+            assert "cannot take part" in failures[0].message
+
+    played(shared, spec)
+
+
+@scenario
+async def test_layouts_are_asked_for_once(cluster: Cluster, spec: dict[str, Any]) -> None:
+    trainer, replica = await cluster.trainer(), await cluster.replica()
+    asked = []
+
+    async def count(request: Any) -> None:
+        asked.append(type(request).__name__)
+
+    trainer.faults["DescribeWeights"] = replica.faults["DescribeWeights"] = count
+    assert (await cluster.ended(await cluster.submit(spec))).state is JobState.SUCCEEDED
+    assert sorted(asked) == ["DescribeReceiveRequest", "DescribeSendRequest"]
+    assert trainer.paths == [weights_pb2.PATH_SHARDED] * 7

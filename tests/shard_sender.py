@@ -1,0 +1,159 @@
+"""The sending side of a sharded publication, as small as it can be: each rank of a trainer in a thread."""
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from millrace.errors import PublicationFailed
+from millrace.ids import Version
+from millrace.weights import sides as wire
+from millrace.weights.boxes import Boxes
+from millrace.weights.channels.channel import Channel, Flight, Parcel
+from millrace.weights.channels.gloo import serve_store
+from millrace.weights.channels.meeting import Meeting
+from millrace.weights.layout import Layout, Place, contiguous
+from millrace.weights.manifest import Manifest, TensorInfo
+from millrace.weights.memory import Memory
+from millrace.weights.party import Party
+from millrace.weights.pipeline import Sending
+from millrace.wire.v1 import weights_pb2
+from services.rollout.delivery import Delivery
+
+TIMEOUT_S = 30.0
+
+
+class Shards:
+    """`tensors` as a trainer has them: split by rows over `ranks` where there are rows, in float32."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], ranks: int = 2) -> None:
+        self.manifest = Manifest(
+            tuple(TensorInfo(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in tensors.items())
+        )
+        self.ranks = [self._of_rank(list(tensors.values()), rank, ranks) for rank in range(ranks)]
+
+    def _of_rank(self, tensors: list[torch.Tensor], rank: int, ranks: int) -> Memory:
+        places, buffers = [], []
+        for i, tensor in enumerate(tensors):
+            rows = tensor.shape[0]
+            first, last = (0, rows) if tensor.dim() == 1 else (rank * rows // ranks, (rank + 1) * rows // ranks)
+            part = tensor[first:last].float().contiguous()
+            offset = (first, *[0] * (tensor.dim() - 1))
+            places.append(Place(i, offset, tuple(part.shape), len(buffers), 0, contiguous(part.shape)))
+            buffers.append(part)
+        return Memory(self.manifest, Layout.of(places, self.manifest), buffers)
+
+
+class ShardSender:
+    """Publishes `shards` as one version to receivers that want `wanted`. `hold_after` pauses before that round until
+    `release()`; `corrupt` changes a byte of the first message on its way."""
+
+    def __init__(
+        self,
+        shards: Shards,
+        wanted: Sequence[Boxes],
+        *,
+        version: int,
+        job: str = "job-test",
+        epoch: int = 1,
+        attempt: int = 0,
+        mode: "weights_pb2.CommitMode" = weights_pb2.COMMIT_MODE_SHADOW,
+        hold_after: int | None = None,
+        corrupt: bool = False,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        self.shards = shards
+        sides = weights_pb2.Sides(
+            senders=wire.encode([memory.layout.boxes for memory in shards.ranks]),
+            receivers=wire.encode(wanted),
+            message_bytes=16384,
+        )
+        self.plan = wire.Planner().plan(shards.manifest, sides)
+        self._store, self.port = serve_store("127.0.0.1", self.plan.world_size, TIMEOUT_S)
+        self.gate = threading.Event()
+        self._hold_after, self._corrupt = hold_after, corrupt
+        self.delivery = Delivery(
+            key=f"{job}/{version}/{epoch}/{attempt}",
+            version=Version(version),
+            manifest=shards.manifest,
+            host="127.0.0.1",
+            port=self.port,
+            world_size=self.plan.world_size,
+            first_rank=len(shards.ranks),
+            timeout_s=timeout_s,
+            sides=sides,
+            channel=f"{job}/{version}/{epoch}/{attempt}",
+            mode=mode,
+        )
+        self.sums: dict[int, int] = {}
+        self.failures: list[PublicationFailed] = []
+        self.parties = [Party() for _ in shards.ranks]
+        self._threads = [
+            threading.Thread(target=self._run, args=(rank,), daemon=True) for rank in range(len(shards.ranks))
+        ]
+
+    @property
+    def checksums(self) -> tuple[int, ...]:
+        return tuple(self.sums[content] for content in range(len(self.plan.sizes)))
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def release(self) -> None:
+        self.gate.set()
+
+    def join(self) -> None:
+        """Waits until everything is out; raises what stopped it."""
+        self.release()
+        for thread in self._threads:
+            thread.join(TIMEOUT_S)
+            assert not thread.is_alive()
+        for party in self.parties:
+            party.leave()
+        if self.failures:
+            raise self.failures[0]
+
+    def _run(self, rank: int) -> None:
+        meeting = Meeting(
+            "127.0.0.1", self.port, self.delivery.channel, rank, self.plan.world_size, b"", self.delivery.timeout_s
+        )
+        sending = Sending(self.plan, rank, self.shards.ranks[rank])
+        try:
+            self.parties[rank].begin()
+            give_up = time.monotonic() + self.delivery.timeout_s
+            sums, _ = self.parties[rank].run(
+                meeting, self.delivery.key, give_up, lambda channel: sending.run(Spoiled(channel, self))
+            )
+            self.sums.update(sums)
+        except PublicationFailed as error:
+            self.failures.append(error)
+
+    def spoil(self, number: int, sends: Sequence[Parcel]) -> Sequence[Parcel]:
+        """What becomes of a rank's round on its way."""
+        if number == self._hold_after:
+            self.gate.wait(TIMEOUT_S)
+        if self._corrupt and number == 0:
+            changed = sends[0].data.clone()
+            changed[0] ^= 1
+            return [Parcel(sends[0].number, sends[0].peer, changed), *sends[1:]]
+        return sends
+
+
+class Spoiled:
+    """A channel that does to each round what the test says."""
+
+    def __init__(self, channel: Channel, sender: ShardSender) -> None:
+        self.key, self.rank, self.give_up = channel.key, channel.rank, channel.give_up
+        self._channel, self._sender, self._rounds = channel, sender, 0
+
+    def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel], stream: object = None) -> Flight:
+        self._rounds += 1
+        return self._channel.exchange(self._sender.spoil(self._rounds - 1, sends), receives, stream)
+
+    def abort(self, reason: str) -> None:
+        self._channel.abort(reason)
+
+    def close(self) -> None:
+        self._channel.close()
