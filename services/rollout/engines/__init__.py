@@ -9,6 +9,7 @@ from services.rollout.engines.engine import Engine, Probe
 
 ENGINES: Mapping[str, tuple[str, str]] = {
     "vllm": ("services.rollout.engines.vllm", "VllmEngine"),
+    "sglang": ("services.rollout.engines.sglang", "SglangEngine"),
     "transformers": ("services.rollout.engines.transformers", "TransformersEngine"),
 }
 """Module and class. The module also has `probe() -> Probe`. Importing it imports no engine library."""

@@ -7,6 +7,13 @@ from millrace.spec import JobSpec, parse
 
 ENGINE_OPTIONS = {
     "vllm": {"max_num_seqs": 16, "kv_cache_memory_bytes": 1 << 27},
+    "sglang": {
+        "max_running_requests": 16,
+        "max_total_tokens": 16384,
+        "mem_fraction_static": 0.3,
+        "attention_backend": "triton",
+        "cuda_graph_max_bs": 16,
+    },
     "transformers": {"max_num_seqs": 16},
 }
 

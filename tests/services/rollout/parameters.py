@@ -1,8 +1,12 @@
 """An engine's weights read back by value, in Hugging Face terms, without the code under test."""
 
+import asyncio
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from services.rollout.engines.engine import Engine
 
@@ -12,10 +16,23 @@ HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE = 4, 2, 32, 96
 async def engine_parameters(engine: Engine) -> dict[str, torch.Tensor]:
     if engine.name == "transformers":
         return {name: p.detach().clone() for name, p in engine._model.named_parameters()}  # type: ignore[attr-defined]
+    if engine.name == "sglang":
+        return await asyncio.to_thread(_saved, engine._engine)  # type: ignore[attr-defined]
     (raw,) = await engine._llm.collective_rpc(_read)  # type: ignore[attr-defined]
     held: dict[str, torch.Tensor] = {}
     for name, (shape, dtype, data) in raw.items():
         held |= _unfused(name, torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype)).view(shape))
+    return held
+
+
+def _saved(sglang: Any) -> dict[str, torch.Tensor]:
+    """As SGLang itself writes its parameters to a folder."""
+    held: dict[str, torch.Tensor] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        sglang.save_sharded_model(path=folder, pattern=None, max_size=None)
+        for part in Path(folder).glob("*.safetensors"):
+            for name, tensor in load_file(part).items():
+                held |= _unfused(name, tensor.clone())
     return held
 
 

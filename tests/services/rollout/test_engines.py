@@ -3,6 +3,7 @@ versions, weights."""
 
 import asyncio
 import os
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 from millrace.errors import InvalidState, PublicationFailed
 from millrace.ids import Version
 from millrace.wire.v1 import weights_pb2
-from services.rollout.engines import create
+from services.rollout.engines import create, probe
 from services.rollout.engines.engine import (
     Engine,
     EngineDied,
@@ -114,10 +115,14 @@ class Case:
         "transformers-untied-bfloat16",
         pytest.param("vllm-tied-float32", marks=pytest.mark.e2e),
         pytest.param("vllm-untied-bfloat16", marks=pytest.mark.e2e),
+        pytest.param("sglang-tied-float32", marks=pytest.mark.gpu),
+        pytest.param("sglang-untied-bfloat16", marks=pytest.mark.gpu),
     ],
 )
 def case(request: pytest.FixtureRequest, run: Run, tied_model: Path, untied_model: Path) -> Iterator[Case]:
     name, embeddings, dtype = request.param.split("-")
+    if name == "sglang" and not (torch.cuda.is_available() and probe(name).ok):
+        pytest.skip("SGLang needs a CUDA device")
     tied = embeddings == "tied"
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # lets a test look into the worker's memory
     engine = create(name)
@@ -466,6 +471,9 @@ def kill(engine: Any) -> None:
     """The engine's end as the kernel or a defect would bring it."""
     if engine.name == "transformers":
         engine._model.forward = None
+        return
+    if engine.name == "sglang":
+        os.kill(engine._engine.get_all_child_pids()[0], signal.SIGKILL)
         return
     workers = [p for p in psutil.Process().children(recursive=True) if "VLLM::Worker" in " ".join(p.cmdline())]
     assert len(workers) == 1

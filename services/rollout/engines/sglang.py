@@ -1,0 +1,459 @@
+"""SGLang behind the engine protocol: its Engine in this process, a scheduler process a rank below it.
+
+The weights live in the schedulers, where `sglang_worker` receives them beside generation. Nothing listens on a network
+address: SGLang's processes and ours meet on Unix sockets.
+"""
+
+import asyncio
+import atexit
+import contextlib
+import importlib.util
+import itertools
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import structlog
+
+from millrace.errors import InvalidJob, InvalidState, PublicationFailed, Unavailable
+from millrace.ids import Version
+from millrace.spec import JobSpec
+from millrace.spec.rollout import CachePolicy
+from millrace.weights.boxes import Boxes
+from millrace.weights.manifest import Manifest
+from services.rollout.delivery import Delivery, mode_of, stages
+from services.rollout.engines import sglang_options
+from services.rollout.engines.engine import (
+    EngineDied,
+    Load,
+    Probe,
+    Reception,
+    Sample,
+    Sampling,
+    StopReason,
+    Swap,
+    VersionSpan,
+)
+from services.rollout.engines.sglang_wire import HEADER, SOCKET, decode, encode
+from services.rollout.engines.sglang_worker import MARK, run_scheduler_process
+from services.rollout.lifeline import own_descendants
+
+log = structlog.get_logger(__name__)
+RPC_S = 60.0
+"""For one call into the schedulers. None of them waits for anything but its own work."""
+LOOK_EVERY_S = 0.5
+"""How often its processes are looked after."""
+MEET_S = 60.0
+"""From SGLang's being ready until every scheduler has opened its inlet."""
+PAUSES: dict[CachePolicy, str] = {"recompute": "retract", "keep": "in_place"}
+"""SGLang's words: requests in flight are prefilled again, or go on with the keys and values that they have."""
+
+
+def probe() -> Probe:
+    found = sglang_options.release()
+    if importlib.util.find_spec("sglang") is None or not found:
+        return Probe(False, "", "SGLang is not installed: install millrace[gpu-sglang].")
+    return Probe(True, found, sglang_options.release_warning(found))
+
+
+class SglangEngine:
+    name = "sglang"
+
+    def __init__(self) -> None:
+        self.release = sglang_options.release()
+        self.device = ""
+        self.world_size = 0
+        self.dtype = ""
+        self.capacity = 0
+        # The kernel ends a child with the thread that made it: this one lives as long as the engine.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="sglang")
+        self._engine: Any = None
+        self._manager: Any = None
+        self._schedulers = Schedulers()
+        self._numbers = itertools.count()
+        self._running: set[str] = set()
+        self._context = 0
+        self._end_of_turn: list[int] = []
+        self._tokenizer: Any = None
+        self._version: Version | None = None
+        self._delivery: Delivery | None = None
+        self._staged = True
+        self._paused = 0.0
+        self._death: asyncio.Future[str]
+        """Resolved, with how it was seen, once a process of SGLang has ended by itself."""
+        self._watch: asyncio.Task[None] | None = None
+
+    async def start(self, spec: JobSpec) -> None:
+        if warning := sglang_options.release_warning(self.release):
+            log.warning(warning)
+        own_descendants()
+        _set_environment()
+        loop = asyncio.get_running_loop()
+        self._death = loop.create_future()
+        # SGLang's processes tell their parent by this signal that one of them has failed.
+        with contextlib.suppress(ValueError, RuntimeError):
+            loop.add_signal_handler(signal.SIGQUIT, self._lost, "SGLang reported a failure of its processes")
+        await self._schedulers.listen()
+        self._context = sglang_options.context(spec)
+        await loop.run_in_executor(self._thread, self._build, spec)
+        ranks = await self._schedulers.meet(self._engine.server_args.tp_size, MEET_S)
+        self.world_size, self.dtype, self.device = len(ranks), ranks[0]["dtype"], ranks[0]["device"]
+        # A sample in flight holds half of its longest length on average.
+        fitting = 2 * ranks[0]["tokens"] // self._context
+        self.capacity = max(1, min(ranks[0]["requests"], fitting))
+        self._watch = asyncio.create_task(self._look_after(self._engine.get_all_child_pids()))
+
+    def _build(self, spec: JobSpec) -> None:
+        """Starts SGLang's processes. Takes seconds to minutes; runs in `_thread`."""
+        from sglang.srt.entrypoints.engine import Engine
+
+        sglang_options.check_api()
+
+        class OurEngine(Engine):  # type: ignore[misc]
+            run_scheduler_process_func = staticmethod(run_scheduler_process)
+
+        try:
+            engine = OurEngine(**sglang_options.server_arguments(spec))
+        except (ValueError, TypeError, OSError, AssertionError) as error:
+            what = f"SGLang refused model.path {spec.model.path} with rollout.engine_options: {error}."
+            raise InvalidJob(what, "mend the named option; SGLang's log above says more.") from error
+        except (RuntimeError, MemoryError, EOFError) as error:
+            what = f"SGLang did not start with {spec.model.path}: {error}."
+            raise Unavailable(what, "its log above names the cause; memory and CUDA devices first.") from error
+        # It would end every process below this one, the replica's own too.
+        atexit.unregister(engine.shutdown)
+        self._engine, self._manager = engine, engine.tokenizer_manager
+        sglang_options.check_model(self._manager.model_config)
+        self._tokenizer = self._manager.tokenizer
+        self._end_of_turn = _end_of_turn(self._manager.model_config, self._tokenizer)
+
+    async def stop(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+        if self._engine is not None:
+            engine, self._engine = self._engine, None
+            await asyncio.get_running_loop().run_in_executor(self._thread, _shut_down, engine)
+            for task in list(self._manager.asyncio_tasks):
+                task.cancel()
+        await self._schedulers.close()
+        with contextlib.suppress(ValueError, RuntimeError):
+            asyncio.get_running_loop().remove_signal_handler(signal.SIGQUIT)
+        self._thread.shutdown(wait=False)
+
+    async def _look_after(self, processes: list[int]) -> None:
+        while all(_lives(pid) for pid in processes):
+            await asyncio.sleep(LOOK_EVERY_S)
+        self._lost(f"{', '.join(str(pid) for pid in processes if not _lives(pid))} ended")
+
+    def _lost(self, how: str) -> None:
+        if not self._death.done():
+            self._death.set_result(how)
+
+    def _check_alive(self) -> None:
+        if self._death.done():
+            raise EngineDied(f"SGLang's processes: {self._death.result()}.")
+
+    def load(self) -> Load:
+        self._check_alive()
+        running = min(len(self._running), self.capacity)
+        return Load(running, len(self._running) - running)
+
+    # Generation.
+
+    async def generate(self, prompt_tokens: Sequence[int], sampling: Sampling) -> Sample:
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        # SGLang ends every request whose name begins with the one that is to be ended.
+        request_id = f"sample-{next(self._numbers)}."
+        request = GenerateReqInput(
+            input_ids=list(prompt_tokens),
+            sampling_params=self._parameters(len(prompt_tokens), sampling),
+            return_logprob=True,
+            rid=request_id,
+            # Keys and values of an older version are not this request's to reuse.
+            extra_key=str(self._version),
+        )
+        self._check_alive()
+        self._running.add(request_id)
+        asking = asyncio.create_task(self._last_output(request))
+        try:
+            await asyncio.wait({asking, self._death}, return_when=asyncio.FIRST_COMPLETED)
+            self._check_alive()
+            return await self._sample(request_id, asking.result(), sampling)
+        finally:
+            self._running.discard(request_id)
+            if not asking.done():
+                asking.cancel()
+                if not self._death.done() and self._engine is not None:
+                    self._manager.abort_request(rid=request_id)
+
+    async def _last_output(self, request: Any) -> dict[str, Any] | None:
+        final = None
+        async for output in self._manager.generate_request(request, None):
+            final = output
+        return final
+
+    def _parameters(self, prompt_tokens: int, sampling: Sampling) -> dict[str, Any]:
+        return {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k or -1,
+            "max_new_tokens": min(sampling.max_response_tokens, self._context - prompt_tokens),
+            "stop": list(sampling.stop) or None,
+            "stop_token_ids": self._end_of_turn,
+        }
+
+    async def _sample(self, request_id: str, final: dict[str, Any] | None, sampling: Sampling) -> Sample:
+        ended = (final or {}).get("meta_info", {}).get("finish_reason") or {"type": "nothing"}
+        if final is None or ended["type"] not in ("stop", "length"):
+            raise InvalidState(f"SGLang ended sample {request_id} with {ended}.", "the prompt is issued again.")
+        meta = final["meta_info"]
+        tokens = np.asarray(final["output_ids"], dtype=np.int32)
+        stop_reason = StopReason.LENGTH
+        if ended["type"] == "stop":
+            by_string = isinstance(ended.get("matched"), str)
+            stop_reason = StopReason.STOP_STRING if by_string else StopReason.END_OF_TURN
+        # With stop strings SGLang has made the text already, and cut it.
+        text = str(final["text"]) if sampling.stop else await asyncio.to_thread(self._decode, tokens.tolist())
+        return Sample(
+            tokens=tokens,
+            logprobs=np.asarray([entry[0] for entry in meta["output_token_logprobs"]], dtype=np.float32)[: len(tokens)],
+            versions=_spans(meta[MARK][: len(tokens)]),
+            stop_reason=stop_reason,
+            text=text,
+        )
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    # Publication.
+
+    async def describe(self, manifest: Manifest) -> Sequence[Boxes]:
+        answers = await self._schedulers.ask("millrace_describe", manifest.to_proto().SerializeToString())
+        return [Boxes.decode(answer["boxes"]) for answer in answers]
+
+    async def prepare(self, delivery: Delivery) -> None:
+        await self.abort_receive()
+        answers = await self._schedulers.ask("millrace_prepare", delivery.encode())
+        if delivery.sides is not None:
+            self._staged = stages(delivery, all(answer["fits"] for answer in answers))
+            await self._schedulers.ask("millrace_ready", delivery.encode(), self._staged)
+        self._delivery = delivery
+
+    async def begin_receive(self) -> None:
+        in_place = self._delivery is not None and self._delivery.sides is not None and not self._staged
+        if in_place:
+            self._paused = time.perf_counter()
+            await self._pause("in_place")
+        await self._schedulers.ask("millrace_begin", paused=in_place)
+
+    @property
+    def half_written(self) -> bool:
+        return bool(self._paused)
+
+    async def received(self) -> Reception:
+        wait_s = 0.005
+        answers = await self._schedulers.ask("millrace_progress")
+        while not all(answer["done"] for answer in answers):
+            await asyncio.sleep(wait_s)
+            wait_s = min(0.1, 1.5 * wait_s)
+            answers = await self._schedulers.ask("millrace_progress")
+        wire_s = max(answer["wire_s"] for answer in answers)
+        checksum_s = max(answer["checksum_s"] for answer in answers)
+        if self._delivery is not None and self._delivery.sides is not None:
+            contents = tuple((content, value) for answer in answers for content, value in answer["contents"])
+            return Reception((), wire_s=wire_s, checksum_s=checksum_s, contents=contents)
+        if any(answer["checksums"] != answers[0]["checksums"] for answer in answers):
+            raise PublicationFailed("the engine's ranks received different bytes.", "publish again.")
+        return Reception(tuple(answers[0]["checksums"]), wire_s=wire_s, checksum_s=checksum_s)
+
+    async def commit(self, version: Version, cache_policy: CachePolicy) -> Swap:
+        started = self._paused or time.perf_counter()
+        whole = False
+        try:
+            await self._pause(PAUSES[cache_policy])
+            answers = await self._schedulers.ask("millrace_apply", paused=True)
+            self._check_placed(answers)
+            await self._schedulers.label(version, recompute=cache_policy == "recompute")
+            self._version = version
+            whole = True
+        finally:
+            if not whole:
+                self._drop_version()
+            self._paused = 0.0
+            await self._resume()
+        sharded = self._delivery is not None and self._delivery.sides is not None
+        through_loader = len(self._delivery.manifest.tensors) if self._delivery else 0
+        return Swap(
+            apply_s=max(answer["apply_s"] for answer in answers),
+            compare_s=max(answer["compare_s"] for answer in answers),
+            pause_s=time.perf_counter() - started,
+            loader_tensors=max(answer.get("loader_tensors", through_loader) for answer in answers),
+            loader_bytes=max(answer.get("loader_bytes", 0) for answer in answers),
+            staging_bytes=max(answer.get("staging_bytes", 0) for answer in answers),
+            mode=mode_of(self._staged or not sharded),
+        )
+
+    async def abort_receive(self) -> None:
+        if self._engine is not None:
+            await self._schedulers.ask("millrace_abort")
+            if self._paused:
+                self._paused = 0.0
+                self._drop_version()
+                await self._resume()
+
+    async def _pause(self, mode: str) -> None:
+        from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
+        self._manager.auto_create_handle_loop()
+        await self._manager.pause_generation(PauseGenerationReqInput(mode=mode))
+
+    async def _resume(self) -> None:
+        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
+        await self._manager.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
+
+    def _drop_version(self) -> None:
+        """No version is in place: what runs is of no use."""
+        self._version = None
+        for request_id in list(self._running):
+            self._manager.abort_request(rid=request_id)
+
+    def _check_placed(self, answers: list[dict[str, Any]]) -> None:
+        nowhere = set.intersection(*(set(answer["unplaced"]) for answer in answers))
+        if nowhere:
+            what = f"the engine's loader placed nothing of {', '.join(sorted(nowhere)[:5])}."
+            raise PublicationFailed(what, "leave tied copies out of the manifest; load one model folder everywhere.")
+
+
+class Schedulers:
+    """The inlets of SGLang's scheduler processes, by rank."""
+
+    def __init__(self) -> None:
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._server: asyncio.Server | None = None
+        self._ranks: dict[int, tuple[asyncio.StreamReader, asyncio.StreamWriter]] = {}
+        self._introductions: dict[int, dict[str, Any]] = {}
+        self._met = asyncio.Condition()
+        self._turn = asyncio.Lock()
+        self._numbers = itertools.count()
+
+    async def listen(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="millrace-")  # open to its owner only
+        path = str(Path(self._folder.name) / "inlet")
+        self._server = await asyncio.start_unix_server(self._welcome, path)
+        os.environ[SOCKET] = path
+
+    async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        told = await _frame(reader)
+        async with self._met:
+            self._ranks[told["rank"]], self._introductions[told["rank"]] = (reader, writer), told
+            self._met.notify_all()
+
+    async def meet(self, count: int, within_s: float) -> list[dict[str, Any]]:
+        """What each of `count` ranks says of itself. Raises Unavailable where one does not come."""
+        try:
+            async with asyncio.timeout(within_s), self._met:
+                await self._met.wait_for(lambda: len(self._ranks) == count)
+        except TimeoutError as error:
+            what = f"{len(self._ranks)} of {count} SGLang schedulers opened an inlet within {within_s:g} s."
+            raise Unavailable(what, "see SGLang's log above.") from error
+        return [self._introductions[rank] for rank in range(count)]
+
+    async def ask(self, method: str, *arguments: Any, paused: bool = False) -> list[dict[str, Any]]:
+        """One call into every rank, carried out between two batches, or once they stand `paused`. Raises
+        PublicationFailed for the first that failed, EngineDied where a rank is gone."""
+        return await self._ask({"method": method, "arguments": list(arguments), "paused": paused})
+
+    async def label(self, version: Version, *, recompute: bool) -> None:
+        await self._ask({"method": "label", "arguments": {"version": version, "recompute": recompute}, "paused": True})
+
+    async def _ask(self, request: dict[str, Any]) -> list[dict[str, Any]]:
+        method, number = request["method"], next(self._numbers)
+        try:
+            async with asyncio.timeout(RPC_S), self._turn:
+                for _, writer in self._ranks.values():
+                    writer.write(encode(request | {"number": number}))
+                    await writer.drain()
+                answers = [await _answer(self._ranks[rank][0], number) for rank in sorted(self._ranks)]
+        except TimeoutError as error:
+            raise Unavailable(f"SGLang's schedulers did not answer {method} within {RPC_S:g} s.") from error
+        except (EOFError, OSError) as error:
+            raise EngineDied(f"an SGLang scheduler ended during {method}: {error}") from error
+        for answer in answers:
+            if "failed" in answer:
+                raise PublicationFailed(answer["failed"], answer["mend"])
+        return answers
+
+    async def close(self) -> None:
+        for _, writer in self._ranks.values():
+            writer.close()
+        self._ranks = {}
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+
+async def _answer(reader: asyncio.StreamReader, number: int) -> dict[str, Any]:
+    """The answer to call `number`; those to calls that were given up before it are read past."""
+    while (answer := await _frame(reader)).pop("number") != number:
+        continue
+    return answer
+
+
+async def _frame(reader: asyncio.StreamReader) -> dict[str, Any]:
+    (length,) = HEADER.unpack(await reader.readexactly(HEADER.size))
+    return decode(await reader.readexactly(length))
+
+
+def _spans(marks: Sequence[int]) -> tuple[VersionSpan, ...]:
+    """Runs of the same version."""
+    spans: list[VersionSpan] = []
+    start = 0
+    for version, run in itertools.groupby(marks):
+        end = start + len(list(run))
+        spans.append(VersionSpan(Version(version), start, end))
+        start = end
+    return tuple(spans)
+
+
+def _shut_down(engine: Any) -> None:
+    if (watchdog := engine.tokenizer_manager._subprocess_watchdog) is not None:
+        watchdog.stop()
+    if engine.send_to_rpc is not None:
+        engine.send_to_rpc.close(linger=0)
+    ours = [psutil.Process(pid) for pid in engine.get_all_child_pids() if psutil.pid_exists(pid)]
+    below = [child for process in ours for child in process.children(recursive=True)]
+    for process in [*ours, *below]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs([*ours, *below], timeout=10.0)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _set_environment() -> None:
+    """Before SGLang is imported; what the user set stays."""
+    # The context is longer than the job's by a few tokens that are never used.
+    os.environ.setdefault("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "1")
+
+
+def _end_of_turn(config: Any, tokenizer: Any) -> list[int]:
+    """Tokens that end a response: those of the model folder's generation config, and the tokenizer's."""
+    named = config.hf_eos_token_id or set()
+    return sorted(({named} if isinstance(named, int) else set(named)) | ({tokenizer.eos_token_id} - {None}))

@@ -1,0 +1,130 @@
+"""From a job spec to SGLang's server arguments, refusing what the replica could not serve truthfully."""
+
+import dataclasses
+import difflib
+import importlib.metadata
+import secrets
+from typing import Any
+
+from millrace.errors import InvalidJob, InvalidState
+from millrace.spec import JobSpec
+
+OLDEST, NEWEST = (0, 5, 16), (0, 5, 16)
+"""Releases that were tried."""
+
+OURS = {
+    "model_path": "model.path",
+    "tokenizer_path": "model.path",
+    "trust_remote_code": "model.trust_remote_code",
+    "dtype": "rollout.dtype",
+    "load_format": "",
+    "sampling_backend": "",
+    "random_seed": "",
+    "skip_tokenizer_init": "",
+    "quantization": "",
+    "kv_cache_dtype": "",
+    "pp_size": "",
+    "dp_size": "",
+    "nnodes": "",
+    "speculative_algorithm": "",
+    "disaggregation_mode": "",
+}
+"""Options that a job cannot set here, and the field that says it instead."""
+
+SLACK = 8
+"""Tokens by which SGLang's context is longer than the job's: it ends a response some tokens before its context does."""
+
+
+def server_arguments(spec: JobSpec) -> dict[str, Any]:
+    """Keyword arguments of `sglang.Engine`. Raises InvalidJob naming the option that will not do."""
+    from sglang.srt.server_args import ServerArgs
+
+    options = dict(spec.rollout.engine_options)
+    known = {field.name for field in dataclasses.fields(ServerArgs)}
+    for name in options:
+        _check_name(name, known)
+    return {
+        "context_length": context(spec) + SLACK,
+        "log_level": "warning",
+        **options,
+        "model_path": spec.model.path,
+        "trust_remote_code": spec.model.trust_remote_code,
+        "dtype": spec.rollout.dtype,
+        # A publication follows before anything is served: reading the checkpoint would be wasted.
+        "load_format": "dummy",
+        # The name under which the worker puts its own sampler: see sglang_worker.
+        "sampling_backend": "pytorch",
+        # Replicas must not draw the same random numbers; the ranks of one must.
+        "random_seed": secrets.randbits(30),
+    }
+
+
+def context(spec: JobSpec) -> int:
+    """Tokens of a prompt and its response, at the most."""
+    asked = spec.rollout.engine_options.get("context_length")
+    return int(asked) if asked else spec.data.max_prompt_tokens + spec.rollout.max_response_tokens
+
+
+def check_model(model_config: Any) -> None:
+    """Refuses a model whose parameters SGLang transforms after loading: a published version would be written over the
+    transformed ones. `model_config` is SGLang's ModelConfig."""
+    latent = "MLA" in str(getattr(model_config, "attention_arch", "")).upper()
+    reasons = {
+        "quantized weights": bool(getattr(model_config, "quantization", None)),
+        "multi-head latent attention": latent,
+    }
+    if broken := [reason for reason, holds in reasons.items() if holds]:
+        what = f"model.path: {model_config.model_path} will not do: it has {', '.join(broken)}."
+        raise InvalidJob(what, "use the transformers engine, or a model without them: SGLang repacks such weights.")
+
+
+def _check_name(name: str, known: set[str]) -> None:
+    field = f"rollout.engine_options.{name}"
+    if name in OURS:
+        mend = f"set {OURS[name]} instead." if OURS[name] else "remove it: the replica sets it."
+        raise InvalidJob(f"{field}: this option is not the job's to set.", mend)
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=1)
+        mend = f"did you mean {close[0]}?" if close else "see the fields of SGLang's ServerArgs."
+        raise InvalidJob(f"{field}: SGLang has no such option.", mend)
+
+
+def release() -> str:
+    """Of the installed SGLang; empty where there is none."""
+    try:
+        return importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def release_warning(found: str) -> str:
+    """Why `found` may not work; empty where it was tried."""
+    parts = tuple(int(p) for p in found.split(".")[:3] if p.isdigit())
+    if OLDEST <= parts <= NEWEST:
+        return ""
+    oldest, newest = (".".join(map(str, release)) for release in (OLDEST, NEWEST))
+    tried = oldest if oldest == newest else f"{oldest} to {newest}"
+    return f"SGLang {found} was not tried; {tried} was. Watch the log-probability mismatch of the first steps."
+
+
+def check_api() -> None:
+    """Raises InvalidState naming what this SGLang lacks."""
+    from sglang.srt.entrypoints.engine import Engine
+    from sglang.srt.layers import sampler
+    from sglang.srt.managers import io_struct, scheduler, tokenizer_manager
+
+    needed = {
+        "Engine.run_scheduler_process_func": hasattr(Engine, "run_scheduler_process_func"),
+        "layers.sampler.register_sampler_backend": hasattr(sampler, "register_sampler_backend"),
+        "io_struct.PauseGenerationReqInput": hasattr(io_struct, "PauseGenerationReqInput"),
+        "Scheduler.process_input_requests": hasattr(scheduler.Scheduler, "process_input_requests"),
+        "TokenizerManager.pause_generation": hasattr(tokenizer_manager.TokenizerManager, "pause_generation"),
+        "GenerateReqInput.extra_key": "extra_key" in _fields(io_struct.GenerateReqInput),
+    }
+    if missing := [name for name, there in needed.items() if not there]:
+        what = f"SGLang {release()} has no {', '.join(missing)}."
+        raise InvalidState(what, f"install SGLang {'.'.join(map(str, OLDEST))} or newer.")
+
+
+def _fields(kind: Any) -> set[str]:
+    return set(getattr(kind, "__struct_fields__", ())) or set(getattr(kind, "__dataclass_fields__", ()))
