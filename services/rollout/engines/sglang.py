@@ -148,7 +148,7 @@ class SglangEngine:
         self._thread.shutdown(wait=False)
 
     async def _look_after(self, processes: list[int]) -> None:
-        while all(_lives(pid) for pid in processes):
+        while all(_lives(pid) for pid in processes):  # noqa: ASYNC110 - the kernel tells nobody
             await asyncio.sleep(LOOK_EVERY_S)
         self._lost(f"{', '.join(str(pid) for pid in processes if not _lives(pid))} ended")
 
@@ -184,7 +184,8 @@ class SglangEngine:
         self._running.add(request_id)
         asking = asyncio.create_task(self._last_output(request))
         try:
-            await asyncio.wait({asking, self._death}, return_when=asyncio.FIRST_COMPLETED)
+            either: list[asyncio.Future[Any]] = [asking, self._death]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             self._check_alive()
             return await self._sample(request_id, asking.result(), sampling)
         finally:
