@@ -103,12 +103,21 @@ class SglangEngine:
         await self._schedulers.listen()
         self._context = sglang_options.context(spec)
         await loop.run_in_executor(self._thread, self._build, spec)
+        self._handle_outputs()
         ranks = await self._schedulers.meet(self._engine.server_args.tp_size, MEET_S)
         self.world_size, self.dtype, self.device = len(ranks), ranks[0]["dtype"], ranks[0]["device"]
         # A sample in flight holds half of its longest length on average.
         fitting = 2 * ranks[0]["tokens"] // self._context
         self.capacity = max(1, min(ranks[0]["requests"], fitting))
         self._watch = asyncio.create_task(self._look_after(self._engine.get_all_child_pids()))
+
+    def _handle_outputs(self) -> None:
+        """As SGLang would with the first request; but it would take over this process's signals too."""
+        loop = asyncio.get_running_loop()
+        handling = loop.create_task(self._manager.handle_loop())
+        handling.add_done_callback(lambda task: task.cancelled() or self._lost("its outputs are no longer handled"))
+        self._manager.event_loop = loop
+        self._manager.asyncio_tasks.add(handling)
 
     def _build(self, spec: JobSpec) -> None:
         """Starts SGLang's processes. Takes seconds to minutes; runs in `_thread`."""
@@ -313,7 +322,6 @@ class SglangEngine:
     async def _pause(self, mode: str) -> None:
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
-        self._manager.auto_create_handle_loop()
         await self._manager.pause_generation(PauseGenerationReqInput(mode=mode))
 
     async def _resume(self) -> None:
