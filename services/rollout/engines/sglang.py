@@ -115,7 +115,7 @@ class SglangEngine:
         """As SGLang would with the first request; but it would take over this process's signals too."""
         loop = asyncio.get_running_loop()
         handling = loop.create_task(self._manager.handle_loop())
-        handling.add_done_callback(lambda task: task.cancelled() or self._lost("its outputs are no longer handled"))
+        handling.add_done_callback(lambda _: self._lost("nobody handles their outputs any more"))
         self._manager.event_loop = loop
         self._manager.asyncio_tasks.add(handling)
 
