@@ -12,7 +12,7 @@ BEGIN, END = "<!-- learning: written by `make bench-learning` -->", "<!-- end of
 def write(page: Path, results: Sequence[Result], margin: float) -> None:
     """Puts the figure beside `page`, into docs/, and the section into it, in the place of the one that was there."""
     figure = page.parent / "docs" / "learning.svg"
-    figure.parent.mkdir(exist_ok=True)
+    figure.parent.mkdir(parents=True, exist_ok=True)
     draw(figure, results)
     text = page.read_text(encoding="utf-8") if page.is_file() else "# Benchmarks\n"
     section = f"{BEGIN}\n{_section(results, figure.relative_to(page.parent), margin)}\n{END}"
@@ -76,7 +76,8 @@ def _section(results: Sequence[Result], figure: Path, margin: float) -> str:
         "",
         f"The demo's task: {first.steps} steps of 16 prompts × 8 samples, strictly on-policy, each algorithm by its",
         "preset, all with the demo's learning rate. Greedy reward on 256 words that were not trained on: the mean over",
-        f"the seeds and, in brackets, each seed's. A run has learnt when it rose by {margin:.2f}.",
+        f"the seeds and, in brackets, each seed's. A run has learnt when it rose by {margin:.2f}. The training reward",
+        "of dapo is that of groups with a signal only.",
         f"`make bench-learning`; {machines}.",
         "",
         f"![held-out reward by step]({figure.as_posix()})",

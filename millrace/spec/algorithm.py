@@ -42,6 +42,10 @@ class Algorithm(Part):
     """KL to the reference policy (the model as it was loaded); none: no reference is kept."""
     kl_coefficient: float = Field(0.001, ge=0.0)
     kl_in: Literal["loss", "reward"] = "loss"
+    kl_target: float | None = Field(None, gt=0.0)
+    """Mean KL a token, nats, that the coefficient is steered to from step to step; none: it stays as it is."""
+    kl_horizon: int = Field(10000, ge=1)
+    """With the above: trajectories over which an error is corrected."""
     correction: Choice | None = None
     """Of the mismatch between the engine's and the trainer's log-probabilities; none: it is only reported."""
     entropy_coefficient: float = Field(0.0, ge=0.0)

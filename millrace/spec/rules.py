@@ -65,6 +65,9 @@ def _algorithm(spec: JobSpec) -> Iterator[str]:
         )
     if algorithm.kl_in == "reward" and algorithm.kl is None:
         yield _broken("algorithm.kl_in", "reward", "there is no KL", "set algorithm.kl, for example {name: k1}")
+    if algorithm.kl_target is not None and algorithm.kl is None:
+        mend = "set algorithm.kl, or leave it out"
+        yield _broken("algorithm.kl_target", algorithm.kl_target, "there is no KL to steer", mend)
     if spec.schedule.steps is not None and spec.trainer.optimizer.warmup_steps > spec.schedule.steps:
         arithmetic = f"warm-up is longer than the job, {spec.schedule.steps} steps"
         yield _broken("trainer.optimizer.warmup_steps", spec.trainer.optimizer.warmup_steps, arithmetic, "shorten it")

@@ -1,4 +1,5 @@
-"""Checkpoints of the trainer: models, optimizers, and the version, which is all that scheduler and RNG depend on.
+"""Checkpoints of the trainer: models, optimizers, the KL coefficient, and the version, which is all that scheduler and
+RNG depend on.
 
 Written with torch.distributed.checkpoint, so that any number of ranks reads what any other wrote. A checkpoint is a
 folder that is whole or not there: it is written beside its place and then renamed.
@@ -26,8 +27,17 @@ ABOUT = "trainer.json"
 FORMAT = 1
 
 
-def save(path: str, backend: Backend, *, job_id: JobId, version: Version, huggingface_from: str | None) -> SaveResponse:
-    """Writes `path`; with `huggingface_from` (the job's model folder) also `path`/huggingface. All ranks call it.
+def save(
+    path: str,
+    backend: Backend,
+    *,
+    job_id: JobId,
+    version: Version,
+    huggingface_from: str | None,
+    kl_coefficient: float | None = None,
+) -> SaveResponse:
+    """Writes `path`; with `huggingface_from` (the job's model folder) also `path`/huggingface, and `path`/critic, from
+    which another job's critic can start. All ranks call it.
 
     What is there already and whole, of the same job and version, is kept as it is. Raises InvalidState where the
     folder cannot be written.
@@ -38,6 +48,7 @@ def save(path: str, backend: Backend, *, job_id: JobId, version: Version, huggin
         "job_id": job_id,
         "version": version,
         "updates": {prefix: model.updates for prefix, model in models(backend).items()},
+        "kl_coefficient": kl_coefficient,
         "ranks": lockstep.ranks(),
         "model": backend.manifest("float32").hash.hex(),
         "huggingface": huggingface_from is not None,
@@ -51,7 +62,9 @@ def save(path: str, backend: Backend, *, job_id: JobId, version: Version, huggin
     state = {f"{prefix}{name}": t for prefix, model in models(backend).items() for name, t in model.state().items()}
     dcp.save(state, checkpoint_id=partial / "state")
     if huggingface_from is not None:
-        write_folder(partial / "huggingface", backend, Path(huggingface_from))
+        write_folder(partial / "huggingface", backend.export, Path(huggingface_from))
+        if (critic := backend.critic) is not None:
+            write_folder(partial / "critic", critic.export, critic.folder, critic.config)
     with lockstep.together():
         if dist.get_rank() == 0:
             (partial / ABOUT).write_text(json.dumps(about, indent=1))
@@ -85,6 +98,12 @@ def load(path: str, backend: Backend) -> Version:
     except CheckpointException as error:
         raise InvalidState(f"{path} is damaged: {error}", "configure the trainer from another checkpoint.") from error
     return Version(about["version"])
+
+
+def kl_coefficient(path: str, otherwise: float) -> float:
+    """As it stood in the checkpoint at `path`; `otherwise` where that does not tell."""
+    found = (_about(Path(path)) or {}).get("kl_coefficient")
+    return otherwise if found is None else float(found)
 
 
 _MEND = "give the folder of a checkpoint that this job has saved."

@@ -2,31 +2,40 @@
 
 import json
 import shutil
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
+from millrace.weights.manifest import TensorInfo
 from services.trainer import lockstep
-from services.trainer.backends import Backend
+
+Export = Callable[[str], Iterator[tuple[TensorInfo, Tensor | None]]]
+"""Of a dtype: the tensors one after the other, whole on rank 0. See `backends.Backend.export`."""
 
 SHARD_BYTES = 4 << 30
 COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.tiktoken")
 """Everything of the model folder but its weights."""
 
 
-def write_folder(folder: Path, backend: Backend, model: Path) -> None:
-    """Gathers tensor by tensor and writes on rank 0, in the dtype that the model folder is in. All ranks call it."""
+def write_folder(folder: Path, export: Export, model: Path, config: Mapping[str, Any] | None = None) -> None:
+    """Gathers tensor by tensor and writes on rank 0, in the dtype that the folder `model` is in, with its config,
+    changed by `config`, and all else beside its weights. All ranks call it."""
     dtype = _dtype(model)
     shards = _Shards(folder, SHARD_BYTES)
-    for info, tensor in backend.export(dtype):
+    for info, tensor in export(dtype):
         if tensor is not None:
             shards.add(info.name, tensor.cpu())
     with lockstep.together():
         if dist.get_rank() == 0:
             shards.finish()
             _copy_rest(model, folder)
+            if config:
+                tree = json.loads((folder / "config.json").read_text())
+                (folder / "config.json").write_text(json.dumps({**tree, **config}, indent=2))
 
 
 class _Shards:

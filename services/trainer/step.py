@@ -10,6 +10,7 @@ from services.trainer.backends import Backend
 from services.trainer.batch import Batch, Division
 from services.trainer.control import ControlThread
 from services.trainer.fetch import fetch
+from services.trainer.kl import KlCoefficient, observed
 from services.trainer.metrics import Clock, mismatch, over_updates
 from services.trainer.rollback import all_or_nothing
 from services.trainer.schedule import random_seed
@@ -17,10 +18,12 @@ from services.trainer.update import update
 from services.trainer.utilisation import utilisation
 
 
-def train_step(spec: JobSpec, backend: Backend, request: StepRequest, control: ControlThread) -> dict[str, float]:
-    """One step; returns its metrics. Raises NonFinite, with the trajectory named and the weights as they were, where
-    a number is none; InvalidState or Unavailable where the trajectories cannot be had."""
-    clock, parallel = Clock(), backend.data_parallel
+def train_step(
+    spec: JobSpec, backend: Backend, request: StepRequest, control: ControlThread, coefficient: KlCoefficient
+) -> dict[str, float]:
+    """One step; returns its metrics and moves the KL coefficient on. Raises NonFinite, with the trajectory named and
+    the weights as they were, where a number is none; InvalidState or Unavailable where trajectories cannot be had."""
+    clock, parallel, spec = Clock(), backend.data_parallel, coefficient.of(spec)
     torch.manual_seed(random_seed(spec, request.step, parallel.rank))
     with clock("fetch"), lockstep.together():
         division = Division.of(
@@ -45,11 +48,18 @@ def train_step(spec: JobSpec, backend: Backend, request: StepRequest, control: C
         assert scored.train_bt is not None
         train_bt = scored.train_bt
     first = [batch.whole(values_bt) for values_bt in (train_bt, batch.rollout_bt, mask_bt)]
+    steered: dict[str, float] = {}
+    if scored.ref_bt is not None:
+        before = (train_bt, mask_bt) if scored.train_bt is None else (scored.train_bt, batch.mask_bt)
+        mean = observed(spec, batch, before[0], scored.ref_bt, before[1])
+        steered = {"actor/reference_kl": mean, "actor/kl_coef": coefficient.value}
+        coefficient.follow(spec, mean, len(division.trajectories))
     lengths = [trajectory.tokens for trajectory in division.trajectories]
     timings = clock.metrics(sum(lengths), lockstep.ranks())
     return {
         **mismatch(*first),
         **metrics,
+        **steered,
         **over_updates([done.metrics for done in updates]),
         **division.metrics(backend),
         **lockstep.maxima(backend.memory()),

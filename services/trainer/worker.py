@@ -14,6 +14,7 @@ from millrace.wire.v1 import trainer_pb2 as pb
 from services.trainer import checkpoint
 from services.trainer.backends import Backend, build
 from services.trainer.control import ControlThread
+from services.trainer.kl import KlCoefficient
 from services.trainer.publish import Sender
 from services.trainer.step import train_step
 from services.trainer.world import World
@@ -29,6 +30,7 @@ class Job:
     spec: JobSpec
     backend: Backend
     version: Version
+    coefficient: KlCoefficient
 
 
 class Worker:
@@ -56,9 +58,9 @@ class Worker:
         spec = JobSpec.model_validate_json(request.spec)
         choices.check(spec)
         backend = build(spec, self._world.device)
-        job = Job(JobId(request.job_id), spec, backend, Version(0))
+        job = Job(JobId(request.job_id), spec, backend, Version(0), KlCoefficient(spec.algorithm.kl_coefficient))
         if request.checkpoint:
-            job.version = checkpoint.load(request.checkpoint, backend)
+            self._read(job, request.checkpoint)
         self._job = job
         log.info("configured", job=job.id, version=job.version, rank=self._world.rank, parameters=backend.parameters)
         return pb.ConfigureTrainerResponse(
@@ -67,7 +69,7 @@ class Worker:
 
     def step(self, request: pb.StepRequest) -> pb.StepResponse:
         job = self._loaded()
-        metrics = train_step(job.spec, job.backend, request, self._control)
+        metrics = train_step(job.spec, job.backend, request, self._control, job.coefficient)
         job.version = Version(request.step)
         return pb.StepResponse(version=job.version, metrics=metrics)
 
@@ -85,13 +87,24 @@ class Worker:
     def save(self, request: pb.SaveRequest) -> pb.SaveResponse:
         job = self._loaded()
         model = job.spec.model.path if request.huggingface else None
-        return checkpoint.save(request.path, job.backend, job_id=job.id, version=job.version, huggingface_from=model)
+        return checkpoint.save(
+            request.path,
+            job.backend,
+            job_id=job.id,
+            version=job.version,
+            huggingface_from=model,
+            kl_coefficient=job.coefficient.value,
+        )
 
     def load(self, request: pb.LoadRequest) -> pb.LoadResponse:
         job, self._job = self._loaded(), None  # until it is loaded whole, there is none
-        job.version = checkpoint.load(request.path, job.backend)
+        self._read(job, request.path)
         self._job = job
         return pb.LoadResponse(version=job.version)
+
+    def _read(self, job: Job, path: str) -> None:
+        job.version = checkpoint.load(path, job.backend)
+        job.coefficient.value = checkpoint.kl_coefficient(path, job.spec.algorithm.kl_coefficient)
 
     def _loaded(self) -> Job:
         if self._job is None:

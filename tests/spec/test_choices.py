@@ -83,6 +83,11 @@ def test_critics_that_make_no_sense(critic: dict[str, Any], schedule: dict[str, 
     assert words in str(refusal.value)
 
 
+def test_a_target_needs_a_kl() -> None:
+    with pytest.raises(InvalidJob, match=r"algorithm\.kl_target: 0\.1 will not do: there is no KL to steer"):
+        job({"kl_target": 0.1})
+
+
 def test_what_can_work_is_taken(tmp_path: Path) -> None:
     for algorithm, parts in (
         ({"preset": "ppo"}, {}),

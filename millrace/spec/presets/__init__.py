@@ -42,8 +42,9 @@ def _over(preset: Tree, given: Tree) -> dict[str, Any]:
     merged = dict(preset)
     for key, value in given.items():
         below = preset.get(key)
-        both = isinstance(value, Mapping) and isinstance(below, Mapping)
-        merged[key] = _over(below, value) if both and _same_function(below, value) else value
+        if isinstance(value, Mapping) and isinstance(below, Mapping) and _same_function(below, value):
+            value = _over(below, value)
+        merged[key] = value
     return merged
 
 

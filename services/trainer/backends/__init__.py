@@ -6,6 +6,7 @@ A backend spans all ranks. Every method is called on every rank in the same orde
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -73,11 +74,19 @@ class Trained(Protocol):
 class Critic(Trained, Protocol):
     """The value model: the policy's architecture with one number a token."""
 
+    folder: Path
+    """That it was loaded from."""
+    config: Mapping[str, Any]
+    """What its config.json says otherwise than that folder's."""
+
     def values(self, microbatches: Sequence[MicroBatch]) -> list[Tensor]:
         """[R] of each micro-batch, float32, without gradient: of the state in which each response token was chosen."""
 
     def forward_backward(self, microbatches: Sequence[MicroBatch], loss_fn: ValueLossFn) -> list[Any]:
         """As the policy's."""
+
+    def export(self, dtype: str) -> Iterator[tuple[TensorInfo, Tensor | None]]:
+        """As the policy's: the decoder and its head, `score`."""
 
 
 class Backend(Trained, Protocol):

@@ -59,7 +59,8 @@ def test_two_ranks_write_what_one_reads(
     one_rank: torch.device, control: ControlThread, served: ScriptedCoordinator, tied_model: Path, tmp_path: Path
 ) -> None:
     """Over the wire: two ranks train, save, and go on; one rank configures from the checkpoint and does the same."""
-    spec = job_spec(tied_model, trainer=TRAINER)
+    algorithm = {"kl": {"name": "k2"}, "kl_coefficient": 0.2, "kl_target": 1e-3, "kl_horizon": 40}
+    spec = job_spec(tied_model, trainer=TRAINER, algorithm=algorithm)
     with trainer(served, tmp_path / "log", ranks=2) as running:
         calls = running.calls()
         calls.configure(spec)
@@ -71,8 +72,13 @@ def test_two_ranks_write_what_one_reads(
         served.script.groups = random_groups(4, 4, seed=3)
         there = calls.step(3, served.script.groups, served.address).metrics
         assert calls.load(str(tmp_path / "two")).version == 2
-        assert calls.step(3, served.script.groups, served.address).metrics["actor/pg_loss"] == there["actor/pg_loss"]
+        again = calls.step(3, served.script.groups, served.address).metrics
+        assert again["actor/pg_loss"] == there["actor/pg_loss"]
+        assert again["actor/kl_coef"] == there["actor/kl_coef"] != pytest.approx(0.2)
+        assert checkpoint.kl_coefficient(str(tmp_path / "two"), 0.2) == there["actor/kl_coef"]
         calls.save(str(tmp_path / "three"))
+    alone = {**algorithm, "kl_coefficient": there["actor/kl_coef"]}
+    spec = job_spec(tied_model, trainer=TRAINER, algorithm=alone)
     backend, step = local_step(spec, one_rank, control, served)
     assert checkpoint.load(str(tmp_path / "three"), backend) == 3
     third = weights(backend)

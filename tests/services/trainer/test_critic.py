@@ -6,17 +6,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForTokenClassification
 
 from millrace.errors import InvalidJob, InvalidState, NonFinite
 from millrace.ids import JobId, Version
 from services.trainer import checkpoint
 from services.trainer.backends import Backend, build, models
 from services.trainer.control import ControlThread
+from services.trainer.microbatch import MicroBatch
 from services.trainer.schedule import critic_learning_rate, learning_rate
-from tests.models import save_tiny_model
+from tests.models import byte_tokenizer, save_tiny_model
+from tests.services.trainer.backends.fsdp2.test_backend import moe_model, samples
 from tests.services.trainer.coordinator import ScriptedCoordinator
 from tests.services.trainer.groups import job_spec, random_groups
 from tests.services.trainer.plain_ppo import PlainPpo
@@ -215,6 +219,38 @@ def test_starts_from_a_folder_of_its_own(one_rank: torch.device, tied_model: Pat
     assert torch.equal(found["critic.model.score.bias"], head["score.bias"])
     name = "model.layers.1.mlp.up_proj.weight"
     assert torch.equal(found[f"critic.model.{name}"], stored[name])
+
+
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_what_is_saved_is_a_model_for_token_classification_and_the_start_of_another(
+    kind: str, one_rank: torch.device, tied_model: Path, tmp_path: Path
+) -> None:
+    """The values that transformers reads from it are the critic's, and so are those of a critic that begins with it."""
+    model = tied_model
+    if kind == "experts":
+        model = moe_model(tmp_path / "moe")
+        byte_tokenizer().save_pretrained(model)
+    backend = build(job_spec(model, algorithm={"preset": "ppo", "kl": None}), one_rank)
+    assert backend.critic is not None
+    with torch.no_grad():
+        for name, tensor in backend.critic.state().items():
+            if "score" in name:
+                tensor.copy_(tensor + 0.25)
+    target = tmp_path / "saved"
+    checkpoint.save(str(target), backend, job_id=JobId("j"), version=Version(1), huggingface_from=str(model))
+    drawn = samples([(5, 7), (3, 9)])
+    expected = backend.critic.values([MicroBatch.pack(drawn, [0, 1])])[0].split([7, 9])
+    read = AutoModelForTokenClassification.from_pretrained(target / "critic", dtype=torch.float32).eval()
+    for sample, values_r in zip(drawn, expected, strict=True):
+        tokens = torch.tensor(np.concatenate([sample.prompt, sample.response])).long()
+        with torch.no_grad():
+            found = read(input_ids=tokens[None]).logits[0, len(sample.prompt) - 1 : -1, 0]
+        torch.testing.assert_close(found, values_r, atol=1e-5, rtol=1e-4)
+    own = {"preset": "ppo", "kl": None, "critic": {"path": str(target / "critic")}}
+    again = build(job_spec(model, algorithm=own), one_rank).critic
+    assert again is not None
+    for name, tensor in again.state().items():
+        assert torch.equal(tensor, backend.critic.state()[name]), name
 
 
 def misshapen(folder: Path) -> None:

@@ -25,6 +25,7 @@ from millrace.wire.v1.trainer_pb2 import StepRequest
 from services.trainer import assess
 from services.trainer.backends import Backend, build
 from services.trainer.control import ControlThread
+from services.trainer.kl import KlCoefficient
 from services.trainer.microbatch import MicroBatch, Sample
 from services.trainer.step import train_step
 from tests.rl import reference_advantages
@@ -87,7 +88,7 @@ class Trainer:
     def step(self, spec: JobSpec, groups: dict[str, common_pb2.Group], number: int = 1) -> dict[str, float]:
         self.served.script.groups = groups
         request = StepRequest(job_id="job-1", step=number, groups=refs(groups), work_address=self.served.address)
-        return train_step(spec, self.backend, request, self.control)
+        return train_step(spec, self.backend, request, self.control, KlCoefficient(spec.algorithm.kl_coefficient))
 
     def weights(self) -> list[Tensor]:
         assert self.backend.critic is not None

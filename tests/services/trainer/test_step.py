@@ -15,6 +15,7 @@ from millrace.wire.v1 import common_pb2
 from millrace.wire.v1.trainer_pb2 import StepRequest
 from services.trainer.backends import build
 from services.trainer.control import ControlThread
+from services.trainer.kl import KlCoefficient
 from services.trainer.schedule import learning_rate
 from services.trainer.step import train_step
 from tests.services.trainer.coordinator import ScriptedCoordinator
@@ -49,12 +50,12 @@ def local_step(
     spec: JobSpec, device: torch.device, control: ControlThread, served: ScriptedCoordinator
 ) -> tuple[Any, Callable[[int, Groups], dict[str, float]]]:
     """A backend in this process, and its steps."""
-    backend = build(spec, device)
+    backend, coefficient = build(spec, device), KlCoefficient(spec.algorithm.kl_coefficient)
 
     def step(number: int, groups: Groups) -> dict[str, float]:
         served.script.groups = groups
         request = StepRequest(job_id="job-1", step=number, groups=refs(groups), work_address=served.address)
-        return train_step(spec, backend, request, control)
+        return train_step(spec, backend, request, control, coefficient)
 
     return backend, step
 
@@ -100,6 +101,24 @@ def test_metrics(one_rank: torch.device, control: ControlThread, served: Scripte
     apart = {f"training/rollout_probs_diff_{name}" for name in ("mean", "max", "std")}
     for name in actor | parts | apart | {"rollout_corr/kl", "perf/throughput"}:
         assert math.isfinite(metrics[name])
+
+
+@pytest.mark.parametrize("where", ["loss", "reward"])
+def test_the_kl_coefficient_follows_its_target(
+    where: str, one_rank: torch.device, control: ControlThread, served: ScriptedCoordinator, tied_model: Path
+) -> None:
+    """By the rule of arXiv 1909.08593, from what was observed; the loss is made with the coefficient that is told."""
+    algorithm = {"kl": {"name": "k2"}, "kl_in": where, "kl_coefficient": 0.2, "kl_target": 1e-3, "kl_horizon": 40}
+    spec = job_spec(tied_model, algorithm=algorithm, trainer={"optimizer": OPTIMIZER})
+    _, step = local_step(spec, one_rank, control, served)
+    expected = 0.2
+    for number in (1, 2, 3, 4):
+        metrics = step(number, random_groups(4, 4, seed=number))
+        assert metrics["actor/kl_coef"] == pytest.approx(expected)
+        error = min(max(metrics["actor/reference_kl"] / 1e-3 - 1, -0.2), 0.2)
+        expected *= 1 + error * 16 / 40
+        assert (metrics["actor/reference_kl"] > 0) is (number > 1)
+    assert expected != 0.2
 
 
 def test_an_empty_response_trains_nothing(
@@ -221,4 +240,4 @@ def test_refuses_lengths_that_differ_from_those_announced(
     announced[1].response_tokens[3] += 1
     request = StepRequest(job_id="job-1", step=1, groups=announced, work_address=served.address)
     with pytest.raises(InvalidState, match=f"prompt {announced[1].prompt_id}, sample 3 cannot be trained"):
-        train_step(spec, backend, request, control)
+        train_step(spec, backend, request, control, KlCoefficient(0.0))

@@ -1,7 +1,8 @@
 """The critic: the decoder of a Hugging Face model with one number a token in place of the logits."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from transformers import AutoModel
 from millrace.errors import refused
 from millrace.spec import JobSpec
 from millrace.spec.model import Model
+from millrace.weights.manifest import TensorInfo
 from services.trainer.backends import ValueLossFn
+from services.trainer.backends.fsdp2 import export
 from services.trainer.backends.fsdp2.attention import packing
 from services.trainer.backends.fsdp2.model import Sharding, load_config, read_whole, sharded
 from services.trainer.backends.fsdp2.trained import Sharded
@@ -59,7 +62,14 @@ class Critic(Sharded):
         module: Any = sharded(build, lambda: _read(source, config), sharding)
         if spec.trainer.activation_recompute:
             module.model.gradient_checkpointing_enable({"use_reentrant": False})
-        self._attention = sharding.attention
+        self.folder = Path(source.path)
+        self.config = {
+            "architectures": [name.replace("ForCausalLM", "ForTokenClassification") for name in config.architectures],
+            "id2label": {"0": "value"},
+            "label2id": {"value": 0},
+            "tie_word_embeddings": False,
+        }
+        self._attention, self._rank = sharding.attention, sharding.mesh.get_rank()
         super().__init__(module, chosen.optimizer, torch.device(sharding.mesh.device_type))
 
     def values(self, microbatches: Sequence[MicroBatch]) -> list[Tensor]:
@@ -75,6 +85,11 @@ class Critic(Sharded):
             loss.backward()
             outputs.append(output)
         return outputs
+
+    def export(self, dtype: str) -> Iterator[tuple[TensorInfo, Tensor | None]]:
+        for part in ("model", "score"):
+            for info, tensor in export.export(getattr(self._model, part), dtype, self._rank):
+                yield replace(info, name=f"{part}.{info.name}"), tensor
 
     def _values(self, batch: MicroBatch) -> Tensor:
         values_r: Tensor = self._model(
@@ -100,7 +115,7 @@ def _read(source: Model, config: Any) -> dict[str, Tensor]:
 
 
 def _stored_head(folder: Path) -> dict[str, Tensor]:
-    found = {}
+    found: dict[str, Tensor] = {}
     for file in _files(folder):
         with safe_open(file, "pt") as tensors:
             stored = set(tensors.keys())

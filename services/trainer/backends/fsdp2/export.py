@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from millrace.weights.manifest import Manifest, TensorInfo
@@ -42,4 +43,6 @@ def _info(name: str, tensor: Tensor, dtype: str) -> TensorInfo:
 
 def _pieces(module: nn.Module, name: str, whole: Tensor) -> dict[str, Tensor]:
     """transformers keeps some tensors fused (all experts of a layer); a model folder has them one by one."""
-    return revert_weight_conversion(module, {name: whole})  # type: ignore[arg-type]
+    if not isinstance(module, PreTrainedModel):
+        return {name: whole}
+    return revert_weight_conversion(module, {name: whole})
