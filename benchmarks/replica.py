@@ -1,10 +1,11 @@
-"""How many tokens a second go through a replica, beside the same vLLM called directly in the same run.
+"""How many tokens a second go through a replica, beside the same engine called directly in the same run.
 
     python -m benchmarks.replica --prompts 64 --samples 8 --tokens 128 --rounds 5
 
 One engine, two ways in turn: through the replica (leases over gRPC from a coordinator in a process of its own, chat
-template, scoring, packed answers) and straight through vLLM's AsyncLLM (the same prompts already tokenised, n samples
-a request). Everything shares this machine's cores. Prints one JSON object.
+template, scoring, packed answers) and straight through vLLM's AsyncLLM or SGLang's tokenizer manager (the same prompts
+already tokenised, n samples a request). SGLang's direct rounds mark versions too, as its replica's do. Everything
+shares this machine's cores. Prints one JSON object.
 """
 
 import argparse
@@ -38,12 +39,14 @@ from tests.services.rollout.coordinator import Coordinator, configure, publish, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="Hugging Face folder; otherwise the demo's model, random")
+    parser.add_argument("--engine", choices=DIRECT, default="vllm")
+    parser.add_argument("--engine-options", type=json.loads, default={}, help="as JSON, beside --running")
     parser.add_argument("--prompts", type=int, default=64, help="in a round")
     parser.add_argument("--samples", type=int, default=8, help="of each prompt")
     parser.add_argument("--tokens", type=int, default=128, help="longest response")
     parser.add_argument("--rounds", type=int, default=5, help="of each way")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--running", type=int, default=64, help="samples in the engine at once (max_num_seqs)")
+    parser.add_argument("--running", type=int, default=64, help="samples in the engine at once ")
     options = parser.parse_args()
     logs.configure("bench")
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
@@ -70,7 +73,7 @@ def job(model: Path, options: argparse.Namespace) -> JobSpec:
                 "dtype": options.dtype,
                 "samples_per_prompt": options.samples,
                 "max_response_tokens": options.tokens,
-                "engine_options": {"max_num_seqs": options.running},
+                "engine_options": {RUNNING[options.engine]: options.running} | options.engine_options,
             },
             "trainer": {"token_budget": 96 + options.tokens},
         }
@@ -106,7 +109,7 @@ async def measure(model: Path, options: argparse.Namespace) -> dict[str, Any]:
     process.start()
     calls = Peer(await asyncio.to_thread(control.recv))
     leases = Leases(calls, new_member_id("rollout"))
-    replica = Replica(leases._member_id, "vllm", "bench", leases)
+    replica = Replica(leases._member_id, options.engine, "bench", leases)
     server = Server(servicers(replica), "127.0.0.1", 0)
     await server.start()
     membership = Membership(calls, replica, f"127.0.0.1:{server.port}", 60.0)
@@ -137,7 +140,7 @@ async def rounds(replica: Replica, control: Connection, options: argparse.Namesp
     cpu_ms: dict[str, list[float]] = {"direct": [], "replica": []}
     for number in range(options.rounds + 1):
         for way, make in (
-            ("direct", directly(replica, options)),
+            ("direct", DIRECT[options.engine](replica, options)),
             ("replica", through_replica(replica, control, options)),
         ):
             started, cpu = time.perf_counter(), time.process_time()
@@ -148,7 +151,7 @@ async def rounds(replica: Replica, control: Connection, options: argparse.Namesp
     ratios = [b / a for a, b in zip(ways["direct"], ways["replica"], strict=True)]
     assert replica.engine is not None
     return {
-        "engine": f"vllm {replica.engine.release} on {replica.engine.device}",
+        "engine": f"{options.engine} {replica.engine.release} on {replica.engine.device}",
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "options": {k: str(v) for k, v in vars(options).items()},
@@ -165,17 +168,12 @@ async def rounds(replica: Replica, control: Connection, options: argparse.Namesp
     }
 
 
-async def directly(replica: Replica, options: argparse.Namespace) -> int:
+async def through_vllm(replica: Replica, options: argparse.Namespace) -> int:
     """Tokens generated through AsyncLLM itself: all prompts at once, n samples a request."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     llm: Any = replica.engine._llm  # type: ignore[union-attr]
-    tokenizer = llm.get_tokenizer()
-    prompts = [
-        tokenizer.apply_chat_template(question(n), add_generation_prompt=True, return_dict=False)
-        for n in range(options.prompts)
-    ]
     wanted = SamplingParams(
         n=options.samples,
         temperature=1.0,
@@ -191,7 +189,36 @@ async def directly(replica: Replica, options: argparse.Namespace) -> int:
             count = sum(len(sample.token_ids) for sample in output.outputs)
         return count
 
-    return sum(await asyncio.gather(*(one(n, tokens) for n, tokens in enumerate(prompts))))
+    tokenised = prompts(llm.get_tokenizer(), options)
+    return sum(await asyncio.gather(*(one(n, tokens) for n, tokens in enumerate(tokenised))))
+
+
+async def through_sglang(replica: Replica, options: argparse.Namespace) -> int:
+    """Tokens generated through SGLang's tokenizer manager itself: all prompts at once, n samples a request."""
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    manager: Any = replica.engine._manager  # type: ignore[union-attr]
+    wanted = {"n": options.samples, "temperature": 1.0, "max_new_tokens": options.tokens}
+
+    async def one(tokens: list[int]) -> int:
+        request = GenerateReqInput(input_ids=tokens, sampling_params=dict(wanted), return_logprob=True)
+        found: Any = []
+        async for output in manager.generate_request(request, None):
+            found = output if isinstance(output, list) else [output]
+        return sum(len(sample["output_ids"]) for sample in found)
+
+    return sum(await asyncio.gather(*(one(tokens) for tokens in prompts(manager.tokenizer, options))))
+
+
+def prompts(tokenizer: Any, options: argparse.Namespace) -> list[list[int]]:
+    return [
+        tokenizer.apply_chat_template(question(n), add_generation_prompt=True, return_dict=False)
+        for n in range(options.prompts)
+    ]
+
+
+DIRECT = {"vllm": through_vllm, "sglang": through_sglang}
+RUNNING = {"vllm": "max_num_seqs", "sglang": "max_running_requests"}
 
 
 async def through_replica(replica: Replica, control: Connection, options: argparse.Namespace) -> int:
