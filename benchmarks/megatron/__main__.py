@@ -9,8 +9,10 @@ as tables at the end.
 """
 
 import argparse
+import contextlib
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -34,7 +36,7 @@ FRESH_S = 25.0
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--parts", default=",".join(PARTS), help="in this order")
+    parser.add_argument("--parts", default="logprob,equal,memory,mfu", help="in this order")
     parser.add_argument("--quick", action="store_true", help="fewer steps in each case")
     parser.add_argument("--budget-s", type=float, default=450.0, help="no launch outlasts this many seconds from now")
     options = parser.parse_args()
@@ -127,6 +129,7 @@ def _launch(launch: Launch, folder: Path, log: Path, place: Place, until: float)
     threads = max(1, (os.cpu_count() or 2) // 2) // ranks if place.cuda else 1
     environment = {
         **os.environ,
+        **launch.environment,
         "CUDA_VISIBLE_DEVICES": ",".join(map(str, launch.gpus)),
         "OMP_NUM_THREADS": str(max(1, threads)),
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron's order of communication and computation
@@ -156,7 +159,7 @@ def _end(process: subprocess.Popen) -> None:
 
 
 def _host(place: Place) -> dict[str, Any]:
-    versions = {"torch": torch.__version__}
+    versions = {"torch": str(torch.__version__)}
     for name in ("transformer_engine", "megatron-core", "transformers"):
         try:
             from importlib.metadata import version
@@ -169,9 +172,12 @@ def _host(place: Place) -> dict[str, Any]:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Below those that connections get by themselves: one may be taken between now and its use."""
+    while True:
+        port = random.randrange(20000, 30000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from millrace.megatron.shape import ModelShape
 from services.trainer.backends import TokenScores
 from services.trainer.microbatch import MicroBatch
 
@@ -37,30 +38,42 @@ def loss_fn(batch: MicroBatch, scores: TokenScores) -> tuple[Tensor, float]:
     return loss, float(loss.detach())
 
 
-def compared(rank: int, size: int, vocabulary: int, longest: int) -> list[MicroBatch]:
-    """This data-parallel rank's share of sixteen sequences of mixed lengths, in four micro-batches."""
+def experts_of(tokens: int, layers: int, experts: int, per_token: int, seed: int) -> Tensor:
+    """int64 [tokens, layers, per_token]: distinct experts, each as often as any other."""
+    random = np.random.default_rng(seed)
+    first = random.integers(0, experts, (tokens, layers, 1))
+    steps = np.arange(per_token) * (experts // per_token)
+    return torch.from_numpy((first + steps) % experts)
+
+
+def compared(rank: int, size: int, vocabulary: int, longest: int, *, told: bool = False) -> list[MicroBatch]:
+    """This data-parallel rank's share of sixteen sequences of mixed lengths, in four micro-batches. `told`: with the
+    experts for each token, of eight two, in four layers."""
     mine = list(range(rank, ROWS, size))
     each = len(mine) // 4
-    return [_packed(mine[i * each : (i + 1) * each], vocabulary, longest) for i in range(4)]
+    return [_packed(mine[i * each : (i + 1) * each], vocabulary, longest, told) for i in range(4)]
 
 
-def _packed(rows: list[int], vocabulary: int, longest: int) -> MicroBatch:
+def _packed(rows: list[int], vocabulary: int, longest: int, told: bool) -> MicroBatch:
     chosen = [tokens_of(row, vocabulary, longest) for row in rows]
     lengths = tuple(len(tokens) for tokens, _ in chosen)
     responses = tuple(len(tokens) - prompt for tokens, prompt in chosen)
     tokens_p = torch.from_numpy(np.concatenate([tokens for tokens, _ in chosen]).astype(np.int64))
-    return MicroBatch(tuple(rows), lengths, responses, tokens_p)
+    experts = [experts_of(length, 4, 8, 2, row) for row, length in zip(rows, lengths, strict=True)]
+    return MicroBatch(tuple(rows), lengths, responses, tokens_p, torch.cat(experts) if told else None)
 
 
-def even(microbatches: int, sequences: int, length: int, vocabulary: int) -> list[MicroBatch]:
-    """Micro-batches of equal sequences, a quarter of each the prompt."""
-    random = np.random.default_rng(0)
+def even(microbatches: int, sequences: int, length: int, shape: ModelShape) -> list[MicroBatch]:
+    """Micro-batches of equal sequences, a quarter of each the prompt; their tokens spread evenly over the experts."""
+    random, tokens, experts = np.random.default_rng(0), sequences * length, shape.experts
+    told = experts and experts_of(tokens, sum(experts.layers), experts.count, experts.per_token, 0)
     return [
         MicroBatch(
             tuple(range(sequences)),
             (length,) * sequences,
             (length - length // 4,) * sequences,
-            torch.from_numpy(random.integers(3, vocabulary, sequences * length)),
+            torch.from_numpy(random.integers(3, shape.vocabulary, tokens)),
+            told,
         )
         for _ in range(microbatches)
     ]

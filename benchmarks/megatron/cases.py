@@ -17,6 +17,7 @@ class Launch:
     gpus: tuple[int, ...]
     limit_s: float
     cases: list[Case] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -35,18 +36,23 @@ class Place:
 ALONE: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("dense", {"fused_gradients": False}),
     "dense, fused gradients": ("dense", {}),
+    "dense, again": ("dense", {"fused_gradients": False}),
     "dense, recompute core_attn": ("dense", {"recompute": {"granularity": "selective"}}),
     "dense, recompute full": ("dense", {"recompute": {"granularity": "full"}}),
     "dense, offload 0.5": ("dense", {"optimizer_offload_fraction": 0.5}),
     "dense, offload 1": ("dense", {"optimizer_offload_fraction": 1.0}),
     "moe": ("moe", {"fused_gradients": False}),
+    "moe, again": ("moe", {"fused_gradients": False}),
     "moe, fused gradients": ("moe", {}),
+    "told": ("moe", {}),
+    "told, recompute full": ("moe", {"recompute": {"granularity": "full"}}),
     "moe, recompute moe_act": ("moe", {"recompute": {"granularity": "selective", "modules": ["moe_act"]}}),
     "moe, recompute full": ("moe", {"recompute": {"granularity": "full"}}),
     "moe, offload 1": ("moe", {"optimizer_offload_fraction": 1.0}),
     "latent": ("latent", {}),
 }
-"""On one GPU."""
+"""On one GPU. `again` is the same once more: what a run differs from itself by. `told`: the experts of each token are
+given, so that rounding sends none elsewhere."""
 TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
     "dense TP2": ("dense", {"tensor_parallel": 2}),
     "dense PP2": ("dense", {"pipeline_parallel": 2}),
@@ -61,6 +67,11 @@ TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
     "moe DP2": ("moe", {}),
     "dense DP2, offload 1": ("dense", {"optimizer_offload_fraction": 1.0}),
     "dense DP2, own optimizer state": ("dense", {"distributed_optimizer": False}),
+    "told EP2": ("moe", {"expert_parallel": 2}),
+    "told TP2 EP2": ("moe", {"tensor_parallel": 2, "expert_parallel": 2, "expert_tensor_parallel": 1}),
+    "told CP2 EP2": ("moe", {"context_parallel": 2, "expert_parallel": 2}),
+    "told PP2": ("moe", {"pipeline_parallel": 2}),
+    "told DP2": ("moe", {}),
     "latent TP2 EP2": ("latent", {"tensor_parallel": 2, "expert_parallel": 2, "expert_tensor_parallel": 1}),
 }
 """On two."""
@@ -79,7 +90,7 @@ def equal(place: Place) -> list[Launch]:
             "kind": "compare",
             "model": str(place.scratch / of),
             "file": str(place.scratch / "trained" / f"{name}.safetensors"),
-            "of": of,
+            "told": name.startswith("told"),
             "dtype": place.dtype,
             "vocabulary": 1024 * (1 if laptop else 4),
             "longest": 64 if laptop else 1024,
@@ -93,6 +104,7 @@ def equal(place: Place) -> list[Launch]:
 
     others = [
         *(case(f"{kind}, huggingface float32", kind, kind="huggingface") for kind in ("dense", "moe", "latent")),
+        case("told, huggingface float32", "moe", kind="huggingface"),
         *(case(f"{kind}, fsdp2", kind, backend="fsdp2") for kind in ("dense", "moe")),
         {"name": "deepep", "kind": "deepep", "limit_s": 30.0},
     ]
@@ -115,13 +127,15 @@ def memory(place: Place) -> list[Launch]:
         _speed(place, "qwen3-8b", 4, "offload 0.5", {"optimizer_offload_fraction": 0.5}),
         _speed(place, "qwen3-8b", 4, "offload 1", {"optimizer_offload_fraction": 1.0}),
     ]
-    experts = [
+    full = {"recompute": {"granularity": "full"}}
+    mixture = [
         _speed(place, "qwen3-30b-a3b", 6, "none", {}),
         _speed(place, "qwen3-30b-a3b", 6, "recompute moe_act", _selective("moe_act")),
-        _speed(place, "qwen3-30b-a3b", 6, "recompute full", {"recompute": {"granularity": "full"}}),
+        _speed(place, "qwen3-30b-a3b", 6, "recompute full", full),
         _speed(place, "qwen3-30b-a3b", 6, "gradients added apart", {"fused_gradients": False}),
+        _speed(place, "qwen3-30b-a3b", 6, "recompute full, 64k tokens", full, sequences=16),
     ]
-    return [Launch("memory-dense", (0,), 130.0, dense), Launch("memory-moe", (1,), 130.0, experts)]
+    return [Launch("memory-dense", (0,), 130.0, dense), Launch("memory-moe", (1,), 130.0, mixture)]
 
 
 def mfu(place: Place) -> list[Launch]:
@@ -129,12 +143,34 @@ def mfu(place: Place) -> list[Launch]:
     full = {"recompute": {"granularity": "full"}}
     cases = [
         _speed(place, "qwen3-30b-a3b", 10, "EP2", {"expert_parallel": 2}),
-        _speed(place, "qwen3-8b", 36, "TP2", {"tensor_parallel": 2}),
+        _speed(place, "qwen3-30b-a3b", 10, "EP2, recompute full, 64k", {"expert_parallel": 2, **full}, sequences=16),
+        _speed(place, "qwen3-8b", 36, "TP2", {"tensor_parallel": 2}, sequences=2),
         _speed(place, "qwen3-8b", 36, "DP2, recompute full", full),
         _speed(place, "qwen3-8b", 16, "CP2", {"context_parallel": 2}, sequences=1, length=32768),
         _speed(place, "qwen3-8b", 36, "PP2", {"pipeline_parallel": 2, **full}, microbatches=8, sequences=1),
     ]
-    return [Launch("mfu-2", (0, 1), 150.0, cases)]
+    return [Launch("mfu-2", (0, 1), 170.0, cases)]
+
+
+def experts(place: Place) -> list[Launch]:
+    """Where the time of a mixture of experts goes, and ways to make it less."""
+    profile = {**_speed(place, "qwen3-30b-a3b", 6, "profile", {}), "kind": "profile"}
+    plain = [
+        profile,
+        _speed(place, "qwen3-30b-a3b", 6, "none", {}),
+        _speed(place, "qwen3-30b-a3b", 6, "32k tokens, recompute moe_act", _selective("moe_act"), sequences=8),
+        _speed(place, "qwen3-30b-a3b", 6, "gradients added apart", {"fused_gradients": False}),
+    ]
+    one_product = [
+        _speed(place, "qwen3-30b-a3b", 6, "one product for all experts", {}),
+        _speed(place, "qwen3-30b-a3b", 6, "one product for all experts, apart", {"fused_gradients": False}),
+        {**profile, "name": profile["name"] + ", one product for all experts"},
+    ]
+    cutlass = {"NVTE_USE_CUTLASS_GROUPED_GEMM": "1", "NVTE_CUTLASS_GROUPED_GEMM_WARN_FALLBACK": "1"}
+    return [
+        Launch("experts", (0,), 100.0, plain),
+        Launch("experts-cutlass", (1,), 100.0, one_product, cutlass),
+    ]
 
 
 def logprob(place: Place) -> list[Launch]:
@@ -157,7 +193,7 @@ def logprob(place: Place) -> list[Launch]:
     return [Launch("logprob", (1,), 90.0, cases)]
 
 
-PARTS = {"logprob": logprob, "equal": equal, "memory": memory, "mfu": mfu}
+PARTS = {"logprob": logprob, "equal": equal, "memory": memory, "mfu": mfu, "experts": experts}
 
 
 def _selective(*modules: str) -> dict[str, Any]:

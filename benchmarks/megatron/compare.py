@@ -1,5 +1,6 @@
 """The same two updates on the same batch, by any backend and topology; files that the caller compares."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,8 @@ def job_spec(case: dict[str, Any]) -> JobSpec:
 def trained(world: World, case: dict[str, Any]) -> dict[str, Any]:
     backend = build(job_spec(case), world.device)
     parallel = backend.data_parallel
-    mine = batches.compared(parallel.rank, parallel.size, case["vocabulary"], case["longest"])
+    told = case.get("told", False)
+    mine = batches.compared(parallel.rank, parallel.size, case["vocabulary"], case["longest"], told=told)
     before = backend.logprobs(mine, temperature=batches.TEMPERATURE)
     found = _by_row(backend, mine, before)
     losses, norms = [], []
@@ -58,7 +60,9 @@ def plain(world: World, case: dict[str, Any]) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
 
     device = world.device
-    model = AutoModelForCausalLM.from_pretrained(case["model"], dtype=torch.float32).to(device)
+    model: Any = AutoModelForCausalLM.from_pretrained(case["model"], dtype=torch.float32)
+    model.to(device)
+    teller = Told(model) if case.get("told") else None
     optimizer = torch.optim.AdamW(model.parameters(), **batches.OPTIMIZER)  # type: ignore[arg-type]
     losses: list[float] = []
     norms: list[float] = []
@@ -67,6 +71,8 @@ def plain(world: World, case: dict[str, Any]) -> dict[str, Any]:
         optimizer.zero_grad()
         total = 0.0
         for row in range(batches.ROWS):
+            if teller is not None:
+                teller.row = row
             scores = _scores(model, row, case, device)
             loss = batches.loss_of(*scores, (row,), (len(scores[0]),))
             loss.backward()
@@ -81,6 +87,22 @@ def plain(world: World, case: dict[str, Any]) -> dict[str, Any]:
     np.save(file.with_suffix(".npy"), np.concatenate(logprobs))
     model.save_pretrained(file.with_suffix(""))
     return {"losses": losses, "norms": norms}
+
+
+class Told:
+    """Routers of Qwen3-MoE that send the tokens of `row` where `batches.experts_of` says."""
+
+    row = 0
+
+    def __init__(self, model: Any) -> None:
+        routers = [module for name, module in model.named_modules() if name.endswith("mlp.gate")]
+        for layer, router in enumerate(routers):
+            router.register_forward_hook(partial(self._send, layer))
+
+    def _send(self, layer: int, router: object, inputs: object, outputs: tuple[Tensor, Tensor, Tensor]) -> object:
+        logits_te = outputs[0]
+        chosen_tk = batches.experts_of(len(logits_te), 4, 8, 2, self.row)[:, layer].to(logits_te.device)
+        return logits_te, logits_te.gather(1, chosen_tk).softmax(-1), chosen_tk
 
 
 def deepep(world: World, case: dict[str, Any]) -> dict[str, Any]:

@@ -105,7 +105,7 @@ def small_model(kind: str, folder: Path, *, laptop: bool) -> None:
         "eos_token_id": 2,
         "pad_token_id": 0,
     }
-    experts = {"num_experts_per_tok": 2, "moe_intermediate_size": 64 * scale, "norm_topk_prob": True}
+    experts: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 64 * scale, "norm_topk_prob": True}
     config: Any
     match kind:
         case "dense":
@@ -113,9 +113,14 @@ def small_model(kind: str, folder: Path, *, laptop: bool) -> None:
         case "moe":
             config = Qwen3MoeConfig(**sizes, **experts, num_experts=8, head_dim=16 * scale, tie_word_embeddings=False)
         case "latent":
-            latent = {"kv_lora_rank": 64, "q_lora_rank": 96, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32}
-            routed = {"n_routed_experts": 8, "n_group": 1, "topk_group": 1, "n_shared_experts": 1}
-            own = {"v_head_dim": 64, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0}
+            latent: dict[str, Any] = {
+                "kv_lora_rank": 64,
+                "q_lora_rank": 96,
+                "qk_nope_head_dim": 64,
+                "qk_rope_head_dim": 32,
+            }
+            routed: dict[str, Any] = {"n_routed_experts": 8, "n_group": 1, "topk_group": 1, "n_shared_experts": 1}
+            own: dict[str, Any] = {"v_head_dim": 64, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0}
             sizes |= {"num_key_value_heads": 8, "tie_word_embeddings": False}
             config = DeepseekV3Config(**sizes, **experts, **latent, **routed, **own)
         case _:

@@ -28,6 +28,7 @@ KINDS: dict[str, Callable[[World, dict[str, Any]], dict[str, Any]]] = {
     "huggingface": compare.plain,
     "deepep": compare.deepep,
     "speed": speed.speed,
+    "profile": speed.profiled,
     "scores": speed.scores_alone,
     "pass": speed.logprob_pass,
 }

@@ -13,11 +13,11 @@ def compared(scratch: Path) -> dict[str, dict[str, float]]:
     relative to how far the two updates moved the weights, the weights."""
     trained = scratch / "trained"
     found = {}
-    for kind in ("dense", "moe", "latent"):
+    for kind, model in (("dense", "dense"), ("moe", "moe"), ("told", "moe"), ("latent", "latent")):
         truth = trained / f"{kind}, huggingface float32"
         if not truth.with_suffix(".npy").exists():
             continue
-        start, end = load_file(scratch / kind / "model.safetensors"), load_file(truth / "model.safetensors")
+        start, end = load_file(scratch / model / "model.safetensors"), load_file(truth / "model.safetensors")
         alone = trained / f"{kind}.safetensors"
         for file in sorted(trained.glob(f"{kind}*.safetensors")):
             after, logprobs = load_file(file), np.load(file.with_suffix(".npy"))

@@ -23,7 +23,7 @@ def speed(world: World, case: dict[str, Any]) -> dict[str, Any]:
     """Steps of `microbatches` micro-batches of `sequences` times `length` tokens on each data-parallel rank."""
     backend, built_s = _built(world, case)
     shape = read_shape(Path(case["model"]))
-    batch = batches.even(case["microbatches"], case["sequences"], case["length"], shape.vocabulary)
+    batch = batches.even(case["microbatches"], case["sequences"], case["length"], shape)
     parts: dict[str, list[float]] = {"step": [], "forward_backward": [], "optimizer": []}
     _reset_peak()
     rest = _allocated()
@@ -51,6 +51,29 @@ def speed(world: World, case: dict[str, Any]) -> dict[str, Any]:
         "reserved_gib": _largest(_reserved() / GIB, world),
         "host_gib": _largest(psutil.Process().memory_info().rss / GIB, world),
         "moe": {name: value for name, value in backend.memory().items() if name.startswith("moe/")},
+    }
+
+
+def profiled(world: World, case: dict[str, Any]) -> dict[str, Any]:
+    """One step under torch's profiler: how long the GPU was busy of it, and what the host and the GPU spent most on."""
+    from torch.profiler import ProfilerActivity, profile
+
+    backend, _ = _built(world, case)
+    batch = batches.even(case["microbatches"], case["sequences"], case["length"], read_shape(Path(case["model"])))
+    for _ in range(2):
+        _step(backend, batch)
+    alone_s = _step(backend, batch)
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        watched_s = _step(backend, batch)
+    table = profiler.key_averages()
+    by_host = sorted(table, key=lambda row: -row.self_cpu_time_total)[:30]
+    by_gpu = sorted(table, key=lambda row: -row.self_device_time_total)[:30]
+    return {
+        "step_s": alone_s,
+        "watched_s": watched_s,
+        "gpu_s": sum(row.self_device_time_total for row in table) / 1e6,
+        "host": {f"{row.key[:80]} x{row.count}": row.self_cpu_time_total / 1e6 for row in by_host},
+        "gpu": {f"{row.key[:80]} x{row.count}": row.self_device_time_total / 1e6 for row in by_gpu},
     }
 
 
@@ -98,7 +121,7 @@ def logprob_pass(world: World, case: dict[str, Any]) -> dict[str, Any]:
     """The backend's own pass for log-probabilities over one micro-batch of `sequences` times `length` tokens."""
     backend, _ = _built(world, case)
     shape = read_shape(Path(case["model"]))
-    batch = batches.even(1, case["sequences"], case["length"], shape.vocabulary)
+    batch = batches.even(1, case["sequences"], case["length"], shape)
     times = []
     for _ in range(2):
         _reset_peak()

@@ -1,9 +1,11 @@
 """On GPUs, in bfloat16 with Transformer Engine: every topology trains as one GPU does and as Hugging Face in float32.
 
-Tolerances, of two updates on sixteen sequences of up to a thousand tokens: log-probabilities 0.02 in the mean, the loss
-1 %, the gradient's norm 2 %, the movement of the weights 8 % of its length. Experts are chosen by numbers that rounding
-moves, so a mixture's are twice that. What only changes memory (recomputation, offloading) has to agree with the same
-run without it ten times as closely.
+Tolerances, of two updates on sixteen sequences of up to a thousand tokens: log-probabilities 0.03 in the mean, the
+first loss 0.2 %, the gradient's norms 1 %, the movement of the weights 6 % of its length (FSDP2 is 3 % away). Where
+tokens choose their experts, rounding sends some elsewhere: there the first loss is compared, to 0.5 %; with the
+experts told, it is as without. What only changes memory (recomputation, offloading) gives the very log-probabilities
+of the same run without it, and moves the weights as a run moves them that is repeated: attention adds up in no fixed
+order.
 """
 
 import json
@@ -43,17 +45,19 @@ def test_every_topology_trains_as_hugging_face_does(found: dict[str, Any]) -> No
     ran = cases(found)
     for name, apart in found["equal"].items():
         kind = name.replace(",", " ").split()[0]
-        truth, more = ran[f"{kind}, huggingface float32"], 1 if kind == "dense" else 2
-        assert apart["logprobs_mean_vs_huggingface"] < 0.02 * more, name
-        assert apart["weights_vs_huggingface"] < 0.08 * more, name
-        assert ran[name]["losses"] == pytest.approx(truth["losses"], rel=0.01 * more), name
-        assert ran[name]["norms"] == pytest.approx(truth["norms"], rel=0.02 * more), name
+        truth, routed = ran[f"{kind}, huggingface float32"], kind in ("moe", "latent")
+        assert ran[name]["losses"][0] == pytest.approx(truth["losses"][0], rel=0.005 if routed else 0.002), name
+        if routed:
+            continue
+        assert ran[name]["norms"] == pytest.approx(truth["norms"], rel=0.01), name
+        assert apart["logprobs_mean_vs_huggingface"] < 0.03, name
+        assert apart["weights_vs_huggingface"] < 0.06, name
 
 
 @pytest.mark.parametrize("saving", ["recompute", "offload"])
 def test_savings_change_memory_and_not_numbers(saving: str, found: dict[str, Any]) -> None:
-    for name, apart in found["equal"].items():
-        if saving in name and "DP2" not in name:
-            more = 1 if name.startswith("dense") else 2
-            assert apart["logprobs_mean_vs_alone"] < 0.002 * more, name
-            assert apart["weights_vs_alone"] < 0.008 * more, name
+    apart = found["equal"]
+    for name in (name for name in apart if saving in name and "DP2" not in name):
+        again = apart["moe, again" if name.startswith(("moe", "told")) else "dense, again"]["weights_vs_alone"]
+        assert apart[name]["logprobs_mean_vs_alone"] < 1e-6, name
+        assert apart[name]["weights_vs_alone"] < 2 * again + 1e-3, name

@@ -25,7 +25,7 @@ from millrace.weights.manifest import Manifest, TensorInfo
 from millrace.weights.memory import Memory
 from services.trainer import lockstep
 from services.trainer.backends import DataParallel, LossFn, TokenScores
-from services.trainer.backends.megatron import parallel
+from services.trainer.backends.megatron import parallel, replay
 from services.trainer.backends.megatron.configuration import configuration
 from services.trainer.backends.megatron.dispatch import dispatcher
 from services.trainer.backends.megatron.experts import LoadMeter, auxiliary_loss
@@ -74,6 +74,11 @@ class Setting:
     def layout(self) -> Layout:
         return layout(self.shape, self.topology, dist.get_rank(), layers())
 
+    def layers(self) -> list[range]:
+        """Which of the model's layers each chunk of this rank has."""
+        stage, chunks = parallel_state.get_pipeline_model_parallel_rank(), range(self.options.virtual_pipeline)
+        return [self.topology.layers_of(stage, chunk, self.shape.layers) for chunk in chunks]
+
 
 class MegatronBackend:
     """See `services.trainer.backends.Backend`."""
@@ -92,6 +97,8 @@ class MegatronBackend:
         self._chunks = self._built(dtype, train_router=setting.options.experts.train_router)
         self._load = LoadMeter(self._chunks) if setting.shape.experts is not None else None
         self._balance: dict[str, float] = {}
+        if setting.shape.experts is not None:
+            replay.install(self._chunks, setting.layers(), setting.shape.experts)
         wrapped = wrap(self._chunks, setting.options)
         self._updater = Updater(wrapped, spec.trainer.optimizer, setting.options)
         self._fill(self._chunks, self._updater)

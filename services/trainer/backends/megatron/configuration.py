@@ -76,7 +76,8 @@ def _parallelism(options: Megatron, dtype: torch.dtype) -> dict[str, Any]:
         "moe_token_dispatcher_type": "alltoall",
         "batch_p2p_comm": False,
         "overlap_p2p_comm": chunks > 1,
-        "deallocate_pipeline_outputs": options.pipeline_parallel > 1,
+        # Gloo still sends from that memory, which on GPUs waits for its stream.
+        "deallocate_pipeline_outputs": options.pipeline_parallel > 1 and torch.cuda.is_available(),
     }
 
 

@@ -2,7 +2,7 @@
 and the norm of the gradients over every rank's part of the model."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -184,7 +184,7 @@ def _summed(value: float, group: dist.ProcessGroup) -> float:
     return float(total)
 
 
-def _square(gradients: Sequence[Tensor]) -> float:
+def _square(gradients: list[Tensor]) -> float:
     """The sum of their squares."""
     if not gradients:
         return 0.0

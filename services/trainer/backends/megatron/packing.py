@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from services.trainer.backends.megatron.replay import PackedTokens
 from services.trainer.microbatch import MicroBatch
 
 
@@ -21,7 +21,7 @@ from services.trainer.microbatch import MicroBatch
 class Packed:
     tokens_p: Tensor
     """int64 [P on this rank]."""
-    parameters: PackedSeqParams
+    parameters: PackedTokens
     positions_r: Tensor
     """int64: of the response tokens that are scored here, the place on this rank of the token before each."""
     targets_r: Tensor
@@ -45,13 +45,17 @@ def pack(batch: MicroBatch, *, multiple: int, context_rank: int, context_size: i
     tokens[places_p] = batch.tokens_p
     asked_r = places_p[batch.predicting_r]
     parameters = _parameters(padded, device, split=context_size > 1)
+    experts_ltk = _experts(batch, places_p, len(tokens))
     if context_size == 1:
+        parameters.experts_ltk = None if experts_ltk is None else experts_ltk.to(device)
         positions_r, targets_r = asked_r.to(device), batch.targets_r.to(device)
         return Packed(tokens.to(device), parameters, positions_r, targets_r, None, (len(asked_r),))
     owner_p, local_p = context_split(padded, context_size)
     owner_r = owner_p[asked_r]
     mine_r = owner_r == context_rank
     counts = torch.bincount(owner_r, minlength=context_size)
+    if experts_ltk is not None:
+        parameters.experts_ltk = experts_ltk[:, owner_p == context_rank].to(device)
     return Packed(
         tokens[owner_p == context_rank].to(device),
         parameters,
@@ -68,13 +72,23 @@ def _places(lengths: Sequence[int], padded: Sequence[int]) -> Tensor:
     return torch.cat([torch.arange(start, start + n) for start, n in zip(starts, lengths, strict=False)])
 
 
-def _parameters(padded: Sequence[int], device: torch.device, *, split: bool) -> PackedSeqParams:
+def _experts(batch: MicroBatch, places_p: Tensor, tokens: int) -> Tensor | None:
+    """int64 [MoE layers, padded tokens, k]."""
+    if batch.experts_plk is None:
+        return None
+    _, layers, per_token = batch.experts_plk.shape
+    padded_ltk = torch.full((layers, tokens, per_token), -1, dtype=torch.int64)
+    padded_ltk[:, places_p] = batch.experts_plk.transpose(0, 1).long()
+    return padded_ltk
+
+
+def _parameters(padded: Sequence[int], device: torch.device, *, split: bool) -> PackedTokens:
     """The sequences' ends, padding included. The pad sequence, if any, counts as a sequence."""
     ends = torch.tensor([0, *padded]).cumsum(0).int().to(device)
     longest = max(padded)
     # Context parallelism insists on the ends with padding; without it they would be compared in every layer.
     again = ends if split else None
-    return PackedSeqParams(
+    return PackedTokens(
         qkv_format="thd",
         cu_seqlens_q=ends,
         cu_seqlens_kv=ends,

@@ -10,8 +10,10 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
+from millrace.errors import InvalidState
 from millrace.megatron.options import Megatron
 from services.trainer.backends.megatron.context import whole_scores
+from services.trainer.backends.megatron.experts import forget
 from services.trainer.backends.megatron.head import Wanted
 from services.trainer.backends.megatron.packing import Packed, pack
 from services.trainer.microbatch import MicroBatch
@@ -72,9 +74,16 @@ class Pipeline:
             micro_batch_size=1,
             forward_only=score is None,
         )
+        forget(self.chunks)
         return self._everywhere(scored, microbatches)
 
     def _packed(self, batch: MicroBatch) -> Packed:
+        recompute = self.options.recompute
+        if batch.experts_plk is not None and recompute.granularity == "selective" and "moe" in recompute.modules:
+            raise InvalidState(
+                "Experts that are computed again on their own do not know which choices the engine made.",
+                "Set trainer.backend_options.recompute to full, or leave moe out of its modules.",
+            )
         return pack(
             batch,
             multiple=self.options.tensor_parallel if self.options.splits_sequence else 1,

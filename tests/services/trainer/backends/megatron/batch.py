@@ -28,19 +28,30 @@ def trajectories() -> list[Trajectory]:
     return [Trajectory(random.integers(0, 256, p), random.integers(0, 256, r)) for p, r in sizes]
 
 
-def packed(rows: list[int]) -> MicroBatch:
+def experts_told(row: int, layers: int = 3, experts: int = 8) -> Tensor:
+    """int64 [tokens, layers, 2]: two experts for each token in each layer, and -1 for every fifth token."""
+    trajectory, random = trajectories()[row], np.random.default_rng(row)
+    tokens = len(trajectory.prompt) + len(trajectory.response)
+    chosen = np.stack([random.permuted(np.tile(np.arange(experts), (tokens, 1)), axis=1)[:, :2] for _ in range(layers)])
+    chosen[:, ::5] = -1
+    return torch.from_numpy(chosen).transpose(0, 1)
+
+
+def packed(rows: list[int], *, told: bool = False) -> MicroBatch:
+    """`told`: with experts for its tokens."""
     chosen = [trajectories()[row] for row in rows]
     tokens = [part for t in chosen for part in (t.prompt, t.response)]
     lengths = tuple(len(t.prompt) + len(t.response) for t in chosen)
     tokens_p = torch.from_numpy(np.concatenate(tokens).astype(np.int64))
-    return MicroBatch(tuple(rows), lengths, tuple(len(t.response) for t in chosen), tokens_p)
+    experts_plk = torch.cat([experts_told(row) for row in rows]) if told else None
+    return MicroBatch(tuple(rows), lengths, tuple(len(t.response) for t in chosen), tokens_p, experts_plk)
 
 
-def microbatches(rank: int, size: int, count: int) -> list[MicroBatch]:
+def microbatches(rank: int, size: int, count: int, *, told: bool = False) -> list[MicroBatch]:
     """This data-parallel rank's share of the batch, in `count` micro-batches."""
     mine = list(range(rank, 16, size))
     each = len(mine) // count
-    return [packed(mine[i * each : (i + 1) * each]) for i in range(count)]
+    return [packed(mine[i * each : (i + 1) * each], told=told) for i in range(count)]
 
 
 def weights_of(row: int) -> Tensor:

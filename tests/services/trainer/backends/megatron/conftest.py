@@ -26,11 +26,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="session")
 def plain() -> Callable[..., Run]:
     """Kind → two steps of plain training."""
-    return functools.cache(lambda kind, balance=0.0: train(tiny.random_model(kind).train(), steps=2, balance=balance))
+    return functools.cache(lambda kind, **how: train(tiny.random_model(kind).train(), steps=2, **how))
 
 
 def cases_of(models: dict[str, Path], asked: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, Any]:
-    return {name: {"model": str(models[kind]), "options": options} for name, (kind, options) in asked.items()}
+    return {
+        name: {"model": str(models[kind]), "options": options, "told": name.startswith("told")}
+        for name, (kind, options) in asked.items()
+    }
 
 
 ONE: dict[str, tuple[str, dict[str, Any]]] = {
@@ -39,7 +42,9 @@ ONE: dict[str, tuple[str, dict[str, Any]]] = {
     "recompute selective": ("qwen3_moe", {"recompute": {"granularity": "selective", "modules": ["core_attn", "moe"]}}),
     "logits in small chunks": ("qwen3", {"logprob_chunk_tokens": 16}),
     "own optimizer state": ("qwen3_moe", {"distributed_optimizer": False}),
+    "told which experts": ("qwen3_moe", {"recompute": {"granularity": "full"}}),
 }
+"""In those whose name begins so, tokens go where a batch tells, as an engine would."""
 BALANCE = 0.05
 BALANCED = {"load_balancing": "aux_loss", "aux_loss_coefficient": BALANCE}
 OTHERWISE: dict[str, tuple[str, dict[str, Any]]] = {
@@ -65,6 +70,8 @@ TWO: dict[str, tuple[str, dict[str, Any]]] = {
     "MoE VPP2": ("qwen3_moe", {"pipeline_parallel": 2, "virtual_pipeline": 2}),
     "MoE DP2": ("qwen3_moe", {}),
     "balanced PP2": ("qwen3_moe", {"pipeline_parallel": 2, "experts": BALANCED}),
+    "told, PP2": ("qwen3_moe", {"pipeline_parallel": 2}),
+    "told, TP2 EP2": ("qwen3_moe", {"tensor_parallel": 2, "expert_parallel": 2, "expert_tensor_parallel": 1}),
     "MLA TP2": ("deepseek_v3", {"tensor_parallel": 2}),
     "MLA EP2": ("deepseek_v3", {"expert_parallel": 2}),
     "MLA PP2": ("moonlight", {"pipeline_parallel": 2, "last_stage_layers": 1}),
@@ -129,6 +136,7 @@ def ranks(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
             calls["head"] = calls["context_parallel_packing"] = {}
             calls["against_mbridge"] = {"models": {kind: str(path) for kind, path in models.items()}}
         if count == 2:
+            calls["left_behind"] = {}
             cases["MoE DP2"]["roll_back"] = cases["TP2 tied"]["roll_back"] = True
             cases |= _resumed(models, run(4)[1])
         if count == 4:

@@ -1,5 +1,6 @@
 """What runs on the ranks that `launch` starts."""
 
+import gc
 import json
 import os
 import sys
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from millrace.errors import NonFinite
@@ -49,6 +51,12 @@ def job_spec(case: Case) -> JobSpec:
 def train(world: World, folder: Path, cases: dict[str, Case]) -> dict[str, Any]:
     """Each case: `steps` updates (2) on the batch, the log-probabilities before, and the weights after, in a file."""
     return {name: _trained(world, folder / f"{name}.safetensors", case) for name, case in cases.items()}
+
+
+def left_behind(world: World, folder: Path) -> int:
+    """Parameters of models that were trained before and should be gone."""
+    gc.collect()
+    return sum(type(found) is Parameter for found in gc.get_objects())
 
 
 def against_mbridge(world: World, folder: Path, models: dict[str, str]) -> dict[str, Any]:
@@ -125,7 +133,9 @@ def _trained(world: World, file: Path, case: Case) -> dict[str, Any]:
     if "resume" in case:
         checkpoint.load(case["resume"], backend)
     parallel = backend.data_parallel
-    batches = batch.microbatches(parallel.rank, parallel.size, case.get("microbatches", 4))
+    batches = batch.microbatches(
+        parallel.rank, parallel.size, case.get("microbatches", 4), told=case.get("told", False)
+    )
     before = backend.logprobs(batches, temperature=batch.TEMPERATURE)
     answer: dict[str, Any] = {"logprobs": _by_row(backend, batches, before), "losses": [], "norms": []}
     if "resume" not in case:

@@ -13,6 +13,7 @@ from tests.services.trainer.backends.megatron.batch import (
     CLIP_NORM,
     OPTIMIZER,
     TEMPERATURE,
+    experts_told,
     loss_of,
     trajectories,
 )
@@ -37,13 +38,19 @@ def scores(model: PreTrainedModel, row: int) -> tuple[Tensor, Tensor]:
     return log_p.gather(1, tokens[first:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
 
-def train(model: PreTrainedModel, steps: int, *, balance: float = 0.0) -> Run:
-    """`balance` is the coefficient of the auxiliary loss of mixtures of experts, over four micro-batches."""
+def train(model: PreTrainedModel, steps: int, *, balance: float = 0.0, told: bool = False) -> Run:
+    """`balance` is the coefficient of the auxiliary loss of mixtures of experts, over four micro-batches. `told`:
+    tokens go to the experts of `experts_told`."""
     optimizer = torch.optim.AdamW(model.parameters(), **OPTIMIZER)
     losses, norms, logprobs = [], [], []
     routed = Routed(model) if balance else None
+    teller = Told(model) if told else None
     for step in range(steps):
-        scored = [scores(model, row) for row in range(16)]
+        scored = []
+        for row in range(16):
+            if teller is not None:
+                teller.row = row
+            scored.append(scores(model, row))
         loss = sum(loss_of(*scored[row], (row,)) for row in range(16))
         optimizer.zero_grad()
         objective = loss if routed is None else loss + balance * routed.auxiliary_loss()
@@ -54,6 +61,23 @@ def train(model: PreTrainedModel, steps: int, *, balance: float = 0.0) -> Run:
         if step == 0:
             logprobs = torch.cat([logprobs_r for logprobs_r, _ in scored]).tolist()
     return Run(losses, norms, logprobs, stored(model))
+
+
+class Told:
+    """Routers of Qwen3-MoE that send the tokens of `row` where they are told to."""
+
+    row = 0
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        routers = [module for name, module in model.named_modules() if name.endswith("mlp.gate")]
+        for layer, router in enumerate(routers):
+            router.register_forward_hook(partial(self._send, layer))
+
+    def _send(self, layer: int, router: object, inputs: object, outputs: tuple[Tensor, Tensor, Tensor]) -> object:
+        logits_te, _, own_tk = outputs
+        told_tk = experts_told(self.row)[:, layer]
+        chosen_tk = torch.where(told_tk < 0, own_tk, told_tk)
+        return logits_te, logits_te.gather(1, chosen_tk).softmax(-1), chosen_tk
 
 
 class Routed:

@@ -1,6 +1,8 @@
-"""A GRPO job on two Megatron ranks, as the trainer is run: steps, publications, checkpoints, refusals."""
+"""A GRPO job on two Megatron ranks, as the trainer is run: steps, publications, checkpoints, refusals, a lost rank."""
 
-from collections.abc import Iterator
+import signal
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from millrace.errors import InvalidJob
+from millrace.errors import InvalidJob, InvalidState, NonFinite, Unavailable
 from millrace.wire.v1 import trainer_pb2 as pb
 from services.trainer.control import ControlThread
 from tests.services.trainer.coordinator import ScriptedCoordinator, coordinator
@@ -16,7 +18,7 @@ from tests.services.trainer.groups import job_spec, random_groups
 from tests.services.trainer.process import trainer
 from tests.services.trainer.receiver import Receiver, reference
 from tests.services.trainer.test_ranks import EXACT, TwoRanks
-from tests.services.trainer.test_step import OPTIMIZER, local_step
+from tests.services.trainer.test_step import OPTIMIZER, Groups, local_step, poisoned_logprob, poisoned_reward
 
 TOPOLOGIES: dict[str, dict[str, Any]] = {
     "TP2": {"tensor_parallel": 2},
@@ -72,6 +74,26 @@ def test_trains_as_one_rank_of_the_other_backend_and_publishes_it(
         assert torch.equal(received[info.name], saved[info.name])
 
 
+@pytest.mark.parametrize("poison", [poisoned_reward, poisoned_logprob])
+def test_a_number_that_is_none_stops_the_step_and_nothing_is_written(
+    poison: Callable[[Groups], str], two_ranks: TwoRanks, tied_model: Path, tmp_path: Path
+) -> None:
+    trainer = {"backend": "megatron", "updates_per_step": 2, "backend_options": {"tensor_parallel": 2}}
+    job = f"job-{poison.__name__}"
+    two_ranks.calls.configure(job_spec(tied_model, trainer={**trainer, "optimizer": OPTIMIZER}), job=job)
+    two_ranks.step(1, random_groups(4, 4), job)
+    weights = []
+    for name in ("before", "after"):
+        two_ranks.calls.call("Save", pb.SaveRequest(job_id=job, path=str(tmp_path / name), huggingface=True))
+        weights.append(load_file(tmp_path / name / "huggingface" / "model.safetensors"))
+        if name == "before":
+            groups = random_groups(4, 4, seed=1)
+            with pytest.raises(NonFinite, match=poison(groups)):
+                two_ranks.step(2, groups, job)
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+    assert two_ranks.step(2, random_groups(4, 4, seed=2), job)["actor/grad_norm"] > 0
+
+
 def test_a_topology_that_does_not_fit_the_ranks_is_refused_and_the_trainer_lives(
     two_ranks: TwoRanks, tied_model: Path
 ) -> None:
@@ -83,3 +105,52 @@ def test_a_topology_that_does_not_fit_the_ranks_is_refused_and_the_trainer_lives
         two_ranks.calls.configure(spec, job="job-refused")
     good = job_spec(tied_model, trainer={"backend": "megatron", "backend_options": {"tensor_parallel": 2}})
     assert two_ranks.calls.configure(good, job="job-taken").world_size == 2
+
+
+def test_a_rank_lost_in_a_step_is_named_and_the_job_goes_on_from_its_checkpoint(
+    two_ranks: TwoRanks, served: ScriptedCoordinator, tied_model: Path, tmp_path: Path
+) -> None:
+    """The second stage of two dies; another topology takes over, and trains as if nothing had been."""
+    trained = {"optimizer": OPTIMIZER, "backend": "megatron"}
+    spec = job_spec(tied_model, trainer={**trained, "backend_options": {"pipeline_parallel": 2}})
+    first, second = random_groups(4, 4, seed=1), random_groups(4, 4, seed=2)
+    with trainer(served, tmp_path / "log", ranks=2) as running:
+        calls = running.calls()
+        calls.configure(spec)
+        served.script.groups = first
+        calls.step(1, first, served.address)
+        calls.save(str(tmp_path / "saved"))
+        served.script.groups = second
+        served.script.fetches.clear()
+        served.script.hold.clear()
+        stepping = running.in_background(lambda: calls.step(2, second, served.address))
+        while len(served.script.fetches) < 2:
+            time.sleep(0.05)
+        lost = running.ranks()[1]
+        lost.send_signal(signal.SIGKILL)
+        began = time.monotonic()
+        served.script.hold.set()
+        with pytest.raises(Unavailable, match=rf"Step failed: .*rank 1 on .*\(pid {lost.pid}\)"):
+            stepping.result(60)
+        assert time.monotonic() - began < 30
+        assert running.process.wait(60) != 0
+    two_ranks.calls.configure(spec, job="job-undisturbed")
+    undisturbed = [two_ranks.step(n, groups, "job-undisturbed") for n, groups in ((1, first), (2, second))][1]
+    spec = job_spec(tied_model, trainer={**trained, "backend_options": {"tensor_parallel": 2}})
+    configured = two_ranks.calls.configure(spec, job="job-resumed", checkpoint=str(tmp_path / "saved"))
+    assert configured.version == 1
+    resumed = two_ranks.step(2, second, "job-resumed")
+    for metric in ("actor/pg_loss", "actor/grad_norm", "actor/entropy"):
+        assert resumed[metric] == pytest.approx(undisturbed[metric], rel=2e-5, abs=2e-6), metric
+
+
+def test_a_checkpoint_of_another_architecture_is_refused(
+    two_ranks: TwoRanks, tied_model: Path, untied_model: Path, tmp_path: Path
+) -> None:
+    options = {"backend": "megatron", "backend_options": {"tensor_parallel": 2}}
+    two_ranks.calls.configure(job_spec(untied_model, trainer=options), job="job-1")
+    two_ranks.calls.save(str(tmp_path / "untied"))
+    with pytest.raises(InvalidState, match="checkpoint of another model than the job's"):
+        two_ranks.calls.configure(
+            job_spec(tied_model, trainer=options), job="job-2", checkpoint=str(tmp_path / "untied")
+        )

@@ -29,7 +29,8 @@ pytestmark = pytest.mark.timeout(700)
 def test_trains_like_plain_pytorch(count: int, name: str, ranks: Ranks, plain: Callable[..., Run]) -> None:
     answers, folder = ranks(count)
     answer = answers["train"][name]
-    expected = plain(CASES[count][name][0], *([BALANCE] if name.startswith("balanced") else []))
+    how = {"balance": BALANCE} if name.startswith("balanced") else {"told": True} if name.startswith("told") else {}
+    expected = plain(CASES[count][name][0], **how)
     assert answer["logprobs"] == pytest.approx(expected.logprobs, abs=2e-5)
     assert answer["losses"] == pytest.approx(expected.losses, rel=2e-5)
     assert answer["norms"] == pytest.approx(expected.norms, rel=2e-5)
@@ -43,6 +44,10 @@ def test_trains_like_plain_pytorch(count: int, name: str, ranks: Ranks, plain: C
 @ON_RANKS
 def test_exports_what_it_has_read_bit_for_bit(count: int, name: str, ranks: Ranks) -> None:
     assert ranks(count)[0]["train"][name]["changed"] == []
+
+
+def test_nothing_is_left_of_models_that_are_done_with(ranks: Ranks) -> None:
+    assert ranks(2)[0]["left_behind"] == 0
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "deepseek_v3"])
