@@ -60,7 +60,7 @@ def install(chunks: Sequence[nn.Module], layers: Sequence[range], experts: Exper
             module.register_forward_pre_hook(partial(_tell, choice, order), with_kwargs=True)
 
 
-def _tell(choice: Choice, order: int, layer: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+def _tell(choice: Choice, order: int, layer: Any, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> None:
     packed = named.get("packed_seq_params")
     told_ltk = packed.experts_ltk if isinstance(packed, PackedTokens) else None
     choice.told_tk = None if told_ltk is None else _mine(told_ltk[order], layer.config.sequence_parallel)
