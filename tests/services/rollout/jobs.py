@@ -12,7 +12,8 @@ ENGINE_OPTIONS = {
         "max_total_tokens": 16384,
         "mem_fraction_static": 0.3,
         "attention_backend": "triton",
-        "cuda_graph_max_bs": 16,
+        "cuda_graph_max_bs_decode": 16,
+        "disable_prefill_cuda_graph": True,
     },
     "transformers": {"max_num_seqs": 16},
 }
