@@ -117,7 +117,14 @@ class ShardSender:
 
     def _run(self, rank: int) -> None:
         meeting = Meeting(
-            "127.0.0.1", self.port, self.delivery.channel, rank, self.plan.world_size, b"", self.delivery.timeout_s
+            "127.0.0.1",
+            self.port,
+            self.delivery.channel,
+            rank,
+            self.plan.world_size,
+            b"",
+            torch.device("cpu"),
+            self.delivery.timeout_s,
         )
         sending = Sending(self.plan, rank, self.shards.ranks[rank])
         try:
@@ -151,6 +158,9 @@ class Spoiled:
     def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel], stream: object = None) -> Flight:
         self._rounds += 1
         return self._channel.exchange(self._sender.spoil(self._rounds - 1, sends), receives, stream)
+
+    def check(self) -> None:
+        self._channel.check()
 
     def abort(self, reason: str) -> None:
         self._channel.abort(reason)

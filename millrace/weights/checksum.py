@@ -23,8 +23,13 @@ def checksum(tensor: torch.Tensor) -> int:
         index = torch.arange(1, chunk.numel() + 1, dtype=torch.int64, device=chunk.device)
         sums = torch.stack([part, (chunk * index).sum() + part * start]).tolist()
         total, weighted = (total + sums[0]) & _MASK, (weighted + sums[1]) & _MASK
-    mixed = (weighted * _GOLDEN + tensor.numel() * tensor.element_size()) & _MASK
-    return total ^ ((mixed << 23 | mixed >> 41) & _MASK)
+    return mixed(total, weighted, tensor.numel() * tensor.element_size())
+
+
+def mixed(total: int, weighted: int, size: int) -> int:
+    """The checksum of `size` bytes whose words sum to `total`, and to `weighted` times their places; modulo 2^64."""
+    value = (weighted * _GOLDEN + size) & _MASK
+    return (total & _MASK) ^ ((value << 23 | value >> 41) & _MASK)
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:

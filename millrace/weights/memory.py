@@ -1,6 +1,7 @@
 """A rank's memory seen through its layout, and moving pieces between it and messages."""
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 from millrace.weights.layout import Layout
 from millrace.weights.manifest import Manifest
 from millrace.weights.sharded import ShardedPlan
+
+LOOK_EVERY_S = 50e-6
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,8 @@ class Lane:
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
 
-    def join(self) -> None:
-        """Waits until all of it is done."""
-        if self.stream is not None:
-            self.stream.synchronize()
+    def join(self, check: Callable[[], None] = lambda: None) -> None:
+        """Waits until all of it is done. `check` is called meanwhile, and may raise."""
+        while self.stream is not None and not self.stream.query():
+            check()
+            time.sleep(LOOK_EVERY_S)

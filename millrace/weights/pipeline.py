@@ -5,30 +5,65 @@ number of the round that it was claimed for: whoever reads it for another finds 
 """
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 
 from millrace.errors import PublicationFailed
+from millrace.weights.batch import Batch, batch
 from millrace.weights.channels.channel import Channel, Flight, Parcel
-from millrace.weights.checksum import checksum
-from millrace.weights.memory import Lane, Memory, Pair, differing, pack, pairs, unpack
+from millrace.weights.memory import Lane, Memory, pairs
 from millrace.weights.sharded import ShardedPlan
 
 SLOTS = 3
 """A message that is passed on lies one round longer, so fewer would not do."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Times:
-    """Seconds of this rank's thread: packing and converting, in the channel, checksums, unpacking."""
+    """Seconds: packing and converting, checksums, unpacking and comparing; and of the whole run."""
 
-    pack_s: float = 0.0
-    wire_s: float = 0.0
-    verify_s: float = 0.0
-    apply_s: float = 0.0
+    pack_s: float
+    verify_s: float
+    apply_s: float
+    whole_s: float
+
+    @property
+    def wire_s(self) -> float:
+        """What is left: in the channel. On a GPU the others are done meanwhile, and most of them take nothing off."""
+        return max(0.0, self.whole_s - self.pack_s - self.verify_s - self.apply_s)
+
+
+class Spans:
+    """Adds up how long a lane works on something, from `with` to `with`."""
+
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
+        self._spent = 0.0
+        self._marks: list[tuple[Any, Any]] = []
+
+    def __enter__(self) -> None:
+        self._began = self._mark()
+
+    def __exit__(self, *error: Any) -> None:
+        if self._lane.stream is None:
+            self._spent += time.perf_counter() - self._began
+        else:
+            self._marks.append((self._began, self._mark()))
+
+    def _mark(self) -> Any:
+        if self._lane.stream is None:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self._lane.stream)
+        return event
+
+    def seconds(self) -> float:
+        """Once the lane has done it."""
+        return self._spent + sum(began.elapsed_time(ended) for began, ended in self._marks) / 1e3
 
 
 class Ring:
@@ -71,62 +106,54 @@ class Sending:
     """A trainer rank's part of a plan; made once for a plan, run for each version."""
 
     def __init__(self, plan: ShardedPlan, rank: int, memory: Memory, slots: int = SLOTS) -> None:
-        self._plan = plan
         self._steps = plan.steps(rank)
         self._lane = Lane(memory.device)
         outgoing = [list(dict.fromkeys(content for content, _ in step.sends)) for step in self._steps]
-        offsets = [_offsets(plan, contents) for contents in outgoing]
         size = max((int(plan.sizes[contents].sum()) for contents in outgoing), default=0)
         self._ring = Ring(min(slots, max(1, len(self._steps))), size, memory.device)
-        self._moves: list[list[Pair]] = []
         self._messages: list[dict[int, torch.Tensor]] = []
-        for number, at in enumerate(offsets):
-            slot = self._ring.slot(number)
-            messages = {content: _part(slot, first, plan, content) for content, first in at.items()}
+        self._batches: list[Batch] = []
+        for number, contents in enumerate(outgoing):
+            messages = _messages(plan, contents, self._ring.slot(number))
+            moves = [p for c, message in messages.items() for p in pairs(plan, c, message, memory, every=False)]
             self._messages.append(messages)
-            self._moves.append([p for c, m in messages.items() for p in pairs(plan, c, m, memory, every=False)])
+            self._batches.append(batch(moves, messages, memory.device))
         self.bytes = sum(int(plan.sizes[content]) for step in self._steps for content, _ in step.sends)
         self.slot_bytes = self._ring.bytes
+        self.device = memory.device
 
     def run(self, channel: Channel) -> tuple[Mapping[int, int], Times]:
         """Sends everything; the checksum of each content that this rank packed, taken from the packed bytes."""
         flights: list[Flight] = []
-        sums: dict[int, int] = {}
-        times = Times()
+        packing, summing = Spans(self._lane), Spans(self._lane)
+        began = time.perf_counter()
         self._ring.restart()
         self._lane.follow_current()
         for number, step in enumerate(self._steps):
-            began = time.perf_counter()
             if number >= len(self._ring):
-                flights[number - len(self._ring)].land(self._lane.stream)
-            landed = time.perf_counter()
+                flights[number - len(self._ring)].wait()
             self._ring.claim(number)
             with torch.no_grad(), self._lane:
-                pack(self._moves[number])
-                packed = time.perf_counter()
-                for content, message in self._messages[number].items():
-                    sums[content] = checksum(message)
-            summed = time.perf_counter()
+                with packing:
+                    self._batches[number].pack()
+                with summing:
+                    self._batches[number].sum()
             self._ring.check(number)
             parcels = [Parcel(content, peer, self._messages[number][content]) for content, peer in step.sends]
             flights.append(channel.exchange(parcels, (), self._lane.stream))
-            times.pack_s += packed - landed
-            times.verify_s += summed - packed
-            times.wire_s += landed - began + time.perf_counter() - summed
-        began = time.perf_counter()
         for flight in flights[-len(self._ring) :]:
-            flight.land(self._lane.stream)
-        self._lane.join()
-        times.wire_s += time.perf_counter() - began
-        return sums, times
+            flight.wait()
+        self._lane.join(channel.check)
+        sums = {content: value for done in self._batches for content, value in done.sums().items()}
+        return sums, Times(packing.seconds(), summing.seconds(), 0.0, time.perf_counter() - began)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Reception:
     """What arrived: the checksum of each content, from its bytes as they came."""
 
-    sums: dict[int, int] = field(default_factory=dict)
-    times: Times = field(default_factory=Times)
+    sums: Mapping[int, int]
+    times: Times
 
 
 class Receiving:
@@ -137,80 +164,77 @@ class Receiving:
     """
 
     def __init__(self, plan: ShardedPlan, rank: int, memory: Memory, *, staged: bool, slots: int = SLOTS) -> None:
-        self._plan = plan
-        self._rank = rank
         self._staged = staged
-        self._memory = memory
         self._steps = plan.steps(rank)
         self._lane = Lane(memory.device)
         incoming = [[content for content, _ in step.receives] for step in self._steps]
-        self._messages: dict[int, torch.Tensor] = {}
         self._step_of = {content: number for number, contents in enumerate(incoming) for content in contents}
         if staged:
-            self._ring = Ring(1, int(sum(plan.sizes[contents].sum() for contents in incoming)), memory.device)
-            every = [content for contents in incoming for content in contents]
-            self._place({0: every})
+            self._ring = Ring(1, int(plan.sizes[plan.contents_of(rank)].sum()), memory.device)
+            whole = _messages(plan, [content for contents in incoming for content in contents], self._ring.slot(0))
+            by_step = [{content: whole[content] for content in contents} for contents in incoming]
         else:
             size = max((int(plan.sizes[contents].sum()) for contents in incoming), default=0)
             self._ring = Ring(min(slots, max(1, len(self._steps))), size, memory.device)
-            self._place(dict(enumerate(incoming)))
-        self._moves = {
-            content: list(pairs(plan, content, message, memory, every=True))
-            for content, message in self._messages.items()
-        }
+            by_step = [_messages(plan, contents, self._ring.slot(n)) for n, contents in enumerate(incoming)]
+        self._messages = {content: message for messages in by_step for content, message in messages.items()}
+        self._batches = [
+            batch(
+                [p for c, message in messages.items() for p in pairs(plan, c, message, memory, every=True)],
+                messages,
+                memory.device,
+            )
+            for messages in by_step
+        ]
+        self._names = [_names(plan, contents, memory) for contents in incoming]
         self.bytes = sum(int(plan.sizes[content]) for content in self._messages)
         self.slot_bytes = self._ring.bytes
-
-    def _place(self, by_step: Mapping[int, Sequence[int]]) -> None:
-        for number, contents in by_step.items():
-            for content, first in _offsets(self._plan, contents).items():
-                self._messages[content] = _part(self._ring.slot(number), first, self._plan, content)
+        self.device = memory.device
 
     def run(self, channel: Channel) -> Reception:
-        """Receives everything, and passes on what others are to have from here."""
-        flights: list[Flight | None] = []
-        got = Reception()
+        """Receives everything, and passes on what others are to have from here. Raises PublicationFailed where that
+        fails, or where memory does not hold what was put in place."""
+        landing = _Landing(Spans(self._lane), Spans(self._lane))
+        began = time.perf_counter()
         self._ring.restart()
         self._lane.follow_current()
         for number, step in enumerate(self._steps):
             if any(self._step_of[content] == number - 1 for content, _ in step.sends):
-                self._finish(number - 1, flights, got)
-            began = time.perf_counter()
+                self._finish(number - 1, landing)
             if not self._staged:
+                if number >= len(self._ring):
+                    landing.flights[number - len(self._ring)].wait()
                 self._ring.claim(number)
                 for content, _ in step.sends:
                     self._ring.check(self._step_of[content])
             sends = [Parcel(content, peer, self._messages[content]) for content, peer in step.sends]
             receives = [Parcel(content, peer, self._messages[content]) for content, peer in step.receives]
-            flights.append(channel.exchange(sends, receives, self._lane.stream))
-            got.times.wire_s += time.perf_counter() - began
-            if number:
-                self._finish(number - 1, flights, got)
-        if self._steps:
-            self._finish(len(self._steps) - 1, flights, got)
-        self._lane.join()
-        return got
+            landing.flights.append(channel.exchange(sends, receives, self._lane.stream))
+            self._finish(number - 1, landing)
+        self._finish(len(self._steps) - 1, landing)
+        for flight in landing.flights:
+            flight.wait()
+        self._lane.join(channel.check)
+        sums = {content: value for done in self._batches for content, value in done.sums().items()}
+        self._raise_differing()
+        seconds = time.perf_counter() - began
+        return Reception(sums, Times(0.0, landing.summing.seconds(), landing.putting.seconds(), seconds))
 
-    def _finish(self, number: int, flights: list[Flight | None], got: Reception) -> None:
+    def _finish(self, number: int, landing: "_Landing") -> None:
         """Lands a step; its bytes are summed and, unless staged, put in place. Done once for each step."""
-        flight = flights[number]
-        if flight is None:
+        if number < landing.finished:
             return
-        began = time.perf_counter()
-        flight.land(self._lane.stream)
-        flights[number] = None
-        landed = time.perf_counter()
-        got.times.wire_s += landed - began
+        landing.flights[number].land(self._lane.stream)
+        landing.finished = number + 1
         if not self._staged:
             self._ring.check(number)
         with torch.no_grad(), self._lane:
-            for content, _ in self._steps[number].receives:
-                got.sums[content] = checksum(self._messages[content])
-            summed = time.perf_counter()
-            got.times.verify_s += summed - landed
+            with landing.summing:
+                self._batches[number].sum()
             if not self._staged:
-                self._put(content for content, _ in self._steps[number].receives)
-                got.times.apply_s += time.perf_counter() - summed
+                with landing.putting:
+                    self._batches[number].unpack()
+                    self._batches[number].compare()
 
     def apply(self) -> tuple[float, float]:
         """Puts what was staged in place and compares it there bit for bit; seconds of both. Raises PublicationFailed
@@ -218,40 +242,42 @@ class Receiving:
         began = time.perf_counter()
         self._lane.follow_current()
         with torch.no_grad(), self._lane:
-            for moves in self._moves.values():
-                unpack(moves)
-            self._lane.join()
-            written = time.perf_counter()
-            for content in self._moves:
-                self._compare(content)
+            for done in self._batches:
+                done.unpack()
         self._lane.join()
+        written = time.perf_counter()
+        with torch.no_grad(), self._lane:
+            for done in self._batches:
+                done.compare()
+        self._lane.join()
+        self._raise_differing()
         return written - began, time.perf_counter() - written
 
-    def _put(self, contents: Iterable[int]) -> None:
-        for content in contents:
-            unpack(self._moves[content])
-            self._compare(content)
-
-    def _compare(self, content: int) -> None:
-        if wrong := differing(self._moves[content]):
-            what = f"{len(wrong)} pieces of {self.names(content)} differ in the engine from what was received."
+    def _raise_differing(self) -> None:
+        found = [(done.differing(), names) for done, names in zip(self._batches, self._names, strict=True)]
+        if wrong := [names for count, names in found if count]:
+            what = f"{wrong[0]} differ in the engine from what was received, {len(wrong)} rounds in all."
             raise PublicationFailed(what, "look at the memory of the worker's host and device.")
 
-    def names(self, content: int) -> str:
-        return tensors_in(self._plan, content, self._memory)
+
+@dataclass
+class _Landing:
+    """How far one run has come."""
+
+    summing: Spans
+    putting: Spans
+    flights: list[Flight] = field(default_factory=list)
+    finished: int = 0
 
 
-def tensors_in(plan: ShardedPlan, content: int, memory: Memory) -> str:
-    """The names of the tensors that a content has pieces of, shortened."""
-    found = np.unique(plan.pieces.tensor[plan.pieces_in(content)])
+def _names(plan: ShardedPlan, contents: Sequence[int], memory: Memory) -> str:
+    """The names of the tensors that a round has pieces of, shortened."""
+    found = sorted({int(n) for content in contents for n in plan.pieces.tensor[plan.pieces_in(content)][:50]})
     names = [memory.manifest.tensors[i].name for i in found[:3]]
     return ", ".join(names) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
 
 
-def _offsets(plan: ShardedPlan, contents: Sequence[int]) -> dict[int, int]:
+def _messages(plan: ShardedPlan, contents: Sequence[int], slot: torch.Tensor) -> dict[int, torch.Tensor]:
+    """Where in the slot each content is."""
     ends = np.cumsum([0, *(plan.sizes[content] for content in contents)])
-    return {content: int(first) for content, first in zip(contents, ends, strict=False)}
-
-
-def _part(slot: torch.Tensor, first: int, plan: ShardedPlan, content: int) -> torch.Tensor:
-    return slot[first : first + int(plan.sizes[content])]
+    return {c: slot[first:last] for c, first, last in zip(contents, ends[:-1], ends[1:], strict=True)}

@@ -53,6 +53,7 @@ class Coming:
             rank,
             delivery.world_size,
             delivery.nccl_id,
+            receiving.device,
             delivery.timeout_s,
         )
         self._give_up = time.monotonic() + delivery.timeout_s

@@ -88,6 +88,7 @@ class ShardSender:
             self._rank,
             rendezvous.world_size,
             rendezvous.nccl_id,
+            memory.device,
             request.deadline_s,
         )
         publication = Publication.from_proto(request.publication)

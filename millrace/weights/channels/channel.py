@@ -24,6 +24,9 @@ class Flight(Protocol):
         """Returns once what was received may be read: on a CPU when it is there; on a GPU at once, and work that is
         put on `stream` after this comes after it. Raises PublicationFailed where a message does not come."""
 
+    def wait(self) -> None:
+        """Returns once everything was sent and received, on a GPU too: its memory may be used for something else."""
+
 
 class Channel(Protocol):
     key: str
@@ -34,6 +37,9 @@ class Channel(Protocol):
     def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel], stream: Any = None) -> Flight:
         """Starts a round and returns. The data is kept until the flight has landed. On a GPU, what is sent was written
         by work put on `stream` before. All ranks call this for their rounds in the same order."""
+
+    def check(self) -> None:
+        """Raises PublicationFailed where the channel has failed: for whoever waits for something else meanwhile."""
 
     def abort(self, reason: str) -> None:
         """Ends operations in progress, which then raise in their threads, and all later ones. From any thread."""

@@ -43,6 +43,10 @@ class GlooChannel:
         self._flights: queue.SimpleQueue[GlooFlight | None] = queue.SimpleQueue()
         self._waiter: threading.Thread | None = None
 
+    def check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
     @property
     def broken(self) -> PublicationFailed | None:
         return self._failure
@@ -145,6 +149,9 @@ class GlooFlight:
         self.over = threading.Event()
 
     def land(self, stream: Any = None) -> None:
+        self.wait()
+
+    def wait(self) -> None:
         while not self.over.wait(LOOK_EVERY_S):
             if self._channel.broken is not None:
                 raise self._channel.broken

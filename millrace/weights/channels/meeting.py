@@ -4,6 +4,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from millrace.errors import PublicationFailed
 from millrace.weights.channels.channel import Channel
 from millrace.weights.channels.gloo import GlooChannel, serve_store
@@ -23,6 +25,8 @@ class Meeting:
     world_size: int
     nccl_id: bytes
     """Empty: Gloo."""
+    device: torch.device
+    """Where this rank's memory is."""
     timeout_s: float
 
 
@@ -74,7 +78,13 @@ def _channel(meeting: Meeting) -> Channel:
     if meeting.nccl_id:
         from millrace.weights.channels.nccl import NcclChannel
 
-        return NcclChannel.join(meeting.nccl_id, key=meeting.key, rank=meeting.rank, world_size=meeting.world_size)
+        return NcclChannel.join(
+            meeting.nccl_id,
+            key=meeting.key,
+            rank=meeting.rank,
+            world_size=meeting.world_size,
+            device=meeting.device,
+        )
     return GlooChannel.join(
         meeting.host,
         meeting.port,

@@ -12,12 +12,20 @@ from typing import Any
 ROOT = Path(__file__).parents[5]
 
 
-def launch(ranks: int, folder: Path, *, timeout_s: float = 600.0, **calls: dict[str, Any]) -> dict[str, Any]:
-    """Calls functions of `on_ranks`, by name with their arguments, on so many ranks over Gloo; rank 0's answers."""
+def launch(
+    ranks: int,
+    folder: Path,
+    *,
+    timeout_s: float = 600.0,
+    module: str = "tests.services.trainer.backends.megatron.on_ranks",
+    arguments: str = "",
+    **calls: dict[str, Any],
+) -> dict[str, Any]:
+    """Calls functions of `on_ranks`, by name with their arguments, on so many ranks over Gloo; rank 0's answers. Or
+    runs another `module` with `arguments`."""
     folder.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-    command = [sys.executable, "-m", "tests.services.trainer.backends.megatron.on_ranks"]
-    command += [str(folder), json.dumps(calls)]
+    command = [sys.executable, "-m", module, str(folder), arguments or json.dumps(calls)]
     logs = [(folder / f"rank-{rank}.log").open("w") for rank in range(ranks)]
     processes = [
         subprocess.Popen(
