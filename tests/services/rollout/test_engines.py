@@ -115,7 +115,7 @@ class Case:
         "transformers-untied-bfloat16",
         pytest.param("vllm-tied-float32", marks=pytest.mark.e2e),
         pytest.param("vllm-untied-bfloat16", marks=pytest.mark.e2e),
-        pytest.param("sglang-tied-float32", marks=pytest.mark.gpu),
+        pytest.param("sglang-tied-bfloat16", marks=pytest.mark.gpu),
         pytest.param("sglang-untied-bfloat16", marks=pytest.mark.gpu),
     ],
 )
