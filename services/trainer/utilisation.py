@@ -31,6 +31,8 @@ PEAK_TFLOPS = {
 }
 """Dense bf16, by part of the device's name, the longer names first. What is not here is measured."""
 
+IDLE_S = 1e-4
+"""A part that was over sooner had nothing to do."""
 PARTS = {"update_actor": ("actor", 1.0), "old_log_prob": ("actor_infer", 1 / 3), "ref": ("ref", 1 / 3)}
 """Timing → metric, and its share of training's FLOPs: a forward pass is a third of forward and backward."""
 
@@ -43,7 +45,7 @@ def utilisation(
     metrics = {}
     for timing, (part, share) in PARTS.items():
         seconds = timings.get(f"timing_s/{timing}", 0.0)
-        if seconds > 0:
+        if seconds > IDLE_S:
             metrics[f"perf/mfu/{part}"] = share * flops / seconds / ranks / peak_flops(device)
     return metrics
 

@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 def test_counts_tokens_and_pairs_and_a_third_for_forward_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "peak_flops", lambda device: 1000.0)
     # Two ranks; 3 and 5 tokens at 10 FLOPs each and 2 a pair: 80 + 2 · (9 + 25) = 148.
-    told = {"timing_s/update_actor": 0.5, "timing_s/ref": 0.1, "timing_s/step": 9.0}
+    told = {"timing_s/update_actor": 0.5, "timing_s/ref": 0.1, "timing_s/old_log_prob": 6e-7, "timing_s/step": 9.0}
     found = utilisation(SequenceCost(10.0, 2.0), CPU, [3, 5], told, 2)
     assert found == {
         "perf/mfu/actor": pytest.approx(148 / 0.5 / 2 / 1000),
