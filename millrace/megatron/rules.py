@@ -16,7 +16,10 @@ from millrace.spec import JobSpec
 
 def check_submission(spec: JobSpec) -> None:
     """What can be said before the trainer is known. Raises InvalidJob that tells every rule that is broken."""
-    check(parse(spec.trainer.backend_options), read_shape(Path(spec.model.path)), None, cuda=True)
+    options, critic = parse(spec.trainer.backend_options), spec.algorithm.critic
+    check(options, read_shape(Path(spec.model.path)), None, cuda=True)
+    if critic is not None and critic.path is not None:
+        check(options, read_shape(Path(critic.path), "algorithm.critic.path"), None, cuda=True)
 
 
 def check(options: Megatron, shape: ModelShape, world_size: int | None, *, cuda: bool) -> None:

@@ -3,7 +3,7 @@
 `architectures/` reads it from `config.json`, one file an architecture. Torch-free.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 VOCABULARY_MULTIPLE = 16
@@ -17,6 +17,7 @@ class Names:
     embedding: str = "model.embed_tokens.weight"
     final_norm: str = "model.norm.weight"
     head: str = "lm_head.weight"
+    value_head: str = "score.weight"
     layer: str = "model.layers.{layer}."
     """Before every name below."""
     gate: str = "mlp.gate_proj.weight"
@@ -102,7 +103,13 @@ class ModelShape:
     query_key_norm: bool = False
     latent: LatentAttention | None = None
     experts: ExpertShape | None = None
+    value_head: bool = False
+    """One number a token in place of the logits: a critic."""
     names: Names = field(default_factory=Names)
+
+    def as_critic(self) -> "ModelShape":
+        """The same decoder with a value head."""
+        return replace(self, tied=False, value_head=True)
 
     def has_experts(self, layer: int) -> bool:
         return self.experts is not None and self.experts.layers[layer]

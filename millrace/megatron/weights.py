@@ -68,7 +68,9 @@ class _Chunk:
             yield from ((prefix + name, placement) for name, placement in self._layer(layer))
         if last:
             yield "decoder.final_layernorm.weight", Placement.whole(self.shape.names.final_norm, self.shape.hidden)
-        if last and not (first and self.shape.tied):
+        if last and self.shape.value_head:
+            yield "output_layer.weight", Placement.whole(self.shape.names.value_head, 1, self.shape.hidden)
+        elif last and not (first and self.shape.tied):
             head = self.shape.names.embedding if self.shape.tied else self.shape.names.head
             yield "output_layer.weight", self._vocabulary(head)
 

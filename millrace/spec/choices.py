@@ -8,8 +8,6 @@ from millrace.rl.catalogue import AGGREGATIONS, KL_ESTIMATORS, Entry, Kind, find
 from millrace.spec.algorithm import Algorithm, Choice
 from millrace.spec.job import JobSpec
 
-NO_CRITIC = frozenset({"megatron"})
-"""Trainer backends that cannot train a value model."""
 NO_SQUARES = frozenset({"megatron"})
 """Trainer backends that do not compute the sum of squared probabilities at each token."""
 
@@ -55,26 +53,17 @@ def _choices(algorithm: Algorithm) -> Iterator[tuple[Kind, Choice, str]]:
 def _advantage(spec: JobSpec, entry: Entry) -> Iterator[InvalidJob]:
     """That its inputs can be had, and that nothing is computed which it does not read."""
     field, backend = "algorithm.advantage.name", spec.trainer.backend
-    if "values_bt" in entry.required_inputs and spec.algorithm.critic is None:
+    if entry.needs_critic and spec.algorithm.critic is None:
         mend = "add one, `critic: {}`, or choose an advantage without, for example grpo."
         yield refused(field, entry.name, "it needs a critic, and algorithm.critic is not given", mend)
-    if spec.algorithm.critic is not None:
-        yield from _critic(spec, entry)
-    if "sum_pi_squared_bt" in entry.required_inputs and backend in NO_SQUARES:
-        reason = f"it needs the sum of squared probabilities at each token, which the {backend} backend does not give"
+    if (critic := spec.algorithm.critic) is not None and "values_bt" not in entry.inputs:
+        given = critic.model_dump(mode="json", exclude_defaults=True)
+        reason = f"the advantage {entry.name!r} reads no values"
+        yield refused("algorithm.critic", given, reason, "leave it out, or choose gae.")
+    if "sum_pi_squared_bt" in entry.inputs and backend in NO_SQUARES:
+        reason = f"it reads the sum of squared probabilities at each token, which the {backend} backend does not give"
         yield refused(field, entry.name, reason, "train with trainer.backend: fsdp2, or choose another advantage.")
     yield from _separate_rewards(spec, entry)
-
-
-def _critic(spec: JobSpec, entry: Entry) -> Iterator[InvalidJob]:
-    field, critic = "algorithm.critic", spec.algorithm.critic
-    assert critic is not None
-    given = critic.model_dump(mode="json", exclude_defaults=True)
-    if "values_bt" not in entry.inputs:
-        yield refused(field, given, f"the advantage {entry.name!r} reads no values", "leave it out, or choose gae.")
-    if spec.trainer.backend in NO_CRITIC:
-        reason = f"the {spec.trainer.backend} backend has no critic"
-        yield refused(field, given, reason, "train with trainer.backend: fsdp2, or without a critic, for example grpo.")
 
 
 def _separate_rewards(spec: JobSpec, entry: Entry) -> Iterator[InvalidJob]:

@@ -162,7 +162,7 @@ def _known(spec: JobSpec, batch: Batch, passes: Passes, old_bt: Tensor | None) -
         "sum_pi_squared_bt": passes.sum_pi_squared_bt,
     }
     known = {name: batch.whole(values_bt) for name, values_bt in mine_bt.items() if values_bt is not None}
-    if "rewards_bk" in wanted:
+    if "rewards_bk" in wanted and spec.reward.parts:
         parts = [sample.reward_parts for sample in batch.samples]
         known["rewards_bk"] = _rows(batch, parts, len(spec.reward.parts), "rewards")
     if "greedy_rewards_b" in wanted:

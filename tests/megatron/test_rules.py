@@ -5,7 +5,8 @@ import pytest
 from millrace.errors import InvalidJob
 from millrace.megatron.architectures import read_shape
 from millrace.megatron.options import parse
-from millrace.megatron.rules import broken_rules, check
+from millrace.megatron.rules import broken_rules, check, check_submission
+from millrace.spec import parse as parse_job
 from millrace.spec import submission
 from tests.megatron import configs
 
@@ -114,3 +115,22 @@ def test_a_submitted_job_is_held_against_its_model(tmp_path):
     }
     with pytest.raises(InvalidJob, match=r"expert_parallel: 16 will not do: the model has 8 experts a layer"):
         submission.check(tree)
+
+
+def test_a_critic_of_another_folder_is_held_against_the_options_too(tmp_path):
+    for name, config in (("policy", configs.MIXTRAL), ("critic", configs.QWEN2)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    tree = {
+        "name": "test",
+        "output": str(tmp_path / "output"),
+        "model": {"path": str(tmp_path / "policy")},
+        "data": {"procedural": "reasoning_gym:spell_backward"},
+        "trainer": {"backend": "megatron", "backend_options": {"tensor_parallel": 8}},
+        "algorithm": {"preset": "ppo", "critic": {"path": str(tmp_path / "critic")}},
+    }
+    with pytest.raises(InvalidJob, match="the model's attention heads, 14, do not divide by it"):
+        check_submission(parse_job(tree))
+    tree["algorithm"]["critic"]["path"] = str(tmp_path / "nothing")
+    with pytest.raises(InvalidJob, match=r"algorithm\.critic\.path: .*config\.json cannot be read"):
+        check_submission(parse_job(tree))

@@ -43,7 +43,9 @@ def shape(request, tmp_path):
 
 @pytest.mark.parametrize(("ranks", "options"), TOPOLOGIES)
 @pytest.mark.parametrize("layers", [LOCAL, TRANSFORMER_ENGINE], ids=["local", "transformer_engine"])
-def test_the_ranks_hold_every_number_once_and_every_copy_is_the_same_box(shape, layers, ranks, options):
+@pytest.mark.parametrize("critic", [False, True], ids=["policy", "critic"])
+def test_the_ranks_hold_every_number_once_and_every_copy_is_the_same_box(shape, critic, layers, ranks, options):
+    shape = shape.as_critic() if critic else shape
     if shape.experts is None:
         options = {**options, "expert_parallel": 1, "expert_tensor_parallel": None}
     topology = Topology(ranks, Megatron(**options))
@@ -60,6 +62,13 @@ def test_the_ranks_hold_every_number_once_and_every_copy_is_the_same_box(shape, 
     for tensor, held in boxes.items():
         assert sum(math.prod(extent) for _, extent in held) == tensor.numel
         assert not any(overlap(a, b) for a in held for b in held if a < b)
+
+
+def test_a_critic_has_a_head_of_one_row_in_the_place_of_the_logits(shape):
+    policy, critic = (tensors(s, Topology(1, Megatron()), LOCAL) for s in (shape, shape.as_critic()))
+    assert {tensor for tensor in policy if tensor.name != "lm_head.weight"} < set(critic)
+    (head,) = set(critic) - set(policy)
+    assert (head.name, head.shape) == ("score.weight", (1, shape.hidden))
 
 
 def overlap(a, b):

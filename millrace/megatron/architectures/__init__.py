@@ -20,22 +20,22 @@ ARCHITECTURES = {
 """`model_type` of a config → the module here whose `shape(config)` reads it. Moonlight calls itself deepseek_v3."""
 
 
-def read_shape(folder: Path) -> ModelShape:
-    """Raises InvalidJob where there is no config, or it is of a model that this backend cannot build."""
+def read_shape(folder: Path, field: str = "model.path") -> ModelShape:
+    """Raises InvalidJob, which speaks of `field`, where there is no config, or one that this backend cannot build."""
     path = folder / "config.json"
     try:
         config = json.loads(path.read_text())
     except (OSError, json.JSONDecodeError) as error:
         mend = "give a Hugging Face model folder that the trainer sees at this path."
-        raise InvalidJob(f"model.path: {path} cannot be read: {error}.", mend) from error
+        raise InvalidJob(f"{field}: {path} cannot be read: {error}.", mend) from error
     kind = config.get("model_type")
     if kind not in ARCHITECTURES:
         raise InvalidJob(
-            f"model.path: {folder} is of architecture {kind!r}, which the megatron backend does not know.",
+            f"{field}: {folder} is of architecture {kind!r}, which the megatron backend does not know.",
             f"use trainer.backend fsdp2, or a model of {', '.join(sorted(ARCHITECTURES))}.",
         )
     read: Callable[[Mapping[str, Any]], ModelShape] = import_module(f"{__name__}.{ARCHITECTURES[kind]}").shape
     try:
         return read(config)
     except KeyError as error:
-        raise InvalidJob(f"model.path: {path} does not say {error}.", "complete the config.") from error
+        raise InvalidJob(f"{field}: {path} does not say {error}.", "complete the config.") from error

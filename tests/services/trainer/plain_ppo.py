@@ -24,9 +24,8 @@ class PlainPpo(Plain):
         critic = self.spec.algorithm.critic
         assert critic is not None
         self.decoder = AutoModel.from_pretrained(self.folder, dtype=torch.float32, attn_implementation="eager").eval()
-        self.head = torch.nn.Linear(self.decoder.config.hidden_size, 1)
+        self.head = torch.nn.Linear(self.decoder.config.hidden_size, 1, bias=False)
         torch.nn.init.zeros_(self.head.weight)
-        torch.nn.init.zeros_(self.head.bias)
         chosen = critic.optimizer
         self.critic_optimizer = torch.optim.AdamW(
             [*self.decoder.parameters(), *self.head.parameters()],

@@ -199,7 +199,7 @@ def test_values_that_are_none_stop_the_step(
     backend, step = local_step(job_spec(tied_model, algorithm=algorithm()), one_rank, control, served)
     assert backend.critic is not None
     with torch.no_grad():
-        dict(backend.critic.state())["model.score.bias"].fill_(math.nan)  # type: ignore[attr-defined]
+        dict(backend.critic.state())["model.score.weight"].fill_(math.nan)  # type: ignore[attr-defined]
     with pytest.raises(NonFinite, match=r"values: nan at token 0 of trajectory prompt 0-0-0, sample 0"):
         step(1, random_groups(4, 4))
 
@@ -211,12 +211,11 @@ def with_head(folder: Path, head: dict[str, torch.Tensor]) -> Path:
 
 
 def test_starts_from_a_folder_of_its_own(one_rank: torch.device, tied_model: Path, tmp_path: Path) -> None:
-    head = {"score.weight": torch.arange(64.0)[None] / 64, "score.bias": torch.tensor([0.5])}
+    head = {"score.weight": torch.arange(64.0)[None] / 64, "score.bias": torch.tensor([0.0])}
     folder = with_head(tmp_path / "critic", head)
     backend = build(job_spec(tied_model, algorithm={"preset": "ppo", "critic": {"path": str(folder)}}), one_rank)
     found, stored = whole(backend), load_file(folder / "model.safetensors")
     assert torch.equal(found["critic.model.score.weight"], head["score.weight"])
-    assert torch.equal(found["critic.model.score.bias"], head["score.bias"])
     name = "model.layers.1.mlp.up_proj.weight"
     assert torch.equal(found[f"critic.model.{name}"], stored[name])
 
@@ -257,6 +256,10 @@ def misshapen(folder: Path) -> None:
     with_head(folder, {"score.weight": torch.zeros(2, 64)})
 
 
+def with_bias(folder: Path) -> None:
+    with_head(folder, {"score.weight": torch.zeros(1, 64), "score.bias": torch.ones(1)})
+
+
 def other_vocabulary(folder: Path) -> None:
     save_tiny_model(folder, tied=False)
     config = json.loads((folder / "config.json").read_text())
@@ -268,6 +271,7 @@ def other_vocabulary(folder: Path) -> None:
     [
         (lambda folder: None, "not a Hugging Face model folder"),
         (misshapen, r"its score\.weight is \(2, 64\), not \(1, 64\)"),
+        (with_bias, r"its score\.bias is not 0"),
         (other_vocabulary, "it knows 300 tokens and the policy 259"),
     ],
 )

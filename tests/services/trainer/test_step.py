@@ -145,7 +145,15 @@ def poisoned_logprob(groups: Groups) -> str:
     return f"log-probabilities of the engine.*prompt {prompt_id}, sample 3"
 
 
-@pytest.mark.parametrize("poison", [poisoned_reward, poisoned_logprob])
+def poisoned_advantage(groups: Groups) -> str:
+    """Rewards that are numbers, whose sum is none."""
+    prompt_id = list(groups)[2]
+    for trajectory in groups[prompt_id].trajectories[:2]:
+        trajectory.reward = 3e38
+    return f"advantages: (nan|-?inf) at token 0 of trajectory prompt {prompt_id}, sample 0"
+
+
+@pytest.mark.parametrize("poison", [poisoned_reward, poisoned_logprob, poisoned_advantage])
 @pytest.mark.parametrize("updates", [1, 2])
 def test_a_number_that_is_none_stops_the_step(
     poison: Callable[[Groups], str],

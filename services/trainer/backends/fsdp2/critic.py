@@ -1,13 +1,11 @@
 """The critic: the decoder of a Hugging Face model with one number a token in place of the logits."""
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoModel
 
@@ -21,10 +19,7 @@ from services.trainer.backends.fsdp2.attention import packing
 from services.trainer.backends.fsdp2.model import Sharding, load_config, read_whole, sharded
 from services.trainer.backends.fsdp2.trained import Sharded
 from services.trainer.microbatch import MicroBatch
-
-FIELD = "algorithm.critic.path"
-HEAD = ("score.weight", "score.bias")
-"""What transformers calls the head of a model for token or sequence classification."""
+from services.trainer.value_head import FIELD, WEIGHT, config_changes, stored_head
 
 
 class ValueModel(nn.Module):
@@ -35,7 +30,7 @@ class ValueModel(nn.Module):
         self.model = AutoModel.from_config(
             config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
         )
-        self.score = nn.Linear(config.get_text_config().hidden_size, 1, dtype=dtype)
+        self.score = nn.Linear(config.get_text_config().hidden_size, 1, bias=False, dtype=dtype)
 
     def forward(self, positions_r: Tensor, **inputs: Any) -> Tensor:
         """float32 [R], at the chosen positions of one packed row."""
@@ -63,12 +58,7 @@ class Critic(Sharded):
         if spec.trainer.activation_recompute:
             module.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.folder = Path(source.path)
-        self.config = {
-            "architectures": [name.replace("ForCausalLM", "ForTokenClassification") for name in config.architectures],
-            "id2label": {"0": "value"},
-            "label2id": {"value": 0},
-            "tie_word_embeddings": False,
-        }
+        self.config: Mapping[str, Any] = config_changes(config.architectures)
         self._attention, self._rank = sharding.attention, sharding.mesh.get_rank()
         super().__init__(module, chosen.optimizer, torch.device(sharding.mesh.device_type))
 
@@ -105,28 +95,5 @@ def _read(source: Model, config: Any) -> dict[str, Tensor]:
     """The decoder as transformers loads it, and the folder's own head or zeros: before it has learnt, it expects 0."""
     decoder = {f"model.{name}": tensor for name, tensor in read_whole(AutoModel, source, config, FIELD).items()}
     hidden = config.get_text_config().hidden_size
-    head = {"score.weight": torch.zeros(1, hidden), "score.bias": torch.zeros(1)}
-    for name, tensor in _stored_head(Path(source.path)).items():
-        if tensor.shape != head[name].shape:
-            reason = f"its {name} is {tuple(tensor.shape)}, not {tuple(head[name].shape)}: a critic says one number"
-            raise refused(FIELD, source.path, reason, "give a model with one label, or one without a head.")
-        head[name] = tensor
-    return decoder | head
-
-
-def _stored_head(folder: Path) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for file in _files(folder):
-        with safe_open(file, "pt") as tensors:
-            stored = set(tensors.keys())
-            found |= {name: tensors.get_tensor(name) for name in HEAD if name in stored}
-    return found
-
-
-def _files(folder: Path) -> set[Path]:
-    """Those that may hold a part of the head."""
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        return set(folder.glob("*.safetensors"))
-    files = json.loads(index.read_text())["weight_map"]
-    return {folder / files[name] for name in HEAD if name in files}
+    head = stored_head(Path(source.path), hidden)
+    return {**decoder, WEIGHT: torch.zeros(1, hidden) if head is None else head}

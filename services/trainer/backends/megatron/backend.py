@@ -24,7 +24,7 @@ from millrace.spec import JobSpec
 from millrace.weights.manifest import Manifest, TensorInfo
 from millrace.weights.memory import Memory
 from services.trainer import lockstep
-from services.trainer.backends import DataParallel, LossFn, TokenScores
+from services.trainer.backends import Critic, DataParallel, LossFn, TokenScores
 from services.trainer.backends.megatron import parallel, replay
 from services.trainer.backends.megatron.configuration import configuration
 from services.trainer.backends.megatron.dispatch import dispatcher
@@ -51,7 +51,13 @@ def build(spec: JobSpec, device: torch.device) -> "MegatronBackend":
         check(options, shape, dist.get_world_size(), cuda=device.type == "cuda")
     topology = Topology(dist.get_world_size(), options)
     parallel.initialize(topology, seed=spec.trainer.seed, timeout=COLLECTIVE)
-    return MegatronBackend(spec, Setting(shape, topology, device))
+    setting = Setting(shape, topology, device)
+    backend = MegatronBackend(spec, setting)
+    if spec.algorithm.critic is not None:
+        from services.trainer.backends.megatron import critic
+
+        backend.critic = critic.build(spec, setting)
+    return backend
 
 
 def _options(spec: JobSpec) -> Megatron:
@@ -83,7 +89,7 @@ class Setting:
 class MegatronBackend:
     """See `services.trainer.backends.Backend`."""
 
-    critic = None
+    critic: Critic | None = None
 
     def __init__(self, spec: JobSpec, setting: Setting) -> None:
         self.device = setting.device
@@ -97,7 +103,7 @@ class MegatronBackend:
         self._chunks = self._built(dtype, train_router=setting.options.experts.train_router)
         self._load = LoadMeter(self._chunks) if setting.shape.experts is not None else None
         self._balance: dict[str, float] = {}
-        if setting.shape.experts is not None:
+        if setting.shape.experts is not None and not setting.shape.value_head:
             replay.install(self._chunks, setting.layers(), setting.shape.experts)
         wrapped = wrap(self._chunks, setting.options)
         self._updater = Updater(wrapped, spec.trainer.optimizer, setting.options)

@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
+from torch import Tensor, nn
 
 from millrace.megatron.shape import ModelShape
 from millrace.megatron.topology import Topology
@@ -76,9 +76,41 @@ class Policy(GPTModel):
                         getattr(module, name).eps = epsilon
 
 
+class ValueHead(nn.Module):
+    """A linear layer of one output, whole on every rank of the last stage; it begins with 0."""
+
+    def __init__(self, hidden: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, hidden, dtype=dtype))
+
+    def forward(self, hidden_rh: Tensor) -> Tensor:
+        """float32 [R]."""
+        return (hidden_rh @ self.weight[0]).float()
+
+
+class ValueModel(Policy):
+    """The decoder with a value head. Where the policy gives log-probabilities and entropies it gives values and zeros,
+    so that both go through the same pipeline."""
+
+    def __init__(self, plan: Plan, chunk: int) -> None:
+        super().__init__(plan, chunk)
+        if self.post_process:
+            self.output_layer = ValueHead(plan.shape.hidden, plan.config.params_dtype)
+
+    def _postprocess(self, *, hidden_states: Tensor, labels: Wanted | None = None, **rest: Any) -> Tensor:
+        if labels is None or not self.post_process:
+            return hidden_states
+        if self.config.sequence_parallel:
+            # Every rank computes all values, so that a rank's share of the gradient is a slice of its own.
+            hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
+        values_r = self.output_layer(hidden_states[labels.positions_r, 0])
+        return torch.stack([values_r, torch.zeros_like(values_r)])
+
+
 def build_chunks(plan: Plan) -> list[Policy]:
     """One module for each chunk that this rank has, on the device, with weights that nobody set yet."""
-    chunks = [Policy(plan, chunk) for chunk in range(plan.topology.options.virtual_pipeline)]
+    kind = ValueModel if plan.shape.value_head else Policy
+    chunks = [kind(plan, chunk) for chunk in range(plan.topology.options.virtual_pipeline)]
     return [chunk.to(plan.device) for chunk in chunks]
 
 

@@ -12,13 +12,16 @@ from torch import Tensor
 
 from millrace.errors import InvalidJob
 from millrace.megatron.placement import Placement
+from millrace.megatron.shape import Names
 
+VALUE_HEAD = Names().value_head
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 
 def read(folder: Path, layout: Mapping[str, Placement], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Each parameter of the layout as the folder has it, in host memory, padding zero. One is in memory at a time.
+    """Each parameter of the layout as the folder has it, in host memory, padding zero, and a value head that the folder
+    has not. One is in memory at a time.
 
     Raises InvalidJob where a tensor is missing or has another shape than the config promises.
     """
@@ -27,6 +30,8 @@ def read(folder: Path, layout: Mapping[str, Placement], dtype: torch.dtype) -> I
         for name, placement in layout.items():
             parameter = torch.zeros(placement.shape, dtype=dtype)
             for piece in placement.pieces:
+                if piece.tensor.name == VALUE_HEAD and not files.has(VALUE_HEAD):
+                    continue
                 stored = files.slice_of(piece.tensor.name, piece.tensor.shape)
                 box = tuple(slice(o, o + n) for o, n in zip(piece.source, piece.extent, strict=True))
                 target = tuple(slice(o, o + n) for o, n in zip(piece.target, piece.extent, strict=True))
@@ -42,6 +47,9 @@ class _Files:
         self._stack = stack
         self._open: dict[str, Any] = {}
         self._file_of = _index(folder)
+
+    def has(self, name: str) -> bool:
+        return name in self._file_of
 
     def slice_of(self, name: str, shape: tuple[int, ...]) -> Any:
         if name not in self._file_of:

@@ -1,0 +1,87 @@
+"""The critic: a second model beside the policy, of the same chunks with a value head, and its own optimizer."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from millrace.errors import refused
+from millrace.megatron.architectures import read_shape
+from millrace.megatron.rules import check
+from millrace.spec import JobSpec
+from millrace.weights.manifest import TensorInfo
+from services.trainer import lockstep
+from services.trainer.backends import ValueLossFn
+from services.trainer.backends.megatron.backend import MegatronBackend, Setting
+from services.trainer.microbatch import MicroBatch
+from services.trainer.value_head import FIELD, config_changes, stored_head
+
+UNUSED = 1.0
+"""Values know no temperature."""
+
+
+def build(spec: JobSpec, setting: Setting) -> "MegatronCritic":
+    """Beside a policy of `setting`. Raises InvalidJob, on every rank, where the critic's folder will not do."""
+    chosen = spec.algorithm.critic
+    assert chosen is not None
+    folder = Path(chosen.path or spec.model.path)
+    with lockstep.together():
+        shape = read_shape(folder, FIELD)
+        check(setting.options, shape, dist.get_world_size(), cuda=setting.device.type == "cuda")
+        if shape.vocabulary != setting.shape.vocabulary:
+            reason = f"it knows {shape.vocabulary} tokens and the policy {setting.shape.vocabulary}"
+            raise refused(FIELD, str(folder), reason, "give a model with the policy's tokenizer.")
+        stored_head(folder, shape.hidden)
+    alone = spec.model_copy(
+        update={
+            "model": spec.model.model_copy(update={"path": str(folder)}),
+            "algorithm": spec.algorithm.model_copy(update={"critic": None, "kl": None}),
+            "trainer": spec.trainer.model_copy(update={"optimizer": chosen.optimizer}),
+        }
+    )
+    return MegatronCritic(MegatronBackend(alone, replace(setting, shape=shape.as_critic())), folder)
+
+
+class MegatronCritic:
+    """See `services.trainer.backends.Critic`."""
+
+    def __init__(self, model: MegatronBackend, folder: Path) -> None:
+        self._model = model
+        self.folder = folder
+        self.config: Mapping[str, Any] = config_changes(
+            json.loads((folder / "config.json").read_text()).get("architectures") or []
+        )
+
+    @property
+    def updates(self) -> int:
+        return self._model.updates
+
+    def values(self, microbatches: Sequence[MicroBatch]) -> list[Tensor]:
+        return self._model.logprobs(microbatches, temperature=UNUSED)
+
+    def forward_backward(self, microbatches: Sequence[MicroBatch], loss_fn: ValueLossFn) -> list[Any]:
+        return self._model.forward_backward(
+            microbatches, lambda batch, scores: loss_fn(batch, scores.logprobs_r), temperature=UNUSED
+        )
+
+    def gradient_norm(self) -> float:
+        return self._model.gradient_norm()
+
+    def optimizer_step(self, *, lr: float, gradient_scale: float) -> None:
+        self._model.optimizer_step(lr=lr, gradient_scale=gradient_scale)
+
+    def zero_gradients(self) -> None:
+        self._model.zero_gradients()
+
+    def state(self) -> Mapping[str, Any]:
+        return self._model.state()
+
+    def prepare_state(self, updates: int) -> Mapping[str, Any]:
+        return self._model.prepare_state(updates)
+
+    def export(self, dtype: str) -> Iterator[tuple[TensorInfo, Tensor | None]]:
+        return self._model.export(dtype)

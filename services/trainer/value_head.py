@@ -1,0 +1,49 @@
+"""The critic's head in a model folder: a linear layer of one output, no bias, which transformers calls `score`."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from millrace.errors import refused
+
+FIELD = "algorithm.critic.path"
+WEIGHT, BIAS = "score.weight", "score.bias"
+
+
+def stored_head(folder: Path, hidden: int) -> Tensor | None:
+    """[1, hidden]; none where the folder has no head. Raises InvalidJob where it has one that says something else."""
+    found: dict[str, Tensor] = {}
+    for file in _files(folder):
+        with safe_open(file, "pt") as tensors:
+            stored = set(tensors.keys())
+            found |= {name: tensors.get_tensor(name) for name in (WEIGHT, BIAS) if name in stored}
+    weight = found.get(WEIGHT)
+    if weight is not None and weight.shape != (1, hidden):
+        reason = f"its {WEIGHT} is {tuple(weight.shape)}, not {(1, hidden)}: a critic says one number"
+        raise refused(FIELD, str(folder), reason, "give a model with one label, or one without a head.")
+    if BIAS in found and bool(torch.count_nonzero(found[BIAS])):
+        mend = "give a model whose head has none, or one without a head."
+        raise refused(FIELD, str(folder), f"its {BIAS} is not 0, and the critic's head has no bias", mend)
+    return weight
+
+
+def _files(folder: Path) -> set[Path]:
+    """Those that may hold a part of the head."""
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return set(folder.glob("*.safetensors"))
+    files = json.loads(index.read_text())["weight_map"]
+    return {folder / files[name] for name in (WEIGHT, BIAS) if name in files}
+
+
+def config_changes(architectures: list[str]) -> dict[str, object]:
+    """What the config.json of a critic's folder says otherwise than that of the language model it came from."""
+    return {
+        "architectures": [name.replace("ForCausalLM", "ForTokenClassification") for name in architectures],
+        "id2label": {"0": "value"},
+        "label2id": {"value": 0},
+        "tie_word_embeddings": False,
+    }
