@@ -39,6 +39,7 @@ ALONE: dict[str, tuple[str, dict[str, Any]]] = {
     "dense, again": ("dense", {"fused_gradients": False}),
     "dense, recompute core_attn": ("dense", {"recompute": {"granularity": "selective"}}),
     "dense, recompute full": ("dense", {"recompute": {"granularity": "full"}}),
+    "dense, moments in bfloat16": ("dense", {"optimizer_moments": "bfloat16"}),
     "dense, offload 0.5": ("dense", {"optimizer_offload_fraction": 0.5}),
     "dense, offload 1": ("dense", {"optimizer_offload_fraction": 1.0}),
     "moe": ("moe", {"fused_gradients": False}),
@@ -75,7 +76,7 @@ TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
     "latent TP2 EP2": ("latent", {"tensor_parallel": 2, "expert_parallel": 2, "expert_tensor_parallel": 1}),
 }
 """On two."""
-GPU_ONLY = ("CP2", "offload", "moe_act")
+GPU_ONLY = ("CP2", "offload", "moe_act", "moments")
 
 
 def equal(place: Place) -> list[Launch]:
@@ -124,6 +125,7 @@ def memory(place: Place) -> list[Launch]:
         _speed(place, "qwen3-8b", 12, "recompute full", {"recompute": {"granularity": "full"}}),
         _speed(place, "qwen3-8b", 12, "gradients added apart", {"fused_gradients": False}),
         _speed(place, "qwen3-8b", 4, "none", {}),
+        _speed(place, "qwen3-8b", 4, "moments in bfloat16", {"optimizer_moments": "bfloat16"}),
         _speed(place, "qwen3-8b", 4, "offload 0.5", {"optimizer_offload_fraction": 0.5}),
         _speed(place, "qwen3-8b", 4, "offload 1", {"optimizer_offload_fraction": 1.0}),
     ]

@@ -62,6 +62,8 @@ class Megatron(Part):
     experts: Experts = Experts()
     optimizer_offload_fraction: float = Field(0.0, ge=0.0, le=1.0)
     """Share of the optimizer's state that lives and is updated in host memory."""
+    optimizer_moments: Literal["float32", "bfloat16"] = "float32"
+    """bfloat16: as DeepSeek-V3 was trained (arXiv 2412.19437, 3.3.2); weights stay float32. On GPUs only."""
     offload_reference: bool = False
     """Keep the reference policy in host memory between uses."""
     logprob_chunk_tokens: int = Field(1024, ge=16)

@@ -61,6 +61,13 @@ def test_the_published_configurations_are_taken(tmp_path, config, ranks, tensor,
         (configs.MIXTRAL, {"tensor_parallel": 2, "expert_tensor_parallel": 1}, 2, "without expert parallelism"),
         (configs.MIXTRAL, {"experts": {"aux_loss_coefficient": 0.1}}, 1, "load_balancing is none"),
         (configs.MIXTRAL, {"experts": {"bias_update_rate": 0.1}}, 1, "the routers of mixtral have no bias"),
+        (
+            configs.QWEN2,
+            {"optimizer_offload_fraction": 0.5, "distributed_optimizer": False},
+            1,
+            "float32 weights in host",
+        ),
+        (configs.QWEN2, {"optimizer_moments": "bfloat16", "optimizer_offload_fraction": 0.5}, 1, "keeps them so"),
         (configs.QWEN2, {"recompute": {"granularity": "selective", "modules": ["moe"]}}, 1, "qwen2 has no experts"),
         (configs.QWEN2, {"recompute": {"granularity": "full", "layers": 25}}, 1, "a stage's chunk has about 24 layers"),
     ],
@@ -77,6 +84,7 @@ def test_what_cannot_work_is_told_with_the_arithmetic_and_a_mend(tmp_path, confi
         ({"context_parallel": 2}, "needs a GPU"),
         ({"experts": {"dispatcher": "deepep"}}, "DeepEP needs a GPU"),
         ({"optimizer_offload_fraction": 0.5}, "no device memory to spare"),
+        ({"optimizer_moments": "bfloat16"}, "needs a GPU"),
     ],
 )
 def test_what_needs_a_gpu_is_refused_without_one(tmp_path, options, told):

@@ -3,22 +3,20 @@ and the norm of the gradients over every rank's part of the model."""
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, MegatronOptimizer
-from torch import Tensor, nn
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from torch import Tensor
 
 from millrace.errors import InvalidState
 from millrace.megatron.options import Megatron
 from millrace.spec.trainer import Optimizer
+from services.trainer.backends.megatron import masters
+from services.trainer.backends.megatron.masters import Owned
 from services.trainer.backends.megatron.model import Policy
 
 
@@ -45,24 +43,6 @@ def wrap(chunks: list[Policy], options: Megatron) -> list[DistributedDataParalle
     return wrapped
 
 
-@dataclass(frozen=True)
-class Owned:
-    """A run of a parameter whose optimizer state this rank keeps: all of it, or its share of the distributed one."""
-
-    parameter: nn.Parameter
-    master: Tensor
-    """float32, flat: the weights that are updated; the parameter's own memory where that is float32."""
-    first: int
-    """Where it begins in the flattened parameter."""
-    inner: torch.optim.Optimizer
-    key: Tensor
-    """What the inner optimizer calls it."""
-
-    def moment(self, name: str) -> Tensor | None:
-        state = self.inner.state.get(self.key, {})
-        return state[name].view(-1) if name in state else None
-
-
 class Updater:
     """Megatron's optimizer, told by the trainer how large the gradients may be."""
 
@@ -86,7 +66,10 @@ class Updater:
                 optimizer_offload_fraction=options.optimizer_offload_fraction,
                 overlap_cpu_optimizer_d2h_h2d=offload,
                 # Else the float32 weights of what is offloaded would stay on the device beside those on the host.
-                use_precision_aware_optimizer=offload,
+                use_precision_aware_optimizer=offload or options.optimizer_moments != "float32",
+                exp_avg_dtype=getattr(torch, options.optimizer_moments),
+                exp_avg_sq_dtype=getattr(torch, options.optimizer_moments),
+                store_param_remainders=False,
                 clip_grad=0.0,
             ),
             chunks,
@@ -96,6 +79,8 @@ class Updater:
         self._ready = False
         self._reduced = False
         self.updates = 0
+        for part in self.parts:
+            masters.prepare(part)
         self.zero()
 
     @property
@@ -140,16 +125,12 @@ class Updater:
 
     def owned(self) -> Iterator[Owned]:
         for part in self.parts:
-            yield from _owned(part)
+            yield from masters.owned(part)
 
     def masters_changed(self) -> None:
         """After the master weights were written from outside: brings the parameters up to date on every rank."""
         for part in self.parts:
-            if isinstance(part.optimizer, HybridDeviceOptimizer):
-                for parameter, master in part.optimizer.param_to_inner_param.items():
-                    parameter.data.copy_(master.data)
-            elif isinstance(part, DistributedOptimizer | Float16OptimizerWithFloat16Params):
-                part._copy_main_params_to_model_params()
+            masters.copy_to_parameters(part)
         if self._chunks[0].ddp_config.use_distributed_optimizer:
             for chunk in self._chunks:
                 chunk.start_param_sync(force_sync=True)
@@ -157,12 +138,8 @@ class Updater:
     def make_room(self, updates: int) -> None:
         """Moments of zero, as after `updates` updates, for a checkpoint to be read into."""
         self.updates = updates
-        for inner in (inner for part in self.parts for inner in _inner(part.optimizer)):
-            inner.state.clear()
-            for group in inner.param_groups:
-                group.pop("step", None)
-            if updates:
-                _zero_moments(inner, updates)
+        for part in self.parts:
+            masters.make_room(part, updates)
 
     def _prepare(self) -> None:
         """Gradients to the master weights, once after each backward pass."""
@@ -196,61 +173,3 @@ def _gradient(parameter: Tensor) -> Tensor | None:
     """Where Megatron put it: beside the parameter if their dtypes differ."""
     beside: Tensor | None = getattr(parameter, "decoupled_grad", None)
     return beside if beside is not None else parameter.grad
-
-
-def _inner(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """The optimizers that compute: several where some are on the host."""
-    return optimizer.sub_optimizers if isinstance(optimizer, HybridDeviceOptimizer) else [optimizer]
-
-
-def _owned_by_several(part: DistributedOptimizer) -> Iterator[Owned]:
-    """Of an optimizer that is partly on the host: the master weights are its own."""
-    hybrid = part.optimizer
-    homes = {
-        id(master): inner for inner in _inner(hybrid) for group in inner.param_groups for master in group["params"]
-    }
-    pairs = [
-        *zip(part.model_fp32_groups, part.shard_fp32_groups, strict=True),
-        *zip(part.model_float16_groups, part.shard_float16_groups, strict=True),
-    ]
-    for parameters, shards in pairs:
-        for parameter, shard in zip(parameters, shards, strict=True):
-            first = part._get_model_param_range_map(parameter)["param"].start
-            master = hybrid.param_to_inner_param[shard]
-            yield Owned(parameter, master.detach(), first, homes[id(master)], master)
-
-
-def _owned(part: Any) -> Iterator[Owned]:
-    inner = part.optimizer
-    if isinstance(inner, HybridDeviceOptimizer):
-        yield from _owned_by_several(part)
-    elif isinstance(part, DistributedOptimizer):
-        pairs = [
-            *zip(part.model_fp32_groups, part.shard_fp32_groups, strict=True),
-            *zip(part.model_float16_groups, part.shard_fp32_from_float16_groups, strict=True),
-        ]
-        for parameters, masters in pairs:
-            for parameter, master in zip(parameters, masters, strict=True):
-                first = part._get_model_param_range_map(parameter)["param"].start
-                yield Owned(parameter, master.detach(), first, inner, master)
-    elif isinstance(part, Float16OptimizerWithFloat16Params):
-        for parameters, masters in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
-            for parameter, master in zip(parameters, masters, strict=True):
-                yield Owned(parameter, master.detach().view(-1), 0, inner, master)
-        for parameters in part.fp32_from_fp32_groups:
-            yield from (Owned(p, p.detach().view(-1), 0, inner, p) for p in parameters)
-    else:
-        yield from (Owned(p, p.detach().view(-1), 0, inner, p) for p in part.get_parameters())
-
-
-def _zero_moments(inner: torch.optim.Optimizer, updates: int) -> None:
-    """Transformer Engine's Adam counts its steps in the group, torch's in each parameter's state."""
-    counts_in_groups = not isinstance(inner, torch.optim.AdamW)
-    for group in inner.param_groups:
-        if counts_in_groups:
-            group["step"] = updates
-        for parameter in group["params"]:
-            state = inner.state[parameter]
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
-            if not counts_in_groups:
-                state["step"] = torch.tensor(float(updates))

@@ -15,7 +15,8 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from millrace.megatron.placement import Placement, shares
 from millrace.megatron.weights import Layout
-from services.trainer.backends.megatron.optimizer import Owned, Updater
+from services.trainer.backends.megatron.masters import Owned
+from services.trainer.backends.megatron.optimizer import Updater
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 Offset = tuple[int, ...]
