@@ -1,8 +1,13 @@
-# A rollout replica on CPU: vLLM's CPU build behind one gRPC server.
-FROM python:3.11-slim-bookworm
+# A rollout replica: one engine behind one gRPC server. Without arguments vLLM's CPU build; for GPUs
+#   --build-arg PYTHON=3.12 --build-arg TORCH_BACKEND=cu130 --build-arg EXTRA=gpu-vllm
+#   --build-arg PYTHON=3.12 --build-arg TORCH_BACKEND=cu130 --build-arg EXTRA=gpu-sglang --build-arg ENGINE=sglang
+ARG PYTHON=3.11
+FROM python:${PYTHON}-slim-bookworm
 
 ARG TORCH_BACKEND=cpu
-ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HF_HUB_OFFLINE=1 MILLRACE_ENGINE=vllm MILLRACE_PORT=7620
+ARG EXTRA=cpu-vllm
+ARG ENGINE=vllm
+ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HF_HUB_OFFLINE=1 MILLRACE_ENGINE=${ENGINE} MILLRACE_PORT=7620
 # vLLM compiles small kernels at run time and asks for thread placement.
 RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends g++ libnuma1 python3-dev && rm -rf /var/lib/apt/lists/* \
  && python3 -m pip install --no-cache-dir uv \
@@ -14,7 +19,7 @@ WORKDIR /app
 COPY deploy/wheels /wheels
 COPY pyproject.toml README.md ./
 ENV UV_FIND_LINKS=/wheels UV_SYSTEM_PYTHON=1 UV_BREAK_SYSTEM_PACKAGES=1 UV_NO_CACHE=1
-RUN ${TORCH_BACKEND:+env UV_TORCH_BACKEND=$TORCH_BACKEND} uv pip install -r pyproject.toml --extra cpu-vllm
+RUN ${TORCH_BACKEND:+env UV_TORCH_BACKEND=$TORCH_BACKEND} uv pip install -r pyproject.toml --extra ${EXTRA}
 COPY millrace millrace
 COPY services/__init__.py services/__init__.py
 COPY services/rollout services/rollout
