@@ -8,9 +8,6 @@ from millrace.rl.catalogue import AGGREGATIONS, KL_ESTIMATORS, Entry, Kind, find
 from millrace.spec.algorithm import Algorithm, Choice
 from millrace.spec.job import JobSpec
 
-NO_SQUARES = frozenset({"megatron"})
-"""Trainer backends that do not compute the sum of squared probabilities at each token."""
-
 
 def check(spec: JobSpec) -> None:
     """Raises InvalidJob with every mistake."""
@@ -52,7 +49,7 @@ def _choices(algorithm: Algorithm) -> Iterator[tuple[Kind, Choice, str]]:
 
 def _advantage(spec: JobSpec, entry: Entry) -> Iterator[InvalidJob]:
     """That its inputs can be had, and that nothing is computed which it does not read."""
-    field, backend = "algorithm.advantage.name", spec.trainer.backend
+    field = "algorithm.advantage.name"
     if entry.needs_critic and spec.algorithm.critic is None:
         mend = "add one, `critic: {}`, or choose an advantage without, for example grpo."
         yield refused(field, entry.name, "it needs a critic, and algorithm.critic is not given", mend)
@@ -60,9 +57,6 @@ def _advantage(spec: JobSpec, entry: Entry) -> Iterator[InvalidJob]:
         given = critic.model_dump(mode="json", exclude_defaults=True)
         reason = f"the advantage {entry.name!r} reads no values"
         yield refused("algorithm.critic", given, reason, "leave it out, or choose gae.")
-    if "sum_pi_squared_bt" in entry.inputs and backend in NO_SQUARES:
-        reason = f"it reads the sum of squared probabilities at each token, which the {backend} backend does not give"
-        yield refused(field, entry.name, reason, "train with trainer.backend: fsdp2, or choose another advantage.")
     yield from _separate_rewards(spec, entry)
 
 

@@ -56,11 +56,12 @@ def passes_needed(spec: JobSpec, *, updates: int, policy_is_trained: bool = True
     read |= {"picked_bt"} & find(Kind.POLICY_LOSS, algorithm.policy_loss.name).inputs
     in_reward = algorithm.kl is not None and algorithm.kl_in == "reward"
     train = algorithm.correction is not None or (recomputed and (updates > 1 or bool(read) or in_reward))
+    squares = "sum_pi_squared_bt" in inputs
     return Needed(
-        train=train or not policy_is_trained,
+        train=train or squares or not policy_is_trained,
         reference=algorithm.kl is not None,
         values=algorithm.critic is not None,
-        sum_pi_squared="sum_pi_squared_bt" in inputs,
+        sum_pi_squared=squares,
     )
 
 
@@ -68,22 +69,20 @@ def passes(spec: JobSpec, backend: Backend, batch: Batch, needed: Needed, clock:
     """Makes them. Raises NonFinite."""
     temperature = spec.rollout.temperature
 
-    def logprobs(reference: bool) -> Tensor:
+    def logprobs(at: float, reference: bool = False) -> Tensor:
         whose = "log-probabilities of the reference" if reference else "log-probabilities"
-        return _scored(
-            batch, whose, lambda batches: backend.logprobs(batches, temperature=temperature, reference=reference)
-        )
+        return _scored(batch, whose, lambda batches: backend.logprobs(batches, temperature=at, reference=reference))
 
     train_bt = ref_bt = values_bt = squares_bt = None
     with clock("old_log_prob"):
         if needed.train:
-            train_bt = logprobs(reference=False)
-        if needed.sum_pi_squared:
-            what = "sums of squared probabilities"
-            squares_bt = _scored(batch, what, lambda b: backend.sum_pi_squared(b, temperature=temperature))
+            train_bt = logprobs(temperature)
+            if needed.sum_pi_squared:
+                # With Z(τ) = Σ exp(logits/τ) it is Z(τ/2)/Z(τ)²: any token's log-probabilities at both tell it.
+                squares_bt = (2 * train_bt - logprobs(temperature / 2)).exp()
     with clock("ref"):
         if needed.reference:
-            ref_bt = logprobs(reference=True)
+            ref_bt = logprobs(temperature, reference=True)
     if needed.values:
         assert backend.critic is not None
         with clock("values"):

@@ -30,7 +30,6 @@ MEGATRON = {"trainer": {"backend": "megatron"}}
     [
         ({"advantage": {"name": "gae"}}, {}, 'algorithm.advantage.name: "gae" will not do: it needs a critic', "grpo"),
         ({"critic": {}}, {}, "algorithm.critic: {} will not do: the advantage 'grpo' reads no values", "leave it out"),
-        ({"advantage": {"name": "optimal_token_baseline"}}, MEGATRON, "squared probabilities", "fsdp2"),
         (GDPO, {}, 'algorithm.advantage.name: "gdpo" will not do: it needs several rewards', "reward.parts"),
         ({}, {"reward": PARTS}, "reward.parts: [", "leave it out"),
         (
@@ -93,6 +92,6 @@ def test_what_can_work_is_taken(tmp_path: Path) -> None:
         ({"preset": "ppo"}, MEGATRON),
         (GDPO, {"reward": PARTS}),
         ({"advantage": {"name": "remax"}}, MEGATRON),
-        ({"advantage": {"name": "optimal_token_baseline"}}, {}),
+        ({"advantage": {"name": "optimal_token_baseline"}}, MEGATRON),
     ):
         choices.check(job(algorithm, **parts))

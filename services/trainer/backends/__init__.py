@@ -106,10 +106,6 @@ class Backend(Trained, Protocol):
     ) -> list[Tensor]:
         """[R] of each micro-batch, float32, without gradient; of the reference policy if asked."""
 
-    def sum_pi_squared(self, microbatches: Sequence[MicroBatch], *, temperature: float) -> list[Tensor]:
-        """[R] of each micro-batch, float32: Σ π² over the vocabulary where each response token was chosen. Only where
-        `millrace.spec.choices` says that the backend gives it."""
-
     def forward_backward(self, microbatches: Sequence[MicroBatch], loss_fn: LossFn, *, temperature: float) -> list[Any]:
         """Adds the gradient of the sum of all micro-batches' losses on all ranks; returns what `loss_fn` gave beside
         each loss. The backend schedules the micro-batches as it likes (pipeline stages) and owns the scaling."""

@@ -22,7 +22,7 @@ from services.trainer.backends.fsdp2 import attention, export, shards
 from services.trainer.backends.fsdp2.attention import packing
 from services.trainer.backends.fsdp2.critic import Critic
 from services.trainer.backends.fsdp2.model import Sharding, load_config, policy, sequence_cost
-from services.trainer.backends.fsdp2.scores import sum_of_squares, token_scores
+from services.trainer.backends.fsdp2.scores import token_scores
 from services.trainer.backends.fsdp2.trained import Sharded
 from services.trainer.microbatch import MicroBatch
 
@@ -80,12 +80,6 @@ class Fsdp2(Sharded):
         with torch.no_grad():
             values = [self._scores(model, batch, temperature, entropy=False).logprobs_r for batch in microbatches]
         model.reshard()  # type: ignore[operator]  # the root waits for a backward pass, which does not come
-        return values
-
-    def sum_pi_squared(self, microbatches: Sequence[MicroBatch], *, temperature: float) -> list[Tensor]:
-        with torch.no_grad():
-            values = [sum_of_squares(self._logits(self._model, batch), temperature) for batch in microbatches]
-        self._model.reshard()
         return values
 
     def forward_backward(self, microbatches: Sequence[MicroBatch], loss_fn: LossFn, *, temperature: float) -> list[Any]:

@@ -22,15 +22,6 @@ def token_scores(
     return logprobs_r, entropy_r if entropy else None
 
 
-def sum_of_squares(logits_rv: Tensor, temperature: float) -> Tensor:
-    """Σ softmax(logits/temperature)² over the vocabulary: float32 [R], without gradient, in chunks of tokens."""
-    squares_r = torch.empty(logits_rv.shape[0], dtype=torch.float32, device=logits_rv.device)
-    for part in _chunks(logits_rv):
-        scaled = logits_rv[part].float() / temperature
-        squares_r[part] = ((2 * scaled).logsumexp(dim=-1) - 2 * scaled.logsumexp(dim=-1)).exp()
-    return squares_r
-
-
 class _Scores(torch.autograd.Function):
     """With p = softmax(z/τ): ∂log p_y/∂z = (1_y − p)/τ and ∂H/∂z = −p·(log p + H)/τ."""
 
