@@ -37,11 +37,11 @@ SLACK = 8
 
 def server_arguments(spec: JobSpec) -> dict[str, Any]:
     """Keyword arguments of `sglang.Engine`. Raises InvalidJob naming the option that will not do."""
-    from sglang.srt.server_args import ServerArgs
-
     if spec.rollout.dtype == "float32":
         what = "rollout.dtype: float32 will not do with SGLang: its kernels are for bfloat16 and float16."
         raise InvalidJob(what, "set rollout.dtype to bfloat16, or use another engine.")
+    from sglang.srt.server_args import ServerArgs
+
     options = dict(spec.rollout.engine_options)
     known = {field.name for field in dataclasses.fields(ServerArgs)}
     for name in options:
