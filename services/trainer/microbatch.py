@@ -25,6 +25,8 @@ class Sample:
     """Those that the job names in `reward.parts`."""
     greedy_reward: float | None = None
     """Of the greedy answer to the same prompt, where the job asks for one."""
+    experts: NDArray[np.int16] | None = None
+    """[prompt and response tokens, MoE layers, experts a token]: the engine's choices, negative where it told none."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class MicroBatch:
         parts = [part for sample in chosen for part in (sample.prompt, sample.response)]
         tokens_p = torch.from_numpy(np.concatenate(parts).astype(np.int64)) if parts else torch.zeros(1).long()
         lengths = tuple(len(sample.prompt) + len(sample.response) for sample in chosen) or (1,)
-        return cls(tuple(rows), lengths, tuple(len(sample.response) for sample in chosen), tokens_p)
+        return cls(tuple(rows), lengths, tuple(len(sample.response) for sample in chosen), tokens_p, _experts(chosen))
 
     @cached_property
     def positions_p(self) -> Tensor:
@@ -73,3 +75,16 @@ class MicroBatch:
     def targets_r(self) -> Tensor:
         """int64 [R]: the response tokens."""
         return self.tokens_p[self.predicting_r + 1]
+
+
+def _experts(samples: Sequence[Sample]) -> Tensor | None:
+    shape = next((sample.experts.shape[1:] for sample in samples if sample.experts is not None), None)
+    if shape is None:
+        return None
+    parts = [
+        np.full((len(sample.prompt) + len(sample.response), *shape), -1, np.int16)
+        if sample.experts is None
+        else sample.experts
+        for sample in samples
+    ]
+    return torch.from_numpy(np.concatenate(parts))
