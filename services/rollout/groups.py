@@ -52,9 +52,10 @@ class Bench:
         scores = await self.job.scoring.score_group(row.data_source, answers, row.ground_truth, row.extra_info)
         if failure := next((score.failure for score in scores if score.failure is not None), None):
             return Dropped(f"reward: {failure}")
+        parts = self.job.spec.reward.parts if lease.purpose == common_pb2.PURPOSE_TRAIN else []
         try:
             for score in scores:
-                separate_rewards(score.score or 0.0, score.details, self.job.spec.reward.parts)
+                separate_rewards(score.score or 0.0, score.details, parts)
         except BadOutcome as error:
             return Dropped(f"reward: {error}")
         count = lease.sampling.samples
