@@ -14,6 +14,21 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 LOCAL, JOBS = "This machine", "Jobs"
+
+
+@app.command(
+    "bench",
+    rich_help_panel=LOCAL,
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def bench(context: typer.Context) -> None:
+    """Measure parts of the system on this machine: publication, plan."""
+    from millrace.bench import app as benches  # brings torch in
+
+    benches(context.args, prog_name="millrace bench")
+
+
 app.command("up", rich_help_panel=LOCAL)(stack.up)
 app.command("doctor", rich_help_panel=LOCAL)(doctor.doctor)
 app.command("validate", rich_help_panel=JOBS)(validate.validate)

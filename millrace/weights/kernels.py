@@ -75,7 +75,7 @@ class CudaBatch:
         self._sums.zero_()
         if self._numbers:
             grid = (SUM_BLOCKS, len(self._numbers))
-            self._launch("sums", grid, (self._messages.data_ptr(), self._sums.data_ptr()))
+            self._launch("sums", grid, (self._messages, self._sums))
 
     def sums(self) -> Mapping[int, int]:
         columns = (self._numbers, self._bytes, self._sums.tolist())
@@ -88,14 +88,14 @@ class CudaBatch:
 
     def _move(self, mode: int) -> None:
         if len(self._tiles):
-            pointers = (self._pieces.data_ptr(), self._tiles.data_ptr())
-            self._launch("move", (len(self._tiles),), (*pointers, np.int32(mode), self._wrong.data_ptr()))
+            self._launch("move", (len(self._tiles),), (self._pieces, self._tiles, np.int32(mode), self._wrong))
 
     def _launch(self, name: str, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
         import cupy
 
+        packed = tuple(np.uint64(a.data_ptr()) if isinstance(a, torch.Tensor) else a for a in arguments)
         with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
-            _module().get_function(name)(grid, (THREADS,), arguments)
+            _module().get_function(name)(grid, (THREADS,), packed)
 
 
 def described(pair: Pair) -> list[int] | None:

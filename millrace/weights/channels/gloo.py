@@ -137,6 +137,8 @@ class GlooChannel:
     def close(self) -> None:
         """Frees sockets and threads."""
         self._flights.put(None)
+        if self._failure is None and self._waiter is not None:
+            self._waiter.join()
         if self._failure is None or self._waiter is None:
             self._group.shutdown()
 

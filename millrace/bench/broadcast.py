@@ -1,0 +1,119 @@
+"""The baseline: each tensor gathered whole on one rank, broadcast whole to every worker, cut there."""
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from millrace.weights.boxes import Boxes, disjoint, distinct, overlaps
+from millrace.weights.channels.channel import Channel, Flight, Parcel
+from millrace.weights.checksum import checksum
+from millrace.weights.layout import Layout
+from millrace.weights.memory import Memory
+
+
+class Broadcast:
+    """One rank's. The communicator's ranks 0 .. senders − 1 hold shards; rank 0 gathers."""
+
+    def __init__(
+        self, memory: Memory, rank: int, senders: int, world: int, channel: Channel, layouts: Sequence[Boxes]
+    ) -> None:
+        self._memory, self._rank, self._senders, self._world, self._channel = memory, rank, senders, world, channel
+        self._device = memory.device
+        cells = disjoint(distinct(Boxes.joined(layouts))[0])
+        holder = np.full(len(cells), -1, np.int64)
+        for sender in reversed(range(senders)):
+            rows, _ = overlaps(cells, layouts[sender])
+            holder[rows] = sender
+        self._cells: list[list[tuple[int, Boxes]]] = [[] for _ in memory.manifest.tensors]
+        for row in range(len(cells)):
+            self._cells[int(cells.tensor[row])].append((int(holder[row]), cells.take(np.array([row]))))
+        self._own: list[Layout] = []
+        if rank >= senders:
+            boxes = memory.layout.boxes
+            rows_of = [np.flatnonzero(boxes.tensor == i) for i in range(len(memory.manifest.tensors))]
+            layout = memory.layout
+            self._own = [Layout(boxes.take(r), layout.buffer[r], layout.start[r], layout.strides[r]) for r in rows_of]
+        self.bytes = memory.manifest.bytes if rank >= senders else 0
+
+    def run(self, version: int) -> dict[str, float]:
+        """Received beside generation, then put in place: the pause is the putting."""
+        began = time.perf_counter()
+        gather, sums = 0.0, 0.0
+        whole: list[torch.Tensor] = []
+        for number, info in enumerate(self._memory.manifest.tensors):
+            dtype = getattr(torch, info.dtype)
+            tensor = torch.empty(info.shape, dtype=dtype, device=self._device) if self._holds else None
+            started = time.perf_counter()
+            if self._rank < self._senders:
+                self._gather(number, tensor, dtype)
+            gathered = time.perf_counter()
+            gather += gathered - started
+            if tensor is not None:
+                flat = tensor.view(-1).view(torch.uint8)
+                if self._rank == 0:
+                    sends = [Parcel(number, rank, flat) for rank in range(self._senders, self._world)]
+                    self._channel.exchange(sends, (), self._current()).wait()
+                else:
+                    self._channel.exchange((), [Parcel(number, 0, flat)], self._current()).wait()
+                    whole.append(tensor)
+                arrived = time.perf_counter()
+                checksum(tensor)
+                sums += time.perf_counter() - arrived
+        moved = time.perf_counter()
+        for layout, tensor in zip(self._own, whole, strict=True):
+            self._place(layout, tensor)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+        apply_s = time.perf_counter() - moved
+        spent = {"transfer": moved - began, "pack": gather, "sums": sums}
+        return {**spent, "apply": apply_s, "compare": 0.0, "pause": apply_s}
+
+    @property
+    def _holds(self) -> bool:
+        return self._rank == 0 or self._rank >= self._senders
+
+    def _current(self) -> object:
+        return torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
+
+    def _gather(self, number: int, tensor: torch.Tensor | None, dtype: torch.dtype) -> None:
+        flights: list[Flight] = []
+        landing = []
+        for index, (holder, cell) in enumerate(self._cells[number]):
+            if holder not in (0, self._rank) and tensor is None:
+                continue
+            if holder == self._rank:
+                _, place = self._memory.layout.locate(cell, every=False)
+                held = self._memory.buffers[int(place.buffer[0])]
+                start = held.storage_offset() + int(place.start[0])
+                box = torch.as_strided(held, cell.extent[0].tolist(), place.strides[0].tolist(), start)
+                if tensor is not None:
+                    self._part(tensor, cell).copy_(box)
+                else:
+                    sent = box.to(dtype).contiguous().view(-1).view(torch.uint8)
+                    flights.append(self._channel.exchange([Parcel(index, 0, sent)], (), self._current()))
+            elif tensor is not None:
+                got = torch.empty(cell.extent[0].tolist(), dtype=dtype, device=self._device)
+                parcel = Parcel(index, holder, got.view(-1).view(torch.uint8))
+                flights.append(self._channel.exchange((), [parcel], self._current()))
+                landing.append((cell, got))
+        for flight in flights:
+            flight.wait()
+        for cell, got in landing:
+            assert tensor is not None
+            self._part(tensor, cell).copy_(got)
+
+    def _part(self, tensor: torch.Tensor, cell: Boxes) -> torch.Tensor:
+        box = tuple(slice(o, o + n) for o, n in zip(cell.offset[0].tolist(), cell.extent[0].tolist(), strict=True))
+        while tensor.dim() < cell.dims:
+            tensor = tensor.unsqueeze(-1)
+        return tensor[box]
+
+    def _place(self, layout: Layout, tensor: torch.Tensor) -> None:
+        for row in range(len(layout.boxes)):
+            held = self._memory.buffers[int(layout.buffer[row])]
+            start = held.storage_offset() + int(layout.start[row])
+            extent, strides = layout.boxes.extent[row].tolist(), layout.strides[row].tolist()
+            target = torch.as_strided(held, extent, strides, start)
+            target.copy_(self._part(tensor, layout.boxes.take(np.array([row]))))

@@ -1,0 +1,73 @@
+"""How long a plan takes, for layouts of any size. Nothing is sent."""
+
+import time
+from typing import Annotated
+
+import numpy as np
+import typer
+from rich import print as show
+
+from millrace.bench.shapes import SHAPES, shape_of
+from millrace.megatron.options import Megatron
+from millrace.megatron.topology import Topology
+from millrace.megatron.weights import TRANSFORMER_ENGINE, layout
+from millrace.weights.boxes import Boxes
+from millrace.weights.layout import dims_of
+
+
+def planning(
+    shape: Annotated[str, typer.Option(help=", ".join(SHAPES))] = "deepseek-v3",
+    trainer: Annotated[str, typer.Option(help="as tp=8,pp=8,ep=32")] = "tp=1,pp=8,ep=32,first=7,last=6",
+    ranks: Annotated[int, typer.Option(help="of the trainer")] = 256,
+    replica: Annotated[
+        str, typer.Option(help="as tp=32 or ep=32: how one replica's workers split the model")
+    ] = "ep=32",
+    workers: Annotated[int, typer.Option(help="of one replica")] = 32,
+    replicas: Annotated[int, typer.Option()] = 8,
+) -> None:
+    """Times the intersection of a trainer's boxes with those of replicas, and each rank's part of it."""
+    from millrace.bench.layouts import manifest
+    from millrace.weights.sharded import plan
+
+    model = shape_of(shape)
+    published = manifest(model)
+    number = {tensor.name: i for i, tensor in enumerate(published.tensors)}
+
+    def boxes(text: str, count: int) -> list[Boxes]:
+        from millrace.bench.layouts import OPTIONS, numbers
+
+        topology = Topology(count, Megatron(**{OPTIONS[name]: value for name, value in numbers(text).items()}))
+        return [
+            Boxes.of(
+                (
+                    (number[piece.tensor.name], piece.source, piece.extent)
+                    for chunk in layout(model, topology, rank, TRANSFORMER_ENGINE)
+                    for placement in chunk.values()
+                    for piece in placement.pieces
+                ),
+                dims_of(published),
+            )
+            for rank in range(count)
+        ]
+
+    senders, receivers = boxes(trainer, ranks), boxes(replica, workers) * replicas
+    began = time.perf_counter()
+    made = plan(published, senders, receivers)
+    planned = time.perf_counter()
+    digest = made.hash.hex()[:12]
+    hashed = time.perf_counter()
+    parts = [made.steps(rank) for rank in (0, ranks)]
+    ended = time.perf_counter()
+    sent, got = made.egress()[:ranks], made.ingress()[ranks:]
+    show(
+        f"{len(published.tensors)} tensors, {published.bytes / 1e9:.1f} GB, {len(made.pieces)} pieces, "
+        f"{len(made.hops)} messages in {made.rounds} rounds, median {np.median(made.sizes) / 1e6:.1f} MB, plan {digest}"
+    )
+    show(
+        f"plan {planned - began:.2f} s, hash {hashed - planned:.2f} s, two ranks' parts {ended - hashed:.3f} s "
+        f"({len(parts[0])} and {len(parts[1])} rounds)"
+    )
+    show(
+        f"a trainer rank sends {sent.mean() / 1e9:.1f} GB, at most {sent.max() / 1e9:.1f}; "
+        f"a worker gets {got.mean() / 1e9:.1f} GB, at most {got.max() / 1e9:.1f}"
+    )

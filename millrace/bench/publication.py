@@ -1,0 +1,160 @@
+"""`millrace bench publication`: sharded publications and the baseline, in one run, between processes of this machine.
+
+One process a rank: on GPUs one each, over NCCL; on a CPU over Gloo. The weights are numbers that follow from where they
+belong, so that every worker checks for itself, element by element, that each lies in its place.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch.distributed import TCPStore
+
+from millrace.bench.layouts import ReplicaSide, TrainerSide
+from millrace.bench.shapes import SHAPES, shape_of
+from millrace.errors import InvalidJob, MillraceError
+
+MODES = ("shadow", "inplace", "broadcast")
+
+
+def publication(
+    shape: Annotated[str, typer.Option(help=", ".join(SHAPES))] = "tiny",
+    trainer: Annotated[str, typer.Option(help="tp, pp, vpp, ep, etp, cp, dp as tp=2,ep=2; or fsdp=2")] = "tp=1",
+    replica: Annotated[str, typer.Option(help="tp as tp=2; with ep=1 experts stay whole")] = "tp=1",
+    replicas: Annotated[int, typer.Option(min=1)] = 1,
+    modes: Annotated[str, typer.Option(help="of shadow, inplace, broadcast")] = ",".join(MODES),
+    repeats: Annotated[int, typer.Option(min=1, help="timed publications a mode, after one that is not")] = 10,
+    message_mb: Annotated[int, typer.Option(min=1, help="about so much goes out of a rank in one round")] = 128,
+    device: Annotated[str, typer.Option(help="cuda, cpu; empty: cuda where there are enough GPUs")] = "",
+    output: Annotated[Path | None, typer.Option(help="write the figures there, as JSON")] = None,
+    limit_s: Annotated[float, typer.Option(help="give up after so many seconds")] = 900.0,
+) -> None:
+    """Publish random weights of a model's shape from a trainer's layout to replicas', and time it."""
+    console = Console()
+    try:
+        result = measured(
+            {
+                "shape": shape,
+                "trainer": trainer,
+                "replica": replica,
+                "replicas": replicas,
+                "modes": [mode for mode in modes.split(",") if mode],
+                "repeats": repeats,
+                "message_bytes": message_mb << 20,
+                "device": device,
+            },
+            limit_s,
+        )
+    except MillraceError as error:
+        console.print(f"[red]{error}")
+        raise typer.Exit(1) from error
+    if output is not None:
+        output.write_text(json.dumps(result, indent=1))
+    _print(console, result)
+
+
+def measured(asked: dict[str, Any], limit_s: float) -> dict[str, Any]:
+    """Runs the ranks; their figures together. Raises InvalidJob for what cannot be run here."""
+    model = shape_of(asked["shape"])
+    if unknown := set(asked["modes"]) - set(MODES):
+        raise InvalidJob(f"there is no mode {', '.join(sorted(unknown))}.", f"choose of {', '.join(MODES)}.")
+    senders = TrainerSide(model, asked["trainer"]).ranks
+    workers = ReplicaSide(model, asked["replica"]).ranks * asked["replicas"]
+    gpus = torch.cuda.device_count()
+    kind = asked["device"] or ("cuda" if gpus >= senders + workers else "cpu")
+    if kind == "cuda" and gpus < senders + workers:
+        raise InvalidJob(f"{senders + workers} GPUs are needed, one a rank; there are {gpus}.", "ask for fewer ranks.")
+    asked = {**asked, "device": kind, "senders": senders, "workers": workers}
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory() as folder:
+        _run_ranks(asked, store.port, Path(folder), limit_s)
+        figures = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(senders + workers)]
+    return {**asked, "gpu": torch.cuda.get_device_name(0) if kind == "cuda" else None, **_together(asked, figures)}
+
+
+def _run_ranks(asked: dict[str, Any], port: int, folder: Path, limit_s: float) -> None:
+    count = asked["senders"] + asked["workers"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    if asked["device"] == "cpu":
+        environment["OMP_NUM_THREADS"] = "1"
+    logs = [folder / f"{rank}.log" for rank in range(count)]
+    ranks = []
+    for rank, log in enumerate(logs):
+        command = [sys.executable, "-m", "millrace.bench.rank", json.dumps(asked), str(rank), str(port), str(folder)]
+        with log.open("w") as file:
+            ranks.append(subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT))
+    until = time.monotonic() + limit_s
+    try:
+        while any(process.poll() is None for process in ranks):
+            failed = [i for i, process in enumerate(ranks) if process.poll() not in (None, 0)]
+            if failed or time.monotonic() > until:
+                time.sleep(2.0)  # the others say more
+                told = "\n".join(f"rank {i}:\n{logs[i].read_text()[-2500:]}" for i in failed or range(count))
+                raise InvalidJob(f"ranks {failed or 'of this run'} did not end well:\n{told}", "see above.")
+            time.sleep(0.1)
+        if failed := [i for i, process in enumerate(ranks) if process.returncode]:
+            raise InvalidJob(f"rank {failed[0]} failed:\n{logs[failed[0]].read_text()[-2500:]}", "see above.")
+    finally:
+        for process in ranks:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+
+def _together(asked: dict[str, Any], figures: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of each mode the slowest rank's figures; medians over the repeats."""
+    workers = figures[asked["senders"] :]
+    plan = figures[0]["plan"]
+    link = min(f["link_gbs"] for f in workers if f["link_gbs"])
+    floor_s = max(plan["egress"], plan["ingress"]) / link / 1e9
+    result: dict[str, Any] = {"plan": plan, "link_gbs": link, "floor_s": floor_s, "modes": {}}
+    for mode in asked["modes"]:
+        runs = [f["modes"][mode] for f in figures]
+        row: dict[str, Any] = {}
+        for name in runs[0]["seconds"]:
+            slowest = np.max([run["seconds"][name] for run in runs], axis=0)
+            row[name] = {"p50": float(np.median(slowest)), "p95": float(np.percentile(slowest, 95))}
+        got = max(run["received"] for run in runs)
+        row["received_bytes"] = got
+        row["gbs_a_receiver"] = got / row["transfer"]["p50"] / 1e9
+        row["share_of_link"] = row["gbs_a_receiver"] / link
+        row["over_floor"] = row["transfer"]["p50"] / floor_s
+        row["slot_bytes"] = max(run["slot_bytes"] for run in runs)
+        row["peak_bytes"] = max(run["peak_bytes"] for run in runs)
+        row["misplaced"] = sum(run["misplaced"] for run in runs)
+        result["modes"][mode] = row
+    return result
+
+
+def _print(console: Console, result: dict[str, Any]) -> None:
+    plan = result["plan"]
+    console.print(
+        f"{result['shape']}: trainer {result['trainer']} ({result['senders']} ranks) → {result['replicas']} × replica "
+        f"{result['replica']} on {result['gpu'] or 'CPU'}; {plan['tensors']} tensors, {plan['bytes'] / 1e9:.3f} GB"
+    )
+    console.print(
+        f"plan {plan['hash']}: {plan['seconds']:.3f} s, {plan['pieces']} pieces, {plan['messages']} messages in "
+        f"{plan['rounds']} rounds, a sender's egress {plan['egress'] / 1e9:.3f} GB, a worker's ingress "
+        f"{plan['ingress'] / 1e9:.3f} GB; link {result['link_gbs']:.1f} GB/s, floor {result['floor_s']:.4f} s"
+    )
+    table = Table("mode", "publication s", "transfer s", "× floor", "pack s", "sums s", "apply s", "compare s")
+    for name in ("pause p50", "pause p95", "GB/s", "of link", "slots MB", "misplaced"):
+        table.add_column(name, justify="right")
+    for mode, row in result["modes"].items():
+        seconds = [f"{row[name]['p50']:.4f}" for name in ("whole", "transfer")]
+        parts = [f"{row[name]['p50']:.4f}" for name in ("pack", "sums", "apply", "compare")]
+        pause = [f"{row['pause'][p]:.4f}" for p in ("p50", "p95")]
+        rates = [f"{row['gbs_a_receiver']:.1f}", f"{100 * row['share_of_link']:.0f} %"]
+        rest = [f"{row['slot_bytes'] / 1e6:.0f}", str(row["misplaced"])]
+        table.add_row(mode, *seconds, f"{row['over_floor']:.2f}", *parts, *pause, *rates, *rest)
+    console.print(table)

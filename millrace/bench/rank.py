@@ -1,0 +1,216 @@
+"""One rank of `millrace bench publication`: `python -m millrace.bench.rank JSON RANK PORT FOLDER`."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import TCPStore
+
+from millrace.bench import broadcast
+from millrace.bench.layouts import ReplicaSide, TrainerSide, manifest
+from millrace.bench.shapes import shape_of
+from millrace.bench.values import fill, misplaced
+from millrace.weights.boxes import Boxes
+from millrace.weights.channels.channel import Channel, Parcel
+from millrace.weights.channels.meeting import Meeting, join
+from millrace.weights.memory import Memory
+from millrace.weights.pipeline import Receiving, Sending
+from millrace.weights.sharded import ShardedPlan, plan
+
+LIMIT_S = 600.0
+LINK_MESSAGES = 8
+BASELINE_REPEATS = 3
+
+
+class Rank:
+    def __init__(self, asked: dict[str, Any], rank: int, port: int) -> None:
+        self.asked, self.rank = asked, rank
+        self.senders, self.world = asked["senders"], asked["senders"] + asked["workers"]
+        self.device = torch.device(asked["device"], rank) if asked["device"] == "cuda" else torch.device("cpu")
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        self._store: Any = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=LIMIT_S))
+        self._port = port
+        self._barriers = 0
+
+    @property
+    def sends(self) -> bool:
+        return self.rank < self.senders
+
+    def run(self) -> dict[str, Any]:
+        memory = self._memory()
+        made, planned = self._plan(memory)
+        channel = self._join()
+        figures: dict[str, Any] = {"link_gbs": self._link(channel), "plan": self._told(made, memory, planned)}
+        figures["modes"] = {mode: self._mode(mode, made, memory, channel) for mode in self.asked["modes"]}
+        self.barrier()
+        channel.close()
+        return figures
+
+    def _memory(self) -> Memory:
+        shape = shape_of(self.asked["shape"])
+        published = manifest(shape)
+        if self.sends:
+            return TrainerSide(shape, self.asked["trainer"]).memory(self.rank, published, self.device)
+        side = ReplicaSide(shape, self.asked["replica"])
+        return side.memory((self.rank - self.senders) % side.ranks, published, self.device)
+
+    def _plan(self, memory: Memory) -> tuple[ShardedPlan, float]:
+        """Worked out on each rank on its own, from what all tell, and timed; the hashes are compared."""
+        self._store.set(f"layout/{self.rank}", memory.layout.boxes.encode())
+        told = [Boxes.decode(self._store.get(f"layout/{rank}")) for rank in range(self.world)]
+        began = time.perf_counter()
+        made = plan(memory.manifest, told[: self.senders], told[self.senders :], self.asked["message_bytes"])
+        planned = time.perf_counter() - began
+        self._store.set(f"plan/{self.rank}", made.hash)
+        assert {bytes(self._store.get(f"plan/{rank}")) for rank in range(self.world)} == {made.hash}
+        return made, planned
+
+    def _join(self) -> Channel:
+        identity = b""
+        if self.device.type == "cuda":
+            from millrace.weights.channels.nccl import unique_id
+
+            if self.rank == 0:
+                self._store.set("nccl", unique_id())
+            identity = bytes(self._store.get("nccl"))
+        meeting = Meeting("127.0.0.1", self._port, "bench", self.rank, self.world, identity, self.device, LIMIT_S)
+        channel = join(meeting, lambda: None)
+        channel.give_up = time.monotonic() + LIMIT_S
+        return channel
+
+    def barrier(self) -> None:
+        """Everybody is here. By the store, so that it takes no link."""
+        self._barriers += 1
+        key = f"barrier/{self._barriers}"
+        if self._store.add(key, 1) == self.world:
+            self._store.set(key + "/over", b"1")
+        self._store.get(key + "/over")
+
+    def _link(self, channel: Channel) -> float:
+        """GB/s into this worker with large messages, each worker from a sender of its own as far as there are some.
+        0 for ranks that get nothing."""
+        size = (1 << 30) if self.device.type == "cuda" else (1 << 23)
+        data = torch.zeros(size, dtype=torch.uint8, device=self.device)
+        count = min(self.senders, self.world - self.senders)
+        best = 0.0
+        for _ in range(3):
+            self.barrier()
+            began = time.perf_counter()
+            for number in range(LINK_MESSAGES):
+                if self.rank < count:
+                    flight = channel.exchange([Parcel(number, self.senders + self.rank, data)], ())
+                elif self.senders <= self.rank < self.senders + count:
+                    flight = channel.exchange((), [Parcel(number, self.rank - self.senders, data)])
+                else:
+                    continue
+            if self.rank < count or self.senders <= self.rank < self.senders + count:
+                flight.wait()
+                best = max(best, LINK_MESSAGES * size / (time.perf_counter() - began) / 1e9)
+        return best if not self.sends else 0.0
+
+    def _told(self, made: ShardedPlan, memory: Memory, seconds: float) -> dict[str, Any]:
+        return {
+            "seconds": seconds,
+            "hash": made.hash.hex()[:12],
+            "tensors": len(memory.manifest.tensors),
+            "bytes": memory.manifest.bytes,
+            "pieces": len(made.pieces),
+            "messages": len(made.hops),
+            "rounds": made.rounds,
+            "egress": int(made.egress().max()),
+            "ingress": int(made.ingress().max()),
+        }
+
+    def _mode(self, mode: str, made: ShardedPlan, memory: Memory, channel: Channel) -> dict[str, Any]:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        steady = torch.cuda.memory_allocated() if self.device.type == "cuda" else 0
+        publish, slot_bytes, received = self._publisher(mode, made, memory, channel)
+        seconds: dict[str, list[float]] = {}
+        wrong = 0
+        repeats = min(self.asked["repeats"], BASELINE_REPEATS) if mode == "broadcast" else self.asked["repeats"]
+        for version in range(repeats + 1):
+            if self.sends:
+                fill(memory, version)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
+            self.barrier()
+            began = time.perf_counter()
+            found = publish(version)
+            found["whole"] = time.perf_counter() - began
+            if version:
+                for name, value in found.items():
+                    seconds.setdefault(name, []).append(value)
+            if not self.sends and version in (0, repeats):
+                wrong += misplaced(memory, version)
+        self.barrier()
+        peak = torch.cuda.max_memory_allocated() - steady if self.device.type == "cuda" else 0
+        return {
+            "seconds": seconds,
+            "slot_bytes": slot_bytes,
+            "received": received,
+            "peak_bytes": peak,
+            "misplaced": wrong,
+        }
+
+    def _publisher(
+        self, mode: str, made: ShardedPlan, memory: Memory, channel: Channel
+    ) -> tuple[Callable[[int], dict[str, float]], int, int]:
+        """What one publication is on this rank; its slots' bytes; the bytes that it gets."""
+        if mode == "broadcast":
+            received = 0 if self.sends else memory.manifest.bytes
+            work = broadcast.Broadcast(memory, self.rank, self.senders, self.world, channel, self._layouts())
+            return work.run, work.bytes, received
+        if self.sends:
+            sending = Sending(made, self.rank, memory)
+            return lambda version: self._send(sending, channel, f"{mode}/{version}"), sending.slot_bytes, 0
+        receiving = Receiving(made, self.rank, memory, staged=mode == "shadow")
+        run = self._receive
+        return (
+            lambda version: run(receiving, channel, f"{mode}/{version}", mode == "shadow"),
+            receiving.slot_bytes,
+            receiving.bytes,
+        )
+
+    def _layouts(self) -> list[Boxes]:
+        return [Boxes.decode(self._store.get(f"layout/{rank}")) for rank in range(self.senders)]
+
+    def _send(self, sending: Sending, channel: Channel, key: str) -> dict[str, float]:
+        sums, times = sending.run(channel)
+        self._store.set(f"sums/{key}/{self.rank}", json.dumps({str(c): value for c, value in sums.items()}))
+        spent = {"transfer": times.whole_s, "pack": times.pack_s, "sums": times.verify_s}
+        return {**spent, "apply": 0.0, "compare": 0.0, "pause": 0.0}
+
+    def _receive(self, receiving: Receiving, channel: Channel, key: str, staged: bool) -> dict[str, float]:
+        """Checksums are compared before a staged version is put in place, as a replica does."""
+        got = receiving.run(channel)
+        sent: dict[str, int] = {}
+        for rank in range(self.senders):
+            sent |= json.loads(self._store.get(f"sums/{key}/{rank}"))
+        assert all(sent[str(content)] == value for content, value in got.sums.items()), "a checksum differs"
+        apply_s, compare_s = receiving.apply() if staged else (got.times.apply_s, 0.0)
+        pause = apply_s + compare_s if staged else got.times.whole_s
+        spent = {"transfer": got.times.whole_s, "pack": 0.0, "sums": got.times.verify_s}
+        return {**spent, "apply": apply_s, "compare": compare_s, "pause": pause}
+
+
+def main() -> None:
+    asked, rank, port, folder = json.loads(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
+    with torch.no_grad():
+        figures = Rank(asked, rank, port).run()
+    (folder / f"{rank}.json").write_text(json.dumps(figures))
+    sys.stdout.flush()
+    os._exit(0)  # without a teardown: threads inside libraries do not all survive one
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Weights that follow from where they belong: every element can be told, and checked, without the others."""
+
+from collections.abc import Iterator
+
+import torch
+
+from millrace.weights.memory import Memory
+
+ROWS = 1 << 24
+"""Elements made at once."""
+
+
+def fill(memory: Memory, version: int) -> None:
+    """Writes a version's weights where a layout says."""
+    for view, (tensor, offset) in _views(memory):
+        for first, part in _parts(view):
+            part.copy_(_values(part, tensor, (offset[0] + first, *offset[1:]) if offset else offset, version))
+
+
+def misplaced(memory: Memory, version: int) -> int:
+    """Boxes of a layout that do not hold, bit for bit, what belongs there."""
+    wrong = 0
+    for view, (tensor, offset) in _views(memory):
+        for first, part in _parts(view):
+            expected = _values(part, tensor, (offset[0] + first, *offset[1:]) if offset else offset, version)
+            if not torch.equal(part, expected.to(part.dtype)):
+                wrong += 1
+                break
+    return wrong
+
+
+def _views(memory: Memory) -> Iterator[tuple[torch.Tensor, tuple[int, tuple[int, ...]]]]:
+    """Each box where it lies, its tensor and offset."""
+    layout, boxes = memory.layout, memory.layout.boxes
+    columns = (boxes.tensor, boxes.offset, boxes.extent, layout.buffer, layout.start, layout.strides)
+    for tensor, offset, extent, buffer, start, strides in zip(*(column.tolist() for column in columns), strict=True):
+        held = memory.buffers[buffer]
+        yield torch.as_strided(held, extent, strides, held.storage_offset() + start), (tensor, tuple(offset))
+
+
+def _parts(view: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    rows = max(1, ROWS // max(1, view[0].numel())) if view.dim() else 1
+    for first in range(0, view.shape[0], rows):
+        yield first, view[first : first + rows]
+
+
+def _values(like: torch.Tensor, tensor: int, offset: tuple[int, ...], version: int) -> torch.Tensor:
+    """bfloat16 numbers, each with a pattern of its own among its neighbours; exact in float32."""
+    bits = torch.full((), tensor * 7919 + version * 101, dtype=torch.int32, device=like.device)
+    for dim, (extent, first) in enumerate(zip(like.shape, offset, strict=True)):
+        along = torch.arange(first, first + extent, dtype=torch.int32, device=like.device)
+        shape = [1] * like.dim()
+        shape[dim] = extent
+        bits = bits + (along * (40503 if dim == 0 else 30011 + 2 * dim)).view(shape)
+    bits = (bits ^ (bits >> 9)) & 0x3FFF  # no infinities, no NaN
+    return bits.expand(like.shape).to(torch.int16).view(torch.bfloat16)

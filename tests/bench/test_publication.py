@@ -1,0 +1,54 @@
+"""The benches run, and what they publish lies where it belongs."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from millrace.bench import app
+from millrace.bench.layouts import ReplicaSide, TrainerSide
+from millrace.bench.publication import measured
+from millrace.bench.shapes import SHAPES
+from millrace.errors import InvalidJob
+
+
+@pytest.mark.parametrize(
+    ("shape", "trainer", "replica", "replicas"),
+    [("tiny-moe", "ep=2", "tp=1", 1), ("tiny", "fsdp=1", "tp=1", 2)],
+)
+def test_every_mode_puts_everything_in_its_place(shape: str, trainer: str, replica: str, replicas: int) -> None:
+    asked = {"shape": shape, "trainer": trainer, "replica": replica, "replicas": replicas, "device": "cpu"}
+    modes = ["shadow", "inplace", "broadcast"]
+    result = measured({**asked, "modes": modes, "repeats": 2, "message_bytes": 8192}, 120.0)
+    assert list(result["modes"]) == modes and result["plan"]["rounds"] > 3
+    for row in result["modes"].values():
+        assert row["misplaced"] == 0 and row["transfer"]["p50"] > 0 and row["gbs_a_receiver"] > 0
+    assert result["modes"]["inplace"]["slot_bytes"] < result["modes"]["shadow"]["slot_bytes"]
+
+
+def test_the_command_writes_what_it_prints(tmp_path: Path) -> None:
+    output = tmp_path / "figures.json"
+    command = [sys.executable, "-m", "millrace", "bench", "publication", "--repeats", "1", "--modes", "shadow"]
+    told = subprocess.run([*command, "--output", str(output)], capture_output=True, text=True, timeout=120)
+    assert told.returncode == 0, told.stdout + told.stderr
+    assert "shadow" in told.stdout and json.loads(output.read_text())["plan"]["hash"] in told.stdout
+
+
+def test_planning_needs_no_memory_for_weights() -> None:
+    arguments = ["plan", "--shape", "qwen3-30b-a3b", "--trainer", "ep=8", "--ranks", "8"]
+    told = CliRunner().invoke(app, [*arguments, "--replica", "ep=2", "--workers", "2", "--replicas", "2"])
+    assert told.exit_code == 0 and "18867 tensors, 61.1 GB" in told.output
+
+
+def test_what_cannot_be_run_is_refused() -> None:
+    asked = {"shape": "tiny", "trainer": "tp=1", "replica": "tp=1", "replicas": 1, "modes": ["shadow"], "repeats": 1}
+    with pytest.raises(InvalidJob, match="no shape 'large'"):
+        measured({**asked, "shape": "large", "device": ""}, 1.0)
+    with pytest.raises(InvalidJob, match="no mode other"):
+        measured({**asked, "modes": ["other"], "device": ""}, 1.0)
+    with pytest.raises(InvalidJob, match="no layout"):
+        TrainerSide(SHAPES["tiny"], "tp:2").ranks  # noqa: B018
+    assert ReplicaSide(SHAPES["tiny"], "tp=4").ranks == 4

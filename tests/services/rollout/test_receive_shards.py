@@ -1,0 +1,194 @@
+"""The receiver's side of a sharded publication over gRPC: reported, corrupted, planned otherwise, aborted, given up."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from millrace.errors import InvalidState, PublicationFailed
+from millrace.weights import sides
+from millrace.wire.v1 import rollout_pb2, rollout_pb2_grpc, weights_pb2
+from tests.models import random_model
+from tests.sender import export
+from tests.services.rollout.coordinator import JOB, status
+from tests.services.rollout.jobs import job_spec
+from tests.services.rollout.stack import Stack, replica_stack
+from tests.shard_sender import Shards, ShardSender
+
+SHADOW, INPLACE = weights_pb2.COMMIT_MODE_SHADOW, weights_pb2.COMMIT_MODE_INPLACE
+Scenario = Callable[[Stack], Awaitable[None]]
+
+
+def play(model: Path, scenario: Scenario) -> None:
+    """Runs `scenario` on a replica that serves version 1."""
+
+    async def whole() -> None:
+        async with replica_stack() as stack:
+            await stack.serve(job_spec(model), version=1)
+            await scenario(stack)
+
+    asyncio.run(whole())
+
+
+class Coming:
+    """A sharded publication to the stack's replica, phase by phase."""
+
+    def __init__(self, stack: Stack, sender: ShardSender) -> None:
+        self.stack, self.sender = stack, sender
+        job, version, epoch, attempt = sender.delivery.key.rsplit("/", 3)
+        self.ref = weights_pb2.PublicationRef(job_id=job, version=int(version), epoch=int(epoch), attempt=int(attempt))
+
+    async def prepare(self, **changes: Any) -> bytes:
+        request = rollout_pb2.PrepareReceiveRequest.FromString(self.sender.delivery.encode())
+        request.receiver.world_size = 1
+        request.plan_hash = self.sender.plan.hash
+        for name, value in changes.items():
+            setattr(request, name, value)
+        return bytes((await self.call("PreparePublication", request)).plan_hash)
+
+    async def transfer(self) -> None:
+        await self.call("TransferPublication", rollout_pb2.TransferReceiveRequest(publication=self.ref))
+
+    async def verify(self) -> None:
+        """Once the sender knows what it sent."""
+        for _ in range(500):
+            if len(self.sender.sums) == len(self.sender.plan.sizes):
+                break
+            await asyncio.sleep(0.01)
+        sums = weights_pb2.Checksums(values=[self.sender.sums.get(c, 0) for c in range(len(self.sender.plan.sizes))])
+        await self.call("VerifyPublication", rollout_pb2.VerifyReceiveRequest(publication=self.ref, checksums=sums))
+
+    async def commit(self) -> weights_pb2.MemberReport:
+        reply = await self.call("CommitPublication", rollout_pb2.CommitReceiveRequest(publication=self.ref))
+        return reply.report
+
+    async def abort(self) -> None:
+        await self.call("AbortPublication", rollout_pb2.AbortReceiveRequest(publication=self.ref, reason="told so"))
+
+    async def begin(self) -> None:
+        await self.prepare()
+        self.sender.start()
+        await self.transfer()
+
+    async def whole(self) -> weights_pb2.MemberReport:
+        await self.begin()
+        await self.verify()
+        report = await self.commit()
+        await asyncio.to_thread(self.sender.join)
+        return report
+
+    async def call(self, method: str, request: Any) -> Any:
+        return await self.stack.peer.call(rollout_pb2_grpc.RolloutStub, method, request)
+
+
+async def coming(stack: Stack, version: int, mode: int = SHADOW, **options: Any) -> Coming:
+    shards = Shards(export(random_model(tied=True, seed=version)))
+    request = rollout_pb2.DescribeReceiveRequest(job_id=JOB, manifest=shards.manifest.to_proto())
+    told = await stack.peer.call(rollout_pb2_grpc.RolloutStub, "DescribeWeights", request)
+    wanted = sides.decode(told.layouts)
+    return Coming(stack, ShardSender(shards, wanted, version=version, job=JOB, mode=mode, **options))  # type: ignore[arg-type]
+
+
+async def serves(stack: Stack, version: int | None) -> None:
+    now = await status(stack.peer)
+    expected = rollout_pb2.ENGINE_STATE_WITHOUT_WEIGHTS if version is None else rollout_pb2.ENGINE_STATE_SERVING
+    assert (now.state, now.version) == (expected, -1 if version is None else version)
+
+
+@pytest.mark.parametrize("mode", [SHADOW, INPLACE])
+def test_report_tells_what_was_done(tied_model: Path, mode: int) -> None:
+    async def scenario(stack: Stack) -> None:
+        new = await coming(stack, 2, mode)
+        report = await new.whole()
+        assert report.mode == mode and report.loader_tensors == 0
+        assert report.bytes == new.sender.plan.sizes.sum()
+        assert (report.staging_bytes >= report.bytes) == (mode == SHADOW)
+        assert report.prepare_s > 0 and report.wire_s > 0 and report.verify_s > 0 and report.pause_s > 0
+        await serves(stack, 2)
+        engine: Any = stack.replica.engine
+        expected = export(random_model(tied=True, seed=2))
+        assert all(torch.equal(dict(engine._model.named_parameters())[name], t) for name, t in expected.items())
+
+    play(tied_model, scenario)
+
+
+@pytest.mark.parametrize("mode", [SHADOW, INPLACE])
+def test_a_byte_that_changed_on_the_wire_is_never_served(tied_model: Path, mode: int) -> None:
+    async def scenario(stack: Stack) -> None:
+        new = await coming(stack, 2, mode, corrupt=True)
+        await new.begin()
+        with pytest.raises(PublicationFailed, match=r"messages arrived .* changed, with parts of model\.") as failed:
+            await new.verify()
+        assert failed.value.culprits == (stack.replica.member_id,)
+        with pytest.raises(InvalidState, match="commit does not follow"):
+            await new.commit()
+        await serves(stack, 1 if mode == SHADOW else None)
+        await (await coming(stack, 2, mode, attempt=1)).whole()
+        await serves(stack, 2)
+
+    play(tied_model, scenario)
+
+
+@pytest.mark.parametrize("mode", [SHADOW, INPLACE])
+def test_an_abort_frees_sender_and_receiver_at_once(tied_model: Path, mode: int) -> None:
+    async def scenario(stack: Stack) -> None:
+        new = await coming(stack, 2, mode, hold_after=2)
+        await new.begin()
+        await asyncio.sleep(0.3)
+        waiting = asyncio.create_task(
+            new.call("VerifyPublication", rollout_pb2.VerifyReceiveRequest(publication=new.ref))
+        )
+        await asyncio.sleep(0.1)
+        began = time.monotonic()
+        await new.abort()
+        with pytest.raises(PublicationFailed, match="aborted"):
+            await waiting
+        new.sender.release()
+        with pytest.raises(PublicationFailed, match=r"told to abort|failed"):
+            await asyncio.to_thread(new.sender.join)
+        assert time.monotonic() - began < 5.0
+        await serves(stack, 1 if mode == SHADOW else None)
+        await (await coming(stack, 2, mode, attempt=1)).whole()
+        await serves(stack, 2)
+
+    play(tied_model, scenario)
+
+
+def test_a_sender_that_never_comes_fails_verify_within_the_deadline(tied_model: Path) -> None:
+    async def scenario(stack: Stack) -> None:
+        new = await coming(stack, 2, timeout_s=1.0)
+        await new.prepare(deadline_s=30.0)
+        await new.abort()
+        late = await coming(stack, 2, attempt=1, timeout_s=1.0)
+        await late.prepare()
+        await late.transfer()
+        began = time.monotonic()
+        with pytest.raises((PublicationFailed, InvalidState)):
+            await late.call("VerifyPublication", rollout_pb2.VerifyReceiveRequest(publication=late.ref))
+        assert time.monotonic() - began < 4.0
+        await serves(stack, 1)
+
+    play(tied_model, scenario)
+
+
+def test_another_plan_layout_or_communicator_is_refused_in_prepare(tied_model: Path) -> None:
+    async def scenario(stack: Stack) -> None:
+        with pytest.raises(PublicationFailed, match="plans") as failed:
+            await (await coming(stack, 2)).prepare(plan_hash=b"x" * 32)
+        assert failed.value.culprits == (stack.replica.member_id,)
+        other = await coming(stack, 3)
+        other.sender.delivery.sides.receivers.CopyFrom(other.sender.delivery.sides.senders)  # type: ignore[union-attr]
+        with pytest.raises(PublicationFailed):
+            await other.prepare(plan_hash=b"")
+        standing = await coming(stack, 4)
+        request = rollout_pb2.PrepareReceiveRequest.FromString(standing.sender.delivery.encode())
+        request.receiver.world_size, request.rendezvous.standing = 1, True
+        with pytest.raises(PublicationFailed, match="not in communicator"):
+            await standing.call("PreparePublication", request)
+        await serves(stack, 1)
+
+    play(tied_model, scenario)
