@@ -62,6 +62,10 @@ class Megatron(Part):
     experts: Experts = Experts()
     optimizer_offload_fraction: float = Field(0.0, ge=0.0, le=1.0)
     """Share of the optimizer's state that lives and is updated in host memory."""
+    offload_optimizer: bool = False
+    """Keep the optimizer's state in host memory between updates."""
+    release_gradients: bool = False
+    """Hold memory for gradients only from a backward pass to its update."""
     optimizer_moments: Literal["float32", "bfloat16"] = "float32"
     """bfloat16: as DeepSeek-V3 was trained (arXiv 2412.19437, 3.3.2); weights stay float32. On GPUs only."""
     offload_reference: bool = False

@@ -166,6 +166,9 @@ def _optimizer(o: Megatron) -> Iterator[str]:
         reason = "only the distributed optimizer keeps its float32 weights in host memory"
         mend = "set distributed_optimizer to true, or leave this out"
         yield _broken("optimizer_offload_fraction", o.optimizer_offload_fraction, reason, mend)
+    if o.offload_optimizer and o.optimizer_offload_fraction:
+        reason = f"optimizer_offload_fraction {o.optimizer_offload_fraction} keeps state in host memory for good"
+        yield _broken("offload_optimizer", True, reason, "set optimizer_offload_fraction to 0, or this to false")
     if o.optimizer_moments == "bfloat16" and (o.optimizer_offload_fraction or not o.distributed_optimizer):
         reason = "only the distributed optimizer on the GPU keeps them so"
         mend = "set distributed_optimizer to true and optimizer_offload_fraction to 0, or leave this out"
@@ -183,6 +186,6 @@ def _device(o: Megatron, cuda: bool) -> Iterator[str]:
         yield _broken("experts.dispatcher", "deepep", "DeepEP needs a GPU", "set it to auto or alltoall")
     if o.optimizer_moments == "bfloat16":
         yield _broken("optimizer_moments", "bfloat16", "Transformer Engine's Adam, which does that, needs a GPU", mend)
-    if o.optimizer_offload_fraction:
-        reason = "there is no device memory to spare"
-        yield _broken("optimizer_offload_fraction", o.optimizer_offload_fraction, reason, mend)
+    for field in ("optimizer_offload_fraction", "offload_optimizer"):
+        if value := getattr(o, field):
+            yield _broken(field, value, "there is no device memory to spare", mend)

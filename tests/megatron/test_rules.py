@@ -67,6 +67,7 @@ def test_the_published_configurations_are_taken(tmp_path, config, ranks, tensor,
             1,
             "float32 weights in host",
         ),
+        (configs.QWEN2, {"optimizer_offload_fraction": 0.5, "offload_optimizer": True}, 1, "in host memory for good"),
         (configs.QWEN2, {"optimizer_moments": "bfloat16", "optimizer_offload_fraction": 0.5}, 1, "keeps them so"),
         (configs.QWEN2, {"recompute": {"granularity": "selective", "modules": ["moe"]}}, 1, "qwen2 has no experts"),
         (configs.QWEN2, {"recompute": {"granularity": "full", "layers": 25}}, 1, "a stage's chunk has about 24 layers"),
@@ -85,6 +86,7 @@ def test_what_cannot_work_is_told_with_the_arithmetic_and_a_mend(tmp_path, confi
         ({"experts": {"dispatcher": "deepep"}}, "DeepEP needs a GPU"),
         ({"optimizer_offload_fraction": 0.5}, "no device memory to spare"),
         ({"optimizer_moments": "bfloat16"}, "needs a GPU"),
+        ({"offload_optimizer": True}, "no device memory to spare"),
     ],
 )
 def test_what_needs_a_gpu_is_refused_without_one(tmp_path, options, told):

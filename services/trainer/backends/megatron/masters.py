@@ -70,6 +70,29 @@ def copy_to_parameters(part: MegatronOptimizer) -> None:
         part._copy_main_params_to_model_params()
 
 
+def to_host(part: MegatronOptimizer) -> None:
+    """Weights that are the optimizer's alone, and moments, to pinned host memory: the same tensors, elsewhere."""
+    for tensor in _apart(part):
+        if tensor.is_cuda:
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            host.copy_(tensor, non_blocking=True)
+            tensor.data = host
+    torch.cuda.synchronize()
+
+
+def to_device(part: MegatronOptimizer) -> None:
+    for tensor in _apart(part):
+        tensor.data = tensor.data.to(torch.cuda.current_device(), non_blocking=True)
+
+
+def _apart(part: MegatronOptimizer) -> Iterator[Tensor]:
+    """What no parameter lies in."""
+    for run in owned(part):
+        if run.parameter.dtype is not torch.float32 and not _has_masters(run.inner):
+            yield run.key
+        yield from (value for value in run.inner.state.get(run.key, {}).values() if torch.is_tensor(value))
+
+
 def prepare(part: MegatronOptimizer) -> None:
     """Before the weights are first written: those that Transformer Engine's Adam would create in its first update."""
     if _has_masters(part.optimizer):

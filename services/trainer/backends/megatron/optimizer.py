@@ -76,8 +76,10 @@ class Updater:
             config_overrides={},  # weight decay for all parameters, as in the other backends
             use_gloo_process_groups=False,
         )
+        self._options = options
         self._ready = False
         self._reduced = False
+        self._resting = False
         self.updates = 0
         for part in self.parts:
             masters.prepare(part)
@@ -94,6 +96,7 @@ class Updater:
             raise InvalidState(
                 "There are gradients already, summed over the ranks.", "Step the optimizer or clear them first."
             )
+        self._wake()
         self._reduced = True
 
     def norm(self) -> float:
@@ -118,10 +121,31 @@ class Updater:
         self.zero()
 
     def zero(self) -> None:
-        for chunk in self._chunks:
-            chunk.zero_grad_buffer()
-        self._optimizer.zero_grad()
+        if not self._resting:
+            for chunk in self._chunks:
+                chunk.zero_grad_buffer()
+            self._optimizer.zero_grad()
+            self._rest()
         self._ready = self._reduced = False
+
+    def _rest(self) -> None:
+        """Until the next backward pass."""
+        self._resting = True
+        if self._options.offload_optimizer:
+            for part in self.parts:
+                masters.to_host(part)
+        if self._options.release_gradients:
+            for chunk in self._chunks:
+                chunk.offload_grad_buffers()
+
+    def _wake(self) -> None:
+        if self._options.release_gradients and self._resting:
+            for chunk in self._chunks:
+                chunk.restore_grad_buffers()
+        if self._options.offload_optimizer and self._resting:
+            for part in self.parts:
+                masters.to_device(part)
+        self._resting = False
 
     def owned(self) -> Iterator[Owned]:
         for part in self.parts:

@@ -42,6 +42,7 @@ ONE: dict[str, tuple[str, dict[str, Any]]] = {
     "recompute selective": ("qwen3_moe", {"recompute": {"granularity": "selective", "modules": ["core_attn", "moe"]}}),
     "logits in small chunks": ("qwen3", {"logprob_chunk_tokens": 16}),
     "own optimizer state": ("qwen3_moe", {"distributed_optimizer": False}),
+    "gradients released": ("qwen3_moe", {"release_gradients": True}),
     "told which experts": ("qwen3_moe", {"recompute": {"granularity": "full"}}),
 }
 """In those whose name begins so, tokens go where a batch tells, as an engine would."""
@@ -59,7 +60,7 @@ TWO: dict[str, tuple[str, dict[str, Any]]] = {
     "TP2 tied": ("qwen2", {"tensor_parallel": 2}),
     "PP2": ("qwen3", {"pipeline_parallel": 2}),
     "PP2 uneven": ("qwen3", {"pipeline_parallel": 2, "first_stage_layers": 1}),
-    "VPP2 tied": ("qwen2", {"pipeline_parallel": 2, "virtual_pipeline": 2}),
+    "VPP2 tied": ("qwen2", {"pipeline_parallel": 2, "virtual_pipeline": 2, "release_gradients": True}),
     "DP2": ("qwen3", {}),
     "DP2 own optimizer state": ("qwen3", {"distributed_optimizer": False}),
     "MoE EP2": ("qwen3_moe", {"expert_parallel": 2}),
