@@ -102,7 +102,10 @@ def test_a_folder_that_is_no_critic_is_refused_and_the_trainer_lives(
     tiny.save("mixtral", other)
     config = (other / "config.json").read_text().replace('"vocab_size": 259', '"vocab_size": 300')
     (other / "config.json").write_text(config)
-    for path, words in ((tmp_path / "nothing", r"algorithm\.critic\.path: .* cannot be read"), (other, "it knows 300 tokens and the policy 259")):
+    for path, words in (
+        (tmp_path / "nothing", r"algorithm\.critic\.path: .* cannot be read"),
+        (other, "it knows 300 tokens and the policy 259"),
+    ):
         chosen = {"preset": "ppo", "critic": {"path": str(path)}}
         with pytest.raises(InvalidJob, match=words):
             two_ranks.calls.configure(job_spec(tied_model, algorithm=chosen, trainer=spoken), job="job-refused")
