@@ -132,28 +132,29 @@ class Rank:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
         steady = torch.cuda.memory_allocated() if self.device.type == "cuda" else 0
         publish, slot_bytes, received = self._publisher(mode, made, memory, channel)
         seconds: dict[str, list[float]] = {}
-        wrong = 0
+        wrong = peak = 0
         repeats = min(self.asked["repeats"], BASELINE_REPEATS) if mode == "broadcast" else self.asked["repeats"]
         for version in range(repeats + 1):
             if self.sends:
                 fill(memory, version)
             if self.device.type == "cuda":
                 torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
             self.barrier()
             began = time.perf_counter()
             found = publish(version)
             found["whole"] = time.perf_counter() - began
+            if self.device.type == "cuda":
+                peak = max(peak, torch.cuda.max_memory_allocated() - steady)
             if version:
                 for name, value in found.items():
                     seconds.setdefault(name, []).append(value)
             if not self.sends and version in (0, repeats):
                 wrong += misplaced(memory, version)
         self.barrier()
-        peak = torch.cuda.max_memory_allocated() - steady if self.device.type == "cuda" else 0
         return {
             "seconds": seconds,
             "slot_bytes": slot_bytes,

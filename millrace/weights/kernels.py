@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import structlog
 import torch
 
 from millrace.weights.checksum import mixed
 from millrace.weights.memory import Pair
 
+log = structlog.get_logger(__name__)
 UNITS, THREADS, FIELDS = 2048, 256, 12
 CONVERT, CONVERT4 = 100, 101
 PACK, UNPACK, COMPARE = 0, 1, 2
@@ -21,10 +23,16 @@ SUM_BLOCKS = 64
 
 @functools.cache
 def supported() -> bool:
-    """Whether CuPy is here and finds a compiler."""
+    """Whether CuPy is here and compiles them. Without, torch copies piece by piece, which is slow for many."""
+    try:
+        from cupy.cuda.compiler import CompileException
+    except ImportError as error:
+        log.warning("CuPy is not installed: weights are copied piece by piece", error=str(error))
+        return False
     try:
         _module()
-    except (ImportError, OSError, RuntimeError):
+    except (OSError, RuntimeError, CompileException) as error:
+        log.warning("CuPy compiles nothing here: weights are copied piece by piece", error=str(error))
         return False
     return True
 

@@ -262,14 +262,16 @@ def _dealt(
         if heaviest <= UNEVEN * message_bytes:
             break
         rounds = -(-rounds * heaviest // (UNEVEN * message_bytes))
-    order = np.lexsort((flows.piece, flows.target, flows.source, dealt))
-    ends = np.stack([dealt, flows.source, flows.target], axis=1)[order]
+    key = (dealt * world + flows.source) * world + flows.target
+    order = np.argsort(key, kind="stable")  # a target's pieces lie in order already
     new = np.ones(len(order), bool)
-    new[1:] = (ends[1:] != ends[:-1]).any(axis=1)
+    new[1:] = np.diff(key[order]) != 0
     first = np.append(np.flatnonzero(new), len(order))
     reach = np.append(0, np.cumsum(flows.bytes[order]))
     content = np.cumsum(new) - 1
-    hops = np.concatenate([ends[new], np.arange(len(first) - 1)[:, None]], axis=1)
+    heads = order[new]
+    ends = np.stack([dealt[heads], flows.source[heads], flows.target[heads]], axis=1)
+    hops = np.concatenate([ends, np.arange(len(first) - 1)[:, None]], axis=1)
     hops = np.concatenate([hops, *_passed_on(hops, chains)])
     hops = hops[np.lexsort(hops.T[::-1])]
     return ShardedPlan(
