@@ -1,7 +1,7 @@
 """A rank's memory seen through its layout, and moving pieces between it and messages."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -37,19 +37,34 @@ class Pair:
     wire: torch.Tensor
 
 
-def pairs(plan: ShardedPlan, content: int, message: torch.Tensor, memory: Memory, *, every: bool) -> Iterator[Pair]:
+def pairs(plan: ShardedPlan, content: int, message: torch.Tensor, memory: Memory, *, every: bool) -> list[Pair]:
     """The pieces of a content; `message` is where its bytes are or will be. With `every`, wherever a piece belongs."""
-    span = plan.pieces_in(content)
-    pieces, at = plan.pieces.take(np.arange(span.start, span.stop)), plan.at[span]
+    return all_pairs(plan, {content: message}, memory, every=every)[content]
+
+
+def all_pairs(
+    plan: ShardedPlan, messages: Mapping[int, torch.Tensor], memory: Memory, *, every: bool
+) -> dict[int, list[Pair]]:
+    """As `pairs`, of many contents: their places are looked up together."""
+    found: dict[int, list[Pair]] = {content: [] for content in messages}
+    if not messages:
+        return found
+    spans = [plan.pieces_in(content) for content in messages]
+    index = np.concatenate([np.arange(span.start, span.stop) for span in spans])
+    content_of = np.repeat(list(messages), [span.stop - span.start for span in spans])
+    pieces = plan.pieces.take(index)
     rows, place = memory.layout.locate(pieces, every=every)
     dtypes = [getattr(torch, tensor.dtype) for tensor in memory.manifest.tensors]
-    columns = (rows, place.buffer, place.start, place.strides.tolist(), place.boxes.extent.tolist())
-    for row, buffer, start, strides, extent in zip(*columns, strict=True):
-        held, dtype = memory.buffers[buffer], dtypes[pieces.tensor[row]]
-        lies = torch.as_strided(held.detach(), extent, strides, held.storage_offset() + int(start))
-        first = int(at[row])
-        size = lies.numel() * dtype.itemsize
-        yield Pair(lies, message[first : first + size].view(dtype).view(extent))
+    columns = (content_of[rows], pieces.tensor[rows], plan.at[index[rows]], place.buffer, place.start)
+    views = (place.strides.tolist(), place.boxes.extent.tolist())
+    for content, tensor, at, buffer, start, strides, extent in zip(
+        *(column.tolist() for column in columns), *views, strict=True
+    ):
+        held, dtype = memory.buffers[buffer], dtypes[tensor]
+        lies = torch.as_strided(held.detach(), extent, strides, held.storage_offset() + start)
+        wire = messages[content][at : at + lies.numel() * dtype.itemsize]
+        found[content].append(Pair(lies, wire.view(dtype).view(extent)))
+    return found
 
 
 def pack(moves: Sequence[Pair]) -> None:

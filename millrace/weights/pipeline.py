@@ -15,7 +15,7 @@ import torch
 from millrace.errors import PublicationFailed
 from millrace.weights.batch import Batch, batch
 from millrace.weights.channels.channel import Channel, Flight, Parcel
-from millrace.weights.memory import Lane, Memory, pairs
+from millrace.weights.memory import Lane, Memory, all_pairs
 from millrace.weights.sharded import ShardedPlan
 
 SLOTS = 3
@@ -112,12 +112,9 @@ class Sending:
         size = max((int(plan.sizes[contents].sum()) for contents in outgoing), default=0)
         self._ring = Ring(min(slots, max(1, len(self._steps))), size, memory.device)
         self._messages: list[dict[int, torch.Tensor]] = []
-        self._batches: list[Batch] = []
         for number, contents in enumerate(outgoing):
-            messages = _messages(plan, contents, self._ring.slot(number))
-            moves = [p for c, message in messages.items() for p in pairs(plan, c, message, memory, every=False)]
-            self._messages.append(messages)
-            self._batches.append(batch(moves, messages, memory.device))
+            self._messages.append(_messages(plan, contents, self._ring.slot(number)))
+        self._batches = _batches(plan, self._messages, memory, every=False)
         self.bytes = sum(int(plan.sizes[content]) for step in self._steps for content, _ in step.sends)
         self.slot_bytes = self._ring.bytes
         self.device = memory.device
@@ -178,14 +175,7 @@ class Receiving:
             self._ring = Ring(min(slots, max(1, len(self._steps))), size, memory.device)
             by_step = [_messages(plan, contents, self._ring.slot(n)) for n, contents in enumerate(incoming)]
         self._messages = {content: message for messages in by_step for content, message in messages.items()}
-        self._batches = [
-            batch(
-                [p for c, message in messages.items() for p in pairs(plan, c, message, memory, every=True)],
-                messages,
-                memory.device,
-            )
-            for messages in by_step
-        ]
+        self._batches = _batches(plan, by_step, memory, every=True)
         self._names = [_names(plan, contents, memory) for contents in incoming]
         self.bytes = sum(int(plan.sizes[content]) for content in self._messages)
         self.slot_bytes = self._ring.bytes
@@ -268,6 +258,13 @@ class _Landing:
     putting: Spans
     flights: list[Flight] = field(default_factory=list)
     finished: int = 0
+
+
+def _batches(
+    plan: ShardedPlan, by_step: Sequence[Mapping[int, torch.Tensor]], memory: Memory, *, every: bool
+) -> list[Batch]:
+    moves = all_pairs(plan, {c: m for messages in by_step for c, m in messages.items()}, memory, every=every)
+    return [batch([p for c in messages for p in moves[c]], messages, memory.device) for messages in by_step]
 
 
 def _names(plan: ShardedPlan, contents: Sequence[int], memory: Memory) -> str:

@@ -71,7 +71,7 @@ class Report:
         values["publication/failures"] = float(self.failures)
         if self.receivers:
             values["publication/bytes"] = float(self.bytes)
-            for name in ("gather_s", "wire_s", "verify_s", "apply_s", "pause_s"):
+            for name in ("gather_s", "wire_s", "verify_s", "apply_s", "pause_s", "loader_tensors", "staging_bytes"):
                 values[f"publication/{name}"] = max(float(m[name]) for m in self.members)
         return values
 

@@ -48,6 +48,8 @@ class Prepared:
     publication: Publication
     plan: ShardedPlan
     sending: Sending
+    bytes: int
+    """Of one copy of the weights."""
     meeting: Meeting
     give_up: float
     seconds: float
@@ -94,7 +96,9 @@ class ShardSender:
         publication = Publication.from_proto(request.publication)
         self._party.begin()
         seconds = time.monotonic() - began
-        self._prepared = Prepared(publication, plan, sending, meeting, began + request.deadline_s, seconds)
+        self._prepared = Prepared(
+            publication, plan, sending, memory.manifest.bytes, meeting, began + request.deadline_s, seconds
+        )
         return PrepareSendResponse(manifest=memory.manifest.to_proto(), rendezvous=rendezvous, plan_hash=plan.hash)
 
     def _buffers(self, plan: ShardedPlan, memory: Memory, sides: weights_pb2.Sides) -> Sending:
@@ -145,7 +149,7 @@ class ShardSender:
         )
         report = weights_pb2.MemberReport(
             member_id=self._member_id,
-            bytes=int(prepared.plan.sizes.sum()),
+            bytes=prepared.bytes,
             prepare_s=prepared.seconds,
             gather_s=slowest["pack"],
             wire_s=max(0.0, seconds - slowest["pack"] - slowest["verify"]),
