@@ -6,6 +6,7 @@ belong, so that every worker checks for itself, element by element, that each li
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -42,6 +43,7 @@ def publication(
 ) -> None:
     """Publish random weights of a model's shape from a trainer's layout to replicas', and time it."""
     console = Console()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the ranks end with this process
     try:
         result = measured(
             {

@@ -1,7 +1,7 @@
 """vLLM behind the engine protocol: AsyncLLM, the same adapter for the CPU build and the GPU build.
 
 An engine is several processes (EngineCore, one Worker a rank) below this one. The weights live in the workers, where
-`vllm_worker.WeightReceiver` receives them beside generation.
+`weight_receiver.WeightReceiver` receives them beside generation.
 """
 
 import asyncio

@@ -57,7 +57,7 @@ def engine_arguments(spec: JobSpec) -> Any:
         # A publication follows before anything is served: reading the checkpoint would be wasted.
         "load_format": "dummy",
         "logprobs_mode": "processed_logprobs",
-        "worker_extension_cls": "services.rollout.engines.vllm_worker.WeightReceiver",
+        "worker_extension_cls": "services.rollout.engines.weight_receiver.WeightReceiver",
         "generation_config": "vllm",
         "enable_log_requests": False,
     }

@@ -97,7 +97,7 @@ def test_a_receiver_that_does_not_come(one_rank: torch.device, tied_model: Path)
     backend, sender, ref = build(job_spec(tied_model), one_rank), Sender(0, "trainer-1"), reference(0)
     sender.prepare(prepare_request(ref, deadline_s=1.0), backend, Version(0))
     began = time.monotonic()
-    with pytest.raises(PublicationFailed, match="could not join|its deadline has passed"):
+    with pytest.raises(PublicationFailed, match=r"could not join|its deadline has passed"):
         sender.transfer(transfer_request(ref), backend, Version(0))
     assert time.monotonic() - began < 10.0
     published(sender, backend, 0)

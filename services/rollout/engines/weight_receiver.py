@@ -1,4 +1,5 @@
-"""The part of a replica that runs inside each of vLLM's workers, reached by `collective_rpc`.
+"""The part of a replica that runs inside each of an engine's workers: vLLM's, reached by `collective_rpc`, and SGLang's
+schedulers, reached by an inlet of their own.
 
 Every method returns plain data; a failure comes back as `{"failed": ..., "mend": ...}`, since only text crosses the
 engine's own channels whole.
@@ -19,7 +20,8 @@ Answer = dict[str, Any]
 
 
 class WeightReceiver:
-    """Mixed into vLLM's Worker (`worker_extension_cls`), whose `rank`, `model_config` and `get_model` it uses."""
+    """Uses `rank`, `model_config` and `get_model` of vLLM's Worker, which it is mixed into (`worker_extension_cls`), or
+    of `sglang_worker.SglangReceiver`."""
 
     rank: int
     model_config: Any
