@@ -41,8 +41,7 @@ from services.rollout.engines.engine import (
     Swap,
     VersionSpan,
 )
-from services.rollout.engines.sglang_wire import HEADER, SOCKET, decode, encode
-from services.rollout.engines.sglang_worker import MARK, run_scheduler_process
+from services.rollout.engines.sglang_wire import HEADER, MARK, SOCKET, decode, encode
 from services.rollout.lifeline import own_descendants
 
 log = structlog.get_logger(__name__)
@@ -122,6 +121,8 @@ class SglangEngine:
     def _build(self, spec: JobSpec) -> None:
         """Starts SGLang's processes. Takes seconds to minutes; runs in `_thread`."""
         from sglang.srt.entrypoints.engine import Engine
+
+        from services.rollout.engines.sglang_worker import run_scheduler_process
 
         sglang_options.check_api()
 

@@ -9,6 +9,8 @@ import struct
 from typing import Any
 
 HEADER = struct.Struct("!I")
+MARK = "millrace_version"
+"""Key under which SGLang hands our marks back, one for each token."""
 SOCKET = "MILLRACE_SGLANG_SOCKET"
 """Environment variable with the socket's path."""
 

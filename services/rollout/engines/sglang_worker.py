@@ -12,11 +12,9 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
-from services.rollout.engines.sglang_wire import HEADER, SOCKET, decode, encode
+from services.rollout.engines.sglang_wire import HEADER, MARK, SOCKET, decode, encode
 from services.rollout.engines.weight_receiver import Answer, WeightReceiver
 
-MARK = "millrace_version"
-"""Key under which SGLang hands our marks back, one for each token."""
 NONE = -1
 
 

@@ -59,13 +59,13 @@ class ScriptedSender(Sender):
     def __init__(self, ranks: Ranks) -> None:
         super().__init__(0, "trainer-1")
         self._ranks = ranks
-        self.closed = 0
+        self.finished = 0
 
     def abort(self, reason: str) -> None:
         self._ranks.aborted.set()
 
-    def close(self) -> None:
-        self.closed += 1
+    def finish(self, *, failed: bool) -> None:
+        self.finished += 1
 
 
 class Running:
@@ -294,7 +294,7 @@ def test_a_transfer_in_progress_gives_way(ready: Running, how: str) -> None:
     assert ready.calls.status().state == pb.TRAINER_STATE_PUBLISHING
     if how == "finish":
         ready.calls.finish(reference(0), failure="a receiver died")
-        assert ready.sender.closed == 1
+        assert ready.sender.finished == 1
     else:
         newer = ready.begin(ready.calls.prepare, reference(0, attempt=1), 1, "float32")
     with pytest.raises(PublicationFailed):
