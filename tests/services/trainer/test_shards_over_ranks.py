@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from millrace.errors import MillraceError, PublicationFailed, Unavailable
+from millrace.ids import new_member_id
 from millrace.weights import sides as wire
 from millrace.weights.channels.meeting import Meeting
 from millrace.weights.layout import whole
@@ -38,7 +39,7 @@ class Worker:
     """One receiver that wants everything whole. It stays in its communicator from version to version."""
 
     def __init__(self, calls: Calls) -> None:
-        self.calls, self.party = calls, Party()
+        self.calls, self.party, self.member = calls, Party(), new_member_id("rollout")
         told = calls.call("DescribeWeights", pb.DescribeSendRequest(job_id=JOB, dtype="bfloat16"))
         self.manifest = Manifest.from_proto(told.manifest)
         self.tensors = [torch.zeros(t.shape, dtype=getattr(torch, t.dtype)) for t in self.manifest.tensors]
@@ -50,7 +51,7 @@ class Worker:
 
     def prepare(self, attempt: int, deadline_s: float = 20.0) -> pb.PrepareSendResponse:
         self.ref = reference(0, attempt=attempt)
-        receiver = weights_pb2.Receiver(member_id="r0", first_rank=RANKS, world_size=1)
+        receiver = weights_pb2.Receiver(member_id=self.member, first_rank=RANKS, world_size=1)
         request = pb.PrepareSendRequest(
             publication=self.ref,
             path=weights_pb2.PATH_SHARDED,
