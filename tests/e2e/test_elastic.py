@@ -18,7 +18,7 @@ def makers(client, job_id):
 
 
 def test_replicas_share_join_and_die(start, another_replica, job):
-    job["schedule"] |= {"steps": 30, "max_staleness": 4}
+    job["schedule"] |= {"steps": 20, "max_staleness": 4}
     stack = start(replicas=2, engine="vllm")
     client = stack.client()
     view = client.submit(job)
