@@ -6,6 +6,8 @@ from typing import Any, Protocol
 
 import torch
 
+from millrace.errors import PublicationFailed
+
 
 @dataclass(frozen=True)
 class Parcel:
@@ -45,3 +47,30 @@ class Channel(Protocol):
         """Ends operations in progress, which then raise in their threads, and all later ones. From any thread."""
 
     def close(self) -> None: ...
+
+
+class Breakable:
+    """What channels share: whose they are, and the failure that ends them."""
+
+    def __init__(self, key: str, rank: int) -> None:
+        self.key = key
+        self.rank = rank
+        self.give_up = float("inf")
+        self._failure: PublicationFailed | None = None
+
+    @property
+    def broken(self) -> PublicationFailed | None:
+        return self._failure
+
+    def check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def failed(self, why: str) -> PublicationFailed:
+        """The channel's failure from now on; the first one stays."""
+        if self._failure is None:
+            what = f"communicator {self.key} failed at rank {self.rank}: {why}."
+            self._failure = PublicationFailed(
+                what, "the members that died are cut out and the publication is repeated."
+            )
+        return self._failure

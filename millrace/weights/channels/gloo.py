@@ -15,7 +15,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 from torch.distributed.distributed_c10d import BroadcastOptions
 
 from millrace.errors import PublicationFailed
-from millrace.weights.channels.channel import Parcel
+from millrace.weights.channels.channel import Breakable, Parcel
 
 LOOK_EVERY_S = 0.05
 """How soon an abort frees whoever waits for a round."""
@@ -29,27 +29,15 @@ def serve_store(host: str, world_size: int, timeout_s: float) -> tuple[TCPStore,
     return store, store.port
 
 
-class GlooChannel:
+class GlooChannel(Breakable):
     """One rank's end of a communicator. Rank 0 is the sender."""
 
     def __init__(self, group: ProcessGroupGloo, store: TCPStore, key: str, rank: int) -> None:
+        super().__init__(key, rank)
         self._group: Any = group  # the stubs of torch leave out its collectives
         self._store = store  # the group reads it while it lives
-        self.key = key
-        self.rank = rank
-        self.give_up = float("inf")
-        """time.monotonic() after which no message is waited for."""
-        self._failure: PublicationFailed | None = None
         self._flights: queue.SimpleQueue[GlooFlight | None] = queue.SimpleQueue()
         self._waiter: threading.Thread | None = None
-
-    def check(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-
-    @property
-    def broken(self) -> PublicationFailed | None:
-        return self._failure
 
     @classmethod
     def join(
@@ -107,15 +95,6 @@ class GlooChannel:
             self._waiter.start()
         self._flights.put(flight)
         return flight
-
-    def failed(self, why: str) -> PublicationFailed:
-        """The channel's failure from now on; the first one stays."""
-        if self._failure is None:
-            what = f"communicator {self.key} failed at rank {self.rank}: {why}."
-            self._failure = PublicationFailed(
-                what, "the members that died are cut out and the publication is repeated."
-            )
-        return self._failure
 
     def _wait(self) -> None:
         """Gloo cannot be interrupted while it waits, so nobody whom an abort has to free does: this thread does."""

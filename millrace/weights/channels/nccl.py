@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from millrace.errors import PublicationFailed
-from millrace.weights.channels.channel import Parcel
+from millrace.weights.channels.channel import Breakable, Parcel
 
 ID_BYTES = 128
 LOOK_EVERY_S = 50e-6
@@ -27,18 +27,15 @@ def unique_id() -> bytes:
     return bytes(value & 0xFF for value in nccl.get_unique_id())
 
 
-class NcclChannel:
+class NcclChannel(Breakable):
     """One rank's end of a communicator. Used by one thread at a time; `abort` comes from any."""
 
     def __init__(self, communicator: Any, key: str, rank: int, device: torch.device) -> None:
-        self.key = key
-        self.rank = rank
-        self.give_up = float("inf")
+        super().__init__(key, rank)
         self._communicator = communicator
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._lock = threading.Lock()
-        self._failure: PublicationFailed | None = None
         self._looked = 0.0
 
     @classmethod
@@ -82,14 +79,9 @@ class NcclChannel:
             event.record(self._stream)
         return NcclFlight(self, event, [*sends, *receives])
 
-    @property
-    def broken(self) -> PublicationFailed | None:
-        return self._failure
-
     def check(self) -> None:
         """Raises PublicationFailed where the channel has failed, a peer is gone, or the deadline has passed."""
-        if self._failure is not None:
-            raise self._failure
+        super().check()
         now = time.monotonic()
         if now > self.give_up:
             self.abort("its deadline has passed")
@@ -100,15 +92,6 @@ class NcclChannel:
                 self._communicator.check_async_error()
             except RuntimeError as error:
                 raise self.failed(f"a peer is gone, or the link: {error}") from error
-
-    def failed(self, why: str) -> PublicationFailed:
-        """The channel's failure from now on; the first one stays."""
-        if self._failure is None:
-            what = f"communicator {self.key} failed at rank {self.rank}: {why}."
-            self._failure = PublicationFailed(
-                what, "the members that died are cut out and the publication is repeated."
-            )
-        return self._failure
 
     def abort(self, reason: str = "it was aborted") -> None:
         """Ends NCCL's kernels where they stand."""

@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -181,3 +181,9 @@ def compute_threads() -> int:
     """Threads that an engine computes with on a CPU, unless OMP_NUM_THREADS says otherwise: one core is left to event
     loops and neighbours, since threads that wait for each other on a full host crawl."""
     return max(1, len(os.sched_getaffinity(0)) - 1)
+
+
+def end_of_turn(named: Any, tokenizer: Any) -> list[int]:
+    """Tokens that end a response: those of the model folder's generation config, and the tokenizer's."""
+    tokens = {named} if isinstance(named, int) else set(named or ())
+    return sorted(tokens | {tokenizer.eos_token_id} - {None})

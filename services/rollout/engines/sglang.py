@@ -12,7 +12,6 @@ import itertools
 import os
 import signal
 import tempfile
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,26 +21,28 @@ import numpy as np
 import psutil
 import structlog
 
-from millrace.errors import InvalidJob, InvalidState, PublicationFailed, Unavailable
+from millrace.errors import InvalidJob, InvalidState, Unavailable
 from millrace.ids import Version
 from millrace.spec import JobSpec
 from millrace.spec.rollout import CachePolicy
-from millrace.weights.boxes import Boxes
-from millrace.weights.manifest import Manifest
-from services.rollout.delivery import Delivery, mode_of, stages
 from services.rollout.engines import sglang_options
 from services.rollout.engines.engine import (
     EngineDied,
     Load,
     Probe,
-    Reception,
     Sample,
     Sampling,
     StopReason,
-    Swap,
     VersionSpan,
+    end_of_turn,
 )
 from services.rollout.engines.sglang_wire import HEADER, MARK, SOCKET, decode, encode
+from services.rollout.engines.worker_engine import (
+    Answers,
+    WorkerEngine,
+    raise_failed,
+    samples_that_fit,
+)
 from services.rollout.lifeline import own_descendants
 
 log = structlog.get_logger(__name__)
@@ -62,29 +63,23 @@ def probe() -> Probe:
     return Probe(True, found, sglang_options.release_warning(found))
 
 
-class SglangEngine:
+class SglangEngine(WorkerEngine):
     name = "sglang"
 
     def __init__(self) -> None:
+        super().__init__()
         self.release = sglang_options.release()
         self.device = ""
         self.world_size = 0
         self.dtype = ""
-        self.capacity = 0
         # The kernel ends a child with the thread that made it: this one lives as long as the engine.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="sglang")
         self._engine: Any = None
         self._manager: Any = None
         self._schedulers = Schedulers()
         self._numbers = itertools.count()
-        self._running: set[str] = set()
         self._context = 0
         self._end_of_turn: list[int] = []
-        self._tokenizer: Any = None
-        self._version: Version | None = None
-        self._delivery: Delivery | None = None
-        self._staged = True
-        self._paused = 0.0
         self._death: asyncio.Future[str]
         """Resolved, with how it was seen, once a process of SGLang has ended by itself."""
         self._watch: asyncio.Task[None] | None = None
@@ -105,9 +100,7 @@ class SglangEngine:
         self._handle_outputs()
         ranks = await self._schedulers.meet(self._engine.server_args.tp_size, MEET_S)
         self.world_size, self.dtype, self.device = len(ranks), ranks[0]["dtype"], ranks[0]["device"]
-        # A sample in flight holds half of its longest length on average.
-        fitting = 2 * ranks[0]["tokens"] // self._context
-        self.capacity = max(1, min(ranks[0]["requests"], fitting))
+        self.capacity = samples_that_fit(ranks[0]["requests"], ranks[0]["tokens"], self._context)
         self._watch = asyncio.create_task(self._look_after(self._engine.get_all_child_pids()))
 
     def _handle_outputs(self) -> None:
@@ -142,7 +135,7 @@ class SglangEngine:
         self._engine, self._manager = engine, engine.tokenizer_manager
         sglang_options.check_model(self._manager.model_config)
         self._tokenizer = self._manager.tokenizer
-        self._end_of_turn = _end_of_turn(self._manager.model_config, self._tokenizer)
+        self._end_of_turn = end_of_turn(self._manager.model_config.hf_eos_token_id, self._tokenizer)
 
     async def stop(self) -> None:
         if self._watch is not None:
@@ -172,8 +165,7 @@ class SglangEngine:
 
     def load(self) -> Load:
         self._check_alive()
-        running = min(len(self._running), self.capacity)
-        return Load(running, len(self._running) - running)
+        return super().load()
 
     # Generation.
 
@@ -241,106 +233,30 @@ class SglangEngine:
             text=text,
         )
 
-    def _decode(self, tokens: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+    # What publications ask of it.
 
-    # Publication.
+    def _started(self) -> bool:
+        return self._engine is not None
 
-    async def describe(self, manifest: Manifest) -> Sequence[Boxes]:
-        answers = await self._schedulers.ask("millrace_describe", manifest.to_proto().SerializeToString())
-        return [Boxes.decode(answer["boxes"]) for answer in answers]
+    async def _ask(self, method: str, *arguments: Any, paused: bool = False) -> Answers:
+        return await self._schedulers.ask(method, *arguments, paused=paused)
 
-    async def prepare(self, delivery: Delivery) -> None:
-        await self.abort_receive()
-        answers = await self._schedulers.ask("millrace_prepare", delivery.encode())
-        if delivery.sides is not None:
-            self._staged = stages(delivery, all(answer["fits"] for answer in answers))
-            await self._schedulers.ask("millrace_ready", delivery.encode(), self._staged)
-        self._delivery = delivery
-
-    async def begin_receive(self) -> None:
-        in_place = self._delivery is not None and self._delivery.sides is not None and not self._staged
-        if in_place:
-            self._paused = time.perf_counter()
-            await self._pause("in_place")
-        await self._schedulers.ask("millrace_begin", paused=in_place)
-
-    @property
-    def half_written(self) -> bool:
-        return bool(self._paused)
-
-    async def received(self) -> Reception:
-        wait_s = 0.005
-        answers = await self._schedulers.ask("millrace_progress")
-        while not all(answer["done"] for answer in answers):
-            await asyncio.sleep(wait_s)
-            wait_s = min(0.1, 1.5 * wait_s)
-            answers = await self._schedulers.ask("millrace_progress")
-        wire_s = max(answer["wire_s"] for answer in answers)
-        checksum_s = max(answer["checksum_s"] for answer in answers)
-        if self._delivery is not None and self._delivery.sides is not None:
-            contents = tuple((content, value) for answer in answers for content, value in answer["contents"])
-            return Reception((), wire_s=wire_s, checksum_s=checksum_s, contents=contents)
-        if any(answer["checksums"] != answers[0]["checksums"] for answer in answers):
-            raise PublicationFailed("the engine's ranks received different bytes.", "publish again.")
-        return Reception(tuple(answers[0]["checksums"]), wire_s=wire_s, checksum_s=checksum_s)
-
-    async def commit(self, version: Version, cache_policy: CachePolicy) -> Swap:
-        started = self._paused or time.perf_counter()
-        whole = False
-        try:
-            await self._pause(PAUSES[cache_policy])
-            answers = await self._schedulers.ask("millrace_apply", paused=True)
-            self._check_placed(answers)
-            await self._schedulers.label(version, recompute=cache_policy == "recompute")
-            self._version = version
-            whole = True
-        finally:
-            if not whole:
-                self._drop_version()
-            self._paused = 0.0
-            await self._resume()
-        sharded = self._delivery is not None and self._delivery.sides is not None
-        through_loader = len(self._delivery.manifest.tensors) if self._delivery else 0
-        return Swap(
-            apply_s=max(answer["apply_s"] for answer in answers),
-            compare_s=max(answer["compare_s"] for answer in answers),
-            pause_s=time.perf_counter() - started,
-            loader_tensors=max(answer.get("loader_tensors", through_loader) for answer in answers),
-            loader_bytes=max(answer.get("loader_bytes", 0) for answer in answers),
-            staging_bytes=max(answer.get("staging_bytes", 0) for answer in answers),
-            mode=mode_of(self._staged or not sharded),
-        )
-
-    async def abort_receive(self) -> None:
-        if self._engine is not None:
-            await self._schedulers.ask("millrace_abort")
-            if self._paused:
-                self._paused = 0.0
-                self._drop_version()
-                await self._resume()
-
-    async def _pause(self, mode: str) -> None:
+    async def _pause(self, cache_policy: CachePolicy) -> None:
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
-        await self._manager.pause_generation(PauseGenerationReqInput(mode=mode))
+        await self._manager.pause_generation(PauseGenerationReqInput(mode=PAUSES[cache_policy]))
 
     async def _resume(self) -> None:
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput
 
         await self._manager.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
 
-    def _drop_version(self) -> None:
-        """No version is in place: what runs is of no use."""
-        self._version = None
+    async def _label(self, version: Version, cache_policy: CachePolicy) -> None:
+        await self._schedulers.label(version, recompute=cache_policy == "recompute")
+
+    async def _end_requests(self) -> None:
         for request_id in list(self._running):
             self._manager.abort_request(rid=request_id)
-
-    def _check_placed(self, answers: list[dict[str, Any]]) -> None:
-        nowhere = set.intersection(*(set(answer["unplaced"]) for answer in answers))
-        if nowhere:
-            what = f"the engine's loader placed nothing of {', '.join(sorted(nowhere)[:5])}."
-            raise PublicationFailed(what, "leave tied copies out of the manifest; load one model folder everywhere.")
 
 
 class Schedulers:
@@ -397,10 +313,7 @@ class Schedulers:
             raise Unavailable(f"SGLang's schedulers did not answer {method} within {RPC_S:g} s.") from error
         except (EOFError, OSError) as error:
             raise EngineDied(f"an SGLang scheduler ended during {method}: {error}") from error
-        for answer in answers:
-            if "failed" in answer:
-                raise PublicationFailed(answer["failed"], answer["mend"])
-        return answers
+        return raise_failed(answers)
 
     async def close(self) -> None:
         for _, writer in self._ranks.values():
@@ -461,9 +374,3 @@ def _set_environment() -> None:
     """Before SGLang is imported; what the user set stays."""
     # The context is longer than the job's by a few tokens that are never used.
     os.environ.setdefault("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "1")
-
-
-def _end_of_turn(config: Any, tokenizer: Any) -> list[int]:
-    """Tokens that end a response: those of the model folder's generation config, and the tokenizer's."""
-    named = config.hf_eos_token_id or set()
-    return sorted(({named} if isinstance(named, int) else set(named)) | ({tokenizer.eos_token_id} - {None}))

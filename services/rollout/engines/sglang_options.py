@@ -1,13 +1,13 @@
 """From a job spec to SGLang's server arguments, refusing what the replica could not serve truthfully."""
 
 import dataclasses
-import difflib
 import importlib.metadata
 import secrets
 from typing import Any
 
 from millrace.errors import InvalidJob, InvalidState
 from millrace.spec import JobSpec
+from services.rollout.engines.options import check_name, untried
 
 OLDEST, NEWEST = (0, 5, 16), (0, 5, 16)
 """Releases that were tried."""
@@ -45,7 +45,7 @@ def server_arguments(spec: JobSpec) -> dict[str, Any]:
     options = dict(spec.rollout.engine_options)
     known = {field.name for field in dataclasses.fields(ServerArgs)}
     for name in options:
-        _check_name(name, known)
+        check_name(name, known, OURS, "SGLang", "ServerArgs")
     return {
         "context_length": context(spec) + SLACK,
         "log_level": "warning",
@@ -81,17 +81,6 @@ def check_model(model_config: Any) -> None:
         raise InvalidJob(what, "use the transformers engine, or a model without them: SGLang repacks such weights.")
 
 
-def _check_name(name: str, known: set[str]) -> None:
-    field = f"rollout.engine_options.{name}"
-    if name in OURS:
-        mend = f"set {OURS[name]} instead." if OURS[name] else "remove it: the replica sets it."
-        raise InvalidJob(f"{field}: this option is not the job's to set.", mend)
-    if name not in known:
-        close = difflib.get_close_matches(name, known, n=1)
-        mend = f"did you mean {close[0]}?" if close else "see the fields of SGLang's ServerArgs."
-        raise InvalidJob(f"{field}: SGLang has no such option.", mend)
-
-
 def release() -> str:
     """Of the installed SGLang; empty where there is none."""
     try:
@@ -102,12 +91,7 @@ def release() -> str:
 
 def release_warning(found: str) -> str:
     """Why `found` may not work; empty where it was tried."""
-    parts = tuple(int(p) for p in found.split(".")[:3] if p.isdigit())
-    if OLDEST <= parts <= NEWEST:
-        return ""
-    oldest, newest = (".".join(map(str, release)) for release in (OLDEST, NEWEST))
-    tried = oldest if oldest == newest else f"{oldest} to {newest}"
-    return f"SGLang {found} was not tried; {tried} was. Watch the log-probability mismatch of the first steps."
+    return untried("SGLang", found, OLDEST, NEWEST)
 
 
 def check_api() -> None:

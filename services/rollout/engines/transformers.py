@@ -32,6 +32,7 @@ from services.rollout.engines.engine import (
     Sampling,
     Swap,
     compute_threads,
+    end_of_turn,
 )
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ class TransformersEngine:
         tokenizer = AutoTokenizer.from_pretrained(spec.model.path, trust_remote_code=spec.model.trust_remote_code)
         endings = Endings(
             tokenizer=tokenizer,
-            end_of_turn=_end_of_turn(self._model.generation_config, tokenizer),
+            end_of_turn=frozenset(end_of_turn(getattr(self._model.generation_config, "eos_token_id", None), tokenizer)),
             context=spec.data.max_prompt_tokens + spec.rollout.max_response_tokens,
         )
         self._decode = DecodeLoop(self._model, endings, options.max_num_seqs, secrets.randbits(60))
@@ -310,10 +311,3 @@ def _random_model(spec: JobSpec, options: Options) -> Any:
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         what = f"model.path: {spec.model.path} cannot be built by transformers on {device}: {error}."
         raise InvalidJob(what, "give a Hugging Face model folder of an architecture that it knows.") from error
-
-
-def _end_of_turn(generation_config: Any, tokenizer: Any) -> frozenset[int]:
-    """Tokens that end a response: those of the model folder's generation config, and the tokenizer's."""
-    named = generation_config.eos_token_id if generation_config is not None else None
-    tokens = {named} if isinstance(named, int) else set(named or [])
-    return frozenset(tokens | {tokenizer.eos_token_id} - {None})

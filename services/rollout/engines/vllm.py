@@ -10,7 +10,6 @@ import importlib.util
 import itertools
 import os
 import threading
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -19,27 +18,29 @@ import numpy as np
 import psutil
 import structlog
 
-from millrace.errors import InvalidJob, InvalidState, PublicationFailed, Unavailable
+from millrace.errors import InvalidJob, InvalidState, Unavailable
 from millrace.ids import Version
 from millrace.spec import JobSpec
 from millrace.spec.rollout import CachePolicy
-from millrace.weights.boxes import Boxes
-from millrace.weights.manifest import Manifest
-from services.rollout.delivery import Delivery, mode_of, stages
 from services.rollout.engines import vllm_options
 from services.rollout.engines.engine import (
     EngineDied,
     Load,
     Probe,
-    Reception,
     Sample,
     Sampling,
     StopReason,
-    Swap,
     VersionSpan,
     compute_threads,
+    end_of_turn,
 )
 from services.rollout.engines.vllm_versions import VersionMarks
+from services.rollout.engines.worker_engine import (
+    Answers,
+    WorkerEngine,
+    raise_failed,
+    samples_that_fit,
+)
 from services.rollout.lifeline import kill_descendants, own_descendants
 
 log = structlog.get_logger(__name__)
@@ -57,27 +58,21 @@ def probe() -> Probe:
     return Probe(True, found, vllm_options.release_warning(found))
 
 
-class VllmEngine:
+class VllmEngine(WorkerEngine):
     name = "vllm"
 
     def __init__(self) -> None:
+        super().__init__()
         self.release = vllm_options.release()
         self.device = ""
         self.world_size = 0
         self.dtype = ""
-        self.capacity = 0
         self._llm: Any = None
         # The kernel ends a child with the thread that made it: this one lives as long as the engine.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="vllm")
         self._numbers = itertools.count()
-        self._running: set[str] = set()
-        self._version: Version | None = None
         self._marks: VersionMarks | None = None
-        self._delivery: Delivery | None = None
-        self._staged = True
-        self._paused = 0.0
         self._end_of_turn: list[int] = []
-        self._tokenizer: Any = None
         self._cores: set[int] = set()
 
     async def start(self, spec: JobSpec) -> None:
@@ -88,9 +83,8 @@ class VllmEngine:
         self._llm = await asyncio.get_running_loop().run_in_executor(self._thread, self._build, spec)
         config = self._llm.vllm_config
         cache = config.cache_config
-        # A sample in flight holds half of its longest length on average.
-        fitting = 2 * (cache.num_gpu_blocks or 0) * cache.block_size // config.model_config.max_model_len
-        self.capacity = max(1, min(config.scheduler_config.max_num_seqs, fitting))
+        tokens, longest = (cache.num_gpu_blocks or 0) * cache.block_size, config.model_config.max_model_len
+        self.capacity = samples_that_fit(config.scheduler_config.max_num_seqs, tokens, longest)
         self.world_size = config.parallel_config.world_size
         self.dtype = str(config.model_config.dtype).removeprefix("torch.")
 
@@ -122,7 +116,8 @@ class VllmEngine:
             raise Unavailable(what, "its log above names the cause; memory and CUDA devices first.") from error
         self._cores = {child.pid for child in psutil.Process().children()} - others
         self._tokenizer = llm.get_tokenizer()
-        self._end_of_turn = _end_of_turn(llm.model_config, self._tokenizer)
+        named = llm.model_config.try_get_generation_config().get("eos_token_id")
+        self._end_of_turn = end_of_turn(named, self._tokenizer)
         return llm
 
     async def stop(self) -> None:
@@ -145,8 +140,7 @@ class VllmEngine:
     def load(self) -> Load:
         if self._llm is not None and self._llm.errored:
             raise EngineDied(f"vLLM's engine process ended: {self._llm.dead_error}")
-        running = min(len(self._running), self.capacity)
-        return Load(running, len(self._running) - running)
+        return super().load()
 
     async def generate(self, prompt_tokens: Sequence[int], sampling: Sampling) -> Sample:
         from vllm.v1.engine.exceptions import EngineDeadError
@@ -211,121 +205,38 @@ class VllmEngine:
             text=text,
         )
 
-    def _decode(self, tokens: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
-
     def _spans(self, request_id: str, output: Any, tokens: int) -> tuple[VersionSpan, ...]:
         if self._marks is not None:
             return self._marks.spans(request_id, tokens)
         return tuple(VersionSpan(Version(int(s.version)), s.start, s.end) for s in output.weight_versions)
 
-    async def describe(self, manifest: Manifest) -> Sequence[Boxes]:
-        answers = await self._rpc("millrace_describe", manifest.to_proto().SerializeToString())
-        return [Boxes.decode(answer["boxes"]) for answer in answers]
+    # What publications ask of it.
 
-    async def prepare(self, delivery: Delivery) -> None:
-        await self.abort_receive()
-        answers = await self._rpc("millrace_prepare", delivery.encode())
-        if delivery.sides is not None:
-            self._staged = stages(delivery, all(answer["fits"] for answer in answers))
-            await self._rpc("millrace_ready", delivery.encode(), self._staged)
-        self._delivery = delivery
+    def _started(self) -> bool:
+        return self._llm is not None
 
-    async def begin_receive(self) -> None:
-        if self._delivery is not None and self._delivery.sides is not None and not self._staged:
-            self._paused = time.perf_counter()
-            await self._llm.pause_generation(mode="keep", clear_cache=False)
-        await self._rpc("millrace_begin")
-
-    @property
-    def half_written(self) -> bool:
-        return bool(self._paused)
-
-    async def received(self) -> Reception:
-        wait_s = 0.005
-        answers = await self._rpc("millrace_progress")
-        while not all(answer["done"] for answer in answers):
-            await asyncio.sleep(wait_s)
-            wait_s = min(0.1, 1.5 * wait_s)
-            answers = await self._rpc("millrace_progress")
-        if self._delivery is not None and self._delivery.sides is not None:
-            return Reception(
-                (),
-                wire_s=max(answer["wire_s"] for answer in answers),
-                checksum_s=max(answer["checksum_s"] for answer in answers),
-                contents=tuple((content, value) for answer in answers for content, value in answer["contents"]),
-            )
-        if any(answer["checksums"] != answers[0]["checksums"] for answer in answers):
-            raise PublicationFailed("the engine's workers received different bytes.", "publish again.")
-        return Reception(
-            checksums=tuple(answers[0]["checksums"]),
-            wire_s=max(answer["wire_s"] for answer in answers),
-            checksum_s=max(answer["checksum_s"] for answer in answers),
-        )
-
-    async def commit(self, version: Version, cache_policy: CachePolicy) -> Swap:
-        started = self._paused or time.perf_counter()
+    async def _pause(self, cache_policy: CachePolicy) -> None:
         # With clear_cache, requests in flight lose their keys and values and are prefilled again under the new weights.
         await self._llm.pause_generation(mode="keep", clear_cache=cache_policy == "recompute")
-        whole = False
-        try:
-            answers = await self._rpc("millrace_apply")
-            self._check_placed(answers)
-            await self._label(version)
-            whole = True
-        finally:
-            if not whole:
-                await self._drop_version()
-            self._paused = 0.0
-            await self._llm.resume_generation()
-        sharded = self._delivery is not None and self._delivery.sides is not None
-        through_loader = len(self._delivery.manifest.tensors) if self._delivery else 0
-        return Swap(
-            apply_s=max(answer["apply_s"] for answer in answers),
-            compare_s=max(answer["compare_s"] for answer in answers),
-            pause_s=time.perf_counter() - started,
-            loader_tensors=max(answer.get("loader_tensors", through_loader) for answer in answers),
-            loader_bytes=max(answer.get("loader_bytes", 0) for answer in answers),
-            staging_bytes=max(answer.get("staging_bytes", 0) for answer in answers),
-            mode=mode_of(self._staged or not sharded),
-        )
 
-    async def abort_receive(self) -> None:
-        if self._llm is not None:
-            await self._rpc("millrace_abort")
-            if self._paused:
-                self._paused = 0.0
-                await self._drop_version()
-                await self._llm.resume_generation()
+    async def _resume(self) -> None:
+        await self._llm.resume_generation()
 
-    async def _drop_version(self) -> None:
-        """No version is in place: what runs is of no use."""
-        self._version = None
+    async def _end_requests(self) -> None:
         await self._llm.abort(list(self._running))
 
-    def _check_placed(self, answers: list[dict[str, Any]]) -> None:
-        nowhere = set.intersection(*(set(answer["unplaced"]) for answer in answers))
-        if nowhere:
-            what = f"the engine's loader placed nothing of {', '.join(sorted(nowhere)[:5])}."
-            raise PublicationFailed(what, "leave tied copies out of the manifest; load one model folder everywhere.")
-
-    async def _label(self, version: Version) -> None:
+    async def _label(self, version: Version, cache_policy: CachePolicy) -> None:
         if self._marks is not None:
             await self._marks.swapped(self._llm, version)
         else:
             await self._llm.update_weight_version(str(version))
-        self._version = version
 
-    async def _rpc(self, method: str, *arguments: Any) -> list[dict[str, Any]]:
-        """One call into every worker; raises PublicationFailed for the first that failed."""
+    async def _ask(self, method: str, *arguments: Any, paused: bool = False) -> Answers:
         try:
             answers = await asyncio.wait_for(self._llm.collective_rpc(method, args=arguments), RPC_S)
         except TimeoutError as error:
             raise Unavailable(f"vLLM's workers did not answer {method} within {RPC_S:g} s.") from error
-        for answer in answers:
-            if "failed" in answer:
-                raise PublicationFailed(answer["failed"], answer["mend"])
-        return list(answers)
+        return raise_failed(list(answers))
 
 
 def _kill_below(cores: list[psutil.Process]) -> None:
@@ -349,10 +260,3 @@ def _set_environment() -> None:
         os.environ.setdefault(name, value)
     if (allowed := os.environ.get("VLLM_PLUGINS")) is not None and vllm_options.PLUGIN not in allowed.split(","):
         os.environ["VLLM_PLUGINS"] = f"{allowed},{vllm_options.PLUGIN}".lstrip(",")
-
-
-def _end_of_turn(config: Any, tokenizer: Any) -> list[int]:
-    """Tokens that end a response: those of the model folder's generation config, and the tokenizer's."""
-    named = config.try_get_generation_config().get("eos_token_id") or []
-    tokens = {named} if isinstance(named, int) else set(named)
-    return sorted(tokens | {tokenizer.eos_token_id} - {None})

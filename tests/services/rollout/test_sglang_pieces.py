@@ -18,6 +18,7 @@ from millrace.ids import Version
 from services.rollout.engines import probe, sglang_options
 from services.rollout.engines import sglang as engine
 from services.rollout.engines.engine import EngineDied, VersionSpan
+from services.rollout.engines.options import check_name
 from services.rollout.engines.sglang import Schedulers
 from services.rollout.engines.sglang_wire import HEADER, decode, encode
 from services.rollout.engines.sglang_worker import LABEL, Inlet
@@ -153,10 +154,11 @@ def test_what_will_not_do_is_refused_before_anything_starts(tmp_path: Path) -> N
     with pytest.raises(InvalidJob, match=r"rollout\.dtype: float32 will not do with SGLang.*bfloat16"):
         sglang_options.server_arguments(spec)
     known = {"attention_backend", "max_running_requests"}
-    sglang_options._check_name("attention_backend", known)
+    rest = (sglang_options.OURS, "SGLang", "ServerArgs")
+    check_name("attention_backend", known, *rest)
     for option, mend in {"atention_backend": "did you mean attention_backend?", "dtype": r"set rollout\.dtype"}.items():
         with pytest.raises(InvalidJob, match=rf"rollout\.engine_options\.{option}.*{mend}"):
-            sglang_options._check_name(option, known)
+            check_name(option, known, *rest)
     latent: Any = SimpleNamespace(attention_arch="AttentionArch.MLA", quantization=None, model_path="here")
     with pytest.raises(InvalidJob, match="multi-head latent attention"):
         sglang_options.check_model(latent)

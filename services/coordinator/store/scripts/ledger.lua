@@ -40,6 +40,14 @@ local function forget(base, prompt)
   redis.call('ZREM', base .. ':generated', prompt)
 end
 
+-- A prompt that is to be generated again waits to be issued; the lowest `order` goes first.
+local function wait(base, prompt, name, order)
+  if not move(base, prompt, name) then return false end
+  redis.call('ZADD', base .. ':waiting', order, prompt)
+  redis.call('HINCRBY', base .. ':counts', 'waiting', 1)
+  return true
+end
+
 -- Notes at which step a prompt was trained or dropped, and why it was dropped: what stands before the first colon.
 local function settle(base, prompt, step, reason)
   redis.call('ZADD', base .. ':settled', step, prompt)

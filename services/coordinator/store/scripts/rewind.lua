@@ -3,24 +3,18 @@
 local base, job, to = KEYS[1], KEYS[2], tonumber(ARGV[1])
 local queue, step = base .. ':queue', tonumber(redis.call('HGET', job, 'step'))
 
-local function wait(prompt, order)
-  move(base, prompt, 'rewind')
-  redis.call('ZADD', base .. ':waiting', order, prompt)
-  redis.call('HINCRBY', base .. ':counts', 'waiting', 1)
-end
-
 for _, prompt in ipairs(redis.call('ZRANGEBYSCORE', base .. ':settled', '(' .. to, '+inf')) do
   local reason = redis.call('HGET', base .. ':reason', prompt)
   if reason then
     redis.call('HDEL', base .. ':reason', prompt)
     redis.call('HINCRBY', base .. ':reasons', reason, -1)
   end
-  wait(prompt, redis.call('ZSCORE', base .. ':settled', prompt))
+  wait(base, prompt, 'rewind', redis.call('ZSCORE', base .. ':settled', prompt))
   redis.call('ZREM', base .. ':settled', prompt)
 end
 for _, prompt in ipairs(redis.call('ZRANGE', base .. ':generated', 0, -1)) do
   forget(base, prompt)
-  wait(prompt, step + 1)
+  wait(base, prompt, 'rewind', step + 1)
 end
 if redis.call('EXISTS', queue) == 1 then
   local start = '-'

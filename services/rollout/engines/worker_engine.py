@@ -1,0 +1,170 @@
+"""The part of an engine that is the same wherever weights lie in worker processes with a `WeightReceiver` each."""
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from millrace.errors import PublicationFailed
+from millrace.ids import Version
+from millrace.spec.rollout import CachePolicy
+from millrace.weights.boxes import Boxes
+from millrace.weights.manifest import Manifest
+from services.rollout.delivery import Delivery, mode_of, stages
+from services.rollout.engines.engine import Load, Reception, Swap
+
+Answers = list[dict[str, Any]]
+
+
+class WorkerEngine(ABC):
+    """Publications by the phases of `Engine`, and what they touch; how an engine asks its workers, pauses and ends
+    requests is its own."""
+
+    capacity = 0
+
+    def __init__(self) -> None:
+        self._running: set[str] = set()
+        """Requests in flight."""
+        self._version: Version | None = None
+        self._tokenizer: Any = None
+        self._delivery: Delivery | None = None
+        self._staged = True
+        self._paused = 0.0
+        """Since when, for a delivery that is put in place as it comes; 0 otherwise."""
+
+    @abstractmethod
+    def _started(self) -> bool: ...
+
+    @abstractmethod
+    async def _ask(self, method: str, *arguments: Any, paused: bool = False) -> Answers:
+        """One call into every worker's receiver, carried out while generation stands still if `paused`. Raises
+        PublicationFailed for the first that failed."""
+
+    @abstractmethod
+    async def _pause(self, cache_policy: CachePolicy) -> None:
+        """Keeps requests in flight: with their keys and values, or to be prefilled again."""
+
+    @abstractmethod
+    async def _resume(self) -> None: ...
+
+    @abstractmethod
+    async def _label(self, version: Version, cache_policy: CachePolicy) -> None:
+        """What is sampled from here on is of `version`."""
+
+    @abstractmethod
+    async def _end_requests(self) -> None:
+        """Ends all that run."""
+
+    def load(self) -> Load:
+        running = min(len(self._running), self.capacity)
+        return Load(running, len(self._running) - running)
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    async def describe(self, manifest: Manifest) -> Sequence[Boxes]:
+        answers = await self._ask("millrace_describe", manifest.to_proto().SerializeToString())
+        return [Boxes.decode(answer["boxes"]) for answer in answers]
+
+    async def prepare(self, delivery: Delivery) -> None:
+        await self.abort_receive()
+        answers = await self._ask("millrace_prepare", delivery.encode())
+        if delivery.sides is not None:
+            self._staged = stages(delivery, all(answer["fits"] for answer in answers))
+            await self._ask("millrace_ready", delivery.encode(), self._staged)
+        self._delivery = delivery
+
+    async def begin_receive(self) -> None:
+        in_place = self._sharded and not self._staged
+        if in_place:
+            self._paused = time.perf_counter()
+            await self._pause("keep")
+        await self._ask("millrace_begin", paused=in_place)
+
+    @property
+    def half_written(self) -> bool:
+        return bool(self._paused)
+
+    @property
+    def _sharded(self) -> bool:
+        return self._delivery is not None and self._delivery.sides is not None
+
+    async def received(self) -> Reception:
+        wait_s = 0.005
+        answers = await self._ask("millrace_progress")
+        while not all(answer["done"] for answer in answers):
+            await asyncio.sleep(wait_s)
+            wait_s = min(0.1, 1.5 * wait_s)
+            answers = await self._ask("millrace_progress")
+        wire_s, checksum_s = _slowest(answers, "wire_s"), _slowest(answers, "checksum_s")
+        if self._sharded:
+            contents = tuple((content, value) for answer in answers for content, value in answer["contents"])
+            return Reception((), wire_s=wire_s, checksum_s=checksum_s, contents=contents)
+        if any(answer["checksums"] != answers[0]["checksums"] for answer in answers):
+            raise PublicationFailed("the engine's workers received different bytes.", "publish again.")
+        return Reception(tuple(answers[0]["checksums"]), wire_s=wire_s, checksum_s=checksum_s)
+
+    async def commit(self, version: Version, cache_policy: CachePolicy) -> Swap:
+        started = self._paused or time.perf_counter()
+        await self._pause(cache_policy)
+        whole = False
+        try:
+            answers = await self._ask("millrace_apply", paused=True)
+            _check_placed(answers)
+            await self._label(version, cache_policy)
+            self._version = version
+            whole = True
+        finally:
+            if not whole:
+                await self._drop_version()
+            self._paused = 0.0
+            await self._resume()
+        through_loader = len(self._delivery.manifest.tensors) if self._delivery else 0
+        return Swap(
+            apply_s=_slowest(answers, "apply_s"),
+            compare_s=_slowest(answers, "compare_s"),
+            pause_s=time.perf_counter() - started,
+            loader_tensors=max(answer.get("loader_tensors", through_loader) for answer in answers),
+            loader_bytes=max(answer.get("loader_bytes", 0) for answer in answers),
+            staging_bytes=max(answer.get("staging_bytes", 0) for answer in answers),
+            mode=mode_of(self._staged or not self._sharded),
+        )
+
+    async def abort_receive(self) -> None:
+        if self._started():
+            await self._ask("millrace_abort")
+            if self._paused:
+                self._paused = 0.0
+                await self._drop_version()
+                await self._resume()
+
+    async def _drop_version(self) -> None:
+        """No version is in place: what runs is of no use."""
+        self._version = None
+        await self._end_requests()
+
+
+def raise_failed(answers: Answers) -> Answers:
+    """The answers, where no worker failed."""
+    for answer in answers:
+        if "failed" in answer:
+            raise PublicationFailed(answer["failed"], answer["mend"])
+    return answers
+
+
+def samples_that_fit(requests: int, cache_tokens: int, longest: int) -> int:
+    """Samples of at most `longest` tokens that an engine runs at once."""
+    # One in flight holds half of its longest length on average.
+    return max(1, min(requests, 2 * cache_tokens // longest))
+
+
+def _slowest(answers: Answers, name: str) -> float:
+    return max(answer[name] for answer in answers)
+
+
+def _check_placed(answers: Answers) -> None:
+    nowhere = set.intersection(*(set(answer["unplaced"]) for answer in answers))
+    if nowhere:
+        what = f"the engine's loader placed nothing of {', '.join(sorted(nowhere)[:5])}."
+        raise PublicationFailed(what, "leave tied copies out of the manifest; load one model folder everywhere.")
