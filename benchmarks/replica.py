@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from demo.model import small_qwen3
+from demo.model import qwen3
 from demo.tokenizer import byte_tokenizer
 from millrace.ids import new_member_id
 from millrace.spec import JobSpec, parse
@@ -56,7 +56,7 @@ def main() -> None:
 
 def made_model(folder: Path) -> Path:
     tokenizer = byte_tokenizer()
-    small_qwen3(tokenizer).save_pretrained(folder)
+    qwen3(tokenizer).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 

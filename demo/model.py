@@ -1,4 +1,4 @@
-"""A Qwen3 of 427,000 parameters, warmed until it gets the task right now and then.
+"""A Qwen3 of 427,000 parameters, or of 19 million for GPUs, warmed until it gets the task right now and then.
 
 The demonstrations are wrong more often than right: most of them copy the word instead of turning it round. So both
 answers are in the model's distribution and reinforcement has to choose between them. Warmed on right ones alone it
@@ -10,6 +10,7 @@ import random
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -20,6 +21,29 @@ from demo.tokenizer import byte_tokenizer
 
 IGNORED = -100
 """The label of tokens without loss."""
+Size = Literal["small", "grown"]
+SIZES: dict[Size, dict[str, Any]] = {
+    "small": {
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        # The usual 0.02 suits wide layers; here it makes the warm-up slow.
+        "initializer_range": 0.05,
+    },
+    "grown": {
+        "hidden_size": 512,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+    },
+}
+LEARNING_RATES: dict[Size, float] = {"small": 2e-3, "grown": 5e-4}
+"""Of the supervised run."""
 Demonstration = tuple[list[int], int]
 """Token ids of prompt and answer, and how many of them are the prompt's."""
 
@@ -29,12 +53,12 @@ class WarmUp:
     """The supervised run."""
 
     seed: int = 0
+    size: Size = "small"
     until: float = 0.12
     """Ends once the model gives the right answer to new words with this probability; seeds take 175 to 275 steps."""
     look_every: int = 25
     max_steps: int = 1000
     samples: int = 64
-    lr: float = 2e-3
     lr_warmup_steps: int = 20
     weight_decay: float = 0.01
     right: float = 0.3
@@ -61,30 +85,24 @@ def made_model(folder: Path, warm_up: WarmUp) -> Path:
     return folder
 
 
-def small_qwen3(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+def qwen3(tokenizer: PreTrainedTokenizerFast, size: Size = "small") -> Qwen3ForCausalLM:
     """Random weights, float32."""
     end = tokenizer.convert_tokens_to_ids(str(tokenizer.eos_token))
     return Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=len(tokenizer),
-            hidden_size=128,
-            intermediate_size=384,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,
             max_position_embeddings=256,
-            initializer_range=0.05,  # the usual 0.02 suits wide layers; here it makes the warm-up slow
             tie_word_embeddings=True,
             bos_token_id=None,
             eos_token_id=end,
             pad_token_id=tokenizer.pad_token_id,
+            **SIZES[size],
         )
     )
 
 
 def warmed(tokenizer: PreTrainedTokenizerFast, warm_up: WarmUp) -> Qwen3ForCausalLM:
-    """The small model after the supervised run; the same seed gives the same weights on the same machine.
+    """The model after the supervised run; the same seed gives the same weights on the same machine.
 
     Raises RuntimeError where it does not get there within `max_steps`.
     """
@@ -93,17 +111,22 @@ def warmed(tokenizer: PreTrainedTokenizerFast, warm_up: WarmUp) -> Qwen3ForCausa
     rng = random.Random(warm_up.seed)
     source = words(rng)
     unseen = [_demonstration(tokenizer, next(source), right=True) for _ in range(128)]
-    model = small_qwen3(tokenizer)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=warm_up.lr, weight_decay=warm_up.weight_decay)
+    model = qwen3(tokenizer, warm_up.size)
+    if warm_up.size == "grown" and torch.cuda.is_available():
+        torch.nn.Module.to(model, "cuda")
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LEARNING_RATES[warm_up.size], weight_decay=warm_up.weight_decay
+    )
     for step in range(1, warm_up.max_steps + 1):
         batch = [_demonstration(tokenizer, next(source), rng.random() < warm_up.right) for _ in range(warm_up.samples)]
         for group in optimizer.param_groups:
-            group["lr"] = warm_up.lr * min(1.0, step / warm_up.lr_warmup_steps)
+            group["lr"] = LEARNING_RATES[warm_up.size] * min(1.0, step / warm_up.lr_warmup_steps)
         optimizer.zero_grad()
         tokens_bt, labels_bt = _padded(batch)
-        model(input_ids=tokens_bt, labels=labels_bt).loss.backward()
+        model(input_ids=tokens_bt.to(model.device), labels=labels_bt.to(model.device)).loss.backward()
         optimizer.step()
         if step % warm_up.look_every == 0 and probability(model, unseen) >= warm_up.until:
+            torch.nn.Module.to(model, "cpu")
             return model.eval()
     raise RuntimeError(
         f"the model of seed {warm_up.seed} did not warm up in {warm_up.max_steps} steps: take another seed"
@@ -112,7 +135,7 @@ def warmed(tokenizer: PreTrainedTokenizerFast, warm_up: WarmUp) -> Qwen3ForCausa
 
 def probability(model: Qwen3ForCausalLM, demonstrations: list[Demonstration]) -> float:
     """Mean probability with which the model would sample the demonstrated answers, whole."""
-    tokens_bt, labels_bt = _padded(demonstrations)
+    tokens_bt, labels_bt = (tensor.to(model.device) for tensor in _padded(demonstrations))
     with torch.no_grad():
         logprobs_btv = torch.log_softmax(model(input_ids=tokens_bt).logits[:, :-1], dim=-1)
     answered_bt = labels_bt[:, 1:] != IGNORED

@@ -4,7 +4,7 @@ import os
 import shutil
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 import yaml
@@ -12,14 +12,20 @@ import yaml
 from demo.report import Outcome, print_outcome
 from millrace.cli.watch import show_live
 from millrace.client import Client
+from millrace.errors import InvalidJob
 from millrace.local.options import StackOptions
 from millrace.local.ports import free_port
 from millrace.local.stack import Stack
 from millrace.spec import JobSpec, parse
 
+if TYPE_CHECKING:
+    from demo.model import Size
+
 MARGIN = 0.30
 """The held-out reward has to rise by this much, or the demo fails."""
 JOB = Path(__file__).with_name("job.yaml")
+GROWN = Path(__file__).with_name("grown.yaml")
+"""What is other in the job of the grown model."""
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
@@ -36,8 +42,9 @@ def demo(
     steps: Annotated[int, typer.Option(help="GRPO steps.", min=1)] = 60,
     replicas: Annotated[int, typer.Option(help="Rollout replicas.", min=1)] = 1,
     ranks: Annotated[int, typer.Option(help="Trainer ranks.", min=1)] = 1,
-    engine: Annotated[str, typer.Option(help="vllm or transformers.")] = "vllm",
+    engine: Annotated[str, typer.Option(help="vllm, sglang or transformers; or several, in turn.")] = "vllm",
     backend: Annotated[str, typer.Option(help="What trains: fsdp2 or megatron.")] = "fsdp2",
+    size: Annotated[str, typer.Option(help="Of the model: small, or grown, for GPUs.")] = "small",
     state: Annotated[Path, typer.Option(help="Folder for the model, the data, logs and results.")] = Path("state/demo"),
     keep_state: Annotated[bool, typer.Option(help="Keep the stack's Redis data and logs after success.")] = False,
 ) -> None:
@@ -57,7 +64,7 @@ def demo(
         grpc_port=free_port(),
         environment={name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()},
     )
-    spec = prepared(state, seed, steps, backend)
+    spec = prepared(state, seed, steps, backend, _size(size))
     made_s = time.monotonic() - begun
     print(
         f"starting coordinator, trainer and {replicas} {engine} replica(s); logs: {options.folder / 'logs'}", flush=True
@@ -74,24 +81,36 @@ def demo(
     raise typer.Exit(0 if outcome.learned else 1)
 
 
-def prepared(state: Path, seed: int, steps: int, backend: str = "fsdp2") -> JobSpec:
+def prepared(state: Path, seed: int, steps: int, backend: str = "fsdp2", size: "Size" = "small") -> JobSpec:
     """Makes model and data, and the job about them."""
     from demo.model import WarmUp, made_model
     from demo.task import write_data
 
     print(f"making the model (once a seed) and the data in {state}", flush=True)
-    made_model(model_folder(state, seed), WarmUp(seed=seed))
-    return job_spec(state, seed, steps, write_data(state / f"data-{seed}", seed), backend)
+    made_model(model_folder(state, seed, size), WarmUp(seed=seed, size=size))
+    return job_spec(state, seed, steps, write_data(state / f"data-{seed}", seed), backend, size)
 
 
-def model_folder(state: Path, seed: int) -> Path:
-    return state / f"model-{seed}"
+def model_folder(state: Path, seed: int, size: "Size" = "small") -> Path:
+    return state / (f"model-{seed}" if size == "small" else f"model-{size}-{seed}")
 
 
-def job_spec(state: Path, seed: int, steps: int, data: tuple[Path, Path], backend: str = "fsdp2") -> JobSpec:
+def _size(text: str) -> "Size":
+    from demo.model import SIZES
+
+    if text not in SIZES:
+        raise InvalidJob(f"--size: there is no size {text!r}.", f"choose from {', '.join(SIZES)}.")
+    return cast("Size", text)
+
+
+def job_spec(
+    state: Path, seed: int, steps: int, data: tuple[Path, Path], backend: str = "fsdp2", size: "Size" = "small"
+) -> JobSpec:
     """The job of `job.yaml` with this run's folders; `data` is what to train on and what to hold out."""
     tree = yaml.safe_load(JOB.read_text())
-    tree["model"]["path"] = str(model_folder(state, seed))
+    if size == "grown":
+        tree = _merged(tree, yaml.safe_load(GROWN.read_text()))
+    tree["model"]["path"] = str(model_folder(state, seed, size))
     tree["data"] |= {"files": [str(data[0])], "seed": seed}
     tree["evaluation"]["files"] = [str(data[1])]
     tree["trainer"] |= {"seed": seed, "backend": backend}
@@ -99,3 +118,9 @@ def job_spec(state: Path, seed: int, steps: int, data: tuple[Path, Path], backen
     tree["trainer"]["optimizer"]["warmup_steps"] = min(steps, tree["trainer"]["optimizer"]["warmup_steps"])
     tree["output"] = str(state / time.strftime(f"output-{seed}-%Y%m%d-%H%M%S"))
     return parse(tree)
+
+
+def _merged(tree: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """`tree` with what `other` says differently, part by part."""
+    both = {name: _merged(tree[name], part) for name, part in other.items() if isinstance(part, dict) and name in tree}
+    return {**tree, **other, **both}

@@ -77,7 +77,7 @@ def measured(asked: dict[str, Any], limit_s: float) -> dict[str, Any]:
     kind = asked["device"] or ("cuda" if gpus >= senders + workers else "cpu")
     if kind == "cuda" and gpus < senders + workers:
         raise InvalidJob(f"{senders + workers} GPUs are needed, one a rank; there are {gpus}.", "ask for fewer ranks.")
-    asked = {**asked, "device": kind, "senders": senders, "workers": workers}
+    asked = {**asked, "device": kind, "senders": senders, "workers": workers, "limit_s": limit_s}
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         _run_ranks(asked, store.port, Path(folder), limit_s)
@@ -88,6 +88,7 @@ def measured(asked: dict[str, Any], limit_s: float) -> dict[str, Any]:
 def _run_ranks(asked: dict[str, Any], port: int, folder: Path, limit_s: float) -> None:
     count = asked["senders"] + asked["workers"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    environment.setdefault("NCCL_DEBUG", "WARN")
     environment.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast, which messages between two ranks have no use for
     if asked["device"] == "cpu":
         environment["OMP_NUM_THREADS"] = "1"
@@ -103,11 +104,11 @@ def _run_ranks(asked: dict[str, Any], port: int, folder: Path, limit_s: float) -
             failed = [i for i, process in enumerate(ranks) if process.poll() not in (None, 0)]
             if failed or time.monotonic() > until:
                 time.sleep(2.0)  # the others say more
-                told = "\n".join(f"rank {i}:\n{logs[i].read_text()[-2500:]}" for i in failed or range(count))
+                told = "\n".join(f"rank {i}:\n{logs[i].read_text()[-5000:]}" for i in failed or range(count))
                 raise InvalidJob(f"ranks {failed or 'of this run'} did not end well:\n{told}", "see above.")
             time.sleep(0.1)
         if failed := [i for i, process in enumerate(ranks) if process.returncode]:
-            raise InvalidJob(f"rank {failed[0]} failed:\n{logs[failed[0]].read_text()[-2500:]}", "see above.")
+            raise InvalidJob(f"rank {failed[0]} failed:\n{logs[failed[0]].read_text()[-5000:]}", "see above.")
     finally:
         for process in ranks:
             if process.poll() is None:

@@ -1,5 +1,6 @@
 """One rank of `millrace bench publication`: `python -m millrace.bench.rank JSON RANK PORT FOLDER`."""
 
+import faulthandler
 import json
 import os
 import sys
@@ -23,19 +24,21 @@ from millrace.weights.memory import Memory
 from millrace.weights.pipeline import Receiving, Sending
 from millrace.weights.sharded import ShardedPlan, plan
 
-LIMIT_S = 600.0
+SAY_S = 3.0
+"""Before the run's limit a rank writes down where it stands."""
 LINK_MESSAGES = 8
 BASELINE_REPEATS = 3
 
 
 class Rank:
     def __init__(self, asked: dict[str, Any], rank: int, port: int) -> None:
+        self._began = time.monotonic()
         self.asked, self.rank = asked, rank
         self.senders, self.world = asked["senders"], asked["senders"] + asked["workers"]
         self.device = torch.device(asked["device"], rank) if asked["device"] == "cuda" else torch.device("cpu")
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        self._store: Any = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=LIMIT_S))
+        self._store: Any = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=asked["limit_s"]))
         self._port = port
         self._barriers = 0
 
@@ -45,13 +48,23 @@ class Rank:
 
     def run(self) -> dict[str, Any]:
         memory = self._memory()
+        self._say(f"{len(memory.manifest.tensors)} tensors lie here in {len(memory.buffers)} buffers")
         made, planned = self._plan(memory)
+        self._say(f"planned in {planned:.3f} s: {made.rounds} rounds")
         channel = self._join()
+        self._say("joined")
         figures: dict[str, Any] = {"link_gbs": self._link(channel), "plan": self._told(made, memory, planned)}
-        figures["modes"] = {mode: self._mode(mode, made, memory, channel) for mode in self.asked["modes"]}
+        figures["modes"] = {}
+        for mode in self.asked["modes"]:
+            self._say(f"link {figures['link_gbs']:.1f} GB/s; {mode} begins")
+            figures["modes"][mode] = self._mode(mode, made, memory, channel)
         self.barrier()
         channel.close()
         return figures
+
+    def _say(self, what: str) -> None:
+        """Into this rank's log, which is shown where a run fails."""
+        print(f"{time.monotonic() - self._began:.1f} s: {what}", flush=True)
 
     def _memory(self) -> Memory:
         shape = shape_of(self.asked["shape"])
@@ -80,9 +93,11 @@ class Rank:
             if self.rank == 0:
                 self._store.set("nccl", unique_id())
             identity = bytes(self._store.get("nccl"))
-        meeting = Meeting("127.0.0.1", self._port, "bench", self.rank, self.world, identity, self.device, LIMIT_S)
+        meeting = Meeting(
+            "127.0.0.1", self._port, "bench", self.rank, self.world, identity, self.device, self.asked["limit_s"]
+        )
         channel = join(meeting, lambda: None)
-        channel.give_up = time.monotonic() + LIMIT_S
+        channel.give_up = self._began + self.asked["limit_s"]
         return channel
 
     def barrier(self) -> None:
@@ -206,6 +221,7 @@ class Rank:
 
 def main() -> None:
     asked, rank, port, folder = json.loads(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
+    faulthandler.dump_traceback_later(max(1.0, asked["limit_s"] - SAY_S))
     with torch.no_grad():
         figures = Rank(asked, rank, port).run()
     (folder / f"{rank}.json").write_text(json.dumps(figures))

@@ -19,7 +19,7 @@ from typing import get_args
 import psutil
 
 from millrace.local.devices import visible_devices
-from millrace.local.options import ENGINES
+from millrace.spec.rollout import ENGINES
 from millrace.spec.trainer import Trainer
 
 IMPORT_TIMEOUT_S = 180.0

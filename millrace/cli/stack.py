@@ -7,14 +7,15 @@ from typing import Annotated
 import typer
 
 from millrace.local.guard import guard
-from millrace.local.options import ENGINES, StackOptions
+from millrace.local.options import StackOptions
 from millrace.local.ports import free_port
+from millrace.spec.rollout import ENGINES
 
 
 def up(
     replicas: Annotated[int, typer.Option(help="Rollout replicas.", min=0, max=64)] = 1,
     ranks: Annotated[int, typer.Option(help="Trainer ranks.", min=1, max=64)] = 1,
-    engine: Annotated[str, typer.Option(help=f"Engine of the replicas: {', '.join(ENGINES)}.")] = "vllm",
+    engine: Annotated[str, typer.Option(help=f"Of the replicas: {', '.join(ENGINES)}; or several, in turn.")] = "vllm",
     state: Annotated[
         Path, typer.Option(help="Folder for data and logs. A stack started on it again goes on from there.")
     ] = Path("state"),

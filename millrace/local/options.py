@@ -8,9 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from millrace.errors import InvalidState
-
-ENGINES = ("vllm", "transformers")
-"""Engines that a replica can be started with."""
+from millrace.spec.rollout import ENGINES
 
 
 @dataclass(frozen=True)
@@ -22,6 +20,7 @@ class StackOptions:
     replicas: int = 1
     ranks: int = 1
     engine: str = "vllm"
+    """Of the replicas; of several, `vllm,sglang`, each replica takes the next."""
     http_port: int = 7700
     grpc_port: int = 7600
     http_host: str = "127.0.0.1"
@@ -30,8 +29,9 @@ class StackOptions:
     """For all services, over the supervisor's own."""
 
     def __post_init__(self) -> None:
-        if self.engine not in ENGINES:
-            raise InvalidState(f"there is no engine {self.engine!r}.", f"choose from {', '.join(ENGINES)}.")
+        for engine in self.engines:
+            if engine not in ENGINES:
+                raise InvalidState(f"there is no engine {engine!r}.", f"choose from {', '.join(ENGINES)}.")
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -44,6 +44,10 @@ class StackOptions:
     def url(self) -> str:
         host = "127.0.0.1" if self.http_host in ("0.0.0.0", "::") else self.http_host
         return f"http://{host}:{self.http_port}"
+
+    @property
+    def engines(self) -> list[str]:
+        return [name.strip() for name in self.engine.split(",")]
 
     @property
     def folder(self) -> Path:
@@ -81,7 +85,6 @@ def services(options: StackOptions, devices: Sequence[str] = ()) -> list[Service
     # One rank needs nobody who starts it and is up seconds earlier without.
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks), "-m")
     several = torchrun if options.ranks > 1 else ()
-    generating = ("--engine", options.engine, "--port", "0")
     environment = {**LOCAL, **options.environment}
     trained_on, *generated_on = share_out(devices, options.ranks, options.replicas)
     return [
@@ -102,7 +105,17 @@ def services(options: StackOptions, devices: Sequence[str] = ()) -> list[Service
         *(
             Service(
                 f"rollout-{number}",
-                (python, "-m", "services.rollout", "--coordinator", coordinator, *generating),
+                (
+                    python,
+                    "-m",
+                    "services.rollout",
+                    "--coordinator",
+                    coordinator,
+                    "--engine",
+                    options.engines[number % len(options.engines)],
+                    "--port",
+                    "0",
+                ),
                 {**environment, **visible},
                 vital=False,
                 grace_s=20.0,

@@ -2,10 +2,11 @@
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from millrace.spec.base import Part
 
+ENGINES = ("vllm", "sglang", "transformers")
 CachePolicy = Literal["recompute", "keep"]
 
 
@@ -27,4 +28,18 @@ class Rollout(Part):
     lease_s: float = Field(60.0, gt=0)
     """A replica that does not extend a lease for so long loses it."""
     engine_options: dict[str, Any] = Field(default_factory=dict)
-    """Passed to the engine as they are: vLLM's AsyncEngineArgs, SGLang's ServerArgs. The engine checks them."""
+    """Passed to the engine as they are: vLLM's AsyncEngineArgs, SGLang's ServerArgs. The engine checks them. Those
+    under an engine's name are for replicas with that engine alone."""
+
+    def options_of(self, engine: str) -> dict[str, Any]:
+        """The engine_options for a replica with `engine`."""
+        shared = {name: value for name, value in self.engine_options.items() if name not in ENGINES}
+        return shared | (self.engine_options.get(engine) or {})
+
+    @field_validator("engine_options")
+    @classmethod
+    def _of_engines(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for engine in ENGINES:
+            if not isinstance(value.get(engine, {}), dict):
+                raise ValueError(f"{engine} has to be a mapping of that engine's options")
+        return value

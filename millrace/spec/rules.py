@@ -50,7 +50,7 @@ def _sizes(spec: JobSpec) -> Iterator[str]:
             f"{spec.schedule.prompts_per_step} groups do not divide into {spec.trainer.updates_per_step} updates"
         )
         yield _broken("trainer.updates_per_step", spec.trainer.updates_per_step, arithmetic, "choose a divisor")
-    context = spec.rollout.engine_options.get("max_model_len")
+    context = spec.rollout.options_of("vllm").get("max_model_len")
     if isinstance(context, int) and context < longest:
         arithmetic = f"prompt and response may have {longest} tokens"
         yield _broken("rollout.engine_options.max_model_len", context, arithmetic, f"raise it to at least {longest}")

@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from demo.model import WarmUp, made_model, probability, small_qwen3, warmed
+from demo.model import WarmUp, made_model, probability, qwen3, warmed
 from demo.tokenizer import byte_tokenizer
 from millrace.data.model_folder import check_model_folder
 
@@ -56,7 +56,7 @@ def test_a_warm_up_that_does_not_get_there_says_so() -> None:
 
 def test_the_probability_is_that_of_the_whole_answer() -> None:
     tokenizer = byte_tokenizer()
-    model = small_qwen3(tokenizer).eval()
+    model = qwen3(tokenizer).eval()
     prompt, said = tokenizer.encode("reverse ab\n"), tokenizer.encode("ba<|im_end|>")
     expected = 1.0
     for i, token in enumerate(said):
@@ -70,6 +70,6 @@ def test_the_probability_is_that_of_the_whole_answer() -> None:
 
 def test_the_warm_up_moves_the_weights(folder: Path) -> None:
     torch.manual_seed(SHORT.seed)
-    fresh = small_qwen3(byte_tokenizer())
+    fresh = qwen3(byte_tokenizer())
     warm = AutoModelForCausalLM.from_pretrained(folder)
     assert (fresh.model.embed_tokens.weight - warm.model.embed_tokens.weight).abs().max() > 1e-4

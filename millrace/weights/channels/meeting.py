@@ -59,6 +59,8 @@ class _Joining:
             channel = _channel(self._meeting)
         except PublicationFailed as error:
             self.error = error
+        except Exception as error:  # nobody else would hear of it: whoever waits for this thread is told
+            self.error = PublicationFailed(f"communicator {self._meeting.key} could not be made: {error!r}")
         else:
             with self._lock:
                 self.channel = channel

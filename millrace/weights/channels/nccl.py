@@ -24,7 +24,7 @@ def unique_id() -> bytes:
     """Names a communicator to be; for all of its ranks."""
     from cupy.cuda import nccl
 
-    return bytes(value & 0xFF for value in nccl.get_unique_id())
+    return bytes(nccl.get_unique_id())
 
 
 class NcclChannel(Breakable):
@@ -45,9 +45,8 @@ class NcclChannel(Breakable):
         from cupy.cuda import nccl
 
         torch.cuda.set_device(device)
-        signed = tuple(value - 256 if value > 127 else value for value in identity)
         try:
-            communicator = nccl.NcclCommunicator(world_size, signed, rank)
+            communicator = nccl.NcclCommunicator(world_size, identity, rank)
         except (RuntimeError, AssertionError) as error:
             what = f"rank {rank} of {world_size} could not join communicator {key}: {error}"
             raise PublicationFailed(what, "see whether every member lives; NCCL_DEBUG=INFO says more.") from error

@@ -42,7 +42,7 @@ def server_arguments(spec: JobSpec) -> dict[str, Any]:
         raise InvalidJob(what, "set rollout.dtype to bfloat16, or use another engine.")
     from sglang.srt.server_args import ServerArgs
 
-    options = dict(spec.rollout.engine_options)
+    options = spec.rollout.options_of("sglang")
     known = {field.name for field in dataclasses.fields(ServerArgs)}
     for name in options:
         check_name(name, known, OURS, "SGLang", "ServerArgs")
@@ -64,7 +64,7 @@ def server_arguments(spec: JobSpec) -> dict[str, Any]:
 
 def context(spec: JobSpec) -> int:
     """Tokens of a prompt and its response, at the most."""
-    asked = spec.rollout.engine_options.get("context_length")
+    asked = spec.rollout.options_of("sglang").get("context_length")
     return int(asked) if asked else spec.data.max_prompt_tokens + spec.rollout.max_response_tokens
 
 

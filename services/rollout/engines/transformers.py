@@ -282,7 +282,7 @@ def _settle(ended: "asyncio.Future[Sample | None]", sample: Sample | None) -> No
 
 def _options(spec: JobSpec) -> Options:
     try:
-        return Options(**spec.rollout.engine_options)
+        return Options(**spec.rollout.options_of("transformers"))
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(["rollout.engine_options", *map(str, first["loc"])])

@@ -36,7 +36,7 @@ def engine_arguments(spec: JobSpec) -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
 
-    options = spec.rollout.engine_options
+    options = spec.rollout.options_of("vllm")
     known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
     for name in options:
         check_name(name, known, OURS, "vLLM", "AsyncEngineArgs")

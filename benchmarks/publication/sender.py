@@ -1,0 +1,131 @@
+"""A trainer's rank in a process of its own: holds random weights of a shape and sends them as it is told."""
+
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from millrace.bench.layouts import TrainerSide, manifest
+from millrace.bench.shapes import shape_of
+from millrace.bench.values import fill
+from millrace.weights import sides as wire
+from millrace.weights.channels.meeting import Meeting
+from millrace.weights.layout import Layout, Place, contiguous
+from millrace.weights.memory import Memory
+from millrace.weights.party import Party
+from millrace.weights.pipeline import Sending
+from millrace.wire.v1 import weights_pb2
+
+
+class Rank:
+    """Its methods are called by name from the other end of a pipe."""
+
+    def __init__(self, shape: str, trainer: str, rank: int, device: str) -> None:
+        self._device = torch.device(device)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        self._rank = rank
+        self._manifest = manifest(shape_of(shape))
+        self._memory = TrainerSide(shape_of(shape), trainer).memory(rank, self._manifest, self._device)
+        self._whole: Memory | None = None
+        self._planner = wire.Planner()
+        self._party = Party()
+        self._sending: tuple[bytes, Sending] | None = None
+        self._group: Any = None
+
+    def layout(self) -> bytes:
+        return self._memory.layout.boxes.encode()
+
+    def nccl_id(self) -> bytes:
+        if self._device.type == "cpu":
+            return b""
+        from millrace.weights.channels.nccl import unique_id
+
+        return unique_id()
+
+    def fill(self, version: int) -> None:
+        for memory in (self._memory, self._whole):
+            if memory is not None:
+                fill(memory, version)
+        self._synchronize()
+
+    def prepare(self, sides: bytes) -> bytes:
+        """The plan's hash."""
+        plan = self._planner.plan(self._manifest, weights_pb2.Sides.FromString(sides))
+        if self._sending is None or self._sending[0] != plan.hash:
+            self._sending = (plan.hash, Sending(plan, self._rank, self._memory))
+        return plan.hash
+
+    def send(self, port: int, world_size: int, nccl_id: bytes, key: str, limit_s: float) -> dict[str, Any]:
+        """Joins the communicator, the first time, and sends a version."""
+        assert self._sending is not None
+        meeting = Meeting("127.0.0.1", port, "bench", self._rank, world_size, nccl_id, self._device, limit_s)
+        self._party.begin()
+        sums, times = self._party.run(meeting, key, time.monotonic() + limit_s, self._sending[1].run)
+        return {"sums": dict(sums), "transfer": times.whole_s, "pack": times.pack_s, "verify": times.verify_s}
+
+    def join_baseline(self, port: int, world_size: int) -> None:
+        """vLLM's own way: one sender that holds every tensor whole."""
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
+        places = [
+            Place(i, (0,) * len(t.shape), t.shape, i, 0, contiguous(t.shape))
+            for i, t in enumerate(self._manifest.tensors)
+        ]
+        buffers = [torch.empty(t.shape, dtype=torch.bfloat16, device=self._device) for t in self._manifest.tensors]
+        self._whole = Memory(self._manifest, Layout.of(places, self._manifest), buffers)
+        init = {"master_address": "127.0.0.1", "master_port": port, "world_size": world_size}
+        self._group = NCCLWeightTransferEngine.trainer_init(init)
+
+    def send_baseline(self, packed: bool) -> float:
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
+        assert self._whole is not None
+        began = time.perf_counter()
+        tensors = zip((t.name for t in self._manifest.tensors), self._whole.buffers, strict=True)
+        items: Iterator[tuple[str, torch.Tensor]] = iter(list(tensors))
+        NCCLWeightTransferEngine.trainer_send_weights(items, {"group": self._group, "packed": packed})
+        self._synchronize()
+        return time.perf_counter() - began
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def serve(pipe: Connection, shape: str, trainer: str, rank: int, device: str) -> None:
+    """The process: answers (method, arguments) with (result, "") or (None, what went wrong), until the pipe closes."""
+    made = Rank(shape, trainer, rank, device)
+    with torch.no_grad():
+        while True:
+            try:
+                method, arguments = pipe.recv()
+            except EOFError:
+                return
+            try:
+                pipe.send((getattr(made, method)(*arguments), ""))
+            except Exception:
+                pipe.send((None, traceback.format_exc()))
+
+
+class Remote:
+    """The other end. A call at a time."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self._lock = threading.Lock()
+
+    def call(self, method: str, *arguments: Any, limit_s: float = 120.0) -> Any:
+        """Blocks. Raises RuntimeError with what went wrong there, TimeoutError past the limit."""
+        with self._lock:
+            self._pipe.send((method, arguments))
+            if not self._pipe.poll(limit_s):
+                raise TimeoutError(f"a trainer's rank did not answer {method} within {limit_s:g} s.")
+            result, failure = self._pipe.recv()
+        if failure:
+            raise RuntimeError(failure)
+        return result
