@@ -19,6 +19,9 @@ class Schedule(Part):
     save_every_steps: int = Field(0, ge=0)
     """0: only after the last step."""
     keep_checkpoints: int = Field(2, ge=1)
+    save_in_background: bool = True
+    """Train on while a checkpoint is written from a copy in host memory (12 bytes a parameter, over all ranks); false:
+    wait for the disk."""
 
 
 class Deadlines(Part):

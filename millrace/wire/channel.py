@@ -59,6 +59,8 @@ class Peer:
         for attempt in range(1, attempts + 1):
             try:
                 return await self._bound(stub, method)(request, timeout=self.deadlines[name], metadata=self._metadata)
+            except grpc.aio.UsageError as failure:  # somebody closed it before the call began
+                raise Unavailable(f"the channel to {self.address} was closed before {name}.") from failure
             except grpc.aio.AioRpcError as failure:
                 error = error_of(failure, self.address, name, self.deadlines[name])
                 if not isinstance(error, Unavailable) or attempt == attempts:

@@ -2,6 +2,7 @@
 
 from millrace.spec.schedule import Deadlines
 
+FINISH_S = 60.0
 DEADLINES_S: dict[str, float] = {
     "Fleet/Register": 10.0,
     "Fleet/Heartbeat": 5.0,
@@ -29,6 +30,7 @@ DEADLINES_S: dict[str, float] = {
     "Trainer/TransferPublication": 300.0,  # deadlines.publication_s
     "Trainer/FinishPublication": 30.0,
     "Trainer/Save": 3600.0,  # deadlines.save_s
+    "Trainer/FinishSave": 3660.0,  # deadlines.save_s, and FINISH_S for the trainer to say who was late
     "Trainer/Load": 1800.0,  # deadlines.configure_s
     "Trainer/GetStatus": 5.0,
     "Health/Check": 5.0,
@@ -45,4 +47,5 @@ def of_job(deadlines: Deadlines) -> dict[str, float]:
         "Rollout/VerifyPublication": deadlines.publication_s,
         "Trainer/TransferPublication": deadlines.publication_s,
         "Trainer/Save": deadlines.save_s,
+        "Trainer/FinishSave": deadlines.save_s + FINISH_S,
     }

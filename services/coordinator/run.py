@@ -1,5 +1,6 @@
 """One job while it is carried out: its record, its data, and the parts of the coordinator that it uses."""
 
+import asyncio
 import time
 from dataclasses import dataclass, field
 
@@ -69,6 +70,8 @@ class Run:
         self.evaluation = parts.store.prompts(job.id, Purpose.EVALUATION)
         self.records = parts.store.records(job.id)
         self.joining = Joining(job, parts.store, parts.fleet, parts.trainer, parts.publisher, parts.events)
+        self.saving: asyncio.Task[float | None] | None = None
+        """Waits for the checkpoint that the trainer is writing."""
         self.trackers: list[Tracker] | None = None
         """Opened with the first row."""
         self._terms = Terms.of(self.spec)

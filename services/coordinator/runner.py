@@ -5,6 +5,7 @@ one way: wait until it is back and begin the loop again from what the store hold
 """
 
 import asyncio
+import contextlib
 import time
 
 import structlog
@@ -17,6 +18,7 @@ from services.coordinator.bell import waited
 from services.coordinator.jobs import ACTIVE, JobRecord
 from services.coordinator.loop import train
 from services.coordinator.run import Cancelled, Parts, Run
+from services.coordinator.stages.checkpoint import recover
 from services.coordinator.stages.report import report
 from services.coordinator.store import StoreDown, Superseded
 from services.coordinator.trainer import TrainerLost
@@ -106,9 +108,10 @@ class Runner:
                 if task.done():
                     task.result()
         finally:
-            loop.cancel()
-            joining.cancel()
-            await asyncio.gather(loop, joining, return_exceptions=True)
+            begun = [loop, joining, *([run.saving] if run.saving is not None else [])]
+            for each in begun:
+                each.cancel()
+            await asyncio.gather(*begun, return_exceptions=True)
             await asyncio.to_thread(run.close)
 
     async def _set_back(self, job: JobRecord, run: Run | None, lost: TrainerLost) -> None:
@@ -128,11 +131,13 @@ class Runner:
         await self._end(job_id, run, JobState.FAILED, failure, "the job failed")
 
     async def _end(self, job_id: JobId, run: Run | None, state: JobState, message: str, reason: str) -> None:
-        """Closes the ledger, leaves a report, and moves the job to its last state."""
+        """Closes the ledger, waits for a checkpoint in progress, leaves a report; then the job is in its last state."""
         job = await self._parts.store.jobs.get(job_id)
         await self._parts.store.prompts(job_id).close(job.step + 1, reason)
         if run is not None:
             await run.evaluation.forget()
+            with contextlib.suppress(TrainerLost):
+                await recover(run)
             await run.refresh()
             await report(run)
         await self._parts.events.move(job_id, state, message, finished_s=time.time())

@@ -1,5 +1,6 @@
 """Runs the trainer: `python -m services.trainer` for one rank, `torchrun --nproc-per-node N -m services.trainer` for
-several. SIGTERM drains: the running step is finished, the fleet left, the exit status 0.
+several. SIGTERM drains: the running step is finished, a checkpoint in progress written, the fleet left, the exit status
+0.
 
 torchrun gives its ranks 30 seconds to drain; `--shutdown-timeout` gives them more.
 """
@@ -28,6 +29,7 @@ from services.trainer.beats import Beats
 from services.trainer.commands import Caller, Follower
 from services.trainer.control import ControlThread
 from services.trainer.publish import Sender
+from services.trainer.saving import Saver
 from services.trainer.serve import Front
 from services.trainer.worker import Worker
 from services.trainer.world import World
@@ -57,11 +59,12 @@ def run(coordinator: str, port: int, member_id: MemberId) -> int:
     control = ControlThread()
     sender = Sender(world.rank, member_id)
     beats = Beats(world)
+    saver = Saver(world, beats)
     drain = beats.drain
     if world.rank == 0:
-        front = Front(world, Caller(world, beats), sender, member_id, coordinator, control.loop)
+        front = Front(world, Caller(world, beats), sender, saver, member_id, coordinator, control.loop)
         drain = front.drain
-    follower = Follower(world, Worker(world, control, sender).actions)
+    follower = Follower(world, Worker(world, control, sender, saver).actions)
     beats.start(on_drain=drain)
     _on_signals(control, drain)
     if world.rank == 0:

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from millrace.errors import InvalidState
 from millrace.weights.manifest import TensorInfo
 from services.trainer import lockstep
 
@@ -23,19 +25,28 @@ COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.tiktoken")
 
 def write_folder(folder: Path, export: Export, model: Path, config: Mapping[str, Any] | None = None) -> None:
     """Gathers tensor by tensor and writes on rank 0, in the dtype that the folder `model` is in, with its config,
-    changed by `config`, and all else beside its weights. All ranks call it."""
+    changed by `config`, and all else beside its weights. All ranks call it. Raises InvalidState on all."""
     dtype = _dtype(model)
     shards = _Shards(folder, SHARD_BYTES)
+    failure: OSError | SafetensorError | None = None
     for info, tensor in export(dtype):
-        if tensor is not None:
-            shards.add(info.name, tensor.cpu())
+        if tensor is not None and failure is None:
+            try:
+                shards.add(info.name, tensor.cpu())
+            except (OSError, SafetensorError) as error:
+                failure = error  # told once the other ranks have given all that they are asked for
     with lockstep.together():
         if dist.get_rank() == 0:
-            shards.finish()
-            _copy_rest(model, folder)
-            if config:
-                tree = json.loads((folder / "config.json").read_text())
-                (folder / "config.json").write_text(json.dumps({**tree, **config}, indent=2))
+            try:
+                if failure is not None:
+                    raise failure
+                shards.finish()
+                _copy_rest(model, folder)
+                if config:
+                    tree = json.loads((folder / "config.json").read_text())
+                    (folder / "config.json").write_text(json.dumps({**tree, **config}, indent=2))
+            except (OSError, SafetensorError) as error:
+                raise InvalidState(f"{folder} could not be written: {error}", "make room there.") from error
 
 
 class _Shards:

@@ -5,10 +5,10 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from millrace.errors import NonFinite
 from services.trainer.backends import Backend, Trained, models
+from services.trainer.boxes import Offset, parts
 
 
 @contextmanager
@@ -23,13 +23,13 @@ def all_or_nothing(backend: Backend, *, needed: bool) -> Iterator[None]:
             if model.updates != updates:
                 with torch.no_grad():
                     for name, tensor in model.prepare_state(updates).items():
-                        _local(tensor).copy_(copy[name])
+                        for offset, part in parts(tensor).items():
+                            part.copy_(copy[name][offset])
         raise
 
 
-def _copy(model: Trained) -> dict[str, Tensor]:
-    return {name: _local(tensor).to("cpu", copy=True) for name, tensor in model.state().items()}
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def _copy(model: Trained) -> dict[str, dict[Offset, Tensor]]:
+    return {
+        name: {offset: part.to("cpu", copy=True) for offset, part in parts(tensor).items()}
+        for name, tensor in model.state().items()
+    }

@@ -19,6 +19,7 @@ from millrace.wire.v1.trainer_pb2_grpc import add_TrainerServicer_to_server
 from services.trainer.commands import Caller
 from services.trainer.membership import Membership
 from services.trainer.publish import Sender
+from services.trainer.saving import Saver
 from services.trainer.server import Trainer
 from services.trainer.world import World
 
@@ -35,6 +36,7 @@ class Front:
         world: World,
         caller: Caller,
         sender: Sender,
+        saver: Saver,
         member_id: MemberId,
         coordinator: str,
         loop: asyncio.AbstractEventLoop,
@@ -46,7 +48,7 @@ class Front:
         self._loop = loop
         self._ended = asyncio.Event()
         self._failure = ""
-        self._trainer = Trainer(caller, sender, member_id=member_id, world_size=world.size, on_failed=self._fail)
+        self._trainer = Trainer(caller, sender, saver, member_id=member_id, world_size=world.size, on_failed=self._fail)
 
     def start(self, host: str, port: int) -> None:
         """Serves on the control thread. At the end the ranks are told to stop; after a failure this process ends at

@@ -3,13 +3,14 @@
 import asyncio
 import json
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 import grpc
 from google.protobuf.message import Message
 
-from millrace.errors import Fenced, InvalidJob, InvalidState, MillraceError
+from millrace.errors import Fenced, InvalidJob, InvalidState, MillraceError, NotFound
 from millrace.ids import JobId, Version
 from millrace.spec import JobSpec, parse
 from millrace.weights.phases import Phase, Publication, PublicationState
@@ -18,7 +19,7 @@ from millrace.wire.v1 import trainer_pb2 as pb
 from millrace.wire.v1.trainer_pb2_grpc import TrainerServicer
 from services.trainer.commands import RanksFailed
 from services.trainer.publish import Sender
-from services.trainer.turns import Turns
+from services.trainer.turns import Key, Turns
 
 Reply = TypeVar("Reply", bound=Message)
 
@@ -38,6 +39,13 @@ class Ranks(Protocol):
     """Has every rank do what a request says; blocks. See `commands.Caller`."""
 
     def call(self, request: Message, reply: Any, deadline_s: float) -> Any: ...
+
+
+class Saves(Protocol):
+    """What the ranks write in the background. See `saving.Saver`."""
+
+    outcome: "Future[pb.FinishSaveResponse]"
+    """Of the newest save."""
 
 
 @dataclass
@@ -64,20 +72,40 @@ class Publishing:
     sent: pb.TransferSendResponse | None = None
 
 
+@dataclass(frozen=True)
+class Saving:
+    """The newest save."""
+
+    key: Key
+    job_id: str
+    path: str
+    answer: pb.SaveResponse
+    outcome: "Future[pb.FinishSaveResponse]"
+
+
 class Trainer(TrainerServicer):
     """Runs on rank 0's control thread. A caller that goes away does not end what it began."""
 
     def __init__(
-        self, ranks: Ranks, sender: Sender, *, member_id: str, world_size: int, on_failed: Callable[[str], None]
+        self,
+        ranks: Ranks,
+        sender: Sender,
+        saves: Saves,
+        *,
+        member_id: str,
+        world_size: int,
+        on_failed: Callable[[str], None],
     ) -> None:
         self._ranks = ranks
         self._sender = sender
+        self._saves = saves
         self._member_id = member_id
         self._world_size = world_size
         self._on_failed = on_failed
         self._turns = Turns()
         self._job: Configured | None = None
         self._publishing = Publishing()
+        self._saving: Saving | None = None
         self._failure = ""
         self.trained_tokens = 0
 
@@ -86,9 +114,10 @@ class Trainer(TrainerServicer):
         return self._job.version if self._job else -1
 
     async def drain(self) -> None:
-        """Takes nothing new and waits until the ranks have done what they are doing."""
+        """Takes nothing new and waits until the ranks have done what they are doing, and a checkpoint is written."""
         self._turns.closed = self._turns.closed or "the trainer is draining"
         await self._turns.ended()
+        await self._saved()
 
     async def Configure(
         self, request: pb.ConfigureTrainerRequest, context: grpc.aio.ServicerContext
@@ -101,6 +130,7 @@ class Trainer(TrainerServicer):
         return pb.ConfigureTrainerResponse(version=job.version, world_size=self._world_size, parameters=job.parameters)
 
     async def _configure(self, request: pb.ConfigureTrainerRequest, spec: JobSpec) -> Configured:
+        await self._saved()
         self._job = None
         deadline_s = of_job(spec.deadlines)["Trainer/Configure"]
         reply = await self._told(request, pb.ConfigureTrainerResponse(), deadline_s)
@@ -191,12 +221,39 @@ class Trainer(TrainerServicer):
     async def Save(self, request: pb.SaveRequest, context: grpc.aio.ServicerContext) -> pb.SaveResponse:
         job = self._configured_for(request.job_id)
         key = ("Save", request.job_id, request.path, request.huggingface, job.version)
-        return await self._turns.take(key, lambda: self._told(request, pb.SaveResponse(), job.deadline("Save")))
+        saving = self._saving
+        if saving is not None and saving.key == key and not saving.outcome.done():
+            return saving.answer
+        return await self._turns.take(key, lambda: self._save(request, job, key))
+
+    async def _save(self, request: pb.SaveRequest, job: Configured, key: Key) -> pb.SaveResponse:
+        await self._saved()
+        answer = await self._told(request, pb.SaveResponse(), job.deadline("Save"))
+        self._saving = Saving(key, request.job_id, request.path, answer, self._saves.outcome)
+        return answer
+
+    async def FinishSave(
+        self, request: pb.FinishSaveRequest, context: grpc.aio.ServicerContext
+    ) -> pb.FinishSaveResponse:
+        if self._turns.current is not None and self._turns.current.key[:3] == ("Save", request.job_id, request.path):
+            await self._turns.ended()
+        saving = self._saving
+        if saving is None or (saving.job_id, saving.path) != (request.job_id, request.path):
+            raise NotFound(f"{self._member_id} began no checkpoint at {request.path}.", "ask it to save there.")
+        return await asyncio.shield(asyncio.wrap_future(saving.outcome))
+
+    async def _saved(self) -> None:
+        """Waits for the save in progress, however it ends; it has a deadline of its own."""
+        if self._saving is not None:
+            outcome = asyncio.wrap_future(self._saving.outcome)
+            await asyncio.wait([outcome])
+            outcome.exception()  # told by FinishSave
 
     async def Load(self, request: pb.LoadRequest, context: grpc.aio.ServicerContext) -> pb.LoadResponse:
         job = self._configured_for(request.job_id)
 
         async def load() -> pb.LoadResponse:
+            await self._saved()
             self._job = None  # where it fails, the trainer has to be configured anew
             reply = await self._told(request, pb.LoadResponse(), job.deadline("Load"))
             job.version, job.last_step = Version(reply.version), None

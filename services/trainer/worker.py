@@ -1,5 +1,6 @@
 """What one rank does for each command, on its main thread."""
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,11 +12,12 @@ from millrace.errors import InvalidState
 from millrace.ids import JobId, Version
 from millrace.spec import JobSpec, choices
 from millrace.wire.v1 import trainer_pb2 as pb
-from services.trainer import checkpoint
+from services.trainer import checkpoint, lockstep
 from services.trainer.backends import Backend, build
 from services.trainer.control import ControlThread
 from services.trainer.kl import KlCoefficient
 from services.trainer.publish import Sender
+from services.trainer.saving import Saver
 from services.trainer.step import train_step
 from services.trainer.world import World
 
@@ -34,10 +36,11 @@ class Job:
 
 
 class Worker:
-    def __init__(self, world: World, control: ControlThread, sender: Sender) -> None:
+    def __init__(self, world: World, control: ControlThread, sender: Sender, saver: Saver) -> None:
         self._world = world
         self._control = control
         self._sender = sender
+        self._saver = saver
         self._job: Job | None = None
 
     @property
@@ -85,16 +88,27 @@ class Worker:
         return self._sender.transfer(request, job.backend, job.version)
 
     def save(self, request: pb.SaveRequest) -> pb.SaveResponse:
-        job = self._loaded()
-        model = job.spec.model.path if request.huggingface else None
-        return checkpoint.save(
+        """In the background, or at once where the job wants that."""
+        job, began = self._loaded(), time.monotonic()
+        with lockstep.together():
+            self._saver.check_free()
+        background = job.spec.schedule.save_in_background
+        draft = checkpoint.draft(
             request.path,
             job.backend,
             job_id=job.id,
             version=job.version,
-            huggingface_from=model,
+            huggingface_from=job.spec.model.path if request.huggingface else None,
             kl_coefficient=job.coefficient.value,
+            copied=background,
         )
+        if background:
+            self._saver.begin(draft, job.spec.deadlines.save_s, began)
+        else:
+            size = checkpoint.finish(draft)
+            seconds = time.monotonic() - began
+            self._saver.done(pb.FinishSaveResponse(version=job.version, bytes=size, seconds=seconds))
+        return pb.SaveResponse(version=job.version, seconds=time.monotonic() - began)
 
     def load(self, request: pb.LoadRequest) -> pb.LoadResponse:
         job, self._job = self._loaded(), None  # until it is loaded whole, there is none

@@ -167,6 +167,22 @@ class SaveRequest(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., path: _Optional[str] = ..., huggingface: bool = ...) -> None: ...
 
 class SaveResponse(_message.Message):
+    __slots__ = ("version", "seconds")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    seconds: float
+    def __init__(self, version: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class FinishSaveRequest(_message.Message):
+    __slots__ = ("job_id", "path")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    path: str
+    def __init__(self, job_id: _Optional[str] = ..., path: _Optional[str] = ...) -> None: ...
+
+class FinishSaveResponse(_message.Message):
     __slots__ = ("version", "bytes", "seconds")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]

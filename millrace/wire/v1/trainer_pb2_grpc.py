@@ -69,6 +69,11 @@ class TrainerStub(object):
                 request_serializer=millrace_dot_v1_dot_trainer__pb2.SaveRequest.SerializeToString,
                 response_deserializer=millrace_dot_v1_dot_trainer__pb2.SaveResponse.FromString,
                 _registered_method=True)
+        self.FinishSave = channel.unary_unary(
+                '/millrace.v1.Trainer/FinishSave',
+                request_serializer=millrace_dot_v1_dot_trainer__pb2.FinishSaveRequest.SerializeToString,
+                response_deserializer=millrace_dot_v1_dot_trainer__pb2.FinishSaveResponse.FromString,
+                _registered_method=True)
         self.Load = channel.unary_unary(
                 '/millrace.v1.Trainer/Load',
                 request_serializer=millrace_dot_v1_dot_trainer__pb2.LoadRequest.SerializeToString,
@@ -131,14 +136,26 @@ class TrainerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Save(self, request, context):
-        """Writes a checkpoint of model, optimizer, scheduler and RNG to `path`, whole or not at all.
+        """Begins a checkpoint of model, optimizer, scheduler and RNG at `path`. Answers once training may go on: by then the
+        state is copied to host memory (or written, where the job's schedule.save_in_background is false). It is there, whole,
+        when FinishSave has answered, and not before. Waits for the save before it. Asked again for the save in progress it
+        answers the same.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FinishSave(self, request, context):
+        """Waits until the checkpoint that Save began at `path` is on the disk of every rank and in its place. NOT_FOUND where
+        this trainer began none there. FAILED_PRECONDITION where it could not be written, with the rank and the cause: there
+        is none then, and what was saved before is as it was.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Load(self, request, context):
-        """Loads one, whatever number of ranks wrote it.
+        """Loads one, whatever number of ranks wrote it. Waits for a save in progress.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -187,6 +204,11 @@ def add_TrainerServicer_to_server(servicer, server):
                     servicer.Save,
                     request_deserializer=millrace_dot_v1_dot_trainer__pb2.SaveRequest.FromString,
                     response_serializer=millrace_dot_v1_dot_trainer__pb2.SaveResponse.SerializeToString,
+            ),
+            'FinishSave': grpc.unary_unary_rpc_method_handler(
+                    servicer.FinishSave,
+                    request_deserializer=millrace_dot_v1_dot_trainer__pb2.FinishSaveRequest.FromString,
+                    response_serializer=millrace_dot_v1_dot_trainer__pb2.FinishSaveResponse.SerializeToString,
             ),
             'Load': grpc.unary_unary_rpc_method_handler(
                     servicer.Load,
@@ -388,6 +410,33 @@ class Trainer(object):
             '/millrace.v1.Trainer/Save',
             millrace_dot_v1_dot_trainer__pb2.SaveRequest.SerializeToString,
             millrace_dot_v1_dot_trainer__pb2.SaveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FinishSave(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.v1.Trainer/FinishSave',
+            millrace_dot_v1_dot_trainer__pb2.FinishSaveRequest.SerializeToString,
+            millrace_dot_v1_dot_trainer__pb2.FinishSaveResponse.FromString,
             options,
             channel_credentials,
             insecure,

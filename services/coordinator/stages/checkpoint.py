@@ -1,4 +1,8 @@
-"""Checkpoints: one cut through the trainer's state, the ledger and the data's position."""
+"""Checkpoints: one cut through the trainer's state, the ledger and the data's position.
+
+The trainer goes on while it writes. The job counts a checkpoint as there once it is on the disk, and not before; until
+then its cut is kept as a note, so that a coordinator that comes after a crash learns how it ended.
+"""
 
 import asyncio
 import dataclasses
@@ -9,33 +13,116 @@ from typing import Any
 
 import structlog
 
+from millrace.errors import InvalidState, MillraceError, NotFound
 from millrace.wire.v1 import trainer_pb2
 from services.coordinator.run import Run
 from services.coordinator.spans import traced
 
 log = structlog.get_logger(__name__)
 
+NOTE = "saving"
+"""The cut of the checkpoint that the trainer is writing."""
+BACKGROUND = "timing_s/save_checkpoint_background"
+"""From the beginning of a save until it is on the disk; in the row of the step after which that was noticed."""
+
+
+class SaveFailed(MillraceError):
+    """A checkpoint could not be written, and the job's events say so."""
+
 
 @traced
 async def checkpoint(run: Run) -> None:
-    """Saves the version that the trainer holds, where one is due and not saved yet. Raises TrainerLost."""
+    """Begins to save the version that the trainer holds, where one is due and not saved yet; after the last step also
+    waits for it. One that fails costs the job the chance to go back to it, the last one the job.
+
+    Raises TrainerLost, SaveFailed.
+    """
     step, every = run.job.step, run.spec.schedule.save_every_steps
-    due = step > 0 and (run.done or (every > 0 and step % every == 0))
-    if not due or run.job.checkpoint_step == step:
+    due = step > 0 and (run.done or (every > 0 and step % every == 0)) and run.job.checkpoint_step != step
+    if not due and not (run.saving and run.saving.done()):
         return
-    folder = Path(run.spec.output) / "checkpoints" / f"step-{step}"
     started = time.monotonic()
-    request = trainer_pb2.SaveRequest(job_id=run.job.id, path=str(folder), huggingface=run.done)
-    async with run.parts.trainer.turn:
-        saved: trainer_pb2.SaveResponse = await run.parts.trainer.call("Save", request)
-    cut = await _cut(run, str(folder))
-    await run.records.add_checkpoint(step, cut)
+    try:
+        await _settle(run)
+        if not due:
+            return
+        await _begin(run)
+        if run.done or not run.spec.schedule.save_in_background:
+            await _settle(run)
+    except SaveFailed:
+        if run.done:
+            raise
+    await run.add_to_row({"timing_s/save_checkpoint": time.monotonic() - started})
+
+
+async def recover(run: Run) -> None:
+    """Learns what became of a checkpoint that was being written when the loop was broken off. Raises TrainerLost."""
+    try:
+        await _finish(run)
+    except SaveFailed as error:
+        log.warning("a checkpoint was lost", job=run.job.id, error=str(error))
     await run.refresh()
+
+
+async def _begin(run: Run) -> None:
+    """The cut is noted first: whoever comes after a crash asks the trainer about it. Raises TrainerLost, SaveFailed."""
+    folder = str(Path(run.spec.output) / "checkpoints" / f"step-{run.job.step}")
+    cut = await _cut(run, folder)
+    await run.records.set_note(NOTE, cut)
+    request = trainer_pb2.SaveRequest(job_id=run.job.id, path=folder, huggingface=run.done)
+    try:
+        async with run.parts.trainer.turn:
+            await run.parts.trainer.call("Save", request)
+    except InvalidState as error:
+        raise await _failed(run, cut, str(error)) from error
+    run.saving = asyncio.create_task(_finish(run))
+
+
+async def _settle(run: Run) -> None:
+    """Waits until the save in progress has ended. Raises TrainerLost, SaveFailed."""
+    task, run.saving = run.saving, None
+    seconds = None if task is None else await task
+    await run.refresh()
+    if seconds is not None:
+        await run.add_to_row({BACKGROUND: seconds})
+
+
+async def _finish(run: Run) -> float | None:
+    """Waits until the checkpoint that was begun, if any, is on the disk; then it is the job's newest. Answers the
+    seconds that it took, if the trainer that began it is still there.
+
+    Raises SaveFailed; TrainerLost, with the checkpoint as open as before.
+    """
+    cut = await run.records.note(NOTE)
+    if cut is None:
+        return None
+    saved: trainer_pb2.FinishSaveResponse | None = None
+    try:
+        request = trainer_pb2.FinishSaveRequest(job_id=run.job.id, path=cut["path"])
+        saved = await run.parts.trainer.call("FinishSave", request)
+    except NotFound as error:
+        # Another trainer began it. A checkpoint gets its name when it is whole.
+        if not await asyncio.to_thread(Path(cut["path"]).is_dir):
+            raise await _failed(run, cut, "the trainer was lost while it wrote it.") from error
+    except InvalidState as error:
+        raise await _failed(run, cut, str(error)) from error
+    await run.records.add_checkpoint(cut["step"], cut)
+    await run.records.set_note(NOTE, None)
     await _prune(run)
-    seconds = time.monotonic() - started
-    await run.add_to_row({"timing_s/save_checkpoint": seconds})
-    message = f"checkpoint of step {step} in {folder}: {saved.bytes / 1e6:.1f} MB in {seconds:.1f} s"
-    await run.tell("checkpoint.saved", message, step=step, path=str(folder), bytes=saved.bytes, seconds=seconds)
+    message, data = f"checkpoint of step {cut['step']} in {cut['path']}", {"step": cut["step"], "path": cut["path"]}
+    if saved is None:
+        await run.tell("checkpoint.saved", f"{message}, written before the trainer was lost", **data)
+        return None
+    message = f"{message}: {saved.bytes / 1e6:.1f} MB in {saved.seconds:.1f} s"
+    await run.tell("checkpoint.saved", message, **data, bytes=saved.bytes, seconds=saved.seconds)
+    return saved.seconds
+
+
+async def _failed(run: Run, cut: dict[str, Any], why: str) -> SaveFailed:
+    await run.records.set_note(NOTE, None)
+    message = f"the checkpoint of step {cut['step']} was not saved: {why}"
+    await run.tell("checkpoint.failed", message, step=cut["step"], path=cut["path"])
+    return SaveFailed(message)
 
 
 async def _cut(run: Run, folder: str) -> dict[str, Any]:

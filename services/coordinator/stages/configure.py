@@ -10,6 +10,7 @@ from millrace.wire.v1 import trainer_pb2
 from services.coordinator.bell import waited
 from services.coordinator.run import LOOK_EVERY_S, Run
 from services.coordinator.spans import traced
+from services.coordinator.stages.checkpoint import recover
 
 
 @traced
@@ -19,6 +20,7 @@ async def configure(run: Run) -> None:
     run.parts.fleet.deadlines.update(of_job(run.spec.deadlines))
     await _check_data(run)
     await _trainer_arrived(run)
+    await recover(run)
     async with run.parts.trainer.turn:
         version = await _load(run)
         await _agree(run, version)

@@ -18,6 +18,7 @@ from millrace.errors import InvalidJob
 from millrace.spec import JobSpec
 from millrace.weights.manifest import Manifest, TensorInfo
 from millrace.weights.memory import Memory
+from services.trainer.boxes import State
 from services.trainer.microbatch import MicroBatch
 
 
@@ -60,10 +61,10 @@ class Trained(Protocol):
 
     def zero_gradients(self) -> None: ...
 
-    def state(self) -> Mapping[str, Tensor]:
-        """Model and optimizer as named tensors, sharded as they lie: to save, and for `load_state` to fill."""
+    def state(self) -> State:
+        """Model and optimizer as named tensors, sharded as they lie: to save."""
 
-    def prepare_state(self, updates: int) -> Mapping[str, Tensor]:
+    def prepare_state(self, updates: int) -> State:
         """As `state`, with the optimizer as it is after `updates` updates: room for a checkpoint to be read into."""
 
     @property

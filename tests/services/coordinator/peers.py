@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from millrace.errors import Fenced, InvalidState, MillraceError, NotFound
 from millrace.ids import new_member_id
@@ -146,10 +147,16 @@ class SimulatedTrainer(Member, trainer_pb2_grpc.TrainerServicer):
     name = "trainer"
     engine = "fsdp2"
 
-    def __init__(self, coordinator: str, step_s: float = 0.0) -> None:
+    def __init__(self, coordinator: str, step_s: float = 0.0, save_s: float = 0.0) -> None:
         super().__init__(coordinator)
         self.job_id = ""
         self.step_s = step_s
+        self.save_s = save_s
+        """Until a checkpoint that was begun is there."""
+        self.saved: set[str] = set()
+        self.most_at_once = 0
+        """Checkpoints that were being written."""
+        self.saving: dict[str, dict[str, Any]] = {}
         self.trained: dict[int, list[str]] = {}
         """Prompts by step, of this lineage."""
         self.every: Counter[str] = Counter()
@@ -237,8 +244,20 @@ class SimulatedTrainer(Member, trainer_pb2_grpc.TrainerServicer):
 
     async def Save(self, request, context):
         await self.faults.strike("Save", request)
-        _write(Path(request.path), {"version": self.version, "trained": self.trained})
-        return trainer_pb2.SaveResponse(version=self.version, bytes=8, seconds=0.0)
+        self.saving[request.path] = {"version": self.version, "trained": dict(self.trained)}
+        return trainer_pb2.SaveResponse(version=self.version, seconds=0.0)
+
+    async def FinishSave(self, request, context):
+        if request.path not in self.saving:
+            raise NotFound(f"no checkpoint was begun at {request.path}.")
+        state = self.saving[request.path]
+        self.most_at_once = max(self.most_at_once, len(self.saving.keys() - self.saved))
+        await self.faults.strike("FinishSave", request)
+        await asyncio.sleep(self.save_s)
+        _write(Path(request.path), state)
+        self.saved.add(request.path)
+        await self.faults.strike("SaveDone", request)
+        return trainer_pb2.FinishSaveResponse(version=state["version"], bytes=8, seconds=self.save_s)
 
     async def GetStatus(self, request, context):
         await self.faults.strike("GetStatus", request)

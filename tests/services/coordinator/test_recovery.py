@@ -42,7 +42,7 @@ async def test_the_coordinator_is_killed_again_and_again(cluster: Cluster, spec:
     await trained_once(cluster, job_id, trainer)
 
 
-@pytest.mark.parametrize("moment", ["Step", "StepDone", "TransferPublication", "FinishPublication", "Save"])
+@pytest.mark.parametrize("moment", ["Step", "StepDone", "TransferPublication", "FinishPublication", "Save", "SaveDone"])
 def test_the_coordinator_is_killed_while_the_trainer_works(
     moment: str, shared: CoordinatorProcess, spec: dict[str, Any]
 ) -> None:

@@ -38,8 +38,15 @@ class Calls:
     def step(self, step: int, groups: dict[str, common_pb2.Group], work: str, job: str = JOB) -> pb.StepResponse:
         return self.call("Step", pb.StepRequest(job_id=job, step=step, groups=refs(groups), work_address=work))
 
-    def save(self, path: str, huggingface: bool = False) -> pb.SaveResponse:
-        return self.call("Save", pb.SaveRequest(job_id=JOB, path=path, huggingface=huggingface))
+    def begin_save(self, path: str, huggingface: bool = False, job: str = JOB) -> pb.SaveResponse:
+        return self.call("Save", pb.SaveRequest(job_id=job, path=path, huggingface=huggingface))
+
+    def finish_save(self, path: str, job: str = JOB) -> pb.FinishSaveResponse:
+        return self.call("FinishSave", pb.FinishSaveRequest(job_id=job, path=path))
+
+    def save(self, path: str, huggingface: bool = False, job: str = JOB) -> pb.FinishSaveResponse:
+        self.begin_save(path, huggingface, job)
+        return self.finish_save(path, job)
 
     def load(self, path: str) -> pb.LoadResponse:
         return self.call("Load", pb.LoadRequest(job_id=JOB, path=path))

@@ -20,8 +20,15 @@ from tests.services.trainer.coordinator import ScriptedCoordinator
 class TrainerProcess:
     """`python -m services.trainer`, or torchrun with `ranks` of them."""
 
-    def __init__(self, coordinator: ScriptedCoordinator, log: Path, ranks: int = 1, **environment: str) -> None:
-        arguments = ["-m", "services.trainer", "--coordinator", coordinator.address, "--host", "127.0.0.1"]
+    def __init__(
+        self,
+        coordinator: ScriptedCoordinator,
+        log: Path,
+        ranks: int = 1,
+        module: str = "services.trainer",
+        **environment: str,
+    ) -> None:
+        arguments = ["-m", module, "--coordinator", coordinator.address, "--host", "127.0.0.1"]
         if ranks > 1:
             launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
             arguments = [*launch, *arguments]
@@ -51,7 +58,7 @@ class TrainerProcess:
 
     def ranks(self) -> list[psutil.Process]:
         """The processes of the ranks, by rank."""
-        if self.process.args[2] == "services.trainer":  # type: ignore[index]
+        if self.process.args[2] != "torch.distributed.run":  # type: ignore[index]
             return [psutil.Process(self.process.pid)]
         children = psutil.Process(self.process.pid).children()
         return sorted(children, key=lambda child: int(child.environ()["RANK"]))

@@ -1,6 +1,7 @@
 """Checkpoints: resuming is bit for bit, at any number of ranks; whole or not at all; what Hugging Face reads."""
 
-import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,22 +9,17 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from millrace.errors import InvalidState
-from millrace.ids import JobId, Version
 from services.trainer import checkpoint, huggingface
 from services.trainer.backends import Backend, build
 from services.trainer.control import ControlThread
 from tests.models import save_tiny_model
+from tests.services.trainer.checkpoints import draft, save
 from tests.services.trainer.coordinator import ScriptedCoordinator
 from tests.services.trainer.groups import job_spec, random_groups
 from tests.services.trainer.process import trainer
 from tests.services.trainer.test_step import OPTIMIZER, local_step
 
 TRAINER = {"optimizer": OPTIMIZER, "updates_per_step": 2}
-
-
-def save(path: Path, backend: Backend, version: int, huggingface_from: Path | None = None) -> None:
-    model = str(huggingface_from) if huggingface_from else None
-    checkpoint.save(str(path), backend, job_id=JobId("job-1"), version=Version(version), huggingface_from=model)
 
 
 def weights(backend: Backend) -> dict[str, torch.Tensor]:
@@ -89,14 +85,11 @@ def test_two_ranks_write_what_one_reads(
         torch.testing.assert_close(tensor, third[name], atol=2e-6, rtol=1e-5)
 
 
-def test_saved_again_it_stays_as_it_is(one_rank: torch.device, tied_model: Path, tmp_path: Path) -> None:
+def test_saved_again_it_is_replaced(one_rank: torch.device, tied_model: Path, tmp_path: Path) -> None:
     backend, target = build(job_spec(tied_model), one_rank), tmp_path / "out" / "step-1"
-    save(target, backend, 1)
-    written = {file: file.stat().st_mtime_ns for file in target.rglob("*")}
-    save(target, backend, 1)
-    assert {file: file.stat().st_mtime_ns for file in target.rglob("*")} == written
-    save(target, backend, 2)
-    assert json.loads((target / "trainer.json").read_text())["version"] == 2
+    for version in (1, 2):
+        save(target, backend, version)
+        assert checkpoint.load(str(target), backend) == version
     assert [path.name for path in target.parent.iterdir()] == ["step-1"]
 
 
@@ -105,17 +98,32 @@ def test_a_crash_leaves_the_previous_one_whole(
 ) -> None:
     backend, target = build(job_spec(tied_model), one_rank), tmp_path / "latest"
     save(target, backend, 1)
-
-    def crash(*arguments: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as broken, pytest.raises(KeyboardInterrupt):
-        broken.setattr(checkpoint, "_put_in_place", crash)
-        save(target, backend, 2)
+    draft(target, backend, 2)
+    begun = draft(target, backend, 3)
+    begun.write()
     assert checkpoint.load(str(target), backend) == 1
-    save(target, backend, 2)
-    assert checkpoint.load(str(target), backend) == 2
+    with monkeypatch.context() as broken, pytest.raises(KeyboardInterrupt):
+        broken.setattr(os, "rename", interrupted(os.rename))
+        begun.commit()
+    assert not target.exists()
+    assert checkpoint.load(str(target), backend) == 1
+    save(target, backend, 4)
+    assert checkpoint.load(str(target), backend) == 4
     assert [path.name for path in tmp_path.iterdir()] == ["latest"]
+
+
+def interrupted(rename: Callable[..., None]) -> Callable[..., None]:
+    """Does the first, and the process is interrupted at the second."""
+    calls = 0
+
+    def once(*paths: Path) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise KeyboardInterrupt
+        rename(*paths)
+
+    return once
 
 
 def test_refuses_what_is_no_checkpoint_of_this_job(one_rank: torch.device, tied_model: Path, tmp_path: Path) -> None:
@@ -127,7 +135,7 @@ def test_refuses_what_is_no_checkpoint_of_this_job(one_rank: torch.device, tied_
     with pytest.raises(InvalidState, match="of another model"):
         checkpoint.load(str(tmp_path / "of-another"), backend)
     save(tmp_path / "damaged", backend, 1)
-    for file in (tmp_path / "damaged" / "state").glob("*.distcp"):
+    for file in (tmp_path / "damaged" / "state").glob("*.safetensors"):
         file.write_bytes(file.read_bytes()[:1000])
     with pytest.raises(InvalidState, match="damaged"):
         checkpoint.load(str(tmp_path / "damaged"), backend)

@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForTokenClassification
 
 from millrace.errors import InvalidJob, InvalidState, NonFinite
-from millrace.ids import JobId, Version
 from services.trainer import checkpoint
 from services.trainer.backends import Backend, build, models
 from services.trainer.control import ControlThread
@@ -21,6 +20,7 @@ from services.trainer.microbatch import MicroBatch
 from services.trainer.schedule import critic_learning_rate, learning_rate
 from tests.models import byte_tokenizer, save_tiny_model
 from tests.services.trainer.backends.fsdp2.test_backend import moe_model, samples
+from tests.services.trainer.checkpoints import save
 from tests.services.trainer.coordinator import ScriptedCoordinator
 from tests.services.trainer.groups import job_spec, random_groups
 from tests.services.trainer.plain_ppo import PlainPpo
@@ -132,7 +132,7 @@ def test_resuming_is_bit_for_bit(
     spec = job_spec(tied_model, algorithm=algorithm())
     backend, step = local_step(spec, one_rank, control, served)
     step(1, random_groups(4, 4))
-    checkpoint.save(str(tmp_path / "one"), backend, job_id=JobId("j"), version=Version(1), huggingface_from=None)
+    save(tmp_path / "one", backend, 1)
     step(2, random_groups(4, 4, seed=2))
     again, resumed = local_step(spec, one_rank, control, served)
     assert checkpoint.load(str(tmp_path / "one"), again) == 1
@@ -141,7 +141,7 @@ def test_resuming_is_bit_for_bit(
     for name, tensor in whole(again).items():
         assert torch.equal(tensor, expected[name]), name
     without = build(job_spec(tied_model), one_rank)
-    checkpoint.save(str(tmp_path / "none"), without, job_id=JobId("j"), version=Version(1), huggingface_from=None)
+    save(tmp_path / "none", without, 1)
     with pytest.raises(InvalidState, match="is a checkpoint without critic, which this job trains"):
         checkpoint.load(str(tmp_path / "none"), again)
 
@@ -236,7 +236,7 @@ def test_what_is_saved_is_a_model_for_token_classification_and_the_start_of_anot
             if "score" in name:
                 tensor.copy_(tensor + 0.25)
     target = tmp_path / "saved"
-    checkpoint.save(str(target), backend, job_id=JobId("j"), version=Version(1), huggingface_from=str(model))
+    save(target, backend, 1, huggingface_from=model)
     drawn = samples([(5, 7), (3, 9)])
     expected = backend.critic.values([MicroBatch.pack(drawn, [0, 1])])[0].split([7, 9])
     read = AutoModelForTokenClassification.from_pretrained(target / "critic", dtype=torch.float32).eval()

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from millrace.errors import MillraceError, NonFinite, Unavailable
-from millrace.wire.v1 import trainer_pb2 as pb
 from services.trainer.control import ControlThread
 from tests.services.trainer.backends.fsdp2.test_backend import saved_tensors
 from tests.services.trainer.calls import Calls
@@ -89,7 +88,7 @@ def test_two_ranks_equal_one(
         for metric in EXACT:
             if metric in alone:
                 assert together[metric] == pytest.approx(alone[metric], rel=2e-6, abs=2e-7), (number, metric)
-    two_ranks.calls.call("Save", pb.SaveRequest(job_id=job, path=str(tmp_path / "saved"), huggingface=True))
+    two_ranks.calls.save(str(tmp_path / "saved"), huggingface=True, job=job)
     saved = saved_tensors(tmp_path / "saved" / "huggingface")
     for info, tensor in backend.export("float32"):
         assert tensor is not None
@@ -135,7 +134,7 @@ def test_published_by_two_ranks_bit_for_bit(
     assert list(sent.checksums.values) == receiver.checksums() and sent.report.gather_s > 0
     two_ranks.calls.finish(ref)
     receiver.close()
-    two_ranks.calls.call("Save", pb.SaveRequest(job_id=job, path=str(tmp_path / "saved"), huggingface=True))
+    two_ranks.calls.save(str(tmp_path / "saved"), huggingface=True, job=job)
     saved = saved_tensors(tmp_path / "saved" / "huggingface")
     assert saved.keys() == received.keys()
     for name, tensor in received.items():

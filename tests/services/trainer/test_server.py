@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from millrace.errors import Fenced, InvalidJob, InvalidState, NonFinite, PublicationFailed, Unavailable
+from millrace.errors import Fenced, InvalidJob, InvalidState, NonFinite, NotFound, PublicationFailed, Unavailable
 from millrace.wire.server import Server
 from millrace.wire.v1 import trainer_pb2 as pb
 from millrace.wire.v1.trainer_pb2_grpc import add_TrainerServicer_to_server
@@ -33,6 +33,8 @@ class Ranks:
         self.gate.set()
         self.error: Exception | None = None
         self.aborted = threading.Event()
+        self.outcome: Future[pb.FinishSaveResponse] = Future()
+        """Of a save, which goes on when the call is answered."""
 
     def call(self, request: Any, reply: Any, deadline_s: float) -> Any:
         self.requests.append(request)
@@ -49,6 +51,8 @@ class Ranks:
             return pb.StepResponse(version=request.step, metrics={"calls": len(self.requests)})
         if isinstance(request, pb.LoadRequest):
             return pb.LoadResponse(version=3)
+        if isinstance(request, pb.SaveRequest):
+            self.outcome = Future()
         return reply
 
     def count(self, kind: type[Any]) -> int:
@@ -80,7 +84,7 @@ class Running:
 
     async def _start(self) -> int:
         self.trainer = Trainer(
-            self.ranks, self.sender, member_id="trainer-1", world_size=1, on_failed=self.failures.append
+            self.ranks, self.sender, self.ranks, member_id="trainer-1", world_size=1, on_failed=self.failures.append
         )
         services = {"millrace.v1.Trainer": lambda grpc: add_TrainerServicer_to_server(self.trainer, grpc)}
         self._server = Server(services, "127.0.0.1", 0)
@@ -133,7 +137,7 @@ def test_before_configure_nothing_else_works(idle: Running) -> None:
     assert idle.calls.status().state == pb.TRAINER_STATE_IDLE and idle.calls.status().version == -1
     for call in (
         lambda: idle.calls.step(1, GROUPS, "nowhere:1"),
-        lambda: idle.calls.save("somewhere"),
+        lambda: idle.calls.begin_save("somewhere"),
         lambda: idle.calls.load("somewhere"),
         lambda: idle.calls.prepare(reference(0), 1, "float32"),
         lambda: idle.calls.transfer(reference(0)),
@@ -205,14 +209,56 @@ def test_a_failed_step_leaves_the_version_and_can_be_asked_again(ready: Running)
 
 def test_busy_ranks_refuse_other_work(ready: Running) -> None:
     ready.ranks.gate.clear()
-    saving = ready.begin(ready.calls.save, "here")
+    saving = ready.begin(ready.calls.begin_save, "here")
     assert ready.calls.status().state == pb.TRAINER_STATE_SAVING
     with pytest.raises(InvalidState, match="busy with Save"):
         ready.calls.step(1, GROUPS, "nowhere:1")
-    again = ready.begin(ready.calls.save, "here")
+    again = ready.begin(ready.calls.begin_save, "here")
     ready.ranks.gate.set()
     saving.result(10), again.result(10)
     assert ready.ranks.count(pb.SaveRequest) == 1
+
+
+def test_a_checkpoint_is_there_when_finish_says_so(ready: Running) -> None:
+    with pytest.raises(NotFound, match="trainer-1 began no checkpoint at here"):
+        ready.calls.finish_save("here")
+    ready.calls.begin_save("here")
+    ready.calls.begin_save("here")
+    assert ready.ranks.count(pb.SaveRequest) == 1
+    finishing = [ready.begin(ready.calls.finish_save, "here") for _ in range(2)]
+    assert ready.calls.step(1, GROUPS, "nowhere:1").version == 1
+    following = ready.begin(ready.calls.begin_save, "there")
+    assert ready.ranks.count(pb.SaveRequest) == 1 and not any(call.done() for call in finishing)
+    ready.ranks.outcome.set_result(pb.FinishSaveResponse(version=0, bytes=7))
+    assert [call.result(10).bytes for call in finishing] == [7, 7]
+    following.result(10)
+    assert ready.ranks.count(pb.SaveRequest) == 2
+
+
+def test_a_save_that_failed_is_told_and_can_be_asked_for_again(ready: Running) -> None:
+    ready.calls.begin_save("here")
+    ready.ranks.outcome.set_exception(InvalidState("rank 1 on node-b (pid 7): No space left on device."))
+    for _ in range(2):
+        with pytest.raises(InvalidState, match="rank 1 on node-b"):
+            ready.calls.finish_save("here")
+    ready.calls.begin_save("here")
+    ready.ranks.outcome.set_result(pb.FinishSaveResponse())
+    ready.calls.finish_save("here")
+    assert ready.ranks.count(pb.SaveRequest) == 2
+
+
+@pytest.mark.parametrize("what", ["load", "configure", "drain"])
+def test_who_needs_the_ranks_otherwise_waits_for_a_save(ready: Running, what: str, tmp_path: Path) -> None:
+    ready.calls.begin_save("here")
+    calls = {
+        "load": lambda: ready.calls.load("there"),
+        "configure": lambda: ready.calls.configure(job_spec(tmp_path / "model"), job="job-2"),
+        "drain": ready.drain,
+    }
+    waiting = ready.begin(calls[what])
+    assert not waiting.done() and len(ready.ranks.requests) == 2
+    ready.ranks.outcome.set_exception(InvalidState("no space left on device."))
+    waiting.result(10)
 
 
 def test_another_job_is_refused_by_name(ready: Running) -> None:
@@ -245,7 +291,7 @@ def test_draining_finishes_the_step_and_takes_nothing_new(ready: Running) -> Non
     stepping = ready.begin(ready.calls.step, 1, GROUPS, "nowhere:1")
     draining = ready.begin(ready.drain)
     with pytest.raises(InvalidState, match="draining"):
-        ready.calls.save("here")
+        ready.calls.begin_save("here")
     assert not draining.done()
     ready.ranks.gate.set()
     draining.result(10)

@@ -1,13 +1,13 @@
 """A sharded module and its AdamW: what the policy and the critic have in common."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from millrace.spec.trainer import Optimizer
+from services.trainer.boxes import State
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -47,7 +47,7 @@ class Sharded:
     def zero_gradients(self) -> None:
         self._optimizer.zero_grad()
 
-    def state(self) -> Mapping[str, Tensor]:
+    def state(self) -> State:
         state = {f"model.{name}": tensor.detach() for name, tensor in self._trained.items()}
         for name, parameter in self._trained.items():
             for moment in MOMENTS:
@@ -55,7 +55,7 @@ class Sharded:
                     state[f"{moment}.{name}"] = self._optimizer.state[parameter][moment]
         return state
 
-    def prepare_state(self, updates: int) -> Mapping[str, Tensor]:
+    def prepare_state(self, updates: int) -> State:
         self.updates = updates
         self._optimizer.state.clear()
         for parameter in self._trained.values() if updates else ():

@@ -36,7 +36,8 @@ from services.trainer.backends.megatron.optimizer import Updater, wrap
 from services.trainer.backends.megatron.reading import read
 from services.trainer.backends.megatron.schedule import Pipeline
 from services.trainer.backends.megatron.shards import shards
-from services.trainer.backends.megatron.state import Boxes, state
+from services.trainer.backends.megatron.state import state
+from services.trainer.boxes import Boxes, State
 from services.trainer.microbatch import MicroBatch
 
 COLLECTIVE = timedelta(hours=24)
@@ -174,11 +175,11 @@ class MegatronBackend:
     def _tensors(self) -> list[dict[str, Tensor]]:
         return [{**dict(chunk.named_buffers()), **dict(chunk.named_parameters())} for chunk in self._chunks]
 
-    def state(self) -> Mapping[str, Any]:
+    def state(self) -> State:
         self._freshen()
         return self._state()
 
-    def prepare_state(self, updates: int) -> Mapping[str, Any]:
+    def prepare_state(self, updates: int) -> State:
         self._updater.make_room(updates)
         # The parameters follow the master weights, which the caller is about to write.
         self._stale = True

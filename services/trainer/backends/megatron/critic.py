@@ -17,6 +17,7 @@ from millrace.weights.manifest import TensorInfo
 from services.trainer import lockstep
 from services.trainer.backends import ValueLossFn
 from services.trainer.backends.megatron.backend import MegatronBackend, Setting
+from services.trainer.boxes import State
 from services.trainer.microbatch import MicroBatch
 from services.trainer.value_head import FIELD, config_changes, stored_head
 
@@ -77,10 +78,10 @@ class MegatronCritic:
     def zero_gradients(self) -> None:
         self._model.zero_gradients()
 
-    def state(self) -> Mapping[str, Any]:
+    def state(self) -> State:
         return self._model.state()
 
-    def prepare_state(self, updates: int) -> Mapping[str, Any]:
+    def prepare_state(self, updates: int) -> State:
         return self._model.prepare_state(updates)
 
     def export(self, dtype: str) -> Iterator[tuple[TensorInfo, Tensor | None]]:

@@ -1,77 +1,21 @@
 """Model and optimizer as tensors of the model folder, for checkpoints.
 
-Every weight, moment and buffer is told in Hugging Face coordinates: this rank has boxes of it. torch.distributed's
-checkpoints store boxes, so any topology reads what any other wrote, with no gathering and no conversion: that holds for
-tensor, pipeline and expert parallelism and for the flat shares of the distributed optimizer alike.
+Every weight, moment and buffer is told in Hugging Face coordinates: this rank has boxes of it. Checkpoints store boxes,
+so any topology reads what any other wrote, with no gathering and no conversion: that holds for tensor, pipeline and
+expert parallelism and for the flat shares of the distributed optimizer alike.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from millrace.megatron.placement import Placement, shares
 from millrace.megatron.weights import Layout
 from services.trainer.backends.megatron.masters import Owned
 from services.trainer.backends.megatron.optimizer import Updater
+from services.trainer.boxes import Boxes
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-Offset = tuple[int, ...]
-
-
-class Boxes(torch.Tensor):
-    """A tensor of which this rank has boxes, each a view of the memory it lies in: a shape without numbers, and what
-    torch.distributed.checkpoint asks of a tensor of its own kind."""
-
-    parts: dict[Offset, Tensor]
-    written: bool
-    """Whether this rank offers them to a checkpoint; a copy that another rank offers is only read."""
-
-    @staticmethod
-    def __new__(cls, shape: torch.Size, dtype: torch.dtype, *, written: bool = True) -> "Boxes":
-        self: Boxes = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
-        self.parts, self.written = {}, written
-        return self
-
-    @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise NotImplementedError(f"{function}: of this tensor there are only boxes here.")
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"Boxes({tuple(self.shape)}, {sorted(self.parts)})"
-
-    def to(self, device: str, *, copy: bool) -> "Boxes":  # type: ignore[override]
-        other = Boxes(self.shape, self.dtype, written=self.written)
-        other.parts = {offset: part.to(device, copy=copy) for offset, part in self.parts.items()}
-        return other
-
-    def copy_(self, other: "Boxes") -> "Boxes":  # type: ignore[override]
-        for offset, part in self.parts.items():
-            part.copy_(other.parts[offset])
-        return self
-
-    def __create_write_items__(self, name: str, unused: Any) -> list[WriteItem]:
-        properties = TensorProperties(dtype=self.dtype)
-        return [
-            WriteItem(
-                index=MetadataIndex(name, torch.Size(chunk.offsets)),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
-            )
-            for chunk in (self.__create_chunk_list__() if self.written else [])
-        ]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [
-            ChunkStorageMetadata(offsets=torch.Size(offset), sizes=part.shape) for offset, part in self.parts.items()
-        ]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        assert index.offset is not None
-        return self.parts[tuple(index.offset)]
 
 
 def named_tensors(chunks: Sequence[nn.Module], layout: Layout) -> Iterator[tuple[Tensor, Placement]]:
@@ -112,6 +56,6 @@ def _states(owned: Owned) -> Iterator[tuple[str, Tensor]]:
 def _add(found: dict[str, Boxes], kind: str, placement: Placement, first: int, flat: Tensor, written: bool) -> None:
     for share in shares(placement, first, first + flat.numel()):
         name = f"{kind}.{share.tensor.name}"
-        boxes = found.setdefault(name, Boxes(torch.Size(share.tensor.shape), flat.dtype, written=written))
+        boxes = found.setdefault(name, Boxes(tuple(share.tensor.shape), flat.dtype, written=written))
         view = flat.as_strided(share.extent, share.strides, flat.storage_offset() + share.start)
         boxes.parts[share.source] = view

@@ -16,13 +16,13 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from millrace.errors import NonFinite
-from millrace.ids import JobId, Version
 from millrace.spec import JobSpec, parse
 from services.trainer import checkpoint
 from services.trainer.backends import Backend, build
 from services.trainer.rollback import all_or_nothing
 from services.trainer.world import World
 from tests.services.trainer.backends.megatron import batch
+from tests.services.trainer.checkpoints import draft
 
 Case = dict[str, Any]
 """What a test asks for: `model` (a folder), `options`, and more that each function names."""
@@ -145,12 +145,15 @@ def _trained(world: World, file: Path, case: Case) -> dict[str, Any]:
             _update(backend, batches)
             _update(backend, batches)
             raise NonFinite("as if the third update had met a number that is none.")
+    begun: list[checkpoint.Draft] = []
     for step in range(case.get("steps", 2)):
         loss, norm = _update(backend, batches)
         answer["losses"].append(loss)
         answer["norms"].append(norm)
         if case.get("save_after") == step + 1:
-            _save(backend, case, Version(step + 1))
+            begun.append(draft(Path(case["save"]), backend, step + 1, Path(case["model"])))
+    for saved in begun:  # after more updates: what is written is a copy
+        checkpoint.finish(saved)
     if case.get("reference"):
         kept = backend.logprobs(batches, temperature=batch.TEMPERATURE, reference=True)
         answer["reference"] = _by_row(backend, batches, kept)
@@ -168,10 +171,6 @@ def _update(backend: Backend, batches: list[Any]) -> tuple[float, float]:
     scale = min(1.0, batch.CLIP_NORM / (norm + 1e-6))
     backend.optimizer_step(lr=batch.LEARNING_RATE, gradient_scale=scale)
     return _total(backend, sum(outputs)), norm
-
-
-def _save(backend: Backend, case: Case, version: Version) -> None:
-    checkpoint.save(case["save"], backend, job_id=JobId("job-1"), version=version, huggingface_from=case["model"])
 
 
 def _changed(backend: Backend, model: Path, dtype: str) -> list[str]:

@@ -60,8 +60,8 @@ def test_trains_as_one_rank_of_the_other_backend_and_goes_on_from_its_checkpoint
             if metric in alone:
                 assert together[metric] == pytest.approx(alone[metric], rel=5e-5, abs=2e-6), (number, metric)
         if number == 2:
-            two_ranks.calls.call("Save", pb.SaveRequest(job_id=job, path=str(tmp_path / "two")))
-    two_ranks.calls.call("Save", pb.SaveRequest(job_id=job, path=str(tmp_path / "three"), huggingface=True))
+            two_ranks.calls.save(str(tmp_path / "two"), job=job)
+    two_ranks.calls.save(str(tmp_path / "three"), huggingface=True, job=job)
     saved = load_file(tmp_path / "three" / "critic" / "model.safetensors")
     assert backend.critic is not None
     expected = {info.name: tensor for info, tensor in backend.critic.export("float32")}
@@ -84,8 +84,7 @@ def test_experts_and_a_critic_of_another_folder(two_ranks: TwoRanks, tmp_path: P
     two_ranks.calls.configure(job_spec(tmp_path / "model", algorithm=chosen, trainer=spoken), job="job-first")
     first = two_ranks.step(1, groups, "job-first")
     assert first["critic/values/mean"] == 0.0 and first["critic/grad_norm"] > 0
-    save = pb.SaveRequest(job_id="job-first", path=str(tmp_path / "saved"), huggingface=True)
-    two_ranks.calls.call("Save", save)
+    two_ranks.calls.save(str(tmp_path / "saved"), huggingface=True, job="job-first")
     second = two_ranks.step(2, groups, "job-first")
     chosen["critic"] = {"path": str(tmp_path / "saved" / "critic"), "warmup_steps": 5}
     two_ranks.calls.configure(job_spec(tmp_path / "model", algorithm=chosen, trainer=spoken), job="job-second")

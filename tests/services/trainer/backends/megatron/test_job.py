@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file
 
 from millrace.errors import InvalidJob, InvalidState, NonFinite, Unavailable
-from millrace.wire.v1 import trainer_pb2 as pb
 from services.trainer.control import ControlThread
 from tests.services.trainer.coordinator import ScriptedCoordinator, coordinator
 from tests.services.trainer.groups import job_spec, random_groups
@@ -66,7 +65,7 @@ def test_trains_as_one_rank_of_the_other_backend_and_publishes_it(
     assert list(sent.checksums.values) == receiver.checksums()
     two_ranks.calls.finish(ref)
     receiver.close()
-    two_ranks.calls.call("Save", pb.SaveRequest(job_id=job, path=str(tmp_path / "saved"), huggingface=True))
+    two_ranks.calls.save(str(tmp_path / "saved"), huggingface=True, job=job)
     saved = load_file(tmp_path / "saved" / "huggingface" / "model.safetensors")
     for info, tensor in backend.export("float32"):
         assert tensor is not None
@@ -84,7 +83,7 @@ def test_a_number_that_is_none_stops_the_step_and_nothing_is_written(
     two_ranks.step(1, random_groups(4, 4), job)
     weights = []
     for name in ("before", "after"):
-        two_ranks.calls.call("Save", pb.SaveRequest(job_id=job, path=str(tmp_path / name), huggingface=True))
+        two_ranks.calls.save(str(tmp_path / name), huggingface=True, job=job)
         weights.append(load_file(tmp_path / name / "huggingface" / "model.safetensors"))
         if name == "before":
             groups = random_groups(4, 4, seed=1)

@@ -1,0 +1,127 @@
+"""Checkpoints that the trainer writes beside its steps: the job counts one as there when it is, and not before."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from millrace.errors import InvalidState
+from millrace.rest import JobState
+from tests.services.coordinator.cluster import Cluster, scenario, until
+from tests.services.coordinator.test_recovery import trained_once
+
+FULL = InvalidState("version 2 was not saved to /out: rank 1 on node-b (pid 7): [Errno 28] No space left on device.")
+
+
+def at(spec: dict[str, Any], step: int) -> str:
+    return str(Path(spec["output"]) / "checkpoints" / f"step-{step}")
+
+
+@scenario
+async def test_steps_go_on_while_one_is_written(cluster: Cluster, spec: dict[str, Any]) -> None:
+    trainer, _ = await cluster.trainer(), await cluster.replica()
+    spec["schedule"]["save_every_steps"] = 2
+    written = asyncio.Event()
+
+    async def slow(_: object) -> None:
+        await written.wait()
+
+    trainer.faults["FinishSave"] = slow
+    job_id = await cluster.submit(spec)
+    job = await cluster.reached(job_id, 3)
+    assert job.checkpoint is None and await cluster.events(job_id, "checkpoint.saved") == []
+    await asyncio.sleep(0.3)
+    assert (await cluster.job(job_id)).step <= 4  # the save of step 4 waits
+    written.set()
+    job = await cluster.ended(job_id)
+    assert (job.state, job.checkpoint) == (JobState.SUCCEEDED, at(spec, 6))
+    saved = await cluster.events(job_id, "checkpoint.saved")
+    assert [event.data["step"] for event in saved] == [2, 4, 6] and trainer.most_at_once == 1
+    rows = {row.step: row.values for row in cluster.coordinator.client.metrics(job_id)}
+    assert all("timing_s/save_checkpoint" in rows[step] for step in (2, 4, 6))
+    assert "timing_s/save_checkpoint_background" not in rows[2] and "timing_s/save_checkpoint_background" in rows[4]
+
+
+@scenario
+async def test_a_job_may_wait_for_the_disk(cluster: Cluster, spec: dict[str, Any]) -> None:
+    await cluster.trainer(save_s=0.3), await cluster.replica()
+    spec["schedule"] |= {"save_every_steps": 2, "save_in_background": False, "steps": 4}
+    job = await cluster.ended(await cluster.submit(spec))
+    assert (job.state, job.checkpoint) == (JobState.SUCCEEDED, at(spec, 4))
+    rows = {row.step: row.values for row in cluster.coordinator.client.metrics(job.id)}
+    assert all(rows[step]["timing_s/save_checkpoint"] > 0.3 for step in (2, 4))
+
+
+@scenario
+async def test_one_that_cannot_be_written_is_told_and_the_job_goes_on(cluster: Cluster, spec: dict[str, Any]) -> None:
+    trainer, _ = await cluster.trainer(), await cluster.replica()
+    spec["schedule"]["save_every_steps"] = 1
+    trainer.faults.once("FinishSave", FULL)
+    trainer.faults.once("Save", InvalidState("the checkpoint cannot be written to /out: read-only."))
+    job = await cluster.ended(await cluster.submit(spec))
+    assert (job.state, job.checkpoint) == (JobState.SUCCEEDED, at(spec, 6))
+    failed = await cluster.events(job.id, "checkpoint.failed")
+    assert [event.data["step"] for event in failed] == [1, 2]
+    assert "read-only" in failed[0].message and "rank 1 on node-b (pid 7): [Errno 28]" in failed[1].message
+    await trained_once(cluster, job.id, trainer)
+
+
+@scenario
+async def test_a_job_whose_last_one_cannot_be_written_fails_with_the_one_before(
+    cluster: Cluster, spec: dict[str, Any]
+) -> None:
+    trainer, _ = await cluster.trainer(), await cluster.replica()
+    spec["schedule"]["save_every_steps"] = 4
+
+    async def full(request: Any) -> None:
+        if request.path.endswith("step-6"):
+            raise FULL
+
+    trainer.faults["FinishSave"] = full
+    job = await cluster.ended(await cluster.submit(spec))
+    assert (job.state, job.checkpoint) == (JobState.FAILED, at(spec, 4))
+    assert "checkpoint of step 6 was not saved" in str(job.failure) and "No space left" in str(job.failure)
+
+
+async def lost_at(moment: str, cluster: Cluster, spec: dict[str, Any]) -> list[str]:
+    """What the next trainer is configured from, after the first died at `moment` of its save of step 4."""
+    first, _ = await cluster.trainer(), await cluster.replica()
+    spec["schedule"]["save_every_steps"] = 2
+    dying: list[asyncio.Task[None]] = []
+
+    async def die(request: Any) -> None:
+        if request.path.endswith("step-4"):
+            dying.append(asyncio.create_task(first.die()))
+            await asyncio.sleep(60)
+
+    first.faults[moment] = die
+    job_id = await cluster.submit(spec)
+    await until(lambda: asyncio.sleep(0, dying), within_s=20)
+    await dying[0]
+    second = await cluster.trainer()
+    job = await cluster.ended(job_id)
+    assert (job.state, job.failure) == (JobState.SUCCEEDED, None)
+    await trained_once(cluster, job_id, second)
+    return second.configured
+
+
+@scenario
+async def test_a_trainer_that_dies_while_it_writes_leaves_the_one_before(
+    cluster: Cluster, spec: dict[str, Any]
+) -> None:
+    assert await lost_at("FinishSave", cluster, spec) == [at(spec, 2)]
+
+
+@scenario
+async def test_what_was_written_before_the_trainer_died_counts(cluster: Cluster, spec: dict[str, Any]) -> None:
+    assert await lost_at("SaveDone", cluster, spec) == [at(spec, 4)]
+
+
+@scenario
+async def test_a_cancelled_job_ends_when_its_checkpoint_is_there(cluster: Cluster, spec: dict[str, Any]) -> None:
+    await cluster.trainer(save_s=1.0), await cluster.replica()
+    spec["schedule"]["save_every_steps"] = 2
+    job_id = await cluster.submit(spec)
+    await cluster.reached(job_id, 3)
+    await asyncio.to_thread(cluster.coordinator.client.cancel, job_id)
+    job = await cluster.ended(job_id)
+    assert job.state is JobState.CANCELLED and job.checkpoint in (at(spec, 2), at(spec, 4))
