@@ -16,6 +16,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from millrace.errors import Unavailable
+from services.coordinator.store.connection import closed
 
 log = structlog.get_logger(__name__)
 START_S = 60.0
@@ -95,11 +96,14 @@ class RedisServer:
             unix_socket_path=str(self._socket), socket_timeout=STOP_S, socket_connect_timeout=2.0, retry=once
         )
         try:
-            await client.execute_command(command)
+            async with client:
+                await client.execute_command(command)
         except (RedisError, OSError):
             return False
-        finally:
-            await client.aclose()
+        except RuntimeError as error:
+            if closed(error):
+                return False
+            raise
         return True
 
     async def watch(self) -> None:

@@ -75,7 +75,9 @@ class Connection:
     async def _answer(self, ask: Callable[[], Awaitable[Any]]) -> Any:
         try:
             return await ask()
-        except LOST as error:
+        except (*LOST, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and not closed(error):
+                raise
             mend = "start it again; everything goes on from what it holds."
             raise StoreDown(f"Redis at {self.name} does not answer: {error}.", mend) from error
 
@@ -105,6 +107,12 @@ class Connection:
     async def close(self) -> None:
         await self._redis.aclose()
         await self._redis.connection_pool.disconnect()
+
+
+def closed(error: RuntimeError) -> bool:
+    """Whether it is uvloop's word for a write to a connection whose other end has gone, as between the first commands
+    of a new connection; asyncio's own loop raises ConnectionResetError."""
+    return "handler is closed" in str(error)
 
 
 def _without_password(url: str) -> str:
