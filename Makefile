@@ -7,6 +7,9 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 EXTRAS := cpu,dev
 SLOW := e2e or chaos or compose or gpu
+# Tests that run side by side.
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --durations 15 --durations-min 5
 
 # uv does not read pip's setting for a folder of wheels. Without one, torch's CPU build comes from its own index.
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
@@ -14,13 +17,16 @@ ifeq ($(strip $(UV_FIND_LINKS)),)
 export UV_TORCH_BACKEND ?= cpu
 endif
 
+# Hundreds of processes import torch: compiling its modules anew in each would take most of their time.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Nothing here looks for a display, a model hub or a place to report usage to.
 export HF_HUB_OFFLINE ?= 1
 export MPLBACKEND ?= Agg
 export TOKENIZERS_PARALLELISM ?= false
 export VLLM_NO_USAGE_STATS ?= 1
 
-.PHONY: help install demo test test-fast test-compose lint format proto bench bench-learning clean
+.PHONY: help install demo test tests test-fast test-compose lint style types format proto bench bench-learning clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -39,22 +45,32 @@ $(INSTALLED): pyproject.toml
 demo: $(INSTALLED) ## a small model learns through all three services (BACKEND=megatron, DEMO="--seed 1 --replicas 2")
 	$(BIN)/python -m demo $(if $(BACKEND),--backend $(BACKEND)) $(DEMO)
 
-test: lint $(INSTALLED) ## all that this machine can run
-	$(BIN)/python -m pytest -m "not compose" $(TESTS)
+test: style ## all that this machine can run (TESTS=tests/rl, WORKERS=2 at a time)
+	@$(MAKE) --no-print-directory --jobs 2 types tests
+
+tests: $(INSTALLED)
+	$(PYTEST) -m "not compose" $(TESTS)
+
+# One thread a process: with tiny models, threads beyond the cores only wait for each other.
+tests test-fast: export OMP_NUM_THREADS ?= 1
 
 test-fast: $(INSTALLED) ## what runs in a minute or two: no engine, no killing
-	$(BIN)/python -m pytest -m "not ($(SLOW))" $(TESTS)
+	$(PYTEST) -m "not ($(SLOW))" $(TESTS)
 
 test-compose: $(INSTALLED) ## the containers: builds them, trains, scales, kills (needs Docker)
 	$(if $(strip $(UV_FIND_LINKS)),cp -u $(UV_FIND_LINKS)/*.whl deploy/wheels/)
 	TORCH_BACKEND=$(UV_TORCH_BACKEND) $(BIN)/python -m pytest -m compose $(TESTS)
 
-lint: $(INSTALLED) ## ruff, mypy, and whether the stubs are those of proto/
+lint: style types ## ruff, mypy, and whether the stubs are those of proto/
+
+style: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 	$(BIN)/python proto/generate.py --check
 	$(BIN)/python proto/compatible.py
+
+types: $(INSTALLED)
+	$(BIN)/mypy
 
 format: $(INSTALLED) ## what ruff can mend by itself
 	$(BIN)/ruff check --fix .

@@ -34,6 +34,8 @@ class Running:
         self.guard = subprocess.Popen(
             (sys.executable, "-c", GUARDING, *argv), stderr=subprocess.PIPE, text=True, start_new_session=True
         )
+
+    def wait_until_up(self) -> None:
         eventually(lambda: {"coordinator", "trainer"} <= set(self.pids()), 60)
         eventually(lambda: len(self.services()) >= 4)  # coordinator, Redis, trainer and its child
 
@@ -47,9 +49,14 @@ class Running:
     def services(self) -> list[psutil.Process]:
         """Processes of the stack below guard and supervisor."""
         ours = {self.guard.pid, self.told().get("supervisor")}
-        redis = [p for p in psutil.process_iter(["cmdline"]) if str(self.state) in " ".join(p.info["cmdline"] or [])]
-        found = {p.pid: p for p in (*alive(self.mark), *redis) if p.pid not in ours}
+        coordinator_and_redis = [p for p in psutil.process_iter(["cmdline", "cwd"]) if self._works_in_state(p)]
+        found = {p.pid: p for p in (*alive(self.mark), *coordinator_and_redis) if p.pid not in ours}
         return [p for p in found.values() if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+    def _works_in_state(self, process: psutil.Process) -> bool:
+        """Redis calls itself by its socket, which may lie elsewhere, and works in its folder."""
+        state = str(self.state)
+        return state in " ".join(process.info["cmdline"] or []) or (process.info["cwd"] or "").startswith(state)
 
     def end(self) -> tuple[int, str]:
         """Status and console of the guard after it ended by itself."""
@@ -60,10 +67,13 @@ class Running:
 @pytest.fixture
 def stack(tmp_path: Path) -> Iterator[Running]:
     running = Running(tmp_path / "state")
-    yield running
-    if running.guard.poll() is None:
-        running.guard.terminate()
-        running.guard.communicate(timeout=60)
+    try:
+        running.wait_until_up()
+        yield running
+    finally:
+        if running.guard.poll() is None:
+            running.guard.terminate()
+            running.guard.communicate(timeout=60)
 
 
 def test_one_interrupt_takes_all_down_in_order(stack: Running) -> None:

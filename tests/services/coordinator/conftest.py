@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from millrace.client import Client
@@ -39,13 +40,16 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 class CoordinatorProcess:
     def __init__(self, folder: Path, *options: str, environment: dict[str, str] | None = None) -> None:
+        self._options = options
+        self._environment = environment or {}
+        self.process: subprocess.Popen[bytes] | None = None
+        self._settle(folder)
+
+    def _settle(self, folder: Path) -> None:
         self.folder = folder
         self.http_port, self.grpc_port = free_port(), free_port()
         self.address = f"127.0.0.1:{self.grpc_port}"
         self.client = Client(f"http://127.0.0.1:{self.http_port}", token="", patience_s=10.0)
-        self._options = options
-        self._environment = environment or {}
-        self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         command = [sys.executable, "-m", "services.coordinator", "--state-dir", str(self.folder)]
@@ -73,12 +77,38 @@ class CoordinatorProcess:
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout=20)
 
+    def end(self) -> None:
+        """Stops it, and the Redis that a killed one leaves to the next."""
+        self.client.close()
+        if self.process is not None and self.process.poll() is None:
+            self.stop()
+        for process in psutil.process_iter(["cwd"]):
+            if process.info["cwd"] == str(self.folder / "redis"):
+                process.kill()
+
+    def begin_anew(self) -> None:
+        """In a folder and at addresses of its own: it knows no job, and no channel remembers that it was away."""
+        self.end()
+        self._settle(self.folder.with_name(f"{self.folder.name}-again"))
+        self.folder.mkdir()
+        self.start()
+
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CoordinatorProcess]:
-    """One for all tests of a file."""
+def of_the_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CoordinatorProcess]:
     with running(tmp_path_factory.mktemp("coordinator")) as process:
         yield process
+
+
+@pytest.fixture
+def shared(of_the_file: CoordinatorProcess, request: pytest.FixtureRequest) -> Iterator[CoordinatorProcess]:
+    """One for all tests of a file. After a test that failed it begins anew: a job that hangs, or a coordinator that is
+    gone, fails no other test."""
+    failed = request.session.testsfailed
+    yield of_the_file
+    if request.session.testsfailed > failed:
+        print(of_the_file.log()[-10_000:])
+        of_the_file.begin_anew()
 
 
 @contextlib.contextmanager
@@ -89,9 +119,7 @@ def running(folder: Path, *options: str, environment: dict[str, str] | None = No
         process.start()
         yield process
     finally:
-        process.client.close()
-        if process.process is not None and process.process.poll() is None:
-            process.stop()
+        process.end()
 
 
 @pytest.fixture

@@ -61,6 +61,11 @@ JOBS: dict[str, dict[str, Any]] = {
 EXACT = ("actor/pg_loss", "actor/grad_norm", "actor/entropy", "actor/kl_loss", "rollout_corr/kl", "actor/ratio_p99")
 
 
+def untimed(metrics: dict[str, float]) -> set[str]:
+    """Names of metrics, without those that a part of the step has only if it took long enough."""
+    return {name for name in metrics if not name.startswith("perf/mfu/")}
+
+
 @pytest.mark.parametrize("name", JOBS)
 @pytest.mark.parametrize("samples", [4, 1])
 def test_two_ranks_equal_one(
@@ -84,7 +89,7 @@ def test_two_ranks_equal_one(
     for number in (1, 2, 3):
         groups = random_groups(prompts, samples, seed=number)
         alone, together = step(number, groups), two_ranks.step(number, groups, job)
-        assert alone.keys() == together.keys()
+        assert untimed(alone) == untimed(together)
         for metric in EXACT:
             if metric in alone:
                 assert together[metric] == pytest.approx(alone[metric], rel=2e-6, abs=2e-7), (number, metric)

@@ -1,0 +1,53 @@
+"""Which tests run side by side where `make test` has several workers: files, those that take longest first.
+
+A file stays on one worker, for its fixtures' sake.
+"""
+
+from pathlib import Path
+
+import pytest
+
+LONG = (
+    "e2e/test_elastic.py",
+    "services/trainer/backends/megatron/test_parity.py",
+    "services/rollout/test_engines.py",
+    "services/trainer/test_ranks.py",
+    "e2e/test_recovery.py",
+    "services/rollout/test_process.py",
+    "services/trainer/backends/megatron/test_job.py",
+    "services/trainer/backends/megatron/test_critic.py",
+    "e2e/test_algorithms.py",
+    "services/coordinator/test_recovery.py",
+    "services/trainer/test_send_shards.py",
+    "services/trainer/test_critic.py",
+    "services/coordinator/test_publication.py",
+    "local/test_supervisor.py",
+    "spec/test_spec.py",
+)
+"""Half a minute and more, the longest first; what comes last would keep one worker busy alone."""
+TOGETHER = {"services/trainer/backends/megatron/test_checkpoint.py": "services/trainer/backends/megatron/test_parity.py"}
+"""Files that share a session's fixture which takes long to make: file → that beside which it runs."""
+TESTS = Path(__file__).parent
+
+
+def unit(path: str) -> str:
+    """The file whose worker runs the tests of file `path`; both below tests/."""
+    return TOGETHER.get(path, path)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):
+        turn = {path: number for number, path in enumerate(LONG)}
+        items.sort(key=lambda item: turn.get(unit(item.path.relative_to(TESTS).as_posix()), len(turn)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return unit(nodeid.partition("::")[0].removeprefix("tests/"))
+
+    config.option.loadscopereorder = False  # by the number of tests, which says little about their time
+    return ByFile(config, log)
