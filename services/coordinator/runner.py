@@ -11,7 +11,7 @@ import time
 import structlog
 
 from millrace.data import Source, open_source
-from millrace.errors import MillraceError
+from millrace.errors import InvalidState, MillraceError
 from millrace.ids import JobId
 from millrace.rest import JobState
 from services.coordinator.bell import waited
@@ -59,7 +59,10 @@ class Runner:
         if not queued or self._parts.fleet.trainer is None:
             return None
         message = "starting: trainer and replicas load the model"
-        await self._parts.events.move(queued[0].id, JobState.STARTING, message)
+        try:
+            await self._parts.events.move(queued[0].id, JobState.STARTING, message)
+        except InvalidState:  # it was cancelled since
+            return None
         return await self._parts.store.jobs.get(queued[0].id)
 
     async def _carry_out(self, job: JobRecord) -> None:

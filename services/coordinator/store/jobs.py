@@ -3,6 +3,7 @@
 import hashlib
 import json
 import time
+import uuid
 from collections.abc import Mapping
 from typing import Any
 
@@ -74,7 +75,7 @@ class Jobs:
     async def _change(
         self, job_id: str, allowed: list[JobState], wanted: str, event: list[str], fields: Mapping[str, Any]
     ) -> None:
-        arguments = [len(allowed), *allowed, len(event), *event, *_flat(fields)]
+        arguments = [uuid.uuid4().hex, len(allowed), *allowed, len(event), *event, *_flat(fields)]
         answer = await self._redis.run("move_job", [key(job_id)], arguments)
         if answer is None:
             raise NotFound(f"there is no job {job_id}.", "GET /v1/jobs lists those there are.")

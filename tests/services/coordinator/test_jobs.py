@@ -1,12 +1,16 @@
 """Job states, their transitions, and the store that keeps to them."""
 
 import itertools
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from millrace.errors import InvalidState, NotFound
 from millrace.rest import JobState
-from services.coordinator.jobs import ACTIVE, ENDED, TRANSITIONS, before
+from services.coordinator.events import Events
+from services.coordinator.jobs import ACTIVE, ENDED, TRANSITIONS, JobRecord, before
+from services.coordinator.runner import Runner
 from services.coordinator.store import Store
 from tests.services.coordinator.redis import a_job, with_store
 
@@ -48,6 +52,42 @@ def test_the_store_moves_along_the_table_only(state: JobState, to: JobState, red
         assert len(await store.records(job.id).events()) == 1
 
     assert (state in before(to)) is (to in TRANSITIONS[state])
+    with_store(redis_url, scenario)
+
+
+def test_a_move_whose_answer_was_lost_is_made_once(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(store: Store) -> None:
+        job, run = a_job(), store.connection.run
+        await store.jobs.create(job)
+
+        async def run_twice(*arguments: Any) -> Any:
+            await run(*arguments)
+            return await run(*arguments)
+
+        monkeypatch.setattr(store.connection, "run", run_twice)
+        await store.jobs.move(job.id, JobState.STARTING, "because")
+        assert [event.message for event in await store.records(job.id).events()][1:] == ["because"]
+        with pytest.raises(InvalidState, match=f"{job.id} is starting"):
+            await store.jobs.move(job.id, JobState.STARTING, "another")
+
+    with_store(redis_url, scenario)
+
+
+def test_a_job_that_is_cancelled_while_it_is_taken_up_is_left_alone(redis_url: str) -> None:
+    async def scenario(store: Store) -> None:
+        job, all_jobs = a_job(), store.jobs.all
+        await store.jobs.create(job)
+
+        async def then_cancelled() -> list[JobRecord]:
+            found = await all_jobs()
+            await store.jobs.move(job.id, JobState.CANCELLED, "meanwhile")
+            return found
+
+        store.jobs.all = then_cancelled  # type: ignore[method-assign]
+        parts: Any = SimpleNamespace(store=store, events=Events(store), fleet=SimpleNamespace(trainer=object()))
+        assert await Runner(parts)._next() is None
+        assert (await store.jobs.get(job.id)).state is JobState.CANCELLED
+
     with_store(redis_url, scenario)
 
 
