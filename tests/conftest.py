@@ -25,7 +25,9 @@ LONG = (
     "spec/test_spec.py",
 )
 """Half a minute and more, the longest first; what comes last would keep one worker busy alone."""
-TOGETHER = {"services/trainer/backends/megatron/test_checkpoint.py": "services/trainer/backends/megatron/test_parity.py"}
+TOGETHER = {
+    "services/trainer/backends/megatron/test_checkpoint.py": "services/trainer/backends/megatron/test_parity.py"
+}
 """Files that share a session's fixture which takes long to make: file → that beside which it runs."""
 TESTS = Path(__file__).parent
 
