@@ -36,10 +36,11 @@ class Shards:
     def _of_rank(self, tensors: list[torch.Tensor], rank: int, ranks: int) -> Memory:
         places, buffers = [], []
         for i, tensor in enumerate(tensors):
-            rows = tensor.shape[0]
-            first, last = (0, rows) if tensor.dim() == 1 else (rank * rows // ranks, (rank + 1) * rows // ranks)
-            part = tensor[first:last].float().contiguous()
-            offset = (first, *[0] * (tensor.dim() - 1))
+            first, part = 0, tensor.float()
+            if tensor.dim() > 1:
+                first, last = (n * len(tensor) // ranks for n in (rank, rank + 1))
+                part = part[first:last].contiguous()
+            offset = (first, *[0] * (tensor.dim() - 1))[: tensor.dim()]
             places.append(Place(i, offset, tuple(part.shape), len(buffers), 0, contiguous(part.shape)))
             buffers.append(part)
         return Memory(self.manifest, Layout.of(places, self.manifest), buffers)

@@ -66,11 +66,13 @@ STALENESS = Metric(Histogram, "millrace_staleness_versions", "Staleness of train
 
 # Steps and publications (coordinator).
 STEP_S = Metric(Histogram, "millrace_step_seconds", "Seconds of a step by part.", ("job", "part"), LONG_S)
-PUBLICATIONS = Metric(Counter, "millrace_publications_total", "Publications by outcome.", ("job", "outcome"))
-PUBLICATION_S = Metric(
-    Histogram, "millrace_publication_seconds", "Seconds of a publication by phase.", ("job", "phase"), LONG_S
+PUBLICATIONS = Metric(
+    Counter, "millrace_publications_total", "Publications by sender and outcome.", ("job", "source", "outcome")
 )
-PUBLICATION_BYTES = Metric(Counter, "millrace_publication_bytes_total", "Bytes published.", ("job",))
+PUBLICATION_S = Metric(
+    Histogram, "millrace_publication_seconds", "Seconds of a publication by phase.", ("job", "source", "phase"), LONG_S
+)
+PUBLICATION_BYTES = Metric(Counter, "millrace_publication_bytes_total", "Bytes published.", ("job", "source"))
 PAUSE_S = Metric(
     Histogram, "millrace_publication_pause_seconds", "Seconds that an engine stood still.", ("job",), SHORT_S
 )

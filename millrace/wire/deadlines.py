@@ -20,6 +20,10 @@ DEADLINES_S: dict[str, float] = {
     "Rollout/VerifyPublication": 300.0,  # deadlines.publication_s
     "Rollout/CommitPublication": 60.0,
     "Rollout/AbortPublication": 10.0,
+    "Rollout/DescribeCopy": 120.0,
+    "Rollout/PrepareCopy": 60.0,
+    "Rollout/TransferCopy": 300.0,  # deadlines.publication_s
+    "Rollout/FinishCopy": 10.0,
     "Rollout/Generate": 600.0,
     "Rollout/GetStatus": 5.0,
     "Rollout/Drain": 10.0,
@@ -45,6 +49,7 @@ def of_job(deadlines: Deadlines) -> dict[str, float]:
         "Trainer/Load": deadlines.configure_s,
         "Trainer/Step": deadlines.step_s,
         "Rollout/VerifyPublication": deadlines.publication_s,
+        "Rollout/TransferCopy": deadlines.publication_s,
         "Trainer/TransferPublication": deadlines.publication_s,
         "Trainer/Save": deadlines.save_s,
         "Trainer/FinishSave": deadlines.save_s + FINISH_S,

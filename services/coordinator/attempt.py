@@ -9,14 +9,17 @@ from typing import Any, TypeVar
 import structlog
 
 from millrace.errors import MillraceError, PublicationFailed
-from millrace.wire.v1 import rollout_pb2, rollout_pb2_grpc, weights_pb2
+from millrace.wire.v1 import rollout_pb2, rollout_pb2_grpc, trainer_pb2, weights_pb2
 from services.coordinator.fleet import Fleet
 from services.coordinator.members import Member
-from services.coordinator.trainer import Trainer, TrainerLost
+from services.coordinator.senders import Sender
+from services.coordinator.trainer import TrainerLost
 
 log = structlog.get_logger(__name__)
 RECEIVER = rollout_pb2_grpc.RolloutStub
 Answer = TypeVar("Answer")
+MOMENT_S = 0.5
+"""How long members that may hang are waited for after a failure."""
 
 
 @dataclass
@@ -26,15 +29,17 @@ class Attempt:
     deadline: float
     """Of the event loop's clock."""
     fleet: Fleet
-    trainer: Trainer
+    sender: Sender
     phase: str = "prepare"
     prepared: bool = False
-    """The trainer was asked to prepare, so it has to be told the end."""
+    """The sender was asked to prepare, so it has to be told the end."""
     unanswered: set[str] = field(default_factory=set)
     phases: dict[str, float] = field(default_factory=dict)
     """Seconds."""
     cut: dict[str, str] = field(default_factory=dict)
     """Who failed after the transfer, and why."""
+    loose: set[asyncio.Task[None]] = field(default_factory=set)
+    """Calls that nobody waits for."""
 
     @property
     def left_s(self) -> float:
@@ -42,7 +47,8 @@ class Attempt:
 
     @property
     def named(self) -> dict[str, Any]:
-        return {"version": self.ref.version, "epoch": self.ref.epoch, "attempt": self.ref.attempt}
+        ref = self.ref
+        return {"version": ref.version, "epoch": ref.epoch, "attempt": ref.attempt, "source": self.sender.source}
 
     def culprits(self, error: PublicationFailed) -> list[Member]:
         """The receivers among those that the error blames."""
@@ -56,17 +62,17 @@ class Attempt:
         finally:
             self.phases[phase] = time.monotonic() - started
 
-    async def ask_trainer(self, method: str, request: Any) -> Any:
-        """A refusal of the trainer fails the publication. Raises PublicationFailed, TrainerLost."""
-        trainer = self.trainer.member.id
-        self.unanswered.add(trainer)
+    async def ask_sender(self, method: str, request: Any) -> Any:
+        """A refusal of the sender fails the publication. Raises PublicationFailed, TrainerLost."""
+        sender = self.sender.id
+        self.unanswered.add(sender)
         try:
-            answer = await self.trainer.call(method, request)
+            answer = await self.sender.ask(method, request)
         except (TrainerLost, PublicationFailed):
             raise
         except MillraceError as error:
-            raise PublicationFailed(f"{trainer} failed in {method}: {error.what}", error.mend) from error
-        self.unanswered.discard(trainer)
+            raise PublicationFailed(f"{sender} failed in {method}: {error.what}", error.mend) from error
+        self.unanswered.discard(sender)
         return answer
 
     async def ask(self, member: Member, method: str, request: Any) -> Any:
@@ -116,7 +122,7 @@ class Attempt:
         return None
 
     async def suspects(self) -> tuple[str, ...]:
-        """Receivers that cannot say how they are, or say that they failed: for a trainer that could not tell who."""
+        """Receivers that cannot say how they are, or say that they failed: for a sender that could not tell who."""
         answers = await asyncio.gather(*map(self._is_well, self.receivers))
         return tuple(m.id for m, well in zip(self.receivers, answers, strict=True) if not well)
 
@@ -128,8 +134,29 @@ class Attempt:
         return bool(status.state != rollout_pb2.ENGINE_STATE_FAILED)
 
     async def abort(self, members: Sequence[Member], reason: str) -> None:
-        """Lets `members` forget the publication. Those that cannot be told find out by its deadline."""
-        await asyncio.gather(*(self._abort(m, reason) for m in members if not m.gone.is_set()))
+        """Lets `members` forget the publication. Nobody waits long for one that does not answer: it finds out by the
+        deadline, or with the next publication."""
+        aborts = [asyncio.create_task(self._abort(m, reason)) for m in members if not m.gone.is_set()]
+        await self.briefly(aborts)
+
+    async def finish(self, failure: str) -> None:
+        """Tells the sender that it is over, if it has begun. Raises TrainerLost."""
+        if self.prepared:
+            request = trainer_pb2.FinishSendRequest(publication=self.ref, failure=failure)
+            try:
+                await self.sender.ask("FinishPublication", request)
+            except TrainerLost:
+                raise
+            except MillraceError as error:
+                log.warning("the sender could not finish", sender=self.sender.id, error=str(error), **self.named)
+
+    async def briefly(self, tasks: Sequence[asyncio.Task[None]]) -> None:
+        """Waits a moment for `tasks`; what is not done then goes on by itself."""
+        for task in tasks:
+            self.loose.add(task)
+            task.add_done_callback(self.loose.discard)
+        if tasks:
+            await asyncio.wait(tasks, timeout=MOMENT_S)
 
     async def _abort(self, member: Member, reason: str) -> None:
         request = rollout_pb2.AbortReceiveRequest(publication=self.ref, reason=reason)

@@ -10,13 +10,15 @@ import time
 import structlog
 
 from millrace.errors import MillraceError, PublicationFailed
+from millrace.ids import MemberId, Version
 from millrace.wire.v1 import rollout_pb2, rollout_pb2_grpc
 from services.coordinator.bell import waited
 from services.coordinator.events import Events
 from services.coordinator.fleet import Fleet
 from services.coordinator.jobs import JobRecord
-from services.coordinator.members import Configured, Member
+from services.coordinator.members import Configured, Member, Weights
 from services.coordinator.publication import Publisher
+from services.coordinator.sides import NoWay
 from services.coordinator.store import Store
 from services.coordinator.trainer import Trainer
 
@@ -37,9 +39,12 @@ class Joining:
         self._trainer = trainer
         self._publisher = publisher
         self._events = events
+        self._unable: dict[MemberId, Version] = {}
+        """Siblings that failed to copy, and which version."""
 
     async def run(self) -> None:
         configurations: set[asyncio.Task[None]] = set()
+        catching_up: asyncio.Task[None] | None = None
         try:
             while True:
                 ring = self._fleet.bell.next()
@@ -49,11 +54,13 @@ class Joining:
                 for member in [m for m in self._fleet.replicas if self._needs_configuration(m)]:
                     member.configuring = True
                     configurations.add(asyncio.create_task(self._configure(member)))
-                if self._without_weights():
-                    await self._catch_up()
+                if catching_up is not None and catching_up.done():
+                    catching_up = catching_up.result()
+                if catching_up is None and self._without_weights():
+                    catching_up = asyncio.create_task(self._catch_up())
                 await waited(ring, LOOK_EVERY_S)
         finally:
-            for task in configurations:
+            for task in (*configurations, *([catching_up] if catching_up else [])):
                 task.cancel()
 
     def _needs_configuration(self, member: Member) -> bool:
@@ -88,17 +95,59 @@ class Joining:
             member.configuring = False
 
     async def _catch_up(self) -> None:
-        """Publishes the current version to those without one, between the trainer's steps."""
+        """Brings the current version to those without one: from a sibling, or else from the trainer between its
+        steps."""
+        try:
+            if not await self._copied():
+                await self._published()
+        finally:
+            self._fleet.bell.ring()
+
+    async def _copied(self) -> bool:
+        """Whether those without weights are a sibling's business: they have its copy, or something came first."""
+        job, late = self.job, self._without_weights()
+        if (sibling := self._sibling(job, late)) is None:
+            return not late
+        await self._tell(late, sibling.id)
+        try:
+            await self._publisher.copy(job, sibling, late)
+        except (PublicationFailed, NoWay) as error:
+            self._unable[sibling.id] = job.version
+            log.warning("no copy from a sibling", sibling=sibling.id, error=str(error))
+            return False
+        return True
+
+    def _sibling(self, job: JobRecord, late: list[Member]) -> Member | None:
+        """Who could copy to `late`: it serves the current version in their dtype. The same engine first, then the
+        least busy."""
+        current = Weights(job.id, job.lineage, job.version)
+        wanted = {(m.configured.dtype, m.engine) for m in late if m.configured}
+        if len({dtype for dtype, _ in wanted}) != 1:
+            return None
+        able = [
+            m
+            for m in self._fleet.ready_for(job.id)
+            if m.holds(current) and self._unable.get(m.id) != job.version and _dtype(m) == _dtype(late[0])
+        ]
+        return min(able, key=lambda m: ((_dtype(m), m.engine) not in wanted, m.pulse.running), default=None)
+
+    async def _published(self) -> None:
         async with self._trainer.turn:
             job, late = self.job, self._without_weights()
             if not late or self._trainer.holds != (job.id, job.version):
                 return
-            names = ", ".join(m.id for m in late)
-            await self._events.add(job.id, "member.joining", f"{names} gets version {job.version}")
+            await self._tell(late, self._trainer.member.id)
             try:
                 await self._publisher.publish(job, late)
             except PublicationFailed as error:
                 for member in late:
                     await self._fleet.cut(member, "it could not be brought the weights")
-                log.warning("catch-up failed", members=names, error=str(error))
-            self._fleet.bell.ring()
+                log.warning("catch-up failed", members=[m.id for m in late], error=str(error))
+
+    async def _tell(self, late: list[Member], sender: str) -> None:
+        message = f"{', '.join(m.id for m in late)} gets version {self.job.version} from {sender}"
+        await self._events.add(self.job.id, "member.joining", message, members=[m.id for m in late], sender=sender)
+
+
+def _dtype(member: Member) -> str:
+    return member.configured.dtype if member.configured else ""

@@ -47,11 +47,14 @@ class Measures:
         for part, seconds in parts.items():
             names.STEP_S.on(self.registry).labels(job=job_id, part=part).observe(seconds)
 
-    def published(self, job_id: JobId, outcome: str, phases: dict[str, float], sent: int, pauses: list[float]) -> None:
-        names.PUBLICATIONS.on(self.registry).labels(job=job_id, outcome=outcome).inc()
-        names.PUBLICATION_BYTES.on(self.registry).labels(job=job_id).inc(sent)
+    def published(
+        self, job_id: JobId, source: str, outcome: str, phases: dict[str, float], sent: int, pauses: list[float]
+    ) -> None:
+        """`source`: trainer or sibling."""
+        names.PUBLICATIONS.on(self.registry).labels(job=job_id, source=source, outcome=outcome).inc()
+        names.PUBLICATION_BYTES.on(self.registry).labels(job=job_id, source=source).inc(sent)
         for phase, seconds in phases.items():
-            names.PUBLICATION_S.on(self.registry).labels(job=job_id, phase=phase).observe(seconds)
+            names.PUBLICATION_S.on(self.registry).labels(job=job_id, source=source, phase=phase).observe(seconds)
         for pause_s in pauses:
             names.PAUSE_S.on(self.registry).labels(job=job_id).observe(pause_s)
 

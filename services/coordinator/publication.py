@@ -1,7 +1,8 @@
-"""One weight sync: PREPARE, TRANSFER, VERIFY, COMMIT over the trainer and the receiving replicas.
+"""One weight sync: PREPARE, TRANSFER, VERIFY, COMMIT over who sends, the trainer or a sibling, and the replicas that
+receive.
 
 Who fails before the weights have arrived is cut out and the survivors are tried again; who fails after that is cut out
-alone. A replica that is cut out joins again with a publication of its own.
+alone. A replica that is cut out joins again with a publication, or a copy, of its own.
 """
 
 import asyncio
@@ -11,7 +12,7 @@ from typing import Any
 
 import structlog
 
-from millrace.errors import MillraceError, PublicationFailed
+from millrace.errors import PublicationFailed
 from millrace.wire.v1 import rollout_pb2, trainer_pb2, weights_pb2
 from services.coordinator.attempt import Attempt
 from services.coordinator.events import Events
@@ -20,6 +21,7 @@ from services.coordinator.jobs import JobRecord
 from services.coordinator.measures import Measures
 from services.coordinator.members import Member, Weights
 from services.coordinator.publication_report import Report
+from services.coordinator.senders import FromSibling, FromTrainer, Sender
 from services.coordinator.sides import MODES, Sides
 from services.coordinator.store import Store
 from services.coordinator.trainer import Trainer, TrainerLost
@@ -27,6 +29,8 @@ from services.coordinator.trainer import Trainer, TrainerLost
 log = structlog.get_logger(__name__)
 BLAMELESS_FAILURES = 3
 """A publication fails for good when so many attempts failed and no replica was to blame."""
+COMMIT_S = 10.0
+"""For COMMIT, at least, where the other phases have used up the time."""
 
 
 class Publisher:
@@ -37,46 +41,86 @@ class Publisher:
         self._events = events
         self._measures = measures
         self._sides = Sides()
+        self._publishing = False
+        self._copying: asyncio.Task[Report] | None = None
+        self._loose: set[asyncio.Task[None]] = set()
+        """Calls that nobody waits for."""
 
     async def publish(self, job: JobRecord, receivers: Sequence[Member]) -> Report:
         """Brings the trainer's version to `receivers`; those that fail are cut out. Needs the trainer's turn.
 
-        Raises TrainerLost, and PublicationFailed where it fails and no replica is to blame.
+        A copy that is under way is ended first: whoever was to get it is served here, or joins again. Raises
+        TrainerLost, and PublicationFailed where it fails and no replica is to blame.
         """
+        if not receivers:
+            return Report.nobody(job.version)
+        self._publishing = True
+        try:
+            if self._copying is not None:
+                self._copying.cancel()
+                await asyncio.wait([self._copying])
+            sender = FromTrainer(self._trainer)
+            return await self._brought(job, receivers, sender, self._sides, BLAMELESS_FAILURES)
+        finally:
+            self._publishing = False
+
+    async def copy(self, job: JobRecord, sibling: Member, receivers: Sequence[Member]) -> Report | None:
+        """Brings `receivers` the version from `sibling`, which serves it; the trainer has no part in it. None where a
+        publication came first. Raises PublicationFailed where it fails and no receiver is to blame, NoWay where the
+        sibling cannot send."""
+        if self._publishing or self._copying is not None:
+            return None
+        sender = FromSibling(sibling, self._fleet)
+        copying = self._copying = asyncio.create_task(self._brought(job, receivers, sender, Sides(), 1))
+        try:
+            await asyncio.wait([copying])
+            return None if copying.cancelled() else copying.result()
+        finally:
+            copying.cancel()
+            self._copying = None
+
+    async def _brought(
+        self, job: JobRecord, receivers: Sequence[Member], sender: Sender, sides: Sides, tries: int
+    ) -> Report:
+        """`tries`: after so many failures without anybody to blame it fails for good."""
         started, failures, blameless = time.monotonic(), 0, 0
         while left := [m for m in receivers if m.ready_for(job.id)]:
-            attempt = await self._begin(job, left)
+            attempt = await self._begin(job, left, sender)
             try:
-                reports = await self._phases(job, attempt)
+                reports = await self._phases(job, attempt, sides)
             except TrainerLost as error:
                 await attempt.abort(left, error.what)
                 raise
             except PublicationFailed as error:
                 culprits = attempt.culprits(error)
+                sides.forget()
                 await self._failed(job, attempt, error, culprits)
                 failures += 1
                 blameless += not culprits
-                if blameless == BLAMELESS_FAILURES:
+                if blameless == tries:
                     raise
                 receivers = [m for m in left if m not in culprits]
+            except asyncio.CancelledError:
+                self._let_go(attempt)
+                raise
             else:
                 return await self._done(job, attempt, reports, time.monotonic() - started, failures)
         return Report.nobody(job.version)
 
-    async def _begin(self, job: JobRecord, receivers: list[Member]) -> Attempt:
+    async def _begin(self, job: JobRecord, receivers: list[Member], sender: Sender) -> Attempt:
         number = await self._store.jobs.next_attempt(job.id)
         ref = weights_pb2.PublicationRef(job_id=job.id, version=job.version, epoch=self._fleet.epoch, attempt=number)
         deadline = asyncio.get_running_loop().time() + job.spec.deadlines.publication_s
-        return Attempt(ref, receivers, deadline, self._fleet, self._trainer)
+        return Attempt(ref, receivers, deadline, self._fleet, sender, loose=self._loose)
 
-    async def _phases(self, job: JobRecord, attempt: Attempt) -> list[weights_pb2.MemberReport]:
+    async def _phases(self, job: JobRecord, attempt: Attempt, sides: Sides) -> list[weights_pb2.MemberReport]:
         """Answers the sender's report and those of the receivers that serve the version now.
 
         Raises PublicationFailed with the culprits of PREPARE and TRANSFER; later ones are cut out on the way.
         """
         try:
             async with asyncio.timeout_at(attempt.deadline):
-                await attempt.timed("prepare", self._prepare(job, attempt))
+                await attempt.timed("prepare", self._prepare(job, attempt, sides))
                 sent = await attempt.timed("transfer", self._transfer(attempt))
         except TimeoutError as error:
             late, seconds = tuple(attempt.unanswered), job.spec.deadlines.publication_s
@@ -85,9 +129,9 @@ class Publisher:
         await attempt.timed("verify", self._verify(attempt, sent))
         return [sent.report, *await attempt.timed("commit", self._commit(job, attempt))]
 
-    async def _prepare(self, job: JobRecord, attempt: Attempt) -> None:
+    async def _prepare(self, job: JobRecord, attempt: Attempt, sides: Sides) -> None:
         dtype, settings = _dtype(attempt.receivers), job.spec.publication
-        way = await self._sides.way(attempt, dtype, settings)
+        way = await sides.way(attempt, dtype, settings)
         receivers = _ranks(attempt.receivers, way.first_rank)
         request = trainer_pb2.PrepareSendRequest(
             publication=attempt.ref,
@@ -99,7 +143,7 @@ class Publisher:
             gpu=way.gpu,
         )
         attempt.prepared = True
-        prepared: trainer_pb2.PrepareSendResponse = await attempt.ask_trainer("PreparePublication", request)
+        prepared: trainer_pb2.PrepareSendResponse = await attempt.ask_sender("PreparePublication", request)
         answers = await attempt.ask_all(
             "PreparePublication",
             lambda member: rollout_pb2.PrepareReceiveRequest(
@@ -115,15 +159,15 @@ class Publisher:
             ),
         )
         if differing := tuple(i for i, answer in answers.items() if answer.plan_hash != prepared.plan_hash):
-            what = f"{', '.join(differing)} worked out another plan than {self._trainer.member.id}."
+            what = f"{', '.join(differing)} worked out another plan than {attempt.sender.id}."
             raise PublicationFailed(what, "run the same release of millrace everywhere.", differing)
 
     async def _transfer(self, attempt: Attempt) -> trainer_pb2.TransferSendResponse:
-        """The receivers begin to receive, then the trainer sends until the last byte is out or a receiver is lost."""
+        """The receivers begin to receive, then the sender sends until the last byte is out or a receiver is lost."""
         receive = rollout_pb2.TransferReceiveRequest(publication=attempt.ref)
         await attempt.ask_all("TransferPublication", lambda _: receive)
         send = trainer_pb2.TransferSendRequest(publication=attempt.ref)
-        sending = asyncio.create_task(attempt.ask_trainer("TransferPublication", send))
+        sending = asyncio.create_task(attempt.ask_sender("TransferPublication", send))
         losses = [asyncio.create_task(m.gone.wait(), name=m.id) for m in attempt.receivers]
         try:
             await asyncio.wait({sending, *losses}, return_when=asyncio.FIRST_COMPLETED)
@@ -144,9 +188,9 @@ class Publisher:
         await attempt.ask_rest("VerifyPublication", request, attempt.left_s)
 
     async def _commit(self, job: JobRecord, attempt: Attempt) -> list[weights_pb2.MemberReport]:
-        """Has a limit of its own: whoever verified in time may commit, however long others took."""
+        """Whoever verified in time may commit, however long others took."""
         request = rollout_pb2.CommitReceiveRequest(publication=attempt.ref)
-        limit_s = min(job.spec.deadlines.publication_s, self._fleet.deadlines["Rollout/CommitPublication"])
+        limit_s = max(attempt.left_s, min(job.spec.deadlines.publication_s, COMMIT_S))
         answers = await attempt.ask_rest("CommitPublication", request, limit_s)
         for member in attempt.receivers:
             if member.id in answers and not member.gone.is_set():
@@ -159,12 +203,14 @@ class Publisher:
         self, job: JobRecord, attempt: Attempt, error: PublicationFailed, culprits: Sequence[Member]
     ) -> None:
         """Everybody forgets the attempt; the culprits are cut out."""
-        self._sides.forget()
         message = f"publication of version {job.version} failed in {attempt.phase}: {error}"
         data: dict[str, Any] = {"phase": attempt.phase, "culprits": list(error.culprits), **attempt.named}
         await self._events.add(job.id, "publication.failed", message, **data)
-        self._measures.published(job.id, "failed", attempt.phases, 0, [])
-        await self._finish(attempt, error.what)
+        self._measures.published(job.id, attempt.sender.source, "failed", attempt.phases, 0, [])
+        if attempt.sender.source == "trainer":
+            await attempt.finish(error.what)
+        else:
+            await attempt.briefly([asyncio.create_task(attempt.finish(error.what))])
         await attempt.abort(attempt.receivers, error.what)
         for member in culprits:
             await self._fleet.cut(member, f"it failed in {attempt.phase} of version {job.version}")
@@ -179,24 +225,22 @@ class Publisher:
             await self._events.add(job.id, "publication.failed", message, **data)
             await attempt.abort([member], why)
             await self._fleet.cut(member, why)
-        await self._finish(attempt, "; ".join(f"{member} failed in {why}" for member, why in attempt.cut.items()))
-        report = Report.of(attempt.ref, reports, attempt.phases, seconds, failures)
+        await attempt.finish("; ".join(f"{member} failed in {why}" for member, why in attempt.cut.items()))
+        source = attempt.sender.source
+        report = Report.of(attempt.ref, source, reports, attempt.phases, seconds, failures)
         await self._store.records(job.id).add_publication(report.to_json())
-        self._measures.published(job.id, "done", attempt.phases, report.bytes, report.pauses)
+        self._measures.published(job.id, source, "done", attempt.phases, report.bytes, report.pauses)
         await self._events.add(job.id, "publication.done", str(report), **report.to_json())
         return report
 
-    async def _finish(self, attempt: Attempt, failure: str) -> None:
-        """Tells the trainer the end. Raises TrainerLost."""
-        if not attempt.prepared:
-            return
-        request = trainer_pb2.FinishSendRequest(publication=attempt.ref, failure=failure)
-        try:
-            await self._trainer.call("FinishPublication", request)
-        except TrainerLost:
-            raise
-        except MillraceError as error:
-            log.warning("the trainer could not finish a publication", error=str(error), **attempt.named)
+    def _let_go(self, attempt: Attempt) -> None:
+        """Something newer has ended a copy: both ends are told, and nobody waits for it."""
+        if attempt.sender.source == "sibling":
+            reason = "a publication came first"
+            for work in (attempt.finish(reason), attempt.abort(attempt.receivers, reason)):
+                task = asyncio.create_task(work)
+                self._loose.add(task)
+                task.add_done_callback(self._loose.discard)
 
 
 def _ranks(members: Sequence[Member], first: int) -> dict[str, weights_pb2.Receiver]:

@@ -27,6 +27,8 @@ class Report:
     version: Version
     epoch: int
     attempt: int
+    source: str
+    """Who sent: "trainer", or "sibling" for a copy to replicas that joined."""
     failures: int
     """Attempts before this one."""
     seconds: float
@@ -38,19 +40,20 @@ class Report:
     @classmethod
     def nobody(cls, version: Version) -> Self:
         """There was no replica to publish to."""
-        return cls(version, 0, 0, 0, 0.0, {}, ())
+        return cls(version, 0, 0, "trainer", 0, 0.0, {}, ())
 
     @classmethod
     def of(
         cls,
         ref: weights_pb2.PublicationRef,
+        source: str,
         reports: Sequence[weights_pb2.MemberReport],
         phases: Mapping[str, float],
         seconds: float,
         failures: int,
     ) -> Self:
         members = [{"member": r.member_id} | {name: getattr(r, name) for name in FIELDS} for r in reports]
-        return cls(Version(ref.version), ref.epoch, ref.attempt, failures, seconds, dict(phases), members)
+        return cls(Version(ref.version), ref.epoch, ref.attempt, source, failures, seconds, dict(phases), members)
 
     @property
     def receivers(self) -> Sequence[Mapping[str, Any]]:
@@ -80,7 +83,8 @@ class Report:
 
     def __str__(self) -> str:
         longest = max(self.pauses, default=0.0)
+        origin = f" from {self.members[0]['member']}" if self.source == "sibling" else ""
         return (
-            f"version {self.version} reached {len(self.receivers)} replica(s) in {self.seconds:.3f} s: "
+            f"version {self.version} reached {len(self.receivers)} replica(s){origin} in {self.seconds:.3f} s: "
             f"{self.bytes / 1e6:.1f} MB, longest pause {longest:.3f} s"
         )

@@ -1,8 +1,8 @@
-"""Which way a publication goes, and what everybody plans it from: the layouts of the trainer's and replicas' ranks."""
+"""Which way a publication goes, and what everybody plans it from: the layouts of the sender's and replicas' ranks."""
 
 from dataclasses import dataclass
 
-from millrace.errors import PublicationFailed
+from millrace.errors import MillraceError, PublicationFailed
 from millrace.spec.publication import Publication as Settings
 from millrace.weights import sides as wire
 from millrace.wire.v1 import rollout_pb2, trainer_pb2, weights_pb2
@@ -26,6 +26,10 @@ class Way:
     gpu: bool = False
 
 
+class NoWay(MillraceError):
+    """A replica cannot send here: the trainer has to."""
+
+
 BROADCAST = Way(weights_pb2.PATH_GATHER_BROADCAST, first_rank=1)
 
 
@@ -37,20 +41,23 @@ class Sides:
         self._wanted: dict[str, tuple[str, bytes, rollout_pb2.DescribeReceiveResponse]] = {}
 
     async def way(self, attempt: Attempt, dtype: str, settings: Settings) -> Way:
-        """Raises PublicationFailed where the job asks for a path that somebody cannot go."""
+        """Raises PublicationFailed where the job asks for a path that somebody cannot go, NoWay where only the trainer
+        can go the one that is left."""
         if settings.path == "gather_broadcast":
-            return BROADCAST
+            return _broadcast(attempt)
         sender = await self._sender(attempt, dtype)
         if settings.path == "auto" and sender.gpu:
-            return BROADCAST  # until shards have been measured over NCCL they go there only where a job says so
+            return _broadcast(
+                attempt
+            )  # until shards have been measured over NCCL they go there only where a job says so
         members = {m.id: m for m in attempt.receivers}
         self._wanted = {member: told for member, told in self._wanted.items() if member in members}
         wanted = await self._receivers(attempt, sender.manifest) if sender.layouts.of_rank else {}
-        if unable := [attempt.trainer.member.id] * (not sender.layouts.of_rank) + [
+        if unable := [attempt.sender.id] * (not sender.layouts.of_rank) + [
             member for member, told in wanted.items() if not told.layouts.of_rank or told.gpu != sender.gpu
         ]:
             if settings.path == "auto":
-                return BROADCAST
+                return _broadcast(attempt)
             what = f"{', '.join(unable)} cannot take part in a sharded publication of this job."
             raise PublicationFailed(what, 'set publication.path to "auto".', tuple(unable))
         receivers = wire.joined([wanted[m.id].layouts for m in attempt.receivers])
@@ -62,10 +69,10 @@ class Sides:
         self._sent, self._wanted = None, {}
 
     async def _sender(self, attempt: Attempt, dtype: str) -> trainer_pb2.DescribeSendResponse:
-        key = (attempt.trainer.member.id, attempt.ref.job_id, dtype)
+        key = (attempt.sender.id, attempt.ref.job_id, dtype)
         if self._sent is None or self._sent[:3] != key:
             request = trainer_pb2.DescribeSendRequest(job_id=attempt.ref.job_id, dtype=dtype)
-            self._sent = (*key, await attempt.ask_trainer("DescribeWeights", request))
+            self._sent = (*key, await attempt.ask_sender("DescribeWeights", request))
         return self._sent[3]
 
     async def _receivers(
@@ -78,3 +85,9 @@ class Sides:
         for member, told in (await attempt.ask_all("DescribeWeights", lambda _: request, new)).items():
             self._wanted[member], known[member] = (job, manifest.hash, told), told
         return known
+
+
+def _broadcast(attempt: Attempt) -> Way:
+    if attempt.sender.source == "sibling":
+        raise NoWay(f"{attempt.sender.id} cannot gather and broadcast.", "let the trainer publish.")
+    return BROADCAST

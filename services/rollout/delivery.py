@@ -1,4 +1,4 @@
-"""One publication as a receiver's ranks see it: what comes, from where, until when."""
+"""One publication as a replica's ranks see it: what comes or goes, where they meet, until when."""
 
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ class Delivery:
     world_size: int
     """Of the communicator: the sender and every worker of every receiver."""
     first_rank: int
-    """Of this replica's workers, which take the ranks from here on."""
+    """Of this replica's workers, which take the ranks from here on; 0 where they send."""
     timeout_s: float
     """For the meeting and for each operation after it."""
     sides: weights_pb2.Sides | None = None
@@ -28,6 +28,8 @@ class Delivery:
     """Names the communicator of a sharded publication, which may outlive it."""
     standing: bool = False
     """Everybody is in that communicator already."""
+    passing: bool = False
+    """Everybody leaves that communicator once the bytes are there."""
     nccl_id: bytes = b""
     mode: "weights_pb2.CommitMode" = weights_pb2.COMMIT_MODE_UNSPECIFIED
 
@@ -51,6 +53,7 @@ class Delivery:
             sides=request.sides if request.path == weights_pb2.PATH_SHARDED else None,
             channel=meeting.key,
             standing=meeting.standing,
+            passing=meeting.passing,
             nccl_id=meeting.nccl_id,
             mode=request.mode,
         )
@@ -70,6 +73,7 @@ class Delivery:
                 world_size=self.world_size,
                 key=self.channel,
                 standing=self.standing,
+                passing=self.passing,
                 nccl_id=self.nccl_id,
             ),
             sides=self.sides,

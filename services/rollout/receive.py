@@ -14,6 +14,7 @@ from millrace.weights.plan import gather_broadcast
 from millrace.weights.sharded import ShardedPlan
 from millrace.weights.sides import Planner
 from millrace.wire.v1 import rollout_pb2, weights_pb2
+from services.rollout.copies import Copies, Source
 from services.rollout.delivery import Delivery
 from services.rollout.engines.engine import Engine, Reception, Swap
 
@@ -41,6 +42,9 @@ class Receiver:
         self._on_version = on_version
         self._state = PublicationState()
         self._turn = asyncio.Lock()
+        self._held: Source | None = None
+        self.copies = Copies(engine, member_id, self._turn, self._source)
+        """Of what is served, to siblings."""
         self._delivery: Delivery | None = None
         self._plan_hash = b""
         self._planner = Planner()
@@ -63,6 +67,7 @@ class Receiver:
             if self._state.phase in UNFINISHED:
                 self._state = self._state.fail()
             delivery = Delivery.from_request(request)
+            await self.copies.give_way(publication)
             self._plan_hash = self._agreed_plan(request, delivery)
             await self._engine.prepare(delivery)
             self._state, self._delivery = state, delivery
@@ -109,7 +114,7 @@ class Receiver:
                 raise self._ours(error) from error
             finally:
                 self._state = state if whole else self._state.fail()
-                self._on_version(publication.version if whole else None)
+                self._hold(publication if whole else None)
             self._report = self._reported(swap)
             log.info("version committed", version=publication.version, pause_s=round(swap.pause_s, 4))
             return self._report
@@ -131,11 +136,23 @@ class Receiver:
         half_written = self._engine.half_written
         await self._engine.abort_receive()
         if half_written:
-            self._on_version(None)
+            self._hold(None)
+
+    def _hold(self, publication: Publication | None) -> None:
+        """What is in place from now on, if it is a whole version."""
+        self._held = None
+        if publication is not None and self._delivery is not None:
+            self._held = Source(publication, self._delivery.manifest)
+        self._on_version(publication.version if publication is not None else None)
+
+    def _source(self) -> Source | None:
+        """What is served, unless a publication is about to change it."""
+        return None if self._state.phase in UNFINISHED else self._held
 
     async def close(self) -> None:
-        """Forgets an unfinished publication."""
+        """Forgets an unfinished publication, and ends a copy."""
         self._stop_clock()
+        await self.copies.close()
         if self._state.publication is not None:
             await self.abort(self._state.publication, "the replica serves something else")
 

@@ -11,7 +11,7 @@ from millrace.errors import BadRow
 from millrace.ids import JobId
 from millrace.weights.phases import Publication
 from millrace.wire.arrays import pack_tokens
-from millrace.wire.v1 import rollout_pb2, rollout_pb2_grpc, work_pb2
+from millrace.wire.v1 import rollout_pb2, rollout_pb2_grpc, trainer_pb2, work_pb2
 from services.rollout.groups import sampling_of, trajectory
 from services.rollout.replica import Replica
 
@@ -68,6 +68,30 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         receiver = self._replica.receiver(request.publication.job_id)
         await self._whole(receiver.abort(Publication.from_proto(request.publication), request.reason))
         return rollout_pb2.AbortReceiveResponse()
+
+    async def DescribeCopy(
+        self, request: trainer_pb2.DescribeSendRequest, context: Context
+    ) -> trainer_pb2.DescribeSendResponse:
+        return await self._whole(self._replica.receiver(request.job_id).copies.describe())
+
+    async def PrepareCopy(
+        self, request: trainer_pb2.PrepareSendRequest, context: Context
+    ) -> trainer_pb2.PrepareSendResponse:
+        copies = self._replica.receiver(request.publication.job_id).copies
+        return await self._whole(copies.prepare(request))
+
+    async def TransferCopy(
+        self, request: trainer_pb2.TransferSendRequest, context: Context
+    ) -> trainer_pb2.TransferSendResponse:
+        copies = self._replica.receiver(request.publication.job_id).copies
+        return await self._whole(copies.transfer(Publication.from_proto(request.publication)))
+
+    async def FinishCopy(
+        self, request: trainer_pb2.FinishSendRequest, context: Context
+    ) -> trainer_pb2.FinishSendResponse:
+        copies = self._replica.receiver(request.publication.job_id).copies
+        await self._whole(copies.finish(Publication.from_proto(request.publication)))
+        return trainer_pb2.FinishSendResponse()
 
     async def Generate(self, request: rollout_pb2.GenerateRequest, context: Context) -> rollout_pb2.GenerateResponse:
         bench = self._replica.bench()

@@ -1,12 +1,14 @@
-"""One engine worker's part in sharded publications: what it wants, receiving it, putting it in place.
+"""One engine worker's part in sharded publications: what it wants, receiving it, putting it in place; and sending it on
+to siblings that join.
 
 The same code runs inside vLLM's worker processes and inside the `transformers` engine.
 """
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import psutil
 import torch
@@ -14,14 +16,18 @@ import torch
 from millrace.errors import PublicationFailed
 from millrace.weights import sides as wire
 from millrace.weights.boxes import Boxes
+from millrace.weights.channels.channel import Channel
 from millrace.weights.channels.meeting import Meeting
 from millrace.weights.manifest import Manifest
+from millrace.weights.memory import Memory
 from millrace.weights.party import Party
-from millrace.weights.pipeline import Receiving, Reception
+from millrace.weights.pipeline import Receiving, Reception, Sending, Times
 from millrace.weights.sharded import ShardedPlan
 from millrace.weights.watch import Load, Watched, watch
 from services.rollout.delivery import Delivery
 
+Result = TypeVar("Result")
+Sent = tuple[Mapping[int, int], Times]
 SPARE = 0.8
 """Of the free memory, how much staging may take."""
 
@@ -37,14 +43,16 @@ class Placed:
     staging_bytes: int
 
 
-class Coming:
-    """One delivery on its way, received in a thread of its own."""
+class Passage(Generic[Result]):
+    """One rank's part of a delivery, carried out in a thread of its own."""
 
-    def __init__(self, delivery: Delivery, rank: int, receiving: Receiving, party: Party) -> None:
+    def __init__(
+        self, delivery: Delivery, rank: int, work: Callable[[Channel], Result], device: torch.device, party: Party
+    ) -> None:
         self.delivery = delivery
-        self.receiving = receiving
-        self.reception: Reception | None = None
+        self.result: Result | None = None
         self.failure: str | None = None
+        self._work = work
         self._party = party
         self._meeting = Meeting(
             delivery.host,
@@ -53,7 +61,7 @@ class Coming:
             rank,
             delivery.world_size,
             delivery.nccl_id,
-            receiving.device,
+            device,
             delivery.timeout_s,
         )
         self._give_up = time.monotonic() + delivery.timeout_s
@@ -62,34 +70,58 @@ class Coming:
         party.begin()
 
     def begin(self) -> None:
-        self._thread = threading.Thread(target=self._receive, name=f"receive {self.delivery.key}", daemon=True)
+        self._thread = threading.Thread(target=self._carry_out, name=f"passage {self.delivery.key}", daemon=True)
         self._thread.start()
 
     @property
     def done(self) -> bool:
-        """Whether the last byte is here, or never will be: see `failure`."""
+        """Whether the last byte is over, or never will be: see `failure`."""
         return self._over.is_set()
 
     def wait(self) -> None:
         self._over.wait()
 
     def close(self) -> None:
-        """Ends what is under way; returns once nothing writes any more."""
+        """Ends what is under way; returns once nothing reads or writes any more."""
         if not self._over.is_set():
             self.failure = self.failure or f"publication {self.delivery.key} was aborted."
-            self._party.fail("a receiver was told to abort")
+            self._party.fail("a replica was told to abort")
             if self._thread is not None:
                 self._thread.join()
             self._over.set()
 
-    def _receive(self) -> None:
+    def _carry_out(self) -> None:
         try:
-            run = self.receiving.run
-            self.reception = self._party.run(self._meeting, self.delivery.key, self._give_up, run)
+            self.result = self._party.run(self._meeting, self.delivery.key, self._give_up, self._work)
         except PublicationFailed as error:
             self.failure = self.failure or error.what
         finally:
+            if self.delivery.passing:
+                self._party.leave()
             self._over.set()
+
+
+class Coming(Passage[Reception]):
+    def __init__(self, delivery: Delivery, rank: int, receiving: Receiving, party: Party) -> None:
+        super().__init__(delivery, rank, receiving.run, receiving.device, party)
+        self.receiving = receiving
+
+
+class Going(Passage[Sent]):
+    """Everything that takes a while is done in its thread: the engine generates meanwhile."""
+
+    def __init__(self, delivery: Delivery, rank: int, memory: Memory) -> None:
+        super().__init__(delivery, rank, self._send, memory.device, Party())
+        self.slot_bytes = 0
+        self._rank = rank
+        self._memory = memory
+
+    def _send(self, channel: Channel) -> Sent:
+        assert self.delivery.sides is not None
+        plan = wire.Planner().plan(self.delivery.manifest, self.delivery.sides)
+        sending = Sending(plan, self._rank, self._memory)
+        self.slot_bytes = sending.slot_bytes
+        return sending.run(channel)
 
 
 class Shards:
@@ -104,6 +136,8 @@ class Shards:
         self._planner = wire.Planner()
         self._watched: tuple[bytes, Watched] | None = None
         self._receiving: tuple[bytes, bool, Receiving] | None = None
+        self._placed = ""
+        """The publication that the layout's buffers hold whole."""
 
     def boxes(self, manifest: Manifest) -> Boxes:
         """What this worker wants of it."""
@@ -111,7 +145,7 @@ class Shards:
 
     def _watch(self, manifest: Manifest) -> Watched:
         if self._watched is None or self._watched[0] != manifest.hash:
-            self._receiving = None
+            self._receiving, self._placed = None, ""
             self._watched = (manifest.hash, watch(self._load, manifest, self._parameters, self._padded))
         return self._watched[1]
 
@@ -149,19 +183,31 @@ class Shards:
             except RuntimeError as error:  # torch's out of memory
                 what = f"there is no memory to receive {delivery.key}: {error}"
                 raise PublicationFailed(what, 'set publication.commit to "inplace".') from error
-        return Coming(delivery, rank, self._receiving[2], self._party)
+        return Coming(delivery, rank, self._receiving[2], Party() if delivery.passing else self._party)
 
     def place(self, coming: Coming, *, staged: bool) -> Placed:
         """Puts a received version in place and compares it there. Only while generation is paused."""
-        watched = self._watch(coming.delivery.manifest)
+        watched, self._placed = self._watch(coming.delivery.manifest), ""
         apply_s, compare_s = coming.receiving.apply() if staged else (0.0, 0.0)
         began = time.perf_counter()
         if watched.whole:
             with torch.no_grad():
                 self._load(iter(watched.whole.items()))
         apply_s += time.perf_counter() - began
-        slots = coming.receiving.slot_bytes
+        slots, self._placed = coming.receiving.slot_bytes, coming.delivery.key
         return Placed(apply_s, compare_s, len(watched.whole), watched.whole_bytes, slots)
+
+    def source(self, delivery: Delivery, rank: int, served: str) -> Memory:
+        """What publication `served` put in place, to be sent. Raises PublicationFailed where that is not here as it was
+        published, and where the copy was planned for another worker than this."""
+        assert delivery.sides is not None
+        watched, senders = self._watch(delivery.manifest), wire.decode(delivery.sides.senders)
+        if watched.whole and self._placed != served:
+            names = ", ".join(list(watched.whole)[:3])
+            raise PublicationFailed(f"{names} are held only as the engine changed them.", "the trainer sends them.")
+        if not 0 <= rank < len(senders) or senders[rank].hash != watched.memory.layout.boxes.hash:
+            raise PublicationFailed(f"rank {rank} holds other boxes than the copy was planned for.")
+        return watched.memory
 
     def leave(self) -> None:
         """The communicator is closed and memory given back."""

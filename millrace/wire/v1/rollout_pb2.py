@@ -23,59 +23,60 @@ _sym_db = _symbol_database.Default()
 
 
 from millrace.wire.v1 import common_pb2 as millrace_dot_v1_dot_common__pb2
+from millrace.wire.v1 import trainer_pb2 as millrace_dot_v1_dot_trainer__pb2
 from millrace.wire.v1 import weights_pb2 as millrace_dot_v1_dot_weights__pb2
 from millrace.wire.v1 import work_pb2 as millrace_dot_v1_dot_work__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19millrace/v1/rollout.proto\x12\x0bmillrace.v1\x1a\x18millrace/v1/common.proto\x1a\x19millrace/v1/weights.proto\x1a\x16millrace/v1/work.proto\"F\n\x17\x43onfigureRolloutRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04spec\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\"N\n\x18\x43onfigureRolloutResponse\x12\x12\n\nworld_size\x18\x01 \x01(\r\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\"Q\n\x16\x44\x65scribeReceiveRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\'\n\x08manifest\x18\x02 \x01(\x0b\x32\x15.millrace.v1.Manifest\"M\n\x17\x44\x65scribeReceiveResponse\x12%\n\x07layouts\x18\x01 \x01(\x0b\x32\x14.millrace.v1.Layouts\x12\x0b\n\x03gpu\x18\x02 \x01(\x08\"\xda\x02\n\x15PrepareReceiveRequest\x12\x30\n\x0bpublication\x18\x01 \x01(\x0b\x32\x1b.millrace.v1.PublicationRef\x12\x1f\n\x04path\x18\x02 \x01(\x0e\x32\x11.millrace.v1.Path\x12\'\n\x08manifest\x18\x03 \x01(\x0b\x32\x15.millrace.v1.Manifest\x12+\n\nrendezvous\x18\x04 \x01(\x0b\x32\x17.millrace.v1.Rendezvous\x12\'\n\x08receiver\x18\x05 \x01(\x0b\x32\x15.millrace.v1.Receiver\x12\x11\n\tplan_hash\x18\x06 \x01(\x0c\x12\x12\n\ndeadline_s\x18\x07 \x01(\x01\x12!\n\x05sides\x18\x08 \x01(\x0b\x32\x12.millrace.v1.Sides\x12%\n\x04mode\x18\t \x01(\x0e\x32\x17.millrace.v1.CommitMode\"+\n\x16PrepareReceiveResponse\x12\x11\n\tplan_hash\x18\x01 \x01(\x0c\"J\n\x16TransferReceiveRequest\x12\x30\n\x0bpublication\x18\x01 \x01(\x0b\x32\x1b.millrace.v1.PublicationRef\"\x19\n\x17TransferReceiveResponse\"s\n\x14VerifyReceiveRequest\x12\x30\n\x0bpublication\x18\x01 \x01(\x0b\x32\x1b.millrace.v1.PublicationRef\x12)\n\tchecksums\x18\x02 \x01(\x0b\x32\x16.millrace.v1.Checksums\"\x17\n\x15VerifyReceiveResponse\"H\n\x14\x43ommitReceiveRequest\x12\x30\n\x0bpublication\x18\x01 \x01(\x0b\x32\x1b.millrace.v1.PublicationRef\"B\n\x15\x43ommitReceiveResponse\x12)\n\x06report\x18\x01 \x01(\x0b\x32\x19.millrace.v1.MemberReport\"W\n\x13\x41\x62ortReceiveRequest\x12\x30\n\x0bpublication\x18\x01 \x01(\x0b\x32\x1b.millrace.v1.PublicationRef\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x16\n\x14\x41\x62ortReceiveResponse\"J\n\x0fGenerateRequest\x12\x0e\n\x06prompt\x18\x01 \x01(\t\x12\'\n\x08sampling\x18\x02 \x01(\x0b\x32\x15.millrace.v1.Sampling\"X\n\x10GenerateResponse\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x0c\x12-\n\x0ctrajectories\x18\x02 \x03(\x0b\x32\x17.millrace.v1.Trajectory\"\x16\n\x14RolloutStatusRequest\"\xef\x01\n\rRolloutStatus\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12\'\n\x05state\x18\x02 \x01(\x0e\x32\x18.millrace.v1.EngineState\x12\x0e\n\x06job_id\x18\x03 \x01(\t\x12\x0f\n\x07version\x18\x04 \x01(\x03\x12\x0f\n\x07running\x18\x05 \x01(\r\x12\x0f\n\x07waiting\x18\x06 \x01(\r\x12\x0c\n\x04\x66ree\x18\x07 \x01(\r\x12\x18\n\x10generated_tokens\x18\x08 \x01(\x04\x12\x0e\n\x06\x65ngine\x18\t \x01(\t\x12\x16\n\x0e\x65ngine_release\x18\n \x01(\t\x12\x0f\n\x07\x66\x61ilure\x18\x0b \x01(\t\"\x15\n\x13\x44rainRolloutRequest\"\x16\n\x14\x44rainRolloutResponse*\xcd\x01\n\x0b\x45ngineState\x12\x1c\n\x18\x45NGINE_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x45NGINE_STATE_IDLE\x10\x01\x12\x19\n\x15\x45NGINE_STATE_STARTING\x10\x02\x12 \n\x1c\x45NGINE_STATE_WITHOUT_WEIGHTS\x10\x03\x12\x18\n\x14\x45NGINE_STATE_SERVING\x10\x04\x12\x19\n\x15\x45NGINE_STATE_DRAINING\x10\x05\x12\x17\n\x13\x45NGINE_STATE_FAILED\x10\x06\x32\xf6\x06\n\x07Rollout\x12X\n\tConfigure\x12$.millrace.v1.ConfigureRolloutRequest\x1a%.millrace.v1.ConfigureRolloutResponse\x12\\\n\x0f\x44\x65scribeWeights\x12#.millrace.v1.DescribeReceiveRequest\x1a$.millrace.v1.DescribeReceiveResponse\x12]\n\x12PreparePublication\x12\".millrace.v1.PrepareReceiveRequest\x1a#.millrace.v1.PrepareReceiveResponse\x12`\n\x13TransferPublication\x12#.millrace.v1.TransferReceiveRequest\x1a$.millrace.v1.TransferReceiveResponse\x12Z\n\x11VerifyPublication\x12!.millrace.v1.VerifyReceiveRequest\x1a\".millrace.v1.VerifyReceiveResponse\x12Z\n\x11\x43ommitPublication\x12!.millrace.v1.CommitReceiveRequest\x1a\".millrace.v1.CommitReceiveResponse\x12W\n\x10\x41\x62ortPublication\x12 .millrace.v1.AbortReceiveRequest\x1a!.millrace.v1.AbortReceiveResponse\x12G\n\x08Generate\x12\x1c.millrace.v1.GenerateRequest\x1a\x1d.millrace.v1.GenerateResponse\x12J\n\tGetStatus\x12!.millrace.v1.RolloutStatusRequest\x1a\x1a.millrace.v1.RolloutStatus\x12L\n\x05\x44rain\x12 .millrace.v1.DrainRolloutRequest\x1a!.millrace.v1.DrainRolloutResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19millrace/v1/rollout.proto\x12\x0bmillrace.v1\x1a\x18millrace/v1/common.proto\x1a\x19millrace/v1/trainer.proto\x1a\x19millrace/v1/weights.proto\x1a\x16millrace/v1/work.proto\"F\n\x17\x43onfigureRolloutRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04spec\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\"N\n\x18\x43onfigureRolloutResponse\x12\x12\n\nworld_size\x18\x01 \x01(\r\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\"Q\n\x16\x44\x65scribeReceiveRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\'\n\x08manifest\x18\x02 \x01(\x0b\x32\x15.millrace.v1.Manifest\"M\n\x17\x44\x65scribeReceiveResponse\x12%\n\x07layouts\x18\x01 \x01(\x0b\x32\x14.millrace.v1.Layouts\x12\x0b\n\x03gpu\x18\x02 \x01(\x08\"\xda\x02\n\x15PrepareReceiveRequest\x12\x30\n\x0bpublication\x18\x01 \x01(\x0b\x32\x1b.millrace.v1.PublicationRef\x12\x1f\n\x04path\x18\x02 \x01(\x0e\x32\x11.millrace.v1.Path\x12\'\n\x08manifest\x18\x03 \x01(\x0b\x32\x15.millrace.v1.Manifest\x12+\n\nrendezvous\x18\x04 \x01(\x0b\x32\x17.millrace.v1.Rendezvous\x12\'\n\x08receiver\x18\x05 \x01(\x0b\x32\x15.millrace.v1.Receiver\x12\x11\n\tplan_hash\x18\x06 \x01(\x0c\x12\x12\n\ndeadline_s\x18\x07 \x01(\x01\x12!\n\x05sides\x18\x08 \x01(\x0b\x32\x12.millrace.v1.Sides\x12%\n\x04mode\x18\t \x01(\x0e\x32\x17.millrace.v1.CommitMode\"+\n\x16PrepareReceiveResponse\x12\x11\n\tplan_hash\x18\x01 \x01(\x0c\"J\n\x16TransferReceiveRequest\x12\x30\n\x0bpublication\x18\x01 \x01(\x0b\x32\x1b.millrace.v1.PublicationRef\"\x19\n\x17TransferReceiveResponse\"s\n\x14VerifyReceiveRequest\x12\x30\n\x0bpublication\x18\x01 \x01(\x0b\x32\x1b.millrace.v1.PublicationRef\x12)\n\tchecksums\x18\x02 \x01(\x0b\x32\x16.millrace.v1.Checksums\"\x17\n\x15VerifyReceiveResponse\"H\n\x14\x43ommitReceiveRequest\x12\x30\n\x0bpublication\x18\x01 \x01(\x0b\x32\x1b.millrace.v1.PublicationRef\"B\n\x15\x43ommitReceiveResponse\x12)\n\x06report\x18\x01 \x01(\x0b\x32\x19.millrace.v1.MemberReport\"W\n\x13\x41\x62ortReceiveRequest\x12\x30\n\x0bpublication\x18\x01 \x01(\x0b\x32\x1b.millrace.v1.PublicationRef\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x16\n\x14\x41\x62ortReceiveResponse\"J\n\x0fGenerateRequest\x12\x0e\n\x06prompt\x18\x01 \x01(\t\x12\'\n\x08sampling\x18\x02 \x01(\x0b\x32\x15.millrace.v1.Sampling\"X\n\x10GenerateResponse\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x0c\x12-\n\x0ctrajectories\x18\x02 \x03(\x0b\x32\x17.millrace.v1.Trajectory\"\x16\n\x14RolloutStatusRequest\"\xef\x01\n\rRolloutStatus\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12\'\n\x05state\x18\x02 \x01(\x0e\x32\x18.millrace.v1.EngineState\x12\x0e\n\x06job_id\x18\x03 \x01(\t\x12\x0f\n\x07version\x18\x04 \x01(\x03\x12\x0f\n\x07running\x18\x05 \x01(\r\x12\x0f\n\x07waiting\x18\x06 \x01(\r\x12\x0c\n\x04\x66ree\x18\x07 \x01(\r\x12\x18\n\x10generated_tokens\x18\x08 \x01(\x04\x12\x0e\n\x06\x65ngine\x18\t \x01(\t\x12\x16\n\x0e\x65ngine_release\x18\n \x01(\t\x12\x0f\n\x07\x66\x61ilure\x18\x0b \x01(\t\"\x15\n\x13\x44rainRolloutRequest\"\x16\n\x14\x44rainRolloutResponse*\xcd\x01\n\x0b\x45ngineState\x12\x1c\n\x18\x45NGINE_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x45NGINE_STATE_IDLE\x10\x01\x12\x19\n\x15\x45NGINE_STATE_STARTING\x10\x02\x12 \n\x1c\x45NGINE_STATE_WITHOUT_WEIGHTS\x10\x03\x12\x18\n\x14\x45NGINE_STATE_SERVING\x10\x04\x12\x19\n\x15\x45NGINE_STATE_DRAINING\x10\x05\x12\x17\n\x13\x45NGINE_STATE_FAILED\x10\x06\x32\xc1\t\n\x07Rollout\x12X\n\tConfigure\x12$.millrace.v1.ConfigureRolloutRequest\x1a%.millrace.v1.ConfigureRolloutResponse\x12\\\n\x0f\x44\x65scribeWeights\x12#.millrace.v1.DescribeReceiveRequest\x1a$.millrace.v1.DescribeReceiveResponse\x12]\n\x12PreparePublication\x12\".millrace.v1.PrepareReceiveRequest\x1a#.millrace.v1.PrepareReceiveResponse\x12`\n\x13TransferPublication\x12#.millrace.v1.TransferReceiveRequest\x1a$.millrace.v1.TransferReceiveResponse\x12Z\n\x11VerifyPublication\x12!.millrace.v1.VerifyReceiveRequest\x1a\".millrace.v1.VerifyReceiveResponse\x12Z\n\x11\x43ommitPublication\x12!.millrace.v1.CommitReceiveRequest\x1a\".millrace.v1.CommitReceiveResponse\x12W\n\x10\x41\x62ortPublication\x12 .millrace.v1.AbortReceiveRequest\x1a!.millrace.v1.AbortReceiveResponse\x12S\n\x0c\x44\x65scribeCopy\x12 .millrace.v1.DescribeSendRequest\x1a!.millrace.v1.DescribeSendResponse\x12P\n\x0bPrepareCopy\x12\x1f.millrace.v1.PrepareSendRequest\x1a .millrace.v1.PrepareSendResponse\x12S\n\x0cTransferCopy\x12 .millrace.v1.TransferSendRequest\x1a!.millrace.v1.TransferSendResponse\x12M\n\nFinishCopy\x12\x1e.millrace.v1.FinishSendRequest\x1a\x1f.millrace.v1.FinishSendResponse\x12G\n\x08Generate\x12\x1c.millrace.v1.GenerateRequest\x1a\x1d.millrace.v1.GenerateResponse\x12J\n\tGetStatus\x12!.millrace.v1.RolloutStatusRequest\x1a\x1a.millrace.v1.RolloutStatus\x12L\n\x05\x44rain\x12 .millrace.v1.DrainRolloutRequest\x1a!.millrace.v1.DrainRolloutResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'millrace.v1.rollout_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ENGINESTATE']._serialized_start=1807
-  _globals['_ENGINESTATE']._serialized_end=2012
-  _globals['_CONFIGUREROLLOUTREQUEST']._serialized_start=119
-  _globals['_CONFIGUREROLLOUTREQUEST']._serialized_end=189
-  _globals['_CONFIGUREROLLOUTRESPONSE']._serialized_start=191
-  _globals['_CONFIGUREROLLOUTRESPONSE']._serialized_end=269
-  _globals['_DESCRIBERECEIVEREQUEST']._serialized_start=271
-  _globals['_DESCRIBERECEIVEREQUEST']._serialized_end=352
-  _globals['_DESCRIBERECEIVERESPONSE']._serialized_start=354
-  _globals['_DESCRIBERECEIVERESPONSE']._serialized_end=431
-  _globals['_PREPARERECEIVEREQUEST']._serialized_start=434
-  _globals['_PREPARERECEIVEREQUEST']._serialized_end=780
-  _globals['_PREPARERECEIVERESPONSE']._serialized_start=782
-  _globals['_PREPARERECEIVERESPONSE']._serialized_end=825
-  _globals['_TRANSFERRECEIVEREQUEST']._serialized_start=827
-  _globals['_TRANSFERRECEIVEREQUEST']._serialized_end=901
-  _globals['_TRANSFERRECEIVERESPONSE']._serialized_start=903
-  _globals['_TRANSFERRECEIVERESPONSE']._serialized_end=928
-  _globals['_VERIFYRECEIVEREQUEST']._serialized_start=930
-  _globals['_VERIFYRECEIVEREQUEST']._serialized_end=1045
-  _globals['_VERIFYRECEIVERESPONSE']._serialized_start=1047
-  _globals['_VERIFYRECEIVERESPONSE']._serialized_end=1070
-  _globals['_COMMITRECEIVEREQUEST']._serialized_start=1072
-  _globals['_COMMITRECEIVEREQUEST']._serialized_end=1144
-  _globals['_COMMITRECEIVERESPONSE']._serialized_start=1146
-  _globals['_COMMITRECEIVERESPONSE']._serialized_end=1212
-  _globals['_ABORTRECEIVEREQUEST']._serialized_start=1214
-  _globals['_ABORTRECEIVEREQUEST']._serialized_end=1301
-  _globals['_ABORTRECEIVERESPONSE']._serialized_start=1303
-  _globals['_ABORTRECEIVERESPONSE']._serialized_end=1325
-  _globals['_GENERATEREQUEST']._serialized_start=1327
-  _globals['_GENERATEREQUEST']._serialized_end=1401
-  _globals['_GENERATERESPONSE']._serialized_start=1403
-  _globals['_GENERATERESPONSE']._serialized_end=1491
-  _globals['_ROLLOUTSTATUSREQUEST']._serialized_start=1493
-  _globals['_ROLLOUTSTATUSREQUEST']._serialized_end=1515
-  _globals['_ROLLOUTSTATUS']._serialized_start=1518
-  _globals['_ROLLOUTSTATUS']._serialized_end=1757
-  _globals['_DRAINROLLOUTREQUEST']._serialized_start=1759
-  _globals['_DRAINROLLOUTREQUEST']._serialized_end=1780
-  _globals['_DRAINROLLOUTRESPONSE']._serialized_start=1782
-  _globals['_DRAINROLLOUTRESPONSE']._serialized_end=1804
-  _globals['_ROLLOUT']._serialized_start=2015
-  _globals['_ROLLOUT']._serialized_end=2901
+  _globals['_ENGINESTATE']._serialized_start=1834
+  _globals['_ENGINESTATE']._serialized_end=2039
+  _globals['_CONFIGUREROLLOUTREQUEST']._serialized_start=146
+  _globals['_CONFIGUREROLLOUTREQUEST']._serialized_end=216
+  _globals['_CONFIGUREROLLOUTRESPONSE']._serialized_start=218
+  _globals['_CONFIGUREROLLOUTRESPONSE']._serialized_end=296
+  _globals['_DESCRIBERECEIVEREQUEST']._serialized_start=298
+  _globals['_DESCRIBERECEIVEREQUEST']._serialized_end=379
+  _globals['_DESCRIBERECEIVERESPONSE']._serialized_start=381
+  _globals['_DESCRIBERECEIVERESPONSE']._serialized_end=458
+  _globals['_PREPARERECEIVEREQUEST']._serialized_start=461
+  _globals['_PREPARERECEIVEREQUEST']._serialized_end=807
+  _globals['_PREPARERECEIVERESPONSE']._serialized_start=809
+  _globals['_PREPARERECEIVERESPONSE']._serialized_end=852
+  _globals['_TRANSFERRECEIVEREQUEST']._serialized_start=854
+  _globals['_TRANSFERRECEIVEREQUEST']._serialized_end=928
+  _globals['_TRANSFERRECEIVERESPONSE']._serialized_start=930
+  _globals['_TRANSFERRECEIVERESPONSE']._serialized_end=955
+  _globals['_VERIFYRECEIVEREQUEST']._serialized_start=957
+  _globals['_VERIFYRECEIVEREQUEST']._serialized_end=1072
+  _globals['_VERIFYRECEIVERESPONSE']._serialized_start=1074
+  _globals['_VERIFYRECEIVERESPONSE']._serialized_end=1097
+  _globals['_COMMITRECEIVEREQUEST']._serialized_start=1099
+  _globals['_COMMITRECEIVEREQUEST']._serialized_end=1171
+  _globals['_COMMITRECEIVERESPONSE']._serialized_start=1173
+  _globals['_COMMITRECEIVERESPONSE']._serialized_end=1239
+  _globals['_ABORTRECEIVEREQUEST']._serialized_start=1241
+  _globals['_ABORTRECEIVEREQUEST']._serialized_end=1328
+  _globals['_ABORTRECEIVERESPONSE']._serialized_start=1330
+  _globals['_ABORTRECEIVERESPONSE']._serialized_end=1352
+  _globals['_GENERATEREQUEST']._serialized_start=1354
+  _globals['_GENERATEREQUEST']._serialized_end=1428
+  _globals['_GENERATERESPONSE']._serialized_start=1430
+  _globals['_GENERATERESPONSE']._serialized_end=1518
+  _globals['_ROLLOUTSTATUSREQUEST']._serialized_start=1520
+  _globals['_ROLLOUTSTATUSREQUEST']._serialized_end=1542
+  _globals['_ROLLOUTSTATUS']._serialized_start=1545
+  _globals['_ROLLOUTSTATUS']._serialized_end=1784
+  _globals['_DRAINROLLOUTREQUEST']._serialized_start=1786
+  _globals['_DRAINROLLOUTREQUEST']._serialized_end=1807
+  _globals['_DRAINROLLOUTRESPONSE']._serialized_start=1809
+  _globals['_DRAINROLLOUTRESPONSE']._serialized_end=1831
+  _globals['_ROLLOUT']._serialized_start=2042
+  _globals['_ROLLOUT']._serialized_end=3259
 # @@protoc_insertion_point(module_scope)

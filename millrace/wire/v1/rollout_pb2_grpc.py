@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from millrace.wire.v1 import rollout_pb2 as millrace_dot_v1_dot_rollout__pb2
+from millrace.wire.v1 import trainer_pb2 as millrace_dot_v1_dot_trainer__pb2
 
 GRPC_GENERATED_VERSION = '1.78.0'
 GRPC_VERSION = grpc.__version__
@@ -68,6 +69,26 @@ class RolloutStub(object):
                 '/millrace.v1.Rollout/AbortPublication',
                 request_serializer=millrace_dot_v1_dot_rollout__pb2.AbortReceiveRequest.SerializeToString,
                 response_deserializer=millrace_dot_v1_dot_rollout__pb2.AbortReceiveResponse.FromString,
+                _registered_method=True)
+        self.DescribeCopy = channel.unary_unary(
+                '/millrace.v1.Rollout/DescribeCopy',
+                request_serializer=millrace_dot_v1_dot_trainer__pb2.DescribeSendRequest.SerializeToString,
+                response_deserializer=millrace_dot_v1_dot_trainer__pb2.DescribeSendResponse.FromString,
+                _registered_method=True)
+        self.PrepareCopy = channel.unary_unary(
+                '/millrace.v1.Rollout/PrepareCopy',
+                request_serializer=millrace_dot_v1_dot_trainer__pb2.PrepareSendRequest.SerializeToString,
+                response_deserializer=millrace_dot_v1_dot_trainer__pb2.PrepareSendResponse.FromString,
+                _registered_method=True)
+        self.TransferCopy = channel.unary_unary(
+                '/millrace.v1.Rollout/TransferCopy',
+                request_serializer=millrace_dot_v1_dot_trainer__pb2.TransferSendRequest.SerializeToString,
+                response_deserializer=millrace_dot_v1_dot_trainer__pb2.TransferSendResponse.FromString,
+                _registered_method=True)
+        self.FinishCopy = channel.unary_unary(
+                '/millrace.v1.Rollout/FinishCopy',
+                request_serializer=millrace_dot_v1_dot_trainer__pb2.FinishSendRequest.SerializeToString,
+                response_deserializer=millrace_dot_v1_dot_trainer__pb2.FinishSendResponse.FromString,
                 _registered_method=True)
         self.Generate = channel.unary_unary(
                 '/millrace.v1.Rollout/Generate',
@@ -140,6 +161,38 @@ class RolloutServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DescribeCopy(self, request, context):
+        """A copy of the version that this replica serves, to siblings that join: the phases of a sender, in order and
+        idempotent as the trainer's. It generates meanwhile; a publication that is prepared here ends the copy.
+        What can be copied: the manifest of the version that is served, and which part of it each worker of the engine
+        holds. Changes nothing. FAILED_PRECONDITION (InvalidState) where none is served.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PrepareCopy(self, request, context):
+        """PREPARE: the plan, and where the communicator meets. ABORTED (Fenced) where another version is served than the
+        reference names, or a newer publication has begun.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def TransferCopy(self, request, context):
+        """TRANSFER: sends beside generation; returns when the last byte is out, with the checksums of what was sent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FinishCopy(self, request, context):
+        """After COMMIT or a failure: ends what is under way, frees buffers and the communicator.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Generate(self, request, context):
         """Generates outside any lease, for debugging and tests.
         """
@@ -197,6 +250,26 @@ def add_RolloutServicer_to_server(servicer, server):
                     servicer.AbortPublication,
                     request_deserializer=millrace_dot_v1_dot_rollout__pb2.AbortReceiveRequest.FromString,
                     response_serializer=millrace_dot_v1_dot_rollout__pb2.AbortReceiveResponse.SerializeToString,
+            ),
+            'DescribeCopy': grpc.unary_unary_rpc_method_handler(
+                    servicer.DescribeCopy,
+                    request_deserializer=millrace_dot_v1_dot_trainer__pb2.DescribeSendRequest.FromString,
+                    response_serializer=millrace_dot_v1_dot_trainer__pb2.DescribeSendResponse.SerializeToString,
+            ),
+            'PrepareCopy': grpc.unary_unary_rpc_method_handler(
+                    servicer.PrepareCopy,
+                    request_deserializer=millrace_dot_v1_dot_trainer__pb2.PrepareSendRequest.FromString,
+                    response_serializer=millrace_dot_v1_dot_trainer__pb2.PrepareSendResponse.SerializeToString,
+            ),
+            'TransferCopy': grpc.unary_unary_rpc_method_handler(
+                    servicer.TransferCopy,
+                    request_deserializer=millrace_dot_v1_dot_trainer__pb2.TransferSendRequest.FromString,
+                    response_serializer=millrace_dot_v1_dot_trainer__pb2.TransferSendResponse.SerializeToString,
+            ),
+            'FinishCopy': grpc.unary_unary_rpc_method_handler(
+                    servicer.FinishCopy,
+                    request_deserializer=millrace_dot_v1_dot_trainer__pb2.FinishSendRequest.FromString,
+                    response_serializer=millrace_dot_v1_dot_trainer__pb2.FinishSendResponse.SerializeToString,
             ),
             'Generate': grpc.unary_unary_rpc_method_handler(
                     servicer.Generate,
@@ -403,6 +476,114 @@ class Rollout(object):
             '/millrace.v1.Rollout/AbortPublication',
             millrace_dot_v1_dot_rollout__pb2.AbortReceiveRequest.SerializeToString,
             millrace_dot_v1_dot_rollout__pb2.AbortReceiveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DescribeCopy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.v1.Rollout/DescribeCopy',
+            millrace_dot_v1_dot_trainer__pb2.DescribeSendRequest.SerializeToString,
+            millrace_dot_v1_dot_trainer__pb2.DescribeSendResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PrepareCopy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.v1.Rollout/PrepareCopy',
+            millrace_dot_v1_dot_trainer__pb2.PrepareSendRequest.SerializeToString,
+            millrace_dot_v1_dot_trainer__pb2.PrepareSendResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def TransferCopy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.v1.Rollout/TransferCopy',
+            millrace_dot_v1_dot_trainer__pb2.TransferSendRequest.SerializeToString,
+            millrace_dot_v1_dot_trainer__pb2.TransferSendResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FinishCopy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.v1.Rollout/FinishCopy',
+            millrace_dot_v1_dot_trainer__pb2.FinishSendRequest.SerializeToString,
+            millrace_dot_v1_dot_trainer__pb2.FinishSendResponse.FromString,
             options,
             channel_credentials,
             insecure,

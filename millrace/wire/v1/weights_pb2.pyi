@@ -127,20 +127,22 @@ class PublicationRef(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., version: _Optional[int] = ..., epoch: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class Rendezvous(_message.Message):
-    __slots__ = ("host", "port", "world_size", "key", "nccl_id", "standing")
+    __slots__ = ("host", "port", "world_size", "key", "nccl_id", "standing", "passing")
     HOST_FIELD_NUMBER: _ClassVar[int]
     PORT_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     NCCL_ID_FIELD_NUMBER: _ClassVar[int]
     STANDING_FIELD_NUMBER: _ClassVar[int]
+    PASSING_FIELD_NUMBER: _ClassVar[int]
     host: str
     port: int
     world_size: int
     key: str
     nccl_id: bytes
     standing: bool
-    def __init__(self, host: _Optional[str] = ..., port: _Optional[int] = ..., world_size: _Optional[int] = ..., key: _Optional[str] = ..., nccl_id: _Optional[bytes] = ..., standing: bool = ...) -> None: ...
+    passing: bool
+    def __init__(self, host: _Optional[str] = ..., port: _Optional[int] = ..., world_size: _Optional[int] = ..., key: _Optional[str] = ..., nccl_id: _Optional[bytes] = ..., standing: bool = ..., passing: bool = ...) -> None: ...
 
 class Receiver(_message.Message):
     __slots__ = ("member_id", "first_rank", "world_size")

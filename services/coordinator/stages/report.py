@@ -70,11 +70,16 @@ def _seconds(rows: Sequence[StepMetrics]) -> dict[str, float]:
 
 
 def _publications(reports: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Means over publications; of a publication the slowest member."""
-    sent = [r for r in reports if len(r["members"]) > 1]
+    """Means over the trainer's publications, of each the slowest member; and how often siblings copied."""
+    copies = [r for r in reports if r.get("source") == "sibling"]
+    sent = [r for r in reports if len(r["members"]) > 1 and r not in copies]
     if not sent:
         return {"count": 0}
-    figures = {"count": float(len(sent)), "failed_attempts": float(sum(r["failures"] for r in sent))}
+    figures = {
+        "count": float(len(sent)),
+        "copies": float(len(copies)),
+        "failed_attempts": float(sum(r["failures"] for r in sent)),
+    }
     figures |= {"bytes": float(sent[-1]["members"][0]["bytes"]), "seconds": mean([r["seconds"] for r in sent])}
     for name in ("gather_s", "wire_s", "verify_s", "apply_s", "pause_s"):
         slowest = [max(float(member[name]) for member in r["members"]) for r in sent]

@@ -100,6 +100,18 @@ class Swap:
 
 
 @dataclass(frozen=True)
+class Dispatch:
+    """How the version in place went to siblings. Seconds of the slowest worker."""
+
+    contents: tuple[tuple[int, int], ...]
+    """Each content of the plan, and its checksum; all workers'."""
+    pack_s: float
+    checksum_s: float
+    slot_bytes: int
+    """Memory that it took, of the worker where it took most."""
+
+
+@dataclass(frozen=True)
 class Load:
     """Samples in the engine now."""
 
@@ -160,6 +172,17 @@ class Engine(Protocol):
 
     async def abort_receive(self) -> None:
         """Forgets what `prepare` began and frees staging memory. Idempotent."""
+
+    async def prepare_send(self, delivery: Delivery, served: str) -> bytes:
+        """Makes ready to send what publication `served` put in place, as the senders of `delivery`; answers NCCL's id
+        where the parameters lie on GPUs. Raises PublicationFailed where some of it is not here as it was published."""
+
+    async def send(self, delivery: Delivery) -> Dispatch:
+        """Sends beside generation; returns when the last byte is out. Raises PublicationFailed where that fails, and
+        where `end_send` comes first."""
+
+    async def end_send(self) -> None:
+        """Forgets what `prepare_send` began: nothing reads the parameters for it after this. Idempotent."""
 
 
 class EngineDied(MillraceError):

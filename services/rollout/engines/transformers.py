@@ -24,6 +24,7 @@ from millrace.weights.boxes import Boxes
 from millrace.weights.manifest import Manifest
 from services.rollout.delivery import Delivery, mode_of, stages
 from services.rollout.engines.engine import (
+    Dispatch,
     EngineDied,
     Load,
     Probe,
@@ -36,8 +37,9 @@ from services.rollout.engines.engine import (
 )
 
 if TYPE_CHECKING:
+    from millrace.weights.memory import Memory
     from services.rollout.engines.decoding import DecodeLoop
-    from services.rollout.shards import Coming, Shards
+    from services.rollout.shards import Coming, Going, Shards
     from services.rollout.staging import Shelf, Staging
 
 
@@ -75,6 +77,8 @@ class TransformersEngine:
         self._staging: Staging | None = None
         self._shards: Shards
         self._coming: Coming | None = None
+        self._source: Memory | None = None
+        self._going: Going | None = None
         self._staged = True
         self._paused = 0.0
         self._asked: set[asyncio.Future[Sample | None]] = set()
@@ -118,6 +122,9 @@ class TransformersEngine:
             await asyncio.wait([asyncio.wrap_future(self._decoding)])
             self._decoding = None
         await self.abort_receive()
+        await self.end_send()
+        if self._model is not None:
+            await asyncio.to_thread(self._shards.leave)
         self._thread.shutdown(wait=False)
         self._model = None
 
@@ -199,10 +206,10 @@ class TransformersEngine:
     async def received(self) -> Reception:
         if (coming := self._coming) is not None:
             await asyncio.to_thread(coming.wait)
-            if coming.failure is not None or coming.reception is None:
+            if coming.failure is not None or coming.result is None:
                 raise PublicationFailed(coming.failure or "nothing was received.")
-            times = coming.reception.times
-            return Reception((), times.wire_s, times.verify_s, tuple(coming.reception.sums.items()))
+            times = coming.result.times
+            return Reception((), times.wire_s, times.verify_s, tuple(coming.result.sums.items()))
         staging = self._prepared()
         await asyncio.to_thread(staging.wait)
         if staging.failure is not None:
@@ -263,6 +270,34 @@ class TransformersEngine:
         if self._paused:
             self._paused = 0.0
             self._decode.resume(None, recompute=True)
+
+    async def prepare_send(self, delivery: Delivery, served: str) -> bytes:
+        await self.end_send()
+        self._source = await asyncio.to_thread(self._shards.source, delivery, 0, served)
+        if self._source.device.type != "cuda":
+            return b""
+        from millrace.weights.channels.nccl import unique_id
+
+        return unique_id()
+
+    async def send(self, delivery: Delivery) -> Dispatch:
+        from services.rollout.shards import Going
+
+        source, self._source = self._source, None
+        if source is None:
+            raise PublicationFailed("the copy was ended.")
+        going = self._going = Going(delivery, 0, source)
+        going.begin()
+        await asyncio.to_thread(going.wait)
+        if going.failure is not None or going.result is None:
+            raise PublicationFailed(going.failure or "nothing was sent.")
+        sums, times = going.result
+        return Dispatch(tuple(sums.items()), times.pack_s, times.verify_s, going.slot_bytes)
+
+    async def end_send(self) -> None:
+        going, self._going, self._source = self._going, None, None
+        if going is not None:
+            await asyncio.to_thread(going.close)
 
     def _prepared(self) -> "Staging":
         if self._staging is None:

@@ -11,9 +11,10 @@ from typing import Any
 
 from millrace.errors import MillraceError, PublicationFailed
 from millrace.weights.manifest import Manifest
+from millrace.weights.memory import Memory
 from millrace.wire.v1 import weights_pb2
 from services.rollout.delivery import Delivery
-from services.rollout.shards import Coming, Shards
+from services.rollout.shards import Coming, Going, Shards
 from services.rollout.staging import Shelf, Staging
 
 Answer = dict[str, Any]
@@ -31,6 +32,8 @@ class WeightReceiver:
     _millrace_shards: Shards | None = None
     _millrace_coming: Coming | None = None
     _millrace_staged: bool = True
+    _millrace_source: Memory | None = None
+    _millrace_going: Going | None = None
 
     def millrace_prepare(self, delivery: bytes) -> Answer:
         """Makes ready for a delivery, forgetting an unfinished one."""
@@ -95,10 +98,10 @@ class WeightReceiver:
     def _millrace_received(self, coming: Coming) -> Answer:
         if coming.failure is not None:
             return {"failed": coming.failure, "mend": ""}
-        if not coming.done or coming.reception is None:
+        if not coming.done or coming.result is None:
             return {"done": False}
-        times = coming.reception.times
-        contents = list(coming.reception.sums.items())
+        times = coming.result.times
+        contents = list(coming.result.sums.items())
         return {"done": True, "contents": contents, "wire_s": times.wire_s, "checksum_s": times.verify_s}
 
     def _millrace_placed(self, coming: Coming) -> Answer:
@@ -131,6 +134,48 @@ class WeightReceiver:
         coming, self._millrace_coming = self._millrace_coming, None
         if coming is not None:
             coming.close()
+        return {}
+
+    def millrace_prepare_send(self, delivery: bytes, served: str) -> Answer:
+        """Checks that what publication `served` put in place can be sent; NCCL's id where this rank has to make one."""
+        self.millrace_end_send()
+        try:
+            self._millrace_source = self._millrace_kept_shards().source(Delivery.decode(delivery), self.rank, served)
+        except MillraceError as error:
+            return {"failed": error.what, "mend": error.mend}
+        if self.rank or self._millrace_source.device.type != "cuda":
+            return {"nccl_id": b""}
+        from millrace.weights.channels.nccl import unique_id
+
+        return {"nccl_id": unique_id()}
+
+    def millrace_send(self, delivery: bytes) -> Answer:
+        """Starts sending in a thread and returns at once: generation goes on."""
+        source, self._millrace_source = self._millrace_source, None
+        if source is None:
+            return {"failed": "the copy was ended.", "mend": ""}
+        self._millrace_going = Going(Delivery.decode(delivery), self.rank, source)
+        self._millrace_going.begin()
+        return {}
+
+    def millrace_sent(self) -> Answer:
+        """How far sending is. Never waits."""
+        if (going := self._millrace_going) is None:
+            return {"failed": "the copy was ended.", "mend": ""}
+        if going.failure is not None:
+            return {"failed": going.failure, "mend": ""}
+        if not going.done or going.result is None:
+            return {"done": False}
+        sums, times = going.result
+        contents = list(sums.items())
+        slots = going.slot_bytes
+        return {"done": True, "contents": contents, "pack_s": times.pack_s, "sum_s": times.verify_s, "slots": slots}
+
+    def millrace_end_send(self) -> Answer:
+        """Nothing reads the parameters to send them after this."""
+        going, self._millrace_going, self._millrace_source = self._millrace_going, None, None
+        if going is not None:
+            going.close()
         return {}
 
     def _millrace_check(self, manifest: Manifest) -> None:

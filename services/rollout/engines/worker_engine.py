@@ -12,7 +12,7 @@ from millrace.spec.rollout import CachePolicy
 from millrace.weights.boxes import Boxes
 from millrace.weights.manifest import Manifest
 from services.rollout.delivery import Delivery, mode_of, stages
-from services.rollout.engines.engine import Load, Reception, Swap
+from services.rollout.engines.engine import Dispatch, Load, Reception, Swap
 
 Answers = list[dict[str, Any]]
 
@@ -91,12 +91,7 @@ class WorkerEngine(ABC):
         return self._delivery is not None and self._delivery.sides is not None
 
     async def received(self) -> Reception:
-        wait_s = 0.005
-        answers = await self._ask("millrace_progress")
-        while not all(answer["done"] for answer in answers):
-            await asyncio.sleep(wait_s)
-            wait_s = min(0.1, 1.5 * wait_s)
-            answers = await self._ask("millrace_progress")
+        answers = await self._done("millrace_progress")
         wire_s, checksum_s = _slowest(answers, "wire_s"), _slowest(answers, "checksum_s")
         if self._sharded:
             contents = tuple((content, value) for answer in answers for content, value in answer["contents"])
@@ -138,6 +133,31 @@ class WorkerEngine(ABC):
                 self._paused = 0.0
                 await self._drop_version()
                 await self._resume()
+
+    async def prepare_send(self, delivery: Delivery, served: str) -> bytes:
+        answers = await self._ask("millrace_prepare_send", delivery.encode(), served)
+        return b"".join(answer["nccl_id"] for answer in answers)
+
+    async def send(self, delivery: Delivery) -> Dispatch:
+        await self._ask("millrace_send", delivery.encode())
+        answers = await self._done("millrace_sent")
+        contents = tuple((content, value) for answer in answers for content, value in answer["contents"])
+        slots = max(answer["slots"] for answer in answers)
+        return Dispatch(contents, _slowest(answers, "pack_s"), _slowest(answers, "sum_s"), slots)
+
+    async def end_send(self) -> None:
+        if self._started():
+            await self._ask("millrace_end_send")
+
+    async def _done(self, method: str) -> Answers:
+        """The answers once every worker says that it is done."""
+        wait_s = 0.005
+        answers = await self._ask(method)
+        while not all(answer["done"] for answer in answers):
+            await asyncio.sleep(wait_s)
+            wait_s = min(0.1, 1.5 * wait_s)
+            answers = await self._ask(method)
+        return answers
 
     async def _drop_version(self) -> None:
         """No version is in place: what runs is of no use."""

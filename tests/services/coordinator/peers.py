@@ -304,8 +304,13 @@ class SimulatedReplica(Member, rollout_pb2_grpc.RolloutServicer):
         self.extending = True
         self.plan_hash = b""
         """To disagree with."""
+        self.dtype = "float32"
         self.describes = True
         """Whether it can tell its layout."""
+        self.copied: list[int] = []
+        """Versions sent to siblings."""
+        self.finished: list[tuple[int, str]] = []
+        """Attempts of copies that were called over, and the failures."""
         self.dying: asyncio.Task[None] | None = None
         self._incoming = -1
         self._chance = random.Random(0)
@@ -324,7 +329,7 @@ class SimulatedReplica(Member, rollout_pb2_grpc.RolloutServicer):
         self.configured.append(request.job_id)
         if self.configured[-2:-1] != [request.job_id]:
             self.version = -1
-        return rollout_pb2.ConfigureRolloutResponse(world_size=1, dtype="float32", seconds=0.0)
+        return rollout_pb2.ConfigureRolloutResponse(world_size=1, dtype=self.dtype, seconds=0.0)
 
     async def DescribeWeights(self, request, context):
         await self.faults.strike("DescribeWeights", request)
@@ -357,6 +362,36 @@ class SimulatedReplica(Member, rollout_pb2_grpc.RolloutServicer):
     async def AbortPublication(self, request, context):
         await self.faults.strike("AbortPublication", request)
         return rollout_pb2.AbortReceiveResponse()
+
+    # Copies to siblings.
+
+    async def DescribeCopy(self, request, context):
+        await self.faults.strike("DescribeCopy", request)
+        layouts = sides.encode([whole(MANIFEST).boxes] if self.describes else [])
+        return trainer_pb2.DescribeSendResponse(manifest=MANIFEST.to_proto(), layouts=layouts)
+
+    async def PrepareCopy(self, request, context):
+        await self.faults.strike("PrepareCopy", request)
+        if request.publication.version != self.version:
+            raise Fenced(f"a copy of {request.publication.version} was asked for, {self.version} is served.")
+        assert [receiver.first_rank for receiver in request.receivers][:1] == [1]
+        world_size = 1 + sum(receiver.world_size for receiver in request.receivers)
+        return trainer_pb2.PrepareSendResponse(
+            manifest=MANIFEST.to_proto(),
+            rendezvous=weights_pb2.Rendezvous(host="127.0.0.1", port=1, world_size=world_size, passing=True),
+            plan_hash=_plan_hash(request.sides, world_size),
+        )
+
+    async def TransferCopy(self, request, context):
+        await self.faults.strike("TransferCopy", request)
+        self.copied.append(self.version)
+        report = weights_pb2.MemberReport(member_id=self.id, bytes=MANIFEST.bytes, gather_s=0.01, wire_s=0.02)
+        return trainer_pb2.TransferSendResponse(checksums=weights_pb2.Checksums(values=CHECKSUMS), report=report)
+
+    async def FinishCopy(self, request, context):
+        await self.faults.strike("FinishCopy", request)
+        self.finished.append((request.publication.attempt, request.failure))
+        return trainer_pb2.FinishSendResponse()
 
     async def GetStatus(self, request, context):
         return rollout_pb2.RolloutStatus(
