@@ -33,6 +33,9 @@ def test_replicas_share_join_and_die(start, another_replica, job):
         150,
     )
     assert joined.version >= 1, "it got the current weights, not those of the model folder"
+    done = [e.data for e in client.events(view.id, follow=False) if e.kind == "publication.done"]
+    (copy,) = [d for d in done if d["source"] == "sibling" and d["members"][1]["member"] == joined.id]
+    assert copy["members"][0]["member"] in first_two, "from a replica that served them, not from the trainer"
 
     client.resume(view.id)
     victim = stack.pids()["rollout-0"]

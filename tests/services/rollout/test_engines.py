@@ -4,7 +4,8 @@ versions, weights."""
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,16 @@ import torch
 
 from millrace.errors import InvalidState, PublicationFailed
 from millrace.ids import Version
+from millrace.weights.boxes import Boxes
+from millrace.weights.channels.meeting import Meeting, serve_store
+from millrace.weights.layout import whole
+from millrace.weights.manifest import Manifest
+from millrace.weights.memory import Memory
+from millrace.weights.party import Party
+from millrace.weights.pipeline import Receiving
+from millrace.weights.sides import Planner, encode
 from millrace.wire.v1 import weights_pb2
+from services.rollout.delivery import Delivery
 from services.rollout.engines import create, probe
 from services.rollout.engines.engine import (
     Engine,
@@ -108,6 +118,41 @@ class Case:
     async def samples(self, count: int, prompt: list[int], **sampling: Any) -> list[Sample]:
         wanted = Sampling(**({"max_response_tokens": 32} | sampling))
         return list(await asyncio.gather(*(self.engine.generate(prompt, wanted) for _ in range(count))))
+
+
+class WholeReceiver:
+    """A sibling of one worker that wants every tensor whole; it comes when it is told to."""
+
+    def __init__(self, manifest: Manifest, held: Sequence[Boxes]) -> None:
+        buffers = [torch.zeros(t.shape, dtype=getattr(torch, t.dtype)) for t in manifest.tensors]
+        self.tensors = {info.name: buffer for info, buffer in zip(manifest.tensors, buffers, strict=True)}
+        self._memory = Memory(manifest, whole(manifest), buffers)
+        wanted = [self._memory.layout.boxes]
+        sides = weights_pb2.Sides(senders=encode(held), receivers=encode(wanted), message_bytes=16384)
+        self._plan = Planner().plan(manifest, sides)
+        self._store, port = serve_store("127.0.0.1", 2, 30.0)
+        self.delivery = Delivery(
+            key="job-test/1/2/0",
+            version=Version(1),
+            manifest=manifest,
+            host="127.0.0.1",
+            port=port,
+            world_size=2,
+            first_rank=0,
+            timeout_s=30.0,
+            sides=sides,
+            channel="copy",
+            passing=True,
+        )
+
+    def receive(self) -> Any:
+        at, party = self.delivery, Party()
+        meeting = Meeting(at.host, at.port, at.channel, 1, at.world_size, b"", torch.device("cpu"), at.timeout_s)
+        receiving = Receiving(self._plan, 1, self._memory, staged=False)
+        try:
+            return party.run(meeting, at.key, time.monotonic() + at.timeout_s, receiving.run)
+        finally:
+            party.leave()
 
 
 @pytest.fixture(
@@ -358,16 +403,46 @@ def test_a_sharded_publication_is_the_oracle_bit_for_bit(case: Case, run: Run, m
         swap = await case.publish_shards(mode)
         assert (swap.mode, swap.loader_tensors, swap.loader_bytes) == (mode, 0, 0)
         shards = await engine_parameters(case.engine)
-        whole = Sender(export(case.model), version=case.version + 1)
+        broadcast = Sender(export(case.model), version=case.version + 1)
         case.version += 1
-        await case.receive(whole)
-        await case.engine.commit(whole.delivery.version, "recompute")
+        await case.receive(broadcast)
+        await case.engine.commit(broadcast.delivery.version, "recompute")
         oracle = await engine_parameters(case.engine)
         assert shards.keys() == oracle.keys()
         for name, tensor in oracle.items():
             assert torch.equal(shards[name], tensor), name
 
     run(published())
+
+
+def test_what_is_served_is_sent_on_bit_for_bit_while_the_engine_generates(case: Case, run: Run) -> None:
+    async def scenario() -> None:
+        await case.publish_shards(weights_pb2.COMMIT_MODE_SHADOW)
+        manifest = Shards(export(case.model)).manifest
+        sibling = WholeReceiver(manifest, await case.engine.describe(manifest))
+        await case.engine.prepare_send(sibling.delivery, "job-test/1/1/0")
+        sampling = asyncio.create_task(case.samples(4, PROMPT, max_response_tokens=60))
+        while case.engine.load().running < 4:  # noqa: ASYNC110 - the engine tells nobody
+            await asyncio.sleep(0.01)
+        sending = asyncio.create_task(case.engine.send(sibling.delivery))
+        await sampling
+        assert not sending.done(), "it waits for its sibling beside generation"
+        got = await asyncio.to_thread(sibling.receive)
+        assert dict((await sending).contents) == dict(got.sums)
+        await case.engine.end_send()
+        for name, tensor in export(case.model).items():
+            assert torch.equal(sibling.tensors[name].view(torch.uint8), tensor.view(torch.uint8)), name
+        absent = WholeReceiver(manifest, await case.engine.describe(manifest))
+        await case.engine.prepare_send(absent.delivery, "job-test/1/1/0")
+        sending = asyncio.create_task(case.engine.send(absent.delivery))
+        await asyncio.sleep(0.2)
+        await case.engine.end_send()
+        with pytest.raises(PublicationFailed, match=r"aborted|ended"):
+            await sending
+
+    run(scenario())
+    for sample in run(case.samples(2, PROMPT)):
+        assert case.agrees(sample.logprobs, logprobs(case.model, PROMPT, sample.tokens))
 
 
 @pytest.mark.parametrize("mode", [weights_pb2.COMMIT_MODE_SHADOW, weights_pb2.COMMIT_MODE_INPLACE])
