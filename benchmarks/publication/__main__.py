@@ -58,7 +58,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=[n for n, s in SHAPES.items() if s.latent is None], default="tiny")
     parser.add_argument("--trainer", default="tp=1", help="as of millrace bench publication")
-    parser.add_argument("--engine", choices=("vllm", "sglang"), default="vllm")
+    parser.add_argument("--engine", choices=("vllm", "sglang", "transformers"), default="vllm")
     parser.add_argument("--engine-options", type=json.loads, default={}, help="as JSON")
     parser.add_argument("--modes", default="shadow,inplace", help=f"of {', '.join([*MODES, *BASELINES])}")
     parser.add_argument("--repeats", type=int, default=10, help="timed ones of each mode, after one that is not")
@@ -255,8 +255,13 @@ class Bench:
 
         tasks = [asyncio.create_task(ask(number)) for number in range(REQUESTS)]
         try:
-            async with asyncio.timeout(LIMIT_S):  # an engine's first answers may take long
-                await answered.wait()
+            first = asyncio.create_task(answered.wait())
+            # An engine's first answers may take long.
+            done, _ = await asyncio.wait([first, *tasks], timeout=LIMIT_S, return_when=asyncio.FIRST_COMPLETED)
+            for ended in done:
+                ended.result()
+            if not done:
+                raise TimeoutError(f"the engine answered nothing within {LIMIT_S:g} s.")
             yield
         finally:
             for task in tasks:
@@ -327,8 +332,9 @@ async def rounds(bench: Bench, options: argparse.Namespace, modes: list[str]) ->
     found: dict[str, list[dict[str, float]]] = {mode: [] for mode in modes}
     if set(modes) & BASELINES.keys():
         await bench.join_baseline()
-    version = 0
-    quiet = 0.0
+    version = 1
+    await bench.fill(version)
+    await bench.publish(version, "shadow")
     async with bench.load():
         for mode in modes:
             for number in range(options.repeats + 1):
