@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from millrace.errors import InvalidState
+from millrace.errors import InvalidState, Unavailable
 
 T = TypeVar("T")
 Key = tuple[Any, ...]
@@ -28,7 +28,7 @@ class Turns:
     async def take(self, key: Key, work: Callable[[], Awaitable[T]]) -> T:
         """What `work` gives, or what the same `key` under way gives. It goes on when its callers have gone.
 
-        Raises InvalidState while something else is under way, or when nothing may begin any more.
+        Raises InvalidState while something else is under way, Unavailable when nothing may begin any more.
         """
         turn = self.current
         if turn is None or turn.key != key:
@@ -42,7 +42,7 @@ class Turns:
 
     def _begin(self, key: Key, work: Callable[[], Awaitable[T]]) -> Turn:
         if self.closed:
-            raise InvalidState(
+            raise Unavailable(
                 f"{key[0]} will not begin: {self.closed}.", "wait until the trainer is in the fleet again."
             )
         if self.current is not None:

@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from millrace.errors import InvalidState
+from millrace.errors import InvalidState, Unavailable
 from millrace.rest import JobState
 from tests.services.coordinator.cluster import Cluster, scenario, until
 from tests.services.coordinator.test_recovery import trained_once
@@ -125,3 +125,29 @@ async def test_a_cancelled_job_ends_when_its_checkpoint_is_there(cluster: Cluste
     await asyncio.to_thread(cluster.coordinator.client.cancel, job_id)
     job = await cluster.ended(job_id)
     assert job.state is JobState.CANCELLED and job.checkpoint in (at(spec, 2), at(spec, 4))
+
+
+@scenario
+async def test_a_trainer_that_drains_may_finish_its_checkpoint(cluster: Cluster, spec: dict[str, Any]) -> None:
+    """It takes no step any more. The job waits for the checkpoint and goes on from it with the next trainer."""
+    first, _ = await cluster.trainer(), await cluster.replica()
+    spec["schedule"]["save_every_steps"] = 2
+    written = asyncio.Event()
+
+    async def drains(_: object) -> None:
+        first.faults.once("Step", Unavailable("Step will not begin: the trainer is draining."), times=1000)
+        await written.wait()
+
+    first.faults["FinishSave"] = drains
+    job_id = await cluster.submit(spec)
+    await until(lambda: cluster.events(job_id, "trainer.lost"))
+    await asyncio.sleep(2.0)  # in which a trainer could be lost three times over
+    assert len(await cluster.events(job_id, "trainer.lost")) == 1
+    written.set()
+    await until(lambda: cluster.events(job_id, "checkpoint.saved"))
+    await first.leave()
+    second = await cluster.trainer()
+    job = await cluster.ended(job_id)
+    assert (job.state, job.failure) == (JobState.SUCCEEDED, None)
+    assert second.configured == [at(spec, 2)]
+    await trained_once(cluster, job_id, second)

@@ -1,5 +1,6 @@
 """Checkpoints: resuming is bit for bit, at any number of ranks; whole or not at all; what Hugging Face reads."""
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -145,6 +146,23 @@ def test_an_unwritable_place_is_told(one_rank: torch.device, tied_model: Path, t
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidState, match="cannot be written"):
         save(tmp_path / "file" / "step-1", build(job_spec(tied_model), one_rank), 1)
+
+
+def test_a_full_disk_costs_the_checkpoint_and_not_the_rank(
+    one_rank: torch.device, tied_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = build(job_spec(tied_model), one_rank)
+
+    def full(*arguments: object, **named: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for module, function in ((huggingface, "save_file"), (huggingface.shutil, "copyfile"), (checkpoint, "write")):
+        with monkeypatch.context() as broken, pytest.raises(InvalidState, match="No space left"):
+            broken.setattr(module, function, full)
+            save(tmp_path / "saved", backend, 1, huggingface_from=tied_model)
+        assert not (tmp_path / "saved").exists()
+    save(tmp_path / "saved", backend, 1, huggingface_from=tied_model)
+    assert checkpoint.load(str(tmp_path / "saved"), backend) == 1
 
 
 @pytest.mark.parametrize("model", ["tied_model", "untied_model"])
