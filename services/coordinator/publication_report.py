@@ -52,7 +52,7 @@ class Report:
         seconds: float,
         failures: int,
     ) -> Self:
-        members = [{"member": r.member_id} | {name: getattr(r, name) for name in FIELDS} for r in reports]
+        members = [_told(report) for report in reports]
         return cls(Version(ref.version), ref.epoch, ref.attempt, source, failures, seconds, dict(phases), members)
 
     @property
@@ -88,3 +88,8 @@ class Report:
             f"version {self.version} reached {len(self.receivers)} replica(s){origin} in {self.seconds:.3f} s: "
             f"{self.bytes / 1e6:.1f} MB, longest pause {longest:.3f} s"
         )
+
+
+def _told(report: weights_pb2.MemberReport) -> dict[str, Any]:
+    figures = {name: getattr(report, name) for name in FIELDS}
+    return {"member": report.member_id} | figures | {"loader_names": list(report.loader_names)}

@@ -214,6 +214,7 @@ class Receiver:
             loader_bytes=swap.loader_bytes,
             staging_bytes=swap.staging_bytes,
             mode=swap.mode,
+            loader_names=swap.loader_names,
         )
 
     def _bytes(self) -> int:

@@ -4,6 +4,7 @@ to siblings that join.
 The same code runs inside vLLM's worker processes and inside the `transformers` engine.
 """
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -30,6 +31,8 @@ Result = TypeVar("Result")
 Sent = tuple[Mapping[int, int], Times]
 SPARE = 0.8
 """Of the free memory, how much staging may take."""
+NAMED = 64
+"""So many tensors are reported by name."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,8 @@ class Placed:
     loader_tensors: int
     loader_bytes: int
     staging_bytes: int
+    loader_names: tuple[str, ...]
+    """The first NAMED of them."""
 
 
 class Passage(Generic[Result]):
@@ -195,7 +200,8 @@ class Shards:
                 self._load(iter(watched.whole.items()))
         apply_s += time.perf_counter() - began
         slots, self._placed = coming.receiving.slot_bytes, coming.delivery.key
-        return Placed(apply_s, compare_s, len(watched.whole), watched.whole_bytes, slots)
+        names = tuple(itertools.islice(watched.whole, NAMED))
+        return Placed(apply_s, compare_s, len(watched.whole), watched.whole_bytes, slots, names)
 
     def source(self, delivery: Delivery, rank: int, served: str) -> Memory:
         """What publication `served` put in place, to be sent. Raises PublicationFailed where that is not here as it was

@@ -161,7 +161,7 @@ class Checksums(_message.Message):
     def __init__(self, values: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class MemberReport(_message.Message):
-    __slots__ = ("member_id", "bytes", "prepare_s", "gather_s", "wire_s", "verify_s", "apply_s", "pause_s", "loader_tensors", "loader_bytes", "mode", "staging_bytes")
+    __slots__ = ("member_id", "bytes", "prepare_s", "gather_s", "wire_s", "verify_s", "apply_s", "pause_s", "loader_tensors", "loader_bytes", "mode", "staging_bytes", "loader_names")
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     PREPARE_S_FIELD_NUMBER: _ClassVar[int]
@@ -174,6 +174,7 @@ class MemberReport(_message.Message):
     LOADER_BYTES_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
     STAGING_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LOADER_NAMES_FIELD_NUMBER: _ClassVar[int]
     member_id: str
     bytes: int
     prepare_s: float
@@ -186,4 +187,5 @@ class MemberReport(_message.Message):
     loader_bytes: int
     mode: CommitMode
     staging_bytes: int
-    def __init__(self, member_id: _Optional[str] = ..., bytes: _Optional[int] = ..., prepare_s: _Optional[float] = ..., gather_s: _Optional[float] = ..., wire_s: _Optional[float] = ..., verify_s: _Optional[float] = ..., apply_s: _Optional[float] = ..., pause_s: _Optional[float] = ..., loader_tensors: _Optional[int] = ..., loader_bytes: _Optional[int] = ..., mode: _Optional[_Union[CommitMode, str]] = ..., staging_bytes: _Optional[int] = ...) -> None: ...
+    loader_names: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, member_id: _Optional[str] = ..., bytes: _Optional[int] = ..., prepare_s: _Optional[float] = ..., gather_s: _Optional[float] = ..., wire_s: _Optional[float] = ..., verify_s: _Optional[float] = ..., apply_s: _Optional[float] = ..., pause_s: _Optional[float] = ..., loader_tensors: _Optional[int] = ..., loader_bytes: _Optional[int] = ..., mode: _Optional[_Union[CommitMode, str]] = ..., staging_bytes: _Optional[int] = ..., loader_names: _Optional[_Iterable[str]] = ...) -> None: ...

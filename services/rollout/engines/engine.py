@@ -97,6 +97,8 @@ class Swap:
     staging_bytes: int = 0
     """Memory that the delivery took beside the parameters, of the worker where it took most."""
     mode: weights_pb2.CommitMode = weights_pb2.COMMIT_MODE_SHADOW
+    loader_names: tuple[str, ...] = ()
+    """Some of the loader's tensors of a sharded publication."""
 
 
 @dataclass(frozen=True)

@@ -258,6 +258,7 @@ class TransformersEngine:
             loader_bytes=placed.loader_bytes,
             staging_bytes=placed.staging_bytes,
             mode=mode_of(self._staged),
+            loader_names=placed.loader_names,
         )
 
     async def abort_receive(self) -> None:

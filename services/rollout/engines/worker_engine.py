@@ -124,6 +124,7 @@ class WorkerEngine(ABC):
             loader_bytes=max(answer.get("loader_bytes", 0) for answer in answers),
             staging_bytes=max(answer.get("staging_bytes", 0) for answer in answers),
             mode=mode_of(self._staged or not self._sharded),
+            loader_names=max((tuple(answer.get("loader_names", ())) for answer in answers), key=len),
         )
 
     async def abort_receive(self) -> None:

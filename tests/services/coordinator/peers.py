@@ -357,6 +357,7 @@ class SimulatedReplica(Member, rollout_pb2_grpc.RolloutServicer):
         self.version = self._incoming
         self.publications.append(self.version)
         report = weights_pb2.MemberReport(member_id=self.id, bytes=MANIFEST.bytes, apply_s=0.01, pause_s=0.005)
+        report.loader_names.append("model.norm.weight")
         return rollout_pb2.CommitReceiveResponse(report=report)
 
     async def AbortPublication(self, request, context):

@@ -76,6 +76,7 @@ async def test_a_replica_joins_from_a_sibling_while_the_trainer_steps(cluster: C
     first, *later = await play.reports()
     assert (first["source"], first["version"]) == ("sibling", 1)
     assert [m["member"] for m in first["members"]] == [play.sibling.id, late.id]
+    assert [m["loader_names"] for m in first["members"]] == [[], ["model.norm.weight"]]
     assert first["members"][0]["bytes"] == 32 and first["seconds"] > 0
     assert [report["source"] for report in later] == ["trainer"] * 3
     assert await play.failures() == []

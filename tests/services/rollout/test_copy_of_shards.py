@@ -41,8 +41,7 @@ class Replica:
         for one in coming:
             one.wait()
             assert one.failure is None, one.failure
-        for shards, one in zip(self.shards, coming, strict=True):
-            shards.place(one, staged=staged)
+        self.placed = [shards.place(one, staged=staged) for shards, one in zip(self.shards, coming, strict=True)]
         self.served = coming[0].delivery.key
         return {content: value for one in coming for content, value in one.result.sums.items()}
 
@@ -144,6 +143,7 @@ def test_a_copy_is_what_the_trainer_would_have_sent(replica: Make, workers: int,
     published(oracle, 1)
     Copy.of(source, target).run(staged=staged)
     assert target.holds(oracle)
+    assert {(placed.loader_names, placed.loader_tensors) for placed in target.placed} == {(("norm", "bias"), 2)}
     published(target, 2)
     published(oracle, 2)
     assert target.holds(oracle), "the next version comes from the trainer again"
