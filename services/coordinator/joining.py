@@ -97,11 +97,10 @@ class Joining:
     async def _catch_up(self) -> None:
         """Brings the current version to those without one: from a sibling, or else from the trainer between its
         steps."""
-        try:
-            if not await self._copied():
-                await self._published()
-        finally:
-            self._fleet.bell.ring()
+        if self._publisher.publishing:
+            return  # it may be on its way to them
+        if not await self._copied():
+            await self._published()
 
     async def _copied(self) -> bool:
         """Whether those without weights are a sibling's business: they have its copy, or something came first."""
@@ -111,6 +110,7 @@ class Joining:
         await self._tell(late, sibling.id)
         try:
             await self._publisher.copy(job, sibling, late)
+            self._fleet.bell.ring()
         except (PublicationFailed, NoWay) as error:
             self._unable[sibling.id] = job.version
             log.warning("no copy from a sibling", sibling=sibling.id, error=str(error))
@@ -143,6 +143,7 @@ class Joining:
                 for member in late:
                     await self._fleet.cut(member, "it could not be brought the weights")
                 log.warning("catch-up failed", members=[m.id for m in late], error=str(error))
+            self._fleet.bell.ring()
 
     async def _tell(self, late: list[Member], sender: str) -> None:
         message = f"{', '.join(m.id for m in late)} gets version {self.job.version} from {sender}"

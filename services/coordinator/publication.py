@@ -41,7 +41,8 @@ class Publisher:
         self._events = events
         self._measures = measures
         self._sides = Sides()
-        self._publishing = False
+        self.publishing = False
+        """Whether the trainer's version is on its way."""
         self._copying: asyncio.Task[Report] | None = None
         self._loose: set[asyncio.Task[None]] = set()
         """Calls that nobody waits for."""
@@ -54,7 +55,7 @@ class Publisher:
         """
         if not receivers:
             return Report.nobody(job.version)
-        self._publishing = True
+        self.publishing = True
         try:
             if self._copying is not None:
                 self._copying.cancel()
@@ -62,13 +63,13 @@ class Publisher:
             sender = FromTrainer(self._trainer)
             return await self._brought(job, receivers, sender, self._sides, BLAMELESS_FAILURES)
         finally:
-            self._publishing = False
+            self.publishing = False
 
     async def copy(self, job: JobRecord, sibling: Member, receivers: Sequence[Member]) -> Report | None:
         """Brings `receivers` the version from `sibling`, which serves it; the trainer has no part in it. None where a
         publication came first. Raises PublicationFailed where it fails and no receiver is to blame, NoWay where the
         sibling cannot send."""
-        if self._publishing or self._copying is not None:
+        if self.publishing or self._copying is not None:
             return None
         sender = FromSibling(sibling, self._fleet)
         copying = self._copying = asyncio.create_task(self._brought(job, receivers, sender, Sides(), 1))
