@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
+MEGATRON = "services/trainer/backends/megatron"
 LONG = (
     "e2e/test_elastic.py",
-    "services/trainer/backends/megatron/test_parity.py",
+    f"{MEGATRON}/test_parity.py",
     "services/rollout/test_engines.py",
     "services/trainer/test_ranks.py",
     "e2e/test_recovery.py",
     "services/rollout/test_process.py",
-    "services/trainer/backends/megatron/test_job.py",
-    "services/trainer/backends/megatron/test_critic.py",
+    f"{MEGATRON}/test_job.py",
     "e2e/test_algorithms.py",
     "services/coordinator/test_recovery.py",
     "services/trainer/test_send_shards.py",
@@ -26,7 +26,8 @@ LONG = (
 )
 """Half a minute and more, the longest first; what comes last would keep one worker busy alone."""
 TOGETHER = {
-    "services/trainer/backends/megatron/test_checkpoint.py": "services/trainer/backends/megatron/test_parity.py"
+    f"{MEGATRON}/test_checkpoint.py": f"{MEGATRON}/test_parity.py",
+    f"{MEGATRON}/test_critic.py": f"{MEGATRON}/test_job.py",
 }
 """Files that share a session's fixture which takes long to make: file → that beside which it runs."""
 TESTS = Path(__file__).parent

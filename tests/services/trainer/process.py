@@ -33,6 +33,7 @@ class TrainerProcess:
             launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
             arguments = [*launch, *arguments]
         self._coordinator = coordinator
+        self._launched = ranks > 1
         self._pool = ThreadPoolExecutor(4)
         self.log = log
         with log.open("wb") as file:
@@ -75,12 +76,32 @@ class TrainerProcess:
         return self.process.wait(60)
 
 
+class TwoRanks:
+    """A trainer of two ranks that takes job after job."""
+
+    def __init__(self, running: TrainerProcess, served: ScriptedCoordinator) -> None:
+        self.running = running
+        self.served = served
+        self.calls: Calls = running.calls()
+
+    def step(self, number: int, groups: Any, job: str) -> dict[str, float]:
+        self.served.script.groups = groups
+        return dict(self.calls.step(number, groups, self.served.address, job).metrics)
+
+
+IMPATIENT = "tests.services.trainer.impatient"
+
+
 @contextmanager
 def trainer(
-    coordinator: ScriptedCoordinator, log: Path, ranks: int = 1, **environment: str
+    coordinator: ScriptedCoordinator,
+    log: Path,
+    ranks: int = 1,
+    module: str = "services.trainer",
+    **environment: str,
 ) -> Iterator[TrainerProcess]:
     """Stopped at the end, and then nothing of it is left."""
-    running = TrainerProcess(coordinator, log, ranks, **environment)
+    running = TrainerProcess(coordinator, log, ranks, module, **environment)
     children: list[psutil.Process] = []
     try:
         yield running

@@ -13,23 +13,11 @@ import torch
 from millrace.errors import MillraceError, NonFinite, Unavailable
 from services.trainer.control import ControlThread
 from tests.services.trainer.backends.fsdp2.test_backend import saved_tensors
-from tests.services.trainer.calls import Calls
 from tests.services.trainer.coordinator import ScriptedCoordinator, coordinator
 from tests.services.trainer.groups import job_spec, random_groups
-from tests.services.trainer.process import TrainerProcess, trainer
+from tests.services.trainer.process import IMPATIENT, TwoRanks, trainer
 from tests.services.trainer.receiver import Receiver, reference
 from tests.services.trainer.test_step import OPTIMIZER, local_step
-
-
-class TwoRanks:
-    def __init__(self, running: TrainerProcess, served: ScriptedCoordinator) -> None:
-        self.running = running
-        self.served = served
-        self.calls: Calls = running.calls()
-
-    def step(self, number: int, groups: Any, job: str) -> dict[str, float]:
-        self.served.script.groups = groups
-        return dict(self.calls.step(number, groups, self.served.address, job).metrics)
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +138,7 @@ def test_published_by_two_ranks_bit_for_bit(
 def test_a_lost_rank_is_named_and_the_trainer_ends(
     how: signal.Signals, served: ScriptedCoordinator, tied_model: Path, tmp_path: Path
 ) -> None:
-    with trainer(served, tmp_path / "log", ranks=2) as running:
+    with trainer(served, tmp_path / "log", ranks=2, module=IMPATIENT) as running:
         calls = running.calls()
         calls.configure(job_spec(tied_model))
         served.script.groups = random_groups(4, 4)

@@ -28,7 +28,7 @@ from tests.services.trainer.backends.fsdp2.test_backend import saved_tensors
 from tests.services.trainer.calls import Calls
 from tests.services.trainer.coordinator import ScriptedCoordinator, coordinator
 from tests.services.trainer.groups import job_spec
-from tests.services.trainer.process import TrainerProcess, trainer
+from tests.services.trainer.process import IMPATIENT, TrainerProcess, trainer
 from tests.services.trainer.receiver import reference
 
 JOB = "job-1"
@@ -186,7 +186,7 @@ def test_a_receiver_that_is_killed_fails_the_attempt_and_not_the_next(running: C
 def test_a_sender_rank_that_is_lost_ends_the_transfer_for_all(
     how: signal.Signals, served: ScriptedCoordinator, tied_model: Path, tmp_path: Path
 ) -> None:
-    with trainer(served, tmp_path / "log", ranks=RANKS) as processes:
+    with trainer(served, tmp_path / "log", ranks=RANKS, module=IMPATIENT) as processes:
         calls = processes.calls()
         calls.configure(job_spec(tied_model))
         worker = Worker(calls)

@@ -1,7 +1,7 @@
-"""Model folders and their plain training, and one launch for each number of ranks."""
+"""Model folders and their plain training, one launch for each number of ranks, and a trainer of two ranks."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,8 @@ import pytest
 from tests.services.trainer.backends.megatron import tiny
 from tests.services.trainer.backends.megatron.launch import launch
 from tests.services.trainer.backends.megatron.plain import Run, train
+from tests.services.trainer.coordinator import coordinator
+from tests.services.trainer.process import TwoRanks, trainer
 
 KINDS = ("qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "moonlight", "qwen2_5_vl")
 
@@ -167,3 +169,19 @@ def _bfloat16(models: dict[str, Path]) -> dict[str, Any]:
         f"bfloat16 {kind}": {"model": str(models[kind]), "dtype": "bfloat16", "export": "bfloat16", "reference": True}
         for kind in ("qwen3", "deepseek_v3")
     }
+
+
+TOPOLOGIES: dict[str, dict[str, Any]] = {
+    "TP2": {"tensor_parallel": 2},
+    "PP2": {"pipeline_parallel": 2},
+    "DP2": {},
+}
+"""Options of two ranks."""
+
+
+@pytest.fixture(scope="session")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoRanks]:
+    """A trainer of two ranks, configured for job after job."""
+    log = tmp_path_factory.mktemp("two") / "log"
+    with coordinator() as served, trainer(served, log, ranks=2) as running:
+        yield TwoRanks(running, served)

@@ -1,8 +1,6 @@
 """PPO with a critic on two Megatron ranks, of every kind of parallelism, against one rank of the other backend."""
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,26 +11,14 @@ from millrace.wire.v1 import trainer_pb2 as pb
 from services.trainer.control import ControlThread
 from tests.models import save_tiny_model
 from tests.services.trainer.backends.megatron import tiny
-from tests.services.trainer.coordinator import ScriptedCoordinator, coordinator
+from tests.services.trainer.backends.megatron.conftest import TOPOLOGIES
+from tests.services.trainer.coordinator import ScriptedCoordinator
 from tests.services.trainer.groups import job_spec, random_groups
-from tests.services.trainer.process import trainer
+from tests.services.trainer.process import TwoRanks
 from tests.services.trainer.test_critic import CRITIC, algorithm
-from tests.services.trainer.test_ranks import TwoRanks
 from tests.services.trainer.test_step import OPTIMIZER, local_step
 
-TOPOLOGIES: dict[str, dict[str, Any]] = {
-    "TP2": {"tensor_parallel": 2},
-    "PP2": {"pipeline_parallel": 2},
-    "DP2": {},
-}
 SAME = ("actor/pg_loss", "actor/grad_norm", "critic/vf_loss", "critic/grad_norm", "critic/vf_explained_var")
-
-
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoRanks]:
-    log = tmp_path_factory.mktemp("two") / "log"
-    with coordinator() as served, trainer(served, log, ranks=2) as running:
-        yield TwoRanks(running, served)
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
@@ -50,7 +36,7 @@ def test_trains_as_one_rank_of_the_other_backend_and_goes_on_from_its_checkpoint
     spoken = {"token_budget": 64, "optimizer": OPTIMIZER, "updates_per_step": 2}
     megatron = {**spoken, "backend": "megatron", "backend_options": TOPOLOGIES[name]}
     backend, step = local_step(job_spec(tied_model, algorithm=chosen, trainer=spoken), one_rank, control, served)
-    job = f"job-{name}"
+    job = f"job-critic-{name}"
     two_ranks.calls.configure(job_spec(tied_model, algorithm=chosen, trainer=megatron), job=job)
     for number in (1, 2, 3):
         groups = random_groups(4, 4, seed=number)
@@ -107,6 +93,6 @@ def test_a_folder_that_is_no_critic_is_refused_and_the_trainer_lives(
     ):
         chosen = {"preset": "ppo", "critic": {"path": str(path)}}
         with pytest.raises(InvalidJob, match=words):
-            two_ranks.calls.configure(job_spec(tied_model, algorithm=chosen, trainer=spoken), job="job-refused")
+            two_ranks.calls.configure(job_spec(tied_model, algorithm=chosen, trainer=spoken), job="job-critic-refused")
     good = job_spec(save_tiny_model(tmp_path / "good", tied=False), algorithm={"preset": "ppo"}, trainer=spoken)
-    assert two_ranks.calls.configure(good, job="job-taken").world_size == 2
+    assert two_ranks.calls.configure(good, job="job-critic-taken").world_size == 2

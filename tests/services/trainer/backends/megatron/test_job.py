@@ -2,9 +2,8 @@
 
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,26 +11,15 @@ from safetensors.torch import load_file
 
 from millrace.errors import InvalidJob, InvalidState, NonFinite, Unavailable
 from services.trainer.control import ControlThread
-from tests.services.trainer.coordinator import ScriptedCoordinator, coordinator
+from tests.services.trainer.backends.megatron.conftest import TOPOLOGIES
+from tests.services.trainer.coordinator import ScriptedCoordinator
 from tests.services.trainer.groups import job_spec, random_groups
-from tests.services.trainer.process import trainer
+from tests.services.trainer.process import IMPATIENT, TwoRanks, trainer
 from tests.services.trainer.receiver import Receiver, reference
-from tests.services.trainer.test_ranks import EXACT, TwoRanks
+from tests.services.trainer.test_ranks import EXACT
 from tests.services.trainer.test_step import OPTIMIZER, Groups, local_step, poisoned_logprob, poisoned_reward
 
-TOPOLOGIES: dict[str, dict[str, Any]] = {
-    "TP2": {"tensor_parallel": 2},
-    "PP2": {"pipeline_parallel": 2},
-    "DP2": {},
-}
 ALGORITHM = {"kl": {"name": "k3"}, "kl_coefficient": 0.5, "entropy_coefficient": 0.01}
-
-
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoRanks]:
-    log = tmp_path_factory.mktemp("two") / "log"
-    with coordinator() as served, trainer(served, log, ranks=2) as running:
-        yield TwoRanks(running, served)
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
@@ -113,7 +101,7 @@ def test_a_rank_lost_in_a_step_is_named_and_the_job_goes_on_from_its_checkpoint(
     trained = {"optimizer": OPTIMIZER, "backend": "megatron"}
     spec = job_spec(tied_model, trainer={**trained, "backend_options": {"pipeline_parallel": 2}})
     first, second = random_groups(4, 4, seed=1), random_groups(4, 4, seed=2)
-    with trainer(served, tmp_path / "log", ranks=2) as running:
+    with trainer(served, tmp_path / "log", ranks=2, module=IMPATIENT) as running:
         calls = running.calls()
         calls.configure(spec)
         served.script.groups = first
