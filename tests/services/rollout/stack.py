@@ -1,9 +1,10 @@
 """A replica in the test's own process, with a real engine, beside a coordinator that the test moves."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from millrace.ids import new_member_id
 from millrace.spec import JobSpec
@@ -16,6 +17,7 @@ from services.rollout.server import servicers
 from tests.models import random_model
 from tests.sender import export
 from tests.services.rollout.coordinator import JOB, Coordinator, configure, publish, until
+from tests.services.rollout.jobs import job_spec
 
 
 @dataclass
@@ -36,6 +38,9 @@ class Stack:
     async def publish(self, version: int) -> None:
         model = random_model(tied=True, seed=version)
         await publish(self.peer, self.replica.member_id, export(model), version)
+
+
+Scenario = Callable[[Stack], Awaitable[None]]
 
 
 @asynccontextmanager
@@ -69,6 +74,17 @@ async def replica_stack(
         await server.stop(0.1)
         await calls.close()
         await coordinator.stop()
+
+
+def play(model: Path, scenario: Scenario) -> None:
+    """Runs `scenario` on a replica that serves version 1."""
+
+    async def whole() -> None:
+        async with replica_stack() as stack:
+            await stack.serve(job_spec(model), version=1)
+            await scenario(stack)
+
+    asyncio.run(whole())
 
 
 async def restart(stack: Stack) -> None:

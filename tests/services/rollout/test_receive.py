@@ -1,7 +1,6 @@
 """The receiver's side of a publication over gRPC: phases repeated, late, aborted, corrupted, given up."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,24 +8,11 @@ import pytest
 
 from millrace.errors import Fenced, InvalidState, PublicationFailed
 from millrace.wire.v1 import rollout_pb2, weights_pb2
+from services.rollout.engines.engine import Swap
 from tests.models import random_model
 from tests.sender import Sender, export
 from tests.services.rollout.coordinator import JOB, Publication, status, until
-from tests.services.rollout.jobs import job_spec
-from tests.services.rollout.stack import Stack, replica_stack
-
-Scenario = Callable[[Stack], Awaitable[None]]
-
-
-def play(model: Path, scenario: Scenario) -> None:
-    """Runs `scenario` on a replica that serves version 1."""
-
-    async def whole() -> None:
-        async with replica_stack() as stack:
-            await stack.serve(job_spec(model), version=1)
-            await scenario(stack)
-
-    asyncio.run(whole())
+from tests.services.rollout.stack import Stack, play
 
 
 def publication(stack: Stack, version: int, **options: Any) -> Publication:
@@ -223,8 +209,17 @@ def test_a_caller_that_goes_away_in_commit_leaves_a_whole_version(tied_model: Pa
         new.sender.start()
         await new.transfer()
         await new.verify()
+        engine, begun = stack.replica.engine, asyncio.Event()
+        assert engine is not None
+        commit = engine.commit
+
+        async def commit_begun(*arguments: Any) -> Swap:
+            begun.set()
+            return await commit(*arguments)
+
+        engine.commit = commit_begun  # type: ignore[method-assign]
         leaving = asyncio.create_task(new.commit())
-        await asyncio.sleep(0.001)
+        await begun.wait()
         leaving.cancel()
         await until(lambda: stack.replica.version == 2)
         report = await new.commit()

@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +14,10 @@ from millrace.wire.v1 import rollout_pb2, rollout_pb2_grpc, weights_pb2
 from tests.models import random_model
 from tests.sender import export
 from tests.services.rollout.coordinator import JOB, status
-from tests.services.rollout.jobs import job_spec
-from tests.services.rollout.stack import Stack, replica_stack
+from tests.services.rollout.stack import Stack, play
 from tests.shard_sender import Shards, ShardSender
 
 SHADOW, INPLACE = weights_pb2.COMMIT_MODE_SHADOW, weights_pb2.COMMIT_MODE_INPLACE
-Scenario = Callable[[Stack], Awaitable[None]]
-
-
-def play(model: Path, scenario: Scenario) -> None:
-    """Runs `scenario` on a replica that serves version 1."""
-
-    async def whole() -> None:
-        async with replica_stack() as stack:
-            await stack.serve(job_spec(model), version=1)
-            await scenario(stack)
-
-    asyncio.run(whole())
 
 
 class Coming:
