@@ -17,6 +17,12 @@ def makers(client, job_id):
     return {(s.step, s.member) for s in samples}
 
 
+def reports(client, job_id, member):
+    """Of the publications and copies that reached a member."""
+    done = [e.data for e in client.events(job_id, follow=False) if e.kind == "publication.done"]
+    return [report for report in done if any(m["member"] == member for m in report["members"][1:])]
+
+
 def test_replicas_share_join_and_die(start, another_replica, job):
     job["schedule"] |= {"steps": 20, "max_staleness": 4}
     stack = start(replicas=2, engine="vllm")
@@ -33,9 +39,8 @@ def test_replicas_share_join_and_die(start, another_replica, job):
         150,
     )
     assert joined.version >= 1, "it got the current weights, not those of the model folder"
-    done = [e.data for e in client.events(view.id, follow=False) if e.kind == "publication.done"]
-    (copy,) = [d for d in done if d["source"] == "sibling" and d["members"][1]["member"] == joined.id]
-    assert copy["members"][0]["member"] in first_two, "from a replica that served them, not from the trainer"
+    (report,) = until("its weights' way is told", lambda: reports(client, view.id, joined.id), 10)
+    assert report["source"] == "sibling" and report["members"][0]["member"] in first_two, "not from the trainer"
 
     client.resume(view.id)
     victim = stack.pids()["rollout-0"]
