@@ -10,19 +10,22 @@ import pytest
 MEGATRON = "services/trainer/backends/megatron"
 LONG = (
     "e2e/test_elastic.py",
-    f"{MEGATRON}/test_parity.py",
     "services/rollout/test_engines.py",
     "services/trainer/test_ranks.py",
+    f"{MEGATRON}/test_parity.py",
     "e2e/test_recovery.py",
-    "services/rollout/test_process.py",
     f"{MEGATRON}/test_job.py",
-    "e2e/test_algorithms.py",
+    "services/trainer/test_shards_over_ranks.py",
+    "services/rollout/test_process.py",
     "services/coordinator/test_recovery.py",
-    "services/trainer/test_send_shards.py",
-    "services/trainer/test_critic.py",
-    "services/coordinator/test_publication.py",
     "local/test_supervisor.py",
-    "spec/test_spec.py",
+    "e2e/test_algorithms.py",
+    "services/coordinator/test_process.py",
+    "services/coordinator/test_publication.py",
+    "services/trainer/test_critic.py",
+    "services/trainer/test_commands.py",
+    "services/trainer/test_process.py",
+    "bench/test_publication.py",
 )
 """Half a minute and more, the longest first; what comes last would keep one worker busy alone."""
 TOGETHER = {
