@@ -3,8 +3,6 @@
 A file stays on one worker, for its fixtures' sake.
 """
 
-from pathlib import Path
-
 import pytest
 
 MEGATRON = "services/trainer/backends/megatron"
@@ -33,27 +31,27 @@ TOGETHER = {
     f"{MEGATRON}/test_critic.py": f"{MEGATRON}/test_job.py",
 }
 """Files that share a session's fixture which takes long to make: file → that beside which it runs."""
-TESTS = Path(__file__).parent
 
 
-def unit(path: str) -> str:
-    """The file whose worker runs the tests of file `path`; both below tests/."""
+def unit(nodeid: str) -> str:
+    """What a test belongs to that stays on one worker: its file, below tests/, or the one beside which that runs."""
+    path = nodeid.partition("::")[0].removeprefix("tests/")
     return TOGETHER.get(path, path)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if hasattr(config, "workerinput"):
         turn = {path: number for number, path in enumerate(LONG)}
-        items.sort(key=lambda item: turn.get(unit(item.path.relative_to(TESTS).as_posix()), len(turn)))
+        items.sort(key=lambda item: turn.get(unit(item.nodeid), len(turn)))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     from xdist.scheduler import LoadScopeScheduling
 
-    class ByFile(LoadScopeScheduling):
+    class ByUnit(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return unit(nodeid.partition("::")[0].removeprefix("tests/"))
+            return unit(nodeid)
 
     config.option.loadscopereorder = False  # by the number of tests, which says little about their time
-    return ByFile(config, log)
+    return ByUnit(config, log)
