@@ -18,6 +18,8 @@ from services.coordinator.trainer import TrainerLost
 log = structlog.get_logger(__name__)
 RECEIVER = rollout_pb2_grpc.RolloutStub
 Answer = TypeVar("Answer")
+WELL_S = 0.8
+"""A receiver that lives says within this how it is."""
 MOMENT_S = 0.5
 """How long members that may hang are waited for after a failure."""
 
@@ -46,6 +48,11 @@ class Attempt:
         return max(0.1, self.deadline - asyncio.get_running_loop().time())
 
     @property
+    def sender_s(self) -> float:
+        """For the sender, which gives up a little earlier, so that it can say why."""
+        return self.left_s - min(1.0, 0.2 * self.left_s)
+
+    @property
     def named(self) -> dict[str, Any]:
         ref = self.ref
         return {"version": ref.version, "epoch": ref.epoch, "attempt": ref.attempt, "source": self.sender.source}
@@ -68,9 +75,10 @@ class Attempt:
         self.unanswered.add(sender)
         try:
             answer = await self.sender.ask(method, request)
-        except (TrainerLost, PublicationFailed):
-            raise
         except MillraceError as error:
+            self.unanswered.discard(sender)
+            if isinstance(error, TrainerLost | PublicationFailed):
+                raise
             raise PublicationFailed(f"{sender} failed in {method}: {error.what}", error.mend) from error
         self.unanswered.discard(sender)
         return answer
@@ -128,8 +136,9 @@ class Attempt:
 
     async def _is_well(self, member: Member) -> bool:
         try:
-            status = await self.fleet.call(member, RECEIVER, "GetStatus", rollout_pb2.RolloutStatusRequest())
-        except MillraceError:
+            async with asyncio.timeout(WELL_S):
+                status = await self.fleet.call(member, RECEIVER, "GetStatus", rollout_pb2.RolloutStatusRequest())
+        except (MillraceError, TimeoutError):
             return False
         return bool(status.state != rollout_pb2.ENGINE_STATE_FAILED)
 

@@ -125,6 +125,8 @@ class Publisher:
                 sent = await attempt.timed("transfer", self._transfer(attempt))
         except TimeoutError as error:
             late, seconds = tuple(attempt.unanswered), job.spec.deadlines.publication_s
+            if set(late) <= {attempt.sender.id}:  # it waits for somebody who was asked nothing
+                late = await attempt.suspects() or late
             what = f"{attempt.phase} was not over after {seconds:g} s: {', '.join(late)} did not answer."
             raise PublicationFailed(what, "look at their logs, or raise deadlines.publication_s.", late) from error
         await attempt.timed("verify", self._verify(attempt, sent))
@@ -139,7 +141,7 @@ class Publisher:
             path=way.path,
             receivers=receivers.values(),
             dtype=dtype,
-            deadline_s=attempt.left_s,
+            deadline_s=attempt.sender_s,
             sides=way.sides,
             gpu=way.gpu,
         )
@@ -154,7 +156,7 @@ class Publisher:
                 rendezvous=prepared.rendezvous,
                 receiver=receivers[member.id],
                 plan_hash=prepared.plan_hash,
-                deadline_s=attempt.left_s,
+                deadline_s=attempt.left_s + COMMIT_S,
                 sides=way.sides,
                 mode=MODES[settings.commit],
             ),

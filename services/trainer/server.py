@@ -34,6 +34,9 @@ STATES = {
 }
 """The trainer's state while its ranks work on a call."""
 
+ENDS_S = 10.0
+"""Ranks end a transfer by themselves at its deadline; those that have not this long after it are stuck."""
+
 
 class Ranks(Protocol):
     """Has every rank do what a request says; blocks. See `commands.Caller`."""
@@ -199,7 +202,7 @@ class Trainer(TrainerServicer):
         self, request: pb.TransferSendRequest, publishing: Publishing, state: PublicationState, job: Configured
     ) -> pb.TransferSendResponse:
         publishing.state = state
-        deadline_s = job.deadline("TransferPublication")
+        deadline_s = job.deadline("TransferPublication") + ENDS_S
         publishing.sent = await self._phase(publishing, request, pb.TransferSendResponse(), deadline_s)
         return publishing.sent
 

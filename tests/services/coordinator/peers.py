@@ -395,6 +395,7 @@ class SimulatedReplica(Member, rollout_pb2_grpc.RolloutServicer):
         return trainer_pb2.FinishSendResponse()
 
     async def GetStatus(self, request, context):
+        await self.faults.strike("GetStatus", request)
         return rollout_pb2.RolloutStatus(
             member_id=self.id, state=rollout_pb2.ENGINE_STATE_SERVING, version=self.version
         )

@@ -91,6 +91,30 @@ async def test_the_trainer_names_the_culprit(cluster: Cluster, spec: dict[str, A
 
 
 @scenario
+async def test_a_receiver_that_stands_still_is_named_though_only_the_sender_waits(
+    cluster: Cluster, spec: dict[str, Any]
+) -> None:
+    trainer, good = await cluster.trainer(), await cluster.replica()
+    bad = await cluster.replica()
+    spec["deadlines"] = {"publication_s": 1.5}
+
+    async def wait_for_it(request: Any) -> None:
+        if bad.version == 1:
+            del trainer.faults["TransferPublication"]
+            bad.faults["GetStatus"] = stand_still
+            await asyncio.sleep(60.0)
+
+    async def stand_still(request: Any) -> None:
+        await asyncio.sleep(60.0)
+
+    trainer.faults["TransferPublication"] = wait_for_it
+    job = await cluster.ended(await cluster.submit(spec))
+    assert job.state is JobState.SUCCEEDED and good.publications == list(range(7))
+    (failure,) = await cluster.events(job.id, "publication.failed")
+    assert (failure.data["phase"], failure.data["culprits"]) == ("transfer", [bad.id])
+
+
+@scenario
 async def test_a_publication_that_nobody_is_to_blame_for_fails_the_job(cluster: Cluster, spec: dict[str, Any]) -> None:
     trainer, _ = await cluster.trainer(), await cluster.replica()
     spec.pop("evaluation")
