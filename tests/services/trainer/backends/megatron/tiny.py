@@ -31,6 +31,8 @@ LATENT: dict[str, Any] = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 12,
     "num_nextn_predict_layers": 0,
+    "topk_method": "noaux_tc",  # as DeepSeek's own folders say; without it vLLM has no bias of the router
+    "scoring_func": "sigmoid",
 }
 YARN = {
     "rope_type": "yarn",
@@ -45,10 +47,17 @@ YARN = {
 PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
 
 
-def random_model(kind: str) -> PreTrainedModel:
-    """Weights larger than the usual start, float32: distributions far from uniform, experts far from alike."""
+SERVED: dict[str, Any] = {"hidden_size": 128}
+SERVED_LATENT: dict[str, Any] = {**SERVED, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+"""Sizes that the kernels of vLLM's CPU build take: heads of 32, a latent cache of 576."""
+
+
+def random_model(kind: str, *, served: bool = False) -> PreTrainedModel:
+    """Weights larger than the usual start, float32: distributions far from uniform, experts far from alike. `served`:
+    of sizes that vLLM's CPU build takes."""
     torch.manual_seed(0)
-    model = _untrained(kind).float().eval()
+    sizes = ({**GROUPED, **SERVED}, {**LATENT, **SERVED_LATENT}) if served else (GROUPED, LATENT)
+    model = _untrained(kind, *sizes).float().eval()
     biases = [buffer for name, buffer in model.named_buffers() if "bias" in name]
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -58,47 +67,60 @@ def random_model(kind: str) -> PreTrainedModel:
     return model
 
 
-def _untrained(kind: str) -> PreTrainedModel:
+def _untrained(kind: str, grouped: dict[str, Any], latent: dict[str, Any]) -> PreTrainedModel:
     match kind:
         case "qwen2":
             from transformers import Qwen2Config, Qwen2ForCausalLM
 
-            return Qwen2ForCausalLM(Qwen2Config(**GROUPED, tie_word_embeddings=True))
+            return Qwen2ForCausalLM(Qwen2Config(**grouped, tie_word_embeddings=True))
         case "qwen3":
             from transformers import Qwen3Config, Qwen3ForCausalLM
 
-            return Qwen3ForCausalLM(Qwen3Config(**GROUPED, head_dim=32, tie_word_embeddings=False))
+            return Qwen3ForCausalLM(Qwen3Config(**grouped, head_dim=32, tie_word_embeddings=False))
         case "qwen3_moe":
             from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
             experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
-            return Qwen3MoeForCausalLM(Qwen3MoeConfig(**GROUPED, **experts, head_dim=32, mlp_only_layers=[1]))
+            return Qwen3MoeForCausalLM(Qwen3MoeConfig(**grouped, **experts, head_dim=32, mlp_only_layers=[1]))
         case "mixtral":
             from transformers import MixtralConfig, MixtralForCausalLM
 
-            return MixtralForCausalLM(MixtralConfig(**GROUPED, num_local_experts=4, num_experts_per_tok=2))
+            return MixtralForCausalLM(MixtralConfig(**grouped, num_local_experts=4, num_experts_per_tok=2))
         case "deepseek_v3":
             from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
             groups = {"q_lora_rank": 24, "n_group": 4, "topk_group": 2}
-            return DeepseekV3ForCausalLM(DeepseekV3Config(**LATENT, **groups, rope_parameters=YARN))
+            return DeepseekV3ForCausalLM(DeepseekV3Config(**latent, **groups, rope_parameters=YARN))
         case "moonlight":
             from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
             own = {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5}
-            return DeepseekV3ForCausalLM(DeepseekV3Config(**LATENT, **own, rope_parameters=PLAIN))
+            return DeepseekV3ForCausalLM(DeepseekV3Config(**latent, **own, rope_parameters=PLAIN))
         case "qwen2_5_vl":
             from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-            vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64}
-            axes = {**PLAIN, "mrope_section": [2, 3, 3]}
-            text = {**GROUPED, "rope_parameters": axes}
+            hidden = grouped["hidden_size"]
+            vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": hidden}
+            axes = {**PLAIN, "mrope_section": [hidden // 32, 3 * hidden // 64, 3 * hidden // 64]}
+            text = {**grouped, "rope_parameters": axes}
             config = Qwen2_5_VLConfig(text_config=text, vision_config={**vision, "fullatt_block_indexes": [0]})
             return Qwen2_5_VLForConditionalGeneration(config)
     raise ValueError(kind)
 
 
-def save(kind: str, folder: Path) -> PreTrainedModel:
-    model = random_model(kind)
+def save(kind: str, folder: Path, *, served: bool = False) -> PreTrainedModel:
+    model = random_model(kind, served=served)
     model.save_pretrained(folder)
     return model
+
+
+def save_text_path(model: PreTrainedModel, folder: Path) -> None:
+    """Of a Qwen2.5-VL: what reads text is a Qwen2, whose positions have one axis."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    text = model.config.get_text_config()
+    sizes = {name: getattr(text, name) for name in (*GROUPED, "rms_norm_eps")}
+    alone = Qwen2ForCausalLM(Qwen2Config(**sizes, tie_word_embeddings=False, rope_parameters=PLAIN)).float()
+    weights = {name.replace("model.language_model.", "model."): w for name, w in model.state_dict().items()}
+    alone.load_state_dict({name: w for name, w in weights.items() if not name.startswith("model.visual.")})
+    alone.save_pretrained(folder)
