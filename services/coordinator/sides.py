@@ -46,10 +46,6 @@ class Sides:
         if settings.path == "gather_broadcast":
             return _broadcast(attempt)
         sender = await self._sender(attempt, dtype)
-        if settings.path == "auto" and sender.gpu:
-            return _broadcast(
-                attempt
-            )  # until shards have been measured over NCCL they go there only where a job says so
         members = {m.id: m for m in attempt.receivers}
         self._wanted = {member: told for member, told in self._wanted.items() if member in members}
         wanted = await self._receivers(attempt, sender.manifest) if sender.layouts.of_rank else {}

@@ -14,6 +14,7 @@ from torch import Tensor
 from millrace.batching.plan import Plan, plan_microbatches
 from millrace.batching.report import report
 from millrace.rl import segments
+from millrace.spec.rollout import ENGINES
 from millrace.wire.v1.trainer_pb2 import GroupRef
 from services.trainer import lockstep
 from services.trainer.backends import Backend, DataParallel
@@ -116,6 +117,12 @@ class Batch:
     @cached_property
     def whole_group_b(self) -> Tensor:
         return torch.tensor([trajectory.group for trajectory in self.division.trajectories], device=self.device)
+
+    @cached_property
+    def whole_engine_b(self) -> Tensor:
+        """Which of `ENGINES` made each trajectory; -1 where it says another. A collective."""
+        numbers = [ENGINES.index(s.engine) if s.engine in ENGINES else -1 for s in self.samples]
+        return self.whole_rows(torch.tensor(numbers, dtype=torch.float32, device=self.device).view(-1, 1))[:, 0].long()
 
     @property
     def whole_labels(self) -> list[str]:

@@ -58,7 +58,7 @@ def _sample(ref: TrajectoryRef, group: common_pb2.Group, reward_parts: Sequence[
     except BadOutcome as error:
         raise _differs(ref, f"its scorer {error}") from error
     greedy = group.greedy_reward if group.HasField("greedy_reward") else None
-    return Sample(ref.label, prompt, response, logprobs, trajectory.reward, parts, greedy)
+    return Sample(ref.label, prompt, response, logprobs, trajectory.reward, parts, greedy, group.engine)
 
 
 def _differs(ref: TrajectoryRef, how: str) -> InvalidState:

@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 
 from millrace.rl.metrics import combined, summarised
 from millrace.rl.mismatch import mismatch_metrics
+from millrace.spec.rollout import ENGINES
 from services.trainer import lockstep
 from services.trainer.batch import Batch
 
@@ -27,6 +28,9 @@ VERL = {
     "value_mean": "critic/vpred_mean",
 }
 """Our metrics of a loss under the names that verl's users know; the others are `actor/<name>` or `critic/<name>`."""
+
+BY_ENGINE = ("training/rollout_probs_diff_mean", "rollout_corr/kl", "rollout_corr/k3_kl")
+"""What is told of each engine apart."""
 
 VARIANCE_EPS = 1e-5
 """verl's, beside the variance of the returns."""
@@ -130,6 +134,19 @@ def batch_metrics(
                 f"{name}/max": float(values.max()),
                 f"{name}/min": float(values.min()),
             }
+    return metrics
+
+
+def mismatch_by_engine(train_bt: Tensor, rollout_bt: Tensor, mask_bt: Tensor, engine_b: Tensor) -> dict[str, float]:
+    """`mismatch` of the whole batch and, where several engines made it, of what each made: `<metric>/<engine>`.
+
+    `engine_b` [trajectories] counts into `ENGINES`.
+    """
+    metrics = mismatch(train_bt, rollout_bt, mask_bt)
+    made = sorted(set(engine_b.tolist()) - {-1})
+    for number in made if len(made) > 1 else []:
+        of_engine = mismatch(train_bt, rollout_bt, mask_bt & (engine_b == number)[:, None])
+        metrics |= {f"{name}/{ENGINES[number]}": value for name, value in of_engine.items() if name in BY_ENGINE}
     return metrics
 
 

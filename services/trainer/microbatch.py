@@ -25,6 +25,8 @@ class Sample:
     """Those that the job names in `reward.parts`."""
     greedy_reward: float | None = None
     """Of the greedy answer to the same prompt, where the job asks for one."""
+    engine: str = ""
+    """That made it."""
     experts: NDArray[np.int16] | None = None
     """[prompt and response tokens, MoE layers, experts a token]: the engine's choices, negative where it told none."""
 

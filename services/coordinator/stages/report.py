@@ -14,6 +14,7 @@ from services.coordinator.run import Run
 from services.coordinator.series import mean
 
 log = structlog.get_logger(__name__)
+MISMATCH = ("rollout_corr/kl", "rollout_corr/k3_kl", "training/rollout_probs_diff_mean")
 LAST = 10
 """Steps over which the reward at the end is averaged."""
 
@@ -45,6 +46,7 @@ async def _gather(run: Run) -> dict[str, Any]:
         },
         "ledger": ledger.model_dump(),
         "publications": _publications(await run.records.publications()),
+        "mismatch": _mismatch(rows),
         "seconds_per_step": _seconds(rows),
         "checkpoint": job.checkpoint,
         "model": run.spec.model.path,
@@ -67,6 +69,15 @@ def _seconds(rows: Sequence[StepMetrics]) -> dict[str, float]:
     """Mean of each timing over the steps that have it."""
     names = sorted({name for row in rows for name in row.values if name.startswith("timing_s/")})
     return {name: mean([row.values[name] for row in rows if name in row.values]) for name in names}
+
+
+def _mismatch(rows: Sequence[StepMetrics]) -> dict[str, float]:
+    """How far the engines' probabilities were from the trainer's: mean and largest over the steps."""
+    found: dict[str, float] = {}
+    for name in sorted({name for row in rows for name in row.values if name.startswith(MISMATCH)}):
+        values = [row.values[name] for row in rows if name in row.values]
+        found |= {name: mean(values), f"{name} (largest)": max(values)}
+    return found
 
 
 def _publications(reports: Sequence[dict[str, Any]]) -> dict[str, float]:
@@ -112,6 +123,7 @@ def _markdown(tree: dict[str, Any]) -> str:
     if ledger["reasons"]:
         lines += ["", "Dropped:", "", *_table(ledger["reasons"])]
     lines += ["", "## Publications", "", *_table(tree["publications"])]
+    lines += ["", "## Engine against trainer", "", *_table(tree["mismatch"])]
     lines += ["", "## Seconds per step", "", *_table(tree["seconds_per_step"])]
     lines += ["", "## Checkpoint", "", f"`{tree['checkpoint']}`" if tree["checkpoint"] else "none", ""]
     return "\n".join(lines)

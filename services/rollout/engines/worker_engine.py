@@ -15,6 +15,8 @@ from services.rollout.delivery import Delivery, mode_of, stages
 from services.rollout.engines.engine import Dispatch, Load, Reception, Swap
 
 Answers = list[dict[str, Any]]
+LONGEST_WAIT_S = 0.02
+"""Between two looks at how far receiving is; what it takes of generation is a call into the workers."""
 
 
 class WorkerEngine(ABC):
@@ -156,7 +158,7 @@ class WorkerEngine(ABC):
         answers = await self._ask(method)
         while not all(answer["done"] for answer in answers):
             await asyncio.sleep(wait_s)
-            wait_s = min(0.1, 1.5 * wait_s)
+            wait_s = min(LONGEST_WAIT_S, 1.5 * wait_s)
             answers = await self._ask(method)
         return answers
 
