@@ -93,8 +93,9 @@ class VllmEngine(WorkerEngine):
         from vllm.outputs import CompletionOutput
         from vllm.platforms import current_platform
         from vllm.v1.engine.async_llm import AsyncLLM
+        from vllm.v1.engine.core_client import AsyncMPClient
 
-        vllm_options.check_api(AsyncLLM)
+        vllm_options.check_api(AsyncLLM, AsyncMPClient)
         if "weight_versions" not in CompletionOutput.__dataclass_fields__:
             self._marks = VersionMarks()
         self.device = "cpu" if current_platform.is_cpu() else str(current_platform.get_device_name())
@@ -217,7 +218,11 @@ class VllmEngine(WorkerEngine):
 
     async def _pause(self, cache_policy: CachePolicy) -> None:
         # With clear_cache, requests in flight lose their keys and values and are prefilled again under the new weights.
-        await self._llm.pause_generation(mode="keep", clear_cache=cache_policy == "recompute")
+        # AsyncLLM.pause_generation does the same and then sleeps 20 ms, which generation would stand still for.
+        clear = cache_policy == "recompute"
+        if clear:
+            await self._llm.renderer.clear_mm_cache_async()
+        await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear)
 
     async def _resume(self) -> None:
         await self._llm.resume_generation()

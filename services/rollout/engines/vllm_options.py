@@ -107,9 +107,13 @@ def plugin_missing() -> str:
     return f"the entry point {PLUGIN} of millrace is not installed: run pip install in millrace's folder, then restart."
 
 
-def check_api(llm_class: type) -> None:
-    """Raises InvalidState naming what this vLLM lacks."""
-    needed = ("pause_generation", "resume_generation", "collective_rpc", "generate", "abort", "from_vllm_config")
-    if missing := [name for name in needed if not hasattr(llm_class, name)]:
-        what = f"vLLM {release()} has no AsyncLLM.{', AsyncLLM.'.join(missing)}."
+def check_api(llm: type, client: type) -> None:
+    """Raises InvalidState naming what AsyncLLM and its AsyncMPClient lack in this release."""
+    needed = {
+        "AsyncLLM": (llm, ("resume_generation", "collective_rpc", "generate", "abort", "from_vllm_config")),
+        "AsyncMPClient": (client, ("pause_scheduler_async",)),
+    }
+    missing = [f"{of}.{name}" for of, (found, names) in needed.items() for name in names if not hasattr(found, name)]
+    if missing:
+        what = f"vLLM {release()} has no {', '.join(missing)}."
         raise InvalidState(what, f"install vLLM {OLDEST[0]}.{OLDEST[1]} or newer.")

@@ -6,8 +6,8 @@ from typing import Any
 from millrace.ids import Version
 from services.rollout.engines.engine import VersionSpan
 
-SETTLE_S = 0.02
-SETTLE_ROUNDS = 50
+SETTLE_S = 0.002
+SETTLE_ROUNDS = 500
 
 
 class VersionMarks:
