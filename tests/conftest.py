@@ -9,6 +9,7 @@ MEGATRON = "services/trainer/backends/megatron"
 LONG = (
     "e2e/test_elastic.py",
     "services/rollout/test_engines.py",
+    f"{MEGATRON}/test_vllm.py",
     "services/trainer/test_ranks.py",
     f"{MEGATRON}/test_parity.py",
     "e2e/test_recovery.py",
