@@ -8,6 +8,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -124,9 +125,12 @@ class Going(Passage[Sent]):
     def _send(self, channel: Channel) -> Sent:
         assert self.delivery.sides is not None
         plan = wire.Planner().plan(self.delivery.manifest, self.delivery.sides)
-        sending = Sending(plan, self._rank, self._memory)
-        self.slot_bytes = sending.slot_bytes
-        return sending.run(channel)
+        device = self._memory.device
+        # A new thread is on the first GPU, whichever its engine is on.
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            sending = Sending(plan, self._rank, self._memory)
+            self.slot_bytes = sending.slot_bytes
+            return sending.run(channel)
 
 
 class Shards:
