@@ -34,7 +34,7 @@ STATES = {
 }
 """The trainer's state while its ranks work on a call."""
 
-ENDS_S = 10.0
+ENDS_S = 1.0
 """Ranks end a transfer by themselves at its deadline; those that have not this long after it are stuck."""
 
 

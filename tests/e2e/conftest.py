@@ -37,6 +37,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def job(tmp_path: Path, model: Path) -> dict[str, Any]:
+    return vowels_job(tmp_path, model)
+
+
+def vowels_job(folder: Path, model: Path) -> dict[str, Any]:
     """A small job of long answers, so that there is always something in flight. The reward counts vowels."""
     rows = [
         PromptRow(
@@ -49,17 +53,17 @@ def job(tmp_path: Path, model: Path) -> dict[str, Any]:
         )
         for n in range(ROWS)
     ]
-    write_rows(tmp_path / "train.parquet", rows)
-    (tmp_path / "vowels.py").write_text(
+    write_rows(folder / "train.parquet", rows)
+    (folder / "vowels.py").write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
         "    return sum(letter in ground_truth for letter in solution_str) / max(1, len(solution_str))\n"
     )
     return {
         "name": "end to end",
-        "output": str(tmp_path / "out"),
+        "output": str(folder / "out"),
         "model": {"path": str(model)},
-        "data": {"files": [str(tmp_path / "train.parquet")], "max_prompt_tokens": 128},
-        "reward": {"function": f"{tmp_path / 'vowels.py'}:compute_score", "workers": 1},
+        "data": {"files": [str(folder / "train.parquet")], "max_prompt_tokens": 128},
+        "reward": {"function": f"{folder / 'vowels.py'}:compute_score", "workers": 1},
         "rollout": {
             "samples_per_prompt": 4,
             "max_response_tokens": 160,

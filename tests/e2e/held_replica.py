@@ -1,0 +1,92 @@
+"""A replica that a test can stop in any phase of a publication: `python -m tests.e2e.held_replica FOLDER OPTIONS...`.
+
+FOLDER/hold-PHASE (prepare, transfer, verify, commit, or copy for what it sends to a sibling): it stays there while the
+file is there, and says so by FOLDER/in-PHASE. FOLDER/replan: it works out another plan; FOLDER/corrupt: the first
+message of a publication comes with a changed byte. Both once.
+"""
+
+import asyncio
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from millrace.weights.channels.channel import Channel, Flight, Parcel
+from millrace.weights.pipeline import Receiving, Sending
+from services.rollout import shards
+from services.rollout.__main__ import app
+from services.rollout.receive import Receiver
+
+FOLDER = Path(sys.argv[1])
+LOOK_EVERY_S = 0.01
+
+
+def held(phase: str) -> bool:
+    if not (FOLDER / f"hold-{phase}").exists():
+        return False
+    (FOLDER / f"in-{phase}").touch()
+    return True
+
+
+def once(what: str) -> bool:
+    asked = (FOLDER / what).exists()
+    (FOLDER / what).unlink(missing_ok=True)
+    return asked
+
+
+def holding(phase: str) -> Callable[..., Any]:
+    """The receiver's method, once the gate is open."""
+    method = getattr(Receiver, phase)
+
+    async def waits(self: Receiver, *arguments: Any) -> Any:
+        while held(phase):  # noqa: ASYNC110 - the test is another process
+            await asyncio.sleep(LOOK_EVERY_S)
+        answer = await method(self, *arguments)
+        return b"another" if phase == "prepare" and once("replan") else answer
+
+    return waits
+
+
+class HeldChannel:
+    def __init__(self, channel: Channel, phase: str) -> None:
+        self.key, self.rank, self.give_up = channel.key, channel.rank, channel.give_up
+        self.check, self.abort, self.close = channel.check, channel.abort, channel.close
+        self._channel, self._phase = channel, phase
+
+    def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel], stream: Any = None) -> Flight:
+        while held(self._phase):
+            self._channel.check()
+            time.sleep(LOOK_EVERY_S)
+        flight = self._channel.exchange(sends, receives, stream)
+        return Changed(flight, receives[0]) if receives and once("corrupt") else flight
+
+
+class Changed:
+    """Messages of which the first has another byte than was sent."""
+
+    def __init__(self, flight: Flight, parcel: Parcel) -> None:
+        self.wait = flight.wait
+        self._flight, self._parcel = flight, parcel
+
+    def land(self, stream: Any = None) -> None:
+        self._flight.land(stream)
+        self._parcel.data[0] ^= 1
+
+
+class HeldReceiving(Receiving):
+    def run(self, channel: Channel) -> Any:
+        return super().run(HeldChannel(channel, "transfer"))
+
+
+class HeldSending(Sending):
+    def run(self, channel: Channel) -> Any:
+        return super().run(HeldChannel(channel, "copy"))
+
+
+if __name__ == "__main__":
+    for phase in ("prepare", "verify", "commit"):
+        setattr(Receiver, phase, holding(phase))
+    shards.Receiving, shards.Sending = HeldReceiving, HeldSending  # type: ignore[misc]
+    sys.argv[1:] = sys.argv[2:]
+    app()
