@@ -374,3 +374,5 @@ def _set_environment() -> None:
     """Before SGLang is imported; what the user set stays."""
     # The context is longer than the job's by a few tokens that are never used.
     os.environ.setdefault("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "1")
+    # SGLang would turn it off in its processes alone, and ranks that have it on and off cannot connect.
+    os.environ.setdefault("NCCL_CUMEM_ENABLE", "1")
