@@ -5,7 +5,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,13 +18,8 @@ import pytest
 from millrace.client import Client
 from millrace.data.row import PromptRow
 from millrace.data.write import write_rows
+from millrace.local.ports import free_port
 from services.coordinator.redis_server import RedisServer
-
-
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return taken.getsockname()[1]
 
 
 @pytest.fixture(scope="session")

@@ -12,12 +12,13 @@ import psutil
 import pytest
 
 from millrace.errors import InvalidState
+from millrace.local.ports import free_port
 from millrace.rest import JobState
 from millrace.wire.channel import Peer
 from millrace.wire.v1 import fleet_pb2, fleet_pb2_grpc
 from services.coordinator.redis_server import RedisServer
 from tests.services.coordinator.cluster import around, until
-from tests.services.coordinator.conftest import CoordinatorProcess, free_port, running
+from tests.services.coordinator.conftest import CoordinatorProcess, running
 
 NO_TORCH = """
 import sys

@@ -2,12 +2,13 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from millrace.local.ports import free_port
 
 ROOT = Path(__file__).parents[5]
 
@@ -24,7 +25,7 @@ def launch(
     """Calls functions of `on_ranks`, by name with their arguments, on so many ranks over Gloo; rank 0's answers. Or
     runs another `module` with `arguments`."""
     folder.mkdir(parents=True, exist_ok=True)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     command = [sys.executable, "-m", module, str(folder), arguments or json.dumps(calls)]
     logs = [(folder / f"rank-{rank}.log").open("w") for rank in range(ranks)]
     processes = [
@@ -58,9 +59,3 @@ def _wait(processes: list[subprocess.Popen], until: float) -> None:
         if all(code == 0 for code in codes) or any(code for code in codes):
             return
         time.sleep(0.1)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
