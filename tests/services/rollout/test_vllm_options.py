@@ -40,9 +40,7 @@ def test_a_missing_method_is_named() -> None:
     class Old:
         def generate(self) -> None: ...
 
-    with pytest.raises(
-        InvalidState, match=r"AsyncLLM\.resume_generation.*, AsyncMPClient\.pause_scheduler_async"
-    ):
+    with pytest.raises(InvalidState, match=r"AsyncLLM\.resume_generation.*, AsyncMPClient\.pause_scheduler_async"):
         check_api(Old, Old)
 
 
