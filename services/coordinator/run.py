@@ -19,7 +19,7 @@ from services.coordinator.members import Weights
 from services.coordinator.publication import Publisher
 from services.coordinator.queue import Queue, Standing, Terms
 from services.coordinator.store import Purpose, Store
-from services.coordinator.trainer import Trainer
+from services.coordinator.trainer import Trainer, TrainerLost
 
 LOOK_EVERY_S = 1.0
 
@@ -135,8 +135,11 @@ class Run:
         for tracker in self.trackers or []:
             tracker.close()
 
-    def check_replicas(self) -> None:
-        """Raises Unavailable where no replica has served the job for too long."""
+    def check_fleet(self) -> None:
+        """While groups are waited for. Raises TrainerLost where another trainer came, which replicas without weights
+        may wait for, and Unavailable where no replica has served the job for too long."""
+        if self.parts.fleet.trainer is not None and self.parts.trainer.holds is None:
+            raise TrainerLost("another trainer has come.")
         replicas = self.parts.fleet.replicas
         serving = any(m.weights is not None and m.weights.job_id == self.job.id for m in replicas)
         limit_s = self.spec.deadlines.no_replica_s

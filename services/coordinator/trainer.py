@@ -18,9 +18,19 @@ class Trainer:
     def __init__(self, fleet: Fleet) -> None:
         self.turn = asyncio.Lock()
         """Held while the trainer steps, publishes, saves or loads, and until the ledger knows of it."""
-        self.holds: tuple[JobId, Version] | None = None
-        """What it certainly holds: None while that is not known."""
         self._fleet = fleet
+        self._held: tuple[Member, JobId, Version] | None = None
+
+    @property
+    def holds(self) -> tuple[JobId, Version] | None:
+        """What it certainly holds: None while that is not known, as of one that has just come."""
+        if self._held is None or self._held[0] is not self._fleet.trainer:
+            return None
+        return self._held[1:]
+
+    @holds.setter
+    def holds(self, held: tuple[JobId, Version] | None) -> None:
+        self._held = (self.member, *held) if held is not None else None
 
     @property
     def member(self) -> Member:

@@ -78,7 +78,7 @@ async def _look(run: Run, admitted: dict[PromptId, Summary], thrown_away: Counte
 
 async def _check(run: Run, thrown_away: Counter[str]) -> None:
     """Raises where the job gets nowhere."""
-    run.check_replicas()
+    run.check_fleet()
     per_step, algorithm = run.spec.schedule.prompts_per_step, run.spec.algorithm
     if thrown_away["without signal"] > algorithm.max_refills * per_step:
         what = f"{thrown_away['without signal']} groups in a row had no signal: all rewards in each were equal."

@@ -23,7 +23,8 @@ NOTE = "evaluation"
 
 @traced
 async def evaluate(run: Run) -> None:
-    """Where one is due at this step and has no result yet. Raises Unavailable where no replica serves, Cancelled."""
+    """Where one is due at this step and has no result yet. Raises Unavailable where no replica serves, TrainerLost,
+    Cancelled."""
     wanted, source, step = run.spec.evaluation, run.evaluation_source, run.job.step
     if wanted is None or source is None:
         return
@@ -73,7 +74,7 @@ async def _answers(run: Run, count: int) -> list[Summary]:
         counts = await run.evaluation.counts()
         if counts.generated + counts.dropped >= count:
             return await run.evaluation.summaries(await run.evaluation.generated())
-        run.check_replicas()
+        run.check_fleet()
         await waited(ring, LOOK_EVERY_S)
 
 

@@ -187,6 +187,20 @@ async def test_a_replica_dies_while_it_generates(cluster: Cluster, spec: dict[st
 
 
 @scenario
+async def test_the_trainer_and_the_only_replica_die_at_once(cluster: Cluster, spec: dict[str, Any]) -> None:
+    first, doomed = await cluster.trainer(), await cluster.replica(seconds=30.0)
+    job_id = await cluster.submit(spec)
+    await until(lambda: asyncio.sleep(0, doomed.held))
+    await asyncio.gather(first.die(), doomed.die())
+    await cluster.replica()
+    second = await cluster.trainer()
+    job = await cluster.ended(job_id)
+    assert (job.state, job.failure) == (JobState.SUCCEEDED, None)
+    assert second.configured == [""]
+    await trained_once(cluster, job_id, second)
+
+
+@scenario
 async def test_a_replica_is_drained_and_finishes_what_it_holds(cluster: Cluster, spec: dict[str, Any]) -> None:
     trainer, drained = await cluster.trainer(), await cluster.replica(seconds=0.3)
     job_id = await cluster.submit(spec)
