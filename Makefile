@@ -20,6 +20,10 @@ endif
 # Hundreds of processes import torch: compiling its modules anew in each would take most of their time.
 unexport PYTHONDONTWRITEBYTECODE
 
+# Torch's stores look the addresses of those who connect up by name, and where no name server answers each look takes ten
+# seconds by default.
+export RES_OPTIONS ?= timeout:1 attempts:1
+
 # Nothing here looks for a display, a model hub or a place to report usage to.
 export HF_HUB_OFFLINE ?= 1
 export MPLBACKEND ?= Agg
