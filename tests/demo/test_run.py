@@ -61,6 +61,14 @@ def test_the_job_is_a_valid_spec_and_takes_the_run_s_folders(tmp_path: Path) -> 
     assert spec.schedule.steps == spec.trainer.optimizer.warmup_steps == 5
 
 
+def test_the_grown_model_has_a_job_of_its_own_for_the_rest_the_same(tmp_path: Path) -> None:
+    data = (tmp_path / "t.parquet", tmp_path / "h.parquet")
+    small, grown = (job_spec(tmp_path, 4, 5, data, "megatron", size) for size in ("small", "grown"))
+    assert grown.model.path != small.model.path and grown.rollout.dtype == "bfloat16"
+    assert grown.rollout.options_of("vllm")["max_model_len"] == small.rollout.options_of("vllm")["max_model_len"]
+    assert grown.algorithm == small.algorithm and grown.evaluation == small.evaluation
+
+
 def test_a_demo_that_cannot_run_says_why_and_the_mend(tmp_path: Path) -> None:
     argv = (sys.executable, "-m", "demo", "--state", str(tmp_path), "--engine", "vllmm")
     done = subprocess.run(argv, capture_output=True, text=True, timeout=120)

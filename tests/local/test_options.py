@@ -20,6 +20,14 @@ def test_services_in_starting_order_with_their_options() -> None:
     assert "--engine transformers" in first and "--coordinator 127.0.0.1:7601" in first
 
 
+def test_several_engines_are_taken_in_turn() -> None:
+    made = services(StackOptions("/somewhere", replicas=3, engine="vllm, sglang"))
+    engines = [s.argv[s.argv.index("--engine") + 1] for s in made if s.name.startswith("rollout")]
+    assert engines == ["vllm", "sglang", "vllm"]
+    with pytest.raises(InvalidState, match="no engine 'tgi'"):
+        StackOptions("/somewhere", engine="vllm,tgi")
+
+
 def test_one_rank_is_started_directly() -> None:
     trainer = services(StackOptions("/somewhere"))[1]
     assert trainer.argv[1:3] == ("-m", "services.trainer")

@@ -98,6 +98,17 @@ def test_the_tree_is_small_and_every_unclear_leaf_is_explained():
     assert leaves(JobSpec) < 120
 
 
+def test_an_engine_gets_the_options_for_all_and_its_own():
+    told = {"dtype": "auto", "vllm": {"max_num_seqs": 4, "dtype": "half"}, "sglang": {"tp_size": 2}}
+    rollout = parse(with_("rollout.engine_options", told)).rollout
+    assert rollout.options_of("vllm") == {"max_num_seqs": 4, "dtype": "half"}
+    assert rollout.options_of("sglang") == {"dtype": "auto", "tp_size": 2}
+    assert rollout.options_of("transformers") == {"dtype": "auto"}
+    assert "sglang has to be a mapping" in refusal(with_("rollout.engine_options", {"sglang": 3}))
+    short = {"vllm": {"max_model_len": 8}}
+    assert "rollout.engine_options.max_model_len" in refusal(with_("rollout.engine_options", short))
+
+
 def test_imports_in_time_without_torch_or_an_engine():
     code = (
         "import sys, time; start = time.process_time(); import millrace.spec;"
