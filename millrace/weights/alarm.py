@@ -11,14 +11,18 @@ LISTEN_EVERY_S = 0.1
 _KEY = "alarm"
 
 
+def connect(host: str, port: int, timeout_s: float) -> TCPStore:
+    """A client of a store, for alarms alone: one that waits for something else keeps others from using it."""
+    limit = timedelta(seconds=timeout_s)
+    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
+
+
 class Alarm:
     """One rank's end, in the store where publication `key` meets. `on_alarm` is called once, with the reason, from a
     thread of the alarm's; not for an alarm that this end rang."""
 
-    def __init__(self, host: str, port: int, key: str, on_alarm: Callable[[str], None], timeout_s: float) -> None:
-        limit = timedelta(seconds=timeout_s)
-        # A client of its own: one that waits keeps others from using it. Torch's stubs know no bytes.
-        self._store: Any = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
+    def __init__(self, store: TCPStore, key: str, on_alarm: Callable[[str], None]) -> None:
+        self._store: Any = store  # torch's stubs know no bytes
         self._key = f"{_KEY}/{key}"
         self._on_alarm = on_alarm
         self._over = threading.Event()

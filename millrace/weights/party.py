@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import structlog
+from torch.distributed import TCPStore
 
 from millrace.errors import PublicationFailed
-from millrace.weights.alarm import Alarm
+from millrace.weights.alarm import Alarm, connect
 from millrace.weights.channels.channel import Channel
 from millrace.weights.channels.meeting import Meeting, join
 
@@ -28,6 +29,8 @@ class Party:
         self._lock = threading.Lock()
         self._channel: Channel | None = None
         self._alarm: Alarm | None = None
+        self._store: tuple[str, int, TCPStore] | None = None
+        """Where alarms are heard, kept as long as the communicator."""
         self._failure: PublicationFailed | None = None
 
     @property
@@ -49,10 +52,11 @@ class Party:
         watchdog.start()
         try:
             self._raise_failure()
-            self._alarm = Alarm(meeting.host, meeting.port, publication, self._heard, min(CALL_S, meeting.timeout_s))
             channel = self._channel
             if channel is None or channel.key != meeting.key:
                 self.leave()
+            self._alarm = Alarm(self._store_of(meeting), publication, self._heard)
+            if channel is None or channel.key != meeting.key:
                 channel = self._channel = join(meeting, lambda: self._failure)
             channel.give_up = give_up
             self._raise_failure()
@@ -86,9 +90,15 @@ class Party:
         if channel is not None:
             channel.abort(reason)
 
+    def _store_of(self, meeting: Meeting) -> TCPStore:
+        if self._store is None or self._store[:2] != (meeting.host, meeting.port):
+            store = connect(meeting.host, meeting.port, min(CALL_S, meeting.timeout_s))
+            self._store = (meeting.host, meeting.port, store)
+        return self._store[2]
+
     def leave(self) -> None:
         """Closes the channel. Not while `run` works."""
-        channel, self._channel = self._channel, None
+        channel, self._channel, self._store = self._channel, None, None
         if channel is not None:
             channel.close()
 

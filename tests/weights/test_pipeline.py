@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from millrace.errors import PublicationFailed
-from millrace.weights.alarm import Alarm
+from millrace.weights.alarm import Alarm, connect
 from millrace.weights.channels.gloo import GlooChannel, serve_store
 from millrace.weights.layout import Layout, Place, contiguous
 from millrace.weights.manifest import Manifest, TensorInfo
@@ -176,9 +176,8 @@ def test_an_abort_frees_whoever_waits():
 def test_everybody_hears_the_alarm():
     store, port = serve_store("127.0.0.1", 3, 20.0)
     heard = {}
-    ears = [
-        Alarm("127.0.0.1", port, "job/1/1/0", lambda reason, i=i: heard.update({i: reason}), 10.0) for i in range(3)
-    ]
+    stores = [connect("127.0.0.1", port, 10.0) for _ in range(3)]
+    ears = [Alarm(s, "job/1/1/0", lambda reason, i=i: heard.update({i: reason})) for i, s in enumerate(stores)]
     ears[1].ring("rank 1 broke off")
     until = time.monotonic() + 10
     while len(heard) < 2 and time.monotonic() < until:

@@ -70,7 +70,8 @@ class WorkerEngine(ABC):
         return [Boxes.decode(answer["boxes"]) for answer in answers]
 
     async def prepare(self, delivery: Delivery) -> None:
-        await self.abort_receive()
+        if self.half_written:
+            await self.abort_receive()  # otherwise the workers forget by themselves what they had
         answers = await self._ask("millrace_prepare", delivery.encode())
         if delivery.sides is not None:
             self._staged = stages(delivery, all(answer["fits"] for answer in answers))
