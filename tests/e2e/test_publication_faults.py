@@ -222,3 +222,42 @@ def test_the_coordinator_is_killed_and_started_again(whole: Whole, phase: str) -
     victim.let_go(phase)
     whole.recovers(f"coordinator restart in {phase}", since, 2 * DEADLINE_S + 10.0)
     whole.complete()
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_sender_rank_is_killed(whole: Whole, phase: str) -> None:
+    victim = whole.victim(phase)
+    whole.trainer.ranks()[1].kill()
+    since = time.time()
+    victim.let_go(phase)
+    until("the loss is told", lambda: whole.events("trainer.lost", since), DEADLINE_S + 3.0)
+    assert whole.trainer.process.wait(30) != 0
+    whole.another_trainer()
+    configured = until("the next takes the job up", lambda: whole.events("trainer.configured", since), 60.0)
+    whole.recovers(f"sender rank SIGKILL in {phase}", since, 30.0, after=configured[0].time_s)
+    whole.complete()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_sibling_is_lost_while_it_copies(whole: Whole, how: signal.Signals) -> None:
+    """The joiner gets its weights from the trainer."""
+    whole.complete()
+    whole.client.pause(whole.job)
+    until("no publication is to come", lambda: whole.client.job(whole.job).state == "paused", 30.0)
+    for replica in whole.replicas:
+        replica.ask("hold-copy")
+    late = whole.another_replica()
+    sibling = until("a sibling sends", lambda: next((r for r in whole.replicas if r.is_in("copy")), None), 60.0)
+    since = time.time()
+    sibling.alive.send_signal(how)
+    until("it serves", lambda: late.member in whole.serving(), 2 * DEADLINE_S)
+    whole.recovers(f"sibling {how.name} while it copies", since, 1.0)
+    done = [e for e in whole.events("publication.done", since) if late.member in str(e.data["members"])]
+    assert done[0].data["source"] == "trainer"
+    for replica in whole.replicas:
+        replica.let_go("copy")
+    if how == signal.SIGSTOP:
+        sibling.alive.send_signal(signal.SIGCONT)
+    whole.lose(sibling)
+    whole.client.resume(whole.job)
+    whole.complete()
