@@ -20,9 +20,9 @@ endif
 # Hundreds of processes import torch: compiling its modules anew in each would take most of their time.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Torch's stores look the addresses of those who connect up by name, and where no name server answers each look takes ten
-# seconds by default.
-export RES_OPTIONS ?= timeout:1 attempts:1
+# Torch's stores look up by name whoever connects. A name server that drops a question costs five seconds by default; over
+# TCP none is dropped, and where there is none that is known at once.
+export RES_OPTIONS ?= use-vc timeout:1 attempts:1
 
 # Nothing here looks for a display, a model hub or a place to report usage to.
 export HF_HUB_OFFLINE ?= 1

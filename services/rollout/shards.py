@@ -144,7 +144,8 @@ class Shards:
         self._party = Party()
         self._planner = wire.Planner()
         self._watched: tuple[bytes, Watched] | None = None
-        self._receiving: tuple[bytes, bool, Receiving] | None = None
+        self._receiving: tuple[tuple[bytes, int, bool], Receiving] | None = None
+        """Of a plan, as one of its ranks: replicas with one layout change places and keep the plan."""
         self._placed = ""
         """The publication that the layout's buffers hold whole."""
 
@@ -172,8 +173,7 @@ class Shards:
         if delivery.standing and self._party.key != delivery.channel:
             raise PublicationFailed(f"rank {rank} is not in communicator {delivery.channel} any more.")
         plan = self._plan(delivery)
-        held = self._receiving
-        if held is not None and held[:2] == (plan.hash, True):
+        if self._receiving is not None and self._receiving[0] == (plan.hash, rank, True):
             return True
         needed = int(plan.sizes[plan.contents_of(rank)].sum())
         return needed < SPARE * _free_bytes(watched.memory.device)
@@ -185,14 +185,15 @@ class Shards:
     def prepare(self, delivery: Delivery, rank: int, *, staged: bool) -> Coming:
         """Makes slots or staging ready."""
         plan, memory = self._plan(delivery), self._watch(delivery.manifest).memory
-        if self._receiving is None or self._receiving[:2] != (plan.hash, staged):
+        wanted = (plan.hash, rank, staged)
+        if self._receiving is None or self._receiving[0] != wanted:
             self._receiving = None  # before new memory is taken
             try:
-                self._receiving = (plan.hash, staged, Receiving(plan, rank, memory, staged=staged))
+                self._receiving = (wanted, Receiving(plan, rank, memory, staged=staged))
             except RuntimeError as error:  # torch's out of memory
                 what = f"there is no memory to receive {delivery.key}: {error}"
                 raise PublicationFailed(what, 'set publication.commit to "inplace".') from error
-        return Coming(delivery, rank, self._receiving[2], Party() if delivery.passing else self._party)
+        return Coming(delivery, rank, self._receiving[1], Party() if delivery.passing else self._party)
 
     def place(self, coming: Coming, *, staged: bool) -> Placed:
         """Puts a received version in place and compares it there. Only while generation is paused."""

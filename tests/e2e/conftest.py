@@ -69,7 +69,7 @@ def vowels_job(folder: Path, model: Path) -> dict[str, Any]:
             "max_response_tokens": 160,
             "dtype": "float32",
             "lease_s": 20,
-            "engine_options": {"max_model_len": 512, "max_num_seqs": 16, "enforce_eager": True},
+            "engine_options": {"max_num_seqs": 16, "vllm": {"max_model_len": 512, "enforce_eager": True}},
         },
         "trainer": {"dtype": "float32", "token_budget": 4096, "optimizer": {"lr": 1e-4}},
         "schedule": {"steps": 6, "prompts_per_step": 8, "max_staleness": 1},
@@ -93,14 +93,14 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Stack]]:
 
 
 @pytest.fixture
-def another_replica(tmp_path: Path) -> Iterator[Callable[[Stack], subprocess.Popen[bytes]]]:
+def another_replica(tmp_path: Path) -> Iterator[Callable[[Stack, str], subprocess.Popen[bytes]]]:
     """Starts a replica of its own beside a stack, as one does on another host."""
     with contextlib.ExitStack() as running:
 
-        def start(stack: Stack) -> subprocess.Popen[bytes]:
+        def start(stack: Stack, engine: str) -> subprocess.Popen[bytes]:
             log = running.enter_context((tmp_path / "another.log").open("wb"))
             argv = (sys.executable, "-m", "services.rollout", "--coordinator", stack.coordinator, "--port", "0")
-            replica = offspring.start((*argv, "--engine", "vllm"), stack.options.environment, log)
+            replica = offspring.start((*argv, "--engine", engine), stack.options.environment, log)
             running.callback(replica.wait, 60)
             running.callback(replica.terminate)
             return replica

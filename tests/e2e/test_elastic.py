@@ -1,4 +1,4 @@
-"""Replicas share the work, join while a job runs, and die while they generate."""
+"""Replicas with two engines share the work, join while a job runs, and die while they generate."""
 
 import os
 import re
@@ -32,7 +32,7 @@ def test_replicas_share_join_and_die(start, another_replica, job):
     first_two = {member for _, member in makers(client, view.id)}
 
     client.pause(view.id)  # an engine takes longer to start than these steps; who joins meanwhile gets its weights
-    another_replica(stack)
+    another_replica(stack, "transformers")
     joined = until(
         "the third replica serves",
         lambda: next((r for r in client.fleet().replicas if r.id not in first_two and r.state == "serving"), None),
@@ -56,3 +56,7 @@ def test_replicas_share_join_and_die(start, another_replica, job):
     assert joined.id in {member for _, member in makers(client, view.id)}, "the third replica took work"
     by_joined = [s for s in client.samples(view.id, limit=1000) if s.member == joined.id]
     assert min(v for s in by_joined for v in s.versions) >= 1, "nothing was generated before its weights came"
+    mixed = [row.values for row in client.metrics(view.id) if "rollout_corr/k3_kl/vllm" in row.values]
+    assert mixed, "the two engines' probabilities are told apart"
+    for values in mixed:
+        assert max(values[f"rollout_corr/k3_kl/{engine}"] for engine in ("vllm", "transformers")) < 1e-3

@@ -1,4 +1,4 @@
-"""The engines by name. A new one is one file here and one line in ENGINES."""
+"""The engines by name. A new one is one file here and one line in ENGINES, and its name in `millrace.spec.rollout`."""
 
 from collections.abc import Callable, Mapping
 from importlib import import_module

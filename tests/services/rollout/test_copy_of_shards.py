@@ -70,14 +70,19 @@ def replica() -> Iterator[Make]:
             shards.leave()
 
 
-def published(replica: Replica, version: int, *, staged: bool = True) -> None:
-    """From a trainer of two ranks."""
-    sender = ShardSender(TrainerRanks(tensors(version)), replica.boxes, version=version)
-    coming = replica.prepare(sender.delivery, staged=staged)
+def published(*replicas: Replica, version: int, staged: bool = True) -> None:
+    """From a trainer of two ranks to replicas in this order."""
+    wanted = [boxes for replica in replicas for boxes in replica.boxes]
+    sender = ShardSender(TrainerRanks(tensors(version)), wanted, version=version)
+    coming, first = [], sender.delivery.first_rank
+    for replica in replicas:
+        coming.append(replica.prepare(replace(sender.delivery, first_rank=first), staged=staged))
+        first += len(replica.workers)
     sender.start()
-    for one in coming:
+    for one in [one for each in coming for one in each]:
         one.begin()
-    replica.place(coming, staged=staged)
+    for replica, each in zip(replicas, coming, strict=True):
+        replica.place(each, staged=staged)
     sender.join()
 
 
@@ -139,19 +144,19 @@ class Copy:
 @pytest.mark.parametrize(("workers", "others"), [(1, 1), (2, 2), (1, 2), (2, 1)])
 def test_a_copy_is_what_the_trainer_would_have_sent(replica: Make, workers: int, others: int, staged: bool) -> None:
     source, target, oracle = replica(workers), replica(others), replica(others)
-    published(source, 1, staged=staged)
-    published(oracle, 1)
+    published(source, version=1, staged=staged)
+    published(oracle, version=1)
     Copy.of(source, target).run(staged=staged)
     assert target.holds(oracle)
     assert {(placed.loader_names, placed.loader_tensors) for placed in target.placed} == {(("norm", "bias"), 2)}
-    published(target, 2)
-    published(oracle, 2)
+    published(target, version=2)
+    published(oracle, version=2)
     assert target.holds(oracle), "the next version comes from the trainer again"
 
 
 def test_what_was_copied_can_be_copied_on(replica: Make) -> None:
     first, second, third = replica(1), replica(1), replica(1)
-    published(first, 1)
+    published(first, version=1)
     Copy.of(first, second).run(staged=True)
     Copy.of(second, third).run(staged=False)
     assert third.holds(first)
@@ -159,7 +164,7 @@ def test_what_was_copied_can_be_copied_on(replica: Make) -> None:
 
 def test_tensors_that_the_engine_changed_are_no_source_after_another_path(replica: Make) -> None:
     source, target = replica(1), replica(1)
-    published(source, 1)
+    published(source, version=1)
     copy = Copy.of(source, target)
     source.served = "job-test/1/1/9"  # a gather and broadcast, of which the shards know nothing
     with pytest.raises(PublicationFailed, match="norm, bias are held only as the engine changed them"):
@@ -172,7 +177,7 @@ def test_tensors_that_the_engine_changed_are_no_source_after_another_path(replic
 
 def test_a_copy_that_is_ended_frees_both_ends_at_once(replica: Make) -> None:
     source, target = replica(1), replica(1)
-    published(source, 1)
+    published(source, version=1)
     copy = Copy.of(source, target)
     (coming,), (going,) = target.prepare(copy.coming, staged=True), copy.begin()
     until = time.monotonic() + 20.0
@@ -184,6 +189,14 @@ def test_a_copy_that_is_ended_frees_both_ends_at_once(replica: Make) -> None:
     coming.begin()
     coming.wait()
     assert coming.failure is not None and time.monotonic() - began < 3.0
-    published(source, 2)
-    published(target, 2)
+    published(source, version=2)
+    published(target, version=2)
     assert target.holds(source), "both go on"
+
+
+def test_replicas_with_one_layout_may_change_places(replica: Make) -> None:
+    one, two, oracle = replica(1), replica(1), replica(1)
+    published(one, two, version=1)
+    published(two, one, version=2)
+    published(oracle, version=2)
+    assert one.holds(oracle) and two.holds(oracle)

@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 
 from millrace.errors import InvalidJob, InvalidState
+from millrace.spec.rollout import ENGINES
+from services.rollout import engines
 from services.rollout.engines import probe
 from services.rollout.engines.vllm_options import check_api, check_model, engine_arguments, release, release_warning
 from tests.models import byte_tokenizer
@@ -24,6 +26,10 @@ def test_probe_imports_no_engine() -> None:
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
     assert probe("vllm").release == release()
+
+
+def test_a_job_may_name_every_engine() -> None:
+    assert set(engines.ENGINES) == set(ENGINES)
 
 
 @pytest.mark.parametrize("found", ["0.26.0", "0.29.1", "0.32.0"])
