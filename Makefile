@@ -9,7 +9,9 @@ EXTRAS := cpu,dev
 SLOW := e2e or chaos or compose or gpu
 # Tests that run side by side.
 WORKERS ?= 2
-PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --durations 15 --durations-min 5
+# Torch's stores look up by name whoever connects, and a name server that drops a question costs five seconds by default.
+RESOLVER := RES_OPTIONS="timeout:1 attempts:1"
+PYTEST := $(RESOLVER) $(BIN)/python -m pytest --numprocesses $(WORKERS) --durations 15 --durations-min 5
 
 # uv does not read pip's setting for a folder of wheels. Without one, torch's CPU build comes from its own index.
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
@@ -19,10 +21,6 @@ endif
 
 # Hundreds of processes import torch: compiling its modules anew in each would take most of their time.
 unexport PYTHONDONTWRITEBYTECODE
-
-# Torch's stores look up by name whoever connects. A name server that drops a question costs five seconds by default; over
-# TCP none is dropped, and where there is none that is known at once.
-export RES_OPTIONS ?= use-vc timeout:1 attempts:1
 
 # Nothing here looks for a display, a model hub or a place to report usage to.
 export HF_HUB_OFFLINE ?= 1
