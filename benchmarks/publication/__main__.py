@@ -16,7 +16,6 @@ import json
 import multiprocessing
 import os
 import platform
-import socket
 import sys
 import tempfile
 import time
@@ -33,6 +32,7 @@ from demo.tokenizer import byte_tokenizer
 from millrace.bench.layouts import TrainerSide, manifest
 from millrace.bench.shapes import SHAPES, shape_of
 from millrace.ids import MemberId
+from millrace.local.ports import free_port
 from millrace.megatron.shape import ModelShape
 from millrace.spec import JobSpec, parse
 from millrace.telemetry import logs
@@ -131,18 +131,13 @@ class Bench:
     """One engine, its receiver, and the trainer's ranks."""
 
     def __init__(self, options: argparse.Namespace, ranks: list[Remote]) -> None:
-        self._shape = shape_of(options.shape)
-        self._options = options
         self._ranks = ranks
         self.engine: Any = create(options.engine)
         self._receiver = Receiver(self.engine, MemberId("rollout-bench"), "keep", lambda _: None)
-        self._manifest = manifest(self._shape)
+        self._manifest = manifest(shape_of(options.shape))
         self._attempts = 0
         self._tokens = 0
         self._key_joined = False
-
-    async def start(self, spec: JobSpec) -> None:
-        await self.engine.start(spec)
 
     async def agree(self) -> None:
         """Both sides tell what they hold and want, and the communicator gets its name."""
@@ -207,7 +202,7 @@ class Bench:
         }
 
     async def join_baseline(self) -> None:
-        port = _free_port()
+        port = free_port()
         init = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1}
         init["world_size"] = 1 + self.engine.world_size
         told = self.engine._llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": init})
@@ -281,12 +276,6 @@ def _digests(worker: Any) -> dict[str, int]:
     return {name: checksum(parameter) for name, parameter in worker.get_model().named_parameters()}
 
 
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
 def _gpus() -> int:
     """Without touching them: this process starts others that must not inherit a context."""
     import torch
@@ -318,7 +307,7 @@ async def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     bench = Bench(options, ranks)
     try:
         began = time.perf_counter()
-        await bench.start(job(folder, options))
+        await bench.engine.start(job(folder, options))
         print(f"the engine is up after {time.perf_counter() - began:.1f} s", flush=True)
         await bench.agree()
         return await rounds(bench, options, modes)

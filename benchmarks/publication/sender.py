@@ -3,7 +3,6 @@
 import threading
 import time
 import traceback
-from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -13,8 +12,8 @@ from millrace.bench.layouts import TrainerSide, manifest
 from millrace.bench.shapes import shape_of
 from millrace.bench.values import fill
 from millrace.weights import sides as wire
-from millrace.weights.channels.meeting import Meeting
-from millrace.weights.layout import Layout, Place, contiguous
+from millrace.weights.channels.meeting import Meeting, nccl_id
+from millrace.weights.layout import whole
 from millrace.weights.memory import Memory
 from millrace.weights.party import Party
 from millrace.weights.pipeline import Sending
@@ -41,11 +40,7 @@ class Rank:
         return self._memory.layout.boxes.encode()
 
     def nccl_id(self) -> bytes:
-        if self._device.type == "cpu":
-            return b""
-        from millrace.weights.channels.nccl import unique_id
-
-        return unique_id()
+        return nccl_id(self._device.type == "cuda")
 
     def fill(self, version: int) -> None:
         for memory in (self._memory, self._whole):
@@ -72,12 +67,8 @@ class Rank:
         """vLLM's own way: one sender that holds every tensor whole."""
         from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
-        places = [
-            Place(i, (0,) * len(t.shape), t.shape, i, 0, contiguous(t.shape))
-            for i, t in enumerate(self._manifest.tensors)
-        ]
         buffers = [torch.empty(t.shape, dtype=torch.bfloat16, device=self._device) for t in self._manifest.tensors]
-        self._whole = Memory(self._manifest, Layout.of(places, self._manifest), buffers)
+        self._whole = Memory(self._manifest, whole(self._manifest), buffers)
         init = {"master_address": "127.0.0.1", "master_port": port, "world_size": world_size}
         self._group = NCCLWeightTransferEngine.trainer_init(init)
 
@@ -87,8 +78,7 @@ class Rank:
         assert self._whole is not None
         began = time.perf_counter()
         tensors = zip((t.name for t in self._manifest.tensors), self._whole.buffers, strict=True)
-        items: Iterator[tuple[str, torch.Tensor]] = iter(list(tensors))
-        NCCLWeightTransferEngine.trainer_send_weights(items, {"group": self._group, "packed": packed})
+        NCCLWeightTransferEngine.trainer_send_weights(tensors, {"group": self._group, "packed": packed})
         self._synchronize()
         return time.perf_counter() - began
 

@@ -19,7 +19,7 @@ from millrace.bench.shapes import shape_of
 from millrace.bench.values import fill, misplaced
 from millrace.weights.boxes import Boxes
 from millrace.weights.channels.channel import Channel, Parcel
-from millrace.weights.channels.meeting import Meeting, join
+from millrace.weights.channels.meeting import Meeting, join, nccl_id
 from millrace.weights.memory import Memory
 from millrace.weights.pipeline import Receiving, Sending
 from millrace.weights.sharded import ShardedPlan, plan
@@ -86,13 +86,9 @@ class Rank:
         return made, planned
 
     def _join(self) -> Channel:
-        identity = b""
-        if self.device.type == "cuda":
-            from millrace.weights.channels.nccl import unique_id
-
-            if self.rank == 0:
-                self._store.set("nccl", unique_id())
-            identity = bytes(self._store.get("nccl"))
+        if self.rank == 0:
+            self._store.set("identity", nccl_id(self.device.type == "cuda"))
+        identity = bytes(self._store.get("identity"))
         meeting = Meeting(
             "127.0.0.1", self._port, "bench", self.rank, self.world, identity, self.device, self.asked["limit_s"]
         )

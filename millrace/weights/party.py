@@ -52,11 +52,10 @@ class Party:
         watchdog.start()
         try:
             self._raise_failure()
-            channel = self._channel
-            if channel is None or channel.key != meeting.key:
+            if self.key != meeting.key:
                 self.leave()
             self._alarm = Alarm(self._store_of(meeting), publication, self._heard)
-            if channel is None or channel.key != meeting.key:
+            if (channel := self._channel) is None:
                 channel = self._channel = join(meeting, lambda: self._failure)
             channel.give_up = give_up
             self._raise_failure()

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -145,8 +145,7 @@ class Attempt:
     async def abort(self, members: Sequence[Member], reason: str) -> None:
         """Lets `members` forget the publication. Nobody waits long for one that does not answer: it finds out by the
         deadline, or with the next publication."""
-        aborts = [asyncio.create_task(self._abort(m, reason)) for m in members if not m.gone.is_set()]
-        await self.briefly(aborts)
+        await self.briefly(*(self._abort(m, reason) for m in members if not m.gone.is_set()))
 
     async def finish(self, failure: str) -> None:
         """Tells the sender that it is over, if it has begun. Raises TrainerLost."""
@@ -159,12 +158,17 @@ class Attempt:
             except MillraceError as error:
                 log.warning("the sender could not finish", sender=self.sender.id, error=str(error), **self.named)
 
-    async def briefly(self, tasks: Sequence[asyncio.Task[None]]) -> None:
-        """Waits a moment for `tasks`; what is not done then goes on by itself."""
+    def let_go(self, *calls: Coroutine[Any, Any, None]) -> list[asyncio.Task[None]]:
+        """Begins calls that go on by themselves, whoever waits."""
+        tasks = [asyncio.create_task(call) for call in calls]
         for task in tasks:
             self.loose.add(task)
             task.add_done_callback(self.loose.discard)
-        if tasks:
+        return tasks
+
+    async def briefly(self, *calls: Coroutine[Any, Any, None]) -> None:
+        """Waits a moment for `calls`; what is not done then goes on by itself."""
+        if tasks := self.let_go(*calls):
             await asyncio.wait(tasks, timeout=MOMENT_S)
 
     async def _abort(self, member: Member, reason: str) -> None:

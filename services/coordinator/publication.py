@@ -102,7 +102,9 @@ class Publisher:
                     raise
                 receivers = [m for m in left if m not in culprits]
             except asyncio.CancelledError:
-                self._let_go(attempt)
+                if attempt.sender.source == "sibling":  # something newer ended the copy: both ends are told
+                    reason = "a publication came first"
+                    attempt.let_go(attempt.finish(reason), attempt.abort(attempt.receivers, reason))
                 raise
             else:
                 return await self._done(job, attempt, reports, time.monotonic() - started, failures)
@@ -213,7 +215,7 @@ class Publisher:
         if attempt.sender.source == "trainer":
             await attempt.finish(error.what)
         else:
-            await attempt.briefly([asyncio.create_task(attempt.finish(error.what))])
+            await attempt.briefly(attempt.finish(error.what))
         await attempt.abort(attempt.receivers, error.what)
         for member in culprits:
             await self._fleet.cut(member, f"it failed in {attempt.phase} of version {job.version}")
@@ -235,15 +237,6 @@ class Publisher:
         self._measures.published(job.id, source, "done", attempt.phases, report.bytes, report.pauses)
         await self._events.add(job.id, "publication.done", str(report), **report.to_json())
         return report
-
-    def _let_go(self, attempt: Attempt) -> None:
-        """Something newer has ended a copy: both ends are told, and nobody waits for it."""
-        if attempt.sender.source == "sibling":
-            reason = "a publication came first"
-            for work in (attempt.finish(reason), attempt.abort(attempt.receivers, reason)):
-                task = asyncio.create_task(work)
-                self._loose.add(task)
-                task.add_done_callback(self._loose.discard)
 
 
 def _ranks(members: Sequence[Member], first: int) -> dict[str, weights_pb2.Receiver]:

@@ -11,7 +11,7 @@ from torch.distributed import TCPStore
 from millrace.errors import InvalidState, PublicationFailed
 from millrace.weights import sides as wire
 from millrace.weights.channels.gloo import serve_store
-from millrace.weights.channels.meeting import Meeting
+from millrace.weights.channels.meeting import Meeting, nccl_id
 from millrace.weights.memory import Memory
 from millrace.weights.party import Party
 from millrace.weights.phases import Publication
@@ -123,11 +123,7 @@ class ShardSender:
         rendezvous.key, rendezvous.standing = self._party.key, bool(self._party.key) and members == self._members
         if not rendezvous.standing:
             rendezvous.key = f"{Publication.from_proto(request.publication).key}/{secrets.token_hex(8)}"
-            self._nccl_id = b""
-            if request.gpu:
-                from millrace.weights.channels.nccl import unique_id
-
-                self._nccl_id = unique_id()
+            self._nccl_id = nccl_id(request.gpu)
         rendezvous.nccl_id, self._members = self._nccl_id, members
         return rendezvous
 

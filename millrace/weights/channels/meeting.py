@@ -10,7 +10,7 @@ from millrace.errors import PublicationFailed
 from millrace.weights.channels.channel import Channel
 from millrace.weights.channels.gloo import GlooChannel, serve_store
 
-__all__ = ["Meeting", "join", "serve_store"]
+__all__ = ["Meeting", "join", "nccl_id", "serve_store"]
 LOOK_EVERY_S = 0.05
 
 
@@ -28,6 +28,15 @@ class Meeting:
     device: torch.device
     """Where this rank's memory is."""
     timeout_s: float
+
+
+def nccl_id(gpu: bool) -> bytes:
+    """Of a communicator to be, for all of its ranks; empty where they are to meet over Gloo."""
+    if not gpu:
+        return b""
+    from millrace.weights.channels.nccl import unique_id
+
+    return unique_id()
 
 
 def join(meeting: Meeting, failure: Callable[[], PublicationFailed | None]) -> Channel:

@@ -274,12 +274,10 @@ class TransformersEngine:
 
     async def prepare_send(self, delivery: Delivery, served: str) -> bytes:
         await self.end_send()
-        self._source = await asyncio.to_thread(self._shards.source, delivery, 0, served)
-        if self._source.device.type != "cuda":
-            return b""
-        from millrace.weights.channels.nccl import unique_id
+        from millrace.weights.channels.meeting import nccl_id
 
-        return unique_id()
+        self._source = await asyncio.to_thread(self._shards.source, delivery, 0, served)
+        return nccl_id(self._source.device.type == "cuda")
 
     async def send(self, delivery: Delivery) -> Dispatch:
         from services.rollout.shards import Going

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from millrace.errors import MillraceError, PublicationFailed
+from millrace.weights.channels.meeting import nccl_id
 from millrace.weights.manifest import Manifest
 from millrace.weights.memory import Memory
 from millrace.wire.v1 import weights_pb2
@@ -30,6 +31,8 @@ class WeightReceiver:
     _millrace_staging: Staging | None = None
     _millrace_shelf: Shelf | None = None
     _millrace_shards: Shards | None = None
+    _millrace_agreed: Delivery | None = None
+    """A sharded delivery that was prepared and is not made ready yet."""
     _millrace_coming: Coming | None = None
     _millrace_staged: bool = True
     _millrace_source: Memory | None = None
@@ -41,7 +44,9 @@ class WeightReceiver:
             self.millrace_abort()
             self._millrace_check((coming := Delivery.decode(delivery)).manifest)
             if coming.sides is not None:
-                return {"fits": self._millrace_kept_shards().fits(coming, coming.first_rank + self.rank)}
+                fits = self._millrace_kept_shards().fits(coming, coming.first_rank + self.rank)
+                self._millrace_agreed = coming
+                return {"fits": fits}
         except MillraceError as error:
             return {"failed": error.what, "mend": error.mend}
         self._millrace_staging = Staging(coming, coming.first_rank + self.rank)
@@ -56,10 +61,12 @@ class WeightReceiver:
         except MillraceError as error:
             return {"failed": error.what, "mend": error.mend}
 
-    def millrace_ready(self, delivery: bytes, staged: bool) -> Answer:
-        """Makes slots or staging ready for a sharded delivery that was prepared."""
+    def millrace_ready(self, staged: bool) -> Answer:
+        """Makes slots or staging ready for the sharded delivery that was prepared."""
+        coming, self._millrace_agreed = self._millrace_agreed, None
+        if coming is None:
+            return {"failed": "the publication was aborted.", "mend": ""}
         try:
-            coming = Delivery.decode(delivery)
             shards = self._millrace_kept_shards()
             self._millrace_coming = shards.prepare(coming, coming.first_rank + self.rank, staged=staged)
         except MillraceError as error:
@@ -128,6 +135,7 @@ class WeightReceiver:
         return {"apply_s": applied.apply_s, "compare_s": applied.compare_s, "unplaced": list(applied.unplaced)}
 
     def millrace_abort(self) -> Answer:
+        self._millrace_agreed = None
         staging, self._millrace_staging = self._millrace_staging, None
         if staging is not None:
             staging.close()
@@ -143,11 +151,7 @@ class WeightReceiver:
             self._millrace_source = self._millrace_kept_shards().source(Delivery.decode(delivery), self.rank, served)
         except MillraceError as error:
             return {"failed": error.what, "mend": error.mend}
-        if self.rank or self._millrace_source.device.type != "cuda":
-            return {"nccl_id": b""}
-        from millrace.weights.channels.nccl import unique_id
-
-        return {"nccl_id": unique_id()}
+        return {"nccl_id": nccl_id(self.rank == 0 and self._millrace_source.device.type == "cuda")}
 
     def millrace_send(self, delivery: bytes) -> Answer:
         """Starts sending in a thread and returns at once: generation goes on."""

@@ -75,7 +75,7 @@ class WorkerEngine(ABC):
         answers = await self._ask("millrace_prepare", delivery.encode())
         if delivery.sides is not None:
             self._staged = stages(delivery, all(answer["fits"] for answer in answers))
-            await self._ask("millrace_ready", delivery.encode(), self._staged)
+            await self._ask("millrace_ready", self._staged)
         self._delivery = delivery
 
     async def begin_receive(self) -> None:
