@@ -18,7 +18,7 @@ from services.coordinator.trainer import TrainerLost
 log = structlog.get_logger(__name__)
 RECEIVER = rollout_pb2_grpc.RolloutStub
 Answer = TypeVar("Answer")
-WELL_S = 0.8
+WELL_S = 1.5
 """A receiver that lives says within this how it is."""
 MOMENT_S = 0.5
 """How long members that may hang are waited for after a failure."""

@@ -127,7 +127,7 @@ class Publisher:
                 sent = await attempt.timed("transfer", self._transfer(attempt))
         except TimeoutError as error:
             late, seconds = tuple(attempt.unanswered), job.spec.deadlines.publication_s
-            if set(late) <= {attempt.sender.id}:  # it waits for somebody who was asked nothing
+            if attempt.phase == "transfer" and set(late) <= {attempt.sender.id}:  # it waits for a receiver
                 late = await attempt.suspects() or late
             what = f"{attempt.phase} was not over after {seconds:g} s: {', '.join(late)} did not answer."
             raise PublicationFailed(what, "look at their logs, or raise deadlines.publication_s.", late) from error

@@ -26,6 +26,8 @@ from tests.services.trainer.process import TrainerProcess, trainer
 pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.timeout(300)]
 
 DEADLINE_S = 5.0
+LATEST_S = 60.0
+"""By when whatever is waited for has come, however busy the machine; how long it took is printed at the end."""
 PHASES = ("prepare", "transfer", "verify", "commit")
 
 
@@ -70,6 +72,7 @@ class Whole:
         self.replicas: list[HeldReplica] = []
         self.recovered: list[tuple[str, float]] = []
         """Fault, and seconds until the version, or a newer one, was served again."""
+        self._told: list[Event] = []
         self._trainers = contextlib.ExitStack()
         self.trainer = self.another_trainer()
 
@@ -90,9 +93,8 @@ class Whole:
 
     def events(self, kind: str, since: float = 0.0) -> list[Event]:
         with contextlib.suppress(MillraceError):  # a coordinator that is just starting
-            found = self.client.events(self.job, follow=False)
-            return [event for event in found if event.kind == kind and event.time_s > since]
-        return []
+            self._told += self.client.events(self.job, after=self._told[-1].id if self._told else "", follow=False)
+        return [event for event in self._told if event.kind == kind and event.time_s > since]
 
     def serving(self) -> set[str]:
         with contextlib.suppress(MillraceError):
@@ -101,27 +103,43 @@ class Whole:
 
     def complete(self) -> None:
         """Waits until every replica that runs serves."""
-        until("all are known", lambda: all(r.member for r in self.replicas), 60.0)
-        until("all replicas serve", lambda: self.serving() >= {r.member for r in self.replicas}, 60.0)
+        until("all are known", lambda: all(r.member for r in self.replicas))
+        until("all replicas serve", lambda: self.serving() >= {r.member for r in self.replicas})
 
     def victim(self, phase: str) -> HeldReplica:
         """A replica that stands in `phase` of a publication to two."""
         self.complete()
         held = self.replicas[-1]
         held.ask(f"hold-{phase}")
-        until(f"a publication reaches {phase}", lambda: held.is_in(phase), 30.0)
+        until(f"a publication reaches {phase}", lambda: held.is_in(phase))
         return held
 
-    def recovers(self, fault: str, since: float, within_s: float, after: float = 0.0) -> list[Event]:
+    def recovers(self, fault: str, since: float, after: float = 0.0) -> list[Event]:
         """The publications that reached a replica after the fault, and `after`."""
         at = max(since, after)
-        done = until(f"a publication after {fault}", lambda: self.events("publication.done", at), within_s)
+        done = until(f"a publication after {fault}", lambda: self.events("publication.done", at))
         self.recovered.append((fault, done[0].time_s - since))
         return done
 
     def lose(self, replica: HeldReplica) -> None:
         replica.end()
         self.replicas.remove(replica)
+
+    def mend(self) -> None:
+        """Leaves two replicas and a trainer to the next test, whatever this one came to."""
+        for replica in list(self.replicas):
+            for phase in (*PHASES, "copy"):
+                replica.let_go(phase)
+            if replica.process.poll() is not None:
+                self.replicas.remove(replica)
+            else:
+                replica.alive.send_signal(signal.SIGCONT)
+        while len(self.replicas) < 2:
+            self.another_replica()
+        if self.trainer.process.poll() is not None:
+            self.another_trainer()
+        if self.client.job(self.job).state == "paused":
+            self.client.resume(self.job)
 
     def close(self) -> None:
         for replica in self.replicas:
@@ -158,7 +176,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Whole]:
 def sound(whole: Whole) -> Iterator[None]:
     """After every test the job runs, nothing that was trained on was mixed, and the ledger adds up."""
     yield
-    view = until("the job runs", lambda: _running(whole), 30.0)
+    whole.mend()
+    view = until("the job runs", lambda: _running(whole))
     assert view.state == "running", view.failure
     apart = [row.values.get("training/rollout_logprobs_diff_max", 0.0) for row in whole.client.metrics(whole.job)]
     assert max(apart, default=0.0) < 1e-2, "every token was sampled from the version that it names"
@@ -172,10 +191,10 @@ def _running(whole: Whole) -> Any:
     return view if view.state != "paused" else None
 
 
-def until(what: str, holds: Callable[[], Any], within_s: float) -> Any:
-    deadline = time.monotonic() + within_s
+def until(what: str, holds: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + LATEST_S
     while not (value := holds()):
-        assert time.monotonic() < deadline, f"{what}: not within {within_s:g} s"
+        assert time.monotonic() < deadline, f"{what}: not within {LATEST_S:g} s"
         time.sleep(0.05)
     return value
 
@@ -186,9 +205,10 @@ def test_a_receiver_is_lost(whole: Whole, how: signal.Signals, phase: str) -> No
     victim = whole.victim(phase)
     member, since = victim.member, time.time()
     victim.alive.send_signal(how)
-    (failed,) = until("the failure is told", lambda: whole.events("publication.failed", since), DEADLINE_S + 1.0)
+    (failed,) = until("the failure is told", lambda: whole.events("publication.failed", since))
     assert failed.data["culprits"] == [member] and failed.data["phase"] == phase
-    done = whole.recovers(f"receiver {how.name} in {phase}", since, DEADLINE_S + 2.0)
+    assert failed.time_s - since < 3 * DEADLINE_S
+    done = whole.recovers(f"receiver {how.name} in {phase}", since)
     assert member not in {m["member"] for m in done[0].data["members"]}
     victim.let_go(phase)
     if how == signal.SIGKILL:
@@ -204,12 +224,12 @@ def test_a_receiver_plans_otherwise_or_gets_a_changed_byte(whole: Whole, what: s
     whole.complete()
     odd, since = whole.replicas[-1], time.time()
     odd.ask(what)
-    (failed,) = until("the failure is told", lambda: whole.events("publication.failed", since), 20.0)
+    (failed,) = until("the failure is told", lambda: whole.events("publication.failed", since))
     assert failed.data["culprits"] == [odd.member]
     assert failed.data["phase"] == ("prepare" if what == "replan" else "verify")
     told = {"replan": "worked out another plan", "corrupt": "arrived at .* changed"}
     assert re.search(told[what], failed.message)
-    whole.recovers({"replan": "plan mismatch", "corrupt": "corrupted byte"}[what], failed.time_s, DEADLINE_S)
+    whole.recovers({"replan": "plan mismatch", "corrupt": "corrupted byte"}[what], failed.time_s)
     whole.complete()
 
 
@@ -220,7 +240,7 @@ def test_the_coordinator_is_killed_and_started_again(whole: Whole, phase: str) -
     since = time.time()
     whole.coordinator.start()
     victim.let_go(phase)
-    whole.recovers(f"coordinator restart in {phase}", since, 2 * DEADLINE_S + 10.0)
+    whole.recovers(f"coordinator restart in {phase}", since)
     whole.complete()
 
 
@@ -230,11 +250,11 @@ def test_a_sender_rank_is_killed(whole: Whole, phase: str) -> None:
     whole.trainer.ranks()[1].kill()
     since = time.time()
     victim.let_go(phase)
-    until("the loss is told", lambda: whole.events("trainer.lost", since), DEADLINE_S + 3.0)
+    until("the loss is told", lambda: whole.events("trainer.lost", since))
     assert whole.trainer.process.wait(30) != 0
     whole.another_trainer()
-    configured = until("the next takes the job up", lambda: whole.events("trainer.configured", since), 60.0)
-    whole.recovers(f"sender rank SIGKILL in {phase}", since, 30.0, after=configured[0].time_s)
+    configured = until("the next takes the job up", lambda: whole.events("trainer.configured", since))
+    whole.recovers(f"sender rank SIGKILL in {phase}", since, after=configured[0].time_s)
     whole.complete()
 
 
@@ -243,15 +263,15 @@ def test_a_sibling_is_lost_while_it_copies(whole: Whole, how: signal.Signals) ->
     """The joiner gets its weights from the trainer."""
     whole.complete()
     whole.client.pause(whole.job)
-    until("no publication is to come", lambda: whole.client.job(whole.job).state == "paused", 30.0)
+    until("no publication is to come", lambda: whole.client.job(whole.job).state == "paused")
     for replica in whole.replicas:
         replica.ask("hold-copy")
     late = whole.another_replica()
-    sibling = until("a sibling sends", lambda: next((r for r in whole.replicas if r.is_in("copy")), None), 60.0)
+    sibling = until("a sibling sends", lambda: next((r for r in whole.replicas if r.is_in("copy")), None))
     since = time.time()
     sibling.alive.send_signal(how)
-    until("it serves", lambda: late.member in whole.serving(), 2 * DEADLINE_S)
-    whole.recovers(f"sibling {how.name} while it copies", since, 1.0)
+    until("it serves", lambda: late.member in whole.serving())
+    whole.recovers(f"sibling {how.name} while it copies", since)
     done = [e for e in whole.events("publication.done", since) if late.member in str(e.data["members"])]
     assert done[0].data["source"] == "trainer"
     for replica in whole.replicas:

@@ -42,10 +42,10 @@ class Cluster:
         found = await asyncio.to_thread(lambda: list(self.coordinator.client.events(job_id, follow=False)))
         return [event for event in found if not kind or event.kind == kind]
 
-    async def reached(self, job_id: str, step: int, within_s: float = 20.0) -> JobView:
+    async def reached(self, job_id: str, step: int, within_s: float = 60.0) -> JobView:
         return await until(lambda: self.job(job_id), lambda job: job.step >= step or job.state in ENDED, within_s)
 
-    async def ended(self, job_id: str, within_s: float = 30.0) -> JobView:
+    async def ended(self, job_id: str, within_s: float = 60.0) -> JobView:
         return await until(lambda: self.job(job_id), lambda job: job.state in ENDED, within_s)
 
     async def close(self) -> None:
@@ -53,7 +53,7 @@ class Cluster:
             await member.leave()
 
 
-async def until(ask: Callable[[], Awaitable[Any]], enough: Callable[[Any], bool] = bool, within_s: float = 10.0) -> Any:
+async def until(ask: Callable[[], Awaitable[Any]], enough: Callable[[Any], bool] = bool, within_s: float = 30.0) -> Any:
     """What `ask` answers once it is enough. A Redis that is just restarting is no answer."""
     async with asyncio.timeout(within_s):
         while True:

@@ -33,6 +33,8 @@ from tests.services.trainer.receiver import reference
 
 JOB = "job-1"
 RANKS = 2
+CALLED_OFF_S = 15.0
+"""What has a shorter deadline, or is called off, is over by then; what is neither waits 20 s."""
 
 
 class Worker:
@@ -150,13 +152,13 @@ def test_a_receiver_that_takes_nothing_is_called_off_or_runs_out_of_time(running
     running.finish(worker.ref, "r0 was lost while receiving")
     sending.join(20)
     worker.join()
-    assert time.monotonic() - began < 6.0
+    assert time.monotonic() - began < CALLED_OFF_S
     assert isinstance(failed[0], PublicationFailed) and worker.failure is not None
     worker.prepare(11, deadline_s=1.5)
     worker.start(hold=True, deadline_s=1.5)
     began = time.monotonic()
     assert "deadline" in str(_failure(lambda: running.transfer(worker.ref)))
-    assert time.monotonic() - began < 6.0
+    assert time.monotonic() - began < CALLED_OFF_S
     running.finish(worker.ref, "its deadline has passed")
     worker.join()
     worker.publish(12, saved)
@@ -175,7 +177,7 @@ def test_a_receiver_that_is_killed_fails_the_attempt_and_not_the_next(running: C
     process.kill()
     began = time.monotonic()
     sending.join(20)
-    assert time.monotonic() - began < 6.0 and isinstance(failed[0], PublicationFailed)
+    assert time.monotonic() - began < CALLED_OFF_S and isinstance(failed[0], PublicationFailed)
     running.finish(ref, "r0 is gone")
     process.join()
     Worker(running).publish(21, saved_tensors(untied_model))
