@@ -40,7 +40,7 @@ def error_of(call: grpc.aio.AioRpcError, address: str, method: str, deadline_s: 
         return errors.Unavailable(
             f"{method} at {address} did not answer within {deadline_s:g} s.", f"look at {address}"
         )
-    if call.code() is grpc.StatusCode.UNAVAILABLE:
+    if call.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):  # a server that ends cancels its calls
         return errors.Unavailable(
             f"{address} cannot be reached for {method}: {call.details()}.", "see whether it runs."
         )

@@ -13,6 +13,7 @@ from millrace.wire import server as server_module
 from millrace.wire.channel import Peer
 from millrace.wire.deadlines import DEADLINES_S
 from millrace.wire.server import Server
+from millrace.wire.status import error_of
 from millrace.wire.v1 import fleet_pb2, fleet_pb2_grpc, rollout_pb2, trainer_pb2, work_pb2, work_pb2_grpc
 
 NAME = fleet_pb2.DESCRIPTOR.services_by_name["Fleet"].full_name
@@ -106,6 +107,13 @@ def test_an_address_where_nobody_listens():
         await peer.close()
 
     asyncio.run(use())
+
+
+def test_a_call_that_a_server_cancels_as_it_ends_may_be_made_again():
+    cancelled = grpc.aio.AioRpcError(
+        grpc.StatusCode.CANCELLED, grpc.aio.Metadata(), grpc.aio.Metadata(), details="Cancelling all calls"
+    )
+    assert isinstance(error_of(cancelled, "here:1", "Work/Complete", 10.0), Unavailable)
 
 
 def test_a_port_that_is_taken():

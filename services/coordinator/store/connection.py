@@ -42,7 +42,9 @@ class Connection:
             url,
             max_connections=CONNECTIONS,
             timeout=TIMEOUT_S,
-            socket_timeout=TIMEOUT_S,
+            # `_answer` sees to the time: redis-py would send inside asyncio.wait_for, which before Python 3.12 swallows
+            # a cancellation that comes as the sending is done. A job's loop that nobody waits for any more went on.
+            socket_timeout=None,
             socket_connect_timeout=2.0,
             retry=Retry(NoBackoff(), 1, supported_errors=(RedisConnectionError,)),
             protocol=2,
@@ -74,12 +76,13 @@ class Connection:
 
     async def _answer(self, ask: Callable[[], Awaitable[Any]]) -> Any:
         try:
-            return await ask()
+            async with asyncio.timeout(TIMEOUT_S):
+                return await ask()
         except (*LOST, RuntimeError) as error:
             if isinstance(error, RuntimeError) and not closed(error):
                 raise
-            mend = "start it again; everything goes on from what it holds."
-            raise StoreDown(f"Redis at {self.name} does not answer: {error}.", mend) from error
+            why, mend = str(error) or f"nothing for {TIMEOUT_S:g} s", "start it again; everything goes on from it."
+            raise StoreDown(f"Redis at {self.name} does not answer: {why}.", mend) from error
 
     async def up(self) -> bool:
         """Whether Redis answers and has loaded what it holds."""

@@ -238,7 +238,8 @@ class VllmEngine(WorkerEngine):
 
     async def _ask(self, method: str, *arguments: Any, paused: bool = False) -> Answers:
         try:
-            answers = await asyncio.wait_for(self._llm.collective_rpc(method, args=arguments), RPC_S)
+            async with asyncio.timeout(RPC_S):
+                answers = await self._llm.collective_rpc(method, args=arguments)
         except TimeoutError as error:
             raise Unavailable(f"vLLM's workers did not answer {method} within {RPC_S:g} s.") from error
         return raise_failed(list(answers))
