@@ -1,4 +1,4 @@
-"""The coordinator is killed in the middle of a job."""
+"""The coordinator is killed in the middle of a job: a model with attention on latents and experts, Megatron, vLLM."""
 
 import os
 import signal
@@ -7,12 +7,20 @@ import pytest
 
 from millrace.errors import MillraceError
 from tests.e2e.conftest import adds_up, finished, until
+from tests.models import byte_tokenizer
+from tests.services.trainer.backends.megatron import tiny
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
-def test_the_job_goes_on_after_the_coordinator_was_killed(start, job):
-    job["schedule"]["steps"] = 8
+def test_the_job_goes_on_after_the_coordinator_was_killed(start, job, tmp_path):
+    folder = tmp_path / "model"
+    tiny.save("deepseek_v3", folder, served=True)
+    byte_tokenizer().save_pretrained(folder)
+    job["model"]["path"] = str(folder)
+    job["trainer"]["backend"] = "megatron"
+    job["publication"] = {"path": "sharded"}
+    job["schedule"] |= {"steps": 8, "max_staleness": 0}
     stack = start(replicas=1, engine="vllm")
     client = stack.client()
     view = client.submit(job, key="once")
@@ -33,3 +41,7 @@ def test_the_job_goes_on_after_the_coordinator_was_killed(start, job):
     done = finished(client, view.id)
     adds_up(client, done)
     assert done.version == done.steps, "one version a step: nothing was trained twice"
+    for row in client.metrics(view.id)[1:]:
+        assert row.values["training/rollout_logprobs_diff_max"] < 1e-3, "every token is of the version that it names"
+    published = [e.data for e in client.events(view.id, follow=False) if e.kind == "publication.done"]
+    assert {member["loader_tensors"] for report in published for member in report["members"][1:]} == {0}

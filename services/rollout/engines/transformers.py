@@ -37,6 +37,8 @@ from services.rollout.engines.engine import (
 )
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from millrace.weights.memory import Memory
     from services.rollout.engines.decoding import DecodeLoop
     from services.rollout.shards import Coming, Going, Shards
@@ -71,6 +73,8 @@ class TransformersEngine:
         self.dtype = ""
         self.capacity = 0
         self._model: Any = None
+        self._stored: dict[str, Tensor] = {}
+        """Views of the model's tensors, named and cut as its folder stores them."""
         self._decode: DecodeLoop
         self._decoding: Future[None] | None = None
         self._shelf: Shelf
@@ -94,6 +98,7 @@ class TransformersEngine:
         import torch
         from transformers import AutoTokenizer
 
+        from millrace.weights.stored import stored_tensors
         from services.rollout.engines.decoding import DecodeLoop, Endings
         from services.rollout.shards import Shards
         from services.rollout.staging import Shelf
@@ -107,8 +112,10 @@ class TransformersEngine:
             context=spec.data.max_prompt_tokens + spec.rollout.max_response_tokens,
         )
         self._decode = DecodeLoop(self._model, endings, options.max_num_seqs, secrets.randbits(60))
-        self._shelf = Shelf(self._load, dict(self._model.named_parameters()), frozenset())
-        self._shards = Shards(self._load, dict(self._model.named_parameters()), frozenset())
+        self._stored = _stored(self._model, spec)
+        held = dict(stored_tensors(self._model))
+        self._shelf = Shelf(self._load, held, frozenset())
+        self._shards = Shards(self._load, held, frozenset())
         device = self._model.device
         if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(compute_threads())
@@ -182,8 +189,7 @@ class TransformersEngine:
         self._coming = await asyncio.to_thread(prepare)
 
     def _check(self, manifest: Manifest) -> None:
-        parameters = dict(self._model.named_parameters())
-        held = {name: (tuple(p.shape), str(p.dtype).removeprefix("torch.")) for name, p in parameters.items()}
+        held = {name: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in self._stored.items()}
         coming = {t.name: (t.shape, t.dtype) for t in manifest.tensors}
         if differing := sorted(set(held.items()) ^ set(coming.items())):
             names = sorted({name for name, _ in differing})
@@ -304,9 +310,8 @@ class TransformersEngine:
         return self._staging
 
     def _load(self, tensors: Any) -> None:
-        parameters = dict(self._model.named_parameters())
         for name, tensor in tensors:
-            parameters[name].data.copy_(tensor)
+            self._stored[name].copy_(tensor)
 
 
 def _settle(ended: "asyncio.Future[Sample | None]", sample: Sample | None) -> None:
@@ -341,7 +346,31 @@ def _random_model(spec: JobSpec, options: Options) -> Any:
             attn_implementation=options.attn_implementation,
             trust_remote_code=trust,
         )
-        return model.to(device).eval()
+        return _kept(model).to(device).eval()
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         what = f"model.path: {spec.model.path} cannot be built by transformers on {device}: {error}."
         raise InvalidJob(what, "give a Hugging Face model folder of an architecture that it knows.") from error
+
+
+def _kept(model: Any) -> Any:
+    """Some tensors are float32 in any model; from_config does not see to it."""
+    import torch
+
+    from millrace.weights.stored import dtype_of
+
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if dtype_of(model, name, "") == "float32":
+            tensor.data = tensor.data.to(torch.float32)
+    return model
+
+
+def _stored(model: Any, spec: JobSpec) -> "dict[str, Tensor]":
+    from millrace.weights.stored import stored_tensors, views
+
+    held: dict[str, Tensor] = {}
+    for name, tensor in stored_tensors(model):
+        if (found := views(model, name, tensor)) is None:
+            what = f"model.path: {spec.model.path} stores {name} otherwise than transformers keeps it in memory."
+            raise InvalidJob(what, "use vLLM.")
+        held |= found
+    return held

@@ -1,14 +1,19 @@
 """What every process of vLLM runs before a model is built: the entry point `vllm.general_plugins` of this package.
 
-vLLM's CPU build packs the weights of linear layers for its kernels and drops the originals. Weights that are published
-later then have nowhere to go, and a tied output layer keeps a stale packed copy, silently. Here the layers keep their
-parameters and compute with torch's own linear, at a cost of 10 to 30 % of the speed.
+vLLM's CPU build packs the weights of linear layers and of experts for its kernels and drops the originals. Weights
+that are published later then have nowhere to go, and a tied output layer keeps a stale packed copy, silently. Here the
+layers keep their parameters and compute with torch's own linear, at a cost of 10 to 30 % of the speed.
 """
 
+import importlib
+import importlib.util
 import os
 from typing import Any
 
 from services.rollout.lifeline import REPLICA_PID, hold_on
+
+EXPERTS = "vllm.model_executor.layers.fused_moe.experts.cpu_moe"
+"""Where releases that compute experts as above have them."""
 
 
 def install() -> None:
@@ -23,9 +28,52 @@ def install() -> None:
         from vllm.model_executor.layers import utils
 
         utils.dispatch_cpu_unquantized_gemm = _keep_weight  # type: ignore[assignment]
+        if importlib.util.find_spec(EXPERTS) is not None:
+            kernel = importlib.import_module(EXPERTS).CPUUnquantizedExperts
+            kernel.process_weights_after_loading = _keep_experts
+            kernel.apply = _compute_experts
 
 
 def _keep_weight(layer: Any, remove_weight: bool) -> None:
     import torch
 
     layer.cpu_linear = torch.nn.functional.linear
+
+
+def _keep_experts(kernel: Any, layer: Any) -> None:
+    kernel._use_zentorch = False
+
+
+def _compute_experts(
+    kernel: Any,
+    *,
+    output: Any,
+    hidden_states: Any,
+    w1: Any,
+    w2: Any,
+    topk_weights: Any,
+    topk_ids: Any,
+    activation: Any,
+    expert_map: Any,
+    apply_router_weight_on_input: bool,
+    **others: Any,
+) -> None:
+    """Of [tokens, hidden]: each expert in its turn, for the tokens that chose it. w1 is gate above up."""
+    import torch
+    from torch.nn.functional import linear
+    from vllm.model_executor.layers.fused_moe.activation import apply_moe_activation
+
+    sum_th = torch.zeros_like(hidden_states, dtype=torch.float32)
+    ids_tk = topk_ids if expert_map is None else expert_map[topk_ids]
+    for expert in range(len(w1)):
+        token, choice = (ids_tk == expert).nonzero(as_tuple=True)
+        if not len(token):
+            continue
+        both = linear(hidden_states[token], w1[expert], None if kernel.w1_bias is None else kernel.w1_bias[expert])
+        inner = both.new_empty(len(token), both.shape[1] // 2)
+        apply_moe_activation(activation, inner, both)
+        found = linear(inner, w2[expert], None if kernel.w2_bias is None else kernel.w2_bias[expert]).float()
+        if not apply_router_weight_on_input:
+            found *= topk_weights[token, choice].float()[:, None]
+        sum_th.index_add_(0, token, found)
+    output.copy_(sum_th)

@@ -2,12 +2,16 @@
 
 import dataclasses
 import importlib.metadata
+import importlib.util
+import json
 import secrets
+from pathlib import Path
 from typing import Any
 
 from millrace.errors import InvalidJob, InvalidState
 from millrace.spec import JobSpec
 from services.rollout.engines.options import check_name, untried
+from services.rollout.engines.vllm_cpu_weights import EXPERTS
 
 OLDEST, NEWEST = (0, 26), (0, 32)
 """Releases that were tried."""
@@ -28,6 +32,13 @@ OURS = {
 """Options that a job cannot set here, and the field that says it instead."""
 
 CPU_KV_CACHE_BYTES = 1 << 30
+ON_LATENTS: dict[str, Any] = {
+    # The other attention that the CPU build has for it packs weights, and knows bfloat16 only.
+    "attention_config": {"backend": "CPU_MLA"},
+    # The build's kernel for plain RoPE turns queries wrong that come as [tokens, heads, dimensions], as here.
+    "compilation_config": {"custom_ops": ["-rotary_embedding"]},
+}
+"""What vLLM's CPU build needs for attention on latents."""
 PLUGIN = "millrace_cpu_weights"
 
 
@@ -49,6 +60,8 @@ def engine_arguments(spec: JobSpec) -> Any:
     }
     if current_platform.is_cpu():
         arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES, "max_num_seqs": 64}
+        if has_latents(spec.model.path):
+            arguments |= ON_LATENTS
     arguments |= options
     arguments |= {
         "model": spec.model.path,
@@ -64,20 +77,26 @@ def engine_arguments(spec: JobSpec) -> Any:
     return AsyncEngineArgs(**arguments)
 
 
+def has_latents(model: str) -> bool:
+    """Whether a model folder's attention is on latents (DeepSeek-V2 and what came after it)."""
+    return bool(json.loads((Path(model) / "config.json").read_text()).get("kv_lora_rank"))
+
+
 def check_model(config: Any) -> None:
     """Refuses a model whose parameters vLLM transforms after loading: a published version would be written over the
     transformed ones. `config` is vLLM's VllmConfig."""
     from vllm.platforms import current_platform
 
-    model = config.model_config
+    model, cpu = config.model_config, current_platform.is_cpu()
+    backend = getattr(config.attention_config.backend, "name", "")
     reasons = {
         "quantized weights": config.quant_config is not None,
-        "multi-head latent attention": model.use_mla,
-        "experts on vLLM's CPU build": current_platform.is_cpu() and _experts(model) > 0,
+        f"attention on latents by {backend or 'AMX_MLA'}": cpu and model.use_mla and backend != "CPU_MLA",
+        "experts on this CPU build": cpu and _experts(model) > 0 and importlib.util.find_spec(EXPERTS) is None,
     }
     if broken := [reason for reason, holds in reasons.items() if holds]:
         what = f"model.path: {model.model} will not do: it has {', '.join(broken)}, which vLLM repacks as it loads."
-        raise InvalidJob(what, "use the transformers engine, or a model without them.")
+        raise InvalidJob(what, "leave that option away, take a newer vLLM, or a model without them.")
 
 
 def _experts(model: Any) -> int:

@@ -9,12 +9,15 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+import torch
+
 from millrace.errors import MillraceError, PublicationFailed
 from millrace.weights.channels.meeting import nccl_id
 from millrace.weights.manifest import Manifest
 from millrace.weights.memory import Memory
 from millrace.wire.v1 import weights_pb2
 from services.rollout.delivery import Delivery
+from services.rollout.engines.derived import Derived
 from services.rollout.shards import Coming, Going, Shards
 from services.rollout.staging import Shelf, Staging
 
@@ -31,6 +34,7 @@ class WeightReceiver:
     _millrace_staging: Staging | None = None
     _millrace_shelf: Shelf | None = None
     _millrace_shards: Shards | None = None
+    _millrace_derived: Derived | None = None
     _millrace_agreed: Delivery | None = None
     """A sharded delivery that was prepared and is not made ready yet."""
     _millrace_coming: Coming | None = None
@@ -114,6 +118,7 @@ class WeightReceiver:
     def _millrace_placed(self, coming: Coming) -> Answer:
         try:
             placed = self._millrace_kept_shards().place(coming, staged=self._millrace_staged)
+            self._millrace_computed().follow()
         except MillraceError as error:
             return {"failed": error.what, "mend": error.mend}
         return {"unplaced": [], **asdict(placed)}
@@ -128,6 +133,7 @@ class WeightReceiver:
             return {"failed": "the publication was aborted.", "mend": ""}
         try:
             applied = self._millrace_filled_shelf().apply(staging)
+            self._millrace_computed().follow()
         except MillraceError as error:
             return {"failed": error.what, "mend": error.mend}
         finally:
@@ -185,23 +191,36 @@ class WeightReceiver:
     def _millrace_check(self, manifest: Manifest) -> None:
         """Refuses what this engine would take wrongly without noticing."""
         held = str(self.model_config.dtype).removeprefix("torch.")
-        if other := sorted({t.dtype for t in manifest.tensors} - {held}):
-            what = f"the manifest has tensors of {', '.join(other)}; the engine holds {held}."
+        # What stays float32 whatever the model's dtype is, as a router's bias.
+        kept = {_last(name) for name, p in self.get_model().named_parameters() if p.dtype == torch.float32}
+        other = {t.dtype for t in manifest.tensors if not (t.dtype == "float32" and _last(t.name) in kept)} - {held}
+        if other:
+            what = f"the manifest has tensors of {', '.join(sorted(other))}; the engine holds {held}."
             raise PublicationFailed(what, "publish in the dtype that Configure answered.")
 
     def _millrace_filled_shelf(self) -> Shelf:
         if self._millrace_shelf is None:
-            self._millrace_shelf = Shelf(*_held(self.get_model()))
+            self._millrace_shelf = Shelf(*self._millrace_held())
         return self._millrace_shelf
 
     def _millrace_kept_shards(self) -> Shards:
         if self._millrace_shards is None:
-            self._millrace_shards = Shards(*_held(self.get_model()))
+            self._millrace_shards = Shards(*self._millrace_held())
         return self._millrace_shards
 
+    def _millrace_computed(self) -> Derived:
+        if self._millrace_derived is None:
+            self._millrace_derived = Derived(self.get_model(), self.model_config.dtype)
+        return self._millrace_derived
 
-def _held(model: Any) -> tuple[Callable[[Any], Any], dict[str, Any], frozenset[str]]:
-    """The model's loader, its parameters, and the names of those that are padded."""
-    modules = model.named_modules()
-    padded = frozenset(f"{name}.weight" for name, module in modules if hasattr(module, "num_embeddings_padded"))
-    return model.load_weights, dict(model.named_parameters()), padded
+    def _millrace_held(self) -> tuple[Callable[[Any], Any], dict[str, Any], frozenset[str]]:
+        """The model's loader, the parameters that it loads, and the names of those that are padded."""
+        model, computed = self.get_model(), self._millrace_computed().names
+        modules = model.named_modules()
+        padded = frozenset(f"{name}.weight" for name, module in modules if hasattr(module, "num_embeddings_padded"))
+        held = {name: parameter for name, parameter in model.named_parameters() if name not in computed}
+        return model.load_weights, held, padded
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]

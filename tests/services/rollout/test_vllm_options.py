@@ -9,9 +9,17 @@ from millrace.errors import InvalidJob, InvalidState
 from millrace.spec.rollout import ENGINES
 from services.rollout import engines
 from services.rollout.engines import probe
-from services.rollout.engines.vllm_options import check_api, check_model, engine_arguments, release, release_warning
+from services.rollout.engines.vllm_options import (
+    check_api,
+    check_model,
+    engine_arguments,
+    has_latents,
+    release,
+    release_warning,
+)
 from tests.models import byte_tokenizer
 from tests.services.rollout.jobs import job_spec
+from tests.services.trainer.backends.megatron import tiny
 
 
 def test_probe_imports_no_engine() -> None:
@@ -73,23 +81,25 @@ def test_what_the_job_says_reaches_vllm(tied_model: Path) -> None:
     assert arguments.seed != other.seed
 
 
-@pytest.mark.e2e
-def test_a_model_that_vllm_repacks_is_refused(tmp_path: Path) -> None:
-    from transformers import Qwen3MoeConfig
+@pytest.fixture(scope="module")
+def on_latents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("latents")
+    tiny.save("deepseek_v3", folder, served=True)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
 
-    config = Qwen3MoeConfig(
-        vocab_size=259,
-        hidden_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-        architectures=["Qwen3MoeForCausalLM"],
-        max_position_embeddings=512,
-    )
-    config.save_pretrained(tmp_path)
-    byte_tokenizer().save_pretrained(tmp_path)
-    with pytest.raises(InvalidJob, match="experts on vLLM's CPU build"):
-        check_model(engine_arguments(job_spec(tmp_path, "vllm")).create_engine_config())
+
+@pytest.mark.e2e
+def test_attention_on_latents_is_one_whose_weights_can_be_written(on_latents: Path, tied_model: Path) -> None:
+    assert has_latents(str(on_latents)) and not has_latents(str(tied_model))
+    config = engine_arguments(job_spec(on_latents, "vllm")).create_engine_config()
+    check_model(config)
+    assert config.attention_config.backend.name == "CPU_MLA"
+
+
+@pytest.mark.e2e
+def test_weights_that_vllm_repacks_are_refused(on_latents: Path) -> None:
+    packed = {"attention_config": {"backend": "AMX_MLA"}}
+    arguments = engine_arguments(job_spec(on_latents, "vllm", rollout={"engine_options": packed}))
+    with pytest.raises(InvalidJob, match=r"attention on latents by AMX_MLA, which vLLM repacks"):
+        check_model(arguments.create_engine_config())

@@ -6,11 +6,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
 from millrace.weights.manifest import Manifest, TensorInfo
-from services.trainer.backends.fsdp2.model import stored_tensors
+from millrace.weights.stored import dtype_of, pieces, stored_tensors
 
 
 def manifest(module: nn.Module, dtype: str) -> Manifest:
@@ -18,7 +16,8 @@ def manifest(module: nn.Module, dtype: str) -> Manifest:
     infos = []
     for name, tensor in stored_tensors(module):
         whole = torch.empty(tensor.shape, device="meta")
-        infos += [_info(piece, shape, dtype) for piece, shape in _pieces(module, name, whole).items()]
+        kept = dtype_of(module, name, dtype)
+        infos += [_info(piece, shape, kept) for piece, shape in pieces(module, name, whole).items()]
     return Manifest(tuple(infos))
 
 
@@ -28,9 +27,10 @@ def export(module: nn.Module, dtype: str, rank: int) -> Iterator[tuple[TensorInf
         whole = _whole(tensor)
         if rank != 0:
             whole = torch.empty(whole.shape, device="meta")
-        for piece, values in _pieces(module, name, whole).items():
-            info = _info(piece, values, dtype)
-            yield info, values.to(getattr(torch, dtype)).contiguous() if rank == 0 else None
+        kept = dtype_of(module, name, dtype)
+        for piece, values in pieces(module, name, whole).items():
+            info = _info(piece, values, kept)
+            yield info, values.to(getattr(torch, kept)).contiguous() if rank == 0 else None
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -39,10 +39,3 @@ def _whole(tensor: Tensor) -> Tensor:
 
 def _info(name: str, tensor: Tensor, dtype: str) -> TensorInfo:
     return TensorInfo(name, tuple(tensor.shape), dtype)
-
-
-def _pieces(module: nn.Module, name: str, whole: Tensor) -> dict[str, Tensor]:
-    """transformers keeps some tensors fused (all experts of a layer); a model folder has them one by one."""
-    if not isinstance(module, PreTrainedModel):
-        return {name: whole}
-    return revert_weight_conversion(module, {name: whole})

@@ -1,6 +1,6 @@
 """A Hugging Face model, sharded over the ranks: built without memory, then filled from the one rank that read it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -139,15 +139,6 @@ def _fill(module: nn.Module, source: dict[str, Tensor], mesh: DeviceMesh) -> Non
         if mesh.size() > 1:
             dist.broadcast(whole, 0)
         tensor.copy_(whole)
-
-
-def stored_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """What a model folder stores: parameters, each storage once, and persistent buffers; by this module's names."""
-    parameters = dict(module.named_parameters())
-    tied = {name for name, _ in module.named_parameters(remove_duplicate=False)} - set(parameters)
-    for name, tensor in module.state_dict().items():
-        if name not in tied:
-            yield name, tensor
 
 
 def sequence_cost(config: Any, module: nn.Module) -> SequenceCost:

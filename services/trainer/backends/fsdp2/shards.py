@@ -1,20 +1,17 @@
 """What this rank holds of the model, box by box in Hugging Face terms: for publications that gather nothing."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.utils._python_dispatch import TorchDispatchMode
-from transformers.core_model_loading import revert_weight_conversion
 
 from millrace.weights.layout import Layout, Place, contiguous
 from millrace.weights.memory import Memory
+from millrace.weights.stored import stored_tensors, views
 from millrace.weights.views import Seen, seen
 from services.trainer.backends.fsdp2.export import manifest
-from services.trainer.backends.fsdp2.model import stored_tensors
 
 
 def shards(module: nn.Module, dtype: str) -> Memory | None:
@@ -37,24 +34,15 @@ def shards(module: nn.Module, dtype: str) -> Memory | None:
 def _boxes(module: nn.Module, name: str, tensor: Tensor) -> dict[str, Seen] | None:
     """Which box of a parameter each tensor is that it is stored as."""
     whole = torch.empty(tensor.shape, device="meta")
-    with _NoCopies():
-        pieces = revert_weight_conversion(module, {name: whole})  # type: ignore[arg-type]
+    if (stored := views(module, name, whole)) is None:
+        return None
     found = {}
-    for piece, view in pieces.items():
-        if view.untyped_storage()._cdata != whole.untyped_storage()._cdata:
-            return None
+    for piece, view in stored.items():
         box = seen(whole.shape, (int(view.storage_offset()), tuple(view.shape), tuple(view.stride())))
         if box is None:
             return None
         found[piece] = box
     return found
-
-
-class _NoCopies(TorchDispatchMode):
-    """A copy is the tensor itself, so that one sees what of."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return args[0] if func is torch.ops.aten.clone.default else func(*args, **(kwargs or {}))
 
 
 def _places(tensor: Tensor, pieces: dict[int, Seen], dims_of: dict[int, int], buffer: int) -> Iterator[Place]:

@@ -1,4 +1,4 @@
-"""The process groups of every parallel dimension, made once in a rank's life."""
+"""The process groups of every parallel dimension, made anew for every job."""
 
 from datetime import timedelta
 
@@ -11,7 +11,7 @@ from services.trainer.backends.megatron.cpu import mend_megatron
 
 
 def initialize(topology: Topology, *, seed: int, timeout: timedelta) -> None:
-    """Builds the groups; where they are there from an earlier job, they are replaced if that job's sizes differed.
+    """Builds the groups, and ends those of an earlier job.
 
     Called on every rank, after torch.distributed. Raises InvalidState where the world has another size.
     """
@@ -21,8 +21,7 @@ def initialize(topology: Topology, *, seed: int, timeout: timedelta) -> None:
             "Build the topology from the trainer's world size.",
         )
     mend_megatron()
-    if parallel_state.is_initialized():
-        parallel_state.destroy_model_parallel()
+    _end()
     options = topology.options
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=options.tensor_parallel,
@@ -35,3 +34,12 @@ def initialize(topology: Topology, *, seed: int, timeout: timedelta) -> None:
         create_gloo_process_groups=False,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
+
+def _end() -> None:
+    """Megatron only forgets its groups; each would keep its threads and connections for the rest of the rank's life."""
+    groups = [group for group in parallel_state._global_process_group_list or () if group is not None]
+    if parallel_state.is_initialized():
+        parallel_state.destroy_model_parallel()
+    for group in groups:
+        dist.destroy_process_group(group)

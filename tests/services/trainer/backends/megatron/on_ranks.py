@@ -53,10 +53,18 @@ def train(world: World, folder: Path, cases: dict[str, Case]) -> dict[str, Any]:
     return {name: _trained(world, folder / f"{name}.safetensors", case) for name, case in cases.items()}
 
 
-def left_behind(world: World, folder: Path) -> int:
-    """Parameters of models that were trained before and should be gone."""
+def left_behind(world: World, folder: Path) -> dict[str, int]:
+    """Parameters of models that were trained before, and process groups beside those of the last: both should be
+    gone."""
+    from megatron.core import parallel_state
+
     gc.collect()
-    return sum(type(found) is Parameter for found in gc.get_objects())
+    known = {id(group) for group in parallel_state._global_process_group_list}
+    groups = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
+    return {
+        "parameters": sum(type(found) is Parameter for found in gc.get_objects()),
+        "groups": sum(id(group) not in known for group in groups),
+    }
 
 
 def against_mbridge(world: World, folder: Path, models: dict[str, str]) -> dict[str, Any]:

@@ -1,10 +1,12 @@
-"""Hugging Face, Megatron and vLLM give the same log-probabilities for every architecture, in float32.
+"""Hugging Face, Megatron and vLLM, which gets its weights by publication, give the same log-probabilities for every
+architecture, in float32.
 
 Of Qwen2.5-VL vLLM runs the text path as the Qwen2 that it is: its own class of the whole needs torchvision, which the
 CPU installation goes without.
 """
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,16 +22,8 @@ pytest.importorskip("vllm")
 pytestmark = pytest.mark.timeout(400)
 """The first test waits for both launches."""
 
+BFLOAT16 = "deepseek_v3 in bfloat16"
 Served = dict[str, tuple[PreTrainedModel, str]]
-LATENT = {"attention_config": {"backend": "CPU_MLA"}}
-"""The other attention on latents that the CPU build has knows bfloat16 only."""
-OPTIONS: dict[str, dict[str, Any]] = {
-    "deepseek_v3": LATENT,
-    # The kernel for plain RoPE of 0.32's CPU build turns queries wrong that come as [tokens, heads, dimensions], as
-    # attention on latents gives them: log-probabilities are off by 2. YaRN has none.
-    "moonlight": {**LATENT, "compilation_config": {"custom_ops": ["-rotary_embedding"]}},
-}
-"""Of vLLM, where it needs any."""
 
 
 @pytest.fixture(scope="module")
@@ -51,32 +45,36 @@ def vllm(served: Served, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     root = tmp_path_factory.mktemp("vllm")
     tiny.save_text_path(served["qwen2_5_vl"][0], root / "text")
     folders = {**{kind: folder for kind, (_, folder) in served.items()}, "qwen2_5_vl": str(root / "text")}
-    cases = {kind: (path, OPTIONS.get(kind, {})) for kind, path in folders.items()}
+    cases = {kind: (path, "float32") for kind, path in folders.items()}
+    cases[BFLOAT16] = (folders["deepseek_v3"], "bfloat16")  # with a router's bias that stays float32
     module = "tests.services.trainer.backends.megatron.on_vllm"
     return launch(1, root, module=module, arguments=json.dumps(cases))
 
 
 @torch.no_grad()
-def plain(model: PreTrainedModel, temperature: float) -> list[torch.Tensor]:
-    """Of each token of each sequence of the batch but its first."""
-    found = []
-    for trajectory in batch.trajectories():
-        tokens = torch.from_numpy(np.concatenate([trajectory.prompt, trajectory.response]).astype(np.int64))
-        logprobs_tv = (model(input_ids=tokens[None]).logits[0, :-1].float() / temperature).log_softmax(-1)
-        found.append(logprobs_tv.gather(1, tokens[1:, None])[:, 0])
-    return found
+def plain(model: PreTrainedModel, sequence: Sequence[int], temperature: float) -> torch.Tensor:
+    """Of each token but the first."""
+    tokens = torch.tensor(sequence)
+    logprobs_tv = (model(input_ids=tokens[None]).logits[0, :-1].float() / temperature).log_softmax(-1)
+    return logprobs_tv.gather(1, tokens[1:, None])[:, 0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_vllm_agrees_with_hugging_face(kind: str, served: Served, vllm: dict[str, Any]) -> None:
-    expected = plain(served[kind][0], temperature=1.0)
-    for found, logprobs_t in zip(vllm[kind], expected, strict=True):
-        torch.testing.assert_close(torch.tensor(found), logprobs_t, atol=2e-5, rtol=0)
+    for sequence, found in vllm[kind]["logprobs"]:
+        expected = plain(served[kind][0], sequence, temperature=1.0)
+        torch.testing.assert_close(torch.tensor(found), expected, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, BFLOAT16])
+def test_shards_leave_in_vllm_what_whole_tensors_do(kind: str, vllm: dict[str, Any]) -> None:
+    assert vllm[kind]["differing"] == [] and vllm[kind]["loaders"] == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_megatron_agrees_with_hugging_face(kind: str, served: Served, megatron: dict[str, Any]) -> None:
-    responses = [len(trajectory.response) for trajectory in batch.trajectories()]
-    whole = plain(served[kind][0], batch.TEMPERATURE)
-    expected = torch.cat([logprobs_t[-n:] for logprobs_t, n in zip(whole, responses, strict=True)])
-    torch.testing.assert_close(torch.tensor(megatron[kind]["logprobs"]), expected, atol=2e-5, rtol=0)
+    expected = []
+    for trajectory in batch.trajectories():
+        whole = plain(served[kind][0], np.concatenate([trajectory.prompt, trajectory.response]), batch.TEMPERATURE)
+        expected.append(whole[-len(trajectory.response) :])
+    torch.testing.assert_close(torch.tensor(megatron[kind]["logprobs"]), torch.cat(expected), atol=2e-5, rtol=0)

@@ -1,0 +1,95 @@
+"""Models with experts, and with a router's bias that stays float32, in the `transformers` engine. vLLM is compared with
+Hugging Face for every architecture beside Megatron."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from millrace.weights.manifest import Manifest
+from services.rollout.engines import create
+from services.rollout.engines.engine import Engine, Sampling
+from tests.models import byte_tokenizer
+from tests.sender import Sender
+from tests.services.rollout.conftest import Run
+from tests.services.rollout.jobs import job_spec
+from tests.services.rollout.reference import logprobs
+from tests.services.trainer.backends.megatron import tiny
+from tests.shard_sender import Shards, ShardSender
+
+KINDS = ("qwen3_moe", "mixtral", "deepseek_v3", "moonlight")
+PROMPT = [257, *b"a question", 258]
+
+
+async def receive(engine: Engine, sender: Sender | ShardSender) -> None:
+    await engine.prepare(sender.delivery)
+    sender.start()
+    await engine.begin_receive()
+    await engine.received()
+    sender.join()
+    await engine.commit(sender.delivery.version, "recompute")
+
+
+async def publish_shards(engine: Engine, tensors: dict[str, torch.Tensor], version: int) -> None:
+    shards = Shards(tensors)
+    await receive(engine, ShardSender(shards, await engine.describe(shards.manifest), version=version))
+
+
+def held(engine: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in engine._model.state_dict().items()}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_versions_arrive_and_are_what_is_sampled_from(kind: str, dtype: str, run: Run, tmp_path: Path) -> None:
+    model = tiny.save(kind, tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    tensors = {name: t if "e_score" in name else t.to(getattr(torch, dtype)) for name, t in stored.items()}
+    nothing = {name: (1.5 * t + 0.1).to(t.dtype) for name, t in tensors.items()}
+
+    async def scenario() -> None:
+        engine = create("transformers")
+        await engine.start(job_spec(tmp_path, rollout={"dtype": dtype}))
+        try:
+            await publish_shards(engine, nothing, 1)
+            await receive(engine, Sender(tensors, version=2))
+            oracle = held(engine)
+            await publish_shards(engine, nothing, 3)
+            await publish_shards(engine, tensors, 4)
+            assert all(torch.equal(tensor, oracle[name]) for name, tensor in held(engine).items())
+            assert {name: t.dtype for name, t in held(engine).items() if "e_score" in name} == {
+                name: torch.float32 for name in oracle if "e_score" in name
+            }
+            samples = await asyncio.gather(*(engine.generate(PROMPT, Sampling(24)) for _ in range(4)))
+            for sample in samples if dtype == "float32" else ():
+                expected = logprobs(model, PROMPT, sample.tokens)
+                assert np.abs(sample.logprobs - expected).max() < 1e-3
+        finally:
+            await engine.stop()
+
+    run(scenario())
+
+
+def test_what_the_trainer_publishes_is_what_the_engine_wants(run: Run, tmp_path: Path) -> None:
+    """Under the same names and in the same dtypes."""
+    from services.trainer.backends.fsdp2.export import manifest
+
+    model = tiny.save("deepseek_v3", tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+
+    async def scenario() -> None:
+        engine = create("transformers")
+        await engine.start(job_spec(tmp_path, rollout={"dtype": "bfloat16"}))
+        try:
+            published: Manifest = manifest(model, "bfloat16")
+            assert {t.dtype for t in published.tensors if t.name.endswith("e_score_correction_bias")} == {"float32"}
+            assert len(await engine.describe(published)) == 1
+        finally:
+            await engine.stop()
+
+    run(scenario())
