@@ -51,6 +51,9 @@ class Algorithm(Part):
     entropy_coefficient: float = Field(0.0, ge=0.0)
     old_logprobs: Literal["recompute", "rollout"] = "recompute"
     """The proximal policy of the ratio: the trainer's own pass before the first update, or the engine's values."""
+    router_replay: bool = False
+    """Of models with experts: the trainer sends each token to the experts that the engine sent it to (arXiv
+    2510.11370), so that a choice that tipped over on the way is no mismatch."""
     drop_groups_without_signal: bool = False
     """Drop groups whose rewards are all equal and refill the batch (DAPO's dynamic sampling)."""
     max_refills: int = Field(10, ge=0)

@@ -65,6 +65,9 @@ def _algorithm(spec: JobSpec) -> Iterator[str]:
         )
     if algorithm.kl_in == "reward" and algorithm.kl is None:
         yield _broken("algorithm.kl_in", "reward", "there is no KL", "set algorithm.kl, for example {name: k1}")
+    if algorithm.router_replay and spec.trainer.backend != "megatron":
+        reason = f"the {spec.trainer.backend} backend's routers choose by themselves"
+        yield _broken("algorithm.router_replay", True, reason, "set trainer.backend to megatron, or leave it out")
     if algorithm.kl_target is not None and algorithm.kl is None:
         mend = "set algorithm.kl, or leave it out"
         yield _broken("algorithm.kl_target", algorithm.kl_target, "there is no KL to steer", mend)

@@ -11,7 +11,7 @@ import numpy as np
 from millrace.errors import BadRow
 from millrace.ids import MemberId
 from millrace.rewards.outcome import BadOutcome, separate_rewards
-from millrace.wire.arrays import pack_logprobs, pack_tokens
+from millrace.wire.arrays import pack_experts, pack_logprobs, pack_tokens
 from millrace.wire.v1 import common_pb2, work_pb2
 from services.rollout.engines.engine import Engine, Sample, Sampling
 from services.rollout.job import Job, Prompt
@@ -124,6 +124,7 @@ def trajectory(sample: Sample, scored: Scored | None = None) -> common_pb2.Traje
         versions=[common_pb2.VersionSpan(version=v.version, start=v.start, end=v.end) for v in sample.versions],
         stop_reason=sample.stop_reason.value,
         text=sample.text,
+        experts=None if sample.experts is None else pack_experts(sample.experts),
     )
     if scored is not None and scored.score is not None:
         message.reward = scored.score

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from millrace.errors import InvalidState
 from millrace.rewards.outcome import BadOutcome, separate_rewards
-from millrace.wire.arrays import unpack_logprobs, unpack_tokens
+from millrace.wire.arrays import unpack_experts, unpack_logprobs, unpack_tokens
 from millrace.wire.channel import Peer
 from millrace.wire.v1 import common_pb2, work_pb2
 from millrace.wire.v1.work_pb2_grpc import WorkStub
@@ -57,8 +57,14 @@ def _sample(ref: TrajectoryRef, group: common_pb2.Group, reward_parts: Sequence[
         parts = separate_rewards(trajectory.reward, details, reward_parts)
     except BadOutcome as error:
         raise _differs(ref, f"its scorer {error}") from error
+    experts = None
+    if trajectory.HasField("experts"):
+        try:
+            experts = unpack_experts(trajectory.experts, len(prompt) + len(response))
+        except ValueError as error:
+            raise _differs(ref, str(error)) from error
     greedy = group.greedy_reward if group.HasField("greedy_reward") else None
-    return Sample(ref.label, prompt, response, logprobs, trajectory.reward, parts, greedy, group.engine)
+    return Sample(ref.label, prompt, response, logprobs, trajectory.reward, parts, greedy, group.engine, experts)
 
 
 def _differs(ref: TrajectoryRef, how: str) -> InvalidState:

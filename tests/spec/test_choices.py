@@ -86,6 +86,12 @@ def test_a_target_needs_a_kl() -> None:
         job({"kl_target": 0.1})
 
 
+def test_experts_are_replayed_by_megatron_alone() -> None:
+    with pytest.raises(InvalidJob, match=r"algorithm\.router_replay: true will not do: the fsdp2 backend's routers"):
+        job({"router_replay": True})
+    assert job({"router_replay": True}, **MEGATRON).algorithm.router_replay
+
+
 def test_what_can_work_is_taken(tmp_path: Path) -> None:
     for algorithm, parts in (
         ({"preset": "ppo"}, {}),

@@ -187,6 +187,19 @@ def test_arrays_survive_the_wire():
     assert np.array_equal(arrays.unpack_logprobs(arrays.pack_logprobs(logprobs)), np.float32(logprobs))
 
 
+@pytest.mark.parametrize("experts", [8, 300])
+def test_experts_survive_the_wire(experts):
+    chosen_tlk = np.random.default_rng(0).integers(0, experts, (5, 3, 2))
+    chosen_tlk[0, 0, 0] = experts - 1
+    packed = arrays.pack_experts(chosen_tlk)
+    assert len(packed.chosen) == 5 * 3 * 2 * (1 if experts <= 256 else 2)
+    unpacked = arrays.unpack_experts(packed, tokens=7)
+    assert unpacked.dtype == np.int16 and np.array_equal(unpacked[:5], chosen_tlk)
+    assert (unpacked[5:] == arrays.NONE_TOLD).all()
+    with pytest.raises(ValueError, match="experts of 5 tokens were told, of 4"):
+        arrays.unpack_experts(packed, tokens=4)
+
+
 def test_a_call_outlasts_many_keepalive_pings(monkeypatch):
     faster = {"grpc.keepalive_time_ms": 200, "grpc.http2.min_ping_interval_without_data_ms": 100}
     assert faster.keys() <= dict(channel.OPTIONS).keys()

@@ -38,7 +38,7 @@ class VersionSpan(_message.Message):
     def __init__(self, version: _Optional[int] = ..., start: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
 
 class Trajectory(_message.Message):
-    __slots__ = ("tokens", "logprobs", "versions", "stop_reason", "text", "reward", "reward_details", "reward_failure")
+    __slots__ = ("tokens", "logprobs", "versions", "stop_reason", "text", "reward", "reward_details", "reward_failure", "experts")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
@@ -47,6 +47,7 @@ class Trajectory(_message.Message):
     REWARD_FIELD_NUMBER: _ClassVar[int]
     REWARD_DETAILS_FIELD_NUMBER: _ClassVar[int]
     REWARD_FAILURE_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_FIELD_NUMBER: _ClassVar[int]
     tokens: bytes
     logprobs: bytes
     versions: _containers.RepeatedCompositeFieldContainer[VersionSpan]
@@ -55,7 +56,20 @@ class Trajectory(_message.Message):
     reward: float
     reward_details: str
     reward_failure: str
-    def __init__(self, tokens: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., versions: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., stop_reason: _Optional[_Union[StopReason, str]] = ..., text: _Optional[str] = ..., reward: _Optional[float] = ..., reward_details: _Optional[str] = ..., reward_failure: _Optional[str] = ...) -> None: ...
+    experts: Experts
+    def __init__(self, tokens: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., versions: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., stop_reason: _Optional[_Union[StopReason, str]] = ..., text: _Optional[str] = ..., reward: _Optional[float] = ..., reward_details: _Optional[str] = ..., reward_failure: _Optional[str] = ..., experts: _Optional[_Union[Experts, _Mapping]] = ...) -> None: ...
+
+class Experts(_message.Message):
+    __slots__ = ("chosen", "layers", "per_token", "wide")
+    CHOSEN_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    WIDE_FIELD_NUMBER: _ClassVar[int]
+    chosen: bytes
+    layers: int
+    per_token: int
+    wide: bool
+    def __init__(self, chosen: _Optional[bytes] = ..., layers: _Optional[int] = ..., per_token: _Optional[int] = ..., wide: bool = ...) -> None: ...
 
 class Group(_message.Message):
     __slots__ = ("job_id", "prompt_id", "purpose", "data_source", "prompt_tokens", "prompt_text", "ground_truth", "trajectories", "member_id", "engine", "generate_s", "score_s", "greedy_reward")

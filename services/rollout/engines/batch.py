@@ -3,7 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+
+from services.rollout.engines.routing import Routing
 
 PREFILL_TOKENS = 8192
 """Tokens in one forward pass of a prefill, padding included."""
@@ -12,8 +16,11 @@ PREFILL_TOKENS = 8192
 class Batch:
     """Rows in the order in which they were added. `model` is a Hugging Face causal language model."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, routing: Routing | None = None) -> None:
+        self.experts: list[NDArray[np.integer]] = []
+        """With `routing`: of the rows of the last `add` or `step`, the experts of the tokens that it appended."""
         self._model = model
+        self._routing = routing
         self._cache: Any = None
         self._valid_bl = torch.zeros(0, 0, dtype=torch.long, device=model.device)
         """1 where a column of the cache holds a token of the row, 0 in the padding at its left."""
@@ -23,14 +30,16 @@ class Batch:
 
     def add(self, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
         """Appends rows for whole sequences; returns the logits [rows, V] that follow each."""
-        logits = []
+        logits, experts = [], []
         for part in _parts(sequences):
             longest = max(map(len, part))
             ids = torch.tensor([[0] * (longest - len(s)) + list(s) for s in part], device=self._model.device)
             valid = torch.tensor([[0] * (longest - len(s)) + [1] * len(s) for s in part], device=self._model.device)
             cache, part_logits = self._forward(ids, valid, None)
             logits.append(part_logits)
+            experts += self.experts
             self._join(cache, valid)
+        self.experts = experts
         return torch.cat(logits)
 
     def step(self, tokens: Sequence[int]) -> torch.Tensor:
@@ -68,6 +77,8 @@ class Batch:
                 use_cache=True,
                 logits_to_keep=1,
             )
+        if self._routing is not None:
+            self.experts = self._routing.taken(valid_bl[:, -ids_bt.shape[1] :])
         return output.past_key_values, output.logits[:, -1]
 
     def _join(self, cache: Any, valid_bl: torch.Tensor) -> None:

@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from millrace.ids import Version
 from services.rollout.engines.batch import Batch
 from services.rollout.engines.distribution import draw, processed_logprobs
 from services.rollout.engines.engine import Sample, Sampling, StopReason, VersionSpan
+from services.rollout.engines.routing import Routing
 
 
 @dataclass(eq=False)
@@ -24,6 +26,8 @@ class Request:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[VersionSpan] = field(default_factory=list)
+    experts: list[NDArray[np.integer]] = field(default_factory=list)
+    """One after the other, of all tokens but the last."""
     aborted: bool = False
 
     def grow(self, token: int, logprob: float, version: Version) -> None:
@@ -59,6 +63,7 @@ class Endings:
             versions=tuple(request.versions),
             stop_reason=reason,
             text=text,
+            experts=np.concatenate(request.experts) if request.experts else None,
         )
 
     def _reason(self, request: Request) -> StopReason | None:
@@ -79,12 +84,12 @@ class Endings:
 class DecodeLoop:
     """`run` in a thread of its own; every other method from any thread."""
 
-    def __init__(self, model: Any, endings: Endings, capacity: int, seed: int) -> None:
+    def __init__(self, model: Any, endings: Endings, capacity: int, seed: int, routing: Routing | None = None) -> None:
         self._model = model
         self._endings = endings
         self._capacity = capacity
         self._generator = torch.Generator(model.device).manual_seed(seed)
-        self._batch = Batch(model)
+        self._batch = Batch(model, routing)
         self._running: list[Request] = []
         self._waiting: list[Request] = []
         self._version: Version | None = None
@@ -172,8 +177,12 @@ class DecodeLoop:
         logits = []
         if running:
             logits.append(self._batch.step([r.tokens[-1] for r in running]))
+            for request, chosen in zip(running, self._batch.experts, strict=False):
+                request.experts.append(chosen)
         if admitted:
             logits.append(self._batch.add([[*r.prompt, *r.tokens] for r in admitted]))
+            for request, chosen in zip(admitted, self._batch.experts, strict=False):
+                request.experts = [chosen]
         self._grow(torch.cat(logits))
         going = []
         for row, request in enumerate(self._running):

@@ -66,6 +66,9 @@ class Sample:
     stop_reason: StopReason
     text: str
     """Without special tokens, and without the stop string that ended it."""
+    experts: NDArray[np.integer] | None = None
+    """Where the job replays routers: [tokens, layers with experts, experts a token], of the first tokens of prompt and
+    response; the last one may not have been sent to any."""
 
 
 @dataclass(frozen=True)

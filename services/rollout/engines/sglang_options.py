@@ -40,6 +40,9 @@ def server_arguments(spec: JobSpec) -> dict[str, Any]:
     if spec.rollout.dtype == "float32":
         what = "rollout.dtype: float32 will not do with SGLang: its kernels are for bfloat16 and float16."
         raise InvalidJob(what, "set rollout.dtype to bfloat16, or use another engine.")
+    if spec.algorithm.router_replay:
+        what = "algorithm.router_replay: True will not do with SGLang here: its replica does not ask for experts."
+        raise InvalidJob(what, "use vLLM, or leave it out.")
     from sglang.srt.server_args import ServerArgs
 
     options = spec.rollout.options_of("sglang")

@@ -100,6 +100,7 @@ class TransformersEngine:
 
         from millrace.weights.stored import stored_tensors
         from services.rollout.engines.decoding import DecodeLoop, Endings
+        from services.rollout.engines.routing import Routing
         from services.rollout.shards import Shards
         from services.rollout.staging import Shelf
 
@@ -111,7 +112,8 @@ class TransformersEngine:
             end_of_turn=frozenset(end_of_turn(getattr(self._model.generation_config, "eos_token_id", None), tokenizer)),
             context=spec.data.max_prompt_tokens + spec.rollout.max_response_tokens,
         )
-        self._decode = DecodeLoop(self._model, endings, options.max_num_seqs, secrets.randbits(60))
+        routing = Routing(self._model) if spec.algorithm.router_replay else None
+        self._decode = DecodeLoop(self._model, endings, options.max_num_seqs, secrets.randbits(60), routing)
         self._stored = _stored(self._model, spec)
         held = dict(stored_tensors(self._model))
         self._shelf = Shelf(self._load, held, frozenset())

@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ import structlog
 
 from millrace.errors import InvalidJob, InvalidState, Unavailable
 from millrace.ids import Version
+from millrace.megatron.architectures import read_shape
 from millrace.spec import JobSpec
 from millrace.spec.rollout import CachePolicy
 from services.rollout.engines import vllm_options
@@ -73,6 +75,8 @@ class VllmEngine(WorkerEngine):
         self._numbers = itertools.count()
         self._marks: VersionMarks | None = None
         self._end_of_turn: list[int] = []
+        self._replayed: list[int] | None = None
+        """Layers whose experts are told; none where the job does not ask."""
         self._cores: set[int] = set()
 
     async def start(self, spec: JobSpec) -> None:
@@ -119,6 +123,8 @@ class VllmEngine(WorkerEngine):
         self._tokenizer = llm.get_tokenizer()
         named = llm.model_config.try_get_generation_config().get("eos_token_id")
         self._end_of_turn = end_of_turn(named, self._tokenizer)
+        if spec.algorithm.router_replay and (experts := read_shape(Path(spec.model.path)).experts):
+            self._replayed = [layer for layer, has in enumerate(experts.layers) if has]
         return llm
 
     async def stop(self) -> None:
@@ -204,7 +210,15 @@ class VllmEngine(WorkerEngine):
             versions=self._spans(request_id, output, len(tokens)),
             stop_reason=stop_reason,
             text=text,
+            experts=self._experts(output),
         )
+
+    def _experts(self, output: Any) -> Any:
+        """vLLM tells them for all layers, those without experts too."""
+        if self._replayed is None or output.routed_experts is None:
+            return None
+        told = output.routed_experts
+        return told if told.shape[1] == len(self._replayed) else told[:, self._replayed]
 
     def _spans(self, request_id: str, output: Any, tokens: int) -> tuple[VersionSpan, ...]:
         if self._marks is not None:

@@ -28,6 +28,7 @@ OURS = {
     "enable_log_requests": "",
     "data_parallel_size": "",
     "quantization": "",
+    "enable_return_routed_experts": "algorithm.router_replay",
 }
 """Options that a job cannot set here, and the field that says it instead."""
 
@@ -62,6 +63,11 @@ def engine_arguments(spec: JobSpec) -> Any:
         arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES, "max_num_seqs": 64}
         if has_latents(spec.model.path):
             arguments |= ON_LATENTS
+    if spec.algorithm.router_replay:
+        if current_platform.is_cpu():
+            what = "algorithm.router_replay: True will not do with vLLM's CPU build, which does not tell its experts."
+            raise InvalidJob(what, "use the transformers engine, or leave it out.")
+        arguments["enable_return_routed_experts"] = True
     arguments |= options
     arguments |= {
         "model": spec.model.path,

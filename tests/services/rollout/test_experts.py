@@ -10,9 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from millrace.errors import InvalidJob
 from millrace.weights.manifest import Manifest
 from services.rollout.engines import create
 from services.rollout.engines.engine import Engine, Sampling
+from services.rollout.engines.routing import Routing
 from tests.models import byte_tokenizer
 from tests.sender import Sender
 from tests.services.rollout.conftest import Run
@@ -93,3 +95,38 @@ def test_what_the_trainer_publishes_is_what_the_engine_wants(run: Run, tmp_path:
             await engine.stop()
 
     run(scenario())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_are_told_where_the_trainer_is_to_replay_them(kind: str, run: Run, tmp_path: Path) -> None:
+    """Those that the model chooses for the whole sequence at once, of every token but the last."""
+    model = tiny.save(kind, tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    spec = job_spec(tmp_path, trainer={"backend": "megatron"}, algorithm={"router_replay": True})
+
+    async def scenario() -> None:
+        engine = create("transformers")
+        await engine.start(spec)
+        try:
+            await receive(engine, Sender(load_file(tmp_path / "model.safetensors"), version=1))
+            prompts = [PROMPT, [*PROMPT, *PROMPT], PROMPT[:4]]
+            samples = await asyncio.gather(*(engine.generate(p, Sampling(12 + 5 * i)) for i, p in enumerate(prompts)))
+        finally:
+            await engine.stop()
+        routing = Routing(model)
+        for prompt, sample in zip(prompts, samples, strict=True):
+            sequence = torch.tensor([[*prompt, *sample.tokens[:-1].tolist()]])
+            with torch.no_grad():
+                model(sequence)
+            (expected,) = routing.taken(torch.ones_like(sequence))
+            assert sample.experts is not None and sample.experts.shape == expected.shape
+            # Which comes first of two that were chosen is rounding's business.
+            assert np.array_equal(np.sort(sample.experts, axis=-1), np.sort(expected, axis=-1))
+
+    run(scenario())
+
+
+def test_a_model_without_experts_has_none_to_replay(run: Run, tied_model: Path) -> None:
+    spec = job_spec(tied_model, trainer={"backend": "megatron"}, algorithm={"router_replay": True})
+    with pytest.raises(InvalidJob, match=r"algorithm\.router_replay: True will not do: the model has no experts"):
+        run(create("transformers").start(spec))

@@ -28,7 +28,7 @@ from services.trainer.backends import Critic, DataParallel, LossFn, TokenScores
 from services.trainer.backends.megatron import parallel, replay
 from services.trainer.backends.megatron.configuration import configuration
 from services.trainer.backends.megatron.dispatch import dispatcher
-from services.trainer.backends.megatron.experts import LoadMeter, auxiliary_loss
+from services.trainer.backends.megatron.experts import LoadMeter, auxiliary_loss, replayed
 from services.trainer.backends.megatron.export import Gathering
 from services.trainer.backends.megatron.layers import layers
 from services.trainer.backends.megatron.model import Plan, Policy, build_chunks
@@ -144,7 +144,7 @@ class MegatronBackend:
             return loss
 
         scored = self._policy.backward(microbatches, score, temperature=temperature)
-        self._balance = self._balanced(len(microbatches))
+        self._balance = self._balanced(microbatches)
         for number, scores_2r in enumerate(scored):
             if number not in outputs:  # another pipeline stage had the loss: what it gave follows from its scores
                 outputs[number] = loss_fn(microbatches[number], TokenScores(*scores_2r))[1]
@@ -194,14 +194,14 @@ class MegatronBackend:
             metrics["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved(self.device) / gib
         return metrics
 
-    def _balanced(self, microbatches: int) -> dict[str, float]:
+    def _balanced(self, microbatches: Sequence[MicroBatch]) -> dict[str, float]:
         """Of the pass that has just ended, the same names on every rank."""
         experts, asked = self._setting.shape.experts, self._setting.options.experts
         if experts is None or self._load is None:
             return {}
-        metrics = self._load.metrics()
+        metrics = {**self._load.metrics(), "moe/replayed": replayed(microbatches)}
         if asked.load_balancing != "none":
-            metrics["moe/aux_loss"] = auxiliary_loss(asked.load_balancing, sum(experts.layers), microbatches)
+            metrics["moe/aux_loss"] = auxiliary_loss(asked.load_balancing, sum(experts.layers), len(microbatches))
         return metrics
 
     def _freshen(self) -> None:

@@ -10,6 +10,8 @@ from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_t
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
+from services.trainer.microbatch import MicroBatch
+
 
 class LoadMeter:
     """Counts, in training passes, the tokens that each router sends to each expert."""
@@ -43,6 +45,13 @@ class LoadMeter:
         _, chosen_te = outputs
         total = chosen_te.sum(dim=0)
         self._counts[router] = self._counts[router] + total if router in self._counts else total
+
+
+def replayed(batches: Sequence[MicroBatch]) -> float:
+    """Share of this rank's tokens whose experts the engine told."""
+    tokens = sum(len(batch.tokens_p) for batch in batches)
+    told = sum(int((batch.experts_plk[:, 0, 0] >= 0).sum()) for batch in batches if batch.experts_plk is not None)
+    return told / max(1, tokens)
 
 
 def forget(chunks: Sequence[nn.Module]) -> None:
