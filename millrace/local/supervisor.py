@@ -78,7 +78,8 @@ class Supervisor:
                 self.give_up(service)
                 return
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.stopping.wait(), wait_s)
+                async with asyncio.timeout(wait_s):
+                    await self.stopping.wait()
 
     def start(self, service: Service) -> subprocess.Popen[bytes]:
         with self.journals[service.name].opened(service.argv) as output:

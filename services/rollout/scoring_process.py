@@ -117,7 +117,8 @@ class ScoringProcess:
 
     async def _how_it_ended(self) -> str:
         try:
-            status = await asyncio.wait_for(self._process.wait(), EXIT_S)
+            async with asyncio.timeout(EXIT_S):
+                status = await self._process.wait()
         except TimeoutError:
             return "closed its pipe"
         if status >= 0:

@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from millrace.rl.metrics import combined, summarised
 from millrace.rl.mismatch import mismatch_metrics
 from millrace.spec.rollout import ENGINES
+from millrace.telemetry.names import MISMATCH
 from services.trainer import lockstep
 from services.trainer.batch import Batch
 
@@ -28,9 +29,6 @@ VERL = {
     "value_mean": "critic/vpred_mean",
 }
 """Our metrics of a loss under the names that verl's users know; the others are `actor/<name>` or `critic/<name>`."""
-
-BY_ENGINE = ("training/rollout_probs_diff_mean", "rollout_corr/kl", "rollout_corr/k3_kl")
-"""What is told of each engine apart."""
 
 VARIANCE_EPS = 1e-5
 """verl's, beside the variance of the returns."""
@@ -146,7 +144,7 @@ def mismatch_by_engine(train_bt: Tensor, rollout_bt: Tensor, mask_bt: Tensor, en
     made = sorted(set(engine_b.tolist()) - {-1})
     for number in made if len(made) > 1 else []:
         of_engine = mismatch(train_bt, rollout_bt, mask_bt & (engine_b == number)[:, None])
-        metrics |= {f"{name}/{ENGINES[number]}": value for name, value in of_engine.items() if name in BY_ENGINE}
+        metrics |= {f"{name}/{ENGINES[number]}": value for name, value in of_engine.items() if name in MISMATCH}
     return metrics
 
 

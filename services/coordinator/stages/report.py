@@ -10,11 +10,11 @@ from typing import Any
 import structlog
 
 from millrace.rest import StepMetrics
+from millrace.telemetry.names import MISMATCH
 from services.coordinator.run import Run
 from services.coordinator.series import mean
 
 log = structlog.get_logger(__name__)
-MISMATCH = ("rollout_corr/kl", "rollout_corr/k3_kl", "training/rollout_probs_diff_mean")
 LAST = 10
 """Steps over which the reward at the end is averaged."""
 
