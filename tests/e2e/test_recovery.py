@@ -20,6 +20,7 @@ def test_the_job_goes_on_after_the_coordinator_was_killed(start, job, tmp_path):
     job["model"]["path"] = str(folder)
     job["trainer"]["backend"] = "megatron"
     job["publication"] = {"path": "sharded"}
+    job["rollout"]["max_response_tokens"] = 64
     job["schedule"] |= {"steps": 8, "max_staleness": 0}
     stack = start(replicas=1, engine="vllm")
     client = stack.client()

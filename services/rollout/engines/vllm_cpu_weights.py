@@ -5,19 +5,14 @@ that are published later then have nowhere to go, and a tied output layer keeps 
 layers keep their parameters and compute with torch's own linear, at a cost of 10 to 30 % of the speed.
 """
 
-import importlib
-import importlib.util
 import os
 from typing import Any
 
 from services.rollout.lifeline import REPLICA_PID, hold_on
 
-EXPERTS = "vllm.model_executor.layers.fused_moe.experts.cpu_moe"
-"""Where releases that compute experts as above have them."""
-
 
 def install() -> None:
-    """Ties the process to its replica; on the CPU build also keeps linear weights loadable. Does nothing in a vLLM
+    """Ties the process to its replica; on the CPU build also keeps weights loadable. Does nothing in a vLLM
     that no replica started."""
     if REPLICA_PID not in os.environ:
         return
@@ -28,10 +23,18 @@ def install() -> None:
         from vllm.model_executor.layers import utils
 
         utils.dispatch_cpu_unquantized_gemm = _keep_weight  # type: ignore[assignment]
-        if importlib.util.find_spec(EXPERTS) is not None:
-            kernel = importlib.import_module(EXPERTS).CPUUnquantizedExperts
+        if (kernel := experts_kernel()) is not None:
             kernel.process_weights_after_loading = _keep_experts
             kernel.apply = _compute_experts
+
+
+def experts_kernel() -> Any:
+    """The class that computes experts on the CPU; None in a release that does it otherwise."""
+    try:
+        from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+    except ImportError:
+        return None
+    return CPUUnquantizedExperts
 
 
 def _keep_weight(layer: Any, remove_weight: bool) -> None:

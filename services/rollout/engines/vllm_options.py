@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib.metadata
-import importlib.util
 import json
 import secrets
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 from millrace.errors import InvalidJob, InvalidState
 from millrace.spec import JobSpec
 from services.rollout.engines.options import check_name, untried
-from services.rollout.engines.vllm_cpu_weights import EXPERTS
+from services.rollout.engines.vllm_cpu_weights import experts_kernel
 
 OLDEST, NEWEST = (0, 26), (0, 32)
 """Releases that were tried."""
@@ -98,7 +97,7 @@ def check_model(config: Any) -> None:
     reasons = {
         "quantized weights": config.quant_config is not None,
         f"attention on latents by {backend or 'AMX_MLA'}": cpu and model.use_mla and backend != "CPU_MLA",
-        "experts on this CPU build": cpu and _experts(model) > 0 and importlib.util.find_spec(EXPERTS) is None,
+        "experts on this CPU build": cpu and _experts(model) > 0 and experts_kernel() is None,
     }
     if broken := [reason for reason, holds in reasons.items() if holds]:
         what = f"model.path: {model.model} will not do: it has {', '.join(broken)}, which vLLM repacks as it loads."
