@@ -5,7 +5,7 @@ import typer
 import services.trainer.__main__ as trainer
 from services.trainer import beats, commands
 
-beats.SILENT_S, commands.STRAGGLE_S = 6.0, 8.0
+beats.SILENT_S, commands.STRAGGLE_S = 12.0, 8.0
 
 if __name__ == "__main__":
     typer.run(trainer.main)
