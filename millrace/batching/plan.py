@@ -71,8 +71,10 @@ class _Step:
 
     def ranks_first(self, rounds: int) -> Plan | None:
         """Sequences to ranks by cost, then each rank's into micro-batches: ranks come out most alike."""
-        plan = []
-        for members in partition(self.costs, self.ranks):
+        shares, plan = partition(self.costs, self.ranks), []
+        if len(self.lengths) >= rounds * self.ranks and min(map(len, shares)) < rounds:
+            return None  # a rank would run padding while another has sequences to spare
+        for members in shares:
             bins = self._bins(members, rounds)
             if bins is None:
                 return None

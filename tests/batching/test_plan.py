@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from millrace.batching.cost import SequenceCost
@@ -23,6 +23,7 @@ ATTENTION = SequenceCost(1.0, 1 / 54_000)
     slack=st.integers(0, 150),
     lockstep=st.booleans(),
 )
+@example(lengths=[1, 1, 1, 2], ranks=2, slack=0, lockstep=False)
 def test_what_holds_of_every_plan(lengths, ranks, slack, lockstep):
     budget = max(lengths, default=1) + slack
     plan = plan_microbatches(lengths, ranks=ranks, token_budget=budget, cost=ATTENTION, lockstep=lockstep)
