@@ -59,6 +59,8 @@ class Bench:
         except BadOutcome as error:
             return Dropped(f"reward: {error}")
         count = lease.sampling.samples
+        if lease.purpose != common_pb2.PURPOSE_TRAIN:  # nobody replays what is not trained
+            samples = [replace(sample, experts=None) for sample in samples]
         group = self._group(lease, prompt, samples[:count], scores[:count])
         if lease.sampling.greedy_baseline:
             group.greedy_reward = scores[count].score or 0.0
