@@ -20,6 +20,7 @@ from tests.sender import Sender
 from tests.services.rollout.conftest import Run
 from tests.services.rollout.jobs import job_spec
 from tests.services.rollout.reference import logprobs
+from tests.services.rollout.test_engines import Case
 from tests.services.trainer.backends.megatron import tiny
 from tests.shard_sender import Shards, ShardSender
 
@@ -28,11 +29,7 @@ PROMPT = [257, *b"a question", 258]
 
 
 async def receive(engine: Engine, sender: Sender | ShardSender) -> None:
-    await engine.prepare(sender.delivery)
-    sender.start()
-    await engine.begin_receive()
-    await engine.received()
-    sender.join()
+    await Case(engine, tied=False, dtype=torch.float32).receive(sender)
     await engine.commit(sender.delivery.version, "recompute")
 
 
