@@ -32,6 +32,7 @@ from demo.tokenizer import byte_tokenizer
 from millrace.bench.layouts import TrainerSide, manifest
 from millrace.bench.shapes import SHAPES, shape_of
 from millrace.ids import MemberId
+from millrace.local.devices import visible_devices
 from millrace.local.ports import free_port
 from millrace.megatron.shape import ModelShape
 from millrace.spec import JobSpec, parse
@@ -302,7 +303,7 @@ async def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         theirs.close()
         ranks.append(Remote(ours))
     if gpus:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(senders, gpus)))
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible_devices()[senders:])
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # parameters are looked at inside the workers
     bench = Bench(options, ranks)
     try:
