@@ -138,7 +138,7 @@ class Bench:
         self._manifest = manifest(shape_of(options.shape))
         self._attempts = 0
         self._tokens = 0
-        self._key_joined = False
+        self._key_joined = self._prepared = False
 
     async def agree(self) -> None:
         """Both sides tell what they hold and want, and the communicator gets its name."""
@@ -160,7 +160,7 @@ class Bench:
         began = time.perf_counter()
         request = rollout_pb2.PrepareReceiveRequest(
             publication=ref,
-            manifest=self._manifest.to_proto(),
+            manifest=None if self._prepared else self._manifest.to_proto(),
             path=weights_pb2.PATH_SHARDED,
             rendezvous=weights_pb2.Rendezvous(
                 host="127.0.0.1",
@@ -170,7 +170,8 @@ class Bench:
                 standing=self._key_joined,
                 nccl_id=self._nccl_id,
             ),
-            sides=self._sides,
+            sides=None if self._prepared else self._sides,
+            plan_hash=self.plan.hash,
             mode=MODES[mode],
             receiver=weights_pb2.Receiver(first_rank=len(self._ranks), world_size=self.engine.world_size),
             deadline_s=LIMIT_S,
@@ -179,7 +180,7 @@ class Bench:
         sides = self._sides.SerializeToString()
         agreed, *hashes = await asyncio.gather(self._receiver.prepare(request), self._all("prepare", sides))
         assert set(hashes[0]) == {agreed}, "the sides plan differently"
-        prepared = time.perf_counter()
+        self._prepared, prepared = True, time.perf_counter()
         await self._receiver.transfer(publication)
         send = (self._port, self._world, self._nccl_id, publication.key, LIMIT_S)
         sent = await self._all("send", *send)

@@ -149,20 +149,26 @@ class Publisher:
         )
         attempt.prepared = True
         prepared: trainer_pb2.PrepareSendResponse = await attempt.ask_sender("PreparePublication", request)
-        answers = await attempt.ask_all(
-            "PreparePublication",
-            lambda member: rollout_pb2.PrepareReceiveRequest(
+        plan_hash, manifest = prepared.plan_hash, way.manifest or prepared.manifest
+
+        def receive(member: Member, whole: bool) -> rollout_pb2.PrepareReceiveRequest:
+            return rollout_pb2.PrepareReceiveRequest(
                 publication=attempt.ref,
                 path=way.path,
-                manifest=prepared.manifest,
+                manifest=manifest if whole else None,
                 rendezvous=prepared.rendezvous,
                 receiver=receivers[member.id],
-                plan_hash=prepared.plan_hash,
+                plan_hash=plan_hash,
                 deadline_s=attempt.left_s + COMMIT_S,
-                sides=way.sides,
+                sides=way.sides if whole else None,
                 mode=MODES[settings.commit],
-            ),
-        )
+            )
+
+        agreed = sides.agreed
+        answers = await attempt.ask_all("PreparePublication", lambda m: receive(m, agreed.get(m.id) != plan_hash))
+        forgetful = [m for m in attempt.receivers if not answers[m.id].plan_hash]
+        answers |= await attempt.ask_all("PreparePublication", lambda m: receive(m, True), forgetful)
+        sides.agreed = {member: answer.plan_hash for member, answer in answers.items()}
         if differing := tuple(i for i, answer in answers.items() if answer.plan_hash != prepared.plan_hash):
             what = f"{', '.join(differing)} worked out another plan than {attempt.sender.id}."
             raise PublicationFailed(what, "run the same release of millrace everywhere.", differing)

@@ -23,6 +23,7 @@ class Way:
     first_rank: int
     """Of the receivers in the communicator; the senders come before."""
     sides: weights_pb2.Sides | None = None
+    manifest: weights_pb2.Manifest | None = None
     gpu: bool = False
 
 
@@ -39,6 +40,8 @@ class Sides:
     def __init__(self) -> None:
         self._sent: tuple[str, str, str, trainer_pb2.DescribeSendResponse] | None = None
         self._wanted: dict[str, tuple[str, bytes, rollout_pb2.DescribeReceiveResponse]] = {}
+        self.agreed: dict[str, bytes] = {}
+        """The plan that each receiver agreed to last: naming it is enough."""
 
     async def way(self, attempt: Attempt, dtype: str, settings: Settings) -> Way:
         """Raises PublicationFailed where the job asks for a path that somebody cannot go, NoWay where only the trainer
@@ -58,11 +61,11 @@ class Sides:
             raise PublicationFailed(what, 'set publication.path to "auto".', tuple(unable))
         receivers = wire.joined([wanted[m.id].layouts for m in attempt.receivers])
         sides = weights_pb2.Sides(senders=sender.layouts, receivers=receivers)
-        return Way(weights_pb2.PATH_SHARDED, len(sender.layouts.of_rank), sides, sender.gpu)
+        return Way(weights_pb2.PATH_SHARDED, len(sender.layouts.of_rank), sides, sender.manifest, sender.gpu)
 
     def forget(self) -> None:
         """After a failure: whoever failed may hold something else than was told."""
-        self._sent, self._wanted = None, {}
+        self._sent, self._wanted, self.agreed = None, {}, {}
 
     async def _sender(self, attempt: Attempt, dtype: str) -> trainer_pb2.DescribeSendResponse:
         key = (attempt.sender.id, attempt.ref.job_id, dtype)

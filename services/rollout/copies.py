@@ -118,9 +118,7 @@ class Copies:
             nccl_id=delivery.nccl_id,
             passing=True,
         )
-        answer = trainer_pb2.PrepareSendResponse(
-            manifest=manifest.to_proto(), rendezvous=rendezvous, plan_hash=plan.hash
-        )
+        answer = trainer_pb2.PrepareSendResponse(rendezvous=rendezvous, plan_hash=plan.hash)
         return _Prepared(delivery, plan, store, answer, time.perf_counter() - began)
 
     async def transfer(self, publication: Publication) -> trainer_pb2.TransferSendResponse:

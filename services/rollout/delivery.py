@@ -9,6 +9,22 @@ from millrace.wire.v1 import rollout_pb2, weights_pb2
 
 
 @dataclass(frozen=True)
+class Known:
+    """What deliveries by one plan have in common. It is told once; after that the plan's hash stands for it."""
+
+    plan_hash: bytes
+    manifest: Manifest
+    sides: weights_pb2.Sides | None
+
+    @classmethod
+    def of(cls, delivery: "Delivery") -> "Known":
+        return cls(delivery.plan_hash, delivery.manifest, delivery.sides)
+
+
+NOTHING = Known(b"", Manifest(()), None)
+
+
+@dataclass(frozen=True)
 class Delivery:
     key: str
     """Names the communicator: job, version, epoch and attempt."""
@@ -32,15 +48,23 @@ class Delivery:
     """Everybody leaves that communicator once the bytes are there."""
     nccl_id: bytes = b""
     mode: "weights_pb2.CommitMode" = weights_pb2.COMMIT_MODE_UNSPECIFIED
+    plan_hash: bytes = b""
 
     @classmethod
-    def from_request(cls, request: rollout_pb2.PrepareReceiveRequest) -> "Delivery":
-        """Raises PublicationFailed where the manifest contradicts its own hash."""
+    def from_request(cls, request: rollout_pb2.PrepareReceiveRequest, known: Known) -> "Delivery | None":
+        """None where it only names a plan that is not the one that is known. Raises PublicationFailed where the
+        manifest contradicts its own hash."""
         ref, meeting = request.publication, request.rendezvous
-        try:
-            manifest = Manifest.from_proto(request.manifest)
-        except ValueError as error:
-            raise PublicationFailed(f"{error}.", "run the same release of millrace everywhere.") from error
+        if request.HasField("manifest"):
+            try:
+                manifest = Manifest.from_proto(request.manifest)
+            except ValueError as error:
+                raise PublicationFailed(f"{error}.", "run the same release of millrace everywhere.") from error
+            sides = request.sides if request.path == weights_pb2.PATH_SHARDED else None
+        elif request.plan_hash and request.plan_hash == known.plan_hash:
+            manifest, sides = known.manifest, known.sides
+        else:
+            return None
         return cls(
             key=f"{ref.job_id}/{ref.version}/{ref.epoch}/{ref.attempt}",
             version=Version(ref.version),
@@ -50,22 +74,23 @@ class Delivery:
             world_size=meeting.world_size,
             first_rank=request.receiver.first_rank,
             timeout_s=request.deadline_s,
-            sides=request.sides if request.path == weights_pb2.PATH_SHARDED else None,
+            sides=sides,
             channel=meeting.key,
             standing=meeting.standing,
             passing=meeting.passing,
             nccl_id=meeting.nccl_id,
             mode=request.mode,
+            plan_hash=request.plan_hash,
         )
 
-    def encode(self) -> bytes:
-        """For an engine's worker processes."""
+    def encode(self, *, whole: bool = True) -> bytes:
+        """For an engine's worker processes; to those that know the plan it is enough to name it."""
         job, version, epoch, attempt = self.key.rsplit("/", 3)
         request = rollout_pb2.PrepareReceiveRequest(
             publication=weights_pb2.PublicationRef(
                 job_id=job, version=int(version), epoch=int(epoch), attempt=int(attempt)
             ),
-            manifest=self.manifest.to_proto(),
+            manifest=self.manifest.to_proto() if whole else None,
             path=weights_pb2.PATH_SHARDED if self.sides is not None else weights_pb2.PATH_GATHER_BROADCAST,
             rendezvous=weights_pb2.Rendezvous(
                 host=self.host,
@@ -76,16 +101,17 @@ class Delivery:
                 passing=self.passing,
                 nccl_id=self.nccl_id,
             ),
-            sides=self.sides,
+            sides=self.sides if whole else None,
             mode=self.mode,
+            plan_hash=self.plan_hash,
             receiver=weights_pb2.Receiver(first_rank=self.first_rank),
             deadline_s=self.timeout_s,
         )
         return request.SerializeToString()
 
     @classmethod
-    def decode(cls, data: bytes) -> "Delivery":
-        return cls.from_request(rollout_pb2.PrepareReceiveRequest.FromString(data))
+    def decode(cls, data: bytes, known: Known) -> "Delivery | None":
+        return cls.from_request(rollout_pb2.PrepareReceiveRequest.FromString(data), known)
 
 
 def stages(delivery: Delivery, fits: bool) -> bool:

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import structlog
 
@@ -15,7 +16,7 @@ from millrace.weights.sharded import ShardedPlan
 from millrace.weights.sides import Planner
 from millrace.wire.v1 import rollout_pb2, weights_pb2
 from services.rollout.copies import Copies, Source
-from services.rollout.delivery import Delivery
+from services.rollout.delivery import NOTHING, Delivery, Known
 from services.rollout.engines.engine import Engine, Reception, Swap
 
 log = structlog.get_logger(__name__)
@@ -47,6 +48,7 @@ class Receiver:
         """Of what is served, to siblings."""
         self._delivery: Delivery | None = None
         self._plan_hash = b""
+        self._known = NOTHING
         self._planner = Planner()
         self._sharded: ShardedPlan | None = None
         self._prepare_s = 0.0
@@ -56,7 +58,8 @@ class Receiver:
         self._expiry: asyncio.Task[None] | None = None
 
     async def prepare(self, request: rollout_pb2.PrepareReceiveRequest) -> bytes:
-        """Checks manifest and plan; answers the plan's hash."""
+        """Checks manifest and plan; answers the plan's hash, or nothing where the request only names a plan that is not
+        known here."""
         publication, started = Publication.from_proto(request.publication), time.perf_counter()
         self._state.advance(publication, Phase.PREPARE)
         await self._cut_short(publication)
@@ -66,9 +69,13 @@ class Receiver:
                 return self._plan_hash
             if self._state.phase in UNFINISHED:
                 self._state = self._state.fail()
-            delivery = Delivery.from_request(request)
+            delivery = Delivery.from_request(request, self._known)
+            if delivery is None:
+                return b""
             await self.copies.give_way(publication)
             self._plan_hash = self._agreed_plan(request, delivery)
+            delivery = replace(delivery, plan_hash=self._plan_hash)
+            self._known = Known.of(delivery)
             await self._engine.prepare(delivery)
             self._state, self._delivery = state, delivery
             self._prepare_s = time.perf_counter() - started

@@ -84,8 +84,9 @@ class Passage(Generic[Result]):
         """Whether the last byte is over, or never will be: see `failure`."""
         return self._over.is_set()
 
-    def wait(self) -> None:
-        self._over.wait()
+    def wait(self, at_most_s: float | None = None) -> None:
+        """Blocks until `done`."""
+        self._over.wait(at_most_s)
 
     def close(self) -> None:
         """Ends what is under way; returns once nothing reads or writes any more."""
@@ -163,18 +164,18 @@ class Shards:
         """Checks a coming delivery; whether there is memory to stage it. Raises PublicationFailed where it was planned
         for another worker than this."""
         assert delivery.sides is not None
-        watched, receivers = self._watch(delivery.manifest), wire.decode(delivery.sides.receivers)
+        if delivery.standing and self._party.key != delivery.channel:
+            raise PublicationFailed(f"rank {rank} is not in communicator {delivery.channel} any more.")
+        plan, watched = self._plan(delivery), self._watch(delivery.manifest)
+        if self._receiving is not None and self._receiving[0] == (plan.hash, rank, True):
+            return True
+        receivers = wire.decode(delivery.sides.receivers)
         senders = delivery.world_size - len(receivers)
         if (
             not 0 <= rank - senders < len(receivers)
             or receivers[rank - senders].hash != watched.memory.layout.boxes.hash
         ):
             raise PublicationFailed(f"rank {rank} wants other boxes than the publication was planned for.")
-        if delivery.standing and self._party.key != delivery.channel:
-            raise PublicationFailed(f"rank {rank} is not in communicator {delivery.channel} any more.")
-        plan = self._plan(delivery)
-        if self._receiving is not None and self._receiving[0] == (plan.hash, rank, True):
-            return True
         needed = int(plan.sizes[plan.contents_of(rank)].sum())
         return needed < SPARE * _free_bytes(watched.memory.device)
 

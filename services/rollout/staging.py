@@ -41,9 +41,9 @@ class Staging:
     def begin(self) -> None:
         self._thread.start()
 
-    def wait(self) -> None:
+    def wait(self, at_most_s: float | None = None) -> None:
         """Blocks until `done`."""
-        self._over.wait()
+        self._over.wait(at_most_s)
 
     @property
     def done(self) -> bool:

@@ -99,7 +99,7 @@ class ShardSender:
         self._prepared = Prepared(
             publication, plan, sending, memory.manifest.bytes, meeting, began + request.deadline_s, seconds
         )
-        return PrepareSendResponse(manifest=memory.manifest.to_proto(), rendezvous=rendezvous, plan_hash=plan.hash)
+        return PrepareSendResponse(rendezvous=rendezvous, plan_hash=plan.hash)
 
     def _buffers(self, plan: ShardedPlan, memory: Memory, sides: weights_pb2.Sides) -> Sending:
         """Slots and views, kept as long as plan and parameters are the same."""

@@ -11,10 +11,8 @@ import importlib.util
 import itertools
 import os
 import signal
-import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,18 +34,12 @@ from services.rollout.engines.engine import (
     VersionSpan,
     end_of_turn,
 )
-from services.rollout.engines.sglang_wire import HEADER, MARK, SOCKET, decode, encode
-from services.rollout.engines.worker_engine import (
-    Answers,
-    WorkerEngine,
-    raise_failed,
-    samples_that_fit,
-)
+from services.rollout.engines.inlets import Inlets
+from services.rollout.engines.sglang_worker import MARK, SOCKET
+from services.rollout.engines.worker_engine import Answers, WorkerEngine, samples_that_fit
 from services.rollout.lifeline import own_descendants
 
 log = structlog.get_logger(__name__)
-RPC_S = 60.0
-"""For one call into the schedulers. None of them waits for anything but its own work."""
 LOOK_EVERY_S = 0.5
 """How often its processes are looked after."""
 MEET_S = 60.0
@@ -76,7 +68,7 @@ class SglangEngine(WorkerEngine):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="sglang")
         self._engine: Any = None
         self._manager: Any = None
-        self._schedulers = Schedulers()
+        self._inlets = Inlets("SGLang")
         self._numbers = itertools.count()
         self._context = 0
         self._end_of_turn: list[int] = []
@@ -94,11 +86,11 @@ class SglangEngine(WorkerEngine):
         # SGLang's processes tell their parent by this signal that one of them has failed.
         with contextlib.suppress(ValueError, RuntimeError):
             loop.add_signal_handler(signal.SIGQUIT, self._lost, "SGLang reported a failure of its processes")
-        await self._schedulers.listen()
+        os.environ[SOCKET] = await self._inlets.listen()
         self._context = sglang_options.context(spec)
         await loop.run_in_executor(self._thread, self._build, spec)
         self._handle_outputs()
-        ranks = await self._schedulers.meet(self._engine.server_args.tp_size, MEET_S)
+        ranks = await self._inlets.meet(self._engine.server_args.tp_size, MEET_S)
         self.world_size, self.dtype, self.device = len(ranks), ranks[0]["dtype"], ranks[0]["device"]
         self.capacity = samples_that_fit(ranks[0]["requests"], ranks[0]["tokens"], self._context)
         self._watch = asyncio.create_task(self._look_after(self._engine.get_all_child_pids()))
@@ -145,7 +137,7 @@ class SglangEngine(WorkerEngine):
             await asyncio.get_running_loop().run_in_executor(self._thread, _shut_down, engine)
             for task in list(self._manager.asyncio_tasks):
                 task.cancel()
-        await self._schedulers.close()
+        await self._inlets.close()
         with contextlib.suppress(ValueError, RuntimeError):
             asyncio.get_running_loop().remove_signal_handler(signal.SIGQUIT)
         self._thread.shutdown(wait=False)
@@ -239,7 +231,7 @@ class SglangEngine(WorkerEngine):
         return self._engine is not None
 
     async def _ask(self, method: str, *arguments: Any, paused: bool = False) -> Answers:
-        return await self._schedulers.ask(method, *arguments, paused=paused)
+        return await self._inlets.ask(method, *arguments, paused=paused)
 
     async def _pause(self, cache_policy: CachePolicy) -> None:
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
@@ -252,91 +244,11 @@ class SglangEngine(WorkerEngine):
         await self._manager.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
 
     async def _label(self, version: Version, cache_policy: CachePolicy) -> None:
-        await self._schedulers.label(version, recompute=cache_policy == "recompute")
+        await self._inlets.ask("label", version, cache_policy == "recompute", paused=True)
 
     async def _end_requests(self) -> None:
         for request_id in list(self._running):
             self._manager.abort_request(rid=request_id)
-
-
-class Schedulers:
-    """The inlets of SGLang's scheduler processes, by rank."""
-
-    def __init__(self) -> None:
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._server: asyncio.Server | None = None
-        self._ranks: dict[int, tuple[asyncio.StreamReader, asyncio.StreamWriter]] = {}
-        self._introductions: dict[int, dict[str, Any]] = {}
-        self._met = asyncio.Condition()
-        self._turn = asyncio.Lock()
-        self._numbers = itertools.count()
-
-    async def listen(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="millrace-")  # open to its owner only
-        path = str(Path(self._folder.name) / "inlet")
-        self._server = await asyncio.start_unix_server(self._welcome, path)
-        os.environ[SOCKET] = path
-
-    async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        told = await _frame(reader)
-        async with self._met:
-            self._ranks[told["rank"]], self._introductions[told["rank"]] = (reader, writer), told
-            self._met.notify_all()
-
-    async def meet(self, count: int, within_s: float) -> list[dict[str, Any]]:
-        """What each of `count` ranks says of itself. Raises Unavailable where one does not come."""
-        try:
-            async with asyncio.timeout(within_s), self._met:
-                await self._met.wait_for(lambda: len(self._ranks) == count)
-        except TimeoutError as error:
-            what = f"{len(self._ranks)} of {count} SGLang schedulers opened an inlet within {within_s:g} s."
-            raise Unavailable(what, "see SGLang's log above.") from error
-        return [self._introductions[rank] for rank in range(count)]
-
-    async def ask(self, method: str, *arguments: Any, paused: bool = False) -> list[dict[str, Any]]:
-        """One call into every rank, carried out between two batches, or once they stand `paused`. Raises
-        PublicationFailed for the first that failed, EngineDied where a rank is gone."""
-        return await self._ask({"method": method, "arguments": list(arguments), "paused": paused})
-
-    async def label(self, version: Version, *, recompute: bool) -> None:
-        await self._ask({"method": "label", "arguments": {"version": version, "recompute": recompute}, "paused": True})
-
-    async def _ask(self, request: dict[str, Any]) -> list[dict[str, Any]]:
-        method, number = request["method"], next(self._numbers)
-        try:
-            async with asyncio.timeout(RPC_S), self._turn:
-                for _, writer in self._ranks.values():
-                    writer.write(encode(request | {"number": number}))
-                    await writer.drain()
-                answers = [await _answer(self._ranks[rank][0], number) for rank in sorted(self._ranks)]
-        except TimeoutError as error:
-            raise Unavailable(f"SGLang's schedulers did not answer {method} within {RPC_S:g} s.") from error
-        except (EOFError, OSError) as error:
-            raise EngineDied(f"an SGLang scheduler ended during {method}: {error}") from error
-        return raise_failed(answers)
-
-    async def close(self) -> None:
-        for _, writer in self._ranks.values():
-            writer.close()
-        self._ranks = {}
-        if self._server is not None:
-            self._server.close()
-            self._server = None
-        if self._folder is not None:
-            self._folder.cleanup()
-            self._folder = None
-
-
-async def _answer(reader: asyncio.StreamReader, number: int) -> dict[str, Any]:
-    """The answer to call `number`; those to calls that were given up before it are read past."""
-    while (answer := await _frame(reader)).pop("number") != number:
-        continue
-    return answer
-
-
-async def _frame(reader: asyncio.StreamReader) -> dict[str, Any]:
-    (length,) = HEADER.unpack(await reader.readexactly(HEADER.size))
-    return decode(await reader.readexactly(length))
 
 
 def _spans(marks: Sequence[int]) -> tuple[VersionSpan, ...]:

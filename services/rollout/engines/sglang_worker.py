@@ -2,19 +2,22 @@
 
 SGLang lets its caller name the function that these processes run. Ours runs theirs with two additions: a sampler that
 reports the distribution really sampled from and marks every token with the version that made it, and an inlet for the
-phases of a publication, answered in the scheduler's own thread between two batches.
+phases of a publication.
 """
 
 import os
 import queue
-import socket
-import threading
 from types import SimpleNamespace
 from typing import Any
 
-from services.rollout.engines.sglang_wire import HEADER, MARK, SOCKET, decode, encode
-from services.rollout.engines.weight_receiver import Answer, WeightReceiver
+from services.rollout.engines.inlets import Answer, Inlet, Request, carried_out
+from services.rollout.engines.weight_receiver import WeightReceiver
+from services.rollout.engines.worker_engine import BETWEEN_BATCHES
 
+MARK = "millrace_version"
+"""Key under which SGLang hands our marks back, one for each token."""
+SOCKET = "MILLRACE_SGLANG_SOCKET"
+"""Environment variable with the path of the inlets' socket."""
 NONE = -1
 
 
@@ -43,7 +46,7 @@ def run_scheduler_process(
     class Scheduler(theirs):  # type: ignore[misc, valid-type]
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **options)
-            self._millrace_inlet = Inlet(self, tp_rank)
+            self._millrace_inlet = SchedulerInlet(self, tp_rank)
 
         def process_input_requests(self, requests: Any) -> Any:
             result = super().process_input_requests(requests)
@@ -95,39 +98,33 @@ class SglangReceiver(WeightReceiver):
         self.get_model = lambda: runner.model
 
 
-class Inlet:
-    """Takes requests of the replica in a thread; `answer_due` carries them out in the scheduler's."""
+class SchedulerInlet(Inlet):
+    """Carries out in the scheduler's own thread, by `answer_due`, what has to lie between two batches."""
 
     def __init__(self, scheduler: Any, rank: int) -> None:
         self._scheduler = scheduler
         self._receiver = SglangReceiver(scheduler, rank)
-        self._due: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        self._held: dict[str, Any] | None = None
-        self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.connect(os.environ[SOCKET])
-        self._socket.sendall(encode(_introduction(scheduler, rank)))
-        threading.Thread(target=self._listen, name="millrace inlet", daemon=True).start()
+        self._receiver.label = self._label  # type: ignore[attr-defined]
+        self._due: queue.SimpleQueue[Request] = queue.SimpleQueue()
+        self._held: Request | None = None
+        super().__init__(os.environ[SOCKET], _introduction(scheduler, rank), self._taken)
+
+    def _taken(self, request: Request) -> Answer | None:
+        if not request["paused"] and request["method"] not in BETWEEN_BATCHES:
+            return carried_out(self._receiver, request)
+        self._due.put(request)
+        return None
 
     def answer_due(self) -> None:
         while self._held is not None or not self._due.empty():
             request = self._held if self._held is not None else self._due.get()
             self._held = None
-            if request.get("paused") and not self._scheduler._engine_paused:
-                self._held = request  # the order to pause comes on a way of its own
-                return
-            self._socket.sendall(encode({**self._answer(request), "number": request["number"]}))
-
-    def _answer(self, request: dict[str, Any]) -> Answer:
-        try:
-            if request["method"] == "label":
-                return self._label(**request["arguments"])
-            if request.get("paused"):
+            if request["paused"]:
+                if not self._scheduler._engine_paused:
+                    self._held = request  # the order to pause comes on a way of its own
+                    return
                 _settle()
-            method = getattr(self._receiver, request["method"])
-            answer: Answer = method(*request["arguments"])
-            return answer
-        except Exception as error:  # whatever it is, the replica has to hear of it
-            return {"failed": f"{request['method']} failed in SGLang: {type(error).__name__}: {error}", "mend": ""}
+            self.answer(request, carried_out(self._receiver, request))
 
     def _label(self, version: int, recompute: bool) -> Answer:
         """What is sampled from here on is of `version`. Requests that wait to be prefilled again must find none of the
@@ -137,11 +134,6 @@ class Inlet:
             for waiting in self._scheduler.waiting_queue:
                 waiting.extra_key = str(version)
         return {}
-
-    def _listen(self) -> None:
-        stream = self._socket.makefile("rb")
-        while header := stream.read(HEADER.size):
-            self._due.put(decode(stream.read(HEADER.unpack(header)[0])))
 
 
 def _introduction(scheduler: Any, rank: int) -> dict[str, Any]:

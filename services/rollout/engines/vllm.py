@@ -36,8 +36,10 @@ from services.rollout.engines.engine import (
     compute_threads,
     end_of_turn,
 )
+from services.rollout.engines.inlets import RPC_S, Inlets
 from services.rollout.engines.vllm_versions import VersionMarks
 from services.rollout.engines.worker_engine import (
+    BETWEEN_BATCHES,
     Answers,
     WorkerEngine,
     raise_failed,
@@ -46,8 +48,8 @@ from services.rollout.engines.worker_engine import (
 from services.rollout.lifeline import kill_descendants, own_descendants
 
 log = structlog.get_logger(__name__)
-RPC_S = 60.0
-"""For one call into the workers. None of them waits for anything but its own work."""
+MEET_S = 30.0
+"""Until every worker has opened its inlet."""
 WORKERS_END_S = 0.5
 
 
@@ -73,6 +75,7 @@ class VllmEngine(WorkerEngine):
         # The kernel ends a child with the thread that made it: this one lives as long as the engine.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="vllm")
         self._numbers = itertools.count()
+        self._inlets = Inlets("vLLM")
         self._marks: VersionMarks | None = None
         self._end_of_turn: list[int] = []
         self._replayed: list[int] | None = None
@@ -84,6 +87,7 @@ class VllmEngine(WorkerEngine):
             log.warning(warning)
         own_descendants()
         _set_environment()
+        path = await self._inlets.listen()
         self._llm = await asyncio.get_running_loop().run_in_executor(self._thread, self._build, spec)
         config = self._llm.vllm_config
         cache = config.cache_config
@@ -91,6 +95,8 @@ class VllmEngine(WorkerEngine):
         self.capacity = samples_that_fit(config.scheduler_config.max_num_seqs, tokens, longest)
         self.world_size = config.parallel_config.world_size
         self.dtype = str(config.model_config.dtype).removeprefix("torch.")
+        await self._between_batches("millrace_open_inlet", path)
+        await self._inlets.meet(self.world_size, MEET_S)
 
     def _build(self, spec: JobSpec) -> Any:
         """Starts the engine's processes and returns the AsyncLLM. Takes seconds to minutes; runs in `_thread`."""
@@ -133,6 +139,7 @@ class VllmEngine(WorkerEngine):
             # Its destructor would run at the interpreter's end, when what it calls is gone.
             await asyncio.sleep(0)
             gc.collect()
+        await self._inlets.close()
         self._thread.shutdown(wait=False)
 
     def _shut_down(self) -> None:
@@ -251,6 +258,12 @@ class VllmEngine(WorkerEngine):
             await self._llm.update_weight_version(str(version))
 
     async def _ask(self, method: str, *arguments: Any, paused: bool = False) -> Answers:
+        if paused or method in BETWEEN_BATCHES:
+            return await self._between_batches(method, *arguments)
+        return await self._inlets.ask(method, *arguments)
+
+    async def _between_batches(self, method: str, *arguments: Any) -> Answers:
+        """By vLLM's own call, which its workers answer between two batches."""
         try:
             async with asyncio.timeout(RPC_S):
                 answers = await self._llm.collective_rpc(method, args=arguments)

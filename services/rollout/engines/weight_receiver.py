@@ -1,10 +1,11 @@
-"""The part of a replica that runs inside each of an engine's workers: vLLM's, reached by `collective_rpc`, and SGLang's
-schedulers, reached by an inlet of their own.
+"""The part of a replica that runs inside each of an engine's workers: vLLM's, and SGLang's schedulers.
 
-Every method returns plain data; a failure comes back as `{"failed": ..., "mend": ...}`, since only text crosses the
-engine's own channels whole.
+Its methods are called by an inlet's thread, beside generation; those BETWEEN_BATCHES, and any that is asked for while
+generation stands still, by the thread that generates. Every method returns plain data; a failure comes back as
+`{"failed": ..., "mend": ...}`, since only text crosses the engine's own channels whole.
 """
 
+import threading
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -16,12 +17,14 @@ from millrace.weights.channels.meeting import nccl_id
 from millrace.weights.manifest import Manifest
 from millrace.weights.memory import Memory
 from millrace.wire.v1 import weights_pb2
-from services.rollout.delivery import Delivery
+from services.rollout.delivery import NOTHING, Delivery, Known
 from services.rollout.engines.derived import Derived
+from services.rollout.engines.inlets import Answer, Inlet, carried_out
 from services.rollout.shards import Coming, Going, Shards
 from services.rollout.staging import Shelf, Staging
 
-Answer = dict[str, Any]
+LOOK_S = 0.05
+"""How long a look at what is under way waits for its end."""
 
 
 class WeightReceiver:
@@ -41,20 +44,36 @@ class WeightReceiver:
     _millrace_staged: bool = True
     _millrace_source: Memory | None = None
     _millrace_going: Going | None = None
+    _millrace_known: Known = NOTHING
+    """What the last delivery's plan is about."""
+    _millrace_inlet: Inlet | None = None
+    _millrace_turn = threading.RLock()
+    """Held by whatever begins, places or forgets a delivery."""
+
+    def millrace_open_inlet(self, path: str) -> Answer:
+        """vLLM's: it is asked by vLLM's own call."""
+        self._millrace_inlet = Inlet(path, {"rank": self.rank}, lambda request: carried_out(self, request))
+        return {}
 
     def millrace_prepare(self, delivery: bytes) -> Answer:
-        """Makes ready for a delivery, forgetting an unfinished one."""
-        try:
-            self.millrace_abort()
-            self._millrace_check((coming := Delivery.decode(delivery)).manifest)
-            if coming.sides is not None:
-                fits = self._millrace_kept_shards().fits(coming, coming.first_rank + self.rank)
-                self._millrace_agreed = coming
-                return {"fits": fits}
-        except MillraceError as error:
-            return {"failed": error.what, "mend": error.mend}
-        self._millrace_staging = Staging(coming, coming.first_rank + self.rank)
-        return {}
+        """Makes ready for a delivery, forgetting an unfinished one. Asks for it whole where it names a plan that this
+        worker does not know."""
+        with self._millrace_turn:
+            try:
+                self.millrace_abort()
+                if (coming := Delivery.decode(delivery, self._millrace_known)) is None:
+                    return {"unknown": True}
+                if not coming.plan_hash or coming.plan_hash != self._millrace_known.plan_hash:
+                    self._millrace_check(coming.manifest)
+                    self._millrace_known = Known.of(coming)
+                if coming.sides is not None:
+                    fits = self._millrace_kept_shards().fits(coming, coming.first_rank + self.rank)
+                    self._millrace_agreed = coming
+                    return {"fits": fits}
+            except MillraceError as error:
+                return {"failed": error.what, "mend": error.mend}
+            self._millrace_staging = Staging(coming, coming.first_rank + self.rank)
+            return {}
 
     def millrace_describe(self, manifest: bytes) -> Answer:
         """What this worker wants of a manifest, and whether its parameters lie on a GPU."""
@@ -67,6 +86,10 @@ class WeightReceiver:
 
     def millrace_ready(self, staged: bool) -> Answer:
         """Makes slots or staging ready for the sharded delivery that was prepared."""
+        with self._millrace_turn:
+            return self._millrace_made_ready(staged)
+
+    def _millrace_made_ready(self, staged: bool) -> Answer:
         coming, self._millrace_agreed = self._millrace_agreed, None
         if coming is None:
             return {"failed": "the publication was aborted.", "mend": ""}
@@ -89,12 +112,14 @@ class WeightReceiver:
         return {}
 
     def millrace_progress(self) -> Answer:
-        """How far receiving is. Never waits: the worker generates meanwhile."""
+        """How far receiving is, after a moment."""
         if (coming := self._millrace_coming) is not None:
+            coming.wait(LOOK_S)
             return self._millrace_received(coming)
         staging = self._millrace_staging
         if staging is None:
             return {"failed": "the publication was aborted.", "mend": ""}
+        staging.wait(LOOK_S)
         if staging.failure is not None:
             return {"failed": staging.failure, "mend": ""}
         if not staging.done:
@@ -125,6 +150,10 @@ class WeightReceiver:
 
     def millrace_apply(self) -> Answer:
         """Puts the received version in place. Only while generation is paused."""
+        with self._millrace_turn:
+            return self._millrace_applied()
+
+    def _millrace_applied(self) -> Answer:
         coming, self._millrace_coming = self._millrace_coming, None
         if coming is not None:
             return self._millrace_placed(coming)
@@ -141,20 +170,21 @@ class WeightReceiver:
         return {"apply_s": applied.apply_s, "compare_s": applied.compare_s, "unplaced": list(applied.unplaced)}
 
     def millrace_abort(self) -> Answer:
-        self._millrace_agreed = None
-        staging, self._millrace_staging = self._millrace_staging, None
-        if staging is not None:
-            staging.close()
-        coming, self._millrace_coming = self._millrace_coming, None
-        if coming is not None:
-            coming.close()
-        return {}
+        with self._millrace_turn:
+            self._millrace_agreed = None
+            staging, self._millrace_staging = self._millrace_staging, None
+            if staging is not None:
+                staging.close()
+            coming, self._millrace_coming = self._millrace_coming, None
+            if coming is not None:
+                coming.close()
+            return {}
 
     def millrace_prepare_send(self, delivery: bytes, served: str) -> Answer:
         """Checks that what publication `served` put in place can be sent; NCCL's id where this rank has to make one."""
         self.millrace_end_send()
         try:
-            self._millrace_source = self._millrace_kept_shards().source(Delivery.decode(delivery), self.rank, served)
+            self._millrace_source = self._millrace_kept_shards().source(_whole(delivery), self.rank, served)
         except MillraceError as error:
             return {"failed": error.what, "mend": error.mend}
         return {"nccl_id": nccl_id(self.rank == 0 and self._millrace_source.device.type == "cuda")}
@@ -164,14 +194,15 @@ class WeightReceiver:
         source, self._millrace_source = self._millrace_source, None
         if source is None:
             return {"failed": "the copy was ended.", "mend": ""}
-        self._millrace_going = Going(Delivery.decode(delivery), self.rank, source)
+        self._millrace_going = Going(_whole(delivery), self.rank, source)
         self._millrace_going.begin()
         return {}
 
     def millrace_sent(self) -> Answer:
-        """How far sending is. Never waits."""
+        """How far sending is, after a moment."""
         if (going := self._millrace_going) is None:
             return {"failed": "the copy was ended.", "mend": ""}
+        going.wait(LOOK_S)
         if going.failure is not None:
             return {"failed": going.failure, "mend": ""}
         if not going.done or going.result is None:
@@ -220,6 +251,13 @@ class WeightReceiver:
         padded = frozenset(f"{name}.weight" for name, module in modules if hasattr(module, "num_embeddings_padded"))
         held = {name: parameter for name, parameter in model.named_parameters() if name not in computed}
         return model.load_weights, held, padded
+
+
+def _whole(delivery: bytes) -> Delivery:
+    """Of a copy, which is encoded whole."""
+    decoded = Delivery.decode(delivery, NOTHING)
+    assert decoded is not None
+    return decoded
 
 
 def _last(name: str) -> str:

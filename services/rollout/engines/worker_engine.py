@@ -1,6 +1,5 @@
 """The part of an engine that is the same wherever weights lie in worker processes with a `WeightReceiver` each."""
 
-import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -15,8 +14,8 @@ from services.rollout.delivery import Delivery, mode_of, stages
 from services.rollout.engines.engine import Dispatch, Load, Reception, Swap
 
 Answers = list[dict[str, Any]]
-LONGEST_WAIT_S = 0.02
-"""Between two looks at how far receiving is; what it takes of generation is a call into the workers."""
+BETWEEN_BATCHES = frozenset({"millrace_describe", "millrace_apply"})
+"""Calls that run the model's own loader: for the thread that generates, whichever way they come."""
 
 
 class WorkerEngine(ABC):
@@ -31,6 +30,8 @@ class WorkerEngine(ABC):
         self._version: Version | None = None
         self._tokenizer: Any = None
         self._delivery: Delivery | None = None
+        self._told = b""
+        """The plan that the workers know."""
         self._staged = True
         self._paused = 0.0
         """Since when, for a delivery that is put in place as it comes; 0 otherwise."""
@@ -40,8 +41,8 @@ class WorkerEngine(ABC):
 
     @abstractmethod
     async def _ask(self, method: str, *arguments: Any, paused: bool = False) -> Answers:
-        """One call into every worker's receiver, carried out while generation stands still if `paused`. Raises
-        PublicationFailed for the first that failed."""
+        """One call into every worker's receiver, beside generation; once that stands still if `paused`, and between
+        two batches for BETWEEN_BATCHES. Raises PublicationFailed for the first that failed."""
 
     @abstractmethod
     async def _pause(self, cache_policy: CachePolicy) -> None:
@@ -72,7 +73,11 @@ class WorkerEngine(ABC):
     async def prepare(self, delivery: Delivery) -> None:
         if self.half_written:
             await self.abort_receive()  # otherwise the workers forget by themselves what they had
-        answers = await self._ask("millrace_prepare", delivery.encode())
+        known = bool(delivery.plan_hash) and delivery.plan_hash == self._told
+        answers = await self._ask("millrace_prepare", delivery.encode(whole=not known))
+        if any(answer.get("unknown") for answer in answers):
+            answers = await self._ask("millrace_prepare", delivery.encode())
+        self._told = delivery.plan_hash
         if delivery.sides is not None:
             self._staged = stages(delivery, all(answer["fits"] for answer in answers))
             await self._ask("millrace_ready", self._staged)
@@ -155,13 +160,10 @@ class WorkerEngine(ABC):
 
     async def _done(self, method: str) -> Answers:
         """The answers once every worker says that it is done."""
-        wait_s = 0.005
-        answers = await self._ask(method)
-        while not all(answer["done"] for answer in answers):
-            await asyncio.sleep(wait_s)
-            wait_s = min(LONGEST_WAIT_S, 1.5 * wait_s)
+        while True:  # every worker waits a moment before it answers
             answers = await self._ask(method)
-        return answers
+            if all(answer["done"] for answer in answers):
+                return answers
 
     async def _drop_version(self) -> None:
         """No version is in place: what runs is of no use."""

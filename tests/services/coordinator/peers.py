@@ -303,6 +303,9 @@ class SimulatedReplica(Member, rollout_pb2_grpc.RolloutServicer):
         self.held: dict[str, work_pb2.Lease] = {}
         self.extending = True
         self.plan_hash = b""
+        self.agreed = b""
+        self.told_whole: list[bool] = []
+        """Of each PREPARE, whether it came with manifest and sides or named the plan only."""
         """To disagree with."""
         self.dtype = "float32"
         self.describes = True
@@ -338,9 +341,14 @@ class SimulatedReplica(Member, rollout_pb2_grpc.RolloutServicer):
 
     async def PreparePublication(self, request, context):
         await self.faults.strike("PreparePublication", request)
-        sharded = request.path == weights_pb2.PATH_SHARDED
-        plan_hash = _plan_hash(request.sides if sharded else None, request.rendezvous.world_size)
-        return rollout_pb2.PrepareReceiveResponse(plan_hash=self.plan_hash or plan_hash)
+        whole = request.HasField("manifest")
+        self.told_whole.append(whole)
+        if whole:
+            sharded = request.path == weights_pb2.PATH_SHARDED
+            self.agreed = _plan_hash(request.sides if sharded else None, request.rendezvous.world_size)
+        elif request.plan_hash != self.agreed:
+            return rollout_pb2.PrepareReceiveResponse()
+        return rollout_pb2.PrepareReceiveResponse(plan_hash=self.plan_hash or self.agreed)
 
     async def TransferPublication(self, request, context):
         await self.faults.strike("TransferPublication", request)

@@ -217,3 +217,19 @@ async def test_layouts_are_asked_for_once(cluster: Cluster, spec: dict[str, Any]
     assert (await cluster.ended(await cluster.submit(spec))).state is JobState.SUCCEEDED
     assert sorted(asked) == ["DescribeReceiveRequest", "DescribeSendRequest"]
     assert trainer.paths == [weights_pb2.PATH_SHARDED] * 7
+    assert replica.told_whole == [True] + [False] * 6, "after the first time the plan's hash is enough"
+
+
+@scenario
+async def test_a_receiver_that_forgot_the_plan_is_told_it_again(cluster: Cluster, spec: dict[str, Any]) -> None:
+    await cluster.trainer()
+    replica = await cluster.replica()
+
+    async def forget(_: Any) -> None:
+        if len(replica.told_whole) == 2:
+            replica.agreed = b""
+
+    replica.faults["PreparePublication"] = forget
+    job = await cluster.ended(await cluster.submit(spec))
+    assert job.state is JobState.SUCCEEDED and await cluster.events(job.id, "publication.failed") == []
+    assert replica.told_whole == [True, False, False, True, False, False, False, False]

@@ -102,7 +102,7 @@ class Copy:
         receive = rollout_pb2.PrepareReceiveRequest(
             publication=self.ref,
             path=weights_pb2.PATH_SHARDED,
-            manifest=prepared.manifest,
+            manifest=told.manifest,
             rendezvous=prepared.rendezvous,
             receiver=receiver,
             plan_hash=prepared.plan_hash,

@@ -94,7 +94,8 @@ class Case:
         """Whether log-probabilities are the same: float32 by the largest difference, bfloat16 by the mean KL."""
         difference = np.asarray(expected, dtype=np.float64) - np.asarray(reported, dtype=np.float64)
         if self.dtype == torch.float32:
-            return bool(np.abs(difference).max(initial=0.0) < 1e-3)
+            # On GPUs attention multiplies in TF32.
+            return bool(np.abs(difference).max(initial=0.0) < (1e-3 if self.engine.device == "cpu" else 1e-2))
         # Rounding moves a token that lies on the edge of top-k or top-p to the other side now and then.
         kept = difference[np.isfinite(difference)]
         return len(kept) >= 0.9 * len(difference) and bool((np.exp(kept) - 1 - kept).sum() <= 0.01 * len(kept))
@@ -394,6 +395,8 @@ def test_every_tensor_in_the_engine_is_the_senders_bit_for_bit(case: Case, run: 
     swap = run(case.publish())
     held = run(engine_parameters(case.engine))
     sent = export(case.model)
+    if case.tied:  # engines save either name of the two
+        held["model.embed_tokens.weight"] = held.pop("lm_head.weight", held.get("model.embed_tokens.weight"))
     assert set(held) == set(sent)
     for name, tensor in sent.items():
         assert held[name].dtype == tensor.dtype == case.dtype

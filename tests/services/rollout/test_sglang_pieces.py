@@ -1,7 +1,7 @@
 """What of the SGLang engine runs without SGLang: its frames, its inlets, its refusals."""
 
 import asyncio
-import socket
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -15,13 +15,13 @@ import torch
 
 from millrace.errors import InvalidJob, PublicationFailed, Unavailable
 from millrace.ids import Version
+from services.rollout.engines import inlets as inlets_module
 from services.rollout.engines import probe, sglang_options
 from services.rollout.engines import sglang as engine
 from services.rollout.engines.engine import EngineDied, VersionSpan
+from services.rollout.engines.inlets import HEADER, Inlets, decode, encode
 from services.rollout.engines.options import check_name
-from services.rollout.engines.sglang import Schedulers
-from services.rollout.engines.sglang_wire import HEADER, decode, encode
-from services.rollout.engines.sglang_worker import LABEL, Inlet
+from services.rollout.engines.sglang_worker import LABEL, SOCKET, SchedulerInlet
 from tests.services.rollout.conftest import Run
 from tests.services.rollout.jobs import job_spec
 
@@ -39,12 +39,12 @@ class Scheduler:
         self.ended = threading.Event()
 
     def run(self, rank: int) -> None:
-        inlet = Inlet(self, rank)
+        inlet = SchedulerInlet(self, rank)
         while not self.ended.is_set():
             if not self.held_up.is_set():
                 inlet.answer_due()
             time.sleep(0.001)
-        inlet._socket.shutdown(socket.SHUT_RDWR)
+        inlet.close()
 
 
 @contextmanager
@@ -61,9 +61,9 @@ def ranks(count: int) -> Iterator[list[Scheduler]]:
 
 
 @contextmanager
-def met(run: Run, count: int = 2) -> Iterator[tuple[Schedulers, list[Scheduler]]]:
-    inlets = Schedulers()
-    run(inlets.listen())
+def met(run: Run, count: int = 2) -> Iterator[tuple[Inlets, list[Scheduler]]]:
+    inlets = Inlets("SGLang")
+    os.environ[SOCKET] = run(inlets.listen())
     with ranks(count) as schedulers:
         told = run(inlets.meet(count, 20.0))
         assert [(rank["rank"], rank["dtype"], rank["requests"]) for rank in told] == [
@@ -86,8 +86,8 @@ def test_every_rank_answers_in_its_order(run: Run) -> None:
 
 
 def test_what_needs_a_pause_waits_for_it_and_labels_what_comes_after(run: Run) -> None:
-    async def scenario(inlets: Schedulers, schedulers: list[Scheduler]) -> None:
-        labelling = asyncio.create_task(inlets.label(Version(4), recompute=True))
+    async def scenario(inlets: Inlets, schedulers: list[Scheduler]) -> None:
+        labelling = asyncio.create_task(inlets.ask("label", Version(4), True, paused=True))
         await asyncio.sleep(0.05)
         assert not labelling.done()
         for scheduler in schedulers:
@@ -100,47 +100,54 @@ def test_what_needs_a_pause_waits_for_it_and_labels_what_comes_after(run: Run) -
         assert [waiting.extra_key for s in schedulers for waiting in s.waiting_queue] == ["4", "4"]
 
 
+def test_what_needs_no_pause_does_not_wait_for_the_batch(run: Run) -> None:
+    with met(run) as (inlets, schedulers):
+        for scheduler in schedulers:
+            scheduler.held_up.set()
+        assert run(inlets.ask("millrace_abort")) == [{}, {}]
+
+
 def test_a_failure_names_the_call_and_the_next_call_works(run: Run) -> None:
     with met(run) as (inlets, _):
-        with pytest.raises(PublicationFailed, match="millrace_nothing failed in SGLang: AttributeError"):
+        with pytest.raises(PublicationFailed, match="millrace_nothing failed in the engine: AttributeError"):
             run(inlets.ask("millrace_nothing"))
         assert run(inlets.ask("millrace_abort")) == [{}, {}]
 
 
 def test_a_late_answer_is_not_taken_for_the_next(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "RPC_S", 0.2)
+    monkeypatch.setattr(inlets_module, "RPC_S", 0.2)
     with met(run, 1) as (inlets, (scheduler,)):
         scheduler.held_up.set()
-        with pytest.raises(Unavailable, match="did not answer millrace_abort within"):
-            run(inlets.ask("millrace_abort"))
+        with pytest.raises(Unavailable, match="did not answer millrace_apply within"):
+            run(inlets.ask("millrace_apply"))
         scheduler.held_up.clear()
-        monkeypatch.setattr(engine, "RPC_S", 20.0)
+        monkeypatch.setattr(inlets_module, "RPC_S", 20.0)
         with pytest.raises(PublicationFailed, match="the publication was aborted"):
             run(inlets.ask("millrace_begin"))
 
 
 def test_a_scheduler_that_ends_is_a_dead_engine(run: Run) -> None:
-    async def asked_until_it_is_gone(inlets: Schedulers) -> None:
+    async def asked_until_it_is_gone(inlets: Inlets) -> None:
         async with asyncio.timeout(20):
             while True:
                 await inlets.ask("millrace_abort")
 
     with met(run, 1) as (inlets, (scheduler,)):
         scheduler.ended.set()
-        with pytest.raises(EngineDied, match="an SGLang scheduler ended during millrace_abort"):
+        with pytest.raises(EngineDied, match="a worker of SGLang ended during millrace_abort"):
             run(asked_until_it_is_gone(inlets))
 
 
 def test_a_rank_that_does_not_come_is_told(run: Run) -> None:
     async def alone() -> None:
-        inlets = Schedulers()
+        inlets = Inlets("SGLang")
         await inlets.listen()
         try:
             await inlets.meet(2, 0.1)
         finally:
             await inlets.close()
 
-    with pytest.raises(Unavailable, match="0 of 2 SGLang schedulers"):
+    with pytest.raises(Unavailable, match="0 of 2 workers of SGLang"):
         run(alone())
 
 
