@@ -27,6 +27,13 @@ class Place:
     scratch: Path
     cuda: bool
     quick: bool
+    gpus: int
+    """How many there are; without CUDA, how many are played."""
+
+    def apart(self, count: int) -> tuple[int, ...]:
+        """`count` GPUs beside the first `count`, or those where there are no others."""
+        first = count if self.gpus >= 2 * count else 0
+        return tuple(range(first, first + count))
 
     @property
     def dtype(self) -> str:
@@ -55,6 +62,7 @@ ALONE: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """On one GPU. `again` is the same once more: what a run differs from itself by. `told`: the experts of each token are
 given, so that rounding sends none elsewhere."""
+EXPERTS_WHOLE = {"expert_parallel": 2, "expert_tensor_parallel": 1}
 TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
     "dense TP2": ("dense", {"tensor_parallel": 2}),
     "dense PP2": ("dense", {"pipeline_parallel": 2}),
@@ -63,21 +71,39 @@ TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
     "moe EP2": ("moe", {"expert_parallel": 2}),
     "dense VPP2": ("dense", {"pipeline_parallel": 2, "virtual_pipeline": 2}),
     "dense TP2, tokens not split": ("dense", {"tensor_parallel": 2, "sequence_parallel": False}),
-    "moe TP2 EP2": ("moe", {"tensor_parallel": 2, "expert_parallel": 2, "expert_tensor_parallel": 1}),
+    "moe TP2 EP2": ("moe", {"tensor_parallel": 2, **EXPERTS_WHOLE}),
     "moe CP2 EP2": ("moe", {"context_parallel": 2, "expert_parallel": 2}),
     "moe PP2": ("moe", {"pipeline_parallel": 2}),
     "moe DP2": ("moe", {}),
     "dense DP2, offload 1": ("dense", {"optimizer_offload_fraction": 1.0}),
     "dense DP2, own optimizer state": ("dense", {"distributed_optimizer": False}),
     "told EP2": ("moe", {"expert_parallel": 2}),
-    "told TP2 EP2": ("moe", {"tensor_parallel": 2, "expert_parallel": 2, "expert_tensor_parallel": 1}),
+    "told TP2 EP2": ("moe", {"tensor_parallel": 2, **EXPERTS_WHOLE}),
     "told CP2 EP2": ("moe", {"context_parallel": 2, "expert_parallel": 2}),
     "told PP2": ("moe", {"pipeline_parallel": 2}),
     "told DP2": ("moe", {}),
-    "latent TP2 EP2": ("latent", {"tensor_parallel": 2, "expert_parallel": 2, "expert_tensor_parallel": 1}),
+    "latent TP2 EP2": ("latent", {"tensor_parallel": 2, **EXPERTS_WHOLE}),
 }
 """On two."""
-GPU_ONLY = ("CP2", "offload", "moe_act", "moments")
+OF_FOUR: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense TP2 PP2": ("dense", {"tensor_parallel": 2, "pipeline_parallel": 2}),
+    "dense TP2 CP2": ("dense", {"tensor_parallel": 2, "context_parallel": 2}),
+    "told TP2 EP2 PP2": ("moe", {"tensor_parallel": 2, "pipeline_parallel": 2, **EXPERTS_WHOLE}),
+    "told EP2 DP2": ("moe", {"expert_parallel": 2}),
+    "dense PP2 VPP2 DP2": ("dense", {"pipeline_parallel": 2, "virtual_pipeline": 2}),
+    "told EP4": ("moe", {"expert_parallel": 4}),
+    "told CP2 EP4": ("moe", {"context_parallel": 2, "expert_parallel": 4}),
+    "told TP2 EP4": ("moe", {"tensor_parallel": 2, **EXPERTS_WHOLE, "expert_parallel": 4}),
+    "dense TP4": ("dense", {"tensor_parallel": 4}),
+    "dense CP4": ("dense", {"context_parallel": 4}),
+    "dense DP4": ("dense", {}),
+    "dense CP2 DP2": ("dense", {"context_parallel": 2}),
+    "dense PP4": ("dense", {"pipeline_parallel": 4}),
+    "moe TP2 EP2 PP2": ("moe", {"tensor_parallel": 2, "pipeline_parallel": 2, **EXPERTS_WHOLE}),
+    "latent TP2 EP2 PP2": ("latent", {"tensor_parallel": 2, "pipeline_parallel": 2, **EXPERTS_WHOLE}),
+}
+"""On four. What the sizes leave over is data parallelism."""
+GPU_ONLY = ("CP", "offload", "moe_act", "moments")
 
 
 def equal(place: Place) -> list[Launch]:
@@ -110,11 +136,14 @@ def equal(place: Place) -> list[Launch]:
         *(case(f"{kind}, fsdp2", kind, backend="fsdp2") for kind in ("dense", "moe")),
         {"name": "deepep", "kind": "deepep", "limit_s": 30.0},
     ]
-    return [
+    launches = [
         Launch("equal-1", (0,), 130.0, all_of(ALONE)),
         Launch("equal-others", (1,), 130.0, others),
-        Launch("equal-2", (0, 1), 150.0, all_of(TOGETHER)),
+        Launch("equal-2", place.apart(2), 150.0, all_of(TOGETHER)),
     ]
+    if place.gpus >= 4:
+        launches.append(Launch("equal-4", place.apart(4), 150.0, all_of(OF_FOUR)))
+    return launches
 
 
 def memory(place: Place) -> list[Launch]:
