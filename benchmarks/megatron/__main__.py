@@ -36,7 +36,7 @@ FRESH_S = 25.0
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--parts", default="logprob,equal,memory,mfu", help="in this order")
+    parser.add_argument("--parts", default="logprob,equal,memory,mfu", help=f"in this order, of {', '.join(PARTS)}")
     parser.add_argument("--quick", action="store_true", help="fewer steps in each case")
     parser.add_argument("--budget-s", type=float, default=450.0, help="no launch outlasts this many seconds from now")
     parser.add_argument("--gpus", type=int, help="how many to use: all there are; without CUDA, to be played: 2")
@@ -138,12 +138,12 @@ def _launch(launch: Launch, folder: Path, log: Path, place: Place, until: float)
     threads = max(1, (os.cpu_count() or 2) // 2) // ranks if place.cuda else 1
     environment = {
         **os.environ,
-        **launch.environment,
         "CUDA_VISIBLE_DEVICES": ",".join(map(str, launch.gpus)),
         "OMP_NUM_THREADS": str(max(1, threads)),
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron's order of communication and computation
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
         "TORCHDYNAMO_SUPPRESS_ERRORS": "1",  # what cannot be compiled runs as it is written
+        **launch.environment,
     }
     with log.open("a") as out:
         process = subprocess.Popen(
