@@ -27,6 +27,7 @@ import torch
 
 from benchmarks.megatron import report
 from benchmarks.megatron.cases import PARTS, Case, Launch, Place
+from millrace.local.devices import visible_devices
 
 ROOT = Path(__file__).parents[2]
 FRESH_S = 25.0
@@ -138,7 +139,7 @@ def _launch(launch: Launch, folder: Path, log: Path, place: Place, until: float)
     threads = max(1, (os.cpu_count() or 2) // 2) // ranks if place.cuda else 1
     environment = {
         **os.environ,
-        "CUDA_VISIBLE_DEVICES": ",".join(map(str, launch.gpus)),
+        "CUDA_VISIBLE_DEVICES": ",".join(visible_devices()[gpu] for gpu in launch.gpus) if place.cuda else "",
         "OMP_NUM_THREADS": str(max(1, threads)),
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron's order of communication and computation
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
