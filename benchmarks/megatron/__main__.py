@@ -1,11 +1,11 @@
 """The megatron backend on GPUs: equal numbers by every topology, memory, speed.
 
-    python -m benchmarks.megatron --out FOLDER [--parts logprob,equal,memory,mfu] [--budget-s 450] [--quick]
+    python -m benchmarks.megatron --out FOLDER [--parts logprob,equal,memory,mfu] [--budget-s 450] [--gpus N] [--quick]
 
-On two GPUs of one host, in bfloat16 with Transformer Engine; without CUDA the same program on tiny sizes, over Gloo, to
-try it. Each launch of ranks is a process group of its own with a time limit; a case that fails or hangs is told with
-its traceback, and those after it are launched anew. FOLDER/results.json grows with every case; what it says is printed
-as tables at the end.
+On two GPUs of one host, or on four or eight, in bfloat16 with Transformer Engine; without CUDA the same program on tiny
+sizes, over Gloo, to try it. Each launch of ranks is a process group of its own with a time limit; a case that fails or
+hangs is told with its traceback, and those after it are launched anew. FOLDER/results.json grows with every case; what
+it says is printed as tables at the end.
 """
 
 import argparse
@@ -27,6 +27,7 @@ import torch
 
 from benchmarks.megatron import report
 from benchmarks.megatron.cases import PARTS, Case, Launch, Place
+from millrace.local.devices import visible_devices
 
 ROOT = Path(__file__).parents[2]
 FRESH_S = 25.0
@@ -36,14 +37,16 @@ FRESH_S = 25.0
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--parts", default="logprob,equal,memory,mfu", help="in this order")
+    parser.add_argument("--parts", default="logprob,equal,memory,mfu", help=f"in this order, of {', '.join(PARTS)}")
     parser.add_argument("--quick", action="store_true", help="fewer steps in each case")
     parser.add_argument("--budget-s", type=float, default=450.0, help="no launch outlasts this many seconds from now")
+    parser.add_argument("--gpus", type=int, help="how many to use: all there are; without CUDA, to be played: 2")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     until = time.monotonic() + options.budget_s
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
-        place = Place(Path(folder), torch.cuda.is_available(), options.quick)
+        gpus = options.gpus or torch.cuda.device_count() or 2
+        place = Place(Path(folder), torch.cuda.is_available(), options.quick, gpus)
         results = Results(options.out, place)
         launches = [launch for part in options.parts.split(",") for launch in PARTS[part](place)]
         done = {launch.name: threading.Event() for launch in launches}
@@ -53,12 +56,19 @@ def main() -> None:
             for earlier in launches[: launches.index(launch)]:
                 if set(earlier.gpus) & set(launch.gpus):
                     done[earlier.name].wait()
-            run(launch, place, results, until)
-            done[launch.name].set()
-            if launch.name == "equal-2":
-                results.add("equal", report.compared(place.scratch))
+            try:
+                run(launch, place, results, until)
+            finally:
+                done[launch.name].set()
 
+        def comparison() -> None:
+            for name in equal:
+                done[name].wait()
+            results.add("equal", report.compared(place.scratch))
+
+        equal = [launch.name for launch in launches if launch.name.startswith("equal")]
         threads = [threading.Thread(target=in_turn, args=(launch,)) for launch in launches]
+        threads += [threading.Thread(target=comparison)] if equal else []
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -129,12 +139,12 @@ def _launch(launch: Launch, folder: Path, log: Path, place: Place, until: float)
     threads = max(1, (os.cpu_count() or 2) // 2) // ranks if place.cuda else 1
     environment = {
         **os.environ,
-        **launch.environment,
-        "CUDA_VISIBLE_DEVICES": ",".join(map(str, launch.gpus)),
+        "CUDA_VISIBLE_DEVICES": ",".join(visible_devices()[gpu] for gpu in launch.gpus) if place.cuda else "",
         "OMP_NUM_THREADS": str(max(1, threads)),
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron's order of communication and computation
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
         "TORCHDYNAMO_SUPPRESS_ERRORS": "1",  # what cannot be compiled runs as it is written
+        **launch.environment,
     }
     with log.open("a") as out:
         process = subprocess.Popen(

@@ -60,13 +60,13 @@ def _packed(rows: list[int], vocabulary: int, longest: int, told: bool) -> Micro
     responses = tuple(len(tokens) - prompt for tokens, prompt in chosen)
     tokens_p = torch.from_numpy(np.concatenate([tokens for tokens, _ in chosen]).astype(np.int64))
     experts = [experts_of(length, 4, 8, 2, row) for row, length in zip(rows, lengths, strict=True)]
-    return MicroBatch(tuple(rows), lengths, responses, tokens_p, torch.cat(experts) if told else None)
+    return MicroBatch(tuple(rows), lengths, responses, tokens_p, torch.cat(experts).short() if told else None)
 
 
 def even(microbatches: int, sequences: int, length: int, shape: ModelShape) -> list[MicroBatch]:
     """Micro-batches of equal sequences, a quarter of each the prompt; their tokens spread evenly over the experts."""
     random, tokens, experts = np.random.default_rng(0), sequences * length, shape.experts
-    told = experts and experts_of(tokens, sum(experts.layers), experts.count, experts.per_token, 0)
+    told = experts_of(tokens, sum(experts.layers), experts.count, experts.per_token, 0).short() if experts else None
     return [
         MicroBatch(
             tuple(range(sequences)),

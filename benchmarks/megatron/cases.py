@@ -1,5 +1,6 @@
 """What is measured: parts of launches of cases."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,13 @@ class Place:
     scratch: Path
     cuda: bool
     quick: bool
+    gpus: int
+    """How many there are; without CUDA, how many are played."""
+
+    def apart(self, count: int) -> tuple[int, ...]:
+        """`count` GPUs beside the first `count`, or those where there are no others."""
+        first = count if self.gpus >= 2 * count else 0
+        return tuple(range(first, first + count))
 
     @property
     def dtype(self) -> str:
@@ -55,6 +63,7 @@ ALONE: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """On one GPU. `again` is the same once more: what a run differs from itself by. `told`: the experts of each token are
 given, so that rounding sends none elsewhere."""
+EXPERTS_WHOLE = {"expert_parallel": 2, "expert_tensor_parallel": 1}
 TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
     "dense TP2": ("dense", {"tensor_parallel": 2}),
     "dense PP2": ("dense", {"pipeline_parallel": 2}),
@@ -63,21 +72,45 @@ TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
     "moe EP2": ("moe", {"expert_parallel": 2}),
     "dense VPP2": ("dense", {"pipeline_parallel": 2, "virtual_pipeline": 2}),
     "dense TP2, tokens not split": ("dense", {"tensor_parallel": 2, "sequence_parallel": False}),
-    "moe TP2 EP2": ("moe", {"tensor_parallel": 2, "expert_parallel": 2, "expert_tensor_parallel": 1}),
+    "moe TP2 EP2": ("moe", {"tensor_parallel": 2, **EXPERTS_WHOLE}),
     "moe CP2 EP2": ("moe", {"context_parallel": 2, "expert_parallel": 2}),
     "moe PP2": ("moe", {"pipeline_parallel": 2}),
     "moe DP2": ("moe", {}),
     "dense DP2, offload 1": ("dense", {"optimizer_offload_fraction": 1.0}),
     "dense DP2, own optimizer state": ("dense", {"distributed_optimizer": False}),
     "told EP2": ("moe", {"expert_parallel": 2}),
-    "told TP2 EP2": ("moe", {"tensor_parallel": 2, "expert_parallel": 2, "expert_tensor_parallel": 1}),
+    "told TP2 EP2": ("moe", {"tensor_parallel": 2, **EXPERTS_WHOLE}),
     "told CP2 EP2": ("moe", {"context_parallel": 2, "expert_parallel": 2}),
     "told PP2": ("moe", {"pipeline_parallel": 2}),
     "told DP2": ("moe", {}),
-    "latent TP2 EP2": ("latent", {"tensor_parallel": 2, "expert_parallel": 2, "expert_tensor_parallel": 1}),
+    "latent TP2 EP2": ("latent", {"tensor_parallel": 2, **EXPERTS_WHOLE}),
 }
 """On two."""
-GPU_ONLY = ("CP2", "offload", "moe_act", "moments")
+OF_FOUR: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense TP2 PP2": ("dense", {"tensor_parallel": 2, "pipeline_parallel": 2}),
+    "dense TP2 CP2": ("dense", {"tensor_parallel": 2, "context_parallel": 2}),
+    "told TP2 EP2 PP2": ("moe", {"tensor_parallel": 2, "pipeline_parallel": 2, **EXPERTS_WHOLE}),
+    "told EP2 DP2": ("moe", {"expert_parallel": 2}),
+    "dense PP2 VPP2 DP2": ("dense", {"pipeline_parallel": 2, "virtual_pipeline": 2}),
+    "told EP4": ("moe", {"expert_parallel": 4}),
+    "told CP2 EP4": ("moe", {"context_parallel": 2, "expert_parallel": 4}),
+    "told TP2 EP4": ("moe", {"tensor_parallel": 2, **EXPERTS_WHOLE, "expert_parallel": 4}),
+    "dense TP4": ("dense", {"tensor_parallel": 4}),
+    "dense CP4": ("dense", {"context_parallel": 4}),
+    "dense DP4": ("dense", {}),
+    "dense CP2 DP2": ("dense", {"context_parallel": 2}),
+    "dense PP4": ("dense", {"pipeline_parallel": 4}),
+    "moe TP2 EP2 PP2": ("moe", {"tensor_parallel": 2, "pipeline_parallel": 2, **EXPERTS_WHOLE}),
+    "latent TP2 EP2 PP2": ("latent", {"tensor_parallel": 2, "pipeline_parallel": 2, **EXPERTS_WHOLE}),
+}
+"""On four. What the sizes leave over is data parallelism."""
+GPU_ONLY = ("CP", "offload", "moe_act", "moments")
+
+ONE_PRODUCT = {"NVTE_USE_CUTLASS_GROUPED_GEMM": "1"}
+"""Forward and to the inputs, Transformer Engine on Hopper multiplies all experts in one launch; the weights' gradients,
+whose inner sizes differ, in one for each expert as always."""
+OWN_QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
+"""CUDA's own: experts are multiplied in four streams, which one queue would put in a row."""
 
 
 def equal(place: Place) -> list[Launch]:
@@ -101,8 +134,7 @@ def equal(place: Place) -> list[Launch]:
         }
 
     def all_of(table: dict[str, tuple[str, dict[str, Any]]]) -> list[Case]:
-        wanted = {n: v for n, v in table.items() if place.cuda or not any(word in n for word in GPU_ONLY)}
-        return [case(name, kind, options=options) for name, (kind, options) in wanted.items()]
+        return _possible(place, [case(name, kind, options=options) for name, (kind, options) in table.items()])
 
     others = [
         *(case(f"{kind}, huggingface float32", kind, kind="huggingface") for kind in ("dense", "moe", "latent")),
@@ -110,11 +142,14 @@ def equal(place: Place) -> list[Launch]:
         *(case(f"{kind}, fsdp2", kind, backend="fsdp2") for kind in ("dense", "moe")),
         {"name": "deepep", "kind": "deepep", "limit_s": 30.0},
     ]
-    return [
+    launches = [
         Launch("equal-1", (0,), 130.0, all_of(ALONE)),
         Launch("equal-others", (1,), 130.0, others),
-        Launch("equal-2", (0, 1), 150.0, all_of(TOGETHER)),
+        Launch("equal-2", place.apart(2), 150.0, all_of(TOGETHER)),
     ]
+    if place.gpus >= 4:
+        launches.append(Launch("equal-4", place.apart(4), 170.0, all_of(OF_FOUR)))
+    return launches
 
 
 def memory(place: Place) -> list[Launch]:
@@ -156,6 +191,37 @@ def mfu(place: Place) -> list[Launch]:
     return [Launch("mfu-2", (0, 1), 170.0, cases)]
 
 
+def mfu_moe(place: Place) -> list[Launch]:
+    """A mixture of experts in micro-batches large enough for its kernels to outlast their launches: the host works as
+    long for 64 thousand tokens as for 16, and less the more ranks share the experts. For GPUs of 139 GiB."""
+    shape = "qwen3-30b-a3b"
+    two, four = {"expert_parallel": 2}, {"expert_parallel": 4}
+    moe_act, full = _selective("moe_act"), {"recompute": {"granularity": "full"}}
+    halves = [
+        _speed(place, shape, 8, "EP2, 64k tokens, one product", two, sequences=16, environment=ONE_PRODUCT),
+        _speed(place, shape, 8, "EP2, 64k tokens", two, sequences=16),
+        _speed(place, shape, 10, "EP2, 32k tokens, one product", two, sequences=8, environment=ONE_PRODUCT),
+        _speed(place, shape, 10, "EP2, 32k tokens", two, sequences=8),
+        _speed(place, shape, 10, "EP2, 16k tokens", two),
+        {**_speed(place, shape, 10, "EP2, 32k tokens, profile", two, sequences=8), "kind": "profile"},
+    ]
+    if place.gpus < 4:
+        return [Launch("mfu-moe-2", (0, 1), 130.0, halves, OWN_QUEUES)]
+    quarters = [
+        _speed(place, shape, 10, "EP4, 64k tokens, one product", four, sequences=16, environment=ONE_PRODUCT),
+        _speed(place, shape, 12, "EP4, 64k tokens, recompute moe_act", {**four, **moe_act}, sequences=16),
+        _speed(place, shape, 12, "EP4, 32k tokens, one product", four, sequences=8, environment=ONE_PRODUCT),
+        _speed(place, shape, 12, "EP4, 32k tokens", four, sequences=8),
+        _speed(place, shape, 8, "EP2 DP2, 64k tokens", two, sequences=16),
+        _speed(place, shape, 24, "EP4, 32k tokens, recompute full", {**four, **full}, sequences=8),
+    ]
+    return [
+        Launch("mfu-moe-2", (0, 1), 100.0, halves[::2], OWN_QUEUES),
+        Launch("mfu-moe-2-beside", (2, 3), 100.0, halves[1::2], OWN_QUEUES),
+        Launch("mfu-moe-4", place.apart(4), 150.0, _possible(place, quarters), OWN_QUEUES),
+    ]
+
+
 def experts(place: Place) -> list[Launch]:
     """Where the time of a mixture of experts goes, and ways to make it less."""
     profile = {**_speed(place, "qwen3-30b-a3b", 6, "profile", {}), "kind": "profile"}
@@ -170,10 +236,9 @@ def experts(place: Place) -> list[Launch]:
         _speed(place, "qwen3-30b-a3b", 6, "one product for all experts, apart", {"fused_gradients": False}),
         {**profile, "name": profile["name"] + ", one product for all experts"},
     ]
-    cutlass = {"NVTE_USE_CUTLASS_GROUPED_GEMM": "1", "NVTE_CUTLASS_GROUPED_GEMM_WARN_FALLBACK": "1"}
     return [
         Launch("experts", (0,), 100.0, plain),
-        Launch("experts-cutlass", (1,), 100.0, one_product, cutlass),
+        Launch("experts-cutlass", (1,), 100.0, one_product, ONE_PRODUCT),
     ]
 
 
@@ -197,7 +262,11 @@ def logprob(place: Place) -> list[Launch]:
     return [Launch("logprob", (1,), 90.0, cases)]
 
 
-PARTS = {"logprob": logprob, "equal": equal, "memory": memory, "mfu": mfu, "experts": experts}
+PARTS = {"logprob": logprob, "equal": equal, "memory": memory, "mfu": mfu, "mfu-moe": mfu_moe, "experts": experts}
+
+
+def _possible(place: Place, cases: list[Case]) -> list[Case]:
+    return [case for case in cases if place.cuda or not any(word in case["name"] for word in GPU_ONLY)]
 
 
 def _selective(*modules: str) -> dict[str, Any]:
@@ -214,7 +283,9 @@ def _speed(
     microbatches: int = 2,
     sequences: int = 4,
     length: int = 4096,
+    environment: Mapping[str, str] | None = None,
 ) -> Case:
+    """`environment`: what libraries read anew at every call, set for the case."""
     laptop = not place.cuda
     layers = min(layers, 4) if laptop else layers
     folder = models.shape_folder(place.scratch / "shapes", shape, layers, laptop=laptop)
@@ -231,4 +302,5 @@ def _speed(
         "warmup": 1,
         "steps": 2 if place.quick else 3,
         "limit_s": 75.0,
+        "environment": dict(environment or {}),
     }

@@ -41,6 +41,8 @@ def main() -> None:
     for case in json.loads((folder / "cases.json").read_text()):
         faulthandler.dump_traceback_later(case["limit_s"], exit=True)
         began = time.perf_counter()
+        changed = case.get("environment", {})
+        os.environ |= changed
         try:
             answer = {"ok": True, **KINDS[case["kind"]](world, case)}
         except BaseException as error:
@@ -49,6 +51,8 @@ def main() -> None:
             _append(results, {"name": case["name"], "rank": world.rank, "ok": False, "error": told})
             os._exit(1)
         faulthandler.cancel_dump_traceback_later()
+        for name in changed:
+            del os.environ[name]
         if world.rank == 0:
             _append(results, {"name": case["name"], **answer, "wall_s": time.perf_counter() - began})
         _clean()

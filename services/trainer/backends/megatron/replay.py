@@ -24,7 +24,7 @@ class PackedTokens(PackedSeqParams):
     """Megatron's description of packed sequences, and the engine's choices for the tokens of this rank."""
 
     experts_ltk: Tensor | None = None
-    """int64 [MoE layers of the model, tokens, experts a token]; negative where the engine told nothing."""
+    """int [MoE layers of the model, tokens, experts a token]; negative where the engine told nothing."""
 
 
 class Choice:
@@ -63,7 +63,7 @@ def install(chunks: Sequence[nn.Module], layers: Sequence[range], experts: Exper
 def _tell(choice: Choice, order: int, layer: Any, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> None:
     packed = named.get("packed_seq_params")
     told_ltk = packed.experts_ltk if isinstance(packed, PackedTokens) else None
-    choice.told_tk = None if told_ltk is None else _mine(told_ltk[order], layer.config.sequence_parallel)
+    choice.told_tk = None if told_ltk is None else _mine(told_ltk[order], layer.config.sequence_parallel).long()
 
 
 def _mine(told_tk: Tensor, split: bool) -> Tensor:
