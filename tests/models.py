@@ -1,6 +1,8 @@
 """Tiny random Qwen3 models with a byte-level tokenizer, as ordinary Hugging Face folders."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -38,15 +40,18 @@ def _byte_of(symbol: str) -> int:
     return ord(symbol) if ord(symbol) in printable else others[ord(symbol) - 256]
 
 
-def tiny_config(*, tied: bool, vocab_size: int) -> Qwen3Config:
+TINY = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
+FOR_KERNELS = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+"""Sizes that the engines' kernels on GPUs take."""
+
+
+def tiny_config(*, tied: bool, vocab_size: int, sizes: Mapping[str, Any] = TINY) -> Qwen3Config:
     return Qwen3Config(
         vocab_size=vocab_size,
-        hidden_size=64,
-        intermediate_size=96,
+        **sizes,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=32,
         max_position_embeddings=512,
         tie_word_embeddings=tied,
         eos_token_id=258,
@@ -55,10 +60,12 @@ def tiny_config(*, tied: bool, vocab_size: int) -> Qwen3Config:
     )
 
 
-def random_model(*, tied: bool, seed: int, dtype: torch.dtype = torch.float32) -> Qwen3ForCausalLM:
+def random_model(
+    *, tied: bool, seed: int, dtype: torch.dtype = torch.float32, sizes: Mapping[str, Any] = TINY
+) -> Qwen3ForCausalLM:
     """Weights larger than the usual start, so that distributions are far from uniform and versions far apart."""
     torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(tiny_config(tied=tied, vocab_size=259)).to(dtype).eval()
+    model = Qwen3ForCausalLM(tiny_config(tied=tied, vocab_size=259, sizes=sizes)).to(dtype).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             scale = 0.3 if "norm" in name else 0.08
@@ -66,8 +73,15 @@ def random_model(*, tied: bool, seed: int, dtype: torch.dtype = torch.float32) -
     return model
 
 
-def save_tiny_model(folder: Path, *, tied: bool, seed: int = 0, chat_template: str | None = CHATML) -> Path:
+def save_tiny_model(
+    folder: Path,
+    *,
+    tied: bool,
+    seed: int = 0,
+    chat_template: str | None = CHATML,
+    sizes: Mapping[str, Any] = TINY,
+) -> Path:
     """Writes config, tokenizer and float32 weights to `folder` and returns it."""
-    random_model(tied=tied, seed=seed).save_pretrained(folder)
+    random_model(tied=tied, seed=seed, sizes=sizes).save_pretrained(folder)
     byte_tokenizer(chat_template).save_pretrained(folder)
     return folder

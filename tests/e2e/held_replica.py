@@ -3,14 +3,20 @@
 FOLDER/hold-PHASE (prepare, transfer, verify, commit, or copy for what it sends to a sibling): it stays there while the
 file is there, and says so by FOLDER/in-PHASE. FOLDER/replan: it works out another plan; FOLDER/corrupt: the first
 message of a publication comes with a changed byte. Both once.
+
+An engine may receive in processes of its own. Those are spawned, and so import this module once more, as `__mp_main__`
+and with the same arguments: they are held as the replica is.
 """
 
 import asyncio
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from millrace.weights.channels.channel import Channel, Flight, Parcel
 from millrace.weights.pipeline import Receiving, Sending
@@ -71,7 +77,8 @@ class Changed:
 
     def land(self, stream: Any = None) -> None:
         self._flight.land(stream)
-        self._parcel.data[0] ^= 1
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            self._parcel.data[0] ^= 1
 
 
 class HeldReceiving(Receiving):
@@ -84,9 +91,10 @@ class HeldSending(Sending):
         return super().run(HeldChannel(channel, "copy"))
 
 
-if __name__ == "__main__":
+if __name__ in ("__main__", "__mp_main__"):
     for phase in ("prepare", "verify", "commit"):
         setattr(Receiver, phase, holding(phase))
     shards.Receiving, shards.Sending = HeldReceiving, HeldSending  # type: ignore[misc]
-    sys.argv[1:] = sys.argv[2:]
-    app()
+
+if __name__ == "__main__":
+    app(sys.argv[2:])
