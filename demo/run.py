@@ -13,7 +13,7 @@ from demo.report import Outcome, print_outcome
 from millrace.cli.watch import show_live
 from millrace.client import Client
 from millrace.errors import InvalidJob
-from millrace.local.options import StackOptions
+from millrace.local.options import StackOptions, pythons
 from millrace.local.ports import free_port
 from millrace.local.stack import Stack
 from millrace.spec import JobSpec, parse
@@ -43,6 +43,10 @@ def demo(
     replicas: Annotated[int, typer.Option(help="Rollout replicas.", min=1)] = 1,
     ranks: Annotated[int, typer.Option(help="Trainer ranks.", min=1)] = 1,
     engine: Annotated[str, typer.Option(help="vllm, sglang or transformers; or several, in turn.")] = "vllm",
+    python: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ENGINE=PATH", help="Interpreter of the replicas with an engine; as often as needed."),
+    ] = None,
     backend: Annotated[str, typer.Option(help="What trains: fsdp2 or megatron.")] = "fsdp2",
     size: Annotated[str, typer.Option(help="Of the model: small, or grown, for GPUs.")] = "small",
     state: Annotated[Path, typer.Option(help="Folder for the model, the data, logs and results.")] = Path("state/demo"),
@@ -60,6 +64,7 @@ def demo(
         replicas=replicas,
         ranks=ranks,
         engine=engine,
+        pythons=pythons(python or []),
         http_port=free_port(),
         grpc_port=free_port(),
         environment={name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()},

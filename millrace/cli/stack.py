@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from millrace.local.guard import guard
-from millrace.local.options import StackOptions
+from millrace.local.options import StackOptions, pythons
 from millrace.local.ports import free_port
 from millrace.spec.rollout import ENGINES
 
@@ -16,6 +16,11 @@ def up(
     replicas: Annotated[int, typer.Option(help="Rollout replicas.", min=0, max=64)] = 1,
     ranks: Annotated[int, typer.Option(help="Trainer ranks.", min=1, max=64)] = 1,
     engine: Annotated[str, typer.Option(help=f"Of the replicas: {', '.join(ENGINES)}; or several, in turn.")] = "vllm",
+    python: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ENGINE=PATH", help="Interpreter of the replicas with an engine; as often as needed."),
+    ] = None,
+    gpus_per_replica: Annotated[int, typer.Option(help="For engines that the job spreads over several.", min=1)] = 1,
     state: Annotated[
         Path, typer.Option(help="Folder for data and logs. A stack started on it again goes on from there.")
     ] = Path("state"),
@@ -34,6 +39,8 @@ def up(
         replicas=replicas,
         ranks=ranks,
         engine=engine,
+        pythons=pythons(python or []),
+        gpus_per_replica=gpus_per_replica,
         http_host=http_host,
         http_port=http_port or free_port(),
         grpc_port=grpc_port or free_port(),

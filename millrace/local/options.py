@@ -21,6 +21,11 @@ class StackOptions:
     ranks: int = 1
     engine: str = "vllm"
     """Of the replicas; of several, `vllm,sglang`, each replica takes the next."""
+    pythons: Mapping[str, str] = field(default_factory=dict)
+    """Interpreter of the replicas with an engine, where it is not this one: engines whose requirements exclude each
+    other have a virtual environment each."""
+    gpus_per_replica: int = 1
+    """For engines that the job's `engine_options` spread over several."""
     http_port: int = 7700
     grpc_port: int = 7600
     http_host: str = "127.0.0.1"
@@ -29,7 +34,7 @@ class StackOptions:
     """For all services, over the supervisor's own."""
 
     def __post_init__(self) -> None:
-        for engine in self.engines:
+        for engine in [*self.engines, *self.pythons]:
             if engine not in ENGINES:
                 raise InvalidState(f"there is no engine {engine!r}.", f"choose from {', '.join(ENGINES)}.")
 
@@ -86,7 +91,8 @@ def services(options: StackOptions, devices: Sequence[str] = ()) -> list[Service
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks), "-m")
     several = torchrun if options.ranks > 1 else ()
     environment = {**LOCAL, **options.environment}
-    trained_on, *generated_on = share_out(devices, options.ranks, options.replicas)
+    trained_on, *generated_on = share_out(devices, options.ranks, options.replicas, options.gpus_per_replica)
+    engines = [options.engines[number % len(options.engines)] for number in range(options.replicas)]
     return [
         Service(
             "coordinator",
@@ -105,38 +111,41 @@ def services(options: StackOptions, devices: Sequence[str] = ()) -> list[Service
         *(
             Service(
                 f"rollout-{number}",
-                (
-                    python,
-                    "-m",
-                    "services.rollout",
-                    "--coordinator",
-                    coordinator,
-                    "--engine",
-                    options.engines[number % len(options.engines)],
-                    "--port",
-                    "0",
-                ),
+                (*rollout, "--coordinator", coordinator, "--engine", engine, "--port", "0"),
                 {**environment, **visible},
                 vital=False,
                 grace_s=20.0,
             )
-            for number, visible in enumerate(generated_on)
+            for number, (engine, visible) in enumerate(zip(engines, generated_on, strict=True))
+            for rollout in [(options.pythons.get(engine, python), "-m", "services.rollout")]
         ),
     ]
 
 
-def share_out(devices: Sequence[str], ranks: int, replicas: int) -> list[dict[str, str]]:
-    """Environment that gives each rank and each replica a device of its own: the trainer's first, then the replicas'.
+def share_out(devices: Sequence[str], ranks: int, replicas: int, each: int = 1) -> list[dict[str, str]]:
+    """Environment that gives each rank a device of its own and each replica `each`: the trainer's first, then the
+    replicas'.
 
     Raises InvalidState where there are devices but too few.
     """
     if not devices:
         return [{} for _ in range(1 + replicas)]
-    if len(devices) < ranks + replicas:
+    needed = ranks + replicas * each
+    if len(devices) < needed:
         raise InvalidState(
-            f"{ranks} ranks and {replicas} replicas need {ranks + replicas} CUDA devices, this host shows "
+            f"{ranks} ranks and {replicas} replicas need {needed} CUDA devices, this host shows "
             f"{len(devices)}: {', '.join(devices)}.",
             "start fewer, or set CUDA_VISIBLE_DEVICES= (empty) to run on the CPU.",
         )
-    trained_on = {"CUDA_VISIBLE_DEVICES": ",".join(devices[:ranks])}
-    return [trained_on, *({"CUDA_VISIBLE_DEVICES": device} for device in devices[ranks : ranks + replicas])]
+    firsts = [(0, ranks), *((first, each) for first in range(ranks, needed, each))]
+    return [{"CUDA_VISIBLE_DEVICES": ",".join(devices[first : first + count])} for first, count in firsts]
+
+
+def pythons(told: Sequence[str]) -> dict[str, str]:
+    """From `ENGINE=PATH` each. Raises InvalidState for anything else."""
+    found = dict(each.partition("=")[::2] for each in told)
+    if wrong := [each for each in told if "=" not in each or not Path(each.partition("=")[2]).is_file()]:
+        raise InvalidState(
+            f"--python: {wrong[0]!r} names no interpreter.", "write ENGINE=PATH, as sglang=/venvs/sglang/bin/python."
+        )
+    return found

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -103,6 +104,11 @@ class Batch:
         self.mask_bt = self.padded(torch.ones(sum(self.lengths), dtype=torch.bool, device=device))
         rollout = [torch.tensor(sample.rollout_logprobs) for sample in samples]
         self.rollout_bt = self.padded(torch.cat([torch.zeros(0), *rollout]).to(device))
+
+    def sampled_with_bt(self, version: int) -> Tensor:
+        """[rows, longest], bool: the tokens that were sampled with just these weights."""
+        told = [np.full(len(s.response), -1) if s.versions is None else s.versions for s in self.samples]
+        return self.padded(torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *told])).to(self.device) == version)
 
     @property
     def _whole_lengths(self) -> list[int]:

@@ -3,6 +3,8 @@
 import json
 from collections.abc import Sequence
 
+import numpy as np
+
 from millrace.errors import InvalidState
 from millrace.rewards.outcome import BadOutcome, separate_rewards
 from millrace.wire.arrays import unpack_experts, unpack_logprobs, unpack_tokens
@@ -64,7 +66,12 @@ def _sample(ref: TrajectoryRef, group: common_pb2.Group, reward_parts: Sequence[
         except ValueError as error:
             raise _differs(ref, str(error)) from error
     greedy = group.greedy_reward if group.HasField("greedy_reward") else None
-    return Sample(ref.label, prompt, response, logprobs, trajectory.reward, parts, greedy, group.engine, experts)
+    versions = np.full(len(response), -1, np.int64)
+    for span in trajectory.versions:
+        versions[span.start : span.end] = span.version
+    return Sample(
+        ref.label, prompt, response, logprobs, trajectory.reward, parts, greedy, group.engine, experts, versions
+    )
 
 
 def _differs(ref: TrajectoryRef, how: str) -> InvalidState:

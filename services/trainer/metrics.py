@@ -135,16 +135,24 @@ def batch_metrics(
     return metrics
 
 
-def mismatch_by_engine(train_bt: Tensor, rollout_bt: Tensor, mask_bt: Tensor, engine_b: Tensor) -> dict[str, float]:
-    """`mismatch` of the whole batch and, where several engines made it, of what each made: `<metric>/<engine>`.
+def mismatch_apart(
+    train_bt: Tensor, rollout_bt: Tensor, mask_bt: Tensor, same_bt: Tensor, engine_b: Tensor
+) -> dict[str, float]:
+    """`mismatch` of the whole batch; `<metric>/same_version` of what was sampled with the very weights that the trainer
+    compares with, `same_bt`: of that the difference is numerics alone, and no drift; and where several engines made
+    the batch, each of these of what each made: `<metric>/<engine>`.
 
     `engine_b` [trajectories] counts into `ENGINES`.
     """
     metrics = mismatch(train_bt, rollout_bt, mask_bt)
     made = sorted(set(engine_b.tolist()) - {-1})
+    parts = {"/same_version": mask_bt & same_bt}
     for number in made if len(made) > 1 else []:
-        of_engine = mismatch(train_bt, rollout_bt, mask_bt & (engine_b == number)[:, None])
-        metrics |= {f"{name}/{ENGINES[number]}": value for name, value in of_engine.items() if name in MISMATCH}
+        of_engine_bt = mask_bt & (engine_b == number)[:, None]
+        parts |= {f"/{ENGINES[number]}": of_engine_bt, f"/same_version/{ENGINES[number]}": of_engine_bt & same_bt}
+    for name, part_bt in parts.items():
+        found = mismatch(train_bt, rollout_bt, part_bt)
+        metrics |= {key + name: found[key] for key in MISMATCH if key in found}
     return metrics
 
 

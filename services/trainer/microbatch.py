@@ -29,6 +29,8 @@ class Sample:
     """That made it."""
     experts: NDArray[np.int16] | None = None
     """[prompt and response tokens, MoE layers, experts a token]: the engine's choices, negative where it told none."""
+    versions: NDArray[np.int64] | None = None
+    """Of the weights that each response token was sampled with."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from services.trainer.batch import Batch, Division
 from services.trainer.control import ControlThread
 from services.trainer.fetch import fetch
 from services.trainer.kl import KlCoefficient, observed
-from services.trainer.metrics import Clock, mismatch_by_engine, over_updates
+from services.trainer.metrics import Clock, mismatch_apart, over_updates
 from services.trainer.rollback import all_or_nothing
 from services.trainer.schedule import random_seed
 from services.trainer.update import update
@@ -47,7 +47,8 @@ def train_step(
     if train_bt is None:
         assert scored.train_bt is not None
         train_bt = scored.train_bt
-    of_trainer, of_engine, counted = (batch.whole(values_bt) for values_bt in (train_bt, batch.rollout_bt, mask_bt))
+    apart = (train_bt, batch.rollout_bt, mask_bt, batch.sampled_with_bt(request.step - 1))
+    of_trainer, of_engine, counted, same_bt = (batch.whole(values_bt) for values_bt in apart)
     steered: dict[str, float] = {}
     if scored.ref_bt is not None:
         before = (train_bt, mask_bt) if scored.train_bt is None else (scored.train_bt, batch.mask_bt)
@@ -57,7 +58,7 @@ def train_step(
     lengths = [trajectory.tokens for trajectory in division.trajectories]
     timings = clock.metrics(sum(lengths), lockstep.ranks())
     return {
-        **mismatch_by_engine(of_trainer, of_engine, counted, batch.whole_engine_b),
+        **mismatch_apart(of_trainer, of_engine, counted, same_bt, batch.whole_engine_b),
         **metrics,
         **steered,
         **over_updates([done.metrics for done in updates]),

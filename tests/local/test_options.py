@@ -1,7 +1,10 @@
+import sys
+from pathlib import Path
+
 import pytest
 
 from millrace.errors import InvalidState
-from millrace.local.options import StackOptions, services, share_out
+from millrace.local.options import StackOptions, pythons, services, share_out
 
 
 def test_options_survive_the_way_to_the_supervisor() -> None:
@@ -28,6 +31,18 @@ def test_several_engines_are_taken_in_turn() -> None:
         StackOptions("/somewhere", engine="vllm,tgi")
 
 
+def test_an_engine_may_have_an_interpreter_of_its_own(tmp_path: Path) -> None:
+    other = tmp_path / "python"
+    other.touch()
+    options = StackOptions("/somewhere", replicas=2, engine="vllm,sglang", pythons=pythons([f"sglang={other}"]))
+    assert [s.argv[0] for s in services(options)][1:] == [sys.executable, sys.executable, str(other)]
+    for wrong in ("sglang", f"sglang={tmp_path / 'nothing'}"):
+        with pytest.raises(InvalidState, match="names no interpreter.*ENGINE=PATH"):
+            pythons([wrong])
+    with pytest.raises(InvalidState, match="no engine 'tgi'"):
+        StackOptions("/somewhere", pythons={"tgi": str(other)})
+
+
 def test_one_rank_is_started_directly() -> None:
     trainer = services(StackOptions("/somewhere"))[1]
     assert trainer.argv[1:3] == ("-m", "services.trainer")
@@ -39,6 +54,11 @@ def test_each_rank_and_each_replica_gets_a_device_of_its_own() -> None:
         {"CUDA_VISIBLE_DEVICES": "6"},
         {"CUDA_VISIBLE_DEVICES": "7"},
     ]
+
+
+def test_a_replica_gets_as_many_as_its_engine_is_spread_over() -> None:
+    shared = share_out(["0", "1", "2", "3", "4"], ranks=1, replicas=2, each=2)
+    assert [environment["CUDA_VISIBLE_DEVICES"] for environment in shared] == ["0", "1,2", "3,4"]
 
 
 def test_on_the_cpu_nothing_is_shared_out() -> None:
