@@ -37,7 +37,7 @@ def test_an_engine_may_have_an_interpreter_of_its_own(tmp_path: Path) -> None:
     options = StackOptions("/somewhere", replicas=2, engine="vllm,sglang", pythons=pythons([f"sglang={other}"]))
     assert [s.argv[0] for s in services(options)][1:] == [sys.executable, sys.executable, str(other)]
     for wrong in ("sglang", f"sglang={tmp_path / 'nothing'}"):
-        with pytest.raises(InvalidState, match="names no interpreter.*ENGINE=PATH"):
+        with pytest.raises(InvalidState, match=r"names no interpreter.*ENGINE=PATH"):
             pythons([wrong])
     with pytest.raises(InvalidState, match="no engine 'tgi'"):
         StackOptions("/somewhere", pythons={"tgi": str(other)})

@@ -1,0 +1,230 @@
+"""A replica that joins a real job in its middle: how soon it serves, and what the trainer notices of it.
+
+    python -m benchmarks.joining --shape qwen3-8b --ranks 2
+
+Random weights of a published shape, Megatron on `--ranks` GPUs, one replica on the next, and from step 4 on another on
+the one after; the reward means nothing. On a host without GPUs, with `--shape tiny`, the same over Gloo. Prints JSON:
+seconds from the joiner's engine being up until it serves, the trainer's update time before and while somebody joins,
+and how far the engine's probabilities are from the trainer's.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from benchmarks.publication.__main__ import config_of
+from demo.run import ENVIRONMENT
+from demo.task import write_data
+from demo.tokenizer import byte_tokenizer
+from millrace.bench.layouts import manifest
+from millrace.bench.shapes import SHAPES, shape_of
+from millrace.client import Client
+from millrace.local import offspring
+from millrace.local.devices import visible_devices
+from millrace.local.options import StackOptions
+from millrace.local.ports import free_port
+from millrace.local.stack import Stack
+from millrace.rest import JobState
+from millrace.telemetry.names import MISMATCH
+
+REWARD = """def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return (sum(solution_str.encode()) % 101) / 100
+"""
+JOINS_AT = 4
+SHARD_BYTES = 4 << 30
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=[n for n, s in SHAPES.items() if s.latent is None], default="tiny")
+    parser.add_argument("--ranks", type=int, default=1, help="of the trainer")
+    parser.add_argument("--engine", choices=("vllm", "sglang"), default="vllm")
+    parser.add_argument("--engine-options", type=json.loads, default={}, help="as JSON")
+    parser.add_argument("--steps", type=int, default=8, help="after it serves, or at all where nobody joins")
+    parser.add_argument("--tokens", type=int, default=128, help="longest response")
+    parser.add_argument("--token-budget", type=int, default=8192)
+    parser.add_argument("--alone", action="store_true", help="nobody joins")
+    parser.add_argument("--limit-s", type=float, default=500.0)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
+        print(json.dumps(measure(Path(folder), options), indent=2))
+
+
+def make_model(folder: Path, shape: str) -> None:
+    """A Hugging Face folder of random weights, in shards."""
+    folder.mkdir()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    (folder / "config.json").write_text(json.dumps(config_of(shape_of(shape))))
+    byte_tokenizer().save_pretrained(folder)
+    torch.manual_seed(0)
+    part: dict[str, torch.Tensor] = {}
+    where: dict[str, str] = {}
+    shards = 0
+
+    def write() -> None:
+        nonlocal part, shards
+        name = f"model-{shards:05d}.safetensors"
+        save_file(part, folder / name)
+        where.update(dict.fromkeys(part, name))
+        part, shards = {}, shards + 1
+
+    tensors = manifest(shape_of(shape)).tensors
+    for info in tensors:
+        tensor = torch.empty(info.shape, dtype=torch.bfloat16, device=device)
+        tensor = tensor.normal_(0.0, 0.02) if tensor.dim() > 1 else tensor.fill_(1.0)
+        part[info.name] = tensor.cpu()
+        if sum(t.nbytes for t in part.values()) > SHARD_BYTES:
+            write()
+    if part:
+        write()
+    index = {"metadata": {"total_size": sum(t.bytes for t in tensors)}, "weight_map": where}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def job(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    (folder / "reward.py").write_text(REWARD)
+    train, _ = write_data(folder / "data", seed=0)
+    return {
+        "name": f"joining {options.shape}",
+        "output": str(folder / "output"),
+        "model": {"path": str(folder / "model")},
+        "data": {"files": [str(train)], "max_prompt_tokens": 48},
+        "reward": {"function": f"{folder / 'reward.py'}:compute_score", "workers": 2},
+        "rollout": {
+            "samples_per_prompt": 8,
+            "max_response_tokens": options.tokens,
+            "dtype": "bfloat16",
+            "engine_options": options.engine_options,
+        },
+        "trainer": {
+            "backend": "megatron",
+            "dtype": "bfloat16",
+            "token_budget": options.token_budget,
+            "optimizer": {"lr": 1e-6},
+        },
+        "schedule": {"steps": 100_000, "prompts_per_step": 16, "max_staleness": 1},
+        "deadlines": {"configure_s": 400, "step_s": 300, "publication_s": 60, "save_s": 300},
+    }
+
+
+def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    began = time.monotonic()
+    make_model(folder / "model", options.shape)
+    made_s = time.monotonic() - began
+    devices = visible_devices()
+    stack_options = StackOptions(
+        state=str(folder / "stack"),
+        ranks=options.ranks,
+        engine=options.engine,
+        http_port=free_port(),
+        grpc_port=free_port(),
+        environment={name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()},
+    )
+    log = folder / "joiner.log"
+    with Stack(stack_options) as stack, Client(stack.url) as client:
+        try:
+            found = followed(stack, client, options, devices[options.ranks + 1 :], log, job(folder, options))
+        except BaseException:
+            for file in [log, *sorted(Path(stack_options.state).glob("logs/*.log"))]:
+                if file.exists():
+                    print(f"--- {file.name}\n{file.read_text(errors='replace')[-3000:]}", file=sys.stderr)
+            raise
+    return {"shape": options.shape, "ranks": options.ranks, "engine": options.engine, "made_s": made_s, **found}
+
+
+def followed(
+    stack: Stack, client: Client, options: argparse.Namespace, devices: list[str], log: Path, spec: dict[str, Any]
+) -> dict[str, Any]:
+    until = time.monotonic() + options.limit_s
+    job_id = client.submit(spec).id
+    joiner = None
+    told: dict[str, float] = {}
+    if not options.alone:
+        _wait(lambda: _step(client, job_id) >= JOINS_AT, until)
+        argv = (sys.executable, "-m", "services.rollout", "--coordinator", stack.coordinator, "--port", "0")
+        visible = {"CUDA_VISIBLE_DEVICES": devices[0]} if devices else {}
+        environment = {**stack.options.environment, "MILLRACE_HOST": "127.0.0.1", **visible}
+        with log.open("wb") as output:
+            joiner = offspring.start((*argv, "--engine", options.engine), environment, output)
+        _wait(lambda: "version committed" in log.read_text(errors="replace"), until)
+        told = {"engine is up": _said(log, "configured"), "serves": _said(log, "version committed")}
+    try:
+        last = _step(client, job_id) + options.steps
+        _wait(lambda: _step(client, job_id) >= last, until)
+        return _figures(client, job_id, told)
+    finally:
+        client.cancel(job_id)
+        if joiner is not None:
+            joiner.terminate()
+            joiner.wait(60)
+
+
+def _figures(client: Client, job_id: str, told: dict[str, float]) -> dict[str, Any]:
+    rows = [row for row in client.metrics(job_id) if "timing_s/update_actor" in row.values]
+    update = {row.step: row.values["timing_s/update_actor"] for row in rows}
+    ended = {row.step: row.time_s for row in rows}
+    first = sorted(update)[1:]  # what is compiled and met for the first time is not counted
+    while_joining = [
+        step
+        for step in first
+        if told and ended[step] > told["engine is up"] and ended.get(step - 1, 0.0) < told["serves"]
+    ]
+    quiet = [update[step] for step in first if step not in while_joining]
+    joining = [update[step] for step in while_joining]
+    publications = [event.data for event in client.events(job_id, follow=False) if event.kind == "publication.done"]
+    copies = [data for data in publications if data.get("source") == "sibling"]
+    return {
+        "seconds_from_engine_to_serving": told["serves"] - told["engine is up"] if told else None,
+        "copied_from_a_sibling": bool(copies),
+        "copy_s": copies[0]["seconds"] if copies else None,
+        "bytes": publications[-1]["members"][0]["bytes"],
+        "update_s_quiet": statistics.median(quiet),
+        "update_s_quiet_all": quiet,
+        "update_s_while_joining": joining,
+        "update_s_moved": statistics.mean(joining) / statistics.median(quiet) - 1 if joining else None,
+        "publication_s": statistics.median(data["seconds"] for data in publications[1:]),
+        "pause_s": [max(m["pause_s"] for m in data["members"]) for data in publications],
+        "gen_s": statistics.median(row.values["timing_s/gen"] for row in rows),
+        "mismatch": {
+            name: [statistics.mean(values), max(values)]
+            for name in sorted({name for row in rows for name in row.values if name.startswith(MISMATCH)})
+            for values in [[row.values[name] for row in rows if name in row.values]]
+        },
+    }
+
+
+def _said(log: Path, event: str) -> float:
+    """When a service's log says it for the first time."""
+    for line in log.read_text(errors="replace").splitlines():
+        if line.startswith("{") and (entry := json.loads(line))["event"] == event:
+            return datetime.fromisoformat(entry["timestamp"]).timestamp()
+    raise RuntimeError(f"{log} does not say {event!r}")
+
+
+def _step(client: Client, job_id: str) -> int:
+    view = client.job(job_id)
+    if view.state in (JobState.FAILED, JobState.CANCELLED):
+        raise RuntimeError(f"the job {view.state}: {view.failure}")
+    return view.step
+
+
+def _wait(holds: Callable[[], bool], until: float) -> None:
+    while not holds():
+        if time.monotonic() > until:
+            raise TimeoutError("the time is over")
+        time.sleep(0.1)
+
+
+if __name__ == "__main__":
+    main()
