@@ -36,6 +36,7 @@ from millrace.local.options import StackOptions
 from millrace.local.ports import free_port
 from millrace.local.stack import Stack
 from millrace.rest import JobState
+from millrace.spec.rollout import ENGINES
 from millrace.telemetry.names import MISMATCH
 
 REWARD = """def compute_score(data_source, solution_str, ground_truth, extra_info):
@@ -49,7 +50,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=[n for n, s in SHAPES.items() if s.latent is None], default="tiny")
     parser.add_argument("--ranks", type=int, default=1, help="of the trainer")
-    parser.add_argument("--engine", choices=("vllm", "sglang"), default="vllm")
+    parser.add_argument("--engine", choices=ENGINES, default="vllm")
     parser.add_argument("--engine-options", type=json.loads, default={}, help="as JSON")
     parser.add_argument("--steps", type=int, default=8, help="after it serves, or at all where nobody joins")
     parser.add_argument("--tokens", type=int, default=128, help="longest response")
