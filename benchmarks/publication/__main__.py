@@ -51,7 +51,7 @@ MODES = {
     "inplace": weights_pb2.COMMIT_MODE_INPLACE,
 }
 BASELINES = {"vllm-packed": True, "vllm-each": False}
-REQUESTS, PROMPT, ANSWER = 16, 32, 256
+REQUESTS, PROMPT, ANSWER = 16, 32, 64
 LIMIT_S = 120.0
 
 

@@ -4,9 +4,11 @@
 set. Standard logging (uvicorn, grpc, redis) goes through the same pipe, so a process writes one kind of line.
 """
 
+import contextlib
 import logging
 import os
 import sys
+from collections.abc import Iterator
 from typing import TextIO
 
 import structlog
@@ -55,6 +57,18 @@ def configure(service: str, member: str = "", stream: TextIO | None = None) -> N
     for name in ("uvicorn", "uvicorn.error", "uvicorn.access"):
         logging.getLogger(name).handlers.clear()
         logging.getLogger(name).propagate = True
+
+
+@contextlib.contextmanager
+def kept() -> Iterator[None]:
+    """Whatever sets up the root logger for itself inside, as some engines do, it is afterwards as it was."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    try:
+        yield
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
 
 
 def _level() -> int:

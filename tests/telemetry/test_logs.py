@@ -53,3 +53,12 @@ def test_level_is_taken_from_the_environment() -> None:
 def test_a_value_without_meaning_is_refused_with_a_mend(variable: str) -> None:
     done = run(**{variable: "loud"})
     assert done.returncode != 0 and variable in done.stderr and "Mend:" in done.stderr
+
+
+def test_what_a_library_does_to_the_root_logger_is_undone() -> None:
+    stream = io.StringIO()
+    logs.configure("rollout", stream=stream)
+    with logs.kept():
+        logging.basicConfig(force=True, level=logging.ERROR)
+    structlog.get_logger("test").info("still here")
+    assert json.loads(stream.getvalue())["event"] == "still here"

@@ -23,6 +23,7 @@ from millrace.errors import InvalidJob, InvalidState, Unavailable
 from millrace.ids import Version
 from millrace.spec import JobSpec
 from millrace.spec.rollout import CachePolicy
+from millrace.telemetry import logs
 from services.rollout.engines import sglang_options
 from services.rollout.engines.engine import (
     EngineDied,
@@ -115,7 +116,8 @@ class SglangEngine(WorkerEngine):
             run_scheduler_process_func = staticmethod(run_scheduler_process)
 
         try:
-            engine = OurEngine(**sglang_options.server_arguments(spec))
+            with logs.kept():
+                engine = OurEngine(**sglang_options.server_arguments(spec))
         except (ValueError, TypeError, OSError, AssertionError) as error:
             what = f"SGLang refused model.path {spec.model.path} with rollout.engine_options: {error}."
             raise InvalidJob(what, "mend the named option; SGLang's log above says more.") from error
