@@ -247,7 +247,8 @@ class Bench:
         async def ask(first: int) -> None:
             while True:
                 prompt = [(first * 31 + i * 7) % 256 for i in range(PROMPT)]
-                self._tokens += len((await self.engine.generate(prompt, asked)).tokens)
+                answer = await self.engine.generate(prompt, asked)
+                self._tokens += len(answer.tokens)
                 answered.set()
 
         tasks = [asyncio.create_task(ask(number)) for number in range(REQUESTS)]

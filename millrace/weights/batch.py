@@ -2,17 +2,18 @@
 GPU by one kernel for each, whatever the number of pieces."""
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
+from millrace.weights import memory
 from millrace.weights.checksum import checksum
-from millrace.weights.memory import Pair, differing, pack, unpack
+from millrace.weights.memory import Pair, pack, unpack
 
 
 class Batch(Protocol):
-    """Prepared once, done for each version. On a GPU nothing waits: work is put on the current stream, and `sums` and
-    `differing` are read when that is over."""
+    """Prepared once, done for each version. On a GPU nothing waits: work is put on the current stream, and what it
+    found is read, by `sums` and `differing`, when that is over."""
 
     def pack(self) -> None: ...
 
@@ -24,11 +25,11 @@ class Batch(Protocol):
     def compare(self) -> None:
         """Looks whether the pieces lie where they belong as their messages say."""
 
-    def sums(self) -> Mapping[int, int]:
-        """Message number → checksum."""
+    @staticmethod
+    def read_sums(batches: Sequence[Any]) -> Mapping[int, int]: ...
 
-    def differing(self) -> int:
-        """Pieces, or parts of such, that were found different since this was asked last."""
+    @staticmethod
+    def read_differing(batches: Sequence[Any]) -> list[int]: ...
 
 
 class HostBatch:
@@ -48,14 +49,29 @@ class HostBatch:
         self._sums = {number: checksum(message) for number, message in self._messages.items()}
 
     def compare(self) -> None:
-        self._differing += len(differing(self._pairs))
+        self._differing += len(memory.differing(self._pairs))
 
-    def sums(self) -> Mapping[int, int]:
-        return self._sums
+    @staticmethod
+    def read_sums(batches: Sequence["HostBatch"]) -> Mapping[int, int]:
+        return {number: value for done in batches for number, value in done._sums.items()}
 
-    def differing(self) -> int:
-        found, self._differing = self._differing, 0
+    @staticmethod
+    def read_differing(batches: Sequence["HostBatch"]) -> list[int]:
+        found = [done._differing for done in batches]
+        for done in batches:
+            done._differing = 0
         return found
+
+
+def sums(batches: Sequence[Batch]) -> Mapping[int, int]:
+    """Message number → checksum, of all of them. A GPU is read once, on the current stream: on one that an engine
+    computes on, that waits for the engine's batch."""
+    return batches[0].read_sums(batches) if batches else {}
+
+
+def differing(batches: Sequence[Batch]) -> list[int]:
+    """Of each, the pieces, or parts of such, that were found different since this was asked last. Read as `sums` is."""
+    return batches[0].read_differing(batches) if batches else []
 
 
 def batch(pairs: Sequence[Pair], messages: Mapping[int, torch.Tensor], device: torch.device) -> Batch:

@@ -85,13 +85,20 @@ class CudaBatch:
             grid = (SUM_BLOCKS, len(self._numbers))
             self._launch("sums", grid, (self._messages, self._sums))
 
-    def sums(self) -> Mapping[int, int]:
-        columns = (self._numbers, self._bytes, self._sums.tolist())
-        return {n: mixed(plain, weighted, size) for n, size, (plain, weighted) in zip(*columns, strict=True)}
+    @staticmethod
+    def read_sums(batches: Sequence["CudaBatch"]) -> Mapping[int, int]:
+        numbers = [number for done in batches for number in done._numbers]
+        sizes = [size for done in batches for size in done._bytes]
+        told = torch.cat([done._sums for done in batches]).tolist()
+        columns = zip(numbers, told, sizes, strict=True)
+        return {n: mixed(plain, weighted, size) for n, (plain, weighted), size in columns}
 
-    def differing(self) -> int:
-        found = int(self._wrong)
-        self._wrong.zero_()
+    @staticmethod
+    def read_differing(batches: Sequence["CudaBatch"]) -> list[int]:
+        found: list[int] = torch.cat([done._wrong for done in batches]).tolist()
+        for done, count in zip(batches, found, strict=True):
+            if count:
+                done._wrong.zero_()
         return found
 
     def _move(self, mode: int) -> None:

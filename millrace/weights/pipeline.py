@@ -13,13 +13,15 @@ import numpy as np
 import torch
 
 from millrace.errors import PublicationFailed
-from millrace.weights.batch import Batch, batch
+from millrace.weights.batch import Batch, batch, differing, sums
 from millrace.weights.channels.channel import Channel, Flight, Parcel
-from millrace.weights.memory import Lane, Memory, all_pairs
+from millrace.weights.memory import Lane, Memory, Pair, all_pairs
 from millrace.weights.sharded import ShardedPlan
 
 SLOTS = 3
 """A message that is passed on lies one round longer, so fewer would not do."""
+
+_MEMORY = "look at the memory of the worker's host and device."
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ class Sending:
         self._messages: list[dict[int, torch.Tensor]] = []
         for number, contents in enumerate(outgoing):
             self._messages.append(_messages(plan, contents, self._ring.slot(number)))
-        self._batches = _batches(plan, self._messages, memory, every=False)
+        self._batches, _ = _batches(plan, self._messages, memory, every=False)
         self.bytes = sum(int(plan.sizes[content]) for step in self._steps for content, _ in step.sends)
         self.slot_bytes = self._ring.bytes
         self.device = memory.device
@@ -141,8 +143,9 @@ class Sending:
         for flight in flights[-len(self._ring) :]:
             flight.wait()
         self._lane.join(channel.check)
-        sums = {content: value for done in self._batches for content, value in done.sums().items()}
-        return sums, Times(packing.seconds(), summing.seconds(), 0.0, time.perf_counter() - began)
+        with self._lane:
+            found = sums(self._batches)
+        return found, Times(packing.seconds(), summing.seconds(), 0.0, time.perf_counter() - began)
 
 
 @dataclass(frozen=True)
@@ -175,7 +178,9 @@ class Receiving:
             self._ring = Ring(min(slots, max(1, len(self._steps))), size, memory.device)
             by_step = [_messages(plan, contents, self._ring.slot(n)) for n, contents in enumerate(incoming)]
         self._messages = {content: message for messages in by_step for content, message in messages.items()}
-        self._batches = _batches(plan, by_step, memory, every=True)
+        self._batches, pairs = _batches(plan, by_step, memory, every=True)
+        # What is staged is put in place at once: a launch for each round would be most of the pause.
+        self._placing = batch(pairs, {}, memory.device) if staged else None
         self._names = [_names(plan, contents, memory) for contents in incoming]
         self.bytes = sum(int(plan.sizes[content]) for content in self._messages)
         self.slot_bytes = self._ring.bytes
@@ -205,10 +210,11 @@ class Receiving:
         for flight in landing.flights:
             flight.wait()
         self._lane.join(channel.check)
-        sums = {content: value for done in self._batches for content, value in done.sums().items()}
+        with self._lane:
+            found = sums(self._batches)
         self._raise_differing()
         seconds = time.perf_counter() - began
-        return Reception(sums, Times(0.0, landing.summing.seconds(), landing.putting.seconds(), seconds))
+        return Reception(found, Times(0.0, landing.summing.seconds(), landing.putting.seconds(), seconds))
 
     def _finish(self, number: int, landing: "_Landing") -> None:
         """Lands a step; its bytes are summed and, unless staged, put in place. Done once for each step."""
@@ -229,25 +235,30 @@ class Receiving:
     def apply(self) -> tuple[float, float]:
         """Puts what was staged in place and compares it there bit for bit; seconds of both. Raises PublicationFailed
         where memory does not hold what was written."""
+        assert self._placing is not None, "only what was staged is to be put in place"
         began = time.perf_counter()
         self._lane.follow_current()
         with torch.no_grad(), self._lane:
-            for done in self._batches:
-                done.unpack()
+            self._placing.unpack()
         self._lane.join()
         written = time.perf_counter()
         with torch.no_grad(), self._lane:
-            for done in self._batches:
-                done.compare()
-        self._lane.join()
-        self._raise_differing()
+            self._placing.compare()
+            (wrong,) = differing([self._placing])
+        if wrong:
+            with torch.no_grad(), self._lane:
+                for done in self._batches:  # each round knows its tensors
+                    done.compare()
+            self._raise_differing()
+            raise PublicationFailed(f"{wrong} pieces differed in the engine from what was received.", _MEMORY)
         return written - began, time.perf_counter() - written
 
     def _raise_differing(self) -> None:
-        found = [(done.differing(), names) for done, names in zip(self._batches, self._names, strict=True)]
-        if wrong := [names for count, names in found if count]:
+        with self._lane:
+            found = differing(self._batches)
+        if wrong := [names for count, names in zip(found, self._names, strict=True) if count]:
             what = f"{wrong[0]} differ in the engine from what was received, {len(wrong)} rounds in all."
-            raise PublicationFailed(what, "look at the memory of the worker's host and device.")
+            raise PublicationFailed(what, _MEMORY)
 
 
 @dataclass
@@ -262,9 +273,12 @@ class _Landing:
 
 def _batches(
     plan: ShardedPlan, by_step: Sequence[Mapping[int, torch.Tensor]], memory: Memory, *, every: bool
-) -> list[Batch]:
+) -> tuple[list[Batch], list[Pair]]:
+    """One a step, and what all of them move."""
     moves = all_pairs(plan, {c: m for messages in by_step for c, m in messages.items()}, memory, every=every)
-    return [batch([p for c in messages for p in moves[c]], messages, memory.device) for messages in by_step]
+    pairs = [[pair for content in messages for pair in moves[content]] for messages in by_step]
+    made = [batch(of_step, messages, memory.device) for of_step, messages in zip(pairs, by_step, strict=True)]
+    return made, [pair for of_step in pairs for pair in of_step]
 
 
 def _names(plan: ShardedPlan, contents: Sequence[int], memory: Memory) -> str:

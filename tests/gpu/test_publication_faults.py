@@ -27,7 +27,7 @@ pytestmark = [
 ]
 OPTIONS: dict[str, dict[str, Any]] = {
     "transformers": {"max_num_seqs": 8},
-    "vllm": {"max_model_len": 512, "max_num_seqs": 8, "enforce_eager": True, "kv_cache_memory_bytes": 1 << 30},
+    "vllm": {"max_model_len": 512, "max_num_seqs": 8, "enforce_eager": True, "gpu_memory_utilization": 0.1},
     "sglang": {
         "attention_backend": "triton",
         "disable_prefill_cuda_graph": True,

@@ -18,9 +18,9 @@ structlog.get_logger().debug("not shown")
 """
 
 
-def run(**environment: str) -> subprocess.CompletedProcess[str]:
+def run(program: str = PROGRAM, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", PROGRAM],
+        [sys.executable, "-c", program],
         env={"PYTHONPATH": ".", **environment},
         capture_output=True,
         text=True,
@@ -56,9 +56,7 @@ def test_a_value_without_meaning_is_refused_with_a_mend(variable: str) -> None:
 
 
 def test_what_a_library_does_to_the_root_logger_is_undone() -> None:
-    stream = io.StringIO()
-    logs.configure("rollout", stream=stream)
-    with logs.kept():
-        logging.basicConfig(force=True, level=logging.ERROR)
-    structlog.get_logger("test").info("still here")
-    assert json.loads(stream.getvalue())["event"] == "still here"
+    library = "with logs.kept():\n    logging.basicConfig(force=True, level=logging.CRITICAL)\n"
+    configured = 'logs.configure("rollout", "rollout-1a2b3c4d")\n'
+    done = run(PROGRAM.replace(configured, configured + library))
+    assert [json.loads(line)["event"] for line in done.stderr.splitlines()] == ["lease taken", "port 7700", "broke"]

@@ -136,6 +136,21 @@ def test_receivers_hold_what_senders_hold(senders, dim, replicas, workers, stage
             check(memory, i % workers, workers, values(version))
 
 
+def test_a_staged_version_that_does_not_stay_in_place_is_told_with_its_tensors(monkeypatch):
+    held, wanted = split(values(), 0, 1), fused(0, 1)
+    made = plan(MANIFEST, [held.layout.boxes], [wanted.layout.boxes], message_bytes=512)
+    sending, receiving = Sending(made, 0, held), Receiving(made, 1, wanted, staged=True)
+    ranks = Ranks(2)
+    ranks.run(sending.run, receiving.run)
+    assert ranks.failures == [None] * 2
+    monkeypatch.setattr(receiving._placing, "unpack", lambda: None)
+    with pytest.raises(PublicationFailed, match=rf"{MANIFEST.tensors[0].name}.* differ in the engine.*rounds in all"):
+        receiving.apply()
+    monkeypatch.undo()
+    receiving.apply()
+    check(wanted, 0, 1, values())
+
+
 def test_slots_of_an_inplace_receiver_are_few_and_small():
     held, wanted = split(values(), 0, 1), fused(0, 1)
     made = plan(MANIFEST, [held.layout.boxes], [wanted.layout.boxes], message_bytes=512)

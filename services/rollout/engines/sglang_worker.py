@@ -7,6 +7,7 @@ phases of a publication.
 
 import os
 import queue
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,9 @@ MARK = "millrace_version"
 """Key under which SGLang hands our marks back, one for each token."""
 SOCKET = "MILLRACE_SGLANG_SOCKET"
 """Environment variable with the path of the inlets' socket."""
+PAUSED_LOOK_S = 0.0005
+"""Between two looks of a paused scheduler at its requests. It would look without any rest, and the thread that receives
+weights meanwhile would wait for the interpreter's lock at every step."""
 NONE = -1
 
 
@@ -116,6 +120,8 @@ class SchedulerInlet(Inlet):
         return None
 
     def answer_due(self) -> None:
+        if self._scheduler._engine_paused:
+            time.sleep(PAUSED_LOOK_S)
         while self._held is not None or not self._due.empty():
             request = self._held if self._held is not None else self._due.get()
             self._held = None
