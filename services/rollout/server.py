@@ -6,6 +6,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeAlias, TypeVar
 
 import grpc
+import structlog
 
 from millrace.errors import BadRow
 from millrace.ids import JobId
@@ -17,6 +18,7 @@ from services.rollout.replica import Replica
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 T = TypeVar("T")
+log = structlog.get_logger(__name__)
 
 
 class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
@@ -137,7 +139,16 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        return await asyncio.shield(task)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(_tell_failure)
+            raise
+
+
+def _tell_failure(task: asyncio.Task[Any]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.warning("a call failed after its caller had gone", error=str(error))
 
 
 def servicers(replica: Replica) -> Mapping[str, Callable[[grpc.aio.Server], None]]:
