@@ -12,7 +12,9 @@ from millrace.bench.layouts import TrainerSide, manifest
 from millrace.bench.shapes import shape_of
 from millrace.bench.values import fill
 from millrace.weights import sides as wire
+from millrace.weights.channels.gloo import GlooChannel
 from millrace.weights.channels.meeting import Meeting, nccl_id
+from millrace.weights.checksum import checksum
 from millrace.weights.layout import whole
 from millrace.weights.memory import Memory
 from millrace.weights.party import Party
@@ -63,12 +65,28 @@ class Rank:
         sums, times = self._party.run(meeting, key, time.monotonic() + limit_s, self._sending[1].run)
         return {"sums": dict(sums), "transfer": times.whole_s, "pack": times.pack_s, "verify": times.verify_s}
 
+    def hold_whole(self) -> None:
+        """Every tensor too, as one sender alone would."""
+        if self._whole is None:
+            buffers = [torch.empty(t.shape, dtype=torch.bfloat16, device=self._device) for t in self._manifest.tensors]
+            self._whole = Memory(self._manifest, whole(self._manifest), buffers)
+
+    def broadcast(self, port: int, world_size: int, key: str, limit_s: float) -> list[int]:
+        """Every tensor whole, as the path does that is the oracle of the others; their checksums."""
+        assert self._whole is not None
+        channel = GlooChannel.join("127.0.0.1", port, key=key, rank=0, world_size=world_size, timeout_s=limit_s)
+        sums = []
+        for buffer in self._whole.buffers:
+            tensor = buffer.cpu()
+            sums.append(checksum(tensor))
+            channel.broadcast(tensor)
+        channel.close()
+        return sums
+
     def join_baseline(self, port: int, world_size: int) -> None:
         """vLLM's own way: one sender that holds every tensor whole."""
         from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
-        buffers = [torch.empty(t.shape, dtype=torch.bfloat16, device=self._device) for t in self._manifest.tensors]
-        self._whole = Memory(self._manifest, whole(self._manifest), buffers)
         init = {"master_address": "127.0.0.1", "master_port": port, "world_size": world_size}
         self._group = NCCLWeightTransferEngine.trainer_init(init)
 

@@ -14,6 +14,7 @@ import torch
 
 from millrace.errors import MillraceError, PublicationFailed
 from millrace.weights.channels.meeting import nccl_id
+from millrace.weights.checksum import checksum
 from millrace.weights.manifest import Manifest
 from millrace.weights.memory import Memory
 from millrace.wire.v1 import weights_pb2
@@ -83,6 +84,10 @@ class WeightReceiver:
             return {"boxes": self._millrace_kept_shards().boxes(told).encode()}
         except MillraceError as error:
             return {"failed": error.what, "mend": error.mend}
+
+    def millrace_checksums(self) -> Answer:
+        """Of every parameter of the model, as it lies in this worker."""
+        return {"checksums": {name: checksum(parameter) for name, parameter in self.get_model().named_parameters()}}
 
     def millrace_ready(self, staged: bool) -> Answer:
         """Makes slots or staging ready for the sharded delivery that was prepared."""

@@ -70,6 +70,10 @@ class WorkerEngine(ABC):
         answers = await self._ask("millrace_describe", manifest.to_proto().SerializeToString())
         return [Boxes.decode(answer["boxes"]) for answer in answers]
 
+    async def checksums(self) -> list[dict[str, int]]:
+        """Of every parameter, by worker: to compare what lies in engines."""
+        return [answer["checksums"] for answer in await self._ask("millrace_checksums")]
+
     async def prepare(self, delivery: Delivery) -> None:
         if self.half_written:
             await self.abort_receive()  # otherwise the workers forget by themselves what they had
