@@ -185,6 +185,7 @@ class Receiving:
         self.bytes = sum(int(plan.sizes[content]) for content in self._messages)
         self.slot_bytes = self._ring.bytes
         self.device = memory.device
+        self._lane.follow_current()
 
     def run(self, channel: Channel) -> Reception:
         """Receives everything, and passes on what others are to have from here. Raises PublicationFailed where that
@@ -192,7 +193,8 @@ class Receiving:
         landing = _Landing(Spans(self._lane), Spans(self._lane))
         began = time.perf_counter()
         self._ring.restart()
-        self._lane.follow_current()
+        if not self._staged:  # the engine has done with its parameters; memory apart it never touches
+            self._lane.follow_current()
         for number, step in enumerate(self._steps):
             if any(self._step_of[content] == number - 1 for content, _ in step.sends):
                 self._finish(number - 1, landing)
