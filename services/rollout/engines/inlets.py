@@ -24,6 +24,8 @@ from services.rollout.engines.worker_engine import Answers, raise_failed
 RPC_S = 60.0
 """For one call into the workers. None of them waits for anything but its own work."""
 HEADER = struct.Struct("!I")
+SOCKET = "MILLRACE_INLETS"
+"""Environment variable with the socket's path, for workers that are told nothing else."""
 Request = dict[str, Any]
 Answer = dict[str, Any]
 

@@ -35,8 +35,8 @@ from services.rollout.engines.engine import (
     VersionSpan,
     end_of_turn,
 )
-from services.rollout.engines.inlets import Inlets
-from services.rollout.engines.sglang_worker import MARK, SOCKET
+from services.rollout.engines.inlets import SOCKET, Inlets
+from services.rollout.engines.sglang_options import MARK
 from services.rollout.engines.worker_engine import Answers, WorkerEngine, samples_that_fit
 from services.rollout.lifeline import own_descendants
 

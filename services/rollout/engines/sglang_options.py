@@ -31,6 +31,8 @@ OURS = {
 }
 """Options that a job cannot set here, and the field that says it instead."""
 
+MARK = "millrace_version"
+"""Key under which SGLang hands our marks back, one for each token."""
 SLACK = 8
 """Tokens by which SGLang's context is longer than the job's: it ends a response some tokens before its context does."""
 

@@ -11,14 +11,11 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-from services.rollout.engines.inlets import Answer, Inlet, Request, carried_out
+from services.rollout.engines.inlets import SOCKET, Answer, Inlet, Request, carried_out
+from services.rollout.engines.sglang_options import MARK
 from services.rollout.engines.weight_receiver import WeightReceiver
 from services.rollout.engines.worker_engine import BETWEEN_BATCHES
 
-MARK = "millrace_version"
-"""Key under which SGLang hands our marks back, one for each token."""
-SOCKET = "MILLRACE_SGLANG_SOCKET"
-"""Environment variable with the path of the inlets' socket."""
 PAUSED_LOOK_S = 0.0005
 """Between two looks of a paused scheduler at its requests. It would look without any rest, and the thread that receives
 weights meanwhile would wait for the interpreter's lock at every step."""

@@ -19,9 +19,9 @@ from services.rollout.engines import inlets as inlets_module
 from services.rollout.engines import probe, sglang_options
 from services.rollout.engines import sglang as engine
 from services.rollout.engines.engine import EngineDied, VersionSpan
-from services.rollout.engines.inlets import HEADER, Inlets, decode, encode
+from services.rollout.engines.inlets import HEADER, SOCKET, Inlets, decode, encode
 from services.rollout.engines.options import check_name
-from services.rollout.engines.sglang_worker import LABEL, SOCKET, SchedulerInlet
+from services.rollout.engines.sglang_worker import LABEL, SchedulerInlet
 from tests.services.rollout.conftest import Run
 from tests.services.rollout.jobs import job_spec
 
