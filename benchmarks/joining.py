@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.publication.__main__ import config_of
+from benchmarks.shapes import config_of
 from demo.run import ENVIRONMENT
 from demo.task import write_data
 from demo.tokenizer import byte_tokenizer
@@ -151,16 +151,16 @@ def followed(
     job_id = client.submit(spec).id
     joiner = None
     told: dict[str, float] = {}
-    if not options.alone:
-        _wait(lambda: _step(client, job_id) >= JOINS_AT, until)
-        argv = (sys.executable, "-m", "services.rollout", "--coordinator", stack.coordinator, "--port", "0")
-        visible = {"CUDA_VISIBLE_DEVICES": devices[0]} if devices else {}
-        environment = {**stack.options.environment, "MILLRACE_HOST": "127.0.0.1", **visible}
-        with log.open("wb") as output:
-            joiner = offspring.start((*argv, "--engine", options.engine), environment, output)
-        _wait(lambda: "version committed" in log.read_text(errors="replace"), until)
-        told = {"engine is up": _said(log, "configured"), "serves": _said(log, "version committed")}
     try:
+        if not options.alone:
+            _wait(lambda: _step(client, job_id) >= JOINS_AT, until)
+            argv = (sys.executable, "-m", "services.rollout", "--coordinator", stack.coordinator, "--port", "0")
+            visible = {"CUDA_VISIBLE_DEVICES": devices[0]} if devices else {}
+            environment = {**stack.options.environment, "MILLRACE_HOST": "127.0.0.1", **visible}
+            with log.open("wb") as output:
+                joiner = offspring.start((*argv, "--engine", options.engine), environment, output)
+            _wait(lambda: "version committed" in log.read_text(errors="replace"), until)
+            told = {"engine is up": _said(log, "configured"), "serves": _said(log, "version committed")}
         last = _step(client, job_id) + options.steps
         _wait(lambda: _step(client, job_id) >= last, until)
         return _figures(client, job_id, told)

@@ -2,53 +2,16 @@
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.shapes import config_of
+from millrace.bench.shapes import shape_of
 from millrace.megatron.placement import Placement
-
-COMMON: dict[str, Any] = {
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-    "max_position_embeddings": 131072,
-}
-SHAPES: dict[str, dict[str, Any]] = {
-    "qwen3-8b": {
-        **COMMON,
-        "model_type": "qwen3",
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "num_hidden_layers": 36,
-    },
-    "qwen3-30b-a3b": {
-        **COMMON,
-        "model_type": "qwen3_moe",
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "num_hidden_layers": 48,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    },
-}
-"""Published configurations; `shape_folder` sets the layers."""
 
 LAPTOP = {
     "hidden_size": 64,
@@ -67,7 +30,7 @@ LAPTOP = {
 
 def shape_folder(root: Path, name: str, layers: int, *, laptop: bool) -> Path:
     """A folder with nothing but a config: `random_weights` stands in for the rest."""
-    config = {**SHAPES[name], "num_hidden_layers": layers}
+    config = config_of(replace(shape_of(name), layers=layers))
     if laptop:
         config |= {key: value for key, value in LAPTOP.items() if key in config}
     folder = root / f"{name}-{layers}"

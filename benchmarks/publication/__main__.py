@@ -20,7 +20,7 @@ import platform
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +29,13 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.publication.sender import Remote, serve
+from benchmarks.shapes import config_of
 from demo.tokenizer import byte_tokenizer
 from millrace.bench.layouts import TrainerSide, manifest
 from millrace.bench.shapes import SHAPES, shape_of
 from millrace.ids import MemberId
 from millrace.local.devices import visible_devices
 from millrace.local.ports import free_port
-from millrace.megatron.shape import ModelShape
 from millrace.spec import JobSpec, parse
 from millrace.telemetry import logs
 from millrace.weights import sides as wire
@@ -79,39 +79,6 @@ def main() -> None:
     sys.stdout.flush()
     if result["as_the_oracle"] is False:
         sys.exit("what we published differs from what was put in place by the other way")
-
-
-def config_of(shape: ModelShape) -> dict[str, Any]:
-    """As the model folder would have it."""
-    config: dict[str, Any] = {
-        "model_type": shape.architecture,
-        "architectures": ["Qwen3MoeForCausalLM" if shape.experts else "Qwen3ForCausalLM"],
-        "hidden_act": "silu",
-        "rms_norm_eps": shape.norm_epsilon,
-        "rope_theta": shape.rope.theta,
-        "tie_word_embeddings": shape.tied,
-        "attention_bias": False,
-        "use_sliding_window": False,
-        "vocab_size": shape.vocabulary,
-        "max_position_embeddings": shape.context,
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.ffn,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.key_value_heads,
-        "head_dim": shape.head_dim,
-        "num_hidden_layers": shape.layers,
-        "torch_dtype": "bfloat16",
-    }
-    if shape.experts is not None:
-        config |= {
-            "num_experts": shape.experts.count,
-            "num_experts_per_tok": shape.experts.per_token,
-            "moe_intermediate_size": shape.experts.ffn,
-            "norm_topk_prob": shape.experts.normalised,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-        }
-    return config
 
 
 def job(folder: Path, options: argparse.Namespace) -> JobSpec:
@@ -159,10 +126,7 @@ class Bench:
 
     async def publish(self, version: int, mode: str) -> dict[str, float]:
         """All phases of one publication."""
-        self._attempts += 1
-        ref = weights_pb2.PublicationRef(job_id="bench", version=version, epoch=1, attempt=self._attempts)
-        publication = Publication.from_proto(ref)
-        began = time.perf_counter()
+        ref, began = self._next(version), time.perf_counter()
         request = rollout_pb2.PrepareReceiveRequest(
             publication=ref,
             manifest=None if self._prepared else self._manifest.to_proto(),
@@ -182,63 +146,73 @@ class Bench:
             deadline_s=LIMIT_S,
         )
         request = rollout_pb2.PrepareReceiveRequest.FromString(request.SerializeToString())
-        sides = self._sides.SerializeToString()
-        agreed, *hashes = await asyncio.gather(self._receiver.prepare(request), self._all("prepare", sides))
-        assert set(hashes[0]) == {agreed}, "the sides plan differently"
-        self._prepared, prepared = True, time.perf_counter()
-        await self._receiver.transfer(publication)
-        send = (self._port, self._world, self._nccl_id, publication.key, LIMIT_S)
-        sent = await self._all("send", *send)
-        sums = {content: value for told in sent for content, value in told["sums"].items()}
-        transferred = time.perf_counter()
-        await self._receiver.verify(publication, tuple(sums[content] for content in range(len(self.plan.sizes))))
-        verified = time.perf_counter()
-        report = await self._receiver.commit(publication)
-        ended = time.perf_counter()
-        self._key_joined = True
-        return {
-            "whole": ended - began,
-            "prepare": prepared - began,
-            "transfer": transferred - prepared,
-            "wire": max(report.wire_s, *(told["transfer"] for told in sent)),
-            "verify": verified - transferred,
-            "commit": ended - verified,
-            "pause": report.pause_s,
-            "apply": report.apply_s,
-            "loader_bytes": float(report.loader_bytes),
-        }
+
+        async def prepare() -> list[bytes]:
+            return await self._all("prepare", self._sides.SerializeToString())
+
+        async def send(key: str) -> tuple[list[int], float]:
+            sent = await self._all("send", self._port, self._world, self._nccl_id, key, LIMIT_S)
+            sums = {content: value for told in sent for content, value in told["sums"].items()}
+            return [sums[content] for content in range(len(self.plan.sizes))], max(told["transfer"] for told in sent)
+
+        figures = await self._phases(began, request, prepare, send)
+        self._prepared = self._key_joined = True
+        return figures
 
     async def broadcast(self, version: int) -> dict[str, float]:
         """The same phases, by the path that is the oracle."""
-        self._attempts += 1
-        ref = weights_pb2.PublicationRef(job_id="bench", version=version, epoch=1, attempt=self._attempts)
-        publication, world = Publication.from_proto(ref), 1 + self.engine.world_size
-        store, port = serve_store("127.0.0.1", world, LIMIT_S)
-        began = time.perf_counter()
+        ref, world = self._next(version), 1 + self.engine.world_size
+        _store, port = serve_store("127.0.0.1", world, LIMIT_S)
+        plan_hash, began = gather_broadcast(self._manifest, world).hash, time.perf_counter()
         request = rollout_pb2.PrepareReceiveRequest(
             publication=ref,
             manifest=self._manifest.to_proto(),
             path=weights_pb2.PATH_GATHER_BROADCAST,
             rendezvous=weights_pb2.Rendezvous(host="127.0.0.1", port=port, world_size=world),
-            plan_hash=gather_broadcast(self._manifest, world).hash,
+            plan_hash=plan_hash,
             receiver=weights_pb2.Receiver(first_rank=1, world_size=self.engine.world_size),
             deadline_s=LIMIT_S,
         )
-        await self._receiver.prepare(request)
-        self._prepared, prepared = False, time.perf_counter()
+
+        async def prepare() -> list[bytes]:
+            return [plan_hash]
+
+        async def send(key: str) -> tuple[list[int], float]:
+            return await self._of(0, "broadcast", port, world, key, LIMIT_S), 0.0
+
+        figures = await self._phases(began, request, prepare, send)
+        self._prepared = False
+        return figures
+
+    def _next(self, version: int) -> weights_pb2.PublicationRef:
+        self._attempts += 1
+        return weights_pb2.PublicationRef(job_id="bench", version=version, epoch=1, attempt=self._attempts)
+
+    async def _phases(
+        self,
+        began: float,
+        request: rollout_pb2.PrepareReceiveRequest,
+        prepare: Callable[[], Awaitable[list[bytes]]],
+        send: Callable[[str], Awaitable[tuple[list[int], float]]],
+    ) -> dict[str, float]:
+        """From PREPARE to COMMIT. `prepare` and `send` are the senders' part: the plan's hashes; the checksums, and the
+        seconds of the slowest."""
+        publication = Publication.from_proto(request.publication)
+        agreed, hashes = await asyncio.gather(self._receiver.prepare(request), prepare())
+        assert set(hashes) == {agreed}, "the sides plan differently"
+        prepared = time.perf_counter()
         await self._receiver.transfer(publication)
-        sums = await self._of(0, "broadcast", port, world, publication.key, LIMIT_S)
+        sums, sent_s = await send(publication.key)
         transferred = time.perf_counter()
         await self._receiver.verify(publication, tuple(sums))
         verified = time.perf_counter()
         report = await self._receiver.commit(publication)
         ended = time.perf_counter()
-        del store
         return {
             "whole": ended - began,
             "prepare": prepared - began,
             "transfer": transferred - prepared,
-            "wire": report.wire_s,
+            "wire": max(report.wire_s, sent_s),
             "verify": verified - transferred,
             "commit": ended - verified,
             "pause": report.pause_s,

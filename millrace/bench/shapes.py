@@ -6,66 +6,49 @@ from millrace.megatron.shape import ExpertShape, LatentAttention, ModelShape, Ro
 ROPE = Rope(theta=1e6)
 
 
-def _qwen3(layers: int, hidden: int, ffn: int, heads: int, key_value_heads: int, *, tied: bool) -> ModelShape:
+PUBLISHED = (128, 151936, 40960)
+"""Size of a head, of the vocabulary, and of the context."""
+SMALL = (64, 1024, 512)
+"""As small as the kernels of engines on GPUs allow."""
+TINY = (32, 259, 512)
+
+
+def _qwen3(
+    layers: int,
+    hidden: int,
+    ffn: int,
+    heads: int,
+    key_value_heads: int,
+    *,
+    tied: bool = False,
+    experts: tuple[int, int, int] | None = None,
+    sizes: tuple[int, int, int] = PUBLISHED,
+) -> ModelShape:
+    """With `experts` (how many, for a token, their width) in every layer, Qwen3-MoE."""
     return ModelShape(
-        "qwen3", layers, hidden, ffn, heads, key_value_heads, 128, 151936, 40960, 1e-6, ROPE, tied, query_key_norm=True
+        "qwen3_moe" if experts else "qwen3",
+        layers,
+        hidden,
+        ffn,
+        heads,
+        key_value_heads,
+        *sizes,
+        1e-6,
+        ROPE,
+        tied,
+        query_key_norm=True,
+        experts=ExpertShape(*experts, (True,) * layers) if experts else None,
     )
 
 
 SHAPES: dict[str, ModelShape] = {
-    "tiny": ModelShape("qwen3", 2, 64, 96, 4, 2, 32, 259, 512, 1e-6, ROPE, True, query_key_norm=True),
-    "tiny-moe": ModelShape(
-        "qwen3_moe",
-        2,
-        64,
-        96,
-        4,
-        2,
-        32,
-        259,
-        512,
-        1e-6,
-        ROPE,
-        False,
-        query_key_norm=True,
-        experts=ExpertShape(8, 2, 32, (True, True)),
-    ),
-    # As small as the kernels of engines on GPUs allow.
-    "small": ModelShape("qwen3", 2, 256, 512, 4, 2, 64, 1024, 512, 1e-6, ROPE, True, query_key_norm=True),
-    "small-moe": ModelShape(
-        "qwen3_moe",
-        2,
-        256,
-        512,
-        4,
-        2,
-        64,
-        1024,
-        512,
-        1e-6,
-        ROPE,
-        False,
-        query_key_norm=True,
-        experts=ExpertShape(8, 2, 128, (True, True)),
-    ),
+    "tiny": _qwen3(2, 64, 96, 4, 2, tied=True, sizes=TINY),
+    "tiny-moe": _qwen3(2, 64, 96, 4, 2, experts=(8, 2, 32), sizes=TINY),
+    "small": _qwen3(2, 256, 512, 4, 2, tied=True, sizes=SMALL),
+    "small-moe": _qwen3(2, 256, 512, 4, 2, experts=(8, 2, 128), sizes=SMALL),
     "qwen3-1.7b": _qwen3(28, 2048, 6144, 16, 8, tied=True),
-    "qwen3-8b": _qwen3(36, 4096, 12288, 32, 8, tied=False),
-    "qwen3-30b-a3b": ModelShape(
-        "qwen3_moe",
-        48,
-        2048,
-        6144,
-        32,
-        4,
-        128,
-        151936,
-        40960,
-        1e-6,
-        ROPE,
-        False,
-        query_key_norm=True,
-        experts=ExpertShape(128, 8, 768, (True,) * 48),
-    ),
+    "qwen3-8b": _qwen3(36, 4096, 12288, 32, 8),
+    "qwen3-30b-a3b": _qwen3(48, 2048, 6144, 32, 4, experts=(128, 8, 768)),
     "deepseek-v3": ModelShape(
         "deepseek_v3",
         61,
