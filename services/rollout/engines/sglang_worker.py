@@ -97,6 +97,16 @@ class SglangReceiver(WeightReceiver):
         self.rank = rank
         self.model_config = SimpleNamespace(dtype=runner.dtype)
         self.get_model = lambda: runner.model
+        self._scheduler = scheduler
+
+    def label(self, version: int, recompute: bool) -> Answer:
+        """What is sampled from here on is of `version`. Requests that wait to be prefilled again must find none of the
+        old version's keys and values."""
+        LABEL.version = version
+        if recompute:
+            for waiting in self._scheduler.waiting_queue:
+                waiting.extra_key = str(version)
+        return {}
 
 
 class SchedulerInlet(Inlet):
@@ -105,7 +115,6 @@ class SchedulerInlet(Inlet):
     def __init__(self, scheduler: Any, rank: int) -> None:
         self._scheduler = scheduler
         self._receiver = SglangReceiver(scheduler, rank)
-        self._receiver.label = self._label  # type: ignore[attr-defined]
         self._due: queue.SimpleQueue[Request] = queue.SimpleQueue()
         self._held: Request | None = None
         super().__init__(os.environ[SOCKET], _introduction(scheduler, rank), self._taken)
@@ -128,15 +137,6 @@ class SchedulerInlet(Inlet):
                     return
                 _settle()
             self.answer(request, carried_out(self._receiver, request))
-
-    def _label(self, version: int, recompute: bool) -> Answer:
-        """What is sampled from here on is of `version`. Requests that wait to be prefilled again must find none of the
-        old version's keys and values."""
-        LABEL.version = version
-        if recompute:
-            for waiting in self._scheduler.waiting_queue:
-                waiting.extra_key = str(version)
-        return {}
 
 
 def _introduction(scheduler: Any, rank: int) -> dict[str, Any]:

@@ -5,6 +5,7 @@ generation stands still, by the thread that generates. Every method returns plai
 `{"failed": ..., "mend": ...}`, since only text crosses the engine's own channels whole.
 """
 
+import functools
 import threading
 from collections.abc import Callable
 from dataclasses import asdict
@@ -28,6 +29,20 @@ LOOK_S = 0.05
 """How long a look at what is under way waits for its end."""
 
 
+def _in_turn(method: Callable[..., Answer]) -> Callable[..., Answer]:
+    """Whatever begins, places or forgets a delivery, one at a time; what it refuses is its answer."""
+
+    @functools.wraps(method)
+    def answered(receiver: "WeightReceiver", *arguments: Any) -> Answer:
+        with receiver._millrace_turn:
+            try:
+                return method(receiver, *arguments)
+            except MillraceError as error:
+                return {"failed": error.what, "mend": error.mend}
+
+    return answered
+
+
 class WeightReceiver:
     """Uses `rank`, `model_config` and `get_model` of vLLM's Worker, which it is mixed into (`worker_extension_cls`), or
     of `sglang_worker.SglangReceiver`."""
@@ -49,63 +64,52 @@ class WeightReceiver:
     """What the last delivery's plan is about."""
     _millrace_inlet: Inlet | None = None
     _millrace_turn = threading.RLock()
-    """Held by whatever begins, places or forgets a delivery."""
 
     def millrace_open_inlet(self, path: str) -> Answer:
         """vLLM's: it is asked by vLLM's own call."""
         self._millrace_inlet = Inlet(path, {"rank": self.rank}, lambda request: carried_out(self, request))
         return {}
 
+    @_in_turn
     def millrace_prepare(self, delivery: bytes) -> Answer:
         """Makes ready for a delivery, forgetting an unfinished one. Asks for it whole where it names a plan that this
         worker does not know."""
-        with self._millrace_turn:
-            try:
-                self.millrace_abort()
-                if (coming := Delivery.decode(delivery, self._millrace_known)) is None:
-                    return {"unknown": True}
-                if not coming.plan_hash or coming.plan_hash != self._millrace_known.plan_hash:
-                    self._millrace_check(coming.manifest)
-                    self._millrace_known = Known.of(coming)
-                if coming.sides is not None:
-                    fits = self._millrace_kept_shards().fits(coming, coming.first_rank + self.rank)
-                    self._millrace_agreed = coming
-                    return {"fits": fits}
-            except MillraceError as error:
-                return {"failed": error.what, "mend": error.mend}
-            self._millrace_staging = Staging(coming, coming.first_rank + self.rank)
-            return {}
+        self.millrace_abort()
+        if (coming := Delivery.decode(delivery, self._millrace_known)) is None:
+            return {"unknown": True}
+        if not coming.plan_hash or coming.plan_hash != self._millrace_known.plan_hash:
+            self._millrace_check(coming.manifest)
+            self._millrace_known = Known.of(coming)
+        if coming.sides is not None:
+            fits = self._millrace_kept_shards().fits(coming, coming.first_rank + self.rank)
+            self._millrace_agreed = coming
+            return {"fits": fits}
+        self._millrace_staging = Staging(coming, coming.first_rank + self.rank)
+        return {}
 
+    @_in_turn
     def millrace_describe(self, manifest: bytes) -> Answer:
         """What this worker wants of a manifest, and whether its parameters lie on a GPU."""
-        try:
-            told = Manifest.from_proto(weights_pb2.Manifest.FromString(manifest))
-            self._millrace_check(told)
-            return {"boxes": self._millrace_kept_shards().boxes(told).encode()}
-        except MillraceError as error:
-            return {"failed": error.what, "mend": error.mend}
+        told = Manifest.from_proto(weights_pb2.Manifest.FromString(manifest))
+        self._millrace_check(told)
+        return {"boxes": self._millrace_kept_shards().boxes(told).encode()}
 
     def millrace_checksums(self) -> Answer:
         """Of every parameter of the model, as it lies in this worker."""
         return {"checksums": {name: checksum(parameter) for name, parameter in self.get_model().named_parameters()}}
 
+    @_in_turn
     def millrace_ready(self, staged: bool) -> Answer:
         """Makes slots or staging ready for the sharded delivery that was prepared."""
-        with self._millrace_turn:
-            return self._millrace_made_ready(staged)
-
-    def _millrace_made_ready(self, staged: bool) -> Answer:
         coming, self._millrace_agreed = self._millrace_agreed, None
         if coming is None:
             return {"failed": "the publication was aborted.", "mend": ""}
-        try:
-            shards = self._millrace_kept_shards()
-            self._millrace_coming = shards.prepare(coming, coming.first_rank + self.rank, staged=staged)
-        except MillraceError as error:
-            return {"failed": error.what, "mend": error.mend}
+        shards = self._millrace_kept_shards()
+        self._millrace_coming = shards.prepare(coming, coming.first_rank + self.rank, staged=staged)
         self._millrace_staged = staged
         return {}
 
+    @_in_turn
     def millrace_begin(self) -> Answer:
         """Starts receiving in a thread and returns at once: generation goes on."""
         if self._millrace_coming is not None:
@@ -145,53 +149,40 @@ class WeightReceiver:
         contents = list(coming.result.sums.items())
         return {"done": True, "contents": contents, "wire_s": times.wire_s, "checksum_s": times.verify_s}
 
-    def _millrace_placed(self, coming: Coming) -> Answer:
-        try:
-            placed = self._millrace_kept_shards().place(coming, staged=self._millrace_staged)
-            self._millrace_computed().follow()
-        except MillraceError as error:
-            return {"failed": error.what, "mend": error.mend}
-        return {"unplaced": [], **asdict(placed)}
-
+    @_in_turn
     def millrace_apply(self) -> Answer:
         """Puts the received version in place. Only while generation is paused."""
-        with self._millrace_turn:
-            return self._millrace_applied()
-
-    def _millrace_applied(self) -> Answer:
         coming, self._millrace_coming = self._millrace_coming, None
         if coming is not None:
-            return self._millrace_placed(coming)
+            placed = self._millrace_kept_shards().place(coming, staged=self._millrace_staged)
+            self._millrace_computed().follow()
+            return {"unplaced": [], **asdict(placed)}
         staging, self._millrace_staging = self._millrace_staging, None
         if staging is None:
             return {"failed": "the publication was aborted.", "mend": ""}
         try:
             applied = self._millrace_filled_shelf().apply(staging)
             self._millrace_computed().follow()
-        except MillraceError as error:
-            return {"failed": error.what, "mend": error.mend}
         finally:
             staging.close()
         return {"apply_s": applied.apply_s, "compare_s": applied.compare_s, "unplaced": list(applied.unplaced)}
 
+    @_in_turn
     def millrace_abort(self) -> Answer:
-        with self._millrace_turn:
-            self._millrace_agreed = None
-            staging, self._millrace_staging = self._millrace_staging, None
-            if staging is not None:
-                staging.close()
-            coming, self._millrace_coming = self._millrace_coming, None
-            if coming is not None:
-                coming.close()
-            return {}
+        self._millrace_agreed = None
+        staging, self._millrace_staging = self._millrace_staging, None
+        if staging is not None:
+            staging.close()
+        coming, self._millrace_coming = self._millrace_coming, None
+        if coming is not None:
+            coming.close()
+        return {}
 
+    @_in_turn
     def millrace_prepare_send(self, delivery: bytes, served: str) -> Answer:
         """Checks that what publication `served` put in place can be sent; NCCL's id where this rank has to make one."""
         self.millrace_end_send()
-        try:
-            self._millrace_source = self._millrace_kept_shards().source(_whole(delivery), self.rank, served)
-        except MillraceError as error:
-            return {"failed": error.what, "mend": error.mend}
+        self._millrace_source = self._millrace_kept_shards().source(_whole(delivery), self.rank, served)
         return {"nccl_id": nccl_id(self.rank == 0 and self._millrace_source.device.type == "cuda")}
 
     def millrace_send(self, delivery: bytes) -> Answer:
