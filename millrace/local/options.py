@@ -92,7 +92,13 @@ def services(options: StackOptions, devices: Sequence[str] = ()) -> list[Service
     several = torchrun if options.ranks > 1 else ()
     environment = {**LOCAL, **options.environment}
     trained_on, *generated_on = share_out(devices, options.ranks, options.replicas, options.gpus_per_replica)
-    engines = [options.engines[number % len(options.engines)] for number in range(options.replicas)]
+
+    def replica(number: int, visible: Mapping[str, str]) -> Service:
+        engine = options.engines[number % len(options.engines)]
+        module = (options.pythons.get(engine, python), "-m", "services.rollout")
+        argv = (*module, "--coordinator", coordinator, "--engine", engine, "--port", "0")
+        return Service(f"rollout-{number}", argv, {**environment, **visible}, vital=False, grace_s=20.0)
+
     return [
         Service(
             "coordinator",
@@ -108,17 +114,7 @@ def services(options: StackOptions, devices: Sequence[str] = ()) -> list[Service
             vital=True,
             grace_s=20.0,
         ),
-        *(
-            Service(
-                f"rollout-{number}",
-                (*rollout, "--coordinator", coordinator, "--engine", engine, "--port", "0"),
-                {**environment, **visible},
-                vital=False,
-                grace_s=20.0,
-            )
-            for number, (engine, visible) in enumerate(zip(engines, generated_on, strict=True))
-            for rollout in [(options.pythons.get(engine, python), "-m", "services.rollout")]
-        ),
+        *(replica(number, visible) for number, visible in enumerate(generated_on)),
     ]
 
 
@@ -144,8 +140,7 @@ def share_out(devices: Sequence[str], ranks: int, replicas: int, each: int = 1) 
 def pythons(told: Sequence[str]) -> dict[str, str]:
     """From `ENGINE=PATH` each. Raises InvalidState for anything else."""
     found = dict(each.partition("=")[::2] for each in told)
-    if wrong := [each for each in told if "=" not in each or not Path(each.partition("=")[2]).is_file()]:
-        raise InvalidState(
-            f"--python: {wrong[0]!r} names no interpreter.", "write ENGINE=PATH, as sglang=/venvs/sglang/bin/python."
-        )
+    if wrong := [engine for engine, path in found.items() if not Path(path).is_file()]:
+        what = f"--python: {wrong[0]}={found[wrong[0]]} names no interpreter."
+        raise InvalidState(what, "write ENGINE=PATH, as sglang=/venvs/sglang/bin/python.")
     return found

@@ -115,6 +115,8 @@ class Whole:
         self.deadline_s, self.latest_s = deadline_s, latest_s
         self.job = ""
         self.replicas: list[HeldReplica] = []
+        self.recovered: dict[str, float] = {}
+        """Fault → seconds."""
         self._told: list[Event] = []
         self._trainers = contextlib.ExitStack()
         self.trainer = self.another_trainer()
@@ -124,6 +126,9 @@ class Whole:
         return self.coordinator.client
 
     def begin(self, job: dict[str, Any]) -> None:
+        """Strictly on-policy, and without an end."""
+        job["rollout"] |= {"max_response_tokens": 24, "samples_per_prompt": 2}
+        job["schedule"] |= {"steps": 100_000, "prompts_per_step": 4, "max_staleness": 0}
         job["deadlines"] = {"publication_s": self.deadline_s}
         job["publication"] = {"path": "sharded"}
         self.job = self.client.submit(job).id
@@ -230,10 +235,16 @@ class Whole:
         view = self.client.job(self.job)
         return view if view.state != "paused" else None
 
+    def undergo(self, fault: str) -> None:
+        """One of FAULTS. How long it took is printed at the end."""
+        self.recovered[fault] = FAULTS[fault](self)
+
     def close(self) -> None:
         for replica in self.replicas:
             replica.end()
         self._trainers.close()
+        for fault, seconds in self.recovered.items():
+            print(f"| {self.engine} | {fault} | {seconds:.2f} |")
 
     def logs(self) -> str:
         """The last lines that each process wrote."""
