@@ -11,9 +11,9 @@ import importlib.util
 import itertools
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import psutil
@@ -41,10 +41,14 @@ from services.rollout.engines.worker_engine import Answers, WorkerEngine, sample
 from services.rollout.lifeline import own_descendants
 
 log = structlog.get_logger(__name__)
+T = TypeVar("T")
 LOOK_EVERY_S = 0.5
 """How often its processes are looked after."""
 MEET_S = 60.0
 """From SGLang's being ready until every scheduler has opened its inlet."""
+WARM_UP_REQUESTS = 256
+WARM_UP_TOKENS = 48
+"""Of a batch that only warms up: how many, and how long the longest prompt."""
 PAUSES: dict[CachePolicy, str] = {"recompute": "retract", "keep": "in_place"}
 """SGLang's words: requests in flight are prefilled again, or go on with the keys and values that they have."""
 
@@ -94,7 +98,21 @@ class SglangEngine(WorkerEngine):
         ranks = await self._inlets.meet(self._engine.server_args.tp_size, MEET_S)
         self.world_size, self.dtype, self.device = len(ranks), ranks[0]["dtype"], ranks[0]["device"]
         self.capacity = samples_that_fit(ranks[0]["requests"], ranks[0]["tokens"], self._context)
+        await self._while_alive(self._warm_up())
         self._watch = asyncio.create_task(self._look_after(self._engine.get_all_child_pids()))
+
+    async def _warm_up(self) -> None:
+        """One large batch of short requests. What SGLang compiles on its first use would otherwise be compiled in front
+        of a publication that waits for the batch to end: seconds."""
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        requests, longest = min(self.capacity, WARM_UP_REQUESTS), min(WARM_UP_TOKENS, self._context - 2)
+        request = GenerateReqInput(
+            input_ids=[[number % WARM_UP_TOKENS] * (1 + number % longest) for number in range(requests)],
+            sampling_params={"max_new_tokens": 2, "ignore_eos": True},
+            return_logprob=True,
+        )
+        await self._last_output(request)
 
     def _handle_outputs(self) -> None:
         """As SGLang would with the first request; but it would take over this process's signals too."""
@@ -178,20 +196,27 @@ class SglangEngine(WorkerEngine):
         )
         self._check_alive()
         self._running.add(request_id)
-        asking = asyncio.create_task(self._last_output(request))
+        try:
+            final = await self._while_alive(self._last_output(request))
+            return await self._sample(request_id, final, sampling)
+        finally:
+            self._running.discard(request_id)
+            if not self._death.done() and self._engine is not None:
+                self._manager.abort_request(rid=request_id)  # nothing, where it has ended
+
+    async def _while_alive(self, answer: Coroutine[Any, Any, T]) -> T:
+        """Raises EngineDied once a process of SGLang has ended: nobody would answer."""
+        asking = asyncio.create_task(answer)
         try:
             either: list[asyncio.Future[Any]] = [asking, self._death]
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             self._check_alive()
-            return await self._sample(request_id, asking.result(), sampling)
+            return asking.result()
         finally:
-            self._running.discard(request_id)
-            if not asking.done():
-                asking.cancel()
-                if not self._death.done() and self._engine is not None:
-                    self._manager.abort_request(rid=request_id)
+            asking.cancel()
 
-    async def _last_output(self, request: Any) -> dict[str, Any] | None:
+    async def _last_output(self, request: Any) -> Any:
+        """Of one request its output, of a batch a list of them; None where there was none."""
         final = None
         async for output in self._manager.generate_request(request, None):
             final = output

@@ -52,12 +52,12 @@ SERVED_LATENT: dict[str, Any] = {**SERVED, "kv_lora_rank": 512, "qk_rope_head_di
 """Sizes that the kernels of vLLM's CPU build take: heads of 32, a latent cache of 576."""
 
 
-def random_model(kind: str, *, served: bool = False) -> PreTrainedModel:
+def random_model(kind: str, *, served: bool = False, **sizes: int) -> PreTrainedModel:
     """Weights larger than the usual start, float32: distributions far from uniform, experts far from alike. `served`:
-    of sizes that vLLM's CPU build takes."""
+    of sizes that vLLM's CPU build takes. `sizes` go before both."""
     torch.manual_seed(0)
-    sizes = ({**GROUPED, **SERVED}, {**LATENT, **SERVED_LATENT}) if served else (GROUPED, LATENT)
-    model = _untrained(kind, *sizes).float().eval()
+    grouped, latent = ({**GROUPED, **SERVED}, {**LATENT, **SERVED_LATENT}) if served else (GROUPED, LATENT)
+    model = _untrained(kind, {**grouped, **sizes}, {**latent, **sizes}).float().eval()
     biases = [buffer for name, buffer in model.named_buffers() if "bias" in name]
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -108,8 +108,8 @@ def _untrained(kind: str, grouped: dict[str, Any], latent: dict[str, Any]) -> Pr
     raise ValueError(kind)
 
 
-def save(kind: str, folder: Path, *, served: bool = False) -> PreTrainedModel:
-    model = random_model(kind, served=served)
+def save(kind: str, folder: Path, *, served: bool = False, **sizes: int) -> PreTrainedModel:
+    model = random_model(kind, served=served, **sizes)
     model.save_pretrained(folder)
     return model
 
