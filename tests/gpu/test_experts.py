@@ -16,7 +16,6 @@ from services.rollout.engines.engine import Engine, Sample, Sampling
 from services.rollout.engines.routing import Routing
 from tests.models import byte_tokenizer
 from tests.sender import Sender
-from tests.services.rollout.conftest import Run
 from tests.services.rollout.jobs import job_spec
 from tests.services.rollout.reference import logprobs
 from tests.services.rollout.test_experts import PROMPT, receive
@@ -44,7 +43,7 @@ async def samples_of(engine: Engine, prompts: Sequence[list[int]], tokens: int) 
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v3", "moonlight"])
-def test_attention_on_latents_samples_from_the_version_that_came_last(kind: str, run: Run, tmp_path: Path) -> None:
+def test_attention_on_latents_samples_from_the_version_that_came_last(kind: str, tmp_path: Path) -> None:
     model = tiny.save(kind, tmp_path, served=True, **LATENT_SIZES)
     byte_tokenizer().save_pretrained(tmp_path)
     tensors = bfloat16(tmp_path)
@@ -67,12 +66,12 @@ def test_attention_on_latents_samples_from_the_version_that_came_last(kind: str,
             await engine.stop()
 
     plain = model.bfloat16()
-    apart = np.concatenate([logprobs(plain, PROMPT, s.tokens) - s.logprobs for s in run(scenario())])
+    apart = np.concatenate([logprobs(plain, PROMPT, s.tokens) - s.logprobs for s in asyncio.run(scenario())])
     assert np.isfinite(apart).all()
     assert np.mean(np.expm1(apart) - apart) < 0.01
 
 
-def test_experts_of_every_token_come_back(run: Run, tmp_path: Path) -> None:
+def test_experts_of_every_token_come_back(tmp_path: Path) -> None:
     model = tiny.save("qwen3_moe", tmp_path, served=True, **GROUPED_SIZES)
     byte_tokenizer().save_pretrained(tmp_path)
     spec = job_spec(
@@ -92,7 +91,7 @@ def test_experts_of_every_token_come_back(run: Run, tmp_path: Path) -> None:
         finally:
             await engine.stop()
 
-    samples = run(scenario())
+    samples = asyncio.run(scenario())
     model.bfloat16()
     routing = Routing(model)
     same = []

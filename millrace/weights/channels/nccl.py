@@ -3,6 +3,9 @@
 Pointers and streams are passed; nothing is copied. Operations run on a stream of the channel's own, ordered with the
 caller's by events. No call waits for the GPU, so none can be stuck there: who waits looks at the clock and at NCCL's
 asynchronous errors in between, and past the deadline the communicator is aborted, which ends its kernels.
+
+NCCL ends a communicator only together with the other processes of the host, and waits for one that stands still: ending
+it has a thread of its own, which is left to itself after a moment.
 """
 
 import threading
@@ -18,6 +21,8 @@ from millrace.weights.channels.channel import Breakable, Parcel
 ID_BYTES = 128
 LOOK_EVERY_S = 50e-6
 ERRORS_EVERY_S = 0.01
+ENDS_S = 0.5
+"""How long the end of a communicator is waited for. Its kernels end in milliseconds."""
 
 
 def unique_id() -> bytes:
@@ -36,6 +41,7 @@ class NcclChannel(Breakable):
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._lock = threading.Lock()
+        self._ending: threading.Thread | None = None
         self._looked = 0.0
 
     @classmethod
@@ -88,35 +94,41 @@ class NcclChannel(Breakable):
         if now - self._looked > ERRORS_EVERY_S:
             self._looked = now
             try:
-                self._communicator.check_async_error()
+                with self._lock:
+                    self._communicator.check_async_error()
             except RuntimeError as error:
                 raise self.failed(f"a peer is gone, or the link: {error}") from error
 
     def abort(self, reason: str = "it was aborted") -> None:
         """Ends NCCL's kernels where they stand."""
         self.failed(reason)
-        with self._lock:
-            communicator, self._communicator = self._communicator, _Gone(self._communicator)
-            if not isinstance(communicator, _Gone):
-                communicator.abort()
+        self._end(aborts=True)
 
     def close(self) -> None:
         """Frees the communicator; one that failed is aborted, since destroying it would wait for its operations."""
-        if self._failure is not None:
-            self.abort()
-            return
+        self._end(aborts=self._failure is not None)
+
+    def _end(self, *, aborts: bool) -> None:
+        """Whoever comes second waits for the same end."""
         with self._lock:
-            communicator, self._communicator = self._communicator, _Gone(self._communicator)
-            if not isinstance(communicator, _Gone):
-                self._stream.synchronize()
-                communicator.destroy()
+            if self._ending is None:
+                communicator, self._communicator = self._communicator, _Gone()
+                self._ending = threading.Thread(
+                    target=communicator.abort if aborts else self._destroy,
+                    args=() if aborts else (communicator,),
+                    name=f"end of {self.key}",
+                    daemon=True,
+                )
+                self._ending.start()
+        self._ending.join(ENDS_S)
+
+    def _destroy(self, communicator: Any) -> None:
+        self._stream.synchronize()
+        communicator.destroy()
 
 
 class _Gone:
-    """In place of a communicator that was aborted or destroyed; keeps it, as another thread may be inside it."""
-
-    def __init__(self, communicator: Any) -> None:
-        self._communicator = communicator
+    """In place of a communicator that was aborted or destroyed."""
 
     def send(self, *unused: Any) -> None:
         raise RuntimeError("the communicator is gone")

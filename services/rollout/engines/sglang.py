@@ -157,6 +157,9 @@ class SglangEngine(WorkerEngine):
             await asyncio.get_running_loop().run_in_executor(self._thread, _shut_down, engine)
             for task in list(self._manager.asyncio_tasks):
                 task.cancel()
+            # Unsent messages to processes that have ended would hold up this one's end.
+            for socket in (self._manager.recv_from_detokenizer, self._manager.send_to_scheduler):
+                socket.close(linger=0)
         await self._inlets.close()
         with contextlib.suppress(ValueError, RuntimeError):
             asyncio.get_running_loop().remove_signal_handler(signal.SIGQUIT)
@@ -238,10 +241,11 @@ class SglangEngine(WorkerEngine):
             raise InvalidState(f"SGLang ended sample {request_id} with {ended}.", "the prompt is issued again.")
         meta = final["meta_info"]
         tokens = np.asarray(final["output_ids"], dtype=np.int32)
-        stop_reason = StopReason.LENGTH
-        if ended["type"] == "stop":
-            by_string = isinstance(ended.get("matched"), str)
-            stop_reason = StopReason.STOP_STRING if by_string else StopReason.END_OF_TURN
+        if ended["type"] == "stop" and isinstance(ended.get("matched"), str):
+            stop_reason = StopReason.STOP_STRING
+        else:  # of an end of turn that is the last token that fits, SGLang says length
+            ends = len(tokens) > 0 and int(tokens[-1]) in self._end_of_turn
+            stop_reason = StopReason.END_OF_TURN if ends else StopReason.LENGTH
         # With stop strings SGLang has made the text already, and cut it.
         text = str(final["text"]) if sampling.stop else await asyncio.to_thread(self._decode, tokens.tolist())
         return Sample(

@@ -6,7 +6,7 @@ from typing import Any
 from millrace.spec import JobSpec, parse
 
 ENGINE_OPTIONS = {
-    "vllm": {"max_num_seqs": 16, "kv_cache_memory_bytes": 1 << 27},
+    "vllm": {"max_num_seqs": 16, "kv_cache_memory_bytes": 1 << 27, "gpu_memory_utilization": 0.1},
     "sglang": {
         "max_running_requests": 16,
         "max_total_tokens": 16384,

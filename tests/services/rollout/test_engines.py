@@ -91,14 +91,15 @@ class Case:
         return random_model(tied=self.tied, seed=seed, dtype=self.dtype)
 
     def agrees(self, reported: Any, expected: Any) -> bool:
-        """Whether log-probabilities are the same: float32 by the largest difference, bfloat16 by the mean KL."""
+        """Whether log-probabilities are the same: float32 by the largest difference, bfloat16 by the mean KL; on GPUs,
+        where kernels multiply float32 with fewer bits, by a mean KL a thousand times smaller."""
         difference = np.asarray(expected, dtype=np.float64) - np.asarray(reported, dtype=np.float64)
-        if self.dtype == torch.float32:
-            # On GPUs attention multiplies in TF32.
-            return bool(np.abs(difference).max(initial=0.0) < (1e-3 if self.engine.device == "cpu" else 1e-2))
+        if self.dtype == torch.float32 and self.engine.device == "cpu":
+            return bool(np.abs(difference).max(initial=0.0) < 1e-3)
         # Rounding moves a token that lies on the edge of top-k or top-p to the other side now and then.
         kept = difference[np.isfinite(difference)]
-        return len(kept) >= 0.9 * len(difference) and bool((np.exp(kept) - 1 - kept).sum() <= 0.01 * len(kept))
+        bound = 0.01 if self.dtype == torch.bfloat16 else 1e-5
+        return len(kept) >= 0.9 * len(difference) and bool((np.exp(kept) - 1 - kept).sum() <= bound * len(kept))
 
     def agrees_with_all(self, samples: list[Sample], sampling: dict[str, Any]) -> bool:
         """Whether samples of PROMPT agree with the model. One by one would be too strict: a token of three that lies on
@@ -354,6 +355,8 @@ def test_versions_that_we_mark_are_those_that_vllm_reports(
     if case.engine.name != "vllm":
         pytest.skip("only vLLM reports versions by itself")
     engine: Any = case.engine
+    if engine._marks is not None:
+        pytest.skip("this release of vLLM reports none")
     marks, reported = VersionMarks(), []
 
     def spans(request_id: str, output: Any, tokens: int) -> Any:
@@ -559,6 +562,9 @@ def kill(engine: Any) -> None:
     if engine.name == "sglang":
         os.kill(engine._engine.get_all_child_pids()[0], signal.SIGKILL)
         return
-    workers = [p for p in psutil.Process().children(recursive=True) if "VLLM::Worker" in " ".join(p.cmdline())]
+    below = [(p, " ".join(p.cmdline())) for p in psutil.Process().children(recursive=True)]
+    workers = [p for p, command in below if "VLLM::Worker" in command]
+    if not workers:  # a single one is in the core's process on GPUs
+        workers = [p for p, command in below if "VLLM::EngineCore" in command]
     assert len(workers) == 1
     workers[0].kill()
