@@ -257,7 +257,9 @@ def a_receiver_is_lost(whole: Whole, how: signal.Signals, phase: str) -> float:
     member, since = victim.member, time.time()
     victim.strike(how)
     (failed,) = whole.until("the failure is told", lambda: whole.events("publication.failed", since))
-    assert failed.data["culprits"] == [member] and failed.data["phase"] == phase, failed
+    # NCCL takes small messages for a receiver that does not look: the sender is through, and it is missed one later.
+    told = ("transfer", "verify") if phase == "transfer" and whole.devices else (phase,)
+    assert failed.data["culprits"] == [member] and failed.data["phase"] in told, failed
     assert failed.time_s - since < 3 * whole.deadline_s, failed
     done = whole.recovers(since)
     assert member not in {m["member"] for m in done[0].data["members"]}, done[0]
