@@ -16,7 +16,7 @@ from services.rollout.engines.engine import Engine, Sample, Sampling
 from services.rollout.engines.routing import Routing
 from tests.models import byte_tokenizer
 from tests.sender import Sender
-from tests.services.rollout.jobs import job_spec
+from tests.services.rollout.jobs import ENGINE_OPTIONS, job_spec
 from tests.services.rollout.reference import logprobs
 from tests.services.rollout.test_experts import PROMPT, receive
 from tests.services.trainer.backends.megatron import tiny
@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a CUDA device"),
     pytest.mark.skipif(not probe("vllm").ok, reason="needs vLLM"),
 ]
-OPTIONS = {"max_num_seqs": 8, "enforce_eager": True, "gpu_memory_utilization": 0.1}
+OPTIONS = {**ENGINE_OPTIONS["vllm"], "enforce_eager": True}
 LATENT_SIZES = {"num_attention_heads": 16, "num_key_value_heads": 16, "qk_nope_head_dim": 128, "v_head_dim": 128}
 """As DeepSeek's own heads."""
 GROUPED_SIZES = {"hidden_size": 256, "moe_intermediate_size": 128}

@@ -81,7 +81,7 @@ def _untrained(kind: str, grouped: dict[str, Any], latent: dict[str, Any]) -> Pr
             from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
             experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
-            return Qwen3MoeForCausalLM(Qwen3MoeConfig(**grouped, **experts, head_dim=32, mlp_only_layers=[1]))
+            return Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**experts, **grouped}, head_dim=32, mlp_only_layers=[1]))
         case "mixtral":
             from transformers import MixtralConfig, MixtralForCausalLM
 
