@@ -102,8 +102,11 @@ OF_FOUR: dict[str, tuple[str, dict[str, Any]]] = {
     "dense PP4": ("dense", {"pipeline_parallel": 4}),
     "moe TP2 EP2 PP2": ("moe", {"tensor_parallel": 2, "pipeline_parallel": 2, **EXPERTS_WHOLE}),
     "latent TP2 EP2 PP2": ("latent", {"tensor_parallel": 2, "pipeline_parallel": 2, **EXPERTS_WHOLE}),
+    "latent TP2 EP2 DP2": ("latent", {"tensor_parallel": 2, **EXPERTS_WHOLE}),
 }
 """On four. What the sizes leave over is data parallelism."""
+REFERENCES = ("dense", "moe", "told", "latent")
+"""Of ALONE: what is compared with."""
 GPU_ONLY = ("CP", "offload", "moe_act", "moments")
 
 ONE_PRODUCT = {"NVTE_USE_CUTLASS_GROUPED_GEMM": "1"}
@@ -114,42 +117,56 @@ OWN_QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
 
 
 def equal(place: Place) -> list[Launch]:
-    """The same batch by every topology and by Hugging Face and FSDP2."""
-    laptop = not place.cuda
-    for kind in ("dense", "moe", "latent"):
-        models.small_model(kind, place.scratch / kind, laptop=laptop)
-
-    def case(name: str, of: str, **more: Any) -> Case:
-        return {
-            "name": name,
-            "kind": "compare",
-            "model": str(place.scratch / of),
-            "file": str(place.scratch / "trained" / f"{name}.safetensors"),
-            "told": name.startswith("told"),
-            "dtype": place.dtype,
-            "vocabulary": 1024 * (1 if laptop else 4),
-            "longest": 64 if laptop else 1024,
-            "limit_s": 60.0,
-            **more,
-        }
-
-    def all_of(table: dict[str, tuple[str, dict[str, Any]]]) -> list[Case]:
-        return _possible(place, [case(name, kind, options=options) for name, (kind, options) in table.items()])
-
+    """The same batch by every topology of one and two GPUs, and by Hugging Face and FSDP2."""
     others = [
-        *(case(f"{kind}, huggingface float32", kind, kind="huggingface") for kind in ("dense", "moe", "latent")),
-        case("told, huggingface float32", "moe", kind="huggingface"),
-        *(case(f"{kind}, fsdp2", kind, backend="fsdp2") for kind in ("dense", "moe")),
+        *_by_hugging_face(place),
+        *(_compared(place, f"{kind}, fsdp2", kind, backend="fsdp2") for kind in ("dense", "moe")),
         {"name": "deepep", "kind": "deepep", "limit_s": 30.0},
     ]
-    launches = [
-        Launch("equal-1", (0,), 130.0, all_of(ALONE)),
+    return [
+        Launch("equal-1", (0,), 130.0, _all_of(place, ALONE)),
         Launch("equal-others", (1,), 130.0, others),
-        Launch("equal-2", place.apart(2), 150.0, all_of(TOGETHER)),
+        Launch("equal-2", place.apart(2), 150.0, _all_of(place, TOGETHER)),
     ]
-    if place.gpus >= 4:
-        launches.append(Launch("equal-4", place.apart(4), 170.0, all_of(OF_FOUR)))
-    return launches
+
+
+def equal_on_four(place: Place) -> list[Launch]:
+    """The same batch by the topologies of four GPUs, beside one GPU and Hugging Face."""
+    if place.gpus < 4:
+        return []
+    references = _all_of(place, {name: ALONE[name] for name in REFERENCES})
+    return [
+        Launch("equal-references", (0,), 80.0, references),
+        Launch("equal-hugging-face", (1,), 80.0, _by_hugging_face(place)),
+        Launch("equal-4", place.apart(4), 200.0, _all_of(place, OF_FOUR)),
+    ]
+
+
+def _compared(place: Place, name: str, of: str, **more: Any) -> Case:
+    laptop = not place.cuda
+    if not (model := place.scratch / of).exists():
+        models.small_model(of, model, laptop=laptop)
+    return {
+        "name": name,
+        "kind": "compare",
+        "model": str(model),
+        "file": str(place.scratch / "trained" / f"{name}.safetensors"),
+        "told": name.startswith("told"),
+        "dtype": place.dtype,
+        "vocabulary": 1024 * (1 if laptop else 4),
+        "longest": 64 if laptop else 1024,
+        "limit_s": 60.0,
+        **more,
+    }
+
+
+def _all_of(place: Place, table: Mapping[str, tuple[str, dict[str, Any]]]) -> list[Case]:
+    return _possible(place, [_compared(place, name, of, options=options) for name, (of, options) in table.items()])
+
+
+def _by_hugging_face(place: Place) -> list[Case]:
+    kinds = {"dense": "dense", "moe": "moe", "latent": "latent", "told": "moe"}
+    return [_compared(place, f"{kind}, huggingface float32", of, kind="huggingface") for kind, of in kinds.items()]
 
 
 def memory(place: Place) -> list[Launch]:
@@ -262,7 +279,15 @@ def logprob(place: Place) -> list[Launch]:
     return [Launch("logprob", (1,), 90.0, cases)]
 
 
-PARTS = {"logprob": logprob, "equal": equal, "memory": memory, "mfu": mfu, "mfu-moe": mfu_moe, "experts": experts}
+PARTS = {
+    "logprob": logprob,
+    "equal": equal,
+    "equal-4": equal_on_four,
+    "memory": memory,
+    "mfu": mfu,
+    "mfu-moe": mfu_moe,
+    "experts": experts,
+}
 
 
 def _possible(place: Place, cases: list[Case]) -> list[Case]:

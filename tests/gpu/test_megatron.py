@@ -25,10 +25,13 @@ pytestmark = [
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+@pytest.fixture(scope="module", params=["equal", "equal-4"])
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    if request.param == "equal-4" and torch.cuda.device_count() < 4:
+        pytest.skip("needs four GPUs")
     out = tmp_path_factory.mktemp("out")
-    command = [sys.executable, "-m", "benchmarks.megatron", "--out", str(out), "--parts", "equal", "--budget-s", "600"]
+    command = [sys.executable, "-m", "benchmarks.megatron", "--out", str(out), "--parts", request.param]
+    command += ["--budget-s", "600"]
     subprocess.run(command, cwd=ROOT, check=True, timeout=650)
     return dict(json.loads((out / "results.json").read_text()))
 
@@ -55,6 +58,7 @@ def test_every_topology_trains_as_hugging_face_does(found: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("saving", ["recompute", "offload"])
+@pytest.mark.parametrize("found", ["equal"], indirect=True)
 def test_savings_change_memory_and_not_numbers(saving: str, found: dict[str, Any]) -> None:
     apart = found["equal"]
     for name in (name for name in apart if saving in name and "DP2" not in name):

@@ -18,7 +18,7 @@ pytestmark = [
 ]
 ROOT = Path(__file__).parents[2]
 OPTIONS = {
-    "vllm": {"enforce_eager": True, "gpu_memory_utilization": 0.1},
+    "vllm": {"enforce_eager": True, "gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 28},
     "sglang": {"attention_backend": "triton", "disable_cuda_graph": True, "mem_fraction_static": 0.3},
 }
 SPREAD = {"vllm": "tensor_parallel_size", "sglang": "tp_size"}
