@@ -61,6 +61,8 @@ class JobRecord:
     """The version that the trainer holds according to the ledger."""
     lineage: int = 0
     """Grows whenever the trainer goes back: the versions of another lineage mean nothing in this one."""
+    configuration: str = ""
+    """Names the last time that a trainer loaded the job: one that holds it from another time stands elsewhere."""
     cursor: int = 0
     """Prompts drawn from the data, over all passes."""
     rows: int = 0

@@ -90,7 +90,7 @@ class Runner:
             await self._fail(job.id, run, f"a bug in the coordinator: {type(error).__name__}: {error}")
         finally:
             self._parts.queue.standing = None
-            self._parts.trainer.holds = None
+            self._parts.trainer.release()
 
     async def _opened(self, job: JobRecord) -> Run:
         """Raises InvalidJob where the data has gone since the submission."""

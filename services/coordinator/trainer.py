@@ -19,7 +19,17 @@ class Trainer:
         self.turn = asyncio.Lock()
         """Held while the trainer steps, publishes, saves or loads, and until the ledger knows of it."""
         self._fleet = fleet
+        self._seated: Member | None = None
         self._held: tuple[Member, JobId, Version] | None = None
+
+    def take(self) -> None:
+        """From here on it is whoever holds the seat now: nobody else is asked until this is called again. Raises
+        TrainerLost."""
+        self._seated = None
+        self._seated = self.member
+
+    def release(self) -> None:
+        self._seated = self._held = None
 
     @property
     def holds(self) -> tuple[JobId, Version] | None:
@@ -30,14 +40,17 @@ class Trainer:
 
     @holds.setter
     def holds(self, held: tuple[JobId, Version] | None) -> None:
-        self._held = (self.member, *held) if held is not None else None
+        self._held = (self._seated or self.member, *held) if held is not None else None
 
     @property
     def member(self) -> Member:
-        """Raises TrainerLost."""
-        if member := self._fleet.trainer:
-            return member
-        raise TrainerLost("there is no trainer in the fleet.", "start one.")
+        """Raises TrainerLost where there is none, and where the seat is another's by now."""
+        member = self._fleet.trainer
+        if member is None:
+            raise TrainerLost("there is no trainer in the fleet.", "start one.")
+        if self._seated is not None and member is not self._seated:
+            raise TrainerLost(f"{member.id} is the trainer now, in place of {self._seated.id}.")
+        return member
 
     async def call(self, method: str, request: Any) -> Any:
         """Raises TrainerLost where it cannot be reached or refuses because it stands elsewhere."""

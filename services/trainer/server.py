@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 import grpc
 from google.protobuf.message import Message
 
-from millrace.errors import Fenced, InvalidJob, InvalidState, MillraceError, NotFound
+from millrace.errors import Fenced, InvalidJob, MillraceError, NotFound
 from millrace.ids import JobId, Version
 from millrace.spec import JobSpec, parse
 from millrace.weights.phases import Phase, Publication, PublicationState
@@ -57,6 +57,7 @@ class Configured:
 
     job_id: JobId
     checkpoint: str
+    configuration: str
     spec: JobSpec
     version: Version
     parameters: int
@@ -126,10 +127,11 @@ class Trainer(TrainerServicer):
         self, request: pb.ConfigureTrainerRequest, context: grpc.aio.ServicerContext
     ) -> pb.ConfigureTrainerResponse:
         job = self._job
-        if job is None or (job.job_id, job.checkpoint) != (request.job_id, request.checkpoint):
+        asked = (request.job_id, request.checkpoint, request.configuration)
+        if job is None or (job.job_id, job.checkpoint, job.configuration) != asked:
             spec = _spec(request.spec)
-            key = ("Configure", request.job_id, request.checkpoint)
-            job = await self._turns.take(key, lambda: self._configure(request, spec))
+            await self._end_transfer(f"{request.job_id} is loaded")
+            job = await self._turns.take(("Configure", *asked), lambda: self._configure(request, spec), patient=True)
         return pb.ConfigureTrainerResponse(version=job.version, world_size=self._world_size, parameters=job.parameters)
 
     async def _configure(self, request: pb.ConfigureTrainerRequest, spec: JobSpec) -> Configured:
@@ -138,7 +140,9 @@ class Trainer(TrainerServicer):
         deadline_s = of_job(spec.deadlines)["Trainer/Configure"]
         reply = await self._told(request, pb.ConfigureTrainerResponse(), deadline_s)
         version = Version(reply.version)
-        self._job = Configured(JobId(request.job_id), request.checkpoint, spec, version, reply.parameters)
+        self._job = Configured(
+            JobId(request.job_id), request.checkpoint, request.configuration, spec, version, reply.parameters
+        )
         self._publishing = Publishing()
         return self._job
 
@@ -166,7 +170,10 @@ class Trainer(TrainerServicer):
         self._configured_for(request.job_id)
         key = ("DescribeWeights", request.job_id, request.dtype)
         deadline_s = DEADLINES_S["Trainer/DescribeWeights"]
-        return await self._turns.take(key, lambda: self._told(request, pb.DescribeSendResponse(), deadline_s))
+        await self._end_transfer(f"another publication of {request.job_id} begins")
+        return await self._turns.take(
+            key, lambda: self._told(request, pb.DescribeSendResponse(), deadline_s), patient=True
+        )
 
     async def PreparePublication(
         self, request: pb.PrepareSendRequest, context: grpc.aio.ServicerContext
@@ -178,7 +185,7 @@ class Trainer(TrainerServicer):
             return self._publishing.prepared
         await self._end_transfer(f"publication {publication.key} takes its place")
         key = ("PreparePublication", publication)
-        return await self._turns.take(key, lambda: self._prepare(request, state))
+        return await self._turns.take(key, lambda: self._prepare(request, state), patient=True)
 
     async def _prepare(self, request: pb.PrepareSendRequest, state: PublicationState) -> pb.PrepareSendResponse:
         publishing = self._publishing = Publishing(state)
@@ -275,6 +282,7 @@ class Trainer(TrainerServicer):
             world_size=self._world_size,
             backend=job.spec.trainer.backend if job else "",
             failure=self._failure,
+            configuration=job.configuration if job else "",
         )
 
     def _state(self) -> pb.TrainerState:
@@ -287,7 +295,7 @@ class Trainer(TrainerServicer):
     def _configured_for(self, job_id: str) -> Configured:
         if self._job is None or self._job.job_id != job_id:
             what = f"the trainer holds {self._job.job_id if self._job else 'no job'}, not {job_id}."
-            raise InvalidState(what, "configure it for that job first.")
+            raise Fenced(what, "configure it for that job first.")
         return self._job
 
     async def _phase(self, publishing: Publishing, request: Message, reply: Reply, deadline_s: float) -> Reply:

@@ -25,11 +25,14 @@ class Turns:
         self.closed = ""
         """Why nothing new may begin; empty while it may."""
 
-    async def take(self, key: Key, work: Callable[[], Awaitable[T]]) -> T:
+    async def take(self, key: Key, work: Callable[[], Awaitable[T]], *, patient: bool = False) -> T:
         """What `work` gives, or what the same `key` under way gives. It goes on when its callers have gone.
 
-        Raises InvalidState while something else is under way, Unavailable when nothing may begin any more.
+        Raises InvalidState while something else is under way, unless `patient`: then that is waited for. Unavailable
+        when nothing may begin any more.
         """
+        while patient and self.current is not None and self.current.key != key:
+            await self.ended()
         turn = self.current
         if turn is None or turn.key != key:
             turn = self._begin(key, work)

@@ -28,14 +28,16 @@ TRAINER_STATE_SAVING: TrainerState
 TRAINER_STATE_FAILED: TrainerState
 
 class ConfigureTrainerRequest(_message.Message):
-    __slots__ = ("job_id", "spec", "checkpoint")
+    __slots__ = ("job_id", "spec", "checkpoint", "configuration")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    CONFIGURATION_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     spec: str
     checkpoint: str
-    def __init__(self, job_id: _Optional[str] = ..., spec: _Optional[str] = ..., checkpoint: _Optional[str] = ...) -> None: ...
+    configuration: str
+    def __init__(self, job_id: _Optional[str] = ..., spec: _Optional[str] = ..., checkpoint: _Optional[str] = ..., configuration: _Optional[str] = ...) -> None: ...
 
 class ConfigureTrainerResponse(_message.Message):
     __slots__ = ("version", "world_size", "parameters")
@@ -211,7 +213,7 @@ class TrainerStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class TrainerStatus(_message.Message):
-    __slots__ = ("member_id", "state", "job_id", "version", "world_size", "backend", "failure")
+    __slots__ = ("member_id", "state", "job_id", "version", "world_size", "backend", "failure", "configuration")
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
@@ -219,6 +221,7 @@ class TrainerStatus(_message.Message):
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     BACKEND_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
+    CONFIGURATION_FIELD_NUMBER: _ClassVar[int]
     member_id: str
     state: TrainerState
     job_id: str
@@ -226,4 +229,5 @@ class TrainerStatus(_message.Message):
     world_size: int
     backend: str
     failure: str
-    def __init__(self, member_id: _Optional[str] = ..., state: _Optional[_Union[TrainerState, str]] = ..., job_id: _Optional[str] = ..., version: _Optional[int] = ..., world_size: _Optional[int] = ..., backend: _Optional[str] = ..., failure: _Optional[str] = ...) -> None: ...
+    configuration: str
+    def __init__(self, member_id: _Optional[str] = ..., state: _Optional[_Union[TrainerState, str]] = ..., job_id: _Optional[str] = ..., version: _Optional[int] = ..., world_size: _Optional[int] = ..., backend: _Optional[str] = ..., failure: _Optional[str] = ..., configuration: _Optional[str] = ...) -> None: ...

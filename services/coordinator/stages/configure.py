@@ -1,6 +1,7 @@
 """Brings trainer and ledger to the same version."""
 
 import asyncio
+import secrets
 
 from millrace.errors import MillraceError, Unavailable
 from millrace.ids import Version
@@ -20,6 +21,7 @@ async def configure(run: Run) -> None:
     run.parts.fleet.deadlines.update(of_job(run.spec.deadlines))
     await _check_data(run)
     await _trainer_arrived(run)
+    run.parts.trainer.take()
     await recover(run)
     async with run.parts.trainer.turn:
         version = await _load(run)
@@ -55,12 +57,15 @@ async def _load(run: Run) -> Version:
     """The version that the trainer holds, once it holds one of this job."""
     trainer, job = run.parts.trainer, run.job
     status = await trainer.status()
-    usable = status.state not in (trainer_pb2.TRAINER_STATE_FAILED, trainer_pb2.TRAINER_STATE_CONFIGURING)
-    if usable and status.job_id == job.id and status.version >= job.version:
+    if await _stands_there(run, status):
         return Version(status.version)
     source = f"checkpoint {job.checkpoint}" if job.checkpoint else run.spec.model.path
     await run.tell("trainer.configuring", f"{trainer.member.id} loads {source}", member=trainer.member.id)
-    request = trainer_pb2.ConfigureTrainerRequest(job_id=job.id, spec=job.spec_json, checkpoint=job.checkpoint or "")
+    configuration = secrets.token_hex(8)
+    await run.parts.store.jobs.update(job.id, configuration=configuration)
+    request = trainer_pb2.ConfigureTrainerRequest(
+        job_id=job.id, spec=job.spec_json, checkpoint=job.checkpoint or "", configuration=configuration
+    )
     answer = await trainer.call("Configure", request)
     await run.tell(
         "trainer.configured",
@@ -70,6 +75,15 @@ async def _load(run: Run) -> Version:
         version=answer.version,
     )
     return Version(answer.version)
+
+
+async def _stands_there(run: Run, status: trainer_pb2.TrainerStatus) -> bool:
+    """Whether it went on from where the job was loaded last, and only as far as the ledger knows."""
+    job, saved = run.job, await run.records.batch()
+    usable = status.state not in (trainer_pb2.TRAINER_STATE_FAILED, trainer_pb2.TRAINER_STATE_CONFIGURING)
+    ours = (status.job_id, status.configuration) == (job.id, job.configuration)
+    one_further = saved is not None and saved[0] == status.version == job.version + 1
+    return usable and ours and (status.version == job.version or one_further)
 
 
 async def _agree(run: Run, version: Version) -> None:

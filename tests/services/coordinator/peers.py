@@ -141,6 +141,11 @@ class Member:
         await self.server.stop(0)
         await self.coordinator.close()
 
+    async def come_back(self) -> None:
+        """With all that it held: its host had only been cut off."""
+        self.coordinator = Peer(self.coordinator.address)
+        await self.start()
+
 
 class SimulatedTrainer(Member, trainer_pb2_grpc.TrainerServicer):
     kind = fleet_pb2.MEMBER_KIND_TRAINER
@@ -150,6 +155,7 @@ class SimulatedTrainer(Member, trainer_pb2_grpc.TrainerServicer):
     def __init__(self, coordinator: str, step_s: float = 0.0, save_s: float = 0.0) -> None:
         super().__init__(coordinator)
         self.job_id = ""
+        self.configuration = ""
         self.step_s = step_s
         self.save_s = save_s
         """Until a checkpoint that was begun is there."""
@@ -173,8 +179,9 @@ class SimulatedTrainer(Member, trainer_pb2_grpc.TrainerServicer):
 
     async def Configure(self, request, context):
         await self.faults.strike("Configure", request)
-        if request.job_id != self.job_id:
-            self.job_id, self.version, self.trained = request.job_id, 0, {}
+        if (request.job_id, request.configuration) != (self.job_id, self.configuration):
+            self.job_id, self.configuration, self.last = request.job_id, request.configuration, None
+            self.version, self.trained = 0, {}
             self.configured.append(request.checkpoint)
             if request.checkpoint:
                 saved = json.loads((Path(request.checkpoint) / "state.json").read_text())
@@ -182,9 +189,14 @@ class SimulatedTrainer(Member, trainer_pb2_grpc.TrainerServicer):
                 self.trained = {int(step): prompts for step, prompts in saved["trained"].items()}
         return trainer_pb2.ConfigureTrainerResponse(version=self.version, world_size=1, parameters=8)
 
+    def _check(self, job_id: str) -> None:
+        if job_id != self.job_id:
+            raise Fenced(f"the trainer holds {self.job_id or 'no job'}, not {job_id}.")
+
     async def Step(self, request, context):
         async with self._stepping:
             await self.faults.strike("Step", request)
+            self._check(request.job_id)
             if request.step == self.version and self.last is not None:
                 return self.last
             if request.step != self.version + 1:
@@ -216,10 +228,12 @@ class SimulatedTrainer(Member, trainer_pb2_grpc.TrainerServicer):
 
     async def DescribeWeights(self, request, context):
         await self.faults.strike("DescribeWeights", request)
+        self._check(request.job_id)
         return trainer_pb2.DescribeSendResponse(manifest=MANIFEST.to_proto(), layouts=sides.encode(HALVES))
 
     async def PreparePublication(self, request, context):
         await self.faults.strike("PreparePublication", request)
+        self._check(request.publication.job_id)
         if request.publication.version != self.version:
             raise InvalidState(f"asked for {request.publication.version}, the trainer holds {self.version}.")
         sharded = request.path == weights_pb2.PATH_SHARDED
@@ -263,7 +277,12 @@ class SimulatedTrainer(Member, trainer_pb2_grpc.TrainerServicer):
         await self.faults.strike("GetStatus", request)
         state = trainer_pb2.TRAINER_STATE_READY if self.job_id else trainer_pb2.TRAINER_STATE_IDLE
         return trainer_pb2.TrainerStatus(
-            member_id=self.id, state=state, job_id=self.job_id, version=self.version, world_size=1
+            member_id=self.id,
+            state=state,
+            job_id=self.job_id,
+            configuration=self.configuration,
+            version=self.version,
+            world_size=1,
         )
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from millrace.errors import Unavailable
 from millrace.rest import JobState
+from millrace.wire.v1 import fleet_pb2, fleet_pb2_grpc
 from tests.services.coordinator.cluster import Cluster, scenario, until
 from tests.services.coordinator.conftest import CoordinatorProcess
 
@@ -115,6 +116,47 @@ async def test_a_trainer_that_stands_by_takes_the_seat_when_it_is_free(cluster: 
     job = await cluster.ended(job_id)
     assert (job.state, job.failure) == (JobState.SUCCEEDED, None)
     await trained_once(cluster, job_id, second)
+
+
+@scenario
+async def test_a_trainer_that_is_drained_leaves_the_job_to_the_one_that_stands_by(
+    cluster: Cluster, spec: dict[str, Any]
+) -> None:
+    """Also in the middle of a step: the other one is never asked for what it does not hold."""
+    spec["schedule"]["save_every_steps"] = 1
+    first, _ = await cluster.trainer(step_s=0.3), await cluster.replica()
+    job_id = await cluster.submit(spec)
+    await cluster.reached(job_id, 1)
+    second = await cluster.trainer()
+
+    async def drains(_: object) -> None:
+        await first.coordinator.call(fleet_pb2_grpc.FleetStub, "Drain", fleet_pb2.DrainRequest(member_id=first.id))
+
+    first.faults["Step"] = drains
+    job = await cluster.ended(job_id)
+    assert (job.state, job.failure) == (JobState.SUCCEEDED, None)
+    assert await cluster.events(job_id, "publication.failed") == []
+    await trained_once(cluster, job_id, second)
+
+
+@scenario
+async def test_a_trainer_that_comes_back_with_another_past_is_not_believed(
+    cluster: Cluster, spec: dict[str, Any]
+) -> None:
+    """It trained on after the checkpoint from which the job went on elsewhere, and has the seat again."""
+    spec["schedule"]["save_every_steps"] = 2
+    first, _ = await cluster.trainer(step_s=0.1), await cluster.replica(seconds=0.02)
+    job_id = await cluster.submit(spec)
+    await cluster.reached(job_id, 3)
+    await first.die()
+    second = await cluster.trainer(step_s=0.1)
+    await cluster.reached(job_id, 4)
+    await first.come_back()
+    await second.die()
+    job = await cluster.ended(job_id)
+    assert (job.state, job.failure) == (JobState.SUCCEEDED, None)
+    assert first.configured == ["", first.configured[1]] and first.configured[1].endswith(("step-2", "step-4"))
+    await trained_once(cluster, job_id, first)
 
 
 @scenario

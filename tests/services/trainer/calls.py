@@ -31,9 +31,12 @@ class Calls:
 
         return asyncio.run(once())
 
-    def configure(self, spec: JobSpec, checkpoint: str = "", job: str = JOB) -> pb.ConfigureTrainerResponse:
+    def configure(
+        self, spec: JobSpec, checkpoint: str = "", job: str = JOB, configuration: str = ""
+    ) -> pb.ConfigureTrainerResponse:
         text = json.dumps(spec.model_dump(mode="json"))
-        return self.call("Configure", pb.ConfigureTrainerRequest(job_id=job, spec=text, checkpoint=checkpoint))
+        request = pb.ConfigureTrainerRequest(job_id=job, spec=text, checkpoint=checkpoint, configuration=configuration)
+        return self.call("Configure", request)
 
     def step(self, step: int, groups: dict[str, common_pb2.Group], work: str, job: str = JOB) -> pb.StepResponse:
         return self.call("Step", pb.StepRequest(job_id=job, step=step, groups=refs(groups), work_address=work))

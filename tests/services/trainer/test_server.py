@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +142,7 @@ def test_before_configure_nothing_else_works(idle: Running) -> None:
         lambda: idle.calls.prepare(reference(0), 1, "float32"),
         lambda: idle.calls.transfer(reference(0)),
     ):
-        with pytest.raises(InvalidState, match="holds no job") as raised:
+        with pytest.raises(Fenced, match="holds no job") as raised:
             call()
         assert "configure" in raised.value.mend
     assert not idle.ranks.requests
@@ -155,6 +155,33 @@ def test_configure_again_answers_what_is_loaded(ready: Running, tmp_path: Path) 
     assert ready.ranks.count(pb.ConfigureTrainerRequest) == 1
     assert ready.calls.configure(job_spec(tmp_path / "model"), checkpoint="elsewhere").version == 7
     assert ready.calls.status().version == 7
+
+
+def test_another_configuration_loads_anew_and_a_repeated_one_does_not(ready: Running, tmp_path: Path) -> None:
+    ready.calls.step(1, GROUPS, "nowhere:1")
+    for _ in range(2):
+        again = ready.calls.configure(job_spec(tmp_path / "model"), configuration="second")
+        assert again.version == 0 and ready.calls.status().configuration == "second"
+    assert ready.ranks.count(pb.ConfigureTrainerRequest) == 2
+
+
+@pytest.mark.parametrize("busy", ["step", "transfer", "describe"])
+def test_a_job_is_loaded_once_the_ranks_are_free(busy: str, ready: Running, tmp_path: Path) -> None:
+    """Whoever asked for what they do has gone. A transfer is ended, everything else is waited for."""
+    ready.calls.prepare(reference(0), 1, "float32")
+    ready.ranks.gate.clear()
+    calls: dict[str, Callable[[], Any]] = {
+        "step": lambda: ready.calls.step(1, GROUPS, "nowhere:1"),
+        "transfer": lambda: ready.calls.transfer(reference(0)),
+        "describe": lambda: ready.calls.call("DescribeWeights", pb.DescribeSendRequest(job_id=JOB, dtype="float32")),
+    }
+    under_way = ready.begin(calls[busy])
+    loading = ready.begin(lambda: ready.calls.configure(job_spec(tmp_path / "model"), job="job-2"))
+    assert ready.ranks.count(pb.ConfigureTrainerRequest) == (2 if busy == "transfer" else 1)
+    ready.ranks.gate.set()
+    assert loading.result(10).parameters == 5 and ready.calls.status().job_id == "job-2"
+    with pytest.raises(PublicationFailed) if busy == "transfer" else nullcontext():
+        under_way.result(10)
 
 
 def test_a_bad_spec_is_told_field_by_field(idle: Running) -> None:
@@ -262,7 +289,7 @@ def test_who_needs_the_ranks_otherwise_waits_for_a_save(ready: Running, what: st
 
 
 def test_another_job_is_refused_by_name(ready: Running) -> None:
-    with pytest.raises(InvalidState, match="the trainer holds job-1, not job-2"):
+    with pytest.raises(Fenced, match="the trainer holds job-1, not job-2"):
         ready.calls.step(1, GROUPS, "nowhere:1", job="job-2")
 
 
