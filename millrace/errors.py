@@ -52,6 +52,10 @@ class PublicationFailed(MillraceError):
         super().__init__(what, mend)
         self.culprits = culprits
 
+    def again(self) -> "PublicationFailed":
+        """The same, to be raised elsewhere: one that was raised keeps alive what was in the frames that it left."""
+        return PublicationFailed(self.what, self.mend, self.culprits)
+
 
 class Unavailable(MillraceError):
     """A service or store that is needed did not answer in time."""

@@ -8,6 +8,8 @@ from typing import Any
 from torch.distributed import TCPStore
 
 LISTEN_EVERY_S = 0.1
+RINGS_S = 0.5
+"""How long whoever rings waits until the others can hear it: a store whose host stands still answers never."""
 _KEY = "alarm"
 
 
@@ -33,6 +35,11 @@ class Alarm:
     def ring(self, reason: str) -> None:
         """Tells everybody, unless there is nobody left to tell it."""
         self._over.set()
+        ringing = threading.Thread(target=self._tell, args=(reason,), name=f"ring {self._key}", daemon=True)
+        ringing.start()
+        ringing.join(RINGS_S)
+
+    def _tell(self, reason: str) -> None:
         try:
             with self._lock:
                 if not self._store.check([self._key]):

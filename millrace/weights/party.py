@@ -11,12 +11,12 @@ from torch.distributed import TCPStore
 from millrace.errors import PublicationFailed
 from millrace.weights.alarm import Alarm, connect
 from millrace.weights.channels.channel import Channel
-from millrace.weights.channels.meeting import Meeting, join
+from millrace.weights.channels.meeting import Meeting, apart, join
 
 log = structlog.get_logger(__name__)
 Result = TypeVar("Result")
 CALL_S = 10.0
-"""Longest that the store of a publication may take to answer."""
+"""Longest that a store of a publication is looked for."""
 
 
 class Party:
@@ -35,8 +35,9 @@ class Party:
 
     @property
     def key(self) -> str:
-        """Of the communicator that this rank is in; empty where it is in none."""
-        return self._channel.key if self._channel is not None else ""
+        """Of the communicator that this rank is in; empty where it is in none, or in one that failed."""
+        channel = self._channel
+        return channel.key if channel is not None and channel.broken is None else ""
 
     def begin(self) -> None:
         """Forgets an earlier failure. Before `run`, so that a `fail` in between counts."""
@@ -56,7 +57,7 @@ class Party:
                 self.leave()
             self._alarm = Alarm(self._store_of(meeting), publication, self._heard)
             if (channel := self._channel) is None:
-                channel = self._channel = join(meeting, lambda: self._failure)
+                channel = self._channel = join(meeting, self._why)
             channel.give_up = give_up
             self._raise_failure()
             result = work(channel)
@@ -68,9 +69,10 @@ class Party:
             first = self._failure
             self.fail(reason, ring=first is None)
             self.leave()
-            if first is not None or failed is None:
-                raise first or PublicationFailed(f"publication {publication} failed at {reason}") from error
-            raise
+            if first is None and failed is not None:
+                raise
+            told = first.again() if first else PublicationFailed(f"publication {publication} failed at {reason}")
+            raise told from error
         finally:
             watchdog.cancel()
             if self._alarm is not None:
@@ -91,8 +93,10 @@ class Party:
 
     def _store_of(self, meeting: Meeting) -> TCPStore:
         if self._store is None or self._store[:2] != (meeting.host, meeting.port):
-            store = connect(meeting.host, meeting.port, min(CALL_S, meeting.timeout_s))
-            self._store = (meeting.host, meeting.port, store)
+            host, port, limit_s = meeting.host, meeting.port, min(CALL_S, meeting.timeout_s)
+            what = f"the store of communicator {meeting.key} at {host}:{port}"
+            store = apart(what, lambda: connect(host, port, limit_s), self._why)
+            self._store = (host, port, store)
         return self._store[2]
 
     def leave(self) -> None:
@@ -105,6 +109,9 @@ class Party:
         log.warning("the publication fails elsewhere", reason=reason)
         self.fail(reason, ring=False)
 
+    def _why(self) -> PublicationFailed | None:
+        return self._failure.again() if self._failure is not None else None
+
     def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure
+        if (failure := self._why()) is not None:
+            raise failure

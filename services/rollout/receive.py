@@ -42,6 +42,10 @@ class Receiver:
         self._cache_policy = cache_policy
         self._on_version = on_version
         self._state = PublicationState()
+        self._preparing: Publication | None = None
+        self._called_off: Publication | None = None
+        """Aborted while it was being prepared."""
+        self._closed = False
         self._turn = asyncio.Lock()
         self._held: Source | None = None
         self.copies = Copies(engine, member_id, self._turn, self._source)
@@ -64,6 +68,8 @@ class Receiver:
         self._state.advance(publication, Phase.PREPARE)
         await self._cut_short(publication)
         async with self._turn:
+            if self._closed:
+                raise InvalidState(f"{self._member_id} has left this job.", "look at what it serves: GET /v1/fleet.")
             state = self._state.advance(publication, Phase.PREPARE)
             if state is self._state:
                 return self._plan_hash
@@ -72,11 +78,18 @@ class Receiver:
             delivery = Delivery.from_request(request, self._known)
             if delivery is None:
                 return b""
-            await self.copies.give_way(publication)
-            self._plan_hash = self._agreed_plan(request, delivery)
-            delivery = replace(delivery, plan_hash=self._plan_hash)
-            self._known = Known.of(delivery)
-            await self._engine.prepare(delivery)
+            self._preparing = publication
+            try:
+                await self.copies.give_way(publication)
+                self._plan_hash = self._agreed_plan(request, delivery)
+                delivery = replace(delivery, plan_hash=self._plan_hash)
+                self._known = Known.of(delivery)
+                await self._engine.prepare(delivery)
+                if self._closed or self._called_off == publication:
+                    await self._engine.abort_receive()
+                    raise PublicationFailed(f"publication {publication.key} was aborted while it was prepared.")
+            finally:
+                self._preparing = None
             self._state, self._delivery = state, delivery
             self._prepare_s = time.perf_counter() - started
             self._expire_after(request.deadline_s, publication)
@@ -128,6 +141,8 @@ class Receiver:
 
     async def abort(self, publication: Publication, reason: str) -> None:
         """Idempotent; a publication other than the one under way is not touched."""
+        if publication == self._preparing:
+            self._called_off = publication
         if publication != self._state.publication or self._state.phase not in UNFINISHED:
             return
         # Before the lock: a VERIFY that waits for bytes holds it, and ends by this.
@@ -157,11 +172,13 @@ class Receiver:
         return None if self._state.phase in UNFINISHED else self._held
 
     async def close(self) -> None:
-        """Forgets an unfinished publication, and ends a copy."""
-        self._stop_clock()
+        """Forgets an unfinished publication, and ends a copy. Nothing may come after this."""
+        self._closed = True
         await self.copies.close()
         if self._state.publication is not None:
             await self.abort(self._state.publication, "the replica serves something else")
+        async with self._turn:  # one that was being prepared ends by itself
+            self._stop_clock()
 
     async def _cut_short(self, newer: Publication) -> None:
         current = self._state.publication

@@ -92,8 +92,8 @@ class Passage(Generic[Result]):
         """Ends what is under way; returns once nothing reads or writes any more."""
         if not self._over.is_set():
             self.failure = self.failure or f"publication {self.delivery.key} was aborted."
-            self._party.fail("a replica was told to abort")
-            if self._thread is not None:
+            if self._thread is not None:  # otherwise nothing began, and the communicator is as good as before
+                self._party.fail("a replica was told to abort")
                 self._thread.join()
             self._over.set()
 
@@ -147,6 +147,8 @@ class Shards:
         self._watched: tuple[bytes, Watched] | None = None
         self._receiving: tuple[tuple[bytes, int, bool], Receiving] | None = None
         """Of a plan, as one of its ranks: replicas with one layout change places and keep the plan."""
+        self._coming: Coming | None = None
+        """The last one."""
         self._placed = ""
         """The publication that the layout's buffers hold whole."""
 
@@ -187,6 +189,8 @@ class Shards:
         """Makes slots or staging ready."""
         plan, memory = self._plan(delivery), self._watch(delivery.manifest).memory
         wanted = (plan.hash, rank, staged)
+        if self._coming is not None and self._coming.failure is not None and memory.device.type == "cpu":
+            self._receiving = None  # what Gloo was asked for may still be written there
         if self._receiving is None or self._receiving[0] != wanted:
             self._receiving = None  # before new memory is taken
             try:
@@ -194,7 +198,8 @@ class Shards:
             except RuntimeError as error:  # torch's out of memory
                 what = f"there is no memory to receive {delivery.key}: {error}"
                 raise PublicationFailed(what, 'set publication.commit to "inplace".') from error
-        return Coming(delivery, rank, self._receiving[1], Party() if delivery.passing else self._party)
+        self._coming = Coming(delivery, rank, self._receiving[1], Party() if delivery.passing else self._party)
+        return self._coming
 
     def place(self, coming: Coming, *, staged: bool) -> Placed:
         """Puts a received version in place and compares it there. Only while generation is paused."""

@@ -36,6 +36,10 @@ class Channel(Protocol):
     give_up: float
     """time.monotonic() after which no message is waited for."""
 
+    @property
+    def broken(self) -> PublicationFailed | None:
+        """Why it is of no use any more."""
+
     def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel], stream: Any = None) -> Flight:
         """Starts a round and returns. The data is kept until the flight has landed. On a GPU, what is sent was written
         by work put on `stream` before. All ranks call this for their rounds in the same order."""
@@ -60,11 +64,11 @@ class Breakable:
 
     @property
     def broken(self) -> PublicationFailed | None:
-        return self._failure
+        return self._failure.again() if self._failure is not None else None
 
     def check(self) -> None:
-        if self._failure is not None:
-            raise self._failure
+        if (broken := self.broken) is not None:
+            raise broken
 
     def failed(self, why: str) -> PublicationFailed:
         """The channel's failure from now on; the first one stays."""
@@ -73,4 +77,4 @@ class Breakable:
             self._failure = PublicationFailed(
                 what, "the members that died are cut out and the publication is repeated."
             )
-        return self._failure
+        return self._failure.again()

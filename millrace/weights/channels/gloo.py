@@ -20,6 +20,9 @@ from millrace.weights.channels.channel import Breakable, Parcel
 LOOK_EVERY_S = 0.05
 """How soon an abort frees whoever waits for a round."""
 LONGEST_S = 24 * 3600.0
+HEARD_S = 0.3
+"""From an abort until the connections are closed: the others hear why before they see it."""
+AT_ONCE = timedelta(milliseconds=1)
 
 
 def serve_store(host: str, world_size: int, timeout_s: float) -> tuple[TCPStore, int]:
@@ -37,6 +40,8 @@ class GlooChannel(Breakable):
         self._group: Any = group  # the stubs of torch leave out its collectives
         self._store = store  # the group reads it while it lives
         self._flights: queue.SimpleQueue[GlooFlight | None] = queue.SimpleQueue()
+        self._under_way: set[GlooFlight] = set()
+        self._aborted = threading.Lock()
         self._waiter: threading.Thread | None = None
 
     @classmethod
@@ -82,8 +87,7 @@ class GlooChannel(Breakable):
 
     def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel], stream: Any = None) -> "GlooFlight":
         """See `Channel`. Tensors are on the CPU."""
-        if self._failure is not None:
-            raise self._failure
+        self.check()
         flight = GlooFlight(self, [*receives, *sends])
         try:
             flight.works = [self._group.recv([p.data], p.peer, p.number) for p in receives if p.data.numel()]
@@ -93,6 +97,7 @@ class GlooChannel(Breakable):
         if self._waiter is None:
             self._waiter = threading.Thread(target=self._wait, name=f"gloo {self.key}", daemon=True)
             self._waiter.start()
+        self._under_way.add(flight)
         self._flights.put(flight)
         return flight
 
@@ -105,6 +110,8 @@ class GlooChannel(Breakable):
                     work.wait(timedelta(seconds=left))
             except RuntimeError as error:
                 self.failed(str(error).splitlines()[0])
+            self._under_way.discard(flight)
+            flight.forget()
             flight.over.set()
 
     def abort(self, reason: str = "it was aborted") -> None:
@@ -112,6 +119,19 @@ class GlooChannel(Breakable):
         is over."""
         self.failed(reason)
         self._group.abort()
+        if self._aborted.acquire(blocking=False):
+            threading.Thread(target=self._disconnect, name=f"end of {self.key}", daemon=True).start()
+
+    def _disconnect(self) -> None:
+        """Ends what Gloo was asked for, which an abort does not: a message that came later would still be written. A
+        wait that runs out of time closes every connection of the group."""
+        time.sleep(HEARD_S)
+        for flight in list(self._under_way):
+            for work in list(flight.works):
+                try:
+                    work.wait(AT_ONCE)
+                except RuntimeError:
+                    return
 
     def close(self) -> None:
         """Frees sockets and threads."""
@@ -125,18 +145,19 @@ class GlooChannel(Breakable):
 class GlooFlight:
     def __init__(self, channel: GlooChannel, parcels: Sequence[Parcel]) -> None:
         self._channel = channel
-        self._parcels = parcels  # keeps the memory that Gloo reads and writes
+        self._parcels = list(parcels)  # keeps the memory that Gloo reads and writes
         self.works: list[Any] = []
         self.over = threading.Event()
+
+    def forget(self) -> None:
+        self.works, self._parcels = [], []
 
     def land(self, stream: Any = None) -> None:
         self.wait()
 
     def wait(self) -> None:
         while not self.over.wait(LOOK_EVERY_S):
-            if self._channel.broken is not None:
-                raise self._channel.broken
+            self._channel.check()
             if time.monotonic() > self._channel.give_up:
                 raise self._channel.failed("its deadline has passed")
-        if self._channel.broken is not None:
-            raise self._channel.broken
+        self._channel.check()

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 
@@ -10,7 +11,8 @@ from millrace.errors import PublicationFailed
 from millrace.weights.channels.channel import Channel
 from millrace.weights.channels.gloo import GlooChannel, serve_store
 
-__all__ = ["Meeting", "join", "nccl_id", "serve_store"]
+__all__ = ["Meeting", "apart", "join", "nccl_id", "serve_store"]
+Made = TypeVar("Made")
 LOOK_EVERY_S = 0.05
 
 
@@ -42,47 +44,64 @@ def nccl_id(gpu: bool) -> bytes:
 def join(meeting: Meeting, failure: Callable[[], PublicationFailed | None]) -> Channel:
     """Blocks until all have come. Raises PublicationFailed where somebody does not, or what `failure` says as soon as
     it says something; a channel that comes after that is closed."""
-    joining = _Joining(meeting)
-    while not joining.over.wait(LOOK_EVERY_S):
+    return apart(f"communicator {meeting.key}", lambda: _channel(meeting), failure, _throw_away)
+
+
+def apart(
+    what: str,
+    make: Callable[[], Made],
+    failure: Callable[[], PublicationFailed | None],
+    late: Callable[[Made], None] = lambda made: None,
+) -> Made:
+    """What `make` gives, in a thread of its own that nobody is stuck with: raises what `failure` says as soon as it
+    says something, and `late` gets what is made after that. `what` it is, for the error where it cannot be made."""
+    making = _Making(what, make, late)
+    while not making.over.wait(LOOK_EVERY_S):
         if (error := failure()) is not None:
-            joining.forget()
+            making.forget()
             raise error
-    if joining.error is not None:
-        raise joining.error
-    assert joining.channel is not None
-    return joining.channel
+    return making.result()
 
 
-class _Joining:
-    def __init__(self, meeting: Meeting) -> None:
-        self._meeting = meeting
+class _Making(Generic[Made]):
+    def __init__(self, what: str, make: Callable[[], Made], late: Callable[[Made], None]) -> None:
+        self._what, self._make, self._late = what, make, late
         self._lock = threading.Lock()
         self._forgotten = False
-        self.channel: Channel | None = None
-        self.error: PublicationFailed | None = None
+        self._made: list[Made] = []
+        self._error: PublicationFailed | None = None
         self.over = threading.Event()
-        threading.Thread(target=self._join, name=f"join {meeting.key}", daemon=True).start()
+        threading.Thread(target=self._run, name=f"make {what}", daemon=True).start()
 
-    def _join(self) -> None:
+    def _run(self) -> None:
         try:
-            channel = _channel(self._meeting)
+            made = self._make()
         except PublicationFailed as error:
-            self.error = error
+            self._error = error
         except Exception as error:  # nobody else would hear of it: whoever waits for this thread is told
-            self.error = PublicationFailed(f"communicator {self._meeting.key} could not be made: {error!r}")
+            self._error = PublicationFailed(f"{self._what} could not be made: {error!r}")
         else:
             with self._lock:
-                self.channel = channel
+                self._made.append(made)
                 if self._forgotten:
-                    channel.abort("it came too late")
-                    channel.close()
+                    self._late(made)
         self.over.set()
 
     def forget(self) -> None:
         with self._lock:
             self._forgotten = True
-            if self.channel is not None:
-                self.channel.close()
+            for made in self._made:
+                self._late(made)
+
+    def result(self) -> Made:
+        if self._error is not None:
+            raise self._error
+        return self._made[0]
+
+
+def _throw_away(channel: Channel) -> None:
+    channel.abort("it came too late")
+    channel.close()
 
 
 def _channel(meeting: Meeting) -> Channel:

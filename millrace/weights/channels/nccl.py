@@ -158,5 +158,5 @@ class NcclFlight:
         while not self._event.query():
             self._channel.check()
             time.sleep(LOOK_EVERY_S)
-        if self._channel.broken is not None:
-            raise self._channel.broken
+        if (broken := self._channel.broken) is not None:
+            raise broken

@@ -178,3 +178,43 @@ def test_another_plan_layout_or_communicator_is_refused_in_prepare(tied_model: P
         await serves(stack, 1)
 
     play(tied_model, scenario)
+
+
+@pytest.mark.parametrize("ends", ["abort", "close"])
+def test_one_that_is_called_off_while_it_is_prepared_leaves_nothing_behind(
+    tied_model: Path, ends: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(stack: Stack) -> None:
+        new, engine = await coming(stack, 2), stack.replica.engine
+        assert engine is not None
+        prepare, entered, gate = engine.prepare, asyncio.Event(), asyncio.Event()
+
+        async def slowly(delivery: Any) -> None:
+            await prepare(delivery)
+            entered.set()
+            await gate.wait()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "prepare", slowly)
+            preparing = asyncio.create_task(new.prepare())
+            await entered.wait()
+            receiver = stack.replica.receiver(JOB)
+            if ends == "abort":
+                await new.abort()
+            else:
+                closing = asyncio.create_task(receiver.close())
+                await asyncio.sleep(0.1)
+            gate.set()
+            with pytest.raises(PublicationFailed, match="aborted while it was prepared"):
+                await preparing
+        assert receiver._deadline is None or receiver._deadline.cancelled()
+        await serves(stack, 1)
+        if ends == "abort":
+            await (await coming(stack, 2, attempt=1)).whole()
+            await serves(stack, 2)
+        else:
+            await closing
+            with pytest.raises(InvalidState, match="has left this job"):
+                await new.prepare()
+
+    play(tied_model, scenario)
