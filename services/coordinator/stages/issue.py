@@ -88,16 +88,21 @@ def draft(
     """One row as a prompt. A row that cannot be used becomes a draft with a reason."""
     try:
         found: PromptRow = source[row]
+        lease = work_pb2.Lease(
+            prompt_id=prompt_id,
+            purpose=purpose,
+            sampling=sampling,
+            data_source=found.data_source,
+            prompt=json.dumps(found.prompt, ensure_ascii=False),
+            ground_truth=json.dumps(found.ground_truth, ensure_ascii=False),
+            extra_info=json.dumps(found.extra_info, ensure_ascii=False),
+            traceparent=traceparent(),
+        )
     except BadRow as error:
         return Draft(prompt_id, b"", f"bad_row: {error}")
-    lease = work_pb2.Lease(
-        prompt_id=prompt_id,
-        purpose=purpose,
-        sampling=sampling,
-        data_source=found.data_source,
-        prompt=json.dumps(found.prompt, ensure_ascii=False),
-        ground_truth=json.dumps(found.ground_truth, ensure_ascii=False),
-        extra_info=json.dumps(found.extra_info, ensure_ascii=False),
-        traceparent=traceparent(),
-    )
+    except UnicodeEncodeError as error:
+        mend = r"write the whole character: \ud83d\ude42, not \ud83d alone."
+        return Draft(prompt_id, b"", f"bad_row: row {row} of the data holds half a character: {error}. Mend: {mend}")
+    except RecursionError:
+        return Draft(prompt_id, b"", f"bad_row: row {row} of the data is nested too deeply. Mend: make it flatter.")
     return Draft(prompt_id, lease.SerializeToString())
