@@ -1,4 +1,4 @@
-"""What a scorer returned, read strictly: one finite number and plain details."""
+"""What a scorer returned, read strictly: one number that is finite in float32, and plain details."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,6 +8,9 @@ from numbers import Real
 from typing import Any
 
 LONGEST_REPR = 200
+LARGEST = 3.4028234663852886e38
+"""float32's largest number: the trainer computes with rewards in float32."""
+NOT_FINITE = f"not a finite float32; give a number of at most {LARGEST:.1e} in size"
 
 
 class BadOutcome(ValueError):
@@ -50,9 +53,14 @@ def _number(value: Any, name: str) -> float:
         number = float(value)
     except OverflowError:
         number = math.inf
-    if not math.isfinite(number):
-        raise BadOutcome(f"returned {name}{number}")
+    if not fits(number):
+        raise BadOutcome(f"returned {name}{number}, {NOT_FINITE}")
     return number
+
+
+def fits(reward: float) -> bool:
+    """Whether a reward is a finite number in float32 too."""
+    return abs(reward) <= LARGEST
 
 
 def _item(value: Any) -> Any:

@@ -2,12 +2,12 @@
 
 import dataclasses
 import json
-import math
 from dataclasses import dataclass
 from typing import Self
 
 from millrace.errors import BadRow
 from millrace.ids import PromptId, Version
+from millrace.rewards.outcome import NOT_FINITE, fits
 from millrace.wire.v1 import common_pb2
 
 
@@ -33,7 +33,7 @@ class Summary:
         """Raises BadRow, its first word a reason for the ledger, where the group cannot be trained."""
         if len(group.trajectories) != samples:
             raise BadRow(f"incomplete_group: {len(group.trajectories)} trajectories instead of {samples}")
-        if greedy_baseline and not (group.HasField("greedy_reward") and math.isfinite(group.greedy_reward)):
+        if greedy_baseline and not (group.HasField("greedy_reward") and fits(group.greedy_reward)):
             raise BadRow("incomplete_group: there is no reward of a greedy answer")
         for trajectory in group.trajectories:
             _check(trajectory)
@@ -66,8 +66,8 @@ class Summary:
 def _check(trajectory: common_pb2.Trajectory) -> None:
     if not trajectory.HasField("reward"):
         raise BadRow(f"reward: {trajectory.reward_failure or 'none was given'}")
-    if not math.isfinite(trajectory.reward):
-        raise BadRow(f"reward: it is {trajectory.reward}, not a finite number")
+    if not fits(trajectory.reward):
+        raise BadRow(f"reward: it is {trajectory.reward}, {NOT_FINITE}")
     tokens = len(trajectory.tokens) // 4
     if tokens == 0 or len(trajectory.logprobs) != len(trajectory.tokens):
         raise BadRow(f"malformed_group: {tokens} tokens with {len(trajectory.logprobs) // 4} log-probabilities")

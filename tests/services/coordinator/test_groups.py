@@ -53,6 +53,7 @@ def test_a_group_is_summed_up() -> None:
         (group(trajectory([(1, 0, 4)], None)), "reward: raised ValueError: no"),
         (group(trajectory([(1, 0, 4)], math.nan)), "reward: it is nan"),
         (group(trajectory([(1, 0, 4)], math.inf)), "reward: it is inf"),
+        (group(trajectory([(1, 0, 4)], 1e39)), r"reward: it is 1e\+39, not a finite float32; give a number of at most"),
         (group(trajectory([(1, 0, 3)])), "malformed_group: its version spans"),
         (group(trajectory([(1, 0, 2), (2, 3, 4)])), "malformed_group: its version spans"),
         (group(trajectory([])), "malformed_group: its version spans"),
@@ -64,7 +65,7 @@ def test_what_cannot_be_trained_is_refused_with_its_reason(made: common_pb2.Grou
         Summary.of(made, samples=1)
 
 
-@pytest.mark.parametrize("reward", [None, math.nan])
+@pytest.mark.parametrize("reward", [None, math.nan, -1e39])
 def test_a_group_without_the_greedy_answer_that_was_asked_for_is_refused(reward: float | None) -> None:
     made = group(trajectory([(1, 0, 4)]))
     Summary.of(made, samples=1)

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from millrace.errors import InvalidJob, Unavailable
+from millrace.rewards.outcome import NOT_FINITE
 from services.rollout.scoring import Scored, ScoringPool
 from services.rollout.scoring_limits import leave_network
 
@@ -129,7 +130,8 @@ def test_built_in_rewards_are_served(obedient: str) -> None:
 FAILURES = [
     ("raise no digits", "raised ValueError: no digits (obedient.py, line 11)"),
     ("quit", "raised SystemExit: 7 (obedient.py, line 12)"),
-    ("nan", "returned nan"),
+    ("nan", f"returned nan, {NOT_FINITE}"),
+    ("score 1e39", f"returned 1e+39, {NOT_FINITE}"),
     ("none", "returned None, not a number"),
     ("score x", "raised ValueError: could not convert string to float: 'x' (obedient.py, line 8)"),
 ]
