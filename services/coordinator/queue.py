@@ -82,8 +82,6 @@ class Queue:
         self._events = events
         self._measures = measures
         self._closing = False
-        self._held: dict[MemberId, int] = {}
-        """Leases of each member as this process saw them come and go; only a hint that something runs."""
         fleet.on_gone(self.take_back)
 
     # Lease.
@@ -110,7 +108,7 @@ class Queue:
                 continue
             samples = standing.terms.requests(purpose)
             count = free_samples // samples
-            if count == 0 and not leases and self._runs_nothing(member):
+            if count == 0 and not leases and await self._runs_nothing(member):
                 count = 1
             for claim in await self._prompts(standing.weights.job_id, purpose).lease(member.id, count):
                 lease = work_pb2.Lease.FromString(claim.payload)
@@ -118,7 +116,6 @@ class Queue:
                 lease.expires_s = standing.terms.lease_s
                 leases.append(lease)
                 free_samples -= samples
-        self._held[member.id] = self._held.get(member.id, 0) + len(leases)
         self._measures.leased(standing.weights.job_id, len(leases))
         return leases, "" if leases else "the queue is empty"
 
@@ -127,8 +124,8 @@ class Queue:
         self._closing = True
         self.issued.ring()
 
-    def _runs_nothing(self, member: Member) -> bool:
-        return member.pulse.running + member.pulse.waiting == 0 and self._held.get(member.id, 0) == 0
+    async def _runs_nothing(self, member: Member) -> bool:
+        return member.pulse.running + member.pulse.waiting == 0 and member.id not in await self.held()
 
     # Answers.
 
@@ -154,7 +151,6 @@ class Queue:
         new = await self._prompts(job_id, purpose).complete(*lease, group.SerializeToString(), summary)
         if new:
             self._measures.completed(job_id, group)
-        self._let_go(member_id)
         self.answered.ring()
 
     async def refuse(self, member_id: MemberId, job_id: JobId, lease: Lease, reason: str) -> None:
@@ -162,17 +158,12 @@ class Queue:
         step = await self._next_step(job_id)
         if await self._prompts(job_id, purpose_of(lease[0])).refuse(*lease, step, reason):
             await self._events.add(job_id, "prompt.dropped", reason[:500], lease=lease[0], member=member_id)
-        self._let_go(member_id)
         self.answered.ring()
 
     async def release(self, member_id: MemberId, job_id: JobId, leases: Sequence[Lease]) -> None:
         for purpose, part in _by_purpose(leases).items():
             await self._prompts(job_id, purpose).release(part)
-        self._held.pop(member_id, None)
         self.issued.ring()
-
-    def _let_go(self, member_id: MemberId) -> None:
-        self._held[member_id] = max(0, self._held.get(member_id, 0) - 1)
 
     async def held(self) -> dict[MemberId, int]:
         """Leases of the running job by the member that holds them."""
@@ -186,7 +177,6 @@ class Queue:
 
     async def take_back(self, member: Member, why: str) -> None:
         """Everything that the member holds goes to others."""
-        self._held.pop(member.id, None)
         if (standing := self.standing) is None:
             return
         job_id, prompts = standing.weights.job_id, []

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
+from redis.exceptions import ResponseError
+
 from millrace.errors import Fenced, InvalidState
 from millrace.ids import Fence, JobId, LeaseId, MemberId, PromptId
 from millrace.rest import LedgerView
@@ -205,9 +207,12 @@ class Prompts:
 
     async def held(self) -> dict[MemberId, int]:
         """Leases by the member that holds them."""
-        if not await self._redis.do("EXISTS", f"{self._base}:queue"):
-            return {}
-        pending = await self._redis.do("XPENDING", f"{self._base}:queue", "replicas")
+        try:
+            pending = await self._redis.do("XPENDING", f"{self._base}:queue", "replicas")
+        except ResponseError as error:
+            if "NOGROUP" not in str(error):
+                raise
+            return {}  # there is no queue: nothing was issued yet, or the ledger is closed
         consumers = pending["consumers"] if pending else []
         return {MemberId(text(c["name"])): int(c["pending"]) for c in consumers if c["name"] != b"nobody"}
 

@@ -118,6 +118,18 @@ def test_one_prompt_is_leased_where_nothing_runs(redis_url: str) -> None:
     at_the_desk(redis_url, scenario)
 
 
+def test_one_prompt_is_leased_again_after_a_lease_has_expired(redis_url: str) -> None:
+    async def scenario(desk: Desk) -> None:
+        await desk.member()
+        await desk.issue(1)
+        for _ in range(2):
+            assert await desk.lease(3) == ["0-0"]
+            assert await desk.lease(3) == []
+            await desk.store.prompts(JOB.id).expire(0.0)
+
+    at_the_desk(redis_url, scenario)
+
+
 def test_evaluation_goes_first(redis_url: str) -> None:
     async def scenario(desk: Desk) -> None:
         await desk.member()
