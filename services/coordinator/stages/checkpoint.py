@@ -5,6 +5,7 @@ then its cut is kept as a note, so that a coordinator that comes after a crash l
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import shutil
 import time
@@ -33,7 +34,7 @@ class SaveFailed(MillraceError):
 @traced
 async def checkpoint(run: Run) -> None:
     """Begins to save the version that the trainer holds, where one is due and not saved yet; after the last step also
-    waits for it. One that fails costs the job the chance to go back to it, the last one the job.
+    waits for it. One that fails costs the job the chance to go back to it, that of the last step the job.
 
     Raises TrainerLost, SaveFailed.
     """
@@ -42,10 +43,11 @@ async def checkpoint(run: Run) -> None:
     if not due and not (run.saving and run.saving.done()):
         return
     started = time.monotonic()
-    try:
+    with contextlib.suppress(SaveFailed):  # of an earlier step
         await _settle(run)
-        if not due:
-            return
+    if not due:
+        return
+    try:
         await _begin(run)
         if run.done or not run.spec.schedule.save_in_background:
             await _settle(run)

@@ -61,8 +61,26 @@ async def test_one_that_cannot_be_written_is_told_and_the_job_goes_on(cluster: C
     assert (job.state, job.checkpoint) == (JobState.SUCCEEDED, at(spec, 6))
     failed = await cluster.events(job.id, "checkpoint.failed")
     assert [event.data["step"] for event in failed] == [1, 2]
+    saved = await cluster.events(job.id, "checkpoint.saved")
+    assert [event.data["step"] for event in saved] == [3, 4, 5, 6]
     assert "read-only" in failed[0].message and "rank 1 on node-b (pid 7): [Errno 28]" in failed[1].message
     await trained_once(cluster, job.id, trainer)
+
+
+@scenario
+async def test_one_that_fails_after_the_last_step_costs_itself_too(cluster: Cluster, spec: dict[str, Any]) -> None:
+    trainer, _ = await cluster.trainer(), await cluster.replica()
+    spec["schedule"]["save_every_steps"] = 4
+
+    async def full(request: Any) -> None:
+        if request.path.endswith("step-4"):
+            await until(lambda: asyncio.sleep(0, trainer.version == 6))
+            raise FULL
+
+    trainer.faults["FinishSave"] = full
+    job = await cluster.ended(await cluster.submit(spec))
+    assert (job.state, job.failure, job.checkpoint) == (JobState.SUCCEEDED, None, at(spec, 6))
+    assert [event.data["step"] for event in await cluster.events(job.id, "checkpoint.failed")] == [4]
 
 
 @scenario
