@@ -1,4 +1,5 @@
 import json
+import math
 import subprocess
 import sys
 
@@ -50,6 +51,10 @@ def test_files_in_yaml_and_json(tmp_path, suffix, dump):
         ("rollout.top_p", 1.5, "give a number that is at most 1."),
         ("rollout.dtype", "fp4", "give 'bfloat16', 'float32' or 'float16'."),
         ("schedule.steps", "many", "Mend: give a whole number."),
+        ("deadlines.step_s", math.inf, "deadlines.step_s: Infinity will not do: Input should be a finite number"),
+        ("trainer.optimizer.betas", [0.9, math.nan], "trainer.optimizer.betas.1: NaN will not do: "),
+        ("reward.options", {"at": [1, -math.inf]}, 'reward.options: {"at": [1, -Infinity]} will not do: '),
+        ("rollout.engine_options", {"vllm": {"x": math.nan}}, "Mend: give finite number."),
         ("trainer.token_budget", 100, "1024 + 1024 = 2048 tokens"),
         ("trainer.updates_per_step", 7, "64 groups do not divide into 7 updates"),
         ("data.files", [], "give either files or a procedural source"),
