@@ -1,9 +1,16 @@
 """What the coordinator's REST API speaks, for the coordinator and the client alike."""
 
+import json
 from enum import StrEnum
-from typing import Any
+from math import isfinite
+from typing import Annotated, Any
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, PlainSerializer
+
+Figure = Annotated[
+    float, PlainSerializer(lambda value: value if isfinite(value) else json.dumps(value), float | str, when_used="json")
+]
+"""A number that may be infinite or none at all. JSON has no such numbers: there it is a text, "NaN" or "-Infinity"."""
 
 
 class JobState(StrEnum):
@@ -88,7 +95,7 @@ class StepMetrics(BaseModel):
 
     step: int
     time_s: float
-    values: dict[str, float]
+    values: dict[str, Figure]
 
 
 class SampleView(BaseModel):

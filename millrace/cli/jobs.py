@@ -79,13 +79,12 @@ def show(
         ledger = client.ledger(view.id)
         series = client.metrics(view.id, after_step=max(0, view.step - 1))
         answers = client.samples(view.id, limit=samples) if samples else []
-    last = series[-1].values if series else {}
     if as_json:
         return print_json(
             {
                 "job": view.model_dump(mode="json"),
                 "ledger": ledger.model_dump(),
-                "last_step": last,
+                "last_step": series[-1].model_dump(mode="json")["values"] if series else {},
                 "samples": [answer.model_dump(mode="json") for answer in answers],
             }
         )
@@ -94,10 +93,10 @@ def show(
     for name, value in _facts(view, ledger):
         rows.add_row(f"[bold]{name}[/]", value)
     console.print(rows)
-    if last:
+    if series:
         console.print(f"\n[bold]step {series[-1].step}[/]")
         rows = table("", ">")
-        for name, amount in sorted(last.items()):
+        for name, amount in sorted(series[-1].values.items()):
             rows.add_row(f"  {name}", f"{amount:.6g}")
         console.print(rows)
     for answer in answers:

@@ -1,3 +1,4 @@
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -16,19 +17,20 @@ def test_tensorboard_files_are_read_back_by_tensorboard(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     (tracker,) = trackers.opened(["tensorboard"], a_run(tmp_path))
     for step, reward in ((1, 0.25), (2, 0.5)):
-        tracker.log(step, {"critic/rewards/mean": reward, "timing_s/step": 1.5})
+        tracker.log(step, {"critic/rewards/mean": reward, "timing_s/step": 1.5, "actor/grad_norm": math.inf})
     tracker.close()
     events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("critic/rewards/mean")] == [(1, 0.25), (2, 0.5)]
     assert [e.value for e in events.Scalars("timing_s/step")] == [1.5, 1.5]
+    assert [e.value for e in events.Scalars("actor/grad_norm")] == [math.inf, math.inf]
 
 
 def test_wandb_writes_an_offline_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     (tracker,) = trackers.opened(["wandb"], a_run(tmp_path))
-    tracker.log(1, {"critic/rewards/mean": 0.25})
+    tracker.log(1, {"critic/rewards/mean": 0.25, "actor/grad_norm": math.inf, "actor/loss": math.nan})
     tracker.close()
     assert list(tmp_path.rglob("*.wandb"))
 

@@ -1,18 +1,19 @@
 """What a job leaves behind: report.json and report.md in its output folder."""
 
 import asyncio
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import structlog
+from pydantic_core import to_json
 
 from millrace.rest import StepMetrics
 from millrace.telemetry.names import MISMATCH
 from services.coordinator.run import Run
 from services.coordinator.series import mean
+from services.coordinator.store import StoreDown
 
 log = structlog.get_logger(__name__)
 LAST = 10
@@ -20,14 +21,19 @@ LAST = 10
 
 
 async def report(run: Run) -> None:
-    """Writes both files and notes where they are. A folder that cannot be written costs the report, not the job."""
-    tree = await _gather(run)
+    """Writes both files and notes where they are. Whatever goes wrong with it costs the report, not the job.
+
+    Raises StoreDown.
+    """
     folder = Path(run.spec.output)
     try:
+        tree = await _gather(run)
         await asyncio.to_thread(_write, folder, tree)
-    except OSError as error:
-        log.warning("the report could not be written", folder=str(folder), error=str(error))
-        await run.tell("report.failed", f"the report could not be written to {folder}: {error}")
+    except StoreDown:
+        raise
+    except Exception as error:
+        log.warning("there is no report", folder=str(folder), exc_info=error)
+        await run.tell("report.failed", f"there is no report in {folder}: {type(error).__name__}: {error}")
         return
     await run.parts.store.jobs.update(run.job.id, report=str(folder / "report.md"))
     await run.refresh()
@@ -100,7 +106,7 @@ def _publications(reports: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 def _write(folder: Path, tree: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    _replace(folder / "report.json", json.dumps(tree, indent=2))
+    _replace(folder / "report.json", to_json(tree, indent=2, inf_nan_mode="strings").decode())
     _replace(folder / "report.md", _markdown(tree))
 
 

@@ -2,8 +2,11 @@
 
 import asyncio
 import json
+import math
 from pathlib import Path
 from typing import Any
+
+import httpx
 
 from millrace.rest import JobState
 from millrace.wire.v1 import common_pb2
@@ -32,6 +35,36 @@ async def test_a_job_runs_to_its_report(cluster: Cluster, spec: dict[str, Any]) 
     report = json.loads((Path(spec["output"]) / "report.json").read_text())
     assert report["ledger"]["trained"] == 24 and report["publications"]["count"] >= 7
     assert "## Ledger" in (Path(spec["output"]) / "report.md").read_text()
+
+
+def strict(text: str) -> Any:
+    """JSON as it is for everybody but Python."""
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+@scenario
+async def test_metrics_that_are_not_finite_are_kept_and_read(cluster: Cluster, spec: dict[str, Any]) -> None:
+    trainer, _ = await cluster.trainer(), await cluster.replica()
+
+    async def overflow(_: object) -> None:
+        trainer.last.metrics.update({"actor/grad_norm": math.inf, "actor/loss": -math.inf, "rollout_corr/kl": math.nan})
+
+    trainer.faults["StepDone"] = overflow
+    job = await cluster.ended(await cluster.submit(spec))
+    assert (job.state, job.failure) == (JobState.SUCCEEDED, None)
+    rows = [row.values for row in cluster.coordinator.client.metrics(job.id)]
+    assert [row["actor/grad_norm"] for row in rows] == [math.inf] * 6
+    assert all(row["actor/loss"] == -math.inf and math.isnan(row["rollout_corr/kl"]) for row in rows)
+    async with httpx.AsyncClient(trust_env=False) as http:
+        url = f"http://127.0.0.1:{cluster.coordinator.http_port}/v1/jobs/{job.id}/metrics"
+        told = strict((await http.get(url)).text)[-1]["values"]
+    assert (told["actor/grad_norm"], told["actor/loss"], told["rollout_corr/kl"]) == ("Infinity", "-Infinity", "NaN")
+    report = strict((Path(spec["output"]) / "report.json").read_text())
+    assert report["mismatch"]["rollout_corr/kl"] == "NaN"
 
 
 @scenario
