@@ -168,5 +168,5 @@ def _tree(body: bytes, content_type: str) -> Any:
     """Raises InvalidJob."""
     try:
         return yaml.safe_load(body) if "yaml" in content_type else json.loads(body)
-    except (ValueError, yaml.YAMLError) as error:
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise InvalidJob(f"the body cannot be read: {error}.", "send a job spec as JSON, or YAML as such.") from error

@@ -71,6 +71,10 @@ def test_every_mistake_is_told_at_once(http: httpx.Client, spec: dict[str, Any],
 
 def test_bad_bodies_are_refused(http: httpx.Client, spec: dict[str, Any]) -> None:
     assert "cannot be read" in problem(http.post("/v1/jobs", content=b"{"), 422)["detail"]
+    deep = b"[" * 100_000 + b"]" * 100_000
+    for kind in ("application/json", "application/yaml"):
+        nested = http.post("/v1/jobs", content=deep, headers={"Content-Type": kind})
+        assert "cannot be read" in problem(nested, 422)["detail"]
     assert "list" in problem(http.post("/v1/jobs", json=[]), 422)["detail"]
     unknown = problem(http.post("/v1/jobs", json=spec | {"modell": 1}), 422)
     assert "did you mean `model`?" in unknown["detail"]
