@@ -7,6 +7,7 @@ from millrace.spec import parse
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")
+LINKED = (*PAGES, "BENCHMARKS.md", "presets/README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
 ROOMS = "proto|millrace|services|deploy|demo|docs|tests|presets|benchmarks"
 LOOKS_LIKE_A_PATH = re.compile(rf"`((?:{ROOMS})/[\w./-]*)`|\]\(([\w./-]+)\)")
 
@@ -22,6 +23,23 @@ def test_each_path_that_a_page_names_exists(page: str) -> None:
     assert [path for path in sorted(paths) if not (ROOT / path).exists()] == []
 
 
+def anchors(page: Path) -> set[str]:
+    """Of its headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", LINKED)
+def test_each_link_of_a_page_leads_somewhere(page: str) -> None:
+    dead = []
+    for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", (ROOT / page).read_text()):
+        path, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / path if path else ROOT / page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            dead.append(link)
+    assert dead == []
+
+
 def test_the_architecture_page_names_every_folder_of_the_tree() -> None:
     named = named_paths("ARCHITECTURE.md")
     packages = [p.parent for top in ("millrace", "services") for p in (ROOT / top).glob("*/__init__.py")]
@@ -29,7 +47,7 @@ def test_the_architecture_page_names_every_folder_of_the_tree() -> None:
     assert folders - named == set()
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", (*PAGES, "docs/running.md"))
 def test_each_make_target_and_subcommand_that_a_page_names_exists(page: str) -> None:
     from millrace.cli import app
 
