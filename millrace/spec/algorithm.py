@@ -27,21 +27,30 @@ class Critic(Part):
     warmup_steps: int = Field(0, ge=0)
     """The first so many steps train the critic alone."""
     optimizer: Optimizer = Optimizer(lr=1e-5)
+    """The critic's."""
 
 
 class Algorithm(Part):
+    """Every name, its formula and its options: docs/algorithms.md. A function of your own is named as
+    `/path/to/file.py:function`."""
+
     preset: str | None = None
     """A method by the name that people say: grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce++, ppo. What is given
     beside it takes the place of the preset's."""
     advantage: Choice = Choice(name="grpo")
+    """From rewards to advantages."""
     policy_loss: Choice = Choice(name="ppo", options={"clip_low": 0.2, "clip_high": 0.28})
+    """The loss of a token."""
     aggregation: str = "token-mean"
+    """From the losses of tokens to one number."""
     critic: Critic | None = None
     """For advantages that read values (`gae`); none: no value model is kept."""
     kl: Choice | None = None
     """KL to the reference policy (the model as it was loaded); none: no reference is kept."""
     kl_coefficient: float = Field(0.001, ge=0.0)
+    """Its weight."""
     kl_in: Literal["loss", "reward"] = "loss"
+    """Added to the loss, or subtracted from each token's reward."""
     kl_target: float | None = Field(None, gt=0.0)
     """Mean KL a token, nats, that the coefficient is steered to from step to step; none: it stays as it is."""
     kl_horizon: int = Field(10000, ge=1)
@@ -49,6 +58,7 @@ class Algorithm(Part):
     correction: Choice | None = None
     """Of the mismatch between the engine's and the trainer's log-probabilities; none: it is only reported."""
     entropy_coefficient: float = Field(0.0, ge=0.0)
+    """Weight of the entropy, which is subtracted from the loss."""
     old_logprobs: Literal["recompute", "rollout"] = "recompute"
     """The proximal policy of the ratio: the trainer's own pass before the first update, or the engine's values."""
     router_replay: bool = False
@@ -61,6 +71,7 @@ class Algorithm(Part):
     overlong_buffer_tokens: int = Field(0, ge=0)
     """DAPO's soft punishment over the last so many tokens before max_response_tokens; 0: none."""
     overlong_penalty: float = Field(1.0, ge=0.0)
+    """What a response of full length loses by it."""
 
     @model_validator(mode="before")
     @classmethod

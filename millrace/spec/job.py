@@ -15,19 +15,31 @@ from millrace.spec.trainer import Trainer
 
 class JobSpec(Part):
     name: str = Field(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9._ -]*$")
+    """For people: at most 100 letters, digits, `.`, `_`, `-` and spaces."""
     output: str
-    """Folder for checkpoints and the report, at the same path for coordinator and trainer."""
+    """Folder for checkpoints and the report, as a whole path, the same for coordinator and trainer."""
     model: Model
+    """What is trained."""
     data: Data
+    """What it is asked."""
     reward: Reward = Reward()
+    """How its answers are scored."""
     rollout: Rollout = Rollout()
+    """How they are generated."""
     algorithm: Algorithm = Algorithm()
+    """What is optimised."""
     trainer: Trainer = Trainer()
+    """How it is trained."""
     publication: Publication = Publication()
+    """How new weights come to the replicas."""
     schedule: Schedule = Schedule()
+    """How long it runs, how far generation may run ahead, what is kept."""
     evaluation: Evaluation | None = None
+    """Held-out prompts that it is asked beside training; none: it is not evaluated."""
     deadlines: Deadlines = Deadlines()
+    """When something is given up."""
     tracking: Tracking = Tracking()
+    """Where its series go beside the coordinator."""
 
     @model_validator(mode="after")
     def fits_together(self) -> Self:

@@ -20,11 +20,13 @@ class Data(Part):
     procedural: str | None = None
     """`reasoning_gym:<task>` instead of files."""
     procedural_options: dict[str, Any] = Field(default_factory=dict)
-    """Passed to the task: its own options, and `size` and `seed` of the data set."""
+    """The task's own options, and the source's `size` (rows, 1000), `seed` (0) and `system_prompt` (null for none)."""
     shuffle: bool = True
     """A new order in each pass, drawn from `seed`."""
     seed: int = Field(0, ge=0)
+    """Of that order."""
     max_prompt_tokens: int = Field(1024, ge=1)
+    """Of a prompt in its chat template."""
     overlong_prompts: Literal["drop", "truncate_left", "truncate_right", "truncate_middle"] = "drop"
     """What becomes of a prompt longer than `max_prompt_tokens`: dropped on the ledger, or cut."""
     chat_template_options: dict[str, Any] = Field(default_factory=dict)
@@ -33,7 +35,7 @@ class Data(Part):
 
 class Reward(Part):
     function: str = "auto"
-    """math, exact, regex, format, reasoning_gym, or your own: `module:function` or `path/to/file.py:function` with
+    """math, exact, regex, format, reasoning_gym, or your own: `module:function` or `/path/to/file.py:function` with
     verl's signature compute_score(data_source, solution_str, ground_truth, extra_info). auto: reasoning_gym for a
     procedural source, otherwise by the row's reward_model.style: rule means math."""
     options: dict[str, Any] = Field(default_factory=dict)
@@ -53,12 +55,16 @@ class Reward(Part):
 
 class Evaluation(Part):
     files: list[str] = Field(default_factory=list)
+    """As `data.files`."""
     procedural: str | None = None
+    """As `data.procedural`."""
     procedural_options: dict[str, Any] = Field(default_factory=dict)
+    """As `data.procedural_options`."""
     every_steps: int = Field(0, ge=0)
     """0: only before the first and after the last step."""
     prompts: int = Field(256, ge=1)
     """At most so many held-out prompts, the first ones."""
     samples_per_prompt: int = Field(1, ge=1)
+    """Answers to each."""
     temperature: float = Field(0.0, ge=0.0)
     """0 is greedy."""

@@ -14,8 +14,11 @@ class Rollout(Part):
     samples_per_prompt: int = Field(8, ge=1)
     """Size of a group."""
     max_response_tokens: int = Field(1024, ge=1)
+    """A longer one is cut."""
     temperature: float = Field(1.0, gt=0.0)
+    """Of sampling, and of the log-probabilities that are trained on."""
     top_p: float = Field(1.0, gt=0.0, le=1.0)
+    """1 keeps every token."""
     top_k: int = Field(0, ge=0)
     """0 keeps every token."""
     stop: list[str] = Field(default_factory=list)
@@ -29,7 +32,7 @@ class Rollout(Part):
     """A replica that does not extend a lease for so long loses it."""
     engine_options: dict[str, Any] = Field(default_factory=dict)
     """Passed to the engine as they are: vLLM's AsyncEngineArgs, SGLang's ServerArgs. The engine checks them. Those
-    under an engine's name are for replicas with that engine alone."""
+    under an engine's name are for replicas with that engine alone: docs/engines.md."""
 
     def options_of(self, engine: str) -> dict[str, Any]:
         """The engine_options for a replica with `engine`."""

@@ -17,8 +17,9 @@ class Schedule(Part):
     max_staleness: int = Field(1, ge=0)
     """Versions that a trajectory's oldest token may be behind the trainer; 0: strictly on-policy."""
     save_every_steps: int = Field(0, ge=0)
-    """0: only after the last step."""
+    """Checkpoints; 0: only after the last step."""
     keep_checkpoints: int = Field(2, ge=1)
+    """So many of the newest stay."""
     save_in_background: bool = True
     """Train on while a checkpoint is written from a copy in host memory (12 bytes a parameter, over all ranks); false:
     wait for the disk."""
@@ -29,15 +30,21 @@ class Deadlines(Part):
     for those that no job needs to change."""
 
     configure_s: float = Field(1800.0, gt=0)
+    """Loading the model, in the trainer and in an engine."""
     step_s: float = Field(3600.0, gt=0)
+    """A step of the trainer."""
     publication_s: float = Field(300.0, gt=0)
+    """The transfer of new weights, and their verification."""
     save_s: float = Field(3600.0, gt=0)
+    """A checkpoint."""
     no_replica_s: float = Field(1800.0, gt=0)
     """How long a job waits with no replica in the fleet before it fails."""
 
 
 class Tracking(Part):
     trackers: list[Literal["tensorboard", "wandb"]] = Field(default_factory=list)
+    """They come with the `trackers` extra, beside the coordinator: docs/running.md."""
     project: str = "millrace"
+    """W&B's."""
     samples_per_step: int = Field(4, ge=0)
     """Groups of each step kept for GET /v1/jobs/{id}/samples."""

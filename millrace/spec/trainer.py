@@ -9,18 +9,26 @@ from millrace.spec.base import Part
 
 class Optimizer(Part):
     lr: float = Field(1e-6, ge=0.0)
+    """Learning rate, once warm-up is over."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's."""
     eps: float = Field(1e-8, gt=0.0)
+    """AdamW's."""
     weight_decay: float = Field(0.01, ge=0.0)
+    """AdamW's."""
     warmup_steps: int = Field(0, ge=0)
+    """Over which the learning rate rises to `lr`."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     """After warm-up; cosine and linear fall to `min_lr` at the job's last step."""
     min_lr: float = Field(0.0, ge=0.0)
+    """Where `schedule` ends."""
     clip_grad_norm: float = Field(1.0, gt=0.0)
+    """A gradient with a larger norm is scaled down to it."""
 
 
 class Trainer(Part):
     backend: Literal["fsdp2", "megatron"] = "fsdp2"
+    """megatron: docs/megatron.md."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of forward and backward. The master weights and the optimizer are float32."""
     token_budget: int = Field(16384, ge=16)
@@ -30,6 +38,8 @@ class Trainer(Part):
     activation_recompute: bool = False
     """Recompute activations in the backward pass: less memory, about a third more work."""
     optimizer: Optimizer = Optimizer()
+    """The policy's."""
     seed: int = Field(0, ge=0)
+    """Of what a step draws at random."""
     backend_options: dict[str, Any] = Field(default_factory=dict)
     """Passed to the backend, which checks them."""

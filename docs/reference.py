@@ -1,0 +1,152 @@
+"""`python docs/reference.py > docs/job.md`: every field of the job spec, from the models that check it."""
+
+import importlib
+import inspect
+import re
+import types
+from collections.abc import Iterator
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from millrace.rewards import BUILT_IN
+from millrace.spec import JobSpec
+from millrace.spec.algorithm import Choice
+from services.trainer.backends.fsdp2.backend import Options as Fsdp2
+
+INTRODUCTION = """# The job spec
+
+Made by `python docs/reference.py > docs/job.md` from the models in `millrace/spec`: mend a field's docstring, not this
+page.
+
+A job is one YAML or JSON file. `millrace validate job.yaml` tells every mistake in it with the mend. Write whole paths,
+as every service has a working folder of its own; [running.md](running.md#on-several-hosts) says which of them reads
+what."""
+PLAIN = {bool: "true or false", int: "whole number", float: "number", str: "text", Any: "anything"}
+BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+LEFT = ("data_source", "solution_str", "ground_truth", "extra_info")
+"""What a reward function is called with: not its options."""
+Homes = dict[type[BaseModel], str]
+"""The path at which the table of each part is."""
+
+
+def page() -> str:
+    homes: Homes = {}
+    for part, path in _places("", JobSpec):
+        homes.pop(part, None)  # of several places the last
+        homes[part] = path
+    parts = (_section(path, part, homes) for part, path in homes.items())
+    return "\n\n".join([INTRODUCTION, *parts, *_backends(), *_rewards()]) + "\n"
+
+
+def _places(path: str, part: type[BaseModel]) -> Iterator[tuple[type[BaseModel], str]]:
+    """Each part of the tree with its path; some stand at several."""
+    yield part, path
+    for name, field in part.model_fields.items():
+        if (inner := _part(field.annotation)) not in (None, Choice):
+            yield from _places(f"{path}.{name}".lstrip("."), inner)
+
+
+def _section(path: str, part: type[BaseModel], homes: Homes) -> str:
+    heading = f"{'#' * (2 + path.count('.'))} `{path}`" if path else "## The whole"
+    return "\n\n".join(filter(None, [heading, _linked(part.__dict__.get("__doc__") or ""), _table(part, homes)]))
+
+
+def _table(part: type[BaseModel], homes: Homes) -> str:
+    rows = ["| field | type | default | what it is |", "|---|---|---|---|"]
+    for name, field in part.model_fields.items():
+        rows.append(_row(f"`{name}`", _type(field, homes), _default(field), _linked(field.description or "")))
+    return "\n".join(rows)
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def _linked(text: str) -> str:
+    """In one line, with links to the pages that it names."""
+    return re.sub(r"docs/(\w+\.md)", r"[\1](\1)", " ".join(text.split()))
+
+
+def _type(field: FieldInfo, homes: Homes) -> str:
+    if (inner := _part(field.annotation)) is not None:
+        named = "`{name, options}`" if inner is Choice else f"[`{homes[inner]}`](#{homes[inner].replace('.', '')})"
+        return f"{named}, or null" if type(None) in get_args(field.annotation) else named
+    limits = [
+        f"{sign} {getattr(limit, name):g}"
+        for limit in field.metadata
+        for name, sign in BOUNDS.items()
+        if getattr(limit, name, None) is not None
+    ]
+    return ", ".join([_plain(field.annotation), *limits])
+
+
+def _plain(kind: Any) -> str:
+    arguments = get_args(kind)
+    match get_origin(kind):
+        case None:
+            return PLAIN[kind]
+        case origin if origin is Literal:
+            return " or ".join(f"`{choice}`" for choice in arguments)
+        case origin if origin in (Union, types.UnionType):
+            return ", or ".join("null" if one is type(None) else _plain(one) for one in arguments)
+        case origin if origin is dict:
+            return "mapping"
+        case origin if origin is tuple and Ellipsis not in arguments:
+            return f"list of {len(arguments)}, each a {_plain(arguments[0])}"
+    return f"list of {_plain(arguments[0])}"
+
+
+def _part(kind: Any) -> type[BaseModel] | None:
+    """The model that a field holds, or may hold."""
+    found = [one for one in (kind, *get_args(kind)) if isinstance(one, type) and issubclass(one, BaseModel)]
+    return found[0] if found else None
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True)
+    if isinstance(value, BaseModel):
+        given = value.model_dump(exclude_defaults=True)
+        return f"`{_yaml(given)}`" if given else ""
+    return f"`{_yaml(value)}`"
+
+
+def _yaml(value: Any) -> str:
+    """In one line, as a job would say it."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return str(value).lower()
+        case dict():
+            return f"{{{', '.join(f'{name}: {_yaml(inner)}' for name, inner in value.items())}}}"
+        case list() | tuple():
+            return f"[{', '.join(map(_yaml, value))}]"
+        case float() if 0 < abs(value) < 1e-4:
+            mantissa, _, exponent = f"{value:e}".partition("e")
+            return f"{float(mantissa)}e{int(exponent)}"
+        case float():
+            return f"{value:g}"
+    return str(value)
+
+
+def _backends() -> Iterator[str]:
+    yield "## `trainer.backend_options` of `fsdp2`\n\n" + _table(Fsdp2, {})
+    yield "## `trainer.backend_options` of `megatron`\n\nIn [megatron.md](megatron.md#options)."
+
+
+def _rewards() -> Iterator[str]:
+    rows = ["| function | its `reward.options` | what it gives |", "|---|---|---|"]
+    for name, module in BUILT_IN.items():
+        scorer = importlib.import_module(module).compute_score
+        options = [p for p in inspect.signature(scorer).parameters.values() if p.name not in LEFT]
+        told = "; ".join(f"`{p.name}`, {_plain(p.annotation)}, by default `{_yaml(p.default)}`" for p in options)
+        rows.append(_row(f"`{name}`", told, _linked(scorer.__doc__ or "")))
+    yield "## `reward.function`\n\n" + "\n".join(rows)
+
+
+if __name__ == "__main__":
+    print(page(), end="")
