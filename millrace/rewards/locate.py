@@ -34,7 +34,7 @@ def parse(name: str) -> Target:
     if not place or not function.isidentifier():
         raise NotLocated(
             "it is no built-in reward and has not the form module:function or file.py:function",
-            "name a built-in reward, or write for example rewards/mine.py:compute_score.",
+            "name a built-in reward, or write for example /data/rewards/mine.py:compute_score.",
         )
     return Target(place, function)
 
@@ -49,7 +49,7 @@ def _file(place: str) -> Path:
     if not path.is_file():
         raise NotLocated(
             f"there is no file {path.absolute()}",
-            "give the path of a Python file, absolute or from the folder that the services run in.",
+            "give the whole path of a Python file: every service has a working folder of its own.",
         )
     return path
 

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from millrace.errors import refused
+from millrace.extras import how_to_install
 from millrace.rewards.locate import NotLocated, Target, definition, functions, parse, parsed, source_file
 from millrace.rewards.signature import Signature
 
@@ -115,7 +116,7 @@ def _import(name: str, target: Target, path: Path | None) -> ModuleType:
         what = f"importing it failed: {type(error).__name__}: {error}"
         mend = "install what it imports beside the rollout replica, or mend the file."
         if name in BUILT_IN:
-            mend = "install the scorers beside the rollout replica: pip install 'millrace[scoring]'."
+            mend = f"install the scorers beside the rollout replica: {how_to_install('scoring')}."
         raise refused(FIELD, name, what, mend) from error
 
 

@@ -1,4 +1,5 @@
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -8,12 +9,18 @@ from millrace.cli.probes import Finding, Need, Software, Verdict
 
 
 def software(package: str, module: str) -> Software:
-    return Software("thing", Need.GENERATE, (package,), (module,), "millrace[thing]")
+    return Software("thing", Need.GENERATE, (package,), (module,), ("thing",))
 
 
 def test_what_is_not_installed_is_missing_and_says_how_to_install_it() -> None:
     found = probes.usable(software("no-such-distribution", "nothing"))
-    assert found.verdict is Verdict.MISSING and "uv pip install 'millrace[thing]'" in found.mend
+    assert found.verdict is Verdict.MISSING and "uv pip install -e '.[thing]'" in found.mend
+
+
+def test_every_extra_that_is_named_exists() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    named = {extra for software in probes.SOFTWARE for extra in software.extras}
+    assert named <= set(project["optional-dependencies"])
 
 
 def test_what_is_installed_and_does_not_import_is_broken_and_says_why(

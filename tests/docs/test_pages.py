@@ -1,4 +1,5 @@
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,13 @@ def test_each_make_target_and_subcommand_that_a_page_names_exists(page: str) -> 
     assert set(re.findall(r"(?:^|`)make ([a-z-]+)", text, re.MULTILINE)) <= targets
     commands = {command.name for command in app.registered_commands}
     assert set(re.findall(r"(?:^|`|; )millrace ([a-z]+)\b", text, re.MULTILINE)) <= commands
+
+
+@pytest.mark.parametrize("page", LINKED)
+def test_each_extra_that_a_page_names_exists(page: str) -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = re.findall(r"'\.\[([\w,-]+)\]'", (ROOT / page).read_text())
+    assert {extra for names in named for extra in names.split(",")} <= set(extras)
 
 
 def test_the_jobs_in_the_readme_are_valid() -> None:

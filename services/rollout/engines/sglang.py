@@ -20,6 +20,7 @@ import psutil
 import structlog
 
 from millrace.errors import InvalidJob, InvalidState, Unavailable
+from millrace.extras import how_to_install
 from millrace.ids import Version
 from millrace.spec import JobSpec
 from millrace.spec.rollout import CachePolicy
@@ -56,7 +57,7 @@ PAUSES: dict[CachePolicy, str] = {"recompute": "retract", "keep": "in_place"}
 def probe() -> Probe:
     found = sglang_options.release()
     if importlib.util.find_spec("sglang") is None or not found:
-        return Probe(False, "", "SGLang is not installed: install millrace[gpu-sglang].")
+        return Probe(False, "", f"SGLang is not installed: {how_to_install('gpu-sglang')}.")
     return Probe(True, found, sglang_options.release_warning(found))
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from millrace.errors import InvalidJob, InvalidState, PublicationFailed
+from millrace.extras import how_to_install
 from millrace.ids import Version
 from millrace.spec import JobSpec
 from millrace.spec.rollout import CachePolicy
@@ -59,7 +60,7 @@ class Options(BaseModel):
 
 def probe() -> Probe:
     if importlib.util.find_spec("transformers") is None or importlib.util.find_spec("torch") is None:
-        return Probe(False, "", "transformers or torch is not installed: install millrace[transformers].")
+        return Probe(False, "", f"transformers or torch is not installed: {how_to_install('transformers')}.")
     return Probe(True, importlib.metadata.version("transformers"), "")
 
 

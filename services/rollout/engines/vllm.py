@@ -20,6 +20,7 @@ import psutil
 import structlog
 
 from millrace.errors import InvalidJob, InvalidState, Unavailable
+from millrace.extras import how_to_install
 from millrace.ids import Version
 from millrace.megatron.architectures import read_shape
 from millrace.spec import JobSpec
@@ -56,7 +57,7 @@ WORKERS_END_S = 0.5
 def probe() -> Probe:
     found = vllm_options.release()
     if importlib.util.find_spec("vllm") is None or not found:
-        return Probe(False, "", "vLLM is not installed: install millrace[cpu-vllm] or millrace[gpu-vllm].")
+        return Probe(False, "", f"vLLM is not installed: {how_to_install('cpu-vllm', 'gpu-vllm')}.")
     if missing := vllm_options.plugin_missing():
         return Probe(False, found, missing)
     return Probe(True, found, vllm_options.release_warning(found))

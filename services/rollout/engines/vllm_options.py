@@ -128,7 +128,7 @@ def plugin_missing() -> str:
     """Why vLLM's processes would not run our entry point; empty where they would."""
     if any(entry.name == PLUGIN for entry in importlib.metadata.entry_points(group="vllm.general_plugins")):
         return ""
-    return f"the entry point {PLUGIN} of millrace is not installed: run pip install in millrace's folder, then restart."
+    return f"the entry point {PLUGIN} of millrace is not installed: uv pip install -e . in the checkout, then restart."
 
 
 def check_api(llm: type, client: type) -> None:

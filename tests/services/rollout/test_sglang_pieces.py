@@ -175,4 +175,4 @@ def test_releases(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sglang_options.release_warning("0.5.16") == sglang_options.release_warning("0.5.16.post1") == ""
     assert "SGLang 0.6.0 was not tried; 0.5.16 was" in sglang_options.release_warning("0.6.0")
     monkeypatch.setattr(sglang_options, "release", lambda: "")
-    assert "install millrace[gpu-sglang]" in probe("sglang").why
+    assert "'.[gpu-sglang]' in the checkout" in probe("sglang").why

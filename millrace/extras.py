@@ -1,0 +1,7 @@
+"""How what is not installed gets installed: Millrace comes as a checkout, its extras are in pyproject.toml."""
+
+
+def how_to_install(*extras: str, reinstall: bool = False) -> str:
+    """`uv pip install -e '.[gpu-vllm]' in the checkout`; of several extras one is enough."""
+    named = " or ".join(f"'.[{extra}]'" for extra in extras)
+    return f"uv pip install {'--reinstall ' if reinstall else ''}-e {named} in the checkout"
