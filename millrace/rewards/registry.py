@@ -31,6 +31,7 @@ wrong in ways that their names do not tell has a `check_options` too (raises Val
 
 FIELD = "reward.function"
 OPTIONS_FIELD = "reward.options"
+WANTED = "compute_score(data_source, solution_str, ground_truth, extra_info=None, **options)"
 
 
 def choose(name: str, *, procedural: bool, style: str = "rule") -> str:
@@ -135,15 +136,15 @@ def _import_file(path: Path) -> ModuleType:
 
 
 def _fits(name: str, signature: Signature, options: Mapping[str, Any]) -> None:
-    if reason := signature.misfit(options):
-        about_options = "options" in reason
-        mend = (
-            f"it takes {', '.join(sorted(signature.named)) or 'nothing by keyword'}."
-            if about_options
-            else "define it as compute_score(data_source, solution_str, ground_truth, extra_info=None, **options)."
-        )
-        field, value = (OPTIONS_FIELD, dict(options)) if about_options else (FIELD, name)
-        raise refused(field, value, f"{name}: {reason}" if about_options else reason, mend)
+    if reason := signature.misfit():
+        raise refused(FIELD, name, reason, f"define it as {WANTED}.")
+    if reason := signature.misfit_of_options(options):
+        mend = f"it takes {', '.join(sorted(signature.named)) or 'nothing by keyword'}."
+        raise refused(OPTIONS_FIELD, dict(options), f"{name}: {reason}", mend)
+    if unfilled := signature.unfilled(options):
+        needed = ", ".join(unfilled)
+        mend = f"define it as {WANTED}, or give {needed} in {OPTIONS_FIELD}."
+        raise refused(FIELD, name, f"it also needs {needed}, which {OPTIONS_FIELD} does not give", mend)
 
 
 def _check_built_in(module: ModuleType, options: Mapping[str, Any]) -> None:

@@ -38,15 +38,18 @@ class Signature:
         required = {p.name for p in parameters if p.default is kinds.empty and p.kind not in variadic}
         return cls(frozenset(named), frozenset(required), any(p.kind is kinds.VAR_KEYWORD for p in parameters))
 
-    def misfit(self, options: Mapping[str, Any]) -> str | None:
-        """Why it cannot be called with the four arguments and `options`; None where it can."""
+    def misfit(self) -> str | None:
+        """Why it cannot be called with the four arguments; None where it can."""
+        missing = [] if self.open else [name for name in ARGUMENTS if name not in self.named]
+        return f"it does not take {', '.join(missing)} by keyword" if missing else None
+
+    def misfit_of_options(self, options: Mapping[str, Any]) -> str | None:
+        """Why `options` cannot be given to it; None where they can."""
         if clash := sorted(set(ARGUMENTS) & set(options)):
             return f"the options {', '.join(clash)} have the names of arguments that every scorer is given"
-        if not self.open:
-            if missing := [name for name in ARGUMENTS if name not in self.named]:
-                return f"it does not take {', '.join(missing)} by keyword"
-            if unknown := sorted(set(options) - self.named):
-                return f"it does not take the options {', '.join(unknown)}"
-        if unfilled := sorted(self.required - set(ARGUMENTS) - set(options)):
-            return f"it also needs {', '.join(unfilled)}, which the options do not give"
-        return None
+        unknown = [] if self.open else sorted(set(options) - self.named)
+        return f"it does not take the options {', '.join(unknown)}" if unknown else None
+
+    def unfilled(self, options: Mapping[str, Any]) -> list[str]:
+        """What it needs beside the four arguments and `options`."""
+        return sorted(self.required - set(ARGUMENTS) - set(options))

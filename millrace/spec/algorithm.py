@@ -10,10 +10,15 @@ from millrace.spec.trainer import Optimizer
 
 
 class Choice(Part):
-    """A registered function by name, with its options."""
+    """A registered function by name, with its options. Plain text is a name without options."""
 
     name: str
     options: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def by_name_alone(cls, given: Any) -> Any:
+        return {"name": given} if isinstance(given, str) else given
 
 
 class Critic(Part):

@@ -4,9 +4,15 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
+from millrace.errors import refused
 from millrace.spec.base import Part
 
 ENGINES = ("vllm", "sglang", "transformers")
+EXAMPLES = {
+    "vllm": "{max_num_seqs: 256}",
+    "sglang": "{max_running_requests: 256}",
+    "transformers": "{max_num_seqs: 64}",
+}
 CachePolicy = Literal["recompute", "keep"]
 
 
@@ -44,5 +50,7 @@ class Rollout(Part):
     def _of_engines(cls, value: dict[str, Any]) -> dict[str, Any]:
         for engine in ENGINES:
             if not isinstance(value.get(engine, {}), dict):
-                raise ValueError(f"{engine} has to be a mapping of that engine's options")
+                reason = f"{engine} has to be a mapping of that engine's options"
+                mend = f"give one, for example `{engine}: {EXAMPLES[engine]}`, or leave {engine} out."
+                raise ValueError(refused(f"rollout.engine_options.{engine}", value[engine], reason, mend))
         return value

@@ -139,6 +139,16 @@ def test_check_and_load_refuse_the_same(
 
 
 @pytest.mark.parametrize("act", [check, load])
+@pytest.mark.parametrize("signature", ["args, sample", "args, sample, **kwargs", "args, samples, *rest, **kwargs"])
+def test_another_trainer_s_signature_is_told_which_one_is_wanted(
+    act: Callable, signature: str, write: Callable[[str], str]
+) -> None:
+    with pytest.raises(InvalidJob, match=r"^reward\.function: ") as refused:
+        act(write(f"async def compute_score({signature}):\n    return 1.0\n"), {})
+    assert "compute_score(data_source, solution_str, ground_truth, extra_info=None, **options)" in refused.value.mend
+
+
+@pytest.mark.parametrize("act", [check, load])
 @pytest.mark.parametrize(
     ("name", "reason"),
     [

@@ -42,6 +42,8 @@ def test_own_values_take_the_place_of_the_preset_s() -> None:
     other = job({"preset": "dapo", "policy_loss": {"name": "cispo"}})
     assert other.algorithm.policy_loss.model_dump() == {"name": "cispo", "options": {}}
     assert parse(json.loads(other.model_dump_json())) == other
+    same = job({"preset": "dr_grpo", "advantage": "grpo", "policy_loss": "cispo"}).algorithm
+    assert same.advantage.options == {"std": False} and same.policy_loss.options == {}
     critic = job({"preset": "ppo", "critic": {"warmup_steps": 3}}).algorithm.critic
     assert critic is not None and critic.clip == 0.5 and critic.warmup_steps == 3
 

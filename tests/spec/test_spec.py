@@ -2,12 +2,13 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 import yaml
 
 from millrace.errors import InvalidJob
-from millrace.spec import JobSpec, load, parse
+from millrace.spec import JobSpec, load, mistakes, parse
 
 SMALLEST = {"name": "a job", "output": "/out", "model": {"path": "/model"}, "data": {"files": ["train.parquet"]}}
 
@@ -64,10 +65,40 @@ def test_files_in_yaml_and_json(tmp_path, suffix, dump):
         ("algorithm.kl_in", "reward", "there is no KL"),
         ("model", {}, "model.path: is missing. Mend: add it."),
         ("name", "", "name: "),
+        ("model", "Qwen/Qwen3-0.6B", "Mend: give a mapping, for example `model: {path: /data/models/Qwen3-0.6B}`."),
+        ("data", "train.parquet", "give a mapping, for example `data: {files: [/data/train.parquet]}`."),
+        ("data.files", "train.parquet", "give a list, for example `files: [/data/train.parquet]`, or leave it out."),
+        ("algorithm", "dapo", "give a mapping, for example `algorithm: {preset: grpo}`, or leave it out."),
+        ("algorithm.correction", 2, "give a mapping, for example `correction: {name: tis_token}`, or leave it out."),
+        ("rollout", None, "rollout: null will not do: this is not a mapping. Mend: give a mapping, for example"),
+        ("rollout.engine_options", None, "for example `engine_options: {max_num_seqs: 256}`, or leave it out."),
+        ("rollout.engine_options", {"vllm": None}, "rollout.engine_options.vllm: null will not do: vllm has to be"),
+        ("rollout.engine_options", {"vllm": None}, "example `vllm: {max_num_seqs: 256}`, or leave vllm out."),
+        ("trainer.optimizer.betas", 0.9, "give a list, for example `betas: [0.9, 0.95]`, or leave it out."),
+        ("trainer.optimizer.betas", [0.9, 0.9, 0.9], "betas: [0.9, 0.9, 0.9] will not do: "),
+        ("schedule.steps", True, "schedule.steps: true will not do: this is not a whole number. Mend: give a whole"),
+        ("trainer.optimizer.lr", False, "trainer.optimizer.lr: false will not do: this is not a number."),
     ],
 )
 def test_a_mistake_is_told_with_field_value_reason_and_mend(path, value, told):
     assert told in refusal(with_(path, value))
+
+
+def test_every_part_has_an_example_that_is_valid():
+    def parts(part: type) -> Iterator[tuple[str, type]]:
+        for name, field in part.model_fields.items():
+            kinds = [field.annotation, *getattr(field.annotation, "__args__", ())]
+            for inner in (kind for kind in kinds if hasattr(kind, "model_fields")):
+                yield name, inner
+                yield from parts(inner)
+
+    for name, part in parts(JobSpec):
+        assert part.model_validate(yaml.safe_load(mistakes.EXAMPLES[name]))
+
+
+def test_a_function_may_be_given_by_its_name_alone():
+    algorithm = parse(with_("algorithm", {"advantage": "rloo", "kl": "k3"})).algorithm
+    assert algorithm.advantage.name == "rloo" and algorithm.kl is not None and algorithm.kl.name == "k3"
 
 
 def test_every_mistake_is_told_at_once():

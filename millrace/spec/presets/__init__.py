@@ -42,6 +42,8 @@ def _over(preset: Tree, given: Tree) -> dict[str, Any]:
     merged = dict(preset)
     for key, value in given.items():
         below = preset.get(key)
+        if isinstance(value, str) and isinstance(below, Mapping) and "name" in below:
+            value = {"name": value}
         if isinstance(value, Mapping) and isinstance(below, Mapping) and _same_function(below, value):
             value = _over(below, value)
         merged[key] = value

@@ -1,0 +1,131 @@
+"""What pydantic found wrong with a job spec, told to its writer as field, value, reason and mend."""
+
+import difflib
+import json
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from millrace.errors import InvalidJob
+from millrace.spec.job import JobSpec
+
+Location = tuple[int | str, ...]
+
+EXAMPLES = {
+    "model": "{path: /data/models/Qwen3-0.6B}",
+    "data": "{files: [/data/train.parquet]}",
+    "files": "[/data/train.parquet]",
+    "reward": "{function: math}",
+    "parts": "[score, format]",
+    "rollout": "{samples_per_prompt: 8, max_response_tokens: 1024}",
+    "stop": '["</answer>"]',
+    "engine_options": "{max_num_seqs: 256}",
+    "algorithm": "{preset: grpo}",
+    "advantage": "{name: grpo}",
+    "policy_loss": "{name: ppo, options: {clip_high: 0.28}}",
+    "critic": "{clip: 0.5}",
+    "kl": "{name: k3}",
+    "correction": "{name: tis_token}",
+    "trainer": "{backend: fsdp2, token_budget: 16384}",
+    "optimizer": "{lr: 1.0e-6}",
+    "betas": "[0.9, 0.95]",
+    "publication": "{path: auto}",
+    "schedule": "{steps: 100, prompts_per_step: 64}",
+    "evaluation": "{files: [/data/held_out.parquet]}",
+    "deadlines": "{step_s: 3600}",
+    "tracking": "{trackers: [tensorboard]}",
+    "trackers": "[tensorboard]",
+}
+"""What may be written for a part of the tree, or for a field that is a mapping or a list."""
+
+
+def told(error: Any) -> list[str]:
+    """The lines about one of `ValidationError.errors()`."""
+    field = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "value_error" and (not field or isinstance(error["ctx"]["error"].args[0], InvalidJob)):
+        return [f"  {line}" for line in str(error["ctx"]["error"]).splitlines()]
+    if error["type"] == "extra_forbidden":
+        return [f"  {field}: there is no such field. Mend: {_nearest(error['loc'])}"]
+    if error["type"] == "missing":
+        return [f"  {field}: is missing. Mend: {_example(error['loc']) or 'add it.'}"]
+    value = json.dumps(error["input"], default=str)
+    reason, mend = _reason(error), _allowed(error)
+    return [f"  {field}: {value[:200]} will not do: {reason}. Mend: {mend}"]
+
+
+_LIMITS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
+_KINDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "string": "text",
+    "list": "a list",
+    "tuple": "a list",
+    "dict": "a mapping",
+    "model": "a mapping",
+}
+
+
+def _reason(error: Any) -> str:
+    kind = _kind(error)
+    return f"this is not {_KINDS[kind]}" if error["type"].endswith("_type") and kind in _KINDS else error["msg"]
+
+
+def _kind(error: Any) -> str:
+    kind: str = error["type"].removesuffix("_type").removesuffix("_parsing").removesuffix("_from_float")
+    return kind
+
+
+def _allowed(error: Any) -> str:
+    """What would do instead, from pydantic's own bounds."""
+    context = {k: v for k, v in error.get("ctx", {}).items() if k != "error"}
+    if limits := [f"{words} {context[k]:g}" for k, words in _LIMITS.items() if k in context]:
+        return f"give a number that is {' and '.join(limits)}."
+    if "expected" in context:
+        return f"give {context['expected']}."
+    if "pattern" in context:
+        return f"give text that matches {context['pattern']}."
+    if "min_length" in context or "max_length" in context:
+        return "make it longer." if error["type"].endswith("_short") else "make it shorter."
+    if example := _example(error["loc"]):
+        return example
+    kind = _kind(error)
+    return f"give {_KINDS[kind]}." if kind in _KINDS else "give another value, or leave it out."
+
+
+def _example(location: Location) -> str:
+    """What may be written for a field that is no plain value; empty for others, and where no example is known."""
+    field, name = _field(location), str(location[-1])
+    if field is None or name not in EXAMPLES:
+        return ""
+    kind = "a list" if EXAMPLES[name].startswith("[") else "a mapping"
+    mend = f"give {kind}, for example `{name}: {EXAMPLES[name]}`"
+    return f"{mend}." if field.is_required() else f"{mend}, or leave it out."
+
+
+def _nearest(location: Location) -> str:
+    """Names the field that was probably meant."""
+    part = _part(location[:-1])
+    if part is None:
+        return "remove it."
+    names = list(part.model_fields)
+    close = difflib.get_close_matches(str(location[-1]), names, n=1, cutoff=0.5)
+    return f"did you mean `{close[0]}`?" if close else f"remove it; there are {', '.join(names)}."
+
+
+def _part(location: Location) -> type[BaseModel] | None:
+    part: type[BaseModel] | None = JobSpec
+    for step in location:
+        part = _inner(part.model_fields.get(str(step))) if part is not None else None
+    return part
+
+
+def _field(location: Location) -> FieldInfo | None:
+    part = _part(location[:-1])
+    return part.model_fields.get(str(location[-1])) if part is not None else None
+
+
+def _inner(field: FieldInfo | None) -> type[BaseModel] | None:
+    kinds = [] if field is None else [field.annotation, *getattr(field.annotation, "__args__", ())]
+    return next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), None)
