@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
+from millrace.elsewhere import meant
 from millrace.errors import InvalidJob
 from millrace.rl.options import TYPES
 
@@ -234,5 +235,5 @@ def _type_of(annotation: ast.expr, option: str) -> Any:
 
 
 def _nearest(name: str, known: Mapping[str, Any] | tuple[str, ...]) -> str:
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f"Did you mean {near[0]!r}? " if near else ""
+    near = meant(name, known) or next(iter(difflib.get_close_matches(name, list(known), n=1)), None)
+    return f"Did you mean {near!r}? " if near else ""

@@ -3,6 +3,7 @@ be had in this job. Reads a user's own files; needs no torch."""
 
 from collections.abc import Iterator
 
+from millrace.elsewhere import meant
 from millrace.errors import InvalidJob, refused
 from millrace.rl.catalogue import AGGREGATIONS, KL_ESTIMATORS, Entry, Kind, find
 from millrace.spec.algorithm import Algorithm, Choice
@@ -83,4 +84,6 @@ def _separate_rewards(spec: JobSpec, entry: Entry) -> Iterator[InvalidJob]:
 
 
 def _unknown(field: str, value: str, known: tuple[str, ...]) -> InvalidJob:
-    return refused(field, value, "there is none of that name", f"choose one of {', '.join(known)}.")
+    near = meant(value, known)
+    mend = f"did you mean {near}? Choose one of" if near else "choose one of"
+    return refused(field, value, "there is none of that name", f"{mend} {', '.join(known)}.")

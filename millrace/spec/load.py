@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from millrace.errors import InvalidJob
 from millrace.spec.job import JobSpec
-from millrace.spec.mistakes import told
+from millrace.spec.mistakes import booleans_for_numbers, told
 
 
 def load(path: str | Path) -> JobSpec:
@@ -34,8 +34,11 @@ def parse(tree: Any) -> JobSpec:
         raise InvalidJob(
             f"a job spec is a mapping of fields, this is {type(tree).__name__}.", "start it with `name:`, `model:`, ..."
         )
+    mistakes = booleans_for_numbers(tree)
     try:
-        return JobSpec.model_validate(tree)
+        spec = JobSpec.model_validate(tree)
     except ValidationError as error:
-        mistakes = [line for e in error.errors() for line in told(e)]
-        raise InvalidJob("\n".join(["the job spec is not valid:", *mistakes])) from error
+        mistakes += [line for e in error.errors() for line in told(e)]
+    if mistakes:
+        raise InvalidJob("\n".join(["the job spec is not valid:", *mistakes]))
+    return spec

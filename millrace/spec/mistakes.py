@@ -2,11 +2,13 @@
 
 import difflib
 import json
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from millrace.elsewhere import meant, places
 from millrace.errors import InvalidJob
 from millrace.spec.job import JobSpec
 
@@ -52,6 +54,23 @@ def told(error: Any) -> list[str]:
     value = json.dumps(error["input"], default=str)
     reason, mend = _reason(error), _allowed(error)
     return [f"  {field}: {value[:200]} will not do: {reason}. Mend: {mend}"]
+
+
+def booleans_for_numbers(tree: Mapping[str, Any], part: type[BaseModel] = JobSpec, above: str = "") -> list[str]:
+    """The lines about `true` and `false` where a number is wanted: Python, and so pydantic, counts them as 1 and 0."""
+    lines: list[str] = []
+    for name, value in tree.items():
+        field = part.model_fields.get(str(name))
+        inner = _inner(field)
+        if inner is not None and isinstance(value, Mapping):
+            lines += booleans_for_numbers(value, inner, f"{above}{name}.")
+        elif field is not None and isinstance(value, bool):
+            kinds = {field.annotation, *getattr(field.annotation, "__args__", ())}
+            if kinds & {int, float} and bool not in kinds:
+                wanted = _KINDS["int" if int in kinds else "float"]
+                told_value = json.dumps(value)
+                lines.append(f"  {above}{name}: {told_value} will not do: this is not {wanted}. Mend: give {wanted}.")
+    return lines
 
 
 _LIMITS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
@@ -105,13 +124,28 @@ def _example(location: Location) -> str:
 
 
 def _nearest(location: Location) -> str:
-    """Names the field that was probably meant."""
-    part = _part(location[:-1])
+    """Names the field that was probably meant: in this part, by another trainer's name, or in another part."""
+    part, written = _part(location[:-1]), str(location[-1])
     if part is None:
         return "remove it."
     names = list(part.model_fields)
-    close = difflib.get_close_matches(str(location[-1]), names, n=1, cutoff=0.5)
-    return f"did you mean `{close[0]}`?" if close else f"remove it; there are {', '.join(names)}."
+    if known := meant(written, names):
+        return f"did you mean `{known}`?"
+    if others := [place for place in places(written) if place.partition(".")[0] in JobSpec.model_fields]:
+        return f"here that is {' or '.join(f'`{place}`' for place in others)}."
+    if close := difflib.get_close_matches(written, names, n=1, cutoff=0.5):
+        return f"did you mean `{close[0]}`?"
+    if elsewhere := [path for path in _paths(JobSpec) if path.rpartition(".")[2] == written]:
+        return f"did you mean `{elsewhere[0]}`?"
+    return f"remove it; there are {', '.join(names)}."
+
+
+def _paths(part: type[BaseModel], above: str = "") -> Iterator[str]:
+    """Every field of the tree with the parts above it, those of a part before those inside them."""
+    yield from (above + name for name in part.model_fields)
+    for name, field in part.model_fields.items():
+        if inner := _inner(field):
+            yield from _paths(inner, f"{above}{name}.")
 
 
 def _part(location: Location) -> type[BaseModel] | None:

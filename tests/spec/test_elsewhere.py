@@ -1,0 +1,78 @@
+"""Names of other trainers in a job file: the mend says what is meant."""
+
+from typing import Any
+
+import pytest
+
+from millrace.elsewhere import MILLRACE, places
+from millrace.errors import InvalidJob
+from millrace.megatron.options import Megatron
+from millrace.rl import catalogue
+from millrace.rl.catalogue import KL_ESTIMATORS, Kind
+from millrace.spec import JobSpec, choices, parse
+
+SMALLEST = {"name": "a job", "output": "/out", "model": {"path": "/model"}, "data": {"files": ["train.parquet"]}}
+OPTIONS = {
+    "algorithm.policy_loss": {o.name for o in catalogue.find(Kind.POLICY_LOSS, "ppo").options},
+    "algorithm.advantage": {o.name for name in ("grpo", "gae") for o in catalogue.find(Kind.ADVANTAGE, name).options},
+}
+
+
+def is_there(place: str) -> bool:
+    """Whether a job spec has such a field; what engines take is theirs to say."""
+    part: Any = JobSpec
+    for step in (steps := place.split(".")):
+        if step in ("options", "engine_options", "backend_options"):
+            continue
+        if (field := getattr(part, "model_fields", {}).get(step)) is None:
+            break
+        kinds = [field.annotation, *getattr(field.annotation, "__args__", ())]
+        part = next((kind for kind in kinds if hasattr(kind, "model_fields")), None)
+    else:
+        return True
+    if "backend_options" in steps:
+        return steps[-1] in Megatron.model_fields
+    return "engine_options" in steps or steps[-1] in OPTIONS.get(".".join(steps[:-2]), ())
+
+
+@pytest.mark.parametrize("name", MILLRACE)
+def test_what_it_is_called_here_exists(name: str) -> None:
+    values = {*KL_ESTIMATORS, *catalogue.names(Kind.POLICY_LOSS)}
+    assert all(is_there(place) or place in values for place in places(name))
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "mend"),
+    [
+        ("rollout", "n", "did you mean `samples_per_prompt`?"),
+        ("evaluation", "n", "did you mean `samples_per_prompt`?"),
+        ("trainer", "lr", "here that is `trainer.optimizer.lr`."),
+        ("trainer", "ppo_micro_batch_size", "did you mean `token_budget`?"),
+        ("data", "train_batch_size", "here that is `schedule.prompts_per_step`."),
+        ("rollout", "max_new_tokens", "did you mean `max_response_tokens`?"),
+        ("algorithm", "clip_ratio", "here that is `algorithm.policy_loss.options.clip_low`."),
+        ("trainer", "tensor_model_parallel_size", "or `trainer.backend_options.tensor_parallel`."),
+        ("schedule", "total_epochs", "did you mean `passes`?"),
+        ("schedule", "total_training_steps", "did you mean `steps`?"),
+        ("trainer", "max_staleness", "did you mean `schedule.max_staleness`?"),
+        ("trainer", "low_var_kl", "remove it; there are backend, "),
+    ],
+)
+def test_a_field_by_another_trainer_s_name(part: str, name: str, mend: str) -> None:
+    with pytest.raises(InvalidJob) as refusal:
+        parse({**SMALLEST, part: {**SMALLEST.get(part, {}), name: 1}})
+    assert f"{part}.{name}: there is no such field. Mend: " in str(refusal.value) and mend in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "mend"),
+    [
+        ({"kl": "low_var_kl"}, "did you mean k3? Choose one of k1, "),
+        ({"policy_loss": "vanilla"}, "Did you mean 'ppo'?"),
+        ({"policy_loss": {"name": "ppo", "options": {"eps_clip_high": 0.3}}}, "Did you mean 'clip_high'?"),
+    ],
+)
+def test_a_function_or_option_by_another_trainer_s_name(algorithm: dict[str, Any], mend: str) -> None:
+    with pytest.raises(InvalidJob) as refusal:
+        choices.check(parse({**SMALLEST, "algorithm": algorithm}))
+    assert mend in str(refusal.value)
