@@ -10,6 +10,7 @@ from millrace.errors import refused
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 WEIGHT_PATTERNS = ("*.safetensors", "*.bin")
 WEIGHT_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+SCALING = ("factor", "original_max_position_embeddings")
 FIELD = "model.path"
 
 
@@ -61,6 +62,24 @@ def vocabulary(folder: Path) -> int | None:
     config = _json(folder / "config.json", folder)
     size = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
     return int(size) if size else None
+
+
+def context(folder: Path) -> int | None:
+    """The longest text, tokens, that its config allows; none where it does not say.
+
+    With scaled rotary positions the scaled length counts: some configs give that one as `max_position_embeddings`,
+    others the length before, so it is the longer of the two.
+    """
+    config = _json(folder / "config.json", folder)
+    config = config | (config.get("text_config") or {})
+    length = config.get("max_position_embeddings")
+    if not isinstance(length, int):
+        return None
+    scaling = config.get("rope_scaling") or config.get("rope_parameters")
+    factor, original = (scaling.get(key) for key in SCALING) if isinstance(scaling, dict) else (None, None)
+    if not isinstance(factor, int | float):
+        return length
+    return max(length, int(factor * (original if isinstance(original, int) else length)))
 
 
 def _folder(path: str | Path, field: str) -> Path:

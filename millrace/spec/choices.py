@@ -58,7 +58,20 @@ def _advantage(spec: JobSpec, entry: Entry) -> Iterator[InvalidJob]:
         given = critic.model_dump(mode="json", exclude_defaults=True)
         reason = f"the advantage {entry.name!r} reads no values"
         yield refused("algorithm.critic", given, reason, "leave it out, or choose gae.")
+    yield from _group_size(spec, entry)
     yield from _separate_rewards(spec, entry)
+
+
+def _group_size(spec: JobSpec, entry: Entry) -> Iterator[InvalidJob]:
+    """That not every advantage comes out as 0. What a user's own makes of small groups is not known."""
+    options = entry.defaults | spec.algorithm.advantage.options
+    if ":" in entry.name or "group_b" not in entry.required_inputs or options.get("singleton") == "reward":
+        return
+    least, size = max(2, options.get("k", 0)), spec.rollout.samples_per_prompt
+    if size < least:
+        reason = f"the advantage {entry.name!r} compares the answers to a prompt, and is 0 with fewer than {least}"
+        mend = f"raise it to at least {least}, or choose an advantage that compares none, for example remax."
+        yield refused("rollout.samples_per_prompt", size, reason, mend)
 
 
 def _separate_rewards(spec: JobSpec, entry: Entry) -> Iterator[InvalidJob]:

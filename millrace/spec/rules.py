@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from millrace.errors import refused
+from millrace.spec.algorithm import Algorithm
 
 if TYPE_CHECKING:
     from millrace.spec.job import JobSpec
@@ -71,6 +72,14 @@ def _algorithm(spec: JobSpec) -> Iterator[str]:
     if algorithm.kl_target is not None and algorithm.kl is None:
         mend = "set algorithm.kl, or leave it out"
         yield _broken("algorithm.kl_target", algorithm.kl_target, "there is no KL to steer", mend)
+    given = algorithm.kl_coefficient
+    if algorithm.kl is None and given not in (0.0, Algorithm.model_fields["kl_coefficient"].default):
+        mend = "set algorithm.kl, for example {name: k3}, or leave it out"
+        yield _broken("algorithm.kl_coefficient", given, "there is no KL that it would weigh", mend)
+    if algorithm.drop_groups_without_signal and spec.rollout.samples_per_prompt < 2:
+        reason = "one answer alone never differs from the others, so every group would be dropped"
+        mend = "raise it to at least 2, or set algorithm.drop_groups_without_signal to false"
+        yield _broken("rollout.samples_per_prompt", spec.rollout.samples_per_prompt, reason, mend)
     if spec.schedule.steps is not None and spec.trainer.optimizer.warmup_steps > spec.schedule.steps:
         arithmetic = f"warm-up is longer than the job, {spec.schedule.steps} steps"
         yield _broken("trainer.optimizer.warmup_steps", spec.trainer.optimizer.warmup_steps, arithmetic, "shorten it")

@@ -17,7 +17,7 @@ class Schedule(Part):
     max_staleness: int = Field(1, ge=0)
     """Versions that a trajectory's oldest token may be behind the trainer; 0: strictly on-policy."""
     save_every_steps: int = Field(0, ge=0)
-    """Checkpoints; 0: only after the last step."""
+    """Checkpoints. The last step is saved always; 0, or more than there are steps: it alone."""
     keep_checkpoints: int = Field(2, ge=1)
     """So many of the newest stay."""
     save_in_background: bool = True

@@ -5,13 +5,17 @@ from pathlib import Path
 from typing import Any
 
 from millrace.data import open_source
-from millrace.data.model_folder import check_model_folder, check_weights_folder, vocabulary
+from millrace.data.model_folder import check_model_folder, check_weights_folder, context, vocabulary
 from millrace.errors import InvalidJob, refused
 from millrace.megatron.rules import check_submission as check_megatron
 from millrace.rewards import check as check_reward
 from millrace.rewards import choose
 from millrace.spec import JobSpec, choices, parse
+from millrace.spec.rollout import ENGINES
 from millrace.telemetry.trackers import check as check_trackers
+
+OF_POSITIONS = {"hf_overrides", "rope_scaling", "rope_parameters", "json_model_override_args"}
+"""Of rollout.engine_options: what changes how far a model's positions go."""
 
 
 def check(tree: Any) -> JobSpec:
@@ -46,9 +50,25 @@ def _data(spec: JobSpec) -> Iterator[str]:
         except InvalidJob as error:
             mistakes.append(str(error))
     yield from dict.fromkeys(mistakes)
-    yield from _attempt(check_model_folder, spec.model.path, messages=messages)
+    unusable = list(_attempt(check_model_folder, spec.model.path, messages=messages))
+    yield from unusable or _attempt(_context, spec)
     for name in sorted(rewards):
         yield from _attempt(check_reward, name, spec.reward.options)
+
+
+def _context(spec: JobSpec) -> None:
+    """The model knows its longest text, unless an engine is told otherwise."""
+    told = [spec.rollout.options_of(engine) for engine in ENGINES]
+    if any(not OF_POSITIONS.isdisjoint(options) for options in told):
+        return
+    prompt, response = spec.data.max_prompt_tokens, spec.rollout.max_response_tokens
+    if (most := context(Path(spec.model.path))) is not None and prompt + response > most:
+        reason = (
+            f"with data.max_prompt_tokens of {prompt} a text may have {prompt + response} tokens, and the model knows "
+            f"positions up to {most} (max_position_embeddings in its config.json)"
+        )
+        mend = f"lower the two to {most} together, or give the model's config a rope_scaling."
+        raise refused("rollout.max_response_tokens", response, reason, mend)
 
 
 def _algorithm(spec: JobSpec) -> Iterator[str]:

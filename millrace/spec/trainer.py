@@ -1,16 +1,18 @@
 """How the model is trained."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from millrace.spec.base import Part
 
+Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
+
 
 class Optimizer(Part):
     lr: float = Field(1e-6, ge=0.0)
     """Learning rate, once warm-up is over."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     """AdamW's."""
     eps: float = Field(1e-8, gt=0.0)
     """AdamW's."""

@@ -81,6 +81,31 @@ def test_critics_that_make_no_sense(critic: dict[str, Any], schedule: dict[str, 
     assert words in str(refusal.value)
 
 
+@pytest.mark.parametrize(
+    ("advantage", "least"),
+    [
+        *((name, 2) for name in ("grpo", "rloo", "gpg", "opo", "maxrl", "grpo_passk", "optimal_token_baseline")),
+        ("reinforce_plus_plus_baseline", 2),
+        ({"name": "grpo", "options": {"std": False}}, 2),
+        ("passk", 4),
+        ({"name": "passk", "options": {"k": 8}}, 8),
+    ],
+)
+def test_answers_are_compared_with_others(advantage: Any, least: int) -> None:
+    algorithm = {"advantage": advantage}
+    text = told(algorithm, rollout={"samples_per_prompt": least - 1})
+    assert f"rollout.samples_per_prompt: {least - 1} will not do: the advantage" in text
+    assert f"raise it to at least {least}" in text
+    choices.check(job(algorithm, rollout={"samples_per_prompt": least}))
+
+
+def test_one_answer_is_enough_where_none_is_compared() -> None:
+    alone = {"samples_per_prompt": 1}
+    for advantage in ("remax", "reinforce_plus_plus", {"name": "grpo", "options": {"singleton": "reward"}}):
+        choices.check(job({"advantage": advantage}, rollout=alone))
+    choices.check(job({"preset": "ppo"}, rollout=alone))
+
+
 def test_a_target_needs_a_kl() -> None:
     with pytest.raises(InvalidJob, match=r"algorithm\.kl_target: 0\.1 will not do: there is no KL to steer"):
         job({"kl_target": 0.1})

@@ -63,6 +63,9 @@ def test_files_in_yaml_and_json(tmp_path, suffix, dump):
         ("rollout.engine_options", {"max_model_len": 512}, "raise it to at least 2048"),
         ("algorithm.overlong_buffer_tokens", 5000, "the buffer is longer than a response, 1024 tokens"),
         ("algorithm.kl_in", "reward", "there is no KL"),
+        ("algorithm.kl_coefficient", 0.01, "algorithm.kl_coefficient: 0.01 will not do: there is no KL that it would"),
+        ("trainer.optimizer.betas", [0.9, 1.0], "trainer.optimizer.betas.1: 1.0 will not do: "),
+        ("trainer.optimizer.betas", [0.9, 1.0], "give a number that is less than 1."),
         ("model", {}, "model.path: is missing. Mend: add it."),
         ("name", "", "name: "),
         ("model", "Qwen/Qwen3-0.6B", "Mend: give a mapping, for example `model: {path: /data/models/Qwen3-0.6B}`."),
@@ -143,6 +146,24 @@ def test_an_engine_gets_the_options_for_all_and_its_own():
     assert "sglang has to be a mapping" in refusal(with_("rollout.engine_options", {"sglang": 3}))
     short = {"vllm": {"max_model_len": 8}}
     assert "rollout.engine_options.max_model_len" in refusal(with_("rollout.engine_options", short))
+
+
+def test_a_group_of_one_has_no_signal_to_keep_it():
+    tree = with_("rollout.samples_per_prompt", 1)
+    assert "rollout.samples_per_prompt: 1 will not do: one answer alone" in refusal(
+        tree | {"algorithm": {"drop_groups_without_signal": True}}
+    )
+    assert parse(tree).rollout.samples_per_prompt == 1
+
+
+def test_a_coefficient_of_no_kl_is_taken_where_it_says_nothing():
+    for value in (0.0, 0.001):
+        assert parse(with_("algorithm.kl_coefficient", value)).algorithm.kl is None
+    assert parse(with_("algorithm", {"kl": "k3", "kl_coefficient": 0.04})).algorithm.kl_coefficient == 0.04
+
+
+def test_a_short_trial_keeps_the_whole_job_s_saving():
+    assert parse(with_("schedule", {"steps": 2, "save_every_steps": 100})).schedule.steps == 2
 
 
 def test_imports_in_time_without_torch_or_an_engine():

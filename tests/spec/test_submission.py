@@ -59,3 +59,37 @@ def test_an_advantage_without_its_critic_is_told_with_all_else(tmp_path: Path) -
         submission.check(tree)
     for words in ("it needs a critic", 'algorithm.aggregation: "mean"', 'output: "here"'):
         assert words in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "longest"),
+    [
+        ({"max_position_embeddings": 2000}, 2000),
+        ({"text_config": {"max_position_embeddings": 2000}}, 2000),
+        ({"max_position_embeddings": 2048}, None),
+        ({}, None),
+        ({"max_position_embeddings": 512, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, 1024),
+        ({"max_position_embeddings": 512, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, None),
+        ({"max_position_embeddings": 512, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, 512),
+        (
+            {
+                "max_position_embeddings": 163840,
+                "rope_scaling": {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096},
+            },
+            None,
+        ),
+    ],
+)
+def test_a_text_that_is_longer_than_the_model_knows(
+    config: dict[str, Any], longest: int | None, tmp_path: Path
+) -> None:
+    tree = job(tmp_path, {})
+    file = Path(tree["model"]["path"]) / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    if longest is None:
+        submission.check(tree)
+        return
+    words = rf"rollout\.max_response_tokens: 1024 will not do: .* 2048 tokens, .* positions up to {longest} "
+    with pytest.raises(InvalidJob, match=words):
+        submission.check(tree)
+    submission.check(tree | {"rollout": {"engine_options": {"vllm": {"hf_overrides": {}}}}})
