@@ -8,10 +8,10 @@ OFFLOAD_FRACTION is `optimizer_offload_fraction`.
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from millrace.errors import InvalidJob
 from millrace.spec.base import Part
+from millrace.spec.mistakes import options
 
 RecomputeModule = Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]
 
@@ -84,15 +84,4 @@ class Megatron(Part):
 
 def parse(backend_options: Mapping[str, Any]) -> Megatron:
     """Raises InvalidJob that names every wrong option, its value and what would do."""
-    try:
-        return Megatron.model_validate(dict(backend_options))
-    except ValidationError as error:
-        wrong = "\n".join(_told(issue) for issue in error.errors())
-        raise InvalidJob(wrong, "Correct these options of the megatron backend.") from error
-
-
-def _told(issue: Any) -> str:
-    field = ".".join(("trainer", "backend_options", *(str(part) for part in issue["loc"])))
-    if issue["type"] == "extra_forbidden":
-        return f"{field}: there is no such option. Known: {', '.join(Megatron.model_fields)}."
-    return f"{field}: {issue['input']!r} will not do: {issue['msg']}."
+    return options(Megatron, backend_options, "trainer.backend_options")

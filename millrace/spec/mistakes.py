@@ -3,9 +3,9 @@
 import difflib
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from millrace.elsewhere import meant, places
@@ -13,6 +13,7 @@ from millrace.errors import InvalidJob
 from millrace.spec.job import JobSpec
 
 Location = tuple[int | str, ...]
+Options = TypeVar("Options", bound=BaseModel)
 
 EXAMPLES = {
     "model": "{path: /data/models/Qwen3-0.6B}",
@@ -32,6 +33,8 @@ EXAMPLES = {
     "trainer": "{backend: fsdp2, token_budget: 16384}",
     "optimizer": "{lr: 1.0e-6}",
     "betas": "[0.9, 0.95]",
+    "recompute": "{granularity: full}",
+    "experts": "{dispatcher: auto}",
     "publication": "{path: auto}",
     "schedule": "{steps: 100, prompts_per_step: 64}",
     "evaluation": "{files: [/data/held_out.parquet]}",
@@ -42,17 +45,30 @@ EXAMPLES = {
 """What may be written for a part of the tree, or for a field that is a mapping or a list."""
 
 
-def told(error: Any) -> list[str]:
-    """The lines about one of `ValidationError.errors()`."""
-    field = ".".join(str(part) for part in error["loc"])
-    if error["type"] == "value_error" and (not field or isinstance(error["ctx"]["error"].args[0], InvalidJob)):
+def options(kind: type[Options], given: Mapping[str, Any], above: str) -> Options:
+    """`given`, the mapping in the field `above` of a job spec, as the options that a backend takes. Raises InvalidJob
+    that tells every mistake."""
+    mistakes = booleans_for_numbers(given, kind, f"{above}.")
+    try:
+        checked = kind.model_validate(dict(given))
+    except ValidationError as error:
+        mistakes += [line for e in error.errors() for line in told(e, kind, f"{above}.")]
+    if mistakes:
+        raise InvalidJob("\n".join(line.strip() for line in mistakes))
+    return checked
+
+
+def told(error: Any, root: type[BaseModel] = JobSpec, above: str = "") -> list[str]:
+    """The lines about one of `ValidationError.errors()` of `root`, whose fields stand under `above`."""
+    field = above + ".".join(str(part) for part in error["loc"])
+    if error["type"] == "value_error" and (not error["loc"] or isinstance(error["ctx"]["error"].args[0], InvalidJob)):
         return [f"  {line}" for line in str(error["ctx"]["error"]).splitlines()]
     if error["type"] == "extra_forbidden":
-        return [f"  {field}: there is no such field. Mend: {_nearest(error['loc'])}"]
+        return [f"  {field}: there is no such field. Mend: {_nearest(root, error['loc'])}"]
     if error["type"] == "missing":
-        return [f"  {field}: is missing. Mend: {_example(error['loc']) or 'add it.'}"]
+        return [f"  {field}: is missing. Mend: {_example(root, error['loc']) or 'add it.'}"]
     value = json.dumps(error["input"], default=str)
-    reason, mend = _reason(error), _allowed(error)
+    reason, mend = _reason(error), _allowed(root, error)
     return [f"  {field}: {value[:200]} will not do: {reason}. Mend: {mend}"]
 
 
@@ -96,7 +112,7 @@ def _kind(error: Any) -> str:
     return kind
 
 
-def _allowed(error: Any) -> str:
+def _allowed(root: type[BaseModel], error: Any) -> str:
     """What would do instead, from pydantic's own bounds."""
     context = {k: v for k, v in error.get("ctx", {}).items() if k != "error"}
     if limits := [f"{words} {context[k]:g}" for k, words in _LIMITS.items() if k in context]:
@@ -107,15 +123,15 @@ def _allowed(error: Any) -> str:
         return f"give text that matches {context['pattern']}."
     if "min_length" in context or "max_length" in context:
         return "make it longer." if error["type"].endswith("_short") else "make it shorter."
-    if example := _example(error["loc"]):
+    if example := _example(root, error["loc"]):
         return example
     kind = _kind(error)
     return f"give {_KINDS[kind]}." if kind in _KINDS else "give another value, or leave it out."
 
 
-def _example(location: Location) -> str:
+def _example(root: type[BaseModel], location: Location) -> str:
     """What may be written for a field that is no plain value; empty for others, and where no example is known."""
-    field, name = _field(location), str(location[-1])
+    field, name = _field(root, location), str(location[-1])
     if field is None or name not in EXAMPLES:
         return ""
     kind = "a list" if EXAMPLES[name].startswith("[") else "a mapping"
@@ -123,9 +139,9 @@ def _example(location: Location) -> str:
     return f"{mend}." if field.is_required() else f"{mend}, or leave it out."
 
 
-def _nearest(location: Location) -> str:
+def _nearest(root: type[BaseModel], location: Location) -> str:
     """Names the field that was probably meant: in this part, by another trainer's name, or in another part."""
-    part, written = _part(location[:-1]), str(location[-1])
+    part, written = _part(root, location[:-1]), str(location[-1])
     if part is None:
         return "remove it."
     names = list(part.model_fields)
@@ -135,7 +151,7 @@ def _nearest(location: Location) -> str:
         return f"here that is {' or '.join(f'`{place}`' for place in others)}."
     if close := difflib.get_close_matches(written, names, n=1, cutoff=0.5):
         return f"did you mean `{close[0]}`?"
-    if elsewhere := [path for path in _paths(JobSpec) if path.rpartition(".")[2] == written]:
+    if elsewhere := [path for path in _paths(root) if path.rpartition(".")[2] == written]:
         return f"did you mean `{elsewhere[0]}`?"
     return f"remove it; there are {', '.join(names)}."
 
@@ -148,15 +164,15 @@ def _paths(part: type[BaseModel], above: str = "") -> Iterator[str]:
             yield from _paths(inner, f"{above}{name}.")
 
 
-def _part(location: Location) -> type[BaseModel] | None:
-    part: type[BaseModel] | None = JobSpec
+def _part(root: type[BaseModel], location: Location) -> type[BaseModel] | None:
+    part: type[BaseModel] | None = root
     for step in location:
         part = _inner(part.model_fields.get(str(step))) if part is not None else None
     return part
 
 
-def _field(location: Location) -> FieldInfo | None:
-    part = _part(location[:-1])
+def _field(root: type[BaseModel], location: Location) -> FieldInfo | None:
+    part = _part(root, location[:-1])
     return part.model_fields.get(str(location[-1])) if part is not None else None
 
 

@@ -4,10 +4,10 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
+from millrace.engines import ENGINES
 from millrace.errors import refused
 from millrace.spec.base import Part
 
-ENGINES = ("vllm", "sglang", "transformers")
 EXAMPLES = {
     "vllm": "{max_num_seqs: 256}",
     "sglang": "{max_running_requests: 256}",

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from millrace import engines, fsdp2
 from millrace.data import open_source
 from millrace.data.model_folder import check_model_folder, check_weights_folder, context, vocabulary
 from millrace.errors import InvalidJob, refused
@@ -11,7 +12,6 @@ from millrace.megatron.rules import check_submission as check_megatron
 from millrace.rewards import check as check_reward
 from millrace.rewards import choose
 from millrace.spec import JobSpec, choices, parse
-from millrace.spec.rollout import ENGINES
 from millrace.telemetry.trackers import check as check_trackers
 
 OF_POSITIONS = {"hf_overrides", "rope_scaling", "rope_parameters", "json_model_override_args"}
@@ -58,7 +58,7 @@ def _data(spec: JobSpec) -> Iterator[str]:
 
 def _context(spec: JobSpec) -> None:
     """The model knows its longest text, unless an engine is told otherwise."""
-    told = [spec.rollout.options_of(engine) for engine in ENGINES]
+    told = [spec.rollout.options_of(engine) for engine in engines.ENGINES]
     if any(not OF_POSITIONS.isdisjoint(options) for options in told):
         return
     prompt, response = spec.data.max_prompt_tokens, spec.rollout.max_response_tokens
@@ -91,6 +91,9 @@ def _critic_folder(model: str, critic: str) -> None:
 def _rest(spec: JobSpec) -> Iterator[str]:
     if spec.trainer.backend == "megatron":
         yield from _attempt(check_megatron, spec)
+    else:
+        yield from _attempt(fsdp2.parse, spec.trainer.backend_options)
+    yield from map(str, engines.mistakes_of(spec.rollout.engine_options))
     yield from _attempt(check_trackers, spec.tracking.trackers)
     yield from _attempt(_output, Path(spec.output))
 

@@ -108,10 +108,12 @@ def test_every_broken_rule_is_told_at_once(tmp_path):
 
 
 def test_wrong_options_are_told_by_name_and_value():
-    with pytest.raises(InvalidJob, match=r"tensor_parallel: 0 will not do: .*greater than or equal to 1"):
+    with pytest.raises(InvalidJob, match=r"tensor_parallel: 0 will not do: .*at least 1"):
         parse({"tensor_parallel": 0})
-    with pytest.raises(InvalidJob, match=r"backend_options.tp: there is no such option. Known: tensor_parallel"):
+    with pytest.raises(InvalidJob, match=r"backend_options.tp: there is no such field. .*mean `tensor_parallel`"):
         parse({"tp": 2})
+    with pytest.raises(InvalidJob, match=r"recompute: \"full\" will not do: .*`recompute: {granularity: full}`"):
+        parse({"recompute": "full"})
 
 
 def test_a_submitted_job_is_held_against_its_model(tmp_path):

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from millrace.errors import InvalidJob
+from millrace.megatron.options import Megatron
 from millrace.spec import JobSpec, load, mistakes, parse
 
 SMALLEST = {"name": "a job", "output": "/out", "model": {"path": "/model"}, "data": {"files": ["train.parquet"]}}
@@ -95,7 +96,7 @@ def test_every_part_has_an_example_that_is_valid():
                 yield name, inner
                 yield from parts(inner)
 
-    for name, part in parts(JobSpec):
+    for name, part in [*parts(JobSpec), *parts(Megatron)]:
         assert part.model_validate(yaml.safe_load(mistakes.EXAMPLES[name]))
 
 

@@ -93,3 +93,48 @@ def test_a_text_that_is_longer_than_the_model_knows(
     with pytest.raises(InvalidJob, match=words):
         submission.check(tree)
     submission.check(tree | {"rollout": {"engine_options": {"vllm": {"hf_overrides": {}}}}})
+
+
+@pytest.mark.parametrize(
+    ("part", "told"),
+    [
+        (
+            {"trainer": {"backend_options": {"atention": "sdpa"}}},
+            "trainer.backend_options.atention: there is no such field. Mend: did you mean `attention`?",
+        ),
+        (
+            {"trainer": {"backend_options": {"attention": "eager"}}},
+            "trainer.backend_options.attention: \"eager\" will not do: Input should be 'auto', 'segments'",
+        ),
+        (
+            {"trainer": {"backend": "megatron", "backend_options": {"tensor_paralel": 2}}},
+            "trainer.backend_options.tensor_paralel: there is no such field. Mend: did you mean `tensor_parallel`?",
+        ),
+        (
+            {"trainer": {"backend": "megatron", "backend_options": {"tensor_parallel": True}}},
+            "trainer.backend_options.tensor_parallel: true will not do: this is not a whole number.",
+        ),
+        (
+            {"rollout": {"engine_options": {"dtype": "half"}}},
+            "rollout.engine_options.dtype: this option is not the job's to set. Mend: set rollout.dtype instead.",
+        ),
+        (
+            {"rollout": {"engine_options": {"sglang": {"kv_cache_dtype": "fp8"}}}},
+            "rollout.engine_options.sglang.kv_cache_dtype: this option is not the job's to set. Mend: remove it",
+        ),
+        (
+            {"rollout": {"engine_options": {"vlm": {"max_num_seqs": 4}}}},
+            "rollout.engine_options.vlm: there is no engine of that name. Mend: did you mean `vllm`? There are vllm, ",
+        ),
+    ],
+)
+def test_options_that_nobody_would_take(part: dict[str, Any], told: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidJob) as refusal:
+        submission.check(job(tmp_path, {}) | part)
+    assert told in str(refusal.value)
+
+
+def test_options_are_left_to_whom_they_belong_to(tmp_path: Path) -> None:
+    options = {"kv_cache_dtype": "fp8", "compilation_config": {"level": 3}, "vllm": {"nnodes": 1}, "sglang": {"a": 1}}
+    trainer = {"backend_options": {"attention": "sdpa", "offload_reference": True}}
+    submission.check(job(tmp_path, {}) | {"rollout": {"engine_options": options}, "trainer": trainer})

@@ -3,16 +3,16 @@
 import difflib
 from collections.abc import Mapping, Set
 
+from millrace.engines import FIELD, ours_to_set
 from millrace.errors import InvalidJob
 
 
 def check_name(name: str, known: Set[str], ours: Mapping[str, str], library: str, options: str) -> None:
     """Raises InvalidJob for an option of rollout.engine_options that is the replica's to set, or that `library` does
     not have. `ours` names the job's field that says it instead, `options` the library's class of options."""
-    field = f"rollout.engine_options.{name}"
+    field = f"{FIELD}.{name}"
     if name in ours:
-        mend = f"set {ours[name]} instead." if ours[name] else "remove it: the replica sets it."
-        raise InvalidJob(f"{field}: this option is not the job's to set.", mend)
+        raise ours_to_set(name, ours[name])
     if name not in known:
         close = difflib.get_close_matches(name, known, n=1)
         mend = f"did you mean {close[0]}?" if close else f"see the fields of {library}'s {options}."

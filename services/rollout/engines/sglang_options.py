@@ -5,6 +5,7 @@ import importlib.metadata
 import secrets
 from typing import Any
 
+from millrace import engines
 from millrace.errors import InvalidJob, InvalidState
 from millrace.spec import JobSpec
 from services.rollout.engines.options import check_name, untried
@@ -12,24 +13,7 @@ from services.rollout.engines.options import check_name, untried
 OLDEST, NEWEST = (0, 5, 16), (0, 5, 16)
 """Releases that were tried."""
 
-OURS = {
-    "model_path": "model.path",
-    "tokenizer_path": "model.path",
-    "trust_remote_code": "model.trust_remote_code",
-    "dtype": "rollout.dtype",
-    "load_format": "",
-    "sampling_backend": "",
-    "random_seed": "",
-    "skip_tokenizer_init": "",
-    "quantization": "",
-    "kv_cache_dtype": "",
-    "pp_size": "",
-    "dp_size": "",
-    "nnodes": "",
-    "speculative_algorithm": "",
-    "disaggregation_mode": "",
-}
-"""Options that a job cannot set here, and the field that says it instead."""
+OURS = engines.OURS["sglang"]
 
 MARK = "millrace_version"
 """Key under which SGLang hands our marks back, one for each token."""

@@ -7,6 +7,7 @@ import secrets
 from pathlib import Path
 from typing import Any
 
+from millrace import engines
 from millrace.errors import InvalidJob, InvalidState
 from millrace.spec import JobSpec
 from services.rollout.engines.options import check_name, untried
@@ -15,21 +16,7 @@ from services.rollout.engines.vllm_cpu_weights import experts_kernel
 OLDEST, NEWEST = (0, 26), (0, 32)
 """Releases that were tried."""
 
-OURS = {
-    "model": "model.path",
-    "tokenizer": "model.path",
-    "trust_remote_code": "model.trust_remote_code",
-    "dtype": "rollout.dtype",
-    "load_format": "",
-    "logprobs_mode": "",
-    "worker_extension_cls": "",
-    "generation_config": "",
-    "enable_log_requests": "",
-    "data_parallel_size": "",
-    "quantization": "",
-    "enable_return_routed_experts": "algorithm.router_replay",
-}
-"""Options that a job cannot set here, and the field that says it instead."""
+OURS = engines.OURS["vllm"]
 
 CPU_KV_CACHE_BYTES = 1 << 30
 ON_LATENTS: dict[str, Any] = {

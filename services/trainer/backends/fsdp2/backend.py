@@ -2,19 +2,18 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
-from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers.utils import is_flash_attn_2_available
 
 from millrace.errors import InvalidJob
+from millrace.fsdp2 import Fsdp2Options, parse
 from millrace.spec import JobSpec
-from millrace.spec.base import Part
 from millrace.weights.manifest import Manifest, TensorInfo
 from millrace.weights.memory import Memory
 from services.trainer.backends import DataParallel, LossFn, TokenScores
@@ -27,21 +26,8 @@ from services.trainer.backends.fsdp2.trained import Sharded
 from services.trainer.microbatch import MicroBatch
 
 
-class Options(Part):
-    """`trainer.backend_options` of this backend."""
-
-    attention: Literal["auto", "segments", "flash_attention_2", "sdpa"] = "auto"
-    """auto: flash_attention_2 where it is installed, else segments (torch's causal kernels on unpacked sequences).
-    sdpa builds the block-diagonal mask of the whole micro-batch: for models whose attention takes no other."""
-    offload_reference: bool = False
-    """Keep the reference policy in host memory and copy each layer when it is needed."""
-
-
 def build(spec: JobSpec, device: torch.device) -> "Fsdp2":
-    try:
-        options = Options.model_validate(spec.trainer.backend_options)
-    except ValidationError as error:
-        raise InvalidJob(f"trainer.backend_options: {error}", "see the options of the fsdp2 backend.") from error
+    options = parse(spec.trainer.backend_options)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("data",))
     return Fsdp2(spec, options, device, mesh)
 
@@ -49,7 +35,7 @@ def build(spec: JobSpec, device: torch.device) -> "Fsdp2":
 class Fsdp2(Sharded):
     """See `services.trainer.backends.Backend`. All ranks are data parallel."""
 
-    def __init__(self, spec: JobSpec, options: Options, device: torch.device, mesh: DeviceMesh) -> None:
+    def __init__(self, spec: JobSpec, options: Fsdp2Options, device: torch.device, mesh: DeviceMesh) -> None:
         config = load_config(spec.model)
         compute = getattr(torch, spec.trainer.dtype)
         self.device = device
@@ -126,7 +112,7 @@ class Fsdp2(Sharded):
         return metrics
 
 
-def _attention(options: Options) -> str:
+def _attention(options: Fsdp2Options) -> str:
     if options.attention == "segments":
         return attention.NAME
     if options.attention == "auto":

@@ -1,0 +1,21 @@
+"""What `trainer.backend_options` may say for the `fsdp2` backend. Imports no torch: a job is checked where it is
+submitted. What runs is in `services/trainer/backends/fsdp2`."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from millrace.spec.base import Part
+from millrace.spec.mistakes import options
+
+
+class Fsdp2Options(Part):
+    attention: Literal["auto", "segments", "flash_attention_2", "sdpa"] = "auto"
+    """auto: flash_attention_2 where it is installed, else segments (torch's causal kernels on unpacked sequences).
+    sdpa builds the block-diagonal mask of the whole micro-batch: for models whose attention takes no other."""
+    offload_reference: bool = False
+    """Keep the reference policy in host memory and copy each layer when it is needed."""
+
+
+def parse(backend_options: Mapping[str, Any]) -> Fsdp2Options:
+    """Raises InvalidJob that names every wrong option, its value and what would do."""
+    return options(Fsdp2Options, backend_options, "trainer.backend_options")
