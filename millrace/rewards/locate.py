@@ -65,7 +65,7 @@ def _module_file(name: str) -> Path | None:
         if spec is None:
             raise NotLocated(
                 f"there is no module {dotted}",
-                "install the package that holds it, or name the file instead: path/to/file.py:function.",
+                "install the package that holds it, or name the file instead: /path/to/file.py:function.",
             )
         folders = list(spec.submodule_search_locations or [])
     origin = spec.origin if spec is not None else None

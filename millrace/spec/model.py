@@ -9,14 +9,15 @@ from millrace.spec.base import Part
 
 class Model(Part):
     path: str
-    """Hugging Face model folder: config, tokenizer and safetensors, at the same path for every service."""
+    """Whole path of a Hugging Face model folder: config, tokenizer and safetensors. The same for every service."""
     trust_remote_code: bool = False
     """Run Python code that the model folder brings."""
 
 
 class Data(Part):
     files: list[str] = Field(default_factory=list)
-    """Parquet or JSONL files in verl's columns: data_source, prompt, reward_model{style, ground_truth}, extra_info."""
+    """Whole paths of Parquet or JSONL files in verl's columns: data_source, prompt, reward_model{style, ground_truth},
+    extra_info."""
     procedural: str | None = None
     """`reasoning_gym:<task>` instead of files."""
     procedural_options: dict[str, Any] = Field(default_factory=dict)

@@ -1,5 +1,10 @@
-"""Whether a job can work on this machine: every mistake is found before it is taken in, and all are told at once."""
+"""Whether a job can work on this machine: every mistake is found before it is taken in, and all are told at once.
 
+Paths have to be whole. Every service opens them by itself, and each would take a relative one from its own working
+folder; a client does not complete them either, as the services may run on other machines than it does.
+"""
+
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +16,7 @@ from millrace.errors import InvalidJob, refused
 from millrace.megatron.rules import check_submission as check_megatron
 from millrace.rewards import check as check_reward
 from millrace.rewards import choose
+from millrace.rewards.locate import Target
 from millrace.spec import JobSpec, choices, parse
 from millrace.telemetry.trackers import check as check_trackers
 
@@ -21,7 +27,7 @@ OF_POSITIONS = {"hf_overrides", "rope_scaling", "rope_parameters", "json_model_o
 def check(tree: Any) -> JobSpec:
     """The spec in `tree`, which can be carried out here. Raises InvalidJob with every mistake. Reads files."""
     spec = parse(tree)
-    mistakes = [*_data(spec), *_algorithm(spec), *_rest(spec)]
+    mistakes = [*_relative(spec), *_data(spec), *_algorithm(spec), *_rest(spec)]
     if mistakes:
         raise InvalidJob("\n".join(["the job cannot work:", *(f"  {mistake}" for mistake in mistakes)]))
     return spec
@@ -32,6 +38,33 @@ def _attempt(look: Callable[..., Any], *arguments: Any, **named: Any) -> Iterato
         look(*arguments, **named)
     except InvalidJob as error:
         yield str(error)
+
+
+def _relative(spec: JobSpec) -> Iterator[str]:
+    for field, path, function in _paths(spec):
+        if not Path(path).is_absolute():
+            reason = "each service would take it from its own working folder"
+            whole = os.path.abspath(os.path.expanduser(path)) + function
+            yield str(refused(field, path + function, reason, f"write the whole path, for example {whole}."))
+
+
+def _paths(spec: JobSpec) -> Iterator[tuple[str, str, str]]:
+    """Each field that names a file or folder: that path, and `:function` where it goes on."""
+    yield "output", spec.output, ""
+    yield "model.path", spec.model.path, ""
+    critic = spec.algorithm.critic
+    if critic is not None and critic.path is not None:
+        yield "algorithm.critic.path", critic.path, ""
+    for field, data in (("data.files", spec.data), ("evaluation.files", spec.evaluation)):
+        yield from ((field, file, "") for file in (data.files if data is not None else ()))
+    place, colon, function = spec.reward.function.rpartition(":")
+    if Target(place, function).is_file:
+        yield "reward.function", place, colon + function
+    for name in ("advantage", "policy_loss", "correction"):
+        choice = getattr(spec.algorithm, name)
+        if choice is not None and ":" in choice.name:
+            place, colon, function = choice.name.rpartition(":")
+            yield f"algorithm.{name}.name", place, colon + function
 
 
 def _data(spec: JobSpec) -> Iterator[str]:
@@ -101,8 +134,7 @@ def _rest(spec: JobSpec) -> Iterator[str]:
 def _output(folder: Path) -> None:
     """The trainer writes its checkpoints there, this service the report."""
     if not folder.is_absolute():
-        reason = "each service would take it from its own working folder"
-        raise refused("output", str(folder), reason, f"write the whole path, for example {folder.absolute()}.")
+        return
     try:
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
         probe = folder / ".millrace"

@@ -138,3 +138,37 @@ def test_options_are_left_to_whom_they_belong_to(tmp_path: Path) -> None:
     options = {"kv_cache_dtype": "fp8", "compilation_config": {"level": 3}, "vllm": {"nnodes": 1}, "sglang": {"a": 1}}
     trainer = {"backend_options": {"attention": "sdpa", "offload_reference": True}}
     submission.check(job(tmp_path, {}) | {"rollout": {"engine_options": options}, "trainer": trainer})
+
+
+@pytest.mark.parametrize(
+    ("part", "field"),
+    [
+        ({"output": "here"}, "output"),
+        ({"model": {"path": "here"}}, "model.path"),
+        ({"data": {"files": ["here/train.parquet"]}}, "data.files"),
+        ({"evaluation": {"files": ["held_out.jsonl"]}}, "evaluation.files"),
+        ({"reward": {"function": "here/mine.py:compute_score"}}, "reward.function"),
+        ({"reward": {"function": "~/mine.py:compute_score"}}, "reward.function"),
+        ({"algorithm": {"advantage": "mine.py:mine"}}, "algorithm.advantage.name"),
+        ({"algorithm": {"policy_loss": {"name": "./mine.py:mine"}}}, "algorithm.policy_loss.name"),
+        ({"algorithm": {"correction": "mine.py:mine"}}, "algorithm.correction.name"),
+        ({"algorithm": {"preset": "ppo", "critic": {"path": "here"}}}, "algorithm.critic.path"),
+    ],
+)
+def test_a_relative_path_is_refused(part: dict[str, Any], field: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidJob) as refusal:
+        submission.check(job(tmp_path, {}) | part)
+    (line,) = [line for line in str(refusal.value).splitlines() if "each service would take it from its own" in line]
+    assert line.startswith(f"  {field}: ") and "write the whole path, for example /" in line
+
+
+def test_functions_by_module_and_whole_paths_are_taken(tmp_path: Path) -> None:
+    own = tmp_path / "own.py"
+    own.write_text(
+        "def score(data_source, solution_str, ground_truth, extra_info=None): ...\n"
+        "def loss(*, logprobs_bt: Tensor, advantages_bt: Tensor, mask_bt: Tensor, scale: float = 1.0): ...\n"
+    )
+    tree = job(tmp_path, {})
+    algorithm = tree["algorithm"] | {"policy_loss": f"{own}:loss"}
+    submission.check(tree | {"reward": {"function": f"{own}:score"}, "algorithm": algorithm})
+    submission.check(tree | {"reward": {"function": "millrace.rewards.exact:compute_score"}})
