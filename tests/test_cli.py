@@ -175,6 +175,12 @@ def test_validate_tells_every_mistake_or_that_there_is_none(
     assert "fit together" in millrace("validate", "--fields-only", str(tmp_path / "broken.yaml")).stdout
 
 
+def test_validate_makes_no_folder(spec: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump({**spec, "output": str(tmp_path / "fresh" / "output")}))
+    millrace("validate", str(tmp_path / "job.yaml"))
+    assert [path.name for path in tmp_path.iterdir()] == ["job.yaml"]
+
+
 def test_without_a_coordinator_the_mend_is_to_start_one() -> None:
     told = millrace("jobs", url="http://127.0.0.1:9", status=1).stderr
     assert "did not answer GET /v1/jobs within 2 s" in told and "millrace up" in told

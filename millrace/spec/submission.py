@@ -4,7 +4,9 @@ Paths have to be whole. Every service opens them by itself, and each would take 
 folder; a client does not complete them either, as the services may run on other machines than it does.
 """
 
+import errno
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -132,14 +134,21 @@ def _rest(spec: JobSpec) -> Iterator[str]:
 
 
 def _output(folder: Path) -> None:
-    """The trainer writes its checkpoints there, this service the report."""
+    """The trainer writes its checkpoints there, this service the report. Leaves nothing behind: a job that is only
+    looked at, or refused, makes no folders."""
     if not folder.is_absolute():
         return
     try:
-        (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-        probe = folder / ".millrace"
-        probe.touch()
-        probe.unlink()
+        for needed in (folder, folder / "checkpoints"):
+            tempfile.TemporaryFile(dir=_nearest_there(needed)).close()
     except OSError as error:
         mend = "choose a folder that the services may write."
-        raise refused("output", str(folder), f"it cannot be written: {error}", mend) from error
+        raise refused("output", str(folder), f"it cannot be written: {error.strerror or error}", mend) from error
+
+
+def _nearest_there(folder: Path) -> Path:
+    """The folder itself, or the nearest above it that exists. Raises NotADirectoryError where that is a file."""
+    found = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    if not found.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, f"{found} is no folder")
+    return found

@@ -1,4 +1,4 @@
-"""What only this machine can tell of a job: here of its critic's folder. Needs no torch."""
+"""What only this machine can tell of a job: its files and folders, what backends and engines take. Needs no torch."""
 
 import json
 from pathlib import Path
@@ -172,3 +172,23 @@ def test_functions_by_module_and_whole_paths_are_taken(tmp_path: Path) -> None:
     algorithm = tree["algorithm"] | {"policy_loss": f"{own}:loss"}
     submission.check(tree | {"reward": {"function": f"{own}:score"}, "algorithm": algorithm})
     submission.check(tree | {"reward": {"function": "millrace.rewards.exact:compute_score"}})
+
+
+def test_looking_leaves_nothing_behind(tmp_path: Path) -> None:
+    tree = job(tmp_path, {})
+    before = sorted(tmp_path.rglob("*"))
+    submission.check(tree | {"output": str(tmp_path / "out" / "of" / "it")})
+    assert sorted(tmp_path.rglob("*")) == before
+    (tmp_path / "out" / "checkpoints").mkdir(parents=True)
+    submission.check(tree)
+    assert list((tmp_path / "out").rglob("*")) == [tmp_path / "out" / "checkpoints"]
+
+
+@pytest.mark.parametrize("output", ["{}/file", "{}/file/out", "{}/half", "{}/gone", "/proc/out"])
+def test_an_output_that_cannot_be_written_is_refused(output: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "checkpoints").touch()
+    with pytest.raises(InvalidJob, match=r"output: .* will not do: it cannot be written: .*Mend: choose a folder"):
+        submission.check(job(tmp_path, {}) | {"output": output.format(tmp_path)})
