@@ -46,8 +46,10 @@ def _relative(spec: JobSpec) -> Iterator[str]:
     for field, path, function in _paths(spec):
         if not Path(path).is_absolute():
             reason = "each service would take it from its own working folder"
-            whole = os.path.abspath(os.path.expanduser(path)) + function
-            yield str(refused(field, path + function, reason, f"write the whole path, for example {whole}."))
+            whole = os.path.abspath(os.path.expanduser(path))
+            likely = field == "output" or os.path.exists(whole)
+            mend = f"write the whole path, for example {whole}{function}." if likely else "write the whole path."
+            yield str(refused(field, path + function, reason, mend))
 
 
 def _paths(spec: JobSpec) -> Iterator[tuple[str, str, str]]:

@@ -159,7 +159,14 @@ def test_a_relative_path_is_refused(part: dict[str, Any], field: str, tmp_path: 
     with pytest.raises(InvalidJob) as refusal:
         submission.check(job(tmp_path, {}) | part)
     (line,) = [line for line in str(refusal.value).splitlines() if "each service would take it from its own" in line]
-    assert line.startswith(f"  {field}: ") and "write the whole path, for example /" in line
+    assert line.startswith(f"  {field}: ") and line.endswith("Mend: write the whole path.") == (field != "output")
+
+
+def test_one_that_is_there_is_told_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    tree = job(tmp_path, {})
+    with pytest.raises(InvalidJob, match=rf'data.files: "train.parquet" .* for example {tmp_path}/train.parquet\.$'):
+        submission.check(tree | {"data": {"files": ["train.parquet"]}})
 
 
 def test_functions_by_module_and_whole_paths_are_taken(tmp_path: Path) -> None:
