@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from millrace.errors import InvalidJob
 from millrace.spec.job import JobSpec
-from millrace.spec.mistakes import booleans_for_numbers, told
+from millrace.spec.mistakes import numbers_that_are_none, told
 
 
 def load(path: str | Path) -> JobSpec:
@@ -34,7 +34,7 @@ def parse(tree: Any) -> JobSpec:
         raise InvalidJob(
             f"a job spec is a mapping of fields, this is {type(tree).__name__}.", "start it with `name:`, `model:`, ..."
         )
-    mistakes = booleans_for_numbers(tree)
+    mistakes = numbers_that_are_none(tree)
     try:
         spec = JobSpec.model_validate(tree)
     except ValidationError as error:

@@ -48,7 +48,7 @@ EXAMPLES = {
 def options(kind: type[Options], given: Mapping[str, Any], above: str) -> Options:
     """`given`, the mapping in the field `above` of a job spec, as the options that a backend takes. Raises InvalidJob
     that tells every mistake."""
-    mistakes = booleans_for_numbers(given, kind, f"{above}.")
+    mistakes = numbers_that_are_none(given, kind, f"{above}.")
     try:
         checked = kind.model_validate(dict(given))
     except ValidationError as error:
@@ -72,21 +72,35 @@ def told(error: Any, root: type[BaseModel] = JobSpec, above: str = "") -> list[s
     return [f"  {field}: {value[:200]} will not do: {reason}. Mend: {mend}"]
 
 
-def booleans_for_numbers(tree: Mapping[str, Any], part: type[BaseModel] = JobSpec, above: str = "") -> list[str]:
-    """The lines about `true` and `false` where a number is wanted: Python, and so pydantic, counts them as 1 and 0."""
+def numbers_that_are_none(tree: Mapping[str, Any], part: type[BaseModel] = JobSpec, above: str = "") -> list[str]:
+    """The lines about `true` and `false` where a number is wanted, which Python and so pydantic count as 1 and 0, and
+    about options that are not finite: a spec is kept and sent as JSON, which has no such numbers."""
     lines: list[str] = []
     for name, value in tree.items():
         field = part.model_fields.get(str(name))
         inner = _inner(field)
         if inner is not None and isinstance(value, Mapping):
-            lines += booleans_for_numbers(value, inner, f"{above}{name}.")
+            lines += numbers_that_are_none(value, inner, f"{above}{name}.")
         elif field is not None and isinstance(value, bool):
             kinds = {field.annotation, *getattr(field.annotation, "__args__", ())}
             if kinds & {int, float} and bool not in kinds:
                 wanted = _KINDS["int" if int in kinds else "float"]
                 told_value = json.dumps(value)
                 lines.append(f"  {above}{name}: {told_value} will not do: this is not {wanted}. Mend: give {wanted}.")
+        elif field is not None and inner is None and isinstance(value, Mapping) and not _finite(value):
+            written = json.dumps(value, default=str, skipkeys=True)
+            lines.append(
+                f"  {above}{name}: {written} will not do: its numbers have to be finite. Mend: give finite ones."
+            )
     return lines
+
+
+def _finite(options: Mapping[Any, Any]) -> bool:
+    try:
+        json.dumps(options, allow_nan=False, default=str, skipkeys=True)
+    except ValueError:
+        return False
+    return True
 
 
 _LIMITS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}

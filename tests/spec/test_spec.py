@@ -56,7 +56,7 @@ def test_files_in_yaml_and_json(tmp_path, suffix, dump):
         ("deadlines.step_s", math.inf, "deadlines.step_s: Infinity will not do: Input should be a finite number"),
         ("trainer.optimizer.betas", [0.9, math.nan], "trainer.optimizer.betas.1: NaN will not do: "),
         ("reward.options", {"at": [1, -math.inf]}, 'reward.options: {"at": [1, -Infinity]} will not do: '),
-        ("rollout.engine_options", {"vllm": {"x": math.nan}}, "Mend: give finite number."),
+        ("rollout.engine_options", {"vllm": {"x": math.nan}}, "its numbers have to be finite"),
         ("trainer.token_budget", 100, "1024 + 1024 = 2048 tokens"),
         ("trainer.updates_per_step", 7, "64 groups do not divide into 7 updates"),
         ("data.files", [], "give either files or a procedural source"),
