@@ -1,6 +1,7 @@
 """The decode loop of the `transformers` engine: continuous batching, with versions that change between two tokens."""
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -81,6 +82,13 @@ class Endings:
         return any(stop in text for stop in request.sampling.stop)
 
 
+@dataclass(eq=False)
+class Pause:
+    """A stand-still of the loop. Who asked for it ends it, once; the loop goes on when no pause is left."""
+
+    began: float = field(default_factory=time.perf_counter)
+
+
 class DecodeLoop:
     """`run` in a thread of its own; every other method from any thread."""
 
@@ -94,49 +102,60 @@ class DecodeLoop:
         self._waiting: list[Request] = []
         self._version: Version | None = None
         self._recompute = False
-        self._pausing = 0
-        self._paused = threading.Event()
+        self._pauses: set[Pause] = set()
+        self._still = False
         self._stopped = False
         self._wake = threading.Condition()
 
     def submit(self, request: Request) -> None:
         with self._wake:
             self._waiting.append(request)
-            self._wake.notify()
+            self._wake.notify_all()
 
     def abort(self, request: Request) -> None:
         with self._wake:
             request.aborted = True
-            self._wake.notify()
+            self._wake.notify_all()
 
     def counts(self) -> tuple[int, int]:
         """Requests running and waiting."""
         with self._wake:
             return sum(not r.aborted for r in self._running), sum(not r.aborted for r in self._waiting)
 
-    def pause(self) -> None:
-        """Returns once the loop stands still between two tokens, keeping every request."""
+    def pause(self) -> Pause:
+        """Asks the loop to stand still between two tokens, keeping every request; `stands` waits for that."""
         with self._wake:
-            self._pausing += 1
-            self._wake.notify()
-        self._paused.wait()
+            pause = Pause()
+            self._pauses.add(pause)
+            self._wake.notify_all()
+            return pause
 
-    def resume(self, version: Version | None, recompute: bool) -> None:
-        """Goes on, with `version` in place. `recompute` prefills requests in flight again under it; None aborts them,
-        since no version is in place."""
+    def stands(self, pause: Pause) -> None:
+        """Returns once the loop stands still, or `pause` was ended before."""
+        with self._wake:
+            self._wake.wait_for(lambda: self._still or pause not in self._pauses)
+
+    def release(self, pause: Pause) -> None:
+        """Ends `pause` with everything as it was."""
+        with self._wake:
+            self._pauses.discard(pause)
+            self._still = self._still and bool(self._pauses)
+            self._wake.notify_all()
+
+    def resume(self, pause: Pause, version: Version | None, recompute: bool) -> None:
+        """Ends `pause`, for which the loop stands still, with `version` in place. `recompute` prefills requests in
+        flight again under it; None aborts them, since no version is in place."""
         with self._wake:
             self._version, self._recompute = version, self._recompute or recompute
             if version is None:
                 for request in [*self._running, *self._waiting]:
                     request.aborted = True
-            self._pausing -= 1
-            self._paused.clear()
-            self._wake.notify()
+            self.release(pause)
 
     def stop(self) -> None:
         with self._wake:
             self._stopped = True
-            self._wake.notify()
+            self._wake.notify_all()
 
     def run(self) -> None:
         """Decodes until `stop`; raises what the model raises."""
@@ -147,8 +166,9 @@ class DecodeLoop:
         """Waits for work, admits and drops rows. Answers whether to go on."""
         with self._wake:
             while not self._stopped:
-                if self._pausing:
-                    self._paused.set()
+                if self._pauses:
+                    self._still = True
+                    self._wake.notify_all()
                     self._wake.wait()
                     continue
                 self._drop_aborted()

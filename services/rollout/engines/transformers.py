@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from millrace.weights.memory import Memory
-    from services.rollout.engines.decoding import DecodeLoop
+    from services.rollout.engines.decoding import DecodeLoop, Pause
     from services.rollout.shards import Coming, Going, Shards
     from services.rollout.staging import Shelf, Staging
 
@@ -85,7 +85,8 @@ class TransformersEngine:
         self._source: Memory | None = None
         self._going: Going | None = None
         self._staged = True
-        self._paused = 0.0
+        self._pause: Pause | None = None
+        """Of a delivery that is put in place as it comes."""
         self._asked: set[asyncio.Future[Sample | None]] = set()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="decode")
 
@@ -200,17 +201,29 @@ class TransformersEngine:
             raise PublicationFailed(what, "see that trainer and engine load the same model folder in the same dtype.")
 
     async def begin_receive(self) -> None:
-        if self._coming is None:
+        if (coming := self._coming) is None:
             self._prepared().begin()
             return
         if not self._staged:
-            self._paused = time.perf_counter()
-            await asyncio.to_thread(self._decode.pause)
-        self._coming.begin()
+            pause = await self._stand_still()
+            if self._coming is not coming:
+                self._decode.release(pause)
+                raise PublicationFailed("the publication was aborted.", "prepare it again.")
+            self._pause = pause
+        coming.begin()
+
+    async def _stand_still(self) -> "Pause":
+        pause = self._decode.pause()
+        try:
+            await asyncio.to_thread(self._decode.stands, pause)
+        except BaseException:
+            self._decode.release(pause)
+            raise
+        return pause
 
     @property
     def half_written(self) -> bool:
-        return bool(self._paused)
+        return self._pause is not None
 
     async def received(self) -> Reception:
         if (coming := self._coming) is not None:
@@ -229,8 +242,7 @@ class TransformersEngine:
         if self._coming is not None:
             return await self._place(self._coming, version, cache_policy)
         staging, self._staging = self._prepared(), None
-        started = time.perf_counter()
-        await asyncio.to_thread(self._decode.pause)
+        pause = await self._stand_still()
         in_place: Version | None = None
         try:
             applied = await asyncio.to_thread(self._shelf.apply, staging)
@@ -239,30 +251,30 @@ class TransformersEngine:
             in_place = version
         finally:
             staging.close()
-            self._decode.resume(in_place, recompute=cache_policy == "recompute")
+            self._decode.resume(pause, in_place, recompute=cache_policy == "recompute")
         return Swap(
             apply_s=applied.apply_s,
             compare_s=applied.compare_s,
-            pause_s=time.perf_counter() - started,
+            pause_s=time.perf_counter() - pause.began,
             loader_tensors=len(staging.delivery.manifest.tensors),
         )
 
     async def _place(self, coming: "Coming", version: Version, cache_policy: CachePolicy) -> Swap:
-        """Commits a sharded delivery: staged, the pause is a copy; otherwise it has lasted since the transfer began."""
-        started = self._paused or time.perf_counter()
-        if not self._paused:
-            await asyncio.to_thread(self._decode.pause)
+        """Commits a sharded delivery: staged, the pause is a copy; otherwise it has lasted since the transfer began.
+        From here on there is nothing to abort."""
+        self._coming = None
+        held, self._pause = self._pause, None
+        pause = held or await self._stand_still()
         in_place: Version | None = None
         try:
             placed = await asyncio.to_thread(functools.partial(self._shards.place, coming, staged=self._staged))
             in_place = version
         finally:
-            self._coming, self._paused = None, 0.0
-            self._decode.resume(in_place, recompute=cache_policy == "recompute")
+            self._decode.resume(pause, in_place, recompute=cache_policy == "recompute")
         return Swap(
             apply_s=placed.apply_s,
             compare_s=placed.compare_s,
-            pause_s=time.perf_counter() - started,
+            pause_s=time.perf_counter() - pause.began,
             loader_tensors=placed.loader_tensors,
             loader_bytes=placed.loader_bytes,
             staging_bytes=placed.staging_bytes,
@@ -277,9 +289,9 @@ class TransformersEngine:
         coming, self._coming = self._coming, None
         if coming is not None:
             await asyncio.to_thread(coming.close)
-        if self._paused:
-            self._paused = 0.0
-            self._decode.resume(None, recompute=True)
+        pause, self._pause = self._pause, None
+        if pause is not None:
+            self._decode.resume(pause, None, recompute=True)
 
     async def prepare_send(self, delivery: Delivery, served: str) -> bytes:
         await self.end_send()

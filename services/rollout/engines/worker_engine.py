@@ -92,6 +92,9 @@ class WorkerEngine(ABC):
         if in_place:
             self._paused = time.perf_counter()
             await self._pause("keep")
+            if not self._paused:
+                await self._resume()  # the abort's may have come before the pause
+                raise PublicationFailed("the publication was aborted.", "prepare it again.")
         await self._ask("millrace_begin", paused=in_place)
 
     @property
@@ -113,10 +116,10 @@ class WorkerEngine(ABC):
         return Reception(tuple(answers[0]["checksums"]), wire_s=wire_s, checksum_s=checksum_s)
 
     async def commit(self, version: Version, cache_policy: CachePolicy) -> Swap:
-        started = self._paused or time.perf_counter()
-        await self._pause(cache_policy)
+        started, self._paused = self._paused or time.perf_counter(), 0.0  # an abort does not end this pause
         whole = False
         try:
+            await self._pause(cache_policy)
             answers = await self._ask("millrace_apply", paused=True)
             _check_placed(answers)
             await self._label(version, cache_policy)
@@ -125,7 +128,6 @@ class WorkerEngine(ABC):
         finally:
             if not whole:
                 await self._drop_version()
-            self._paused = 0.0
             await self._resume()
         through_loader = len(self._delivery.manifest.tensors) if self._delivery else 0
         return Swap(

@@ -1,0 +1,201 @@
+"""A publication that is put in place as it comes, and what comes between: an abort, an end."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from millrace.errors import PublicationFailed
+from millrace.ids import MemberId, Version
+from millrace.weights.phases import Phase, Publication, PublicationState
+from services.rollout.engines.decoding import DecodeLoop, Request
+from services.rollout.engines.engine import Sample, Sampling
+from services.rollout.engines.transformers import TransformersEngine
+from services.rollout.engines.worker_engine import Answers, WorkerEngine
+from services.rollout.receive import Receiver
+from services.rollout.shards import Placed
+
+PUBLICATION = Publication("job-test", Version(2), 1, 1)  # type: ignore[arg-type]
+LIMIT_S = 10.0
+
+
+class SlowLoop(DecodeLoop):
+    """Its token ends when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__(SimpleNamespace(device="cpu"), SimpleNamespace(), 4, 1)  # type: ignore[arg-type]
+        self.inside, self.may_end = threading.Event(), threading.Event()
+        self.tokens = 0
+
+    def _token(self) -> None:
+        with self._wake:
+            self._running, self._waiting = [*self._running, *self._waiting], []
+        self.inside.set()
+        self.may_end.wait()
+        self.tokens += 1
+
+    def _keep(self, rows: list[int]) -> None:
+        self._running = [self._running[row] for row in rows]
+
+
+class Coming:
+    """A delivery that never comes."""
+
+    begun = False
+
+    def begin(self) -> None:
+        self.begun = True
+
+    def close(self) -> None: ...
+
+
+class Placing:
+    """As much of `Shards` as a commit touches."""
+
+    def __init__(self) -> None:
+        self.inside, self.may_end = threading.Event(), threading.Event()
+
+    def place(self, coming: Any, staged: bool) -> Placed:
+        self.inside.set()
+        self.may_end.wait()
+        return Placed(0.0, 0.0, 0, 0, 0, ())
+
+    def leave(self) -> None: ...
+
+
+@asynccontextmanager
+async def decoding() -> AsyncIterator[tuple[Any, SlowLoop, list[Sample | None]]]:
+    """The engine in the middle of a token of version 1, prepared for an in-place delivery; samples that ended."""
+    engine: Any = TransformersEngine()
+    loop, ended = SlowLoop(), list[Sample | None]()
+    engine._decode, engine._shards = loop, Placing()
+    engine._decoding = engine._thread.submit(loop.run)
+    try:
+        pause = loop.pause()
+        await asyncio.to_thread(loop.stands, pause)
+        loop.resume(pause, Version(1), recompute=False)
+        loop.submit(Request([1], Sampling(5), ended.append))
+        await asyncio.to_thread(loop.inside.wait, LIMIT_S)
+        engine._coming, engine._staged = Coming(), False
+        yield engine, loop, ended
+    finally:
+        loop.may_end.set()
+        engine._shards.may_end.set()
+        await engine.stop()
+
+
+def receiver(engine: Any, served: list[Version | None]) -> Any:
+    """That has prepared PUBLICATION."""
+    made: Any = Receiver(engine, MemberId("m"), "keep", served.append)
+    made._state = PublicationState(PUBLICATION, Phase.PREPARE)
+    return made
+
+
+def test_an_abort_before_the_engine_stands_still_leaves_what_is_served() -> None:
+    async def scenario() -> None:
+        async with decoding() as (engine, loop, ended):
+            served: list[Version | None] = []
+            receiving, coming = receiver(engine, served), engine._coming
+            transferring = asyncio.create_task(receiving.transfer(PUBLICATION))
+            await asyncio.sleep(0.1)
+            aborting = asyncio.create_task(receiving.abort(PUBLICATION, "another replica failed"))
+            await asyncio.sleep(0.1)
+            loop.may_end.set()
+            await asyncio.wait_for(aborting, LIMIT_S)
+            with pytest.raises(PublicationFailed, match="was aborted"):
+                await asyncio.wait_for(transferring, LIMIT_S)
+            tokens = loop.tokens
+            await asyncio.sleep(0.05)
+            assert loop.tokens > tokens, "it goes on"
+            assert (served, ended, coming.begun) == ([], [], False)
+
+    asyncio.run(scenario())
+
+
+def test_an_abort_during_a_commit_does_not_end_its_pause() -> None:
+    async def scenario() -> None:
+        async with decoding() as (engine, loop, _):
+            loop.may_end.set()
+            await asyncio.wait_for(engine.begin_receive(), LIMIT_S)
+            committing = asyncio.create_task(engine.commit(Version(2), "keep"))
+            await asyncio.to_thread(engine._shards.inside.wait, LIMIT_S)
+            await engine.abort_receive()
+            tokens = loop.tokens
+            await asyncio.sleep(0.1)
+            assert loop.tokens == tokens, "it decodes while weights are written"
+            engine._shards.may_end.set()
+            await asyncio.wait_for(committing, LIMIT_S)
+            await asyncio.sleep(0.1)
+            assert loop.tokens > tokens
+            await asyncio.wait_for(asyncio.to_thread(loop.stands, loop.pause()), LIMIT_S)
+            tokens = loop.tokens
+            await asyncio.sleep(0.1)
+            assert loop.tokens == tokens
+
+    asyncio.run(scenario())
+
+
+class Workers(WorkerEngine):
+    """Workers that do what they are told; the pause takes until the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_pause = asyncio.Event()
+        self.may_apply = asyncio.Event()
+        self.paused = False
+        self._version = Version(1)
+        self._delivery: Any = SimpleNamespace(sides=b"", manifest=SimpleNamespace(tensors=[]))
+        self._staged = False
+
+    def _started(self) -> bool:
+        return True
+
+    async def _ask(self, method: str, *arguments: Any, paused: bool = False) -> Answers:
+        if method == "millrace_apply":
+            await self.may_apply.wait()
+        return [{"unplaced": [], "apply_s": 0.0, "compare_s": 0.0}]
+
+    async def _pause(self, cache_policy: str) -> None:
+        await self.may_pause.wait()
+        self.paused = True
+
+    async def _resume(self) -> None:
+        self.paused = False
+
+    async def _label(self, version: Version, cache_policy: str) -> None: ...
+
+    async def _end_requests(self) -> None: ...
+
+
+def test_workers_paused_after_an_abort_go_on() -> None:
+    async def scenario() -> None:
+        engine = Workers()
+        beginning = asyncio.create_task(engine.begin_receive())
+        await asyncio.sleep(0)
+        await engine.abort_receive()
+        engine.may_pause.set()
+        with pytest.raises(PublicationFailed, match="was aborted"):
+            await beginning
+        assert not engine.paused
+
+    asyncio.run(scenario())
+
+
+def test_an_abort_during_a_commit_leaves_workers_paused() -> None:
+    async def scenario() -> None:
+        engine = Workers()
+        engine.may_pause.set()
+        await engine.begin_receive()
+        committing = asyncio.create_task(engine.commit(Version(2), "keep"))
+        await asyncio.sleep(0.01)
+        await engine.abort_receive()
+        assert engine.paused, "it generates while weights are written"
+        engine.may_apply.set()
+        await committing
+        assert not engine.paused
+
+    asyncio.run(scenario())
