@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import structlog
 import typer
@@ -55,16 +55,34 @@ def main(
         if not found.ok:
             raise MillraceError(f"engine {engine} cannot run here: {found.why}")
         options = Options(coordinator, engine, found.release, host or host_address(), port, patience_s, drain_s)
-        status = asyncio.run(_serve(member_id, options))
     except MillraceError as error:
         print(f"rollout: {error}", file=sys.stderr)
-        status = 1
+        _end(1)
+    asyncio.run(_process(member_id, options))
+
+
+async def _process(member_id: MemberId, options: Options) -> NoReturn:
+    """Serves, and ends the process from within the event loop: asyncio.run would wait for every thread that it lent,
+    for one that never answers too."""
+    status = 1
+    try:
+        status = await _serve(member_id, options)
+    except MillraceError as error:
+        print(f"rollout: {error}", file=sys.stderr)
+    except Exception as error:
+        log.error("the replica failed", exc_info=error)
     finally:
+        _end(status)
+
+
+def _end(status: int) -> NoReturn:
+    try:
         kill_descendants()
-    # Engine libraries leave threads and destructors behind that have nothing to say any more.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        # Engine libraries leave threads and destructors behind that have nothing to say any more.
+        os._exit(status)
 
 
 async def _serve(member_id: MemberId, options: Options) -> int:

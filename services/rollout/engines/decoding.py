@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from millrace.ids import Version
 from services.rollout.engines.batch import Batch
 from services.rollout.engines.distribution import draw, processed_logprobs
-from services.rollout.engines.engine import Sample, Sampling, StopReason, VersionSpan
+from services.rollout.engines.engine import EngineDied, Sample, Sampling, StopReason, VersionSpan
 from services.rollout.engines.routing import Routing
 
 
@@ -105,6 +105,7 @@ class DecodeLoop:
         self._pauses: set[Pause] = set()
         self._still = False
         self._stopped = False
+        self._ended = False
         self._wake = threading.Condition()
 
     def submit(self, request: Request) -> None:
@@ -131,9 +132,11 @@ class DecodeLoop:
             return pause
 
     def stands(self, pause: Pause) -> None:
-        """Returns once the loop stands still, or `pause` was ended before."""
+        """Returns once the loop stands still, or `pause` was ended before. Raises EngineDied where the loop ended."""
         with self._wake:
-            self._wake.wait_for(lambda: self._still or pause not in self._pauses)
+            self._wake.wait_for(lambda: self._still or self._ended or pause not in self._pauses)
+            if self._ended:
+                raise EngineDied("the decode loop ended.")
 
     def release(self, pause: Pause) -> None:
         """Ends `pause` with everything as it was."""
@@ -159,8 +162,13 @@ class DecodeLoop:
 
     def run(self) -> None:
         """Decodes until `stop`; raises what the model raises."""
-        while self._between_tokens():
-            self._token()
+        try:
+            while self._between_tokens():
+                self._token()
+        finally:
+            with self._wake:
+                self._ended = True
+                self._wake.notify_all()
 
     def _between_tokens(self) -> bool:
         """Waits for work, admits and drops rows. Answers whether to go on."""

@@ -13,7 +13,7 @@ from millrace.errors import PublicationFailed
 from millrace.ids import MemberId, Version
 from millrace.weights.phases import Phase, Publication, PublicationState
 from services.rollout.engines.decoding import DecodeLoop, Request
-from services.rollout.engines.engine import Sample, Sampling
+from services.rollout.engines.engine import EngineDied, Sample, Sampling
 from services.rollout.engines.transformers import TransformersEngine
 from services.rollout.engines.worker_engine import Answers, WorkerEngine
 from services.rollout.receive import Receiver
@@ -29,7 +29,7 @@ class SlowLoop(DecodeLoop):
     def __init__(self) -> None:
         super().__init__(SimpleNamespace(device="cpu"), SimpleNamespace(), 4, 1)  # type: ignore[arg-type]
         self.inside, self.may_end = threading.Event(), threading.Event()
-        self.tokens = 0
+        self.tokens, self.failing = 0, False
 
     def _token(self) -> None:
         with self._wake:
@@ -37,6 +37,8 @@ class SlowLoop(DecodeLoop):
         self.inside.set()
         self.may_end.wait()
         self.tokens += 1
+        if self.failing:
+            raise RuntimeError("CUDA out of memory")
 
     def _keep(self, rows: list[int]) -> None:
         self._running = [self._running[row] for row in rows]
@@ -85,6 +87,8 @@ async def decoding() -> AsyncIterator[tuple[Any, SlowLoop, list[Sample | None]]]
     finally:
         loop.may_end.set()
         engine._shards.may_end.set()
+        for pause in list(loop._pauses):
+            loop.release(pause)
         await engine.stop()
 
 
@@ -135,6 +139,26 @@ def test_an_abort_during_a_commit_does_not_end_its_pause() -> None:
             tokens = loop.tokens
             await asyncio.sleep(0.1)
             assert loop.tokens == tokens
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("phase", ["transfer", "commit"])
+@pytest.mark.parametrize("end", ["fails", "is stopped"])
+def test_a_loop_that_ends_during_a_pause_is_told(phase: str, end: str) -> None:
+    async def scenario() -> None:
+        async with decoding() as (engine, loop, _):
+            engine._staged = phase == "commit"
+            pausing = asyncio.create_task(
+                engine.begin_receive() if phase == "transfer" else engine.commit(Version(2), "keep")
+            )
+            await asyncio.sleep(0.1)
+            loop.failing = end == "fails"
+            if end == "is stopped":
+                loop.stop()
+            loop.may_end.set()
+            with pytest.raises(EngineDied, match="the decode loop ended"):
+                await asyncio.wait_for(pausing, LIMIT_S)
 
     asyncio.run(scenario())
 

@@ -98,6 +98,34 @@ def test_what_cannot_work_is_told_and_ends_it() -> None:
         assert f"cannot listen on 127.0.0.1:{port}" in refused("--port", str(port))
 
 
+WITH_A_STUCK_THREAD = """
+import asyncio, threading
+from services.rollout import __main__ as replica
+
+async def serve(member_id, options):
+    asyncio.get_running_loop().run_in_executor(None, threading.Event().wait)
+    {ending}
+
+replica._serve = serve
+replica.app(["--coordinator", "127.0.0.1:1", "--engine", "transformers", "--host", "127.0.0.1"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "status", "said"),
+    [
+        ("return 3", 3, ""),
+        ("raise replica.MillraceError('there is no room.')", 1, "rollout: there is no room."),
+        ("raise KeyError('a defect')", 1, "KeyError"),
+    ],
+)
+def test_a_stuck_thread_does_not_hold_up_its_end(ending: str, status: int, said: str) -> None:
+    script = WITH_A_STUCK_THREAD.format(ending=ending)
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == status, ended.stderr
+    assert said in ended.stdout + ended.stderr
+
+
 def test_sigterm_finishes_what_it_holds_and_leaves(tied_model: Path) -> None:
     async def scenario() -> None:
         async with running() as replica:
