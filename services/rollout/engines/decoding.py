@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from millrace.errors import InvalidState
 from millrace.ids import Version
 from services.rollout.engines.batch import Batch
 from services.rollout.engines.distribution import draw, processed_logprobs
@@ -109,7 +110,10 @@ class DecodeLoop:
         self._wake = threading.Condition()
 
     def submit(self, request: Request) -> None:
+        """Raises InvalidState where no version is in place."""
         with self._wake:
+            if self._version is None:
+                raise InvalidState("no version is in place.", "the prompt is issued again.")
             self._waiting.append(request)
             self._wake.notify_all()
 

@@ -185,7 +185,7 @@ class SglangEngine(WorkerEngine):
 
     # Generation.
 
-    async def generate(self, prompt_tokens: Sequence[int], sampling: Sampling) -> Sample:
+    async def _generate(self, prompt_tokens: Sequence[int], sampling: Sampling) -> Sample:
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         # SGLang ends every request whose name begins with the one that is to be ended.
@@ -198,7 +198,6 @@ class SglangEngine(WorkerEngine):
             # Keys and values of an older version are not this request's to reuse.
             extra_key=str(self._version),
         )
-        self._check_alive()
         self._running.add(request_id)
         try:
             final = await self._while_alive(self._last_output(request))

@@ -157,7 +157,7 @@ class VllmEngine(WorkerEngine):
             raise EngineDied(f"vLLM's engine process ended: {self._llm.dead_error}")
         return super().load()
 
-    async def generate(self, prompt_tokens: Sequence[int], sampling: Sampling) -> Sample:
+    async def _generate(self, prompt_tokens: Sequence[int], sampling: Sampling) -> Sample:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         request_id = f"sample-{next(self._numbers)}"

@@ -5,13 +5,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from millrace.errors import PublicationFailed
+from millrace.errors import InvalidState, PublicationFailed
 from millrace.ids import Version
 from millrace.spec.rollout import CachePolicy
 from millrace.weights.boxes import Boxes
 from millrace.weights.manifest import Manifest
 from services.rollout.delivery import Delivery, mode_of, stages
-from services.rollout.engines.engine import Dispatch, Load, Reception, Swap
+from services.rollout.engines.engine import Dispatch, Load, Reception, Sample, Sampling, Swap
 
 Answers = list[dict[str, Any]]
 BETWEEN_BATCHES = frozenset({"millrace_describe", "millrace_apply"})
@@ -28,6 +28,8 @@ class WorkerEngine(ABC):
         self._running: set[str] = set()
         """Requests in flight."""
         self._version: Version | None = None
+        self._dropped = 0
+        """Versions that were dropped: what ran then is refused when it ends."""
         self._tokenizer: Any = None
         self._delivery: Delivery | None = None
         self._told = b""
@@ -35,6 +37,10 @@ class WorkerEngine(ABC):
         self._staged = True
         self._paused = 0.0
         """Since when, for a delivery that is put in place as it comes; 0 otherwise."""
+
+    @abstractmethod
+    async def _generate(self, prompt_tokens: Sequence[int], sampling: Sampling) -> Sample:
+        """`generate`, with a version in place when it begins."""
 
     @abstractmethod
     def _started(self) -> bool: ...
@@ -58,6 +64,17 @@ class WorkerEngine(ABC):
     @abstractmethod
     async def _end_requests(self) -> None:
         """Ends all that run."""
+
+    async def generate(self, prompt_tokens: Sequence[int], sampling: Sampling) -> Sample:
+        """Raises InvalidState where no version is in place, or at any time until the sample ends was not."""
+        self.load()
+        if self._version is None:
+            raise InvalidState("no version is in place.", "the prompt is issued again.")
+        dropped = self._dropped
+        sample = await self._generate(prompt_tokens, sampling)
+        if self._dropped != dropped:
+            raise InvalidState("no version was in place for a while.", "the prompt is issued again.")
+        return sample
 
     def load(self) -> Load:
         running = min(len(self._running), self.capacity)
@@ -174,6 +191,7 @@ class WorkerEngine(ABC):
     async def _drop_version(self) -> None:
         """No version is in place: what runs is of no use."""
         self._version = None
+        self._dropped += 1
         await self._end_requests()
 
 

@@ -534,6 +534,32 @@ def test_aborted_transfer_is_forgotten(case: Case, run: Run) -> None:
     run(scenario())
 
 
+def test_nothing_is_sampled_where_no_version_is_in_place(case: Case, run: Run) -> None:
+    async def scenario() -> None:
+        sender = await case.shard_sender(weights_pb2.COMMIT_MODE_INPLACE, hold_after=2)
+        await case.engine.prepare(sender.delivery)
+        flying = [asyncio.create_task(case.engine.generate(PROMPT, Sampling(200, temperature=2.0))) for _ in range(4)]
+        sender.start()
+        await case.engine.begin_receive()
+        flying += [asyncio.create_task(case.engine.generate(PROMPT, Sampling(2))) for _ in range(4)]
+        await asyncio.sleep(0.2)
+        await case.engine.abort_receive()
+        flying += [asyncio.create_task(case.engine.generate(PROMPT, Sampling(2))) for _ in range(4)]
+        ended = await asyncio.wait_for(asyncio.gather(*flying, return_exceptions=True), 30)
+        assert all(isinstance(end, InvalidState) for end in ended[4:])
+        with pytest.raises(InvalidState, match="no version is in place"):
+            await case.engine.generate(PROMPT, Sampling(1))
+        sender.release()
+        with pytest.raises(PublicationFailed):
+            await asyncio.to_thread(sender.join)
+        await case.publish()
+
+    run(scenario())
+    for sample in run(case.samples(4, PROMPT)):
+        assert [(v.version, v.start, v.end) for v in sample.versions] == [(case.version, 0, len(sample.tokens))]
+        assert case.agrees(sample.logprobs, logprobs(case.model, PROMPT, sample.tokens))
+
+
 def test_a_dead_engine_says_so_to_everyone(case: Case, run: Run) -> None:
     """Last in this file: the engine does not come back."""
 

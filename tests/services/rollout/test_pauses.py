@@ -1,19 +1,20 @@
-"""A publication that is put in place as it comes, and what comes between: an abort, an end."""
+"""A publication that is put in place as it comes, and what comes between: an abort, an end, a request."""
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from millrace.errors import PublicationFailed
+from millrace.errors import InvalidState, PublicationFailed
 from millrace.ids import MemberId, Version
 from millrace.weights.phases import Phase, Publication, PublicationState
 from services.rollout.engines.decoding import DecodeLoop, Request
-from services.rollout.engines.engine import EngineDied, Sample, Sampling
+from services.rollout.engines.engine import EngineDied, Sample, Sampling, StopReason
 from services.rollout.engines.transformers import TransformersEngine
 from services.rollout.engines.worker_engine import Answers, WorkerEngine
 from services.rollout.receive import Receiver
@@ -170,10 +171,15 @@ class Workers(WorkerEngine):
         super().__init__()
         self.may_pause = asyncio.Event()
         self.may_apply = asyncio.Event()
-        self.paused = False
+        self.may_sample = asyncio.Event()
+        self.paused = self.failing = False
         self._version = Version(1)
         self._delivery: Any = SimpleNamespace(sides=b"", manifest=SimpleNamespace(tensors=[]))
         self._staged = False
+
+    async def _generate(self, prompt_tokens: Sequence[int], sampling: Sampling) -> Sample:
+        await self.may_sample.wait()
+        return Sample(np.zeros(1, np.int32), np.zeros(1, np.float32), (), StopReason.LENGTH, "")
 
     def _started(self) -> bool:
         return True
@@ -181,6 +187,8 @@ class Workers(WorkerEngine):
     async def _ask(self, method: str, *arguments: Any, paused: bool = False) -> Answers:
         if method == "millrace_apply":
             await self.may_apply.wait()
+            if self.failing:
+                raise PublicationFailed("a worker failed.")
         return [{"unplaced": [], "apply_s": 0.0, "compare_s": 0.0}]
 
     async def _pause(self, cache_policy: str) -> None:
@@ -221,5 +229,47 @@ def test_an_abort_during_a_commit_leaves_workers_paused() -> None:
         engine.may_apply.set()
         await committing
         assert not engine.paused
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("dropped_by", ["an abort", "a commit"])
+def test_what_lived_through_a_dropped_version_is_refused(dropped_by: str) -> None:
+    """Whatever an engine made of it: its tokens may be of weights that were half-written."""
+
+    async def scenario() -> None:
+        engine = Workers()
+        engine.may_pause.set()
+        engine.may_apply.set()
+        engine.failing = True
+        sampling = asyncio.create_task(engine.generate([1], Sampling(5)))
+        await asyncio.sleep(0)
+        await engine.begin_receive()
+        if dropped_by == "an abort":
+            await engine.abort_receive()
+        else:
+            with pytest.raises(PublicationFailed):
+                await engine.commit(Version(2), "keep")
+        with pytest.raises(InvalidState, match="no version is in place"):
+            await engine.generate([1], Sampling(5))
+        engine.failing = False
+        await engine.commit(Version(3), "keep")
+        engine.may_sample.set()
+        assert await engine.generate([1], Sampling(5))
+        with pytest.raises(InvalidState, match="no version was in place for a while"):
+            await sampling
+
+    asyncio.run(scenario())
+
+
+def test_nothing_is_sampled_before_the_first_version() -> None:
+    async def scenario() -> None:
+        engine = Workers()
+        engine._version = None
+        with pytest.raises(InvalidState, match="no version is in place"):
+            await engine.generate([1], Sampling(5))
+        loop, ended = SlowLoop(), list[Sample | None]()
+        with pytest.raises(InvalidState, match="no version is in place"):
+            loop.submit(Request([1], Sampling(5), ended.append))
 
     asyncio.run(scenario())
