@@ -5,13 +5,15 @@ import time
 from typing import Any
 
 from millrace.errors import InvalidState
-from millrace.ids import new_job_id
+from millrace.ids import JobId, new_job_id
 from millrace.rest import JobState
 from millrace.spec import submission
 from services.coordinator.bell import Bell
 from services.coordinator.events import Events
-from services.coordinator.jobs import ACTIVE, JobRecord, refusal
+from services.coordinator.jobs import ACTIVE, JobRecord
 from services.coordinator.store import Store
+
+RUNS = [JobState.STARTING, JobState.RUNNING]
 
 
 class Control:
@@ -42,29 +44,38 @@ class Control:
         """
         job = await self._store.jobs.get(job_id)
         try:
-            await self._store.jobs.want(job_id, list(ACTIVE), "cancelled", wanted="cancel")
-        except InvalidState:
             message, now = f"{job.name} was cancelled", time.time()
             await self._events.move(job.id, JobState.CANCELLED, message, only=[JobState.QUEUED], finished_s=now)
+        except InvalidState:
+            await self._store.jobs.want(job_id, list(ACTIVE), "cancelled", wanted="cancel")
         return await self._asked(job_id)
 
     async def pause(self, job_id: str) -> JobRecord:
-        """After the step in progress. Idempotent. Raises NotFound, InvalidState where the job does not run."""
+        """After the step in progress. Idempotent.
+
+        Raises NotFound, InvalidState where the job does not run or is about to be cancelled.
+        """
         job = await self._store.jobs.get(job_id)
-        if job.state is not JobState.PAUSED:
-            await self._store.jobs.want(job_id, [JobState.STARTING, JobState.RUNNING], "paused", wanted="pause")
+        if job.state is not JobState.PAUSED or job.wanted == "cancel":
+            await self._store.jobs.want(job_id, RUNS, "paused", wanted="pause")
         return await self._asked(job_id)
 
     async def resume(self, job_id: str) -> JobRecord:
-        """Raises NotFound, InvalidState where the job is neither paused nor about to be."""
+        """Raises NotFound, InvalidState where the job is neither paused nor about to be, or about to be cancelled."""
         job = await self._store.jobs.get(job_id)
-        if job.wanted == "pause":
-            await self._store.jobs.update(job.id, wanted="")
-        elif job.state is JobState.PAUSED:
+        if job.state is JobState.PAUSED or not await self._taken_back(job.id):
             await self._events.move(job.id, JobState.RUNNING, "running again", only=[JobState.PAUSED], wanted="")
-        else:
-            raise refusal(job.id, job.state, "resumed")
         return await self._asked(job_id)
+
+    async def _taken_back(self, job_id: JobId) -> bool:
+        """Takes back a pause that the loop has not come to. False where it came to it first. Raises InvalidState."""
+        try:
+            await self._store.jobs.want(job_id, RUNS, "resumed", pending="pause", wanted="")
+        except InvalidState:
+            if (await self._store.jobs.get(job_id)).state is not JobState.PAUSED:
+                raise
+            return False
+        return True
 
     async def _asked(self, job_id: str) -> JobRecord:
         self._bell.ring()

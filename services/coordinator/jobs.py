@@ -30,9 +30,13 @@ def before(state: JobState) -> list[JobState]:
     return [s for s, following in TRANSITIONS.items() if state in following]
 
 
-def refusal(job_id: str, state: JobState, wanted: str) -> InvalidState:
-    mend = "it has ended; submit a new job." if state in ENDED else f"wait until {job_id} can be {wanted}."
-    return InvalidState(f"{job_id} is {state} and cannot be {wanted}.", mend)
+def refusal(job_id: str, state: JobState, asked: str, wanted: str = "") -> InvalidState:
+    """Why a job cannot be `asked` (paused, cancelled, ...) in `state`, or while `wanted` is pending."""
+    if wanted == "cancel" and state not in ENDED:
+        what = f"{job_id} is {state} and about to be cancelled; it cannot be {asked}."
+        return InvalidState(what, "wait until it has ended.")
+    mend = "it has ended; submit a new job." if state in ENDED else f"wait until {job_id} can be {asked}."
+    return InvalidState(f"{job_id} is {state} and cannot be {asked}.", mend)
 
 
 _READ: Mapping[Any, Callable[[str], Any]] = {

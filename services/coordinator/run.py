@@ -1,11 +1,12 @@
 """One job while it is carried out: its record, its data, and the parts of the coordinator that it uses."""
 
 import asyncio
+import contextlib
 import time
 from dataclasses import dataclass, field
 
 from millrace.data import Order, Source
-from millrace.errors import Unavailable
+from millrace.errors import InvalidState, Unavailable
 from millrace.rest import JobState, StepMetrics
 from millrace.spec.job import JobSpec
 from millrace.telemetry.trackers import Tracker
@@ -123,8 +124,10 @@ class Run:
         await self.parts.store.still_ours()
         state, wanted = await self.parts.store.jobs.wanted(self.job.id)
         if wanted == "pause" and state is JobState.RUNNING:
-            await self.parts.events.move(self.job.id, JobState.PAUSED, f"paused after step {self.job.step}", wanted="")
-            state = JobState.PAUSED
+            message = f"paused after step {self.job.step}"
+            with contextlib.suppress(InvalidState):  # it was taken back, or the job cancelled, since
+                await self.parts.events.move(self.job.id, JobState.PAUSED, message, pending="pause", wanted="")
+            state, wanted = await self.parts.store.jobs.wanted(self.job.id)
         while state is JobState.PAUSED and wanted != "cancel":
             await waited(self.parts.control.next(), LOOK_EVERY_S)
             state, wanted = await self.parts.store.jobs.wanted(self.job.id)

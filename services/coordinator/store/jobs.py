@@ -14,6 +14,8 @@ from services.coordinator.jobs import JobRecord, before, refusal
 from services.coordinator.store.connection import Connection, text
 
 ALL = "millrace:jobs"
+ANYTHING = "any"
+"""Whatever is wanted of a job."""
 
 
 def key(job_id: str) -> str:
@@ -59,29 +61,48 @@ class Jobs:
         await self._redis.do("HSET", key(job_id), *_flat(fields))
 
     async def move(
-        self, job_id: str, state: JobState, message: str, only: list[JobState] | None = None, **fields: Any
+        self,
+        job_id: str,
+        state: JobState,
+        message: str,
+        only: list[JobState] | None = None,
+        pending: str = ANYTHING,
+        **fields: Any,
     ) -> None:
         """Moves the job to `state` along TRANSITIONS, with `fields` and an event that says `message`, all in one go.
 
-        Raises NotFound, and InvalidState where there is no such transition, or it is in none of the states `only`.
+        Raises NotFound, and InvalidState where there is no such transition, it is in none of the states `only`,
+        something else than `pending` is wanted of it, or a cancellation would be overwritten.
         """
         event = event_parts("job.state", message, {"state": state})
-        await self._change(job_id, before(state) if only is None else only, state, event, {"state": state} | fields)
+        allowed = before(state) if only is None else only
+        await self._change(job_id, allowed, pending, state, event, {"state": state} | fields)
 
-    async def want(self, job_id: str, allowed: list[JobState], asked: str, **fields: Any) -> None:
-        """Sets `fields` if the job is in one of the `allowed` states. Raises NotFound, InvalidState."""
-        await self._change(job_id, allowed, asked, [], fields)
+    async def want(
+        self, job_id: str, allowed: list[JobState], asked: str, pending: str = ANYTHING, **fields: Any
+    ) -> None:
+        """Sets `fields` if the job is in one of the `allowed` states, and nothing else than `pending` is wanted of it.
+
+        Raises NotFound, InvalidState.
+        """
+        await self._change(job_id, allowed, pending, asked, [], fields)
 
     async def _change(
-        self, job_id: str, allowed: list[JobState], wanted: str, event: list[str], fields: Mapping[str, Any]
+        self,
+        job_id: str,
+        allowed: list[JobState],
+        pending: str,
+        asked: str,
+        event: list[str],
+        fields: Mapping[str, Any],
     ) -> None:
-        arguments = [uuid.uuid4().hex, len(allowed), *allowed, len(event), *event, *_flat(fields)]
+        arguments = [uuid.uuid4().hex, pending, len(allowed), *allowed, len(event), *event, *_flat(fields)]
         answer = await self._redis.run("move_job", [key(job_id)], arguments)
         if answer is None:
             raise NotFound(f"there is no job {job_id}.", "GET /v1/jobs lists those there are.")
-        moved, state = answer[0], JobState(text(answer[1]))
+        moved, state, wanted = answer[0], JobState(text(answer[1])), text(answer[2])
         if not moved:
-            raise refusal(job_id, state, wanted)
+            raise refusal(job_id, state, asked, wanted)
 
     async def wanted(self, job_id: JobId) -> tuple[JobState, str]:
         """The job's state, and what somebody asked of its loop: `pause`, `cancel` or nothing."""

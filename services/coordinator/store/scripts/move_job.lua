@@ -1,18 +1,25 @@
--- KEYS: job. ARGV: the request's name, number of states that it may be in, these states, number of the event's parts,
--- these parts, then field, value ... to set. Answers {moved, the state it was in}; nothing where there is no such job.
--- The last request that moved the job may be repeated: its answer may have been lost.
+-- KEYS: job. ARGV: the request's name, what has to be wanted of the job ('any' for anything), number of states that it
+-- may be in, these states, number of the event's parts, these parts, then field, value ... to set.
+-- Answers {moved, the state it was in, what was wanted of it}; nothing where there is no such job.
+-- A cancellation that was asked for is never overwritten. The last request that moved the job may be repeated: its
+-- answer may have been lost.
 local state = redis.call('HGET', KEYS[1], 'state')
 if not state then return nil end
-if redis.call('HGET', KEYS[1], 'moved_by') == ARGV[1] then return {1, state} end
-local allowed = tonumber(ARGV[2])
-for i = 3, 2 + allowed do
+local wanted = redis.call('HGET', KEYS[1], 'wanted') or ''
+if redis.call('HGET', KEYS[1], 'moved_by') == ARGV[1] then return {1, state, wanted} end
+if ARGV[2] ~= 'any' and ARGV[2] ~= wanted then return {0, state, wanted} end
+
+local allowed = tonumber(ARGV[3])
+local parts = tonumber(ARGV[4 + allowed])
+local first = 5 + allowed + parts
+for i = first, #ARGV, 2 do
+  if ARGV[i] == 'wanted' and ARGV[i + 1] ~= 'cancel' and wanted == 'cancel' then return {0, state, wanted} end
+end
+for i = 4, 3 + allowed do
   if ARGV[i] == state then
-    local parts = tonumber(ARGV[3 + allowed])
-    redis.call('HSET', KEYS[1], 'moved_by', ARGV[1], unpack(ARGV, 4 + allowed + parts))
-    if parts > 0 then
-      redis.call('XADD', KEYS[1] .. ':events', '*', unpack(ARGV, 4 + allowed, 3 + allowed + parts))
-    end
-    return {1, state}
+    redis.call('HSET', KEYS[1], 'moved_by', ARGV[1], unpack(ARGV, first))
+    if parts > 0 then redis.call('XADD', KEYS[1] .. ':events', '*', unpack(ARGV, 5 + allowed, first - 1)) end
+    return {1, state, wanted}
   end
 end
-return {0, state}
+return {0, state, wanted}

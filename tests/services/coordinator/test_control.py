@@ -1,0 +1,137 @@
+"""What is asked of a job between two looks of its loop: whatever comes first or last, a cancellation is carried out."""
+
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from millrace.errors import InvalidState
+from millrace.rest import JobState
+from services.coordinator.bell import Bell
+from services.coordinator.control import Control
+from services.coordinator.events import Events
+from services.coordinator.jobs import JobRecord
+from services.coordinator.run import Cancelled, Run
+from services.coordinator.store import Store
+from tests.services.coordinator.redis import a_job, with_store
+
+JOB = a_job()
+
+
+class Desk:
+    """A job in `state`, what people ask of it, and its loop."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.bell = Bell()
+        self.control = Control(store, Events(store), self.bell)
+        self.loop: Any = SimpleNamespace(
+            job=JOB, parts=SimpleNamespace(store=store, events=Events(store), control=self.bell)
+        )
+
+    async def job(self) -> JobRecord:
+        return await self.store.jobs.get(JOB.id)
+
+    async def heed(self) -> None:
+        """The loop looks what was asked."""
+        await Run.heed(self.loop)
+
+    def once_read(self, name: str, then: Callable[[], Awaitable[Any]]) -> None:
+        """`then` comes in between the store's next answer to `name` and what its reader does with it."""
+        read = getattr(self.store.jobs, name)
+
+        async def read_and_then(*arguments: Any) -> Any:
+            setattr(self.store.jobs, name, read)
+            found = await read(*arguments)
+            await then()
+            return found
+
+        setattr(self.store.jobs, name, read_and_then)
+
+
+def at_the_desk(
+    url: str, scenario: Callable[[Desk], Awaitable[None]], state: JobState = JobState.RUNNING, **fields: Any
+) -> None:
+    async def run(store: Store) -> None:
+        await store.take_over()
+        await store.jobs.create(JOB)
+        await store.jobs.update(JOB.id, state=state, **fields)
+        await scenario(Desk(store))
+
+    with_store(url, run)
+
+
+@pytest.mark.parametrize("state", [JobState.STARTING, JobState.RUNNING, JobState.PAUSED])
+@pytest.mark.parametrize("asked", ["pause", "resume"])
+def test_nothing_else_is_asked_of_a_job_that_is_to_be_cancelled(asked: str, state: JobState, redis_url: str) -> None:
+    async def scenario(desk: Desk) -> None:
+        await desk.control.cancel(JOB.id)
+        with pytest.raises(InvalidState, match=f"{JOB.id} is {state} and about to be cancelled") as refused:
+            await getattr(desk.control, asked)(JOB.id)
+        assert refused.value.mend == "wait until it has ended."
+        assert ((await desk.control.cancel(JOB.id)).state, (await desk.job()).wanted) == (state, "cancel")
+        with pytest.raises(Cancelled):
+            await desk.heed()
+
+    at_the_desk(redis_url, scenario, state)
+
+
+@pytest.mark.parametrize(
+    ("asked", "state", "wanted"),
+    [
+        ("pause", JobState.RUNNING, ""),
+        ("resume", JobState.RUNNING, "pause"),
+        ("resume", JobState.PAUSED, ""),
+    ],
+)
+def test_a_cancellation_that_comes_while_something_else_is_asked_stays(
+    asked: str, state: JobState, wanted: str, redis_url: str
+) -> None:
+    async def scenario(desk: Desk) -> None:
+        desk.once_read("get", lambda: desk.control.cancel(JOB.id))
+        with pytest.raises(InvalidState, match="about to be cancelled"):
+            await getattr(desk.control, asked)(JOB.id)
+        assert ((await desk.job()).state, (await desk.job()).wanted) == (state, "cancel")
+
+    at_the_desk(redis_url, scenario, state, wanted=wanted)
+
+
+def test_a_cancellation_that_comes_while_the_loop_pauses_is_carried_out(redis_url: str) -> None:
+    async def scenario(desk: Desk) -> None:
+        desk.once_read("wanted", lambda: desk.control.cancel(JOB.id))
+        with pytest.raises(Cancelled):
+            await desk.heed()
+        assert (await desk.job()).state is JobState.RUNNING
+
+    at_the_desk(redis_url, scenario, wanted="pause")
+
+
+def test_a_pause_that_is_taken_back_while_the_loop_pauses_is_none(redis_url: str) -> None:
+    async def scenario(desk: Desk) -> None:
+        desk.once_read("wanted", lambda: desk.control.resume(JOB.id))
+        await desk.heed()
+        assert ((await desk.job()).state, (await desk.job()).wanted) == (JobState.RUNNING, "")
+
+    at_the_desk(redis_url, scenario, wanted="pause")
+
+
+def test_a_job_that_pauses_while_the_pause_is_taken_back_runs_again(redis_url: str) -> None:
+    async def scenario(desk: Desk) -> None:
+        async def pauses() -> None:
+            await desk.store.jobs.move(JOB.id, JobState.PAUSED, "paused", pending="pause", wanted="")
+
+        desk.once_read("get", pauses)
+        job = await desk.control.resume(JOB.id)
+        assert (job.state, job.wanted) == (JobState.RUNNING, "")
+
+    at_the_desk(redis_url, scenario, wanted="pause")
+
+
+def test_a_job_that_starts_while_it_is_cancelled_is_cancelled(redis_url: str) -> None:
+    async def scenario(desk: Desk) -> None:
+        desk.once_read("get", lambda: desk.store.jobs.move(JOB.id, JobState.STARTING, "starting"))
+        job = await desk.control.cancel(JOB.id)
+        assert (job.state, job.wanted) == (JobState.STARTING, "cancel")
+
+    at_the_desk(redis_url, scenario, JobState.QUEUED)
