@@ -104,7 +104,11 @@ class Client:
         return self._view(JobView, "POST", f"/v1/jobs/{job_id}/pause")
 
     def resume(self, job_id: str) -> JobView:
-        """Lets a paused job go on. Raises NotFound, and InvalidState where it is not paused."""
+        """Lets a paused job go on, or queues one that failed or was cancelled again, to go on from its last checkpoint.
+
+        Raises NotFound, and InvalidState where there is nothing to resume: it runs, is about to be cancelled or has
+        succeeded.
+        """
         return self._view(JobView, "POST", f"/v1/jobs/{job_id}/resume")
 
     def metrics(self, job_id: str, after_step: int = 0) -> list[StepMetrics]:

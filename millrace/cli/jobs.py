@@ -167,7 +167,10 @@ def pause(job: JobName, url: Url = None, as_json: AsJson = False) -> None:
 
 
 def resume(job: JobName, url: Url = None, as_json: AsJson = False) -> None:
-    """Let a paused job go on."""
+    """Let a paused job go on, or continue one that failed or was cancelled.
+
+    The latter is queued again and goes on from its last checkpoint, or from the model where there is none.
+    """
     with connect(url) as client:
         _told(client.resume(job_id(client, job)), as_json)
 

@@ -10,7 +10,7 @@ from millrace.rest import JobState
 from millrace.spec import submission
 from services.coordinator.bell import Bell
 from services.coordinator.events import Events
-from services.coordinator.jobs import ACTIVE, JobRecord
+from services.coordinator.jobs import ACTIVE, ENDED, JobRecord, refusal
 from services.coordinator.store import Store
 
 RUNS = [JobState.STARTING, JobState.RUNNING]
@@ -61,11 +61,23 @@ class Control:
         return await self._asked(job_id)
 
     async def resume(self, job_id: str) -> JobRecord:
-        """Raises NotFound, InvalidState where the job is neither paused nor about to be, or about to be cancelled."""
+        """Lets a paused job run again, and queues one that failed or was cancelled again.
+
+        Raises NotFound, InvalidState where the job is about to be cancelled or there is nothing to resume.
+        """
         job = await self._store.jobs.get(job_id)
-        if job.state is JobState.PAUSED or not await self._taken_back(job.id):
+        if job.state in ENDED:
+            await self._continue(job)
+        elif job.state is JobState.PAUSED or not await self._taken_back(job.id):
             await self._events.move(job.id, JobState.RUNNING, "running again", only=[JobState.PAUSED], wanted="")
         return await self._asked(job_id)
+
+    async def _continue(self, job: JobRecord) -> None:
+        """What the end dropped is undone as the job starts: until then it can be cancelled as it is."""
+        if job.state is JobState.SUCCEEDED:
+            raise refusal(job.id, job.state, "resumed")
+        cleared: dict[str, Any] = dict.fromkeys(("failure", "wanted", "finished_s", "report"), "")
+        await self._events.move(job.id, JobState.QUEUED, _goes_on(job), **cleared)
 
     async def _taken_back(self, job_id: JobId) -> bool:
         """Takes back a pause that the loop has not come to. False where it came to it first. Raises InvalidState."""
@@ -80,3 +92,12 @@ class Control:
     async def _asked(self, job_id: str) -> JobRecord:
         self._bell.ring()
         return await self._store.jobs.get(job_id)
+
+
+def _goes_on(job: JobRecord) -> str:
+    """From which step: that of the ledger, or the last checkpoint where the trainer holds no more than that."""
+    message, saved = f"{job.name} is queued again: it goes on after step {job.step}", max(0, job.checkpoint_step)
+    if saved == job.step:
+        return message
+    source = f"its checkpoint of step {saved}" if job.checkpoint else "the model"
+    return f"{message}, or from {source} where the trainer does not hold that any more"

@@ -17,10 +17,10 @@ TRANSITIONS: Mapping[JobState, frozenset[JobState]] = {
     JobState.RUNNING: frozenset({JobState.PAUSED, JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED}),
     JobState.PAUSED: frozenset({JobState.RUNNING, JobState.FAILED, JobState.CANCELLED}),
     JobState.SUCCEEDED: frozenset(),
-    JobState.FAILED: frozenset(),
-    JobState.CANCELLED: frozenset(),
+    JobState.FAILED: frozenset({JobState.QUEUED}),
+    JobState.CANCELLED: frozenset({JobState.QUEUED}),
 }
-ENDED = frozenset(state for state, following in TRANSITIONS.items() if not following)
+ENDED = frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED})
 ACTIVE = frozenset({JobState.STARTING, JobState.RUNNING, JobState.PAUSED})
 """A job in one of these holds the trainer."""
 
@@ -34,8 +34,12 @@ def refusal(job_id: str, state: JobState, asked: str, wanted: str = "") -> Inval
     """Why a job cannot be `asked` (paused, cancelled, ...) in `state`, or while `wanted` is pending."""
     if wanted == "cancel" and state not in ENDED:
         what = f"{job_id} is {state} and about to be cancelled; it cannot be {asked}."
-        return InvalidState(what, "wait until it has ended.")
-    mend = "it has ended; submit a new job." if state in ENDED else f"wait until {job_id} can be {asked}."
+        return InvalidState(what, f"wait until it has ended; `millrace resume {job_id}` continues it then.")
+    mend = f"wait until {job_id} can be {asked}."
+    if state is JobState.SUCCEEDED:
+        mend = "it has trained all of its steps; submit a new job."
+    elif state in ENDED:
+        mend = f"it has ended; continue it with `millrace resume {job_id}`, or submit a new job."
     return InvalidState(f"{job_id} is {state} and cannot be {asked}.", mend)
 
 
@@ -64,7 +68,7 @@ class JobRecord:
     version: Version = Version(0)  # noqa: RUF009
     """The version that the trainer holds according to the ledger."""
     lineage: int = 0
-    """Grows whenever the trainer goes back: the versions of another lineage mean nothing in this one."""
+    """Grows with every start, and whenever the trainer goes back: the versions of another lineage mean nothing."""
     configuration: str = ""
     """Names the last time that a trainer loaded the job: one that holds it from another time stands elsewhere."""
     cursor: int = 0

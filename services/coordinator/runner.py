@@ -63,6 +63,7 @@ class Runner:
             await self._parts.events.move(queued[0].id, JobState.STARTING, message)
         except InvalidState:  # it was cancelled since
             return None
+        self._reached = ("", -1)
         return await self._parts.store.jobs.get(queued[0].id)
 
     async def _carry_out(self, job: JobRecord) -> None:

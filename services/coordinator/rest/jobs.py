@@ -94,7 +94,8 @@ def routes(store: Store, control: Control, events: Events) -> APIRouter:
 
     @router.post("/{job_id}/resume")
     async def resume(job_id: str) -> JobView:
-        """Lets a paused job go on where it stopped."""
+        """Lets a paused job go on where it stopped. One that failed or was cancelled is queued again: it goes on from
+        the version that the trainer still holds, from its last checkpoint, or from the model."""
         return (await control.resume(job_id)).view()
 
     _looking(router, store)
@@ -141,22 +142,25 @@ def _following(router: APIRouter, store: Store, events: Events) -> None:
         an Event document. The stream ends when the job has ended and everything was told."""
         job = await store.jobs.get(job_id)
 
+        async def has_ended() -> bool:
+            return (await store.jobs.get(job.id)).state in ENDED
+
         async def stream() -> AsyncIterator[bytes]:
-            ended = (await store.jobs.get(job.id)).state in ENDED
-            async for found in events.follow(job.id, last_event_id, 0.0 if ended or not follow else SILENCE_S):
+            told_only = not follow or await has_ended()
+            async for found in events.follow(job.id, last_event_id, 0.0 if told_only else SILENCE_S):
                 for event in found:
                     yield _frame(event)
                 if not found:
                     yield b": nothing new\n\n"
-                if _is_last(found) or (not found and (ended or not follow)):
+                if (told_only and not found) or (_tells_an_end(found) and await has_ended()):
                     return
 
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         return StreamingResponse(stream(), media_type="text/event-stream", headers=headers)
 
 
-def _is_last(found: list[Event]) -> bool:
-    """A job's last event is its last transition."""
+def _tells_an_end(found: list[Event]) -> bool:
+    """A job's last event is its last transition; one that was continued since has more."""
     return bool(found) and found[-1].kind == "job.state" and found[-1].data.get("state") in ENDED
 
 

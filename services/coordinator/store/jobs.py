@@ -70,6 +70,7 @@ class Jobs:
         **fields: Any,
     ) -> None:
         """Moves the job to `state` along TRANSITIONS, with `fields` and an event that says `message`, all in one go.
+        With a start its ledger goes back to its step: what an earlier end of the job dropped waits to be issued again.
 
         Raises NotFound, and InvalidState where there is no such transition, it is in none of the states `only`,
         something else than `pending` is wanted of it, or a cancellation would be overwritten.
@@ -97,7 +98,8 @@ class Jobs:
         fields: Mapping[str, Any],
     ) -> None:
         arguments = [uuid.uuid4().hex, pending, len(allowed), *allowed, len(event), *event, *_flat(fields)]
-        answer = await self._redis.run("move_job", [key(job_id)], arguments)
+        ledger = [f"{key(job_id)}:train"] if fields.get("state") is JobState.STARTING else []
+        answer = await self._redis.run("move_job", [key(job_id), *ledger], arguments)
         if answer is None:
             raise NotFound(f"there is no job {job_id}.", "GET /v1/jobs lists those there are.")
         moved, state, wanted = answer[0], JobState(text(answer[1])), text(answer[2])

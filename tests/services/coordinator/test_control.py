@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 
 from millrace.errors import InvalidState
+from millrace.ids import PromptId
 from millrace.rest import JobState
 from services.coordinator.bell import Bell
 from services.coordinator.control import Control
 from services.coordinator.events import Events
 from services.coordinator.jobs import JobRecord
 from services.coordinator.run import Cancelled, Run
-from services.coordinator.store import Store
+from services.coordinator.store import Draft, Store
 from tests.services.coordinator.redis import a_job, with_store
 
 JOB = a_job()
@@ -69,7 +70,7 @@ def test_nothing_else_is_asked_of_a_job_that_is_to_be_cancelled(asked: str, stat
         await desk.control.cancel(JOB.id)
         with pytest.raises(InvalidState, match=f"{JOB.id} is {state} and about to be cancelled") as refused:
             await getattr(desk.control, asked)(JOB.id)
-        assert refused.value.mend == "wait until it has ended."
+        assert refused.value.mend.startswith("wait until it has ended")
         assert ((await desk.control.cancel(JOB.id)).state, (await desk.job()).wanted) == (state, "cancel")
         with pytest.raises(Cancelled):
             await desk.heed()
@@ -135,3 +136,56 @@ def test_a_job_that_starts_while_it_is_cancelled_is_cancelled(redis_url: str) ->
         assert (job.state, job.wanted) == (JobState.STARTING, "cancel")
 
     at_the_desk(redis_url, scenario, JobState.QUEUED)
+
+
+@pytest.mark.parametrize("state", [JobState.FAILED, JobState.CANCELLED])
+def test_an_ended_job_is_queued_again_with_nothing_left_of_its_end(state: JobState, redis_url: str) -> None:
+    async def scenario(desk: Desk) -> None:
+        job = await desk.control.resume(JOB.id)
+        assert (job.state, job.step, job.failure, job.wanted) == (JobState.QUEUED, 5, None, "")
+        assert (job.finished_s, job.report, job.checkpoint) == (None, None, "/out/checkpoints/step-4")
+        told = (await desk.store.records(JOB.id).events())[-1]
+        assert (told.kind, told.data) == ("job.state", {"state": "queued"})
+        assert "goes on after step 5, or from its checkpoint of step 4 where" in told.message
+        with pytest.raises(InvalidState, match=f"{JOB.id} is queued and cannot be resumed"):
+            await desk.control.resume(JOB.id)
+
+    left = {"failure": "why", "wanted": "cancel", "finished_s": 9.0, "report": "/out/report.md"}
+    reached = {"step": 5, "version": 5, "checkpoint": "/out/checkpoints/step-4", "checkpoint_step": 4}
+    at_the_desk(redis_url, scenario, state, **left, **reached)
+
+
+def test_two_who_continue_a_job_queue_it_once(redis_url: str) -> None:
+    async def scenario(desk: Desk) -> None:
+        desk.once_read("get", lambda: desk.control.resume(JOB.id))
+        with pytest.raises(InvalidState, match=f"{JOB.id} is queued"):
+            await desk.control.resume(JOB.id)
+        assert len(await desk.store.records(JOB.id).events()) == 2
+
+    at_the_desk(redis_url, scenario, JobState.FAILED)
+
+
+def test_a_job_that_has_succeeded_is_not_continued(redis_url: str) -> None:
+    async def scenario(desk: Desk) -> None:
+        with pytest.raises(InvalidState, match=f"{JOB.id} is succeeded and cannot be resumed") as refused:
+            await desk.control.resume(JOB.id)
+        assert refused.value.mend == "it has trained all of its steps; submit a new job."
+
+    at_the_desk(redis_url, scenario, JobState.SUCCEEDED)
+
+
+def test_a_continued_job_that_is_cancelled_before_it_starts_stays_settled(redis_url: str) -> None:
+    async def scenario(desk: Desk) -> None:
+        prompts = desk.store.prompts(JOB.id)
+        await prompts.issue([Draft(PromptId(f"0-{n}"), b"lease") for n in range(4)], 1, (0, 4))
+        await prompts.close(1, "the job failed")
+        await desk.control.resume(JOB.id)
+        assert (await desk.control.cancel(JOB.id)).state is JobState.CANCELLED
+        view = await prompts.view()
+        assert (view.issued, view.dropped, view.reasons) == (4, 4, {"the job failed": 4})
+        await desk.control.resume(JOB.id)
+        await desk.store.jobs.move(JOB.id, JobState.STARTING, "starting")
+        view = await prompts.view()
+        assert (view.issued, view.queued, view.dropped, view.reasons) == (4, 4, 0, {})
+
+    at_the_desk(redis_url, scenario, JobState.FAILED)

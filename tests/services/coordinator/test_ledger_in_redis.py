@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from millrace.errors import Fenced
 from millrace.ids import Fence, LeaseId, MemberId, PromptId
+from millrace.rest import JobState
 from services.coordinator.groups import Summary
 from services.coordinator.ledger import Counts, Move, PromptState, after
 from services.coordinator.store import Claim, Draft, Prompts, Store
@@ -198,16 +199,40 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def rewind(self, data: st.DataObject) -> None:
         to = data.draw(st.integers(0, self.model.step - 1))
-        undone = {p for p, step in self.model.settled.items() if step > to} | self.model.at(PromptState.GENERATED)
         waiting = self.run(self.prompts.rewind(to))
+        self.undo(to)
+        assert waiting == len(self.model.waiting)
+
+    @rule()
+    def close(self) -> None:
+        flying = {p for state in (PromptState.QUEUED, PromptState.LEASED) for p in self.model.at(state)}
+        flying |= self.model.at(PromptState.GENERATED)
+        assert self.run(self.prompts.close(self.model.step + 1, "the job failed: why")) == len(flying)
+        for prompt in flying:
+            self.model.move(prompt, Move.DROP)
+            self.model.settled[prompt] = self.model.step + 1
+        self.model.leases, self.model.waiting = {}, set()
+        self.model.counts = Counts(**{**vars(self.model.counts), "waiting": 0})
+
+    @rule()
+    def start(self) -> None:
+        """The job is taken up, for the first time or again."""
+        before = self.run(self.store.jobs.get(JOB.id))
+        self.run(self.store.jobs.update(JOB.id, state=JobState.QUEUED))
+        self.run(self.store.jobs.move(JOB.id, JobState.STARTING, "starting"))
+        job = self.run(self.store.jobs.get(JOB.id))
+        assert (job.step, job.version, job.lineage) == (before.step, before.version, before.lineage + 1)
+        self.undo(self.model.step)
+
+    def undo(self, to: int) -> None:
+        undone = {p for p, step in self.model.settled.items() if step > to} | self.model.at(PromptState.GENERATED)
         for lease_id in list(self.model.leases):
             self.give_back(lease_id)
         for prompt in undone:
             self.model.move(prompt, Move.REWIND)
             self.model.settled.pop(prompt, None)
         self.model.waiting |= undone
-        assert waiting == len(self.model.waiting)
-        self.model.counts = Counts(**{**vars(self.model.counts), "waiting": waiting})
+        self.model.counts = Counts(**{**vars(self.model.counts), "waiting": len(self.model.waiting)})
         self.model.step = to
 
     # What must always hold.

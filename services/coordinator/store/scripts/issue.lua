@@ -6,9 +6,6 @@ if ARGV[1] ~= '' then
   if (redis.call('HGET', job, 'cursor') or '0') ~= ARGV[1] then return -1 end
   redis.call('HSET', job, 'cursor', ARGV[2])
 end
-if redis.call('EXISTS', base .. ':queue') == 0 then
-  redis.call('XGROUP', 'CREATE', base .. ':queue', GROUP, '0', 'MKSTREAM')
-end
 local issued = 0
 for i = 4, #ARGV, 3 do
   local prompt, payload, reason = ARGV[i], ARGV[i + 1], ARGV[i + 2]

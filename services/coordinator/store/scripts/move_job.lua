@@ -1,8 +1,9 @@
--- KEYS: job. ARGV: the request's name, what has to be wanted of the job ('any' for anything), number of states that it
--- may be in, these states, number of the event's parts, these parts, then field, value ... to set.
--- Answers {moved, the state it was in, what was wanted of it}; nothing where there is no such job.
--- A cancellation that was asked for is never overwritten. The last request that moved the job may be repeated: its
--- answer may have been lost.
+-- Moves a job, or changes what is wanted of it.
+-- KEYS: job; and its ledger, where that goes back to the job's step too. ARGV: the request's name, what has to be wanted
+-- of the job ('any' for anything), number of states that it may be in, these states, number of the event's parts, these
+-- parts, then field, value ... to set. Answers {moved, the state it was in, what was wanted of it}; nothing where there
+-- is no such job. A cancellation that was asked for is never overwritten before the job has ended.
+-- The last request that moved the job may be repeated: its answer may have been lost.
 local state = redis.call('HGET', KEYS[1], 'state')
 if not state then return nil end
 local wanted = redis.call('HGET', KEYS[1], 'wanted') or ''
@@ -12,12 +13,16 @@ if ARGV[2] ~= 'any' and ARGV[2] ~= wanted then return {0, state, wanted} end
 local allowed = tonumber(ARGV[3])
 local parts = tonumber(ARGV[4 + allowed])
 local first = 5 + allowed + parts
+local over = state == 'failed' or state == 'cancelled'
 for i = first, #ARGV, 2 do
-  if ARGV[i] == 'wanted' and ARGV[i + 1] ~= 'cancel' and wanted == 'cancel' then return {0, state, wanted} end
+  if ARGV[i] == 'wanted' and ARGV[i + 1] ~= 'cancel' and wanted == 'cancel' and not over then
+    return {0, state, wanted}
+  end
 end
 for i = 4, 3 + allowed do
   if ARGV[i] == state then
     redis.call('HSET', KEYS[1], 'moved_by', ARGV[1], unpack(ARGV, first))
+    if KEYS[2] then rewind(KEYS[2], KEYS[1], tonumber(redis.call('HGET', KEYS[1], 'step'))) end
     if parts > 0 then redis.call('XADD', KEYS[1] .. ':events', '*', unpack(ARGV, 5 + allowed, first - 1)) end
     return {1, state, wanted}
   end
