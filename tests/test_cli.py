@@ -101,7 +101,8 @@ def test_json_is_for_programs(url: str, client: Client, job_file: Path) -> None:
 
 
 def test_the_same_key_is_the_same_job(url: str, client: Client, spec: dict[str, Any]) -> None:
-    one, same, other = client.submit(spec, "k1"), client.submit(spec, "k1"), client.submit(spec, "k2")
+    elsewhere = {**spec, "output": f"{spec['output']}-other"}
+    one, same, other = client.submit(spec, "k1"), client.submit(spec, "k1"), client.submit(elsewhere, "k2")
     assert one.id == same.id != other.id
     with pytest.raises(InvalidState):
         client.submit({**spec, "name": "another"}, "k1")

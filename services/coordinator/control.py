@@ -2,9 +2,11 @@
 
 import asyncio
 import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from millrace.errors import InvalidState
+from millrace.errors import InvalidState, refused
 from millrace.ids import JobId, new_job_id
 from millrace.rest import JobState
 from millrace.spec import submission
@@ -21,9 +23,14 @@ class Control:
         self._store = store
         self._events = events
         self._bell = bell
+        self._admitting = asyncio.Lock()
+        """Held from a look at the outputs of all jobs until a job that may use one is queued."""
 
     async def submit(self, tree: Any, idempotency_key: str) -> tuple[JobRecord, bool]:
-        """The job, and whether it is new. Raises InvalidJob, and InvalidState for a key of another spec."""
+        """The job, and whether it is new. Raises InvalidJob, and InvalidState for a key of another spec.
+
+        An `output` belongs to one job: its checkpoints are no other's to replace.
+        """
         spec = await asyncio.to_thread(submission.check, tree)
         job = JobRecord(
             id=new_job_id(),
@@ -32,7 +39,10 @@ class Control:
             spec_json=spec.model_dump_json(),
             created_s=time.time(),
         )
-        job_id, new = await self._store.jobs.create(job, idempotency_key)
+        async with self._admitting:
+            if not await self._store.jobs.knows(idempotency_key):
+                await asyncio.to_thread(_check_output, spec.output, await self._store.jobs.all())
+            job_id, new = await self._store.jobs.create(job, idempotency_key)
         if new:
             self._bell.ring()
         return await self._store.jobs.get(job_id), new
@@ -77,7 +87,9 @@ class Control:
         if job.state is JobState.SUCCEEDED:
             raise refusal(job.id, job.state, "resumed")
         cleared: dict[str, Any] = dict.fromkeys(("failure", "wanted", "finished_s", "report"), "")
-        await self._events.move(job.id, JobState.QUEUED, _goes_on(job), **cleared)
+        async with self._admitting:
+            await asyncio.to_thread(_check_checkpoints, job, await self._store.jobs.all())
+            await self._events.move(job.id, JobState.QUEUED, _goes_on(job), **cleared)
 
     async def _taken_back(self, job_id: JobId) -> bool:
         """Takes back a pause that the loop has not come to. False where it came to it first. Raises InvalidState."""
@@ -92,6 +104,41 @@ class Control:
     async def _asked(self, job_id: str) -> JobRecord:
         self._bell.ring()
         return await self._store.jobs.get(job_id)
+
+
+def _check_output(output: str, jobs: Sequence[JobRecord]) -> None:
+    """Raises InvalidJob where another job writes to `output`, or has left checkpoints there."""
+    users = _users(output, jobs)
+    for job in users:
+        if job.state not in ENDED:
+            raise refused("output", output, f"{job.id} is {job.state} and writes there", "give another folder.")
+    checkpoints = Path(output) / "checkpoints"
+    if not any(checkpoints.glob("step-*")):
+        return
+    mends = ["give another folder"]
+    if users and users[-1].state is not JobState.SUCCEEDED:
+        mends.append(f"continue {users[-1].name} with `millrace resume {users[-1].id}`")
+    reason = f"{checkpoints} holds checkpoints of an earlier job, which this one would replace"
+    raise refused("output", output, reason, f"{', '.join(mends)}, or remove them.")
+
+
+def _check_checkpoints(job: JobRecord, jobs: Sequence[JobRecord]) -> None:
+    """Raises InvalidState where the output of a job that is to be continued has become another's."""
+    for other in _users(job.output, jobs):
+        if other.id == job.id:
+            continue
+        if other.state not in ENDED:
+            what = f"{job.id} cannot be resumed: {other.id} is {other.state} and writes to its output, {job.output}."
+            raise InvalidState(what, "submit a new job with another folder.")
+        if other.checkpoint and Path(other.checkpoint).is_dir():
+            what = f"{job.id} cannot be resumed: the checkpoints in its output, {job.output}, are those of {other.id}."
+            raise InvalidState(what, "submit a new job with another folder.")
+
+
+def _users(output: str, jobs: Sequence[JobRecord]) -> list[JobRecord]:
+    """The jobs whose output is this folder, however it is written; the oldest first."""
+    folder = Path(output).resolve()
+    return [job for job in jobs if Path(job.output).resolve() == folder]
 
 
 def _goes_on(job: JobRecord) -> str:

@@ -89,6 +89,11 @@ class JobRecord:
     def spec(self) -> JobSpec:
         return JobSpec.model_validate_json(self.spec_json)
 
+    @property
+    def output(self) -> str:
+        """The folder of its checkpoints, also where the spec is of another release."""
+        return str(json.loads(self.spec_json)["output"])
+
     @classmethod
     def of(cls, fields: Mapping[str, str]) -> Self:
         kinds = {name: _READ.get(field.type, str) for name, field in cls.__dataclass_fields__.items()}

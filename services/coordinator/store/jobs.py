@@ -32,7 +32,7 @@ class Jobs:
         Raises InvalidState where the key was used for a different spec.
         """
         digest = hashlib.sha256(job.spec_json.encode()).hexdigest()
-        name = f"millrace:idempotency:{idempotency_key}" if idempotency_key else ""
+        name = _request(idempotency_key) if idempotency_key else ""
         fields = {"id": job.id, "name": job.name, "state": job.state, "spec_json": job.spec_json, "step": 0}
         fields |= {"created_s": job.created_s, "version": 0, "cursor": 0, "lineage": 0}
         event = event_parts("job.state", f"{job.name} was submitted", {"state": job.state})
@@ -42,6 +42,10 @@ class Jobs:
             what = f"the idempotency key {idempotency_key!r} was used for {text(known)}, which has another spec."
             raise InvalidState(what, "take a new key for a new job.")
         return JobId(text(known)), text(known) == job.id
+
+    async def knows(self, idempotency_key: str) -> bool:
+        """Whether the key stands for a job."""
+        return bool(idempotency_key and await self._redis.do("EXISTS", _request(idempotency_key)))
 
     async def get(self, job_id: str) -> JobRecord:
         """Raises NotFound."""
@@ -120,6 +124,10 @@ def event_parts(kind: str, message: str, data: Mapping[str, Any]) -> list[str]:
     """An event as its entry in the log."""
     tree = {"time_s": str(time.time()), "kind": kind, "message": message, "data": json.dumps(data, default=str)}
     return _flat(tree)
+
+
+def _request(idempotency_key: str) -> str:
+    return f"millrace:idempotency:{idempotency_key}"
 
 
 def _flat(fields: Mapping[str, Any]) -> list[Any]:

@@ -1,6 +1,7 @@
 """A redis-server for tests of the store."""
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -28,5 +29,9 @@ def with_store(url: str, scenario: Callable[[Store], Awaitable[Answer]]) -> Answ
 
 def a_job(number: int = 1) -> JobRecord:
     return JobRecord(
-        id=JobId(f"job-{number:012x}"), name="sums", state=JobState.QUEUED, spec_json="{}", created_s=float(number)
+        id=JobId(f"job-{number:012x}"),
+        name="sums",
+        state=JobState.QUEUED,
+        spec_json=json.dumps({"output": f"/out/{number}"}),
+        created_s=float(number),
     )

@@ -1,6 +1,8 @@
 """What is asked of a job between two looks of its loop: whatever comes first or last, a cancellation is carried out."""
 
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -187,5 +189,20 @@ def test_a_continued_job_that_is_cancelled_before_it_starts_stays_settled(redis_
         await desk.store.jobs.move(JOB.id, JobState.STARTING, "starting")
         view = await prompts.view()
         assert (view.issued, view.queued, view.dropped, view.reasons) == (4, 4, 0, {})
+
+    at_the_desk(redis_url, scenario, JobState.FAILED)
+
+
+def test_a_job_is_not_continued_over_the_checkpoints_of_another(redis_url: str, tmp_path: Path) -> None:
+    async def scenario(desk: Desk) -> None:
+        other = replace(a_job(2), spec_json=JOB.spec_json)
+        await desk.store.jobs.create(other)
+        saved = tmp_path / "step-6"
+        saved.mkdir()
+        await desk.store.jobs.update(other.id, state=JobState.SUCCEEDED, checkpoint=str(saved))
+        with pytest.raises(InvalidState, match=f"{JOB.id} cannot be resumed: .* are those of {other.id}"):
+            await desk.control.resume(JOB.id)
+        saved.rmdir()
+        assert (await desk.control.resume(JOB.id)).state is JobState.QUEUED
 
     at_the_desk(redis_url, scenario, JobState.FAILED)

@@ -13,6 +13,11 @@ from millrace.wire.v1 import common_pb2
 from tests.services.coordinator.cluster import Cluster, scenario, until
 
 
+def named(spec: dict[str, Any], name: str) -> dict[str, Any]:
+    """The same job under another name, with an output of its own."""
+    return spec | {"name": name, "output": f"{spec['output']}-{name}"}
+
+
 @scenario
 async def test_a_job_runs_to_its_report(cluster: Cluster, spec: dict[str, Any]) -> None:
     trainer, _, _ = await cluster.trainer(), await cluster.replica(), await cluster.replica()
@@ -79,7 +84,7 @@ async def test_nothing_is_stale_where_the_bound_is_zero(cluster: Cluster, spec: 
 async def test_jobs_run_one_after_another(cluster: Cluster, spec: dict[str, Any]) -> None:
     await cluster.trainer(), await cluster.replica()
     spec["schedule"]["steps"] = 2
-    jobs = [await cluster.submit(spec | {"name": name}) for name in ("first", "second")]
+    jobs = [await cluster.submit(named(spec, name)) for name in ("first", "second")]
     assert (await cluster.job(jobs[1])).state is JobState.QUEUED
     ended = [await cluster.ended(job_id) for job_id in jobs]
     assert [job.state for job in ended] == [JobState.SUCCEEDED] * 2
@@ -144,7 +149,7 @@ async def test_a_group_that_comes_too_late_is_generated_again(cluster: Cluster, 
 async def test_cancel_ends_a_running_a_paused_and_a_queued_job(cluster: Cluster, spec: dict[str, Any]) -> None:
     await cluster.trainer(step_s=0.2), await cluster.replica()
     client = cluster.coordinator.client
-    jobs = [await cluster.submit(spec | {"name": name}) for name in ("running", "paused", "queued")]
+    jobs = [await cluster.submit(named(spec, name)) for name in ("running", "paused", "queued")]
     await asyncio.to_thread(client.cancel, jobs[2])
     assert (await cluster.job(jobs[2])).state is JobState.CANCELLED
     await cluster.reached(jobs[0], 1)
@@ -200,7 +205,7 @@ async def test_groups_without_signal_are_replaced_until_the_bound(cluster: Clust
     assert ledger.reasons["no signal"] > 0 and ledger.trained == 24
     assert all(row.values["training/groups_without_signal"] == 0 for row in cluster.coordinator.client.metrics(job.id))
     replica.shape.reward = lambda *_: 1.0
-    failed = await cluster.ended(await cluster.submit(spec | {"name": "flat"}))
+    failed = await cluster.ended(await cluster.submit(named(spec, "flat")))
     assert failed.state is JobState.FAILED and "had no signal" in str(failed.failure)
 
 

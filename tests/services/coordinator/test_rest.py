@@ -39,7 +39,8 @@ def test_a_job_is_submitted_once_per_key(http: httpx.Client, spec: dict[str, Any
     assert (again.status_code, again.json()["id"]) == (200, job_id)
     other = problem(http.post("/v1/jobs", json=spec | {"name": "other"}, headers=headers), 409)
     assert job_id in other["detail"] and "new key" in other["mend"]
-    assert http.post("/v1/jobs", json=spec).json()["id"] != job_id
+    elsewhere = spec | {"output": f"{spec['output']}-other"}
+    assert http.post("/v1/jobs", json=elsewhere).json()["id"] != job_id
     listed = [job["id"] for job in http.get("/v1/jobs").json()]
     assert listed.count(job_id) == 1
     assert http.get(f"/v1/jobs/{job_id}").json()["spec"]["schedule"]["prompts_per_step"] == 4
@@ -149,6 +150,42 @@ def test_events_of_a_waiting_job_end_where_nobody_follows(http: httpx.Client, sp
     job_id = http.post("/v1/jobs", json=spec).json()["id"]
     told = frames(http.get(f"/v1/jobs/{job_id}/events", params={"follow": "false"}).text)
     assert [event["data"]["state"] for event in told] == ["queued"]
+    http.delete(f"/v1/jobs/{job_id}")
+
+
+def test_an_output_is_for_one_job_at_a_time(http: httpx.Client, spec: dict[str, Any], tmp_path: Path) -> None:
+    headers = {"Idempotency-Key": f"the first in {spec['output']}"}
+    job_id = http.post("/v1/jobs", json=spec, headers=headers).json()["id"]
+    (tmp_path / "link").symlink_to(spec["output"])
+    for output in (spec["output"], f"{spec['output']}/../out/", str(tmp_path / "link")):
+        told = problem(http.post("/v1/jobs", json=spec | {"output": output}), 422)
+        assert told["detail"].startswith("output: ") and f"{job_id} is queued and writes there" in told["detail"]
+        assert told["mend"] == "give another folder."
+    assert http.post("/v1/jobs", json=spec, headers=headers).json()["id"] == job_id
+    http.delete(f"/v1/jobs/{job_id}")
+
+    other = http.post("/v1/jobs", json=spec).json()["id"]  # the first left no checkpoint there
+    told = problem(http.post(f"/v1/jobs/{job_id}/resume"), 409)
+    assert f"{other} is queued and writes to its output" in told["detail"]
+    http.delete(f"/v1/jobs/{other}")
+
+
+def test_checkpoints_are_not_replaced_by_another_job(http: httpx.Client, spec: dict[str, Any]) -> None:
+    headers = {"Idempotency-Key": f"the first in {spec['output']}"}
+    saved = Path(spec["output"]) / "checkpoints" / "step-4"
+    saved.mkdir(parents=True)
+    told = problem(http.post("/v1/jobs", json=spec), 422)
+    assert f"{saved.parent} holds checkpoints of an earlier job" in told["detail"]
+    assert told["mend"] == "give another folder, or remove them."
+
+    saved.rmdir()
+    job_id = http.post("/v1/jobs", json=spec, headers=headers).json()["id"]
+    saved.mkdir()
+    http.delete(f"/v1/jobs/{job_id}")
+    told = problem(http.post("/v1/jobs", json=spec), 422)
+    assert f"`millrace resume {job_id}`, or remove them." in told["mend"]
+    assert http.post("/v1/jobs", json=spec, headers=headers).json()["id"] == job_id
+    assert http.post(f"/v1/jobs/{job_id}/resume").json()["state"] == "queued"
     http.delete(f"/v1/jobs/{job_id}")
 
 

@@ -9,6 +9,7 @@ from millrace.errors import InvalidState, Unavailable
 from millrace.rest import JobState, JobView
 from tests.services.coordinator.cluster import Cluster, scenario, until
 from tests.services.coordinator.test_checkpoint import at
+from tests.services.coordinator.test_job import named
 from tests.services.coordinator.test_recovery import restart, trained_once
 
 
@@ -93,7 +94,7 @@ async def test_a_job_without_checkpoint_begins_again(cluster: Cluster, spec: dic
     """Another job had the trainer since."""
     trainer, _ = await cluster.trainer(), await cluster.replica()
     job = await failed(cluster, spec, trainer, after=2)
-    other = await cluster.submit(spec | {"name": "other", "output": f"{spec['output']}-other"})
+    other = await cluster.submit(named(spec, "other"))
     assert (await cluster.ended(other)).state is JobState.SUCCEEDED
     await finishes(cluster, job.id, trainer)
     assert trainer.configured == ["", "", ""]
