@@ -132,6 +132,15 @@ def test_what_the_coordinator_refuses_is_told_with_its_mend(url: str, client: Cl
     assert f"{job} is cancelled and cannot be paused" in refused and "Mend:" in refused
 
 
+def test_a_cancelled_job_is_resumed_as_its_refusal_says(url: str, client: Client, spec: dict[str, Any]) -> None:
+    job = client.submit(spec).id
+    client.cancel(job)
+    refused = millrace("cancel", job, url=url, status=1).stderr
+    assert f"continue it with `millrace resume {job}`" in refused
+    assert millrace("resume", job, url=url).stdout.split() == [job, "queued"]
+    client.cancel(job)
+
+
 def test_a_bad_file_never_reaches_the_coordinator(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text("name: x\nmodle: {path: y}\n")
     told = millrace("submit", str(tmp_path / "job.yaml"), url="http://127.0.0.1:9", status=1).stderr
