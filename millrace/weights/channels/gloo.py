@@ -109,7 +109,8 @@ class GlooChannel(Breakable):
                     left = max(0.001, min(self.give_up - time.monotonic(), LONGEST_S))
                     work.wait(timedelta(seconds=left))
             except RuntimeError as error:
-                self.failed(str(error).splitlines()[0])
+                late = time.monotonic() >= self.give_up
+                self.failed("its deadline has passed" if late else str(error).splitlines()[0])
             self._under_way.discard(flight)
             flight.forget()
             flight.over.set()

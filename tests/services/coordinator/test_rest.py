@@ -156,6 +156,7 @@ def test_events_of_a_waiting_job_end_where_nobody_follows(http: httpx.Client, sp
 def test_an_output_is_for_one_job_at_a_time(http: httpx.Client, spec: dict[str, Any], tmp_path: Path) -> None:
     headers = {"Idempotency-Key": f"the first in {spec['output']}"}
     job_id = http.post("/v1/jobs", json=spec, headers=headers).json()["id"]
+    Path(spec["output"]).mkdir(exist_ok=True)
     (tmp_path / "link").symlink_to(spec["output"])
     for output in (spec["output"], f"{spec['output']}/../out/", str(tmp_path / "link")):
         told = problem(http.post("/v1/jobs", json=spec | {"output": output}), 422)
