@@ -1,4 +1,4 @@
-"""What a scorer returned, read strictly: one number that is finite in float32, and plain details."""
+"""What a scorer returned, read strictly: one finite number, small enough for float32, and plain details."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,9 +8,9 @@ from numbers import Real
 from typing import Any
 
 LONGEST_REPR = 200
-LARGEST = 3.4028234663852886e38
-"""float32's largest number: the trainer computes with rewards in float32."""
-NOT_FINITE = f"not a finite float32; give a number of at most {LARGEST:.1e} in size"
+LARGEST = 1e15
+"""The trainer computes with rewards in float32: the squares of such, summed over a batch, are finite there."""
+NOT_FINITE = f"not a number to compute with in float32; give a finite one of at most {LARGEST:.0e} in size"
 
 
 class BadOutcome(ValueError):
@@ -59,7 +59,7 @@ def _number(value: Any, name: str) -> float:
 
 
 def fits(reward: float) -> bool:
-    """Whether a reward is a finite number in float32 too."""
+    """Whether a reward is a finite number, and one that can be computed with in float32."""
     return abs(reward) <= LARGEST
 
 

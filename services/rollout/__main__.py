@@ -48,13 +48,15 @@ def main(
     drain_s: Annotated[float, typer.Option(envvar="MILLRACE_DRAIN_S", help="to finish leases when stopped")] = 600.0,
 ) -> None:
     """Serves one engine to the fleet until it is told to stop."""
+    if host:
+        os.environ["MILLRACE_HOST"] = host  # copies to siblings are told it too
     member_id = new_member_id("rollout")
     try:
         logs.configure("rollout", member_id)
         found = probe(engine)
         if not found.ok:
             raise MillraceError(f"engine {engine} cannot run here: {found.why}")
-        options = Options(coordinator, engine, found.release, host or host_address(), port, patience_s, drain_s)
+        options = Options(coordinator, engine, found.release, host_address(), port, patience_s, drain_s)
     except MillraceError as error:
         print(f"rollout: {error}", file=sys.stderr)
         _end(1)

@@ -150,7 +150,8 @@ class Engine(Protocol):
         """Ends every process and thread of the engine. Idempotent."""
 
     async def generate(self, prompt_tokens: Sequence[int], sampling: Sampling) -> Sample:
-        """One sample. Cancelling the call aborts the request inside the engine."""
+        """One sample. Cancelling the call aborts the request inside the engine. Raises InvalidState where no version is
+        in place, or none was for a while since it began."""
 
     def load(self) -> Load: ...
 
