@@ -87,7 +87,7 @@ def numbers_that_are_none(tree: Mapping[str, Any], part: type[BaseModel] = JobSp
                 wanted = _KINDS["int" if int in kinds else "float"]
                 told_value = json.dumps(value)
                 lines.append(f"  {above}{name}: {told_value} will not do: this is not {wanted}. Mend: give {wanted}.")
-        elif field is not None and inner is None and isinstance(value, Mapping) and not _finite(value):
+        elif field is not None and isinstance(value, Mapping) and not _finite(value):
             written = json.dumps(value, default=str, skipkeys=True)
             lines.append(
                 f"  {above}{name}: {written} will not do: its numbers have to be finite. Mend: give finite ones."

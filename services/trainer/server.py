@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -22,6 +22,7 @@ from services.trainer.publish import Sender
 from services.trainer.turns import Key, Turns
 
 Reply = TypeVar("Reply", bound=Message)
+T = TypeVar("T")
 
 STATES = {
     "Configure": pb.TRAINER_STATE_CONFIGURING,
@@ -130,8 +131,8 @@ class Trainer(TrainerServicer):
         asked = (request.job_id, request.checkpoint, request.configuration)
         if job is None or (job.job_id, job.checkpoint, job.configuration) != asked:
             spec = _spec(request.spec)
-            await self._end_transfer(f"{request.job_id} is loaded")
-            job = await self._turns.take(("Configure", *asked), lambda: self._configure(request, spec), patient=True)
+            key, reason = ("Configure", *asked), f"{request.job_id} is loaded"
+            job = await self._take_over(key, lambda: self._configure(request, spec), reason)
         return pb.ConfigureTrainerResponse(version=job.version, world_size=self._world_size, parameters=job.parameters)
 
     async def _configure(self, request: pb.ConfigureTrainerRequest, spec: JobSpec) -> Configured:
@@ -170,10 +171,8 @@ class Trainer(TrainerServicer):
         self._configured_for(request.job_id)
         key = ("DescribeWeights", request.job_id, request.dtype)
         deadline_s = DEADLINES_S["Trainer/DescribeWeights"]
-        await self._end_transfer(f"another publication of {request.job_id} begins")
-        return await self._turns.take(
-            key, lambda: self._told(request, pb.DescribeSendResponse(), deadline_s), patient=True
-        )
+        reason = f"another publication of {request.job_id} begins"
+        return await self._take_over(key, lambda: self._told(request, pb.DescribeSendResponse(), deadline_s), reason)
 
     async def PreparePublication(
         self, request: pb.PrepareSendRequest, context: grpc.aio.ServicerContext
@@ -183,9 +182,8 @@ class Trainer(TrainerServicer):
         state = self._publishing.state.advance(publication, Phase.PREPARE)
         if state is self._publishing.state and self._publishing.prepared is not None:
             return self._publishing.prepared
-        await self._end_transfer(f"publication {publication.key} takes its place")
-        key = ("PreparePublication", publication)
-        return await self._turns.take(key, lambda: self._prepare(request, state), patient=True)
+        key, reason = ("PreparePublication", publication), f"publication {publication.key} takes its place"
+        return await self._take_over(key, lambda: self._prepare(request, state), reason)
 
     async def _prepare(self, request: pb.PrepareSendRequest, state: PublicationState) -> pb.PrepareSendResponse:
         publishing = self._publishing = Publishing(state)
@@ -305,6 +303,11 @@ class Trainer(TrainerServicer):
         except MillraceError:
             publishing.state = publishing.state.fail()
             raise
+
+    async def _take_over(self, key: Key, work: Callable[[], Awaitable[T]], reason: str) -> T:
+        """The next turn, whatever somebody began who has gone: a transfer is ended, everything else is waited for."""
+        await self._end_transfer(reason)
+        return await self._turns.take(key, work, patient=True)
 
     async def _end_transfer(self, reason: str) -> None:
         """Aborts a transfer in progress and waits until the ranks are free again."""

@@ -2,6 +2,7 @@
 Hugging Face for every architecture beside Megatron."""
 
 import asyncio
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from safetensors.torch import load_file
 from millrace.errors import InvalidJob
 from millrace.weights.manifest import Manifest
 from services.rollout.engines import create
-from services.rollout.engines.engine import Engine, Sampling
+from services.rollout.engines.engine import Engine, Sample, Sampling
 from services.rollout.engines.routing import Routing
 from tests.models import byte_tokenizer
 from tests.sender import Sender
@@ -40,6 +41,19 @@ async def publish_shards(engine: Engine, tensors: dict[str, torch.Tensor], versi
 
 def held(engine: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in engine._model.state_dict().items()}
+
+
+def experts_of(model: Any, prompts: Sequence[list[int]], samples: Sequence[Sample]) -> Iterator[tuple[Any, Any]]:
+    """Of each sample what the engine told, and what the model chooses for the whole sequence at once: of every token
+    but the last. Sorted: which comes first of two that were chosen is rounding's business."""
+    routing = Routing(model)
+    for prompt, sample in zip(prompts, samples, strict=True):
+        sequence = torch.tensor([[*prompt, *sample.tokens[:-1].tolist()]])
+        with torch.no_grad():
+            model(sequence)
+        (expected,) = routing.taken(torch.ones_like(sequence))
+        assert sample.experts is not None and sample.experts.shape == expected.shape
+        yield np.sort(sample.experts, axis=-1), np.sort(expected, axis=-1)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -110,15 +124,8 @@ def test_experts_are_told_where_the_trainer_is_to_replay_them(kind: str, run: Ru
             samples = await asyncio.gather(*(engine.generate(p, Sampling(12 + 5 * i)) for i, p in enumerate(prompts)))
         finally:
             await engine.stop()
-        routing = Routing(model)
-        for prompt, sample in zip(prompts, samples, strict=True):
-            sequence = torch.tensor([[*prompt, *sample.tokens[:-1].tolist()]])
-            with torch.no_grad():
-                model(sequence)
-            (expected,) = routing.taken(torch.ones_like(sequence))
-            assert sample.experts is not None and sample.experts.shape == expected.shape
-            # Which comes first of two that were chosen is rounding's business.
-            assert np.array_equal(np.sort(sample.experts, axis=-1), np.sort(expected, axis=-1))
+        for told, expected in experts_of(model, prompts, samples):
+            assert np.array_equal(told, expected)
 
     run(scenario())
 
