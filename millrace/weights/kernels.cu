@@ -1,4 +1,4 @@
-// Copies between memory and messages, piece by piece in one launch, and checksums of messages.
+// Copies between memory and messages, piece by piece in one launch; checksums of messages, and of pieces on either side.
 // A piece is up to four dimensions of units; a message carries them row-major.
 
 #define UNITS 2048  // of one tile: what a block copies
@@ -89,24 +89,72 @@ extern "C" __global__ void move(const Piece* pieces, const long long* tiles, int
   }
 }
 
-// messages: address and number of 16-byte words of each. sums: two numbers for each, added to. Block row = message.
-extern "C" __global__ void sums(const long long* messages, unsigned long long* sums) {
-  const int4* words = (const int4*)messages[2 * blockIdx.y];
-  const long long count = messages[2 * blockIdx.y + 1];
-  unsigned long long plain = 0, weighted = 0;
-  for (long long i = (long long)blockIdx.x * THREADS + threadIdx.x; i < count; i += (long long)gridDim.x * THREADS) {
-    const int4 w = words[i];
-    const long long x = w.x, y = w.y, z = w.z, u = w.w;
-    const unsigned long long four = (unsigned long long)(x + y + z + u);
-    plain += four;
-    weighted += four * (unsigned long long)(4 * i + 1) + (unsigned long long)(y + 2 * z + 3 * u);
-  }
+typedef unsigned long long Sum;
+
+__device__ __forceinline__ void add(const int4& w, long long index, Sum& plain, Sum& weighted) {
+  const long long x = w.x, y = w.y, z = w.z, u = w.w;
+  const Sum four = (Sum)(x + y + z + u);
+  plain += four;
+  weighted += four * (Sum)(4 * index + 1) + (Sum)(y + 2 * z + 3 * u);
+}
+__device__ __forceinline__ void add(const int2& w, long long index, Sum& plain, Sum& weighted) {
+  const long long x = w.x, y = w.y;
+  plain += (Sum)(x + y);
+  weighted += (Sum)(x + y) * (Sum)(2 * index + 1) + (Sum)y;
+}
+template <typename T>
+__device__ __forceinline__ void add(const T& value, long long index, Sum& plain, Sum& weighted) {
+  plain += (Sum)value;
+  weighted += (Sum)value * (Sum)(index + 1);
+}
+
+__device__ __forceinline__ void collect(Sum plain, Sum weighted, Sum* sums) {
   for (int step = 16; step; step /= 2) {
     plain += __shfl_down_sync(0xffffffffu, plain, step);
     weighted += __shfl_down_sync(0xffffffffu, weighted, step);
   }
   if (threadIdx.x % 32 == 0) {
-    atomicAdd(&sums[2 * blockIdx.y], plain);
-    atomicAdd(&sums[2 * blockIdx.y + 1], weighted);
+    atomicAdd(&sums[0], plain);
+    atomicAdd(&sums[1], weighted);
   }
+}
+
+// messages: address and number of 16-byte words of each. sums: two numbers for each, added to. Block row = message.
+extern "C" __global__ void sums(const long long* messages, Sum* sums) {
+  const int4* words = (const int4*)messages[2 * blockIdx.y];
+  const long long count = messages[2 * blockIdx.y + 1];
+  Sum plain = 0, weighted = 0;
+  for (long long i = (long long)blockIdx.x * THREADS + threadIdx.x; i < count; i += (long long)gridDim.x * THREADS)
+    add(words[i], i, plain, weighted);
+  collect(plain, weighted, &sums[2 * blockIdx.y]);
+}
+
+template <typename T>
+__device__ __forceinline__ void summed(
+    const Piece& p, unsigned begin, unsigned end, int wired, long long base, Sum& plain, Sum& weighted) {
+  const T* from = (const T*)(wired ? p.wire : p.memory);
+  const long long first = (p.wire - base) / (long long)sizeof(T);
+#pragma unroll 4
+  for (unsigned unit = begin + threadIdx.x; unit < end; unit += THREADS)
+    add(from[wired ? (long long)unit : place(p, unit)], first + unit, plain, weighted);
+}
+
+// Of all pieces as they are in their messages (wired) or where they lie: two numbers, added to. A unit weighs as far as
+// it is from address base in its message, so that both sides agree where every unit is in its place.
+extern "C" __global__ void pieces_sum(
+    const Piece* pieces, const long long* tiles, long long count, int wired, long long base, Sum* sums) {
+  Sum plain = 0, weighted = 0;
+  for (long long tile = blockIdx.x; tile < count; tile += gridDim.x) {
+    const Piece& p = pieces[tiles[2 * tile]];
+    const unsigned begin = (unsigned)tiles[2 * tile + 1];
+    const unsigned end = begin + UNITS < (unsigned)p.units ? begin + UNITS : (unsigned)p.units;
+    switch (p.kind) {
+      case 16: summed<int4>(p, begin, end, wired, base, plain, weighted); break;
+      case 8: summed<int2>(p, begin, end, wired, base, plain, weighted); break;
+      case 4: summed<unsigned>(p, begin, end, wired, base, plain, weighted); break;
+      case 2: summed<unsigned short>(p, begin, end, wired, base, plain, weighted); break;
+      case 1: summed<unsigned char>(p, begin, end, wired, base, plain, weighted); break;
+    }
+  }
+  collect(plain, weighted, sums);
 }

@@ -19,6 +19,8 @@ CONVERT, CONVERT4 = 100, 101
 PACK, UNPACK, COMPARE = 0, 1, 2
 SUM_BLOCKS = 64
 """For each message."""
+PIECES_BLOCKS = 4096
+"""For all pieces, of which each block sums several tiles."""
 
 
 @functools.cache
@@ -63,6 +65,8 @@ class CudaBatch:
         self._bytes = [m.numel() for m in messages.values()]
         self._sums = torch.zeros(len(messages), 2, dtype=torch.int64, device=device)
         self._wrong = torch.zeros(1, dtype=torch.int32, device=device)
+        self._base = min((pair.wire.data_ptr() for pair in pairs), default=0)
+        self._noted, self._found = torch.zeros(2, 2, dtype=torch.int64, device=device)
 
     def pack(self) -> None:
         self._move(PACK)
@@ -78,6 +82,21 @@ class CudaBatch:
         self._move(COMPARE)
         for pair in self._others:
             self._wrong += (pair.lies != pair.wire).any().int()
+
+    def note(self) -> None:
+        self._sum_pieces(self._noted, wired=True)
+
+    def check(self) -> None:
+        self._sum_pieces(self._found, wired=False)
+        self._wrong += (self._found != self._noted).any().int()
+        for pair in self._others:
+            self._wrong += (pair.lies != pair.wire).any().int()
+
+    def _sum_pieces(self, into: torch.Tensor, *, wired: bool) -> None:
+        into.zero_()
+        if count := len(self._tiles):
+            arguments = (self._pieces, self._tiles, np.int64(count), np.int32(wired), np.int64(self._base), into)
+            self._launch("pieces_sum", (min(count, PIECES_BLOCKS),), arguments)
 
     def sum(self) -> None:
         self._sums.zero_()

@@ -61,12 +61,18 @@ def test_kernels_copy_compare_and_sum_as_torch_does(shape: tuple[int, ...], dtyp
             assert torch.equal(wire, lies.to(kind)) and sums([batch]) == {5: checksum(message)}
             if kind != dtype:
                 continue
+            batch.note()
             batch.compare()
+            batch.check()
             assert differing([batch]) == [0]
             kept = lies.clone()
             lies.zero_()
             batch.unpack()
             assert torch.equal(lies, kept)
+            lies[(-1,) * lies.dim()] = 77
+            batch.check()
+            assert differing([batch]) == [1] and differing([batch]) == [0]
+            batch.unpack()
             wire.view(-1)[-1] += 1
             batch.compare()
             assert differing([batch])[0] > 0 and differing([batch]) == [0]
