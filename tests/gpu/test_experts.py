@@ -1,5 +1,5 @@
-"""Models with experts in vLLM on a GPU: attention on latents follows every version, and the experts of each token come
-back for the trainer to replay."""
+"""Models with experts in engines on a GPU: attention on latents follows every version, and the experts of each token
+come back from vLLM for the trainer to replay."""
 
 import asyncio
 from collections.abc import Sequence
@@ -24,9 +24,8 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(300),
     pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a CUDA device"),
-    pytest.mark.skipif(not probe("vllm").ok, reason="needs vLLM"),
 ]
-OPTIONS = {**ENGINE_OPTIONS["vllm"], "enforce_eager": True}
+OPTIONS = {"vllm": {**ENGINE_OPTIONS["vllm"], "enforce_eager": True}, "sglang": ENGINE_OPTIONS["sglang"]}
 LATENT_SIZES = {"num_attention_heads": 16, "num_key_value_heads": 16, "qk_nope_head_dim": 128, "v_head_dim": 128}
 """As DeepSeek's own heads."""
 GROUPED_SIZES = {"hidden_size": 256, "moe_intermediate_size": 128}
@@ -41,16 +40,23 @@ async def samples_of(engine: Engine, prompts: Sequence[list[int]], tokens: int) 
     return list(await asyncio.gather(*(engine.generate(prompt, Sampling(tokens)) for prompt in prompts)))
 
 
+def needs(engine: str) -> None:
+    if not (found := probe(engine)).ok:
+        pytest.skip(found.why)
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
 @pytest.mark.parametrize("kind", ["deepseek_v3", "moonlight"])
-def test_attention_on_latents_samples_from_the_version_that_came_last(kind: str, tmp_path: Path) -> None:
+def test_attention_on_latents_samples_from_the_version_that_came_last(kind: str, name: str, tmp_path: Path) -> None:
+    needs(name)
     model = tiny.save(kind, tmp_path, served=True, **LATENT_SIZES)
     byte_tokenizer().save_pretrained(tmp_path)
     tensors = bfloat16(tmp_path)
-    other = {name: (1.5 * t + 0.1).to(t.dtype) for name, t in tensors.items()}
-    spec = job_spec(tmp_path, rollout={"dtype": "bfloat16", "engine_options": OPTIONS})
+    other = {key: (1.5 * t + 0.1).to(t.dtype) for key, t in tensors.items()}
+    spec = job_spec(tmp_path, rollout={"dtype": "bfloat16", "engine_options": OPTIONS[name]})
 
     async def scenario() -> list[Sample]:
-        engine: Any = create("vllm")
+        engine: Any = create(name)
         await engine.start(spec)
         try:
             await receive(engine, Sender(other, version=1))
@@ -71,11 +77,12 @@ def test_attention_on_latents_samples_from_the_version_that_came_last(kind: str,
 
 
 def test_experts_of_every_token_come_back(tmp_path: Path) -> None:
+    needs("vllm")
     model = tiny.save("qwen3_moe", tmp_path, served=True, **GROUPED_SIZES)
     byte_tokenizer().save_pretrained(tmp_path)
     spec = job_spec(
         tmp_path,
-        rollout={"dtype": "bfloat16", "engine_options": OPTIONS},
+        rollout={"dtype": "bfloat16", "engine_options": OPTIONS["vllm"]},
         trainer={"backend": "megatron"},
         algorithm={"router_replay": True},
     )

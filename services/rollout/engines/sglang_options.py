@@ -60,14 +60,9 @@ def context(spec: JobSpec) -> int:
 def check_model(model_config: Any) -> None:
     """Refuses a model whose parameters SGLang transforms after loading: a published version would be written over the
     transformed ones. `model_config` is SGLang's ModelConfig."""
-    latent = "MLA" in str(getattr(model_config, "attention_arch", "")).upper()
-    reasons = {
-        "quantized weights": bool(getattr(model_config, "quantization", None)),
-        "multi-head latent attention": latent,
-    }
-    if broken := [reason for reason, holds in reasons.items() if holds]:
-        what = f"model.path: {model_config.model_path} will not do: it has {', '.join(broken)}."
-        raise InvalidJob(what, "use the transformers engine, or a model without them: SGLang repacks such weights.")
+    if getattr(model_config, "quantization", None):
+        what = f"model.path: {model_config.model_path} will not do: it has quantized weights, which SGLang repacks."
+        raise InvalidJob(what, "use a model without them.")
 
 
 def release() -> str:

@@ -48,6 +48,27 @@ def test_it_follows_in_place(kept: str) -> None:
     assert others == {"first.kv_b_proj.weight", "second.kv_b_proj.weight", "norm.weight", "norm.bias"}
 
 
+class Folded(nn.Module):
+    """As SGLang's models: computes what it keeps by `post_load_weights`, in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kv_b_proj = nn.Linear(LATENT, HEADS * (KEY + VALUE), bias=False)
+        self.w_kc = self.kv_b_proj.weight.detach().clone()
+
+    def post_load_weights(self) -> None:
+        self.w_kc.copy_(self.kv_b_proj.weight)
+
+
+def test_a_model_that_computes_them_itself_is_asked_to() -> None:
+    model = Folded()
+    derived, at = Derived(model, torch.float32), model.w_kc.data_ptr()
+    nn.init.normal_(model.kv_b_proj.weight)
+    derived.follow()
+    assert torch.equal(model.w_kc, model.kv_b_proj.weight) and model.w_kc.data_ptr() == at
+    assert derived.names == frozenset()
+
+
 def test_a_model_without_any_has_none() -> None:
     derived = Derived(nn.Linear(4, 4), torch.float32)
     assert derived.names == frozenset()

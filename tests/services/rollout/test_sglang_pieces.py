@@ -166,9 +166,9 @@ def test_what_will_not_do_is_refused_before_anything_starts(tmp_path: Path) -> N
     for option, mend in {"atention_backend": "did you mean attention_backend?", "dtype": r"set rollout\.dtype"}.items():
         with pytest.raises(InvalidJob, match=rf"rollout\.engine_options\.{option}.*{mend}"):
             check_name(option, known, *rest)
-    latent: Any = SimpleNamespace(attention_arch="AttentionArch.MLA", quantization=None, model_path="here")
-    with pytest.raises(InvalidJob, match="multi-head latent attention"):
-        sglang_options.check_model(latent)
+    quantized: Any = SimpleNamespace(quantization="fp8", model_path="here")
+    with pytest.raises(InvalidJob, match="quantized weights"):
+        sglang_options.check_model(quantized)
 
 
 def test_releases(monkeypatch: pytest.MonkeyPatch) -> None:
