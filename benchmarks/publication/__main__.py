@@ -32,6 +32,7 @@ from benchmarks.publication.sender import Remote, serve
 from benchmarks.shapes import config_of
 from demo.tokenizer import byte_tokenizer
 from millrace.bench.layouts import TrainerSide, manifest
+from millrace.bench.publication import SHARING
 from millrace.bench.shapes import SHAPES, shape_of
 from millrace.ids import MemberId
 from millrace.local.devices import visible_devices
@@ -66,6 +67,7 @@ def main() -> None:
     parser.add_argument("--trainer", default="tp=1", help="as of millrace bench publication")
     parser.add_argument("--engine", choices=("vllm", "sglang", "transformers"), default="vllm")
     parser.add_argument("--engine-options", type=json.loads, default={}, help="as JSON")
+    parser.add_argument("--share-gpus", action="store_true", help="the engine takes the ranks' too: not for timings")
     parser.add_argument("--modes", default="shadow,inplace", help=f"of {', '.join([*MODES, BROADCAST, *BASELINES])}")
     parser.add_argument("--repeats", type=int, default=10, help="timed ones of each mode, after one that is not")
     parser.add_argument("--output", type=Path, help="write the figures there, as JSON")
@@ -326,7 +328,9 @@ async def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         theirs.close()
         ranks.append(Remote(ours))
     if gpus:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible_devices()[senders:])
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible_devices()[0 if options.share_gpus else senders :])
+        if options.share_gpus:
+            os.environ["NCCL_HOSTID"] = SHARING
     bench = Bench(options, ranks)
     try:
         began = time.perf_counter()

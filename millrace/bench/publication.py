@@ -2,6 +2,10 @@
 
 One process a rank: on GPUs one each, over NCCL; on a CPU over Gloo. The weights are numbers that follow from where they
 belong, so that every worker checks for itself, element by element, that each lies in its place.
+
+With --share-gpus there may be more ranks than GPUs. NCCL takes no two ranks of one host on one GPU, so each round of
+ranks over the GPUs gets a host's name of its own (NCCL_HOSTID), and what goes between those goes over sockets: every
+byte takes its way, at another speed.
 """
 
 import json
@@ -27,6 +31,7 @@ from millrace.bench.shapes import SHAPES, shape_of
 from millrace.errors import InvalidJob, MillraceError
 
 MODES = ("shadow", "inplace", "broadcast")
+SHARING = "millrace-shares-gpus"
 
 
 def publication(
@@ -38,6 +43,7 @@ def publication(
     repeats: Annotated[int, typer.Option(min=1, help="timed publications a mode, after one that is not")] = 10,
     message_mb: Annotated[int, typer.Option(min=1, help="about so much goes out of a rank in one round")] = 128,
     device: Annotated[str, typer.Option(help="cuda, cpu; empty: cuda where there are enough GPUs")] = "",
+    share_gpus: Annotated[bool, typer.Option(help="several ranks a GPU: to check layouts, not for timings")] = False,
     output: Annotated[Path | None, typer.Option(help="write the figures there, as JSON")] = None,
     limit_s: Annotated[float, typer.Option(help="give up after so many seconds")] = 900.0,
 ) -> None:
@@ -55,6 +61,7 @@ def publication(
                 "repeats": repeats,
                 "message_bytes": message_mb << 20,
                 "device": device,
+                "share_gpus": share_gpus,
             },
             limit_s,
         )
@@ -74,10 +81,14 @@ def measured(asked: dict[str, Any], limit_s: float) -> dict[str, Any]:
     senders = TrainerSide(model, asked["trainer"]).ranks
     workers = ReplicaSide(model, asked["replica"]).ranks * asked["replicas"]
     gpus = torch.cuda.device_count()
-    kind = asked["device"] or ("cuda" if gpus >= senders + workers else "cpu")
-    if kind == "cuda" and gpus < senders + workers:
-        raise InvalidJob(f"{senders + workers} GPUs are needed, one a rank; there are {gpus}.", "ask for fewer ranks.")
-    asked = {**asked, "device": kind, "senders": senders, "workers": workers, "limit_s": limit_s}
+    enough = gpus >= (1 if asked.get("share_gpus") else senders + workers)
+    kind = asked["device"] or ("cuda" if enough else "cpu")
+    if kind == "cuda" and not enough:
+        raise InvalidJob(
+            f"{senders + workers} GPUs are needed, one a rank; there are {gpus}.",
+            "ask for fewer ranks, or with --share-gpus.",
+        )
+    asked = {**asked, "device": kind, "gpus": gpus, "senders": senders, "workers": workers, "limit_s": limit_s}
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         _run_ranks(asked, store.port, Path(folder), limit_s)
@@ -96,6 +107,8 @@ def _run_ranks(asked: dict[str, Any], port: int, folder: Path, limit_s: float) -
     ranks = []
     for rank, log in enumerate(logs):
         command = [sys.executable, "-m", "millrace.bench.rank", json.dumps(asked), str(rank), str(port), str(folder)]
+        if asked["device"] == "cuda" and asked["gpus"] < count:
+            environment["NCCL_HOSTID"] = f"{SHARING}-{rank // asked['gpus']}"
         with log.open("w") as file:
             ranks.append(subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT))
     until = time.monotonic() + limit_s

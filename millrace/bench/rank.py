@@ -35,7 +35,8 @@ class Rank:
         self._began = time.monotonic()
         self.asked, self.rank = asked, rank
         self.senders, self.world = asked["senders"], asked["senders"] + asked["workers"]
-        self.device = torch.device(asked["device"], rank) if asked["device"] == "cuda" else torch.device("cpu")
+        gpu = rank % asked["gpus"] if asked["device"] == "cuda" else None
+        self.device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self._store: Any = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=asked["limit_s"]))
