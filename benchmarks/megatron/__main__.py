@@ -1,6 +1,6 @@
 """The megatron backend on GPUs: equal numbers by every topology, memory, speed.
 
-    python -m benchmarks.megatron --out FOLDER [--parts logprob,equal,memory,mfu] [--budget-s 450] [--gpus N] [--quick]
+    python -m benchmarks.megatron --out FOLDER [--parts logprob,equal,memory,mfu] [--only REGEX] [--budget-s 450]
 
 On two GPUs of one host, or on four or eight, in bfloat16 with Transformer Engine; without CUDA the same program on tiny
 sizes, over Gloo, to try it. Each launch of ranks is a process group of its own with a time limit; a case that fails or
@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import socket
 import subprocess
 import sys
@@ -38,6 +39,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--parts", default="logprob,equal,memory,mfu", help=f"in this order, of {', '.join(PARTS)}")
+    parser.add_argument("--only", type=re.compile, default="", help="cases whose name this regular expression finds")
     parser.add_argument("--quick", action="store_true", help="fewer steps in each case")
     parser.add_argument("--budget-s", type=float, default=450.0, help="no launch outlasts this many seconds from now")
     parser.add_argument("--gpus", type=int, help="how many to use: all there are; without CUDA, to be played: 2")
@@ -48,7 +50,11 @@ def main() -> None:
         gpus = options.gpus or torch.cuda.device_count() or 2
         place = Place(Path(folder), torch.cuda.is_available(), options.quick, gpus)
         results = Results(options.out, place)
-        launches = [launch for part in options.parts.split(",") for launch in PARTS[part](place)]
+        launches = [
+            replace(launch, cases=[case for case in launch.cases if re.search(options.only, case["name"])])
+            for part in options.parts.split(",")
+            for launch in PARTS[part](place)
+        ]
         done = {launch.name: threading.Event() for launch in launches}
 
         def in_turn(launch: Launch) -> None:

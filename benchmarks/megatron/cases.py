@@ -95,14 +95,14 @@ OF_FOUR: dict[str, tuple[str, dict[str, Any]]] = {
     "told EP4": ("moe", {"expert_parallel": 4}),
     "told CP2 EP4": ("moe", {"context_parallel": 2, "expert_parallel": 4}),
     "told TP2 EP4": ("moe", {"tensor_parallel": 2, **EXPERTS_WHOLE, "expert_parallel": 4}),
+    "latent TP2 EP2 PP2": ("latent", {"tensor_parallel": 2, "pipeline_parallel": 2, **EXPERTS_WHOLE}),
+    "latent TP2 EP2 DP2": ("latent", {"tensor_parallel": 2, **EXPERTS_WHOLE}),
     "dense TP4": ("dense", {"tensor_parallel": 4}),
     "dense CP4": ("dense", {"context_parallel": 4}),
     "dense DP4": ("dense", {}),
     "dense CP2 DP2": ("dense", {"context_parallel": 2}),
     "dense PP4": ("dense", {"pipeline_parallel": 4}),
     "moe TP2 EP2 PP2": ("moe", {"tensor_parallel": 2, "pipeline_parallel": 2, **EXPERTS_WHOLE}),
-    "latent TP2 EP2 PP2": ("latent", {"tensor_parallel": 2, "pipeline_parallel": 2, **EXPERTS_WHOLE}),
-    "latent TP2 EP2 DP2": ("latent", {"tensor_parallel": 2, **EXPERTS_WHOLE}),
 }
 """On four. What the sizes leave over is data parallelism."""
 REFERENCES = ("dense", "moe", "told", "latent")

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from millrace.weights.loaders import Joined, in_this_thread
+
 Strided = tuple[int, tuple[int, ...], tuple[int, ...]]
 """A view of a storage: offset, shape and strides, in elements."""
 
@@ -66,7 +68,7 @@ def record_landings(
 ) -> Landings:
     """Runs `load` once on `tensors` (contiguous, whole) and records every copy from them into `parameters`."""
     recorder = _Recorder(tensors, parameters)
-    with torch.no_grad(), recorder:
+    with torch.no_grad(), in_this_thread(), recorder:
         load(iter(tensors.items()))
     seen = {copy.name for copy in recorder.copies}
     return Landings(tuple(recorder.copies), tuple(n for n in tensors if n not in seen), parameters)
@@ -78,13 +80,18 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, tensors: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
         self.copies: list[Landing] = []
+        self._joined = Joined()
         self._sources = {t.untyped_storage().data_ptr(): name for name, t in tensors.items()}
         self._targets = {p.untyped_storage().data_ptr(): name for name, p in parameters.items()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.copy_.default:
-            self._copied(args[0], args[1])
-        return func(*args, **(kwargs or {}))
+            for target, source in self._joined.apart(args[0], args[1]) or ():
+                self._copied(target, source)
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.cat.default and (len(args) == 1 or args[1] == 0):
+            self._joined.add(result, tuple(args[0]))
+        return result
 
     def _copied(self, target: torch.Tensor, source: torch.Tensor) -> None:
         name = self._sources.get(source.untyped_storage().data_ptr())

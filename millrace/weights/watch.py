@@ -4,7 +4,7 @@ Nothing is written: every copy that the loader would make into a parameter is no
 changes on the way, or takes from where no box can be told, is named: it goes whole through the loader each time.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from millrace.errors import PublicationFailed
 from millrace.weights.layout import Layout, Place, contiguous
+from millrace.weights.loaders import Joined, in_this_thread
 from millrace.weights.manifest import Manifest
 from millrace.weights.memory import Memory
 from millrace.weights.views import Strided, seen, unfolded
@@ -40,7 +41,7 @@ def watch(
     are larger than what is published (a vocabulary padded for the kernels).
     """
     watcher = _Watcher(manifest, parameters)
-    with torch.no_grad(), watcher:
+    with torch.no_grad(), in_this_thread(), watcher:
         try:
             load(watcher.tensors())
         except (RuntimeError, ValueError, KeyError, AssertionError, NotImplementedError) as error:
@@ -74,6 +75,7 @@ class _Watcher(TorchDispatchMode):
         self._landed: dict[int, list[Place]] = {}
         self._sources: dict[int, int] = {}
         self._kept: list[torch.Tensor] = []
+        self._joined = Joined()
         self._buffer_of: dict[int, int] = {}
         for parameter in parameters.values():
             storage = parameter.untyped_storage().data_ptr()
@@ -113,33 +115,57 @@ class _Watcher(TorchDispatchMode):
             return args[0]
         if func is torch.ops.aten._to_copy.default and self._moved_only(args[0], kwargs or {}):
             return args[0]
+        if func is torch.ops.aten.cat.default and (joined := self._join(*args)) is not None:
+            return joined
         if not func.is_view:
             for item in (*args, *(kwargs or {}).values()):
                 for tensor in item if isinstance(item, list | tuple) else (item,):
-                    if isinstance(tensor, torch.Tensor) and (source := self._source(tensor)) is not None:
-                        self.changed.add(source)
+                    if isinstance(tensor, torch.Tensor):
+                        self.changed.update(self._made_of(tensor))
         return func(*args, **(kwargs or {}))
 
     def _source(self, tensor: torch.Tensor) -> int | None:
         return self._sources.get(tensor.untyped_storage().data_ptr())
 
+    def _made_of(self, tensor: torch.Tensor) -> set[int]:
+        return {source for part in self._joined.parts(tensor) if (source := self._source(part)) is not None}
+
     def _moved_only(self, tensor: torch.Tensor, asked: Mapping[str, Any]) -> bool:
         """To another device in the same dtype: nothing that the copy into the parameter does not do as well."""
-        return self._source(tensor) is not None and asked.get("dtype") in (None, tensor.dtype)
+        return bool(self._made_of(tensor)) and asked.get("dtype") in (None, tensor.dtype)
+
+    def _join(self, parts: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor | None:
+        """Untouched memory for tensors of the manifest joined along their first dimension, and what lies where in it.
+        None for any other."""
+        if dim != 0 or len({part.dtype for part in parts}) != 1 or any(self._source(part) is None for part in parts):
+            return None
+        result = parts[0].new_empty((sum(len(part) for part in parts), *parts[0].shape[1:]))
+        self._joined.add(result, tuple(parts))
+        return result
 
     def _noted(self, target: torch.Tensor, source: torch.Tensor) -> bool:
         """Whether this would write to a parameter: it is not done then."""
-        tensor, buffer = self._source(source), self._buffer_of.get(target.untyped_storage().data_ptr())
+        buffer = self._buffer_of.get(target.untyped_storage().data_ptr())
         if buffer is None:
             return False
-        if tensor is None:  # made from one of the manifest's, which is known to be changed then
-            return True
-        place = self._place(tensor, buffer, _strided(source.expand_as(target)), _strided(target))
+        source = source.expand_as(target)
+        copies = self._joined.apart(target, source)
+        if copies is None:
+            self.changed.update(self._made_of(source))
+        for into, part in copies or ():
+            self._note(buffer, into, part)
+        return True
+
+    def _note(self, buffer: int, target: torch.Tensor, source: torch.Tensor) -> None:
+        if (
+            tensor := self._source(source)
+        ) is None:  # made from one of the manifest's, which is known to be changed then
+            return
+        place = self._place(tensor, buffer, _strided(source), _strided(target))
         if place is None or source.dtype != target.dtype:
             self.changed.add(tensor)
         else:
             self._landed.setdefault(tensor, []).append(place)
-        return True
 
     def _place(self, tensor: int, buffer: int, source: Strided, target: Strided) -> Place | None:
         shape = self._manifest.tensors[tensor].shape

@@ -20,7 +20,12 @@ GPUS = torch.cuda.device_count()
 ROOT = Path(__file__).parents[2]
 OPTIONS = {
     "vllm": {"enforce_eager": True, "gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 28},
-    "sglang": {"attention_backend": "triton", "disable_cuda_graph": True, "mem_fraction_static": 0.3},
+    "sglang": {
+        "attention_backend": "triton",
+        "disable_cuda_graph": True,
+        "mem_fraction_static": 0.3,
+        "enforce_disable_flashinfer_allreduce_fusion": True,
+    },
 }
 SPREAD = {"vllm": "tensor_parallel_size", "sglang": "tp_size"}
 

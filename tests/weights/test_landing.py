@@ -1,8 +1,12 @@
 """A loader as engines have them: fuses q, k and v, keeps one worker's half, pads the vocabulary, ties the head."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
 
 from millrace.weights.landing import record_landings
+from millrace.weights.loaders import in_this_thread
 
 HIDDEN, VOCABULARY, PADDED = 6, 10, 16
 
@@ -59,3 +63,33 @@ def test_a_tensor_changed_on_the_way_is_unknown():
     parameters, load = make(rank=0, tied=True)
     landings = record_landings(load, {"norm": torch.randn(HIDDEN)}, parameters)
     assert landings.unknown == ("norm",)
+
+
+def test_what_is_joined_in_a_thread_of_its_own_is_read_back_from_its_parts():
+    fused = torch.zeros(5, HIDDEN)
+    given = {"a": torch.randn(2, HIDDEN), "b": torch.randn(4, HIDDEN)}
+
+    def load(weights):
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(lambda parts: fused.copy_(torch.cat(parts)[1:]), [tensor for _, tensor in weights]).result()
+
+    landings = record_landings(load, given, {"fused": fused})
+    assert landings.unknown == () and landings.mismatches(given) == []
+    assert torch.equal(fused, torch.cat(list(given.values()))[1:])
+    assert torch.equal(landings.read("b", given["b"]), given["b"])
+    fused[0, 0] += 1.0
+    assert landings.mismatches(given) == ["a"]
+
+
+def test_other_threads_pools_are_left_alone():
+    with ThreadPoolExecutor(1) as pool, in_this_thread():
+        assert pool.submit(threading.get_ident).result() == threading.get_ident()
+        found = []
+        other = threading.Thread(target=lambda: found.append(pool.submit(threading.get_ident).result()))
+        other.start()
+        other.join()
+        assert found[0] not in (threading.get_ident(), other.ident)
+        failed = pool.submit(lambda: 1 / 0)
+        assert isinstance(failed.exception(), ZeroDivisionError)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(threading.get_ident).result() != threading.get_ident()

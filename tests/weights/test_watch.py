@@ -1,5 +1,8 @@
 """Layouts learned from a loader as engines have them: fuses q, k and v, keeps one worker's part, pads the vocabulary,
-ties the head, stacks experts, transposes one tensor, flattens another, changes two."""
+ties the head, stacks experts, joins two tensors before it copies them, transposes one, flattens another, changes two;
+copies to a thread pool or not."""
+
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -20,6 +23,8 @@ SHAPES = {
     "embed": (VOCABULARY, HIDDEN),
     "turned": (HIDDEN, 3),
     "flat": (3, 4),
+    "a": (2, HIDDEN),
+    "b": (4, HIDDEN),
     "norm": (HIDDEN,),
     "bias": (HIDDEN,),
     "scale": (),
@@ -30,7 +35,10 @@ MANIFEST = Manifest(tuple(TensorInfo(n, s, "bfloat16") for n, s in SHAPES.items(
 
 
 class Worker:
-    def __init__(self, rank, ranks):
+    def __init__(self, rank, ranks, threads=False):
+        self.threads = threads
+        self._a = None
+
         def zeros(*shape, dtype=torch.bfloat16):
             return torch.zeros(*shape, dtype=dtype)
 
@@ -41,6 +49,7 @@ class Worker:
             "embed": zeros(PADDED, HIDDEN),
             "turned": zeros(3, HIDDEN),
             "flat": zeros(12),
+            "ab": zeros(6 // ranks, HIDDEN),
             "norm": zeros(HIDDEN),
             "bias": zeros(HIDDEN, dtype=torch.float32),
             "scale": zeros(()),
@@ -50,6 +59,13 @@ class Worker:
         self.parameters["head"] = self.parameters["embed"]
 
     def load(self, weights):
+        if not self.threads:
+            return self._load(weights)
+        with ThreadPoolExecutor(1) as pool:
+            for name, tensor in weights:
+                pool.submit(self._load, [(name, tensor)]).result()
+
+    def _load(self, weights):
         p = self.parameters
         for name, tensor in weights:
             if name in ("q", "k", "v"):
@@ -65,6 +81,11 @@ class Worker:
                 p["flat"].copy_(tensor.reshape(-1))
             elif name == "norm":
                 p["norm"].copy_(tensor + 1)
+            elif name == "a":
+                self._a = tensor
+            elif name == "b":
+                rows = 6 // self.ranks
+                p["ab"].copy_(torch.cat([self._a, tensor]).to("cpu").narrow(0, self.rank * rows, rows))
             elif "." in name:
                 self._expert(*name.split("."), tensor)
             else:
@@ -86,9 +107,9 @@ def tensors(seed):
     return {n: torch.randn(s, generator=random).bfloat16() for n, s in SHAPES.items()}
 
 
-@pytest.mark.parametrize(("rank", "ranks"), [(0, 1), (0, 2), (1, 2)])
-def test_what_lands_by_the_plan_is_what_the_loader_would_have_put_there(rank, ranks):
-    worker, oracle, given = Worker(rank, ranks), Worker(rank, ranks), tensors(1)
+@pytest.mark.parametrize(("rank", "ranks", "threads"), [(0, 1, False), (0, 2, False), (1, 2, False), (1, 2, True)])
+def test_what_lands_by_the_plan_is_what_the_loader_would_have_put_there(rank, ranks, threads):
+    worker, oracle, given = Worker(rank, ranks, threads), Worker(rank, ranks), tensors(1)
     watched = watch(worker.load, MANIFEST, worker.parameters)
     assert not any(p.any() for p in worker.parameters.values())
     assert set(watched.whole) == {"norm", "bias"} and watched.whole_bytes == 2 * HIDDEN * 2
@@ -105,6 +126,19 @@ def test_what_lands_by_the_plan_is_what_the_loader_would_have_put_there(rank, ra
     # Nothing is sent that this worker has no use for.
     experts = np.array(["." in t.name for t in MANIFEST.tensors])
     assert made.pieces.numel[experts[made.pieces.tensor]].sum() == EXPERTS // ranks * 3 * FFN * HIDDEN
+
+
+@pytest.mark.parametrize(
+    "changed", [lambda joined: joined + 1, lambda joined: joined.t(), lambda joined: joined.narrow(1, 0, 3)]
+)
+def test_what_is_joined_and_then_changed_goes_through_the_loader(changed):
+    manifest = Manifest(tuple(TensorInfo(n, SHAPES[n], "bfloat16") for n in ("a", "b")))
+    parameter = changed(torch.zeros(6, HIDDEN, dtype=torch.bfloat16)).clone()
+
+    def load(weights):
+        parameter.copy_(changed(torch.cat([tensor for _, tensor in weights])))
+
+    assert set(watch(load, manifest, {"ab": parameter}).whole) == {"a", "b"}
 
 
 def test_a_loader_that_does_not_know_a_tensor_fails_the_publication():

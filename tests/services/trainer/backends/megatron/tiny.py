@@ -31,8 +31,11 @@ LATENT: dict[str, Any] = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 12,
     "num_nextn_predict_layers": 0,
-    "topk_method": "noaux_tc",  # as DeepSeek's own folders say; without it vLLM has no bias of the router
+    # As DeepSeek's own folders say: without the method vLLM has no bias of the router, without the
+    # frequency SGLang does not start.
+    "topk_method": "noaux_tc",
     "scoring_func": "sigmoid",
+    "moe_layer_freq": 1,
 }
 YARN = {
     "rope_type": "yarn",
