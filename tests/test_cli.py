@@ -206,3 +206,9 @@ def test_every_command_explains_itself() -> None:
 def test_an_engine_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     told = millrace("up", "--engine", "vllmm", "--state", str(tmp_path), status=1).stderr
     assert "there is no engine" in told and not os.listdir(tmp_path)
+
+
+def test_an_export_needs_no_coordinator(tmp_path: Path) -> None:
+    done = subprocess.run([COMMAND, "export", str(tmp_path), str(tmp_path / "out")], capture_output=True, text=True)
+    assert done.returncode == 1 and done.stdout == ""
+    assert f"{tmp_path} is not a checkpoint of this trainer" in done.stderr and "Mend: give the folder" in done.stderr

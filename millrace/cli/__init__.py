@@ -1,9 +1,15 @@
 """The `millrace` command. Each group of commands is a module here; a new one is one file and one line below."""
 
+import importlib.util
+import subprocess
+import sys
+
 import typer
 
 from millrace.cli import doctor, jobs, stack, validate, watch
 from millrace.cli.output import TellsErrors
+from millrace.errors import InvalidState
+from millrace.extras import how_to_install
 
 app = typer.Typer(
     name="millrace",
@@ -27,6 +33,20 @@ def bench(context: typer.Context) -> None:
     from millrace.bench import app as benches  # brings torch in
 
     benches(context.args, prog_name="millrace bench")
+
+
+@app.command(
+    "export",
+    rich_help_panel=JOBS,
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def export(context: typer.Context) -> None:
+    """Write a checkpoint as an ordinary Hugging Face folder. No service has to run."""
+    if not all(importlib.util.find_spec(package) for package in ("torch", "transformers")):
+        raise InvalidState("torch or transformers is not installed here.", f"{how_to_install('transformers')}.")
+    done = subprocess.run([sys.executable, "-m", "services.trainer.export", *context.args], check=False)
+    raise typer.Exit(done.returncode)
 
 
 app.command("up", rich_help_panel=LOCAL)(stack.up)

@@ -93,6 +93,18 @@ class BoxReader:
                 tensor, first, end = _parsed(name)
                 self._stored[tensor].append(_Stored(first, end, name, file))
 
+    @property
+    def names(self) -> list[str]:
+        return list(self._stored)
+
+    def whole(self, name: str) -> Tensor:
+        """A tensor put together from all its boxes. Raises InvalidState where something of it is in no file."""
+        boxes = self._stored[name]
+        shape = tuple(max(ends) for ends in zip(*(box.end for box in boxes), strict=True))
+        found = torch.empty(shape, dtype=_values(boxes[0], boxes[0].first, boxes[0].end).dtype)
+        self.fill(name, (0,) * len(shape), found)
+        return found
+
     @torch.no_grad()
     def fill(self, name: str, offset: Offset, part: Tensor) -> None:
         """Reads what the tensor `name` is from `offset` on into `part`. Raises InvalidState where something of it is in

@@ -71,13 +71,14 @@ def draft(
     *,
     job_id: JobId,
     version: Version,
-    huggingface_from: str | None,
+    model: str,
+    huggingface: bool,
     kl_coefficient: float | None = None,
     copied: bool,
 ) -> Draft:
     """The state as it is now, to be written to `path`: `copied` to host memory, where training is to go on before it is
-    written, else where it lies. With `huggingface_from` (the job's model folder) `path`/huggingface is written at once,
-    and `path`/critic, from which another job's critic can start. All ranks call it.
+    written, else where it lies. `model` is the job's model folder. With `huggingface`, `path`/huggingface is written at
+    once, and `path`/critic, from which another job's critic can start. All ranks call it.
 
     Raises InvalidState where the folder cannot be written.
     """
@@ -94,10 +95,11 @@ def draft(
         "updates": {prefix: model.updates for prefix, model in models(backend).items()},
         "kl_coefficient": kl_coefficient,
         "ranks": lockstep.ranks(),
+        "model_folder": model,
         "model": backend.manifest("float32").hash.hex(),
     }
-    if huggingface_from is not None:
-        write_folder(partial / "huggingface", backend.export, Path(huggingface_from))
+    if huggingface:
+        write_folder(partial / "huggingface", backend.export, Path(model))
         if (critic := backend.critic) is not None:
             write_folder(partial / "critic", critic.export, critic.folder, critic.config)
     boxes = _own_boxes(backend)
@@ -132,19 +134,13 @@ def load(path: str, backend: Backend) -> Version:
         if dist.get_rank() == 0 and not folder.exists() and _old(folder).exists():
             os.rename(_old(folder), folder)  # a crash came between the two renames that replace a checkpoint
     with lockstep.together():
-        about = _about(folder)
-        if about is None or about.get("format") != FORMAT:
-            raise InvalidState(
-                f"{path} is not a checkpoint of this trainer: no {ABOUT} of format {FORMAT} there.", _MEND
-            )
+        about, stored = opened(folder)
         if about["model"] != backend.manifest("float32").hash.hex():
             raise InvalidState(f"{path} is a checkpoint of another model than the job's.", _MEND)
         updates = about["updates"]
         if lacking := models(backend).keys() - updates.keys():
             what = f"{path} is a checkpoint without {', '.join(sorted(lacking)).rstrip('.')}, which this job trains."
             raise InvalidState(what, _MEND)
-        files = _whole_files(folder / "state", about["files"])
-        stored = BoxReader(files)
     states = {prefix: model.prepare_state(updates[prefix]) for prefix, model in models(backend).items()}
     with lockstep.together():
         for prefix, state in states.items():
@@ -154,13 +150,21 @@ def load(path: str, backend: Backend) -> Version:
     return Version(about["version"])
 
 
+def opened(folder: Path) -> tuple[dict[str, Any], BoxReader]:
+    """What `trainer.json` says, and the boxes. Raises InvalidState where there is no whole checkpoint."""
+    about = _about(folder)
+    if about is None or about.get("format") != FORMAT:
+        raise InvalidState(f"{folder} is not a checkpoint of this trainer: no {ABOUT} of format {FORMAT} there.", _MEND)
+    return about, BoxReader(_whole_files(folder / "state", about["files"]))
+
+
 def kl_coefficient(path: str, otherwise: float) -> float:
     """As it stood in the checkpoint at `path`; `otherwise` where that does not tell."""
     found = (_about(Path(path)) or {}).get("kl_coefficient")
     return otherwise if found is None else float(found)
 
 
-_MEND = "give the folder of a checkpoint that this job has saved."
+_MEND = "give the folder of a checkpoint that this job has saved: OUTPUT/checkpoints/step-N."
 _ROOM = "make room there, or let the trainer write to that folder."
 
 

@@ -26,8 +26,8 @@ COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.tiktoken")
 def write_folder(folder: Path, export: Export, model: Path, config: Mapping[str, Any] | None = None) -> None:
     """Gathers tensor by tensor and writes on rank 0, in the dtype that the folder `model` is in, with its config,
     changed by `config`, and all else beside its weights. All ranks call it. Raises InvalidState on all."""
-    dtype = _dtype(model)
-    shards = _Shards(folder, SHARD_BYTES)
+    dtype = dtype_of(model)
+    shards = Shards(folder, SHARD_BYTES)
     failure: OSError | SafetensorError | None = None
     for info, tensor in export(dtype):
         if tensor is not None and failure is None:
@@ -41,7 +41,7 @@ def write_folder(folder: Path, export: Export, model: Path, config: Mapping[str,
                 if failure is not None:
                     raise failure
                 shards.finish()
-                _copy_rest(model, folder)
+                copy_rest(model, folder)
                 if config:
                     tree = json.loads((folder / "config.json").read_text())
                     (folder / "config.json").write_text(json.dumps({**tree, **config}, indent=2))
@@ -49,7 +49,7 @@ def write_folder(folder: Path, export: Export, model: Path, config: Mapping[str,
                 raise InvalidState(f"{folder} could not be written: {error}", "make room there.") from error
 
 
-class _Shards:
+class Shards:
     """Files of about `shard_bytes`; numbered by transformers' rule once their number is known."""
 
     def __init__(self, folder: Path, shard_bytes: int) -> None:
@@ -89,12 +89,14 @@ class _Shards:
             (self._folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
 
 
-def _dtype(model: Path) -> str:
+def dtype_of(model: Path) -> str:
+    """Of a model folder."""
     config = json.loads((model / "config.json").read_text())
     return str(config.get("dtype") or config.get("torch_dtype") or "float32")
 
 
-def _copy_rest(model: Path, folder: Path) -> None:
+def copy_rest(model: Path, folder: Path) -> None:
+    """All but the weights."""
     for pattern in COPIED:
         for file in model.glob(pattern):
             if not file.name.endswith(".safetensors.index.json") and not file.name.endswith(".bin.index.json"):

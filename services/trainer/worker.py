@@ -98,7 +98,8 @@ class Worker:
             job.backend,
             job_id=job.id,
             version=job.version,
-            huggingface_from=job.spec.model.path if request.huggingface else None,
+            model=job.spec.model.path,
+            huggingface=request.huggingface,
             kl_coefficient=job.coefficient.value,
             copied=background,
         )

@@ -10,10 +10,15 @@ from services.trainer.backends import Backend
 def draft(
     path: Path, backend: Backend, version: int, huggingface_from: Path | None = None, *, copied: bool = True
 ) -> checkpoint.Draft:
-    model = str(huggingface_from) if huggingface_from else None
-    about = {"job_id": JobId("job-1"), "version": Version(version), "huggingface_from": model}
-    return checkpoint.draft(str(path), backend, **about, copied=copied)
+    about = {"job_id": JobId("job-1"), "version": Version(version), "huggingface": huggingface_from is not None}
+    return checkpoint.draft(str(path), backend, **about, model=str(huggingface_from or ""), copied=copied)
 
 
 def save(path: Path, backend: Backend, version: int, huggingface_from: Path | None = None) -> None:
     checkpoint.finish(draft(path, backend, version, huggingface_from, copied=False))
+
+
+def assert_same_files(folder: Path, other: Path) -> None:
+    files, others = ({path.name: path for path in there.iterdir()} for there in (folder, other))
+    assert files.keys() == others.keys()
+    assert all(files[name].read_bytes() == others[name].read_bytes() for name in files)

@@ -7,14 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from millrace.errors import InvalidState
-from services.trainer import checkpoint, huggingface
+from services.trainer import checkpoint, export, huggingface
 from services.trainer.backends import Backend, build
 from services.trainer.control import ControlThread
 from tests.models import save_tiny_model
-from tests.services.trainer.checkpoints import draft, save
+from tests.services.trainer.backends.megatron import tiny
+from tests.services.trainer.checkpoints import assert_same_files, draft, save
 from tests.services.trainer.coordinator import ScriptedCoordinator
 from tests.services.trainer.groups import job_spec, random_groups
 from tests.services.trainer.process import trainer
@@ -185,7 +187,42 @@ def test_transformers_reads_the_export(
     original = AutoModelForCausalLM.from_pretrained(folder)
     for name, parameter in original.named_parameters():
         assert torch.equal(read.get_parameter(name), parameter), name
+    export.write(tmp_path / "saved", tmp_path / "exported")
+    assert_same_files(tmp_path / "exported", written)
     tokenizer = AutoTokenizer.from_pretrained(written)
     chat = [{"role": "user", "content": "hello"}]
     expected = AutoTokenizer.from_pretrained(folder).apply_chat_template(chat, tokenize=False)
     assert tokenizer.apply_chat_template(chat, tokenize=False) == expected
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_a_mixture_of_experts_is_exported_as_its_folder_has_it(
+    kind: str, dtype: str | None, one_rank: torch.device, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    tiny.save(kind, folder)
+    backend = build(job_spec(folder), one_rank)
+    save(tmp_path / "saved", backend, 1)
+    export.write(tmp_path / "saved", tmp_path / "exported", folder, dtype)
+    original = load_file(folder / "model.safetensors")
+    exported = load_file(tmp_path / "exported" / "model.safetensors")
+    assert exported.keys() == original.keys()
+    for name, tensor in original.items():
+        kept = tensor.to(torch.bfloat16) if dtype and "e_score" not in name else tensor
+        assert exported[name].dtype == kept.dtype and torch.equal(exported[name], kept), name
+
+
+def test_an_export_says_what_it_lacks(one_rank: torch.device, tied_model: Path, tmp_path: Path) -> None:
+    save(tmp_path / "saved", build(job_spec(tied_model), one_rank), 1)
+    with pytest.raises(InvalidState, match="is not a checkpoint"):
+        export.write(tmp_path, tmp_path / "exported")
+    with pytest.raises(InvalidState, match="whose folder is not here") as found:
+        export.write(tmp_path / "saved", tmp_path / "exported")
+    assert found.value.mend == "say --model FOLDER."
+    with pytest.raises(InvalidState, match="is there already"):
+        export.write(tmp_path / "saved", tmp_path / "saved", tied_model)
+    (tmp_path / "saved" / "state" / "rank-00000.safetensors").write_bytes(b"")
+    with pytest.raises(InvalidState, match="is damaged"):
+        export.write(tmp_path / "saved", tmp_path / "exported", tied_model)
+    assert {path.name for path in tmp_path.iterdir()} <= {"saved", "model"}

@@ -9,9 +9,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from services.trainer import export
 from tests.services.trainer.backends.megatron import tiny
 from tests.services.trainer.backends.megatron.conftest import RESUMED, SAVED
 from tests.services.trainer.backends.megatron.plain import Run, stored, train
+from tests.services.trainer.checkpoints import assert_same_files
 
 Ranks = Callable[[int], tuple[Any, Path]]
 
@@ -33,8 +35,11 @@ def test_goes_on_in_another_topology_as_if_nothing_had_happened(
 
 
 @pytest.mark.parametrize(("name", "kind"), SAVED.items())
-def test_a_checkpoint_has_an_ordinary_model_folder_in_it(name: str, kind: str, ranks: Ranks) -> None:
-    folder = ranks(4)[1] / "checkpoints" / name / "huggingface"
+def test_a_checkpoint_has_an_ordinary_model_folder_in_it(name: str, kind: str, ranks: Ranks, tmp_path: Path) -> None:
+    saved = ranks(4)[1] / "checkpoints" / name
+    folder = saved / "huggingface"
+    export.write(saved, tmp_path / "exported")
+    assert_same_files(tmp_path / "exported", folder)
     loaded = stored(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
     for tensor, weights in train(tiny.random_model(kind).train(), steps=1).weights.items():
         torch.testing.assert_close(loaded[tensor], weights, atol=1e-4, rtol=0, msg=tensor)
