@@ -74,6 +74,7 @@ class MemberView(BaseModel):
     tokens: int
     tokens_per_s: float
     silent_s: float = Field(description="Seconds since the last heartbeat.")
+    trouble: str = Field("", description="Why it could not be made ready for the job.")
 
 
 class FleetView(BaseModel):

@@ -201,3 +201,6 @@ def fleet(url: Url = None, as_json: AsJson = False) -> None:
     console = people()
     console.print(f"epoch {view.epoch}")
     console.print(rows if view.trainers or view.replicas else "no members; `millrace up` starts a local fleet.")
+    for member in view.replicas:
+        if member.trouble:
+            console.print(f"{member.id} could not be made ready: {member.trouble}", style="red", markup=False)

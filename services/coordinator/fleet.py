@@ -181,7 +181,7 @@ class Fleet:
         self.epoch = await self._store.members.grow()
 
     async def configured(self, member: Member, configured: Configured) -> None:
-        member.configured, member.weights, member.failures = configured, None, 0
+        member.configured, member.weights, member.failures, member.trouble = configured, None, 0, ""
         await self._store.members.put(member.id, member.to_json())
         self.bell.ring()
 

@@ -84,6 +84,7 @@ class Joining:
             await self._events.add(self.job.id, "member.joined", message, member=member.id, epoch=self._fleet.epoch)
             answer = await self._fleet.call(member, rollout_pb2_grpc.RolloutStub, "Configure", request)
         except MillraceError as error:
+            member.trouble = str(error)
             await self._fleet.cut(member, "it could not be configured")
             message = f"{member.id} could not be configured for {self.job.id}: {error}"
             await self._events.add(self.job.id, "member.failed", message, member=member.id)

@@ -95,6 +95,8 @@ class Member:
     failures: int = 0
     """In a row, of configurations and publications."""
     retry_at: float = 0.0
+    trouble: str = ""
+    """Why it could not be configured, the last time; empty once it could."""
     gone: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the member is lost or has left."""
 
@@ -177,4 +179,5 @@ class Member:
             tokens=self.pulse.tokens,
             tokens_per_s=self.pulse.tokens_per_s,
             silent_s=time.monotonic() - self.pulse.at,
+            trouble=self.trouble,
         )

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 
 from millrace.data import Order, Source
@@ -148,4 +149,6 @@ class Run:
         limit_s = self.spec.deadlines.no_replica_s
         if self._alone.look(serving, any(m.configuring for m in replicas)) > limit_s:
             what = f"no replica has served the job for {limit_s:g} s; {len(replicas)} are in the fleet."
+            for trouble, number in Counter(m.trouble for m in replicas if m.trouble).items():
+                what += f" {number} could not be made ready: {trouble}"
             raise Unavailable(what, "start replicas or look at why they fail, or raise deadlines.no_replica_s.")

@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 
+from millrace.errors import InvalidJob
 from millrace.rest import JobState
 from millrace.wire.v1 import common_pb2
 from tests.services.coordinator.cluster import Cluster, scenario, until
@@ -107,6 +108,22 @@ async def test_a_job_without_replicas_fails_in_time(cluster: Cluster, spec: dict
     await cluster.trainer()
     job = await cluster.ended(await cluster.submit(spec | {"deadlines": {"no_replica_s": 1.0}}))
     assert job.state is JobState.FAILED and "no replica has served the job for 1 s" in str(job.failure)
+
+
+@scenario
+async def test_a_job_that_no_replica_can_be_made_ready_for_fails_with_the_reason(
+    cluster: Cluster, spec: dict[str, Any]
+) -> None:
+    await cluster.trainer()
+    refusal = InvalidJob("rollout.engine_options: ServerArgs has no max_runing.", "did you mean max_running?")
+    for replica in [await cluster.replica(), await cluster.replica()]:
+        replica.faults.once("Configure", refusal, times=1000)
+    job_id = await cluster.submit(spec | {"deadlines": {"no_replica_s": 1.0}})
+    job = await cluster.ended(job_id)
+    assert job.state is JobState.FAILED
+    assert f"2 are in the fleet. 2 could not be made ready: {refusal}" in str(job.failure)
+    fleet = await asyncio.to_thread(cluster.coordinator.client.fleet)
+    assert {member.trouble for member in fleet.replicas} == {str(refusal)}
 
 
 @scenario
