@@ -49,6 +49,7 @@ def demo(
     ] = None,
     backend: Annotated[str, typer.Option(help="What trains: fsdp2 or megatron.")] = "fsdp2",
     size: Annotated[str, typer.Option(help="Of the model: small, or grown, for GPUs.")] = "small",
+    share_gpus: Annotated[bool, typer.Option(help="As of millrace up.")] = False,
     state: Annotated[Path, typer.Option(help="Folder for the model, the data, logs and results.")] = Path("state/demo"),
     keep_state: Annotated[bool, typer.Option(help="Keep the stack's Redis data and logs after success.")] = False,
 ) -> None:
@@ -65,6 +66,7 @@ def demo(
         ranks=ranks,
         engine=engine,
         pythons=pythons(python or []),
+        share_gpus=share_gpus,
         http_port=free_port(),
         grpc_port=free_port(),
         environment={name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()},

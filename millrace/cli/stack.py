@@ -21,6 +21,9 @@ def up(
         typer.Option(metavar="ENGINE=PATH", help="Interpreter of the replicas with an engine; as often as needed."),
     ] = None,
     gpus_per_replica: Annotated[int, typer.Option(help="For engines that the job spreads over several.", min=1)] = 1,
+    share_gpus: Annotated[
+        bool, typer.Option(help="Let several be on one GPU where there are too few. The engine must leave memory.")
+    ] = False,
     state: Annotated[
         Path, typer.Option(help="Folder for data and logs. A stack started on it again goes on from there.")
     ] = Path("state"),
@@ -41,6 +44,7 @@ def up(
         engine=engine,
         pythons=pythons(python or []),
         gpus_per_replica=gpus_per_replica,
+        share_gpus=share_gpus,
         http_host=http_host,
         http_port=http_port or free_port(),
         grpc_port=grpc_port or free_port(),

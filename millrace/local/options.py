@@ -26,6 +26,8 @@ class StackOptions:
     other have a virtual environment each."""
     gpus_per_replica: int = 1
     """For engines that the job's `engine_options` spread over several."""
+    share_gpus: bool = False
+    """Where there are fewer than ranks and replicas want, several are on one."""
     http_port: int = 7700
     grpc_port: int = 7600
     http_host: str = "127.0.0.1"
@@ -91,7 +93,8 @@ def services(options: StackOptions, devices: Sequence[str] = ()) -> list[Service
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks), "-m")
     several = torchrun if options.ranks > 1 else ()
     environment = {**LOCAL, **options.environment}
-    trained_on, *generated_on = share_out(devices, options.ranks, options.replicas, options.gpus_per_replica)
+    wanted = [options.ranks, *[options.gpus_per_replica] * options.replicas]
+    trained_on, *generated_on = share_out(devices, wanted, shared=options.share_gpus)
 
     def replica(number: int, visible: Mapping[str, str]) -> Service:
         engine = options.engines[number % len(options.engines)]
@@ -118,23 +121,28 @@ def services(options: StackOptions, devices: Sequence[str] = ()) -> list[Service
     ]
 
 
-def share_out(devices: Sequence[str], ranks: int, replicas: int, each: int = 1) -> list[dict[str, str]]:
-    """Environment that gives each rank a device of its own and each replica `each`: the trainer's first, then the
-    replicas'.
+def share_out(devices: Sequence[str], wanted: Sequence[int], *, shared: bool = False) -> list[dict[str, str]]:
+    """Environment that gives each process as many devices as it wants, one after the other; where `shared`, the first
+    again after the last. NCCL takes no two ranks of one host on one device, so processes that share seem to be on hosts
+    of their own: between them weights go over sockets.
 
     Raises InvalidState where there are devices but too few.
     """
     if not devices:
-        return [{} for _ in range(1 + replicas)]
-    needed = ranks + replicas * each
-    if len(devices) < needed:
+        return [{} for _ in wanted]
+    if max(wanted) > len(devices) or (sum(wanted) > len(devices) and not shared):
         raise InvalidState(
-            f"{ranks} ranks and {replicas} replicas need {needed} CUDA devices, this host shows "
+            f"{wanted[0]} ranks and {len(wanted) - 1} replicas need {sum(wanted)} CUDA devices, this host shows "
             f"{len(devices)}: {', '.join(devices)}.",
-            "start fewer, or set CUDA_VISIBLE_DEVICES= (empty) to run on the CPU.",
+            "start fewer, let them share with --share-gpus, or set CUDA_VISIBLE_DEVICES= (empty) to run on the CPU.",
         )
-    firsts = [(0, ranks), *((first, each) for first in range(ranks, needed, each))]
-    return [{"CUDA_VISIBLE_DEVICES": ",".join(devices[first : first + count])} for first, count in firsts]
+    environments, first = [], 0
+    for number, count in enumerate(wanted):
+        own = [devices[(first + i) % len(devices)] for i in range(count)]
+        host = {"NCCL_HOSTID": f"millrace-{number}"} if sum(wanted) > len(devices) else {}
+        environments.append({"CUDA_VISIBLE_DEVICES": ",".join(own), **host})
+        first += count
+    return environments
 
 
 def pythons(told: Sequence[str]) -> dict[str, str]:

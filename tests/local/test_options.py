@@ -49,7 +49,7 @@ def test_one_rank_is_started_directly() -> None:
 
 
 def test_each_rank_and_each_replica_gets_a_device_of_its_own() -> None:
-    assert share_out(["4", "5", "6", "7"], ranks=2, replicas=2) == [
+    assert share_out(["4", "5", "6", "7"], [2, 1, 1]) == [
         {"CUDA_VISIBLE_DEVICES": "4,5"},
         {"CUDA_VISIBLE_DEVICES": "6"},
         {"CUDA_VISIBLE_DEVICES": "7"},
@@ -57,14 +57,25 @@ def test_each_rank_and_each_replica_gets_a_device_of_its_own() -> None:
 
 
 def test_a_replica_gets_as_many_as_its_engine_is_spread_over() -> None:
-    shared = share_out(["0", "1", "2", "3", "4"], ranks=1, replicas=2, each=2)
+    shared = share_out(["0", "1", "2", "3", "4"], [1, 2, 2])
     assert [environment["CUDA_VISIBLE_DEVICES"] for environment in shared] == ["0", "1,2", "3,4"]
 
 
 def test_on_the_cpu_nothing_is_shared_out() -> None:
-    assert share_out([], ranks=2, replicas=2) == [{}, {}, {}]
+    assert share_out([], [2, 1, 1]) == [{}, {}, {}]
 
 
 def test_too_few_devices_are_told_with_the_arithmetic() -> None:
     with pytest.raises(InvalidState, match="2 ranks and 1 replicas need 3 CUDA devices, this host shows 2: 0, 1"):
-        share_out(["0", "1"], ranks=2, replicas=1)
+        share_out(["0", "1"], [2, 1])
+
+
+def test_those_that_share_devices_seem_to_be_on_hosts_of_their_own() -> None:
+    assert share_out(["3"], [1, 1, 1], shared=True) == [
+        {"CUDA_VISIBLE_DEVICES": "3", "NCCL_HOSTID": f"millrace-{number}"} for number in range(3)
+    ]
+    found = share_out(["0", "1", "2"], [2, 2], shared=True)
+    assert [environment["CUDA_VISIBLE_DEVICES"] for environment in found] == ["0,1", "2,0"]
+    assert share_out(["0", "1"], [1, 1], shared=True) == share_out(["0", "1"], [1, 1])
+    with pytest.raises(InvalidState, match="2 ranks and 1 replicas need 3 CUDA devices, this host shows 1"):
+        share_out(["0"], [2, 1], shared=True)
