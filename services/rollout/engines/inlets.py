@@ -13,6 +13,7 @@ import socket
 import struct
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,8 @@ class Inlets:
         """One call into every rank, carried out once it stands `paused` if that is asked for. Raises PublicationFailed
         for the first that failed, EngineDied where a rank is gone."""
         number = next(self._numbers)
-        request = encode({"method": method, "arguments": arguments, "paused": paused, "number": number})
+        told = {"method": method, "arguments": arguments, "paused": paused, "number": number}
+        request = encode({**told, "until": time.monotonic() + RPC_S})
         try:
             async with asyncio.timeout(RPC_S), self._turn:
                 for _, writer in self._ranks.values():
@@ -140,6 +142,8 @@ class Inlet:
         with contextlib.suppress(OSError):
             while header := stream.read(HEADER.size):
                 request = decode(stream.read(HEADER.unpack(header)[0]))
+                if expired(request):
+                    continue
                 if (answer := self._carry_out(request)) is not None:
                     self.answer(request, answer)
 
@@ -151,6 +155,11 @@ def carried_out(receiver: Any, request: Request) -> Answer:
         return answer
     except Exception as error:
         return {"failed": f"{request['method']} failed in the engine: {type(error).__name__}: {error}", "mend": ""}
+
+
+def expired(request: Request) -> bool:
+    """Whether the replica, which is on this host, has given up waiting for the answer."""
+    return time.monotonic() > float(request["until"])
 
 
 def encode(message: dict[str, Any]) -> bytes:

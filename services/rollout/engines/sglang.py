@@ -196,7 +196,7 @@ class SglangEngine(WorkerEngine):
             return_logprob=True,
             rid=request_id,
             # Keys and values of an older version are not this request's to reuse.
-            extra_key=str(self._version),
+            extra_key=self._cache_key,
         )
         self._running.add(request_id)
         try:
@@ -274,8 +274,8 @@ class SglangEngine(WorkerEngine):
 
         await self._manager.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
 
-    async def _label(self, version: Version, cache_policy: CachePolicy) -> None:
-        await self._inlets.ask("label", version, cache_policy == "recompute", paused=True)
+    async def _label(self, version: Version, cache_key: str) -> None:
+        await self._inlets.ask("label", version, cache_key, paused=True)
 
     async def _end_requests(self) -> None:
         for request_id in list(self._running):

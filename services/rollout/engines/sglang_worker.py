@@ -11,7 +11,7 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-from services.rollout.engines.inlets import SOCKET, Answer, Inlet, Request, carried_out
+from services.rollout.engines.inlets import SOCKET, Answer, Inlet, Request, carried_out, expired
 from services.rollout.engines.sglang_options import MARK
 from services.rollout.engines.weight_receiver import WeightReceiver
 from services.rollout.engines.worker_engine import BETWEEN_BATCHES
@@ -23,9 +23,10 @@ NONE = -1
 
 
 class Label:
-    """The version that this process generates with."""
+    """The version that this process generates with, and under which name its keys and values are kept."""
 
     version = NONE
+    cache_key = ""
 
 
 LABEL = Label()
@@ -50,12 +51,23 @@ def run_scheduler_process(
             self._millrace_inlet = SchedulerInlet(self, tp_rank)
 
         def process_input_requests(self, requests: Any) -> Any:
+            relabelled(requests)
             result = super().process_input_requests(requests)
             self._millrace_inlet.answer_due()
             return result
 
     scheduler.Scheduler = Scheduler
     scheduler.run_scheduler_process(server_args, port_args, gpu_id, tp_rank, *rest, **named)
+
+
+def relabelled(requests: Any) -> None:
+    """Requests that come in find nothing but what this version's have left, though their names for it are older: SGLang
+    holds back what it gets while it is paused. All ranks get the same ones; what comes to one before its label and to
+    another after it is relabelled there in the queue."""
+    for request in requests:
+        for one in getattr(request, "batch", None) or (request,):
+            if LABEL.cache_key and getattr(one, "extra_key", None):
+                one.extra_key = LABEL.cache_key
 
 
 def _marking_sampler() -> Any:
@@ -99,13 +111,12 @@ class SglangReceiver(WeightReceiver):
         self.get_model = lambda: runner.model
         self._scheduler = scheduler
 
-    def label(self, version: int, recompute: bool) -> Answer:
-        """What is sampled from here on is of `version`. Requests that wait to be prefilled again must find none of the
-        old version's keys and values."""
-        LABEL.version = version
-        if recompute:
-            for waiting in self._scheduler.waiting_queue:
-                waiting.extra_key = str(version)
+    def label(self, version: int, cache_key: str) -> Answer:
+        """What is sampled from here on is of `version`. Requests that wait to be prefilled, also those that were before,
+        must find none of the old version's keys and values."""
+        LABEL.version, LABEL.cache_key = version, cache_key
+        for waiting in self._scheduler.waiting_queue:
+            waiting.extra_key = cache_key
         return {}
 
 
@@ -131,6 +142,8 @@ class SchedulerInlet(Inlet):
         while self._held is not None or not self._due.empty():
             request = self._held if self._held is not None else self._due.get()
             self._held = None
+            if expired(request):
+                continue  # it was given up: carried out now it would meet another publication
             if request["paused"]:
                 if not self._scheduler._engine_paused:
                     self._held = request  # the order to pause comes on a way of its own

@@ -165,7 +165,7 @@ class VllmEngine(WorkerEngine):
             "type": "token",
             "prompt_token_ids": list(prompt_tokens),
             # Blocks of an older version are not this request's to reuse.
-            "cache_salt": str(self._version),
+            "cache_salt": self._cache_key,
         }
         self._running.add(request_id)
         if self._marks is not None:
@@ -174,6 +174,8 @@ class VllmEngine(WorkerEngine):
             final = None
             async for output in self._llm.generate(prompt, self._parameters(sampling), request_id):
                 final = output
+            if self._marks is not None:
+                self._marks.ended(request_id)
             return await self._sample(request_id, final)
         except EngineDeadError as error:
             raise EngineDied(f"vLLM's engine process ended: {error}") from error
@@ -252,7 +254,7 @@ class VllmEngine(WorkerEngine):
     async def _end_requests(self) -> None:
         await self._llm.abort(list(self._running))
 
-    async def _label(self, version: Version, cache_policy: CachePolicy) -> None:
+    async def _label(self, version: Version, cache_key: str) -> None:
         if self._marks is not None:
             await self._marks.swapped(self._llm, version)
         else:

@@ -15,20 +15,27 @@ class VersionMarks:
 
     def __init__(self) -> None:
         self._marks: dict[str, list[tuple[Version, int]]] = {}
+        self._ended: dict[str, list[tuple[Version, int]]] = {}
 
     def began(self, request_id: str, version: Version | None) -> None:
         self._marks[request_id] = [] if version is None else [(version, 0)]
 
+    def ended(self, request_id: str) -> None:
+        """Its last token is here: no version that comes now made any of them."""
+        self._ended[request_id] = self._marks.pop(request_id)
+
     def forget(self, request_id: str) -> None:
         self._marks.pop(request_id, None)
+        self._ended.pop(request_id, None)
 
     async def swapped(self, llm: Any, version: Version) -> None:
         """Marks all requests in flight. `llm` is a paused AsyncLLM: no token is sampled, but some that were sampled
-        before may still be on their way here, so the counts are taken once they stand still."""
+        before may still be on their way here, so the counts are taken once they stand still, and whoever got its last
+        token has said so: vLLM counts it no more."""
         counts = _counts(llm)
         for _ in range(SETTLE_ROUNDS):
             await asyncio.sleep(SETTLE_S)
-            if (again := _counts(llm)) == counts:
+            if (again := _counts(llm)) == counts and self._marks.keys() <= counts.keys():
                 break
             counts = again
         for request_id, marks in self._marks.items():
@@ -38,8 +45,8 @@ class VersionMarks:
             marks.append((version, count))
 
     def spans(self, request_id: str, tokens: int) -> tuple[VersionSpan, ...]:
-        """The versions of the first `tokens` response tokens."""
-        marks = [(v, start) for v, start in self._marks[request_id] if start < tokens]
+        """The versions of the first `tokens` response tokens of a request that has ended."""
+        marks = [(v, start) for v, start in self._ended[request_id] if start < tokens]
         ends = [start for _, start in marks[1:]] + [tokens]
         return tuple(VersionSpan(v, start, end) for (v, start), end in zip(marks, ends, strict=True))
 

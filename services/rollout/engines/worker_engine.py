@@ -1,5 +1,6 @@
 """The part of an engine that is the same wherever weights lie in worker processes with a `WeightReceiver` each."""
 
+import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -30,6 +31,11 @@ class WorkerEngine(ABC):
         self._version: Version | None = None
         self._dropped = 0
         """Versions that were dropped: what ran then is refused when it ends."""
+        self._placings = 0
+        """Commits and drops: versions alone repeat, when a trainer goes back and from job to job."""
+        self._going = asyncio.Event()
+        """Not set while a publication has generation stand still: what is asked for then begins after it."""
+        self._going.set()
         self._tokenizer: Any = None
         self._delivery: Delivery | None = None
         self._told = b""
@@ -58,8 +64,8 @@ class WorkerEngine(ABC):
     async def _resume(self) -> None: ...
 
     @abstractmethod
-    async def _label(self, version: Version, cache_policy: CachePolicy) -> None:
-        """What is sampled from here on is of `version`."""
+    async def _label(self, version: Version, cache_key: str) -> None:
+        """What is sampled from here on is of `version`; what begins here finds only keys and values of `cache_key`."""
 
     @abstractmethod
     async def _end_requests(self) -> None:
@@ -67,6 +73,8 @@ class WorkerEngine(ABC):
 
     async def generate(self, prompt_tokens: Sequence[int], sampling: Sampling) -> Sample:
         """Raises InvalidState where no version is in place, or at any time until the sample ends was not."""
+        self.load()
+        await self._going.wait()
         self.load()
         if self._version is None:
             raise InvalidState("no version is in place.", "the prompt is issued again.")
@@ -108,9 +116,9 @@ class WorkerEngine(ABC):
         in_place = self._sharded and not self._staged
         if in_place:
             self._paused = time.perf_counter()
-            await self._pause("keep")
+            await self._stand("keep")
             if not self._paused:
-                await self._resume()  # the abort's may have come before the pause
+                await self._go_on()  # the abort's may have come before the pause
                 raise PublicationFailed("the publication was aborted.", "prepare it again.")
         await self._ask("millrace_begin", paused=in_place)
 
@@ -136,16 +144,17 @@ class WorkerEngine(ABC):
         started, self._paused = self._paused or time.perf_counter(), 0.0  # an abort does not end this pause
         whole = False
         try:
-            await self._pause(cache_policy)
+            await self._stand(cache_policy)
             answers = await self._ask("millrace_apply", paused=True)
             _check_placed(answers)
-            await self._label(version, cache_policy)
+            self._placings += 1
+            await self._label(version, _cache_key(version, self._placings))
             self._version = version
             whole = True
         finally:
             if not whole:
                 await self._drop_version()
-            await self._resume()
+            await self._go_on()
         through_loader = len(self._delivery.manifest.tensors) if self._delivery else 0
         return Swap(
             apply_s=_slowest(answers, "apply_s"),
@@ -164,7 +173,7 @@ class WorkerEngine(ABC):
             if self._paused:
                 self._paused = 0.0
                 await self._drop_version()
-                await self._resume()
+                await self._go_on()
 
     async def prepare_send(self, delivery: Delivery, served: str) -> bytes:
         answers = await self._ask("millrace_prepare_send", delivery.encode(), served)
@@ -188,11 +197,31 @@ class WorkerEngine(ABC):
             if all(answer["done"] for answer in answers):
                 return answers
 
+    async def _stand(self, cache_policy: CachePolicy) -> None:
+        self._going.clear()
+        await self._pause(cache_policy)
+
+    async def _go_on(self) -> None:
+        try:
+            await self._resume()
+        finally:
+            self._going.set()
+
+    @property
+    def _cache_key(self) -> str:
+        """Of what lies in place now, and of nothing else that this engine ever had there."""
+        return _cache_key(self._version, self._placings)
+
     async def _drop_version(self) -> None:
         """No version is in place: what runs is of no use."""
         self._version = None
         self._dropped += 1
+        self._placings += 1
         await self._end_requests()
+
+
+def _cache_key(version: Version | None, placings: int) -> str:
+    return f"{version}.{placings}"
 
 
 def raise_failed(answers: Answers) -> Answers:

@@ -363,7 +363,7 @@ def test_versions_that_we_mark_are_those_that_vllm_reports(
         reported.append(tuple(VersionSpan(Version(int(s.version)), s.start, s.end) for s in output.weight_versions))
         return marks.spans(request_id, tokens)
 
-    async def label(version: Version, cache_policy: str) -> None:
+    async def label(version: Version, cache_key: str) -> None:
         await marks.swapped(engine._llm, version)
         await engine._llm.update_weight_version(str(version))
 

@@ -173,11 +173,13 @@ class Workers(WorkerEngine):
         self.may_apply = asyncio.Event()
         self.may_sample = asyncio.Event()
         self.paused = self.failing = False
+        self.begun: list[str] = []
         self._version = Version(1)
         self._delivery: Any = SimpleNamespace(sides=b"", manifest=SimpleNamespace(tensors=[]))
         self._staged = False
 
     async def _generate(self, prompt_tokens: Sequence[int], sampling: Sampling) -> Sample:
+        self.begun.append(self._cache_key)
         await self.may_sample.wait()
         return Sample(np.zeros(1, np.int32), np.zeros(1, np.float32), (), StopReason.LENGTH, "")
 
@@ -198,7 +200,7 @@ class Workers(WorkerEngine):
     async def _resume(self) -> None:
         self.paused = False
 
-    async def _label(self, version: Version, cache_policy: str) -> None: ...
+    async def _label(self, version: Version, cache_key: str) -> None: ...
 
     async def _end_requests(self) -> None: ...
 
@@ -229,6 +231,26 @@ def test_an_abort_during_a_commit_leaves_workers_paused() -> None:
         engine.may_apply.set()
         await committing
         assert not engine.paused
+
+    asyncio.run(scenario())
+
+
+def test_what_is_asked_for_while_workers_stand_begins_after_it() -> None:
+    """Under the name of what lies in place then, which another publication of the same version does not share."""
+
+    async def scenario() -> None:
+        engine = Workers()
+        for event in (engine.may_pause, engine.may_apply, engine.may_sample):
+            event.set()
+        for _ in range(2):
+            await engine.begin_receive()
+            asking = asyncio.create_task(engine.generate([1], Sampling(5)))
+            await asyncio.sleep(0.01)
+            assert not asking.done()
+            await engine.commit(Version(2), "keep")
+            await asking
+        assert len(engine.begun) == len(set(engine.begun)) == 2
+        assert all(key.startswith("2.") for key in engine.begun)
 
     asyncio.run(scenario())
 

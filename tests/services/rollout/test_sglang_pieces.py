@@ -21,7 +21,7 @@ from services.rollout.engines import sglang as engine
 from services.rollout.engines.engine import EngineDied, VersionSpan
 from services.rollout.engines.inlets import HEADER, SOCKET, Inlets, decode, encode
 from services.rollout.engines.options import check_name
-from services.rollout.engines.sglang_worker import LABEL, SchedulerInlet
+from services.rollout.engines.sglang_worker import LABEL, SchedulerInlet, relabelled
 from tests.services.rollout.conftest import Run
 from tests.services.rollout.jobs import job_spec
 
@@ -34,12 +34,15 @@ class Scheduler:
         self.tp_worker = SimpleNamespace(model_runner=SimpleNamespace(model=model, dtype=torch.bfloat16))
         self.max_running_requests, self.max_total_num_tokens = 16, 4096
         self.waiting_queue = [SimpleNamespace(extra_key="3")]
+        self.labelled: list[int] = []
         self._engine_paused = False
         self.held_up = threading.Event()
         self.ended = threading.Event()
 
     def run(self, rank: int) -> None:
         inlet = SchedulerInlet(self, rank)
+        label = inlet._receiver.label
+        inlet._receiver.label = lambda version, key: self.labelled.append(version) or label(version, key)  # type: ignore
         while not self.ended.is_set():
             if not self.held_up.is_set():
                 inlet.answer_due()
@@ -87,7 +90,7 @@ def test_every_rank_answers_in_its_order(run: Run) -> None:
 
 def test_what_needs_a_pause_waits_for_it_and_labels_what_comes_after(run: Run) -> None:
     async def scenario(inlets: Inlets, schedulers: list[Scheduler]) -> None:
-        labelling = asyncio.create_task(inlets.ask("label", Version(4), True, paused=True))
+        labelling = asyncio.create_task(inlets.ask("label", Version(4), "4.1", paused=True))
         await asyncio.sleep(0.05)
         assert not labelling.done()
         for scheduler in schedulers:
@@ -97,7 +100,21 @@ def test_what_needs_a_pause_waits_for_it_and_labels_what_comes_after(run: Run) -
     with met(run) as (inlets, schedulers):
         run(scenario(inlets, schedulers))
         assert LABEL.version == 4
-        assert [waiting.extra_key for s in schedulers for waiting in s.waiting_queue] == ["4", "4"]
+        assert [waiting.extra_key for s in schedulers for waiting in s.waiting_queue] == ["4.1", "4.1"]
+    late, warm_up = SimpleNamespace(extra_key="3.0"), SimpleNamespace(extra_key=None)
+    relabelled([SimpleNamespace(batch=[late]), warm_up, SimpleNamespace(rid="abort")])
+    assert (late.extra_key, warm_up.extra_key) == ("4.1", None)
+
+
+def test_what_was_given_up_does_not_meet_the_next_pause(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inlets_module, "RPC_S", 0.2)
+    with met(run, 1) as (inlets, (scheduler,)):
+        with pytest.raises(Unavailable, match="did not answer label within"):
+            run(inlets.ask("label", Version(8), "8.1", paused=True))
+        monkeypatch.setattr(inlets_module, "RPC_S", 20.0)
+        scheduler._engine_paused = True
+        run(inlets.ask("label", Version(9), "9.1", paused=True))
+        assert scheduler.labelled == [9]
 
 
 def test_what_needs_no_pause_does_not_wait_for_the_batch(run: Run) -> None:
