@@ -112,8 +112,8 @@ class SglangReceiver(WeightReceiver):
         self._scheduler = scheduler
 
     def label(self, version: int, cache_key: str) -> Answer:
-        """What is sampled from here on is of `version`. Requests that wait to be prefilled, also those that were before,
-        must find none of the old version's keys and values."""
+        """What is sampled from here on is of `version`. Requests that wait to be prefilled, some of them again, must
+        find none of the old version's keys and values."""
         LABEL.version, LABEL.cache_key = version, cache_key
         for waiting in self._scheduler.waiting_queue:
             waiting.extra_key = cache_key
