@@ -103,13 +103,14 @@ class Client:
         """Stops the job after the step in progress. Raises NotFound, and InvalidState where it does not run."""
         return self._view(JobView, "POST", f"/v1/jobs/{job_id}/pause")
 
-    def resume(self, job_id: str) -> JobView:
-        """Lets a paused job go on, or queues one that failed or was cancelled again, to go on from its last checkpoint.
+    def resume(self, job_id: str, changes: Mapping[str, Any] | None = None) -> JobView:
+        """Lets a paused job go on, or queues one that failed or was cancelled again, to go on from its last checkpoint;
+        the latter with `changes`: fields of its spec, nested as there, that are to be other.
 
-        Raises NotFound, and InvalidState where there is nothing to resume: it runs, is about to be cancelled or has
-        succeeded.
+        Raises NotFound, InvalidState where there is nothing to resume: it runs, is about to be cancelled or has
+        succeeded, and InvalidJob for changes that will not do.
         """
-        return self._view(JobView, "POST", f"/v1/jobs/{job_id}/resume")
+        return self._view(JobView, "POST", f"/v1/jobs/{job_id}/resume", json=dict(changes) if changes else None)
 
     def metrics(self, job_id: str, after_step: int = 0) -> list[StepMetrics]:
         """The job's series, one row a step, from the step after `after_step`."""

@@ -139,6 +139,14 @@ def test_a_cancelled_job_is_resumed_as_its_refusal_says(url: str, client: Client
     assert f"continue it with `millrace resume {job}`" in refused
     assert millrace("resume", job, url=url).stdout.split() == [job, "queued"]
     client.cancel(job)
+    changes = ("--set", "trainer.token_budget=4096", "--set", "deadlines={step_s: 9}", "--set", "deadlines.save_s=8")
+    assert millrace("resume", job, *changes, url=url).stdout.split() == [job, "queued"]
+    changed = client.job(job).spec
+    assert changed["trainer"]["token_budget"] == 4096
+    assert (changed["deadlines"]["step_s"], changed["deadlines"]["save_s"]) == (9, 8)
+    client.cancel(job)
+    for wrong, told in {"trainer": "names no field and value", "data.files=[]": "data.files: a job that is"}.items():
+        assert told in millrace("resume", job, "--set", wrong, url=url, status=1).stderr
 
 
 def test_a_bad_file_never_reaches_the_coordinator(tmp_path: Path) -> None:

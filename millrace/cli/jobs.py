@@ -1,10 +1,12 @@
 """Commands that ask the coordinator: submit, jobs, show, events, pause, resume, cancel, fleet."""
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+import yaml
 from rich.markup import escape
 
 from millrace.cli.output import (
@@ -22,6 +24,7 @@ from millrace.cli.output import (
 )
 from millrace.cli.watch import follow
 from millrace.client import Client
+from millrace.errors import InvalidJob
 from millrace.rest import Event, JobView, LedgerView, SampleView
 
 SpecFile = Annotated[Path, typer.Argument(metavar="JOB.YAML", help="The job spec, YAML or JSON.", show_default=False)]
@@ -166,13 +169,46 @@ def pause(job: JobName, url: Url = None, as_json: AsJson = False) -> None:
         _told(client.pause(job_id(client, job)), as_json)
 
 
-def resume(job: JobName, url: Url = None, as_json: AsJson = False) -> None:
+def resume(
+    job: JobName,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="FIELD=VALUE",
+            help="Of the spec, other from here on: trainer.token_budget=8192. As often as needed.",
+        ),
+    ] = None,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
     """Let a paused job go on, or continue one that failed or was cancelled.
 
     The latter is queued again and goes on from its last checkpoint, or from the model where there is none.
     """
     with connect(url) as client:
-        _told(client.resume(job_id(client, job)), as_json)
+        _told(client.resume(job_id(client, job), _tree(changes or [])), as_json)
+
+
+def _tree(settings: Sequence[str]) -> dict[str, Any]:
+    """`a.b=1` as {"a": {"b": 1}}; values are YAML. Raises InvalidJob."""
+    tree: dict[str, Any] = {}
+    for setting in settings:
+        path, given, value = setting.partition("=")
+        *above, name = path.split(".")
+        if not given or not all((*above, name)):
+            raise InvalidJob(f"--set {setting} names no field and value.", "write it as trainer.token_budget=8192.")
+        try:
+            read = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise InvalidJob(f"--set {setting}: the value is no YAML: {error}", "quote it.") from error
+        group = tree
+        for part in above:
+            group = group.setdefault(part, {})
+            if not isinstance(group, dict):
+                raise InvalidJob(f"--set {setting}: {part} has a value already.", "give the group or its fields.")
+        group[name] = read
+    return tree
 
 
 def cancel(job: JobName, url: Url = None, as_json: AsJson = False) -> None:

@@ -1,8 +1,9 @@
 """What people ask of jobs: submit, cancel, pause, resume."""
 
 import asyncio
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from millrace.errors import InvalidState, refused
 from millrace.ids import JobId, new_job_id
 from millrace.rest import JobState
 from millrace.spec import submission
+from millrace.spec.changes import applied
 from services.coordinator.bell import Bell
 from services.coordinator.events import Events
 from services.coordinator.jobs import ACTIVE, ENDED, JobRecord, refusal
@@ -70,26 +72,35 @@ class Control:
             await self._store.jobs.want(job_id, RUNS, "paused", wanted="pause")
         return await self._asked(job_id)
 
-    async def resume(self, job_id: str) -> JobRecord:
-        """Lets a paused job run again, and queues one that failed or was cancelled again.
+    async def resume(self, job_id: str, changes: Mapping[str, Any] | None = None) -> JobRecord:
+        """Lets a paused job run again, and queues one that failed or was cancelled again, with `changes` in its spec.
 
-        Raises NotFound, InvalidState where the job is about to be cancelled or there is nothing to resume.
+        Raises NotFound, InvalidState where the job is about to be cancelled or there is nothing to resume, InvalidJob
+        for changes that will not do.
         """
         job = await self._store.jobs.get(job_id)
         if job.state in ENDED:
-            await self._continue(job)
+            await self._continue(job, changes or {})
+        elif changes:
+            what = f"{job_id} is {job.state}: only a job that failed or was cancelled is resumed with changes."
+            raise InvalidState(what, f"cancel it first: `millrace cancel {job_id}`.")
         elif job.state is JobState.PAUSED or not await self._taken_back(job.id):
             await self._events.move(job.id, JobState.RUNNING, "running again", only=[JobState.PAUSED], wanted="")
         return await self._asked(job_id)
 
-    async def _continue(self, job: JobRecord) -> None:
+    async def _continue(self, job: JobRecord, changes: Mapping[str, Any]) -> None:
         """What the end dropped is undone as the job starts: until then it can be cancelled as it is."""
         if job.state is JobState.SUCCEEDED:
             raise refusal(job.id, job.state, "resumed")
         cleared: dict[str, Any] = dict.fromkeys(("failure", "wanted", "finished_s", "report"), "")
+        if changes:
+            tree, anew = applied(json.loads(job.spec_json), changes)
+            cleared["spec_json"] = (await asyncio.to_thread(submission.check, tree)).model_dump_json()
+            if anew:
+                cleared["configuration"] = ""  # no trainer holds the job as it is now
         async with self._admitting:
             await asyncio.to_thread(_check_checkpoints, job, await self._store.jobs.all())
-            await self._events.move(job.id, JobState.QUEUED, _goes_on(job), **cleared)
+            await self._events.move(job.id, JobState.QUEUED, _goes_on(job, changes), **cleared)
 
     async def _taken_back(self, job_id: JobId) -> bool:
         """Takes back a pause that the loop has not come to. False where it came to it first. Raises InvalidState."""
@@ -141,9 +152,10 @@ def _users(output: str, jobs: Sequence[JobRecord]) -> list[JobRecord]:
     return [job for job in jobs if Path(job.output).resolve() == folder]
 
 
-def _goes_on(job: JobRecord) -> str:
+def _goes_on(job: JobRecord, changes: Mapping[str, Any]) -> str:
     """From which step: that of the ledger, or the last checkpoint where the trainer holds no more than that."""
-    message, saved = f"{job.name} is queued again: it goes on after step {job.step}", max(0, job.checkpoint_step)
+    other = f" with {json.dumps(changes)}" if changes else ""
+    message, saved = f"{job.name} is queued again{other}: it goes on after step {job.step}", max(0, job.checkpoint_step)
     if saved == job.step:
         return message
     source = f"its checkpoint of step {saved}" if job.checkpoint else "the model"

@@ -180,6 +180,13 @@ class Fleet:
         """The epoch grows: what was published before is older than anything that comes."""
         self.epoch = await self._store.members.grow()
 
+    async def recall(self, job_id: JobId, spec: str) -> None:
+        """Replicas that were made ready for the job with another spec than this have to be again."""
+        for member in self.ready_for(job_id):
+            if member.configured is not None and member.configured.spec != spec:
+                member.weights = member.configured = None
+                await self._store.members.put(member.id, member.to_json())
+
     async def configured(self, member: Member, configured: Configured) -> None:
         member.configured, member.weights, member.failures, member.trouble = configured, None, 0, ""
         await self._store.members.put(member.id, member.to_json())

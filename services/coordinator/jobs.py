@@ -1,5 +1,6 @@
 """A job's states and their transitions as data, and what is kept of a job."""
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -88,6 +89,10 @@ class JobRecord:
     @cached_property
     def spec(self) -> JobSpec:
         return JobSpec.model_validate_json(self.spec_json)
+
+    @cached_property
+    def spec_digest(self) -> str:
+        return hashlib.sha256(self.spec_json.encode()).hexdigest()[:16]
 
     @property
     def output(self) -> str:

@@ -45,6 +45,7 @@ class Joining:
     async def run(self) -> None:
         configurations: set[asyncio.Task[None]] = set()
         catching_up: asyncio.Task[None] | None = None
+        await self._fleet.recall(self.job.id, self.job.spec_digest)
         try:
             while True:
                 ring = self._fleet.bell.next()
@@ -89,7 +90,8 @@ class Joining:
             message = f"{member.id} could not be configured for {self.job.id}: {error}"
             await self._events.add(self.job.id, "member.failed", message, member=member.id)
         else:
-            await self._fleet.configured(member, Configured(self.job.id, answer.world_size, answer.dtype))
+            made = Configured(self.job.id, answer.world_size, answer.dtype, self.job.spec_digest)
+            await self._fleet.configured(member, made)
             message = f"{member.id} ({member.engine}) is ready for the job after {time.monotonic() - started:.1f} s"
             await self._events.add(self.job.id, "member.configured", message, member=member.id, engine=member.engine)
         finally:

@@ -51,6 +51,8 @@ class Configured:
     job_id: JobId
     world_size: int
     dtype: str
+    spec: str = ""
+    """Digest of the job's spec then: a job that is continued may have another."""
 
 
 @dataclass(frozen=True)

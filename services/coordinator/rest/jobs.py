@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
 import yaml
-from fastapi import APIRouter, Header, Query, Request, Response
+from fastapi import APIRouter, Body, Header, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
 from millrace.errors import InvalidJob
@@ -93,10 +93,11 @@ def routes(store: Store, control: Control, events: Events) -> APIRouter:
         return (await control.pause(job_id)).view()
 
     @router.post("/{job_id}/resume")
-    async def resume(job_id: str) -> JobView:
+    async def resume(job_id: str, changes: Annotated[dict[str, Any] | None, Body()] = None) -> JobView:
         """Lets a paused job go on where it stopped. One that failed or was cancelled is queued again: it goes on from
-        the version that the trainer still holds, from its last checkpoint, or from the model."""
-        return (await control.resume(job_id)).view()
+        the version that the trainer still holds, from its last checkpoint, or from the model. The body may hold fields
+        of its spec that are to be other from here on."""
+        return (await control.resume(job_id, changes)).view()
 
     _looking(router, store)
     _following(router, store, events)

@@ -1,11 +1,12 @@
 """A job that failed or was cancelled is continued: it trains what it has left, and no prompt twice."""
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
-from millrace.errors import InvalidState, Unavailable
+from millrace.errors import InvalidJob, InvalidState, Unavailable
 from millrace.rest import JobState, JobView
 from tests.services.coordinator.cluster import Cluster, scenario, until
 from tests.services.coordinator.test_checkpoint import at
@@ -29,9 +30,9 @@ async def failed(cluster: Cluster, spec: dict[str, Any], trainer: Any, after: in
     return job
 
 
-async def finishes(cluster: Cluster, job_id: str, trainer: Any) -> JobView:
+async def finishes(cluster: Cluster, job_id: str, trainer: Any, changes: Mapping[str, Any] | None = None) -> JobView:
     """The job once it is resumed and has ended, all of its steps trained and nothing left of its first end."""
-    resumed = await asyncio.to_thread(cluster.coordinator.client.resume, job_id)
+    resumed = await asyncio.to_thread(cluster.coordinator.client.resume, job_id, changes)
     assert resumed.state is JobState.QUEUED and resumed.failure is resumed.finished_s is resumed.report is None
     job = await asyncio.to_thread(cluster.coordinator.client.wait, job_id, 60.0)
     assert (job.state, job.step, job.failure) == (JobState.SUCCEEDED, 6, None)
@@ -100,6 +101,47 @@ async def test_a_job_without_checkpoint_begins_again(cluster: Cluster, spec: dic
     assert trainer.configured == ["", "", ""]
     (rewound,) = await cluster.events(job.id, "job.rewound")
     assert (rewound.data["version"], rewound.data["lost"]) == (0, 2)
+
+
+@pytest.mark.parametrize("anew", [True, False])
+def test_a_job_goes_on_with_changes(anew: bool, shared: Any, spec: dict[str, Any]) -> None:
+    """Replicas are made ready again, and the trainer where it is concerned."""
+
+    @scenario
+    async def played(cluster: Cluster, spec: dict[str, Any]) -> None:
+        spec["schedule"]["save_every_steps"] = 2
+        trainer, replica = await cluster.trainer(), await cluster.replica(seconds=0.02)
+        job = await failed(cluster, spec, trainer, after=3)
+        changes = {"trainer": {"token_budget": 4096}} if anew else {"deadlines": {"step_s": 99.0}}
+        ended = await finishes(cluster, job.id, trainer, changes)
+        assert trainer.configured == ["", at(spec, 2)] if anew else [""]
+        assert replica.configured == [job.id, job.id]
+        (group, fields) = next(iter(changes.items()))
+        assert ended.spec[group] == job.spec[group] | fields != job.spec[group]
+        assert {name: part for name, part in ended.spec.items() if name != group} == {
+            name: part for name, part in job.spec.items() if name != group
+        }
+
+    played(shared, spec)
+
+
+@scenario
+async def test_changes_that_will_not_do_leave_the_job_as_it_was(cluster: Cluster, spec: dict[str, Any]) -> None:
+    trainer, _ = await cluster.trainer(step_s=0.1), await cluster.replica(seconds=0.02)
+    client, job = cluster.coordinator.client, await failed(cluster, spec, trainer, after=1)
+    for changes, told in [
+        ({"data": {"files": ["/other.jsonl"]}}, r"data\.files: a job that is continued keeps it"),
+        ({"trainer": {"token_budget": 4096, "seed": 3}}, r"trainer\.seed: a job that is continued keeps it"),
+        ({"trainer": {"token_budget": -1}}, r"trainer\.token_budget"),
+        ({"schedule": {"save_evry_steps": 3}}, r"schedule\.save_evry_steps"),
+    ]:
+        with pytest.raises(InvalidJob, match=told):
+            await asyncio.to_thread(client.resume, job.id, changes)
+    assert await cluster.job(job.id) == job
+    await asyncio.to_thread(client.resume, job.id)
+    await cluster.reached(job.id, 2)
+    with pytest.raises(InvalidState, match="only a job that failed or was cancelled is resumed with changes"):
+        await asyncio.to_thread(client.resume, job.id, {"schedule": {"steps": 9}})
 
 
 @scenario
