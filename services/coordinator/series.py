@@ -1,6 +1,7 @@
 """Metrics of a batch in verl's names."""
 
 from collections.abc import Sequence
+from math import comb
 
 from millrace.ids import Version
 from millrace.spec.job import JobSpec
@@ -14,6 +15,28 @@ def mean(values: Sequence[float]) -> float:
 def spread(name: str, values: Sequence[float]) -> dict[str, float]:
     """Mean, max and min."""
     return {f"{name}/mean": mean(values), f"{name}/max": float(max(values)), f"{name}/min": float(min(values))}
+
+
+def held_out(source: str, rewards: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Of a data source's prompts, each with the rewards of its n answers: their mean, and for k of 2, 4, ... n the
+    expected best and worst of k of them, which for rewards of 0 and 1 is pass@k (Chen et al. 2021, arXiv:2107.03374).
+    Those of n are among verl's `val-core`, the others among its `val-aux`. Here k answers are k different ones, where
+    verl draws with replacement."""
+    most = max(len(each) for each in rewards)
+    found = {f"val-core/{source}/reward/mean@{most}": mean([reward for each in rewards for reward in each])}
+    for k in sorted({most, *(2**i for i in range(1, most.bit_length()))} - {1}):
+        enough = [sorted(each) for each in rewards if len(each) >= k]
+        best = mean([_expected_last(each, k) for each in enough])
+        worst = -mean([_expected_last([-reward for reward in reversed(each)], k) for each in enough])
+        found[f"val-{'core' if k == most else 'aux'}/{source}/reward/best@{k}/mean"] = best
+        found[f"val-aux/{source}/reward/worst@{k}/mean"] = worst
+    return found
+
+
+def _expected_last(ascending: Sequence[float], k: int) -> float:
+    """The expected largest of k different ones."""
+    ways = comb(len(ascending), k)
+    return sum(value * comb(below, k - 1) for below, value in enumerate(ascending)) / ways
 
 
 def batch_metrics(groups: Sequence[Summary], version: Version, spec: JobSpec) -> dict[str, float]:

@@ -12,7 +12,7 @@ from services.coordinator.bell import waited
 from services.coordinator.groups import Summary
 from services.coordinator.run import LOOK_EVERY_S, Run
 from services.coordinator.samples import samples_of
-from services.coordinator.series import mean
+from services.coordinator.series import held_out, mean
 from services.coordinator.spans import traced
 from services.coordinator.stages.issue import AT_ONCE, draft
 from services.coordinator.store import Draft
@@ -39,7 +39,7 @@ async def evaluate(run: Run) -> None:
     count = min(wanted.prompts, len(source))
     await _issue(run, wanted, count)
     groups = await _answers(run, count)
-    await _record(run, wanted, groups, count, time.monotonic() - started)
+    await _record(run, groups, count, time.monotonic() - started)
     await run.evaluation.forget()
 
 
@@ -78,12 +78,11 @@ async def _answers(run: Run, count: int) -> list[Summary]:
         await waited(ring, LOOK_EVERY_S)
 
 
-async def _record(run: Run, wanted: Evaluation, groups: list[Summary], count: int, seconds: float) -> None:
-    by_source: defaultdict[str, list[float]] = defaultdict(list)
+async def _record(run: Run, groups: list[Summary], count: int, seconds: float) -> None:
+    by_source: defaultdict[str, list[list[float]]] = defaultdict(list)
     for group in groups:
-        by_source[group.data_source] += group.rewards
-    at = wanted.samples_per_prompt
-    values = {f"val-core/{name}/reward/mean@{at}": mean(rewards) for name, rewards in by_source.items()}
+        by_source[group.data_source].append(list(group.rewards))
+    values = {name: value for source, rewards in by_source.items() for name, value in held_out(source, rewards).items()}
     values |= {"val-aux/scored_prompts": float(len(groups)), "timing_s/testing": seconds}
     shown = [group.prompt_id for group in groups[: run.spec.tracking.samples_per_step]]
     found = [common_pb2.Group.FromString(g) for g in await run.evaluation.groups(shown) if g is not None]
