@@ -51,6 +51,9 @@ def _sizes(spec: JobSpec) -> Iterator[str]:
             f"{spec.schedule.prompts_per_step} groups do not divide into {spec.trainer.updates_per_step} updates"
         )
         yield _broken("trainer.updates_per_step", spec.trainer.updates_per_step, arithmetic, "choose a divisor")
+    if spec.schedule.steps == 0 and spec.evaluation is None:
+        reason = "a job without steps has only its evaluation to do, and there is none"
+        yield _broken("schedule.steps", 0, reason, "add `evaluation`, or train some steps")
     context = spec.rollout.options_of("vllm").get("max_model_len")
     if isinstance(context, int) and context < longest:
         arithmetic = f"prompt and response may have {longest} tokens"
@@ -80,13 +83,13 @@ def _algorithm(spec: JobSpec) -> Iterator[str]:
         reason = "one answer alone never differs from the others, so every group would be dropped"
         mend = "raise it to at least 2, or set algorithm.drop_groups_without_signal to false"
         yield _broken("rollout.samples_per_prompt", spec.rollout.samples_per_prompt, reason, mend)
-    if spec.schedule.steps is not None and spec.trainer.optimizer.warmup_steps > spec.schedule.steps:
+    if spec.schedule.steps and spec.trainer.optimizer.warmup_steps > spec.schedule.steps:
         arithmetic = f"warm-up is longer than the job, {spec.schedule.steps} steps"
         yield _broken("trainer.optimizer.warmup_steps", spec.trainer.optimizer.warmup_steps, arithmetic, "shorten it")
     optimizers = {"trainer.optimizer": spec.trainer.optimizer}
     if (critic := algorithm.critic) is not None:
         optimizers["algorithm.critic.optimizer"] = critic.optimizer
-        if spec.schedule.steps is not None and critic.warmup_steps >= spec.schedule.steps:
+        if spec.schedule.steps and critic.warmup_steps >= spec.schedule.steps:
             arithmetic = f"the policy would not be trained in any of the job's {spec.schedule.steps} steps"
             yield _broken("algorithm.critic.warmup_steps", critic.warmup_steps, arithmetic, "shorten it")
     for field, optimizer in optimizers.items():

@@ -8,8 +8,8 @@ from millrace.spec.base import Part
 
 
 class Schedule(Part):
-    steps: int | None = Field(None, ge=1)
-    """Steps to train; none: as many as `passes` over the data give."""
+    steps: int | None = Field(None, ge=0)
+    """Steps to train; none: as many as `passes` over the data give. 0: the model is only evaluated."""
     passes: int = Field(1, ge=1)
     """Passes over the data, unless `steps` says otherwise (then the data is repeated as often as needed)."""
     prompts_per_step: int = Field(64, ge=1)

@@ -91,7 +91,9 @@ class Run:
     def steps(self) -> int:
         """Steps to train."""
         schedule = self.spec.schedule
-        return schedule.steps or max(1, schedule.passes * len(self.source) // schedule.prompts_per_step)
+        if schedule.steps is not None:
+            return schedule.steps
+        return max(1, schedule.passes * len(self.source) // schedule.prompts_per_step)
 
     @property
     def done(self) -> bool:

@@ -58,6 +58,7 @@ def test_files_in_yaml_and_json(tmp_path, suffix, dump):
         ("reward.options", {"at": [1, -math.inf]}, 'reward.options: {"at": [1, -Infinity]} will not do: '),
         ("rollout.engine_options", {"vllm": {"x": math.nan}}, "its numbers have to be finite"),
         ("trainer.token_budget", 100, "1024 + 1024 = 2048 tokens"),
+        ("schedule.steps", 0, "has only its evaluation to do, and there is none"),
         ("trainer.updates_per_step", 7, "64 groups do not divide into 7 updates"),
         ("data.files", [], "give either files or a procedural source"),
         ("data.procedural", "reasoning_gym:sum", "keep one of the two"),

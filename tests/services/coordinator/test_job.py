@@ -127,6 +127,18 @@ async def test_a_job_that_no_replica_can_be_made_ready_for_fails_with_the_reason
 
 
 @scenario
+async def test_a_job_without_steps_only_evaluates(cluster: Cluster, spec: dict[str, Any]) -> None:
+    trainer, _ = await cluster.trainer(), await cluster.replica()
+    spec["schedule"]["steps"] = 0
+    job = await cluster.ended(await cluster.submit(spec))
+    assert (job.state, job.step, job.steps, job.checkpoint) == (JobState.SUCCEEDED, 0, 0, None)
+    assert job.evaluation_before is not None and job.evaluation_before == job.evaluation_last
+    assert trainer.every == {} and job.report is not None
+    (row,) = await asyncio.to_thread(cluster.coordinator.client.metrics, job.id, -1)
+    assert any(name.startswith("val-core/") for name in row.values)
+
+
+@scenario
 async def test_pause_stops_between_steps_and_resume_goes_on(cluster: Cluster, spec: dict[str, Any]) -> None:
     trainer, replica = await cluster.trainer(step_s=0.2), await cluster.replica()
     client = cluster.coordinator.client
