@@ -1,11 +1,13 @@
 """What one rank does for each command, on its main thread."""
 
+import gc
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import structlog
+import torch
 from google.protobuf.message import Message
 
 from millrace.errors import InvalidState
@@ -57,7 +59,7 @@ class Worker:
 
     def configure(self, request: pb.ConfigureTrainerRequest) -> pb.ConfigureTrainerResponse:
         self._sender.close()
-        self._job = None  # two models at once would not fit
+        self._let_go()
         spec = JobSpec.model_validate_json(request.spec)
         choices.check(spec)
         backend = build(spec, self._world.device)
@@ -116,6 +118,13 @@ class Worker:
         self._read(job, request.path)
         self._job = job
         return pb.LoadResponse(version=job.version)
+
+    def _let_go(self) -> None:
+        """Of the job with all its memory: two models at once would not fit. They are full of reference cycles."""
+        self._job = None
+        gc.collect()
+        if self._world.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _read(self, job: Job, path: str) -> None:
         job.version = checkpoint.load(path, job.backend)

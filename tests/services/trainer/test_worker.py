@@ -1,0 +1,51 @@
+"""What a rank keeps of the job that it had."""
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from millrace.wire.v1 import trainer_pb2 as pb
+from services.trainer import worker
+from services.trainer.publish import Sender
+from services.trainer.worker import Worker
+from services.trainer.world import World
+from tests.services.trainer.groups import job_spec
+
+
+class Model:
+    """As real ones, it is part of a cycle."""
+
+    parameters = 5
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_the_job_before_is_out_of_memory_when_the_next_is_built(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    before: list[weakref.ref[Model]] = []
+    alive: list[int] = []
+
+    def build(*arguments: Any) -> Model:
+        alive.append(sum(model() is not None for model in before))
+        model = Model()
+        before.append(weakref.ref(model))
+        return model
+
+    monkeypatch.setattr(worker, "build", build)
+    nothing: Any = None
+    world = World(0, 1, "localhost", torch.device("cpu"), ("localhost", 0), None)
+    rank = Worker(world, nothing, Sender(0, "trainer-1"), nothing)
+    spec = job_spec(tmp_path / "model").model_dump_json()
+    gc.disable()
+    try:
+        for job in ("job-1", "job-2", "job-3"):
+            rank.configure(pb.ConfigureTrainerRequest(job_id=job, spec=spec))
+    finally:
+        gc.enable()
+    assert alive == [0, 0, 0]
