@@ -104,8 +104,6 @@ class MegatronBackend:
         self._chunks = self._built(dtype, train_router=setting.options.experts.train_router)
         self._load = LoadMeter(self._chunks) if setting.shape.experts is not None else None
         self._balance: dict[str, float] = {}
-        if setting.shape.experts is not None and not setting.shape.value_head:
-            replay.install(self._chunks, setting.layers(), setting.shape.experts)
         wrapped = wrap(self._chunks, setting.options)
         self._updater = Updater(wrapped, spec.trainer.optimizer, setting.options)
         self._fill(self._chunks, self._updater)
@@ -223,6 +221,8 @@ class MegatronBackend:
             _check_layout(chunk, placements)
             for name, parameter in chunk.named_parameters():
                 parameter.requires_grad_(train_router or not name.endswith("router.weight"))
+        if shape.experts is not None and not shape.value_head:
+            replay.install(chunks, self._setting.layers(), shape.experts)
         self._mark_split(chunks)
         return chunks
 

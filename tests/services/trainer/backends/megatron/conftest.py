@@ -32,10 +32,11 @@ def plain() -> Callable[..., Run]:
 
 
 def cases_of(models: dict[str, Path], asked: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, Any]:
-    return {
-        name: {"model": str(models[kind]), "options": options, "told": name.startswith("told")}
-        for name, (kind, options) in asked.items()
-    }
+    cases: dict[str, Any] = {}
+    for name, (kind, options) in asked.items():
+        told = name.startswith("told")
+        cases[name] = {"model": str(models[kind]), "options": options, "told": told, "reference": told}
+    return cases
 
 
 ONE: dict[str, tuple[str, dict[str, Any]]] = {

@@ -46,6 +46,16 @@ def test_exports_what_it_has_read_bit_for_bit(count: int, name: str, ranks: Rank
     assert ranks(count)[0]["train"][name]["changed"] == []
 
 
+TOLD = [(count, name) for count, name in ALL if name.startswith("told")]
+
+
+@pytest.mark.parametrize(("count", "name"), TOLD)
+def test_the_reference_sends_tokens_where_the_engine_did_too(count: int, name: str, ranks: Ranks) -> None:
+    """It has the weights that the policy began with."""
+    answer = ranks(count)[0]["train"][name]
+    assert answer["reference"] == pytest.approx(answer["logprobs"], abs=2e-5)
+
+
 def test_nothing_is_left_of_models_that_are_done_with(ranks: Ranks) -> None:
     assert ranks(2)[0]["left_behind"] == {"parameters": 0, "groups": 0}
 
