@@ -80,6 +80,8 @@ class Updater:
         self._ready = False
         self._reduced = False
         self._resting = False
+        self._biases: list[tuple[Tensor, Tensor]] = []
+        """Of routers, each with what it was before the backward pass that moved it."""
         self.updates = 0
         for part in self.parts:
             masters.prepare(part)
@@ -97,6 +99,7 @@ class Updater:
                 "There are gradients already, summed over the ranks.", "Step the optimizer or clear them first."
             )
         self._wake()
+        self._biases = [(bias, bias.clone()) for bias in self._routers_biases()]
         self._reduced = True
 
     def norm(self) -> float:
@@ -118,15 +121,24 @@ class Updater:
             group["lr"] = lr
         self._optimizer.step_with_ready_grads()
         self.updates += 1
+        self._biases = []
         self.zero()
 
     def zero(self) -> None:
+        """Routers' biases, which the end of a backward pass moves, are again what they were where no step was taken."""
+        for bias, before in self._biases:
+            bias.copy_(before)
+        self._biases = []
         if not self._resting:
             for chunk in self._chunks:
                 chunk.zero_grad_buffer()
             self._optimizer.zero_grad()
             self._rest()
         self._ready = self._reduced = False
+
+    def _routers_biases(self) -> Iterator[Tensor]:
+        for chunk in self._chunks:
+            yield from (buffer for name, buffer in chunk.named_buffers() if name.endswith("router.expert_bias"))
 
     def _rest(self) -> None:
         """Until the next backward pass."""

@@ -136,6 +136,7 @@ def ranks(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
         calls: dict[str, Any] = {"train": {"cases": cases}}
         if count == 1:
             cases |= cases_of(models, OTHERWISE)
+            cases["bias moved"]["break_off"] = True
             calls["train"]["cases"] = {**_fsdp2(models), **cases, **_bfloat16(models)}
             calls["head"] = calls["context_parallel_packing"] = {}
             calls["against_mbridge"] = {"models": {kind: str(path) for kind, path in models.items()}}

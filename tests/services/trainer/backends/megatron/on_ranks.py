@@ -146,6 +146,9 @@ def _trained(world: World, file: Path, case: Case) -> dict[str, Any]:
     )
     before = backend.logprobs(batches, temperature=batch.TEMPERATURE)
     answer: dict[str, Any] = {"logprobs": _by_row(backend, batches, before), "losses": [], "norms": []}
+    if case.get("break_off"):
+        backend.forward_backward(batches, batch.loss_fn, temperature=batch.TEMPERATURE)
+        backend.zero_gradients()
     if "resume" not in case:
         answer["changed"] = _changed(backend, Path(case["model"]), case.get("export", "float32"))
     if case.get("roll_back"):

@@ -99,6 +99,10 @@ def test_a_router_that_is_not_trained_stays(ranks: Ranks, models: dict[str, Path
         assert torch.equal(weights, trained[name]) is name.endswith("mlp.gate.weight"), name
 
 
+def test_a_balancing_bias_stays_where_no_step_follows(ranks: Ranks) -> None:
+    assert ranks(1)[0]["train"]["bias moved"]["changed"] == []
+
+
 def test_a_balancing_bias_goes_towards_idle_experts(ranks: Ranks, models: dict[str, Path]) -> None:
     trained = load_file(ranks(1)[1] / "bias moved.safetensors")
     moved = []
