@@ -45,7 +45,8 @@ def export(
 ) -> None:
     """Write a checkpoint as an ordinary Hugging Face folder: safetensors, with config and tokenizer of the job's model.
 
-    Of any backend and any number of ranks. What is not trained (a router's bias under FSDP2) is the model folder's.
+    Of any backend and any number of ranks. What is not trained (a router's bias under FSDP2, a vision tower under
+    Megatron) is the model folder's.
     """
     try:
         count = write(checkpoint, folder, model, dtype, trust_remote_code)
@@ -72,7 +73,7 @@ def write(
     try:
         with Progress(disable=not sys.stderr.isatty(), transient=True) as progress:
             task = progress.add_task("tensors", total=None)
-            for name, tensor in _tensors(stored, model, dtype or huggingface.dtype_of(model), trust_remote_code):
+            for name, tensor in _whole(stored, model, dtype or huggingface.dtype_of(model), trust_remote_code):
                 shards.add(name, tensor)
                 count += 1
                 progress.update(task, completed=count, description=name)
@@ -84,6 +85,16 @@ def write(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return count
+
+
+def _whole(stored: BoxReader, folder: Path, dtype: str, trust: bool) -> Iterator[tuple[str, Tensor]]:
+    """With what is not trained and the checkpoint does not have."""
+    given = set()
+    for name, tensor in _tensors(stored, folder, dtype, trust):
+        given.add(name)
+        yield name, tensor
+    for name, tensor in huggingface.untrained(folder, given):
+        yield name, tensor.to(getattr(torch, dtype)) if tensor.is_floating_point() else tensor
 
 
 def _tensors(stored: BoxReader, folder: Path, dtype: str, trust: bool) -> Iterator[tuple[str, Tensor]]:

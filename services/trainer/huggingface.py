@@ -1,8 +1,9 @@
 """The model as an ordinary Hugging Face folder: safetensors in shards, with config and tokenizer of the job's model."""
 
 import json
+import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch import Tensor
 from millrace.errors import InvalidState
 from millrace.weights.manifest import TensorInfo
 from services.trainer import lockstep
+from services.trainer.model_files import INDEX, SINGLE, ModelFiles
+from services.trainer.value_head import WEIGHT
 
 Export = Callable[[str], Iterator[tuple[TensorInfo, Tensor | None]]]
 """Of a dtype: the tensors one after the other, whole on rank 0. See `backends.Backend.export`."""
@@ -21,15 +24,20 @@ Export = Callable[[str], Iterator[tuple[TensorInfo, Tensor | None]]]
 SHARD_BYTES = 4 << 30
 COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.tiktoken")
 """Everything of the model folder but its weights."""
+LAYER = re.compile(r"(?:^|\.)(?:model|language_model)\.layers\.(\d+)\.")
+"""In the name of a tensor: which layer of the language model it is of."""
 
 
 def write_folder(folder: Path, export: Export, model: Path, config: Mapping[str, Any] | None = None) -> None:
-    """Gathers tensor by tensor and writes on rank 0, in the dtype that the folder `model` is in, with its config,
-    changed by `config`, and all else beside its weights. All ranks call it. Raises InvalidState on all."""
+    """Gathers tensor by tensor and writes on rank 0, in the dtype that the folder `model` is in, with what is not
+    trained, its config, changed by `config`, and all else beside its weights. All ranks call it. Raises InvalidState on
+    all."""
     dtype = dtype_of(model)
     shards = Shards(folder, SHARD_BYTES)
     failure: OSError | SafetensorError | None = None
+    given: set[str] = set()
     for info, tensor in export(dtype):
+        given.add(info.name)
         if tensor is not None and failure is None:
             try:
                 shards.add(info.name, tensor.cpu())
@@ -40,6 +48,8 @@ def write_folder(folder: Path, export: Export, model: Path, config: Mapping[str,
             try:
                 if failure is not None:
                     raise failure
+                for name, kept in untrained(model, given):
+                    shards.add(name, kept)
                 shards.finish()
                 copy_rest(model, folder)
                 if config:
@@ -87,6 +97,29 @@ class Shards:
         if count > 1:
             index = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
             (self._folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+
+
+def untrained(model: Path, given: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+    """What the folder `model` has beside the tensors `given`, as it is there: a vision tower, say. Not the language
+    model's head, which is given unless it is tied or a critic's takes its place, nor heads that predict several tokens
+    at once: they would fall behind. Nothing where the folder lacks some that are given: it has them by other names.
+    """
+    if not any((model / file).is_file() for file in (INDEX, SINGLE)):
+        return
+    config = json.loads((model / "config.json").read_text())
+    layers = {**config, **(config.get("text_config") or {})}.get("num_hidden_layers")
+    with ModelFiles(model) as files:
+        if not set(given) <= {*files, WEIGHT}:
+            return
+        for name in files:
+            if name not in given and not _dropped(name, layers):
+                yield name, files.whole(name)
+
+
+def _dropped(name: str, layers: int | None) -> bool:
+    parts, layer = name.split("."), LAYER.search(name)
+    beyond = layer is not None and layers is not None and int(layer[1]) >= layers
+    return beyond or "lm_head" in parts or any(part.startswith("mtp") for part in parts)
 
 
 def dtype_of(model: Path) -> str:

@@ -1,12 +1,14 @@
 """A model folder's weights, tensor by tensor."""
 
 import json
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from millrace.errors import InvalidJob
 
@@ -31,8 +33,16 @@ class ModelFiles:
     ) -> None:
         self._stack.close()
 
+    def __iter__(self) -> Iterator[str]:
+        """The tensors' names, file after file."""
+        return iter(sorted(self._file_of, key=lambda name: (self._file_of[name], name)))
+
     def has(self, name: str) -> bool:
         return name in self._file_of
+
+    def whole(self, name: str) -> Tensor:
+        tensor: Tensor = self._file(self._file_of[name]).get_tensor(name)
+        return tensor
 
     def slice_of(self, name: str, shape: tuple[int, ...]) -> Any:
         """Its values are read where it is indexed. Raises InvalidJob where it is missing or has another shape."""

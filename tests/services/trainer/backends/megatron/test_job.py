@@ -10,8 +10,11 @@ import torch
 from safetensors.torch import load_file
 
 from millrace.errors import InvalidJob, InvalidState, NonFinite, Unavailable
+from services.trainer import export
 from services.trainer.control import ControlThread
+from tests.services.trainer.backends.megatron import tiny
 from tests.services.trainer.backends.megatron.conftest import TOPOLOGIES
+from tests.services.trainer.checkpoints import assert_same_files
 from tests.services.trainer.coordinator import ScriptedCoordinator
 from tests.services.trainer.groups import job_spec, random_groups
 from tests.services.trainer.process import IMPATIENT, TwoRanks, trainer
@@ -79,6 +82,24 @@ def test_a_number_that_is_none_stops_the_step_and_nothing_is_written(
                 two_ranks.step(2, groups, job)
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
     assert two_ranks.step(2, random_groups(4, 4, seed=2), job)["actor/grad_norm"] > 0
+
+
+def test_what_is_not_trained_is_in_the_exports(two_ranks: TwoRanks, tmp_path: Path) -> None:
+    """The policy's and the critic's: a vision tower."""
+    tiny.save("qwen2_5_vl", tmp_path / "model")
+    trained = {"backend": "megatron", "token_budget": 64, "backend_options": {"tensor_parallel": 2}}
+    spec = job_spec(tmp_path / "model", algorithm={"preset": "ppo"}, trainer=trained)
+    two_ranks.calls.configure(spec, job="job-vision")
+    two_ranks.calls.save(str(tmp_path / "saved"), huggingface=True, job="job-vision")
+    whole = load_file(tmp_path / "model" / "model.safetensors")
+    policy, critic = (load_file(tmp_path / "saved" / kind / "model.safetensors") for kind in ("huggingface", "critic"))
+    assert policy.keys() == whole.keys() and any("visual" in name for name in whole)
+    assert critic.keys() == whole.keys() - {"lm_head.weight"} | {"score.weight"}
+    for name, tensor in whole.items():
+        assert torch.equal(policy[name], tensor), name
+        assert name == "lm_head.weight" or torch.equal(critic[name], tensor), name
+    export.write(tmp_path / "saved", tmp_path / "exported")
+    assert_same_files(tmp_path / "exported", tmp_path / "saved" / "huggingface")
 
 
 def test_a_topology_that_does_not_fit_the_ranks_is_refused_and_the_trainer_lives(
