@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 import grpc
 from google.protobuf.message import Message
 
-from millrace.errors import Fenced, InvalidJob, MillraceError, NotFound
+from millrace.errors import Fenced, InvalidJob, MillraceError, NonFinite, NotFound
 from millrace.ids import JobId, Version
 from millrace.spec import JobSpec, parse
 from millrace.weights.phases import Phase, Publication, PublicationState
@@ -20,6 +20,7 @@ from millrace.wire.v1.trainer_pb2_grpc import TrainerServicer
 from services.trainer.commands import RanksFailed
 from services.trainer.publish import Sender
 from services.trainer.turns import Key, Turns
+from services.trainer.update import HALF_MADE
 
 Reply = TypeVar("Reply", bound=Message)
 T = TypeVar("T")
@@ -160,7 +161,12 @@ class Trainer(TrainerServicer):
         return await self._turns.take(key, lambda: self._step(request, job))
 
     async def _step(self, request: pb.StepRequest, job: Configured) -> pb.StepResponse:
-        reply = await self._told(request, pb.StepResponse(), job.deadline("Step"))
+        try:
+            reply = await self._told(request, pb.StepResponse(), job.deadline("Step"))
+        except NonFinite as error:
+            if error.mend == HALF_MADE:
+                self._job = None  # so it is on the ranks
+            raise
         job.version, job.last_step = Version(reply.version), (request.step, reply)
         self.trained_tokens += sum(sum(group.response_tokens) for group in request.groups)
         return reply

@@ -2,6 +2,7 @@
 
 import torch
 
+from millrace.errors import NonFinite
 from millrace.spec import JobSpec
 from millrace.wire.v1.trainer_pb2 import StepRequest
 from services.trainer import lockstep
@@ -12,17 +13,17 @@ from services.trainer.control import ControlThread
 from services.trainer.fetch import fetch
 from services.trainer.kl import KlCoefficient, observed
 from services.trainer.metrics import Clock, mismatch_apart, over_updates
-from services.trainer.rollback import all_or_nothing
 from services.trainer.schedule import random_seed
-from services.trainer.update import update
+from services.trainer.update import HALF_MADE, Updated, update
 from services.trainer.utilisation import utilisation
 
 
 def train_step(
     spec: JobSpec, backend: Backend, request: StepRequest, control: ControlThread, coefficient: KlCoefficient
 ) -> dict[str, float]:
-    """One step; returns its metrics and moves the KL coefficient on. Raises NonFinite, with the trajectory named and
-    the weights as they were, where a number is none; InvalidState or Unavailable where trajectories cannot be had."""
+    """One step; returns its metrics and moves the KL coefficient on. Raises NonFinite, with the trajectory named, where
+    a number is none: the weights are as they were, or else its mend is HALF_MADE; InvalidState or Unavailable where
+    trajectories cannot be had."""
     clock, parallel, spec = Clock(), backend.data_parallel, coefficient.of(spec)
     torch.manual_seed(random_seed(spec, request.step, parallel.rank))
     with clock("fetch"), lockstep.together():
@@ -38,10 +39,14 @@ def train_step(
     scored = passes(spec, backend, batch, needed, clock)
     with clock("adv"):
         columns, metrics = assess(spec, batch, scored)
-    with all_or_nothing(backend, needed=len(batch.updates) > 1):
-        updates = [
-            update(spec, backend, batch, microbatches, columns, request.step, clock) for microbatches in batch.updates
-        ]
+    updates: list[Updated] = []
+    for microbatches in batch.updates:
+        try:
+            updates.append(update(spec, backend, batch, microbatches, columns, request.step, clock))
+        except NonFinite as error:
+            if updates:
+                raise NonFinite(error.what, HALF_MADE) from error
+            raise
     # The first update's pass is over the weights that the step began with, so it can be compared with the engine's.
     train_bt, mask_bt = updates[0].logprobs_bt, updates[0].mask_bt
     if train_bt is None:

@@ -23,6 +23,13 @@ from services.trainer.microbatch import MicroBatch
 from services.trainer.schedule import critic_learning_rate, learning_rate
 
 CLIP_EPS = 1e-6
+_LOOK = "Look at that trajectory; lower the learning rate or compute in float32 if its gradient overflowed."
+_MEND = f"nothing was written to the weights. {_LOOK}"
+HALF_MADE = (
+    "updates before it in this step were written, so the trainer lets these weights go: `millrace resume` goes on from"
+    f" the last checkpoint. {_LOOK}"
+)
+"""The mend of a NonFinite by which worker and server know that the weights belong to no version."""
 
 
 @dataclass(frozen=True)
@@ -153,9 +160,3 @@ def _blamed(learner: Learner, batch: Batch, microbatches: Sequence[MicroBatch]) 
             names = " or ".join(sorted({label.decode() for label in labels if label}))
             return NonFinite(f"{whose}: their norm is {learner.norm} because of {names}.", _MEND)
     return NonFinite(f"{whose}: their norm is {learner.norm}, though no trajectory's alone is.", _MEND)
-
-
-_MEND = (
-    "nothing was written to the weights. Look at that trajectory; lower the learning rate or compute in float32 if its"
-    " gradient overflowed."
-)

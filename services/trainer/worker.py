@@ -10,7 +10,7 @@ import structlog
 import torch
 from google.protobuf.message import Message
 
-from millrace.errors import InvalidState
+from millrace.errors import InvalidState, NonFinite
 from millrace.ids import JobId, Version
 from millrace.spec import JobSpec, choices
 from millrace.wire.v1 import trainer_pb2 as pb
@@ -21,6 +21,7 @@ from services.trainer.kl import KlCoefficient
 from services.trainer.publish import Sender
 from services.trainer.saving import Saver
 from services.trainer.step import train_step
+from services.trainer.update import HALF_MADE
 from services.trainer.world import World
 
 log = structlog.get_logger(__name__)
@@ -74,7 +75,12 @@ class Worker:
 
     def step(self, request: pb.StepRequest) -> pb.StepResponse:
         job = self._loaded()
-        metrics = train_step(job.spec, job.backend, request, self._control, job.coefficient)
+        try:
+            metrics = train_step(job.spec, job.backend, request, self._control, job.coefficient)
+        except NonFinite as error:
+            if error.mend == HALF_MADE:
+                self._job = None
+            raise
         job.version = Version(request.step)
         return pb.StepResponse(version=job.version, metrics=metrics)
 

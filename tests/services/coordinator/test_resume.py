@@ -91,6 +91,20 @@ def test_an_ended_job_goes_on_from_its_checkpoint(end: str, shared: Any, spec: d
 
 
 @scenario
+async def test_a_trainer_that_let_go_of_the_job_goes_back_to_its_checkpoint(
+    cluster: Cluster, spec: dict[str, Any]
+) -> None:
+    """As one does whose step was half made when it failed."""
+    spec["schedule"]["save_every_steps"] = 2
+    trainer, _ = await cluster.trainer(), await cluster.replica(seconds=0.02)
+    job = await failed(cluster, spec, trainer, after=3)
+    trainer.job_id, trainer.configuration, trainer.version, trainer.last = "", "", -1, None
+    await finishes(cluster, job.id, trainer)
+    assert trainer.configured == ["", at(spec, 2)]
+    assert [event.data["version"] for event in await cluster.events(job.id, "job.rewound")] == [2]
+
+
+@scenario
 async def test_a_job_without_checkpoint_begins_again(cluster: Cluster, spec: dict[str, Any]) -> None:
     """Another job had the trainer since."""
     trainer, _ = await cluster.trainer(), await cluster.replica()

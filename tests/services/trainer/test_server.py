@@ -19,6 +19,7 @@ from millrace.wire.v1.trainer_pb2_grpc import add_TrainerServicer_to_server
 from services.trainer.commands import RanksFailed
 from services.trainer.publish import Sender
 from services.trainer.server import Trainer
+from services.trainer.update import HALF_MADE
 from tests.services.trainer.calls import JOB, Calls
 from tests.services.trainer.groups import job_spec, random_groups
 from tests.services.trainer.receiver import reference
@@ -232,6 +233,20 @@ def test_a_failed_step_leaves_the_version_and_can_be_asked_again(ready: Running)
         ready.calls.step(1, GROUPS, "nowhere:1")
     assert ready.calls.status().version == 0 and ready.calls.status().state == pb.TRAINER_STATE_READY
     assert ready.calls.step(1, GROUPS, "nowhere:1").version == 1
+
+
+def test_a_step_half_made_costs_the_weights(ready: Running, tmp_path: Path) -> None:
+    """Nobody publishes or saves them, and who asks finds a trainer that has to be configured."""
+    ready.ranks.error = NonFinite("gradients of the policy: their norm is nan.", HALF_MADE)
+    with pytest.raises(NonFinite, match="their norm is nan"):
+        ready.calls.step(1, GROUPS, "nowhere:1")
+    status = ready.calls.status()
+    assert (status.job_id, status.version, status.state) == ("", -1, pb.TRAINER_STATE_IDLE)
+    for call in (lambda: ready.calls.begin_save("here"), lambda: ready.calls.prepare(reference(0), 1, "float32")):
+        with pytest.raises(Fenced, match="holds no job"):
+            call()
+    assert ready.calls.configure(job_spec(tmp_path / "model"), checkpoint="saved").version == 7
+    assert ready.calls.step(8, GROUPS, "nowhere:1").version == 8
 
 
 def test_busy_ranks_refuse_other_work(ready: Running) -> None:

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from millrace.errors import InvalidState, NonFinite
 from millrace.wire.v1 import trainer_pb2 as pb
 from services.trainer import worker
 from services.trainer.publish import Sender
+from services.trainer.update import HALF_MADE
 from services.trainer.worker import Worker
 from services.trainer.world import World
 from tests.services.trainer.groups import job_spec
@@ -23,6 +25,12 @@ class Model:
 
     def __init__(self) -> None:
         self.itself = self
+
+
+def worker_alone() -> Worker:
+    nothing: Any = None
+    world = World(0, 1, "localhost", torch.device("cpu"), ("localhost", 0), None)
+    return Worker(world, nothing, Sender(0, "trainer-1"), nothing)
 
 
 def test_the_job_before_is_out_of_memory_when_the_next_is_built(
@@ -38,9 +46,7 @@ def test_the_job_before_is_out_of_memory_when_the_next_is_built(
         return model
 
     monkeypatch.setattr(worker, "build", build)
-    nothing: Any = None
-    world = World(0, 1, "localhost", torch.device("cpu"), ("localhost", 0), None)
-    rank = Worker(world, nothing, Sender(0, "trainer-1"), nothing)
+    rank = worker_alone()
     spec = job_spec(tmp_path / "model").model_dump_json()
     gc.disable()
     try:
@@ -49,3 +55,20 @@ def test_the_job_before_is_out_of_memory_when_the_next_is_built(
     finally:
         gc.enable()
     assert alive == [0, 0, 0]
+
+
+@pytest.mark.parametrize("mend", [HALF_MADE, "look at it."])
+def test_a_step_half_made_costs_the_weights(mend: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One of which nothing was written does not."""
+
+    def train_step(*arguments: Any) -> dict[str, float]:
+        raise NonFinite("gradients of the policy: their norm is nan.", mend)
+
+    monkeypatch.setattr(worker, "build", lambda *arguments: Model())
+    monkeypatch.setattr(worker, "train_step", train_step)
+    rank = worker_alone()
+    rank.configure(pb.ConfigureTrainerRequest(job_id="job-1", spec=job_spec(tmp_path / "model").model_dump_json()))
+    with pytest.raises(NonFinite, match="their norm is nan"):
+        rank.step(pb.StepRequest(job_id="job-1", step=1))
+    with pytest.raises(InvalidState, match="no job is loaded") if mend == HALF_MADE else pytest.raises(NonFinite):
+        rank.step(pb.StepRequest(job_id="job-1", step=1))

@@ -142,7 +142,6 @@ def ranks(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
             calls["against_mbridge"] = {"models": {kind: str(path) for kind, path in models.items()}}
         if count == 2:
             calls["left_behind"] = {}
-            cases["MoE DP2"]["roll_back"] = cases["TP2 tied"]["roll_back"] = True
             cases |= _resumed(models, run(4)[1])
         if count == 4:
             for name in SAVED:

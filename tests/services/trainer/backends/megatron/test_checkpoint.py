@@ -1,4 +1,4 @@
-"""Checkpoints: saved by four ranks of one topology, read by two of another; Hugging Face folders; going back."""
+"""Checkpoints: saved by four ranks of one topology, read by two of another; Hugging Face folders."""
 
 from collections.abc import Callable
 from pathlib import Path
