@@ -6,6 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 EXTRAS := cpu,dev
+OVERRIDES := deploy/cpu-overrides.txt
 SLOW := e2e or chaos or compose or gpu
 # Tests that run side by side.
 WORKERS ?= 2
@@ -36,12 +37,12 @@ help: ## this list
 
 install: $(INSTALLED) ## everything for this machine's CPU, into .venv
 
-$(INSTALLED): pyproject.toml
+$(INSTALLED): pyproject.toml $(OVERRIDES)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' \
 		|| { echo "Python 3.11 or 3.12 is needed; name it: make PYTHON=/path/to/python3.11"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet uv
-	$(BIN)/uv pip install --quiet --python $(BIN)/python -e ".[$(EXTRAS)]"
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --override $(OVERRIDES) -e ".[$(EXTRAS)]"
 	@touch $@
 
 demo: $(INSTALLED) ## a small model learns through all three services (BACKEND=megatron, DEMO="--seed 1 --replicas 2")
