@@ -51,7 +51,8 @@ class Reward(Part):
     workers: int = Field(2, ge=1, le=256)
     """Scoring processes beside each engine."""
     network: bool = False
-    """Whether the function may reach the network (a reward server)."""
+    """Whether the function may reach the network (a reward server). If not, it is kept off it where the kernel
+    allows that; otherwise the replica warns."""
 
 
 class Evaluation(Part):
