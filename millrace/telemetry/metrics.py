@@ -1,6 +1,6 @@
-"""The Prometheus metrics of all services, by name, in one place.
+"""The Prometheus metrics that the coordinator serves, by name, in one place.
 
-A service makes the ones it fills in its own registry: `STEPS.on(registry).labels(job=...).inc()`. Names end in their
+They are made in a registry of its own: `STEPS.on(registry).labels(job=...).inc()`. Names end in their
 unit; `_total` counts since the process started. Values that the ledger knows are gauges, set from it, so that they
 survive a restart of the coordinator.
 """
@@ -15,7 +15,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 Kind = TypeVar("Kind", Counter, Gauge, Histogram)
 
 SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-"""Buckets for calls, pauses and single rewards."""
+"""Buckets for pauses."""
 LONG_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0, 1000.0, 2500.0)
 """Buckets for steps, publications and checkpoints."""
 VERSIONS = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 16.0)
@@ -81,9 +81,3 @@ PAUSE_S = Metric(
 MEMBERS = Metric(Gauge, "millrace_members", "Members by kind and state.", ("kind", "state"))
 EPOCH = Metric(Gauge, "millrace_epoch", "Membership epoch of the weight communicators.")
 MEMBER_TOKENS_PER_S = Metric(Gauge, "millrace_member_tokens_per_second", "Tokens a second by member.", ("member",))
-
-# A replica.
-ENGINE_REQUESTS = Metric(Gauge, "millrace_engine_requests", "Samples in the engine.", ("state",))
-ENGINE_TOKENS = Metric(Counter, "millrace_engine_tokens_total", "Response tokens generated.")
-SCORING_S = Metric(Histogram, "millrace_scoring_seconds", "Seconds of one reward call.", ("outcome",), SHORT_S)
-HELD_VERSION = Metric(Gauge, "millrace_held_version", "Weight version verified and served; -1: none.")
