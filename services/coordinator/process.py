@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import fcntl
+import ipaddress
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import structlog
 import uvicorn
 
 from millrace.errors import InvalidState, Unavailable
+from millrace.wire.channel import token
 from millrace.wire.server import Server, host_address
 from services.coordinator.bell import Bell
 from services.coordinator.control import Control
@@ -101,6 +103,7 @@ class Coordinator:
             work.append(asyncio.create_task(self._redis.watch()))
         serving = asyncio.create_task(rest.serve(sockets=[http]))
         stopping = asyncio.create_task(stop.wait())
+        _warn_without_token(self._settings)
         log.info("coordinator started", http=http.getsockname()[:2], grpc=grpc.port, redis=store.connection.name)
         try:
             done, _ = await asyncio.wait({*work, serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -172,6 +175,24 @@ async def _redis_answers(store: Store) -> None:
         raise Unavailable(what, "start it, or set REDIS_URL to one that runs.") from error
     if not await store.connection.keeps():
         log.warning("this Redis has no append-only file: what it holds is gone when it ends", mend="appendonly yes")
+
+
+def _warn_without_token(settings: Settings) -> None:
+    """Where others than this host's own users can reach it: jobs name files and functions that are run."""
+    if not token() and not (_loopback(settings.http_host) and _loopback(settings.grpc_host)):
+        log.warning(
+            "there is no token: whoever reaches these addresses may submit jobs and join the fleet",
+            http=settings.http_host,
+            grpc=settings.grpc_host,
+            mend="set MILLRACE_TOKEN, the same for all services and clients",
+        )
+
+
+def _loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _work_address(host: str, port: int) -> str:

@@ -75,6 +75,15 @@ def test_two_do_not_work_in_one_folder(tmp_path: Path) -> None:
     assert "another coordinator works in" in told
 
 
+@pytest.mark.parametrize(
+    ("host", "token", "warned"), [("0.0.0.0", "", True), ("0.0.0.0", "secret", False), ("127.0.0.1", "", False)]
+)
+def test_an_address_for_all_without_a_token_is_warned_of(host: str, token: str, warned: bool, tmp_path: Path) -> None:
+    environment = {"MILLRACE_TOKEN": token, "MILLRACE_TOKEN_FILE": ""}
+    with running(tmp_path / "state", "--http-host", host, environment=environment) as process:
+        assert ("there is no token" in process.log()) == warned
+
+
 def redis_of(process: CoordinatorProcess) -> psutil.Process:
     assert process.process is not None
     (found,) = [p for p in psutil.Process(process.process.pid).children() if "redis" in p.name()]
