@@ -79,7 +79,9 @@ def millrace(*arguments: str, url: str = "", status: int = 0) -> Any:
 def test_submit_show_list_and_cancel(url: str, client: Client, job_file: Path) -> None:
     submitted = millrace("submit", str(job_file), url=url).stdout
     job = re.findall(r"job-[0-9a-f]{12}", submitted)[0]
-    assert re.search(rf"{job} +words +(queued|starting) +0/", millrace("jobs", url=url).stdout)
+    listed = millrace("jobs", url=url).stdout
+    assert re.search(rf"{job} +words +(queued|starting) +0/", listed)
+    assert re.search(r"AGE +TOOK\n.* \d+s +–\n", listed)
     shown = millrace("show", "last", url=url).stdout
     assert job in shown and "0 issued = 0 queued" in shown and "words" in shown
     assert "cancelled" in millrace("cancel", job, url=url).stdout or client.wait(job, 30).state == "cancelled"
@@ -118,6 +120,7 @@ def test_jobs_are_named_by_id_beginning_of_it_or_last(url: str, client: Client, 
     several = millrace("show", "job-", url=url, status=1).stderr
     assert "could be job-" in several and "Mend: give more of the id." in several
     assert "`millrace jobs` lists them" in millrace("show", "nothing", url=url, status=1).stderr
+    assert "`millrace jobs` lists those" in millrace("show", "job-000000000000", url=url, status=1).stderr
 
 
 def test_what_the_coordinator_refuses_is_told_with_its_mend(url: str, client: Client, spec: dict[str, Any]) -> None:

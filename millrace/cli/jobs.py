@@ -1,4 +1,4 @@
-"""Commands that ask the coordinator: submit, jobs, show, events, pause, resume, cancel, fleet."""
+"""Commands that ask the coordinator: submit, jobs, show, events, pause, resume, cancel, fleet, drain."""
 
 import time
 from collections.abc import Sequence
@@ -24,8 +24,8 @@ from millrace.cli.output import (
 )
 from millrace.cli.watch import follow
 from millrace.client import Client
-from millrace.errors import InvalidJob
-from millrace.rest import Event, JobView, LedgerView, SampleView
+from millrace.errors import InvalidJob, InvalidState
+from millrace.rest import Event, JobView, LedgerView, MemberView, SampleView
 
 SpecFile = Annotated[Path, typer.Argument(metavar="JOB.YAML", help="The job spec, YAML or JSON.", show_default=False)]
 
@@ -61,12 +61,13 @@ def jobs(url: Url = None, as_json: AsJson = False) -> None:
         found = sorted(client.jobs(), key=lambda job: -job.created_s)
     if as_json:
         return print_json(found)
-    rows = table("JOB", "NAME", "STATE", ">STEP", ">REWARD", ">HELD-OUT", ">AGE")
+    rows = table("JOB", "NAME", "STATE", ">STEP", ">REWARD", ">HELD-OUT", ">AGE", ">TOOK")
     for job in found:
         held_out = f"{number(job.evaluation_before)} → {number(job.evaluation_last)}"
-        age = duration((job.finished_s or time.time()) - job.created_s)
+        age = duration(time.time() - job.created_s)
+        took = duration(job.finished_s - job.created_s) if job.finished_s else "–"
         step = f"{job.step}/{job.steps or '?'}"
-        rows.add_row(job.id, escape(job.name), styled(job.state), step, number(job.reward), held_out, age)
+        rows.add_row(job.id, escape(job.name), styled(job.state), step, number(job.reward), held_out, age, took)
     people().print(rows if found else "no jobs yet; `millrace submit job.yaml` makes one.")
 
 
@@ -240,3 +241,20 @@ def fleet(url: Url = None, as_json: AsJson = False) -> None:
     for member in view.replicas:
         if member.trouble:
             console.print(f"{member.id} could not be made ready: {member.trouble}", style="red", markup=False)
+
+
+def drain(
+    member: Annotated[
+        str, typer.Argument(metavar="MEMBER", help="A member's id, or the beginning of one.", show_default=False)
+    ],
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Take a member away: it gets no new work, finishes what it has and leaves."""
+    with connect(url) as client:
+        view = client.fleet()
+        matching = [m.id for m in (*view.trainers, *view.replicas) if m.id.startswith(member)]
+        if len(matching) > 1:
+            raise InvalidState(f"{member!r} could be {', '.join(matching)}.", "give more of the id.")
+        drained = client._view(MemberView, "POST", f"/v1/fleet/{next(iter(matching), member)}/drain")
+    print_json(drained) if as_json else people().print(f"{drained.id}  {styled(drained.state)}")

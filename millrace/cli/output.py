@@ -57,15 +57,22 @@ class TellsErrors(typer.core.TyperGroup):
             raise typer.Exit(1) from error
 
 
+COMMANDS = {"GET /v1/jobs lists": "`millrace jobs` lists", "GET /v1/fleet lists": "`millrace fleet` lists"}
+"""What the coordinator's mends name, and the command that says the same."""
+
+
 def tell(error: MillraceError, as_json: bool = False) -> None:
     """On standard error: what happened and the mend."""
+    mend = error.mend
+    for call, command in COMMANDS.items():
+        mend = mend.replace(call, command)
     if as_json:
-        print(json.dumps({"error": type(error).__name__, "what": error.what, "mend": error.mend}), file=sys.stderr)
+        print(json.dumps({"error": type(error).__name__, "what": error.what, "mend": mend}), file=sys.stderr)
         return
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     console.print(error.what, style="red", markup=False)
-    if error.mend:
-        console.print(f"Mend: {error.mend}", markup=False)
+    if mend:
+        console.print(f"Mend: {mend}", markup=False)
 
 
 def people() -> Console:

@@ -1,0 +1,42 @@
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+from typer.testing import CliRunner
+
+from millrace.cli import app
+from millrace.wire.channel import PROTOCOL_VERSION, Peer
+from millrace.wire.v1 import fleet_pb2, fleet_pb2_grpc
+from tests.services.coordinator.conftest import running
+
+
+async def registered(coordinator: str, member: str) -> None:
+    peer = Peer(coordinator)
+    request = fleet_pb2.RegisterRequest(
+        member_id=member,
+        kind=fleet_pb2.MEMBER_KIND_ROLLOUT,
+        address=f"{member}.example:1",
+        protocol_version=PROTOCOL_VERSION,
+    )
+    await peer.call(fleet_pb2_grpc.FleetStub, "Register", request)
+    await peer.close()
+
+
+def drain(url: str, *arguments: str) -> Any:
+    return CliRunner().invoke(app, ["drain", *arguments, "--url", url], env={"MILLRACE_TOKEN": ""})
+
+
+def test_a_member_is_drained_by_its_id_or_the_beginning_of_it(tmp_path: Path) -> None:
+    with running(tmp_path / "state", "--lost-after-s", "600", environment={"MILLRACE_TOKEN": ""}) as process:
+        url = process.client.url
+        for member in ("rollout-1a2b3c4d", "rollout-1a99999f"):
+            asyncio.run(registered(process.address, member))
+        several = drain(url, "rollout-1a")
+        assert several.exit_code == 1 and "give more of the id" in several.stderr
+        assert json.loads(drain(url, "rollout-1a2", "--json").stdout)["state"] == "draining"
+        states = {replica.id: replica.state for replica in process.client.fleet().replicas}
+        assert states["rollout-1a2b3c4d"] == "draining" != states["rollout-1a99999f"]
+        assert drain(url, "rollout-1a99999f").stdout.split() == ["rollout-1a99999f", "draining"]
+        nobody = drain(url, "rollout-nowhere")
+        assert nobody.exit_code == 1 and "`millrace fleet` lists its members" in nobody.stderr
