@@ -137,12 +137,30 @@ MILLRACE: dict[str, str] = {
 }
 """Another trainer's word, and Millrace's: the field with the parts above it (some have several), or the value."""
 
+_SIZE = "there the size of one update's share of the batch, here how many updates a step has: batch / size"
+_SAMPLES = "there a number of samples, here of tokens"
+COUNTED: dict[str, str] = {
+    "mini_batch_size": _SIZE,
+    "ppo_mini_batch_size": _SIZE,
+    "micro_batch_size": _SAMPLES,
+    "micro_batch_size_per_gpu": _SAMPLES,
+    "ppo_micro_batch_size": _SAMPLES,
+    "ppo_micro_batch_size_per_gpu": _SAMPLES,
+}
+"""Of those whose number cannot be taken over as it is: what it counts there and here."""
+
 
 def meant(name: str, known: Collection[str]) -> str | None:
-    """Which of `known` somebody meant who wrote `name` as elsewhere; none where it is none of them."""
-    return next((word for path in places(name) if (word := path.rpartition(".")[2]) in known), None)
+    """Which of `known` somebody meant who wrote `name` as elsewhere; none where it is none or several of them."""
+    words = [word for path in places(name) if (word := path.rpartition(".")[2]) in known]
+    return words[0] if len(words) == 1 else None
 
 
 def places(name: str) -> list[str]:
     """Where in a job spec `name` is said; empty for a word that is not known."""
     return MILLRACE.get(name.lower(), "").split(", ") if name.lower() in MILLRACE else []
+
+
+def counted(name: str) -> str:
+    """What the number of another trainer's field counts there and here; empty where it is the same."""
+    return COUNTED.get(name.lower(), "")

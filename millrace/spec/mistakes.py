@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from millrace.elsewhere import meant, places
+from millrace.elsewhere import counted, meant, places
 from millrace.errors import InvalidJob
 from millrace.spec.job import JobSpec
 
@@ -159,10 +159,11 @@ def _nearest(root: type[BaseModel], location: Location) -> str:
     if part is None:
         return "remove it."
     names = list(part.model_fields)
+    other_unit = f" It is {unit}." if (unit := counted(written)) else ""
     if known := meant(written, names):
-        return f"did you mean `{known}`?"
+        return f"did you mean `{known}`?{other_unit}"
     if others := [place for place in places(written) if place.partition(".")[0] in JobSpec.model_fields]:
-        return f"here that is {' or '.join(f'`{place}`' for place in others)}."
+        return f"here that is {' or '.join(f'`{place}`' for place in others)}.{other_unit}"
     if close := difflib.get_close_matches(written, names, n=1, cutoff=0.5):
         return f"did you mean `{close[0]}`?"
     if elsewhere := [path for path in _paths(root) if path.rpartition(".")[2] == written]:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from millrace.elsewhere import MILLRACE, places
+from millrace.elsewhere import COUNTED, MILLRACE, places
 from millrace.errors import InvalidJob
 from millrace.megatron.options import Megatron
 from millrace.rl import catalogue
@@ -41,6 +41,15 @@ def test_what_it_is_called_here_exists(name: str) -> None:
     assert all(is_there(place) or place in values for place in places(name))
 
 
+def test_those_that_count_something_else_are_known() -> None:
+    assert set(COUNTED) <= set(MILLRACE)
+
+
+def test_a_part_that_is_several_here_is_told_as_all_of_them() -> None:
+    with pytest.raises(InvalidJob, match="here that is `model` or `rollout` or `trainer`"):
+        parse({**SMALLEST, "actor_rollout_ref": {}})
+
+
 @pytest.mark.parametrize(
     ("part", "name", "mend"),
     [
@@ -48,6 +57,8 @@ def test_what_it_is_called_here_exists(name: str) -> None:
         ("evaluation", "n", "did you mean `samples_per_prompt`?"),
         ("trainer", "lr", "here that is `trainer.optimizer.lr`."),
         ("trainer", "ppo_micro_batch_size", "did you mean `token_budget`?"),
+        ("trainer", "ppo_mini_batch_size", "`updates_per_step`? It is there the size of one update's share"),
+        ("data", "ppo_mini_batch_size", "`trainer.updates_per_step`. It is there the size of one update's share"),
         ("data", "train_batch_size", "here that is `schedule.prompts_per_step`."),
         ("rollout", "max_new_tokens", "did you mean `max_response_tokens`?"),
         ("algorithm", "clip_ratio", "here that is `algorithm.policy_loss.options.clip_low`."),
