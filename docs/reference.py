@@ -1,15 +1,21 @@
-"""`python docs/reference.py > docs/job.md`: every field of the job spec, from the models that check it."""
+"""`python docs/reference.py > docs/job.md`: every field of the job spec, from the models that check it.
+
+`python docs/reference.py from-verl` writes the names of other trainers into docs/from-verl.md.
+"""
 
 import importlib
 import inspect
 import re
+import sys
 import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from millrace import elsewhere
 from millrace.fsdp2 import Fsdp2Options as Fsdp2
 from millrace.rewards import BUILT_IN
 from millrace.spec import JobSpec
@@ -25,6 +31,9 @@ as every service has a working folder of its own; [running.md](running.md#on-sev
 what."""
 PLAIN = {bool: "true or false", int: "whole number", float: "number", str: "text", Any: "anything"}
 BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+FROM_VERL = Path(__file__).with_name("from-verl.md")
+NAMES = "what is below is not edited here."
+"""Ends what people write in that page."""
 LEFT = ("data_source", "solution_str", "ground_truth", "extra_info")
 """What a reward function is called with: not its options."""
 Homes = dict[type[BaseModel], str]
@@ -148,5 +157,18 @@ def _rewards() -> Iterator[str]:
     yield "## `reward.function`\n\n" + "\n".join(rows)
 
 
+def with_names(written: str) -> str:
+    """The page about other trainers with the table of their names."""
+    rows = ["| verl, slime, TRL | Millrace | |", "|---|---|---|"]
+    for name in elsewhere.MILLRACE:
+        here = " or ".join(f"`{place}`" for place in elsewhere.places(name))
+        rows.append(_row(f"`{name}`", here, elsewhere.counted(name)))
+    above, mark, _ = written.partition(NAMES)
+    return "\n".join([above + mark, "", *rows]) + "\n"
+
+
 if __name__ == "__main__":
-    print(page(), end="")
+    if sys.argv[1:] == ["from-verl"]:
+        FROM_VERL.write_text(with_names(FROM_VERL.read_text()))
+    else:
+        print(page(), end="")
