@@ -1,5 +1,5 @@
-# `make demo` and `make test` work from a bare clone: all they need is make and Python 3.11 or 3.12.
-# Everything is installed into .venv, once; a changed pyproject.toml installs again.
+# `make demo` and `make test` work from a bare clone: all they need is Linux, make, a C compiler, and Python 3.11 or 3.12 with
+# its headers. Everything is installed into .venv, once; a changed pyproject.toml installs again.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
 VENV := .venv
@@ -42,7 +42,8 @@ $(INSTALLED): pyproject.toml $(OVERRIDES)
 		|| { echo "Python 3.11 or 3.12 is needed; name it: make PYTHON=/path/to/python3.11"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet uv
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --override $(OVERRIDES) -e ".[$(EXTRAS)]"
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --override $(OVERRIDES) -e ".[$(EXTRAS)]" \
+		|| { echo "Where a build failed: some packages come as source and want gcc, g++ and Python's headers"; exit 1; }
 	@touch $@
 
 demo: $(INSTALLED) ## a small model learns through all three services (BACKEND=megatron, DEMO="--seed 1 --replicas 2")
