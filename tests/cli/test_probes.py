@@ -6,6 +6,7 @@ import pytest
 
 from millrace.cli import probes
 from millrace.cli.probes import Finding, Need, Software, Verdict
+from millrace.extras import how_to_install
 
 
 def software(package: str, module: str) -> Software:
@@ -15,6 +16,11 @@ def software(package: str, module: str) -> Software:
 def test_what_is_not_installed_is_missing_and_says_how_to_install_it() -> None:
     found = probes.usable(software("no-such-distribution", "nothing"))
     assert found.verdict is Verdict.MISSING and "uv pip install -e '.[thing]'" in found.mend
+
+
+def test_an_install_for_the_cpu_leaves_out_what_breaks_there() -> None:
+    told = how_to_install("cpu-vllm", "gpu-vllm")
+    assert "-e '.[cpu-vllm]' --override deploy/cpu-overrides.txt or '.[gpu-vllm]' in the checkout" in told
 
 
 def test_every_extra_that_is_named_exists() -> None:
