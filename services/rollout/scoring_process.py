@@ -6,15 +6,20 @@ import json
 import os
 import signal
 import sys
+import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Self
+
+import psutil
 
 from millrace.errors import InvalidJob
 
 LONGEST_LINE = 1 << 20
 EXIT_S = 1.0
 """How long a process whose pipe is closed may take to be gone before it is killed."""
+MARK = "MILLRACE_SCORING_PROCESS"
+"""Environment variable by which what a scoring process started is known when it has left its group."""
 
 
 class WorkerDied(Exception):
@@ -34,8 +39,9 @@ class Setup:
 class ScoringProcess:
     """One process; asked one thing at a time. After WorkerDied, TimeoutError or a cancelled call it is to be killed."""
 
-    def __init__(self, process: asyncio.subprocess.Process, lifeline: int, memory_mb: int) -> None:
-        self._process = process
+    def __init__(self, spawned: "_Spawned", lifeline: int, memory_mb: int) -> None:
+        self._spawned = spawned
+        self._process = spawned.process
         self._lifeline = lifeline
         self._memory_mb = memory_mb
         self._asked = 0
@@ -85,8 +91,8 @@ class ScoringProcess:
         return reply
 
     def kill(self) -> None:
-        """The process and whatever it started."""
-        if self.alive:
+        """The process and whatever it started, whether or not it has ended itself."""
+        if not self._burial.done():
             _kill_group(self._process.pid)
 
     async def end(self) -> None:
@@ -95,9 +101,15 @@ class ScoringProcess:
         await asyncio.wait({self._burial})
 
     async def _bury(self) -> None:
-        await self._process.wait()
+        # Not Process.wait: it returns once the pipes are closed, and what the process started may hold them.
+        await self._spawned.ended.wait()
         _kill_group(self._process.pid)
         os.close(self._lifeline)
+        assert self._process.stdin is not None
+        if not (requests := self._process.stdin.transport).is_closing():
+            requests.abort()  # what nobody reads any more is not waited for
+        self._spawned.transport.close()
+        await asyncio.to_thread(_kill_marked, self._spawned.mark)
 
     async def _exchange(self, message: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -118,32 +130,66 @@ class ScoringProcess:
     async def _how_it_ended(self) -> str:
         try:
             async with asyncio.timeout(EXIT_S):
-                status = await self._process.wait()
+                await self._spawned.ended.wait()
         except TimeoutError:
             return "closed its pipe"
+        status = self._process.returncode
+        assert status is not None
         if status >= 0:
             return f"exited with status {status}"
         name = signal.Signals(-status).name
         return f"killed: {name}, under a memory limit of {self._memory_mb} MB"
 
 
-async def _spawn(lifeline: int) -> asyncio.subprocess.Process:
-    return await asyncio.create_subprocess_exec(
+class _Streams(asyncio.subprocess.SubprocessStreamProtocol):
+    """Tells of the process's end when it comes, whoever holds its pipes."""
+
+    def __init__(self) -> None:
+        super().__init__(LONGEST_LINE, asyncio.get_running_loop())
+        self.ended = asyncio.Event()
+
+    def process_exited(self) -> None:
+        super().process_exited()
+        self.ended.set()
+
+
+@dataclass(frozen=True)
+class _Spawned:
+    process: asyncio.subprocess.Process
+    transport: asyncio.SubprocessTransport
+    ended: asyncio.Event
+    mark: str
+
+
+async def _spawn(lifeline: int) -> _Spawned:
+    loop, mark = asyncio.get_running_loop(), uuid.uuid4().hex
+    transport, streams = await loop.subprocess_exec(
+        _Streams,
         sys.executable,
         "-m",
         "services.rollout.scoring_worker",
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
+        stderr=None,
         pass_fds=(lifeline,),
         start_new_session=True,
-        env=_environment(),
-        limit=LONGEST_LINE,
+        env={**_environment(), MARK: mark},
     )
+    return _Spawned(asyncio.subprocess.Process(transport, streams, loop), transport, streams.ended, mark)
 
 
 def _kill_group(leader: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(leader, signal.SIGKILL)
+
+
+def _kill_marked(mark: str) -> None:
+    """What left the group: a session of its own takes a process out of that, but keeps the environment."""
+    for pid in psutil.pids():
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(pid)
+            if process.environ().get(MARK) == mark:
+                process.kill()
 
 
 def _accept(greeting: Mapping[str, Any], setup: Setup) -> str | None:

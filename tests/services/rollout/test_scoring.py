@@ -432,3 +432,52 @@ def test_no_descriptor_is_left_open(obedient: str) -> None:
 
     before, after = scoring(obedient, act)
     assert after <= before + 1
+
+
+@pytest.mark.parametrize("leaves", ["", "os.setsid()"])
+@pytest.mark.parametrize("ends", ["os._exit(3)", "os.kill(os.getpid(), 11)", "time.sleep(1000)"])
+def test_a_child_that_holds_the_pipes_does_not_hold_up_the_pool(leaves: str, ends: str, tmp_path: Path) -> None:
+    path, child = tmp_path / "forks.py", tmp_path / "child"
+    path.write_text(
+        "import os, time\ndef score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    if solution_str != 'fork': return 1\n"
+        "    if os.fork() == 0:\n"
+        f"        {leaves or 'pass'}\n"
+        f"        open({str(child)!r}, 'w').write(str(os.getpid()))\n"
+        "        time.sleep(1000)\n"
+        f"    while not os.path.exists({str(child)!r}) or not open({str(child)!r}).read(): time.sleep(0.01)\n"
+        f"    {ends}\n"
+    )
+
+    async def act(pool: ScoringPool) -> list[Scored]:
+        async with asyncio.timeout(15):
+            scored = await pool.score_group("d", ["fork", "score"], "t", {})
+            await pool.close()
+            return scored
+
+    lost, after = scoring(f"{path}:score", act, timeout_s=3.0)
+    assert lost.failure is not None and lost.failure.startswith(("exited with status 3", "killed: SIGSEGV", "timeout"))
+    assert after.score == 1.0
+    assert gone(int(child.read_text()))
+
+
+def test_an_end_waits_for_the_group_of_a_leader_that_is_dead(tmp_path: Path) -> None:
+    path, child = tmp_path / "forks.py", tmp_path / "child"
+    path.write_text(
+        "import os, time\ndef score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    if os.fork() == 0:\n"
+        f"        open({str(child)!r}, 'w').write(str(os.getpid()))\n"
+        "        time.sleep(1000)\n"
+        f"    while not os.path.exists({str(child)!r}) or not open({str(child)!r}).read(): time.sleep(0.01)\n"
+        "    return os.getpid()\n"
+    )
+
+    async def act(pool: ScoringPool) -> None:
+        ((scored,),) = [await pool.score_group("d", ["fork"], "t", {})]
+        assert scored.score is not None
+        os.kill(int(scored.score), signal.SIGKILL)
+        async with asyncio.timeout(10):
+            await pool.close()
+        assert gone(int(child.read_text()), within_s=0.5)
+
+    scoring(f"{path}:score", act)
