@@ -58,7 +58,9 @@ class Endings:
             return None
         text = str(self.tokenizer.decode(request.tokens, skip_special_tokens=True))
         if reason is StopReason.STOP_STRING:
-            text = text[: min(at for s in request.sampling.stop if (at := text.find(s)) >= 0)]
+            # Bytes that are no character alone may be one with those before them: only the tail shows the stop then.
+            found = (at for s in request.sampling.stop if (at := text.find(s)) >= 0)
+            text = text[: min(found, default=len(text))]
         return Sample(
             tokens=np.asarray(request.tokens, dtype=np.int32),
             logprobs=np.asarray(request.logprobs, dtype=np.float32),

@@ -32,6 +32,9 @@ def _cut(logits_bv: torch.Tensor, top_k_b: torch.Tensor, top_p_b: torch.Tensor) 
 
 
 def draw(logprobs_bv: torch.Tensor, greedy_b: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """One token a row, int64 [B]."""
-    drawn_b = torch.multinomial(logprobs_bv.exp(), 1, generator=generator).squeeze(-1)
-    return torch.where(greedy_b, logprobs_bv.argmax(-1), drawn_b)
+    """One token a row, int64 [B]. Token 0 where there is no distribution to draw from, which its log-probability tells
+    by not being a number."""
+    broken_b = logprobs_bv.isnan().any(-1)
+    weights_bv = logprobs_bv.exp().masked_fill(broken_b[:, None], 1.0)
+    drawn_b = torch.multinomial(weights_bv, 1, generator=generator).squeeze(-1)
+    return torch.where(greedy_b, logprobs_bv.argmax(-1), drawn_b).masked_fill(broken_b, 0)
