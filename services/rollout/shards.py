@@ -158,7 +158,8 @@ class Shards:
 
     def _watch(self, manifest: Manifest) -> Watched:
         if self._watched is None or self._watched[0] != manifest.hash:
-            self._receiving, self._placed = None, ""
+            self._let_go()
+            self._placed = ""
             self._watched = (manifest.hash, watch(self._load, manifest, self._parameters, self._padded))
         return self._watched[1]
 
@@ -178,6 +179,8 @@ class Shards:
             or receivers[rank - senders].hash != watched.memory.layout.boxes.hash
         ):
             raise PublicationFailed(f"rank {rank} wants other boxes than the publication was planned for.")
+        if self._receiving is not None and self._receiving[0][:2] != (plan.hash, rank):
+            self._let_go()  # or its memory would count as taken
         needed = int(plan.sizes[plan.contents_of(rank)].sum())
         return needed < SPARE * _free_bytes(watched.memory.device)
 
@@ -190,9 +193,9 @@ class Shards:
         plan, memory = self._plan(delivery), self._watch(delivery.manifest).memory
         wanted = (plan.hash, rank, staged)
         if self._coming is not None and self._coming.failure is not None and memory.device.type == "cpu":
-            self._receiving = None  # what Gloo was asked for may still be written there
+            self._let_go()  # what Gloo was asked for may still be written there
         if self._receiving is None or self._receiving[0] != wanted:
-            self._receiving = None  # before new memory is taken
+            self._let_go()  # before new memory is taken
             try:
                 self._receiving = (wanted, Receiving(plan, rank, memory, staged=staged))
             except RuntimeError as error:  # torch's out of memory
@@ -229,10 +232,15 @@ class Shards:
     def leave(self) -> None:
         """The communicator is closed and memory given back."""
         self._party.leave()
-        self._receiving = None
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Slots or staging are freed: at once, or when what is under way in them ends."""
+        self._receiving = self._coming = None
 
 
 def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + kept
     return int(psutil.virtual_memory().available)
