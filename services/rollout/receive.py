@@ -45,6 +45,9 @@ class Receiver:
         self._preparing: Publication | None = None
         self._called_off: Publication | None = None
         """Aborted while it was being prepared."""
+        self._aborting: Publication | None = None
+        """Its bytes are gone, or on the way to be."""
+        self._committing: Publication | None = None
         self._closed = False
         self._turn = asyncio.Lock()
         self._held: Source | None = None
@@ -125,14 +128,17 @@ class Receiver:
             state = self._state.advance(publication, Phase.COMMIT)
             if state is self._state:
                 return self._report
+            if self._aborting == publication:
+                raise PublicationFailed(f"publication {publication.key} was aborted before its commit.")
             self._stop_clock()
-            whole = False
+            self._committing, whole = publication, False
             try:
                 swap = await self._engine.commit(publication.version, self._cache_policy)
                 whole = True
             except PublicationFailed as error:
                 raise self._ours(error) from error
             finally:
+                self._committing = None
                 self._state = state if whole else self._state.fail()
                 self._hold(publication if whole else None)
             self._report = self._reported(swap)
@@ -140,16 +146,18 @@ class Receiver:
             return self._report
 
     async def abort(self, publication: Publication, reason: str) -> None:
-        """Idempotent; a publication other than the one under way is not touched."""
+        """Idempotent; a publication other than the one under way is not touched, and a COMMIT is waited for."""
         if publication == self._preparing:
             self._called_off = publication
         if publication != self._state.publication or self._state.phase not in UNFINISHED:
             return
-        # Before the lock: a VERIFY that waits for bytes holds it, and ends by this.
-        await self._drop()
+        if publication != self._committing:
+            self._aborting = publication
+            # Before the lock: a VERIFY that waits for bytes holds it, and ends by this.
+            await self._drop()
         async with self._turn:
             if publication == self._state.publication and self._state.phase in UNFINISHED:
-                self._state = self._state.fail()
+                self._state, self._aborting = self._state.fail(), None
                 self._stop_clock()
                 log.warning("publication aborted", publication=publication.key, reason=reason)
 

@@ -218,3 +218,43 @@ def test_one_that_is_called_off_while_it_is_prepared_leaves_nothing_behind(
                 await new.prepare()
 
     play(tied_model, scenario)
+
+
+@pytest.mark.parametrize("first", ["commit", "abort"])
+def test_an_abort_beside_a_commit_leaves_a_whole_version(
+    tied_model: Path, first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever comes first is done, though it takes a while to begin: as a commit does that waits for the pause."""
+
+    async def scenario(stack: Stack) -> None:
+        new, engine = await coming(stack, 2), stack.replica.engine
+        assert engine is not None
+        method = "commit" if first == "commit" else "abort_receive"
+        real, entered, gate = getattr(engine, method), asyncio.Event(), asyncio.Event()
+
+        async def slowly(*arguments: Any) -> Any:
+            entered.set()
+            await gate.wait()
+            return await real(*arguments)
+
+        await new.begin()
+        await new.verify()
+        monkeypatch.setattr(engine, method, slowly)
+        calls = [new.commit, new.abort] if first == "commit" else [new.abort, new.commit]
+        begun = asyncio.create_task(calls[0]())
+        await entered.wait()
+        other = asyncio.create_task(calls[1]())
+        await asyncio.sleep(0.2)
+        gate.set()
+        results = await asyncio.gather(begun, other, return_exceptions=True)
+        if first == "commit":
+            assert not any(isinstance(result, BaseException) for result in results)
+        else:
+            assert isinstance(results[1], PublicationFailed | InvalidState)
+        await serves(stack, 2 if first == "commit" else 1)
+        await asyncio.to_thread(new.sender.join)
+        monkeypatch.undo()
+        await (await coming(stack, 3)).whole()
+        await serves(stack, 3)
+
+    play(tied_model, scenario)
