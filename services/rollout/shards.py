@@ -209,8 +209,10 @@ class Shards:
         watched, self._placed = self._watch(coming.delivery.manifest), ""
         apply_s, compare_s = coming.receiving.apply() if staged else (0.0, 0.0)
         began = time.perf_counter()
-        if watched.whole:
-            with torch.no_grad():
+        with torch.no_grad():
+            for fill in watched.fills:
+                fill()
+            if watched.whole:
                 self._load(iter(watched.whole.items()))
         apply_s += time.perf_counter() - began
         slots, self._placed = coming.receiving.slot_bytes, coming.delivery.key

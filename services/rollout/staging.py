@@ -5,6 +5,7 @@ The same code runs inside vLLM's worker processes and inside the `transformers` 
 
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,9 @@ import torch
 from millrace.errors import PublicationFailed
 from millrace.weights.channels.gloo import GlooChannel
 from millrace.weights.checksum import checksum
+from millrace.weights.covered import elements
 from millrace.weights.landing import Landings, record_landings
+from millrace.weights.views import Strided
 from services.rollout.delivery import Delivery
 
 Load = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
@@ -149,13 +152,10 @@ class Shelf:
 
     def _unwritten(self, landings: Landings) -> list[str]:
         """Names of parameters that the landings do not cover."""
-        covered: dict[int, int] = {}
-        regions = set()
+        landed: dict[int, set[Strided]] = defaultdict(set)
         for copy in landings.copies:
-            storage = self._parameters[copy.parameter].untyped_storage().data_ptr()
-            if (storage, copy.target) not in regions:
-                regions.add((storage, copy.target))
-                covered[storage] = covered.get(storage, 0) + torch.Size(copy.target[1]).numel()
+            landed[self._parameters[copy.parameter].untyped_storage().data_ptr()].add(copy.target)
+        covered = {storage: elements(views) for storage, views in landed.items()}
         missing = []
         for name, parameter in self._parameters.items():
             held = covered.get(parameter.untyped_storage().data_ptr(), 0)
