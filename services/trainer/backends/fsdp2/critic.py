@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel
+from transformers import AutoModel, PreTrainedModel
 
 from millrace.errors import refused
 from millrace.spec import JobSpec
@@ -16,7 +16,7 @@ from millrace.weights.manifest import TensorInfo
 from services.trainer.backends import ValueLossFn
 from services.trainer.backends.fsdp2 import export
 from services.trainer.backends.fsdp2.attention import packing
-from services.trainer.backends.fsdp2.model import Sharding, load_config, read_whole, sharded
+from services.trainer.backends.fsdp2.model import Sharding, load_config, read_whole, sharded, unfilled
 from services.trainer.backends.fsdp2.trained import Sharded
 from services.trainer.microbatch import MicroBatch
 from services.trainer.value_head import FIELD, WEIGHT, config_changes, stored_head
@@ -25,12 +25,10 @@ from services.trainer.value_head import FIELD, WEIGHT, config_changes, stored_he
 class ValueModel(nn.Module):
     """`model`, the decoder, and `score`, a linear head of one output."""
 
-    def __init__(self, config: Any, *, dtype: torch.dtype, attention: str, trust_remote_code: bool) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
-        self.model = AutoModel.from_config(
-            config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
-        )
-        self.score = nn.Linear(config.get_text_config().hidden_size, 1, bias=False, dtype=dtype)
+        self.model = model
+        self.score = nn.Linear(model.config.get_text_config().hidden_size, 1, bias=False, dtype=model.dtype)
 
     def forward(self, positions_r: Tensor, **inputs: Any) -> Tensor:
         """float32 [R], at the chosen positions of one packed row."""
@@ -51,8 +49,7 @@ class Critic(Sharded):
             raise refused(FIELD, source.path, reason, "give a model with the policy's tokenizer.")
 
         def build() -> nn.Module:
-            trust = source.trust_remote_code
-            return ValueModel(config, dtype=torch.float32, attention=sharding.attention, trust_remote_code=trust)
+            return ValueModel(unfilled(AutoModel, source, config, sharding, dtype=torch.float32, field=FIELD))
 
         module: Any = sharded(build, lambda: _read(source, config), sharding)
         if spec.trainer.activation_recompute:

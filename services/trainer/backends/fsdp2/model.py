@@ -19,6 +19,7 @@ from millrace.batching.cost import SequenceCost
 from millrace.errors import InvalidJob
 from millrace.spec.model import Model
 from services.trainer import lockstep
+from services.trainer.backends.fsdp2.computable import check_computable, named
 
 FIELD = "model.path"
 
@@ -36,8 +37,8 @@ class Sharding:
 
 
 def load_config(model: Model, field: str = FIELD) -> Any:
-    """The folder's config, without dropout: a policy is trained with the probabilities that it sampled with. `field` of
-    the job spec names the folder."""
+    """The folder's config, without dropout and noise: a policy is trained with the probabilities that it sampled with.
+    `field` of the job spec names the folder."""
     if not (Path(model.path) / "config.json").is_file():
         raise InvalidJob(
             f"{field}: {model.path} is not a Hugging Face model folder on the trainer's host: no config.json there.",
@@ -48,7 +49,9 @@ def load_config(model: Model, field: str = FIELD) -> Any:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InvalidJob(f"{field}: the config of {model.path} cannot be read: {error}", _MEND) from error
     for name in vars(config):
-        if name.endswith(("dropout", "_pdrop")) and isinstance(getattr(config, name), float):
+        if name.endswith(("dropout", "_pdrop", "layerdrop", "jitter_noise")) and isinstance(
+            getattr(config, name), float
+        ):
             setattr(config, name, 0.0)
     return config
 
@@ -60,29 +63,42 @@ def policy(model: Model, config: Any, sharding: Sharding, *, dtype: torch.dtype)
     """The language model with parameters of `dtype`, sharded and loaded."""
 
     def build() -> nn.Module:
-        module: nn.Module = AutoModelForCausalLM.from_config(
+        return unfilled(AutoModelForCausalLM, model, config, sharding, dtype=dtype)
+
+    return sharded(build, lambda: read_whole(AutoModelForCausalLM, model, config), sharding)
+
+
+def unfilled(
+    loader: Any, model: Model, config: Any, sharding: Sharding, *, dtype: torch.dtype, field: str = FIELD
+) -> PreTrainedModel:
+    """The model as transformers' `loader` builds it of `config`, its parameters not read. Raises InvalidJob."""
+    try:
+        module: PreTrainedModel = loader.from_config(
             config,
             dtype=dtype,
             attn_implementation=sharding.attention,
             trust_remote_code=model.trust_remote_code,
         )
-        return module
-
-    return sharded(build, lambda: read_whole(AutoModelForCausalLM, model, config), sharding)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        how = named(sharding.attention)
+        mend = "choose another architecture, or another trainer.backend_options.attention."
+        raise InvalidJob(f"{field}: {model.path} cannot be built with {how} attention: {error}", mend) from error
+    check_computable(module, sharding.attention, model.path, field)
+    return module
 
 
 def sharded(build: Callable[[], nn.Module], read: Callable[[], dict[str, Tensor]], sharding: Sharding) -> nn.Module:
     """What `build` makes, one shard on each rank, filled with what `read` gives on rank 0: its parameters and buffers.
 
-    Raises InvalidJob on every rank where rank 0 cannot read the weights.
+    Raises InvalidJob on every rank where one cannot build the model or rank 0 cannot read the weights.
     """
     source: dict[str, Tensor] = {}
     mesh = sharding.mesh
     with lockstep.together():
+        with torch.device("meta"):
+            module = build()
         if mesh.get_rank() == 0:
             source = read()
-    with torch.device("meta"):
-        module = build()
     precision = MixedPrecisionPolicy(param_dtype=sharding.compute, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy() if sharding.offload else OffloadPolicy()
     for part in (*_layers(module), module):

@@ -1,0 +1,42 @@
+"""Which architectures come out right here: packed sequences have to give what each gives alone, and training what the
+engine computes. Others would be trained too, as a model that they are not, and nothing would say so."""
+
+from transformers import PreTrainedModel
+
+from millrace.errors import refused
+from services.trainer.backends.fsdp2 import attention
+
+KNOWN_LAYERS = frozenset({"full_attention", "sliding_attention"})
+ANOTHER = "choose another architecture."
+FLASH = (
+    'set trainer.backend_options.attention to "flash_attention_2", where the architecture has it, or choose another.'
+)
+
+
+def named(implementation: str) -> str:
+    """As trainer.backend_options says it."""
+    return "segments" if implementation == attention.NAME else implementation
+
+
+def check_computable(module: PreTrainedModel, implementation: str, path: str, field: str) -> None:
+    """Raises InvalidJob that names `field` of the job spec, where `module`, from the folder `path`, would be another
+    model with attention of that `implementation`."""
+    config = module.config.get_text_config()
+    kinds = {type(part) for part in module.modules() if isinstance(part, PreTrainedModel)}
+    layers = sorted(set(getattr(config, "layer_types", None) or ()) - KNOWN_LAYERS)
+    if layers:
+        reason = f"packed sequences come out wrong in its layers of {', '.join(layers)}"
+        raise refused(field, path, reason, ANOTHER)
+    if any(kind._is_stateful for kind in kinds):
+        reason = f"the state of {type(module).__name__}'s layers would run from one packed sequence into the next"
+        raise refused(field, path, reason, ANOTHER)
+    if config.model_type == "phimoe":
+        raise refused(field, path, "its router draws experts at random in training", ANOTHER)
+    if implementation == "flash_attention_2":
+        return
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        reason = f"{named(implementation)} attention leaves out its attn_logit_softcapping"
+        raise refused(field, path, reason, FLASH)
+    if implementation == attention.NAME and not all(kind._supports_sdpa for kind in kinds):
+        reason = f"{type(module).__name__}'s attention is more than torch's scaled_dot_product_attention computes"
+        raise refused(field, path, reason, FLASH)
