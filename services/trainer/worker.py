@@ -61,8 +61,9 @@ class Worker:
     def configure(self, request: pb.ConfigureTrainerRequest) -> pb.ConfigureTrainerResponse:
         self._sender.close()
         self._let_go()
-        spec = JobSpec.model_validate_json(request.spec)
-        choices.check(spec)
+        with lockstep.together():
+            spec = JobSpec.model_validate_json(request.spec)
+            choices.check(spec)
         backend = build(spec, self._world.device)
         job = Job(JobId(request.job_id), spec, backend, Version(0), KlCoefficient(spec.algorithm.kl_coefficient))
         if request.checkpoint:

@@ -16,6 +16,7 @@ from millrace.fsdp2 import Fsdp2Options, parse
 from millrace.spec import JobSpec
 from millrace.weights.manifest import Manifest, TensorInfo
 from millrace.weights.memory import Memory
+from services.trainer import lockstep
 from services.trainer.backends import DataParallel, LossFn, TokenScores
 from services.trainer.backends.fsdp2 import attention, export, shards
 from services.trainer.backends.fsdp2.attention import packing
@@ -27,6 +28,7 @@ from services.trainer.microbatch import MicroBatch
 
 
 def build(spec: JobSpec, device: torch.device) -> "Fsdp2":
+    """Raises InvalidJob, on every rank, where the model or the options will not do."""
     options = parse(spec.trainer.backend_options)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("data",))
     return Fsdp2(spec, options, device, mesh)
@@ -36,12 +38,13 @@ class Fsdp2(Sharded):
     """See `services.trainer.backends.Backend`. All ranks are data parallel."""
 
     def __init__(self, spec: JobSpec, options: Fsdp2Options, device: torch.device, mesh: DeviceMesh) -> None:
-        config = load_config(spec.model)
+        with lockstep.together():
+            config, chosen = load_config(spec.model), _attention(options)
         compute = getattr(torch, spec.trainer.dtype)
         self.device = device
         group = mesh.get_group() if mesh.size() > 1 else None
         self.data_parallel = DataParallel(mesh.get_rank(), mesh.size(), group)
-        sharding = Sharding(mesh, _attention(options), compute)
+        sharding = Sharding(mesh, chosen, compute)
         self._attention = sharding.attention
         model: Any = policy(spec.model, config, sharding, dtype=torch.float32)
         if spec.trainer.activation_recompute:

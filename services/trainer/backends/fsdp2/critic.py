@@ -13,6 +13,7 @@ from millrace.errors import refused
 from millrace.spec import JobSpec
 from millrace.spec.model import Model
 from millrace.weights.manifest import TensorInfo
+from services.trainer import lockstep
 from services.trainer.backends import ValueLossFn
 from services.trainer.backends.fsdp2 import export
 from services.trainer.backends.fsdp2.attention import packing
@@ -43,10 +44,11 @@ class Critic(Sharded):
         chosen = spec.algorithm.critic
         assert chosen is not None
         source = spec.model.model_copy(update={"path": chosen.path or spec.model.path})
-        config = load_config(source, FIELD)
-        if (size := config.get_text_config().vocab_size) != vocabulary:
-            reason = f"it knows {size} tokens and the policy {vocabulary}"
-            raise refused(FIELD, source.path, reason, "give a model with the policy's tokenizer.")
+        with lockstep.together():
+            config = load_config(source, FIELD)
+            if (size := config.get_text_config().vocab_size) != vocabulary:
+                reason = f"it knows {size} tokens and the policy {vocabulary}"
+                raise refused(FIELD, source.path, reason, "give a model with the policy's tokenizer.")
 
         def build() -> nn.Module:
             return ValueModel(unfilled(AutoModel, source, config, sharding, dtype=torch.float32, field=FIELD))

@@ -1,0 +1,83 @@
+"""What one rank refuses when a job is configured, all refuse: none goes on and waits for it."""
+
+import multiprocessing
+from multiprocessing.queues import Queue
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from millrace.errors import InvalidJob
+from millrace.wire.v1 import trainer_pb2 as pb
+from services.trainer.control import ControlThread
+from services.trainer.publish import Sender
+from services.trainer.saving import Saver
+from services.trainer.worker import Worker
+from services.trainer.world import World
+from tests.services.trainer.groups import job_spec
+
+RANKS = 2
+
+
+class NoSender(Sender):
+    def __init__(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def configure(rank: int, spec: str, folder: Path, told: "Queue[str]") -> None:
+    """A rank's process: says how it went."""
+    dist.init_process_group("cpu:gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=RANKS)
+    world = World(rank, RANKS, f"node-{rank}", torch.device("cpu"), ("127.0.0.1", 0), dist.HashStore())
+    control = ControlThread()
+    saver: Saver = object()  # type: ignore[assignment]  # not asked here
+    try:
+        Worker(world, control, NoSender(), saver).configure(pb.ConfigureTrainerRequest(job_id="job-1", spec=spec))
+        told.put("configured")
+    except InvalidJob as error:
+        told.put(str(error))
+    control.stop()
+
+
+OWN = "def mine(*, logprobs_bt: Tensor, advantages_bt: Tensor):\n    ...\n"
+
+
+def job(what: str, rank: int, model: Path, folder: Path) -> str:
+    """The spec; rank 1's names what is not there on its host."""
+    absent = folder / "absent"
+    if what == "model":
+        return job_spec(model if rank == 0 else absent).model_dump_json()
+    if what == "critic":
+        critic = {"path": str(model if rank == 0 else absent)}
+        return job_spec(model, algorithm={"preset": "ppo", "critic": critic}).model_dump_json()
+    (folder / "own.py").write_text(OWN)
+    own = folder / "own.py" if rank == 0 else absent
+    return job_spec(model, algorithm={"policy_loss": f"{own}:mine"}).model_dump_json()
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("model", "model.path"),
+        ("critic", "algorithm.critic.path"),
+        ("policy loss", "algorithm.policy_loss.name"),
+    ],
+)
+def test_what_one_rank_refuses_all_refuse(what: str, words: str, tied_model: Path, tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    told: Queue[str] = context.Queue()
+    ranks = []
+    for rank in range(RANKS):
+        spec = job(what, rank, tied_model, tmp_path)
+        ranks.append(context.Process(target=configure, args=(rank, spec, tmp_path, told)))
+        ranks[-1].start()
+    try:
+        answers = [told.get(timeout=60) for _ in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+    assert answers[0] == answers[1] and words in answers[0] and "absent" in answers[0]
