@@ -76,6 +76,9 @@ def _algorithm(spec: JobSpec) -> Iterator[str]:
         mend = "set algorithm.kl, or leave it out"
         yield _broken("algorithm.kl_target", algorithm.kl_target, "there is no KL to steer", mend)
     given = algorithm.kl_coefficient
+    if algorithm.kl_target is not None and algorithm.kl is not None and given == 0.0:
+        mend = "give it a value above 0 to start from, or leave algorithm.kl_target out"
+        yield _broken("algorithm.kl_coefficient", given, "kl_target multiplies it, and 0 stays 0", mend)
     if algorithm.kl is None and given not in (0.0, Algorithm.model_fields["kl_coefficient"].default):
         mend = "set algorithm.kl, for example {name: k3}, or leave it out"
         yield _broken("algorithm.kl_coefficient", given, "there is no KL that it would weigh", mend)

@@ -111,6 +111,12 @@ def test_a_target_needs_a_kl() -> None:
         job({"kl_target": 0.1})
 
 
+def test_a_coefficient_of_0_cannot_be_steered() -> None:
+    with pytest.raises(InvalidJob, match=r"algorithm\.kl_coefficient: 0\.0 will not do: kl_target multiplies it"):
+        job({"kl": "k3", "kl_target": 0.1, "kl_coefficient": 0.0})
+    assert job({"kl": "k3", "kl_target": 0.1}).algorithm.kl_coefficient > 0
+
+
 def test_experts_are_replayed_by_megatron_alone() -> None:
     with pytest.raises(InvalidJob, match=r"algorithm\.router_replay: true will not do: the fsdp2 backend's routers"):
         job({"router_replay": True})
