@@ -57,15 +57,18 @@ class Algorithm(Part):
     kl_in: Literal["loss", "reward"] = "loss"
     """Added to the loss, or subtracted from each token's reward."""
     kl_target: float | None = Field(None, gt=0.0)
-    """Mean KL a token, nats, that the coefficient is steered to from step to step; none: it stays as it is."""
+    """Mean KL a token, nats, that the coefficient, above 0, is steered to from step to step; none: it stays as it
+    is."""
     kl_horizon: int = Field(10000, ge=1)
     """With the above: trajectories over which an error is corrected."""
     correction: Choice | None = None
-    """Of the mismatch between the engine's and the trainer's log-probabilities; none: it is only reported."""
+    """Of the mismatch between the engine's and the trainer's log-probabilities; none: it is only reported. Needs
+    rollout.top_p and top_k that keep every token."""
     entropy_coefficient: float = Field(0.0, ge=0.0)
     """Weight of the entropy, which is subtracted from the loss."""
     old_logprobs: Literal["recompute", "rollout"] = "recompute"
-    """The proximal policy of the ratio: the trainer's own pass before the first update, or the engine's values."""
+    """The proximal policy of the ratio: the trainer's own pass before the first update, or the engine's values, which
+    need rollout.top_p and top_k that keep every token, and no correction by weights."""
     router_replay: bool = False
     """Of models with experts: the trainer sends each token to the experts that the engine sent it to (arXiv
     2510.11370), so that a choice that tipped over on the way is no mismatch."""

@@ -1,13 +1,16 @@
 """The algorithm that a job chose: that its functions exist, that their options make sense, and that what they read can
 be had in this job. Reads a user's own files; needs no torch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from millrace.elsewhere import meant
 from millrace.errors import InvalidJob, refused
 from millrace.rl.catalogue import AGGREGATIONS, KL_ESTIMATORS, Entry, Kind, find
 from millrace.spec.algorithm import Algorithm, Choice
 from millrace.spec.job import JobSpec
+
+BEHAVIOUR = "behaviour_logprobs_bt"
+"""Of a policy loss: the engine's log-probabilities."""
 
 
 def check(spec: JobSpec) -> None:
@@ -30,18 +33,23 @@ def mistakes_of(spec: JobSpec) -> Iterator[InvalidJob]:
         yield _unknown("algorithm.kl.name", algorithm.kl.name, KL_ESTIMATORS)
     if algorithm.kl is not None and algorithm.kl.options:
         yield refused("algorithm.kl.options", algorithm.kl.options, "a KL estimate has none", "remove them.")
-    for kind, choice, field in _choices(algorithm):
+    entries: dict[Kind, Entry] = {}
+    for kind, choice, field in chosen(algorithm):
         try:
             entry = find(kind, choice.name, f"{field}.name")
             entry.check(choice.options, f"{field}.options")
         except InvalidJob as error:
             yield error
             continue
-        if kind is Kind.ADVANTAGE:
-            yield from _advantage(spec, entry)
+        entries[kind] = entry
+    if Kind.ADVANTAGE in entries:
+        yield from _advantage(spec, entries[Kind.ADVANTAGE])
+    yield from _weighted_once(algorithm, entries)
+    yield from _cut_distribution(spec, entries)
 
 
-def _choices(algorithm: Algorithm) -> Iterator[tuple[Kind, Choice, str]]:
+def chosen(algorithm: Algorithm) -> Iterator[tuple[Kind, Choice, str]]:
+    """The functions that a job names: of which kind, and in which field."""
     yield Kind.ADVANTAGE, algorithm.advantage, "algorithm.advantage"
     yield Kind.POLICY_LOSS, algorithm.policy_loss, "algorithm.policy_loss"
     if algorithm.correction is not None:
@@ -94,6 +102,38 @@ def _separate_rewards(spec: JobSpec, entry: Entry) -> Iterator[InvalidJob]:
         yield refused("algorithm.overlong_buffer_tokens", algorithm.overlong_buffer_tokens, ignored, mend)
     if algorithm.kl is not None and algorithm.kl_in == "reward":
         yield refused("algorithm.kl_in", "reward", ignored, "put it into the loss.")
+
+
+def _weighted_once(algorithm: Algorithm, entries: Mapping[Kind, Entry]) -> Iterator[InvalidJob]:
+    """That no token is weighted for the engine's policy twice. What a user's own correction gives is not known."""
+    correction, loss = entries.get(Kind.CORRECTION), entries.get(Kind.POLICY_LOSS)
+    if correction is None or loss is None or ":" in correction.name or correction.name.startswith("reject_"):
+        return
+    field, mend = "algorithm.correction.name", "leave the correction out, choose one that rejects, for example"
+    if algorithm.old_logprobs == "rollout" and "old_logprobs_bt" in loss.inputs:
+        reason = "with algorithm.old_logprobs of rollout the loss's ratio is this weight already, it would count twice"
+        yield refused(field, correction.name, reason, f"{mend} reject_token, or set old_logprobs to recompute.")
+    if BEHAVIOUR in loss.inputs:
+        reason = f"the policy loss {loss.name!r} weighs by the engine's log-probabilities itself, it would count twice"
+        yield refused(field, correction.name, reason, f"{mend} reject_token, or choose the loss ppo.")
+
+
+def _cut_distribution(spec: JobSpec, entries: Mapping[Kind, Entry]) -> Iterator[InvalidJob]:
+    """That the engine's log-probabilities are compared with the trainer's only where both are of all tokens."""
+    rollout, algorithm = spec.rollout, spec.algorithm
+    loss = entries.get(Kind.POLICY_LOSS)
+    compared = {
+        "leave algorithm.correction out": algorithm.correction is not None,
+        "set algorithm.old_logprobs to recompute": algorithm.old_logprobs == "rollout",
+        "choose the policy loss ppo": loss is not None and BEHAVIOUR in loss.inputs,
+    }
+    if not any(compared.values()):
+        return
+    instead = " and ".join(mend for mend, is_compared in compared.items() if is_compared)
+    reason = "the engine's log-probabilities are of the tokens that it leaves, the trainer's of all, and are compared"
+    for field, value, whole in (("top_p", rollout.top_p, 1.0), ("top_k", rollout.top_k, 0)):
+        if value != whole:
+            yield refused(f"rollout.{field}", value, reason, f"set it to {whole:g}, or {instead}.")
 
 
 def _unknown(field: str, value: str, known: tuple[str, ...]) -> InvalidJob:

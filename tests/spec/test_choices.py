@@ -22,6 +22,7 @@ def told(algorithm: dict[str, Any], **parts: Any) -> str:
 
 GDPO = {"advantage": {"name": "gdpo"}}
 PARTS = {"parts": ["score", "format"]}
+CUT = {"rollout": {"top_p": 0.9, "top_k": 20}}
 MEGATRON = {"trainer": {"backend": "megatron"}}
 
 
@@ -55,6 +56,24 @@ MEGATRON = {"trainer": {"backend": "megatron"}}
             "clip_low",
         ),
         ({"correction": {"name": "tis"}}, {}, "algorithm.correction.name", "tis_token"),
+        *(
+            (
+                {"old_logprobs": "rollout", "correction": name},
+                {},
+                f'algorithm.correction.name: "{name}" will not do: with algorithm.old_logprobs of rollout',
+                "recompute",
+            )
+            for name in ("tis_token", "tis_sequence", "tis_geometric", "icepop")
+        ),
+        (
+            {"policy_loss": "decoupled_ppo", "correction": "tis_token"},
+            {},
+            "algorithm.correction.name: \"tis_token\" will not do: the policy loss 'decoupled_ppo' weighs by",
+            "reject_token",
+        ),
+        ({"correction": "reject_token"}, CUT, "rollout.top_p: 0.9 will not do", "leave algorithm.correction out."),
+        ({"old_logprobs": "rollout"}, CUT, "rollout.top_k: 20 will not do", "set it to 0, or set algorithm.old_logp"),
+        ({"policy_loss": "decoupled_ppo"}, CUT, "rollout.top_p: 0.9 will not do", "set it to 1, or choose the policy"),
     ],
 )
 def test_refused_with_the_mend(algorithm: dict[str, Any], parts: dict[str, Any], field: str, mend: str) -> None:
@@ -130,5 +149,10 @@ def test_what_can_work_is_taken(tmp_path: Path) -> None:
         (GDPO, {"reward": PARTS}),
         ({"advantage": {"name": "remax"}}, MEGATRON),
         ({"advantage": {"name": "optimal_token_baseline"}}, MEGATRON),
+        ({"old_logprobs": "rollout", "correction": "reject_sequence_mean"}, {}),
+        ({"old_logprobs": "rollout", "policy_loss": "gpg", "correction": "tis_token"}, {}),
+        ({"policy_loss": "decoupled_ppo", "correction": "reject_token"}, {}),
+        ({"policy_loss": "decoupled_ppo"}, {}),
+        ({}, CUT),
     ):
         choices.check(job(algorithm, **parts))
