@@ -1,45 +1,48 @@
 """From an algorithm's name to its function: built in, or a user's own `file.py:function`."""
 
 import importlib
-import importlib.util
-from collections.abc import Callable, Mapping
-from functools import cache
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
 from millrace.errors import InvalidJob
+from millrace.rl import own
 from millrace.rl.catalogue import Entry, Kind, find
 
 
+def load(chosen: Iterable[tuple[Kind, str]]) -> None:
+    """Loads these algorithms, users' own files anew. Raises InvalidJob."""
+    own.module.cache_clear()
+    for kind, name in chosen:
+        function_of(find(kind, name))
+
+
 def call(kind: Kind, name: str, inputs: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
-    """What the algorithm returns for those of `inputs` that it takes and the checked `options`. Raises InvalidJob."""
+    """What the algorithm returns for those of `inputs` that it takes and the checked `options`. Raises InvalidJob, also
+    for whatever a user's own raises."""
     entry = find(kind, name)
     given = {key: value for key, value in inputs.items() if value is not None and key in entry.inputs}
     missing = entry.required_inputs - given.keys()
     if missing:
         mend = "Give the job a critic." if "values_bt" in missing else "Pass it."
         raise InvalidJob(f"The {kind.singular} {name!r} needs {', '.join(sorted(missing))}.", mend)
-    return function_of(entry)(**given, **entry.check(options))
+    function, checked = function_of(entry), entry.check(options)
+    with own.told(entry):
+        returned = function(**given, **checked)
+        if own.is_own(entry):
+            own.check_returned(entry, returned, inputs)
+        return returned
 
 
 def function_of(entry: Entry) -> Callable[..., Any]:
     """The function itself."""
-    return getattr(module_of(entry), entry.function)
+    with own.told(entry):
+        return getattr(module_of(entry), entry.function)
 
 
 def module_of(entry: Entry) -> ModuleType:
     """The module that defines it; runs a user's file on first use."""
-    if ":" in entry.name:
-        return _user_module(entry.path.resolve())
+    if own.is_own(entry):
+        with own.told(entry):
+            return own.module(entry.path.resolve())
     return importlib.import_module(f"millrace.rl.{entry.kind.value}.{entry.name}")
-
-
-@cache
-def _user_module(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"millrace_user_{path.stem}", path)
-    if spec is None or spec.loader is None:
-        raise InvalidJob(f"{path} is not a Python file.", "Name your algorithm as file.py:function.")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 import grpc
 from google.protobuf.message import Message
 
-from millrace.errors import Fenced, InvalidJob, MillraceError, NonFinite, NotFound
+from millrace.errors import Fenced, InvalidJob, MillraceError, NotFound
 from millrace.ids import JobId, Version
 from millrace.spec import JobSpec, parse
 from millrace.weights.phases import Phase, Publication, PublicationState
@@ -163,8 +163,8 @@ class Trainer(TrainerServicer):
     async def _step(self, request: pb.StepRequest, job: Configured) -> pb.StepResponse:
         try:
             reply = await self._told(request, pb.StepResponse(), job.deadline("Step"))
-        except NonFinite as error:
-            if error.mend == HALF_MADE:
+        except MillraceError as error:
+            if error.mend.startswith(HALF_MADE):
                 self._job = None  # so it is on the ranks
             raise
         job.version, job.last_step = Version(reply.version), (request.step, reply)

@@ -2,7 +2,7 @@
 
 import torch
 
-from millrace.errors import NonFinite
+from millrace.errors import InvalidJob, NonFinite
 from millrace.spec import JobSpec
 from millrace.wire.v1.trainer_pb2 import StepRequest
 from services.trainer import lockstep
@@ -14,7 +14,7 @@ from services.trainer.fetch import fetch
 from services.trainer.kl import KlCoefficient, observed
 from services.trainer.metrics import Clock, mismatch_apart, over_updates
 from services.trainer.schedule import random_seed
-from services.trainer.update import HALF_MADE, Updated, update
+from services.trainer.update import HALF_MADE, NOTHING_WRITTEN, Updated, update
 from services.trainer.utilisation import utilisation
 
 
@@ -22,8 +22,8 @@ def train_step(
     spec: JobSpec, backend: Backend, request: StepRequest, control: ControlThread, coefficient: KlCoefficient
 ) -> dict[str, float]:
     """One step; returns its metrics and moves the KL coefficient on. Raises NonFinite, with the trajectory named, where
-    a number is none: the weights are as they were, or else its mend is HALF_MADE; InvalidState or Unavailable where
-    trajectories cannot be had."""
+    a number is none, InvalidJob where a user's own loss fails: the weights are as they were, or else the mend begins
+    with HALF_MADE; InvalidState or Unavailable where trajectories cannot be had."""
     clock, parallel, spec = Clock(), backend.data_parallel, coefficient.of(spec)
     torch.manual_seed(random_seed(spec, request.step, parallel.rank))
     with clock("fetch"), lockstep.together():
@@ -43,9 +43,9 @@ def train_step(
     for microbatches in batch.updates:
         try:
             updates.append(update(spec, backend, batch, microbatches, columns, request.step, clock))
-        except NonFinite as error:
+        except (InvalidJob, NonFinite) as error:
             if updates:
-                raise NonFinite(error.what, HALF_MADE) from error
+                raise type(error)(error.what, HALF_MADE + error.mend.removeprefix(NOTHING_WRITTEN)) from error
             raise
     # The first update's pass is over the weights that the step began with, so it can be compared with the engine's.
     train_bt, mask_bt = updates[0].logprobs_bt, updates[0].mask_bt

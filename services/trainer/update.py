@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from millrace.errors import NonFinite
+from millrace.errors import InvalidJob, NonFinite
 from millrace.rl.aggregation import BatchTotals
 from millrace.rl.checks import check_finite
 from millrace.rl.metrics import summarised
@@ -24,12 +24,13 @@ from services.trainer.schedule import critic_learning_rate, learning_rate
 
 CLIP_EPS = 1e-6
 _LOOK = "Look at that trajectory; lower the learning rate or compute in float32 if its gradient overflowed."
-_MEND = f"nothing was written to the weights. {_LOOK}"
+NOTHING_WRITTEN = "nothing was written to the weights. "
+_MEND = NOTHING_WRITTEN + _LOOK
 HALF_MADE = (
     "updates before it in this step were written, so the trainer lets these weights go: `millrace resume` goes on from"
-    f" the last checkpoint. {_LOOK}"
+    " the last checkpoint. "
 )
-"""The mend of a NonFinite by which worker and server know that the weights belong to no version."""
+"""How the mend begins by which worker and server know that the weights belong to no version."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,9 @@ def update(
     step: int,
     clock: Clock,
 ) -> Updated:
-    """Forward and backward over the micro-batches, then one step of each optimizer. Raises NonFinite before anything is
-    written where a log-probability, a value or a gradient is NaN or infinite."""
+    """Forward and backward over the micro-batches, then one step of each optimizer. Raises, before anything is written,
+    NonFinite where a log-probability, a value or a gradient is NaN or infinite, InvalidJob where a user's own loss
+    fails."""
     trained_b = torch.zeros(len(batch.samples), dtype=torch.bool, device=batch.device)
     trained_b[[row for microbatch in microbatches for row in microbatch.rows]] = True
     mask_bt = batch.mask_bt & trained_b[:, None]
@@ -79,7 +81,7 @@ def update(
         for learner in learners:
             with clock(f"update_{learner.name}"):
                 _add_gradient(learner, batch, microbatches, mask_bt, backend)
-    except NonFinite:
+    except (InvalidJob, NonFinite):
         for learner in learners:
             learner.model.zero_gradients()
         raise

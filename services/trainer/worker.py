@@ -10,8 +10,9 @@ import structlog
 import torch
 from google.protobuf.message import Message
 
-from millrace.errors import InvalidState, NonFinite
+from millrace.errors import InvalidState, MillraceError
 from millrace.ids import JobId, Version
+from millrace.rl import registry
 from millrace.spec import JobSpec, choices
 from millrace.wire.v1 import trainer_pb2 as pb
 from services.trainer import checkpoint, lockstep
@@ -64,6 +65,7 @@ class Worker:
         with lockstep.together():
             spec = JobSpec.model_validate_json(request.spec)
             choices.check(spec)
+            registry.load((kind, choice.name) for kind, choice, _ in choices.chosen(spec.algorithm))
         backend = build(spec, self._world.device)
         job = Job(JobId(request.job_id), spec, backend, Version(0), KlCoefficient(spec.algorithm.kl_coefficient))
         if request.checkpoint:
@@ -78,8 +80,8 @@ class Worker:
         job = self._loaded()
         try:
             metrics = train_step(job.spec, job.backend, request, self._control, job.coefficient)
-        except NonFinite as error:
-            if error.mend == HALF_MADE:
+        except MillraceError as error:
+            if error.mend.startswith(HALF_MADE):
                 self._job = None
             raise
         job.version = Version(request.step)

@@ -14,6 +14,7 @@ from torch import Tensor
 from millrace.rl.aggregation import BatchTotals, aggregate
 from millrace.rl.catalogue import Kind, find
 from millrace.rl.metrics import ratio_metrics
+from millrace.rl.own import told
 from millrace.rl.ratios import log_ratio
 from millrace.rl.registry import call, module_of
 
@@ -85,7 +86,8 @@ def picked_tokens(
     wanted = inspect.signature(pick).parameters
     checked = {key: value for key, value in entry.check(options).items() if key in wanted}
     logprobs_bt, advantages_bt = logprobs_bt.masked_fill(~mask_bt, 0), advantages_bt.masked_fill(~mask_bt, 0)
-    return pick(logprobs_bt=logprobs_bt, advantages_bt=advantages_bt, mask_bt=mask_bt, **checked)
+    with told(entry):
+        return pick(logprobs_bt=logprobs_bt, advantages_bt=advantages_bt, mask_bt=mask_bt, **checked)
 
 
 def entropy_bonus(

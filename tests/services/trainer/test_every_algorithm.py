@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from millrace.errors import InvalidJob
+from millrace.rl import own, registry
 from millrace.rl.catalogue import AGGREGATIONS, KL_ESTIMATORS, Kind, names
 from millrace.spec import JobSpec, choices, presets
 from millrace.wire.arrays import pack_logprobs, unpack_tokens
@@ -28,6 +29,7 @@ from services.trainer.control import ControlThread
 from services.trainer.kl import KlCoefficient
 from services.trainer.microbatch import MicroBatch, Sample
 from services.trainer.step import train_step
+from services.trainer.update import HALF_MADE
 from tests.rl import reference_advantages
 from tests.rl.reference_advantages import Answer
 from tests.services.trainer.coordinator import ScriptedCoordinator, coordinator
@@ -157,6 +159,48 @@ def test_the_loss_of_the_contributors_page_trains(running: Trainer, tmp_path: Pa
     assert not all(torch.equal(a, b) for a, b in zip(before, running.weights(), strict=True))
     with pytest.raises(InvalidJob, match=r"negative = 2\.0: Input should be less than or equal to 1"):
         running.spec({"policy_loss": {"name": name, "options": {"negative": 2.0}}}, lr=0.0)
+
+
+FAILING = """
+from torch import Tensor
+
+calls = []
+
+
+def mine(*, logprobs_bt: Tensor, advantages_bt: Tensor):
+    calls.append(1)
+    assert len(calls) != FAILS_AT, "no more"
+    return -logprobs_bt * advantages_bt, {}
+"""
+
+
+def test_a_loss_that_fails_leaves_nothing_behind(running: Trainer, tmp_path: Path) -> None:
+    """In its first update: no weight has moved, and no gradient is left over. In its second the first has been made."""
+    path = tmp_path / "mine.py"
+
+    def fails_at(call: int | None) -> None:
+        path.write_text(FAILING.replace("FAILS_AT", str(call)))
+        registry.load([])
+
+    fails_at(None)
+    still, moving = (running.spec({"policy_loss": f"{path}:mine"}, lr=lr) for lr in (0.0, 1e-3))
+    moving = moving.model_copy(update={"trainer": moving.trainer.model_copy(update={"updates_per_step": 2})})
+    running.step(moving, scored_groups(running.backend))
+    calls = len(own.module(path).calls)
+    groups, before = scored_groups(running.backend), running.weights()
+    expected = running.step(still, groups)
+    fails_at(1)
+    told = r"algorithm\.policy_loss\.name: mine failed at .*mine\.py:9: AssertionError"
+    with pytest.raises(InvalidJob, match=told) as raised:
+        running.step(moving, groups)
+    assert all(torch.equal(a, b) for a, b in zip(before, running.weights(), strict=True))
+    assert not raised.value.mend.startswith(HALF_MADE)
+    fails_at(None)
+    assert running.step(still, groups)["actor/grad_norm"] == pytest.approx(expected["actor/grad_norm"], rel=1e-6)
+    fails_at(calls)
+    with pytest.raises(InvalidJob, match=told) as raised:
+        running.step(moving, groups)
+    assert raised.value.mend.startswith(HALF_MADE)
 
 
 def squared_probabilities(folder: Path, backend: Backend, group: common_pb2.Group) -> list[list[tuple[float, float]]]:

@@ -42,19 +42,20 @@ def configure(rank: int, spec: str, folder: Path, told: "Queue[str]") -> None:
     control.stop()
 
 
-OWN = "def mine(*, logprobs_bt: Tensor, advantages_bt: Tensor):\n    ...\n"
+OWN = "from torch import Tensor\n\ndef mine(*, logprobs_bt: Tensor, advantages_bt: Tensor):\n    ...\n"
 
 
 def job(what: str, rank: int, model: Path, folder: Path) -> str:
-    """The spec; rank 1's names what is not there on its host."""
+    """The spec; what rank 1's names is not there on its host."""
     absent = folder / "absent"
     if what == "model":
         return job_spec(model if rank == 0 else absent).model_dump_json()
     if what == "critic":
         critic = {"path": str(model if rank == 0 else absent)}
         return job_spec(model, algorithm={"preset": "ppo", "critic": critic}).model_dump_json()
-    (folder / "own.py").write_text(OWN)
-    own = folder / "own.py" if rank == 0 else absent
+    file = folder / f"own-{rank}.py"
+    file.write_text(OWN if rank == 0 else f"import absent\n{OWN}")
+    own = file if rank == 0 or what == "loading" else absent
     return job_spec(model, algorithm={"policy_loss": f"{own}:mine"}).model_dump_json()
 
 
@@ -64,6 +65,7 @@ def job(what: str, rank: int, model: Path, folder: Path) -> str:
         ("model", "model.path"),
         ("critic", "algorithm.critic.path"),
         ("policy loss", "algorithm.policy_loss.name"),
+        ("loading", "own-1.py:1: ModuleNotFoundError"),
     ],
 )
 def test_what_one_rank_refuses_all_refuse(what: str, words: str, tied_model: Path, tmp_path: Path) -> None:

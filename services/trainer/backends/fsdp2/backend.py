@@ -74,7 +74,12 @@ class Fsdp2(Sharded):
     def forward_backward(self, microbatches: Sequence[MicroBatch], loss_fn: LossFn, *, temperature: float) -> list[Any]:
         outputs = []
         for batch in microbatches:
-            loss, output = loss_fn(batch, self._scores(self._model, batch, temperature, entropy=True))
+            scores = self._scores(self._model, batch, temperature, entropy=True)
+            try:
+                loss, output = loss_fn(batch, scores)
+            except InvalidJob:  # a user's own: the job may go on with it mended
+                self._model.reshard()  # type: ignore[operator]  # the root waits for a backward pass, as above
+                raise
             loss.backward()
             outputs.append(output)
         return outputs
