@@ -1,7 +1,7 @@
 """Brings trainer and ledger to the same version."""
 
-import asyncio
 import secrets
+import time
 
 from millrace.errors import MillraceError, Unavailable
 from millrace.ids import Version
@@ -42,15 +42,17 @@ async def _check_data(run: Run) -> None:
 
 
 async def _trainer_arrived(run: Run) -> None:
-    limit_s = run.spec.deadlines.no_replica_s
-    deadline = asyncio.get_running_loop().time() + limit_s
+    """Time in which the job is paused does not count. Raises Unavailable."""
+    limit_s, spent_s = run.spec.deadlines.no_replica_s, 0.0
     while run.parts.fleet.trainer is None:
         ring = run.parts.fleet.bell.next()
         await run.heed()
-        if asyncio.get_running_loop().time() > deadline:
+        if run.parts.fleet.trainer is None and spent_s > limit_s:
             what = f"no trainer joined the fleet within {limit_s:g} s."
             raise Unavailable(what, "start one, or raise deadlines.no_replica_s.")
+        began = time.monotonic()
         await waited(ring, LOOK_EVERY_S)
+        spent_s += time.monotonic() - began
 
 
 async def _load(run: Run) -> Version:

@@ -154,6 +154,26 @@ async def test_pause_stops_between_steps_and_resume_goes_on(cluster: Cluster, sp
 
 
 @scenario
+async def test_a_job_does_not_wait_for_a_trainer_while_it_is_paused(cluster: Cluster, spec: dict[str, Any]) -> None:
+    trainer, client = await cluster.trainer(step_s=0.2), cluster.coordinator.client
+    await cluster.replica()
+    job_id = await cluster.submit(spec | {"deadlines": {"no_replica_s": 2.0}})
+    await cluster.reached(job_id, 1)
+    await asyncio.to_thread(client.pause, job_id)
+    await until(lambda: cluster.job(job_id), lambda job: job.state is JobState.PAUSED)
+    await trainer.die()
+    cluster.members.remove(trainer)
+    await asyncio.to_thread(cluster.coordinator.stop)
+    await asyncio.to_thread(cluster.coordinator.start)
+    await asyncio.sleep(2.5)
+    await asyncio.to_thread(client.resume, job_id)
+    await asyncio.sleep(0.5)
+    await cluster.trainer()
+    job = await cluster.ended(job_id)
+    assert (job.state, job.failure) == (JobState.SUCCEEDED, None)
+
+
+@scenario
 async def test_a_group_that_comes_too_late_is_generated_again(cluster: Cluster, spec: dict[str, Any]) -> None:
     late: list[str] = []
 
