@@ -93,6 +93,7 @@ async def _agree(run: Run, version: Version) -> None:
     trainer, job = run.parts.trainer, run.job
     saved = await run.records.batch()
     if version < job.version:
+        run.parts.queue.standing = None  # what is leased from here on is for the trainer's version
         waiting = await run.prompts.rewind(version)
         await run.evaluation.forget()
         await run.parts.fleet.grow()
