@@ -11,6 +11,7 @@ the middle of a job goes unnoticed. Errors are `MillraceError`s, each with its m
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import time
@@ -222,7 +223,8 @@ class Client:
                 if not response.is_success:
                     response.read()
                     raise _error_of(response)
-                yield from _events(response.iter_lines())
+                with self._understood():
+                    yield from _events(_lines(response.iter_text()))
         except httpx.TransportError:
             return
 
@@ -232,11 +234,28 @@ class Client:
             return False
         return not any(True for _ in self._stream(f"/v1/jobs/{job_id}/events", after, follow=False))
 
+    @contextlib.contextmanager
+    def _understood(self) -> Iterator[None]:
+        """Around what reads an answer. Raises MillraceError where it is not what this client expects."""
+        try:
+            yield
+        except (TypeError, ValueError) as error:
+            what = f"{self.url} did not answer as a coordinator of this release does: {error}."
+            raise errors.MillraceError(what, "see whether --url or MILLRACE_URL names one.") from error
+
     def _unreachable(self, error: Exception, method: str, path: str) -> errors.Unavailable:
         return errors.Unavailable(
             f"the coordinator at {self.url} did not answer {method} {path} within {self._patience_s:g} s: {error}.",
             "start one with `millrace up`, or say where it is with --url or MILLRACE_URL.",
         )
+
+
+def _lines(parts: Iterator[str]) -> Iterator[str]:
+    """Lines end with a line feed here, and with nothing else that Python or httpx would take for their end."""
+    rest = ""
+    for part in parts:
+        *lines, rest = (rest + part).split("\n")
+        yield from (line.removesuffix("\r") for line in lines)
 
 
 def _events(lines: Iterator[str]) -> Iterator[Event]:

@@ -32,9 +32,9 @@ JOB = {
 PATH = f"/v1/jobs/{JOB['id']}"
 
 
-def event(number: int) -> str:
-    told = {"id": f"{number}-0", "time_s": 1.0, "kind": "step.done", "message": f"step {number}"}
-    return f": still here\n\nid: {number}-0\nevent: step.done\ndata: {json.dumps(told)}\n\n"
+def event(number: int, message: str = "") -> str:
+    told = {"id": f"{number}-0", "time_s": 1.0, "kind": "step.done", "message": message or f"step {number}"}
+    return f": still here\n\nid: {number}-0\nevent: step.done\ndata: {json.dumps(told, ensure_ascii=False)}\n\n"
 
 
 class Coordinator(ThreadingHTTPServer):
@@ -177,6 +177,19 @@ def test_events_without_follow_end_with_the_stream(coordinator: Coordinator) -> 
         assert [e.id for e in client.events(JOB["id"], after="6-0", follow=False)] == ["7-0"]
     (headers,) = coordinator.paths(f"{PATH}/events")
     assert headers["last-event-id"] == "6-0"
+
+
+@pytest.mark.parametrize("end", ["\u2028", "\u2029", "\x85"])
+def test_only_a_line_feed_ends_a_line_of_events(coordinator: Coordinator, end: str) -> None:
+    coordinator.answers[f"{PATH}/events"] = [event(1, f"one{end}line") + event(2).replace("\n", "\r\n")]
+    with Client(coordinator.url) as client:
+        assert [e.message for e in client.events(JOB["id"], follow=False)] == [f"one{end}line", "step 2"]
+
+
+def test_an_event_that_cannot_be_read_is_told(coordinator: Coordinator) -> None:
+    coordinator.answers[f"{PATH}/events"] = ["data: {}\n\n"]
+    with Client(coordinator.url) as client, pytest.raises(MillraceError, match="did not answer as a coordinator"):
+        next(client.events(JOB["id"]))
 
 
 def test_events_of_an_unknown_job_are_refused(coordinator: Coordinator) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import yaml
 from fastapi import APIRouter, Body, Header, Query, Request, Response
 from fastapi.responses import StreamingResponse
+from pydantic_core import to_jsonable_python
 
 from millrace.errors import InvalidJob
 from millrace.rest import Event, JobView, LedgerView, Problem, SampleView, StepMetrics
@@ -150,7 +151,7 @@ def _following(router: APIRouter, store: Store, events: Events) -> None:
             told_only = not follow or await has_ended()
             async for found in events.follow(job.id, last_event_id, 0.0 if told_only else SILENCE_S):
                 for event in found:
-                    yield _frame(event)
+                    yield frame(event)
                 if not found:
                     yield b": nothing new\n\n"
                 if (told_only and not found) or (_tells_an_end(found) and await has_ended()):
@@ -165,8 +166,10 @@ def _tells_an_end(found: list[Event]) -> bool:
     return bool(found) and found[-1].kind == "job.state" and found[-1].data.get("state") in ENDED
 
 
-def _frame(event: Event) -> bytes:
-    return f"id: {event.id}\nevent: {event.kind}\ndata: {event.model_dump_json()}\n\n".encode()
+def frame(event: Event) -> bytes:
+    """In ASCII: many readers take U+2028 and its like for the end of a line."""
+    data = json.dumps(to_jsonable_python(event, inf_nan_mode="null"))
+    return f"id: {event.id}\nevent: {event.kind}\ndata: {data}\n\n".encode()
 
 
 def _tree(body: bytes, content_type: str) -> Any:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ import httpx
 import pytest
 import yaml
 
-from millrace.rest import JobState
+from millrace.rest import Event, JobState
+from services.coordinator.rest.jobs import frame
 from tests.services.coordinator.cluster import Cluster, scenario
 from tests.services.coordinator.conftest import CoordinatorProcess, running
 
@@ -151,6 +153,14 @@ def test_events_of_a_waiting_job_end_where_nobody_follows(http: httpx.Client, sp
     told = frames(http.get(f"/v1/jobs/{job_id}/events", params={"follow": "false"}).text)
     assert [event["data"]["state"] for event in told] == ["queued"]
     http.delete(f"/v1/jobs/{job_id}")
+
+
+def test_events_are_told_in_ascii() -> None:
+    told = Event(id="1-0", time_s=1.0, kind="prompt.dropped", message="é\u2028\x85", data={"reward": math.nan})
+    sent = frame(told)
+    assert sent.isascii()
+    (read,) = frames(sent.decode())
+    assert (read["message"], read["data"]) == (told.message, {"reward": None})
 
 
 def test_an_output_is_for_one_job_at_a_time(http: httpx.Client, spec: dict[str, Any], tmp_path: Path) -> None:
