@@ -5,8 +5,8 @@
     for event in client.events(job.id):
         print(event.message)
 
-Every call has a deadline. A coordinator that cannot be reached is tried again for `patience_s`, so that its restart in
-the middle of a job goes unnoticed. Errors are `MillraceError`s, each with its mend.
+Every call has a deadline. A coordinator that cannot be reached, or does not reach its Redis, is tried again for
+`patience_s`, so that a restart in the middle of a job goes unnoticed. Errors are `MillraceError`s, each with its mend.
 """
 
 from __future__ import annotations
@@ -170,63 +170,80 @@ class Client:
         if self._http is None:
             import httpx
 
-            from millrace.wire.channel import token
-
-            secret = token() if self._token is None else self._token
-            # Environment proxies are for other hosts: a local stack is always reached directly.
-            local = urlsplit(self.url).hostname in ("localhost", "127.0.0.1", "::1")
-            self._http = httpx.Client(
-                base_url=self.url,
-                headers={"Authorization": f"Bearer {secret}"} if secret else {},
-                timeout=self._timeout_s,
-                trust_env=not local,
-            )
+            secret = self._secret()
+            try:
+                address = urlsplit(self.url)
+                if address.scheme not in ("http", "https"):
+                    raise ValueError("it does not begin with http:// or https://")
+                # Environment proxies are for other hosts: a local stack is always reached directly.
+                local = address.hostname in ("localhost", "127.0.0.1", "::1")
+                self._http = httpx.Client(
+                    base_url=self.url,
+                    headers={"Authorization": f"Bearer {secret}"} if secret else {},
+                    timeout=self._timeout_s,
+                    trust_env=not local,
+                )
+            except (ValueError, httpx.InvalidURL) as error:
+                what = f"the coordinator's address {self.url!r} will not do: {error}."
+                raise errors.MillraceError(what, f"give one like {DEFAULT_URL} with --url or MILLRACE_URL.") from error
         return self._http
 
-    def _ask(self, method: str, path: str, **parts: Any) -> httpx.Response:
-        """One call. All of them may be repeated: a submission carries its key, the rest is idempotent by nature."""
+    def _secret(self) -> str:
+        from millrace.wire.channel import token
+
+        try:
+            secret = token() if self._token is None else self._token
+            secret.encode("ascii")
+        except (OSError, ValueError) as error:
+            what = f"the token cannot be read: {error}."
+            mend = "let MILLRACE_TOKEN_FILE name a file that holds it, or set MILLRACE_TOKEN instead."
+            raise errors.MillraceError(what, mend) from error
+        return secret
+
+    def _ask(self, method: str, path: str, *, stream: bool = False, **parts: Any) -> httpx.Response:
+        """One call. All of them may be repeated: a submission carries its key, the rest is idempotent by nature. A
+        `stream` is not read yet, and is to be closed."""
         import httpx
 
+        connection = self._connection()
+        request = connection.build_request(method, path, **parts)
         deadline = time.monotonic() + self._patience_s
         wait_s = 0.1
         while True:
             try:
-                response = self._connection().request(method, path, **parts)
-                break
-            except httpx.TransportError as error:
-                if time.monotonic() + wait_s > deadline:
-                    raise self._unreachable(error, method, path) from error
-                time.sleep(wait_s)
-                wait_s = min(2 * wait_s, 1.0)
-        if not response.is_success:
-            raise _error_of(response)
-        return response
+                response = connection.send(request, stream=stream)
+                if response.is_success:
+                    return response
+                response.read()
+                failure = _error_of(response)
+                if response.status_code not in PASSING:
+                    raise failure
+            except httpx.RequestError as error:
+                failure = self._unreachable(error, method, path)
+            if time.monotonic() + wait_s > deadline:
+                raise failure
+            time.sleep(wait_s)
+            wait_s = min(2 * wait_s, 1.0)
 
     def _view(self, kind: type[View], method: str, path: str, **parts: Any) -> View:
-        return kind.model_validate_json(self._ask(method, path, **parts).content)
+        answer = self._ask(method, path, **parts)
+        with self._understood():
+            return kind.model_validate_json(answer.content)
 
     def _views(self, kind: type[View], path: str, **query: Any) -> list[View]:
-        parameters = {name: value for name, value in query.items() if value is not None}
-        return [kind.model_validate(row) for row in self._ask("GET", path, params=parameters).json()]
+        answer = self._ask("GET", path, params={name: value for name, value in query.items() if value is not None})
+        with self._understood():
+            return [kind.model_validate(row) for row in answer.json()]
 
     def _stream(self, path: str, after: str, follow: bool) -> Iterator[Event]:
         """Events of one connection. Returns where the coordinator closed it or went silent."""
         import httpx
 
         headers = {"Accept": "text/event-stream"} | ({"Last-Event-ID": after} if after else {})
-        self._ask("GET", "/healthz")  # waits with patience for a coordinator that is just restarting
         timeout = httpx.Timeout(self._timeout_s, read=STREAM_TIMEOUT_S)
-        try:
-            with self._connection().stream(
-                "GET", path, headers=headers, params={"follow": follow}, timeout=timeout
-            ) as response:
-                if not response.is_success:
-                    response.read()
-                    raise _error_of(response)
-                with self._understood():
-                    yield from _events(_lines(response.iter_text()))
-        except httpx.TransportError:
-            return
+        answer = self._ask("GET", path, stream=True, headers=headers, params={"follow": follow}, timeout=timeout)
+        with contextlib.closing(answer), contextlib.suppress(httpx.TransportError), self._understood():
+            yield from _events(_lines(answer.iter_text()))
 
     def _all_told(self, job_id: str, after: str) -> bool:
         """Whether the job has ended and no event came after the last one seen."""
@@ -269,12 +286,17 @@ def _events(lines: Iterator[str]) -> Iterator[Event]:
             data = []
 
 
+PASSING = (502, 503, 504)
+"""Redis, or what stands before the coordinator, is away for now."""
+
 KINDS: dict[int, type[errors.MillraceError]] = {
     400: errors.InvalidJob,
     401: errors.InvalidState,
     403: errors.InvalidState,
     404: errors.NotFound,
     409: errors.InvalidState,
+    413: errors.InvalidJob,
+    415: errors.InvalidJob,
     422: errors.InvalidJob,
     502: errors.Unavailable,
     503: errors.Unavailable,

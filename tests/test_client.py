@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -121,7 +122,7 @@ def test_a_problem_becomes_the_error_that_it_was(
     coordinator: Coordinator, status: int, kind: type[MillraceError]
 ) -> None:
     coordinator.answers[PATH] = [problem(status, kind.__name__)]
-    with Client(coordinator.url) as client, pytest.raises(kind, match="what went wrong") as raised:
+    with Client(coordinator.url, patience_s=0.3) as client, pytest.raises(kind, match="what went wrong") as raised:
         client.job(JOB["id"])
     assert type(raised.value) is kind and raised.value.mend == "do this."
 
@@ -150,6 +151,43 @@ def test_a_broken_connection_is_tried_again_with_the_same_key(coordinator: Coord
         client.submit({"name": "demo"})
     keys = {headers["idempotency-key"] for headers in coordinator.paths("/v1/jobs")}
     assert len(coordinator.paths("/v1/jobs")) == 3 and len(keys) == 1
+
+
+@pytest.mark.parametrize("status", [502, 503, 504])
+def test_a_coordinator_whose_redis_is_away_is_asked_again(coordinator: Coordinator, status: int) -> None:
+    away = problem(status, "Unavailable")
+    coordinator.answers[PATH] = [away, away, (200, {**JOB, "state": "succeeded"})]
+    coordinator.answers[f"{PATH}/events"] = [away, event(1), ""]
+    with Client(coordinator.url) as client:
+        assert client.wait(JOB["id"], 10.0).state is JobState.SUCCEEDED
+        assert [e.id for e in client.events(JOB["id"])] == ["1-0"]
+
+
+@pytest.mark.parametrize("url", ["http://[bad", "http://a:b:c", "127.0.0.1:7700", "http://host:99999999"])
+def test_an_address_that_is_none_is_told(url: str) -> None:
+    with Client(url, token="") as client, pytest.raises(MillraceError) as told:
+        client.jobs()
+    assert url in told.value.what and "--url" in told.value.mend
+
+
+@pytest.mark.parametrize("answer", [(200, {"hello": 1}), (200, 5), (200, ["x"]), "<html>a page</html>"])
+def test_what_is_no_coordinator_is_told(coordinator: Coordinator, answer: Any) -> None:
+    coordinator.answers |= {PATH: [answer], "/v1/jobs": [answer], f"{PATH}/events": [answer]}
+    with Client(coordinator.url) as client:
+        for ask in (client.jobs, lambda: client.job(JOB["id"]), lambda: list(client.events(JOB["id"]))):
+            with pytest.raises(MillraceError, match=coordinator.url) as told:
+                ask()
+            assert "--url" in told.value.mend
+
+
+def test_a_token_that_cannot_be_read_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MILLRACE_TOKEN_FILE", str(tmp_path / "token"))
+    for content in (None, "gehéim".encode("latin-1"), "gehéim".encode()):
+        if content is not None:
+            (tmp_path / "token").write_bytes(content)
+        with Client() as client, pytest.raises(MillraceError, match="the token cannot be read") as told:
+            client.jobs()
+        assert "MILLRACE_TOKEN_FILE" in told.value.mend
 
 
 def test_patience_ends_with_an_error_that_names_the_coordinator() -> None:
