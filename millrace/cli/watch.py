@@ -53,7 +53,8 @@ def follow(client: Client, job: str, as_json: bool = False) -> int:
     try:
         final = show_live(client, job, as_json)
     except KeyboardInterrupt:
-        print(f"\ndetached; {job} goes on. `millrace watch {job}` shows it again, `millrace cancel {job}` ends it.")
+        told = f"\ndetached; {job} goes on. `millrace watch {job}` shows it again, `millrace cancel {job}` ends it."
+        print(told, file=sys.stderr if as_json else sys.stdout)
         return 0
     return 0 if final.state is JobState.SUCCEEDED else 1
 
@@ -80,6 +81,8 @@ def pictures(client: Client, job: str) -> Iterator[Picture]:
     last_step, last_event = 0, ""
     while True:
         picture.job = client.job(job)  # first, so that what follows is at least as new as the state
+        last_step = min(last_step, picture.job.step)  # a job that went back trains its later steps again
+        picture.steps = {step: row for step, row in picture.steps.items() if step <= last_step}
         for row in client.metrics(job, after_step=max(0, last_step - 1)):
             picture.steps[row.step] = row
             last_step = row.step
@@ -173,7 +176,7 @@ def _lines(client: Client, job: str) -> JobView:
         for event in picture.news:
             if event.kind not in ROUTINE:
                 print(f"{event.kind}: {event.message}", flush=True)
-        ended = picture.job.state in ENDED
+        ended, told_step = picture.job.state in ENDED, min(told_step, picture.job.step)
         for row in picture.steps.values():
             if row.step > told_step and (ended or WHOLE in row.values or row.step + 1 in picture.steps):
                 print(step_line(row, picture.job), flush=True)

@@ -2,10 +2,14 @@ import os
 import pty
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
+import pytest
 from rich.console import Console, Group
 
+from millrace.cli import watch
 from millrace.cli.watch import Picture, panels, step_line
 from millrace.rest import Event, FleetView, JobState, JobView, LedgerView, MemberView, StepMetrics
 
@@ -63,6 +67,61 @@ def test_the_picture_has_what_one_wants_to_see() -> None:
 
 def test_a_step_in_one_line() -> None:
     assert step_line(ROW, JOB) == "step 12/60  reward 0.430  step s 1.25"
+
+
+class GoesBack:
+    """A job that is looked at after each of `steps`. A step's reward says how often it was trained."""
+
+    def __init__(self, *steps: int) -> None:
+        self._steps, self._step = [0, *steps], 0
+        self._trained: Counter[int] = Counter()
+
+    def job(self, job: str) -> JobView:
+        before, self._step = self._step, self._steps.pop(0)
+        self._trained.update(range(before + 1, self._step + 1))
+        return JOB.model_copy(
+            update={"step": self._step, "state": JobState.RUNNING if self._steps else JobState.SUCCEEDED}
+        )
+
+    def metrics(self, job: str, after_step: int) -> list[StepMetrics]:
+        return [
+            StepMetrics(step=n, time_s=0.0, values={"critic/rewards/mean": float(self._trained[n]), watch.WHOLE: 0.0})
+            for n in range(after_step + 1, self._step + 1)
+        ]
+
+    def ledger(self, job: str) -> LedgerView:
+        return LEDGER
+
+    def fleet(self) -> FleetView:
+        return FleetView(epoch=1, trainers=[], replicas=[])
+
+    def events(self, job: str, after: str, follow: bool) -> list[Event]:
+        return []
+
+
+def test_steps_that_are_trained_again_are_shown_again(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "LOOK_S", 0.0)
+    client: Any = GoesBack(3, 4, 1, 2, 4, 5)
+    assert watch.follow(client, JOB.id) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    told = " ".join(f"{line[1].partition('/')[0]}:{line[3]}" for line in lines)
+    assert told == "1:1.000 2:1.000 3:1.000 4:1.000 2:2.000 3:2.000 4:2.000 5:1.000"
+
+
+def test_whoever_detaches_from_json_reads_nothing_else_there(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def detach(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(watch, "show_live", detach)
+    client: Any = None
+    for as_json in (True, False):
+        assert watch.follow(client, JOB.id, as_json) == 0
+        told = capsys.readouterr()
+        assert ("detached" in told.err, "detached" in told.out) == (as_json, not as_json)
 
 
 LIVE = """
