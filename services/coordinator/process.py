@@ -96,7 +96,7 @@ class Coordinator:
             control=control_bell,
             work_address=_work_address(self._settings.grpc_host, grpc.port),
         )
-        rest = _Rest(application(parts, Control(store, events, control_bell)))
+        rest = _Rest(application(parts, Control(store, events, control_bell), self._settings.http_host))
         await grpc.start()
         work = [asyncio.create_task(work) for work in (fleet.watch(), queue.expire(), Runner(parts).run())]
         if self._redis is not None:

@@ -1,13 +1,11 @@
 """The FastAPI application: routes, errors, token, health, the page."""
 
-import hmac
-from collections.abc import Callable
+import os
+import socket
 from pathlib import Path
-from typing import Annotated
 
-from fastapi import Depends, FastAPI, Response, Security
+from fastapi import Depends, FastAPI, Response
 from fastapi.responses import FileResponse
-from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import BaseModel
 
 from millrace import __version__
@@ -16,7 +14,7 @@ from millrace.rest import Problem
 from millrace.wire.channel import token
 from services.coordinator.control import Control
 from services.coordinator.jobs import ENDED
-from services.coordinator.rest import fleet, jobs, problems
+from services.coordinator.rest import callers, fleet, jobs, problems
 from services.coordinator.run import Parts
 
 PAGE = Path(__file__).parent / "page.html"
@@ -31,28 +29,19 @@ class Health(BaseModel):
     status: str
 
 
-def application(parts: Parts, control: Control) -> FastAPI:
+def application(parts: Parts, control: Control, name: str) -> FastAPI:
+    """`name` is the one that it listens at."""
     app = FastAPI(title="Millrace", version=__version__, description=ABOUT, redoc_url=None)
     problems.install(app)
-    allowed = [Depends(_bearer())]
+    secret = token()
+    allowed = [Depends(callers.bearer(secret))]
+    if not secret:
+        names = (name, os.environ.get("MILLRACE_HOST", ""), socket.gethostname())
+        allowed.append(Depends(callers.no_foreign_page(names)))
     app.include_router(jobs.routes(parts.store, control, parts.events), dependencies=allowed)
     app.include_router(fleet.routes(parts.fleet, parts.queue), dependencies=allowed)
     _operations(app, parts)
     return app
-
-
-def _bearer() -> Callable[..., None]:
-    """Checks the token that the services share, where there is one."""
-    expected, scheme = (
-        token(),
-        HTTPBearer(auto_error=False, description="MILLRACE_TOKEN, where the coordinator has one."),
-    )
-
-    def check(given: Annotated[HTTPAuthorizationCredentials | None, Security(scheme)]) -> None:
-        if expected and not hmac.compare_digest((given.credentials if given else "").encode(), expected.encode()):
-            raise problems.Unauthorized("the token is missing or wrong.", "send `Authorization: Bearer <token>`.")
-
-    return check
 
 
 def _operations(app: FastAPI, parts: Parts) -> None:

@@ -21,8 +21,30 @@ STATUSES: dict[type[errors.MillraceError], int] = {
 }
 
 
-class Unauthorized(errors.MillraceError):
+class Refused(errors.MillraceError):
+    """A request that is refused for how it came, whatever it asks."""
+
+    status = HTTPStatus.BAD_REQUEST
+
+
+class Unauthorized(Refused):
     """The caller's token is missing or wrong."""
+
+    status = HTTPStatus.UNAUTHORIZED
+
+
+class Forbidden(Refused):
+    """It comes from where nobody may ask."""
+
+    status = HTTPStatus.FORBIDDEN
+
+
+class ContentTooLarge(Refused):
+    status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
+
+
+class UnsupportedMediaType(Refused):
+    status = HTTPStatus.UNSUPPORTED_MEDIA_TYPE
 
 
 def problem(kind: str, status: int, detail: str, mend: str) -> JSONResponse:
@@ -42,8 +64,8 @@ def install(app: FastAPI) -> None:
 
 async def _millrace(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, errors.MillraceError)
-    if isinstance(error, Unauthorized):
-        return problem("Unauthorized", HTTPStatus.UNAUTHORIZED, error.what, error.mend)
+    if isinstance(error, Refused):
+        return problem(type(error).__name__, error.status, error.what, error.mend)
     kind = next(k for k in type(error).__mro__ if k in STATUSES)
     return problem(kind.__name__, STATUSES[kind], error.what, error.mend)
 

@@ -23,6 +23,17 @@ def http(shared: CoordinatorProcess) -> Iterator[httpx.Client]:
         yield client
 
 
+@pytest.fixture(scope="module")
+def named(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    """A coordinator that knows its name."""
+    environment = {"MILLRACE_HOST": "mill.example.org"}
+    with (
+        running(tmp_path_factory.mktemp("named"), environment=environment) as coordinator,
+        httpx.Client(base_url=f"http://127.0.0.1:{coordinator.http_port}", trust_env=False) as client,
+    ):
+        yield client
+
+
 def problem(answer: httpx.Response, status: int) -> dict[str, Any]:
     assert answer.status_code == status, answer.text
     assert answer.headers["content-type"] == "application/problem+json"
@@ -83,6 +94,29 @@ def test_bad_bodies_are_refused(http: httpx.Client, spec: dict[str, Any]) -> Non
     assert "did you mean `model`?" in unknown["detail"]
     relative = problem(http.post("/v1/jobs", json=spec | {"output": "out"}), 422)
     assert "output" in relative["detail"] and "whole path" in relative["detail"]
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Origin": "http://evil.example"},
+        {"Origin": "http://127.0.0.1:1"},
+        {"Origin": "null"},
+        {"Sec-Fetch-Site": "cross-site"},
+        {"Host": "evil.example", "Origin": "http://evil.example"},
+        {"Host": "127.0.0.1.evil.example:7700"},
+    ],
+)
+def test_without_a_token_pages_of_others_are_kept_out(http: httpx.Client, headers: dict[str, str]) -> None:
+    assert "MILLRACE_TOKEN" in problem(http.post("/v1/jobs/job-000000000000/resume", headers=headers), 403)["mend"]
+    problem(http.get("/v1/jobs", headers=headers), 403)
+    problem(http.post("/v1/fleet/rollout-nowhere/drain", headers=headers), 403)
+
+
+@pytest.mark.parametrize("host", ["localhost:1", "coordinator:1", "10.0.0.1", "[::1]:1", "Mill.Example.org:1"])
+def test_its_own_page_may_ask(named: httpx.Client, host: str) -> None:
+    headers = {"Host": host, "Origin": f"http://{host}", "Sec-Fetch-Site": "same-origin"}
+    assert named.get("/v1/jobs", headers=headers).status_code == 200
 
 
 def test_a_model_without_chat_template_is_refused(http: httpx.Client, spec: dict[str, Any]) -> None:
@@ -239,6 +273,8 @@ def test_a_token_is_asked_for_where_there_is_one(tmp_path: Path, spec: dict[str,
             assert "token" in problem(http.get("/v1/jobs"), 401)["detail"]
             problem(http.get("/v1/fleet", headers={"Authorization": "Bearer wrong"}), 401)
             assert http.get("/v1/jobs", headers={"Authorization": "Bearer secret"}).status_code == 200
+            behind_a_proxy = {"Host": "mill.example.org", "Origin": "https://else.example.org"}
+            assert http.get("/v1/jobs", headers={"Authorization": "Bearer secret"} | behind_a_proxy).status_code == 200
             assert http.get("/healthz").status_code == http.get("/readyz").status_code == 200
         assert "secret" not in coordinator.log()
 
