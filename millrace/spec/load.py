@@ -9,7 +9,18 @@ from pydantic import ValidationError
 
 from millrace.errors import InvalidJob
 from millrace.spec.job import JobSpec
-from millrace.spec.mistakes import numbers_that_are_none, told
+from millrace.spec.mistakes import numbers_that_are_none, told, unwritable
+
+UNREADABLE = (
+    yaml.YAMLError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+"""What PyYAML raises: its own errors, and others where a scalar does not fit its tag."""
 
 
 def load(path: str | Path) -> JobSpec:
@@ -23,7 +34,7 @@ def load(path: str | Path) -> JobSpec:
         ) from error
     try:
         tree = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except UNREADABLE as error:
         raise InvalidJob(f"{path} is neither YAML nor JSON: {error}.", "mend the syntax at that place.") from error
     return parse(tree)
 
@@ -34,6 +45,8 @@ def parse(tree: Any) -> JobSpec:
         raise InvalidJob(
             f"a job spec is a mapping of fields, this is {type(tree).__name__}.", "start it with `name:`, `model:`, ..."
         )
+    if lines := unwritable(tree):
+        raise InvalidJob("\n".join(["the job spec is not valid:", *lines]))
     mistakes = numbers_that_are_none(tree)
     try:
         spec = JobSpec.model_validate(tree)

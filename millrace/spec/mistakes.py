@@ -1,7 +1,9 @@
 """What pydantic found wrong with a job spec, told to its writer as field, value, reason and mend."""
 
 import difflib
+import itertools
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -9,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from millrace.elsewhere import counted, meant, places
-from millrace.errors import InvalidJob
+from millrace.errors import InvalidJob, refused
 from millrace.spec.job import JobSpec
 
 Location = tuple[int | str, ...]
@@ -70,6 +72,36 @@ def told(error: Any, root: type[BaseModel] = JobSpec, above: str = "") -> list[s
     value = json.dumps(error["input"], default=str)
     reason, mend = _reason(error), _allowed(root, error)
     return [f"  {field}: {value[:200]} will not do: {reason}. Mend: {mend}"]
+
+
+DEEPEST, MOST_VALUES = 50, 100_000
+_UNWRITABLE = re.compile("[\0\ud800-\udfff]")
+
+
+def unwritable(tree: Mapping[str, Any]) -> list[str]:
+    """The lines about what no JSON, file name or store takes: parts that hold themselves, far too many of them, bytes,
+    and text with a NUL or half a character."""
+    lines: list[str] = []
+    waiting: list[tuple[Location, Any]] = [((), tree)]
+    for count in itertools.count(1):
+        if not waiting:
+            break
+        location, value = waiting.pop()
+        field = ascii(".".join(map(str, location)))[1:-1]
+        if len(location) > DEEPEST:
+            start = ".".join(field.split(".")[:3])
+            return [f"  {start}: holds itself, or is more than {DEEPEST} deep. Mend: write plain options there."]
+        if count > MOST_VALUES:
+            return [f"  {field}: a job spec has at most {MOST_VALUES} values. Mend: put data into files."]
+        if isinstance(value, bytes) or (isinstance(value, str) and _UNWRITABLE.search(value)):
+            reason = "bytes, NULs and halves of a character cannot be written"
+            lines.append(f"  {refused(field, value[:200], reason, 'give plain text.')}")
+        elif isinstance(value, Mapping):
+            waiting += [((*location, str(name)), inner) for name, inner in value.items()]
+            waiting += [((*location, str(name)), name) for name in value if isinstance(name, str | bytes)]
+        elif isinstance(value, list | tuple):
+            waiting += [((*location, place), inner) for place, inner in enumerate(value)]
+    return lines
 
 
 def numbers_that_are_none(tree: Mapping[str, Any], part: type[BaseModel] = JobSpec, above: str = "") -> list[str]:

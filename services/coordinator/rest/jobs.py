@@ -1,20 +1,21 @@
 """/v1/jobs: submit, look, steer, follow."""
 
 import json
+import re
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
-import yaml
-from fastapi import APIRouter, Body, Header, Query, Request, Response
+from fastapi import APIRouter, Body, Depends, Header, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic_core import to_jsonable_python
 
-from millrace.errors import InvalidJob
+from millrace.errors import NotFound
 from millrace.rest import Event, JobView, LedgerView, Problem, SampleView, StepMetrics
 from millrace.spec import JobSpec
 from services.coordinator.control import Control
 from services.coordinator.events import Events
 from services.coordinator.jobs import ENDED
+from services.coordinator.rest import bodies
 from services.coordinator.store import Store
 
 SILENCE_S = 15.0
@@ -51,14 +52,27 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     409: {"model": Problem, "description": "The job's state does not allow it."},
     503: {"model": Problem, "description": "Redis does not answer."},
 }
+BODY_ERRORS: dict[int | str, dict[str, Any]] = {
+    413: {"model": Problem, "description": "The body is too large for a job spec."},
+    415: {"model": Problem, "description": "The body is neither JSON nor YAML."},
+    422: {"model": Problem, "description": "Mistakes."},
+}
+
+
+async def _id(job_id: Annotated[str, Path()]) -> str:
+    """Anything else than an id is no part of a key in the store."""
+    if not re.fullmatch(r"job-[0-9a-f]{12}", job_id):
+        raise NotFound(f"there is no job {job_id}.", "GET /v1/jobs lists those there are.")
+    return job_id
+
+
+Id = Annotated[str, Depends(_id)]
 
 
 def routes(store: Store, control: Control, events: Events) -> APIRouter:
     router = APIRouter(prefix="/v1/jobs", tags=["jobs"], responses=ERRORS)
 
-    @router.post(
-        "", status_code=201, openapi_extra=SPEC_BODY, responses={422: {"model": Problem, "description": "Mistakes."}}
-    )
+    @router.post("", status_code=201, openapi_extra=SPEC_BODY, responses=BODY_ERRORS)
     async def submit(
         request: Request,
         response: Response,
@@ -67,8 +81,7 @@ def routes(store: Store, control: Control, events: Events) -> APIRouter:
         """Submits a job: a job spec as JSON or YAML. Everything that can be checked beforehand is; a spec that cannot
         work is refused with every mistake and its mend. Twice with the same `Idempotency-Key` is once: the second
         call answers the first one's job with status 200."""
-        tree = _tree(await request.body(), request.headers.get("content-type", ""))
-        job, new = await control.submit(tree, idempotency_key)
+        job, new = await control.submit(await bodies.tree(request), idempotency_key)
         response.status_code = 201 if new else 200
         response.headers["Location"] = f"/v1/jobs/{job.id}"
         return job.view()
@@ -79,22 +92,22 @@ def routes(store: Store, control: Control, events: Events) -> APIRouter:
         return [job.view() for job in reversed(await store.jobs.all())]
 
     @router.get("/{job_id}")
-    async def show(job_id: str) -> JobView:
+    async def show(job_id: Id) -> JobView:
         """One job."""
         return (await store.jobs.get(job_id)).view()
 
     @router.delete("/{job_id}")
-    async def cancel(job_id: str) -> JobView:
+    async def cancel(job_id: Id) -> JobView:
         """Ends the job after what it is doing now. What was trained stays; what is in flight is dropped."""
         return (await control.cancel(job_id)).view()
 
     @router.post("/{job_id}/pause")
-    async def pause(job_id: str) -> JobView:
+    async def pause(job_id: Id) -> JobView:
         """Stops between two steps: nothing new is issued or trained, nothing is lost."""
         return (await control.pause(job_id)).view()
 
     @router.post("/{job_id}/resume")
-    async def resume(job_id: str, changes: Annotated[dict[str, Any] | None, Body()] = None) -> JobView:
+    async def resume(job_id: Id, changes: Annotated[dict[str, Any] | None, Body()] = None) -> JobView:
         """Lets a paused job go on where it stopped. One that failed or was cancelled is queued again: it goes on from
         the version that the trainer still holds, from its last checkpoint, or from the model. The body may hold fields
         of its spec that are to be other from here on."""
@@ -108,7 +121,7 @@ def routes(store: Store, control: Control, events: Events) -> APIRouter:
 def _looking(router: APIRouter, store: Store) -> None:
     @router.get("/{job_id}/metrics")
     async def metrics(
-        job_id: str, after: Annotated[int, Query(ge=-1, description="Rows of later steps only.")] = -1
+        job_id: Id, after: Annotated[int, Query(ge=-1, description="Rows of later steps only.")] = -1
     ) -> list[StepMetrics]:
         """The job's series in verl's names, one row a step; step 0 has the evaluation before training."""
         job = await store.jobs.get(job_id)
@@ -116,7 +129,7 @@ def _looking(router: APIRouter, store: Store) -> None:
 
     @router.get("/{job_id}/samples")
     async def samples(
-        job_id: str,
+        job_id: Id,
         step: Annotated[int | None, Query(ge=0, description="Of this step only.")] = None,
         limit: Annotated[int, Query(ge=1, le=1000)] = 20,
     ) -> list[SampleView]:
@@ -125,7 +138,7 @@ def _looking(router: APIRouter, store: Store) -> None:
         return await store.records(job.id).samples(limit, step)
 
     @router.get("/{job_id}/ledger")
-    async def ledger(job_id: str) -> LedgerView:
+    async def ledger(job_id: Id) -> LedgerView:
         """Where every prompt of the job stands."""
         job = await store.jobs.get(job_id)
         return await store.prompts(job.id).view()
@@ -134,8 +147,8 @@ def _looking(router: APIRouter, store: Store) -> None:
 def _following(router: APIRouter, store: Store, events: Events) -> None:
     @router.get("/{job_id}/events", response_class=StreamingResponse)
     async def follow(
-        job_id: str,
-        last_event_id: Annotated[str, Header(pattern=r"^$|^\d+-\d+$")] = "",
+        job_id: Id,
+        last_event_id: Annotated[str, Header(pattern=r"^$|^\d{1,19}-\d{1,19}$")] = "",
         follow: Annotated[
             bool, Query(description="Wait for what comes; otherwise the stream ends at the last.")
         ] = True,
@@ -170,11 +183,3 @@ def frame(event: Event) -> bytes:
     """In ASCII: many readers take U+2028 and its like for the end of a line."""
     data = json.dumps(to_jsonable_python(event, inf_nan_mode="null"))
     return f"id: {event.id}\nevent: {event.kind}\ndata: {data}\n\n".encode()
-
-
-def _tree(body: bytes, content_type: str) -> Any:
-    """Raises InvalidJob."""
-    try:
-        return yaml.safe_load(body) if "yaml" in content_type else json.loads(body)
-    except (ValueError, RecursionError, yaml.YAMLError) as error:
-        raise InvalidJob(f"the body cannot be read: {error}.", "send a job spec as JSON, or YAML as such.") from error

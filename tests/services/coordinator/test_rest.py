@@ -1,6 +1,7 @@
 """The REST API: what people send and what they are told."""
 
 import asyncio
+import itertools
 import json
 import math
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import pytest
 import yaml
 
 from millrace.rest import Event, JobState
+from services.coordinator.rest import bodies
 from services.coordinator.rest.jobs import frame
 from tests.services.coordinator.cluster import Cluster, scenario
 from tests.services.coordinator.conftest import CoordinatorProcess, running
@@ -84,7 +86,8 @@ def test_every_mistake_is_told_at_once(http: httpx.Client, spec: dict[str, Any],
 
 
 def test_bad_bodies_are_refused(http: httpx.Client, spec: dict[str, Any]) -> None:
-    assert "cannot be read" in problem(http.post("/v1/jobs", content=b"{"), 422)["detail"]
+    torn = http.post("/v1/jobs", content=b"{", headers={"Content-Type": "application/json"})
+    assert "cannot be read" in problem(torn, 422)["detail"]
     deep = b"[" * 100_000 + b"]" * 100_000
     for kind in ("application/json", "application/yaml"):
         nested = http.post("/v1/jobs", content=deep, headers={"Content-Type": kind})
@@ -94,6 +97,43 @@ def test_bad_bodies_are_refused(http: httpx.Client, spec: dict[str, Any]) -> Non
     assert "did you mean `model`?" in unknown["detail"]
     relative = problem(http.post("/v1/jobs", json=spec | {"output": "out"}), 422)
     assert "output" in relative["detail"] and "whole path" in relative["detail"]
+
+
+@pytest.mark.parametrize("kind", ["", "text/plain", "text/plain; application/json", "multipart/form-data"])
+def test_a_body_is_json_or_yaml(http: httpx.Client, spec: dict[str, Any], kind: str) -> None:
+    """What a browser sends for any page without asking the coordinator first is neither."""
+    answer = http.post("/v1/jobs", content=json.dumps(spec), headers={"Content-Type": kind} if kind else {})
+    assert "application/json" in problem(answer, 415)["mend"]
+
+
+def test_a_body_that_is_too_large_for_a_job_is_refused(http: httpx.Client) -> None:
+    answer = http.post("/v1/jobs", content=b" " * (bodies.MOST_BYTES + 1), headers={"Content-Type": "application/json"})
+    assert str(bodies.MOST_BYTES) in problem(answer, 413)["detail"]
+
+
+CIRCULAR = "rollout: {engine_options: &a {x: *a}}"
+UNFIT = "rollout: {engine_options: {x: !!int ''}}"
+MANY = "a: &a [1,1,1,1,1,1,1,1,1,1]\n" + "\n".join(
+    f"{name}: &{name} [{','.join(['*' + before] * 10)}]" for before, name in itertools.pairwise("abcdefghij")
+)
+
+
+@pytest.mark.parametrize(
+    ("written", "told"),
+    [
+        (json.dumps({"output": "/tmp/\0x"}), 'output: "/tmp/\\u0000x" will not do'),
+        (json.dumps({"output": "/tmp/\ud800x"}), 'output: "/tmp/\\ud800x" will not do'),
+        (json.dumps({"rollout": {"engine_options": {"\ud800": 1}}}), "rollout.engine_options.\\ud800: "),
+        ("rollout: {engine_options: {x: !!binary gICAgA==}}", "rollout.engine_options.x: "),
+        (CIRCULAR, "rollout.engine_options.x: holds itself"),
+        (MANY, "at most 100000 values"),
+        (UNFIT, "cannot be read"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused(http: httpx.Client, written: str, told: str) -> None:
+    answer = http.post("/v1/jobs", content=written, headers={"Content-Type": "application/yaml"})
+    document = problem(answer, 422)
+    assert told in document["detail"] and ("Mend: " in document["detail"] or document["mend"])
 
 
 @pytest.mark.parametrize(
@@ -130,12 +170,16 @@ def test_an_empty_or_malformed_data_file_is_refused(content: str, http: httpx.Cl
     assert "train.jsonl" in problem(http.post("/v1/jobs", json=spec), 422)["detail"]
 
 
-def test_what_is_not_there_is_not_found(http: httpx.Client) -> None:
+def test_what_is_not_there_is_not_found(http: httpx.Client, spec: dict[str, Any]) -> None:
+    job_id = http.post("/v1/jobs", json=spec).json()["id"]
     for path in ("", "/events", "/metrics", "/samples", "/ledger"):
         assert "job-nowhere" in problem(http.get(f"/v1/jobs/job-nowhere{path}"), 404)["detail"]
     for verb in ("pause", "resume"):
         problem(http.post(f"/v1/jobs/job-nowhere/{verb}"), 404)
     problem(http.delete("/v1/jobs/job-nowhere"), 404)
+    for odd in (f"{job_id}:events", f"{job_id}:train:state", f"{job_id}%0A", f"{job_id}%00"):
+        problem(http.get(f"/v1/jobs/{odd}"), 404)
+    http.delete(f"/v1/jobs/{job_id}")
     problem(http.post("/v1/fleet/rollout-nowhere/drain"), 404)
     problem(http.get("/v2/jobs"), 404)
 
@@ -153,6 +197,8 @@ def test_queries_are_checked(http: httpx.Client, spec: dict[str, Any]) -> None:
     job_id = http.post("/v1/jobs", json=spec).json()["id"]
     assert "limit" in problem(http.get(f"/v1/jobs/{job_id}/samples?limit=0"), 422)["detail"]
     problem(http.get(f"/v1/jobs/{job_id}/events", headers={"Last-Event-ID": "x"}), 422)
+    far = {"Last-Event-ID": "99999999999999999999999-0"}
+    assert "last-event-id" in problem(http.get(f"/v1/jobs/{job_id}/events", headers=far), 422)["detail"]
     http.delete(f"/v1/jobs/{job_id}")
 
 

@@ -1,0 +1,50 @@
+"""The job spec in the body of a request."""
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import yaml
+from fastapi import Request
+
+from millrace.errors import InvalidJob
+from millrace.spec.load import UNREADABLE
+from services.coordinator.rest.problems import ContentTooLarge, UnsupportedMediaType
+
+MOST_BYTES = 16 << 20
+READERS: Mapping[str, Callable[[bytes], Any]] = {
+    "application/json": json.loads,
+    "application/yaml": yaml.safe_load,
+    "application/x-yaml": yaml.safe_load,
+    "text/yaml": yaml.safe_load,
+    "text/x-yaml": yaml.safe_load,
+}
+"""By content type. A web page can send none of these to another site without being asked who it is."""
+
+
+async def tree(request: Request) -> Any:
+    """Raises UnsupportedMediaType, ContentTooLarge, InvalidJob."""
+    kind = request.headers.get("content-type", "")
+    read = READERS.get(kind.partition(";")[0].strip().lower())
+    if read is None:
+        mend = "send `Content-Type: application/json`, or `application/yaml`."
+        raise UnsupportedMediaType(f"Content-Type: {json.dumps(kind)} is neither JSON nor YAML.", mend)
+    body = await _whole(request)
+    try:
+        return await asyncio.to_thread(read, body)
+    except UNREADABLE as error:
+        raise InvalidJob(f"the body cannot be read: {error}.", "send a job spec as JSON, or YAML as such.") from error
+
+
+async def _whole(request: Request) -> bytes:
+    """What is too much is read to its end and thrown away: a caller hears nothing before it has sent everything."""
+    body, size = bytearray(), 0
+    async for part in request.stream():
+        size += len(part)
+        if size <= MOST_BYTES:
+            body += part
+    if size > MOST_BYTES:
+        what = f"the body has {size} bytes; a job spec may have {MOST_BYTES}."
+        raise ContentTooLarge(what, "put data and rewards into files, and name them.")
+    return bytes(body)
