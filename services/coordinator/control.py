@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -124,8 +125,12 @@ def _check_output(output: str, jobs: Sequence[JobRecord]) -> None:
         if job.state not in ENDED:
             raise refused("output", output, f"{job.id} is {job.state} and writes there", "give another folder.")
     checkpoints = Path(output) / "checkpoints"
-    if not any(checkpoints.glob("step-*")):
-        return
+    try:
+        if not any(checkpoints.glob("step-*")):
+            return
+    except OSError as error:
+        reason = f"it cannot be looked at: {error.strerror}"
+        raise refused("output", output, reason, "give another folder.") from error
     mends = ["give another folder"]
     if users and users[-1].state is not JobState.SUCCEEDED:
         mends.append(f"continue {users[-1].name} with `millrace resume {users[-1].id}`")
@@ -148,8 +153,8 @@ def _check_checkpoints(job: JobRecord, jobs: Sequence[JobRecord]) -> None:
 
 def _users(output: str, jobs: Sequence[JobRecord]) -> list[JobRecord]:
     """The jobs whose output is this folder, however it is written; the oldest first."""
-    folder = Path(output).resolve()
-    return [job for job in jobs if Path(job.output).resolve() == folder]
+    folder = os.path.realpath(output)
+    return [job for job in jobs if os.path.realpath(job.output) == folder]
 
 
 def _goes_on(job: JobRecord, changes: Mapping[str, Any]) -> str:

@@ -135,6 +135,23 @@ def leaves(part: type) -> int:
     return count
 
 
+@pytest.mark.parametrize(
+    "text, told",
+    [
+        ("rollout: {engine_options: &a {x: *a}}", "rollout.engine_options.x: holds itself"),
+        ("output: !!binary gICAgA==", "output: "),
+        ('name: "\\0"', 'name: "\\u0000" will not do'),
+        ("schedule: {steps: !!int ''}", "is neither YAML nor JSON"),
+    ],
+)
+def test_what_yaml_can_say_and_no_job(tmp_path, text, told):
+    path = tmp_path / "job.yaml"
+    path.write_text(text)
+    with pytest.raises(InvalidJob) as error:
+        load(path)
+    assert told in str(error.value) and "Mend: " in str(error.value)
+
+
 def test_the_tree_is_small_and_every_unclear_leaf_is_explained():
     assert leaves(JobSpec) < 120
 

@@ -261,6 +261,17 @@ def test_an_output_is_for_one_job_at_a_time(http: httpx.Client, spec: dict[str, 
     http.delete(f"/v1/jobs/{other}")
 
 
+def test_an_output_that_cannot_be_looked_at_is_refused(http: httpx.Client, spec: dict[str, Any]) -> None:
+    told = problem(http.post("/v1/jobs", json=spec | {"output": f"/tmp/{'a' * 300}"}), 422)
+    assert told["detail"].startswith("output: ") and told["mend"] == "give another folder."
+    job_id = http.post("/v1/jobs", json=spec).json()["id"]
+    Path(spec["output"]).symlink_to(spec["output"])  # to itself: no other job is refused for that
+    other = http.post("/v1/jobs", json=spec | {"output": f"{spec['output']}-other"})
+    assert other.status_code == 201
+    for each in (job_id, other.json()["id"]):
+        http.delete(f"/v1/jobs/{each}")
+
+
 def test_checkpoints_are_not_replaced_by_another_job(http: httpx.Client, spec: dict[str, Any]) -> None:
     headers = {"Idempotency-Key": f"the first in {spec['output']}"}
     saved = Path(spec["output"]) / "checkpoints" / "step-4"
