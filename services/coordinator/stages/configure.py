@@ -12,6 +12,7 @@ from services.coordinator.bell import waited
 from services.coordinator.run import LOOK_EVERY_S, Run
 from services.coordinator.spans import traced
 from services.coordinator.stages.checkpoint import recover
+from services.coordinator.stages.track import track_again
 
 
 @traced
@@ -94,6 +95,7 @@ async def _agree(run: Run, version: Version) -> None:
     saved = await run.records.batch()
     if version < job.version:
         run.parts.queue.standing = None  # what is leased from here on is for the trainer's version
+        await track_again(run, version)
         waiting = await run.prompts.rewind(version)
         await run.evaluation.forget()
         await run.parts.fleet.grow()

@@ -10,21 +10,31 @@ from services.coordinator.stages import configure
 from tests.services.coordinator.redis import a_job
 
 
-def test_nothing_is_leased_while_the_ledger_goes_back() -> None:
-    queue, leased_for = SimpleNamespace(standing="the past that is given up"), []
+def test_as_the_ledger_goes_back_nothing_is_leased_and_trackers_are_told_again() -> None:
+    queue, notes = SimpleNamespace(standing="the past that is given up"), {"tracked": 3}
+    seen: list[tuple[object, int]] = []
 
-    async def looks(*_: Any, **__: Any) -> int:
-        leased_for.append(queue.standing)
+    async def nothing(*_: Any, **__: Any) -> None:
+        pass
+
+    async def note(name: str) -> int:
+        return notes[name]
+
+    async def set_note(name: str, value: int) -> None:
+        notes[name] = value
+
+    async def rewind(version: Version) -> int:
+        seen.append((queue.standing, notes["tracked"]))
         return 0
 
     run: Any = SimpleNamespace(
         job=dataclasses.replace(a_job(), step=3, version=Version(3)),
-        records=SimpleNamespace(batch=looks, note=looks, set_note=looks),
-        prompts=SimpleNamespace(rewind=looks),
-        evaluation=SimpleNamespace(forget=looks),
-        parts=SimpleNamespace(queue=queue, trainer=SimpleNamespace(), fleet=SimpleNamespace(grow=looks)),
-        tell=looks,
-        refresh=looks,
+        records=SimpleNamespace(batch=nothing, note=note, set_note=set_note),
+        prompts=SimpleNamespace(rewind=rewind),
+        evaluation=SimpleNamespace(forget=nothing),
+        parts=SimpleNamespace(queue=queue, trainer=SimpleNamespace(), fleet=SimpleNamespace(grow=nothing)),
+        tell=nothing,
+        refresh=nothing,
     )
     asyncio.run(configure._agree(run, Version(1)))
-    assert set(leased_for[1:]) == {None}
+    assert seen == [(None, 1)]
