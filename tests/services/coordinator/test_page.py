@@ -1,0 +1,69 @@
+"""What the page's script does, with a browser that is just enough for it."""
+
+import json
+import re
+import shutil
+import subprocess
+from typing import Any
+
+import pytest
+
+from services.coordinator.rest.app import PAGE
+
+pytestmark = pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+
+BROWSER = """
+const kept = {}, later = setTimeout, said = [], found = {};
+const part = () => ({style: {}, children: [], setAttribute() {}, append(...all) { this.children.push(...all); },
+  prepend(each) { this.children.unshift(each); }, replaceChildren(...all) { this.children = all; },
+  get childElementCount() { return this.children.length; }, get lastChild() { return {remove() {}}; }});
+globalThis.document = {getElementById: id => found[id] ??= part(), createElement: part};
+globalThis.location = {hash: "#job-1"};
+globalThis.sessionStorage = {getItem: name => kept[name] ?? null, setItem: (name, value) => { kept[name] = value; }};
+globalThis.setTimeout = (work, ms) => later(work, ms / 50);
+globalThis.setInterval = (work, ms) => { later(function again() { work(); later(again, ms / 50); }, ms / 50); };
+const job = {id: "job-1", name: "sums", state: "running", step: 1, steps: 2};
+const ledger = {trained: 0, generated: 0, leased: 0, queued: 0, dropped: 0, issued: 0, reasons: {}};
+let asked = 0, events = [];
+const data = {"/v1/jobs": () => [job], "/v1/fleet": () => ({epoch: 1, trainers: [], replicas: []}),
+  "/v1/jobs/job-1/ledger": () => ledger};
+const answer = (path, headers) => {
+  if (!path.endsWith("/events")) return JSON.stringify((data[path] ?? (() => []))());
+  const after = Number(headers["Last-Event-ID"] ?? 0);
+  return events.slice(after).map((message, n) =>
+    `data: ${JSON.stringify({id: String(after + n + 1), time_s: 1, message})}\n\n`).join("");
+};
+globalThis.fetch = async (path, {headers}) => {
+  const allowed = token === null || headers.Authorization === "Bearer " + token;
+  return new Response(allowed ? answer(path.split("?")[0], headers) : "{}", {status: allowed ? 200 : 401});
+};
+globalThis.prompt = () => { asked += 1; return given.shift() ?? null; };
+const told = () => found.log.children.map(line => line.children[1].children[0]);
+"""
+
+
+def played(before: str, then: str) -> Any:
+    """What `then` answers once the page has been open for a while."""
+    (script,) = re.findall(r"<script>(.*?)</script>", PAGE.read_text(), re.DOTALL)
+    after = f"(async () => {{ {then}; console.log(JSON.stringify(answered)); process.exit(0); }})();"
+    program = f"{before}{BROWSER}(function () {{{script}}})();{after}"
+    done = subprocess.run(["node", "-e", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+WAIT = "await new Promise(done => later(done, 600))"
+
+
+@pytest.mark.parametrize(
+    ("given", "asked", "told"), [(["right"], 1, ["began"]), (["wrong", "right"], 2, ["began"]), ([], 1, [])]
+)
+def test_a_token_is_asked_for_once(given: list[str], asked: int, told: list[str]) -> None:
+    before = f"const token = 'right', given = {json.dumps(given)};"
+    assert played(before, f"events = ['began']; {WAIT}; const answered = [asked, told()]") == [asked, told]
+
+
+def test_a_job_that_is_resumed_is_followed_again() -> None:
+    before = "const token = null, given = [];"
+    then = f"job.state = 'failed'; events = ['failed']; {WAIT}; job.state = 'queued'; events.push('resumed'); {WAIT}"
+    assert played(before, f"{then}; const answered = told()") == ["resumed", "failed"]
