@@ -29,7 +29,7 @@ OF_POSITIONS = {"hf_overrides", "rope_scaling", "rope_parameters", "json_model_o
 def check(tree: Any) -> JobSpec:
     """The spec in `tree`, which can be carried out here. Raises InvalidJob with every mistake. Reads files."""
     spec = parse(tree)
-    mistakes = [*_relative(spec), *_data(spec), *_algorithm(spec), *_rest(spec)]
+    mistakes = list(_too_long(spec)) or [*_relative(spec), *_data(spec), *_algorithm(spec), *_rest(spec)]
     if mistakes:
         raise InvalidJob("\n".join(["the job cannot work:", *(f"  {mistake}" for mistake in mistakes)]))
     return spec
@@ -50,6 +50,16 @@ def _relative(spec: JobSpec) -> Iterator[str]:
             likely = field == "output" or os.path.exists(whole)
             mend = f"write the whole path, for example {whole}{function}." if likely else "write the whole path."
             yield str(refused(field, path + function, reason, mend))
+
+
+def _too_long(spec: JobSpec) -> Iterator[str]:
+    """Paths that no look at the files would survive."""
+    for field, path, function in _paths(spec):
+        try:
+            os.lstat(path)
+        except OSError as error:
+            if error.errno == errno.ENAMETOOLONG:
+                yield str(refused(field, (path + function)[:200], "no file has such a long name", "give another path."))
 
 
 def _paths(spec: JobSpec) -> Iterator[tuple[str, str, str]]:

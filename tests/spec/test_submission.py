@@ -162,6 +162,20 @@ def test_a_relative_path_is_refused(part: dict[str, Any], field: str, tmp_path: 
     assert line.startswith(f"  {field}: ") and line.endswith("Mend: write the whole path.") == (field != "output")
 
 
+@pytest.mark.parametrize(
+    ("part", "field"),
+    [
+        ({"output": f"/{'a' * 300}"}, "output"),
+        ({"model": {"path": f"/{'a' * 300}"}}, "model.path"),
+        ({"data": {"files": [f"/{'a' * 300}.jsonl"]}}, "data.files"),
+        ({"reward": {"function": f"/{'a' * 300}.py:f"}}, "reward.function"),
+    ],
+)
+def test_a_name_that_no_file_can_have_is_refused(part: dict[str, Any], field: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidJob, match=rf"  {field}: .* will not do: no file has such a long name"):
+        submission.check(job(tmp_path, {}) | part)
+
+
 def test_one_that_is_there_is_told_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     tree = job(tmp_path, {})
