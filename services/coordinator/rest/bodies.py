@@ -1,4 +1,4 @@
-"""The job spec in the body of a request."""
+"""A job spec, or fields of one, in the body of a request."""
 
 import asyncio
 import json
@@ -35,6 +35,16 @@ async def tree(request: Request) -> Any:
         return await asyncio.to_thread(read, body)
     except UNREADABLE as error:
         raise InvalidJob(f"the body cannot be read: {error}.", "send a job spec as JSON, or YAML as such.") from error
+
+
+async def fields(request: Request) -> dict[str, Any]:
+    """None where there is no body. Raises as `tree`."""
+    if request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers:
+        return {}
+    found = await tree(request)
+    if not isinstance(found, dict):
+        raise InvalidJob(f"the body is {type(found).__name__}, not fields of a job spec.", "send a mapping.")
+    return found
 
 
 async def _whole(request: Request) -> bytes:

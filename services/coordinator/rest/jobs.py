@@ -5,7 +5,7 @@ import re
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Depends, Header, Path, Query, Request, Response
+from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic_core import to_jsonable_python
 
@@ -106,12 +106,12 @@ def routes(store: Store, control: Control, events: Events) -> APIRouter:
         """Stops between two steps: nothing new is issued or trained, nothing is lost."""
         return (await control.pause(job_id)).view()
 
-    @router.post("/{job_id}/resume")
-    async def resume(job_id: Id, changes: Annotated[dict[str, Any] | None, Body()] = None) -> JobView:
+    @router.post("/{job_id}/resume", responses=BODY_ERRORS)
+    async def resume(job_id: Id, request: Request) -> JobView:
         """Lets a paused job go on where it stopped. One that failed or was cancelled is queued again: it goes on from
         the version that the trainer still holds, from its last checkpoint, or from the model. The body may hold fields
         of its spec that are to be other from here on."""
-        return (await control.resume(job_id, changes)).view()
+        return (await control.resume(job_id, await bodies.fields(request))).view()
 
     _looking(router, store)
     _following(router, store, events)
