@@ -166,15 +166,17 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 async def _redis_answers(store: Store) -> None:
-    """Raises Unavailable. A Redis that keeps nothing on disk is worth a warning."""
+    """Raises Unavailable. A Redis that keeps nothing on disk, or not all of it in memory, is worth a warning."""
     try:
         async with asyncio.timeout(REDIS_START_S):
             await store.connection.wait_until_up()
     except TimeoutError as error:
-        what = f"Redis at {store.connection.name} did not answer within {REDIS_START_S:g} s."
-        raise Unavailable(what, "start it, or set REDIS_URL to one that runs.") from error
+        what = f"Redis at {store.connection.name} took no write within {REDIS_START_S:g} s."
+        raise Unavailable(what, "start it, or set REDIS_URL to one that runs and has room.") from error
     if not await store.connection.keeps():
         log.warning("this Redis has no append-only file: what it holds is gone when it ends", mend="appendonly yes")
+    if await store.connection.evicts():
+        log.warning("this Redis throws away what it holds when its memory is full", mend="maxmemory-policy noeviction")
 
 
 def _warn_without_token(settings: Settings) -> None:

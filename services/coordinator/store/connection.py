@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,8 @@ import structlog
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from redis.exceptions import ClusterDownError, NoScriptError, OutOfMemoryError, ReadOnlyError, RedisError, ResponseError
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import NoScriptError, ReadOnlyError, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from millrace.errors import MillraceError, Unavailable
@@ -22,11 +23,16 @@ log = structlog.get_logger(__name__)
 SCRIPTS = Path(__file__).parent / "scripts"
 TIMEOUT_S = 5.0
 CONNECTIONS = 32
-LOST = (RedisConnectionError, RedisTimeoutError, ReadOnlyError, OSError)
+LOST = (RedisConnectionError, RedisTimeoutError, OSError)
+REFUSES = (OutOfMemoryError, ReadOnlyError, ClusterDownError)
+REFUSALS = re.compile("(?:^|: -?)(?:OOM|MISCONF|BUSY|NOREPLICAS|READONLY|CLUSTERDOWN|MASTERDOWN) ")
+"""What says the same in text only: redis-py has no class for it, or a script met it."""
+PROBE = "millrace:probe"
 
 
 class StoreDown(Unavailable):
-    """Redis does not answer. Nothing is lost: whoever meets it waits for Redis and begins again from what it holds."""
+    """Redis does not answer, or takes nothing: its memory or disk is full, its replicas are gone. Nothing is lost:
+    whoever meets it waits for Redis and begins again from what it holds."""
 
 
 class Superseded(MillraceError):
@@ -83,17 +89,22 @@ class Connection:
                 raise
             why, mend = str(error) or f"nothing for {TIMEOUT_S:g} s", "start it again; everything goes on from it."
             raise StoreDown(f"Redis at {self.name} does not answer: {why}.", mend) from error
+        except ResponseError as error:
+            if not isinstance(error, REFUSES) and not REFUSALS.search(str(error)):
+                raise
+            mend = "give it what it lacks; everything goes on from what it holds."
+            raise StoreDown(f"Redis at {self.name} takes nothing: {error}", mend) from error
 
     async def up(self) -> bool:
-        """Whether Redis answers and has loaded what it holds."""
+        """Whether Redis answers, has loaded what it holds and takes more: one that is full answers a PING."""
         try:
-            await self.do("PING")
+            await self.do("SET", PROBE, "1")
         except (StoreDown, RedisError):
             return False
         return True
 
     async def wait_until_up(self) -> None:
-        """Returns once Redis answers; asks at growing intervals of at most 2 s."""
+        """Returns once Redis is up; asks at growing intervals of at most 2 s."""
         pause_s = 0.1
         while not await self.up():
             await asyncio.sleep(pause_s)
@@ -106,6 +117,16 @@ class Connection:
         except ResponseError:
             return True
         return b"no" not in answer
+
+    async def evicts(self) -> bool:
+        """Whether it throws away what it holds where its memory is full. False where it does not say."""
+        try:
+            answer = await self.do("CONFIG", "GET", "maxmemory*")
+        except ResponseError:
+            return False
+        settings = dict(zip(answer[::2], answer[1::2], strict=True))
+        limit, policy = settings.get(b"maxmemory", b"0"), settings.get(b"maxmemory-policy", b"noeviction")
+        return bool(limit != b"0" and policy != b"noeviction")
 
     async def close(self) -> None:
         await self._redis.aclose()

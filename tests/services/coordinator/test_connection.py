@@ -4,11 +4,13 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from redis.exceptions import ResponseError
 
 from services.coordinator.__main__ import _loop_factory
 from services.coordinator.redis_server import RedisServer
-from services.coordinator.store import StoreDown
+from services.coordinator.store import Store, StoreDown
 from services.coordinator.store.connection import Connection
+from tests.services.coordinator.redis import a_job, with_store
 
 
 @pytest.mark.parametrize("loop", [asyncio.SelectorEventLoop, _loop_factory()])
@@ -70,3 +72,75 @@ def test_a_redis_that_says_nothing_is_down(tmp_path: Path) -> None:
             await connection.close()
 
     asyncio.run(scenario())
+
+
+def test_a_redis_that_is_full_is_down_until_there_is_room(redis_url: str) -> None:
+    async def scenario(store: Store) -> None:
+        await store.jobs.create(a_job())
+        await store.connection.do("CONFIG", "SET", "maxmemory", "1")
+        try:
+            writes = (
+                lambda: store.jobs.update(a_job().id, failure="x"),
+                lambda: store.connection.together(("HSET", "a", "b", "c"), ("GET", "d")),
+                lambda: store.jobs.create(a_job(2)),
+            )
+            for write in writes:
+                with pytest.raises(
+                    StoreDown, match=r"takes nothing: .*command not allowed when used memory"
+                ) as refused:
+                    await write()
+                assert "give it what it lacks" in refused.value.mend
+            assert await store.connection.do("PING") and not await store.connection.up()
+        finally:
+            await store.connection.do("CONFIG", "SET", "maxmemory", "0")
+        assert await store.connection.up()
+        await store.jobs.create(a_job(2))
+
+    with_store(redis_url, scenario)
+
+
+@pytest.mark.parametrize(
+    ("answer", "down"),
+    [
+        ("MISCONF Redis is configured to save RDB snapshots, but it is unable to persist to disk.", True),
+        ("BUSY Redis is busy running a script.", True),
+        ("NOREPLICAS Not enough good replicas to write.", True),
+        ("CLUSTERDOWN The cluster is down", True),
+        ("MASTERDOWN Link with MASTER is down", True),
+        ("READONLY You can't write against a read only replica.", True),
+        ("ERR Error running script (call to f_1): @user_script:9: @user_script: 9: -MISCONF Errors writing", True),
+        ("BUSYGROUP Consumer Group name already exists", False),
+        ("ERR prompt BUSY of step 1 is not generated", False),
+        ("WRONGTYPE Operation against a key holding the wrong kind of value", False),
+    ],
+)
+def test_what_redis_refuses_for_its_own_state_is_no_bug_of_ours(answer: str, down: bool, tmp_path: Path) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while asked := await reader.read(1 << 16):
+            settings = asked.count(b"CLIENT")
+            writer.write(b"+OK\r\n" * settings or f"-{answer}\r\n".encode())
+        writer.close()
+
+    async def scenario() -> None:
+        async with await asyncio.start_unix_server(serve, tmp_path / "redis.sock"):
+            connection = Connection(RedisServer(tmp_path).url)
+            with pytest.raises(StoreDown if down else ResponseError):
+                await connection.do("HSET", "a", "b", "c")
+            await connection.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_redis_that_evicts_is_known(redis_url: str) -> None:
+    async def scenario(store: Store) -> None:
+        async def says(maxmemory: str, policy: str) -> bool:
+            await store.connection.do("CONFIG", "SET", "maxmemory", maxmemory)
+            await store.connection.do("CONFIG", "SET", "maxmemory-policy", policy)
+            return await store.connection.evicts()
+
+        assert not await says("0", "allkeys-lru")
+        assert await says("1gb", "allkeys-lru")
+        assert not await says("1gb", "noeviction")
+        assert not await says("0", "noeviction")
+
+    with_store(redis_url, scenario)

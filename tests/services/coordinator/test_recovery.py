@@ -11,6 +11,8 @@ import pytest
 from millrace.errors import Unavailable
 from millrace.rest import JobState
 from millrace.wire.v1 import fleet_pb2, fleet_pb2_grpc
+from services.coordinator.redis_server import RedisServer
+from services.coordinator.store.connection import Connection
 from tests.services.coordinator.cluster import Cluster, scenario, until
 from tests.services.coordinator.conftest import CoordinatorProcess
 
@@ -215,6 +217,27 @@ async def test_redis_stands_still_for_a_while(cluster: Cluster, spec: dict[str, 
         os.kill(pid, signal.SIGCONT)
     job = await cluster.ended(job_id)
     assert job.state is JobState.SUCCEEDED
+    await trained_once(cluster, job_id, trainer)
+
+
+@scenario
+async def test_redis_is_full_for_a_while(cluster: Cluster, spec: dict[str, Any]) -> None:
+    """It answers and takes nothing: the job waits, and goes on once there is room."""
+    trainer, _ = await cluster.trainer(step_s=0.1), await cluster.replica(seconds=0.02)
+    job_id = await cluster.submit(spec)
+    await cluster.reached(job_id, 2)
+    redis = Connection(RedisServer(cluster.coordinator.folder / "redis").url)
+    await redis.do("CONFIG", "SET", "maxmemory", "1")
+    try:
+        await asyncio.sleep(2.0)
+        assert not await asyncio.to_thread(cluster.coordinator.client.ready)
+        assert (await cluster.job(job_id)).state is JobState.RUNNING
+    finally:
+        await redis.do("CONFIG", "SET", "maxmemory", "0")
+        await redis.close()
+    job = await cluster.ended(job_id)
+    assert (job.state, job.failure) == (JobState.SUCCEEDED, None)
+    assert set(trainer.every.values()) == {1}
     await trained_once(cluster, job_id, trainer)
 
 
