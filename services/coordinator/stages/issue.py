@@ -20,7 +20,10 @@ AT_ONCE = 256
 
 @traced
 async def issue(run: Run) -> None:
-    """Issues as many prompts as the capacity allows: those issued before come first, then the next of the data."""
+    """Issues as many prompts as the capacity allows: those issued before come first, then the next of the data.
+
+    Raises Superseded.
+    """
     schedule = run.spec.schedule
     counts = await run.prompts.counts()
     room = capacity(
@@ -45,10 +48,14 @@ async def _issue_some(run: Run, count: int) -> int:
     else:
         drafts = await asyncio.to_thread(_draw, run, count)
         cursor = run.job.cursor, run.job.cursor + len(drafts)
-        if not await run.prompts.issue(drafts, run.job.step + 1, cursor):
-            what = f"the data cursor of {run.job.id} is not at {cursor[0]}: another coordinator works on this job."
-            raise MillraceError(what, "run one coordinator on one Redis.")
+        moved = await run.prompts.issue(drafts, run.job.step + 1, cursor)
         await run.refresh()
+        if not moved:
+            # This very call may have moved it: one whose answer was lost is made again.
+            await run.parts.store.still_ours()
+            if run.job.cursor != cursor[1]:
+                what = f"the data cursor of {run.job.id} is not at {cursor[0]}: another coordinator works on this job."
+                raise MillraceError(what, "run one coordinator on one Redis.")
     for bad in (draft for draft in drafts if draft.reason):
         await run.tell("prompt.dropped", bad.reason, prompt=bad.prompt_id)
     return len(drafts)

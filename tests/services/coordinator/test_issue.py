@@ -1,14 +1,25 @@
 """From rows to prompts that can be leased."""
 
+import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from millrace.data import open_source
+from millrace.data.row import PromptRow
+from millrace.data.write import write_rows
+from millrace.errors import MillraceError
 from millrace.ids import PromptId
+from millrace.spec import parse
 from millrace.wire.v1 import common_pb2, work_pb2
-from services.coordinator.stages.issue import draft
+from services.coordinator.bell import Bell
+from services.coordinator.run import Run
+from services.coordinator.stages.issue import draft, issue
+from services.coordinator.store import GENERATION, Store, Superseded
+from tests.services.coordinator.redis import a_job, with_store
 
 DEEP = json.loads("[" * 800 + "]" * 800)
 
@@ -35,3 +46,54 @@ def test_a_row_that_no_lease_can_carry_is_a_bad_one(changes: dict, reason: str, 
     assert not made[0].reason and work_pb2.Lease.FromString(made[0].payload).data_source == "sums \U0001f642"
     assert made[1].reason.startswith("bad_row: row 1 ") and reason in made[1].reason and "Mend:" in made[1].reason
     assert made[1].reason.isascii() and not made[1].payload
+
+
+async def a_run(store: Store, folder: Path) -> Run:
+    """With 8 prompts to issue."""
+    write_rows(folder / "train.jsonl", [PromptRow(n, "sums", f"{n} + 1", ground_truth=str(n + 1)) for n in range(8)])
+    tree = {"name": "sums", "output": "/out", "model": {"path": "/model"}}
+    tree |= {"data": {"files": [str(folder / "train.jsonl")]}}
+    tree |= {"schedule": {"steps": 2, "prompts_per_step": 4, "max_staleness": 1}}
+    job = dataclasses.replace(a_job(), spec_json=parse(tree).model_dump_json())
+    await store.take_over()
+    await store.jobs.create(job)
+    names = dict.fromkeys(("fleet", "trainer", "publisher", "events"), SimpleNamespace(bell=Bell()))
+    parts: Any = SimpleNamespace(store=store, queue=SimpleNamespace(issued=Bell()), **names)
+    return Run(job, parts, open_source([folder / "train.jsonl"]), None)
+
+
+def test_prompts_whose_issue_was_answered_to_nobody_are_issued_once(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection is lost between Redis's work and its answer, and the command is made again."""
+
+    async def scenario(store: Store) -> None:
+        run, do = await a_run(store, tmp_path), store.connection.run
+
+        async def run_twice(*arguments: Any) -> Any:
+            await do(*arguments)
+            return await do(*arguments)
+
+        monkeypatch.setattr(store.connection, "run", run_twice)
+        await issue(run)
+        counts = await run.prompts.counts()
+        assert (counts.issued, counts.queued, run.job.cursor) == (8, 8, 8)
+
+    with_store(redis_url, scenario)
+
+
+@pytest.mark.parametrize("superseded", [False, True])
+def test_a_cursor_that_another_moved_is_nobodys_to_go_on_from(superseded: bool, redis_url: str, tmp_path: Path) -> None:
+    """Of two coordinators the newer one works: the job is not its predecessor's to fail."""
+
+    async def scenario(store: Store) -> None:
+        run = await a_run(store, tmp_path)
+        if superseded:
+            await store.connection.do("INCR", GENERATION)
+        await store.jobs.update(run.job.id, cursor=4)
+        with pytest.raises(Superseded if superseded else MillraceError, match="another coordinator") as refused:
+            await issue(run)
+        assert isinstance(refused.value, Superseded) is superseded
+        assert (await run.prompts.counts()).issued == 0
+
+    with_store(redis_url, scenario)
