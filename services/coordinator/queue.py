@@ -1,6 +1,7 @@
 """Leases: who may work on what, until when. Replicas pull; nobody pushes."""
 
 import asyncio
+import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -187,12 +188,16 @@ class Queue:
         await self._events.add(job_id, "member.out", message, member=member.id, prompts=prompts[:50])
 
     async def expire(self) -> None:
-        """Takes back what was not extended in time, for ever."""
+        """Takes back what was not extended in time, for ever. Every lease has its whole time again after nobody could
+        extend it: before this coordinator was there, or while Redis was down."""
+        begun = math.inf
         while True:
             await asyncio.sleep(EXPIRE_EVERY_S)
             try:
                 if standing := self.standing:
-                    await self._expire_now(standing)
+                    begun, now = min(begun, time.monotonic()), time.monotonic()
+                    if now - max(begun, self._store.connection.up_since) >= standing.terms.lease_s:
+                        await self._expire_now(standing)
             except StoreDown:
                 await self._store.connection.wait_until_up()
 

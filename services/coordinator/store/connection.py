@@ -2,7 +2,9 @@
 
 import asyncio
 import hashlib
+import math
 import re
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,9 @@ class Connection:
 
     def __init__(self, url: str) -> None:
         self.name = _without_password(url)
+        self.up_since = -math.inf
+        """Of time.monotonic(): when Redis answered again after it had been down."""
+        self._down = False
         pool = BlockingConnectionPool.from_url(
             url,
             max_connections=CONNECTIONS,
@@ -81,6 +86,16 @@ class Connection:
             return await self.do("EVAL", source, len(keys), *keys, *arguments)
 
     async def _answer(self, ask: Callable[[], Awaitable[Any]]) -> Any:
+        try:
+            answer = await self._asked(ask)
+        except StoreDown:
+            self._down = True
+            raise
+        if self._down:
+            self._down, self.up_since = False, time.monotonic()
+        return answer
+
+    async def _asked(self, ask: Callable[[], Awaitable[Any]]) -> Any:
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 return await ask()

@@ -17,7 +17,7 @@ from millrace.ids import Fence, JobId, LeaseId, MemberId, PromptId
 from millrace.rest import LedgerView
 from services.coordinator.groups import Summary
 from services.coordinator.ledger import Counts
-from services.coordinator.store.connection import Connection, text
+from services.coordinator.store.connection import TIMEOUT_S, Connection, text
 from services.coordinator.store.jobs import key
 
 ANSWERS_KEPT_S = 900
@@ -102,7 +102,9 @@ class Prompts:
         return _prompts(await self._redis.run("release", [self._base], self._entries(leases)))
 
     async def expire(self, lease_s: float) -> list[PromptId]:
-        return _prompts(await self._redis.run("expire", [self._base], [int(lease_s * 1000)]))
+        seconds, micros = await self._redis.do("TIME")
+        until = seconds + micros / 1e6 + TIMEOUT_S
+        return _prompts(await self._redis.run("expire", [self._base], [int(lease_s * 1000), until]))
 
     async def take_back(self, member: MemberId) -> list[PromptId]:
         return _prompts(await self._redis.run("take_back", [self._base], [member]))

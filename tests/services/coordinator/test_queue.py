@@ -1,7 +1,11 @@
 """Who may lease what, and how much."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+import dataclasses
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -11,13 +15,15 @@ from millrace.ids import Fence, JobId, LeaseId, MemberId, PromptId, Version
 from millrace.spec import parse
 from millrace.wire.channel import PROTOCOL_VERSION
 from millrace.wire.v1 import fleet_pb2, work_pb2
+from services.coordinator import queue
 from services.coordinator.events import Events
 from services.coordinator.fleet import Fleet, Patience
 from services.coordinator.measures import Measures
 from services.coordinator.members import Configured, Member, Weights
 from services.coordinator.queue import Queue, Standing, Terms
 from services.coordinator.stages.issue import training_sampling
-from services.coordinator.store import Draft, Purpose, Store
+from services.coordinator.store import Draft, Purpose, Store, connection, prompts
+from tests.services.coordinator.cluster import until
 from tests.services.coordinator.redis import a_job, with_store
 
 JOB = a_job()
@@ -201,5 +207,95 @@ def test_an_answer_is_taken_once(redis_url: str) -> None:
             await desk.queue.refuse(MemberId("rollout-a"), JOB.id, ref, "prompt_too_long: 9 > 8 tokens")
         view = await desk.store.prompts(JOB.id).view()
         assert (view.dropped, view.reasons) == (1, {"prompt_too_long": 1})
+
+    at_the_desk(redis_url, scenario)
+
+
+@contextlib.asynccontextmanager
+async def expiring(desk: Desk, lease_s: float, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
+    monkeypatch.setattr(queue, "EXPIRE_EVERY_S", 0.05)
+    desk.queue.standing = Standing(weights(0), 0, dataclasses.replace(TERMS, lease_s=lease_s))
+    task = asyncio.create_task(desk.queue.expire())
+    try:
+        yield
+    finally:
+        task.cancel()
+
+
+def test_leases_that_nobody_could_extend_have_their_time_again(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The coordinator was away for longer than a lease lasts, then the replica extends it."""
+
+    async def scenario(desk: Desk) -> None:
+        member = await desk.member()
+        await desk.issue(1)
+        (lease,), _ = await desk.queue.lease(member.id, 8, 0.0)
+        ref = (LeaseId(lease.ref.lease_id), Fence(lease.ref.fence))
+        await asyncio.sleep(1.1)
+        async with expiring(desk, 1.0, monkeypatch):
+            await asyncio.sleep(0.5)
+            assert (await desk.queue.extend(member.id, JOB.id, [ref]))[0] == set()
+            await asyncio.sleep(0.8)
+            assert await desk.queue.held() == {member.id: 1}
+            await until(desk.queue.held, lambda held: not held, 5.0)
+
+    at_the_desk(redis_url, scenario)
+
+
+def test_a_member_that_died_while_the_coordinator_was_away_keeps_nothing(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(desk: Desk) -> None:
+        member = await desk.member()
+        await desk.issue(1)
+        assert await desk.lease(8) == ["0-0"]
+        async with expiring(desk, 60.0, monkeypatch):
+            await desk.fleet.leave(member.id, "")
+            assert await desk.queue.held() == {}
+
+    at_the_desk(redis_url, scenario)
+
+
+def test_a_redis_that_stood_still_expires_nothing_at_once(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(desk: Desk) -> None:
+        member, redis = await desk.member(), desk.store.connection
+        monkeypatch.setattr(connection, "TIMEOUT_S", 0.3)
+        monkeypatch.setattr(prompts, "TIMEOUT_S", 0.3)
+        pid = int((await redis.do("INFO", "server"))["process_id"])
+        await desk.issue(1)
+        async with expiring(desk, 1.0, monkeypatch):
+            await asyncio.sleep(1.2)
+            (lease,), _ = await desk.queue.lease(member.id, 8, 0.0)
+            ref = (LeaseId(lease.ref.lease_id), Fence(lease.ref.fence))
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                await asyncio.sleep(1.5)
+            finally:
+                os.kill(pid, signal.SIGCONT)
+            await redis.wait_until_up()
+            await asyncio.sleep(0.5)
+            assert (await desk.queue.extend(member.id, JOB.id, [ref]))[0] == set()
+            await until(desk.queue.held, lambda held: not held, 5.0)
+
+    at_the_desk(redis_url, scenario)
+
+
+def test_leases_are_not_expired_later_than_asked(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Redis that stood still comes to what it was asked before."""
+
+    async def scenario(desk: Desk) -> None:
+        await desk.member()
+        await desk.issue(1)
+        assert await desk.lease(8) == ["0-0"]
+        run, expire = desk.store.connection.run, desk.store.prompts(JOB.id).expire
+
+        async def run_late(*arguments: Any) -> Any:
+            await asyncio.sleep(0.3)
+            return await run(*arguments)
+
+        monkeypatch.setattr(prompts, "TIMEOUT_S", 0.2)
+        with monkeypatch.context() as late:
+            late.setattr(desk.store.connection, "run", run_late)
+            assert await expire(0.1) == []
+        assert await expire(0.1) == ["0-0"]
 
     at_the_desk(redis_url, scenario)

@@ -1,5 +1,8 @@
--- Takes back what nobody extended in time. KEYS: base. ARGV: lease_ms. Answers the prompts that are queued again.
-local base, lease_ms = KEYS[1], ARGV[1]
+-- Takes back what nobody extended in time. KEYS: base. ARGV: lease_ms, time until which somebody waits for the answer.
+-- Answers the prompts that are queued again. A Redis that stood still comes to what it was asked before first: to this
+-- before anybody could extend.
+local base, lease_ms, now = KEYS[1], ARGV[1], redis.call('TIME')
+if now[1] + now[2] / 1e6 > tonumber(ARGV[2]) then return {} end
 local queue, prompts, cursor = base .. ':queue', {}, '0-0'
 if redis.call('EXISTS', queue) == 0 then return prompts end
 repeat
