@@ -12,9 +12,6 @@ from services.coordinator.measures import Measures
 from services.coordinator.queue import Queue
 from services.coordinator.store import Store
 
-FETCH_AT_ONCE = 16
-"""Groups read from the store in one round trip."""
-
 
 class FleetServicer(fleet_pb2_grpc.FleetServicer):
     def __init__(self, fleet: Fleet) -> None:
@@ -102,14 +99,12 @@ class WorkServicer(work_pb2_grpc.WorkServicer):
         self, request: work_pb2.FetchRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[common_pb2.Group]:
         prompts = self._store.prompts(JobId(request.job_id))
-        wanted = [PromptId(p) for p in request.prompt_ids]
-        for start in range(0, len(wanted), FETCH_AT_ONCE):
-            part = wanted[start : start + FETCH_AT_ONCE]
-            for prompt_id, group in zip(part, await prompts.groups(part), strict=True):
-                if group is None:
-                    what = f"{request.job_id} has no group for prompt {prompt_id}."
-                    raise NotFound(what, "fetch groups only between Step and its answer.")
-                yield common_pb2.Group.FromString(group)
+        for prompt_id in map(PromptId, request.prompt_ids):
+            group = await prompts.group(prompt_id)
+            if group is None:
+                what = f"{request.job_id} has no group for prompt {prompt_id}."
+                raise NotFound(what, "fetch groups only between Step and its answer.")
+            yield common_pb2.Group.FromString(group)
 
 
 def servicers(fleet: FleetServicer, work: WorkServicer) -> Mapping[str, Callable[[grpc.aio.Server], None]]:

@@ -85,7 +85,7 @@ async def _record(run: Run, groups: list[Summary], count: int, seconds: float) -
     values = {name: value for source, rewards in by_source.items() for name, value in held_out(source, rewards).items()}
     values |= {"val-aux/scored_prompts": float(len(groups)), "timing_s/testing": seconds}
     shown = [group.prompt_id for group in groups[: run.spec.tracking.samples_per_step]]
-    found = [common_pb2.Group.FromString(g) for g in await run.evaluation.groups(shown) if g is not None]
+    found = [common_pb2.Group.FromString(g) for p in shown if (g := await run.evaluation.group(p)) is not None]
     await run.records.add_samples([sample for group in found for sample in samples_of(group, run.job.step)])
     if groups:
         reward = mean([r for group in groups for r in group.rewards])

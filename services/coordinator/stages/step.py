@@ -63,5 +63,5 @@ async def _mark(run: Run, batch: Batch, answer: trainer_pb2.StepResponse, second
 
 async def _samples(run: Run, batch: Batch) -> list[str]:
     wanted = [g.prompt_id for g in batch.groups[: run.spec.tracking.samples_per_step]]
-    groups = [common_pb2.Group.FromString(g) for g in await run.prompts.groups(wanted) if g is not None]
+    groups = [common_pb2.Group.FromString(g) for p in wanted if (g := await run.prompts.group(p)) is not None]
     return [sample.model_dump_json() for group in groups for sample in samples_of(group, batch.step)]

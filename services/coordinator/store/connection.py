@@ -24,6 +24,9 @@ from services.coordinator.ledger import lua_table
 log = structlog.get_logger(__name__)
 SCRIPTS = Path(__file__).parent / "scripts"
 TIMEOUT_S = 5.0
+LARGE_S = 30.0
+LARGE_AT_ONCE = 2
+"""Answers that may be large are read by so many at a time, each within LARGE_S."""
 CONNECTIONS = 32
 LOST = (RedisConnectionError, RedisTimeoutError, OSError)
 REFUSES = (OutOfMemoryError, ReadOnlyError, ClusterDownError)
@@ -49,6 +52,7 @@ class Connection:
         self.up_since = -math.inf
         """Of time.monotonic(): when Redis answered again after it had been down."""
         self._down = False
+        self._large = asyncio.Semaphore(LARGE_AT_ONCE)
         pool = BlockingConnectionPool.from_url(
             url,
             max_connections=CONNECTIONS,
@@ -69,6 +73,11 @@ class Connection:
         """One command. Raises StoreDown."""
         return await self._answer(lambda: self._redis.execute_command(*command))
 
+    async def read(self, *command: Any) -> Any:
+        """One command whose answer may be large. Raises StoreDown."""
+        async with self._large:
+            return await self._answer(lambda: self._redis.execute_command(*command), LARGE_S)
+
     async def together(self, *commands: Sequence[Any]) -> list[Any]:
         """Several commands in one transaction and one round trip. Raises StoreDown."""
         pipeline = self._redis.pipeline(transaction=True)
@@ -85,9 +94,9 @@ class Connection:
         except NoScriptError:
             return await self.do("EVAL", source, len(keys), *keys, *arguments)
 
-    async def _answer(self, ask: Callable[[], Awaitable[Any]]) -> Any:
+    async def _answer(self, ask: Callable[[], Awaitable[Any]], within_s: float | None = None) -> Any:
         try:
-            answer = await self._asked(ask)
+            answer = await self._asked(ask, within_s or TIMEOUT_S)
         except StoreDown:
             self._down = True
             raise
@@ -95,14 +104,14 @@ class Connection:
             self._down, self.up_since = False, time.monotonic()
         return answer
 
-    async def _asked(self, ask: Callable[[], Awaitable[Any]]) -> Any:
+    async def _asked(self, ask: Callable[[], Awaitable[Any]], within_s: float) -> Any:
         try:
-            async with asyncio.timeout(TIMEOUT_S):
+            async with asyncio.timeout(within_s):
                 return await ask()
         except (*LOST, RuntimeError) as error:
             if isinstance(error, RuntimeError) and not closed(error):
                 raise
-            why, mend = str(error) or f"nothing for {TIMEOUT_S:g} s", "start it again; everything goes on from it."
+            why, mend = str(error) or f"nothing for {within_s:g} s", "start it again; everything goes on from it."
             raise StoreDown(f"Redis at {self.name} does not answer: {why}.", mend) from error
         except ResponseError as error:
             if not isinstance(error, REFUSES) and not REFUSALS.search(str(error)):

@@ -203,9 +203,10 @@ class Prompts:
         found = await self._redis.do("HMGET", f"{self._base}:summaries", *prompts)
         return [Summary.from_json(summary) for summary in found if summary is not None]
 
-    async def groups(self, prompts: Sequence[PromptId]) -> list[bytes | None]:
-        """Serialized Group messages in the order of `prompts`; None where there is none."""
-        return list(await self._redis.do("HMGET", f"{self._base}:groups", *prompts)) if prompts else []
+    async def group(self, prompt: PromptId) -> bytes | None:
+        """The serialized Group message; None where there is none. One at a time: it may be tens of megabytes."""
+        found: bytes | None = await self._redis.read("HGET", f"{self._base}:groups", prompt)
+        return found
 
     async def held(self) -> dict[MemberId, int]:
         """Leases by the member that holds them."""

@@ -2,13 +2,20 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from redis.exceptions import ResponseError
 
+from millrace.wire.v1 import work_pb2
 from services.coordinator.__main__ import _loop_factory
+from services.coordinator.events import Events
+from services.coordinator.fleet import Fleet, Patience
+from services.coordinator.measures import Measures
+from services.coordinator.queue import Queue
 from services.coordinator.redis_server import RedisServer
-from services.coordinator.store import Store, StoreDown
+from services.coordinator.servicers import WorkServicer
+from services.coordinator.store import Store, StoreDown, connection
 from services.coordinator.store.connection import Connection
 from tests.services.coordinator.redis import a_job, with_store
 
@@ -144,3 +151,41 @@ def test_a_redis_that_evicts_is_known(redis_url: str) -> None:
         assert not await says("0", "noeviction")
 
     with_store(redis_url, scenario)
+
+
+def test_groups_of_any_size_are_read_in_their_own_time_a_few_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, most = 0, 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal reading, most
+        while asked := await reader.read(1 << 16):
+            if settings := asked.count(b"CLIENT"):
+                writer.write(b"+OK\r\n" * settings)
+                continue
+            assert asked.count(b"0-") == 1
+            reading += 1
+            most = max(most, reading)
+            await asyncio.sleep(0.4)
+            reading -= 1
+            writer.write(b"$5\r\n\x0a\x030-1\r\n")
+        writer.close()
+
+    async def scenario() -> None:
+        async with await asyncio.start_unix_server(serve, tmp_path / "redis.sock"):
+            store = Store(RedisServer(tmp_path).url)
+            work = WorkServicer(Queue(store, Fleet(store, Patience()), Events(store), Measures()), store, Measures())
+            request: Any = work_pb2.FetchRequest(job_id="job-1", prompt_ids=["0-1", "0-2"])
+
+            async def fetch() -> int:
+                return len([group async for group in work.Fetch(request, cast(Any, None))])
+
+            assert await asyncio.gather(*(fetch() for _ in range(4))) == [2] * 4
+            with pytest.raises(StoreDown, match=r"nothing for 0.2 s"):
+                await store.connection.do("GET", "0-1")
+            await store.close()
+
+    monkeypatch.setattr(connection, "TIMEOUT_S", 0.2)
+    asyncio.run(scenario())
+    assert most == connection.LARGE_AT_ONCE
