@@ -17,6 +17,11 @@ from services.coordinator.stages.track import track
 
 async def train(run: Run) -> None:
     """Carries out a job. Raises Cancelled, TrainerLost, StoreDown, and MillraceError where the job has failed."""
+    # Going back may have been broken off, and begins where a job that had ended is taken up again.
+    if await run.prompts.undo():
+        await run.evaluation.forget()
+        await run.parts.fleet.grow()
+
     # The trainer loads the model, or says what it holds; ledger and trainer agree on the version after this.
     await configure(run)
     if batch := await interrupted(run):

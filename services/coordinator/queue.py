@@ -111,7 +111,8 @@ class Queue:
             count = free_samples // samples
             if count == 0 and not leases and await self._runs_nothing(member):
                 count = 1
-            for claim in await self._prompts(standing.weights.job_id, purpose).lease(member.id, count):
+            prompts = self._prompts(standing.weights.job_id, purpose)
+            for claim in await prompts.lease(member.id, count, standing.weights.lineage):
                 lease = work_pb2.Lease.FromString(claim.payload)
                 lease.ref.CopyFrom(_ref(standing.weights.job_id, claim.lease_id, claim.fence))
                 lease.expires_s = standing.terms.lease_s

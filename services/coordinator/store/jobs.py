@@ -74,7 +74,8 @@ class Jobs:
         **fields: Any,
     ) -> None:
         """Moves the job to `state` along TRANSITIONS, with `fields` and an event that says `message`, all in one go.
-        With a start its ledger goes back to its step: what an earlier end of the job dropped waits to be issued again.
+        With a start its ledger goes back to its step: what an earlier end of the job dropped waits to be issued again,
+        once `Prompts.undo` is through.
 
         Raises NotFound, and InvalidState where there is no such transition, it is in none of the states `only`,
         something else than `pending` is wanted of it, or a cancellation would be overwritten.

@@ -20,6 +20,8 @@ from services.coordinator.ledger import Counts
 from services.coordinator.store.connection import TIMEOUT_S, Connection, text
 from services.coordinator.store.jobs import key
 
+UNDONE_AT_ONCE = 1000
+"""Prompts that one command takes back in a rewind: others wait for it."""
 ANSWERS_KEPT_S = 900
 """How long the answer to a repeated Complete is remembered."""
 
@@ -87,8 +89,9 @@ class Prompts:
         """Queues prompts that wait to be issued again."""
         await self._redis.run("reissue", [self._base], [step, *_flat(drafts)])
 
-    async def lease(self, member: MemberId, count: int) -> list[Claim]:
-        claims = await self._redis.run("lease", [self._base], [member, count])
+    async def lease(self, member: MemberId, count: int, lineage: int) -> list[Claim]:
+        """None where the job is in another lineage than the member's weights by now."""
+        claims = await self._redis.run("lease", [self._base, self._job], [member, count, lineage])
         return [Claim(LeaseId(self._prefix + text(entry)), Fence(fence), payload) for entry, fence, payload in claims]
 
     async def extend(self, member: MemberId, leases: Sequence[tuple[LeaseId, Fence]]) -> set[LeaseId]:
@@ -158,7 +161,17 @@ class Prompts:
 
     async def rewind(self, to: int) -> int:
         """Undoes what came after step `to`; answers how many prompts wait to be issued again."""
-        return int(await self._redis.run("rewind", [self._base, self._job], [to]))
+        await self._redis.run("rewind", [self._base, self._job], [to])
+        await self.undo()
+        return int(await self._redis.do("ZCARD", f"{self._base}:waiting"))
+
+    async def undo(self) -> bool:
+        """Finishes a rewind that was begun, by whomever; until then nothing else is done with the ledger. False where
+        there was none."""
+        found = False
+        while await self._redis.run("undo", [self._base], [UNDONE_AT_ONCE]):
+            found = True
+        return found
 
     async def close(self, step: int, reason: str) -> int:
         """Drops what is in flight and deletes queue and groups; answers how many were dropped."""

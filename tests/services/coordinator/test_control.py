@@ -187,6 +187,7 @@ def test_a_continued_job_that_is_cancelled_before_it_starts_stays_settled(redis_
         assert (view.issued, view.dropped, view.reasons) == (4, 4, {"the job failed": 4})
         await desk.control.resume(JOB.id)
         await desk.store.jobs.move(JOB.id, JobState.STARTING, "starting")
+        assert await prompts.undo()
         view = await prompts.view()
         assert (view.issued, view.queued, view.dropped, view.reasons) == (4, 4, 0, {})
 

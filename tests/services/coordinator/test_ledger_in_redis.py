@@ -4,6 +4,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
@@ -13,6 +14,7 @@ from millrace.rest import JobState
 from services.coordinator.groups import Summary
 from services.coordinator.ledger import Counts, Move, PromptState, after
 from services.coordinator.store import Claim, Draft, Prompts, Store
+from services.coordinator.store import prompts as prompts_in_redis
 from tests.services.coordinator.redis import a_job
 
 MEMBERS = [MemberId("rollout-a"), MemberId("rollout-b")]
@@ -30,6 +32,7 @@ class Model:
     leases: dict[LeaseId, tuple[PromptId, Fence, MemberId]] = field(default_factory=dict)
     answered: dict[LeaseId, Fence] = field(default_factory=dict)
     step: int = 0
+    lineage: int = 0
 
     def move(self, prompt: PromptId, move: Move) -> None:
         state = self.states.get(prompt)
@@ -91,7 +94,8 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(member=st.sampled_from(MEMBERS), count=st.integers(1, 4))
     def lease(self, member: MemberId, count: int) -> None:
-        claims: list[Claim] = self.run(self.prompts.lease(member, count))
+        claims: list[Claim] = self.run(self.prompts.lease(member, count, self.model.lineage))
+        assert not self.run(self.prompts.lease(member, count, self.model.lineage - 1))
         assert len(claims) == min(count, self.model.counts.queued - self.model.counts.waiting)
         for claim in claims:
             prompt = PromptId(claim.payload.decode())
@@ -132,6 +136,22 @@ class LedgerMachine(RuleBasedStateMachine):
         assert self.run(self.prompts.extend(member, [(lease_id, fence)])) == (set() if holds else {lease_id})
 
     # Answers.
+
+    @rule(count=st.integers(1, 4), trained=st.booleans())
+    def generate(self, count: int, trained: bool) -> None:
+        """The way of most prompts; single calls in any order rarely come so far."""
+        self.issue(count, bad=False)
+        self.lease(MEMBERS[0], count)
+        for lease_id, (prompt, fence, _) in list(self.model.leases.items()):
+            self.complete(lease_id, fence, prompt)
+        if trained:
+            self.train_on(sorted(self.model.at(PromptState.GENERATED)))
+
+    def complete(self, lease_id: LeaseId, fence: Fence, prompt: PromptId) -> None:
+        assert self.run(self.prompts.complete(lease_id, fence, b"group " + prompt.encode(), summary(prompt)))
+        del self.model.leases[lease_id]
+        self.model.answered[lease_id] = fence
+        self.model.move(prompt, Move.COMPLETE)
 
     @precondition(lambda self: self.fences)
     @rule(data=st.data(), group=st.booleans())
@@ -186,7 +206,9 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def train(self, data: st.DataObject) -> None:
         generated = sorted(self.model.at(PromptState.GENERATED))
-        batch = data.draw(st.lists(st.sampled_from(generated), min_size=1, unique=True))
+        self.train_on(data.draw(st.lists(st.sampled_from(generated), min_size=1, unique=True)))
+
+    def train_on(self, batch: list[PromptId]) -> None:
         step = self.model.step + 1
         assert self.run(self.prompts.train(batch, step, 1.0, "{}", ["sample"]))
         assert not self.run(self.prompts.train(batch, step, 1.0, "{}", ["sample"]))
@@ -196,23 +218,49 @@ class LedgerMachine(RuleBasedStateMachine):
         self.model.step = step
 
     @precondition(lambda self: self.model.step)
-    @rule(data=st.data())
-    def rewind(self, data: st.DataObject) -> None:
-        to = data.draw(st.integers(0, self.model.step - 1))
+    @rule(back=st.integers(1, 3))
+    def rewind(self, back: int) -> None:
+        to = max(0, self.model.step - back)
         waiting = self.run(self.prompts.rewind(to))
-        self.undo(to)
+        self.go_back(to)
+        self.undo()
         assert waiting == len(self.model.waiting)
+
+    @precondition(lambda self: self.model.step)
+    @rule(back=st.integers(1, 3), chunks=st.integers(0, 3), job_ends=st.booleans())
+    def rewind_is_broken_off(self, back: int, chunks: int, job_ends: bool) -> None:
+        """The coordinator ends in the middle of it: the next one finishes it, or closes the ledger with the job."""
+        to = max(0, self.model.step - back)
+        keys = [f"millrace:job:{JOB.id}:train", f"millrace:job:{JOB.id}"]
+        self.run(self.store.connection.run("rewind", keys, [to]))
+        lineage = self.model.lineage
+        self.go_back(to)
+        for _ in range(chunks):
+            self.run(self.store.connection.run("undo", keys[:1], [1]))
+            assert self.run(self.prompts.counts()).adds_up
+            assert not self.run(self.prompts.lease(MEMBERS[0], 4, lineage))
+        if job_ends:
+            self.run(self.prompts.close(to + 1, "the job failed"))
+            self.drop_all()
+            self.start()
+        else:
+            self.run(self.prompts.undo())
+            assert not self.run(self.prompts.undo())
+            self.undo()
 
     @rule()
     def close(self) -> None:
+        assert self.run(self.prompts.close(self.model.step + 1, "the job failed: why")) == self.drop_all()
+
+    def drop_all(self) -> int:
         flying = {p for state in (PromptState.QUEUED, PromptState.LEASED) for p in self.model.at(state)}
         flying |= self.model.at(PromptState.GENERATED)
-        assert self.run(self.prompts.close(self.model.step + 1, "the job failed: why")) == len(flying)
         for prompt in flying:
             self.model.move(prompt, Move.DROP)
             self.model.settled[prompt] = self.model.step + 1
         self.model.leases, self.model.waiting = {}, set()
         self.model.counts = Counts(**{**vars(self.model.counts), "waiting": 0})
+        return len(flying)
 
     @rule()
     def start(self) -> None:
@@ -222,18 +270,26 @@ class LedgerMachine(RuleBasedStateMachine):
         self.run(self.store.jobs.move(JOB.id, JobState.STARTING, "starting"))
         job = self.run(self.store.jobs.get(JOB.id))
         assert (job.step, job.version, job.lineage) == (before.step, before.version, before.lineage + 1)
-        self.undo(self.model.step)
+        assert self.run(self.prompts.undo()) and not self.run(self.prompts.undo())
+        self.go_back(self.model.step)
+        self.undo()
 
-    def undo(self, to: int) -> None:
-        undone = {p for p, step in self.model.settled.items() if step > to} | self.model.at(PromptState.GENERATED)
+    def go_back(self, to: int) -> None:
         for lease_id in list(self.model.leases):
             self.give_back(lease_id)
+        self.wait_again(self.model.at(PromptState.GENERATED))
+        self.model.step = to
+        self.model.lineage += 1
+
+    def undo(self) -> None:
+        self.wait_again({p for p, step in self.model.settled.items() if step > self.model.step})
+
+    def wait_again(self, undone: set[PromptId]) -> None:
         for prompt in undone:
             self.model.move(prompt, Move.REWIND)
             self.model.settled.pop(prompt, None)
         self.model.waiting |= undone
         self.model.counts = Counts(**{**vars(self.model.counts), "waiting": len(self.model.waiting)})
-        self.model.step = to
 
     # What must always hold.
 
@@ -261,8 +317,9 @@ class LedgerMachine(RuleBasedStateMachine):
             assert held.get(member, 0) == sum(m == member for _, _, m in self.model.leases.values())
 
 
-def test_scripts_and_table_agree(redis_url: str) -> None:
+def test_scripts_and_table_agree(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     LedgerMachine.url = redis_url
+    monkeypatch.setattr(prompts_in_redis, "UNDONE_AT_ONCE", 2)
     checks = settings(
         max_examples=60,
         stateful_step_count=40,
@@ -281,7 +338,7 @@ def test_closing_drops_what_is_in_flight(redis_url: str) -> None:
         prompts = store.prompts(JOB.id)
         names = [PromptId(f"0-{n}") for n in range(6)]
         await prompts.issue([Draft(p, p.encode()) for p in names], 0, (0, 6))
-        claims = await prompts.lease(MEMBERS[0], 3)
+        claims = await prompts.lease(MEMBERS[0], 3, 0)
         first = PromptId(claims[0].payload.decode())
         await prompts.complete(claims[0].lease_id, claims[0].fence, b"group", summary(first))
         assert await prompts.close(0, "the job was cancelled") == 6

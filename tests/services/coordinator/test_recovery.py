@@ -106,6 +106,24 @@ async def test_a_trainer_without_checkpoint_begins_again(cluster: Cluster, spec:
 
 
 @scenario
+async def test_going_back_that_a_crash_broke_off_is_finished(cluster: Cluster, spec: dict[str, Any]) -> None:
+    """The replicas take the versions of the new past, though they are lower than those that they hold."""
+    trainer, replica = await cluster.trainer(step_s=0.1), await cluster.replica(seconds=0.02)
+    job_id = await cluster.submit(spec)
+    await cluster.reached(job_id, 3)
+    cluster.coordinator.kill()
+    redis = Connection(RedisServer(cluster.coordinator.folder / "redis").url)
+    await redis.run("rewind", [f"millrace:job:{job_id}:train", f"millrace:job:{job_id}"], [0])
+    await redis.run("undo", [f"millrace:job:{job_id}:train"], [2])
+    await redis.close()
+    await asyncio.to_thread(cluster.coordinator.start)
+    job = await cluster.ended(job_id)
+    assert (job.state, job.failure) == (JobState.SUCCEEDED, None)
+    assert trainer.configured == ["", ""] and replica.publications.count(0) == 2
+    await trained_once(cluster, job_id, trainer)
+
+
+@scenario
 async def test_a_trainer_that_stands_by_takes_the_seat_when_it_is_free(cluster: Cluster, spec: dict[str, Any]) -> None:
     spec["schedule"]["save_every_steps"] = 1
     first, _ = await cluster.trainer(step_s=0.1), await cluster.replica()

@@ -1,7 +1,9 @@
 -- Claims up to `count` entries for a member: first those that others had and lost, then new ones.
--- KEYS: base. ARGV: member, count. Answers {entry, fence, payload} for each.
+-- None where the job has gone to another lineage: the member's weights mean nothing then.
+-- KEYS: base, job. ARGV: member, count, lineage. Answers {entry, fence, payload} for each.
 local base, member, count = KEYS[1], ARGV[1], tonumber(ARGV[2])
 local queue, leases = base .. ':queue', {}
+if redis.call('HGET', KEYS[2], 'lineage') ~= ARGV[3] then return leases end
 if count < 1 or redis.call('EXISTS', queue) == 0 then return leases end
 
 local function claim(entry, fields)

@@ -69,19 +69,11 @@ local function refuse(base, prompt, step, reason)
   redis.call('HSET', base .. ':notes', 'last_refusal', reason)
 end
 
--- Undoes what came after step `to`: those prompts wait to be issued again, and weights from before mean nothing.
+-- Lets the job go back to step `to`: weights from before mean nothing, and what was in flight waits to be issued again.
+-- What was settled since, which may be the whole pass, undo.lua does: until then it is noted that it has to be done.
 local function rewind(base, job, to)
   local queue, step = base .. ':queue', tonumber(redis.call('HGET', job, 'step'))
 
-  for _, prompt in ipairs(redis.call('ZRANGEBYSCORE', base .. ':settled', '(' .. to, '+inf')) do
-    local reason = redis.call('HGET', base .. ':reason', prompt)
-    if reason then
-      redis.call('HDEL', base .. ':reason', prompt)
-      redis.call('HINCRBY', base .. ':reasons', reason, -1)
-    end
-    wait(base, prompt, 'rewind', redis.call('ZSCORE', base .. ':settled', prompt))
-    redis.call('ZREM', base .. ':settled', prompt)
-  end
   for _, prompt in ipairs(redis.call('ZRANGE', base .. ':generated', 0, -1)) do
     forget(base, prompt)
     wait(base, prompt, 'rewind', step + 1)
@@ -97,7 +89,7 @@ local function rewind(base, job, to)
     until #held == 0
   end
   for gone = to + 1, step do redis.call('HDEL', job .. ':metrics', gone) end
-  redis.call('HSET', base .. ':notes', 'refused_in_a_row', 0)
+  redis.call('HSET', base .. ':notes', 'refused_in_a_row', 0, 'undoing_after', to)
   redis.call('HSET', job, 'step', to, 'version', to)
   redis.call('HINCRBY', job, 'lineage', 1)
   redis.call('DEL', job .. ':batch')
