@@ -14,6 +14,8 @@ from services.coordinator.jobs import JobRecord, before, refusal
 from services.coordinator.store.connection import Connection, text
 
 ALL = "millrace:jobs"
+REQUESTS_KEPT_S = 7 * 24 * 3600
+"""How long an idempotency key stands for its job."""
 ANYTHING = "any"
 """Whatever is wanted of a job."""
 
@@ -36,7 +38,7 @@ class Jobs:
         fields = {"id": job.id, "name": job.name, "state": job.state, "spec_json": job.spec_json, "step": 0}
         fields |= {"created_s": job.created_s, "version": 0, "cursor": 0, "lineage": 0}
         event = event_parts("job.state", f"{job.name} was submitted", {"state": job.state})
-        arguments = [job.id, job.created_s, digest, len(event), *event, *_flat(fields)]
+        arguments = [job.id, job.created_s, digest, REQUESTS_KEPT_S, len(event), *event, *_flat(fields)]
         known, known_digest = await self._redis.run("create_job", [key(job.id), ALL, name], arguments)
         if text(known_digest) != digest:
             what = f"the idempotency key {idempotency_key!r} was used for {text(known)}, which has another spec."
@@ -75,7 +77,7 @@ class Jobs:
     ) -> None:
         """Moves the job to `state` along TRANSITIONS, with `fields` and an event that says `message`, all in one go.
         With a start its ledger goes back to its step: what an earlier end of the job dropped waits to be issued again,
-        once `Prompts.undo` is through.
+        once `Prompts.undo` is through. Of the ledger of a job that succeeded only the counts stay.
 
         Raises NotFound, and InvalidState where there is no such transition, it is in none of the states `only`,
         something else than `pending` is wanted of it, or a cancellation would be overwritten.
@@ -103,7 +105,7 @@ class Jobs:
         fields: Mapping[str, Any],
     ) -> None:
         arguments = [uuid.uuid4().hex, pending, len(allowed), *allowed, len(event), *event, *_flat(fields)]
-        ledger = [f"{key(job_id)}:train"] if fields.get("state") is JobState.STARTING else []
+        ledger = [f"{key(job_id)}:train"] if "state" in fields else []
         answer = await self._redis.run("move_job", [key(job_id), *ledger], arguments)
         if answer is None:
             raise NotFound(f"there is no job {job_id}.", "GET /v1/jobs lists those there are.")

@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 
 from millrace.errors import InvalidState, NotFound
+from millrace.ids import PromptId
 from millrace.rest import JobState
 from services.coordinator.events import Events
 from services.coordinator.jobs import ACTIVE, ENDED, TRANSITIONS, JobRecord, before
 from services.coordinator.runner import Runner
-from services.coordinator.store import Store
+from services.coordinator.store import Draft, Store
+from services.coordinator.store.connection import text
 from tests.services.coordinator.redis import a_job, with_store
 
 
@@ -87,6 +89,35 @@ def test_a_job_that_is_cancelled_while_it_is_taken_up_is_left_alone(redis_url: s
         parts: Any = SimpleNamespace(store=store, events=Events(store), fleet=SimpleNamespace(trainer=object()))
         assert await Runner(parts)._next() is None
         assert (await store.jobs.get(job.id)).state is JobState.CANCELLED
+
+    with_store(redis_url, scenario)
+
+
+@pytest.mark.parametrize("end", [JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED])
+def test_of_the_prompts_of_a_job_that_succeeded_only_the_counts_stay(end: JobState, redis_url: str) -> None:
+    async def scenario(store: Store) -> None:
+        job = a_job()
+        await store.jobs.create(job)
+        await store.jobs.update(job.id, state=JobState.RUNNING)
+        prompts = store.prompts(job.id)
+        await prompts.issue([Draft(PromptId("0-0"), b"row"), Draft(PromptId("0-1"), b"", "bad_row: 1")], 1, (0, 2))
+        await prompts.close(1, "the job is over")
+        view = await prompts.view()
+        assert (view.issued, view.dropped, view.reasons) == (2, 2, {"bad_row": 1, "the job is over": 1})
+        await store.jobs.move(job.id, end, "over")
+        assert await prompts.view() == view
+        kept = {text(name).rpartition(":")[2] for name in await store.connection.do("KEYS", "*:train:*")}
+        settled = set() if end is JobState.SUCCEEDED else {"state", "settled", "reason"}
+        assert kept == {"counts", "reasons"} | settled
+
+    with_store(redis_url, scenario)
+
+
+def test_an_idempotency_key_stands_for_its_job_for_a_week(redis_url: str) -> None:
+    async def scenario(store: Store) -> None:
+        for _ in range(2):
+            assert (await store.jobs.create(a_job(), "once"))[0] == a_job().id
+        assert 0 < await store.connection.do("TTL", "millrace:idempotency:once") <= 7 * 24 * 3600
 
     with_store(redis_url, scenario)
 

@@ -1,5 +1,6 @@
 -- Moves a job, or changes what is wanted of it.
--- KEYS: job; and its ledger, where that goes back to the job's step too. ARGV: the request's name, what has to be wanted
+-- KEYS: job; and its ledger where the state moves: with a start it goes back to the job's step, of a job that succeeded
+-- only the counts stay, as it is never resumed. ARGV: the request's name, what has to be wanted
 -- of the job ('any' for anything), number of states that it may be in, these states, number of the event's parts, these
 -- parts, then field, value ... to set. Answers {moved, the state it was in, what was wanted of it}; nothing where there
 -- is no such job. A cancellation that was asked for is never overwritten before the job has ended.
@@ -22,7 +23,9 @@ end
 for i = 4, 3 + allowed do
   if ARGV[i] == state then
     redis.call('HSET', KEYS[1], 'moved_by', ARGV[1], unpack(ARGV, first))
-    if KEYS[2] then rewind(KEYS[2], KEYS[1], tonumber(redis.call('HGET', KEYS[1], 'step'))) end
+    local base, now = KEYS[2], redis.call('HMGET', KEYS[1], 'state', 'step')
+    if base and now[1] == 'starting' then rewind(base, KEYS[1], tonumber(now[2])) end
+    if base and now[1] == 'succeeded' then redis.call('UNLINK', base .. ':state', base .. ':settled', base .. ':reason') end
     if parts > 0 then redis.call('XADD', KEYS[1] .. ':events', '*', unpack(ARGV, 5 + allowed, first - 1)) end
     return {1, state, wanted}
   end
