@@ -28,9 +28,13 @@ CHANGEABLE = {
 the model where there is none."""
 
 
+OPTIONS = ("rollout.engine_options", "trainer.backend_options")
+"""Mappings of names that are not the spec's own: null takes one out."""
+
+
 def applied(tree: Mapping[str, Any], changes: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
     """The spec's tree with the changes in it, and whether the trainer has to load it anew. Of a group the fields that
-    are not named stay. Raises InvalidJob for a field that has to stay."""
+    are not named stay; null takes one of OPTIONS out. Raises InvalidJob for a field that has to stay."""
     anew = False
     for path in _paths(changes):
         allowed = next((name for name in CHANGEABLE if path == name or path.startswith(f"{name}.")), None)
@@ -49,10 +53,14 @@ def _paths(changes: Mapping[str, Any], above: str = "") -> Iterator[str]:
             yield above + name
 
 
-def _merged(tree: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+def _merged(tree: Mapping[str, Any], changes: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     merged = dict(tree)
     for name, value in changes.items():
         held = merged.get(name)
-        both = isinstance(value, Mapping) and isinstance(held, Mapping)
-        merged[name] = _merged(held, value) if both else value  # type: ignore[arg-type]
+        if isinstance(value, Mapping) and isinstance(held, Mapping):
+            merged[name] = _merged(held, value, f"{above}{name}.")
+        elif value is None and above.startswith(tuple(f"{group}." for group in OPTIONS)):
+            merged.pop(name, None)
+        else:
+            merged[name] = value
     return merged
