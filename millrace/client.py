@@ -27,6 +27,7 @@ from millrace.rest import (
     JobState,
     JobView,
     LedgerView,
+    MemberView,
     Problem,
     SampleView,
     StepMetrics,
@@ -154,6 +155,10 @@ class Client:
 
     def fleet(self) -> FleetView:
         return self._view(FleetView, "GET", "/v1/fleet")
+
+    def drain(self, member_id: str) -> MemberView:
+        """No new work for the member: it finishes what it has and leaves. Raises NotFound."""
+        return self._view(MemberView, "POST", f"/v1/fleet/{member_id}/drain")
 
     def ready(self) -> bool:
         """Whether the coordinator can take jobs: it runs and reaches its Redis. Does not wait."""

@@ -3,6 +3,7 @@
 import importlib.util
 import subprocess
 import sys
+from typing import Any
 
 import typer
 
@@ -20,14 +21,14 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 LOCAL, JOBS = "This machine", "Jobs"
+PASSED_ON: dict[str, Any] = {
+    "add_help_option": False,
+    "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True},
+}
+"""Of commands whose options, and help, are another program's."""
 
 
-@app.command(
-    "bench",
-    rich_help_panel=LOCAL,
-    add_help_option=False,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)
+@app.command("bench", rich_help_panel=LOCAL, **PASSED_ON)
 def bench(context: typer.Context) -> None:
     """Measure parts of the system on this machine: publication, plan."""
     from millrace.bench import app as benches  # brings torch in
@@ -35,12 +36,7 @@ def bench(context: typer.Context) -> None:
     benches(context.args, prog_name="millrace bench")
 
 
-@app.command(
-    "export",
-    rich_help_panel=JOBS,
-    add_help_option=False,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)
+@app.command("export", rich_help_panel=JOBS, **PASSED_ON)
 def export(context: typer.Context) -> None:
     """Write a checkpoint as an ordinary Hugging Face folder. No service has to run."""
     if not all(importlib.util.find_spec(package) for package in ("torch", "transformers")):

@@ -25,7 +25,7 @@ from millrace.cli.output import (
 from millrace.cli.watch import follow
 from millrace.client import Client
 from millrace.errors import InvalidJob, InvalidState
-from millrace.rest import Event, JobView, LedgerView, MemberView, SampleView
+from millrace.rest import Event, JobView, LedgerView, SampleView
 
 SpecFile = Annotated[Path, typer.Argument(metavar="JOB.YAML", help="The job spec, YAML or JSON.", show_default=False)]
 
@@ -193,6 +193,8 @@ def resume(
 
 def _tree(settings: Sequence[str]) -> dict[str, Any]:
     """`a.b=1` as {"a": {"b": 1}}; values are YAML. Raises InvalidJob."""
+    from millrace.spec.load import UNREADABLE
+
     tree: dict[str, Any] = {}
     for setting in settings:
         path, given, value = setting.partition("=")
@@ -201,7 +203,7 @@ def _tree(settings: Sequence[str]) -> dict[str, Any]:
             raise InvalidJob(f"--set {setting} names no field and value.", "write it as trainer.token_budget=8192.")
         try:
             read = yaml.safe_load(value)
-        except yaml.YAMLError as error:
+        except UNREADABLE as error:
             raise InvalidJob(f"--set {setting}: the value is no YAML: {error}", "quote it.") from error
         group = tree
         for part in above:
@@ -256,5 +258,5 @@ def drain(
         matching = [m.id for m in (*view.trainers, *view.replicas) if m.id.startswith(member)]
         if len(matching) > 1:
             raise InvalidState(f"{member!r} could be {', '.join(matching)}.", "give more of the id.")
-        drained = client._view(MemberView, "POST", f"/v1/fleet/{next(iter(matching), member)}/drain")
+        drained = client.drain(next(iter(matching), member))
     print_json(drained) if as_json else people().print(f"{drained.id}  {styled(drained.state)}")

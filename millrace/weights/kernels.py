@@ -80,8 +80,7 @@ class CudaBatch:
 
     def compare(self) -> None:
         self._move(COMPARE)
-        for pair in self._others:
-            self._wrong += (pair.lies != pair.wire).any().int()
+        self._compare_others()
 
     def note(self) -> None:
         self._sum_pieces(self._noted, wired=True)
@@ -89,6 +88,9 @@ class CudaBatch:
     def check(self) -> None:
         self._sum_pieces(self._found, wired=False)
         self._wrong += (self._found != self._noted).any().int()
+        self._compare_others()
+
+    def _compare_others(self) -> None:
         for pair in self._others:
             self._wrong += (pair.lies != pair.wire).any().int()
 

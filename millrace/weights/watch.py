@@ -227,10 +227,8 @@ class _Watcher(TorchDispatchMode):
         return True
 
     def _note(self, buffer: int, target: torch.Tensor, source: torch.Tensor) -> None:
-        if (
-            tensor := self._source(source)
-        ) is None:  # made from one of the manifest's, which is known to be changed then
-            return
+        if (tensor := self._source(source)) is None:
+            return  # made from one of the manifest's, which is known to be changed then
         place = self._place(tensor, buffer, _strided(source), _strided(target))
         if place is None or source.dtype != target.dtype:
             self.changed.add(tensor)

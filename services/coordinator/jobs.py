@@ -92,7 +92,7 @@ class JobRecord:
 
     @cached_property
     def spec_digest(self) -> str:
-        return hashlib.sha256(self.spec_json.encode()).hexdigest()[:16]
+        return hashlib.sha256(self.spec_json.encode()).hexdigest()
 
     @property
     def output(self) -> str:

@@ -1,10 +1,13 @@
 """Groups as people look at them."""
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
+from millrace.ids import PromptId
 from millrace.rest import SampleView
 from millrace.wire.v1 import common_pb2
+from services.coordinator.store.prompts import Prompts
 
 STOPS = {
     common_pb2.STOP_REASON_END_OF_TURN: "end_of_turn",
@@ -12,6 +15,12 @@ STOPS = {
     common_pb2.STOP_REASON_LENGTH: "length",
 }
 PURPOSES = {common_pb2.PURPOSE_TRAIN: "train", common_pb2.PURPOSE_EVALUATION: "evaluation"}
+
+
+async def samples_in(prompts: Prompts, wanted: Sequence[PromptId], step: int) -> list[SampleView]:
+    """Those of the `wanted` groups that are still there, as samples of `step`."""
+    groups = [common_pb2.Group.FromString(g) for p in wanted if (g := await prompts.group(p)) is not None]
+    return [sample for group in groups for sample in samples_of(group, step)]
 
 
 def samples_of(group: common_pb2.Group, step: int) -> list[SampleView]:

@@ -20,7 +20,7 @@ from millrace.wire.v1.trainer_pb2_grpc import TrainerServicer
 from services.trainer.commands import RanksFailed
 from services.trainer.publish import Sender
 from services.trainer.turns import Key, Turns
-from services.trainer.update import HALF_MADE
+from services.trainer.update import is_half_made
 
 Reply = TypeVar("Reply", bound=Message)
 T = TypeVar("T")
@@ -164,7 +164,7 @@ class Trainer(TrainerServicer):
         try:
             reply = await self._told(request, pb.StepResponse(), job.deadline("Step"))
         except MillraceError as error:
-            if error.mend.startswith(HALF_MADE):
+            if is_half_made(error):
                 self._job = None  # so it is on the ranks
             raise
         job.version, job.last_step = Version(reply.version), (request.step, reply)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from millrace.errors import InvalidJob, NonFinite
+from millrace.errors import InvalidJob, MillraceError, NonFinite
 from millrace.rl.aggregation import BatchTotals
 from millrace.rl.checks import check_finite
 from millrace.rl.metrics import summarised
@@ -30,7 +30,12 @@ HALF_MADE = (
     "updates before it in this step were written, so the trainer lets these weights go: `millrace resume` goes on from"
     " the last checkpoint. "
 )
-"""How the mend begins by which worker and server know that the weights belong to no version."""
+"""How the mend of an error begins after which the weights belong to no version."""
+
+
+def is_half_made(error: MillraceError) -> bool:
+    """Whether the step that `error` ended had written updates before."""
+    return error.mend.startswith(HALF_MADE)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from services.trainer.kl import KlCoefficient
 from services.trainer.publish import Sender
 from services.trainer.saving import Saver
 from services.trainer.step import train_step
-from services.trainer.update import HALF_MADE
+from services.trainer.update import is_half_made
 from services.trainer.world import World
 
 log = structlog.get_logger(__name__)
@@ -81,7 +81,7 @@ class Worker:
         try:
             metrics = train_step(job.spec, job.backend, request, self._control, job.coefficient)
         except MillraceError as error:
-            if error.mend.startswith(HALF_MADE):
+            if is_half_made(error):
                 self._job = None
             raise
         job.version = Version(request.step)

@@ -11,7 +11,7 @@ from millrace.wire.v1 import common_pb2, work_pb2
 from services.coordinator.bell import waited
 from services.coordinator.groups import Summary
 from services.coordinator.run import LOOK_EVERY_S, Run
-from services.coordinator.samples import samples_of
+from services.coordinator.samples import samples_in
 from services.coordinator.series import held_out, mean
 from services.coordinator.spans import traced
 from services.coordinator.stages.issue import AT_ONCE, draft
@@ -85,8 +85,7 @@ async def _record(run: Run, groups: list[Summary], count: int, seconds: float) -
     values = {name: value for source, rewards in by_source.items() for name, value in held_out(source, rewards).items()}
     values |= {"val-aux/scored_prompts": float(len(groups)), "timing_s/testing": seconds}
     shown = [group.prompt_id for group in groups[: run.spec.tracking.samples_per_step]]
-    found = [common_pb2.Group.FromString(g) for p in shown if (g := await run.evaluation.group(p)) is not None]
-    await run.records.add_samples([sample for group in found for sample in samples_of(group, run.job.step)])
+    await run.records.add_samples(await samples_in(run.evaluation, shown, run.job.step))
     if groups:
         reward = mean([r for group in groups for r in group.rewards])
         before = {"evaluation_before": reward} if run.job.step == 0 else {}

@@ -4,9 +4,9 @@ import time
 
 from millrace.errors import MillraceError
 from millrace.rest import StepMetrics
-from millrace.wire.v1 import common_pb2, trainer_pb2
+from millrace.wire.v1 import trainer_pb2
 from services.coordinator.run import Run
-from services.coordinator.samples import samples_of
+from services.coordinator.samples import samples_in
 from services.coordinator.series import batch_metrics, mean
 from services.coordinator.spans import traced
 from services.coordinator.stages.admit import Batch
@@ -63,5 +63,4 @@ async def _mark(run: Run, batch: Batch, answer: trainer_pb2.StepResponse, second
 
 async def _samples(run: Run, batch: Batch) -> list[str]:
     wanted = [g.prompt_id for g in batch.groups[: run.spec.tracking.samples_per_step]]
-    groups = [common_pb2.Group.FromString(g) for p in wanted if (g := await run.prompts.group(p)) is not None]
-    return [sample.model_dump_json() for group in groups for sample in samples_of(group, batch.step)]
+    return [sample.model_dump_json() for sample in await samples_in(run.prompts, wanted, batch.step)]

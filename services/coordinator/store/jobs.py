@@ -1,6 +1,5 @@
 """Jobs in Redis: one hash each, in the order of their submission."""
 
-import hashlib
 import json
 import time
 import uuid
@@ -33,14 +32,13 @@ class Jobs:
 
         Raises InvalidState where the key was used for a different spec.
         """
-        digest = hashlib.sha256(job.spec_json.encode()).hexdigest()
         name = _request(idempotency_key) if idempotency_key else ""
         fields = {"id": job.id, "name": job.name, "state": job.state, "spec_json": job.spec_json, "step": 0}
         fields |= {"created_s": job.created_s, "version": 0, "cursor": 0, "lineage": 0}
         event = event_parts("job.state", f"{job.name} was submitted", {"state": job.state})
-        arguments = [job.id, job.created_s, digest, REQUESTS_KEPT_S, len(event), *event, *_flat(fields)]
+        arguments = [job.id, job.created_s, job.spec_digest, REQUESTS_KEPT_S, len(event), *event, *_flat(fields)]
         known, known_digest = await self._redis.run("create_job", [key(job.id), ALL, name], arguments)
-        if text(known_digest) != digest:
+        if text(known_digest) != job.spec_digest:
             what = f"the idempotency key {idempotency_key!r} was used for {text(known)}, which has another spec."
             raise InvalidState(what, "take a new key for a new job.")
         return JobId(text(known)), text(known) == job.id
