@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from millrace import elsewhere
-from millrace.fsdp2 import Fsdp2Options as Fsdp2
+from millrace.backends.fsdp2 import Fsdp2Options as Fsdp2
 from millrace.rewards import BUILT_IN
 from millrace.spec import JobSpec
 from millrace.spec.algorithm import Choice

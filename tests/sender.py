@@ -7,9 +7,9 @@ import torch
 
 from millrace.errors import PublicationFailed
 from millrace.ids import Version
-from millrace.weights.channels.gloo import GlooChannel, serve_store
-from millrace.weights.checksum import checksum
-from millrace.weights.manifest import Manifest, TensorInfo
+from millrace.weights.plans.manifest import Manifest, TensorInfo
+from millrace.weights.transfer.channels.gloo import GlooChannel, serve_store
+from millrace.weights.transfer.checksum import checksum
 from services.rollout.delivery import Delivery
 
 TIMEOUT_S = 30.0

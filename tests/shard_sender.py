@@ -8,16 +8,16 @@ import torch
 
 from millrace.errors import PublicationFailed
 from millrace.ids import Version
-from millrace.weights import sides as wire
-from millrace.weights.boxes import Boxes
-from millrace.weights.channels.channel import Channel, Flight, Parcel
-from millrace.weights.channels.gloo import serve_store
-from millrace.weights.channels.meeting import Meeting
-from millrace.weights.layout import Layout, Place, contiguous
-from millrace.weights.manifest import Manifest, TensorInfo
-from millrace.weights.memory import Memory
-from millrace.weights.party import Party
-from millrace.weights.pipeline import Sending
+from millrace.weights.plans import wire_layouts as wire
+from millrace.weights.plans.boxes import Boxes
+from millrace.weights.plans.layout import Layout, Place, contiguous
+from millrace.weights.plans.manifest import Manifest, TensorInfo
+from millrace.weights.plans.memory import Memory
+from millrace.weights.transfer.channels.channel import Channel, Flight, Parcel
+from millrace.weights.transfer.channels.gloo import serve_store
+from millrace.weights.transfer.channels.meeting import Meeting
+from millrace.weights.transfer.pipeline import Sending
+from millrace.weights.transfer.session import Party
 from millrace.wire.v1 import weights_pb2
 from services.rollout.delivery import Delivery
 

@@ -107,8 +107,8 @@ class Told:
 
 def deepep(world: World, case: dict[str, Any]) -> dict[str, Any]:
     """Which dispatcher is taken, and what is said where DeepEP cannot be had."""
+    from millrace.backends.megatron import Experts, Megatron
     from millrace.errors import InvalidJob
-    from millrace.megatron.options import Experts, Megatron
     from services.trainer.backends.megatron.dispatch import _hindrance, dispatcher
 
     taken = dispatcher(Megatron(expert_parallel=2))

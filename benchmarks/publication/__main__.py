@@ -39,12 +39,12 @@ from millrace.local.devices import visible_devices
 from millrace.local.ports import free_port
 from millrace.spec import JobSpec, parse
 from millrace.telemetry import logs
-from millrace.weights import sides as wire
-from millrace.weights.boxes import Boxes
-from millrace.weights.channels.gloo import serve_store
-from millrace.weights.checksum import checksum
 from millrace.weights.phases import Publication
-from millrace.weights.plan import gather_broadcast
+from millrace.weights.plans import wire_layouts as wire
+from millrace.weights.plans.boxes import Boxes
+from millrace.weights.plans.plan import gather_broadcast
+from millrace.weights.transfer.channels.gloo import serve_store
+from millrace.weights.transfer.checksum import checksum
 from millrace.wire.v1 import rollout_pb2, weights_pb2
 from services.rollout.engines import create
 from services.rollout.engines.engine import Sampling

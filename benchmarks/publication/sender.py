@@ -11,14 +11,14 @@ import torch
 from millrace.bench.layouts import TrainerSide, manifest
 from millrace.bench.shapes import shape_of
 from millrace.bench.values import fill
-from millrace.weights import sides as wire
-from millrace.weights.channels.gloo import GlooChannel
-from millrace.weights.channels.meeting import Meeting, nccl_id
-from millrace.weights.checksum import checksum
-from millrace.weights.layout import whole
-from millrace.weights.memory import Memory
-from millrace.weights.party import Party
-from millrace.weights.pipeline import Sending
+from millrace.weights.plans import wire_layouts as wire
+from millrace.weights.plans.layout import whole
+from millrace.weights.plans.memory import Memory
+from millrace.weights.transfer.channels.gloo import GlooChannel
+from millrace.weights.transfer.channels.meeting import Meeting, nccl_id
+from millrace.weights.transfer.checksum import checksum
+from millrace.weights.transfer.pipeline import Sending
+from millrace.weights.transfer.session import Party
 from millrace.wire.v1 import weights_pb2
 
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from millrace.weights.boxes import Boxes, disjoint, distinct, overlaps
-from millrace.weights.channels.channel import Channel, Flight, Parcel
-from millrace.weights.checksum import checksum
-from millrace.weights.layout import Layout
-from millrace.weights.memory import Memory
+from millrace.weights.plans.boxes import Boxes, disjoint, distinct, overlaps
+from millrace.weights.plans.layout import Layout
+from millrace.weights.plans.memory import Memory
+from millrace.weights.transfer.channels.channel import Channel, Flight, Parcel
+from millrace.weights.transfer.checksum import checksum
 
 
 class Broadcast:

@@ -6,15 +6,15 @@ from typing import Any
 
 import torch
 
+from millrace.backends.megatron import Megatron
 from millrace.errors import InvalidJob
-from millrace.megatron.options import Megatron
 from millrace.megatron.shape import ModelShape
 from millrace.megatron.topology import Topology
 from millrace.megatron.weights import TRANSFORMER_ENGINE, layout, tensors
-from millrace.weights.layout import Layout, Place, contiguous
-from millrace.weights.manifest import Manifest, TensorInfo
-from millrace.weights.memory import Memory
-from millrace.weights.watch import watch
+from millrace.weights.loader.watch import watch
+from millrace.weights.plans.layout import Layout, Place, contiguous
+from millrace.weights.plans.manifest import Manifest, TensorInfo
+from millrace.weights.plans.memory import Memory
 
 OPTIONS = {
     "tp": "tensor_parallel",

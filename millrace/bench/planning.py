@@ -7,12 +7,12 @@ import numpy as np
 import typer
 from rich import print as show
 
+from millrace.backends.megatron import Megatron
 from millrace.bench.shapes import SHAPES, shape_of
-from millrace.megatron.options import Megatron
 from millrace.megatron.topology import Topology
 from millrace.megatron.weights import TRANSFORMER_ENGINE, layout
-from millrace.weights.boxes import Boxes
-from millrace.weights.layout import dims_of
+from millrace.weights.plans.boxes import Boxes
+from millrace.weights.plans.layout import dims_of
 
 
 def planning(
@@ -27,7 +27,7 @@ def planning(
 ) -> None:
     """Times the intersection of a trainer's boxes with those of replicas, and each rank's part of it."""
     from millrace.bench.layouts import manifest
-    from millrace.weights.sharded import plan
+    from millrace.weights.plans.sharded import plan
 
     model = shape_of(shape)
     published = manifest(model)

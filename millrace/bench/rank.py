@@ -17,12 +17,12 @@ from millrace.bench import broadcast
 from millrace.bench.layouts import ReplicaSide, TrainerSide, manifest
 from millrace.bench.shapes import shape_of
 from millrace.bench.values import fill, misplaced
-from millrace.weights.boxes import Boxes
-from millrace.weights.channels.channel import Channel, Parcel
-from millrace.weights.channels.meeting import Meeting, join, nccl_id
-from millrace.weights.memory import Memory
-from millrace.weights.pipeline import Receiving, Sending
-from millrace.weights.sharded import ShardedPlan, plan
+from millrace.weights.plans.boxes import Boxes
+from millrace.weights.plans.memory import Memory
+from millrace.weights.plans.sharded import ShardedPlan, plan
+from millrace.weights.transfer.channels.channel import Channel, Parcel
+from millrace.weights.transfer.channels.meeting import Meeting, join, nccl_id
+from millrace.weights.transfer.pipeline import Receiving, Sending
 
 SAY_S = 3.0
 """Before the run's limit a rank writes down where it stands."""

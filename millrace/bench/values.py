@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from millrace.weights.memory import Memory
+from millrace.weights.plans.memory import Memory
 
 ROWS = 1 << 24
 """Elements made at once."""

@@ -7,9 +7,9 @@ many ranks, with or without CUDA) by the trainer.
 from collections.abc import Iterator
 from pathlib import Path
 
+from millrace.backends.megatron import Megatron, parse
 from millrace.errors import InvalidJob, refused
 from millrace.megatron.architectures import read_shape
-from millrace.megatron.options import Megatron, parse
 from millrace.megatron.shape import ModelShape
 from millrace.spec import JobSpec
 

@@ -6,7 +6,7 @@ layout can be told without starting it. Torch-free.
 
 from dataclasses import dataclass
 
-from millrace.megatron.options import Megatron
+from millrace.backends.megatron import Megatron
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from millrace import engines, fsdp2
+from millrace import engines
+from millrace.backends import fsdp2
 from millrace.data import open_source
 from millrace.data.model_folder import check_model_folder, check_weights_folder, context, vocabulary
 from millrace.errors import InvalidJob, refused

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from millrace.errors import MillraceError, PublicationFailed
 from millrace.spec.publication import Publication as Settings
-from millrace.weights import sides as wire
+from millrace.weights.plans import wire_layouts as wire
 from millrace.wire.v1 import rollout_pb2, trainer_pb2, weights_pb2
 from services.coordinator.attempt import Attempt
 

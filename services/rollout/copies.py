@@ -11,11 +11,11 @@ from torch.distributed import TCPStore
 
 from millrace.errors import Fenced, InvalidState, PublicationFailed
 from millrace.ids import MemberId
-from millrace.weights import sides as wire
-from millrace.weights.channels.meeting import serve_store
-from millrace.weights.manifest import Manifest
 from millrace.weights.phases import Phase, Publication, PublicationState
-from millrace.weights.sharded import ShardedPlan
+from millrace.weights.plans import wire_layouts as wire
+from millrace.weights.plans.manifest import Manifest
+from millrace.weights.plans.sharded import ShardedPlan
+from millrace.weights.transfer.channels.meeting import serve_store
 from millrace.wire.server import host_address
 from millrace.wire.v1 import trainer_pb2, weights_pb2
 from services.rollout.delivery import Delivery

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from millrace.errors import PublicationFailed
 from millrace.ids import Version
-from millrace.weights.manifest import Manifest
+from millrace.weights.plans.manifest import Manifest
 from millrace.wire.v1 import rollout_pb2, weights_pb2
 
 

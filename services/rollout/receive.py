@@ -11,9 +11,9 @@ from millrace.errors import InvalidState, PublicationFailed
 from millrace.ids import MemberId, Version
 from millrace.spec.rollout import CachePolicy
 from millrace.weights.phases import Phase, Publication, PublicationState
-from millrace.weights.plan import gather_broadcast
-from millrace.weights.sharded import ShardedPlan
-from millrace.weights.sides import Planner
+from millrace.weights.plans.plan import gather_broadcast
+from millrace.weights.plans.sharded import ShardedPlan
+from millrace.weights.plans.wire_layouts import Planner
 from millrace.wire.v1 import rollout_pb2, weights_pb2
 from services.rollout.copies import Copies, Source
 from services.rollout.delivery import NOTHING, Delivery, Known

@@ -9,8 +9,8 @@ import structlog
 from millrace.errors import InvalidState, PublicationFailed
 from millrace.ids import JobId, MemberId, Version
 from millrace.spec import JobSpec
-from millrace.weights import sides
-from millrace.weights.manifest import Manifest
+from millrace.weights.plans import wire_layouts as sides
+from millrace.weights.plans.manifest import Manifest
 from millrace.wire.v1 import rollout_pb2
 from services.rollout.engines import create
 from services.rollout.engines.engine import Engine, EngineDied, Load

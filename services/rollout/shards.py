@@ -16,16 +16,16 @@ import psutil
 import torch
 
 from millrace.errors import PublicationFailed
-from millrace.weights import sides as wire
-from millrace.weights.boxes import Boxes
-from millrace.weights.channels.channel import Channel
-from millrace.weights.channels.meeting import Meeting
-from millrace.weights.manifest import Manifest
-from millrace.weights.memory import Memory
-from millrace.weights.party import Party
-from millrace.weights.pipeline import Receiving, Reception, Sending, Times
-from millrace.weights.sharded import ShardedPlan
-from millrace.weights.watch import Load, Watched, watch
+from millrace.weights.loader.watch import Load, Watched, watch
+from millrace.weights.plans import wire_layouts as wire
+from millrace.weights.plans.boxes import Boxes
+from millrace.weights.plans.manifest import Manifest
+from millrace.weights.plans.memory import Memory
+from millrace.weights.plans.sharded import ShardedPlan
+from millrace.weights.transfer.channels.channel import Channel
+from millrace.weights.transfer.channels.meeting import Meeting
+from millrace.weights.transfer.pipeline import Receiving, Reception, Sending, Times
+from millrace.weights.transfer.session import Party
 from services.rollout.delivery import Delivery
 
 Result = TypeVar("Result")

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from millrace.errors import PublicationFailed
-from millrace.weights.channels.gloo import GlooChannel
-from millrace.weights.checksum import checksum
-from millrace.weights.covered import elements
-from millrace.weights.landing import Landings, record_landings
-from millrace.weights.views import Strided
+from millrace.weights.loader.copies import Landings, record_landings
+from millrace.weights.plans.covered import elements
+from millrace.weights.plans.views import Strided
+from millrace.weights.transfer.channels.gloo import GlooChannel
+from millrace.weights.transfer.checksum import checksum
 from services.rollout.delivery import Delivery
 
 Load = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]

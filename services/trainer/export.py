@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from millrace.cli.output import tell
 from millrace.errors import InvalidState, MillraceError
-from millrace.weights.stored import dtype_of, pieces, stored_tensors
+from millrace.weights.loader.stored import dtype_of, pieces, stored_tensors
 from services.trainer import huggingface
 from services.trainer.box_files import BoxReader
 from services.trainer.checkpoint import opened

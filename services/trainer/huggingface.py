@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from millrace.errors import InvalidState
-from millrace.weights.manifest import TensorInfo
+from millrace.weights.plans.manifest import TensorInfo
 from services.trainer import lockstep
 from services.trainer.model_files import INDEX, SINGLE, ModelFiles
 from services.trainer.value_head import WEIGHT

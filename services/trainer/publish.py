@@ -16,11 +16,11 @@ from torch.distributed import TCPStore
 
 from millrace.errors import Fenced, InvalidState, PublicationFailed
 from millrace.ids import Version
-from millrace.weights.channels.gloo import GlooChannel, serve_store
-from millrace.weights.checksum import checksum
-from millrace.weights.manifest import Manifest, TensorInfo
 from millrace.weights.phases import Publication
-from millrace.weights.plan import gather_broadcast
+from millrace.weights.plans.manifest import Manifest, TensorInfo
+from millrace.weights.plans.plan import gather_broadcast
+from millrace.weights.transfer.channels.gloo import GlooChannel, serve_store
+from millrace.weights.transfer.checksum import checksum
 from millrace.wire.server import host_address
 from millrace.wire.v1 import weights_pb2
 from millrace.wire.v1.trainer_pb2 import (

@@ -9,14 +9,14 @@ import structlog
 from torch.distributed import TCPStore
 
 from millrace.errors import InvalidState, PublicationFailed
-from millrace.weights import sides as wire
-from millrace.weights.channels.gloo import serve_store
-from millrace.weights.channels.meeting import Meeting, nccl_id
-from millrace.weights.memory import Memory
-from millrace.weights.party import Party
 from millrace.weights.phases import Publication
-from millrace.weights.pipeline import Sending
-from millrace.weights.sharded import ShardedPlan
+from millrace.weights.plans import wire_layouts as wire
+from millrace.weights.plans.memory import Memory
+from millrace.weights.plans.sharded import ShardedPlan
+from millrace.weights.transfer.channels.gloo import serve_store
+from millrace.weights.transfer.channels.meeting import Meeting, nccl_id
+from millrace.weights.transfer.pipeline import Sending
+from millrace.weights.transfer.session import Party
 from millrace.wire.server import host_address
 from millrace.wire.v1 import weights_pb2
 from millrace.wire.v1.trainer_pb2 import (

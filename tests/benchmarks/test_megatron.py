@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.megatron.cases import PARTS, Launch, Place
+from millrace.backends.megatron import parse
 from millrace.megatron.architectures import read_shape
-from millrace.megatron.options import parse
 from millrace.megatron.rules import broken_rules
 
 

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from millrace.weights.channels.channel import Channel, Flight, Parcel
-from millrace.weights.pipeline import Receiving, Sending
+from millrace.weights.transfer.channels.channel import Channel, Flight, Parcel
+from millrace.weights.transfer.pipeline import Receiving, Sending
 from services.rollout import shards
 from services.rollout.__main__ import app
 from services.rollout.receive import Receiver

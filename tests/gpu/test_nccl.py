@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from millrace.weights.channels.channel import Parcel
-from millrace.weights.channels.nccl import NcclChannel, unique_id
+from millrace.weights.transfer.channels.channel import Parcel
+from millrace.weights.transfer.channels.nccl import NcclChannel, unique_id
 
 pytestmark = [
     pytest.mark.gpu,

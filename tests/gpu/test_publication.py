@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from millrace.bench.publication import measured
-from millrace.weights.batch import differing, sums
-from millrace.weights.checksum import checksum
-from millrace.weights.memory import Pair
+from millrace.weights.plans.memory import Pair
+from millrace.weights.transfer.batch import differing, sums
+from millrace.weights.transfer.checksum import checksum
 
 pytestmark = [
     pytest.mark.gpu,
@@ -47,7 +47,7 @@ def test_everything_lies_in_its_place(shape: str, trainer: str, replica: str, re
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
 @pytest.mark.parametrize("shape", [(), (7,), (64, 48), (5, 6, 7), (3, 4, 5, 6), (1000, 333)])
 def test_kernels_copy_compare_and_sum_as_torch_does(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    from millrace.weights.kernels import CudaBatch, supported
+    from millrace.weights.transfer.kernels import CudaBatch, supported
 
     assert supported()
     device = torch.device("cuda", 0)

@@ -4,10 +4,10 @@ import sys
 
 import pytest
 
+from millrace.backends.megatron import Megatron
 from millrace.errors import InvalidJob
 from millrace.megatron.architectures import read_shape
 from millrace.megatron.flops import active_parameters, sequence_cost
-from millrace.megatron.options import Megatron
 from millrace.megatron.shape import Rope
 from millrace.megatron.topology import Topology
 from millrace.megatron.weights import TRANSFORMER_ENGINE, tensors

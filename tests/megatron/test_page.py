@@ -5,8 +5,8 @@ from pathlib import Path
 
 import yaml
 
+from millrace.backends.megatron import Experts, Megatron, Recompute, parse
 from millrace.megatron.architectures import ARCHITECTURES
-from millrace.megatron.options import Experts, Megatron, Recompute, parse
 
 PAGE = (Path(__file__).parents[2] / "docs" / "megatron.md").read_text()
 

@@ -2,9 +2,9 @@ import json
 
 import pytest
 
+from millrace.backends.megatron import parse
 from millrace.errors import InvalidJob
 from millrace.megatron.architectures import read_shape
-from millrace.megatron.options import parse
 from millrace.megatron.rules import broken_rules, check, check_submission
 from millrace.spec import parse as parse_job
 from millrace.spec import submission

@@ -1,6 +1,6 @@
 import pytest
 
-from millrace.megatron.options import Megatron
+from millrace.backends.megatron import Megatron
 from millrace.megatron.topology import Topology
 
 

@@ -5,8 +5,8 @@ from collections import defaultdict
 
 import pytest
 
+from millrace.backends.megatron import Megatron
 from millrace.megatron.architectures import read_shape
-from millrace.megatron.options import Megatron
 from millrace.megatron.topology import Topology
 from millrace.megatron.weights import LOCAL, TRANSFORMER_ENGINE, layout, tensors
 from tests.megatron import configs

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from millrace.backends.megatron import parse
 from millrace.megatron.architectures import read_shape
-from millrace.megatron.options import parse
 from millrace.megatron.rules import broken_rules
 from millrace.spec import choices, load
 from tests.megatron import configs

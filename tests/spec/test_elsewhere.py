@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
+from millrace.backends.megatron import Megatron
 from millrace.elsewhere import COUNTED, MILLRACE, places
 from millrace.errors import InvalidJob
-from millrace.megatron.options import Megatron
 from millrace.rl import catalogue
 from millrace.rl.catalogue import KL_ESTIMATORS, Kind
 from millrace.spec import JobSpec, choices, parse

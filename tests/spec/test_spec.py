@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import yaml
 
+from millrace.backends.megatron import Megatron
 from millrace.errors import InvalidJob
-from millrace.megatron.options import Megatron
 from millrace.spec import JobSpec, load, mistakes, parse
 
 SMALLEST = {"name": "a job", "output": "/out", "model": {"path": "/model"}, "data": {"files": ["train.parquet"]}}

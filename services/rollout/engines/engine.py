@@ -17,8 +17,8 @@ from millrace.errors import MillraceError
 from millrace.ids import Version
 from millrace.spec import JobSpec
 from millrace.spec.rollout import CachePolicy
-from millrace.weights.boxes import Boxes
-from millrace.weights.manifest import Manifest
+from millrace.weights.plans.boxes import Boxes
+from millrace.weights.plans.manifest import Manifest
 from millrace.wire.v1 import common_pb2, weights_pb2
 from services.rollout.delivery import Delivery
 

@@ -21,8 +21,8 @@ from millrace.extras import how_to_install
 from millrace.ids import Version
 from millrace.spec import JobSpec
 from millrace.spec.rollout import CachePolicy
-from millrace.weights.boxes import Boxes
-from millrace.weights.manifest import Manifest
+from millrace.weights.plans.boxes import Boxes
+from millrace.weights.plans.manifest import Manifest
 from services.rollout.delivery import Delivery, mode_of, stages
 from services.rollout.engines.engine import (
     Dispatch,
@@ -40,7 +40,7 @@ from services.rollout.engines.engine import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from millrace.weights.memory import Memory
+    from millrace.weights.plans.memory import Memory
     from services.rollout.engines.decoding import DecodeLoop, Pause
     from services.rollout.shards import Coming, Going, Shards
     from services.rollout.staging import Shelf, Staging
@@ -100,7 +100,7 @@ class TransformersEngine:
         import torch
         from transformers import AutoTokenizer
 
-        from millrace.weights.stored import stored_tensors
+        from millrace.weights.loader.stored import stored_tensors
         from services.rollout.engines.decoding import DecodeLoop, Endings
         from services.rollout.engines.routing import Routing
         from services.rollout.shards import Shards
@@ -295,7 +295,7 @@ class TransformersEngine:
 
     async def prepare_send(self, delivery: Delivery, served: str) -> bytes:
         await self.end_send()
-        from millrace.weights.channels.meeting import nccl_id
+        from millrace.weights.transfer.channels.meeting import nccl_id
 
         self._source = await asyncio.to_thread(self._shards.source, delivery, 0, served)
         return nccl_id(self._source.device.type == "cuda")
@@ -371,7 +371,7 @@ def _kept(model: Any) -> Any:
     """Some tensors are float32 in any model; from_config does not see to it."""
     import torch
 
-    from millrace.weights.stored import dtype_of
+    from millrace.weights.loader.stored import dtype_of
 
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if dtype_of(model, name, "") == "float32":
@@ -380,7 +380,7 @@ def _kept(model: Any) -> Any:
 
 
 def _stored(model: Any, spec: JobSpec) -> "dict[str, Tensor]":
-    from millrace.weights.stored import stored_tensors, views
+    from millrace.weights.loader.stored import stored_tensors, views
 
     held: dict[str, Tensor] = {}
     for name, tensor in stored_tensors(model):

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from millrace.errors import MillraceError, PublicationFailed
-from millrace.weights.channels.meeting import nccl_id
-from millrace.weights.checksum import checksum
-from millrace.weights.manifest import Manifest
-from millrace.weights.memory import Memory
+from millrace.weights.plans.manifest import Manifest
+from millrace.weights.plans.memory import Memory
+from millrace.weights.transfer.channels.meeting import nccl_id
+from millrace.weights.transfer.checksum import checksum
 from millrace.wire.v1 import weights_pb2
 from services.rollout.delivery import NOTHING, Delivery, Known
 from services.rollout.engines.derived import Derived

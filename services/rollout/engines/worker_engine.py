@@ -9,8 +9,8 @@ from typing import Any
 from millrace.errors import InvalidState, PublicationFailed
 from millrace.ids import Version
 from millrace.spec.rollout import CachePolicy
-from millrace.weights.boxes import Boxes
-from millrace.weights.manifest import Manifest
+from millrace.weights.plans.boxes import Boxes
+from millrace.weights.plans.manifest import Manifest
 from services.rollout.delivery import Delivery, mode_of, stages
 from services.rollout.engines.engine import Dispatch, Load, Reception, Sample, Sampling, Swap
 

@@ -16,8 +16,8 @@ from torch.distributed import ProcessGroup
 from millrace.batching.cost import SequenceCost
 from millrace.errors import InvalidJob
 from millrace.spec import JobSpec
-from millrace.weights.manifest import Manifest, TensorInfo
-from millrace.weights.memory import Memory
+from millrace.weights.plans.manifest import Manifest, TensorInfo
+from millrace.weights.plans.memory import Memory
 from services.trainer.boxes import State
 from services.trainer.microbatch import MicroBatch
 

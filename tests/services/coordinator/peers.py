@@ -15,11 +15,11 @@ from typing import Any
 
 from millrace.errors import Fenced, InvalidState, MillraceError, NotFound
 from millrace.ids import new_member_id
-from millrace.weights import sides
-from millrace.weights.boxes import Boxes
-from millrace.weights.layout import dims_of, whole
-from millrace.weights.manifest import Manifest, TensorInfo
-from millrace.weights.plan import gather_broadcast
+from millrace.weights.plans import wire_layouts as sides
+from millrace.weights.plans.boxes import Boxes
+from millrace.weights.plans.layout import dims_of, whole
+from millrace.weights.plans.manifest import Manifest, TensorInfo
+from millrace.weights.plans.plan import gather_broadcast
 from millrace.wire.arrays import pack_logprobs, pack_tokens
 from millrace.wire.channel import PROTOCOL_VERSION, Peer
 from millrace.wire.server import Server

@@ -11,7 +11,7 @@ import torch
 
 from millrace.errors import Fenced, InvalidState, NotFound
 from millrace.spec import JobSpec
-from millrace.weights.plan import gather_broadcast
+from millrace.weights.plans.plan import gather_broadcast
 from millrace.wire.channel import PROTOCOL_VERSION, Peer
 from millrace.wire.server import Server
 from millrace.wire.v1 import (

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from millrace.errors import Fenced, InvalidState, PublicationFailed
-from millrace.weights import sides
-from millrace.weights.channels.channel import Channel, Flight, Parcel
-from millrace.weights.pipeline import Sending
+from millrace.weights.plans import wire_layouts as sides
+from millrace.weights.transfer.channels.channel import Channel, Flight, Parcel
+from millrace.weights.transfer.pipeline import Sending
 from millrace.wire.v1 import rollout_pb2, rollout_pb2_grpc, trainer_pb2, weights_pb2
 from services.rollout import shards
 from tests.services.rollout.coordinator import JOB, configure, status, until

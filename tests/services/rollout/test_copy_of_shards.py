@@ -11,14 +11,14 @@ from torch.distributed import TCPStore
 
 from millrace.errors import PublicationFailed
 from millrace.ids import Version
-from millrace.weights import sides as wire
-from millrace.weights.channels.gloo import serve_store
+from millrace.weights.plans import wire_layouts as wire
+from millrace.weights.transfer.channels.gloo import serve_store
 from millrace.wire.v1 import weights_pb2
 from services.rollout.delivery import Delivery
 from services.rollout.shards import Coming, Going, Shards
 from tests.shard_sender import Shards as TrainerRanks
 from tests.shard_sender import ShardSender
-from tests.weights.test_watch import MANIFEST, Worker, tensors
+from tests.weights.loader.test_watch import MANIFEST, Worker, tensors
 
 
 class Replica:

@@ -17,14 +17,14 @@ import torch
 
 from millrace.errors import InvalidState, PublicationFailed
 from millrace.ids import Version
-from millrace.weights.boxes import Boxes
-from millrace.weights.channels.meeting import Meeting, serve_store
-from millrace.weights.layout import whole
-from millrace.weights.manifest import Manifest
-from millrace.weights.memory import Memory
-from millrace.weights.party import Party
-from millrace.weights.pipeline import Receiving
-from millrace.weights.sides import Planner, encode
+from millrace.weights.plans.boxes import Boxes
+from millrace.weights.plans.layout import whole
+from millrace.weights.plans.manifest import Manifest
+from millrace.weights.plans.memory import Memory
+from millrace.weights.plans.wire_layouts import Planner, encode
+from millrace.weights.transfer.channels.meeting import Meeting, serve_store
+from millrace.weights.transfer.pipeline import Receiving
+from millrace.weights.transfer.session import Party
 from millrace.wire.v1 import weights_pb2
 from services.rollout.delivery import Delivery
 from services.rollout.engines import create, probe

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from millrace.errors import InvalidJob
-from millrace.weights.manifest import Manifest
+from millrace.weights.plans.manifest import Manifest
 from services.rollout.engines import create
 from services.rollout.engines.engine import Engine, Sample, Sampling
 from services.rollout.engines.routing import Routing

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from millrace.errors import PublicationFailed
-from millrace.weights.alarm import RINGS_S, Alarm, connect
-from millrace.weights.channels.channel import Channel, Parcel
-from millrace.weights.channels.gloo import GlooChannel, serve_store
-from millrace.weights.manifest import Manifest
-from millrace.weights.party import Party
+from millrace.weights.plans.manifest import Manifest
+from millrace.weights.transfer.alarm import RINGS_S, Alarm, connect
+from millrace.weights.transfer.channels.channel import Channel, Parcel
+from millrace.weights.transfer.channels.gloo import GlooChannel, serve_store
+from millrace.weights.transfer.session import Party
 from services.rollout.delivery import Delivery
 from services.rollout.shards import Passage
 

@@ -8,7 +8,7 @@ import torch
 
 from millrace.errors import PublicationFailed
 from millrace.ids import Version
-from millrace.weights.manifest import Manifest, TensorInfo
+from millrace.weights.plans.manifest import Manifest, TensorInfo
 from services.rollout.delivery import Delivery
 from services.rollout.shards import Shards
 from services.rollout.staging import Shelf, Staging

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from millrace.errors import InvalidState, PublicationFailed
-from millrace.weights import sides
+from millrace.weights.plans import wire_layouts as sides
 from millrace.wire.v1 import rollout_pb2, rollout_pb2_grpc, weights_pb2
 from tests.models import random_model
 from tests.sender import export

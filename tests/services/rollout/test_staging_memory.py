@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from millrace.ids import Version
-from millrace.weights import sides
-from millrace.weights.layout import whole
-from millrace.weights.manifest import Manifest, TensorInfo
+from millrace.weights.plans import wire_layouts as sides
+from millrace.weights.plans.layout import whole
+from millrace.weights.plans.manifest import Manifest, TensorInfo
 from millrace.wire.v1 import weights_pb2
 from services.rollout import shards
 from services.rollout.delivery import Delivery

@@ -5,11 +5,11 @@ import threading
 
 import torch
 
-from millrace.weights.channels.gloo import GlooChannel
-from millrace.weights.checksum import checksum
-from millrace.weights.manifest import Manifest
 from millrace.weights.phases import Publication
-from millrace.weights.plan import gather_broadcast
+from millrace.weights.plans.manifest import Manifest
+from millrace.weights.plans.plan import gather_broadcast
+from millrace.weights.transfer.channels.gloo import GlooChannel
+from millrace.weights.transfer.checksum import checksum
 from millrace.wire.v1 import trainer_pb2 as pb
 from millrace.wire.v1 import weights_pb2
 

@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 
 from millrace.errors import PublicationFailed
-from millrace.weights import sides as wire
-from millrace.weights.channels.meeting import Meeting
-from millrace.weights.layout import Layout, Place, contiguous, whole
-from millrace.weights.manifest import Manifest
-from millrace.weights.memory import Memory
-from millrace.weights.party import Party
 from millrace.weights.phases import Publication
-from millrace.weights.pipeline import Receiving
+from millrace.weights.plans import wire_layouts as wire
+from millrace.weights.plans.layout import Layout, Place, contiguous, whole
+from millrace.weights.plans.manifest import Manifest
+from millrace.weights.plans.memory import Memory
+from millrace.weights.transfer.channels.meeting import Meeting
+from millrace.weights.transfer.pipeline import Receiving
+from millrace.weights.transfer.session import Party
 from millrace.wire.v1 import trainer_pb2 as pb
 from millrace.wire.v1 import weights_pb2
 from services.trainer.backends import build

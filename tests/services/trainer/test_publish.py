@@ -11,7 +11,7 @@ import torch
 
 from millrace.errors import Fenced, InvalidState, PublicationFailed
 from millrace.ids import Version
-from millrace.weights.manifest import Manifest, TensorInfo
+from millrace.weights.plans.manifest import Manifest, TensorInfo
 from millrace.wire.v1 import trainer_pb2 as pb
 from millrace.wire.v1 import weights_pb2
 from services.trainer import publish

@@ -14,14 +14,14 @@ import torch
 
 from millrace.errors import MillraceError, PublicationFailed, Unavailable
 from millrace.ids import new_member_id
-from millrace.weights import sides as wire
-from millrace.weights.channels.meeting import Meeting
-from millrace.weights.layout import whole
-from millrace.weights.manifest import Manifest
-from millrace.weights.memory import Memory
-from millrace.weights.party import Party
 from millrace.weights.phases import Publication
-from millrace.weights.pipeline import Receiving
+from millrace.weights.plans import wire_layouts as wire
+from millrace.weights.plans.layout import whole
+from millrace.weights.plans.manifest import Manifest
+from millrace.weights.plans.memory import Memory
+from millrace.weights.transfer.channels.meeting import Meeting
+from millrace.weights.transfer.pipeline import Receiving
+from millrace.weights.transfer.session import Party
 from millrace.wire.v1 import trainer_pb2 as pb
 from millrace.wire.v1 import weights_pb2
 from tests.services.trainer.backends.fsdp2.test_backend import saved_tensors

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers.utils import is_flash_attn_2_available
 
+from millrace.backends.fsdp2 import Fsdp2Options, parse
 from millrace.errors import InvalidJob
-from millrace.fsdp2 import Fsdp2Options, parse
 from millrace.spec import JobSpec
-from millrace.weights.manifest import Manifest, TensorInfo
-from millrace.weights.memory import Memory
+from millrace.weights.plans.manifest import Manifest, TensorInfo
+from millrace.weights.plans.memory import Memory
 from services.trainer import lockstep
 from services.trainer.backends import DataParallel, LossFn, TokenScores
 from services.trainer.backends.fsdp2 import attention, export, shards

@@ -12,7 +12,7 @@ from transformers import AutoModel, PreTrainedModel
 from millrace.errors import refused
 from millrace.spec import JobSpec
 from millrace.spec.model import Model
-from millrace.weights.manifest import TensorInfo
+from millrace.weights.plans.manifest import TensorInfo
 from services.trainer import lockstep
 from services.trainer.backends import ValueLossFn
 from services.trainer.backends.fsdp2 import export

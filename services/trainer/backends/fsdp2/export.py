@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from millrace.weights.manifest import Manifest, TensorInfo
-from millrace.weights.stored import dtype_of, pieces, stored_tensors
+from millrace.weights.loader.stored import dtype_of, pieces, stored_tensors
+from millrace.weights.plans.manifest import Manifest, TensorInfo
 
 
 def manifest(module: nn.Module, dtype: str) -> Manifest:

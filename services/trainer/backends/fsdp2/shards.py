@@ -7,10 +7,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from millrace.weights.layout import Layout, Place, contiguous
-from millrace.weights.memory import Memory
-from millrace.weights.stored import stored_tensors, views
-from millrace.weights.views import Seen, seen
+from millrace.weights.loader.stored import stored_tensors, views
+from millrace.weights.plans.layout import Layout, Place, contiguous
+from millrace.weights.plans.memory import Memory
+from millrace.weights.plans.views import Seen, seen
 from services.trainer.backends.fsdp2.export import manifest
 
 

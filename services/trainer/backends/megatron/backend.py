@@ -12,17 +12,17 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
+from millrace.backends.megatron import Megatron, Recompute, parse
 from millrace.errors import InvalidJob
 from millrace.megatron.architectures import read_shape
 from millrace.megatron.flops import sequence_cost
-from millrace.megatron.options import Megatron, Recompute, parse
 from millrace.megatron.rules import check
 from millrace.megatron.shape import ModelShape
 from millrace.megatron.topology import Topology
 from millrace.megatron.weights import Layout, layout
 from millrace.spec import JobSpec
-from millrace.weights.manifest import Manifest, TensorInfo
-from millrace.weights.memory import Memory
+from millrace.weights.plans.manifest import Manifest, TensorInfo
+from millrace.weights.plans.memory import Memory
 from services.trainer import lockstep
 from services.trainer.backends import Critic, DataParallel, LossFn, TokenScores
 from services.trainer.backends.megatron import parallel, replay

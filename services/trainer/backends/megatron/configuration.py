@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from millrace.megatron.options import Megatron, Recompute
+from millrace.backends.megatron import Megatron, Recompute
 from millrace.megatron.shape import ExpertShape, LatentAttention, ModelShape
 
 

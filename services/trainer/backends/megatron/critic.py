@@ -13,7 +13,7 @@ from millrace.errors import refused
 from millrace.megatron.architectures import read_shape
 from millrace.megatron.rules import check
 from millrace.spec import JobSpec
-from millrace.weights.manifest import TensorInfo
+from millrace.weights.plans.manifest import TensorInfo
 from services.trainer import lockstep
 from services.trainer.backends import ValueLossFn
 from services.trainer.backends.megatron.backend import MegatronBackend, Setting

@@ -6,8 +6,8 @@ import importlib.util
 import structlog
 import torch
 
+from millrace.backends.megatron import Megatron
 from millrace.errors import InvalidJob
-from millrace.megatron.options import Megatron
 
 log = structlog.get_logger(__name__)
 

@@ -12,7 +12,7 @@ from millrace.megatron import placement as plan
 from millrace.megatron.shape import ModelShape
 from millrace.megatron.topology import Topology
 from millrace.megatron.weights import Layers, layout, tensors
-from millrace.weights.manifest import Manifest, TensorInfo
+from millrace.weights.plans.manifest import Manifest, TensorInfo
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megat
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor
 
+from millrace.backends.megatron import Megatron
 from millrace.errors import InvalidState
-from millrace.megatron.options import Megatron
 from millrace.spec.trainer import Optimizer
 from services.trainer.backends.megatron import masters
 from services.trainer.backends.megatron.masters import Owned

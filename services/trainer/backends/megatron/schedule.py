@@ -10,8 +10,8 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
+from millrace.backends.megatron import Megatron
 from millrace.errors import InvalidState
-from millrace.megatron.options import Megatron
 from services.trainer.backends.megatron.context import whole_scores
 from services.trainer.backends.megatron.experts import forget
 from services.trainer.backends.megatron.head import Wanted

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from millrace.megatron.weights import Layout as Placements
-from millrace.weights.layout import Layout, Place, contiguous
-from millrace.weights.manifest import Manifest
-from millrace.weights.memory import Memory
+from millrace.weights.plans.layout import Layout, Place, contiguous
+from millrace.weights.plans.manifest import Manifest
+from millrace.weights.plans.memory import Memory
 
 
 def shards(chunks: Sequence[Mapping[str, Tensor]], placements: Placements, manifest: Manifest) -> Memory:

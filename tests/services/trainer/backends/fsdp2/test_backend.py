@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from millrace.errors import InvalidJob
-from millrace.weights.checksum import checksum
+from millrace.weights.transfer.checksum import checksum
 from services.trainer.backends import build
 from services.trainer.backends.fsdp2.attention import Segments, attend
 from services.trainer.microbatch import MicroBatch, Sample

@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from millrace.weights.boxes import Boxes
-from millrace.weights.layout import whole
-from millrace.weights.memory import Memory, pack, pairs, unpack
-from millrace.weights.sharded import plan
+from millrace.weights.plans.boxes import Boxes
+from millrace.weights.plans.layout import whole
+from millrace.weights.plans.memory import Memory, pack, pairs, unpack
+from millrace.weights.plans.sharded import plan
 from services.trainer import lockstep
 from services.trainer.backends import build
 from tests.services.trainer.backends.megatron import tiny

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from vllm import LLM, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
-from millrace.weights.boxes import Boxes
+from millrace.weights.plans.boxes import Boxes
 from services.rollout.engines.vllm_options import check_model, engine_arguments
 from services.rollout.lifeline import own_descendants
 from tests.sender import Sender

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig
 
+from millrace.backends.megatron import Megatron
 from millrace.megatron.architectures import read_shape
-from millrace.megatron.options import Megatron
 from millrace.megatron.topology import Topology
 from millrace.megatron.weights import TRANSFORMER_ENGINE, layout
 from services.trainer.backends.megatron.reading import read

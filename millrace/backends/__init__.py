@@ -1,0 +1,1 @@
+"""What is known of each training backend without importing it."""

@@ -1,0 +1,1 @@
+"""Learning where an engine's own loader puts each tensor."""

@@ -1,0 +1,66 @@
+"""How much of a storage strided views of it cover, each element counted once. Torch-free."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from millrace.weights.plans.views import Strided
+
+
+@dataclass(frozen=True, order=True)
+class _Runs:
+    """Equally long runs of neighbouring elements. Views of the same elements are equal."""
+
+    start: int
+    run: int
+    repeated: tuple[tuple[int, int], ...]
+    """(stride, extent), the smallest stride first."""
+
+    @property
+    def numel(self) -> int:
+        return self.run * math.prod(extent for _, extent in self.repeated)
+
+    @property
+    def end(self) -> int:
+        return self.start + self.run + sum(stride * (extent - 1) for stride, extent in self.repeated)
+
+
+def elements(views: Iterable[Strided]) -> int:
+    """Elements that lie in at least one of the views."""
+    together: list[_Runs] = []
+    total = end = 0
+    for runs in sorted({_runs(view) for view in views if all(view[1])}):
+        if runs.start >= end:
+            total, together = total + _distinct(together), []
+        together.append(runs)
+        end = max(end, runs.end)
+    return total + _distinct(together)
+
+
+def _runs(view: Strided) -> _Runs:
+    start, extents, strides = view
+    repeated: list[tuple[int, int]] = []
+    run = 1
+    for stride, extent in sorted((s, e) for s, e in zip(strides, extents, strict=True) if e > 1 and s):
+        if stride == run and not repeated:
+            run *= extent
+        else:
+            repeated.append((stride, extent))
+    return _Runs(start, run, tuple(repeated))
+
+
+def _distinct(together: list[_Runs]) -> int:
+    """Of views that reach into each other."""
+    if len(together) < 2:
+        return sum(runs.numel for runs in together)
+    base, end = together[0].start, max(runs.end for runs in together)
+    # Nothing begins or ends inside a unit.
+    unit = math.gcd(*(n for r in together for n in (r.start - base, r.run, *(stride for stride, _ in r.repeated))))
+    held = np.zeros((end - base) // unit, bool)
+    for runs in together:
+        shape = (*(extent for _, extent in runs.repeated), runs.run // unit)
+        strides = (*(stride // unit for stride, _ in runs.repeated), 1)
+        np.lib.stride_tricks.as_strided(held[(runs.start - base) // unit :], shape, strides)[...] = True
+    return int(held.sum()) * unit

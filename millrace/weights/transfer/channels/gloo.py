@@ -1,0 +1,164 @@
+"""Gloo on CPU tensors, outside any torch.distributed world: a communicator with a store of its own.
+
+Every call blocks: make it from a worker thread, never from one that serves requests.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
+from torch.distributed.distributed_c10d import BroadcastOptions
+
+from millrace.errors import PublicationFailed
+from millrace.weights.transfer.channels.channel import Breakable, Parcel
+
+LOOK_EVERY_S = 0.05
+"""How soon an abort frees whoever waits for a round."""
+LONGEST_S = 24 * 3600.0
+HEARD_S = 0.3
+"""From an abort until the connections are closed: the others hear why before they see it."""
+AT_ONCE = timedelta(milliseconds=1)
+
+
+def serve_store(host: str, world_size: int, timeout_s: float) -> tuple[TCPStore, int]:
+    """Serves the store where a communicator meets, on a free port of this host; returns it and the port. The store
+    lives as long as the returned object; `host` is the address that the others are told."""
+    store = TCPStore(host, 0, world_size, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+    return store, store.port
+
+
+class GlooChannel(Breakable):
+    """One rank's end of a communicator. Rank 0 is the sender."""
+
+    def __init__(self, group: ProcessGroupGloo, store: TCPStore, key: str, rank: int) -> None:
+        super().__init__(key, rank)
+        self._group: Any = group  # the stubs of torch leave out its collectives
+        self._store = store  # the group reads it while it lives
+        self._flights: queue.SimpleQueue[GlooFlight | None] = queue.SimpleQueue()
+        self._under_way: set[GlooFlight] = set()
+        self._aborted = threading.Lock()
+        self._waiter: threading.Thread | None = None
+
+    @classmethod
+    def join(
+        cls,
+        host: str,
+        port: int,
+        *,
+        key: str,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+        store: TCPStore | None = None,
+    ) -> "GlooChannel":
+        """Meets the other ranks of communicator `key` at the store; returns once all have come.
+
+        `timeout_s` bounds the meeting and each later operation. Rank 0 passes the `store` it serves. Raises
+        PublicationFailed where somebody does not come.
+        """
+        limit = timedelta(seconds=timeout_s)
+        try:
+            if store is None:
+                store = TCPStore(host, port, world_size, is_master=False, timeout=limit, wait_for_workers=False)
+            group = ProcessGroupGloo(PrefixStore(key, store), rank, world_size, limit)
+        except (RuntimeError, ValueError) as error:
+            what = f"rank {rank} of {world_size} could not join communicator {key} at {host}:{port}: {error}"
+            raise PublicationFailed(what, "see whether every member of the publication lives.") from error
+        return cls(group, store, key, rank)
+
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
+        """Sends `tensor` (contiguous, on CPU) from `root` to every rank, or receives into it."""
+        options = BroadcastOptions()
+        options.rootRank = root
+        # Gloo knows no 16-bit floats in every operation; bytes are bytes.
+        flat = tensor.view(-1).view(torch.uint8) if tensor.numel() else tensor
+        try:
+            self._group.broadcast([flat], options).wait()
+        except RuntimeError as error:
+            what = f"a broadcast on communicator {self.key} failed at rank {self.rank}: {error}"
+            raise PublicationFailed(
+                what, "the members that died are cut out and the publication is repeated."
+            ) from error
+
+    def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel], stream: Any = None) -> "GlooFlight":
+        """See `Channel`. Tensors are on the CPU."""
+        self.check()
+        flight = GlooFlight(self, [*receives, *sends])
+        try:
+            flight.works = [self._group.recv([p.data], p.peer, p.number) for p in receives if p.data.numel()]
+            flight.works += [self._group.send([p.data], p.peer, p.number) for p in sends if p.data.numel()]
+        except RuntimeError as error:
+            raise self.failed(f"a round could not begin: {error}") from error
+        if self._waiter is None:
+            self._waiter = threading.Thread(target=self._wait, name=f"gloo {self.key}", daemon=True)
+            self._waiter.start()
+        self._under_way.add(flight)
+        self._flights.put(flight)
+        return flight
+
+    def _wait(self) -> None:
+        """Gloo cannot be interrupted while it waits, so nobody whom an abort has to free does: this thread does."""
+        while (flight := self._flights.get()) is not None:
+            try:
+                for work in flight.works:
+                    left = max(0.001, min(self.give_up - time.monotonic(), LONGEST_S))
+                    work.wait(timedelta(seconds=left))
+            except RuntimeError as error:
+                late = time.monotonic() >= self.give_up
+                self.failed("its deadline has passed" if late else str(error).splitlines()[0])
+            self._under_way.discard(flight)
+            flight.forget()
+            flight.over.set()
+
+    def abort(self, reason: str = "it was aborted") -> None:
+        """Ends operations in progress, which then raise in their threads: rounds at once, a broadcast when its timeout
+        is over."""
+        self.failed(reason)
+        self._group.abort()
+        if self._aborted.acquire(blocking=False):
+            threading.Thread(target=self._disconnect, name=f"end of {self.key}", daemon=True).start()
+
+    def _disconnect(self) -> None:
+        """Ends what Gloo was asked for, which an abort does not: a message that came later would still be written. A
+        wait that runs out of time closes every connection of the group."""
+        time.sleep(HEARD_S)
+        for flight in list(self._under_way):
+            for work in list(flight.works):
+                try:
+                    work.wait(AT_ONCE)
+                except RuntimeError:
+                    return
+
+    def close(self) -> None:
+        """Frees sockets and threads."""
+        self._flights.put(None)
+        if self._failure is None and self._waiter is not None:
+            self._waiter.join()
+        if self._failure is None or self._waiter is None:
+            self._group.shutdown()
+
+
+class GlooFlight:
+    def __init__(self, channel: GlooChannel, parcels: Sequence[Parcel]) -> None:
+        self._channel = channel
+        self._parcels = list(parcels)  # keeps the memory that Gloo reads and writes
+        self.works: list[Any] = []
+        self.over = threading.Event()
+
+    def forget(self) -> None:
+        self.works, self._parcels = [], []
+
+    def land(self, stream: Any = None) -> None:
+        self.wait()
+
+    def wait(self) -> None:
+        while not self.over.wait(LOOK_EVERY_S):
+            self._channel.check()
+            if time.monotonic() > self._channel.give_up:
+                raise self._channel.failed("its deadline has passed")
+        self._channel.check()

@@ -1,0 +1,162 @@
+"""NCCL through CuPy on CUDA tensors, outside any torch.distributed world: a communicator made from an id alone.
+
+Pointers and streams are passed; nothing is copied. Operations run on a stream of the channel's own, ordered with the
+caller's by events. No call waits for the GPU, so none can be stuck there: who waits looks at the clock and at NCCL's
+asynchronous errors in between, and past the deadline the communicator is aborted, which ends its kernels.
+
+NCCL ends a communicator only together with the other processes of the host, and waits for one that stands still: ending
+it has a thread of its own, which is left to itself after a moment.
+"""
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from millrace.errors import PublicationFailed
+from millrace.weights.transfer.channels.channel import Breakable, Parcel
+
+ID_BYTES = 128
+LOOK_EVERY_S = 50e-6
+ERRORS_EVERY_S = 0.01
+ENDS_S = 0.5
+"""How long the end of a communicator is waited for. Its kernels end in milliseconds."""
+
+
+def unique_id() -> bytes:
+    """Names a communicator to be; for all of its ranks."""
+    from cupy.cuda import nccl
+
+    return bytes(nccl.get_unique_id())
+
+
+class NcclChannel(Breakable):
+    """One rank's end of a communicator. Used by one thread at a time; `abort` comes from any."""
+
+    def __init__(self, communicator: Any, key: str, rank: int, device: torch.device) -> None:
+        super().__init__(key, rank)
+        self._communicator = communicator
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._lock = threading.Lock()
+        self._ending: threading.Thread | None = None
+        self._looked = 0.0
+
+    @classmethod
+    def join(cls, identity: bytes, *, key: str, rank: int, world_size: int, device: torch.device) -> "NcclChannel":
+        """Returns once all ranks have come: call it from a thread that nobody waits for without a limit. Raises
+        PublicationFailed where NCCL cannot connect."""
+        from cupy.cuda import nccl
+
+        torch.cuda.set_device(device)
+        try:
+            communicator = nccl.NcclCommunicator(world_size, identity, rank)
+        except (RuntimeError, AssertionError) as error:
+            what = f"rank {rank} of {world_size} could not join communicator {key}: {error}"
+            raise PublicationFailed(what, "see whether every member lives; NCCL_DEBUG=INFO says more.") from error
+        return cls(communicator, key, rank, device)
+
+    def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel], stream: Any = None) -> "NcclFlight":
+        """See `Channel`. Messages between two ranks in one round match in the order in which they are given."""
+        from cupy.cuda import nccl
+
+        self.check()
+        if stream is not None:
+            self._stream.wait_stream(stream)
+        handle = self._stream.cuda_stream
+        with torch.cuda.device(self._device):
+            try:
+                nccl.groupStart()
+                try:
+                    for p in receives:
+                        pointer, size = p.data.data_ptr(), p.data.numel()
+                        self._communicator.recv(pointer, size, nccl.NCCL_UINT8, p.peer, handle)
+                    for p in sends:
+                        pointer, size = p.data.data_ptr(), p.data.numel()
+                        self._communicator.send(pointer, size, nccl.NCCL_UINT8, p.peer, handle)
+                finally:
+                    nccl.groupEnd()
+            except RuntimeError as error:
+                raise self.failed(f"a round could not begin: {error}") from error
+            event = torch.cuda.Event()
+            event.record(self._stream)
+        return NcclFlight(self, event, [*sends, *receives])
+
+    def check(self) -> None:
+        """Raises PublicationFailed where the channel has failed, a peer is gone, or the deadline has passed."""
+        super().check()
+        now = time.monotonic()
+        if now > self.give_up:
+            self.abort("its deadline has passed")
+            raise self.failed("its deadline has passed")
+        if now - self._looked > ERRORS_EVERY_S:
+            self._looked = now
+            try:
+                with self._lock:
+                    self._communicator.check_async_error()
+            except RuntimeError as error:
+                raise self.failed(f"a peer is gone, or the link: {error}") from error
+
+    def abort(self, reason: str = "it was aborted") -> None:
+        """Ends NCCL's kernels where they stand."""
+        self.failed(reason)
+        self._end(aborts=True)
+
+    def close(self) -> None:
+        """Frees the communicator; one that failed is aborted, since destroying it would wait for its operations."""
+        self._end(aborts=self._failure is not None)
+
+    def _end(self, *, aborts: bool) -> None:
+        """Whoever comes second waits for the same end."""
+        with self._lock:
+            if self._ending is None:
+                communicator, self._communicator = self._communicator, _Gone()
+                self._ending = threading.Thread(
+                    target=communicator.abort if aborts else self._destroy,
+                    args=() if aborts else (communicator,),
+                    name=f"end of {self.key}",
+                    daemon=True,
+                )
+                self._ending.start()
+        self._ending.join(ENDS_S)
+
+    def _destroy(self, communicator: Any) -> None:
+        self._stream.synchronize()
+        communicator.destroy()
+
+
+class _Gone:
+    """In place of a communicator that was aborted or destroyed."""
+
+    def send(self, *unused: Any) -> None:
+        raise RuntimeError("the communicator is gone")
+
+    recv = send
+
+    def check_async_error(self) -> None:
+        raise RuntimeError("the communicator is gone")
+
+
+class NcclFlight:
+    """Keeps the memory that NCCL reads and writes until its event is over."""
+
+    def __init__(self, channel: NcclChannel, event: Any, parcels: Sequence[Parcel]) -> None:
+        self._channel = channel
+        self._event = event
+        self._parcels = parcels
+
+    def land(self, stream: Any = None) -> None:
+        if stream is not None:
+            self._channel.check()
+            stream.wait_event(self._event)
+        else:
+            self.wait()
+
+    def wait(self) -> None:
+        while not self._event.query():
+            self._channel.check()
+            time.sleep(LOOK_EVERY_S)
+        if (broken := self._channel.broken) is not None:
+            raise broken

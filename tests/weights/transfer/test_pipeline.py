@@ -1,0 +1,203 @@
+"""Plans carried out over Gloo, each rank a thread: receivers hold, bit for bit, what the senders hold."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from millrace.errors import PublicationFailed
+from millrace.weights.plans.layout import Layout, Place, contiguous
+from millrace.weights.plans.manifest import Manifest, TensorInfo
+from millrace.weights.plans.memory import Memory
+from millrace.weights.plans.sharded import plan
+from millrace.weights.transfer.alarm import Alarm, connect
+from millrace.weights.transfer.channels.gloo import GlooChannel, serve_store
+from millrace.weights.transfer.pipeline import Receiving, Ring, Sending
+
+MANIFEST = Manifest(
+    (
+        TensorInfo("embed", (40, 16), "bfloat16"),
+        TensorInfo("q", (32, 16), "bfloat16"),
+        TensorInfo("k", (8, 16), "bfloat16"),
+        TensorInfo("bias", (7,), "float32"),
+        TensorInfo("scale", (), "bfloat16"),
+    )
+)
+
+
+def values(seed=0):
+    random = torch.Generator().manual_seed(seed)
+    return [torch.randn(t.shape, generator=random).to(getattr(torch, t.dtype)) for t in MANIFEST.tensors]
+
+
+def split(tensors, rank, ranks, dim=0):
+    """Every tensor in equal parts along a dimension, in memory of float32 as an optimizer keeps it; small ones whole
+    on every rank."""
+    places, buffers = [], []
+    for i, tensor in enumerate(tensors):
+        offset, extent = [0] * tensor.dim(), list(tensor.shape)
+        if tensor.dim() == 2:
+            extent[dim] //= ranks
+            offset[dim] = rank * extent[dim]
+        part = tensor[tuple(slice(o, o + n) for o, n in zip(offset, extent, strict=True))]
+        buffers.append(part.float().contiguous())
+        places.append(Place(i, tuple(offset), tuple(extent), i, 0, contiguous(extent)))
+    return Memory(MANIFEST, Layout.of(places, MANIFEST), buffers)
+
+
+def fused(rank, ranks):
+    """As an engine's worker has it: q and k of this worker below each other, a padded vocabulary, a tied copy."""
+    q, k = 32 // ranks, 8 // ranks
+    buffers = [torch.zeros(q + k, 16).bfloat16(), torch.zeros(48, 16).bfloat16(), torch.zeros(40, 16).bfloat16()]
+    buffers += [torch.zeros(7), torch.zeros(()).bfloat16()]
+    places = [
+        Place(0, (0, 0), (40, 16), 1, 0, (16, 1)),
+        Place(0, (0, 0), (40, 16), 2, 0, (16, 1)),
+        Place(1, (rank * q, 0), (q, 16), 0, 0, (16, 1)),
+        Place(2, (rank * k, 0), (k, 16), 0, q * 16, (16, 1)),
+        Place(3, (0,), (7,), 3, 0, (1,)),
+        Place(4, (), (), 4, 0, ()),
+    ]
+    return Memory(MANIFEST, Layout.of(places, MANIFEST), buffers)
+
+
+def check(memory, rank, ranks, tensors):
+    q, k = tensors[1].chunk(ranks)[rank], tensors[2].chunk(ranks)[rank]
+    assert torch.equal(memory.buffers[0], torch.cat([q, k]))
+    assert torch.equal(memory.buffers[1][:40], tensors[0]) and not memory.buffers[1][40:].any()
+    assert torch.equal(memory.buffers[2], tensors[0])
+    assert torch.equal(memory.buffers[3], tensors[3]) and torch.equal(memory.buffers[4], tensors[4])
+
+
+class Ranks:
+    """Every rank of a communicator in a thread of its own."""
+
+    def __init__(self, world, key="job/1/1/0"):
+        self.store, self.port = serve_store("127.0.0.1", world, 20.0)
+        self.key, self.world = key, world
+        self.failures = [None] * world
+        self.channels = [None] * world
+
+    def join(self, rank):
+        store = self.store if rank == 0 else None
+        self.channels[rank] = GlooChannel.join(
+            "127.0.0.1", self.port, key=self.key, rank=rank, world_size=self.world, timeout_s=20.0, store=store
+        )
+        return self.channels[rank]
+
+    def run(self, *work):
+        def guarded(rank, job):
+            try:
+                job(self.join(rank))
+            except PublicationFailed as error:
+                self.failures[rank] = error
+
+        threads = [threading.Thread(target=guarded, args=item) for item in enumerate(work)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+            assert not thread.is_alive()
+        for channel in self.channels:
+            if channel is not None:
+                channel.close()
+
+
+@pytest.mark.parametrize("staged", [True, False])
+@pytest.mark.parametrize(
+    ("senders", "dim", "replicas", "workers"), [(1, 0, 1, 1), (2, 0, 1, 2), (2, 1, 2, 2), (1, 0, 3, 1)]
+)
+def test_receivers_hold_what_senders_hold(senders, dim, replicas, workers, staged):
+    held = [split(values(), rank, senders, dim) for rank in range(senders)]
+    wanted = [fused(rank, workers) for _ in range(replicas) for rank in range(workers)]
+    made = plan(MANIFEST, [m.layout.boxes for m in held], [m.layout.boxes for m in wanted], message_bytes=512)
+    assert made.rounds > 3
+    sending = [Sending(made, rank, memory) for rank, memory in enumerate(held)]
+    receiving = [Receiving(made, senders + i, memory, staged=staged) for i, memory in enumerate(wanted)]
+    for version in (1, 2):  # the second through the same slots
+        for memory, now in zip(
+            held, (split(values(version), rank, senders, dim) for rank in range(senders)), strict=True
+        ):
+            for buffer, fresh in zip(memory.buffers, now.buffers, strict=True):
+                buffer.copy_(fresh)
+        sent, got = {}, {}
+        ranks = Ranks(made.world_size, f"job/{version}/1/0")
+        ranks.run(
+            *(lambda c, s=s, sent=sent: sent.update(s.run(c)[0]) for s in sending),
+            *(lambda c, i=i, r=r, got=got: got.update({i: r.run(c)}) for i, r in enumerate(receiving)),
+        )
+        assert ranks.failures == [None] * made.world_size
+        for i, (memory, receiver) in enumerate(zip(wanted, receiving, strict=True)):
+            assert got[i].sums == {content: sent[content] for content in got[i].sums}
+            assert set(got[i].sums) == set(made.contents_of(senders + i).tolist())
+            if staged:
+                receiver.apply()
+            check(memory, i % workers, workers, values(version))
+
+
+def test_a_staged_version_that_does_not_stay_in_place_is_told_with_its_tensors(monkeypatch):
+    held, wanted = split(values(), 0, 1), fused(0, 1)
+    made = plan(MANIFEST, [held.layout.boxes], [wanted.layout.boxes], message_bytes=512)
+    sending, receiving = Sending(made, 0, held), Receiving(made, 1, wanted, staged=True)
+    ranks = Ranks(2)
+    ranks.run(sending.run, receiving.run)
+    assert ranks.failures == [None] * 2
+    monkeypatch.setattr(receiving._placing, "unpack", lambda: None)
+    with pytest.raises(PublicationFailed, match=rf"{MANIFEST.tensors[0].name}.* differ in the engine.*rounds in all"):
+        receiving.apply()
+    monkeypatch.undo()
+    receiving.apply()
+    check(wanted, 0, 1, values())
+
+
+def test_slots_of_an_inplace_receiver_are_few_and_small():
+    held, wanted = split(values(), 0, 1), fused(0, 1)
+    made = plan(MANIFEST, [held.layout.boxes], [wanted.layout.boxes], message_bytes=512)
+    assert Receiving(made, 1, wanted, staged=False).slot_bytes <= 3 * 2 * 512
+    assert Receiving(made, 1, wanted, staged=True).slot_bytes >= MANIFEST.bytes - wanted.buffers[2].numel() * 2
+    assert Sending(made, 0, held).slot_bytes <= 3 * 2 * 512
+
+
+def test_a_slot_that_was_reused_is_not_read():
+    ring = Ring(2, 16, torch.device("cpu"))
+    for step in range(3):
+        ring.claim(step)
+    ring.check(1)
+    ring.check(2)
+    with pytest.raises(PublicationFailed, match="holds step 2 where 0"):
+        ring.check(0)
+    with pytest.raises(PublicationFailed, match="claimed"):
+        ring.claim(5)
+
+
+def test_an_abort_frees_whoever_waits():
+    held, wanted = split(values(), 0, 1), fused(0, 1)
+    made = plan(MANIFEST, [held.layout.boxes], [wanted.layout.boxes], message_bytes=512)
+    ranks, took = Ranks(2), []
+
+    def waits(channel):
+        threading.Timer(0.3, channel.abort, ["somebody died"]).start()
+        began = time.monotonic()
+        try:
+            Receiving(made, 1, wanted, staged=True).run(channel)
+        finally:
+            took.append(time.monotonic() - began)
+
+    ranks.run(lambda channel: time.sleep(1.0), waits)
+    assert "somebody died" in str(ranks.failures[1]) and took[0] < 1.0
+
+
+def test_everybody_hears_the_alarm():
+    store, port = serve_store("127.0.0.1", 3, 20.0)
+    heard = {}
+    stores = [connect("127.0.0.1", port, 10.0) for _ in range(3)]
+    ears = [Alarm(s, "job/1/1/0", lambda reason, i=i: heard.update({i: reason})) for i, s in enumerate(stores)]
+    ears[1].ring("rank 1 broke off")
+    until = time.monotonic() + 10
+    while len(heard) < 2 and time.monotonic() < until:
+        time.sleep(0.02)
+    assert heard == {0: "rank 1 broke off", 2: "rank 1 broke off"}
+    for ear in ears:
+        ear.stop()
+    del store
