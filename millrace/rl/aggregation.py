@@ -11,7 +11,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from millrace.rl.catalogue import AGGREGATIONS, NEEDS_HORIZON
+from millrace.rl.registry.catalogue import AGGREGATIONS, NEEDS_HORIZON
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 
 from millrace.elsewhere import meant
 from millrace.errors import InvalidJob, refused
-from millrace.rl.catalogue import AGGREGATIONS, KL_ESTIMATORS, Entry, Kind, find
+from millrace.rl.registry.catalogue import AGGREGATIONS, KL_ESTIMATORS, Entry, Kind, find
 from millrace.spec.algorithm import Algorithm, Choice
 from millrace.spec.job import JobSpec
 

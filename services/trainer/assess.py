@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from millrace.rl.advantages import advantage
-from millrace.rl.catalogue import Kind, find
 from millrace.rl.checks import check_finite
 from millrace.rl.corrections import correct
-from millrace.rl.metrics import summarised
+from millrace.rl.metrics.loss_metrics import summarised
 from millrace.rl.policy_losses import picked_tokens
+from millrace.rl.registry.catalogue import Kind, find
 from millrace.spec import JobSpec
 from services.trainer import lockstep
 from services.trainer.backends import Backend

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from millrace.batching.plan import Plan, plan_microbatches
 from millrace.batching.report import report
-from millrace.rl import segments
+from millrace.rl.formulas import segments
 from millrace.spec.rollout import ENGINES
 from millrace.wire.v1.trainer_pb2 import GroupRef
 from services.trainer import lockstep

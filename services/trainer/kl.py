@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from millrace.rl.divergence import adapted, kl
+from millrace.rl.formulas.divergence import adapted, kl
 from millrace.spec import JobSpec
 from services.trainer.batch import Batch
 

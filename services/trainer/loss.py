@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import Tensor
 
-from millrace.rl import segments
 from millrace.rl.aggregation import BatchTotals, aggregate
-from millrace.rl.divergence import kl
+from millrace.rl.formulas import segments
+from millrace.rl.formulas.divergence import kl
 from millrace.rl.policy_losses import entropy_bonus, policy_loss
 from millrace.rl.value_loss import value_loss
 from millrace.spec import JobSpec

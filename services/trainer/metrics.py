@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from millrace.rl.metrics import combined, summarised
-from millrace.rl.mismatch import mismatch_metrics
+from millrace.rl.metrics.loss_metrics import combined, summarised
+from millrace.rl.metrics.mismatch import mismatch_metrics
 from millrace.spec.rollout import ENGINES
 from millrace.telemetry.names import MISMATCH
 from services.trainer import lockstep

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from millrace.batching.filters import overlong_penalty
-from millrace.rl.divergence import kl, penalised
+from millrace.rl.formulas.divergence import kl, penalised
 from millrace.spec import JobSpec
 from services.trainer.batch import Batch
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from millrace.rl.catalogue import Kind, names
+from millrace.rl.registry.catalogue import Kind, names
 from tests.e2e.conftest import adds_up, finished
 from tests.services.trainer.test_every_algorithm import ESTIMATORS
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from millrace.errors import InvalidJob
 from millrace.rl.advantages import advantage
-from millrace.rl.catalogue import Kind, find, names
+from millrace.rl.registry.catalogue import Kind, find, names
 from tests.rl import reference_advantages as reference
 from tests.rl.batches import Batch, make_batch, ragged
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.rl.aggregation import BatchTotals, aggregate
-from millrace.rl.catalogue import AGGREGATIONS
+from millrace.rl.registry.catalogue import AGGREGATIONS
 
 HORIZON = 10
 

@@ -9,10 +9,10 @@ import torch
 
 from millrace.errors import InvalidJob
 from millrace.rl.aggregation import BatchTotals
-from millrace.rl.catalogue import Kind, find, names
 from millrace.rl.corrections import correct
-from millrace.rl.metrics import combined, summarised
-from millrace.rl.mismatch import mismatch_metrics
+from millrace.rl.metrics.loss_metrics import combined, summarised
+from millrace.rl.metrics.mismatch import mismatch_metrics
+from millrace.rl.registry.catalogue import Kind, find, names
 from tests.rl.batches import Batch, make_batch
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.rl.catalogue import AGGREGATIONS, KL_ESTIMATORS, Kind, find, names
+from millrace.rl.registry.catalogue import AGGREGATIONS, KL_ESTIMATORS, Kind, find, names
 
 PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
 HEADINGS = {

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from millrace.rl.metrics import combined, summarised
+from millrace.rl.formulas.segments import pack, unpack
+from millrace.rl.metrics.loss_metrics import combined, summarised
 from millrace.rl.policy_losses import picked_tokens
-from millrace.rl.segments import pack, unpack
 from millrace.rl.value_loss import value_loss
 from tests.rl import test_advantages as advantages
 from tests.rl import test_corrections as corrections

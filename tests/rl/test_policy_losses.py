@@ -11,10 +11,10 @@ from torch import Tensor
 
 from millrace.errors import InvalidJob
 from millrace.rl.aggregation import BatchTotals
-from millrace.rl.catalogue import AGGREGATIONS, Kind, find, names
-from millrace.rl.metrics import combined, summarised
+from millrace.rl.formulas.segments import pack, unpack
+from millrace.rl.metrics.loss_metrics import combined, summarised
 from millrace.rl.policy_losses import entropy_bonus, picked_tokens, policy_loss
-from millrace.rl.segments import pack, unpack
+from millrace.rl.registry.catalogue import AGGREGATIONS, Kind, find, names
 from tests.rl import reference_losses as reference
 from tests.rl.batches import Batch, make_batch, ragged
 from tests.rl.test_aggregation import slow as slow_aggregate

@@ -7,8 +7,8 @@ import pytest
 from millrace.backends.megatron import Megatron
 from millrace.elsewhere import COUNTED, MILLRACE, places
 from millrace.errors import InvalidJob
-from millrace.rl import catalogue
-from millrace.rl.catalogue import KL_ESTIMATORS, Kind
+from millrace.rl.registry import catalogue
+from millrace.rl.registry.catalogue import KL_ESTIMATORS, Kind
 from millrace.spec import JobSpec, choices, parse
 
 SMALLEST = {"name": "a job", "output": "/out", "model": {"path": "/model"}, "data": {"files": ["train.parquet"]}}

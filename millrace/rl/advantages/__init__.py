@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from millrace.rl.catalogue import Kind
-from millrace.rl.registry import call
+from millrace.rl.registry.catalogue import Kind
+from millrace.rl.registry.functions import call
 
 
 @torch.no_grad()

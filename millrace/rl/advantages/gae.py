@@ -7,8 +7,8 @@ observations, not set to zero there. Returns are A + V before A is whitened over
 import torch
 from torch import Tensor
 
-from millrace.rl.options import Fraction
-from millrace.rl.returns import compact, restore, to_go, whitened
+from millrace.rl.formulas.returns import compact, restore, to_go, whitened
+from millrace.rl.registry.options import Fraction
 
 
 def gae(

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from millrace.errors import InvalidJob
-from millrace.rl.groups import Groups, on_tokens
-from millrace.rl.options import NonNegative, Numbers
-from millrace.rl.returns import whitened
+from millrace.rl.formulas.groups import Groups, on_tokens
+from millrace.rl.formulas.returns import whitened
+from millrace.rl.registry.options import NonNegative, Numbers
 
 
 def gdpo(

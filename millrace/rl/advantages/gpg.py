@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from millrace.rl.groups import Groups, on_tokens
+from millrace.rl.formulas.groups import Groups, on_tokens
 
 
 def gpg(

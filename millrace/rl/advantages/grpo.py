@@ -8,8 +8,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from millrace.rl.groups import Groups, on_tokens
-from millrace.rl.options import NonNegative
+from millrace.rl.formulas.groups import Groups, on_tokens
+from millrace.rl.registry.options import NonNegative
 
 
 def grpo(

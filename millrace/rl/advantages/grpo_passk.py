@@ -9,8 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from millrace.rl.groups import Groups, on_tokens
-from millrace.rl.options import NonNegative
+from millrace.rl.formulas.groups import Groups, on_tokens
+from millrace.rl.registry.options import NonNegative
 
 
 def grpo_passk(

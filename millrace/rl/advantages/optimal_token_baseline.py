@@ -12,9 +12,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from millrace.rl.groups import Groups
-from millrace.rl.options import NonNegative
-from millrace.rl.returns import compact, restore, to_go
+from millrace.rl.formulas.groups import Groups
+from millrace.rl.formulas.returns import compact, restore, to_go
+from millrace.rl.registry.options import NonNegative
 
 
 def optimal_token_baseline(

@@ -8,8 +8,8 @@ the subsets that hold it. An answer is right if its reward is above `threshold`.
 import torch
 from torch import Tensor
 
-from millrace.rl.groups import Groups, on_tokens
-from millrace.rl.options import Count
+from millrace.rl.formulas.groups import Groups, on_tokens
+from millrace.rl.registry.options import Count
 
 
 def passk(

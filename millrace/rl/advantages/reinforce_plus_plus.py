@@ -5,8 +5,8 @@ The return is carried over observations between turns; `gamma` counts generated 
 
 from torch import Tensor
 
-from millrace.rl.options import Fraction
-from millrace.rl.returns import to_go, whitened
+from millrace.rl.formulas.returns import to_go, whitened
+from millrace.rl.registry.options import Fraction
 
 
 def reinforce_plus_plus(

@@ -4,8 +4,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from millrace.rl.groups import Groups, on_tokens
-from millrace.rl.returns import whitened
+from millrace.rl.formulas.groups import Groups, on_tokens
+from millrace.rl.formulas.returns import whitened
 
 
 def reinforce_plus_plus_baseline(

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from millrace.rl.returns import to_go
+from millrace.rl.formulas.returns import to_go
 
 
 def remax(*, token_rewards_bt: Tensor, mask_bt: Tensor, greedy_rewards_b: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from millrace.rl.groups import Groups, on_tokens
+from millrace.rl.formulas.groups import Groups, on_tokens
 
 
 def rloo(

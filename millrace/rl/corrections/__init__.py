@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from millrace.rl.aggregation import BatchTotals, aggregate
-from millrace.rl.catalogue import Kind
-from millrace.rl.mismatch import PREFIX, mismatch_metrics, weight_metrics
-from millrace.rl.registry import call
+from millrace.rl.metrics.mismatch import PREFIX, mismatch_metrics, weight_metrics
+from millrace.rl.registry.catalogue import Kind
+from millrace.rl.registry.functions import call
 
 
 @torch.no_grad()

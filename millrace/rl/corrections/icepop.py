@@ -5,8 +5,8 @@ A token outside gives no gradient but stays in the denominators.
 
 from torch import Tensor
 
-from millrace.rl.options import RatioBounds
-from millrace.rl.ratios import log_ratio
+from millrace.rl.formulas.ratios import log_ratio
+from millrace.rl.registry.options import RatioBounds
 
 
 def icepop(

@@ -5,9 +5,9 @@ exp(mean log(π_train/π_rollout)) does not depend on length, so the bounds can 
 
 from torch import Tensor
 
-from millrace.rl.options import RatioBounds
-from millrace.rl.ratios import log_ratio, sequence_mean
-from millrace.rl.rejection import is_close
+from millrace.rl.formulas.ratios import log_ratio, sequence_mean
+from millrace.rl.formulas.rejection import is_close
+from millrace.rl.registry.options import RatioBounds
 
 
 def reject_geometric(

@@ -7,9 +7,9 @@ from typing import Literal
 
 from torch import Tensor
 
-from millrace.rl.options import Positive, RatioBounds
-from millrace.rl.ratios import log_ratio
-from millrace.rl.rejection import divergences, is_close
+from millrace.rl.formulas.ratios import log_ratio
+from millrace.rl.formulas.rejection import divergences, is_close
+from millrace.rl.registry.options import Positive, RatioBounds
 
 
 def reject_sequence_sum(

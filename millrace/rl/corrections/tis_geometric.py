@@ -6,8 +6,8 @@ Not an importance weight of anything, but of a scale that does not depend on len
 
 from torch import Tensor
 
-from millrace.rl.options import Positive
-from millrace.rl.ratios import log_ratio, sequence_mean
+from millrace.rl.formulas.ratios import log_ratio, sequence_mean
+from millrace.rl.registry.options import Positive
 
 
 def tis_geometric(

@@ -6,8 +6,8 @@ grows with length. The geometric mean is another thing: `tis_geometric`.
 
 from torch import Tensor
 
-from millrace.rl.options import Positive
-from millrace.rl.ratios import clamped
+from millrace.rl.formulas.ratios import clamped
+from millrace.rl.registry.options import Positive
 
 
 def tis_sequence(

@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from millrace.rl.options import Positive
-from millrace.rl.ratios import log_ratio
+from millrace.rl.formulas.ratios import log_ratio
+from millrace.rl.registry.options import Positive
 
 
 def tis_token(

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from millrace.rl.aggregation import BatchTotals, aggregate
-from millrace.rl.catalogue import Kind, find
-from millrace.rl.metrics import ratio_metrics
-from millrace.rl.own import told
-from millrace.rl.ratios import log_ratio
-from millrace.rl.registry import call, module_of
+from millrace.rl.formulas.ratios import log_ratio
+from millrace.rl.metrics.loss_metrics import ratio_metrics
+from millrace.rl.registry.catalogue import Kind, find
+from millrace.rl.registry.functions import call, module_of
+from millrace.rl.registry.own import told
 
 
 def policy_loss(

@@ -6,8 +6,8 @@ paper and TRL do; verl clips both sides. The bound of 5 is what arXiv 2510.13786
 
 from torch import Tensor
 
-from millrace.rl.options import Fraction, NonNegative
-from millrace.rl.ratios import log_ratio
+from millrace.rl.formulas.ratios import log_ratio
+from millrace.rl.registry.options import Fraction, NonNegative
 
 
 def cispo(

@@ -7,9 +7,9 @@ passes `picked_bt` from `policy_losses.picked_tokens`; without, over what is giv
 
 from torch import Tensor
 
-from millrace.rl.covariance import chosen, covariances, scattered
-from millrace.rl.options import AboveOne, Bounds, Fraction, NonNegative, OpenFraction
-from millrace.rl.ratios import clipped_surrogate, log_ratio
+from millrace.rl.formulas.covariance import chosen, covariances, scattered
+from millrace.rl.formulas.ratios import clipped_surrogate, log_ratio
+from millrace.rl.registry.options import AboveOne, Bounds, Fraction, NonNegative, OpenFraction
 
 
 def clip_cov(

@@ -7,8 +7,8 @@ tokens whose w is above it give nothing, as in AReaL's code.
 
 from torch import Tensor
 
-from millrace.rl.options import AboveOne, Fraction, NonNegative
-from millrace.rl.ratios import clipped_surrogate, log_ratio
+from millrace.rl.formulas.ratios import clipped_surrogate, log_ratio
+from millrace.rl.registry.options import AboveOne, Fraction, NonNegative
 
 
 def decoupled_ppo(

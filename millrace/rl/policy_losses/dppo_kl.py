@@ -8,8 +8,8 @@ the policy that generated the tokens, so let the job take the old log-probabilit
 import torch
 from torch import Tensor
 
-from millrace.rl.options import Positive
-from millrace.rl.ratios import log_ratio
+from millrace.rl.formulas.ratios import log_ratio
+from millrace.rl.registry.options import Positive
 
 NEAREST_ONE = -1e-7
 """A log-probability no closer to 0 than this leaves something to the other tokens, also in fp32."""

@@ -8,8 +8,8 @@ let the job take the old log-probabilities from the rollout.
 import torch
 from torch import Tensor
 
-from millrace.rl.options import Positive
-from millrace.rl.ratios import log_ratio
+from millrace.rl.formulas.ratios import log_ratio
+from millrace.rl.registry.options import Positive
 
 
 def dppo_tv(

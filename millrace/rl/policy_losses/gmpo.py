@@ -7,8 +7,8 @@ would move further: for A > 0 from above, for A < 0 from below. Aggregate with `
 import torch
 from torch import Tensor
 
-from millrace.rl.options import NonNegative
-from millrace.rl.ratios import log_ratio, sequence_mean
+from millrace.rl.formulas.ratios import log_ratio, sequence_mean
+from millrace.rl.registry.options import NonNegative
 
 
 def gmpo(

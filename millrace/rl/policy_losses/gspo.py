@@ -7,8 +7,8 @@ is the paper's GSPO-token: the value of s with each token's own gradient, for ad
 
 from torch import Tensor
 
-from millrace.rl.options import Fraction, NonNegative
-from millrace.rl.ratios import clipped_surrogate, log_ratio, sequence_mean
+from millrace.rl.formulas.ratios import clipped_surrogate, log_ratio, sequence_mean
+from millrace.rl.registry.options import Fraction, NonNegative
 
 
 def gspo(

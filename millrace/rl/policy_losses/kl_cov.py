@@ -7,9 +7,9 @@ coefficient·|log r| added, as in the authors' code. The choice is one over the 
 
 from torch import Tensor
 
-from millrace.rl.covariance import chosen, covariances
-from millrace.rl.options import NonNegative, OpenFraction
-from millrace.rl.ratios import log_ratio
+from millrace.rl.formulas.covariance import chosen, covariances
+from millrace.rl.formulas.ratios import log_ratio
+from millrace.rl.registry.options import NonNegative, OpenFraction
 
 
 def kl_cov(

@@ -7,8 +7,8 @@ bounds what one token of a bad answer can do after its probability has risen muc
 
 from torch import Tensor
 
-from millrace.rl.options import AboveOne, Fraction, NonNegative
-from millrace.rl.ratios import clipped_surrogate, log_ratio
+from millrace.rl.formulas.ratios import clipped_surrogate, log_ratio
+from millrace.rl.registry.options import AboveOne, Fraction, NonNegative
 
 
 def ppo(

@@ -7,8 +7,8 @@ Aggregate with `seq-mean-token-mean`.
 import torch
 from torch import Tensor
 
-from millrace.rl.options import Positive
-from millrace.rl.ratios import log_ratio
+from millrace.rl.formulas.ratios import log_ratio
+from millrace.rl.registry.options import Positive
 
 
 def sapo(

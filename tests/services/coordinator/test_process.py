@@ -31,7 +31,7 @@ class Refuse:
 sys.meta_path.insert(0, Refuse())
 import services.coordinator.__main__
 import services.coordinator.loop
-from millrace.rl.catalogue import Kind, find
+from millrace.rl.registry.catalogue import Kind, find
 find(Kind.ADVANTAGE, "grpo")
 assert "torch" not in sys.modules and "transformers" not in sys.modules
 """

@@ -17,8 +17,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from millrace.errors import InvalidJob
-from millrace.rl import own, registry
-from millrace.rl.catalogue import AGGREGATIONS, KL_ESTIMATORS, Kind, names
+from millrace.rl.registry import functions as registry
+from millrace.rl.registry import own
+from millrace.rl.registry.catalogue import AGGREGATIONS, KL_ESTIMATORS, Kind, names
 from millrace.spec import JobSpec, choices, presets
 from millrace.wire.arrays import pack_logprobs, unpack_tokens
 from millrace.wire.v1 import common_pb2

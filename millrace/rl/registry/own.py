@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from millrace.errors import InvalidJob, MillraceError
-from millrace.rl.catalogue import Entry, Kind
+from millrace.rl.registry.catalogue import Entry, Kind
 
 RETURNS = {
     Kind.ADVANTAGE: "(advantages_bt, returns_bt), both [B, T]",

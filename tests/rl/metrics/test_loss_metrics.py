@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from millrace.rl.aggregation import BatchTotals
-from millrace.rl.metrics import combined, ratio_metrics, summarised
+from millrace.rl.metrics.loss_metrics import combined, ratio_metrics, summarised
 
 
 def test_micro_batches_combine_to_the_batch():

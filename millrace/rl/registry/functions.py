@@ -6,8 +6,8 @@ from types import ModuleType
 from typing import Any
 
 from millrace.errors import InvalidJob
-from millrace.rl import own
-from millrace.rl.catalogue import Entry, Kind, find
+from millrace.rl.registry import own
+from millrace.rl.registry.catalogue import Entry, Kind, find
 
 
 def load(chosen: Iterable[tuple[Kind, str]]) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from millrace.rl.aggregation import BatchTotals, aggregate
-from millrace.rl.ratios import clamped, log_ratio, sequence_mean
+from millrace.rl.formulas.ratios import clamped, log_ratio, sequence_mean
 
 PREFIX = "rollout_corr/"
 

@@ -9,7 +9,7 @@ zero in expectation, k2's is that of KL(π‖π_ref), k3's is that of KL(π_ref�
 import torch
 from torch import Tensor
 
-from millrace.rl.catalogue import KL_ESTIMATORS
+from millrace.rl.registry.catalogue import KL_ESTIMATORS
 
 LOG_RATIO_LIMIT = 20.0
 """Beyond e^20 a ratio says only that the policies are apart; its exponential would overflow in fp32."""

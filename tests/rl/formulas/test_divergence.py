@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from millrace.rl.catalogue import KL_ESTIMATORS
-from millrace.rl.divergence import adapted, kl, penalised
+from millrace.rl.formulas.divergence import adapted, kl, penalised
+from millrace.rl.registry.catalogue import KL_ESTIMATORS
 
 VALUE = {
     "k1": lambda d: -d,

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from millrace.errors import InvalidJob
-from millrace.rl.catalogue import INPUTS, Kind, find, names
 from millrace.rl.policy_losses import policy_loss
-from millrace.rl.registry import function_of
+from millrace.rl.registry.catalogue import INPUTS, Kind, find, names
+from millrace.rl.registry.functions import function_of
 
 EVERY = [(kind, name) for kind in Kind for name in names(kind)]
 
@@ -35,7 +35,7 @@ def test_entries_are_the_real_signatures(kind, name):
 
 def test_reading_the_catalogue_imports_no_torch():
     code = (
-        "import sys; from millrace.rl.catalogue import Kind, find, names;"
+        "import sys; from millrace.rl.registry.catalogue import Kind, find, names;"
         "[find(kind, name) for kind in Kind for name in names(kind)];"
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
     )
@@ -69,7 +69,7 @@ def test_unknown_names_are_refused_with_the_nearest():
 OWN = '''
 """A loss of one's own."""
 from torch import Tensor
-from millrace.rl.options import Positive
+from millrace.rl.registry.options import Positive
 
 def scaled(*, logprobs_bt: Tensor, advantages_bt: Tensor, scale: Positive = 2.0) -> tuple[Tensor, dict[str, Tensor]]:
     """Scaled policy gradient."""

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from millrace.errors import InvalidJob
-from millrace.rl import registry
 from millrace.rl.advantages import advantage
-from millrace.rl.catalogue import Kind
 from millrace.rl.corrections import correct
 from millrace.rl.policy_losses import picked_tokens, policy_loss
+from millrace.rl.registry import functions as registry
+from millrace.rl.registry.catalogue import Kind
 
 LOSS = "def mine(*, logprobs_bt: Tensor, advantages_bt: Tensor, picked_bt: Tensor = None):\n    "
 ADVANTAGE = "def mine(*, token_rewards_bt: Tensor, mask_bt: Tensor):\n    "

@@ -18,9 +18,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from millrace.elsewhere import meant
 from millrace.errors import InvalidJob
-from millrace.rl.options import TYPES
+from millrace.rl.registry.options import TYPES
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 
 
 class Kind(StrEnum):

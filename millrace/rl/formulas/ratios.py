@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from millrace.rl.divergence import LOG_RATIO_LIMIT
+from millrace.rl.formulas.divergence import LOG_RATIO_LIMIT
 
 
 def log_ratio(logprobs_bt: Tensor, old_logprobs_bt: Tensor) -> Tensor:

@@ -1,0 +1,1 @@
+"""Metrics of a step that add up over micro-batches and ranks."""
