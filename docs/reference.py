@@ -15,11 +15,11 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from millrace import elsewhere
 from millrace.backends.fsdp2 import Fsdp2Options as Fsdp2
 from millrace.rewards import BUILT_IN
 from millrace.spec import JobSpec
 from millrace.spec.algorithm import Choice
+from millrace.spec.checking import foreign_names as elsewhere
 
 INTRODUCTION = """# The job spec
 

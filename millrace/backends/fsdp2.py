@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from millrace.spec.base import Part
-from millrace.spec.mistakes import options
+from millrace.spec.checking.mistakes import options
 
 
 class Fsdp2Options(Part):

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from millrace.spec.base import Part
-from millrace.spec.mistakes import options
+from millrace.spec.checking.mistakes import options
 
 RecomputeModule = Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]
 

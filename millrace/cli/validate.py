@@ -20,7 +20,8 @@ def validate(
     The files are looked for on this machine; use --fields-only where the job will run elsewhere. Status 1 and every
     mistake with its mend if the spec will not do.
     """
-    from millrace.spec import load, submission
+    from millrace.spec import load
+    from millrace.spec.checking import submission
 
     checked = load(spec)
     if not fields_only:

@@ -43,7 +43,7 @@ class JobSpec(Part):
 
     @model_validator(mode="after")
     def fits_together(self) -> Self:
-        from millrace.spec.rules import broken_rules
+        from millrace.spec.checking.rules import broken_rules
 
         if broken := broken_rules(self):
             raise ValueError("\n".join(broken))

@@ -11,8 +11,8 @@ from typing import Any
 from millrace.errors import InvalidState, refused
 from millrace.ids import JobId, new_job_id
 from millrace.rest import JobState
-from millrace.spec import submission
-from millrace.spec.changes import applied
+from millrace.spec.checking import submission
+from millrace.spec.checking.changes import applied
 from services.coordinator.bell import Bell
 from services.coordinator.events import Events
 from services.coordinator.jobs import ACTIVE, ENDED, JobRecord, refusal

@@ -12,7 +12,7 @@ import structlog
 
 from millrace.errors import BadRow, NotFound
 from millrace.ids import Fence, JobId, LeaseId, MemberId
-from millrace.spec.choices import needs_greedy_baseline
+from millrace.spec.checking.choices import needs_greedy_baseline
 from millrace.spec.job import JobSpec
 from millrace.wire.v1 import common_pb2, work_pb2
 from services.coordinator.bell import Bell, waited

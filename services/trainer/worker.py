@@ -13,7 +13,8 @@ from google.protobuf.message import Message
 from millrace.errors import InvalidState, MillraceError
 from millrace.ids import JobId, Version
 from millrace.rl.registry import functions as registry
-from millrace.spec import JobSpec, choices
+from millrace.spec import JobSpec
+from millrace.spec.checking import choices
 from millrace.wire.v1 import trainer_pb2 as pb
 from services.trainer import checkpoint, lockstep
 from services.trainer.backends import Backend, build

@@ -8,7 +8,7 @@ from benchmarks.learning import page
 from benchmarks.learning.jobs import ALGORITHMS, job_spec
 from benchmarks.learning.results import HELD_OUT, TRAINING, Result, Results
 from millrace.rest import JobState, JobView, StepMetrics
-from millrace.spec import choices
+from millrace.spec.checking import choices
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

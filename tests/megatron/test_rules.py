@@ -7,7 +7,7 @@ from millrace.errors import InvalidJob
 from millrace.megatron.architectures import read_shape
 from millrace.megatron.rules import broken_rules, check, check_submission
 from millrace.spec import parse as parse_job
-from millrace.spec import submission
+from millrace.spec.checking import submission
 from tests.megatron import configs
 
 

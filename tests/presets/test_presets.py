@@ -9,7 +9,8 @@ import pytest
 from millrace.backends.megatron import parse
 from millrace.megatron.architectures import read_shape
 from millrace.megatron.rules import broken_rules
-from millrace.spec import choices, load
+from millrace.spec import load
+from millrace.spec.checking import choices
 from tests.megatron import configs
 
 PRESETS = Path(__file__).parents[2] / "presets"

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from millrace.errors import InvalidJob
-from millrace.spec import JobSpec, choices, parse, presets
+from millrace.spec import JobSpec, parse, presets
+from millrace.spec.checking import choices
 
 PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
 NAMES = ("cispo", "dapo", "dr_grpo", "gspo", "grpo", "ppo", "reinforce++", "rloo")

@@ -9,7 +9,8 @@ import yaml
 
 from millrace.backends.megatron import Megatron
 from millrace.errors import InvalidJob
-from millrace.spec import JobSpec, load, mistakes, parse
+from millrace.spec import JobSpec, load, parse
+from millrace.spec.checking import mistakes
 
 SMALLEST = {"name": "a job", "output": "/out", "model": {"path": "/model"}, "data": {"files": ["train.parquet"]}}
 

@@ -16,9 +16,9 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from millrace.elsewhere import meant
 from millrace.errors import InvalidJob
 from millrace.rl.registry.options import TYPES
+from millrace.spec.checking.foreign_names import meant
 
 HERE = Path(__file__).parents[1]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from millrace.data import PromptRow, Source
 from millrace.errors import BadRow, MillraceError
 from millrace.ids import PromptId
-from millrace.spec.choices import needs_greedy_baseline
+from millrace.spec.checking.choices import needs_greedy_baseline
 from millrace.spec.job import JobSpec
 from millrace.wire.v1 import common_pb2, work_pb2
 from services.coordinator.ledger import capacity

@@ -20,7 +20,8 @@ from millrace.errors import InvalidJob
 from millrace.rl.registry import functions as registry
 from millrace.rl.registry import own
 from millrace.rl.registry.catalogue import AGGREGATIONS, KL_ESTIMATORS, Kind, names
-from millrace.spec import JobSpec, choices, presets
+from millrace.spec import JobSpec, presets
+from millrace.spec.checking import choices
 from millrace.wire.arrays import pack_logprobs, unpack_tokens
 from millrace.wire.v1 import common_pb2
 from millrace.wire.v1.trainer_pb2 import StepRequest

@@ -20,7 +20,8 @@ from millrace.megatron.rules import check_submission as check_megatron
 from millrace.rewards import check as check_reward
 from millrace.rewards import choose
 from millrace.rewards.locate import Target
-from millrace.spec import JobSpec, choices, parse
+from millrace.spec import JobSpec, parse
+from millrace.spec.checking import choices
 from millrace.telemetry.trackers import check as check_trackers
 
 OF_POSITIONS = {"hf_overrides", "rope_scaling", "rope_parameters", "json_model_override_args"}

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from millrace.elsewhere import counted, meant, places
 from millrace.errors import InvalidJob, refused
+from millrace.spec.checking.foreign_names import counted, meant, places
 from millrace.spec.job import JobSpec
 
 Location = tuple[int | str, ...]

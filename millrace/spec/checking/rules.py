@@ -1,7 +1,7 @@
 """Rules between fields, each told with the arithmetic and the mend. Pure: looks at no file and no service.
 
 What needs the machine (does the folder exist, does the reward function import) is checked at submission by
-`millrace.spec.submission`.
+`millrace.spec.checking.submission`.
 """
 
 from __future__ import annotations

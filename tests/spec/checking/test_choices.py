@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from millrace.errors import InvalidJob
-from millrace.spec import JobSpec, choices, parse
+from millrace.spec import JobSpec, parse
+from millrace.spec.checking import choices
 
 
 def job(algorithm: dict[str, Any], **parts: Any) -> JobSpec:

@@ -3,10 +3,10 @@ be had in this job. Reads a user's own files; needs no torch."""
 
 from collections.abc import Iterator, Mapping
 
-from millrace.elsewhere import meant
 from millrace.errors import InvalidJob, refused
 from millrace.rl.registry.catalogue import AGGREGATIONS, KL_ESTIMATORS, Entry, Kind, find
 from millrace.spec.algorithm import Algorithm, Choice
+from millrace.spec.checking.foreign_names import meant
 from millrace.spec.job import JobSpec
 
 BEHAVIOUR = "behaviour_logprobs_bt"

@@ -9,7 +9,7 @@ import pytest
 from millrace.data.row import PromptRow
 from millrace.data.write import write_rows
 from millrace.errors import InvalidJob
-from millrace.spec import submission
+from millrace.spec.checking import submission
 
 
 def model_folder(folder: Path, tokens: int = 259, tokenizer: bool = True) -> Path:

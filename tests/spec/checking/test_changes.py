@@ -3,7 +3,7 @@
 import pytest
 
 from millrace.errors import InvalidJob
-from millrace.spec.changes import applied
+from millrace.spec.checking.changes import applied
 
 TREE = {
     "name": "job",

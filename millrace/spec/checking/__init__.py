@@ -1,0 +1,1 @@
+"""Reading a job spec and telling every mistake in it."""
