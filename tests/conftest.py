@@ -21,7 +21,7 @@ LONG = (
     "local/test_supervisor.py",
     "e2e/test_algorithms.py",
     "services/coordinator/test_process.py",
-    "services/coordinator/test_publication.py",
+    "services/coordinator/publication/test_publication.py",
     "services/trainer/test_critic.py",
     "services/trainer/test_commands.py",
     "services/trainer/test_process.py",

@@ -9,7 +9,7 @@ import typer
 
 from millrace.errors import MillraceError
 from millrace.telemetry import logs, tracing
-from services.coordinator.fleet import Patience
+from services.coordinator.fleet.fleet import Patience
 from services.coordinator.process import Coordinator, Settings
 
 app = typer.Typer(pretty_exceptions_enable=False)

@@ -16,19 +16,19 @@ from millrace.errors import InvalidState, Unavailable
 from millrace.wire.channel import token
 from millrace.wire.server import Server, host_address
 from services.coordinator.bell import Bell
-from services.coordinator.control import Control
-from services.coordinator.events import Events
-from services.coordinator.fleet import Fleet, Patience
-from services.coordinator.measures import Measures
-from services.coordinator.publication import Publisher
-from services.coordinator.queue import Queue
+from services.coordinator.fleet.fleet import Fleet, Patience
+from services.coordinator.fleet.trainer import Trainer
+from services.coordinator.jobs.control import Control
+from services.coordinator.jobs.runner import Runner
+from services.coordinator.observe.events import Events
+from services.coordinator.observe.prometheus import Measures
+from services.coordinator.publication.publication import Publisher
 from services.coordinator.redis_server import RedisServer
 from services.coordinator.rest.app import application
 from services.coordinator.run import Parts
-from services.coordinator.runner import Runner
 from services.coordinator.servicers import FleetServicer, WorkServicer, servicers
 from services.coordinator.store import Store
-from services.coordinator.trainer import Trainer
+from services.coordinator.work.queue import Queue
 
 log = structlog.get_logger(__name__)
 REDIS_START_S = 10.0

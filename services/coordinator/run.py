@@ -12,16 +12,16 @@ from millrace.rest import JobState, StepMetrics
 from millrace.spec.job import JobSpec
 from millrace.telemetry.trackers import Tracker
 from services.coordinator.bell import Bell, waited
-from services.coordinator.events import Events
-from services.coordinator.fleet import Fleet
-from services.coordinator.jobs import JobRecord
-from services.coordinator.joining import Joining
-from services.coordinator.measures import Measures
-from services.coordinator.members import Weights
-from services.coordinator.publication import Publisher
-from services.coordinator.queue import Queue, Standing, Terms
+from services.coordinator.fleet.fleet import Fleet
+from services.coordinator.fleet.trainer import Trainer, TrainerLost
+from services.coordinator.observe.events import Events
+from services.coordinator.observe.prometheus import Measures
+from services.coordinator.publication.joining import Joining
+from services.coordinator.publication.publication import Publisher
+from services.coordinator.state.job import JobRecord
+from services.coordinator.state.member import Weights
 from services.coordinator.store import Purpose, Store
-from services.coordinator.trainer import Trainer, TrainerLost
+from services.coordinator.work.queue import Queue, Standing, Terms
 
 LOOK_EVERY_S = 1.0
 

@@ -7,10 +7,10 @@ import grpc
 from millrace.errors import Fenced, InvalidState, NotFound
 from millrace.ids import Fence, JobId, LeaseId, MemberId, PromptId
 from millrace.wire.v1 import common_pb2, fleet_pb2, fleet_pb2_grpc, work_pb2, work_pb2_grpc
-from services.coordinator.fleet import Fleet
-from services.coordinator.measures import Measures
-from services.coordinator.queue import Queue
+from services.coordinator.fleet.fleet import Fleet
+from services.coordinator.observe.prometheus import Measures
 from services.coordinator.store import Store
+from services.coordinator.work.queue import Queue
 
 
 class FleetServicer(fleet_pb2_grpc.FleetServicer):

@@ -12,10 +12,10 @@ from millrace import __version__
 from millrace.errors import Unavailable
 from millrace.rest import Problem
 from millrace.wire.channel import token
-from services.coordinator.control import Control
-from services.coordinator.jobs import ENDED
+from services.coordinator.jobs.control import Control
 from services.coordinator.rest import callers, fleet, jobs, problems
 from services.coordinator.run import Parts
+from services.coordinator.state.job import ENDED
 
 PAGE = Path(__file__).parent / "page.html"
 ABOUT = """Reinforcement-learning post-training of language models as three services.

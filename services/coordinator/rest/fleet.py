@@ -4,8 +4,8 @@ from fastapi import APIRouter
 
 from millrace.ids import MemberId
 from millrace.rest import FleetView, MemberView, Problem
-from services.coordinator.fleet import Fleet
-from services.coordinator.queue import Queue
+from services.coordinator.fleet.fleet import Fleet
+from services.coordinator.work.queue import Queue
 
 
 def routes(fleet: Fleet, queue: Queue) -> APIRouter:

@@ -12,10 +12,10 @@ from pydantic_core import to_jsonable_python
 from millrace.errors import NotFound
 from millrace.rest import Event, JobView, LedgerView, Problem, SampleView, StepMetrics
 from millrace.spec import JobSpec
-from services.coordinator.control import Control
-from services.coordinator.events import Events
-from services.coordinator.jobs import ENDED
+from services.coordinator.jobs.control import Control
+from services.coordinator.observe.events import Events
 from services.coordinator.rest import bodies
+from services.coordinator.state.job import ENDED
 from services.coordinator.store import Store
 
 SILENCE_S = 15.0

@@ -9,10 +9,10 @@ from millrace.batching.filters import signal
 from millrace.errors import InvalidState
 from millrace.ids import PromptId
 from services.coordinator.bell import waited
-from services.coordinator.groups import Summary
 from services.coordinator.run import LOOK_EVERY_S, Run
-from services.coordinator.spans import traced
 from services.coordinator.stages.issue import issue
+from services.coordinator.stages.spans import traced
+from services.coordinator.state.group import Summary
 
 GATHER_S = 0.01
 """Answers that come so close together are looked at together."""

@@ -17,7 +17,7 @@ import structlog
 from millrace.errors import InvalidState, MillraceError, NotFound
 from millrace.wire.v1 import trainer_pb2
 from services.coordinator.run import Run
-from services.coordinator.spans import traced
+from services.coordinator.stages.spans import traced
 
 log = structlog.get_logger(__name__)
 

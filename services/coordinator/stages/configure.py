@@ -10,8 +10,8 @@ from millrace.wire.deadlines import of_job
 from millrace.wire.v1 import trainer_pb2
 from services.coordinator.bell import waited
 from services.coordinator.run import LOOK_EVERY_S, Run
-from services.coordinator.spans import traced
 from services.coordinator.stages.checkpoint import recover
+from services.coordinator.stages.spans import traced
 from services.coordinator.stages.track import track_again
 
 

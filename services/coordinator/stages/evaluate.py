@@ -9,12 +9,12 @@ from millrace.ids import PromptId, Version
 from millrace.spec.model import Evaluation
 from millrace.wire.v1 import common_pb2, work_pb2
 from services.coordinator.bell import waited
-from services.coordinator.groups import Summary
+from services.coordinator.observe.samples import samples_in
+from services.coordinator.observe.step_metrics import held_out, mean
 from services.coordinator.run import LOOK_EVERY_S, Run
-from services.coordinator.samples import samples_in
-from services.coordinator.series import held_out, mean
-from services.coordinator.spans import traced
 from services.coordinator.stages.issue import AT_ONCE, draft
+from services.coordinator.stages.spans import traced
+from services.coordinator.state.group import Summary
 from services.coordinator.store import Draft
 
 NOTE = "evaluation"

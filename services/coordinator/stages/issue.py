@@ -10,9 +10,9 @@ from millrace.ids import PromptId
 from millrace.spec.checking.choices import needs_greedy_baseline
 from millrace.spec.job import JobSpec
 from millrace.wire.v1 import common_pb2, work_pb2
-from services.coordinator.ledger import capacity
 from services.coordinator.run import Run
-from services.coordinator.spans import traced, traceparent
+from services.coordinator.stages.spans import traced, traceparent
+from services.coordinator.state.ledger import capacity
 from services.coordinator.store import Draft
 
 AT_ONCE = 256

@@ -1,9 +1,9 @@
 """Brings the trainer's version to every replica that is ready for it."""
 
-from services.coordinator.publication_report import Report
+from services.coordinator.observe.step_metrics import step_seconds
+from services.coordinator.publication.report import Report
 from services.coordinator.run import Run
-from services.coordinator.series import step_seconds
-from services.coordinator.spans import traced
+from services.coordinator.stages.spans import traced
 
 PARTS = ("gen", "train", "update_weights", "step")
 

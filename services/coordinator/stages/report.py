@@ -11,8 +11,8 @@ from pydantic_core import to_json
 
 from millrace.rest import StepMetrics
 from millrace.telemetry.names import MISMATCH
+from services.coordinator.observe.step_metrics import mean
 from services.coordinator.run import Run
-from services.coordinator.series import mean
 from services.coordinator.store import StoreDown
 
 log = structlog.get_logger(__name__)

@@ -5,11 +5,11 @@ import time
 from millrace.errors import MillraceError
 from millrace.rest import StepMetrics
 from millrace.wire.v1 import trainer_pb2
+from services.coordinator.observe.samples import samples_in
+from services.coordinator.observe.step_metrics import batch_metrics, mean
 from services.coordinator.run import Run
-from services.coordinator.samples import samples_in
-from services.coordinator.series import batch_metrics, mean
-from services.coordinator.spans import traced
 from services.coordinator.stages.admit import Batch
+from services.coordinator.stages.spans import traced
 
 
 async def interrupted(run: Run) -> Batch | None:

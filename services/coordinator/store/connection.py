@@ -19,7 +19,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from millrace.errors import MillraceError, Unavailable
-from services.coordinator.ledger import lua_table
+from services.coordinator.state.ledger import lua_table
 
 log = structlog.get_logger(__name__)
 SCRIPTS = Path(__file__).parent / "scripts"

@@ -9,7 +9,7 @@ from typing import Any
 from millrace.errors import InvalidState, NotFound
 from millrace.ids import JobId
 from millrace.rest import JobState
-from services.coordinator.jobs import JobRecord, before, refusal
+from services.coordinator.state.job import JobRecord, before, refusal
 from services.coordinator.store.connection import Connection, text
 
 ALL = "millrace:jobs"

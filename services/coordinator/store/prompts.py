@@ -15,8 +15,8 @@ from redis.exceptions import ResponseError
 from millrace.errors import Fenced, InvalidState
 from millrace.ids import Fence, JobId, LeaseId, MemberId, PromptId
 from millrace.rest import LedgerView
-from services.coordinator.groups import Summary
-from services.coordinator.ledger import Counts
+from services.coordinator.state.group import Summary
+from services.coordinator.state.ledger import Counts
 from services.coordinator.store.connection import TIMEOUT_S, Connection, text
 from services.coordinator.store.jobs import key
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from millrace.ids import JobId
 from millrace.rest import Event, SampleView, StepMetrics
-from services.coordinator.groups import Summary
+from services.coordinator.state.group import Summary
 from services.coordinator.store.connection import Connection, text
 from services.coordinator.store.jobs import event_parts, key
 

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from millrace.ids import JobId
 from millrace.rest import JobState
-from services.coordinator.jobs import JobRecord
+from services.coordinator.state.job import JobRecord
 from services.coordinator.store import Store
 
 Answer = TypeVar("Answer")

@@ -1,0 +1,1 @@
+"""Who is alive: members of the fleet, and the trainer's seat."""

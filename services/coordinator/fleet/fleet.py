@@ -1,0 +1,253 @@
+"""Who is a member, who is alive, and the epoch. Members and their weights are in the store, heartbeats in memory."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+
+from millrace.errors import InvalidState, NotFound, Unavailable
+from millrace.ids import Epoch, JobId, MemberId
+from millrace.rest import FleetView
+from millrace.wire.channel import PROTOCOL_VERSION, Peer
+from millrace.wire.deadlines import DEADLINES_S
+from millrace.wire.v1 import fleet_pb2
+from services.coordinator.bell import Bell
+from services.coordinator.state.member import KINDS, Configured, Member, MemberKind, Pulse, Weights
+from services.coordinator.store import Store, StoreDown
+
+log = structlog.get_logger(__name__)
+PROBE_S = 1.0
+HUNG_AFTER = 6.0
+"""A silent member whose address still takes connections is busy rather than dead, for so many times lost_after_s."""
+LOST_SHOWN_S = 120.0
+LONGEST_RETRY_S = 60.0
+
+
+@dataclass(frozen=True)
+class Patience:
+    heartbeat_s: float = 1.0
+    lost_after_s: float = 5.0
+
+
+Gone = Callable[[Member, str], Awaitable[None]]
+
+
+class Fleet:
+    def __init__(self, store: Store, patience: Patience) -> None:
+        self.patience = patience
+        self.epoch = Epoch(0)
+        self.bell = Bell()
+        """Rings with every change of the fleet."""
+        self.deadlines = dict(DEADLINES_S)
+        self._store = store
+        self._members: dict[MemberId, Member] = {}
+        self._lost: dict[MemberId, Member] = {}
+        self._peers: dict[MemberId, Peer] = {}
+        self._on_gone: list[Gone] = []
+
+    def on_gone(self, call: Gone) -> None:
+        """`call(member, why)` runs after a member was lost, has left, or was cut out for its weights."""
+        self._on_gone.append(call)
+
+    async def load(self) -> None:
+        """Takes up the members that the store knows; those that are gone show it by their silence."""
+        self.epoch, members = await self._store.members.all()
+        known = sorted(map(Member.from_json, members.values()), key=lambda member: member.joined_s)
+        self._members = {member.id: member for member in known}
+
+    # What members say.
+
+    async def register(self, request: fleet_pb2.RegisterRequest) -> Epoch:
+        """Raises InvalidState for another protocol version or an unusable request."""
+        if request.protocol_version != PROTOCOL_VERSION:
+            what = (
+                f"{request.member_id} at {request.address} (release {request.release}) speaks protocol "
+                f"{request.protocol_version}, this coordinator {PROTOCOL_VERSION}."
+            )
+            raise InvalidState(what, "run the same release of millrace everywhere.")
+        if request.kind not in KINDS or not request.member_id or ":" not in request.address:
+            what = f"member {request.member_id!r} at {request.address!r} of kind {request.kind} cannot be registered."
+            raise InvalidState(what, "give an id, host:port and a kind.")
+        if (known := self._members.get(MemberId(request.member_id))) and known.address == request.address:
+            known.pulse = Pulse()
+            return self.epoch
+        member = Member.of(request)
+        for old in [m for m in self._members.values() if m.address == member.address and m.id != member.id]:
+            await self._remove(old, f"{member.id} took its address")
+        self.epoch = await self._store.members.join(member.id, member.to_json())
+        await self._drop_peer(member.id)
+        self._members[member.id] = member
+        self._lost.pop(member.id, None)
+        log.info("member joined", member=member.id, address=member.address, engine=member.engine, epoch=self.epoch)
+        self.bell.ring()
+        return self.epoch
+
+    def heartbeat(self, beat: fleet_pb2.HeartbeatRequest) -> Member:
+        """Raises NotFound where the member has to register anew."""
+        member = self._members.get(MemberId(beat.member_id))
+        if member is None:
+            raise NotFound(f"{beat.member_id} is no member: it was silent or never registered.", "register again.")
+        member.pulse = member.pulse.next(beat)
+        settled = time.monotonic() - member.weights_at > 3 * self.patience.heartbeat_s
+        if member.kind is MemberKind.ROLLOUT and beat.version < 0 and member.weights is not None and settled:
+            log.warning("member says that it has no weights", member=member.id)
+            member.weights = member.configured = None
+            self.bell.ring()
+        return member
+
+    async def drain(self, member_id: str) -> Member:
+        """No new leases to the member. Raises NotFound."""
+        member = self.member(member_id)
+        member.draining = True
+        await self._store.members.put(member.id, member.to_json())
+        self.bell.ring()
+        return member
+
+    async def leave(self, member_id: str, reason: str) -> None:
+        if member := self._members.get(MemberId(member_id)):
+            await self._remove(member, f"left: {reason}" if reason else "left")
+
+    # What the coordinator finds out.
+
+    async def watch(self) -> None:
+        """Finds the members that are silent for too long, for ever."""
+        while True:
+            await asyncio.sleep(self.patience.heartbeat_s / 2)
+            silent = [m for m in self._members.values() if self._silent_s(m) > self.patience.lost_after_s]
+            try:
+                for member, why in zip(silent, await asyncio.gather(*map(self._verdict, silent)), strict=True):
+                    if why and not member.gone.is_set():
+                        await self._remove(member, why)
+            except StoreDown:
+                await self._store.connection.wait_until_up()
+
+    def _silent_s(self, member: Member) -> float:
+        return time.monotonic() - member.pulse.at
+
+    async def _verdict(self, member: Member) -> str:
+        """Why a silent member is lost; empty while it may only be busy."""
+        silent = f"silent for {self._silent_s(member):.1f} s"
+        if why := await self._unreachable(member):
+            return f"{silent}, and {why}"
+        return silent if self._silent_s(member) > HUNG_AFTER * self.patience.lost_after_s else ""
+
+    async def _unreachable(self, member: Member) -> str:
+        """Why its address takes no connection; empty where it does."""
+        host, _, port = member.address.rpartition(":")
+        try:
+            async with asyncio.timeout(PROBE_S):
+                _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+        except (OSError, TimeoutError, ValueError) as error:
+            return f"{member.address} cannot be reached: {error or type(error).__name__}"
+        writer.close()
+        return ""
+
+    async def _remove(self, member: Member, why: str) -> None:
+        self.epoch = await self._store.members.remove(member.id)
+        self._members.pop(member.id, None)
+        self._lost[member.id] = member
+        member.gone.set()
+        log.warning("member gone", member=member.id, address=member.address, why=why, epoch=self.epoch)
+        await self._drop_peer(member.id)
+        await self._tell_gone(member, why)
+
+    async def cut(self, member: Member, why: str) -> None:
+        """The member has to join again from the start, later each time; its leases go to others. One that cannot be
+        reached is lost."""
+        await self.suspect(member)
+        member.weights = member.configured = None
+        member.failures += 1
+        member.retry_at = time.monotonic() + min(LONGEST_RETRY_S, 2.0**member.failures)
+        if not member.gone.is_set():
+            self.epoch = await self._store.members.grow()
+            await self._store.members.put(member.id, member.to_json())
+            await self._tell_gone(member, why)
+
+    async def _tell_gone(self, member: Member, why: str) -> None:
+        for call in self._on_gone:
+            await call(member, why)
+        self.bell.ring()
+
+    async def suspect(self, member: Member) -> None:
+        """Looks at once whether a member that does not answer can be reached, rather than at its silence."""
+        if not member.gone.is_set() and (why := await self._unreachable(member)):
+            await self._remove(member, f"it does not answer, and {why}")
+
+    async def grow(self) -> None:
+        """The epoch grows: what was published before is older than anything that comes."""
+        self.epoch = await self._store.members.grow()
+
+    async def recall(self, job_id: JobId, spec: str) -> None:
+        """Replicas that were made ready for the job with another spec than this have to be again."""
+        for member in self.ready_for(job_id):
+            if member.configured is not None and member.configured.spec != spec:
+                member.weights = member.configured = None
+                await self._store.members.put(member.id, member.to_json())
+
+    async def configured(self, member: Member, configured: Configured) -> None:
+        member.configured, member.weights, member.failures, member.trouble = configured, None, 0, ""
+        await self._store.members.put(member.id, member.to_json())
+        self.bell.ring()
+
+    async def hold(self, member: Member, weights: Weights) -> None:
+        """The member verified and serves these weights."""
+        member.weights, member.weights_at, member.failures = weights, time.monotonic(), 0
+        await self._store.members.put(member.id, member.to_json())
+
+    # Asking members.
+
+    def member(self, member_id: str) -> Member:
+        """Raises NotFound."""
+        if member := self._members.get(MemberId(member_id)):
+            return member
+        raise NotFound(f"{member_id} is not in the fleet.", "GET /v1/fleet lists its members.")
+
+    @property
+    def trainer(self) -> Member | None:
+        """The trainer that registered first; others stand by until it is gone."""
+        trainers = (m for m in self._members.values() if m.kind is MemberKind.TRAINER and not m.draining)
+        return next(trainers, None)
+
+    @property
+    def replicas(self) -> list[Member]:
+        """Those that are alive and do not drain."""
+        return [m for m in self._members.values() if m.kind is MemberKind.ROLLOUT and not m.draining]
+
+    def ready_for(self, job_id: JobId) -> list[Member]:
+        return [m for m in self.replicas if m.ready_for(job_id)]
+
+    async def call(self, member: Member, stub: type, method: str, request: Any, attempts: int = 1) -> Any:
+        """A call that ends with Unavailable as soon as the member is lost."""
+        if member.id not in self._peers:
+            self._peers[member.id] = Peer(member.address, self.deadlines)
+        answer = asyncio.create_task(self._peers[member.id].call(stub, method, request, attempts=attempts))
+        gone = asyncio.create_task(member.gone.wait())
+        try:
+            await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if answer.done() and not answer.cancelled():  # closing the channel of a lost member cancels its calls
+                return answer.result()
+            raise Unavailable(f"{member.id} at {member.address} was lost during {method}.", "start it again.")
+        finally:
+            answer.cancel()
+            gone.cancel()
+
+    def view(self, leases: dict[MemberId, int]) -> FleetView:
+        now = time.monotonic()
+        self._lost = {i: m for i, m in self._lost.items() if now - m.pulse.at < LOST_SHOWN_S}
+        views = [m.view(leases.get(m.id, 0)) for m in (*self._members.values(), *self._lost.values())]
+        return FleetView(
+            epoch=self.epoch,
+            trainers=[v for v in views if v.kind == MemberKind.TRAINER],
+            replicas=[v for v in views if v.kind == MemberKind.ROLLOUT],
+        )
+
+    async def _drop_peer(self, member_id: MemberId) -> None:
+        if peer := self._peers.pop(member_id, None):
+            await peer.close()
+
+    async def close(self) -> None:
+        for member_id in list(self._peers):
+            await self._drop_peer(member_id)

@@ -1,0 +1,1 @@
+"""What people ask of jobs, and the runner that carries it out."""

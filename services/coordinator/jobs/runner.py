@@ -1,0 +1,147 @@
+"""Carries out jobs, one after another: takes the next, runs its loop, and settles how it ended.
+
+Whatever breaks the loop off and is not the job's fault (Redis, the trainer, a restart of this process) is answered in
+one way: wait until it is back and begin the loop again from what the store holds.
+"""
+
+import asyncio
+import contextlib
+import time
+
+import structlog
+
+from millrace.data import Source, open_source
+from millrace.errors import InvalidState, MillraceError
+from millrace.ids import JobId
+from millrace.rest import JobState
+from services.coordinator.bell import waited
+from services.coordinator.fleet.trainer import TrainerLost
+from services.coordinator.loop import train
+from services.coordinator.run import Cancelled, Parts, Run
+from services.coordinator.stages.checkpoint import recover
+from services.coordinator.stages.report import report
+from services.coordinator.state.job import ACTIVE, JobRecord
+from services.coordinator.store import StoreDown, Superseded
+
+log = structlog.get_logger(__name__)
+SETBACKS = 5
+"""A job that loses its trainer so often without training a step in between fails."""
+LOOK_EVERY_S = 5.0
+
+
+class Runner:
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._setbacks = 0
+        self._reached: tuple[str, int] = ("", -1)
+
+    async def run(self) -> None:
+        """For ever. Raises Superseded."""
+        while True:
+            ring = self._parts.control.next()
+            try:
+                await self._parts.store.still_ours()
+                if job := await self._next():
+                    await self._carry_out(job)
+                    continue
+            except StoreDown as error:
+                log.warning("waiting for Redis", error=str(error))
+                await self._parts.store.connection.wait_until_up()
+                continue
+            await waited(ring, LOOK_EVERY_S if self._parts.fleet.trainer else 1.0)
+
+    async def _next(self) -> JobRecord | None:
+        """The job that had begun, otherwise the oldest that waits, once there is a trainer for it."""
+        jobs = await self._parts.store.jobs.all()
+        if begun := [job for job in jobs if job.state in ACTIVE]:
+            return begun[0]
+        queued = [job for job in jobs if job.state is JobState.QUEUED]
+        if not queued or self._parts.fleet.trainer is None:
+            return None
+        message = "starting: trainer and replicas load the model"
+        try:
+            await self._parts.events.move(queued[0].id, JobState.STARTING, message)
+        except InvalidState:  # it was cancelled since
+            return None
+        self._reached = ("", -1)
+        return await self._parts.store.jobs.get(queued[0].id)
+
+    async def _carry_out(self, job: JobRecord) -> None:
+        """Comes back without an end where the trainer was lost: the job is still active then.
+
+        Raises StoreDown, Superseded.
+        """
+        run: Run | None = None
+        try:
+            if job.failure:
+                return await self._fail(job.id, None, job.failure)
+            run = await self._opened(job)
+            await self._train(run)
+            await self._end(run.job.id, run, JobState.SUCCEEDED, "finished", "the job is over")
+        except (StoreDown, Superseded):
+            raise
+        except Cancelled as cancelled:
+            await self._end(job.id, run, JobState.CANCELLED, str(cancelled), "the job was cancelled")
+        except TrainerLost as lost:
+            await self._set_back(job, run, lost)
+        except MillraceError as error:
+            await self._fail(job.id, run, str(error))
+        except Exception as error:
+            log.exception("a bug ended a job", job=job.id)
+            await self._fail(job.id, run, f"a bug in the coordinator: {type(error).__name__}: {error}")
+        finally:
+            self._parts.queue.standing = None
+            self._parts.trainer.release()
+
+    async def _opened(self, job: JobRecord) -> Run:
+        """Raises InvalidJob where the data has gone since the submission."""
+        data, evaluation = job.spec.data, job.spec.evaluation
+        source: Source = await asyncio.to_thread(open_source, data.files, data.procedural, data.procedural_options)
+        held_out: Source | None = None
+        if evaluation is not None:
+            options = (evaluation.files, evaluation.procedural, evaluation.procedural_options)
+            held_out = await asyncio.to_thread(lambda: open_source(*options, field="evaluation"))
+        return Run(job, self._parts, source, held_out)
+
+    async def _train(self, run: Run) -> None:
+        """The loop, and beside it the replicas that join. The first to fail ends both."""
+        loop, joining = asyncio.create_task(train(run)), asyncio.create_task(run.joining.run())
+        try:
+            await asyncio.wait({loop, joining}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (loop, joining):
+                if task.done():
+                    task.result()
+        finally:
+            begun = [loop, joining, *([run.saving] if run.saving is not None else [])]
+            for each in begun:
+                each.cancel()
+            await asyncio.gather(*begun, return_exceptions=True)
+            await asyncio.to_thread(run.close)
+
+    async def _set_back(self, job: JobRecord, run: Run | None, lost: TrainerLost) -> None:
+        """The loop begins again, a few times; a job that always loses its trainer at the same step fails."""
+        reached = (job.id, run.job.step if run else job.step)
+        self._setbacks = self._setbacks + 1 if reached == self._reached else 1
+        self._reached = reached
+        if self._setbacks > SETBACKS:
+            await self._fail(job.id, run, f"the trainer was lost {SETBACKS} times at step {reached[1] + 1}: {lost}")
+            return
+        await self._parts.events.add(job.id, "trainer.lost", str(lost), step=reached[1], setbacks=self._setbacks)
+        await asyncio.sleep(0.5 * self._setbacks)
+
+    async def _fail(self, job_id: JobId, run: Run | None, failure: str) -> None:
+        """The reason is kept first: a crash on the way to the end is followed by the end, not by another try."""
+        await self._parts.store.jobs.update(job_id, failure=failure)
+        await self._end(job_id, run, JobState.FAILED, failure, "the job failed")
+
+    async def _end(self, job_id: JobId, run: Run | None, state: JobState, message: str, reason: str) -> None:
+        """Closes the ledger, waits for a checkpoint in progress, leaves a report; then the job is in its last state."""
+        job = await self._parts.store.jobs.get(job_id)
+        await self._parts.store.prompts(job_id).close(job.step + 1, reason)
+        if run is not None:
+            await run.evaluation.forget()
+            with contextlib.suppress(TrainerLost):
+                await recover(run)
+            await run.refresh()
+            await report(run)
+        await self._parts.events.move(job_id, state, message, finished_s=time.time())

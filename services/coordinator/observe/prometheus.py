@@ -1,0 +1,102 @@
+"""What the coordinator tells Prometheus."""
+
+from collections import Counter
+
+from prometheus_client import CollectorRegistry, generate_latest
+
+from millrace.ids import JobId
+from millrace.rest import FleetView, LedgerView
+from millrace.telemetry import metrics as names
+from millrace.wire.v1 import common_pb2
+from services.coordinator.observe.samples import STOPS
+from services.coordinator.state.job import ENDED, JobRecord
+
+LEDGER = ("queued", "leased", "generated", "trained", "dropped")
+
+
+class Measures:
+    """Counters that this process counts itself, and gauges that are read from the store when somebody asks."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+
+    def leased(self, job_id: JobId, count: int) -> None:
+        if count:
+            names.LEASES.on(self.registry).labels(job=job_id).inc(count)
+
+    def expired(self, job_id: JobId, count: int) -> None:
+        names.LEASES_EXPIRED.on(self.registry).labels(job=job_id).inc(count)
+
+    def fenced(self, job_id: JobId) -> None:
+        names.LEASES_FENCED.on(self.registry).labels(job=job_id).inc()
+
+    def completed(self, job_id: JobId, group: common_pb2.Group) -> None:
+        names.GROUPS.on(self.registry).labels(job=job_id).inc()
+        for stop, count in Counter(t.stop_reason for t in group.trajectories).items():
+            names.TRAJECTORIES.on(self.registry).labels(job=job_id, stop=STOPS.get(stop, "")).inc(count)
+        tokens = sum(len(t.tokens) // 4 for t in group.trajectories)
+        names.RESPONSE_TOKENS.on(self.registry).labels(job=job_id).inc(tokens)
+
+    def trained(self, job_id: JobId, staleness: list[int]) -> None:
+        histogram = names.STALENESS.on(self.registry).labels(job=job_id)
+        for versions in staleness:
+            histogram.observe(versions)
+
+    def stepped(self, job_id: JobId, parts: dict[str, float]) -> None:
+        """`parts`: timing_s/* of one step."""
+        for part, seconds in parts.items():
+            names.STEP_S.on(self.registry).labels(job=job_id, part=part).observe(seconds)
+
+    def published(
+        self, job_id: JobId, source: str, outcome: str, phases: dict[str, float], sent: int, pauses: list[float]
+    ) -> None:
+        """`source`: trainer or sibling."""
+        names.PUBLICATIONS.on(self.registry).labels(job=job_id, source=source, outcome=outcome).inc()
+        names.PUBLICATION_BYTES.on(self.registry).labels(job=job_id, source=source).inc(sent)
+        for phase, seconds in phases.items():
+            names.PUBLICATION_S.on(self.registry).labels(job=job_id, source=source, phase=phase).observe(seconds)
+        for pause_s in pauses:
+            names.PAUSE_S.on(self.registry).labels(job=job_id).observe(pause_s)
+
+    def page(self, jobs: list[JobRecord], ledgers: dict[JobId, LedgerView], fleet: FleetView) -> bytes:
+        """Everything, in Prometheus's text format. Ended jobs are only counted by state."""
+        self._jobs(jobs)
+        self._ledgers(ledgers)
+        self._fleet(fleet)
+        return generate_latest(self.registry)
+
+    def _jobs(self, jobs: list[JobRecord]) -> None:
+        states = names.JOBS.on(self.registry)
+        states.clear()
+        for state, count in Counter(job.state for job in jobs).items():
+            states.labels(state=state).set(count)
+        gauges = (names.JOB_STEP, names.JOB_VERSION, names.JOB_REWARD, names.JOB_EVALUATION)
+        for gauge in gauges:
+            gauge.on(self.registry).clear()
+        for job in (job for job in jobs if job.state not in ENDED):
+            values = (job.step, job.version, job.reward, job.evaluation_last)
+            for gauge, value in zip(gauges, values, strict=True):
+                if value is not None:
+                    gauge.on(self.registry).labels(job=job.id).set(value)
+
+    def _ledgers(self, ledgers: dict[JobId, LedgerView]) -> None:
+        prompts, reasons = names.PROMPTS.on(self.registry), names.PROMPTS_DROPPED.on(self.registry)
+        prompts.clear()
+        reasons.clear()
+        for job_id, ledger in ledgers.items():
+            for where in LEDGER:
+                prompts.labels(job=job_id, where=where).set(getattr(ledger, where))
+            for reason, count in ledger.reasons.items():
+                reasons.labels(job=job_id, reason=reason).set(count)
+        names.QUEUE_DEPTH.on(self.registry).set(sum(ledger.queued for ledger in ledgers.values()))
+
+    def _fleet(self, fleet: FleetView) -> None:
+        members, speed = names.MEMBERS.on(self.registry), names.MEMBER_TOKENS_PER_S.on(self.registry)
+        members.clear()
+        speed.clear()
+        everybody = (*fleet.trainers, *fleet.replicas)
+        for (kind, state), count in Counter((m.kind, m.state) for m in everybody).items():
+            members.labels(kind=kind, state=state).set(count)
+        for member in everybody:
+            speed.labels(member=member.id).set(member.tokens_per_s)
+        names.EPOCH.on(self.registry).set(fleet.epoch)

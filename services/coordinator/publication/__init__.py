@@ -1,0 +1,1 @@
+"""One weight publication, and how a replica joins."""

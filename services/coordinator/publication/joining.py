@@ -1,0 +1,157 @@
+"""Replicas on their way from registration to their first lease: configured in the background, then brought the weights.
+
+Those that hold the version before the last publication, as they should, are the loop's business; this looks after the
+ones that came late, failed, or lost their weights.
+"""
+
+import asyncio
+import time
+
+import structlog
+
+from millrace.errors import MillraceError, PublicationFailed
+from millrace.ids import MemberId, Version
+from millrace.wire.v1 import rollout_pb2, rollout_pb2_grpc
+from services.coordinator.bell import waited
+from services.coordinator.fleet.fleet import Fleet
+from services.coordinator.fleet.trainer import Trainer
+from services.coordinator.observe.events import Events
+from services.coordinator.publication.layouts import NoWay
+from services.coordinator.publication.publication import Publisher
+from services.coordinator.state.job import JobRecord
+from services.coordinator.state.member import Configured, Member, Weights
+from services.coordinator.store import Store
+
+log = structlog.get_logger(__name__)
+LOOK_EVERY_S = 1.0
+
+
+class Joining:
+    """Serves one job. `run()` does not return; it ends when it is cancelled, and its configurations with it."""
+
+    def __init__(
+        self, job: JobRecord, store: Store, fleet: Fleet, trainer: Trainer, publisher: Publisher, events: Events
+    ) -> None:
+        self.job = job
+        """Moved on by the loop with every version."""
+        self._store = store
+        self._fleet = fleet
+        self._trainer = trainer
+        self._publisher = publisher
+        self._events = events
+        self._unable: dict[MemberId, Version] = {}
+        """Siblings that failed to copy, and which version."""
+
+    async def run(self) -> None:
+        configurations: set[asyncio.Task[None]] = set()
+        catching_up: asyncio.Task[None] | None = None
+        await self._fleet.recall(self.job.id, self.job.spec_digest)
+        try:
+            while True:
+                ring = self._fleet.bell.next()
+                for finished in [task for task in configurations if task.done()]:
+                    configurations.remove(finished)
+                    finished.result()
+                for member in [m for m in self._fleet.replicas if self._needs_configuration(m)]:
+                    member.configuring = True
+                    configurations.add(asyncio.create_task(self._configure(member)))
+                if catching_up is not None and catching_up.done():
+                    catching_up = catching_up.result()
+                if catching_up is None and self._without_weights():
+                    catching_up = asyncio.create_task(self._catch_up())
+                await waited(ring, LOOK_EVERY_S)
+        finally:
+            for task in (*configurations, *([catching_up] if catching_up else [])):
+                task.cancel()
+
+    def _needs_configuration(self, member: Member) -> bool:
+        return not member.configuring and not member.ready_for(self.job.id) and member.due
+
+    def _without_weights(self) -> list[Member]:
+        return [m for m in self._fleet.ready_for(self.job.id) if not self._joined(m) and m.due]
+
+    def _joined(self, member: Member) -> bool:
+        """Whether the member has weights of this job, though they may be a version behind."""
+        held = member.weights
+        return held is not None and (held.job_id, held.lineage) == (self.job.id, self.job.lineage)
+
+    async def _configure(self, member: Member) -> None:
+        request = rollout_pb2.ConfigureRolloutRequest(
+            job_id=self.job.id, spec=self.job.spec_json, epoch=self._fleet.epoch
+        )
+        started = time.monotonic()
+        try:
+            message = f"{member.id} ({member.engine}, {member.device}) joins from {member.host}; its engine gets ready"
+            await self._events.add(self.job.id, "member.joined", message, member=member.id, epoch=self._fleet.epoch)
+            answer = await self._fleet.call(member, rollout_pb2_grpc.RolloutStub, "Configure", request)
+        except MillraceError as error:
+            member.trouble = str(error)
+            await self._fleet.cut(member, "it could not be configured")
+            message = f"{member.id} could not be configured for {self.job.id}: {error}"
+            await self._events.add(self.job.id, "member.failed", message, member=member.id)
+        else:
+            made = Configured(self.job.id, answer.world_size, answer.dtype, self.job.spec_digest)
+            await self._fleet.configured(member, made)
+            message = f"{member.id} ({member.engine}) is ready for the job after {time.monotonic() - started:.1f} s"
+            await self._events.add(self.job.id, "member.configured", message, member=member.id, engine=member.engine)
+        finally:
+            member.configuring = False
+
+    async def _catch_up(self) -> None:
+        """Brings the current version to those without one: from a sibling, or else from the trainer between its
+        steps."""
+        if self._publisher.publishing:
+            return  # it may be on its way to them
+        if not await self._copied():
+            await self._published()
+
+    async def _copied(self) -> bool:
+        """Whether those without weights are a sibling's business: they have its copy, or something came first."""
+        job, late = self.job, self._without_weights()
+        if (sibling := self._sibling(job, late)) is None:
+            return not late
+        await self._tell(late, sibling.id)
+        try:
+            await self._publisher.copy(job, sibling, late)
+            self._fleet.bell.ring()
+        except (PublicationFailed, NoWay) as error:
+            self._unable[sibling.id] = job.version
+            log.warning("no copy from a sibling", sibling=sibling.id, error=str(error))
+            return False
+        return True
+
+    def _sibling(self, job: JobRecord, late: list[Member]) -> Member | None:
+        """Who could copy to `late`: it serves the current version in their dtype. The same engine first, then the
+        least busy."""
+        current = Weights(job.id, job.lineage, job.version)
+        wanted = {(m.configured.dtype, m.engine) for m in late if m.configured}
+        if len({dtype for dtype, _ in wanted}) != 1:
+            return None
+        able = [
+            m
+            for m in self._fleet.ready_for(job.id)
+            if m.holds(current) and self._unable.get(m.id) != job.version and _dtype(m) == _dtype(late[0])
+        ]
+        return min(able, key=lambda m: ((_dtype(m), m.engine) not in wanted, m.pulse.running), default=None)
+
+    async def _published(self) -> None:
+        async with self._trainer.turn:
+            job, late = self.job, self._without_weights()
+            if not late or self._trainer.holds != (job.id, job.version):
+                return
+            await self._tell(late, self._trainer.member.id)
+            try:
+                await self._publisher.publish(job, late)
+            except PublicationFailed as error:
+                for member in late:
+                    await self._fleet.cut(member, "it could not be brought the weights")
+                log.warning("catch-up failed", members=[m.id for m in late], error=str(error))
+            self._fleet.bell.ring()
+
+    async def _tell(self, late: list[Member], sender: str) -> None:
+        message = f"{', '.join(m.id for m in late)} gets version {self.job.version} from {sender}"
+        await self._events.add(self.job.id, "member.joining", message, members=[m.id for m in late], sender=sender)
+
+
+def _dtype(member: Member) -> str:
+    return member.configured.dtype if member.configured else ""

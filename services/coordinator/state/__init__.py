@@ -1,0 +1,1 @@
+"""Jobs, members, groups and the ledger as data. No I/O."""

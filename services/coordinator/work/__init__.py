@@ -1,0 +1,1 @@
+"""Who may work on what: leases and the queue."""

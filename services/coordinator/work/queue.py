@@ -1,0 +1,261 @@
+"""Leases: who may work on what, until when. Replicas pull; nobody pushes."""
+
+import asyncio
+import math
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import structlog
+
+from millrace.errors import BadRow, NotFound
+from millrace.ids import Fence, JobId, LeaseId, MemberId
+from millrace.spec.checking.choices import needs_greedy_baseline
+from millrace.spec.job import JobSpec
+from millrace.wire.v1 import common_pb2, work_pb2
+from services.coordinator.bell import Bell, waited
+from services.coordinator.fleet.fleet import Fleet
+from services.coordinator.observe.events import Events
+from services.coordinator.observe.prometheus import Measures
+from services.coordinator.observe.samples import samples_of
+from services.coordinator.state.group import Summary
+from services.coordinator.state.job import ENDED
+from services.coordinator.state.member import Member, Weights
+from services.coordinator.store import Prompts, Purpose, Store, StoreDown, purpose_of
+
+log = structlog.get_logger(__name__)
+LONGEST_WAIT_S = 30.0
+EXPIRE_EVERY_S = 1.0
+Lease = tuple[LeaseId, Fence]
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What holds for every lease of a job."""
+
+    lease_s: float
+    samples: Mapping[Purpose, int]
+    """Of one prompt."""
+    greedy_baseline: bool = False
+    """Whether a prompt to train on has a greedy answer beside them."""
+
+    @classmethod
+    def of(cls, spec: JobSpec) -> Self:
+        evaluation = spec.evaluation.samples_per_prompt if spec.evaluation else 1
+        samples = {Purpose.TRAIN: spec.rollout.samples_per_prompt, Purpose.EVALUATION: evaluation}
+        return cls(spec.rollout.lease_s, samples, needs_greedy_baseline(spec))
+
+    def requests(self, purpose: Purpose) -> int:
+        """What an engine has to make for one prompt."""
+        return self.samples[purpose] + (self.greedy_baseline and purpose is Purpose.TRAIN)
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What leases depend on, of the job that runs."""
+
+    weights: Weights
+    """What the trainer published last."""
+    max_staleness: int
+    terms: Terms
+
+    def allows(self, held: Weights | None, purpose: Purpose) -> bool:
+        """Whether a member that holds `held` may generate for `purpose`."""
+        current = self.weights
+        if held is None or (held.job_id, held.lineage) != (current.job_id, current.lineage):
+            return False
+        behind = current.version - held.version
+        return behind == 0 if purpose is Purpose.EVALUATION else 0 <= behind <= self.max_staleness
+
+
+class Queue:
+    def __init__(self, store: Store, fleet: Fleet, events: Events, measures: Measures) -> None:
+        self.standing: Standing | None = None
+        """None while no job runs; the loop moves it on."""
+        self.issued = Bell()
+        """Rings when there may be something to lease."""
+        self.answered = Bell()
+        """Rings when a lease was answered."""
+        self._store = store
+        self._fleet = fleet
+        self._events = events
+        self._measures = measures
+        self._closing = False
+        fleet.on_gone(self.take_back)
+
+    # Lease.
+
+    async def lease(self, member_id: MemberId, free_samples: int, wait_s: float) -> tuple[list[work_pb2.Lease], str]:
+        """Leases for as many samples as the member has free, and why there are none. Waits for them up to `wait_s`."""
+        deadline = time.monotonic() + min(wait_s, LONGEST_WAIT_S)
+        while True:
+            member = self._fleet.member(member_id)
+            issued, changed = self.issued.next(), self._fleet.bell.next()
+            leases, idle_reason = await self._lease_now(member, free_samples)
+            left_s = deadline - time.monotonic()
+            if leases or left_s <= 0 or member.draining or self._closing:
+                return leases, idle_reason
+            await _either(issued, changed, left_s)
+
+    async def _lease_now(self, member: Member, free_samples: int) -> tuple[list[work_pb2.Lease], str]:
+        standing = self.standing
+        if reason := _why_idle(standing, member) or standing is None:
+            return [], str(reason)
+        leases: list[work_pb2.Lease] = []
+        for purpose in (Purpose.EVALUATION, Purpose.TRAIN):
+            if not standing.allows(member.weights, purpose):
+                continue
+            samples = standing.terms.requests(purpose)
+            count = free_samples // samples
+            if count == 0 and not leases and await self._runs_nothing(member):
+                count = 1
+            prompts = self._prompts(standing.weights.job_id, purpose)
+            for claim in await prompts.lease(member.id, count, standing.weights.lineage):
+                lease = work_pb2.Lease.FromString(claim.payload)
+                lease.ref.CopyFrom(_ref(standing.weights.job_id, claim.lease_id, claim.fence))
+                lease.expires_s = standing.terms.lease_s
+                leases.append(lease)
+                free_samples -= samples
+        self._measures.leased(standing.weights.job_id, len(leases))
+        return leases, "" if leases else "the queue is empty"
+
+    def close(self) -> None:
+        """Whoever waits for leases is answered at once, from now on."""
+        self._closing = True
+        self.issued.ring()
+
+    async def _runs_nothing(self, member: Member) -> bool:
+        return member.pulse.running + member.pulse.waiting == 0 and member.id not in await self.held()
+
+    # Answers.
+
+    async def extend(self, member_id: MemberId, job_id: JobId, leases: Sequence[Lease]) -> tuple[set[LeaseId], float]:
+        """Moves the deadlines; answers the leases that the member has lost, and for how long it has the others."""
+        terms = await self._terms(job_id)
+        lost: set[LeaseId] = set()
+        for purpose, part in _by_purpose(leases).items():
+            lost |= await self._prompts(job_id, purpose).extend(member_id, part)
+        return lost, terms.lease_s
+
+    async def complete(self, member_id: MemberId, job_id: JobId, lease: Lease, group: common_pb2.Group) -> None:
+        """Takes a group in. One that cannot be trained is dropped with its reason. Raises Fenced, InvalidState."""
+        purpose, terms = purpose_of(lease[0]), await self._terms(job_id)
+        group.member_id = group.member_id or member_id
+        try:
+            greedy = terms.greedy_baseline and purpose is Purpose.TRAIN
+            summary = Summary.of(group, terms.samples[purpose], greedy_baseline=greedy)
+        except BadRow as error:
+            await self.refuse(member_id, job_id, lease, error.what)
+            await self._store.records(job_id).add_samples(samples_of(group, await self._next_step(job_id))[:1])
+            return
+        new = await self._prompts(job_id, purpose).complete(*lease, group.SerializeToString(), summary)
+        if new:
+            self._measures.completed(job_id, group)
+        self.answered.ring()
+
+    async def refuse(self, member_id: MemberId, job_id: JobId, lease: Lease, reason: str) -> None:
+        """The lease's prompt costs its group. Raises Fenced."""
+        step = await self._next_step(job_id)
+        if await self._prompts(job_id, purpose_of(lease[0])).refuse(*lease, step, reason):
+            await self._events.add(job_id, "prompt.dropped", reason[:500], lease=lease[0], member=member_id)
+        self.answered.ring()
+
+    async def release(self, member_id: MemberId, job_id: JobId, leases: Sequence[Lease]) -> None:
+        for purpose, part in _by_purpose(leases).items():
+            await self._prompts(job_id, purpose).release(part)
+        self.issued.ring()
+
+    async def held(self) -> dict[MemberId, int]:
+        """Leases of the running job by the member that holds them."""
+        held: Counter[MemberId] = Counter()
+        if standing := self.standing:
+            for purpose in Purpose:
+                held.update(await self._prompts(standing.weights.job_id, purpose).held())
+        return dict(held)
+
+    # Leases that end without an answer.
+
+    async def take_back(self, member: Member, why: str) -> None:
+        """Everything that the member holds goes to others."""
+        if (standing := self.standing) is None:
+            return
+        job_id, prompts = standing.weights.job_id, []
+        for purpose in Purpose:
+            prompts += await self._prompts(job_id, purpose).take_back(member.id)
+        self.issued.ring()
+        message = f"{member.id} is out of service ({why}); {len(prompts)} leases go to others"
+        await self._events.add(job_id, "member.out", message, member=member.id, prompts=prompts[:50])
+
+    async def expire(self) -> None:
+        """Takes back what was not extended in time, for ever. Every lease has its whole time again after nobody could
+        extend it: before this coordinator was there, or while Redis was down."""
+        begun = math.inf
+        while True:
+            await asyncio.sleep(EXPIRE_EVERY_S)
+            try:
+                if standing := self.standing:
+                    begun, now = min(begun, time.monotonic()), time.monotonic()
+                    if now - max(begun, self._store.connection.up_since) >= standing.terms.lease_s:
+                        await self._expire_now(standing)
+            except StoreDown:
+                await self._store.connection.wait_until_up()
+
+    async def _expire_now(self, standing: Standing) -> None:
+        job_id = standing.weights.job_id
+        for purpose in Purpose:
+            if prompts := await self._prompts(job_id, purpose).expire(standing.terms.lease_s):
+                self.issued.ring()
+                self._measures.expired(job_id, len(prompts))
+                message = f"{len(prompts)} leases were not extended within {standing.terms.lease_s:g} s"
+                await self._events.add(job_id, "lease.expired", message, prompts=prompts[:50])
+
+    def _prompts(self, job_id: JobId, purpose: Purpose) -> Prompts:
+        return self._store.prompts(job_id, purpose)
+
+    async def _terms(self, job_id: JobId) -> Terms:
+        """Also while the job's loop begins again after a restart: answers are taken then. Raises NotFound."""
+        if self.standing is not None and self.standing.weights.job_id == job_id:
+            return self.standing.terms
+        job = await self._store.jobs.get(job_id)
+        if job.state in ENDED:
+            raise NotFound(f"{job_id} has ended: it is {job.state}.", "throw what belongs to it away.")
+        return Terms.of(job.spec)
+
+    async def _next_step(self, job_id: JobId) -> int:
+        """The step that what comes now belongs to."""
+        if self.standing is not None and self.standing.weights.job_id == job_id:
+            return self.standing.weights.version + 1
+        return (await self._store.jobs.get(job_id)).step + 1
+
+
+def _why_idle(standing: Standing | None, member: Member) -> str:
+    if standing is None:
+        return "no job runs"
+    if member.draining:
+        return f"{member.id} drains"
+    if not standing.allows(member.weights, Purpose.TRAIN):
+        held = f"version {member.weights.version}" if member.weights else "no verified weights"
+        return f"{member.id} holds {held}, the job is at version {standing.weights.version}"
+    return ""
+
+
+async def _either(first: asyncio.Event, second: asyncio.Event, timeout_s: float) -> None:
+    waits = [asyncio.create_task(waited(event, timeout_s)) for event in (first, second)]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
+
+
+def _by_purpose(leases: Sequence[Lease]) -> dict[Purpose, list[Lease]]:
+    parts: dict[Purpose, list[Lease]] = {}
+    for lease in leases:
+        parts.setdefault(purpose_of(lease[0]), []).append(lease)
+    return parts
+
+
+def _ref(job_id: JobId, lease_id: LeaseId, fence: Fence) -> work_pb2.LeaseRef:
+    return work_pb2.LeaseRef(job_id=job_id, lease_id=lease_id, fence=fence)

@@ -1,0 +1,209 @@
+"""What is asked of a job between two looks of its loop: whatever comes first or last, a cancellation is carried out."""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from millrace.errors import InvalidState
+from millrace.ids import PromptId
+from millrace.rest import JobState
+from services.coordinator.bell import Bell
+from services.coordinator.jobs.control import Control
+from services.coordinator.observe.events import Events
+from services.coordinator.run import Cancelled, Run
+from services.coordinator.state.job import JobRecord
+from services.coordinator.store import Draft, Store
+from tests.services.coordinator.redis import a_job, with_store
+
+JOB = a_job()
+
+
+class Desk:
+    """A job in `state`, what people ask of it, and its loop."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.bell = Bell()
+        self.control = Control(store, Events(store), self.bell)
+        self.loop: Any = SimpleNamespace(
+            job=JOB, parts=SimpleNamespace(store=store, events=Events(store), control=self.bell)
+        )
+
+    async def job(self) -> JobRecord:
+        return await self.store.jobs.get(JOB.id)
+
+    async def heed(self) -> None:
+        """The loop looks what was asked."""
+        await Run.heed(self.loop)
+
+    def once_read(self, name: str, then: Callable[[], Awaitable[Any]]) -> None:
+        """`then` comes in between the store's next answer to `name` and what its reader does with it."""
+        read = getattr(self.store.jobs, name)
+
+        async def read_and_then(*arguments: Any) -> Any:
+            setattr(self.store.jobs, name, read)
+            found = await read(*arguments)
+            await then()
+            return found
+
+        setattr(self.store.jobs, name, read_and_then)
+
+
+def at_the_desk(
+    url: str, scenario: Callable[[Desk], Awaitable[None]], state: JobState = JobState.RUNNING, **fields: Any
+) -> None:
+    async def run(store: Store) -> None:
+        await store.take_over()
+        await store.jobs.create(JOB)
+        await store.jobs.update(JOB.id, state=state, **fields)
+        await scenario(Desk(store))
+
+    with_store(url, run)
+
+
+@pytest.mark.parametrize("state", [JobState.STARTING, JobState.RUNNING, JobState.PAUSED])
+@pytest.mark.parametrize("asked", ["pause", "resume"])
+def test_nothing_else_is_asked_of_a_job_that_is_to_be_cancelled(asked: str, state: JobState, redis_url: str) -> None:
+    async def scenario(desk: Desk) -> None:
+        await desk.control.cancel(JOB.id)
+        with pytest.raises(InvalidState, match=f"{JOB.id} is {state} and about to be cancelled") as refused:
+            await getattr(desk.control, asked)(JOB.id)
+        assert refused.value.mend.startswith("wait until it has ended")
+        assert ((await desk.control.cancel(JOB.id)).state, (await desk.job()).wanted) == (state, "cancel")
+        with pytest.raises(Cancelled):
+            await desk.heed()
+
+    at_the_desk(redis_url, scenario, state)
+
+
+@pytest.mark.parametrize(
+    ("asked", "state", "wanted"),
+    [
+        ("pause", JobState.RUNNING, ""),
+        ("resume", JobState.RUNNING, "pause"),
+        ("resume", JobState.PAUSED, ""),
+    ],
+)
+def test_a_cancellation_that_comes_while_something_else_is_asked_stays(
+    asked: str, state: JobState, wanted: str, redis_url: str
+) -> None:
+    async def scenario(desk: Desk) -> None:
+        desk.once_read("get", lambda: desk.control.cancel(JOB.id))
+        with pytest.raises(InvalidState, match="about to be cancelled"):
+            await getattr(desk.control, asked)(JOB.id)
+        assert ((await desk.job()).state, (await desk.job()).wanted) == (state, "cancel")
+
+    at_the_desk(redis_url, scenario, state, wanted=wanted)
+
+
+def test_a_cancellation_that_comes_while_the_loop_pauses_is_carried_out(redis_url: str) -> None:
+    async def scenario(desk: Desk) -> None:
+        desk.once_read("wanted", lambda: desk.control.cancel(JOB.id))
+        with pytest.raises(Cancelled):
+            await desk.heed()
+        assert (await desk.job()).state is JobState.RUNNING
+
+    at_the_desk(redis_url, scenario, wanted="pause")
+
+
+def test_a_pause_that_is_taken_back_while_the_loop_pauses_is_none(redis_url: str) -> None:
+    async def scenario(desk: Desk) -> None:
+        desk.once_read("wanted", lambda: desk.control.resume(JOB.id))
+        await desk.heed()
+        assert ((await desk.job()).state, (await desk.job()).wanted) == (JobState.RUNNING, "")
+
+    at_the_desk(redis_url, scenario, wanted="pause")
+
+
+def test_a_job_that_pauses_while_the_pause_is_taken_back_runs_again(redis_url: str) -> None:
+    async def scenario(desk: Desk) -> None:
+        async def pauses() -> None:
+            await desk.store.jobs.move(JOB.id, JobState.PAUSED, "paused", pending="pause", wanted="")
+
+        desk.once_read("get", pauses)
+        job = await desk.control.resume(JOB.id)
+        assert (job.state, job.wanted) == (JobState.RUNNING, "")
+
+    at_the_desk(redis_url, scenario, wanted="pause")
+
+
+def test_a_job_that_starts_while_it_is_cancelled_is_cancelled(redis_url: str) -> None:
+    async def scenario(desk: Desk) -> None:
+        desk.once_read("get", lambda: desk.store.jobs.move(JOB.id, JobState.STARTING, "starting"))
+        job = await desk.control.cancel(JOB.id)
+        assert (job.state, job.wanted) == (JobState.STARTING, "cancel")
+
+    at_the_desk(redis_url, scenario, JobState.QUEUED)
+
+
+@pytest.mark.parametrize("state", [JobState.FAILED, JobState.CANCELLED])
+def test_an_ended_job_is_queued_again_with_nothing_left_of_its_end(state: JobState, redis_url: str) -> None:
+    async def scenario(desk: Desk) -> None:
+        job = await desk.control.resume(JOB.id)
+        assert (job.state, job.step, job.failure, job.wanted) == (JobState.QUEUED, 5, None, "")
+        assert (job.finished_s, job.report, job.checkpoint) == (None, None, "/out/checkpoints/step-4")
+        told = (await desk.store.records(JOB.id).events())[-1]
+        assert (told.kind, told.data) == ("job.state", {"state": "queued"})
+        assert "goes on after step 5, or from its checkpoint of step 4 where" in told.message
+        with pytest.raises(InvalidState, match=f"{JOB.id} is queued and cannot be resumed"):
+            await desk.control.resume(JOB.id)
+
+    left = {"failure": "why", "wanted": "cancel", "finished_s": 9.0, "report": "/out/report.md"}
+    reached = {"step": 5, "version": 5, "checkpoint": "/out/checkpoints/step-4", "checkpoint_step": 4}
+    at_the_desk(redis_url, scenario, state, **left, **reached)
+
+
+def test_two_who_continue_a_job_queue_it_once(redis_url: str) -> None:
+    async def scenario(desk: Desk) -> None:
+        desk.once_read("get", lambda: desk.control.resume(JOB.id))
+        with pytest.raises(InvalidState, match=f"{JOB.id} is queued"):
+            await desk.control.resume(JOB.id)
+        assert len(await desk.store.records(JOB.id).events()) == 2
+
+    at_the_desk(redis_url, scenario, JobState.FAILED)
+
+
+def test_a_job_that_has_succeeded_is_not_continued(redis_url: str) -> None:
+    async def scenario(desk: Desk) -> None:
+        with pytest.raises(InvalidState, match=f"{JOB.id} is succeeded and cannot be resumed") as refused:
+            await desk.control.resume(JOB.id)
+        assert refused.value.mend == "it has trained all of its steps; submit a new job."
+
+    at_the_desk(redis_url, scenario, JobState.SUCCEEDED)
+
+
+def test_a_continued_job_that_is_cancelled_before_it_starts_stays_settled(redis_url: str) -> None:
+    async def scenario(desk: Desk) -> None:
+        prompts = desk.store.prompts(JOB.id)
+        await prompts.issue([Draft(PromptId(f"0-{n}"), b"lease") for n in range(4)], 1, (0, 4))
+        await prompts.close(1, "the job failed")
+        await desk.control.resume(JOB.id)
+        assert (await desk.control.cancel(JOB.id)).state is JobState.CANCELLED
+        view = await prompts.view()
+        assert (view.issued, view.dropped, view.reasons) == (4, 4, {"the job failed": 4})
+        await desk.control.resume(JOB.id)
+        await desk.store.jobs.move(JOB.id, JobState.STARTING, "starting")
+        assert await prompts.undo()
+        view = await prompts.view()
+        assert (view.issued, view.queued, view.dropped, view.reasons) == (4, 4, 0, {})
+
+    at_the_desk(redis_url, scenario, JobState.FAILED)
+
+
+def test_a_job_is_not_continued_over_the_checkpoints_of_another(redis_url: str, tmp_path: Path) -> None:
+    async def scenario(desk: Desk) -> None:
+        other = replace(a_job(2), spec_json=JOB.spec_json)
+        await desk.store.jobs.create(other)
+        saved = tmp_path / "step-6"
+        saved.mkdir()
+        await desk.store.jobs.update(other.id, state=JobState.SUCCEEDED, checkpoint=str(saved))
+        with pytest.raises(InvalidState, match=f"{JOB.id} cannot be resumed: .* are those of {other.id}"):
+            await desk.control.resume(JOB.id)
+        saved.rmdir()
+        assert (await desk.control.resume(JOB.id)).state is JobState.QUEUED
+
+    at_the_desk(redis_url, scenario, JobState.FAILED)

@@ -1,0 +1,110 @@
+"""Trackers that fail in every way that there is. They cost their rows."""
+
+import asyncio
+import dataclasses
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from millrace.ids import Version
+from millrace.rest import StepMetrics
+from millrace.telemetry import trackers
+from services.coordinator.observe.events import Events
+from services.coordinator.stages import track as stage
+from services.coordinator.stages.track import track, track_again
+from services.coordinator.store import Store
+from tests.services.coordinator.redis import a_job, with_store
+
+SENT: list[int] = []
+"""Steps that arrived."""
+
+
+class Told:
+    """Keeps what it is told, unless it is to fail."""
+
+    def __init__(self, run: trackers.Run) -> None:
+        if run.name in FAULTS:
+            FAULTS[run.name]()
+        self._fault = FAULTS.get(run.name.removeprefix("later "), lambda: None)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._fault()
+        SENT.append(step)
+
+    def close(self) -> None:
+        self._fault()
+
+
+class Sound(Told):
+    def __init__(self, run: trackers.Run) -> None:
+        self._fault = lambda: None
+
+
+def raises() -> None:
+    raise KeyError("anything")
+
+
+FAULTS: dict[str, Any] = {"raises": raises, "hangs": lambda: time.sleep(30), "exits": lambda: sys.exit(3)}
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("Told", "Sound"):
+        monkeypatch.setitem(trackers.TRACKERS, name, trackers.Entry(__name__, name, "pytest"))
+    monkeypatch.setattr(stage, "LIMIT_S", 0.5)
+    SENT.clear()
+    yield
+
+
+def a_run(store: Store, names: list[str], fault: str = "") -> Any:
+    job, events = dataclasses.replace(a_job(), name=fault), Events(store)
+    tracking = SimpleNamespace(trackers=names, project="millrace")
+    return SimpleNamespace(
+        job=job,
+        records=store.records(job.id),
+        spec=SimpleNamespace(output="/nowhere", tracking=tracking, model_dump=lambda mode: {}),
+        trackers=None,
+        tell=lambda kind, message: events.add(job.id, kind, message),
+    )
+
+
+async def reaches(run: Any, step: int) -> None:
+    run.job = dataclasses.replace(run.job, step=step)
+    await run.records.set_row(StepMetrics(step=step, time_s=0.0, values={}))
+    await track(run)
+
+
+@pytest.mark.parametrize("fault", [*FAULTS, *(f"later {fault}" for fault in FAULTS)])
+def test_a_tracker_that_fails_costs_its_rows_only(redis_url: str, fault: str) -> None:
+    async def scenario(store: Store) -> None:
+        run = a_run(store, ["Told", "Sound"], fault)
+        for step in (0, 1):
+            await reaches(run, step)
+        assert SENT == [0, 1] and await run.records.note(stage.NOTE) == 1
+        told = [event.message for event in await run.records.events() if event.kind == "tracker.failed"]
+        assert told and all(message.startswith("Told ") for message in told)
+        for tracker in run.trackers:
+            await asyncio.to_thread(tracker.close)
+
+    began = time.monotonic()
+    with_store(redis_url, scenario)
+    assert time.monotonic() - began < 10.0
+
+
+def test_what_is_trained_again_is_sent_again(redis_url: str) -> None:
+    async def scenario(store: Store) -> None:
+        run = a_run(store, ["Sound"])
+        for step in (0, 1, 2, 3):
+            await reaches(run, step)
+        await track_again(run, Version(1))
+        for step in (2, 3):
+            await reaches(run, step)
+        await track_again(run, Version(5))
+        await reaches(run, 4)
+        assert SENT == [0, 1, 2, 3, 2, 3, 4]
+
+    with_store(redis_url, scenario)

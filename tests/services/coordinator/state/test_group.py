@@ -1,0 +1,94 @@
+"""What is read of a group, and which groups are refused."""
+
+import math
+
+import pytest
+
+from millrace.errors import BadRow
+from millrace.ids import Version
+from millrace.wire.arrays import pack_logprobs, pack_tokens
+from millrace.wire.v1 import common_pb2
+from services.coordinator.observe.samples import samples_of
+from services.coordinator.state.group import Summary
+
+
+def trajectory(spans: list[tuple[int, int, int]], reward: float | None = 1.0, tokens: int = 4) -> common_pb2.Trajectory:
+    made = common_pb2.Trajectory(
+        tokens=pack_tokens(range(tokens)),
+        logprobs=pack_logprobs([-0.5] * tokens),
+        versions=[common_pb2.VersionSpan(version=v, start=start, end=end) for v, start, end in spans],
+        stop_reason=common_pb2.STOP_REASON_LENGTH,
+        text="abcd",
+        reward_failure="" if reward is not None else "raised ValueError: no",
+    )
+    if reward is not None:
+        made.reward = reward
+    return made
+
+
+def group(*trajectories: common_pb2.Trajectory) -> common_pb2.Group:
+    return common_pb2.Group(
+        prompt_id="0-7",
+        purpose=common_pb2.PURPOSE_TRAIN,
+        data_source="sums",
+        prompt_tokens=pack_tokens([1, 2, 3]),
+        ground_truth='"8"',
+        member_id="rollout-a",
+        trajectories=trajectories,
+    )
+
+
+def test_a_group_is_summed_up() -> None:
+    summary = Summary.of(group(trajectory([(3, 0, 2), (4, 2, 4)], 0.5), trajectory([(5, 0, 4)])), samples=2)
+    assert (summary.prompt_tokens, summary.response_tokens, summary.rewards) == (3, [4, 4], [0.5, 1.0])
+    assert (summary.oldest, summary.truncated) == ([3, 5], 2)
+    assert summary.staleness(Version(5)) == 2
+    assert Summary.from_json(summary.to_json()) == summary
+
+
+@pytest.mark.parametrize(
+    ("made", "reason"),
+    [
+        (group(), "incomplete_group: 0 trajectories instead of 1"),
+        (group(trajectory([(1, 0, 4)], None)), "reward: raised ValueError: no"),
+        (group(trajectory([(1, 0, 4)], math.nan)), "reward: it is nan"),
+        (group(trajectory([(1, 0, 4)], math.inf)), "reward: it is inf"),
+        (
+            group(trajectory([(1, 0, 4)], 1e39)),
+            r"reward: it is 1e\+39, not a number to compute with in float32; give a finite one of at most 1e\+15",
+        ),
+        (group(trajectory([(1, 0, 3)])), "malformed_group: its version spans"),
+        (group(trajectory([(1, 0, 2), (2, 3, 4)])), "malformed_group: its version spans"),
+        (group(trajectory([])), "malformed_group: its version spans"),
+        (group(trajectory([(1, 0, 0)], tokens=0)), "malformed_group: 0 tokens"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_with_its_reason(made: common_pb2.Group, reason: str) -> None:
+    with pytest.raises(BadRow, match=f"^{reason}"):
+        Summary.of(made, samples=1)
+
+
+@pytest.mark.parametrize("reward", [None, math.nan, -1e39])
+def test_a_group_without_the_greedy_answer_that_was_asked_for_is_refused(reward: float | None) -> None:
+    made = group(trajectory([(1, 0, 4)]))
+    Summary.of(made, samples=1)
+    if reward is not None:
+        made.greedy_reward = reward
+    with pytest.raises(BadRow, match=r"^incomplete_group: there is no reward of a greedy answer"):
+        Summary.of(made, samples=1, greedy_baseline=True)
+    made.greedy_reward = 0.0
+    Summary.of(made, samples=1, greedy_baseline=True)
+
+
+def test_log_probabilities_have_to_be_as_many_as_tokens() -> None:
+    short = trajectory([(1, 0, 4)])
+    short.logprobs = pack_logprobs([-0.5] * 3)
+    with pytest.raises(BadRow, match="4 tokens with 3 log-probabilities"):
+        Summary.of(group(short), samples=1)
+
+
+def test_samples_are_readable() -> None:
+    shown = samples_of(group(trajectory([(3, 0, 2), (4, 2, 4)]), trajectory([(4, 0, 4)], None)), step=9)
+    assert [s.reward for s in shown] == [1.0, None] and shown[1].reward_failure == "raised ValueError: no"
+    assert (shown[0].versions, shown[0].ground_truth, shown[0].stop_reason) == ([3, 4], "8", "length")
+    assert (shown[0].step, shown[0].purpose, shown[0].tokens) == (9, "train", 4)

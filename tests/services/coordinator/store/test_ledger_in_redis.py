@@ -1,0 +1,354 @@
+"""The Lua scripts against a model in Python that uses the pure table: whatever the order of calls, both agree."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+from millrace.errors import Fenced
+from millrace.ids import Fence, LeaseId, MemberId, PromptId
+from millrace.rest import JobState
+from services.coordinator.state.group import Summary
+from services.coordinator.state.ledger import Counts, Move, PromptState, after
+from services.coordinator.store import Claim, Draft, Prompts, Store
+from services.coordinator.store import prompts as prompts_in_redis
+from tests.services.coordinator.redis import a_job
+
+MEMBERS = [MemberId("rollout-a"), MemberId("rollout-b")]
+JOB = a_job()
+
+
+@dataclass
+class Model:
+    """What should be in Redis."""
+
+    states: dict[PromptId, PromptState] = field(default_factory=dict)
+    counts: Counts = field(default_factory=Counts)
+    settled: dict[PromptId, int] = field(default_factory=dict)
+    waiting: set[PromptId] = field(default_factory=set)
+    leases: dict[LeaseId, tuple[PromptId, Fence, MemberId]] = field(default_factory=dict)
+    answered: dict[LeaseId, Fence] = field(default_factory=dict)
+    step: int = 0
+    lineage: int = 0
+
+    def move(self, prompt: PromptId, move: Move) -> None:
+        state = self.states.get(prompt)
+        self.counts = self.counts.moved(state, move)
+        self.states[prompt] = after(state, move)
+
+    def at(self, state: PromptState) -> set[PromptId]:
+        return {prompt for prompt, where in self.states.items() if where is state}
+
+
+def summary(prompt: PromptId) -> Summary:
+    return Summary(prompt, "sums", 3, [4], [1.0], [0], 0, 0.0, 0.0, "rollout-a")
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    url = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runner = asyncio.Runner()
+        self.store = Store(self.url)
+        self.run = self.runner.run
+        self.run(self.store.connection.do("FLUSHALL"))
+        self.run(self.store.jobs.create(JOB))
+        self.prompts: Prompts = self.store.prompts(JOB.id)
+        self.model = Model()
+        self.fences: dict[LeaseId, list[Fence]] = {}
+        self.payload_of: dict[PromptId, LeaseId] = {}
+
+    def teardown(self) -> None:
+        self.run(self.store.close())
+        self.runner.close()
+
+    # Issue.
+
+    @rule(count=st.integers(1, 4), bad=st.booleans())
+    def issue(self, count: int, bad: bool) -> None:
+        first = len(self.model.states)
+        drafts = [Draft(PromptId(f"0-{first + n}"), f"0-{first + n}".encode()) for n in range(count)]
+        if bad:
+            drafts[0] = Draft(drafts[0].prompt_id, b"", "bad_row")
+        assert self.run(self.prompts.issue(drafts, self.model.step, (first, first + count)))
+        assert not self.run(self.prompts.issue(drafts, self.model.step, (first, first + count)))
+        for draft in drafts:
+            self.model.move(draft.prompt_id, Move.ISSUE)
+            if draft.reason:
+                self.model.move(draft.prompt_id, Move.DROP)
+                self.model.settled[draft.prompt_id] = self.model.step
+
+    @rule(count=st.integers(1, 4))
+    def reissue(self, count: int) -> None:
+        waiting = self.run(self.prompts.waiting(count))
+        assert len(waiting) == min(count, len(self.model.waiting))
+        self.run(self.prompts.reissue([Draft(p, p.encode()) for p in waiting], self.model.step))
+        self.model.waiting -= set(waiting)
+        self.model.counts = Counts(**{**vars(self.model.counts), "waiting": len(self.model.waiting)})
+
+    # Leases.
+
+    @rule(member=st.sampled_from(MEMBERS), count=st.integers(1, 4))
+    def lease(self, member: MemberId, count: int) -> None:
+        claims: list[Claim] = self.run(self.prompts.lease(member, count, self.model.lineage))
+        assert not self.run(self.prompts.lease(member, count, self.model.lineage - 1))
+        assert len(claims) == min(count, self.model.counts.queued - self.model.counts.waiting)
+        for claim in claims:
+            prompt = PromptId(claim.payload.decode())
+            assert all(claim.fence > old for old in self.fences.get(claim.lease_id, []))
+            self.fences.setdefault(claim.lease_id, []).append(claim.fence)
+            self.model.move(prompt, Move.LEASE)
+            self.model.leases[claim.lease_id] = (prompt, claim.fence, member)
+
+    def give_back(self, lease_id: LeaseId) -> PromptId:
+        prompt, _, _ = self.model.leases.pop(lease_id)
+        self.model.move(prompt, Move.GIVE_BACK)
+        return prompt
+
+    @precondition(lambda self: self.model.leases)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        lease_id = data.draw(st.sampled_from(sorted(self.model.leases)))
+        fence = self.model.leases[lease_id][1]
+        assert self.run(self.prompts.release([(lease_id, fence)])) == [self.give_back(lease_id)]
+        assert self.run(self.prompts.release([(lease_id, fence)])) == []
+
+    @rule()
+    def expire(self) -> None:
+        assert set(self.run(self.prompts.expire(0.0))) == {self.give_back(i) for i in list(self.model.leases)}
+
+    @rule(member=st.sampled_from(MEMBERS))
+    def take_back(self, member: MemberId) -> None:
+        held = [lease_id for lease_id, (_, _, holder) in self.model.leases.items() if holder == member]
+        assert set(self.run(self.prompts.take_back(member))) == {self.give_back(lease_id) for lease_id in held}
+
+    @precondition(lambda self: self.fences)
+    @rule(data=st.data())
+    def extend(self, data: st.DataObject) -> None:
+        lease_id = data.draw(st.sampled_from(sorted(self.fences)))
+        fence = data.draw(st.sampled_from(self.fences[lease_id]))
+        holds = lease_id in self.model.leases and self.model.leases[lease_id][1] == fence
+        member = self.model.leases[lease_id][2] if holds else MEMBERS[0]
+        assert self.run(self.prompts.extend(member, [(lease_id, fence)])) == (set() if holds else {lease_id})
+
+    # Answers.
+
+    @rule(count=st.integers(1, 4), trained=st.booleans())
+    def generate(self, count: int, trained: bool) -> None:
+        """The way of most prompts; single calls in any order rarely come so far."""
+        self.issue(count, bad=False)
+        self.lease(MEMBERS[0], count)
+        for lease_id, (prompt, fence, _) in list(self.model.leases.items()):
+            self.complete(lease_id, fence, prompt)
+        if trained:
+            self.train_on(sorted(self.model.at(PromptState.GENERATED)))
+
+    def complete(self, lease_id: LeaseId, fence: Fence, prompt: PromptId) -> None:
+        assert self.run(self.prompts.complete(lease_id, fence, b"group " + prompt.encode(), summary(prompt)))
+        del self.model.leases[lease_id]
+        self.model.answered[lease_id] = fence
+        self.model.move(prompt, Move.COMPLETE)
+
+    @precondition(lambda self: self.fences)
+    @rule(data=st.data(), group=st.booleans())
+    def answer(self, data: st.DataObject, group: bool) -> None:
+        """Of any lease that ever was: held now, lost, or answered before."""
+        lease_id = data.draw(st.sampled_from(sorted(self.fences)))
+        fence = data.draw(st.sampled_from(self.fences[lease_id]))
+        held = self.model.leases.get(lease_id)
+        prompt = held[0] if held else PromptId("0-0")
+        if group:
+            call = self.prompts.complete(lease_id, fence, b"group " + prompt.encode(), summary(prompt))
+        else:
+            call = self.prompts.refuse(lease_id, fence, self.model.step, "reward: raised ValueError")
+        if held is not None and held[1] == fence:
+            assert self.run(call)
+            del self.model.leases[lease_id]
+            self.model.answered[lease_id] = fence
+            self.model.move(prompt, Move.COMPLETE if group else Move.REFUSE)
+            if not group:
+                self.model.settled[prompt] = self.model.step
+        elif held is None and self.model.answered.get(lease_id) == fence:
+            assert not self.run(call)
+        else:
+            try:
+                self.run(call)
+                raise AssertionError("an answer with an old fence was taken")
+            except Fenced:
+                pass
+
+    # The end of a prompt.
+
+    @precondition(lambda self: self.model.counts.generated)
+    @rule(data=st.data())
+    def drop(self, data: st.DataObject) -> None:
+        prompt = data.draw(st.sampled_from(sorted(self.model.at(PromptState.GENERATED))))
+        assert self.run(self.prompts.drop([prompt], self.model.step, "no signal")) == 1
+        assert self.run(self.prompts.drop([prompt], self.model.step, "no signal")) == 0
+        self.model.move(prompt, Move.DROP)
+        self.model.settled[prompt] = self.model.step
+
+    @precondition(lambda self: self.model.counts.generated)
+    @rule(data=st.data())
+    def regenerate(self, data: st.DataObject) -> None:
+        prompt = data.draw(st.sampled_from(sorted(self.model.at(PromptState.GENERATED))))
+        assert self.run(self.prompts.regenerate([prompt], self.model.step + 1)) == 1
+        assert self.run(self.prompts.regenerate([prompt], self.model.step + 1)) == 0
+        self.model.move(prompt, Move.REGENERATE)
+        self.model.waiting.add(prompt)
+        self.model.counts = Counts(**{**vars(self.model.counts), "waiting": len(self.model.waiting)})
+
+    @precondition(lambda self: self.model.counts.generated)
+    @rule(data=st.data())
+    def train(self, data: st.DataObject) -> None:
+        generated = sorted(self.model.at(PromptState.GENERATED))
+        self.train_on(data.draw(st.lists(st.sampled_from(generated), min_size=1, unique=True)))
+
+    def train_on(self, batch: list[PromptId]) -> None:
+        step = self.model.step + 1
+        assert self.run(self.prompts.train(batch, step, 1.0, "{}", ["sample"]))
+        assert not self.run(self.prompts.train(batch, step, 1.0, "{}", ["sample"]))
+        for prompt in batch:
+            self.model.move(prompt, Move.TRAIN)
+            self.model.settled[prompt] = step
+        self.model.step = step
+
+    @precondition(lambda self: self.model.step)
+    @rule(back=st.integers(1, 3))
+    def rewind(self, back: int) -> None:
+        to = max(0, self.model.step - back)
+        waiting = self.run(self.prompts.rewind(to))
+        self.go_back(to)
+        self.undo()
+        assert waiting == len(self.model.waiting)
+
+    @precondition(lambda self: self.model.step)
+    @rule(back=st.integers(1, 3), chunks=st.integers(0, 3), job_ends=st.booleans())
+    def rewind_is_broken_off(self, back: int, chunks: int, job_ends: bool) -> None:
+        """The coordinator ends in the middle of it: the next one finishes it, or closes the ledger with the job."""
+        to = max(0, self.model.step - back)
+        keys = [f"millrace:job:{JOB.id}:train", f"millrace:job:{JOB.id}"]
+        self.run(self.store.connection.run("rewind", keys, [to]))
+        lineage = self.model.lineage
+        self.go_back(to)
+        for _ in range(chunks):
+            self.run(self.store.connection.run("undo", keys[:1], [1]))
+            assert self.run(self.prompts.counts()).adds_up
+            assert not self.run(self.prompts.lease(MEMBERS[0], 4, lineage))
+        if job_ends:
+            self.run(self.prompts.close(to + 1, "the job failed"))
+            self.drop_all()
+            self.start()
+        else:
+            self.run(self.prompts.undo())
+            assert not self.run(self.prompts.undo())
+            self.undo()
+
+    @rule()
+    def close(self) -> None:
+        assert self.run(self.prompts.close(self.model.step + 1, "the job failed: why")) == self.drop_all()
+
+    def drop_all(self) -> int:
+        flying = {p for state in (PromptState.QUEUED, PromptState.LEASED) for p in self.model.at(state)}
+        flying |= self.model.at(PromptState.GENERATED)
+        for prompt in flying:
+            self.model.move(prompt, Move.DROP)
+            self.model.settled[prompt] = self.model.step + 1
+        self.model.leases, self.model.waiting = {}, set()
+        self.model.counts = Counts(**{**vars(self.model.counts), "waiting": 0})
+        return len(flying)
+
+    @rule()
+    def start(self) -> None:
+        """The job is taken up, for the first time or again."""
+        before = self.run(self.store.jobs.get(JOB.id))
+        self.run(self.store.jobs.update(JOB.id, state=JobState.QUEUED))
+        self.run(self.store.jobs.move(JOB.id, JobState.STARTING, "starting"))
+        job = self.run(self.store.jobs.get(JOB.id))
+        assert (job.step, job.version, job.lineage) == (before.step, before.version, before.lineage + 1)
+        assert self.run(self.prompts.undo()) and not self.run(self.prompts.undo())
+        self.go_back(self.model.step)
+        self.undo()
+
+    def go_back(self, to: int) -> None:
+        for lease_id in list(self.model.leases):
+            self.give_back(lease_id)
+        self.wait_again(self.model.at(PromptState.GENERATED))
+        self.model.step = to
+        self.model.lineage += 1
+
+    def undo(self) -> None:
+        self.wait_again({p for p, step in self.model.settled.items() if step > self.model.step})
+
+    def wait_again(self, undone: set[PromptId]) -> None:
+        for prompt in undone:
+            self.model.move(prompt, Move.REWIND)
+            self.model.settled.pop(prompt, None)
+        self.model.waiting |= undone
+        self.model.counts = Counts(**{**vars(self.model.counts), "waiting": len(self.model.waiting)})
+
+    # What must always hold.
+
+    @invariant()
+    def counts_are_those_of_the_model(self) -> None:
+        counts = self.run(self.prompts.counts())
+        assert counts == self.model.counts
+        assert counts.adds_up
+
+    @invariant()
+    def groups_are_those_of_the_generated(self) -> None:
+        generated = self.run(self.prompts.generated())
+        assert set(generated) == self.model.at(PromptState.GENERATED)
+        assert all(self.run(self.prompts.group(p)) == b"group " + p.encode() for p in generated)
+        assert {s.prompt_id for s in self.run(self.prompts.summaries(generated))} == set(generated)
+
+    @invariant()
+    def dropped_prompts_have_reasons(self) -> None:
+        assert sum(self.run(self.prompts.view()).reasons.values()) == self.model.counts.dropped
+
+    @invariant()
+    def held_leases_are_those_of_the_model(self) -> None:
+        held = self.run(self.prompts.held())
+        for member in MEMBERS:
+            assert held.get(member, 0) == sum(m == member for _, _, m in self.model.leases.values())
+
+
+def test_scripts_and_table_agree(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    LedgerMachine.url = redis_url
+    monkeypatch.setattr(prompts_in_redis, "UNDONE_AT_ONCE", 2)
+    checks = settings(
+        max_examples=60,
+        stateful_step_count=40,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        print_blob=False,
+    )
+    run_state_machine_as_test(LedgerMachine, settings=checks)
+
+
+def test_closing_drops_what_is_in_flight(redis_url: str) -> None:
+    async def scenario() -> None:
+        store = Store(redis_url)
+        await store.connection.do("FLUSHALL")
+        await store.jobs.create(JOB)
+        prompts = store.prompts(JOB.id)
+        names = [PromptId(f"0-{n}") for n in range(6)]
+        await prompts.issue([Draft(p, p.encode()) for p in names], 0, (0, 6))
+        claims = await prompts.lease(MEMBERS[0], 3, 0)
+        first = PromptId(claims[0].payload.decode())
+        await prompts.complete(claims[0].lease_id, claims[0].fence, b"group", summary(first))
+        assert await prompts.close(0, "the job was cancelled") == 6
+        view = await prompts.view()
+        assert (view.issued, view.dropped, view.reasons) == (6, 6, {"the job was cancelled": 6})
+        try:
+            await prompts.complete(claims[1].lease_id, claims[1].fence, b"group", summary(names[1]))
+            raise AssertionError("an answer to a closed ledger was taken")
+        except Fenced:
+            pass
+        await store.close()
+
+    asyncio.run(scenario())

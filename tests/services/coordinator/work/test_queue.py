@@ -1,0 +1,301 @@
+"""Who may lease what, and how much."""
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from millrace.errors import Fenced, NotFound
+from millrace.ids import Fence, JobId, LeaseId, MemberId, PromptId, Version
+from millrace.spec import parse
+from millrace.wire.channel import PROTOCOL_VERSION
+from millrace.wire.v1 import fleet_pb2, work_pb2
+from services.coordinator.fleet.fleet import Fleet, Patience
+from services.coordinator.observe.events import Events
+from services.coordinator.observe.prometheus import Measures
+from services.coordinator.stages.issue import training_sampling
+from services.coordinator.state.member import Configured, Member, Weights
+from services.coordinator.store import Draft, Purpose, Store, connection, prompts
+from services.coordinator.work import queue
+from services.coordinator.work.queue import Queue, Standing, Terms
+from tests.services.coordinator.cluster import until
+from tests.services.coordinator.redis import a_job, with_store
+
+JOB = a_job()
+TERMS = Terms(lease_s=30.0, samples={Purpose.TRAIN: 4, Purpose.EVALUATION: 1})
+
+
+def weights(version: int, lineage: int = 0, job: str = JOB.id) -> Weights:
+    return Weights(JobId(job), lineage, Version(version))
+
+
+@pytest.mark.parametrize(
+    ("held", "train", "evaluate"),
+    [
+        (None, False, False),
+        (weights(5), True, True),
+        (weights(4), True, False),
+        (weights(3), False, False),
+        (weights(6), False, False),
+        (weights(5, lineage=1), False, False),
+        (weights(5, job="job-other"), False, False),
+    ],
+)
+def test_leases_are_for_those_who_hold_the_version(held: Weights | None, train: bool, evaluate: bool) -> None:
+    standing = Standing(weights(5), max_staleness=1, terms=TERMS)
+    assert standing.allows(held, Purpose.TRAIN) is train
+    assert standing.allows(held, Purpose.EVALUATION) is evaluate
+
+
+def test_a_greedy_baseline_is_a_request_more() -> None:
+    tree = {"name": "a job", "output": "/out", "model": {"path": "/model"}, "data": {"files": ["train.parquet"]}}
+    for name, more in (("grpo", 0), ("remax", 1)):
+        spec = parse({**tree, "algorithm": {"advantage": {"name": name}}})
+        terms, samples = Terms.of(spec), spec.rollout.samples_per_prompt
+        assert (terms.requests(Purpose.TRAIN), terms.samples[Purpose.TRAIN]) == (samples + more, samples)
+        assert terms.requests(Purpose.EVALUATION) == terms.samples[Purpose.EVALUATION]
+        assert training_sampling(spec).greedy_baseline is bool(more)
+
+
+class Desk:
+    """A queue over a real store, with one member that holds version 0."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.fleet = Fleet(store, Patience(1.0, 5.0))
+        self.queue = Queue(store, self.fleet, Events(store), Measures())
+        self.queue.standing = Standing(weights(0), 0, TERMS)
+
+    async def member(self, name: str = "rollout-a", port: int = 1) -> Member:
+        request = fleet_pb2.RegisterRequest(
+            member_id=name,
+            kind=fleet_pb2.MEMBER_KIND_ROLLOUT,
+            address=f"127.0.0.1:{port}",
+            protocol_version=PROTOCOL_VERSION,
+        )
+        await self.fleet.register(request)
+        member = self.fleet.member(name)
+        await self.fleet.configured(member, Configured(JOB.id, 1, "float32"))
+        await self.fleet.hold(member, weights(0))
+        return member
+
+    async def issue(self, count: int, purpose: Purpose = Purpose.TRAIN) -> None:
+        names = [PromptId(f"{'e' if purpose is Purpose.EVALUATION else ''}0-{n}") for n in range(count)]
+        drafts = [Draft(name, work_pb2.Lease(prompt_id=name).SerializeToString()) for name in names]
+        await self.store.prompts(JOB.id, purpose).issue(drafts, 0)
+        self.queue.issued.ring()
+
+    async def lease(self, free: int, wait_s: float = 0.0, name: str = "rollout-a") -> list[str]:
+        leases, self.reason = await self.queue.lease(MemberId(name), free, wait_s)
+        return [lease.prompt_id for lease in leases]
+
+
+def at_the_desk(url: str, scenario: Callable[[Desk], Awaitable[None]]) -> None:
+    async def run(store: Store) -> None:
+        await store.jobs.create(JOB)
+        await scenario(Desk(store))
+
+    with_store(url, run)
+
+
+def test_a_prompt_is_leased_only_if_all_its_samples_fit(redis_url: str) -> None:
+    async def scenario(desk: Desk) -> None:
+        await desk.member()
+        await desk.issue(5)
+        assert await desk.lease(9) == ["0-0", "0-1"]
+        assert await desk.lease(3) == []
+        assert await desk.lease(4) == ["0-2"]
+
+    at_the_desk(redis_url, scenario)
+
+
+def test_one_prompt_is_leased_where_nothing_runs(redis_url: str) -> None:
+    async def scenario(desk: Desk) -> None:
+        await desk.member()
+        await desk.issue(2)
+        assert await desk.lease(3) == ["0-0"]
+        assert await desk.lease(3) == []
+
+    at_the_desk(redis_url, scenario)
+
+
+def test_one_prompt_is_leased_again_after_a_lease_has_expired(redis_url: str) -> None:
+    async def scenario(desk: Desk) -> None:
+        await desk.member()
+        await desk.issue(1)
+        for _ in range(2):
+            assert await desk.lease(3) == ["0-0"]
+            assert await desk.lease(3) == []
+            await desk.store.prompts(JOB.id).expire(0.0)
+
+    at_the_desk(redis_url, scenario)
+
+
+def test_evaluation_goes_first(redis_url: str) -> None:
+    async def scenario(desk: Desk) -> None:
+        await desk.member()
+        await desk.issue(2)
+        await desk.issue(3, Purpose.EVALUATION)
+        assert await desk.lease(8) == ["e0-0", "e0-1", "e0-2", "0-0"]
+
+    at_the_desk(redis_url, scenario)
+
+
+def test_a_draining_member_and_one_without_weights_get_none(redis_url: str) -> None:
+    async def scenario(desk: Desk) -> None:
+        member = await desk.member()
+        await desk.issue(1)
+        member.weights = None
+        assert await desk.lease(8) == [] and "no verified weights" in desk.reason
+        await desk.fleet.hold(member, weights(0))
+        await desk.fleet.drain(member.id)
+        assert await desk.lease(8, wait_s=5.0) == [] and "drains" in desk.reason
+        with pytest.raises(NotFound, match="rollout-z is not in the fleet"):
+            await desk.lease(8, name="rollout-z")
+        desk.queue.standing = None
+        assert await desk.lease(8) == [] and desk.reason == "no job runs"
+
+    at_the_desk(redis_url, scenario)
+
+
+def test_whoever_waits_is_woken_by_new_prompts_and_by_new_weights(redis_url: str) -> None:
+    async def scenario(desk: Desk) -> None:
+        member = await desk.member()
+        waiting = asyncio.create_task(desk.lease(8, wait_s=60.0))
+        await asyncio.sleep(0.1)
+        await desk.issue(1)
+        assert await asyncio.wait_for(waiting, 10.0) == ["0-0"]
+        member.weights = None
+        await desk.issue(2)
+        waiting = asyncio.create_task(desk.lease(8, wait_s=60.0))
+        await asyncio.sleep(0.1)
+        await desk.fleet.hold(member, weights(0))
+        desk.fleet.bell.ring()
+        assert await asyncio.wait_for(waiting, 10.0) == ["0-1"]
+
+    at_the_desk(redis_url, scenario)
+
+
+def test_what_a_lost_member_held_goes_to_others(redis_url: str) -> None:
+    async def scenario(desk: Desk) -> None:
+        first, _ = await desk.member(), await desk.member("rollout-b", 2)
+        await desk.issue(2)
+        (lease, _), _ = await desk.queue.lease(first.id, 8, 0.0)
+        ref = (LeaseId(lease.ref.lease_id), Fence(lease.ref.fence))
+        epoch = desk.fleet.epoch
+        await desk.fleet.leave(first.id, "")
+        assert desk.fleet.epoch == epoch + 1
+        assert await desk.lease(8, name="rollout-b") == ["0-0", "0-1"]
+        with pytest.raises(Fenced, match=r"lease t\S+ with fence 1 is over"):
+            await desk.queue.refuse(first.id, JOB.id, ref, "reward: late")
+
+    at_the_desk(redis_url, scenario)
+
+
+def test_an_answer_is_taken_once(redis_url: str) -> None:
+    async def scenario(desk: Desk) -> None:
+        await desk.member()
+        await desk.issue(1)
+        (lease,), _ = await desk.queue.lease(MemberId("rollout-a"), 8, 0.0)
+        ref: Any = (LeaseId(lease.ref.lease_id), Fence(lease.ref.fence))
+        for _ in range(2):
+            await desk.queue.refuse(MemberId("rollout-a"), JOB.id, ref, "prompt_too_long: 9 > 8 tokens")
+        view = await desk.store.prompts(JOB.id).view()
+        assert (view.dropped, view.reasons) == (1, {"prompt_too_long": 1})
+
+    at_the_desk(redis_url, scenario)
+
+
+@contextlib.asynccontextmanager
+async def expiring(desk: Desk, lease_s: float, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
+    monkeypatch.setattr(queue, "EXPIRE_EVERY_S", 0.05)
+    desk.queue.standing = Standing(weights(0), 0, dataclasses.replace(TERMS, lease_s=lease_s))
+    task = asyncio.create_task(desk.queue.expire())
+    try:
+        yield
+    finally:
+        task.cancel()
+
+
+def test_leases_that_nobody_could_extend_have_their_time_again(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The coordinator was away for longer than a lease lasts, then the replica extends it."""
+
+    async def scenario(desk: Desk) -> None:
+        member = await desk.member()
+        await desk.issue(1)
+        (lease,), _ = await desk.queue.lease(member.id, 8, 0.0)
+        ref = (LeaseId(lease.ref.lease_id), Fence(lease.ref.fence))
+        await asyncio.sleep(1.1)
+        async with expiring(desk, 1.0, monkeypatch):
+            await asyncio.sleep(0.5)
+            assert (await desk.queue.extend(member.id, JOB.id, [ref]))[0] == set()
+            await asyncio.sleep(0.8)
+            assert await desk.queue.held() == {member.id: 1}
+            await until(desk.queue.held, lambda held: not held, 5.0)
+
+    at_the_desk(redis_url, scenario)
+
+
+def test_a_member_that_died_while_the_coordinator_was_away_keeps_nothing(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(desk: Desk) -> None:
+        member = await desk.member()
+        await desk.issue(1)
+        assert await desk.lease(8) == ["0-0"]
+        async with expiring(desk, 60.0, monkeypatch):
+            await desk.fleet.leave(member.id, "")
+            assert await desk.queue.held() == {}
+
+    at_the_desk(redis_url, scenario)
+
+
+def test_a_redis_that_stood_still_expires_nothing_at_once(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(desk: Desk) -> None:
+        member, redis = await desk.member(), desk.store.connection
+        monkeypatch.setattr(connection, "TIMEOUT_S", 0.3)
+        monkeypatch.setattr(prompts, "TIMEOUT_S", 0.3)
+        pid = int((await redis.do("INFO", "server"))["process_id"])
+        await desk.issue(1)
+        async with expiring(desk, 1.0, monkeypatch):
+            await asyncio.sleep(1.2)
+            (lease,), _ = await desk.queue.lease(member.id, 8, 0.0)
+            ref = (LeaseId(lease.ref.lease_id), Fence(lease.ref.fence))
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                await asyncio.sleep(1.5)
+            finally:
+                os.kill(pid, signal.SIGCONT)
+            await redis.wait_until_up()
+            await asyncio.sleep(0.5)
+            assert (await desk.queue.extend(member.id, JOB.id, [ref]))[0] == set()
+            await until(desk.queue.held, lambda held: not held, 5.0)
+
+    at_the_desk(redis_url, scenario)
+
+
+def test_leases_are_not_expired_later_than_asked(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Redis that stood still comes to what it was asked before."""
+
+    async def scenario(desk: Desk) -> None:
+        await desk.member()
+        await desk.issue(1)
+        assert await desk.lease(8) == ["0-0"]
+        run, expire = desk.store.connection.run, desk.store.prompts(JOB.id).expire
+
+        async def run_late(*arguments: Any) -> Any:
+            await asyncio.sleep(0.3)
+            return await run(*arguments)
+
+        monkeypatch.setattr(prompts, "TIMEOUT_S", 0.2)
+        with monkeypatch.context() as late:
+            late.setattr(desk.store.connection, "run", run_late)
+            assert await expire(0.1) == []
+        assert await expire(0.1) == ["0-0"]
+
+    at_the_desk(redis_url, scenario)
