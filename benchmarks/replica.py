@@ -28,10 +28,10 @@ from millrace.spec import JobSpec, parse
 from millrace.telemetry import logs
 from millrace.wire.channel import Peer
 from millrace.wire.server import Server
-from services.rollout.leases import Leases
 from services.rollout.membership import Membership
 from services.rollout.replica import Replica
 from services.rollout.server import servicers
+from services.rollout.work.leases import Leases
 from tests.sender import export
 from tests.services.rollout.coordinator import Coordinator, configure, publish, until
 

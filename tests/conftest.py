@@ -9,7 +9,7 @@ MEGATRON = "services/trainer/backends/megatron"
 LONG = (
     "e2e/test_elastic.py",
     "e2e/test_publication_faults.py",
-    "services/rollout/test_engines.py",
+    "services/rollout/engines/test_engines.py",
     f"{MEGATRON}/test_vllm.py",
     "services/trainer/test_ranks.py",
     f"{MEGATRON}/test_parity.py",

@@ -10,7 +10,7 @@ from millrace.ids import Version
 from millrace.weights.plans.manifest import Manifest, TensorInfo
 from millrace.weights.transfer.channels.gloo import GlooChannel, serve_store
 from millrace.weights.transfer.checksum import checksum
-from services.rollout.delivery import Delivery
+from services.rollout.transfer_request import Delivery
 
 TIMEOUT_S = 30.0
 

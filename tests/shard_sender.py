@@ -19,7 +19,7 @@ from millrace.weights.transfer.channels.meeting import Meeting
 from millrace.weights.transfer.pipeline import Sending
 from millrace.weights.transfer.session import Party
 from millrace.wire.v1 import weights_pb2
-from services.rollout.delivery import Delivery
+from services.rollout.transfer_request import Delivery
 
 TIMEOUT_S = 30.0
 

@@ -46,10 +46,10 @@ from millrace.weights.plans.plan import gather_broadcast
 from millrace.weights.transfer.channels.gloo import serve_store
 from millrace.weights.transfer.checksum import checksum
 from millrace.wire.v1 import rollout_pb2, weights_pb2
+from services.rollout.engine import Sampling
 from services.rollout.engines import create
-from services.rollout.engines.engine import Sampling
 from services.rollout.engines.worker_engine import WorkerEngine
-from services.rollout.receive import Receiver
+from services.rollout.weights.receiver import Receiver
 
 MODES = {
     "shadow": weights_pb2.COMMIT_MODE_SHADOW,

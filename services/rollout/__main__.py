@@ -16,11 +16,11 @@ from millrace.telemetry import logs
 from millrace.wire.channel import Peer
 from millrace.wire.server import Server, host_address
 from services.rollout.engines import ENGINES, probe
-from services.rollout.leases import Leases
 from services.rollout.lifeline import kill_descendants
 from services.rollout.membership import Membership
 from services.rollout.replica import Replica
 from services.rollout.server import servicers
+from services.rollout.work.leases import Leases
 
 log = structlog.get_logger(__name__)
 app = typer.Typer(pretty_exceptions_enable=False)

@@ -12,12 +12,12 @@ from millrace.spec import JobSpec
 from millrace.weights.plans import wire_layouts as sides
 from millrace.weights.plans.manifest import Manifest
 from millrace.wire.v1 import rollout_pb2
+from services.rollout.engine import Engine, EngineDied, Load
 from services.rollout.engines import create
-from services.rollout.engines.engine import Engine, EngineDied, Load
-from services.rollout.groups import Bench
-from services.rollout.job import Job, import_transformers, parse_spec
-from services.rollout.leases import Leases
-from services.rollout.receive import Receiver
+from services.rollout.weights.receiver import Receiver
+from services.rollout.work.groups import Bench
+from services.rollout.work.job import Job, import_transformers, parse_spec
+from services.rollout.work.leases import Leases
 
 log = structlog.get_logger(__name__)
 State = rollout_pb2.EngineState

@@ -13,8 +13,8 @@ from millrace.ids import JobId
 from millrace.weights.phases import Publication
 from millrace.wire.arrays import pack_tokens
 from millrace.wire.v1 import rollout_pb2, rollout_pb2_grpc, trainer_pb2, work_pb2
-from services.rollout.groups import sampling_of, trajectory
 from services.rollout.replica import Replica
+from services.rollout.work.groups import sampling_of, trajectory
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 T = TypeVar("T")

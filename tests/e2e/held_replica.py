@@ -20,9 +20,9 @@ import torch
 
 from millrace.weights.transfer.channels.channel import Channel, Flight, Parcel
 from millrace.weights.transfer.pipeline import Receiving, Sending
-from services.rollout import shards
 from services.rollout.__main__ import app
-from services.rollout.receive import Receiver
+from services.rollout.weights import sharded as shards
+from services.rollout.weights.receiver import Receiver
 
 FOLDER = Path(sys.argv[1])
 LOOK_EVERY_S = 0.01

@@ -11,13 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from services.rollout.engine import Engine, Sample, Sampling
 from services.rollout.engines import create, probe
-from services.rollout.engines.engine import Engine, Sample, Sampling
 from tests.models import byte_tokenizer
 from tests.sender import Sender
+from tests.services.rollout.engines.test_experts import PROMPT, experts_of, receive
 from tests.services.rollout.jobs import ENGINE_OPTIONS, job_spec
 from tests.services.rollout.reference import logprobs
-from tests.services.rollout.test_experts import PROMPT, experts_of, receive
 from tests.services.trainer.backends.megatron import tiny
 
 pytestmark = [

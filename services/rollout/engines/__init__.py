@@ -5,12 +5,12 @@ from importlib import import_module
 from typing import cast
 
 from millrace.errors import NotFound
-from services.rollout.engines.engine import Engine, Probe
+from services.rollout.engine import Engine, Probe
 
 ENGINES: Mapping[str, tuple[str, str]] = {
-    "vllm": ("services.rollout.engines.vllm", "VllmEngine"),
-    "sglang": ("services.rollout.engines.sglang", "SglangEngine"),
-    "transformers": ("services.rollout.engines.transformers", "TransformersEngine"),
+    "vllm": ("services.rollout.engines.vllm.engine", "VllmEngine"),
+    "sglang": ("services.rollout.engines.sglang.engine", "SglangEngine"),
+    "transformers": ("services.rollout.engines.transformers.engine", "TransformersEngine"),
 }
 """Module and class. The module also has `probe() -> Probe`. Importing it imports no engine library."""
 

@@ -11,8 +11,8 @@ from millrace.ids import Version
 from millrace.spec.rollout import CachePolicy
 from millrace.weights.plans.boxes import Boxes
 from millrace.weights.plans.manifest import Manifest
-from services.rollout.delivery import Delivery, mode_of, stages
-from services.rollout.engines.engine import Dispatch, Load, Reception, Sample, Sampling, Swap
+from services.rollout.engine import Dispatch, Load, Reception, Sample, Sampling, Swap
+from services.rollout.transfer_request import Delivery, mode_of, stages
 
 Answers = list[dict[str, Any]]
 BETWEEN_BATCHES = frozenset({"millrace_describe", "millrace_apply"})

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from services.rollout.engines.engine import Engine
+from services.rollout.engine import Engine
 
 HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE = 4, 2, 32, 96
 

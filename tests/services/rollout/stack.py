@@ -10,10 +10,10 @@ from millrace.ids import new_member_id
 from millrace.spec import JobSpec
 from millrace.wire.channel import Peer
 from millrace.wire.server import Server
-from services.rollout.leases import Leases
 from services.rollout.membership import Membership
 from services.rollout.replica import Replica
 from services.rollout.server import servicers
+from services.rollout.work.leases import Leases
 from tests.models import random_model
 from tests.sender import export
 from tests.services.rollout.coordinator import JOB, Coordinator, configure, publish, until

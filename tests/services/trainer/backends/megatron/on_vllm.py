@@ -24,7 +24,7 @@ from vllm import LLM, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
 from millrace.weights.plans.boxes import Boxes
-from services.rollout.engines.vllm_options import check_model, engine_arguments
+from services.rollout.engines.vllm.options import check_model, engine_arguments
 from services.rollout.lifeline import own_descendants
 from tests.sender import Sender
 from tests.services.rollout.jobs import job_spec

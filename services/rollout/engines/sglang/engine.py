@@ -1,0 +1,321 @@
+"""SGLang behind the engine protocol: its Engine in this process, a scheduler process a rank below it.
+
+The weights live in the schedulers, where `sglang_worker` receives them beside generation. Nothing listens on a network
+address: SGLang's processes and ours meet on Unix sockets.
+"""
+
+import asyncio
+import atexit
+import contextlib
+import importlib.util
+import itertools
+import os
+import signal
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import numpy as np
+import psutil
+import structlog
+
+from millrace.errors import InvalidJob, InvalidState, Unavailable
+from millrace.extras import how_to_install
+from millrace.ids import Version
+from millrace.spec import JobSpec
+from millrace.spec.rollout import CachePolicy
+from millrace.telemetry import logs
+from services.rollout.engine import (
+    EngineDied,
+    Load,
+    Probe,
+    Sample,
+    Sampling,
+    StopReason,
+    VersionSpan,
+    end_of_turn,
+)
+from services.rollout.engines.sglang import options as sglang_options
+from services.rollout.engines.sglang.options import MARK
+from services.rollout.engines.worker_engine import Answers, WorkerEngine, samples_that_fit
+from services.rollout.lifeline import own_descendants
+from services.rollout.weights.worker_rpc import SOCKET, Inlets
+
+log = structlog.get_logger(__name__)
+T = TypeVar("T")
+LOOK_EVERY_S = 0.5
+"""How often its processes are looked after."""
+MEET_S = 60.0
+"""From SGLang's being ready until every scheduler has opened its inlet."""
+WARM_UP_REQUESTS = 256
+WARM_UP_TOKENS = 48
+"""Of a batch that only warms up: how many, and how long the longest prompt."""
+PAUSES: dict[CachePolicy, str] = {"recompute": "retract", "keep": "in_place"}
+"""SGLang's words: requests in flight are prefilled again, or go on with the keys and values that they have."""
+
+
+def probe() -> Probe:
+    found = sglang_options.release()
+    if importlib.util.find_spec("sglang") is None or not found:
+        return Probe(False, "", f"SGLang is not installed: {how_to_install('gpu-sglang')}.")
+    return Probe(True, found, sglang_options.release_warning(found))
+
+
+class SglangEngine(WorkerEngine):
+    name = "sglang"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.release = sglang_options.release()
+        self.device = ""
+        self.world_size = 0
+        self.dtype = ""
+        # The kernel ends a child with the thread that made it: this one lives as long as the engine.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="sglang")
+        self._engine: Any = None
+        self._manager: Any = None
+        self._inlets = Inlets("SGLang")
+        self._numbers = itertools.count()
+        self._context = 0
+        self._end_of_turn: list[int] = []
+        self._death: asyncio.Future[str]
+        """Resolved, with how it was seen, once a process of SGLang has ended by itself."""
+        self._watch: asyncio.Task[None] | None = None
+
+    async def start(self, spec: JobSpec) -> None:
+        if warning := sglang_options.release_warning(self.release):
+            log.warning(warning)
+        own_descendants()
+        _set_environment()
+        loop = asyncio.get_running_loop()
+        self._death = loop.create_future()
+        # SGLang's processes tell their parent by this signal that one of them has failed.
+        with contextlib.suppress(ValueError, RuntimeError):
+            loop.add_signal_handler(signal.SIGQUIT, self._lost, "SGLang reported a failure of its processes")
+        os.environ[SOCKET] = await self._inlets.listen()
+        self._context = sglang_options.context(spec)
+        await loop.run_in_executor(self._thread, self._build, spec)
+        self._handle_outputs()
+        ranks = await self._inlets.meet(self._engine.server_args.tp_size, MEET_S)
+        self.world_size, self.dtype, self.device = len(ranks), ranks[0]["dtype"], ranks[0]["device"]
+        self.capacity = samples_that_fit(ranks[0]["requests"], ranks[0]["tokens"], self._context)
+        await self._while_alive(self._warm_up())
+        self._watch = asyncio.create_task(self._look_after(self._engine.get_all_child_pids()))
+
+    async def _warm_up(self) -> None:
+        """One large batch of short requests. What SGLang compiles on its first use would otherwise be compiled in front
+        of a publication that waits for the batch to end: seconds."""
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        requests, longest = min(self.capacity, WARM_UP_REQUESTS), min(WARM_UP_TOKENS, self._context - 2)
+        request = GenerateReqInput(
+            input_ids=[[number % WARM_UP_TOKENS] * (1 + number % longest) for number in range(requests)],
+            sampling_params={"max_new_tokens": 2, "ignore_eos": True},
+            return_logprob=True,
+        )
+        await self._last_output(request)
+
+    def _handle_outputs(self) -> None:
+        """As SGLang would with the first request; but it would take over this process's signals too."""
+        loop = asyncio.get_running_loop()
+        handling = loop.create_task(self._manager.handle_loop())
+        handling.add_done_callback(lambda _: self._lost("nobody handles their outputs any more"))
+        self._manager.event_loop = loop
+        self._manager.asyncio_tasks.add(handling)
+
+    def _build(self, spec: JobSpec) -> None:
+        """Starts SGLang's processes. Takes seconds to minutes; runs in `_thread`."""
+        from sglang.srt.entrypoints.engine import Engine
+
+        from services.rollout.engines.sglang.worker import run_scheduler_process
+
+        sglang_options.check_api()
+
+        class OurEngine(Engine):  # type: ignore[misc]
+            run_scheduler_process_func = staticmethod(run_scheduler_process)
+
+        try:
+            with logs.kept():
+                engine = OurEngine(**sglang_options.server_arguments(spec))
+        except (ValueError, TypeError, OSError, AssertionError) as error:
+            what = f"SGLang refused model.path {spec.model.path} with rollout.engine_options: {error}."
+            raise InvalidJob(what, "mend the named option; SGLang's log above says more.") from error
+        except (RuntimeError, MemoryError, EOFError) as error:
+            what = f"SGLang did not start with {spec.model.path}: {error}."
+            raise Unavailable(what, "its log above names the cause; memory and CUDA devices first.") from error
+        # It would end every process below this one, the replica's own too.
+        atexit.unregister(engine.shutdown)
+        self._engine, self._manager = engine, engine.tokenizer_manager
+        sglang_options.check_model(self._manager.model_config)
+        self._tokenizer = self._manager.tokenizer
+        self._end_of_turn = end_of_turn(self._manager.model_config.hf_eos_token_id, self._tokenizer)
+
+    async def stop(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+        if self._engine is not None:
+            engine, self._engine = self._engine, None
+            await asyncio.get_running_loop().run_in_executor(self._thread, _shut_down, engine)
+            for task in list(self._manager.asyncio_tasks):
+                task.cancel()
+            # Unsent messages to processes that have ended would hold up this one's end.
+            for socket in (self._manager.recv_from_detokenizer, self._manager.send_to_scheduler):
+                socket.close(linger=0)
+        await self._inlets.close()
+        with contextlib.suppress(ValueError, RuntimeError):
+            asyncio.get_running_loop().remove_signal_handler(signal.SIGQUIT)
+        self._thread.shutdown(wait=False)
+
+    async def _look_after(self, processes: list[int]) -> None:
+        while all(_lives(pid) for pid in processes):  # noqa: ASYNC110 - the kernel tells nobody
+            await asyncio.sleep(LOOK_EVERY_S)
+        self._lost(f"{', '.join(str(pid) for pid in processes if not _lives(pid))} ended")
+
+    def _lost(self, how: str) -> None:
+        if not self._death.done():
+            self._death.set_result(how)
+
+    def _check_alive(self) -> None:
+        if self._death.done():
+            raise EngineDied(f"SGLang's processes: {self._death.result()}.")
+
+    def load(self) -> Load:
+        self._check_alive()
+        return super().load()
+
+    # Generation.
+
+    async def _generate(self, prompt_tokens: Sequence[int], sampling: Sampling) -> Sample:
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        # SGLang ends every request whose name begins with the one that is to be ended.
+        request_id = f"sample-{next(self._numbers)}."
+        request = GenerateReqInput(
+            input_ids=list(prompt_tokens),
+            sampling_params=self._parameters(len(prompt_tokens), sampling),
+            return_logprob=True,
+            rid=request_id,
+            # Keys and values of an older version are not this request's to reuse.
+            extra_key=self._cache_key,
+        )
+        self._running.add(request_id)
+        try:
+            final = await self._while_alive(self._last_output(request))
+            return await self._sample(request_id, final, sampling)
+        finally:
+            self._running.discard(request_id)
+            if not self._death.done() and self._engine is not None:
+                self._manager.abort_request(rid=request_id)  # nothing, where it has ended
+
+    async def _while_alive(self, answer: Coroutine[Any, Any, T]) -> T:
+        """Raises EngineDied once a process of SGLang has ended: nobody would answer."""
+        asking = asyncio.create_task(answer)
+        try:
+            either: list[asyncio.Future[Any]] = [asking, self._death]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            self._check_alive()
+            return asking.result()
+        finally:
+            asking.cancel()
+
+    async def _last_output(self, request: Any) -> Any:
+        """Of one request its output, of a batch a list of them; None where there was none."""
+        final = None
+        async for output in self._manager.generate_request(request, None):
+            final = output
+        return final
+
+    def _parameters(self, prompt_tokens: int, sampling: Sampling) -> dict[str, Any]:
+        return {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k or -1,
+            "max_new_tokens": min(sampling.max_response_tokens, self._context - prompt_tokens),
+            "stop": list(sampling.stop) or None,
+            "stop_token_ids": self._end_of_turn,
+        }
+
+    async def _sample(self, request_id: str, final: dict[str, Any] | None, sampling: Sampling) -> Sample:
+        ended = (final or {}).get("meta_info", {}).get("finish_reason") or {"type": "nothing"}
+        if final is None or ended["type"] not in ("stop", "length"):
+            raise InvalidState(f"SGLang ended sample {request_id} with {ended}.", "the prompt is issued again.")
+        meta = final["meta_info"]
+        tokens = np.asarray(final["output_ids"], dtype=np.int32)
+        if ended["type"] == "stop" and isinstance(ended.get("matched"), str):
+            stop_reason = StopReason.STOP_STRING
+        else:  # of an end of turn that is the last token that fits, SGLang says length
+            ends = len(tokens) > 0 and int(tokens[-1]) in self._end_of_turn
+            stop_reason = StopReason.END_OF_TURN if ends else StopReason.LENGTH
+        # With stop strings SGLang has made the text already, and cut it.
+        text = str(final["text"]) if sampling.stop else await asyncio.to_thread(self._decode, tokens.tolist())
+        return Sample(
+            tokens=tokens,
+            logprobs=np.asarray([entry[0] for entry in meta["output_token_logprobs"]], dtype=np.float32)[: len(tokens)],
+            versions=_spans(meta[MARK][: len(tokens)]),
+            stop_reason=stop_reason,
+            text=text,
+        )
+
+    # What publications ask of it.
+
+    def _started(self) -> bool:
+        return self._engine is not None
+
+    async def _ask(self, method: str, *arguments: Any, paused: bool = False) -> Answers:
+        return await self._inlets.ask(method, *arguments, paused=paused)
+
+    async def _pause(self, cache_policy: CachePolicy) -> None:
+        from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
+        await self._manager.pause_generation(PauseGenerationReqInput(mode=PAUSES[cache_policy]))
+
+    async def _resume(self) -> None:
+        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
+        await self._manager.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
+
+    async def _label(self, version: Version, cache_key: str) -> None:
+        await self._inlets.ask("label", version, cache_key, paused=True)
+
+    async def _end_requests(self) -> None:
+        for request_id in list(self._running):
+            self._manager.abort_request(rid=request_id)
+
+
+def _spans(marks: Sequence[int]) -> tuple[VersionSpan, ...]:
+    """Runs of the same version."""
+    spans: list[VersionSpan] = []
+    start = 0
+    for version, run in itertools.groupby(marks):
+        end = start + len(list(run))
+        spans.append(VersionSpan(Version(version), start, end))
+        start = end
+    return tuple(spans)
+
+
+def _shut_down(engine: Any) -> None:
+    if (watchdog := engine.tokenizer_manager._subprocess_watchdog) is not None:
+        watchdog.stop()
+    if engine.send_to_rpc is not None:
+        engine.send_to_rpc.close(linger=0)
+    ours = [psutil.Process(pid) for pid in engine.get_all_child_pids() if psutil.pid_exists(pid)]
+    below = [child for process in ours for child in process.children(recursive=True)]
+    for process in [*ours, *below]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs([*ours, *below], timeout=10.0)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _set_environment() -> None:
+    """Before SGLang is imported; what the user set stays."""
+    # The context is longer than the job's by a few tokens that are never used.
+    os.environ.setdefault("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "1")
+    # SGLang would turn it off in its processes alone, and ranks that have it on and off cannot connect.
+    os.environ.setdefault("NCCL_CUMEM_ENABLE", "1")

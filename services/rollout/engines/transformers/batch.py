@@ -1,0 +1,113 @@
+"""A batch of sequences that grow together: left-padded keys and values, rows that join and leave between tokens."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from services.rollout.engines.transformers.routing import Routing
+
+PREFILL_TOKENS = 8192
+"""Tokens in one forward pass of a prefill, padding included."""
+
+
+class Batch:
+    """Rows in the order in which they were added. `model` is a Hugging Face causal language model."""
+
+    def __init__(self, model: Any, routing: Routing | None = None) -> None:
+        self.experts: list[NDArray[np.integer]] = []
+        """With `routing`: of the rows of the last `add` or `step`, the experts of the tokens that it appended."""
+        self._model = model
+        self._routing = routing
+        self._cache: Any = None
+        self._valid_bl = torch.zeros(0, 0, dtype=torch.long, device=model.device)
+        """1 where a column of the cache holds a token of the row, 0 in the padding at its left."""
+
+    def __len__(self) -> int:
+        return len(self._valid_bl)
+
+    def add(self, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Appends rows for whole sequences; returns the logits [rows, V] that follow each."""
+        logits, experts = [], []
+        for part in _parts(sequences):
+            longest = max(map(len, part))
+            ids = torch.tensor([[0] * (longest - len(s)) + list(s) for s in part], device=self._model.device)
+            valid = torch.tensor([[0] * (longest - len(s)) + [1] * len(s) for s in part], device=self._model.device)
+            cache, part_logits = self._forward(ids, valid, None)
+            logits.append(part_logits)
+            experts += self.experts
+            self._join(cache, valid)
+        self.experts = experts
+        return torch.cat(logits)
+
+    def step(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Appends one token to each row; returns the logits [rows, V] that follow."""
+        valid = torch.cat([self._valid_bl, self._valid_bl.new_ones(len(self), 1)], 1)
+        ids = torch.tensor(tokens, device=self._model.device)[:, None]
+        self._cache, logits = self._forward(ids, valid, self._cache)
+        self._valid_bl = valid
+        return logits
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Drops every row but these, and the columns that only padding is left in."""
+        if len(rows) == len(self):
+            return
+        if not rows:
+            self._cache, self._valid_bl = None, self._valid_bl[:0]
+            return
+        index = torch.tensor(rows, device=self._model.device)
+        self._valid_bl = self._valid_bl[index]
+        empty = int(self._valid_bl.argmax(1).min())
+        self._valid_bl = self._valid_bl[:, empty:]
+        for layer in self._cache.layers:
+            layer.keys, layer.values = layer.keys[index][:, :, empty:], layer.values[index][:, :, empty:]
+
+    def _forward(self, ids_bt: torch.Tensor, valid_bl: torch.Tensor, cache: Any) -> tuple[Any, torch.Tensor]:
+        from transformers import DynamicCache
+
+        positions_bt = (valid_bl.cumsum(-1) - 1).clamp(min=0)[:, -ids_bt.shape[1] :]
+        with torch.inference_mode():
+            output = self._model(
+                input_ids=ids_bt,
+                attention_mask=valid_bl,
+                position_ids=positions_bt,
+                past_key_values=DynamicCache() if cache is None else cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+        if self._routing is not None:
+            self.experts = self._routing.taken(valid_bl[:, -ids_bt.shape[1] :])
+        return output.past_key_values, output.logits[:, -1]
+
+    def _join(self, cache: Any, valid_bl: torch.Tensor) -> None:
+        if self._cache is None:
+            self._cache, self._valid_bl = cache, valid_bl
+            return
+        length = max(self._valid_bl.shape[1], valid_bl.shape[1])
+        self._valid_bl = torch.cat([_widened(self._valid_bl, length, 1), _widened(valid_bl, length, 1)])
+        for ours, theirs in zip(self._cache.layers, cache.layers, strict=True):
+            ours.keys = torch.cat([_widened(ours.keys, length, 2), _widened(theirs.keys, length, 2)])
+            ours.values = torch.cat([_widened(ours.values, length, 2), _widened(theirs.values, length, 2)])
+
+
+def _widened(tensor: torch.Tensor, length: int, dim: int) -> torch.Tensor:
+    """`tensor` with zeros before it in dimension `dim`, up to `length`."""
+    missing = length - tensor.shape[dim]
+    if missing == 0:
+        return tensor
+    shape = list(tensor.shape)
+    shape[dim] = missing
+    return torch.cat([tensor.new_zeros(shape), tensor], dim)
+
+
+def _parts(sequences: Sequence[Sequence[int]]) -> list[list[Sequence[int]]]:
+    """Consecutive sequences, as many as fit PREFILL_TOKENS when padded to their longest."""
+    parts: list[list[Sequence[int]]] = []
+    for sequence in sequences:
+        if parts and max(*map(len, parts[-1]), len(sequence)) * (len(parts[-1]) + 1) <= PREFILL_TOKENS:
+            parts[-1].append(sequence)
+        else:
+            parts.append([sequence])
+    return parts

@@ -1,0 +1,248 @@
+"""The decode loop of the `transformers` engine: continuous batching, with versions that change between two tokens."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from millrace.errors import InvalidState
+from millrace.ids import Version
+from services.rollout.engine import EngineDied, Sample, Sampling, StopReason, VersionSpan
+from services.rollout.engines.transformers.batch import Batch
+from services.rollout.engines.transformers.distribution import draw, processed_logprobs
+from services.rollout.engines.transformers.routing import Routing
+
+
+@dataclass(eq=False)
+class Request:
+    """A sample in the making. `ended` is called in the loop's thread, with None where it was aborted."""
+
+    prompt: Sequence[int]
+    sampling: Sampling
+    ended: Callable[[Sample | None], None]
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[VersionSpan] = field(default_factory=list)
+    experts: list[NDArray[np.integer]] = field(default_factory=list)
+    """One after the other, of all tokens but the last."""
+    aborted: bool = False
+
+    def grow(self, token: int, logprob: float, version: Version) -> None:
+        end = len(self.tokens) + 1
+        if self.versions and self.versions[-1].version == version:
+            self.versions[-1] = VersionSpan(version, self.versions[-1].start, end)
+        else:
+            self.versions.append(VersionSpan(version, end - 1, end))
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+
+
+@dataclass(frozen=True)
+class Endings:
+    """What ends a response."""
+
+    tokenizer: Any
+    end_of_turn: frozenset[int]
+    context: int
+    """Tokens that prompt and response may have together."""
+
+    def of(self, request: Request) -> Sample | None:
+        """The finished sample, or None while it goes on."""
+        reason = self._reason(request)
+        if reason is None:
+            return None
+        text = str(self.tokenizer.decode(request.tokens, skip_special_tokens=True))
+        if reason is StopReason.STOP_STRING:
+            # Bytes that are no character alone may be one with those before them: only the tail shows the stop then.
+            found = (at for s in request.sampling.stop if (at := text.find(s)) >= 0)
+            text = text[: min(found, default=len(text))]
+        return Sample(
+            tokens=np.asarray(request.tokens, dtype=np.int32),
+            logprobs=np.asarray(request.logprobs, dtype=np.float32),
+            versions=tuple(request.versions),
+            stop_reason=reason,
+            text=text,
+            experts=np.concatenate(request.experts) if request.experts else None,
+        )
+
+    def _reason(self, request: Request) -> StopReason | None:
+        if request.tokens[-1] in self.end_of_turn:
+            return StopReason.END_OF_TURN
+        if request.sampling.stop and self._stopped(request):
+            return StopReason.STOP_STRING
+        full = len(request.prompt) + len(request.tokens) >= self.context
+        return StopReason.LENGTH if full or len(request.tokens) >= request.sampling.max_response_tokens else None
+
+    def _stopped(self, request: Request) -> bool:
+        # A character has at most four bytes and a token at least one: the tail that a stop string can lie in.
+        tail = 4 * (max(map(len, request.sampling.stop)) + 1)
+        text = self.tokenizer.decode(request.tokens[-tail:], skip_special_tokens=True)
+        return any(stop in text for stop in request.sampling.stop)
+
+
+@dataclass(eq=False)
+class Pause:
+    """A stand-still of the loop. Who asked for it ends it, once; the loop goes on when no pause is left."""
+
+    began: float = field(default_factory=time.perf_counter)
+
+
+class DecodeLoop:
+    """`run` in a thread of its own; every other method from any thread."""
+
+    def __init__(self, model: Any, endings: Endings, capacity: int, seed: int, routing: Routing | None = None) -> None:
+        self._model = model
+        self._endings = endings
+        self._capacity = capacity
+        self._generator = torch.Generator(model.device).manual_seed(seed)
+        self._batch = Batch(model, routing)
+        self._running: list[Request] = []
+        self._waiting: list[Request] = []
+        self._version: Version | None = None
+        self._recompute = False
+        self._pauses: set[Pause] = set()
+        self._still = False
+        self._stopped = False
+        self._ended = False
+        self._wake = threading.Condition()
+
+    def submit(self, request: Request) -> None:
+        """Raises InvalidState where no version is in place."""
+        with self._wake:
+            if self._version is None:
+                raise InvalidState("no version is in place.", "the prompt is issued again.")
+            self._waiting.append(request)
+            self._wake.notify_all()
+
+    def abort(self, request: Request) -> None:
+        with self._wake:
+            request.aborted = True
+            self._wake.notify_all()
+
+    def counts(self) -> tuple[int, int]:
+        """Requests running and waiting."""
+        with self._wake:
+            return sum(not r.aborted for r in self._running), sum(not r.aborted for r in self._waiting)
+
+    def pause(self) -> Pause:
+        """Asks the loop to stand still between two tokens, keeping every request; `stands` waits for that."""
+        with self._wake:
+            pause = Pause()
+            self._pauses.add(pause)
+            self._wake.notify_all()
+            return pause
+
+    def stands(self, pause: Pause) -> None:
+        """Returns once the loop stands still, or `pause` was ended before. Raises EngineDied where the loop ended."""
+        with self._wake:
+            self._wake.wait_for(lambda: self._still or self._ended or pause not in self._pauses)
+            if self._ended:
+                raise EngineDied("the decode loop ended.")
+
+    def release(self, pause: Pause) -> None:
+        """Ends `pause` with everything as it was."""
+        with self._wake:
+            self._pauses.discard(pause)
+            self._still = self._still and bool(self._pauses)
+            self._wake.notify_all()
+
+    def resume(self, pause: Pause, version: Version | None, recompute: bool) -> None:
+        """Ends `pause`, for which the loop stands still, with `version` in place. `recompute` prefills requests in
+        flight again under it; None aborts them, since no version is in place."""
+        with self._wake:
+            self._version, self._recompute = version, self._recompute or recompute
+            if version is None:
+                for request in [*self._running, *self._waiting]:
+                    request.aborted = True
+            self.release(pause)
+
+    def stop(self) -> None:
+        with self._wake:
+            self._stopped = True
+            self._wake.notify_all()
+
+    def run(self) -> None:
+        """Decodes until `stop`; raises what the model raises."""
+        try:
+            while self._between_tokens():
+                self._token()
+        finally:
+            with self._wake:
+                self._ended = True
+                self._wake.notify_all()
+
+    def _between_tokens(self) -> bool:
+        """Waits for work, admits and drops rows. Answers whether to go on."""
+        with self._wake:
+            while not self._stopped:
+                if self._pauses:
+                    self._still = True
+                    self._wake.notify_all()
+                    self._wake.wait()
+                    continue
+                self._drop_aborted()
+                if self._recompute:
+                    self._recompute = False
+                    self._waiting, self._running = self._running + self._waiting, []
+                    self._batch.keep([])
+                if self._running or self._waiting:
+                    return True
+                self._wake.wait()
+            return False
+
+    def _drop_aborted(self) -> None:
+        for request in [r for r in [*self._running, *self._waiting] if r.aborted]:
+            request.ended(None)
+        self._waiting = [r for r in self._waiting if not r.aborted]
+        self._keep([i for i, r in enumerate(self._running) if not r.aborted])
+
+    def _token(self) -> None:
+        """One token for every running row, and the first one for the rows that are admitted."""
+        with self._wake:
+            room = self._capacity - len(self._running)
+            admitted, self._waiting = self._waiting[:room], self._waiting[room:]
+            running = list(self._running)
+            self._running += admitted
+        logits = []
+        if running:
+            logits.append(self._batch.step([r.tokens[-1] for r in running]))
+            for request, chosen in zip(running, self._batch.experts, strict=False):
+                request.experts.append(chosen)
+        if admitted:
+            logits.append(self._batch.add([[*r.prompt, *r.tokens] for r in admitted]))
+            for request, chosen in zip(admitted, self._batch.experts, strict=False):
+                request.experts = [chosen]
+        self._grow(torch.cat(logits))
+        going = []
+        for row, request in enumerate(self._running):
+            if (sample := self._endings.of(request)) is None:
+                going.append(row)
+            else:
+                request.ended(sample)
+        with self._wake:
+            self._keep(going)
+
+    def _grow(self, logits_bv: torch.Tensor) -> None:
+        """Draws the next token of every row."""
+        assert self._version is not None
+        wanted, device = [r.sampling for r in self._running], logits_bv.device
+        temperature_b = torch.tensor([s.temperature for s in wanted], device=device)
+        logprobs_bv = processed_logprobs(
+            logits_bv,
+            temperature_b,
+            torch.tensor([s.top_k for s in wanted], device=device),
+            torch.tensor([s.top_p for s in wanted], device=device),
+        )
+        tokens_b = draw(logprobs_bv, temperature_b == 0, self._generator)
+        drawn_b = logprobs_bv.gather(1, tokens_b[:, None])[:, 0]
+        for request, token, logprob in zip(self._running, tokens_b.tolist(), drawn_b.tolist(), strict=True):
+            request.grow(token, logprob, self._version)
+
+    def _keep(self, rows: list[int]) -> None:
+        self._batch.keep(rows)
+        self._running = [self._running[row] for row in rows]

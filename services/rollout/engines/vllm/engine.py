@@ -1,0 +1,298 @@
+"""vLLM behind the engine protocol: AsyncLLM, the same adapter for the CPU build and the GPU build.
+
+An engine is several processes (EngineCore, one Worker a rank) below this one. The weights live in the workers, where
+`weight_receiver.WeightReceiver` receives them beside generation.
+"""
+
+import asyncio
+import gc
+import importlib.util
+import itertools
+import os
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import structlog
+
+from millrace.errors import InvalidJob, InvalidState, Unavailable
+from millrace.extras import how_to_install
+from millrace.ids import Version
+from millrace.megatron.architectures import read_shape
+from millrace.spec import JobSpec
+from millrace.spec.rollout import CachePolicy
+from services.rollout.engine import (
+    EngineDied,
+    Load,
+    Probe,
+    Sample,
+    Sampling,
+    StopReason,
+    VersionSpan,
+    compute_threads,
+    end_of_turn,
+)
+from services.rollout.engines.vllm import options as vllm_options
+from services.rollout.engines.vllm.versions import VersionMarks
+from services.rollout.engines.worker_engine import (
+    BETWEEN_BATCHES,
+    Answers,
+    WorkerEngine,
+    raise_failed,
+    samples_that_fit,
+)
+from services.rollout.lifeline import kill_descendants, own_descendants
+from services.rollout.weights.worker_rpc import RPC_S, Inlets
+
+log = structlog.get_logger(__name__)
+MEET_S = 30.0
+"""Until every worker has opened its inlet."""
+WORKERS_END_S = 0.5
+
+
+def probe() -> Probe:
+    found = vllm_options.release()
+    if importlib.util.find_spec("vllm") is None or not found:
+        return Probe(False, "", f"vLLM is not installed: {how_to_install('cpu-vllm', 'gpu-vllm')}.")
+    if missing := vllm_options.plugin_missing():
+        return Probe(False, found, missing)
+    return Probe(True, found, vllm_options.release_warning(found))
+
+
+class VllmEngine(WorkerEngine):
+    name = "vllm"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.release = vllm_options.release()
+        self.device = ""
+        self.world_size = 0
+        self.dtype = ""
+        self._llm: Any = None
+        # The kernel ends a child with the thread that made it: this one lives as long as the engine.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="vllm")
+        self._numbers = itertools.count()
+        self._inlets = Inlets("vLLM")
+        self._marks: VersionMarks | None = None
+        self._end_of_turn: list[int] = []
+        self._replayed: list[int] | None = None
+        """Layers whose experts are told; none where the job does not ask."""
+        self._cores: set[int] = set()
+
+    async def start(self, spec: JobSpec) -> None:
+        if warning := vllm_options.release_warning(self.release):
+            log.warning(warning)
+        own_descendants()
+        _set_environment()
+        path = await self._inlets.listen()
+        self._llm = await asyncio.get_running_loop().run_in_executor(self._thread, self._build, spec)
+        config = self._llm.vllm_config
+        cache = config.cache_config
+        tokens, longest = (cache.num_gpu_blocks or 0) * cache.block_size, config.model_config.max_model_len
+        self.capacity = samples_that_fit(config.scheduler_config.max_num_seqs, tokens, longest)
+        self.world_size = config.parallel_config.world_size
+        self.dtype = str(config.model_config.dtype).removeprefix("torch.")
+        await self._between_batches("millrace_open_inlet", path)
+        await self._inlets.meet(self.world_size, MEET_S)
+
+    def _build(self, spec: JobSpec) -> Any:
+        """Starts the engine's processes and returns the AsyncLLM. Takes seconds to minutes; runs in `_thread`."""
+        from vllm.outputs import CompletionOutput
+        from vllm.platforms import current_platform
+        from vllm.v1.engine.async_llm import AsyncLLM
+        from vllm.v1.engine.core_client import AsyncMPClient
+
+        vllm_options.check_api(AsyncLLM, AsyncMPClient)
+        if "weight_versions" not in CompletionOutput.__dataclass_fields__:
+            self._marks = VersionMarks()
+        self.device = "cpu" if current_platform.is_cpu() else str(current_platform.get_device_name())
+        if current_platform.is_cpu():
+            # Nothing is compiled in eager mode but one helper of the sampler, at 15 s for every start.
+            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+            os.environ.setdefault("OMP_NUM_THREADS", str(compute_threads()))
+        others = {child.pid for child in psutil.Process().children()}
+        try:
+            arguments = vllm_options.engine_arguments(spec)
+            config = arguments.create_engine_config()
+            vllm_options.check_model(config)
+            llm = AsyncLLM.from_vllm_config(config, disable_log_stats=arguments.disable_log_stats)
+        except (ValueError, TypeError, OSError) as error:
+            what = f"vLLM refused model.path {spec.model.path} with rollout.engine_options: {error}."
+            raise InvalidJob(what, "mend the named option; vLLM's log above says more.") from error
+        except (RuntimeError, MemoryError) as error:
+            what = f"vLLM did not start with {spec.model.path}: {error}."
+            raise Unavailable(what, "its log above names the cause; memory and CUDA devices first.") from error
+        self._cores = {child.pid for child in psutil.Process().children()} - others
+        self._tokenizer = llm.get_tokenizer()
+        named = llm.model_config.try_get_generation_config().get("eos_token_id")
+        self._end_of_turn = end_of_turn(named, self._tokenizer)
+        if spec.algorithm.router_replay and (experts := read_shape(Path(spec.model.path)).experts):
+            self._replayed = [layer for layer, has in enumerate(experts.layers) if has]
+        return llm
+
+    async def stop(self) -> None:
+        if self._llm is not None:
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._shut_down)
+            # Its destructor would run at the interpreter's end, when what it calls is gone.
+            await asyncio.sleep(0)
+            gc.collect()
+        await self._inlets.close()
+        self._thread.shutdown(wait=False)
+
+    def _shut_down(self) -> None:
+        llm, self._llm = self._llm, None
+        # EngineCore waits seconds for workers that hold nothing worth waiting for.
+        cores = [child for child in psutil.Process().children() if child.pid in self._cores]
+        hurry = threading.Timer(WORKERS_END_S, _kill_below, [cores])
+        hurry.start()
+        llm.shutdown()
+        hurry.cancel()
+
+    def load(self) -> Load:
+        if self._llm is not None and self._llm.errored:
+            raise EngineDied(f"vLLM's engine process ended: {self._llm.dead_error}")
+        return super().load()
+
+    async def _generate(self, prompt_tokens: Sequence[int], sampling: Sampling) -> Sample:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        request_id = f"sample-{next(self._numbers)}"
+        prompt = {
+            "type": "token",
+            "prompt_token_ids": list(prompt_tokens),
+            # Blocks of an older version are not this request's to reuse.
+            "cache_salt": self._cache_key,
+        }
+        self._running.add(request_id)
+        if self._marks is not None:
+            self._marks.began(request_id, self._version)
+        try:
+            final = None
+            async for output in self._llm.generate(prompt, self._parameters(sampling), request_id):
+                final = output
+            if self._marks is not None:
+                self._marks.ended(request_id)
+            return await self._sample(request_id, final)
+        except EngineDeadError as error:
+            raise EngineDied(f"vLLM's engine process ended: {error}") from error
+        finally:
+            self._running.discard(request_id)
+            if self._marks is not None:
+                self._marks.forget(request_id)
+
+    def _parameters(self, sampling: Sampling) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        return SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=sampling.max_response_tokens,
+            stop=list(sampling.stop),
+            stop_token_ids=self._end_of_turn,
+            logprobs=0,
+            flat_logprobs=True,
+            # Text token by token is needed to see stop strings only.
+            detokenize=bool(sampling.stop),
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,
+        )
+
+    async def _sample(self, request_id: str, final: Any) -> Sample:
+        if final is None or final.outputs[0].finish_reason not in ("stop", "length"):
+            reason = "nothing" if final is None else final.outputs[0].finish_reason
+            raise InvalidState(f"vLLM ended sample {request_id} with {reason}.", "the prompt is issued again.")
+        output = final.outputs[0]
+        tokens = np.asarray(output.token_ids, dtype=np.int32)
+        if isinstance(output.stop_reason, str):
+            stop_reason, text = StopReason.STOP_STRING, output.text
+        else:
+            stop_reason = StopReason.LENGTH if output.finish_reason == "length" else StopReason.END_OF_TURN
+            text = await asyncio.to_thread(self._decode, output.token_ids)
+        return Sample(
+            tokens=tokens,
+            logprobs=np.asarray(output.logprobs.logprobs, dtype=np.float32),
+            versions=self._spans(request_id, output, len(tokens)),
+            stop_reason=stop_reason,
+            text=text,
+            experts=self._experts(output),
+        )
+
+    def _experts(self, output: Any) -> Any:
+        """vLLM tells them for all layers, those without experts too."""
+        if self._replayed is None or output.routed_experts is None:
+            return None
+        told = output.routed_experts
+        return told if told.shape[1] == len(self._replayed) else told[:, self._replayed]
+
+    def _spans(self, request_id: str, output: Any, tokens: int) -> tuple[VersionSpan, ...]:
+        if self._marks is not None:
+            return self._marks.spans(request_id, tokens)
+        return tuple(VersionSpan(Version(int(s.version)), s.start, s.end) for s in output.weight_versions)
+
+    # What publications ask of it.
+
+    def _started(self) -> bool:
+        return self._llm is not None
+
+    async def _pause(self, cache_policy: CachePolicy) -> None:
+        # With clear_cache, requests in flight lose their keys and values and are prefilled again under the new weights.
+        # AsyncLLM.pause_generation does the same and then sleeps 20 ms, which generation would stand still for.
+        clear = cache_policy == "recompute"
+        if clear:
+            await self._llm.renderer.clear_mm_cache_async()
+        await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear)
+
+    async def _resume(self) -> None:
+        await self._llm.resume_generation()
+
+    async def _end_requests(self) -> None:
+        await self._llm.abort(list(self._running))
+
+    async def _label(self, version: Version, cache_key: str) -> None:
+        if self._marks is not None:
+            await self._marks.swapped(self._llm, version)
+        else:
+            await self._llm.update_weight_version(str(version))
+
+    async def _ask(self, method: str, *arguments: Any, paused: bool = False) -> Answers:
+        if paused or method in BETWEEN_BATCHES:
+            return await self._between_batches(method, *arguments)
+        return await self._inlets.ask(method, *arguments)
+
+    async def _between_batches(self, method: str, *arguments: Any) -> Answers:
+        """By vLLM's own call, which its workers answer between two batches."""
+        try:
+            async with asyncio.timeout(RPC_S):
+                answers = await self._llm.collective_rpc(method, args=arguments)
+        except TimeoutError as error:
+            raise Unavailable(f"vLLM's workers did not answer {method} within {RPC_S:g} s.") from error
+        return raise_failed(list(answers))
+
+
+def _kill_below(cores: list[psutil.Process]) -> None:
+    for core in cores:
+        if core.is_running():
+            kill_descendants(core)
+
+
+def _set_environment() -> None:
+    """Before vLLM is imported; what the user set stays."""
+    if missing := vllm_options.plugin_missing():
+        raise InvalidState(missing, "")
+    defaults = {
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # gRPC's threads do not survive a fork
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # replicas that share a host would all bind to its first cores
+    }
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+    if (allowed := os.environ.get("VLLM_PLUGINS")) is not None and vllm_options.PLUGIN not in allowed.split(","):
+        os.environ["VLLM_PLUGINS"] = f"{allowed},{vllm_options.PLUGIN}".lstrip(",")

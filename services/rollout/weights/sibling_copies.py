@@ -1,0 +1,195 @@
+"""The sender's side of a copy: what this replica serves goes to siblings that join, while it generates."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import structlog
+from torch.distributed import TCPStore
+
+from millrace.errors import Fenced, InvalidState, PublicationFailed
+from millrace.ids import MemberId
+from millrace.weights.phases import Phase, Publication, PublicationState
+from millrace.weights.plans import wire_layouts as wire
+from millrace.weights.plans.manifest import Manifest
+from millrace.weights.plans.sharded import ShardedPlan
+from millrace.weights.transfer.channels.meeting import serve_store
+from millrace.wire.server import host_address
+from millrace.wire.v1 import trainer_pb2, weights_pb2
+from services.rollout.engine import Engine
+from services.rollout.transfer_request import Delivery
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Source:
+    """What is served and may be copied."""
+
+    publication: Publication
+    """The one that put it in place."""
+    manifest: Manifest
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    delivery: Delivery
+    plan: ShardedPlan
+    store: TCPStore
+    """Where the communicator meets, for as long as this lives."""
+    answer: trainer_pb2.PrepareSendResponse
+    seconds: float
+
+
+class Copies:
+    """One replica's part in the joining of others. `turn` is held by whatever may change the engine's parameters;
+    `source` tells what stands still."""
+
+    def __init__(
+        self, engine: Engine, member_id: MemberId, turn: asyncio.Lock, source: Callable[[], Source | None]
+    ) -> None:
+        self._engine = engine
+        self._member_id = member_id
+        self._turn = turn
+        self._source = source
+        self._state = PublicationState()
+        self._prepared: _Prepared | None = None
+        self._sending: asyncio.Task[trainer_pb2.TransferSendResponse] | None = None
+        self._deadline: asyncio.TimerHandle | None = None
+        self._expiry: asyncio.Task[None] | None = None
+
+    async def describe(self) -> trainer_pb2.DescribeSendResponse:
+        """Raises InvalidState where nothing can be copied now."""
+        source = self._served()
+        boxes = await self._engine.describe(source.manifest)
+        return trainer_pb2.DescribeSendResponse(
+            manifest=source.manifest.to_proto(), layouts=wire.encode(boxes), gpu=self._engine.device != "cpu"
+        )
+
+    async def prepare(self, request: trainer_pb2.PrepareSendRequest) -> trainer_pb2.PrepareSendResponse:
+        """Raises Fenced for another version than the one that is served."""
+        publication, began = Publication.from_proto(request.publication), time.perf_counter()
+        async with self._turn:
+            state = self._state.advance(publication, Phase.PREPARE)
+            if state is self._state and self._prepared is not None:
+                return self._prepared.answer
+            source = self._served()
+            served = source.publication
+            if (publication.job, publication.version) != (served.job, served.version):
+                what = f"copy {publication.key} is of another version than {self._member_id} serves: {served.key}."
+                raise Fenced(what, "copy from another replica, or publish the version.")
+            if request.path != weights_pb2.PATH_SHARDED:
+                raise InvalidState(f"a replica sends by no path {request.path}.", "let the trainer publish.")
+            await self._end()
+            self._state = state
+            prepared = await self._made_ready(request, source, began)
+            if self._state is not state:
+                await self._engine.end_send()
+                raise Fenced(f"copy {publication.key} was ended while it was prepared.", "begin a new attempt.")
+            self._prepared = prepared
+            self._expire_after(request.deadline_s, publication)
+            return prepared.answer
+
+    async def _made_ready(self, request: trainer_pb2.PrepareSendRequest, source: Source, began: float) -> _Prepared:
+        manifest, key = source.manifest, Publication.from_proto(request.publication).key
+        plan = await asyncio.to_thread(wire.Planner().plan, manifest, request.sides)
+        store, port = serve_store(host_address(), plan.world_size, request.deadline_s)
+        delivery = Delivery(
+            key=key,
+            version=source.publication.version,
+            manifest=manifest,
+            host=host_address(),
+            port=port,
+            world_size=plan.world_size,
+            first_rank=0,
+            timeout_s=request.deadline_s,
+            sides=request.sides,
+            channel=f"{key}/{secrets.token_hex(8)}",
+            passing=True,
+        )
+        delivery = replace(delivery, nccl_id=await self._engine.prepare_send(delivery, source.publication.key))
+        rendezvous = weights_pb2.Rendezvous(
+            host=delivery.host,
+            port=port,
+            world_size=plan.world_size,
+            key=delivery.channel,
+            nccl_id=delivery.nccl_id,
+            passing=True,
+        )
+        answer = trainer_pb2.PrepareSendResponse(rendezvous=rendezvous, plan_hash=plan.hash)
+        return _Prepared(delivery, plan, store, answer, time.perf_counter() - began)
+
+    async def transfer(self, publication: Publication) -> trainer_pb2.TransferSendResponse:
+        """Raises PublicationFailed where it fails, or something newer ends it."""
+        state = self._state.advance(publication, Phase.TRANSFER)
+        if state is not self._state:
+            assert self._prepared is not None
+            self._state = state
+            self._sending = asyncio.create_task(self._send(self._prepared))
+        if self._sending is None:
+            raise InvalidState(f"copy {publication.key} was ended.", "prepare it again with a new attempt.")
+        return await asyncio.shield(self._sending)
+
+    async def _send(self, prepared: _Prepared) -> trainer_pb2.TransferSendResponse:
+        began, delivery = time.perf_counter(), prepared.delivery
+        sent = await self._engine.send(delivery)
+        seconds = time.perf_counter() - began
+        by_content = dict(sent.contents)
+        if missing := len(prepared.plan.sizes) - len(by_content):
+            raise PublicationFailed(f"{missing} messages of copy {delivery.key} were not sent.", "report it.")
+        log.info("version copied to siblings", key=delivery.key, seconds=round(seconds, 4))
+        report = weights_pb2.MemberReport(
+            member_id=self._member_id,
+            bytes=delivery.manifest.bytes,
+            prepare_s=prepared.seconds,
+            gather_s=sent.pack_s,
+            wire_s=max(0.0, seconds - sent.pack_s - sent.checksum_s),
+            verify_s=sent.checksum_s,
+            staging_bytes=sent.slot_bytes,
+        )
+        values = [by_content[content] for content in range(len(by_content))]
+        return trainer_pb2.TransferSendResponse(checksums=weights_pb2.Checksums(values=values), report=report)
+
+    async def finish(self, publication: Publication) -> None:
+        """Frees what the copy held and ends it where it is under way. Idempotent; another copy is not touched."""
+        if publication == self._state.publication:
+            await self._end()
+
+    async def give_way(self, newer: Publication) -> None:
+        """Ends what is under way before the parameters change; copies older than `newer` are refused from now on."""
+        await self._end()
+        current = self._state.publication
+        if current is None or current.job != newer.job or current < newer:
+            self._state = PublicationState(newer)
+
+    async def close(self) -> None:
+        await self._end()
+
+    async def _end(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        sending, self._sending, self._prepared = self._sending, None, None
+        begun, self._state = self._state.phase is not Phase.NONE, self._state.fail()
+        if begun:
+            await self._engine.end_send()
+        if sending is not None:
+            await asyncio.wait([sending])
+            if not sending.cancelled() and (error := sending.exception()) is not None:
+                log.warning("a copy ended early", error=str(error))
+
+    def _served(self) -> Source:
+        source = self._source()
+        if source is None:
+            what = f"{self._member_id} holds no version that stands still."
+            raise InvalidState(what, "copy from another replica, or publish the version.")
+        return source
+
+    def _expire_after(self, seconds: float, publication: Publication) -> None:
+        """Ends the copy after `seconds`, whether or not anybody asks for it again."""
+
+        def expire() -> None:
+            self._expiry = asyncio.create_task(self.finish(publication))
+
+        self._deadline = asyncio.get_running_loop().call_later(seconds, expire)

@@ -1,0 +1,1 @@
+"""Leases, groups, and the job that a replica holds."""

@@ -1,0 +1,107 @@
+"""What a replica holds of the job that it is configured for: spec, tokenizer, scoring processes."""
+
+import asyncio
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from millrace.data.chat import Rendered, render
+from millrace.data.row import PromptRow
+from millrace.errors import BadRow, InvalidJob
+from millrace.ids import JobId
+from millrace.rewards import choose
+from millrace.spec import JobSpec, parse
+from millrace.wire.v1 import work_pb2
+from services.rollout.scoring.pool import ScoringPool
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A lease's prompt, ready for the engine."""
+
+    row: PromptRow
+    rendered: Rendered
+    text: str
+    """As the model sees it, special tokens included."""
+
+
+class Job:
+    def __init__(self, job_id: JobId, spec: JobSpec, tokenizer: Any, scoring: ScoringPool) -> None:
+        self.id = job_id
+        self.spec = spec
+        self.scoring = scoring
+        self._tokenizer = tokenizer
+
+    @classmethod
+    async def open(cls, job_id: JobId, spec: JobSpec) -> "Job":
+        """Loads the tokenizer and starts the scoring processes. Raises InvalidJob."""
+        tokenizer = await asyncio.to_thread(_load_tokenizer, spec)
+        reward = spec.reward
+        scoring = ScoringPool(
+            choose(reward.function, procedural=bool(spec.data.procedural)),
+            reward.options,
+            workers=reward.workers,
+            timeout_s=reward.timeout_s,
+            memory_mb=reward.memory_mb,
+            network=reward.network,
+        )
+        await scoring.start()
+        return cls(job_id, spec, tokenizer, scoring)
+
+    async def close(self) -> None:
+        await self.scoring.close()
+
+    async def prompt(self, lease: work_pb2.Lease) -> Prompt:
+        """Tokens of the lease's prompt. Raises BadRow where it does not go through the chat template."""
+        row = PromptRow(
+            index=int(row) if (row := lease.prompt_id.rpartition("-")[2]).isdigit() else 0,
+            data_source=lease.data_source,
+            prompt=_decoded(lease.prompt, "prompt", lease),
+            ground_truth=_decoded(lease.ground_truth, "ground_truth", lease),
+            extra_info=_decoded(lease.extra_info, "extra_info", lease) or {},
+        )
+        return await asyncio.to_thread(self._render, row)
+
+    def _render(self, row: PromptRow) -> Prompt:
+        data = self.spec.data
+        rendered = render(
+            row,
+            self._tokenizer,
+            max_tokens=data.max_prompt_tokens,
+            overlong=data.overlong_prompts,
+            chat_template_options=data.chat_template_options,
+        )
+        return Prompt(row, rendered, str(self._tokenizer.decode(rendered.token_ids)))
+
+
+def parse_spec(spec: str) -> JobSpec:
+    """From the JSON on the wire. Raises InvalidJob."""
+    try:
+        return parse(json.loads(spec))
+    except ValueError as error:
+        raise InvalidJob(f"the job spec is no JSON: {error}.", "send it as the coordinator validated it.") from error
+
+
+def import_transformers() -> None:
+    """Ahead of those that import it in threads of their own: its lazy modules fail where two load them at once."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: F401
+
+
+def _load_tokenizer(spec: JobSpec) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(spec.model.path, trust_remote_code=spec.model.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        what = f"model.path: the tokenizer in {spec.model.path} cannot be loaded: {error}."
+        raise InvalidJob(
+            what, "save it beside the model; the folder must be at the same path for every service."
+        ) from error
+
+
+def _decoded(value: str, field: str, lease: work_pb2.Lease) -> Any:
+    """A lease's JSON field; None where it is empty."""
+    try:
+        return json.loads(value) if value else None
+    except ValueError as error:
+        raise BadRow(f"prompt {lease.prompt_id}: {field} is no JSON: {error}.", "mend the row.") from error

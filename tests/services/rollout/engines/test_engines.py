@@ -1,0 +1,596 @@
+"""What every engine owes a replica, on tied and untied embeddings, in float32 and bfloat16: samples, log-probabilities,
+versions, weights."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from millrace.errors import InvalidState, PublicationFailed
+from millrace.ids import Version
+from millrace.weights.plans.boxes import Boxes
+from millrace.weights.plans.layout import whole
+from millrace.weights.plans.manifest import Manifest
+from millrace.weights.plans.memory import Memory
+from millrace.weights.plans.wire_layouts import Planner, encode
+from millrace.weights.transfer.channels.meeting import Meeting, serve_store
+from millrace.weights.transfer.pipeline import Receiving
+from millrace.weights.transfer.session import Party
+from millrace.wire.v1 import weights_pb2
+from services.rollout.engine import (
+    Engine,
+    EngineDied,
+    Reception,
+    Sample,
+    Sampling,
+    StopReason,
+    Swap,
+    VersionSpan,
+)
+from services.rollout.engines import create, probe
+from services.rollout.engines.vllm.versions import VersionMarks
+from services.rollout.transfer_request import Delivery
+from tests.models import byte_tokenizer, random_model
+from tests.sender import Sender, export
+from tests.services.rollout.conftest import Run
+from tests.services.rollout.jobs import job_spec
+from tests.services.rollout.parameters import engine_parameters
+from tests.services.rollout.reference import greedy_prompt, logits, logprobs
+from tests.shard_sender import Shards, ShardSender
+
+END_OF_TURN = 258
+PROMPT = [257, *b"a question of some length", 258]
+# Longer than one block of the prefix cache of vLLM's CPU build, so that later samples reuse its keys and values.
+LONG_PROMPT = [257, *(b"0123456789" * 15)]
+
+
+@dataclass
+class Case:
+    engine: Engine
+    tied: bool
+    dtype: torch.dtype
+    version: int = 0
+    model: Any = None
+
+    async def publish(self, *, cache_policy: str = "recompute") -> Swap:
+        """Publishes the next version: a random model of its own."""
+        self.version += 1
+        model = self.random_model(self.version)
+        sender = Sender(export(model), version=self.version)
+        await self.receive(sender)
+        swap = await self.engine.commit(sender.delivery.version, cache_policy)  # type: ignore[arg-type]
+        self.model = model
+        return swap
+
+    async def shard_sender(self, mode: int, **options: Any) -> ShardSender:
+        """Of the next version."""
+        if self.engine.device != "cpu":
+            pytest.skip("this sender's shards are on the CPU: shards go from GPU to GPU, see tests/gpu")
+        self.version += 1
+        self.model = self.random_model(self.version)
+        shards = Shards(export(self.model))
+        wanted = await self.engine.describe(shards.manifest)
+        return ShardSender(shards, wanted, version=self.version, mode=mode, **options)  # type: ignore[arg-type]
+
+    async def publish_shards(self, mode: int) -> Swap:
+        """As `publish`, from two ranks with half of the rows each."""
+        sender = await self.shard_sender(mode)
+        await self.receive(sender)
+        return await self.engine.commit(sender.delivery.version, "recompute")
+
+    def random_model(self, seed: int) -> Any:
+        return random_model(tied=self.tied, seed=seed, dtype=self.dtype)
+
+    def agrees(self, reported: Any, expected: Any) -> bool:
+        """Whether log-probabilities are the same: float32 by the largest difference, bfloat16 by the mean KL; on GPUs,
+        where kernels multiply float32 with fewer bits, by a mean KL a thousand times smaller."""
+        difference = np.asarray(expected, dtype=np.float64) - np.asarray(reported, dtype=np.float64)
+        if self.dtype == torch.float32 and self.engine.device == "cpu":
+            return bool(np.abs(difference).max(initial=0.0) < 1e-3)
+        # Rounding moves a token that lies on the edge of top-k or top-p to the other side now and then.
+        kept = difference[np.isfinite(difference)]
+        bound = 0.01 if self.dtype == torch.bfloat16 else 1e-5
+        return len(kept) >= 0.9 * len(difference) and bool((np.exp(kept) - 1 - kept).sum() <= bound * len(kept))
+
+    def agrees_with_all(self, samples: list[Sample], sampling: dict[str, Any]) -> bool:
+        """Whether samples of PROMPT agree with the model. One by one would be too strict: a token of three that lies on
+        the edge is a third of an answer that ends soon."""
+        expected = [logprobs(self.model, PROMPT, sample.tokens, **sampling) for sample in samples]
+        return self.agrees(np.concatenate([sample.logprobs for sample in samples]), np.concatenate(expected))
+
+    async def receive(self, sender: Sender | ShardSender) -> Reception:
+        await self.engine.prepare(sender.delivery)
+        sender.start()
+        await self.engine.begin_receive()
+        return await self.receive_rest(sender)
+
+    async def receive_rest(self, sender: Sender | ShardSender) -> Reception:
+        sender.release()
+        reception = await self.engine.received()
+        sender.join()
+        if isinstance(sender, ShardSender):
+            assert dict(reception.contents) == sender.sums
+        else:
+            assert reception.checksums == sender.checksums
+        return reception
+
+    async def samples(self, count: int, prompt: list[int], **sampling: Any) -> list[Sample]:
+        wanted = Sampling(**({"max_response_tokens": 32} | sampling))
+        return list(await asyncio.gather(*(self.engine.generate(prompt, wanted) for _ in range(count))))
+
+
+class WholeReceiver:
+    """A sibling of one worker that wants every tensor whole; it comes when it is told to."""
+
+    def __init__(self, manifest: Manifest, held: Sequence[Boxes]) -> None:
+        buffers = [torch.zeros(t.shape, dtype=getattr(torch, t.dtype)) for t in manifest.tensors]
+        self.tensors = {info.name: buffer for info, buffer in zip(manifest.tensors, buffers, strict=True)}
+        self._memory = Memory(manifest, whole(manifest), buffers)
+        wanted = [self._memory.layout.boxes]
+        sides = weights_pb2.Sides(senders=encode(held), receivers=encode(wanted), message_bytes=16384)
+        self._plan = Planner().plan(manifest, sides)
+        self._store, port = serve_store("127.0.0.1", 2, 30.0)
+        self.delivery = Delivery(
+            key="job-test/1/2/0",
+            version=Version(1),
+            manifest=manifest,
+            host="127.0.0.1",
+            port=port,
+            world_size=2,
+            first_rank=0,
+            timeout_s=30.0,
+            sides=sides,
+            channel="copy",
+            passing=True,
+        )
+
+    def receive(self) -> Any:
+        at, party = self.delivery, Party()
+        meeting = Meeting(at.host, at.port, at.channel, 1, at.world_size, b"", torch.device("cpu"), at.timeout_s)
+        receiving = Receiving(self._plan, 1, self._memory, staged=False)
+        try:
+            return party.run(meeting, at.key, time.monotonic() + at.timeout_s, receiving.run)
+        finally:
+            party.leave()
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        "transformers-tied-float32",
+        "transformers-untied-bfloat16",
+        pytest.param("vllm-tied-float32", marks=pytest.mark.e2e),
+        pytest.param("vllm-untied-bfloat16", marks=pytest.mark.e2e),
+        pytest.param("sglang-tied-bfloat16", marks=pytest.mark.gpu),
+        pytest.param("sglang-untied-bfloat16", marks=pytest.mark.gpu),
+    ],
+)
+def case(request: pytest.FixtureRequest, run: Run, tied_model: Path, untied_model: Path) -> Iterator[Case]:
+    name, embeddings, dtype = request.param.split("-")
+    if name == "sglang" and not (torch.cuda.is_available() and probe(name).ok):
+        pytest.skip("SGLang needs a CUDA device")
+    tied = embeddings == "tied"
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # lets a test look into the worker's memory
+    engine = create(name)
+    run(engine.start(job_spec(tied_model if tied else untied_model, name, rollout={"dtype": dtype})))
+    case = Case(engine, tied, getattr(torch, dtype))
+    run(case.publish())
+    yield case
+    run(engine.stop())
+
+
+def test_engine_tells_what_it_is(case: Case) -> None:
+    engine = case.engine
+    assert (engine.world_size, engine.dtype, engine.capacity) == (1, str(case.dtype).removeprefix("torch."), 16)
+    assert (engine.device == "cpu") is not torch.cuda.is_available()
+    assert engine.release
+
+
+def test_samples_of_a_prompt_are_drawn_apart(case: Case, run: Run) -> None:
+    samples = run(case.samples(8, PROMPT))
+    assert len({tuple(s.tokens) for s in samples}) == 8
+    for sample in samples:
+        assert 1 <= len(sample.tokens) <= 32
+        assert len(sample.logprobs) == len(sample.tokens)
+        assert [(v.version, v.start, v.end) for v in sample.versions] == [(case.version, 0, len(sample.tokens))]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [{}, {"temperature": 0.7, "top_p": 0.9}, {"temperature": 1.3, "top_k": 20}, {"top_k": 50, "top_p": 0.5}],
+    ids=str,
+)
+def test_logprobs_are_those_of_the_distribution_sampled_from(case: Case, run: Run, sampling: dict[str, Any]) -> None:
+    assert case.agrees_with_all(run(case.samples(6, PROMPT, **sampling)), sampling)
+
+
+def test_requests_of_different_sampling_do_not_mix(case: Case, run: Run) -> None:
+    mixed = [{"temperature": 0.0}, {"temperature": 0.5, "top_p": 0.8}, {"temperature": 1.0}, {"top_k": 5}]
+
+    async def both() -> list[list[Sample]]:
+        return list(await asyncio.gather(*(case.samples(3, PROMPT, **sampling) for sampling in mixed)))
+
+    for sampling, samples in zip(mixed, run(both()), strict=True):
+        assert case.agrees_with_all(samples, sampling)
+
+
+def test_temperature_zero_is_greedy(case: Case, run: Run) -> None:
+    first, second = run(case.samples(2, PROMPT, temperature=0.0, max_response_tokens=12))
+    assert list(first.tokens) == list(second.tokens)
+    rounding = 1e-4 if case.dtype == torch.float32 else 0.2
+    for i, token in enumerate(first.tokens):
+        row = logits(case.model, [*PROMPT, *first.tokens[:i]])[-1]
+        assert row[token] >= row.max() - rounding
+    assert case.agrees(first.logprobs, logprobs(case.model, PROMPT, first.tokens))
+
+
+def test_answer_may_be_empty(case: Case, run: Run) -> None:
+    prompt = greedy_prompt(case.model, END_OF_TURN)
+    (sample,) = run(case.samples(1, prompt, temperature=0.0))
+    assert list(sample.tokens) == [END_OF_TURN]
+    assert (sample.text, sample.stop_reason) == ("", StopReason.END_OF_TURN)
+
+
+def test_end_of_turn_is_the_last_token(case: Case, run: Run) -> None:
+    samples = run(case.samples(48, PROMPT, max_response_tokens=100))
+    ended = [s for s in samples if s.stop_reason is StopReason.END_OF_TURN]
+    assert ended
+    for sample in samples:
+        assert END_OF_TURN not in sample.tokens[:-1]
+        assert (sample.tokens[-1] == END_OF_TURN) == (sample.stop_reason is StopReason.END_OF_TURN)
+
+
+def test_text_is_the_tokens_without_specials_whatever_bytes_they_are(case: Case, run: Run) -> None:
+    tokenizer = byte_tokenizer()
+    for prompt in (PROMPT, [257, *"naïve 漢字 🦆".encode()]):
+        for sample in run(case.samples(6, prompt)):
+            assert sample.text == tokenizer.decode(sample.tokens.tolist(), skip_special_tokens=True)
+
+
+def test_stop_string_ends_a_sample_and_is_not_in_its_text(case: Case, run: Run) -> None:
+    (whole,) = run(case.samples(1, PROMPT, temperature=0.0, max_response_tokens=60))
+    stop = whole.text[4:6]
+    at = whole.text.index(stop)
+    (stopped,) = run(case.samples(1, PROMPT, temperature=0.0, max_response_tokens=60, stop=("never to be", stop)))
+    assert stopped.stop_reason is StopReason.STOP_STRING
+    assert stopped.text == whole.text[:at]
+    assert list(stopped.tokens) == list(whole.tokens[: len(stopped.tokens)])
+    assert len(stopped.logprobs) == len(stopped.tokens) < len(whole.tokens)
+
+
+def test_context_ends_a_sample(case: Case, run: Run) -> None:
+    prompt = [257, *b"x" * 379]  # of the 400 tokens that prompt and response may have
+    samples = run(case.samples(8, prompt, max_response_tokens=500))
+    assert any(s.stop_reason is StopReason.LENGTH for s in samples)
+    for sample in samples:
+        assert len(sample.tokens) <= 20
+        assert sample.stop_reason is StopReason.END_OF_TURN or len(sample.tokens) == 20
+        assert case.agrees(sample.logprobs, logprobs(case.model, prompt, sample.tokens))
+
+
+def test_cancelling_aborts_in_the_engine_and_leaves_the_others(case: Case, run: Run) -> None:
+    async def scenario() -> list[Sample]:
+        sampling = Sampling(max_response_tokens=200)
+        tasks = [asyncio.create_task(case.engine.generate(PROMPT, sampling)) for _ in range(12)]
+        await asyncio.sleep(0.05)
+        for task in tasks[:6]:
+            task.cancel()
+        left = await asyncio.gather(*tasks[6:])
+        async with asyncio.timeout(5):
+            while (load := case.engine.load()).running + load.waiting:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        return left
+
+    for sample in run(scenario()):
+        assert case.agrees(sample.logprobs, logprobs(case.model, PROMPT, sample.tokens))
+
+
+def test_more_requests_than_fit_wait_their_turn(case: Case, run: Run) -> None:
+    async def scenario() -> tuple[list[Sample], list[tuple[int, int]]]:
+        seen = []
+        asking = asyncio.gather(
+            *(case.engine.generate(PROMPT, Sampling(max_response_tokens=24)) for _ in range(3 * case.engine.capacity))
+        )
+        while not asking.done():
+            load = case.engine.load()
+            seen.append((load.running, load.waiting))
+            await asyncio.sleep(0.01)
+        return await asking, seen
+
+    samples, seen = run(scenario())
+    assert len(samples) == 3 * case.engine.capacity
+    assert max(running for running, _ in seen) <= case.engine.capacity
+    assert max(waiting for _, waiting in seen) > 0
+
+
+async def _across_a_swap(case: Case, cache_policy: str) -> tuple[Any, Any, list[Sample]]:
+    """Publishes while samples are in flight, held up between two tensors: old model, new model, the samples."""
+    old = case.model
+    case.version += 1
+    new = case.random_model(case.version)
+    sender = Sender(export(new), version=case.version, hold_after=5)
+    sampling = Sampling(max_response_tokens=200)
+    flying = asyncio.gather(*(case.engine.generate(LONG_PROMPT, sampling) for _ in range(12)))
+    await case.engine.prepare(sender.delivery)
+    sender.start()
+    await case.engine.begin_receive()
+    await asyncio.sleep(0.02)
+    assert case.engine.load().running > 0
+    await case.receive_rest(sender)
+    await case.engine.commit(sender.delivery.version, cache_policy)  # type: ignore[arg-type]
+    case.model = new
+    return old, new, list(await flying)
+
+
+def test_versions_are_true_across_a_swap_and_logprobs_match_each(case: Case, run: Run) -> None:
+    old, new, samples = run(_across_a_swap(case, "recompute"))
+    crossing = [s for s in samples if len(s.versions) == 2]
+    assert crossing, "no sample was in flight across the swap"
+    apart: list[float] = []
+    for sample in crossing:
+        before, after = sample.versions
+        assert (before.start, before.end, after.end) == (0, after.start, len(sample.tokens))
+        assert (before.version, after.version) == (case.version - 1, case.version)
+        under_old, under_new = (logprobs(m, LONG_PROMPT, sample.tokens) for m in (old, new))
+        assert case.agrees(sample.logprobs[: before.end], under_old[: before.end])
+        assert case.agrees(sample.logprobs[before.end :], under_new[before.end :])
+        apart.append(float(np.abs(under_old - under_new)[before.end]))
+    # The two models are far apart there: a version that is wrong by one token would show.
+    assert np.median(apart) > 1e-2
+
+
+def test_versions_that_we_mark_are_those_that_vllm_reports(
+    case: Case, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The way for releases of vLLM that report none, beside one that does."""
+    if case.engine.name != "vllm":
+        pytest.skip("only vLLM reports versions by itself")
+    engine: Any = case.engine
+    if engine._marks is not None:
+        pytest.skip("this release of vLLM reports none")
+    marks, reported = VersionMarks(), []
+
+    def spans(request_id: str, output: Any, tokens: int) -> Any:
+        reported.append(tuple(VersionSpan(Version(int(s.version)), s.start, s.end) for s in output.weight_versions))
+        return marks.spans(request_id, tokens)
+
+    async def label(version: Version, cache_key: str) -> None:
+        await marks.swapped(engine._llm, version)
+        await engine._llm.update_weight_version(str(version))
+
+    monkeypatch.setattr(engine, "_marks", marks)
+    monkeypatch.setattr(engine, "_spans", spans)
+    monkeypatch.setattr(engine, "_label", label)
+    _, _, samples = run(_across_a_swap(case, "recompute"))
+    assert any(len(sample.versions) == 2 for sample in samples)
+    assert {s.versions for s in samples} == set(reported)
+
+
+def test_kept_cache_makes_a_difference_that_ends_with_the_samples_in_flight(
+    case: Case, run: Run, record_property: Any
+) -> None:
+    old, new, samples = run(_across_a_swap(case, "keep"))
+    crossing = [s for s in samples if len(s.versions) == 2]
+    assert crossing
+    apart = []
+    for sample in crossing:
+        at = sample.versions[0].end
+        under_old, under_new = (logprobs(m, LONG_PROMPT, sample.tokens) for m in (old, new))
+        assert case.agrees(sample.logprobs[:at], under_old[:at])
+        apart.append(np.abs(sample.logprobs - under_new)[at:])
+    record_property("kept_cache_mean_abs_logprob_difference", float(np.concatenate(apart).mean()))
+    assert np.concatenate(apart).max() > 0.1
+    # A new request of the same prompt must not find keys and values of the old version.
+    for sample in run(case.samples(4, LONG_PROMPT)):
+        assert case.agrees(sample.logprobs, logprobs(new, LONG_PROMPT, sample.tokens))
+
+
+def test_every_tensor_in_the_engine_is_the_senders_bit_for_bit(case: Case, run: Run) -> None:
+    swap = run(case.publish())
+    held = run(engine_parameters(case.engine))
+    sent = export(case.model)
+    if case.tied:  # engines save either name of the two
+        held["model.embed_tokens.weight"] = held.pop("lm_head.weight", held.get("model.embed_tokens.weight"))
+    assert set(held) == set(sent)
+    for name, tensor in sent.items():
+        assert held[name].dtype == tensor.dtype == case.dtype
+        assert torch.equal(held[name].contiguous().view(torch.uint8), tensor.view(torch.uint8)), name
+    assert swap.loader_tensors == len(sent)
+    assert swap.pause_s > swap.apply_s > 0
+
+
+@pytest.mark.parametrize("mode", [weights_pb2.COMMIT_MODE_SHADOW, weights_pb2.COMMIT_MODE_INPLACE])
+def test_a_sharded_publication_is_the_oracle_bit_for_bit(case: Case, run: Run, mode: int) -> None:
+    async def published() -> None:
+        swap = await case.publish_shards(mode)
+        assert (swap.mode, swap.loader_tensors, swap.loader_bytes) == (mode, 0, 0)
+        shards = await engine_parameters(case.engine)
+        broadcast = Sender(export(case.model), version=case.version + 1)
+        case.version += 1
+        await case.receive(broadcast)
+        await case.engine.commit(broadcast.delivery.version, "recompute")
+        oracle = await engine_parameters(case.engine)
+        assert shards.keys() == oracle.keys()
+        for name, tensor in oracle.items():
+            assert torch.equal(shards[name], tensor), name
+
+    run(published())
+
+
+def test_what_is_served_is_sent_on_bit_for_bit_while_the_engine_generates(case: Case, run: Run) -> None:
+    async def scenario() -> None:
+        await case.publish_shards(weights_pb2.COMMIT_MODE_SHADOW)
+        manifest = Shards(export(case.model)).manifest
+        sibling = WholeReceiver(manifest, await case.engine.describe(manifest))
+        await case.engine.prepare_send(sibling.delivery, "job-test/1/1/0")
+        sampling = asyncio.create_task(case.samples(4, PROMPT, max_response_tokens=60))
+        while case.engine.load().running == 0:  # noqa: ASYNC110 - the engine tells nobody
+            await asyncio.sleep(0.01)
+        sending = asyncio.create_task(case.engine.send(sibling.delivery))
+        await sampling
+        assert not sending.done(), "it waits for its sibling beside generation"
+        got = await asyncio.to_thread(sibling.receive)
+        assert dict((await sending).contents) == dict(got.sums)
+        await case.engine.end_send()
+        for name, tensor in export(case.model).items():
+            assert torch.equal(sibling.tensors[name].view(torch.uint8), tensor.view(torch.uint8)), name
+        absent = WholeReceiver(manifest, await case.engine.describe(manifest))
+        await case.engine.prepare_send(absent.delivery, "job-test/1/1/0")
+        sending = asyncio.create_task(case.engine.send(absent.delivery))
+        await asyncio.sleep(0.2)
+        await case.engine.end_send()
+        with pytest.raises(PublicationFailed, match=r"aborted|ended"):
+            await sending
+
+    run(scenario())
+    for sample in run(case.samples(2, PROMPT)):
+        assert case.agrees(sample.logprobs, logprobs(case.model, PROMPT, sample.tokens))
+
+
+@pytest.mark.parametrize("mode", [weights_pb2.COMMIT_MODE_SHADOW, weights_pb2.COMMIT_MODE_INPLACE])
+def test_generation_stands_still_only_for_an_inplace_transfer(case: Case, run: Run, mode: int) -> None:
+    inplace = mode == weights_pb2.COMMIT_MODE_INPLACE
+
+    async def published() -> list[Sample]:
+        before = case.version
+        sender = await case.shard_sender(mode, hold_after=2)
+        await case.engine.prepare(sender.delivery)
+        sampling = asyncio.create_task(case.samples(4, PROMPT, max_response_tokens=100, temperature=1.5))
+        while case.engine.load().running == 0:  # noqa: ASYNC110 - the engine tells nobody
+            await asyncio.sleep(0.01)
+        await case.engine.begin_receive()
+        sender.start()
+        assert case.engine.half_written == inplace
+        done, _ = await asyncio.wait([sampling], timeout=0.3 if inplace else 20.0)
+        assert bool(done) != inplace
+        await case.receive_rest(sender)
+        await case.engine.commit(sender.delivery.version, "recompute")
+        samples = await sampling
+        seen = {span.version for sample in samples for span in sample.versions}
+        assert (sender.delivery.version in seen) if inplace else seen == {before}
+        return samples
+
+    for sample in run(published()):
+        assert len(sample.logprobs) == len(sample.tokens)
+
+
+def test_half_a_model_is_never_served_and_a_whole_one_mends_it(case: Case, run: Run) -> None:
+    async def scenario() -> list[Any]:
+        tensors = export(case.random_model(99))
+        del tensors["model.layers.1.self_attn.k_proj.weight"]
+        sender = Sender(tensors, version=case.version + 1)
+        flying = asyncio.gather(
+            *(case.engine.generate(PROMPT, Sampling(max_response_tokens=200)) for _ in range(4)),
+            return_exceptions=True,
+        )
+        with pytest.raises(PublicationFailed, match=r"k_proj|qkv_proj"):
+            await case.receive(sender)
+            await case.engine.commit(sender.delivery.version, "recompute")
+        refused_early = case.engine.name == "transformers"  # it sees the difference in PREPARE and goes on serving
+        ended = await flying
+        if not refused_early:
+            assert any(isinstance(e, InvalidState) for e in ended)
+        return ended
+
+    run(scenario())
+    run(case.publish())
+    for sample in run(case.samples(4, PROMPT)):
+        assert case.agrees(sample.logprobs, logprobs(case.model, PROMPT, sample.tokens))
+
+
+def test_manifest_of_another_dtype_is_refused(case: Case, run: Run) -> None:
+    tensors = {name: t.half() for name, t in export(case.random_model(1)).items()}
+    with pytest.raises(PublicationFailed, match=r"dtype|float16"):
+        run(case.engine.prepare(Sender(tensors, version=case.version + 1).delivery))
+
+
+def test_aborted_transfer_is_forgotten(case: Case, run: Run) -> None:
+    async def scenario() -> None:
+        sender = Sender(export(case.random_model(7)), version=case.version + 1, hold_after=3)
+        await case.engine.prepare(sender.delivery)
+        sender.start()
+        await case.engine.begin_receive()
+        waiting = asyncio.create_task(case.engine.received())
+        await asyncio.sleep(0.2)
+        await case.engine.abort_receive()
+        with pytest.raises(PublicationFailed):
+            await waiting
+        sender.release()
+        (sample,) = await case.samples(1, PROMPT)
+        assert case.agrees(sample.logprobs, logprobs(case.model, PROMPT, sample.tokens))
+        await case.publish()
+        (sample,) = await case.samples(1, PROMPT)
+        assert sample.versions[0].version == case.version
+
+    run(scenario())
+
+
+def test_nothing_is_sampled_where_no_version_is_in_place(case: Case, run: Run) -> None:
+    async def scenario() -> None:
+        sender = await case.shard_sender(weights_pb2.COMMIT_MODE_INPLACE, hold_after=2)
+        await case.engine.prepare(sender.delivery)
+        flying = [asyncio.create_task(case.engine.generate(PROMPT, Sampling(200, temperature=2.0))) for _ in range(4)]
+        sender.start()
+        await case.engine.begin_receive()
+        flying += [asyncio.create_task(case.engine.generate(PROMPT, Sampling(2))) for _ in range(4)]
+        await asyncio.sleep(0.2)
+        await case.engine.abort_receive()
+        flying += [asyncio.create_task(case.engine.generate(PROMPT, Sampling(2))) for _ in range(4)]
+        ended = await asyncio.wait_for(asyncio.gather(*flying, return_exceptions=True), 30)
+        assert all(isinstance(end, InvalidState) for end in ended[4:])
+        with pytest.raises(InvalidState, match="no version is in place"):
+            await case.engine.generate(PROMPT, Sampling(1))
+        sender.release()
+        with pytest.raises(PublicationFailed):
+            await asyncio.to_thread(sender.join)
+        await case.publish()
+
+    run(scenario())
+    for sample in run(case.samples(4, PROMPT)):
+        assert [(v.version, v.start, v.end) for v in sample.versions] == [(case.version, 0, len(sample.tokens))]
+        assert case.agrees(sample.logprobs, logprobs(case.model, PROMPT, sample.tokens))
+
+
+def test_a_dead_engine_says_so_to_everyone(case: Case, run: Run) -> None:
+    """Last in this file: the engine does not come back."""
+
+    async def scenario() -> None:
+        flying = [
+            asyncio.create_task(case.engine.generate(PROMPT, Sampling(max_response_tokens=200))) for _ in range(4)
+        ]
+        await asyncio.sleep(0.01)
+        kill(case.engine)
+        ended = await asyncio.wait_for(asyncio.gather(*flying, return_exceptions=True), 30)
+        assert any(isinstance(end, EngineDied) for end in ended)
+        assert all(isinstance(end, EngineDied | Sample) for end in ended)
+        with pytest.raises(EngineDied):
+            case.engine.load()
+        with pytest.raises(EngineDied):
+            await case.engine.generate(PROMPT, Sampling(max_response_tokens=1))
+
+    run(scenario())
+
+
+def kill(engine: Any) -> None:
+    """The engine's end as the kernel or a defect would bring it."""
+    if engine.name == "transformers":
+        engine._model.forward = None
+        return
+    if engine.name == "sglang":
+        os.kill(engine._engine.get_all_child_pids()[0], signal.SIGKILL)
+        return
+    below = [(p, " ".join(p.cmdline())) for p in psutil.Process().children(recursive=True)]
+    workers = [p for p, command in below if "VLLM::Worker" in command]
+    if not workers:  # a single one is in the core's process on GPUs
+        workers = [p for p, command in below if "VLLM::EngineCore" in command]
+    assert len(workers) == 1
+    workers[0].kill()

@@ -1,0 +1,297 @@
+"""A publication that is put in place as it comes, and what comes between: an abort, an end, a request."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from millrace.errors import InvalidState, PublicationFailed
+from millrace.ids import MemberId, Version
+from millrace.weights.phases import Phase, Publication, PublicationState
+from services.rollout.engine import EngineDied, Sample, Sampling, StopReason
+from services.rollout.engines.transformers.decoding import DecodeLoop, Request
+from services.rollout.engines.transformers.engine import TransformersEngine
+from services.rollout.engines.worker_engine import Answers, WorkerEngine
+from services.rollout.weights.receiver import Receiver
+from services.rollout.weights.sharded import Placed
+
+PUBLICATION = Publication("job-test", Version(2), 1, 1)  # type: ignore[arg-type]
+LIMIT_S = 10.0
+
+
+class SlowLoop(DecodeLoop):
+    """Its token ends when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__(SimpleNamespace(device="cpu"), SimpleNamespace(), 4, 1)  # type: ignore[arg-type]
+        self.inside, self.may_end = threading.Event(), threading.Event()
+        self.tokens, self.failing = 0, False
+
+    def _token(self) -> None:
+        with self._wake:
+            self._running, self._waiting = [*self._running, *self._waiting], []
+        self.inside.set()
+        self.may_end.wait()
+        self.tokens += 1
+        if self.failing:
+            raise RuntimeError("CUDA out of memory")
+
+    def _keep(self, rows: list[int]) -> None:
+        self._running = [self._running[row] for row in rows]
+
+
+class Coming:
+    """A delivery that never comes."""
+
+    begun = False
+
+    def begin(self) -> None:
+        self.begun = True
+
+    def close(self) -> None: ...
+
+
+class Placing:
+    """As much of `Shards` as a commit touches."""
+
+    def __init__(self) -> None:
+        self.inside, self.may_end = threading.Event(), threading.Event()
+
+    def place(self, coming: Any, staged: bool) -> Placed:
+        self.inside.set()
+        self.may_end.wait()
+        return Placed(0.0, 0.0, 0, 0, 0, ())
+
+    def leave(self) -> None: ...
+
+
+@asynccontextmanager
+async def decoding() -> AsyncIterator[tuple[Any, SlowLoop, list[Sample | None]]]:
+    """The engine in the middle of a token of version 1, prepared for an in-place delivery; samples that ended."""
+    engine: Any = TransformersEngine()
+    loop, ended = SlowLoop(), list[Sample | None]()
+    engine._decode, engine._shards = loop, Placing()
+    engine._decoding = engine._thread.submit(loop.run)
+    try:
+        pause = loop.pause()
+        await asyncio.to_thread(loop.stands, pause)
+        loop.resume(pause, Version(1), recompute=False)
+        loop.submit(Request([1], Sampling(5), ended.append))
+        await asyncio.to_thread(loop.inside.wait, LIMIT_S)
+        engine._coming, engine._staged = Coming(), False
+        yield engine, loop, ended
+    finally:
+        loop.may_end.set()
+        engine._shards.may_end.set()
+        for pause in list(loop._pauses):
+            loop.release(pause)
+        await engine.stop()
+
+
+def receiver(engine: Any, served: list[Version | None]) -> Any:
+    """That has prepared PUBLICATION."""
+    made: Any = Receiver(engine, MemberId("m"), "keep", served.append)
+    made._state = PublicationState(PUBLICATION, Phase.PREPARE)
+    return made
+
+
+def test_an_abort_before_the_engine_stands_still_leaves_what_is_served() -> None:
+    async def scenario() -> None:
+        async with decoding() as (engine, loop, ended):
+            served: list[Version | None] = []
+            receiving, coming = receiver(engine, served), engine._coming
+            transferring = asyncio.create_task(receiving.transfer(PUBLICATION))
+            await asyncio.sleep(0.1)
+            aborting = asyncio.create_task(receiving.abort(PUBLICATION, "another replica failed"))
+            await asyncio.sleep(0.1)
+            loop.may_end.set()
+            await asyncio.wait_for(aborting, LIMIT_S)
+            with pytest.raises(PublicationFailed, match="was aborted"):
+                await asyncio.wait_for(transferring, LIMIT_S)
+            tokens = loop.tokens
+            await asyncio.sleep(0.05)
+            assert loop.tokens > tokens, "it goes on"
+            assert (served, ended, coming.begun) == ([], [], False)
+
+    asyncio.run(scenario())
+
+
+def test_an_abort_during_a_commit_does_not_end_its_pause() -> None:
+    async def scenario() -> None:
+        async with decoding() as (engine, loop, _):
+            loop.may_end.set()
+            await asyncio.wait_for(engine.begin_receive(), LIMIT_S)
+            committing = asyncio.create_task(engine.commit(Version(2), "keep"))
+            await asyncio.to_thread(engine._shards.inside.wait, LIMIT_S)
+            await engine.abort_receive()
+            tokens = loop.tokens
+            await asyncio.sleep(0.1)
+            assert loop.tokens == tokens, "it decodes while weights are written"
+            engine._shards.may_end.set()
+            await asyncio.wait_for(committing, LIMIT_S)
+            await asyncio.sleep(0.1)
+            assert loop.tokens > tokens
+            await asyncio.wait_for(asyncio.to_thread(loop.stands, loop.pause()), LIMIT_S)
+            tokens = loop.tokens
+            await asyncio.sleep(0.1)
+            assert loop.tokens == tokens
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("phase", ["transfer", "commit"])
+@pytest.mark.parametrize("end", ["fails", "is stopped"])
+def test_a_loop_that_ends_during_a_pause_is_told(phase: str, end: str) -> None:
+    async def scenario() -> None:
+        async with decoding() as (engine, loop, _):
+            engine._staged = phase == "commit"
+            pausing = asyncio.create_task(
+                engine.begin_receive() if phase == "transfer" else engine.commit(Version(2), "keep")
+            )
+            await asyncio.sleep(0.1)
+            loop.failing = end == "fails"
+            if end == "is stopped":
+                loop.stop()
+            loop.may_end.set()
+            with pytest.raises(EngineDied, match="the decode loop ended"):
+                await asyncio.wait_for(pausing, LIMIT_S)
+
+    asyncio.run(scenario())
+
+
+class Workers(WorkerEngine):
+    """Workers that do what they are told; the pause takes until the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_pause = asyncio.Event()
+        self.may_apply = asyncio.Event()
+        self.may_sample = asyncio.Event()
+        self.paused = self.failing = False
+        self.begun: list[str] = []
+        self._version = Version(1)
+        self._delivery: Any = SimpleNamespace(sides=b"", manifest=SimpleNamespace(tensors=[]))
+        self._staged = False
+
+    async def _generate(self, prompt_tokens: Sequence[int], sampling: Sampling) -> Sample:
+        self.begun.append(self._cache_key)
+        await self.may_sample.wait()
+        return Sample(np.zeros(1, np.int32), np.zeros(1, np.float32), (), StopReason.LENGTH, "")
+
+    def _started(self) -> bool:
+        return True
+
+    async def _ask(self, method: str, *arguments: Any, paused: bool = False) -> Answers:
+        if method == "millrace_apply":
+            await self.may_apply.wait()
+            if self.failing:
+                raise PublicationFailed("a worker failed.")
+        return [{"unplaced": [], "apply_s": 0.0, "compare_s": 0.0}]
+
+    async def _pause(self, cache_policy: str) -> None:
+        await self.may_pause.wait()
+        self.paused = True
+
+    async def _resume(self) -> None:
+        self.paused = False
+
+    async def _label(self, version: Version, cache_key: str) -> None: ...
+
+    async def _end_requests(self) -> None: ...
+
+
+def test_workers_paused_after_an_abort_go_on() -> None:
+    async def scenario() -> None:
+        engine = Workers()
+        beginning = asyncio.create_task(engine.begin_receive())
+        await asyncio.sleep(0)
+        await engine.abort_receive()
+        engine.may_pause.set()
+        with pytest.raises(PublicationFailed, match="was aborted"):
+            await beginning
+        assert not engine.paused
+
+    asyncio.run(scenario())
+
+
+def test_an_abort_during_a_commit_leaves_workers_paused() -> None:
+    async def scenario() -> None:
+        engine = Workers()
+        engine.may_pause.set()
+        await engine.begin_receive()
+        committing = asyncio.create_task(engine.commit(Version(2), "keep"))
+        await asyncio.sleep(0.01)
+        await engine.abort_receive()
+        assert engine.paused, "it generates while weights are written"
+        engine.may_apply.set()
+        await committing
+        assert not engine.paused
+
+    asyncio.run(scenario())
+
+
+def test_what_is_asked_for_while_workers_stand_begins_after_it() -> None:
+    """Under the name of what lies in place then, which another publication of the same version does not share."""
+
+    async def scenario() -> None:
+        engine = Workers()
+        for event in (engine.may_pause, engine.may_apply, engine.may_sample):
+            event.set()
+        for _ in range(2):
+            await engine.begin_receive()
+            asking = asyncio.create_task(engine.generate([1], Sampling(5)))
+            await asyncio.sleep(0.01)
+            assert not asking.done()
+            await engine.commit(Version(2), "keep")
+            await asking
+        assert len(engine.begun) == len(set(engine.begun)) == 2
+        assert all(key.startswith("2.") for key in engine.begun)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("dropped_by", ["an abort", "a commit"])
+def test_what_lived_through_a_dropped_version_is_refused(dropped_by: str) -> None:
+    """Whatever an engine made of it: its tokens may be of weights that were half-written."""
+
+    async def scenario() -> None:
+        engine = Workers()
+        engine.may_pause.set()
+        engine.may_apply.set()
+        engine.failing = True
+        sampling = asyncio.create_task(engine.generate([1], Sampling(5)))
+        await asyncio.sleep(0)
+        await engine.begin_receive()
+        if dropped_by == "an abort":
+            await engine.abort_receive()
+        else:
+            with pytest.raises(PublicationFailed):
+                await engine.commit(Version(2), "keep")
+        with pytest.raises(InvalidState, match="no version is in place"):
+            await engine.generate([1], Sampling(5))
+        engine.failing = False
+        await engine.commit(Version(3), "keep")
+        engine.may_sample.set()
+        assert await engine.generate([1], Sampling(5))
+        with pytest.raises(InvalidState, match="no version was in place for a while"):
+            await sampling
+
+    asyncio.run(scenario())
+
+
+def test_nothing_is_sampled_before_the_first_version() -> None:
+    async def scenario() -> None:
+        engine = Workers()
+        engine._version = None
+        with pytest.raises(InvalidState, match="no version is in place"):
+            await engine.generate([1], Sampling(5))
+        loop, ended = SlowLoop(), list[Sample | None]()
+        with pytest.raises(InvalidState, match="no version is in place"):
+            loop.submit(Request([1], Sampling(5), ended.append))
+
+    asyncio.run(scenario())

@@ -1,0 +1,46 @@
+"""What a loader writes besides copies of what is published, and what it leaves out, on both ways into a worker."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from millrace.errors import PublicationFailed
+from millrace.ids import Version
+from millrace.weights.plans.manifest import Manifest, TensorInfo
+from services.rollout.transfer_request import Delivery
+from services.rollout.weights.sharded import Shards
+from services.rollout.weights.staging import Shelf, Staging
+
+MANIFEST = Manifest((TensorInfo("a", (3, 4), "float32"), TensorInfo("b", (1, 4), "float32")))
+DELIVERY = Delivery("job/1/1/1", Version(1), MANIFEST, "127.0.0.1", 1, 2, 1, 5.0)
+
+
+def test_padding_is_filled_with_every_version() -> None:
+    parameter = torch.full((6, 4), 5.0)
+
+    def load(tensors: Any) -> None:
+        for name, tensor in tensors:
+            parameter[:3].copy_(tensor) if name == "a" else parameter[3:4].copy_(tensor)
+            parameter[4:].fill_(0)
+
+    shards = Shards(load, {"p": parameter}, frozenset())
+    shards.boxes(MANIFEST)
+    assert (parameter == 5).all()
+    coming: Any = SimpleNamespace(delivery=DELIVERY, receiving=SimpleNamespace(slot_bytes=0))
+    assert shards.place(coming, staged=False).loader_tensors == 0
+    assert (parameter[:4] == 5).all() and not parameter[4:].any()
+
+
+def test_a_row_that_is_written_twice_hides_none_that_is_not() -> None:
+    parameter = torch.zeros(4, 4)
+
+    def load(tensors: Any) -> None:
+        for name, tensor in tensors:
+            parameter[0:3].copy_(tensor) if name == "a" else parameter[1:2].copy_(tensor)
+
+    staging = Staging(DELIVERY, 1)
+    staging.tensors = {t.name: torch.ones(t.shape) for t in MANIFEST.tensors}
+    with pytest.raises(PublicationFailed, match="only a part of, p"):
+        Shelf(load, {"p": parameter}, frozenset()).apply(staging)

@@ -1,0 +1,196 @@
+"""What of the SGLang engine runs without SGLang: its frames, its inlets, its refusals."""
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from millrace.errors import InvalidJob, PublicationFailed, Unavailable
+from millrace.ids import Version
+from services.rollout.engine import EngineDied, VersionSpan
+from services.rollout.engines import probe
+from services.rollout.engines.options import check_name
+from services.rollout.engines.sglang import engine
+from services.rollout.engines.sglang import options as sglang_options
+from services.rollout.engines.sglang.worker import LABEL, SchedulerInlet, relabelled
+from services.rollout.weights import worker_rpc as inlets_module
+from services.rollout.weights.worker_rpc import HEADER, SOCKET, Inlets, decode, encode
+from tests.services.rollout.conftest import Run
+from tests.services.rollout.jobs import job_spec
+
+
+class Scheduler:
+    """As much of a scheduler as an inlet touches: a loop that looks at it between two batches."""
+
+    def __init__(self) -> None:
+        model = torch.nn.Linear(2, 2)
+        self.tp_worker = SimpleNamespace(model_runner=SimpleNamespace(model=model, dtype=torch.bfloat16))
+        self.max_running_requests, self.max_total_num_tokens = 16, 4096
+        self.waiting_queue = [SimpleNamespace(extra_key="3")]
+        self.labelled: list[int] = []
+        self._engine_paused = False
+        self.held_up = threading.Event()
+        self.ended = threading.Event()
+
+    def run(self, rank: int) -> None:
+        inlet = SchedulerInlet(self, rank)
+        label = inlet._receiver.label
+        inlet._receiver.label = lambda version, key: self.labelled.append(version) or label(version, key)  # type: ignore
+        while not self.ended.is_set():
+            if not self.held_up.is_set():
+                inlet.answer_due()
+            time.sleep(0.001)
+        inlet.close()
+
+
+@contextmanager
+def ranks(count: int) -> Iterator[list[Scheduler]]:
+    schedulers = [Scheduler() for _ in range(count)]
+    threads = [threading.Thread(target=s.run, args=(rank,), daemon=True) for rank, s in enumerate(schedulers)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield schedulers
+    finally:
+        for scheduler in schedulers:
+            scheduler.ended.set()
+
+
+@contextmanager
+def met(run: Run, count: int = 2) -> Iterator[tuple[Inlets, list[Scheduler]]]:
+    inlets = Inlets("SGLang")
+    os.environ[SOCKET] = run(inlets.listen())
+    with ranks(count) as schedulers:
+        told = run(inlets.meet(count, 20.0))
+        assert [(rank["rank"], rank["dtype"], rank["requests"]) for rank in told] == [
+            (n, "bfloat16", 16) for n in range(count)
+        ]
+        yield inlets, schedulers
+        run(inlets.close())
+
+
+def test_frames_carry_bytes_and_numbers() -> None:
+    message = {"method": "x", "arguments": [b"\x00\xff", "é", 3, None, {"deep": [b""]}], "contents": [(1, 2)]}
+    frame = encode(message | {"count": torch.tensor(7)})
+    assert HEADER.unpack(frame[: HEADER.size]) == (len(frame) - HEADER.size,)
+    assert decode(frame[HEADER.size :]) == message | {"contents": [[1, 2]], "count": 7}
+
+
+def test_every_rank_answers_in_its_order(run: Run) -> None:
+    with met(run) as (inlets, _):
+        assert run(inlets.ask("millrace_abort")) == [{}, {}]
+
+
+def test_what_needs_a_pause_waits_for_it_and_labels_what_comes_after(run: Run) -> None:
+    async def scenario(inlets: Inlets, schedulers: list[Scheduler]) -> None:
+        labelling = asyncio.create_task(inlets.ask("label", Version(4), "4.1", paused=True))
+        await asyncio.sleep(0.05)
+        assert not labelling.done()
+        for scheduler in schedulers:
+            scheduler._engine_paused = True
+        await asyncio.wait_for(labelling, 10)
+
+    with met(run) as (inlets, schedulers):
+        run(scenario(inlets, schedulers))
+        assert LABEL.version == 4
+        assert [waiting.extra_key for s in schedulers for waiting in s.waiting_queue] == ["4.1", "4.1"]
+    late, warm_up = SimpleNamespace(extra_key="3.0"), SimpleNamespace(extra_key=None)
+    relabelled([SimpleNamespace(batch=[late]), warm_up, SimpleNamespace(rid="abort")])
+    assert (late.extra_key, warm_up.extra_key) == ("4.1", None)
+
+
+def test_what_was_given_up_does_not_meet_the_next_pause(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inlets_module, "RPC_S", 0.2)
+    with met(run, 1) as (inlets, (scheduler,)):
+        with pytest.raises(Unavailable, match="did not answer label within"):
+            run(inlets.ask("label", Version(8), "8.1", paused=True))
+        monkeypatch.setattr(inlets_module, "RPC_S", 20.0)
+        scheduler._engine_paused = True
+        run(inlets.ask("label", Version(9), "9.1", paused=True))
+        assert scheduler.labelled == [9]
+
+
+def test_what_needs_no_pause_does_not_wait_for_the_batch(run: Run) -> None:
+    with met(run) as (inlets, schedulers):
+        for scheduler in schedulers:
+            scheduler.held_up.set()
+        assert run(inlets.ask("millrace_abort")) == [{}, {}]
+
+
+def test_a_failure_names_the_call_and_the_next_call_works(run: Run) -> None:
+    with met(run) as (inlets, _):
+        with pytest.raises(PublicationFailed, match="millrace_nothing failed in the engine: AttributeError"):
+            run(inlets.ask("millrace_nothing"))
+        assert run(inlets.ask("millrace_abort")) == [{}, {}]
+
+
+def test_a_late_answer_is_not_taken_for_the_next(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inlets_module, "RPC_S", 0.2)
+    with met(run, 1) as (inlets, (scheduler,)):
+        scheduler.held_up.set()
+        with pytest.raises(Unavailable, match="did not answer millrace_apply within"):
+            run(inlets.ask("millrace_apply"))
+        scheduler.held_up.clear()
+        monkeypatch.setattr(inlets_module, "RPC_S", 20.0)
+        with pytest.raises(PublicationFailed, match="the publication was aborted"):
+            run(inlets.ask("millrace_begin"))
+
+
+def test_a_scheduler_that_ends_is_a_dead_engine(run: Run) -> None:
+    async def asked_until_it_is_gone(inlets: Inlets) -> None:
+        async with asyncio.timeout(20):
+            while True:
+                await inlets.ask("millrace_abort")
+
+    with met(run, 1) as (inlets, (scheduler,)):
+        scheduler.ended.set()
+        with pytest.raises(EngineDied, match="a worker of SGLang ended during millrace_abort"):
+            run(asked_until_it_is_gone(inlets))
+
+
+def test_a_rank_that_does_not_come_is_told(run: Run) -> None:
+    async def alone() -> None:
+        inlets = Inlets("SGLang")
+        await inlets.listen()
+        try:
+            await inlets.meet(2, 0.1)
+        finally:
+            await inlets.close()
+
+    with pytest.raises(Unavailable, match="0 of 2 workers of SGLang"):
+        run(alone())
+
+
+def test_marks_become_spans() -> None:
+    assert engine._spans([3, 3, 4]) == (VersionSpan(Version(3), 0, 2), VersionSpan(Version(4), 2, 3))
+    assert engine._spans([]) == ()
+
+
+def test_what_will_not_do_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    spec = job_spec(tmp_path, "sglang")
+    with pytest.raises(InvalidJob, match=r"rollout\.dtype: float32 will not do with SGLang.*bfloat16"):
+        sglang_options.server_arguments(spec)
+    known = {"attention_backend", "max_running_requests"}
+    rest = (sglang_options.OURS, "SGLang", "ServerArgs")
+    check_name("attention_backend", known, *rest)
+    for option, mend in {"atention_backend": "did you mean attention_backend?", "dtype": r"set rollout\.dtype"}.items():
+        with pytest.raises(InvalidJob, match=rf"rollout\.engine_options\.{option}.*{mend}"):
+            check_name(option, known, *rest)
+    quantized: Any = SimpleNamespace(quantization="fp8", model_path="here")
+    with pytest.raises(InvalidJob, match="quantized weights"):
+        sglang_options.check_model(quantized)
+
+
+def test_releases(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sglang_options.release_warning("0.5.16") == sglang_options.release_warning("0.5.16.post1") == ""
+    assert "SGLang 0.6.0 was not tried; 0.5.16 was" in sglang_options.release_warning("0.6.0")
+    monkeypatch.setattr(sglang_options, "release", lambda: "")
+    assert "'.[gpu-sglang]' in the checkout" in probe("sglang").why

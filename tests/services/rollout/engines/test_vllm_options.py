@@ -1,0 +1,105 @@
+"""From a job spec to vLLM's arguments, without starting an engine."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millrace.errors import InvalidJob, InvalidState
+from millrace.spec.rollout import ENGINES
+from services.rollout import engines
+from services.rollout.engines import probe
+from services.rollout.engines.vllm.options import (
+    check_api,
+    check_model,
+    engine_arguments,
+    has_latents,
+    release,
+    release_warning,
+)
+from tests.models import byte_tokenizer
+from tests.services.rollout.jobs import job_spec
+from tests.services.trainer.backends.megatron import tiny
+
+
+def test_probe_imports_no_engine() -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import sys; from services.rollout.engines import ENGINES, probe\n"
+        "found = {name: probe(name) for name in ENGINES}\n"
+        "assert found['vllm'].ok and found['transformers'].ok, found\n"
+        "assert not {'vllm', 'sglang', 'torch', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    assert probe("vllm").release == release()
+
+
+def test_a_job_may_name_every_engine() -> None:
+    assert set(engines.ENGINES) == set(ENGINES)
+
+
+@pytest.mark.parametrize("found", ["0.26.0", "0.29.1", "0.32.0"])
+def test_releases_that_were_tried_give_no_warning(found: str) -> None:
+    assert release_warning(found) == ""
+
+
+@pytest.mark.parametrize("found", ["0.25.1", "0.33.0", "1.0.0", "dev"])
+def test_other_releases_give_a_warning_that_names_them(found: str) -> None:
+    assert found in release_warning(found)
+
+
+def test_a_missing_method_is_named() -> None:
+    class Old:
+        def generate(self) -> None: ...
+
+    with pytest.raises(InvalidState, match=r"AsyncLLM\.resume_generation.*, AsyncMPClient\.pause_scheduler_async"):
+        check_api(Old, Old)
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_num_sequences": 4}, r"max_num_sequences: vLLM has no such option.*did you mean max_num_seqs"),
+        ({"dtype": "bfloat16"}, r"dtype: this option is not the job's to set.*rollout\.dtype"),
+        ({"load_format": "auto"}, r"load_format: this option is not the job's to set.*remove it"),
+    ],
+)
+def test_wrong_options_are_named_with_the_mend(tied_model: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidJob, match=message):
+        engine_arguments(job_spec(tied_model, "vllm", rollout={"engine_options": options}))
+
+
+@pytest.mark.e2e
+def test_what_the_job_says_reaches_vllm(tied_model: Path) -> None:
+    arguments = engine_arguments(job_spec(tied_model, "vllm", rollout={"engine_options": {"max_num_seqs": 5}}))
+    assert (arguments.max_num_seqs, arguments.max_model_len, arguments.dtype) == (5, 400, "float32")
+    assert (arguments.logprobs_mode, arguments.load_format) == ("processed_logprobs", "dummy")
+    other = engine_arguments(job_spec(tied_model, "vllm"))
+    assert arguments.seed != other.seed
+
+
+@pytest.fixture(scope="module")
+def on_latents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("latents")
+    tiny.save("deepseek_v3", folder, served=True)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.e2e
+def test_attention_on_latents_is_one_whose_weights_can_be_written(on_latents: Path, tied_model: Path) -> None:
+    assert has_latents(str(on_latents)) and not has_latents(str(tied_model))
+    config = engine_arguments(job_spec(on_latents, "vllm")).create_engine_config()
+    check_model(config)
+    assert config.attention_config.backend.name == "CPU_MLA"
+
+
+@pytest.mark.e2e
+def test_weights_that_vllm_repacks_are_refused(on_latents: Path) -> None:
+    packed = {"attention_config": {"backend": "AMX_MLA"}}
+    arguments = engine_arguments(job_spec(on_latents, "vllm", rollout={"engine_options": packed}))
+    with pytest.raises(InvalidJob, match=r"attention on latents by AMX_MLA, which vLLM repacks"):
+        check_model(arguments.create_engine_config())

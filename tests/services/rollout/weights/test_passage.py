@@ -1,0 +1,144 @@
+"""A worker's part in a delivery, called off at every point: nobody is stuck, nothing is written or kept afterwards."""
+
+import gc
+import multiprocessing
+import os
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+
+from millrace.errors import PublicationFailed
+from millrace.weights.plans.manifest import Manifest
+from millrace.weights.transfer.alarm import RINGS_S, Alarm, connect
+from millrace.weights.transfer.channels.channel import Channel, Parcel
+from millrace.weights.transfer.channels.gloo import GlooChannel, serve_store
+from millrace.weights.transfer.session import Party
+from services.rollout.transfer_request import Delivery
+from services.rollout.weights.sharded import Passage
+
+CPU = torch.device("cpu")
+
+
+def delivery(port: int, *, attempt: int = 1, world_size: int = 1, rank: int = 0, standing: bool = False) -> Delivery:
+    at: dict[str, Any] = {"key": f"job/1/1/{attempt}", "version": 1, "host": "127.0.0.1", "port": port}
+    at |= {"world_size": world_size, "first_rank": rank, "timeout_s": 20.0, "channel": "first", "standing": standing}
+    return Delivery(manifest=Manifest(()), **at)
+
+
+def nothing(channel: Channel) -> str:
+    channel.exchange([], []).wait()
+    return "done"
+
+
+def _serve(told: Connection) -> None:
+    _, port = held = serve_store("127.0.0.1", 2, 5.0)
+    told.send(port)
+    time.sleep(600)
+    del held
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[tuple[int, int]]:
+    """A store in a process of its own: its id and port."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs,), daemon=True)
+    process.start()
+    assert process.pid is not None
+    yield process.pid, ours.recv()
+    os.kill(process.pid, signal.SIGCONT)
+    process.kill()
+    process.join(10)
+
+
+def test_one_that_never_began_leaves_the_communicator_as_it_was() -> None:
+    _store, port = serve_store("127.0.0.1", 1, 20.0)
+    party = Party()
+    for passage, begins in (
+        (Passage(delivery(port), 0, nothing, CPU, party), True),
+        (Passage(delivery(port, attempt=2, standing=True), 0, nothing, CPU, party), False),
+        (Passage(delivery(port, attempt=3, standing=True), 0, nothing, CPU, party), True),
+    ):
+        if begins:
+            passage.begin()
+            passage.wait(20)
+            assert (passage.result, passage.failure, party.key) == ("done", None, "first")
+        passage.close()
+    party.leave()
+
+
+def test_a_communicator_that_failed_is_not_one_that_this_rank_is_in() -> None:
+    _store, port = serve_store("127.0.0.1", 1, 20.0)
+    party = Party()
+    passage = Passage(delivery(port), 0, nothing, CPU, party)
+    passage.begin()
+    passage.wait(20)
+    party.fail("somebody is gone")
+    assert party.key == ""
+
+
+def test_what_was_being_received_is_given_back_and_a_late_message_goes_nowhere() -> None:
+    store, port = serve_store("127.0.0.1", 2, 20.0)
+    others: list[GlooChannel] = []
+
+    def come() -> None:
+        others.append(
+            GlooChannel.join("127.0.0.1", port, key="first", rank=0, world_size=2, timeout_s=20.0, store=store)
+        )
+
+    other = threading.Thread(target=come)
+    other.start()
+    buffers = [torch.zeros(1 << 20, dtype=torch.uint8)]
+    kept, asked = weakref.ref(buffers[0]), threading.Event()
+    memory = buffers[0].numpy()
+
+    def receive(channel: Channel) -> None:
+        flight = channel.exchange([], [Parcel(0, 0, buffers[0])])
+        asked.set()
+        flight.wait()
+
+    passage = Passage(delivery(port, world_size=2, rank=1), 1, receive, CPU, Party())
+    gc.disable()
+    try:
+        passage.begin()
+        assert asked.wait(20)
+        passage.close()
+        other.join(20)
+        time.sleep(1.0)
+        with pytest.raises(PublicationFailed):
+            others[0].exchange([Parcel(0, 1, torch.ones(1 << 20, dtype=torch.uint8))], []).wait()
+        assert not memory.any()
+        buffers.clear()
+        assert kept() is None, "nothing waits for the deadline, nor for a collection of garbage"
+    finally:
+        gc.enable()
+        others[0].close()
+
+
+def test_an_alarm_is_not_stuck_in_a_store_that_stands_still(elsewhere: tuple[int, int]) -> None:
+    pid, port = elsewhere
+    alarm = Alarm(connect("127.0.0.1", port, 5.0), "job/1/1/1", lambda reason: None)
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(0.3)
+    began = time.monotonic()
+    alarm.ring("a test")
+    assert time.monotonic() - began < RINGS_S + 1.0
+
+
+def test_a_passage_is_called_off_where_the_store_stands_still(elsewhere: tuple[int, int]) -> None:
+    pid, port = elsewhere
+    os.kill(pid, signal.SIGSTOP)
+    passage = Passage(delivery(port, world_size=2, rank=1), 1, nothing, CPU, Party())
+    passage.begin()
+    time.sleep(0.3)
+    began = time.monotonic()
+    passage.close()
+    assert time.monotonic() - began < 3.0
+    assert passage.failure is not None
