@@ -6,7 +6,7 @@ from torch import Tensor
 
 from millrace.megatron.shape import ModelShape
 from services.trainer.backends import TokenScores
-from services.trainer.microbatch import MicroBatch
+from services.trainer.step.microbatch import MicroBatch
 
 ROWS = 16
 TEMPERATURE = 0.7

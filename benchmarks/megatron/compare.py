@@ -13,7 +13,7 @@ from torch import Tensor
 from benchmarks.megatron import batches
 from millrace.spec import JobSpec, parse
 from services.trainer.backends import Backend, build
-from services.trainer.world import World
+from services.trainer.ranks.world import World
 
 
 def job_spec(case: dict[str, Any]) -> JobSpec:
@@ -109,7 +109,7 @@ def deepep(world: World, case: dict[str, Any]) -> dict[str, Any]:
     """Which dispatcher is taken, and what is said where DeepEP cannot be had."""
     from millrace.backends.megatron import Experts, Megatron
     from millrace.errors import InvalidJob
-    from services.trainer.backends.megatron.dispatch import _hindrance, dispatcher
+    from services.trainer.backends.megatron.experts.dispatch import _hindrance, dispatcher
 
     taken = dispatcher(Megatron(expert_parallel=2))
     try:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.megatron import compare, speed
-from services.trainer.world import World
+from services.trainer.ranks.world import World
 
 KINDS: dict[str, Callable[[World, dict[str, Any]], dict[str, Any]]] = {
     "compare": compare.trained,

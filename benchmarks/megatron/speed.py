@@ -14,7 +14,7 @@ from benchmarks.megatron.compare import job_spec
 from millrace.megatron.architectures import read_shape
 from millrace.megatron.flops import sequence_cost
 from services.trainer.backends import Backend, build
-from services.trainer.world import World
+from services.trainer.ranks.world import World
 
 GIB = 1 << 30
 
@@ -79,7 +79,7 @@ def profiled(world: World, case: dict[str, Any]) -> dict[str, Any]:
 
 def scores_alone(world: World, case: dict[str, Any]) -> dict[str, Any]:
     """The scoring head over `tokens` hidden states, forward and backward; `whole` keeps all logits instead."""
-    from services.trainer.backends.megatron.head import Vocabulary, Wanted, scores
+    from services.trainer.backends.megatron.model.head import Vocabulary, Wanted, scores
 
     tokens, vocabulary, hidden = case["tokens"], case["vocabulary"], case["hidden"]
     kind = torch.bfloat16 if world.device.type == "cuda" else torch.float32

@@ -41,7 +41,7 @@ def export(context: typer.Context) -> None:
     """Write a checkpoint as an ordinary Hugging Face folder. No service has to run."""
     if not all(importlib.util.find_spec(package) for package in ("torch", "transformers")):
         raise InvalidState("torch or transformers is not installed here.", f"{how_to_install('transformers')}.")
-    done = subprocess.run([sys.executable, "-m", "services.trainer.export", *context.args], check=False)
+    done = subprocess.run([sys.executable, "-m", "services.trainer.checkpoints.export", *context.args], check=False)
     raise typer.Exit(done.returncode)
 
 

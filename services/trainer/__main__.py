@@ -25,14 +25,14 @@ from torch.distributed import DistError
 from millrace.ids import MemberId, new_member_id
 from millrace.telemetry import logs
 from millrace.wire.server import host_address
-from services.trainer.beats import Beats
-from services.trainer.commands import Caller, Follower
-from services.trainer.control import ControlThread
-from services.trainer.publish import Sender
-from services.trainer.saving import Saver
-from services.trainer.serve import Front
-from services.trainer.worker import Worker
-from services.trainer.world import World
+from services.trainer.checkpoints.saving import Saver
+from services.trainer.publication.gather_broadcast import Sender
+from services.trainer.ranks.beats import Beats
+from services.trainer.ranks.commands import Caller, Follower
+from services.trainer.ranks.event_loop import ControlThread
+from services.trainer.ranks.world import World
+from services.trainer.service.serve import Front
+from services.trainer.service.worker import Worker
 
 log = structlog.get_logger(__name__)
 

@@ -6,7 +6,7 @@ import pytest
 
 from millrace.rl.registry.catalogue import Kind, names
 from tests.e2e.conftest import adds_up, finished
-from tests.services.trainer.test_every_algorithm import ESTIMATORS
+from tests.services.trainer.step.test_every_algorithm import ESTIMATORS
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

@@ -18,8 +18,8 @@ from millrace.errors import InvalidJob
 from millrace.spec import JobSpec
 from millrace.weights.plans.manifest import Manifest, TensorInfo
 from millrace.weights.plans.memory import Memory
-from services.trainer.boxes import State
-from services.trainer.microbatch import MicroBatch
+from services.trainer.checkpoints.boxes import State
+from services.trainer.step.microbatch import MicroBatch
 
 
 @dataclass(frozen=True)

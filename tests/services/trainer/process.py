@@ -89,7 +89,7 @@ class TwoRanks:
         return dict(self.calls.step(number, groups, self.served.address, job).metrics)
 
 
-IMPATIENT = "tests.services.trainer.impatient"
+IMPATIENT = "tests.services.trainer.ranks.impatient"
 
 
 @contextmanager

@@ -16,7 +16,6 @@ from millrace.errors import InvalidJob
 from millrace.spec import JobSpec
 from millrace.weights.plans.manifest import Manifest, TensorInfo
 from millrace.weights.plans.memory import Memory
-from services.trainer import lockstep
 from services.trainer.backends import DataParallel, LossFn, TokenScores
 from services.trainer.backends.fsdp2 import attention, export, shards
 from services.trainer.backends.fsdp2.attention import packing
@@ -24,7 +23,8 @@ from services.trainer.backends.fsdp2.critic import Critic
 from services.trainer.backends.fsdp2.model import Sharding, load_config, policy, sequence_cost
 from services.trainer.backends.fsdp2.scores import token_scores
 from services.trainer.backends.fsdp2.trained import Sharded
-from services.trainer.microbatch import MicroBatch
+from services.trainer.ranks import lockstep
+from services.trainer.step.microbatch import MicroBatch
 
 
 def build(spec: JobSpec, device: torch.device) -> "Fsdp2":

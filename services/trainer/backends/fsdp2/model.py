@@ -18,8 +18,8 @@ from transformers.utils import logging as transformers_logging
 from millrace.batching.cost import SequenceCost
 from millrace.errors import InvalidJob
 from millrace.spec.model import Model
-from services.trainer import lockstep
 from services.trainer.backends.fsdp2.computable import check_computable, named
+from services.trainer.ranks import lockstep
 
 FIELD = "model.path"
 

@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from millrace.spec.trainer import Optimizer
-from services.trainer.boxes import State
+from services.trainer.checkpoints.boxes import State
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

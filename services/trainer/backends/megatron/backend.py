@@ -23,22 +23,23 @@ from millrace.megatron.weights import Layout, layout
 from millrace.spec import JobSpec
 from millrace.weights.plans.manifest import Manifest, TensorInfo
 from millrace.weights.plans.memory import Memory
-from services.trainer import lockstep
 from services.trainer.backends import Critic, DataParallel, LossFn, TokenScores
-from services.trainer.backends.megatron import parallel, replay
-from services.trainer.backends.megatron.configuration import configuration
-from services.trainer.backends.megatron.dispatch import dispatcher
-from services.trainer.backends.megatron.experts import LoadMeter, auxiliary_loss, replayed
-from services.trainer.backends.megatron.export import Gathering
-from services.trainer.backends.megatron.layers import layers
-from services.trainer.backends.megatron.model import Plan, Policy, build_chunks
-from services.trainer.backends.megatron.optimizer import Updater, wrap
-from services.trainer.backends.megatron.reading import read
-from services.trainer.backends.megatron.schedule import Pipeline
-from services.trainer.backends.megatron.shards import shards
-from services.trainer.backends.megatron.state import state
-from services.trainer.boxes import Boxes, State
-from services.trainer.microbatch import MicroBatch
+from services.trainer.backends.megatron.experts import replay
+from services.trainer.backends.megatron.experts.dispatch import dispatcher
+from services.trainer.backends.megatron.experts.load_balance import LoadMeter, auxiliary_loss, replayed
+from services.trainer.backends.megatron.model.chunks import Plan, Policy, build_chunks
+from services.trainer.backends.megatron.model.configuration import configuration
+from services.trainer.backends.megatron.model.layers import layers
+from services.trainer.backends.megatron.optimizer.optimizer import Updater, wrap
+from services.trainer.backends.megatron.parallel import groups as parallel
+from services.trainer.backends.megatron.parallel.schedule import Pipeline
+from services.trainer.backends.megatron.weights.export import Gathering
+from services.trainer.backends.megatron.weights.reading import read
+from services.trainer.backends.megatron.weights.shards import shards
+from services.trainer.backends.megatron.weights.state import state
+from services.trainer.checkpoints.boxes import Boxes, State
+from services.trainer.ranks import lockstep
+from services.trainer.step.microbatch import MicroBatch
 
 COLLECTIVE = timedelta(hours=24)
 """Bounds a collective only in the last resort, as the trainer's own."""

@@ -110,7 +110,7 @@ def mend_megatron() -> None:
     def on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.detach().numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
-    from services.trainer.backends.megatron.layers import WholeLinear
+    from services.trainer.backends.megatron.model.layers import WholeLinear
 
     latent.HAVE_TE, latent.TELinear = False, WholeLinear
     moe.te_general_gemm = None

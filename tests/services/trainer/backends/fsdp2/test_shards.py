@@ -11,8 +11,8 @@ from millrace.weights.plans.boxes import Boxes
 from millrace.weights.plans.layout import whole
 from millrace.weights.plans.memory import Memory, pack, pairs, unpack
 from millrace.weights.plans.sharded import plan
-from services.trainer import lockstep
 from services.trainer.backends import build
+from services.trainer.ranks import lockstep
 from tests.services.trainer.backends.megatron import tiny
 from tests.services.trainer.backends.megatron.on_ranks import job_spec
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from services.trainer.backends import TokenScores
-from services.trainer.microbatch import MicroBatch
+from services.trainer.step.microbatch import MicroBatch
 
 TEMPERATURE = 0.7
 LEARNING_RATE = 1e-2

@@ -15,11 +15,11 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from millrace.spec import JobSpec, parse
-from services.trainer import checkpoint
 from services.trainer.backends import Backend, build
-from services.trainer.world import World
+from services.trainer.checkpoints import checkpoint
+from services.trainer.ranks.world import World
 from tests.services.trainer.backends.megatron import batch
-from tests.services.trainer.checkpoints import draft
+from tests.services.trainer.checkpoints.saved import draft
 
 Case = dict[str, Any]
 """What a test asks for: `model` (a folder), `options`, and more that each function names."""
@@ -76,7 +76,7 @@ def against_mbridge(world: World, folder: Path, models: dict[str, str]) -> dict[
 
 def head(world: World, folder: Path) -> dict[str, Any]:
     """Scores and gradients against autograd in float64, and the largest tensor on the way."""
-    from services.trainer.backends.megatron.head import Vocabulary, Wanted, scores
+    from services.trainer.backends.megatron.model.head import Vocabulary, Wanted, scores
 
     tokens, vocabulary, hidden, chunk, temperature = 500, 3000, 16, 32, 0.6
     random = torch.Generator().manual_seed(0)
@@ -115,7 +115,7 @@ class LargestTensor(TorchDispatchMode):
 
 def context_parallel_packing(world: World, folder: Path) -> dict[str, Any]:
     """Two ranks' packs of one micro-batch, as they would be with Transformer Engine, put together again."""
-    from services.trainer.backends.megatron.packing import pack
+    from services.trainer.backends.megatron.parallel.packing import pack
 
     whole = batch.packed([0, 1, 2, 3, 4])
     device = torch.device("cpu")

@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from services.trainer import export
+from services.trainer.checkpoints import export
 from tests.services.trainer.backends.megatron import tiny
 from tests.services.trainer.backends.megatron.conftest import RESUMED, SAVED
 from tests.services.trainer.backends.megatron.plain import Run, stored, train
-from tests.services.trainer.checkpoints import assert_same_files
+from tests.services.trainer.checkpoints.saved import assert_same_files
 
 Ranks = Callable[[int], tuple[Any, Path]]
 

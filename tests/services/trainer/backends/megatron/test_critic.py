@@ -8,15 +8,15 @@ from safetensors.torch import load_file
 
 from millrace.errors import InvalidJob
 from millrace.wire.v1 import trainer_pb2 as pb
-from services.trainer.control import ControlThread
+from services.trainer.ranks.event_loop import ControlThread
 from tests.models import save_tiny_model
 from tests.services.trainer.backends.megatron import tiny
 from tests.services.trainer.backends.megatron.conftest import TOPOLOGIES
 from tests.services.trainer.coordinator import ScriptedCoordinator
 from tests.services.trainer.groups import job_spec, random_groups
 from tests.services.trainer.process import TwoRanks
-from tests.services.trainer.test_critic import CRITIC, algorithm
-from tests.services.trainer.test_step import OPTIMIZER, local_step
+from tests.services.trainer.step.test_critic import CRITIC, algorithm
+from tests.services.trainer.step.test_step import OPTIMIZER, local_step
 
 SAME = ("actor/pg_loss", "actor/grad_norm", "critic/vf_loss", "critic/grad_norm", "critic/vf_explained_var")
 

@@ -10,17 +10,17 @@ import torch
 from safetensors.torch import load_file
 
 from millrace.errors import InvalidJob, InvalidState, NonFinite, Unavailable
-from services.trainer import export
-from services.trainer.control import ControlThread
+from services.trainer.checkpoints import export
+from services.trainer.ranks.event_loop import ControlThread
 from tests.services.trainer.backends.megatron import tiny
 from tests.services.trainer.backends.megatron.conftest import TOPOLOGIES
-from tests.services.trainer.checkpoints import assert_same_files
+from tests.services.trainer.checkpoints.saved import assert_same_files
 from tests.services.trainer.coordinator import ScriptedCoordinator
 from tests.services.trainer.groups import job_spec, random_groups
 from tests.services.trainer.process import IMPATIENT, TwoRanks, trainer
-from tests.services.trainer.receiver import Receiver, reference
-from tests.services.trainer.test_ranks import EXACT
-from tests.services.trainer.test_step import OPTIMIZER, Groups, local_step, poisoned_logprob, poisoned_reward
+from tests.services.trainer.publication.receiver import Receiver, reference
+from tests.services.trainer.ranks.test_ranks import EXACT
+from tests.services.trainer.step.test_step import OPTIMIZER, Groups, local_step, poisoned_logprob, poisoned_reward
 
 ALGORITHM = {"kl": {"name": "k3"}, "kl_coefficient": 0.5, "entropy_coefficient": 0.01}
 

@@ -1,0 +1,1 @@
+"""Layers with experts: dispatch of tokens, balance, replayed routing."""

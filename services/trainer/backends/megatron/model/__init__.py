@@ -1,0 +1,1 @@
+"""The model's chunks on a rank: configuration, layers, head."""

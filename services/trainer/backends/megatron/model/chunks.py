@@ -1,0 +1,121 @@
+"""The model's chunks on this rank: megatron-core's GPT with a head that scores tokens."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from millrace.megatron.shape import ModelShape
+from millrace.megatron.topology import Topology
+from services.trainer.backends.megatron.model.head import Vocabulary, Wanted, scores
+from services.trainer.backends.megatron.model.layers import block
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every chunk is built from."""
+
+    shape: ModelShape
+    topology: Topology
+    config: TransformerConfig
+    device: torch.device
+
+
+class Policy(GPTModel):
+    """GPT whose `labels` are a `Wanted`: then the last stage gives float32 [2, R], log-probabilities and entropies.
+    Without them it gives logits [1, P, vocabulary part], as GPT does."""
+
+    def __init__(self, plan: Plan, chunk: int) -> None:
+        shape, options = plan.shape, plan.topology.options
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        several = options.virtual_pipeline > 1
+        mine = plan.topology.layers_of(stage, chunk, shape.layers)
+        super().__init__(
+            config=plan.config,
+            transformer_layer_spec=block(plan.config, shape, mine, chunk if several else None),
+            vocab_size=shape.padded_vocabulary(options.tensor_parallel),
+            max_sequence_length=shape.context,
+            pre_process=stage == 0 and chunk == 0,
+            post_process=stage == options.pipeline_parallel - 1 and chunk == options.virtual_pipeline - 1,
+            share_embeddings_and_output_weights=shape.tied,
+            position_embedding_type="rope",
+            rotary_base=shape.rope.theta,
+            vp_stage=chunk if several else None,
+        )
+        self.chunk_tokens = options.logprob_chunk_tokens
+        self.vocabulary = _vocabulary(shape, options.tensor_parallel)
+        if shape.latent is not None:
+            self._set_latent_norms(shape.latent.norm_epsilon)
+
+    def _postprocess(self, *, hidden_states: Tensor, labels: Wanted | None = None, **rest: Any) -> Tensor:
+        if labels is None or not self.post_process:
+            return super()._postprocess(hidden_states=hidden_states, labels=labels, **rest)
+        shared = self.share_embeddings_and_output_weights
+        weight_vh = self.shared_embedding_or_output_weight() if shared else self.output_layer.weight
+        if self.config.sequence_parallel:
+            hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=True)
+        else:
+            hidden_states = copy_to_tensor_model_parallel_region(hidden_states)
+        return scores(hidden_states[labels.positions_r, 0], weight_vh, labels, self.vocabulary, self.chunk_tokens)
+
+    def _set_latent_norms(self, epsilon: float) -> None:
+        """Megatron gives every norm the model's epsilon; those on latents have one of their own."""
+        for module in self.modules():
+            if isinstance(module, MLASelfAttention):
+                for name in ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj"):
+                    if hasattr(getattr(module, name, None), "eps"):
+                        getattr(module, name).eps = epsilon
+
+
+class ValueHead(nn.Module):
+    """A linear layer of one output, whole on every rank of the last stage; it begins with 0."""
+
+    def __init__(self, hidden: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, hidden, dtype=dtype))
+
+    def forward(self, hidden_rh: Tensor) -> Tensor:
+        """float32 [R]."""
+        return (hidden_rh @ self.weight[0]).float()
+
+
+class ValueModel(Policy):
+    """The decoder with a value head. Where the policy gives log-probabilities and entropies it gives values and zeros,
+    so that both go through the same pipeline."""
+
+    def __init__(self, plan: Plan, chunk: int) -> None:
+        super().__init__(plan, chunk)
+        if self.post_process:
+            self.output_layer = ValueHead(plan.shape.hidden, plan.config.params_dtype)
+
+    def _postprocess(self, *, hidden_states: Tensor, labels: Wanted | None = None, **rest: Any) -> Tensor:
+        if labels is None or not self.post_process:
+            return hidden_states
+        if self.config.sequence_parallel:
+            # Every rank computes all values, so that a rank's share of the gradient is a slice of its own.
+            hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
+        values_r = self.output_layer(hidden_states[labels.positions_r, 0])
+        return torch.stack([values_r, torch.zeros_like(values_r)])
+
+
+def build_chunks(plan: Plan) -> list[Policy]:
+    """One module for each chunk that this rank has, on the device, with weights that nobody set yet."""
+    kind = ValueModel if plan.shape.value_head else Policy
+    chunks = [kind(plan, chunk) for chunk in range(plan.topology.options.virtual_pipeline)]
+    return [chunk.to(plan.device) for chunk in chunks]
+
+
+def _vocabulary(shape: ModelShape, parts: int) -> Vocabulary:
+    rows = shape.padded_vocabulary(parts) // parts
+    start = rows * parallel_state.get_tensor_model_parallel_rank()
+    group = parallel_state.get_tensor_model_parallel_group() if parts > 1 else None
+    return Vocabulary(start, max(0, min(rows, shape.vocabulary - start)), group)

@@ -1,0 +1,1 @@
+"""Megatron's optimizer, and where its float32 state lies."""

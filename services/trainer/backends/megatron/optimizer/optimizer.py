@@ -1,0 +1,211 @@
+"""Data parallelism and the optimizer: Megatron's gradient buffers, its (distributed) Adam with float32 master weights,
+and the norm of the gradients over every rank's part of the model."""
+
+import math
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from torch import Tensor
+
+from millrace.backends.megatron import Megatron
+from millrace.errors import InvalidState
+from millrace.spec.trainer import Optimizer
+from services.trainer.backends.megatron.model.chunks import Policy
+from services.trainer.backends.megatron.optimizer import masters
+from services.trainer.backends.megatron.optimizer.masters import Owned
+
+
+def wrap(chunks: list[Policy], options: Megatron) -> list[DistributedDataParallel]:
+    """The chunks in data-parallel wrappers, which own the gradients."""
+    config = chunks[0].config
+    cuda = torch.cuda.is_available()
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=options.distributed_optimizer,
+        overlap_grad_reduce=cuda,
+        overlap_param_gather=False,
+    )
+    wrapped = []
+    for index, chunk in enumerate(chunks):
+        wrapped.append(DistributedDataParallel(config, ddp, chunk, disable_bucketing=index > 0))
+        for module in chunk.modules():
+            if hasattr(module, "fuse_wgrad_accumulation"):  # of Transformer Engine's linear layers
+                module.fuse_wgrad_accumulation = options.fused_gradients
+    config.finalize_model_grads_func = finalize_model_grads
+    if ddp.overlap_grad_reduce:
+        several = len(wrapped) > 1
+        config.no_sync_func = [chunk.no_sync for chunk in wrapped] if several else wrapped[0].no_sync
+    return wrapped
+
+
+class Updater:
+    """Megatron's optimizer, told by the trainer how large the gradients may be."""
+
+    def __init__(self, chunks: list[DistributedDataParallel], chosen: Optimizer, options: Megatron) -> None:
+        self._chunks = chunks
+        config = chunks[0].config
+        offload = options.optimizer_offload_fraction > 0
+        self._optimizer: ChainedOptimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=chosen.lr,
+                min_lr=chosen.lr,
+                weight_decay=chosen.weight_decay,
+                adam_beta1=chosen.betas[0],
+                adam_beta2=chosen.betas[1],
+                adam_eps=chosen.eps,
+                bf16=config.bf16,
+                params_dtype=config.params_dtype,
+                use_distributed_optimizer=options.distributed_optimizer,
+                optimizer_cpu_offload=offload,
+                optimizer_offload_fraction=options.optimizer_offload_fraction,
+                overlap_cpu_optimizer_d2h_h2d=offload,
+                # Else the float32 weights of what is offloaded would stay on the device beside those on the host.
+                use_precision_aware_optimizer=offload or options.optimizer_moments != "float32",
+                exp_avg_dtype=getattr(torch, options.optimizer_moments),
+                exp_avg_sq_dtype=getattr(torch, options.optimizer_moments),
+                store_param_remainders=False,
+                clip_grad=0.0,
+            ),
+            chunks,
+            config_overrides={},  # weight decay for all parameters, as in the other backends
+            use_gloo_process_groups=False,
+        )
+        self._options = options
+        self._ready = False
+        self._reduced = False
+        self._resting = False
+        self._biases: list[tuple[Tensor, Tensor]] = []
+        """Of routers, each with what it was before the backward pass that moved it."""
+        self.updates = 0
+        for part in self.parts:
+            masters.prepare(part)
+        self.zero()
+
+    @property
+    def parts(self) -> list[MegatronOptimizer]:
+        """One for the dense parameters, one for the experts where this rank has any."""
+        return [part for part in self._optimizer.chained_optimizers if not getattr(part, "is_stub_optimizer", False)]
+
+    def expect_gradients(self) -> None:
+        """Before a backward pass. Its end sums the gradients over the ranks, so that there is one before each step."""
+        if self._reduced:
+            raise InvalidState(
+                "There are gradients already, summed over the ranks.", "Step the optimizer or clear them first."
+            )
+        self._wake()
+        self._biases = [(bias, bias.clone()) for bias in self._routers_biases()]
+        self._reduced = True
+
+    def norm(self) -> float:
+        """Of the gradients of all parameters, each counted once; the same on every rank."""
+        self._prepare()
+        squares = {False: 0.0, True: 0.0}
+        for part in self.parts:
+            gradients = part.get_main_grads_for_grad_norm()
+            of_experts = part.param_groups[0]["is_expert_parallel"]
+            squares[of_experts] += _square(gradients)
+        return math.sqrt(sum(_summed(square, self._norm_group(experts)) for experts, square in squares.items()))
+
+    def step(self, *, lr: float, gradient_scale: float) -> None:
+        self._prepare()
+        for part in self.parts:
+            if gradients := [g for parameter in part.get_parameters() if (g := _gradient(parameter)) is not None]:
+                torch._foreach_mul_(gradients, gradient_scale)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step_with_ready_grads()
+        self.updates += 1
+        self._biases = []
+        self.zero()
+
+    def zero(self) -> None:
+        """Routers' biases, which the end of a backward pass moves, are again what they were where no step was taken."""
+        for bias, before in self._biases:
+            bias.copy_(before)
+        self._biases = []
+        if not self._resting:
+            for chunk in self._chunks:
+                chunk.zero_grad_buffer()
+            self._optimizer.zero_grad()
+            self._rest()
+        self._ready = self._reduced = False
+
+    def _routers_biases(self) -> Iterator[Tensor]:
+        for chunk in self._chunks:
+            yield from (buffer for name, buffer in chunk.named_buffers() if name.endswith("router.expert_bias"))
+
+    def _rest(self) -> None:
+        """Until the next backward pass."""
+        self._resting = True
+        if self._options.offload_optimizer:
+            for part in self.parts:
+                masters.to_host(part)
+        if self._options.release_gradients:
+            for chunk in self._chunks:
+                chunk.offload_grad_buffers()
+
+    def _wake(self) -> None:
+        if self._options.release_gradients and self._resting:
+            for chunk in self._chunks:
+                chunk.restore_grad_buffers()
+        if self._options.offload_optimizer and self._resting:
+            for part in self.parts:
+                masters.to_device(part)
+        self._resting = False
+
+    def owned(self) -> Iterator[Owned]:
+        for part in self.parts:
+            yield from masters.owned(part)
+
+    def masters_changed(self) -> None:
+        """After the master weights were written from outside: brings the parameters up to date on every rank."""
+        for part in self.parts:
+            masters.copy_to_parameters(part)
+        if self._chunks[0].ddp_config.use_distributed_optimizer:
+            for chunk in self._chunks:
+                chunk.start_param_sync(force_sync=True)
+
+    def make_room(self, updates: int) -> None:
+        """Moments of zero, as after `updates` updates, for a checkpoint to be read into."""
+        self.updates = updates
+        for part in self.parts:
+            masters.make_room(part, updates)
+
+    def _prepare(self) -> None:
+        """Gradients to the master weights, once after each backward pass."""
+        if not self._ready:
+            self._optimizer.prepare_grads()
+            self._ready = True
+
+    def _norm_group(self, experts: bool) -> dist.ProcessGroup:
+        if self._chunks[0].ddp_config.use_distributed_optimizer:
+            return parallel_state.get_intra_distributed_optimizer_instance_group()
+        if experts:
+            return parallel_state.get_expert_tensor_model_pipeline_parallel_group()
+        return parallel_state.get_model_parallel_group()
+
+
+def _summed(value: float, group: dist.ProcessGroup) -> float:
+    total = torch.tensor([value], dtype=torch.float64, device=torch.cuda.current_device())
+    dist.all_reduce(total, group=group)
+    return float(total)
+
+
+def _square(gradients: list[Tensor]) -> float:
+    """The sum of their squares."""
+    if not gradients:
+        return 0.0
+    norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32))
+    return float(norms.double().square().sum())
+
+
+def _gradient(parameter: Tensor) -> Tensor | None:
+    """Where Megatron put it: beside the parameter if their dtypes differ."""
+    beside: Tensor | None = getattr(parameter, "decoupled_grad", None)
+    return beside if beside is not None else parameter.grad

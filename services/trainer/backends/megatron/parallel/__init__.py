@@ -1,0 +1,1 @@
+"""Process groups, context parallelism, packing and the pipeline schedule."""

@@ -1,0 +1,105 @@
+"""Micro-batches through the pipeline, by Megatron's own schedules: one stage, 1F1B, or interleaved chunks."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor, nn
+
+from millrace.backends.megatron import Megatron
+from millrace.errors import InvalidState
+from services.trainer.backends.megatron.experts.load_balance import forget
+from services.trainer.backends.megatron.model.head import Wanted
+from services.trainer.backends.megatron.parallel.context import whole_scores
+from services.trainer.backends.megatron.parallel.packing import Packed, pack
+from services.trainer.step.microbatch import MicroBatch
+
+ScoreFn = Callable[[int, Tensor], Tensor]
+"""Of a micro-batch by its number, and its scores [2, R], a loss. Called where the last layers are."""
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The chunks of one model on this rank, wrapped for training or bare."""
+
+    chunks: Sequence[nn.Module]
+    options: Megatron
+    device: torch.device
+
+    def backward(self, microbatches: Sequence[MicroBatch], score: ScoreFn, *, temperature: float) -> list[Tensor]:
+        """Adds the gradient of the sum of the losses over micro-batches and data-parallel ranks; returns each
+        micro-batch's scores [2, R], without gradient, on every rank."""
+        ranks = parallel_state.get_data_parallel_world_size()
+        return self._run(microbatches, score, temperature, ranks)
+
+    def forward(self, microbatches: Sequence[MicroBatch], *, temperature: float) -> list[Tensor]:
+        """Each micro-batch's scores [2, R] on every rank."""
+        with torch.no_grad():
+            return self._run(microbatches, None, temperature, 1)
+
+    def _run(
+        self, microbatches: Sequence[MicroBatch], score: ScoreFn | None, temperature: float, ranks: int
+    ) -> list[Tensor]:
+        # Interleaved chunks take micro-batches in turns of as many as there are stages.
+        turns = self.options.pipeline_parallel if self.options.virtual_pipeline > 1 else 1
+        padding = [MicroBatch.pack([], [])] * (-len(microbatches) % turns)
+        batches = [*microbatches, *padding]
+        scored: list[Tensor] = []
+        numbered = list(enumerate(map(self._packed, batches)))
+
+        def step(numbers: Iterator[tuple[int, Packed]], model: nn.Module) -> tuple[Tensor, Callable]:
+            number, packed = next(numbers)
+            wanted = Wanted(packed.positions_r, packed.targets_r, temperature)
+            output = model(packed.tokens_p[None], None, None, labels=wanted, packed_seq_params=packed.parameters)
+            return output, partial(loss, number, packed)
+
+        def loss(number: int, packed: Packed, mine_2r: Tensor) -> tuple[Tensor, None]:
+            scores_2r = whole_scores(mine_2r, packed)
+            scored.append(scores_2r.detach())
+            if score is None or number >= len(microbatches):
+                return scores_2r.sum() * 0.0, None
+            # The schedule divides by the number of micro-batches and the gradient's reduction by that of ranks.
+            return score(number, scores_2r) * (len(batches) * ranks), None
+
+        get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=[iter(numbered) for _ in self.chunks],
+            model=list(self.chunks),
+            num_microbatches=len(batches),
+            seq_length=max(batch.tokens_p.shape[0] for batch in batches),
+            micro_batch_size=1,
+            forward_only=score is None,
+        )
+        forget(self.chunks)
+        return self._everywhere(scored, microbatches)
+
+    def _packed(self, batch: MicroBatch) -> Packed:
+        recompute = self.options.recompute
+        if batch.experts_plk is not None and recompute.granularity == "selective" and "moe" in recompute.modules:
+            raise InvalidState(
+                "Experts that are computed again on their own do not know which choices the engine made.",
+                "Set trainer.backend_options.recompute to full, or leave moe out of its modules.",
+            )
+        return pack(
+            batch,
+            multiple=self.options.tensor_parallel if self.options.splits_sequence else 1,
+            context_rank=parallel_state.get_context_parallel_rank(),
+            context_size=self.options.context_parallel,
+            device=self.device,
+        )
+
+    def _everywhere(self, scored: list[Tensor], microbatches: Sequence[MicroBatch]) -> list[Tensor]:
+        """From the last stage to the others."""
+        if self.options.pipeline_parallel == 1:
+            return scored
+        counts = [sum(batch.response_lengths) for batch in microbatches]
+        flat = torch.empty(2, sum(counts), dtype=torch.float32, device=self.device)
+        if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+            flat = torch.cat(scored[: len(counts)], dim=1)
+        last = parallel_state.get_pipeline_model_parallel_last_rank()
+        dist.broadcast(flat, last, group=parallel_state.get_pipeline_model_parallel_group())
+        return list(flat.split(counts, dim=1))

@@ -1,0 +1,1 @@
+"""The model's tensors in Hugging Face terms: reading, exporting, shards, checkpoint state."""

@@ -1,0 +1,32 @@
+"""Reading a model folder: of each safetensors file only the boxes that this rank holds."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from millrace.megatron.placement import Placement
+from millrace.megatron.shape import Names
+from services.trainer.checkpoints.model_files import ModelFiles
+
+VALUE_HEAD = Names().value_head
+
+
+def read(folder: Path, layout: Mapping[str, Placement], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Each parameter of the layout as the folder has it, in host memory, padding zero, and a value head that the folder
+    has not. One is in memory at a time.
+
+    Raises InvalidJob where a tensor is missing or has another shape than the config promises.
+    """
+    with ModelFiles(folder) as files:
+        for name, placement in layout.items():
+            parameter = torch.zeros(placement.shape, dtype=dtype)
+            for piece in placement.pieces:
+                if piece.tensor.name == VALUE_HEAD and not files.has(VALUE_HEAD):
+                    continue
+                stored = files.slice_of(piece.tensor.name, piece.tensor.shape)
+                box = tuple(slice(o, o + n) for o, n in zip(piece.source, piece.extent, strict=True))
+                target = tuple(slice(o, o + n) for o, n in zip(piece.target, piece.extent, strict=True))
+                parameter[target] = stored[box].to(dtype)
+            yield name, parameter

@@ -1,0 +1,61 @@
+"""Model and optimizer as tensors of the model folder, for checkpoints.
+
+Every weight, moment and buffer is told in Hugging Face coordinates: this rank has boxes of it. Checkpoints store boxes,
+so any topology reads what any other wrote, with no gathering and no conversion: that holds for tensor, pipeline and
+expert parallelism and for the flat shares of the distributed optimizer alike.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor, nn
+
+from millrace.megatron.placement import Placement, shares
+from millrace.megatron.weights import Layout
+from services.trainer.backends.megatron.optimizer.masters import Owned
+from services.trainer.backends.megatron.optimizer.optimizer import Updater
+from services.trainer.checkpoints.boxes import Boxes
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def named_tensors(chunks: Sequence[nn.Module], layout: Layout) -> Iterator[tuple[Tensor, Placement]]:
+    """Parameters and buffers that the layout knows, of bare chunks."""
+    for chunk, placements in zip(chunks, layout, strict=True):
+        tensors = {**dict(chunk.named_buffers()), **dict(chunk.named_parameters())}
+        yield from ((tensors[name], placement) for name, placement in placements.items())
+
+
+def state(
+    chunks: Sequence[nn.Module], layout: Layout, updater: Updater, *, tied_copy: Tensor | None
+) -> dict[str, Boxes]:
+    """`model.<name>` in float32, `exp_avg.<name>` and `exp_avg_sq.<name>` once there are moments; by the names of the
+    model folder. `tied_copy` is an output head that is the embedding of another stage."""
+    placements = {id(tensor): placement for tensor, placement in named_tensors(chunks, layout)}
+    found: dict[str, Boxes] = {}
+    seen = set()
+    for owned in updater.owned():
+        placement, written = placements[id(owned.parameter)], owned.parameter is not tied_copy
+        seen.add(id(owned.parameter))
+        for kind, flat in _states(owned):
+            _add(found, kind, placement, owned.first, flat, written)
+    trained = {id(p) for chunk in chunks for p in chunk.parameters() if p.requires_grad}
+    for tensor, placement in named_tensors(chunks, layout):
+        if id(tensor) not in trained | seen:
+            _add(found, "model", placement, 0, tensor.detach().view(-1), written=tensor is not tied_copy)
+    return found
+
+
+def _states(owned: Owned) -> Iterator[tuple[str, Tensor]]:
+    yield "model", owned.master
+    for name in MOMENTS:
+        flat = owned.moment(name)
+        if flat is not None:
+            yield name, flat
+
+
+def _add(found: dict[str, Boxes], kind: str, placement: Placement, first: int, flat: Tensor, written: bool) -> None:
+    for share in shares(placement, first, first + flat.numel()):
+        name = f"{kind}.{share.tensor.name}"
+        boxes = found.setdefault(name, Boxes(tuple(share.tensor.shape), flat.dtype, written=written))
+        view = flat.as_strided(share.extent, share.strides, flat.storage_offset() + share.start)
+        boxes.parts[share.source] = view

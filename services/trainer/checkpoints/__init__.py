@@ -1,0 +1,1 @@
+"""Models, optimizers and versions on disk, in any topology."""

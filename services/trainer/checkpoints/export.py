@@ -1,0 +1,136 @@
+"""`millrace export`: a checkpoint as an ordinary Hugging Face folder, on any machine that sees it and the job's model
+folder. One tensor is in memory at a time."""
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.progress import Progress
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from millrace.cli.output import tell
+from millrace.errors import InvalidState, MillraceError
+from millrace.weights.loader.stored import dtype_of, pieces, stored_tensors
+from services.trainer.checkpoints import huggingface
+from services.trainer.checkpoints.box_files import BoxReader
+from services.trainer.checkpoints.checkpoint import opened
+from services.trainer.checkpoints.model_files import ModelFiles
+
+WEIGHTS = "model."
+"""What a checkpoint's names of weights begin with."""
+
+
+class Dtype(StrEnum):
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+    FLOAT32 = "float32"
+
+
+def export(
+    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="OUTPUT/checkpoints/step-N of a job.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to write; must not be there yet.")],
+    model: Annotated[
+        Path | None, typer.Option(help="The job's model folder, if it is not where it was.", show_default=False)
+    ] = None,
+    dtype: Annotated[Dtype | None, typer.Option(help="The model folder's unless given.", show_default=False)] = None,
+    trust_remote_code: Annotated[bool, typer.Option(help="As the job's model.trust_remote_code.")] = False,
+) -> None:
+    """Write a checkpoint as an ordinary Hugging Face folder: safetensors, with config and tokenizer of the job's model.
+
+    Of any backend and any number of ranks. What is not trained (a router's bias under FSDP2, a vision tower under
+    Megatron) is the model folder's.
+    """
+    try:
+        count = write(checkpoint, folder, model, dtype, trust_remote_code)
+    except MillraceError as error:
+        tell(error)
+        raise typer.Exit(1) from error
+    print(f"{folder}: {count} tensors of {checkpoint}")
+
+
+def write(
+    checkpoint: Path, folder: Path, model: Path | None = None, dtype: str | None = None, trust_remote_code: bool = False
+) -> int:
+    """How many tensors it wrote. Raises MillraceError with nothing left behind."""
+    about, stored = opened(checkpoint)
+    model = model or Path(about.get("model_folder", ""))
+    if not (model / "config.json").is_file():
+        what = f"{checkpoint} is of a model whose folder is not here: there is no {model.absolute()}/config.json."
+        raise InvalidState(what, "say --model FOLDER.")
+    if folder.exists():
+        raise InvalidState(f"{folder} is there already.", "name a folder that is not.")
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    shards, count = huggingface.Shards(partial, huggingface.SHARD_BYTES), 0
+    try:
+        with Progress(disable=not sys.stderr.isatty(), transient=True) as progress:
+            task = progress.add_task("tensors", total=None)
+            for name, tensor in _whole(stored, model, dtype or huggingface.dtype_of(model), trust_remote_code):
+                shards.add(name, tensor)
+                count += 1
+                progress.update(task, completed=count, description=name)
+        shards.finish()
+        huggingface.copy_rest(model, partial)
+        os.rename(partial, folder)
+    except (OSError, SafetensorError) as error:
+        raise InvalidState(f"{folder} could not be written: {error}", "make room there.") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return count
+
+
+def _whole(stored: BoxReader, folder: Path, dtype: str, trust: bool) -> Iterator[tuple[str, Tensor]]:
+    """With what is not trained and the checkpoint does not have."""
+    given = set()
+    for name, tensor in _tensors(stored, folder, dtype, trust):
+        given.add(name)
+        yield name, tensor
+    for name, tensor in huggingface.untrained(folder, given):
+        yield name, tensor.to(getattr(torch, dtype)) if tensor.is_floating_point() else tensor
+
+
+def _tensors(stored: BoxReader, folder: Path, dtype: str, trust: bool) -> Iterator[tuple[str, Tensor]]:
+    """As the model folder names and cuts them. Checkpoints of FSDP2 have them as transformers' module does (all experts
+    of a layer in one), those of Megatron as the folder does."""
+    left = {name.removeprefix(WEIGHTS) for name in stored.names if name.startswith(WEIGHTS)}
+    untrained: dict[str, tuple[tuple[int, ...], str]] = {}
+    if (module := _module(folder, trust)) is not None:
+        for name, like in stored_tensors(module):
+            trained, kept = name in left, dtype_of(module, name, dtype)
+            left.discard(name)
+            for piece, part in pieces(module, name, stored.whole(WEIGHTS + name) if trained else like).items():
+                if trained or piece in left:
+                    left.discard(piece)
+                    values = part if trained else stored.whole(WEIGHTS + piece)
+                    yield piece, values.to(getattr(torch, kept)).contiguous()
+                else:
+                    untrained[piece] = (tuple(part.shape), kept)
+    for name in sorted(left):
+        yield name, stored.whole(WEIGHTS + name).to(getattr(torch, dtype))
+    with ModelFiles(folder) as files:
+        for name, (extent, kept) in untrained.items():
+            yield name, files.slice_of(name, extent)[:].to(getattr(torch, kept))
+
+
+def _module(folder: Path, trust: bool) -> nn.Module | None:
+    """Without memory; None of a class that only Megatron trains."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust)
+    if type(config) not in AutoModelForCausalLM._model_mapping and not trust:
+        return None
+    with torch.device("meta"):
+        module: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
+    return module
+
+
+if __name__ == "__main__":
+    app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
+    app.command()(export)
+    app(prog_name="millrace export")

@@ -1,0 +1,106 @@
+"""Checkpoints written beside training: each rank writes its part from a thread of its own, and rank 0 puts the whole in
+its place once it has heard from all of them, through the store of commands. One at a time."""
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import structlog
+from torch.distributed import DistStoreError
+
+from millrace.errors import InvalidState, MillraceError, Unavailable
+from millrace.wire.v1 import trainer_pb2 as pb
+from services.trainer.checkpoints.checkpoint import Draft
+from services.trainer.ranks.beats import Beats
+from services.trainer.ranks.world import World
+
+log = structlog.get_logger(__name__)
+
+POLL_S = 1.0
+WRITTEN = b"written"
+
+
+class Saver:
+    """This rank's. `begin` on the main thread; `outcome` from any."""
+
+    def __init__(self, world: World, beats: Beats) -> None:
+        self._world = world
+        self._beats = beats
+        self._store: Any = world.connect(timeout_s=30.0)  # torch's stubs know no bytes
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="save")
+        self._number = 0
+        self.outcome: Future[pb.FinishSaveResponse] = Future()
+        """On rank 0: of the newest save, once it is on the disk. Raises InvalidState where it could not be written,
+        Unavailable where a rank is lost."""
+        self.outcome.set_result(pb.FinishSaveResponse())
+
+    def check_free(self) -> None:
+        """Raises InvalidState while this rank still writes: rank 0 has given up waiting for it."""
+        if not self.outcome.done():
+            what = f"rank {self._world.rank} on {self._world.host} is still writing the checkpoint before."
+            raise InvalidState(what, "look at the disk there; save again later.")
+
+    def begin(self, draft: Draft, deadline_s: float, began: float) -> None:
+        """Returns at once. `began`: time.monotonic() when the save did. All ranks begin the same saves."""
+        self._number += 1
+        self.outcome = self._pool.submit(self._save, draft, self._number, began, began + deadline_s)
+
+    def done(self, written: pb.FinishSaveResponse) -> None:
+        """The newest save is there already."""
+        self.outcome = Future()
+        self.outcome.set_result(written)
+
+    def _save(self, draft: Draft, number: int, began: float, give_up: float) -> pb.FinishSaveResponse:
+        self._store.set(f"saved/{number}/{self._world.rank}", self._write(draft))
+        if self._world.rank != 0:
+            return pb.FinishSaveResponse()
+        try:
+            self._hear(draft, number, give_up)
+            size = draft.commit()
+        except MillraceError as error:
+            draft.discard()
+            log.error("a checkpoint was not saved", path=str(draft.target), version=draft.version, error=str(error))
+            raise
+        return pb.FinishSaveResponse(version=draft.version, bytes=size, seconds=time.monotonic() - began)
+
+    def _write(self, draft: Draft) -> bytes:
+        try:
+            draft.write()
+        except Exception as error:  # the outermost loop of the thread: rank 0 hears of it
+            log.exception("a part of a checkpoint was not written", rank=self._world.rank)
+            return f"{type(error).__name__}: {error}".encode()
+        return WRITTEN
+
+    def _hear(self, draft: Draft, number: int, give_up: float) -> None:
+        """Returns once every rank has written its part. Raises InvalidState, Unavailable."""
+        answers: dict[int, bytes] = {}
+        while missing := [rank for rank in range(self._world.size) if rank not in answers]:
+            keys = {rank: f"saved/{number}/{rank}" for rank in missing}
+            self._wait(list(keys.values()))
+            for rank, key in keys.items():
+                if self._store.check([key]):
+                    answers[rank] = self._store.get(key)
+                    self._store.delete_key(key)
+            still = [rank for rank in missing if rank not in answers]
+            if lost := {rank: "is dead or stopped" for rank in self._beats.silent() if rank in still}:
+                raise Unavailable(self._told(draft, lost), _AGAIN)
+            if still and time.monotonic() > give_up:
+                raise InvalidState(self._told(draft, dict.fromkeys(still, "did not finish in time")), _SLOW)
+        if failed := {rank: answer.decode() for rank, answer in answers.items() if answer != WRITTEN}:
+            raise InvalidState(self._told(draft, failed), _ROOM)
+
+    def _wait(self, keys: list[str]) -> None:
+        try:
+            self._store.wait(keys, timedelta(seconds=POLL_S))
+        except DistStoreError:
+            return
+
+    def _told(self, draft: Draft, reasons: dict[int, str]) -> str:
+        named = (f"rank {rank} on {self._beats.host(rank)}: {why}" for rank, why in sorted(reasons.items()))
+        return f"version {draft.version} was not saved to {draft.target}: {'; '.join(named)}."
+
+
+_AGAIN = "start the trainer again: its job goes on from the checkpoint before."
+_SLOW = "look at the disk there, or raise deadlines.save_s."
+_ROOM = "make room there, or let the trainer write to that folder; the checkpoint before is as it was."

@@ -1,0 +1,1 @@
+"""The sender's side of a publication: sharded, and gather-and-broadcast."""

@@ -1,0 +1,129 @@
+"""Rank 0's control side: the server, the fleet, and how it all ends."""
+
+import asyncio
+import concurrent.futures
+import os
+import platform
+import sys
+
+import structlog
+import torch
+
+import millrace
+from millrace.errors import InvalidState, MillraceError
+from millrace.ids import MemberId
+from millrace.wire.channel import PROTOCOL_VERSION, Peer
+from millrace.wire.server import Server
+from millrace.wire.v1 import fleet_pb2
+from millrace.wire.v1.trainer_pb2_grpc import add_TrainerServicer_to_server
+from services.trainer.checkpoints.saving import Saver
+from services.trainer.membership import Membership
+from services.trainer.publication.gather_broadcast import Sender
+from services.trainer.ranks.commands import Caller
+from services.trainer.ranks.world import World
+from services.trainer.service.server import Trainer
+
+log = structlog.get_logger(__name__)
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+class Front:
+    """What rank 0 shows to others."""
+
+    def __init__(
+        self,
+        world: World,
+        caller: Caller,
+        sender: Sender,
+        saver: Saver,
+        member_id: MemberId,
+        coordinator: str,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self._world = world
+        self._caller = caller
+        self._member_id = member_id
+        self._coordinator = coordinator
+        self._loop = loop
+        self._ended = asyncio.Event()
+        self._failure = ""
+        self._trainer = Trainer(caller, sender, saver, member_id=member_id, world_size=world.size, on_failed=self._fail)
+
+    def start(self, host: str, port: int) -> None:
+        """Serves on the control thread. At the end the ranks are told to stop; after a failure this process ends at
+        once, as its main thread may be stuck for ever, and the other ranks with it."""
+        asyncio.run_coroutine_threadsafe(self._serve(host, port), self._loop).add_done_callback(self._finish)
+
+    def _finish(self, served: "concurrent.futures.Future[None]") -> None:
+        error = served.exception()
+        if isinstance(error, MillraceError):
+            log.error("the trainer cannot go on", error=str(error))
+        elif error is not None:
+            log.error("the trainer cannot go on", exc_info=error)
+        if error is not None or self._failure:
+            sys.stderr.flush()
+            os._exit(1)
+        self._caller.stop()
+
+    async def _serve(self, host: str, port: int) -> None:
+        """Until drained or failed. Raises Unavailable where the port is taken."""
+        name = "millrace.v1.Trainer"
+        bind = host if host in LOOPBACK else "0.0.0.0"
+        server = Server({name: lambda grpc: add_TrainerServicer_to_server(self._trainer, grpc)}, bind, port)
+        await server.start()
+        address = f"{host}:{server.port}"
+        log.info("trainer serves", address=address, ranks=self._world.size, device=str(self._world.device))
+        coordinator = Peer(self._coordinator)
+        membership = Membership(coordinator, self._registration(address), self._beat, self.drain)
+        keeping = asyncio.create_task(membership.keep())
+        keeping.add_done_callback(self._refused)
+        await self._ended.wait()
+        if not self._failure:
+            log.info("draining")
+            await self._trainer.drain()
+        await server.stop()
+        keeping.cancel()
+        await membership.leave(self._failure or "drained")
+        await coordinator.close()
+
+    def drain(self) -> None:
+        """Ends after what is under way. From any thread."""
+        self._loop.call_soon_threadsafe(self._ended.set)
+
+    def _fail(self, failure: str) -> None:
+        log.error("the trainer has failed", failure=failure)
+        self._failure = failure
+        self._ended.set()
+
+    def _refused(self, keeping: "asyncio.Task[None]") -> None:
+        error = None if keeping.cancelled() else keeping.exception()
+        if isinstance(error, InvalidState):
+            self._fail(f"the coordinator refuses this trainer: {error}")
+        elif error is not None:
+            self._fail(f"membership ended: {error!r}")
+
+    def _registration(self, address: str) -> fleet_pb2.RegisterRequest:
+        return fleet_pb2.RegisterRequest(
+            member_id=self._member_id,
+            kind=fleet_pb2.MEMBER_KIND_TRAINER,
+            address=address,
+            protocol_version=PROTOCOL_VERSION,
+            release=millrace.__version__,
+            engine="torch",
+            engine_release=torch.__version__,
+            world_size=self._world.size,
+            host=self._world.host,
+            device=_device(self._world),
+        )
+
+    def _beat(self) -> fleet_pb2.HeartbeatRequest:
+        return fleet_pb2.HeartbeatRequest(
+            member_id=self._member_id, version=self._trainer.version, tokens=self._trainer.trained_tokens
+        )
+
+
+def _device(world: World) -> str:
+    if world.device.type == "cuda":
+        return f"{world.size} x {torch.cuda.get_device_name(world.device)}"
+    return f"cpu ({platform.machine()})"

@@ -1,0 +1,338 @@
+"""The Trainer service: which call may come when, which repeats what is running or done, and what the ranks are told."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import grpc
+from google.protobuf.message import Message
+
+from millrace.errors import Fenced, InvalidJob, MillraceError, NotFound
+from millrace.ids import JobId, Version
+from millrace.spec import JobSpec, parse
+from millrace.weights.phases import Phase, Publication, PublicationState
+from millrace.wire.deadlines import DEADLINES_S, of_job
+from millrace.wire.v1 import trainer_pb2 as pb
+from millrace.wire.v1.trainer_pb2_grpc import TrainerServicer
+from services.trainer.publication.gather_broadcast import Sender
+from services.trainer.ranks.commands import RanksFailed
+from services.trainer.service.turns import Key, Turns
+from services.trainer.step.update import is_half_made
+
+Reply = TypeVar("Reply", bound=Message)
+T = TypeVar("T")
+
+STATES = {
+    "Configure": pb.TRAINER_STATE_CONFIGURING,
+    "Load": pb.TRAINER_STATE_CONFIGURING,
+    "Step": pb.TRAINER_STATE_STEPPING,
+    "DescribeWeights": pb.TRAINER_STATE_PUBLISHING,
+    "PreparePublication": pb.TRAINER_STATE_PUBLISHING,
+    "TransferPublication": pb.TRAINER_STATE_PUBLISHING,
+    "Save": pb.TRAINER_STATE_SAVING,
+}
+"""The trainer's state while its ranks work on a call."""
+
+ENDS_S = 1.0
+"""Ranks end a transfer by themselves at its deadline; those that have not this long after it are stuck."""
+
+
+class Ranks(Protocol):
+    """Has every rank do what a request says; blocks. See `commands.Caller`."""
+
+    def call(self, request: Message, reply: Any, deadline_s: float) -> Any: ...
+
+
+class Saves(Protocol):
+    """What the ranks write in the background. See `saving.Saver`."""
+
+    outcome: "Future[pb.FinishSaveResponse]"
+    """Of the newest save."""
+
+
+@dataclass
+class Configured:
+    """The job that is loaded, and how far it is."""
+
+    job_id: JobId
+    checkpoint: str
+    configuration: str
+    spec: JobSpec
+    version: Version
+    parameters: int
+    last_step: tuple[int, pb.StepResponse] | None = None
+
+    def deadline(self, method: str) -> float:
+        return of_job(self.spec.deadlines)[f"Trainer/{method}"]
+
+
+@dataclass
+class Publishing:
+    """The newest publication, and what was answered in it."""
+
+    state: PublicationState = field(default_factory=PublicationState)
+    prepared: pb.PrepareSendResponse | None = None
+    sent: pb.TransferSendResponse | None = None
+
+
+@dataclass(frozen=True)
+class Saving:
+    """The newest save."""
+
+    key: Key
+    job_id: str
+    path: str
+    answer: pb.SaveResponse
+    outcome: "Future[pb.FinishSaveResponse]"
+
+
+class Trainer(TrainerServicer):
+    """Runs on rank 0's control thread. A caller that goes away does not end what it began."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        sender: Sender,
+        saves: Saves,
+        *,
+        member_id: str,
+        world_size: int,
+        on_failed: Callable[[str], None],
+    ) -> None:
+        self._ranks = ranks
+        self._sender = sender
+        self._saves = saves
+        self._member_id = member_id
+        self._world_size = world_size
+        self._on_failed = on_failed
+        self._turns = Turns()
+        self._job: Configured | None = None
+        self._publishing = Publishing()
+        self._saving: Saving | None = None
+        self._failure = ""
+        self.trained_tokens = 0
+
+    @property
+    def version(self) -> int:
+        return self._job.version if self._job else -1
+
+    async def drain(self) -> None:
+        """Takes nothing new and waits until the ranks have done what they are doing, and a checkpoint is written."""
+        self._turns.closed = self._turns.closed or "the trainer is draining"
+        await self._turns.ended()
+        await self._saved()
+
+    async def Configure(
+        self, request: pb.ConfigureTrainerRequest, context: grpc.aio.ServicerContext
+    ) -> pb.ConfigureTrainerResponse:
+        job = self._job
+        asked = (request.job_id, request.checkpoint, request.configuration)
+        if job is None or (job.job_id, job.checkpoint, job.configuration) != asked:
+            spec = _spec(request.spec)
+            key, reason = ("Configure", *asked), f"{request.job_id} is loaded"
+            job = await self._take_over(key, lambda: self._configure(request, spec), reason)
+        return pb.ConfigureTrainerResponse(version=job.version, world_size=self._world_size, parameters=job.parameters)
+
+    async def _configure(self, request: pb.ConfigureTrainerRequest, spec: JobSpec) -> Configured:
+        await self._saved()
+        self._job = None
+        deadline_s = of_job(spec.deadlines)["Trainer/Configure"]
+        reply = await self._told(request, pb.ConfigureTrainerResponse(), deadline_s)
+        version = Version(reply.version)
+        self._job = Configured(
+            JobId(request.job_id), request.checkpoint, request.configuration, spec, version, reply.parameters
+        )
+        self._publishing = Publishing()
+        return self._job
+
+    async def Step(self, request: pb.StepRequest, context: grpc.aio.ServicerContext) -> pb.StepResponse:
+        job = self._configured_for(request.job_id)
+        if job.last_step is not None and job.last_step[0] == request.step == job.version:
+            return job.last_step[1]
+        if request.step != job.version + 1:
+            raise Fenced(
+                f"step {request.step} of {job.job_id} is not the next: the trainer holds version {job.version}.",
+                f"ask for step {job.version + 1}, or load the checkpoint that step {request.step} follows.",
+            )
+        key = ("Step", request.job_id, request.step)
+        return await self._turns.take(key, lambda: self._step(request, job))
+
+    async def _step(self, request: pb.StepRequest, job: Configured) -> pb.StepResponse:
+        try:
+            reply = await self._told(request, pb.StepResponse(), job.deadline("Step"))
+        except MillraceError as error:
+            if is_half_made(error):
+                self._job = None  # so it is on the ranks
+            raise
+        job.version, job.last_step = Version(reply.version), (request.step, reply)
+        self.trained_tokens += sum(sum(group.response_tokens) for group in request.groups)
+        return reply
+
+    async def DescribeWeights(
+        self, request: pb.DescribeSendRequest, context: grpc.aio.ServicerContext
+    ) -> pb.DescribeSendResponse:
+        self._configured_for(request.job_id)
+        key = ("DescribeWeights", request.job_id, request.dtype)
+        deadline_s = DEADLINES_S["Trainer/DescribeWeights"]
+        reason = f"another publication of {request.job_id} begins"
+        return await self._take_over(key, lambda: self._told(request, pb.DescribeSendResponse(), deadline_s), reason)
+
+    async def PreparePublication(
+        self, request: pb.PrepareSendRequest, context: grpc.aio.ServicerContext
+    ) -> pb.PrepareSendResponse:
+        self._configured_for(request.publication.job_id)
+        publication = Publication.from_proto(request.publication)
+        state = self._publishing.state.advance(publication, Phase.PREPARE)
+        if state is self._publishing.state and self._publishing.prepared is not None:
+            return self._publishing.prepared
+        key, reason = ("PreparePublication", publication), f"publication {publication.key} takes its place"
+        return await self._take_over(key, lambda: self._prepare(request, state), reason)
+
+    async def _prepare(self, request: pb.PrepareSendRequest, state: PublicationState) -> pb.PrepareSendResponse:
+        publishing = self._publishing = Publishing(state)
+        publishing.prepared = await self._phase(
+            publishing, request, pb.PrepareSendResponse(), DEADLINES_S["Trainer/PreparePublication"]
+        )
+        return publishing.prepared
+
+    async def TransferPublication(
+        self, request: pb.TransferSendRequest, context: grpc.aio.ServicerContext
+    ) -> pb.TransferSendResponse:
+        job = self._configured_for(request.publication.job_id)
+        publication, publishing = Publication.from_proto(request.publication), self._publishing
+        state = publishing.state.advance(publication, Phase.TRANSFER)
+        if publishing.sent is not None:
+            return publishing.sent
+        key = ("TransferPublication", publication)
+        return await self._turns.take(key, lambda: self._transfer(request, publishing, state, job))
+
+    async def _transfer(
+        self, request: pb.TransferSendRequest, publishing: Publishing, state: PublicationState, job: Configured
+    ) -> pb.TransferSendResponse:
+        publishing.state = state
+        deadline_s = job.deadline("TransferPublication") + ENDS_S
+        publishing.sent = await self._phase(publishing, request, pb.TransferSendResponse(), deadline_s)
+        return publishing.sent
+
+    async def FinishPublication(
+        self, request: pb.FinishSendRequest, context: grpc.aio.ServicerContext
+    ) -> pb.FinishSendResponse:
+        publication, publishing = Publication.from_proto(request.publication), self._publishing
+        if not request.failure:
+            for phase in (Phase.VERIFY, Phase.COMMIT):
+                publishing.state = publishing.state.advance(publication, phase)
+        elif publication == publishing.state.publication:
+            await self._end_transfer(request.failure)
+            publishing.state = publishing.state.fail()
+        else:
+            return pb.FinishSendResponse()
+        await asyncio.to_thread(self._sender.finish, failed=bool(request.failure))
+        return pb.FinishSendResponse()
+
+    async def Save(self, request: pb.SaveRequest, context: grpc.aio.ServicerContext) -> pb.SaveResponse:
+        job = self._configured_for(request.job_id)
+        key = ("Save", request.job_id, request.path, request.huggingface, job.version)
+        saving = self._saving
+        if saving is not None and saving.key == key and not saving.outcome.done():
+            return saving.answer
+        return await self._turns.take(key, lambda: self._save(request, job, key))
+
+    async def _save(self, request: pb.SaveRequest, job: Configured, key: Key) -> pb.SaveResponse:
+        await self._saved()
+        answer = await self._told(request, pb.SaveResponse(), job.deadline("Save"))
+        self._saving = Saving(key, request.job_id, request.path, answer, self._saves.outcome)
+        return answer
+
+    async def FinishSave(
+        self, request: pb.FinishSaveRequest, context: grpc.aio.ServicerContext
+    ) -> pb.FinishSaveResponse:
+        if self._turns.current is not None and self._turns.current.key[:3] == ("Save", request.job_id, request.path):
+            await self._turns.ended()
+        saving = self._saving
+        if saving is None or (saving.job_id, saving.path) != (request.job_id, request.path):
+            raise NotFound(f"{self._member_id} began no checkpoint at {request.path}.", "ask it to save there.")
+        return await asyncio.shield(asyncio.wrap_future(saving.outcome))
+
+    async def _saved(self) -> None:
+        """Waits for the save in progress, however it ends; it has a deadline of its own."""
+        if self._saving is not None:
+            outcome = asyncio.wrap_future(self._saving.outcome)
+            await asyncio.wait([outcome])
+            outcome.exception()  # told by FinishSave
+
+    async def Load(self, request: pb.LoadRequest, context: grpc.aio.ServicerContext) -> pb.LoadResponse:
+        job = self._configured_for(request.job_id)
+
+        async def load() -> pb.LoadResponse:
+            await self._saved()
+            self._job = None  # where it fails, the trainer has to be configured anew
+            reply = await self._told(request, pb.LoadResponse(), job.deadline("Load"))
+            job.version, job.last_step = Version(reply.version), None
+            self._job = job
+            return reply
+
+        return await self._turns.take(("Load", request.job_id, request.path), load)
+
+    async def GetStatus(self, request: pb.TrainerStatusRequest, context: grpc.aio.ServicerContext) -> pb.TrainerStatus:
+        job = self._job
+        return pb.TrainerStatus(
+            member_id=self._member_id,
+            state=self._state(),
+            job_id=job.job_id if job else "",
+            version=self.version,
+            world_size=self._world_size,
+            backend=job.spec.trainer.backend if job else "",
+            failure=self._failure,
+            configuration=job.configuration if job else "",
+        )
+
+    def _state(self) -> pb.TrainerState:
+        if self._failure:
+            return pb.TRAINER_STATE_FAILED
+        if self._turns.current is not None:
+            return STATES[self._turns.current.key[0]]
+        return pb.TRAINER_STATE_READY if self._job else pb.TRAINER_STATE_IDLE
+
+    def _configured_for(self, job_id: str) -> Configured:
+        if self._job is None or self._job.job_id != job_id:
+            what = f"the trainer holds {self._job.job_id if self._job else 'no job'}, not {job_id}."
+            raise Fenced(what, "configure it for that job first.")
+        return self._job
+
+    async def _phase(self, publishing: Publishing, request: Message, reply: Reply, deadline_s: float) -> Reply:
+        """A phase on the ranks; where it fails, so has the publication."""
+        try:
+            return await self._told(request, reply, deadline_s)
+        except MillraceError:
+            publishing.state = publishing.state.fail()
+            raise
+
+    async def _take_over(self, key: Key, work: Callable[[], Awaitable[T]], reason: str) -> T:
+        """The next turn, whatever somebody began who has gone: a transfer is ended, everything else is waited for."""
+        await self._end_transfer(reason)
+        return await self._turns.take(key, work, patient=True)
+
+    async def _end_transfer(self, reason: str) -> None:
+        """Aborts a transfer in progress and waits until the ranks are free again."""
+        if self._turns.current is not None and self._turns.current.key[0] == "TransferPublication":
+            await asyncio.to_thread(self._sender.abort, reason)
+            await self._turns.ended()
+
+    async def _told(self, request: Message, reply: Reply, deadline_s: float) -> Reply:
+        """Has the ranks do it. Where they cannot go on, neither can this process."""
+        try:
+            return await asyncio.to_thread(self._ranks.call, request, reply, deadline_s)
+        except RanksFailed as error:
+            self._failure = self._turns.closed = str(error)
+            self._on_failed(self._failure)
+            raise
+
+
+def _spec(text: str) -> JobSpec:
+    try:
+        return parse(json.loads(text))
+    except json.JSONDecodeError as error:
+        raise InvalidJob(f"the job spec is not JSON: {error}.", "send it as the coordinator validated it.") from error

@@ -1,0 +1,147 @@
+"""What one rank does for each command, on its main thread."""
+
+import gc
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+import torch
+from google.protobuf.message import Message
+
+from millrace.errors import InvalidState, MillraceError
+from millrace.ids import JobId, Version
+from millrace.rl.registry import functions as registry
+from millrace.spec import JobSpec
+from millrace.spec.checking import choices
+from millrace.wire.v1 import trainer_pb2 as pb
+from services.trainer.backends import Backend, build
+from services.trainer.checkpoints import checkpoint
+from services.trainer.checkpoints.saving import Saver
+from services.trainer.publication.gather_broadcast import Sender
+from services.trainer.ranks import lockstep
+from services.trainer.ranks.event_loop import ControlThread
+from services.trainer.ranks.world import World
+from services.trainer.step.kl import KlCoefficient
+from services.trainer.step.step import train_step
+from services.trainer.step.update import is_half_made
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass
+class Job:
+    """What is loaded on this rank."""
+
+    id: JobId
+    spec: JobSpec
+    backend: Backend
+    version: Version
+    coefficient: KlCoefficient
+
+
+class Worker:
+    def __init__(self, world: World, control: ControlThread, sender: Sender, saver: Saver) -> None:
+        self._world = world
+        self._control = control
+        self._sender = sender
+        self._saver = saver
+        self._job: Job | None = None
+
+    @property
+    def actions(self) -> Mapping[type[Message], Callable[[Any], Message]]:
+        return {
+            pb.ConfigureTrainerRequest: self.configure,
+            pb.StepRequest: self.step,
+            pb.DescribeSendRequest: self.describe,
+            pb.PrepareSendRequest: self.prepare,
+            pb.TransferSendRequest: self.transfer,
+            pb.SaveRequest: self.save,
+            pb.LoadRequest: self.load,
+        }
+
+    def configure(self, request: pb.ConfigureTrainerRequest) -> pb.ConfigureTrainerResponse:
+        self._sender.close()
+        self._let_go()
+        with lockstep.together():
+            spec = JobSpec.model_validate_json(request.spec)
+            choices.check(spec)
+            registry.load((kind, choice.name) for kind, choice, _ in choices.chosen(spec.algorithm))
+        backend = build(spec, self._world.device)
+        job = Job(JobId(request.job_id), spec, backend, Version(0), KlCoefficient(spec.algorithm.kl_coefficient))
+        if request.checkpoint:
+            self._read(job, request.checkpoint)
+        self._job = job
+        log.info("configured", job=job.id, version=job.version, rank=self._world.rank, parameters=backend.parameters)
+        return pb.ConfigureTrainerResponse(
+            version=job.version, world_size=self._world.size, parameters=backend.parameters
+        )
+
+    def step(self, request: pb.StepRequest) -> pb.StepResponse:
+        job = self._loaded()
+        try:
+            metrics = train_step(job.spec, job.backend, request, self._control, job.coefficient)
+        except MillraceError as error:
+            if is_half_made(error):
+                self._job = None
+            raise
+        job.version = Version(request.step)
+        return pb.StepResponse(version=job.version, metrics=metrics)
+
+    def describe(self, request: pb.DescribeSendRequest) -> pb.DescribeSendResponse:
+        return self._sender.describe(request, self._loaded().backend)
+
+    def prepare(self, request: pb.PrepareSendRequest) -> pb.PrepareSendResponse:
+        job = self._loaded()
+        return self._sender.prepare(request, job.backend, job.version)
+
+    def transfer(self, request: pb.TransferSendRequest) -> pb.TransferSendResponse:
+        job = self._loaded()
+        return self._sender.transfer(request, job.backend, job.version)
+
+    def save(self, request: pb.SaveRequest) -> pb.SaveResponse:
+        """In the background, or at once where the job wants that."""
+        job, began = self._loaded(), time.monotonic()
+        with lockstep.together():
+            self._saver.check_free()
+        background = job.spec.schedule.save_in_background
+        draft = checkpoint.draft(
+            request.path,
+            job.backend,
+            job_id=job.id,
+            version=job.version,
+            model=job.spec.model.path,
+            huggingface=request.huggingface,
+            kl_coefficient=job.coefficient.value,
+            copied=background,
+        )
+        if background:
+            self._saver.begin(draft, job.spec.deadlines.save_s, began)
+        else:
+            size = checkpoint.finish(draft)
+            seconds = time.monotonic() - began
+            self._saver.done(pb.FinishSaveResponse(version=job.version, bytes=size, seconds=seconds))
+        return pb.SaveResponse(version=job.version, seconds=time.monotonic() - began)
+
+    def load(self, request: pb.LoadRequest) -> pb.LoadResponse:
+        job, self._job = self._loaded(), None  # until it is loaded whole, there is none
+        self._read(job, request.path)
+        self._job = job
+        return pb.LoadResponse(version=job.version)
+
+    def _let_go(self) -> None:
+        """Of the job with all its memory: two models at once would not fit. They are full of reference cycles."""
+        self._job = None
+        gc.collect()
+        if self._world.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _read(self, job: Job, path: str) -> None:
+        job.version = checkpoint.load(path, job.backend)
+        job.coefficient.value = checkpoint.kl_coefficient(path, job.spec.algorithm.kl_coefficient)
+
+    def _loaded(self) -> Job:
+        if self._job is None:
+            raise InvalidState("no job is loaded on this rank.", "configure the trainer first.")
+        return self._job

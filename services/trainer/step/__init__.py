@@ -1,0 +1,1 @@
+"""From references to groups to new weights and metrics."""

@@ -1,0 +1,174 @@
+"""A step's batch: which trajectories it has, which of them this rank trains, and both as tensors.
+
+`_bt` tensors are [rows, longest response]. A rank's rows are its own trajectories; the whole batch's rows are those of
+all ranks, so that what is exact only over the whole batch is computed over it, on every rank alike.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from millrace.batching.plan import Plan, plan_microbatches
+from millrace.batching.report import report
+from millrace.rl.formulas import segments
+from millrace.spec.rollout import ENGINES
+from millrace.wire.v1.trainer_pb2 import GroupRef
+from services.trainer.backends import Backend, DataParallel
+from services.trainer.ranks import lockstep
+from services.trainer.step.microbatch import MicroBatch, Sample
+
+
+@dataclass(frozen=True)
+class TrajectoryRef:
+    """One trajectory as the coordinator names it."""
+
+    prompt_id: str
+    sample: int
+    group: int
+    prompt_tokens: int
+    response_tokens: int
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt_tokens + self.response_tokens
+
+    @property
+    def label(self) -> str:
+        return f"prompt {self.prompt_id}, sample {self.sample}"
+
+
+@dataclass(frozen=True)
+class Division:
+    """Who trains what: for each update of the step, each rank's micro-batches of trajectories by their index."""
+
+    trajectories: tuple[TrajectoryRef, ...]
+    updates: tuple[Plan, ...]
+    token_budget: int
+
+    @classmethod
+    def of(cls, groups: Sequence[GroupRef], backend: Backend, *, updates: int, token_budget: int) -> "Division":
+        """Groups are cut into `updates` shares, in order; each share is balanced over the ranks by cost."""
+        refs = tuple(
+            TrajectoryRef(group.prompt_id, sample, number, group.prompt_tokens, tokens)
+            for number, group in enumerate(groups)
+            for sample, tokens in enumerate(group.response_tokens)
+        )
+        plans = []
+        for update in range(min(updates, len(groups))):
+            first, last = (len(groups) * edge // min(updates, len(groups)) for edge in (update, update + 1))
+            members = [index for index, ref in enumerate(refs) if first <= ref.group < last]
+            lengths = [refs[index].tokens for index in members]
+            ranks = backend.data_parallel.size
+            plan = plan_microbatches(lengths, ranks=ranks, token_budget=token_budget, cost=backend.cost)
+            plans.append([[[members[at] for at in batch] for batch in batches] for batches in plan])
+        return cls(refs, tuple(plans), token_budget)
+
+    def indices(self, rank: int) -> list[int]:
+        """A rank's trajectories, ascending."""
+        return sorted(index for plan in self.updates for batch in plan[rank] for index in batch)
+
+    def metrics(self, backend: Backend) -> dict[str, float]:
+        lengths = [ref.tokens for ref in self.trajectories]
+        reports = [report(plan, lengths, token_budget=self.token_budget, cost=backend.cost) for plan in self.updates]
+        tokens = sum(len(plan) * len(plan[0]) for plan in self.updates) * self.token_budget
+        return {
+            "batch/microbatches": float(sum(r.microbatches for r in reports)),
+            "batch/waste": 1 - sum(lengths) / tokens,
+            "batch/imbalance": sum(r.lockstep_imbalance for r in reports) / len(reports),
+        }
+
+
+class Batch:
+    """This rank's share of a step's batch, on `device`."""
+
+    def __init__(
+        self, division: Division, samples: Sequence[Sample], data_parallel: DataParallel, device: torch.device
+    ) -> None:
+        """`samples` are this rank's, in the order of `division.indices`."""
+        self.division = division
+        self.samples = samples
+        self.device = device
+        self._data_parallel = data_parallel
+        mine = division.indices(data_parallel.rank)
+        row_of = {index: row for row, index in enumerate(mine)}
+        self.updates = [
+            [MicroBatch.pack(samples, [row_of[index] for index in batch]) for batch in plan[data_parallel.rank]]
+            for plan in division.updates
+        ]
+        self.lengths = [division.trajectories[index].response_tokens for index in mine]
+        self.labels = [division.trajectories[index].label for index in mine]
+        self.mask_bt = self.padded(torch.ones(sum(self.lengths), dtype=torch.bool, device=device))
+        rollout = [torch.tensor(sample.rollout_logprobs) for sample in samples]
+        self.rollout_bt = self.padded(torch.cat([torch.zeros(0), *rollout]).to(device))
+
+    def sampled_with_bt(self, version: int) -> Tensor:
+        """[rows, longest], bool: the tokens that were sampled with just these weights."""
+        told = [np.full(len(s.response), -1) if s.versions is None else s.versions for s in self.samples]
+        return self.padded(torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *told])).to(self.device) == version)
+
+    @property
+    def _whole_lengths(self) -> list[int]:
+        return [trajectory.response_tokens for trajectory in self.division.trajectories]
+
+    @cached_property
+    def whole_mask_bt(self) -> Tensor:
+        """Of all trajectories of the step, in the order in which the coordinator named them."""
+        ones = torch.ones(sum(self._whole_lengths), dtype=torch.bool, device=self.device)
+        return segments.unpack(ones, self._whole_lengths)
+
+    @cached_property
+    def whole_group_b(self) -> Tensor:
+        return torch.tensor([trajectory.group for trajectory in self.division.trajectories], device=self.device)
+
+    @cached_property
+    def whole_engine_b(self) -> Tensor:
+        """Which of `ENGINES` made each trajectory; -1 where it says another. A collective."""
+        numbers = [ENGINES.index(s.engine) if s.engine in ENGINES else -1 for s in self.samples]
+        return self.whole_rows(torch.tensor(numbers, dtype=torch.float32, device=self.device).view(-1, 1))[:, 0].long()
+
+    @property
+    def whole_labels(self) -> list[str]:
+        return [trajectory.label for trajectory in self.division.trajectories]
+
+    def whole(self, values_bt: Tensor) -> Tensor:
+        """The whole batch's values, [trajectories, longest], from each rank's own. A collective."""
+        shares = [self.division.indices(rank) for rank in range(self._data_parallel.size)]
+        lengths = [[self._whole_lengths[index] for index in indices] for indices in shares]
+        flat = segments.pack(values_bt, self.lengths) if self.lengths else values_bt.new_zeros(0)
+        parts = lockstep.gather_flat(flat, [sum(tokens) for tokens in lengths], self._data_parallel.group)
+        by_rank_bt = segments.unpack(torch.cat(parts), [length for tokens in lengths for length in tokens])
+        whole_bt = torch.empty_like(by_rank_bt)
+        whole_bt[[index for indices in shares for index in indices]] = by_rank_bt
+        return whole_bt
+
+    def whole_rows(self, values_bk: Tensor) -> Tensor:
+        """The whole batch's [trajectories, k] from each rank's own [rows, k]. A collective."""
+        shares = [self.division.indices(rank) for rank in range(self._data_parallel.size)]
+        width = values_bk.shape[1]
+        sizes = [len(indices) * width for indices in shares]
+        parts = lockstep.gather_flat(values_bk.flatten(), sizes, self._data_parallel.group)
+        by_rank_bk = torch.cat(parts).view(-1, width)
+        whole_bk = torch.empty_like(by_rank_bk)
+        whole_bk[[index for indices in shares for index in indices]] = by_rank_bk
+        return whole_bk
+
+    def mine(self, whole_bt: Tensor) -> Tensor:
+        """This rank's rows of the whole batch's values."""
+        return whole_bt[self.division.indices(self._data_parallel.rank), : self.mask_bt.shape[1]]
+
+    def padded(self, values_r: Tensor) -> Tensor:
+        """[rows, longest] from the response tokens of all of this rank's rows."""
+        return segments.unpack(values_r, self.lengths) if self.lengths else values_r.view(0, 0)
+
+    def scattered(self, microbatches: Sequence[MicroBatch], values: Sequence[Tensor]) -> Tensor:
+        """[rows, longest] from [R] a micro-batch; rows that are in none of them stay 0."""
+        out_bt = torch.zeros(self.mask_bt.shape, device=self.device)
+        for batch, values_r in zip(microbatches, values, strict=True):
+            if batch.rows:
+                padded_bt = segments.unpack(values_r, batch.response_lengths)
+                out_bt[list(batch.rows), : padded_bt.shape[1]] = padded_bt
+        return out_bt

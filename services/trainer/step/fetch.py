@@ -1,0 +1,78 @@
+"""This rank's trajectories, from the coordinator's Work service."""
+
+import json
+from collections.abc import Sequence
+
+import numpy as np
+
+from millrace.errors import InvalidState
+from millrace.rewards.outcome import BadOutcome, separate_rewards
+from millrace.wire.arrays import unpack_experts, unpack_logprobs, unpack_tokens
+from millrace.wire.channel import Peer
+from millrace.wire.v1 import common_pb2, work_pb2
+from millrace.wire.v1.work_pb2_grpc import WorkStub
+from services.trainer.step.batch import TrajectoryRef
+from services.trainer.step.microbatch import Sample
+
+
+async def fetch(
+    address: str, job_id: str, wanted: Sequence[TrajectoryRef], reward_parts: Sequence[str] = ()
+) -> list[Sample]:
+    """The wanted trajectories, in their order, with the rewards that are named beside the score. Raises InvalidState
+    where one is not what was announced."""
+    if not wanted:
+        return []
+    prompts = list(dict.fromkeys(ref.prompt_id for ref in wanted))
+    groups: dict[str, common_pb2.Group] = {}
+    peer = Peer(address)
+    try:
+        request = work_pb2.FetchRequest(job_id=job_id, prompt_ids=prompts)
+        async for group in peer.stream(WorkStub, "Fetch", request):
+            groups[group.prompt_id] = group
+    finally:
+        await peer.close()
+    missing = [prompt for prompt in prompts if prompt not in groups]
+    if missing:
+        what = f"{address} did not give the groups of {len(missing)} prompts of {job_id}, the first {missing[0]}."
+        raise InvalidState(what, "ask for a step of groups that the coordinator still holds.")
+    return [_sample(ref, groups[ref.prompt_id], reward_parts) for ref in wanted]
+
+
+def _sample(ref: TrajectoryRef, group: common_pb2.Group, reward_parts: Sequence[str]) -> Sample:
+    if ref.sample >= len(group.trajectories):
+        raise _differs(ref, f"its group has only {len(group.trajectories)} samples")
+    trajectory = group.trajectories[ref.sample]
+    prompt, response = unpack_tokens(group.prompt_tokens), unpack_tokens(trajectory.tokens)
+    logprobs = unpack_logprobs(trajectory.logprobs)
+    if not len(prompt):
+        raise _differs(ref, "its prompt has no token")
+    if (len(prompt), len(response)) != (ref.prompt_tokens, ref.response_tokens):
+        raise _differs(
+            ref, f"it has {len(prompt)} + {len(response)} tokens, not {ref.prompt_tokens} + {ref.response_tokens}"
+        )
+    if len(logprobs) != len(response):
+        raise _differs(ref, f"it has {len(response)} tokens but {len(logprobs)} log-probabilities")
+    if not trajectory.HasField("reward"):
+        raise _differs(ref, f"it has no reward: {trajectory.reward_failure}")
+    try:
+        details = json.loads(trajectory.reward_details or "{}")
+        parts = separate_rewards(trajectory.reward, details, reward_parts)
+    except BadOutcome as error:
+        raise _differs(ref, f"its scorer {error}") from error
+    experts = None
+    if trajectory.HasField("experts"):
+        try:
+            experts = unpack_experts(trajectory.experts, len(prompt) + len(response))
+        except ValueError as error:
+            raise _differs(ref, str(error)) from error
+    greedy = group.greedy_reward if group.HasField("greedy_reward") else None
+    versions = np.full(len(response), -1, np.int64)
+    for span in trajectory.versions:
+        versions[span.start : span.end] = span.version
+    return Sample(
+        ref.label, prompt, response, logprobs, trajectory.reward, parts, greedy, group.engine, experts, versions
+    )
+
+
+def _differs(ref: TrajectoryRef, how: str) -> InvalidState:
+    return InvalidState(f"{ref.label} cannot be trained: {how}.", "drop its group with that reason.")

@@ -1,0 +1,171 @@
+"""A step's metrics in verl's names, exact over ranks."""
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from millrace.rl.metrics.loss_metrics import combined, summarised
+from millrace.rl.metrics.mismatch import mismatch_metrics
+from millrace.spec.rollout import ENGINES
+from millrace.telemetry.names import MISMATCH
+from services.trainer.ranks import lockstep
+from services.trainer.step.batch import Batch
+
+VERL = {
+    "policy_loss": "actor/pg_loss",
+    "clip_fraction": "actor/pg_clipfrac",
+    "dual_clip_fraction": "actor/pg_clipfrac_lower",
+    "approx_kl": "actor/ppo_kl",
+    "kl_loss": "actor/kl_loss",
+    "entropy": "actor/entropy",
+    "value_loss": "critic/vf_loss",
+    "value_clip_fraction": "critic/vf_clipfrac",
+    "value_mean": "critic/vpred_mean",
+}
+"""Our metrics of a loss under the names that verl's users know; the others are `actor/<name>` or `critic/<name>`."""
+
+VARIANCE_EPS = 1e-5
+"""verl's, beside the variance of the returns."""
+
+
+class Clock:
+    """Seconds of wall time by part of the step: timing_s/<part>."""
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+        self._parts: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, part: str) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._parts[part] = self._parts.get(part, 0.0) + time.perf_counter() - began
+
+    def metrics(self, tokens: int, ranks: int) -> dict[str, float]:
+        """With throughput: tokens a second and rank."""
+        step_s = time.perf_counter() - self._began
+        timings = {f"timing_s/{part}": seconds for part, seconds in {**self._parts, "step": step_s}.items()}
+        return {
+            **timings,
+            "perf/time_per_step": step_s,
+            "perf/total_num_tokens": float(tokens),
+            "perf/throughput": tokens / step_s / ranks,
+        }
+
+
+def over_ranks(shares: Sequence[Mapping[str, Tensor]], group: ProcessGroup | None) -> dict[str, Tensor]:
+    """The batch's metrics from the shares of this rank's micro-batches and of all other ranks'. A collective."""
+    total = {name: value.detach().double().cpu() for name, value in combined(shares).items()}
+    if group is None:
+        return total
+    known = {name: list(value.shape) for name, value in total.items()}
+    shapes: dict[str, list[int]] = {}
+    for answer in lockstep.gather_bytes(json.dumps(known).encode()):
+        shapes |= json.loads(answer)
+    reduced = {}
+    for name in sorted(shapes):
+        operation, neutral = _operation(name)
+        value = total.get(name, torch.full(shapes[name], neutral, dtype=torch.float64))
+        dist.all_reduce(value, operation, group=group)
+        reduced[name] = value
+    return reduced
+
+
+def _operation(name: str) -> tuple["dist.ReduceOp.RedOpType", float]:
+    if name.endswith("_max"):
+        return dist.ReduceOp.MAX, float("-inf")
+    if name.endswith("_min"):
+        return dist.ReduceOp.MIN, float("inf")
+    return dist.ReduceOp.SUM, 0.0
+
+
+def over_updates(updates: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, float]:
+    """Means over the updates of a step, each with the metrics of `actor` and `critic`; extremes stay extremes."""
+    metrics = {}
+    for learner in sorted({learner for update in updates for learner in update}):
+        shares = [update[learner] for update in updates if learner in update]
+        for name in sorted({name for share in shares for name in share}):
+            values = [share[name] for share in shares if name in share]
+            pick = max if name.endswith("_max") else min if name.endswith("_min") else None
+            metrics[VERL.get(name, f"{learner}/{name}")] = pick(values) if pick else sum(values) / len(values)
+    return metrics
+
+
+def batch_metrics(
+    batch: Batch,
+    limit: int,
+    *,
+    rewards_bt: Tensor,
+    advantages_bt: Tensor,
+    values_bt: Tensor | None = None,
+    returns_bt: Tensor | None = None,
+) -> dict[str, float]:
+    """Rewards, advantages and lengths of the whole batch, whose tensors these are; the critic's values and what it is
+    to learn. `critic/rewards` are what the advantages were made of."""
+    refs, mask_bt = batch.division.trajectories, batch.whole_mask_bt
+    lengths = torch.tensor([float(ref.response_tokens) for ref in refs])
+    told = {
+        "critic/rewards": rewards_bt.sum(dim=-1),
+        "critic/advantages": advantages_bt[mask_bt],
+        "response_length": lengths,
+        "prompt_length": torch.tensor([float(ref.prompt_tokens) for ref in refs]),
+    }
+    metrics = {"response_length/clip_ratio": float((lengths >= limit).float().mean())}
+    if values_bt is not None and returns_bt is not None:
+        values, returns = values_bt[mask_bt].double(), returns_bt[mask_bt].double()
+        told |= {"critic/values": values, "critic/returns": returns}
+        if returns.numel() > 1:
+            left = (returns - values).var() / (returns.var() + VARIANCE_EPS)
+            metrics["critic/vf_explained_var"] = float(1 - left)
+    for name, values in told.items():
+        if values.numel():
+            metrics |= {
+                f"{name}/mean": float(values.mean()),
+                f"{name}/max": float(values.max()),
+                f"{name}/min": float(values.min()),
+            }
+    return metrics
+
+
+def mismatch_apart(
+    train_bt: Tensor, rollout_bt: Tensor, mask_bt: Tensor, same_bt: Tensor, engine_b: Tensor
+) -> dict[str, float]:
+    """`mismatch` of the whole batch; `<metric>/same_version` of what was sampled with the very weights that the trainer
+    compares with, `same_bt`: of that the difference is numerics alone, and no drift; and where several engines made
+    the batch, each of these of what each made: `<metric>/<engine>`.
+
+    `engine_b` [trajectories] counts into `ENGINES`.
+    """
+    metrics = mismatch(train_bt, rollout_bt, mask_bt)
+    made = sorted(set(engine_b.tolist()) - {-1})
+    parts = {"/same_version": mask_bt & same_bt}
+    for number in made if len(made) > 1 else []:
+        of_engine_bt = mask_bt & (engine_b == number)[:, None]
+        parts |= {f"/{ENGINES[number]}": of_engine_bt, f"/same_version/{ENGINES[number]}": of_engine_bt & same_bt}
+    for name, part_bt in parts.items():
+        found = mismatch(train_bt, rollout_bt, part_bt)
+        metrics |= {key + name: found[key] for key in MISMATCH if key in found}
+    return metrics
+
+
+def mismatch(train_bt: Tensor, rollout_bt: Tensor, mask_bt: Tensor) -> dict[str, float]:
+    """How far the trainer's log-probabilities are from those that the engine reported, over the tokens of the mask."""
+    train, rollout = train_bt[mask_bt].double(), rollout_bt[mask_bt].double()
+    if not train.numel():
+        return {}
+    apart = (train.exp() - rollout.exp()).abs()
+    return {
+        "training/rollout_probs_diff_mean": float(apart.mean()),
+        "training/rollout_probs_diff_max": float(apart.max()),
+        "training/rollout_probs_diff_std": float(apart.std(unbiased=False)),
+        "training/rollout_logprobs_diff_max": float((train - rollout).abs().max()),
+        **summarised(mismatch_metrics(train_bt, rollout_bt, mask_bt)),
+    }

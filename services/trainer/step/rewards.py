@@ -1,0 +1,32 @@
+"""From a trajectory's reward to a reward a token."""
+
+import torch
+from torch import Tensor
+
+from millrace.batching.filters import overlong_penalty
+from millrace.rl.formulas.divergence import kl, penalised
+from millrace.spec import JobSpec
+from services.trainer.step.batch import Batch
+
+
+def token_rewards(spec: JobSpec, batch: Batch, old_bt: Tensor | None, ref_bt: Tensor | None) -> Tensor:
+    """[rows, longest], float32: the reward and the overlong penalty on the last response token, less the KL to the
+    reference on every token where the job has it in the reward."""
+    algorithm = spec.algorithm
+    rewards_bt = torch.zeros(batch.mask_bt.shape, device=batch.device)
+    for row, (sample, length) in enumerate(zip(batch.samples, batch.lengths, strict=True)):
+        if length:
+            rewards_bt[row, length - 1] = sample.reward + _overlong(spec, length)
+    if algorithm.kl is None or algorithm.kl_in != "reward":
+        return rewards_bt
+    assert old_bt is not None and ref_bt is not None
+    return penalised(rewards_bt, kl(algorithm.kl.name, old_bt, ref_bt), batch.mask_bt, algorithm.kl_coefficient)
+
+
+def _overlong(spec: JobSpec, length: int) -> float:
+    algorithm, limit = spec.algorithm, spec.rollout.max_response_tokens
+    if not algorithm.overlong_buffer_tokens:
+        return 0.0
+    return overlong_penalty(
+        length, limit=limit, buffer=algorithm.overlong_buffer_tokens, penalty=algorithm.overlong_penalty
+    )

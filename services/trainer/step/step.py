@@ -1,0 +1,75 @@
+"""A step: from references to groups to new weights and metrics. Runs on every rank alike."""
+
+import torch
+
+from millrace.errors import InvalidJob, NonFinite
+from millrace.spec import JobSpec
+from millrace.wire.v1.trainer_pb2 import StepRequest
+from services.trainer.backends import Backend
+from services.trainer.ranks import lockstep
+from services.trainer.ranks.event_loop import ControlThread
+from services.trainer.step.assess import assess, passes, passes_needed
+from services.trainer.step.batch import Batch, Division
+from services.trainer.step.fetch import fetch
+from services.trainer.step.kl import KlCoefficient, observed
+from services.trainer.step.metrics import Clock, mismatch_apart, over_updates
+from services.trainer.step.schedule import random_seed
+from services.trainer.step.update import HALF_MADE, NOTHING_WRITTEN, Updated, update
+from services.trainer.step.utilisation import utilisation
+
+
+def train_step(
+    spec: JobSpec, backend: Backend, request: StepRequest, control: ControlThread, coefficient: KlCoefficient
+) -> dict[str, float]:
+    """One step; returns its metrics and moves the KL coefficient on. Raises NonFinite, with the trajectory named, where
+    a number is none, InvalidJob where a user's own loss fails: the weights are as they were, or else the mend begins
+    with HALF_MADE; InvalidState or Unavailable where trajectories cannot be had."""
+    clock, parallel, spec = Clock(), backend.data_parallel, coefficient.of(spec)
+    torch.manual_seed(random_seed(spec, request.step, parallel.rank))
+    with clock("fetch"), lockstep.together():
+        division = Division.of(
+            request.groups, backend, updates=spec.trainer.updates_per_step, token_budget=spec.trainer.token_budget
+        )
+        wanted = [division.trajectories[index] for index in division.indices(parallel.rank)]
+        samples = control.run(fetch(request.work_address, request.job_id, wanted, spec.reward.parts))
+        batch = Batch(division, samples, parallel, backend.device)
+    critic = spec.algorithm.critic
+    warm = critic is None or request.step > critic.warmup_steps
+    needed = passes_needed(spec, updates=len(batch.updates), policy_is_trained=warm)
+    scored = passes(spec, backend, batch, needed, clock)
+    with clock("adv"):
+        columns, metrics = assess(spec, batch, scored)
+    updates: list[Updated] = []
+    for microbatches in batch.updates:
+        try:
+            updates.append(update(spec, backend, batch, microbatches, columns, request.step, clock))
+        except (InvalidJob, NonFinite) as error:
+            if updates:
+                raise type(error)(error.what, HALF_MADE + error.mend.removeprefix(NOTHING_WRITTEN)) from error
+            raise
+    # The first update's pass is over the weights that the step began with, so it can be compared with the engine's.
+    train_bt, mask_bt = updates[0].logprobs_bt, updates[0].mask_bt
+    if train_bt is None:
+        assert scored.train_bt is not None
+        train_bt = scored.train_bt
+    apart = (train_bt, batch.rollout_bt, mask_bt, batch.sampled_with_bt(request.step - 1))
+    of_trainer, of_engine, counted, same_bt = (batch.whole(values_bt) for values_bt in apart)
+    steered: dict[str, float] = {}
+    if scored.ref_bt is not None:
+        before = (train_bt, mask_bt) if scored.train_bt is None else (scored.train_bt, batch.mask_bt)
+        mean = observed(spec, batch, before[0], scored.ref_bt, before[1])
+        steered = {"actor/reference_kl": mean, "actor/kl_coef": coefficient.value}
+        coefficient.follow(spec, mean, len(division.trajectories))
+    lengths = [trajectory.tokens for trajectory in division.trajectories]
+    timings = clock.metrics(sum(lengths), lockstep.ranks())
+    return {
+        **mismatch_apart(of_trainer, of_engine, counted, same_bt, batch.whole_engine_b),
+        **metrics,
+        **steered,
+        **over_updates([done.metrics for done in updates]),
+        **division.metrics(backend),
+        **lockstep.maxima(backend.memory()),
+        **timings,
+        **utilisation(backend.cost, backend.device, lengths, timings, lockstep.ranks()),
+        "training/global_step": float(request.step),
+    }

@@ -1,0 +1,24 @@
+"""Checkpoints without a trainer around them."""
+
+from pathlib import Path
+
+from millrace.ids import JobId, Version
+from services.trainer.backends import Backend
+from services.trainer.checkpoints import checkpoint
+
+
+def draft(
+    path: Path, backend: Backend, version: int, huggingface_from: Path | None = None, *, copied: bool = True
+) -> checkpoint.Draft:
+    about = {"job_id": JobId("job-1"), "version": Version(version), "huggingface": huggingface_from is not None}
+    return checkpoint.draft(str(path), backend, **about, model=str(huggingface_from or ""), copied=copied)
+
+
+def save(path: Path, backend: Backend, version: int, huggingface_from: Path | None = None) -> None:
+    checkpoint.finish(draft(path, backend, version, huggingface_from, copied=False))
+
+
+def assert_same_files(folder: Path, other: Path) -> None:
+    files, others = ({path.name: path for path in there.iterdir()} for there in (folder, other))
+    assert files.keys() == others.keys()
+    assert all(files[name].read_bytes() == others[name].read_bytes() for name in files)

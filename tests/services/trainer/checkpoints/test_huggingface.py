@@ -1,0 +1,51 @@
+"""What an export takes over from the model folder."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from services.trainer.checkpoints.huggingface import untrained
+
+TRAINED = {"model.embed_tokens.weight", "model.layers.0.mlp.weight", "model.layers.1.mlp.weight"}
+VISION = {"visual.blocks.5.weight", "vision_model.layers.5.weight"}
+DROPPED = {"model.layers.2.mlp.weight", "model.layers.2.shared_head.head.weight", "mtp.layers.0.weight"}
+"""Of heads that predict several tokens at once."""
+
+
+@pytest.fixture(params=["one file", "two files"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A model of two layers."""
+    names = sorted(TRAINED | VISION | DROPPED | {"lm_head.weight"})
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"num_hidden_layers": 2}}))
+    tensors = {name: torch.full((2,), float(number)) for number, name in enumerate(names)}
+    if request.param == "one file":
+        save_file(tensors, tmp_path / "model.safetensors")
+        return tmp_path
+    weight_map = {}
+    for file, part in (("a.safetensors", names[::2]), ("b.safetensors", names[1::2])):
+        save_file({name: tensors[name] for name in part}, tmp_path / file)
+        weight_map |= dict.fromkeys(part, file)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return tmp_path
+
+
+@pytest.mark.parametrize("head", ["lm_head.weight", "score.weight", None])
+def test_what_is_not_trained_is_taken_over(folder: Path, head: str | None) -> None:
+    """Of a policy, a critic, and a policy whose head is tied."""
+    found = dict(untrained(folder, TRAINED | ({head} if head else set())))
+    assert found.keys() == VISION
+    names = sorted(TRAINED | VISION | DROPPED | {"lm_head.weight"})
+    assert all(tensor.tolist() == [names.index(name)] * 2 for name, tensor in found.items())
+
+
+def test_what_the_folder_names_otherwise_is_not_there_twice(folder: Path) -> None:
+    assert list(untrained(folder, {f"decoder.{name}" for name in TRAINED})) == []
+
+
+def test_a_folder_without_safetensors_has_nothing_to_take_over(folder: Path) -> None:
+    for file in (*folder.glob("*.safetensors"), *folder.glob("*.index.json")):
+        file.unlink()
+    assert list(untrained(folder, TRAINED)) == []

@@ -1,0 +1,145 @@
+"""The ranks of test_send_shards: each case's trainer publishes to three workers that are threads of rank 0."""
+
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from millrace.errors import PublicationFailed
+from millrace.weights.phases import Publication
+from millrace.weights.plans import wire_layouts as wire
+from millrace.weights.plans.layout import Layout, Place, contiguous, whole
+from millrace.weights.plans.manifest import Manifest
+from millrace.weights.plans.memory import Memory
+from millrace.weights.transfer.channels.meeting import Meeting
+from millrace.weights.transfer.pipeline import Receiving
+from millrace.weights.transfer.session import Party
+from millrace.wire.v1 import trainer_pb2 as pb
+from millrace.wire.v1 import weights_pb2
+from services.trainer.backends import build
+from services.trainer.publication.sharded import ShardSender, describe
+from services.trainer.ranks.world import World
+from tests.services.trainer.backends.megatron.on_ranks import job_spec
+from tests.services.trainer.publication.receiver import reference
+
+
+def halves(manifest: Manifest, part: int) -> Memory:
+    """A worker that wants every second half of the columns of a matrix, and vectors whole."""
+    places, buffers = [], []
+    for i, info in enumerate(manifest.tensors):
+        offset, extent = [0] * len(info.shape), list(info.shape)
+        if len(info.shape) > 1:
+            half = extent[-1] // 2
+            offset[-1], extent[-1] = part * half, extent[-1] - half if part else half
+        places.append(Place(i, tuple(offset), tuple(extent), i, 0, contiguous(extent)))
+        buffers.append(torch.zeros(extent, dtype=getattr(torch, info.dtype)))
+    return Memory(manifest, Layout.of(places, manifest), buffers)
+
+
+class Worker:
+    """Receives in a thread; in the same communicator from version to version."""
+
+    def __init__(self, memory: Memory, staged: bool) -> None:
+        self.memory, self.staged, self.party = memory, staged, Party()
+        self.failure: PublicationFailed | None = None
+
+    def start(self, rank: int, sides: weights_pb2.Sides, prepared: pb.PrepareSendResponse, key: str) -> None:
+        plan = wire.Planner().plan(self.memory.manifest, sides)
+        assert plan.hash == prepared.plan_hash
+        at = prepared.rendezvous
+        meeting = Meeting(at.host, at.port, at.key, rank, at.world_size, b"", torch.device("cpu"), 20.0)
+        assert at.standing == (self.party.key == at.key)
+        self.receiving = Receiving(plan, rank, self.memory, staged=self.staged)
+        self.party.begin()
+        self.thread = threading.Thread(target=self._run, args=(meeting, key))
+        self.thread.start()
+
+    def _run(self, meeting: Meeting, key: str) -> None:
+        try:
+            self.got = self.party.run(meeting, key, time.monotonic() + 20.0, self.receiving.run)
+        except PublicationFailed as error:
+            self.failure = error
+
+    def end(self, checksums: list[int]) -> None:
+        self.thread.join(30)
+        assert self.failure is None, self.failure
+        assert all(checksums[content] == value for content, value in self.got.sums.items())
+        if self.staged:
+            self.receiving.apply()
+
+
+def case(world: World, asked: dict[str, Any]) -> dict[str, Any]:
+    """Publishes twice, in bfloat16; between the two every rank's weights change. Then one receiver stays away."""
+    backend = build(job_spec(asked), world.device)
+    sender = ShardSender(world.rank, "trainer-1")
+    told = describe(pb.DescribeSendRequest(dtype="bfloat16"), backend)
+    manifest = Manifest.from_proto(told.manifest)
+    everything = whole(manifest)
+    empty = [torch.zeros(t.shape, dtype=getattr(torch, t.dtype)) for t in manifest.tensors]
+    workers = [Worker(halves(manifest, part), staged=bool(part)) for part in (0, 1)]
+    workers.append(Worker(Memory(manifest, everything, empty), staged=True))
+    wanted = wire.encode([worker.memory.layout.boxes for worker in workers])
+    sides = weights_pb2.Sides(senders=told.layouts, receivers=wanted, message_bytes=65536)
+    wrong: list[str] = []
+    for version in (0, 1):
+        ref = reference(version)
+        request = pb.PrepareSendRequest(
+            publication=ref, path=weights_pb2.PATH_SHARDED, dtype="bfloat16", deadline_s=20.0, sides=sides
+        )
+        prepared = sender.prepare(request, backend)
+        if world.rank == 0:
+            for i, worker in enumerate(workers):
+                worker.start(world.size + i, sides, prepared, Publication.from_proto(ref).key)
+        sent = sender.transfer(Publication.from_proto(ref))
+        exported = {info.name: tensor for info, tensor in backend.export("bfloat16")}
+        if world.rank == 0:
+            for worker in workers:
+                worker.end(list(sent.checksums.values))
+            for i, info in enumerate(manifest.tensors):
+                expected, (left, right, all_of_it) = exported[info.name], (w.memory.buffers[i] for w in workers)
+                assert expected is not None
+                joined = torch.cat([left, right], dim=-1) if left.dim() > 1 else left
+                if not (torch.equal(joined, expected) and torch.equal(all_of_it, expected)):
+                    wrong.append(f"{info.name} of version {version}")
+        sender.finish(failed=False)
+        with torch.no_grad():
+            for _, tensor in backend.state().items():
+                for part in getattr(tensor, "parts", {0: tensor}).values():
+                    part.mul_(1.5)
+        backend.prepare_state(0)
+    ref = reference(2)
+    request.publication.CopyFrom(ref)
+    request.deadline_s = 1.0
+    sender.prepare(request, backend)
+    began = time.monotonic()
+    try:
+        sender.transfer(Publication.from_proto(ref))
+    except PublicationFailed as error:
+        failure = error.what
+    else:
+        failure = "nothing"
+    late = time.monotonic() - began
+    sender.close()
+    dist.barrier()
+    return {"wrong": wrong, "tensors": len(manifest.tensors), "failure": failure, "late": late}
+
+
+def main() -> None:
+    folder, cases = Path(sys.argv[1]), json.loads(sys.argv[2])
+    torch.set_num_threads(1)
+    world = World.join()
+    answers = {name: case(world, asked) for name, asked in cases.items()}
+    if world.rank == 0:
+        (folder / "answer.json").write_text(json.dumps(answers))
+    dist.barrier()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+"""Sharded publications of a trainer of two ranks, over gRPC: what receivers and ranks that hang or die do to it."""
+
+import multiprocessing
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from millrace.errors import MillraceError, PublicationFailed, Unavailable
+from millrace.ids import new_member_id
+from millrace.weights.phases import Publication
+from millrace.weights.plans import wire_layouts as wire
+from millrace.weights.plans.layout import whole
+from millrace.weights.plans.manifest import Manifest
+from millrace.weights.plans.memory import Memory
+from millrace.weights.transfer.channels.meeting import Meeting
+from millrace.weights.transfer.pipeline import Receiving
+from millrace.weights.transfer.session import Party
+from millrace.wire.v1 import trainer_pb2 as pb
+from millrace.wire.v1 import weights_pb2
+from tests.services.trainer.backends.fsdp2.test_backend import saved_tensors
+from tests.services.trainer.calls import Calls
+from tests.services.trainer.coordinator import ScriptedCoordinator, coordinator
+from tests.services.trainer.groups import job_spec
+from tests.services.trainer.process import IMPATIENT, TrainerProcess, trainer
+from tests.services.trainer.publication.receiver import reference
+
+JOB = "job-1"
+RANKS = 2
+CALLED_OFF_S = 15.0
+"""What has a shorter deadline, or is called off, is over by then; what is neither waits 20 s."""
+
+
+class Worker:
+    """One receiver that wants everything whole. It stays in its communicator from version to version."""
+
+    def __init__(self, calls: Calls) -> None:
+        self.calls, self.party, self.member = calls, Party(), new_member_id("rollout")
+        told = calls.call("DescribeWeights", pb.DescribeSendRequest(job_id=JOB, dtype="bfloat16"))
+        self.manifest = Manifest.from_proto(told.manifest)
+        self.tensors = [torch.zeros(t.shape, dtype=getattr(torch, t.dtype)) for t in self.manifest.tensors]
+        self.memory = Memory(self.manifest, whole(self.manifest), self.tensors)
+        wanted = wire.encode([self.memory.layout.boxes])
+        self.sides = weights_pb2.Sides(senders=told.layouts, receivers=wanted, message_bytes=32768)
+        self.holding = threading.Event()
+        self.failure: PublicationFailed | None = None
+
+    def prepare(self, attempt: int, deadline_s: float = 20.0) -> pb.PrepareSendResponse:
+        self.ref = reference(0, attempt=attempt)
+        receiver = weights_pb2.Receiver(member_id=self.member, first_rank=RANKS, world_size=1)
+        request = pb.PrepareSendRequest(
+            publication=self.ref,
+            path=weights_pb2.PATH_SHARDED,
+            receivers=[receiver],
+            dtype="bfloat16",
+            deadline_s=deadline_s,
+            sides=self.sides,
+        )
+        self.prepared: pb.PrepareSendResponse = self.calls.call("PreparePublication", request)
+        return self.prepared
+
+    def start(self, *, hold: bool = False, deadline_s: float = 20.0) -> None:
+        """Receives in a thread. With `hold` it comes and takes nothing."""
+        plan = wire.Planner().plan(self.manifest, self.sides)
+        assert plan.hash == self.prepared.plan_hash
+        at = self.prepared.rendezvous
+        meeting = Meeting(at.host, at.port, at.key, RANKS, at.world_size, b"", torch.device("cpu"), deadline_s)
+        receiving = Receiving(plan, RANKS, self.memory, staged=False)
+        self.failure = None
+
+        def held(channel: Any) -> Any:
+            self.holding.set()
+            while self.party._failure is None:
+                time.sleep(0.02)
+
+        def run() -> None:
+            try:
+                give_up = time.monotonic() + deadline_s
+                self.got = self.party.run(
+                    meeting, Publication.from_proto(self.ref).key, give_up, held if hold else receiving.run
+                )
+            except PublicationFailed as error:
+                self.failure = error
+
+        self.party.begin()
+        self.thread = threading.Thread(target=run, daemon=True)
+        self.thread.start()
+
+    def join(self, within_s: float = 30.0) -> None:
+        self.thread.join(within_s)
+        assert not self.thread.is_alive()
+
+    def publish(self, attempt: int, saved: dict[str, torch.Tensor]) -> None:
+        """A whole publication; what arrived is compared with the model folder."""
+        self.prepare(attempt)
+        self.start()
+        sent = self.calls.transfer(self.ref)
+        self.join()
+        assert self.failure is None, self.failure
+        assert all(sent.checksums.values[content] == value for content, value in self.got.sums.items())
+        self.calls.finish(self.ref)
+        for info, tensor in zip(self.manifest.tensors, self.tensors, strict=True):
+            assert torch.equal(tensor, saved[info.name].bfloat16()), info.name
+
+
+def hold_until_killed(address: str, attempt: int, ready: Any) -> None:
+    """A receiver as a process of its own, whose connections close when it dies."""
+    worker = Worker(Calls(address))
+    worker.prepare(attempt)
+    ready.put(worker.ref.SerializeToString())
+    worker.start(hold=True)
+    worker.holding.wait(20)
+    ready.put(b"")
+    time.sleep(60)
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory, untied_model: Path) -> Iterator[Calls]:
+    log = tmp_path_factory.mktemp("shards") / "log"
+    with coordinator() as served, trainer(served, log, ranks=RANKS) as processes:
+        calls = processes.calls()
+        calls.configure(job_spec(untied_model))
+        yield calls
+
+
+def test_a_communicator_stands_from_version_to_version(running: Calls, untied_model: Path) -> None:
+    worker, saved = Worker(running), saved_tensors(untied_model)
+    worker.publish(0, saved)
+    assert not worker.prepared.rendezvous.standing
+    for tensor in worker.tensors:
+        tensor.zero_()
+    worker.publish(1, saved)
+    assert worker.prepared.rendezvous.standing
+
+
+def test_a_receiver_that_takes_nothing_is_called_off_or_runs_out_of_time(running: Calls, untied_model: Path) -> None:
+    worker, saved = Worker(running), saved_tensors(untied_model)
+    worker.prepare(10)
+    worker.start(hold=True)
+    failed: list[MillraceError] = []
+    sending = threading.Thread(target=lambda: failed.append(_failure(lambda: running.transfer(worker.ref))))
+    sending.start()
+    assert worker.holding.wait(20)
+    time.sleep(0.3)
+    began = time.monotonic()
+    running.finish(worker.ref, "r0 was lost while receiving")
+    sending.join(20)
+    worker.join()
+    assert time.monotonic() - began < CALLED_OFF_S
+    assert isinstance(failed[0], PublicationFailed) and worker.failure is not None
+    worker.prepare(11, deadline_s=1.5)
+    worker.start(hold=True, deadline_s=1.5)
+    began = time.monotonic()
+    assert "deadline" in str(_failure(lambda: running.transfer(worker.ref)))
+    assert time.monotonic() - began < CALLED_OFF_S
+    running.finish(worker.ref, "its deadline has passed")
+    worker.join()
+    worker.publish(12, saved)
+
+
+def test_a_receiver_that_is_killed_fails_the_attempt_and_not_the_next(running: Calls, untied_model: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    ready = context.Queue()
+    process = context.Process(target=hold_until_killed, args=(running.address, 20, ready))
+    process.start()
+    ref = weights_pb2.PublicationRef.FromString(ready.get(timeout=60))
+    failed: list[MillraceError] = []
+    sending = threading.Thread(target=lambda: failed.append(_failure(lambda: running.transfer(ref))))
+    sending.start()
+    assert ready.get(timeout=30) == b""
+    process.kill()
+    began = time.monotonic()
+    sending.join(20)
+    assert time.monotonic() - began < CALLED_OFF_S and isinstance(failed[0], PublicationFailed)
+    running.finish(ref, "r0 is gone")
+    process.join()
+    Worker(running).publish(21, saved_tensors(untied_model))
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_sender_rank_that_is_lost_ends_the_transfer_for_all(
+    how: signal.Signals, served: ScriptedCoordinator, tied_model: Path, tmp_path: Path
+) -> None:
+    with trainer(served, tmp_path / "log", ranks=RANKS, module=IMPATIENT) as processes:
+        calls = processes.calls()
+        calls.configure(job_spec(tied_model))
+        worker = Worker(calls)
+        worker.prepare(0, deadline_s=5.0)
+        worker.start(hold=True, deadline_s=5.0)
+        transferring = processes.in_background(lambda: calls.transfer(worker.ref))
+        assert worker.holding.wait(20)
+        lost: psutil.Process = _rank_one(processes)
+        lost.send_signal(how)
+        began = time.monotonic()
+        with pytest.raises(Unavailable, match="rank 1 on"):
+            transferring.result(60)
+        worker.join(10.0)
+        assert worker.failure is not None and time.monotonic() - began < 40.0
+        if how == signal.SIGSTOP:
+            lost.send_signal(signal.SIGCONT)
+        assert processes.process.wait(60) != 0
+
+
+def _rank_one(processes: TrainerProcess) -> psutil.Process:
+    return processes.ranks()[1]
+
+
+def _failure(work: Any) -> MillraceError:
+    try:
+        work()
+    except MillraceError as error:
+        return error
+    raise AssertionError("nothing failed")

@@ -1,0 +1,146 @@
+"""Commands over a real store, with ranks as threads: how answers and failures come back."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import TCPStore
+
+from millrace.errors import NonFinite
+from millrace.wire.v1 import trainer_pb2 as pb
+from services.trainer.ranks import beats, commands
+from services.trainer.ranks.beats import Beats
+from services.trainer.ranks.commands import Caller, Follower, RanksFailed
+from services.trainer.ranks.world import World
+
+Action = Callable[[pb.StepRequest], pb.StepResponse]
+
+
+class Ranks:
+    """Two ranks as threads, each with its own action for a Step."""
+
+    def __init__(self, *actions: Action) -> None:
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.worlds = [
+            World(rank, len(actions), f"node-{rank}", torch.device("cpu"), ("127.0.0.1", store.port), store)
+            for rank in range(len(actions))
+        ]
+        self.beats = [Beats(world) for world in self.worlds]
+        self.drains: list[int] = []
+        for rank, beat in enumerate(self.beats):
+            beat.start(on_drain=partial(self.drains.append, rank))
+        self.caller = Caller(self.worlds[0], self.beats[0])
+        self._threads = []
+        for world, action in zip(self.worlds, actions, strict=True):
+            follower = Follower(world, {pb.StepRequest: action})
+            self._threads.append(threading.Thread(target=follower.run, daemon=True))
+            self._threads[-1].start()
+        while len(self.beats[0]._hosts) < len(actions):
+            time.sleep(0.01)
+
+    def step(self, deadline_s: float = 20.0) -> pb.StepResponse:
+        return self.caller.call(pb.StepRequest(step=3), pb.StepResponse(), deadline_s)
+
+    def stop(self) -> None:
+        self.caller.stop()
+        for thread in self._threads:
+            thread.join(5)
+        for beat in reversed(self.beats):
+            beat.stop()
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name, seconds in ((beats, "EVERY_S", 0.05), (beats, "SILENT_S", 1.0), (beats, "LEAVE_S", 0.2)):
+        monkeypatch.setattr(module, name, seconds)
+    for name, seconds in (("POLL_S", 0.1), ("STRAGGLE_S", 1.5)):
+        monkeypatch.setattr(commands, name, seconds)
+
+
+@pytest.fixture
+def started() -> Iterator[Callable[..., Ranks]]:
+    """Starts ranks with the given actions; tells them to stop at the end."""
+    all_ranks: list[Ranks] = []
+
+    def start(*actions: Action) -> Ranks:
+        all_ranks.append(Ranks(*actions))
+        return all_ranks[-1]
+
+    yield start
+    for ranks in all_ranks:
+        ranks.stop()
+
+
+def answer(request: pb.StepRequest) -> pb.StepResponse:
+    return pb.StepResponse(version=request.step, metrics={"x": 0.5})
+
+
+def stuck(request: pb.StepRequest) -> pb.StepResponse:
+    time.sleep(6.0)
+    return answer(request)
+
+
+def not_finite(request: pb.StepRequest) -> pb.StepResponse:
+    raise NonFinite("rewards: nan of prompt 0-1, sample 2.", "look at it.")
+
+
+def broken(request: pb.StepRequest) -> pb.StepResponse:
+    raise MemoryError("out of memory")
+
+
+def test_rank_0_answers_for_all(started: Any) -> None:
+    ranks = started(answer, answer)
+    for _ in range(3):
+        assert ranks.step() == pb.StepResponse(version=3, metrics={"x": 0.5})
+
+
+def test_an_error_that_all_have_is_raised_as_it_was(started: Any) -> None:
+    ranks = started(not_finite, not_finite)
+    with pytest.raises(NonFinite, match="prompt 0-1, sample 2") as raised:
+        ranks.step()
+    assert raised.value.mend == "look at it."
+
+
+def test_an_error_of_one_while_the_other_is_done(started: Any) -> None:
+    with pytest.raises(NonFinite):
+        started(answer, not_finite).step()
+
+
+def test_an_exception_names_rank_host_and_place(started: Any) -> None:
+    with pytest.raises(RanksFailed, match=r"rank 1 on node-1 \(pid \d+\): MemoryError: out of memory \(.*:\d+\)"):
+        started(answer, broken).step()
+
+
+def test_a_rank_past_the_deadline_is_named(started: Any) -> None:
+    ranks = started(answer, stuck)
+    began = time.monotonic()
+    with pytest.raises(RanksFailed, match=r"Step failed: rank 1 on node-1 .*did not finish in time"):
+        ranks.step(deadline_s=1.0)
+    assert time.monotonic() - began < 5.5
+
+
+def test_who_waits_for_a_broken_rank_is_given_up_soon(started: Any) -> None:
+    with pytest.raises(RanksFailed, match=r"rank 0 .*did not finish in time; rank 1 .*MemoryError"):
+        started(stuck, broken).step(deadline_s=60.0)
+
+
+def test_a_silent_rank_is_dead_long_before_the_deadline(started: Any) -> None:
+    ranks = started(answer, stuck)
+    ranks.beats[1]._stopped.set()
+    began = time.monotonic()
+    with pytest.raises(RanksFailed, match=r"rank 1 on node-1 .*silent for 1 s"):
+        ranks.step(deadline_s=60.0)
+    assert time.monotonic() - began < 10.0
+
+
+def test_any_rank_may_ask_to_drain(started: Any) -> None:
+    ranks = started(answer, answer)
+    ranks.beats[1].drain()
+    end = time.monotonic() + 5
+    while not ranks.drains and time.monotonic() < end:
+        time.sleep(0.02)
+    assert ranks.drains == [0]

@@ -1,0 +1,171 @@
+"""Two ranks do what one does, and a rank that dies or hangs is named."""
+
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from millrace.errors import MillraceError, NonFinite, Unavailable
+from services.trainer.ranks.event_loop import ControlThread
+from tests.services.trainer.backends.fsdp2.test_backend import saved_tensors
+from tests.services.trainer.coordinator import ScriptedCoordinator, coordinator
+from tests.services.trainer.groups import job_spec, random_groups
+from tests.services.trainer.process import IMPATIENT, TwoRanks, trainer
+from tests.services.trainer.publication.receiver import Receiver, reference
+from tests.services.trainer.step.test_step import OPTIMIZER, local_step
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoRanks]:
+    log = tmp_path_factory.mktemp("two") / "log"
+    with coordinator() as served, trainer(served, log, ranks=2) as running:
+        yield TwoRanks(running, served)
+
+
+JOBS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "several updates, kl, entropy": {
+        "algorithm": {"kl": {"name": "k3"}, "kl_coefficient": 0.5, "entropy_coefficient": 0.01},
+        "trainer": {"updates_per_step": 2},
+    },
+    "correction, sequence mean, recompute": {
+        "algorithm": {
+            "correction": {"name": "icepop"},
+            "aggregation": "seq-mean-token-mean",
+            "advantage": {"name": "reinforce_plus_plus"},
+        },
+        "trainer": {"activation_recompute": True},
+    },
+    "tokens picked over the whole batch": {"algorithm": {"policy_loss": {"name": "kl_cov"}}},
+    "several rewards": {"algorithm": {"advantage": {"name": "gdpo"}}, "reward": {"parts": ["score", "format"]}},
+    "greedy baseline": {"algorithm": {"advantage": {"name": "remax"}}},
+    "squared probabilities": {"algorithm": {"advantage": {"name": "optimal_token_baseline"}}},
+}
+EXACT = ("actor/pg_loss", "actor/grad_norm", "actor/entropy", "actor/kl_loss", "rollout_corr/kl", "actor/ratio_p99")
+
+
+def untimed(metrics: dict[str, float]) -> set[str]:
+    """Names of metrics, without those that a part of the step has only if it took long enough."""
+    return {name for name in metrics if not name.startswith("perf/mfu/")}
+
+
+@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("samples", [4, 1])
+def test_two_ranks_equal_one(
+    name: str,
+    samples: int,
+    two_ranks: TwoRanks,
+    one_rank: torch.device,
+    control: ControlThread,
+    served: ScriptedCoordinator,
+    untied_model: Path,
+    tmp_path: Path,
+) -> None:
+    """Relative 2e-6 of loss and gradient norm; with one sample a prompt, one rank has padding in some micro-batches."""
+    parts, prompts = JOBS[name], 4 if samples > 1 else 2
+    trainer = {"token_budget": 64, "optimizer": OPTIMIZER, **parts.get("trainer", {})}
+    schedule = {"prompts_per_step": prompts}
+    spec = job_spec(untied_model, **{**parts, "trainer": trainer, "schedule": schedule})
+    backend, step = local_step(spec, one_rank, control, served)
+    job = f"job-{name}-{samples}"
+    two_ranks.calls.configure(spec, job=job)
+    for number in (1, 2, 3):
+        groups = random_groups(prompts, samples, seed=number)
+        alone, together = step(number, groups), two_ranks.step(number, groups, job)
+        assert untimed(alone) == untimed(together)
+        for metric in EXACT:
+            if metric in alone:
+                assert together[metric] == pytest.approx(alone[metric], rel=2e-6, abs=2e-7), (number, metric)
+    two_ranks.calls.save(str(tmp_path / "saved"), huggingface=True, job=job)
+    saved = saved_tensors(tmp_path / "saved" / "huggingface")
+    for info, tensor in backend.export("float32"):
+        assert tensor is not None
+        torch.testing.assert_close(saved[info.name], tensor, atol=2e-6, rtol=1e-5)
+
+
+def test_each_rank_fetches_its_own(two_ranks: TwoRanks, tied_model: Path) -> None:
+    two_ranks.calls.configure(job_spec(tied_model, schedule={"prompts_per_step": 8}), job="job-fetch")
+    groups = random_groups(8, 1)
+    two_ranks.served.script.fetches.clear()
+    two_ranks.step(1, groups, "job-fetch")
+    first, second = two_ranks.served.script.fetches
+    assert not set(first) & set(second) and set(first) | set(second) == set(groups)
+
+
+def test_an_error_of_one_rank_is_that_of_both(two_ranks: TwoRanks, tied_model: Path) -> None:
+    two_ranks.calls.configure(job_spec(tied_model), job="job-nan")
+    groups = random_groups(4, 4)
+    bad = list(groups)[1]
+    groups[bad].trajectories[2].reward = float("inf")
+    with pytest.raises(NonFinite, match=f"prompt {bad}, sample 2"):
+        two_ranks.step(1, groups, "job-nan")
+    lacking = random_groups(4, 4)
+    two_ranks.served.script.groups = dict(list(lacking.items()))
+    lacking[bad].trajectories[3].logprobs = b""
+    with pytest.raises(MillraceError, match=f"prompt {bad}, sample 3 cannot be trained"):
+        two_ranks.step(1, lacking, "job-nan")
+    assert two_ranks.step(1, random_groups(4, 4), "job-nan")["actor/grad_norm"] > 0
+
+
+@pytest.mark.parametrize("model", ["tied_model", "untied_model"])
+def test_published_by_two_ranks_bit_for_bit(
+    two_ranks: TwoRanks, model: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    job = f"job-{model}"
+    two_ranks.calls.configure(job_spec(request.getfixturevalue(model), trainer={"optimizer": OPTIMIZER}), job=job)
+    two_ranks.step(1, random_groups(4, 4), job)
+    ref = reference(1, job=job)
+    prepared = two_ranks.calls.prepare(ref, 1, "float32")
+    receiver = Receiver(ref, prepared)
+    sent = two_ranks.calls.transfer(ref)
+    received = receiver.wait()
+    assert list(sent.checksums.values) == receiver.checksums() and sent.report.gather_s > 0
+    two_ranks.calls.finish(ref)
+    receiver.close()
+    two_ranks.calls.save(str(tmp_path / "saved"), huggingface=True, job=job)
+    saved = saved_tensors(tmp_path / "saved" / "huggingface")
+    assert saved.keys() == received.keys()
+    for name, tensor in received.items():
+        assert torch.equal(tensor, saved[name]), name
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_rank_is_named_and_the_trainer_ends(
+    how: signal.Signals, served: ScriptedCoordinator, tied_model: Path, tmp_path: Path
+) -> None:
+    with trainer(served, tmp_path / "log", ranks=2, module=IMPATIENT) as running:
+        calls = running.calls()
+        calls.configure(job_spec(tied_model))
+        served.script.groups = random_groups(4, 4)
+        served.script.hold.clear()
+        stepping = running.in_background(lambda: calls.step(1, served.script.groups, served.address))
+        while len(served.script.fetches) < 2:
+            time.sleep(0.05)
+        lost = running.ranks()[1]
+        lost.send_signal(how)
+        began = time.monotonic()
+        served.script.hold.set()
+        with pytest.raises(Unavailable, match=rf"rank 1 on .*\(pid {lost.pid}\)"):
+            stepping.result(60)
+        assert time.monotonic() - began < 30
+        if how == signal.SIGSTOP:
+            lost.send_signal(signal.SIGCONT)
+        assert running.process.wait(60) != 0
+        assert not any(rank.is_running() for rank in [lost])
+
+
+@pytest.mark.parametrize("killed", ["torchrun", "rank 0"])
+def test_nothing_is_left_behind(killed: str, served: ScriptedCoordinator, tied_model: Path, tmp_path: Path) -> None:
+    with trainer(served, tmp_path / "log", ranks=2) as running:
+        running.calls().configure(job_spec(tied_model))
+        ranks = running.ranks()
+        victim = running.process if killed == "torchrun" else ranks[0]
+        victim.send_signal(signal.SIGKILL)
+        assert running.process.wait(60) != 0
+        _, alive = psutil.wait_procs(ranks, timeout=60)
+        assert not alive

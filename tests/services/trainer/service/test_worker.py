@@ -1,0 +1,74 @@
+"""What a rank keeps of the job that it had."""
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from millrace.errors import InvalidState, NonFinite
+from millrace.wire.v1 import trainer_pb2 as pb
+from services.trainer.publication.gather_broadcast import Sender
+from services.trainer.ranks.world import World
+from services.trainer.service import worker
+from services.trainer.service.worker import Worker
+from services.trainer.step.update import HALF_MADE
+from tests.services.trainer.groups import job_spec
+
+
+class Model:
+    """As real ones, it is part of a cycle."""
+
+    parameters = 5
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def worker_alone() -> Worker:
+    nothing: Any = None
+    world = World(0, 1, "localhost", torch.device("cpu"), ("localhost", 0), None)
+    return Worker(world, nothing, Sender(0, "trainer-1"), nothing)
+
+
+def test_the_job_before_is_out_of_memory_when_the_next_is_built(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    before: list[weakref.ref[Model]] = []
+    alive: list[int] = []
+
+    def build(*arguments: Any) -> Model:
+        alive.append(sum(model() is not None for model in before))
+        model = Model()
+        before.append(weakref.ref(model))
+        return model
+
+    monkeypatch.setattr(worker, "build", build)
+    rank = worker_alone()
+    spec = job_spec(tmp_path / "model").model_dump_json()
+    gc.disable()
+    try:
+        for job in ("job-1", "job-2", "job-3"):
+            rank.configure(pb.ConfigureTrainerRequest(job_id=job, spec=spec))
+    finally:
+        gc.enable()
+    assert alive == [0, 0, 0]
+
+
+@pytest.mark.parametrize("mend", [HALF_MADE, "look at it."])
+def test_a_step_half_made_costs_the_weights(mend: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One of which nothing was written does not."""
+
+    def train_step(*arguments: Any) -> dict[str, float]:
+        raise NonFinite("gradients of the policy: their norm is nan.", mend)
+
+    monkeypatch.setattr(worker, "build", lambda *arguments: Model())
+    monkeypatch.setattr(worker, "train_step", train_step)
+    rank = worker_alone()
+    rank.configure(pb.ConfigureTrainerRequest(job_id="job-1", spec=job_spec(tmp_path / "model").model_dump_json()))
+    with pytest.raises(NonFinite, match="their norm is nan"):
+        rank.step(pb.StepRequest(job_id="job-1", step=1))
+    with pytest.raises(InvalidState, match="no job is loaded") if mend == HALF_MADE else pytest.raises(NonFinite):
+        rank.step(pb.StepRequest(job_id="job-1", step=1))

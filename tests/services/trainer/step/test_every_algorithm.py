@@ -1,0 +1,252 @@
+"""A real step with everything that a job may name: numbers are finite, weights move, and with learning rate 0 nothing
+does. One model for all; the steps are the trainer's own."""
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from millrace.errors import InvalidJob
+from millrace.rl.registry import functions as registry
+from millrace.rl.registry import own
+from millrace.rl.registry.catalogue import AGGREGATIONS, KL_ESTIMATORS, Kind, names
+from millrace.spec import JobSpec, presets
+from millrace.spec.checking import choices
+from millrace.wire.arrays import pack_logprobs, unpack_tokens
+from millrace.wire.v1 import common_pb2
+from millrace.wire.v1.trainer_pb2 import StepRequest
+from services.trainer.backends import Backend, build
+from services.trainer.ranks.event_loop import ControlThread
+from services.trainer.step import assess
+from services.trainer.step.kl import KlCoefficient
+from services.trainer.step.microbatch import MicroBatch, Sample
+from services.trainer.step.step import train_step
+from services.trainer.step.update import HALF_MADE
+from tests.rl import reference_advantages
+from tests.rl.reference_advantages import Answer
+from tests.services.trainer.coordinator import ScriptedCoordinator, coordinator
+from tests.services.trainer.groups import job_spec, random_groups, refs
+
+REWARDS = ((1, 0, 0, 0), (1, 1, 0, 0), (1, 1, 1, 0), (0.5, 0, 1, 0))
+"""Of four groups: every estimator has something to tell them apart by."""
+LOSSES: dict[str, dict[str, Any]] = {
+    "gspo": {"aggregation": "seq-mean-token-mean"},
+    "sapo": {"aggregation": "seq-mean-token-mean"},
+    "gmpo": {"aggregation": "seq-mean-token-mean"},
+    "gpg": {"advantage": {"name": "gpg"}},
+    "dppo_tv": {"old_logprobs": "rollout"},
+    "dppo_kl": {"old_logprobs": "rollout"},
+}
+"""What goes with a policy loss; others take grpo and a mean over tokens."""
+ESTIMATORS: dict[str, dict[str, Any]] = {
+    "gae": {"critic": {"optimizer": {"weight_decay": 0.0}}},
+    "gpg": {"policy_loss": {"name": "gpg"}},
+    "passk": {"advantage": {"name": "passk", "options": {"k": 2}}},
+}
+"""What goes with an estimator; others take ppo's loss."""
+
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    **{
+        f"advantage {name}": {"advantage": {"name": name}, **ESTIMATORS.get(name, {})} for name in names(Kind.ADVANTAGE)
+    },
+    **{f"loss {name}": {"policy_loss": {"name": name}, **LOSSES.get(name, {})} for name in names(Kind.POLICY_LOSS)},
+    **{f"correction {name}": {"correction": {"name": name}} for name in names(Kind.CORRECTION)},
+    **{f"aggregation {name}": {"aggregation": name} for name in AGGREGATIONS},
+    **{f"kl {name} in the loss": {"kl": {"name": name}} for name in KL_ESTIMATORS},
+    **{f"kl {name} in the reward": {"kl": {"name": name}, "kl_in": "reward"} for name in ("k1", "k2", "k3", "abs")},
+    **{f"preset {name}": {"preset": name} for name in presets.names()},
+}
+
+
+@dataclass
+class Trainer:
+    folder: Path
+    backend: Backend
+    control: ControlThread
+    served: ScriptedCoordinator
+
+    def spec(self, algorithm: dict[str, Any], lr: float) -> JobSpec:
+        if "critic" in algorithm or algorithm.get("preset") == "ppo":
+            own = algorithm.get("critic", {})
+            algorithm = {**algorithm, "critic": {**own, "optimizer": {**own.get("optimizer", {}), "lr": lr}}}
+        several = {"parts": ["score", "format"]} if algorithm.get("advantage", {}).get("name") == "gdpo" else {}
+        spec = job_spec(
+            self.folder,
+            algorithm=algorithm,
+            reward=several,
+            trainer={"token_budget": 128, "optimizer": {"lr": lr, "weight_decay": 0.0}},
+        )
+        choices.check(spec)
+        return spec
+
+    def step(self, spec: JobSpec, groups: dict[str, common_pb2.Group], number: int = 1) -> dict[str, float]:
+        self.served.script.groups = groups
+        request = StepRequest(job_id="job-1", step=number, groups=refs(groups), work_address=self.served.address)
+        return train_step(spec, self.backend, request, self.control, KlCoefficient(spec.algorithm.kl_coefficient))
+
+    def weights(self) -> list[Tensor]:
+        assert self.backend.critic is not None
+        states = [*self.backend.state().items(), *self.backend.critic.state().items()]
+        return [t.full_tensor().clone() for name, t in states if name.startswith("model.")]  # type: ignore[attr-defined]
+
+
+@pytest.fixture(scope="module")
+def running(tied_model: Path) -> Iterator[Trainer]:
+    """With a reference and a critic, which a job that asks for none leaves alone."""
+    dist.init_process_group("cpu:gloo", store=dist.HashStore(), rank=0, world_size=1)
+    control = ControlThread()
+    try:
+        backend = build(job_spec(tied_model, algorithm={"preset": "ppo"}), torch.device("cpu"))
+        with coordinator() as served:
+            yield Trainer(tied_model, backend, control, served)
+    finally:
+        control.stop()
+        dist.destroy_process_group()
+
+
+def scored_groups(backend: Backend, seed: int = 0) -> dict[str, common_pb2.Group]:
+    """As an engine would have made them whose log-probabilities differ a little from the trainer's."""
+    groups, noise = random_groups(4, 4, seed=seed), np.random.default_rng(seed)
+    for group, rewards in zip(groups.values(), REWARDS, strict=True):
+        prompt, samples = unpack_tokens(group.prompt_tokens), []
+        for trajectory, reward in zip(group.trajectories, rewards, strict=True):
+            trajectory.reward = reward
+            response = unpack_tokens(trajectory.tokens)
+            samples.append(Sample("", prompt, response, np.zeros(len(response), np.float32), 0.0))
+        batch = MicroBatch.pack(samples, range(len(samples)))
+        (logprobs_r,) = backend.logprobs([batch], temperature=1.0)
+        for trajectory, part in zip(group.trajectories, logprobs_r.split(list(batch.response_lengths)), strict=True):
+            trajectory.logprobs = pack_logprobs((part.numpy() + 1e-3 * noise.standard_normal(len(part))).tolist())
+    return groups
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_step_moves_the_weights_and_with_learning_rate_0_nothing(name: str, running: Trainer) -> None:
+    groups, before = scored_groups(running.backend), running.weights()
+    still = running.step(running.spec(ALGORITHMS[name], lr=0.0), groups)
+    assert all(torch.equal(a, b) for a, b in zip(before, running.weights(), strict=True))
+    moved = running.step(running.spec(ALGORITHMS[name], lr=1e-3), groups)
+    assert not all(torch.equal(a, b) for a, b in zip(before, running.weights(), strict=True))
+    for metrics in (still, moved):
+        assert all(math.isfinite(value) for value in metrics.values()), metrics
+        assert metrics["actor/grad_norm"] > 0
+    assert still["actor/pg_loss"] == pytest.approx(moved["actor/pg_loss"], rel=1e-5, abs=1e-7)
+
+
+def test_the_loss_of_the_contributors_page_trains(running: Trainer, tmp_path: Path) -> None:
+    """From a file of the user's own, named in the job."""
+    page = (Path(__file__).parents[4] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    code = next(block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "def softened" in block)
+    (tmp_path / "softened.py").write_text(code)
+    name = f"{tmp_path / 'softened.py'}:softened"
+    groups, before = scored_groups(running.backend), running.weights()
+    losses = []
+    for negative in (0.5, 0.0):
+        loss = {"name": name, "options": {"negative": negative}}
+        metrics = running.step(running.spec({"policy_loss": loss}, lr=0.0), groups)
+        assert 0.2 < metrics["actor/softened_fraction"] < 0.8
+        losses.append(metrics["actor/pg_loss"])
+    assert losses[0] != losses[1]
+    running.step(running.spec({"policy_loss": {"name": name}}, lr=1e-3), groups)
+    assert not all(torch.equal(a, b) for a, b in zip(before, running.weights(), strict=True))
+    with pytest.raises(InvalidJob, match=r"negative = 2\.0: Input should be less than or equal to 1"):
+        running.spec({"policy_loss": {"name": name, "options": {"negative": 2.0}}}, lr=0.0)
+
+
+FAILING = """
+from torch import Tensor
+
+calls = []
+
+
+def mine(*, logprobs_bt: Tensor, advantages_bt: Tensor):
+    calls.append(1)
+    assert len(calls) != FAILS_AT, "no more"
+    return -logprobs_bt * advantages_bt, {}
+"""
+
+
+def test_a_loss_that_fails_leaves_nothing_behind(running: Trainer, tmp_path: Path) -> None:
+    """In its first update: no weight has moved, and no gradient is left over. In its second the first has been made."""
+    path = tmp_path / "mine.py"
+
+    def fails_at(call: int | None) -> None:
+        path.write_text(FAILING.replace("FAILS_AT", str(call)))
+        registry.load([])
+
+    fails_at(None)
+    still, moving = (running.spec({"policy_loss": f"{path}:mine"}, lr=lr) for lr in (0.0, 1e-3))
+    moving = moving.model_copy(update={"trainer": moving.trainer.model_copy(update={"updates_per_step": 2})})
+    running.step(moving, scored_groups(running.backend))
+    calls = len(own.module(path).calls)
+    groups, before = scored_groups(running.backend), running.weights()
+    expected = running.step(still, groups)
+    fails_at(1)
+    told = r"algorithm\.policy_loss\.name: mine failed at .*mine\.py:9: AssertionError"
+    with pytest.raises(InvalidJob, match=told) as raised:
+        running.step(moving, groups)
+    assert all(torch.equal(a, b) for a, b in zip(before, running.weights(), strict=True))
+    assert not raised.value.mend.startswith(HALF_MADE)
+    fails_at(None)
+    assert running.step(still, groups)["actor/grad_norm"] == pytest.approx(expected["actor/grad_norm"], rel=1e-6)
+    fails_at(calls)
+    with pytest.raises(InvalidJob, match=told) as raised:
+        running.step(moving, groups)
+    assert raised.value.mend.startswith(HALF_MADE)
+
+
+def squared_probabilities(folder: Path, backend: Backend, group: common_pb2.Group) -> list[list[tuple[float, float]]]:
+    """At each response token its log-probability and Σπ², of each sequence alone through transformers in float64."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    exported = {info.name: tensor for info, tensor in backend.export("float32") if tensor is not None}
+    model.load_state_dict({name: tensor.double() for name, tensor in exported.items()}, strict=False)
+    prompt, found = np.frombuffer(group.prompt_tokens, np.int32), []
+    for trajectory in group.trajectories:
+        response = np.frombuffer(trajectory.tokens, np.int32)
+        tokens = torch.tensor(np.concatenate([prompt, response])).long()
+        with torch.no_grad():
+            probabilities = model(input_ids=tokens[None]).logits[0].softmax(-1)[len(prompt) - 1 : -1]
+        chosen = probabilities[torch.arange(len(response)), torch.tensor(response).long()]
+        pairs = zip(chosen.log().tolist(), probabilities.square().sum(-1).tolist(), strict=True)
+        found.append(list(pairs))
+    return found
+
+
+@pytest.mark.parametrize("name", ["remax", "gdpo", "optimal_token_baseline"])
+def test_what_an_estimator_reads_is_what_the_job_made(
+    name: str, running: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy answers' rewards, separate rewards and squared probabilities, all the way into the loss."""
+    groups, answers = scored_groups(running.backend, seed=7), []
+    for number, group in enumerate(groups.values()):
+        scores = squared_probabilities(running.folder, running.backend, group)
+        for trajectory, pairs in zip(group.trajectories, scores, strict=True):
+            answer = Answer(number, [0.0] * (len(pairs) - 1) + [trajectory.reward], greedy=group.greedy_reward)
+            answer.old_logprobs, answer.sum_pi_squared = [list(column) for column in zip(*pairs, strict=True)]
+            answer.several_rewards = [trajectory.reward, json.loads(trajectory.reward_details)["format"]]
+            answers.append(answer)
+    expected = getattr(reference_advantages, name)(answers)
+    expected = expected[0] if isinstance(expected, tuple) else expected
+    found: list[Tensor] = []
+    advantage = assess.advantage
+
+    def watched(*arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
+        advantages_bt, returns_bt = advantage(*arguments, **named)
+        found.append(advantages_bt)
+        return advantages_bt, returns_bt
+
+    monkeypatch.setattr(assess, "advantage", watched)
+    running.step(running.spec({"advantage": {"name": name}}, lr=0.0), groups)
+    (advantages_bt,) = found
+    for row, values in zip(advantages_bt, expected, strict=True):
+        assert row[: len(values)].tolist() == pytest.approx(values, rel=1e-3, abs=1e-4)

@@ -1,0 +1,30 @@
+"""The step's metrics."""
+
+import pytest
+import torch
+
+from millrace.spec.rollout import ENGINES
+from services.trainer.step.metrics import mismatch_apart
+
+VLLM, SGLANG = ENGINES.index("vllm"), ENGINES.index("sglang")
+
+
+def test_what_two_engines_made_is_also_told_apart() -> None:
+    train_bt = torch.tensor([[-1.0, -2.0, -3.0], [-1.0, -2.0, 0.0], [-0.5, 0.0, 0.0]])
+    mask_bt = torch.tensor([[True, True, True], [True, True, False], [True, False, False]])
+    shift_b = torch.tensor([0.0, 0.1, 0.1])
+    engine_b, same_bt = torch.tensor([VLLM, SGLANG, SGLANG]), mask_bt.clone()
+    same_bt[1] = False
+    told = mismatch_apart(train_bt, train_bt + shift_b[:, None], mask_bt, same_bt, engine_b)
+    assert told["rollout_corr/kl/vllm"] == pytest.approx(0.0)
+    assert told["rollout_corr/kl/sglang"] == pytest.approx(0.1)
+    assert told["rollout_corr/kl"] == pytest.approx(0.05)  # three tokens of each
+    assert told["rollout_corr/kl/same_version"] == pytest.approx(0.025)  # and one of SGLang's last one's weights
+    assert told["rollout_corr/kl/same_version/sglang"] == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("engine_b", [[VLLM, VLLM], [-1, -1], [VLLM, -1]])
+def test_one_engine_needs_no_telling_apart(engine_b: list[int]) -> None:
+    train_bt = torch.tensor([[-1.0], [-2.0]])
+    told = mismatch_apart(train_bt, train_bt, train_bt < 0, train_bt < 0, torch.tensor(engine_b))
+    assert not [name for name in told if name.endswith(ENGINES)]

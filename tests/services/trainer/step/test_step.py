@@ -1,0 +1,251 @@
+"""A step of GRPO against plain PyTorch on a padded batch, and what stops it."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from millrace.errors import InvalidState, NonFinite
+from millrace.spec import JobSpec
+from millrace.wire.arrays import pack_logprobs
+from millrace.wire.v1 import common_pb2
+from millrace.wire.v1.trainer_pb2 import StepRequest
+from services.trainer.backends import build
+from services.trainer.ranks.event_loop import ControlThread
+from services.trainer.step.kl import KlCoefficient
+from services.trainer.step.schedule import learning_rate
+from services.trainer.step.step import train_step
+from services.trainer.step.update import HALF_MADE
+from tests.services.trainer.coordinator import ScriptedCoordinator
+from tests.services.trainer.groups import job_spec, random_groups, refs
+from tests.services.trainer.step.plain_grpo import Plain
+
+Groups = dict[str, common_pb2.Group]
+OPTIMIZER = {"lr": 3e-3, "weight_decay": 0.1, "warmup_steps": 2, "clip_grad_norm": 0.5, "eps": 1e-4}
+"""With Adam's usual eps a gradient that is rounding error would move a weight as far as any other."""
+
+JOBS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "several updates": {"trainer": {"updates_per_step": 2}},
+    "sequence mean, one large micro-batch": {
+        "algorithm": {"aggregation": "seq-mean-token-mean"},
+        "trainer": {"token_budget": 4096},
+    },
+    "kl and entropy in the loss": {
+        "algorithm": {"kl": {"name": "k3"}, "kl_coefficient": 0.5, "entropy_coefficient": 0.01},
+        "trainer": {"updates_per_step": 2},
+    },
+    "kl in the reward, overlong penalty, temperature": {
+        "algorithm": {"kl": {"name": "k1"}, "kl_in": "reward", "kl_coefficient": 0.1, "overlong_buffer_tokens": 12},
+        "rollout": {"temperature": 0.7},
+    },
+    "correction": {"algorithm": {"correction": {"name": "tis_token", "options": {"cap": 2.0}}}},
+    "ratio to the engine's log-probabilities": {"algorithm": {"old_logprobs": "rollout"}},
+}
+
+
+def local_step(
+    spec: JobSpec, device: torch.device, control: ControlThread, served: ScriptedCoordinator
+) -> tuple[Any, Callable[[int, Groups], dict[str, float]]]:
+    """A backend in this process, and its steps."""
+    backend, coefficient = build(spec, device), KlCoefficient(spec.algorithm.kl_coefficient)
+
+    def step(number: int, groups: Groups) -> dict[str, float]:
+        served.script.groups = groups
+        request = StepRequest(job_id="job-1", step=number, groups=refs(groups), work_address=served.address)
+        return train_step(spec, backend, request, control, coefficient)
+
+    return backend, step
+
+
+@pytest.mark.parametrize("parts", JOBS.values(), ids=JOBS)
+def test_equals_plain_pytorch(
+    parts: dict[str, Any],
+    one_rank: torch.device,
+    control: ControlThread,
+    served: ScriptedCoordinator,
+    untied_model: Path,
+) -> None:
+    trainer = {"token_budget": 64, "optimizer": OPTIMIZER, **parts.get("trainer", {})}
+    spec = job_spec(untied_model, **{**parts, "trainer": trainer})
+    backend, step = local_step(spec, one_rank, control, served)
+    plain = Plain(untied_model, spec)
+    for number in (1, 2, 3):
+        groups = random_groups(4, 4, seed=number)
+        metrics = step(number, groups)
+        plain.step(list(groups.values()), learning_rate(spec, number))
+        assert metrics["actor/pg_loss"] == pytest.approx(sum(plain.losses) / len(plain.losses), rel=1e-4, abs=1e-6)
+        assert metrics["actor/grad_norm"] == pytest.approx(sum(plain.norms) / len(plain.norms), rel=1e-4)
+        if plain.kl_losses:
+            assert metrics["actor/kl_loss"] == pytest.approx(sum(plain.kl_losses) / len(plain.kl_losses), rel=1e-3)
+    trained = dict(plain.model.named_parameters())
+    for info, tensor in backend.export("float32"):
+        torch.testing.assert_close(tensor, trained[info.name].detach(), atol=2e-5, rtol=1e-4)
+
+
+def test_metrics(one_rank: torch.device, control: ControlThread, served: ScriptedCoordinator, tied_model: Path) -> None:
+    _, step = local_step(job_spec(tied_model), one_rank, control, served)
+    groups = random_groups(4, 4)
+    metrics = step(1, groups)
+    trajectories = [t for group in groups.values() for t in group.trajectories]
+    assert metrics["critic/rewards/mean"] == pytest.approx(sum(t.reward for t in trajectories) / 16)
+    assert metrics["response_length/max"] == max(len(t.tokens) // 4 for t in trajectories)
+    tokens = sum(ref.prompt_tokens * 4 + sum(ref.response_tokens) for ref in refs(groups))
+    assert metrics["perf/total_num_tokens"] == tokens
+    assert metrics["batch/waste"] == pytest.approx(1 - tokens / (128 * metrics["batch/microbatches"]))
+    assert metrics["actor/ppo_kl"] == 0.0 and metrics["actor/ratio_max"] == 1.0
+    actor = {f"actor/{name}" for name in ("entropy", "pg_clipfrac", "lr", "pg_loss")}
+    parts = {f"timing_s/{name}" for name in ("fetch", "old_log_prob", "ref", "adv", "update_actor", "step")}
+    apart = {f"training/rollout_probs_diff_{name}" for name in ("mean", "max", "std")}
+    for name in actor | parts | apart | {"rollout_corr/kl", "perf/throughput"}:
+        assert math.isfinite(metrics[name])
+
+
+@pytest.mark.parametrize("where", ["loss", "reward"])
+def test_the_kl_coefficient_follows_its_target(
+    where: str, one_rank: torch.device, control: ControlThread, served: ScriptedCoordinator, tied_model: Path
+) -> None:
+    """By the rule of arXiv 1909.08593, from what was observed; the loss is made with the coefficient that is told."""
+    algorithm = {"kl": {"name": "k2"}, "kl_in": where, "kl_coefficient": 0.2, "kl_target": 1e-3, "kl_horizon": 40}
+    spec = job_spec(tied_model, algorithm=algorithm, trainer={"optimizer": OPTIMIZER})
+    _, step = local_step(spec, one_rank, control, served)
+    expected = 0.2
+    for number in (1, 2, 3, 4):
+        metrics = step(number, random_groups(4, 4, seed=number))
+        assert metrics["actor/kl_coef"] == pytest.approx(expected)
+        error = min(max(metrics["actor/reference_kl"] / 1e-3 - 1, -0.2), 0.2)
+        expected *= 1 + error * 16 / 40
+        assert (metrics["actor/reference_kl"] > 0) is (number > 1)
+    assert expected != 0.2
+
+
+def test_an_empty_response_trains_nothing(
+    one_rank: torch.device, control: ControlThread, served: ScriptedCoordinator, tied_model: Path
+) -> None:
+    spec = job_spec(tied_model, trainer={"token_budget": 64})
+    _, step = local_step(spec, one_rank, control, served)
+    groups = random_groups(4, 4)
+    for trajectory in (next(iter(groups.values())).trajectories[1], list(groups.values())[2].trajectories[0]):
+        trajectory.tokens = trajectory.logprobs = b""
+    assert math.isfinite(step(1, groups)["actor/pg_loss"])
+
+
+def poisoned_reward(groups: Groups) -> str:
+    prompt_id = list(groups)[2]
+    groups[prompt_id].trajectories[1].reward = float("nan")
+    return f"rewards.*prompt {prompt_id}, sample 1"
+
+
+def poisoned_logprob(groups: Groups) -> str:
+    prompt_id = list(groups)[1]
+    trajectory = groups[prompt_id].trajectories[3]
+    trajectory.logprobs = pack_logprobs([float("-inf")] * (len(trajectory.tokens) // 4))
+    return f"log-probabilities of the engine.*prompt {prompt_id}, sample 3"
+
+
+def poisoned_advantage(groups: Groups) -> str:
+    """Rewards that are numbers, whose sum is none."""
+    prompt_id = list(groups)[2]
+    for trajectory in groups[prompt_id].trajectories[:2]:
+        trajectory.reward = 3e38
+    return f"advantages: (nan|-?inf) at token 0 of trajectory prompt {prompt_id}, sample 0"
+
+
+@pytest.mark.parametrize("poison", [poisoned_reward, poisoned_logprob, poisoned_advantage])
+@pytest.mark.parametrize("updates", [1, 2])
+def test_a_number_that_is_none_stops_the_step(
+    poison: Callable[[Groups], str],
+    updates: int,
+    one_rank: torch.device,
+    control: ControlThread,
+    served: ScriptedCoordinator,
+    tied_model: Path,
+) -> None:
+    spec = job_spec(tied_model, trainer={"updates_per_step": updates, "optimizer": OPTIMIZER})
+    backend, step = local_step(spec, one_rank, control, served)
+    step(1, random_groups(4, 4))
+    before = {name: tensor.full_tensor().clone() for name, tensor in backend.state().items()}
+    groups = random_groups(4, 4, seed=1)
+    with pytest.raises(NonFinite, match=poison(groups)) as raised:
+        step(2, groups)
+    assert not raised.value.mend.startswith(HALF_MADE)
+    for name, tensor in backend.state().items():
+        assert torch.equal(tensor.full_tensor(), before[name]), name
+    assert math.isfinite(step(2, random_groups(4, 4, seed=2))["actor/grad_norm"])
+
+
+def test_a_bad_gradient_names_its_trajectory_and_gives_up_a_step_half_made(
+    one_rank: torch.device,
+    control: ControlThread,
+    served: ScriptedCoordinator,
+    tied_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The second of two updates has a gradient that overflows: nothing of it is written, and the first is told of."""
+    spec = job_spec(tied_model, trainer={"updates_per_step": 2, "optimizer": OPTIMIZER})
+    backend, step = local_step(spec, one_rank, control, served)
+    step(1, random_groups(4, 4))
+    groups = random_groups(4, 4, seed=1)
+    prompt_id = list(groups)[3]
+    bad = torch.frombuffer(bytearray(groups[prompt_id].trajectories[2].tokens), dtype=torch.int32).long()
+    forward_backward = backend.forward_backward
+
+    def overflowing(microbatches: Any, loss_fn: Any, *, temperature: float) -> Any:
+        def explode(batch: Any, scores: Any) -> Any:
+            loss, output = loss_fn(batch, scores)
+            for part in batch.targets_r.split(list(batch.response_lengths)):
+                if torch.equal(part, bad):
+                    loss = loss + (scores.logprobs_r.sum() * 1e38) * 1e38
+            return loss, output
+
+        return forward_backward(microbatches, explode, temperature=temperature)
+
+    monkeypatch.setattr(backend, "forward_backward", overflowing)
+    with pytest.raises(NonFinite, match=f"gradients.*prompt {prompt_id}, sample 2") as raised:
+        step(2, groups)
+    assert raised.value.mend.startswith(HALF_MADE) and backend.updates == 3
+    assert all(tensor.full_tensor().isfinite().all() for tensor in backend.state().values())
+
+
+def no_reward(groups: Groups) -> str:
+    first = next(iter(groups.values()))
+    first.trajectories[0].ClearField("reward")
+    first.trajectories[0].reward_failure = "ValueError: boom"
+    return "sample 0 cannot be trained: it has no reward: ValueError: boom"
+
+
+def fewer_logprobs(groups: Groups) -> str:
+    trajectory = next(iter(groups.values())).trajectories[2]
+    trajectory.logprobs = trajectory.logprobs[:-4]
+    return "sample 2 cannot be trained: it has .* log-probabilities"
+
+
+@pytest.mark.parametrize("spoil", [no_reward, fewer_logprobs])
+def test_refuses_trajectories_that_are_not_whole(
+    spoil: Callable[[Groups], str],
+    one_rank: torch.device,
+    control: ControlThread,
+    served: ScriptedCoordinator,
+    tied_model: Path,
+) -> None:
+    _, step = local_step(job_spec(tied_model), one_rank, control, served)
+    groups = random_groups(4, 4)
+    words = spoil(groups)
+    with pytest.raises(InvalidState, match=words):
+        step(1, groups)
+
+
+def test_refuses_lengths_that_differ_from_those_announced(
+    one_rank: torch.device, control: ControlThread, served: ScriptedCoordinator, tied_model: Path
+) -> None:
+    spec = job_spec(tied_model)
+    backend = build(spec, one_rank)
+    served.script.groups = random_groups(4, 4, seed=1)
+    announced = refs(served.script.groups)
+    announced[1].response_tokens[3] += 1
+    request = StepRequest(job_id="job-1", step=1, groups=announced, work_address=served.address)
+    with pytest.raises(InvalidState, match=f"prompt {announced[1].prompt_id}, sample 3 cannot be trained"):
+        train_step(spec, backend, request, control, KlCoefficient(0.0))

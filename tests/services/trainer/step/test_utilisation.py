@@ -1,0 +1,33 @@
+"""MFU: exact against figures worked out by hand."""
+
+import pytest
+import torch
+
+from millrace.batching.cost import SequenceCost
+from services.trainer.step import utilisation as module
+from services.trainer.step.utilisation import peak_flops, utilisation
+
+CPU = torch.device("cpu")
+
+
+def test_counts_tokens_and_pairs_and_a_third_for_forward_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "peak_flops", lambda device: 1000.0)
+    # Two ranks; 3 and 5 tokens at 10 FLOPs each and 2 a pair: 80 + 2 · (9 + 25) = 148.
+    told = {"timing_s/update_actor": 0.5, "timing_s/ref": 0.1, "timing_s/old_log_prob": 6e-7, "timing_s/step": 9.0}
+    found = utilisation(SequenceCost(10.0, 2.0), CPU, [3, 5], told, 2)
+    assert found == {
+        "perf/mfu/actor": pytest.approx(148 / 0.5 / 2 / 1000),
+        "perf/mfu/ref": pytest.approx(148 / 3 / 0.1 / 2 / 1000),
+    }
+
+
+@pytest.mark.parametrize(("name", "tflops"), [("NVIDIA H200", 989), ("NVIDIA H20", 148), ("NVIDIA GB200", 2500)])
+def test_knows_devices_by_name(name: str, tflops: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    peak_flops.cache_clear()
+    assert peak_flops(torch.device("cuda", 0)) == tflops * 1e12
+    peak_flops.cache_clear()
+
+
+def test_measures_what_is_not_published() -> None:
+    assert 1e8 < peak_flops(CPU) < 1e14
