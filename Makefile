@@ -76,7 +76,7 @@ style: $(INSTALLED)
 types: $(INSTALLED)
 	$(BIN)/mypy
 
-format: $(INSTALLED) ## what ruff can mend by itself
+format: $(INSTALLED) ## what ruff can fix by itself
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 

@@ -23,10 +23,10 @@ from millrace.spec.checking import foreign_names as elsewhere
 
 INTRODUCTION = """# The job spec
 
-Made by `python docs/reference.py > docs/job.md` from the models in `millrace/spec`: mend a field's docstring, not this
+Made by `python docs/reference.py > docs/job.md` from the models in `millrace/spec`: fix a field's docstring, not this
 page.
 
-A job is one YAML or JSON file. `millrace validate job.yaml` tells every mistake in it with the mend. Write whole paths,
+A job is one YAML or JSON file. `millrace validate job.yaml` tells every mistake in it with the fix. Write whole paths,
 as every service has a working folder of its own; [running.md](running.md#on-several-hosts) says which of them reads
 what."""
 PLAIN = {bool: "true or false", int: "whole number", float: "number", str: "text", Any: "anything"}

@@ -6,7 +6,7 @@
         print(event.message)
 
 Every call has a deadline. A coordinator that cannot be reached, or does not reach its Redis, is tried again for
-`patience_s`, so that a restart in the middle of a job goes unnoticed. Errors are `MillraceError`s, each with its mend.
+`patience_s`, so that a restart in the middle of a job goes unnoticed. Errors are `MillraceError`s, each with its fix.
 """
 
 from __future__ import annotations
@@ -201,8 +201,8 @@ class Client:
             secret.encode("ascii")
         except (OSError, ValueError) as error:
             what = f"the token cannot be read: {error}."
-            mend = "let MILLRACE_TOKEN_FILE name a file that holds it, or set MILLRACE_TOKEN instead."
-            raise errors.MillraceError(what, mend) from error
+            fix = "let MILLRACE_TOKEN_FILE name a file that holds it, or set MILLRACE_TOKEN instead."
+            raise errors.MillraceError(what, fix) from error
         return secret
 
     def _ask(self, method: str, path: str, *, stream: bool = False, **parts: Any) -> httpx.Response:
@@ -319,4 +319,4 @@ def _error_of(response: httpx.Response) -> errors.MillraceError:
         return kind(
             f"{response.request.url} answered {response.status_code}: {told}", "see whether it is a coordinator."
         )
-    return kind(problem.detail, problem.mend)
+    return kind(problem.detail, problem.fix)

@@ -1,4 +1,4 @@
-"""What goes wrong, told to a reader: what happened, to whom, and the mend.
+"""What goes wrong, told to a reader: what happened, to whom, and the fix.
 
 Every error that a user or another service may see is a `MillraceError`. On the wire it becomes a gRPC status whose
 details are `str(error)`; over REST a problem document with the same fields.
@@ -9,24 +9,24 @@ from typing import Any
 
 
 class MillraceError(Exception):
-    """`what` happened (naming field, value, member, version, epoch) and the `mend`: what to do next."""
+    """`what` happened (naming field, value, member, version, epoch) and the `fix`: what to do next."""
 
-    def __init__(self, what: str, mend: str = "") -> None:
-        super().__init__(what, mend)
+    def __init__(self, what: str, fix: str = "") -> None:
+        super().__init__(what, fix)
         self.what = what
-        self.mend = mend
+        self.fix = fix
 
     def __str__(self) -> str:
-        return f"{self.what} Mend: {self.mend}" if self.mend else self.what
+        return f"{self.what} Fix: {self.fix}" if self.fix else self.what
 
 
 class InvalidJob(MillraceError):
     """A job spec, or something it names, cannot work. Refused at submission."""
 
 
-def refused(field: str, value: Any, reason: str, mend: str) -> InvalidJob:
-    """Says of one field of a job spec that its value will not do. `reason` comes without a full stop, `mend` with."""
-    return InvalidJob(f"{field}: {json.dumps(value, default=str)} will not do: {reason}.", mend)
+def refused(field: str, value: Any, reason: str, fix: str) -> InvalidJob:
+    """Says of one field of a job spec that its value will not do. `reason` comes without a full stop, `fix` with."""
+    return InvalidJob(f"{field}: {json.dumps(value, default=str)} will not do: {reason}.", fix)
 
 
 class InvalidState(MillraceError):
@@ -48,13 +48,13 @@ class BadRow(MillraceError):
 class PublicationFailed(MillraceError):
     """A publication did not reach every member; `culprits` are the addresses or ids of those that failed."""
 
-    def __init__(self, what: str, mend: str = "", culprits: tuple[str, ...] = ()) -> None:
-        super().__init__(what, mend)
+    def __init__(self, what: str, fix: str = "", culprits: tuple[str, ...] = ()) -> None:
+        super().__init__(what, fix)
         self.culprits = culprits
 
     def again(self) -> "PublicationFailed":
         """The same, to be raised elsewhere: one that was raised keeps alive what was in the frames that it left."""
-        return PublicationFailed(self.what, self.mend, self.culprits)
+        return PublicationFailed(self.what, self.fix, self.culprits)
 
 
 class Unavailable(MillraceError):

@@ -121,4 +121,4 @@ class Problem(BaseModel):
     title: str
     status: int
     detail: str
-    mend: str
+    fix: str

@@ -118,12 +118,12 @@ def test_jobs_are_named_by_id_beginning_of_it_or_last(url: str, client: Client, 
         assert json.loads(millrace("show", name, "--json", url=url).stdout)["job"]["id"] == job
     client.cancel(job)
     several = millrace("show", "job-", url=url, status=1).stderr
-    assert "could be job-" in several and "Mend: give more of the id." in several
+    assert "could be job-" in several and "Fix: give more of the id." in several
     assert "`millrace jobs` lists them" in millrace("show", "nothing", url=url, status=1).stderr
     assert "`millrace jobs` lists those" in millrace("show", "job-000000000000", url=url, status=1).stderr
 
 
-def test_what_the_coordinator_refuses_is_told_with_its_mend(url: str, client: Client, spec: dict[str, Any]) -> None:
+def test_what_the_coordinator_refuses_is_told_with_its_fix(url: str, client: Client, spec: dict[str, Any]) -> None:
     with pytest.raises(InvalidJob, match="no-such-folder"):
         client.submit({**spec, "model": {"path": "/no-such-folder"}})
     with pytest.raises(NotFound):
@@ -132,7 +132,7 @@ def test_what_the_coordinator_refuses_is_told_with_its_mend(url: str, client: Cl
     client.cancel(job)
     client.wait(job, 30)
     refused = millrace("pause", job, url=url, status=1).stderr
-    assert f"{job} is cancelled and cannot be paused" in refused and "Mend:" in refused
+    assert f"{job} is cancelled and cannot be paused" in refused and "Fix:" in refused
 
 
 def test_a_cancelled_job_is_resumed_as_its_refusal_says(url: str, client: Client, spec: dict[str, Any]) -> None:
@@ -202,7 +202,7 @@ def test_validate_makes_no_folder(spec: dict[str, Any], tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["job.yaml"]
 
 
-def test_without_a_coordinator_the_mend_is_to_start_one() -> None:
+def test_without_a_coordinator_the_fix_is_to_start_one() -> None:
     told = millrace("jobs", url="http://127.0.0.1:9", status=1).stderr
     assert "did not answer GET /v1/jobs within 2 s" in told and "millrace up" in told
 
@@ -222,4 +222,4 @@ def test_an_engine_that_does_not_exist_is_refused(tmp_path: Path) -> None:
 def test_an_export_needs_no_coordinator(tmp_path: Path) -> None:
     done = subprocess.run([COMMAND, "export", str(tmp_path), str(tmp_path / "out")], capture_output=True, text=True)
     assert done.returncode == 1 and done.stdout == ""
-    assert f"{tmp_path} is not a checkpoint of this trainer" in done.stderr and "Mend: give the folder" in done.stderr
+    assert f"{tmp_path} is not a checkpoint of this trainer" in done.stderr and "Fix: give the folder" in done.stderr

@@ -111,7 +111,7 @@ def coordinator() -> Iterator[Coordinator]:
 
 
 def problem(status: int, kind: str) -> tuple[int, dict[str, Any]]:
-    told = {"type": kind, "title": kind, "status": status, "detail": f"what went wrong ({kind}).", "mend": "do this."}
+    told = {"type": kind, "title": kind, "status": status, "detail": f"what went wrong ({kind}).", "fix": "do this."}
     return status, told
 
 
@@ -124,7 +124,7 @@ def test_a_problem_becomes_the_error_that_it_was(
     coordinator.answers[PATH] = [problem(status, kind.__name__)]
     with Client(coordinator.url, patience_s=0.3) as client, pytest.raises(kind, match="what went wrong") as raised:
         client.job(JOB["id"])
-    assert type(raised.value) is kind and raised.value.mend == "do this."
+    assert type(raised.value) is kind and raised.value.fix == "do this."
 
 
 def test_an_answer_that_is_no_problem_document_is_told_as_it_is(coordinator: Coordinator) -> None:
@@ -167,7 +167,7 @@ def test_a_coordinator_whose_redis_is_away_is_asked_again(coordinator: Coordinat
 def test_an_address_that_is_none_is_told(url: str) -> None:
     with Client(url, token="") as client, pytest.raises(MillraceError) as told:
         client.jobs()
-    assert url in told.value.what and "--url" in told.value.mend
+    assert url in told.value.what and "--url" in told.value.fix
 
 
 @pytest.mark.parametrize("answer", [(200, {"hello": 1}), (200, 5), (200, ["x"]), "<html>a page</html>"])
@@ -177,7 +177,7 @@ def test_what_is_no_coordinator_is_told(coordinator: Coordinator, answer: Any) -
         for ask in (client.jobs, lambda: client.job(JOB["id"]), lambda: list(client.events(JOB["id"]))):
             with pytest.raises(MillraceError, match=coordinator.url) as told:
                 ask()
-            assert "--url" in told.value.mend
+            assert "--url" in told.value.fix
 
 
 def test_a_token_that_cannot_be_read_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_a_token_that_cannot_be_read_is_told(monkeypatch: pytest.MonkeyPatch, tm
             (tmp_path / "token").write_bytes(content)
         with Client() as client, pytest.raises(MillraceError, match="the token cannot be read") as told:
             client.jobs()
-        assert "MILLRACE_TOKEN_FILE" in told.value.mend
+        assert "MILLRACE_TOKEN_FILE" in told.value.fix
 
 
 def test_patience_ends_with_an_error_that_names_the_coordinator() -> None:
@@ -196,7 +196,7 @@ def test_patience_ends_with_an_error_that_names_the_coordinator() -> None:
         pytest.raises(Unavailable, match=r"127.0.0.1:9") as told,
     ):
         client.jobs()
-    assert "millrace up" in told.value.mend
+    assert "millrace up" in told.value.fix
 
 
 def test_events_go_on_where_the_stream_broke_and_end_with_the_job(coordinator: Coordinator) -> None:

@@ -28,7 +28,7 @@ def doctor(as_json: AsJson = False) -> None:
     rows = table("", "FOR", "", "FOUND")
     rows.columns[-1].no_wrap = False
     for f in findings:
-        told = escape(f.found) + (f"\n[dim]{escape(f.mend)}[/]" if f.mend else "")
+        told = escape(f.found) + (f"\n[dim]{escape(f.fix)}[/]" if f.fix else "")
         rows.add_row(f"[bold]{f.name}[/]", f.need, MARKS[f.verdict], told)
     console = people()
     console.print(rows)

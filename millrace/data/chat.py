@@ -46,7 +46,7 @@ def render(
     """
     token_ids = _tokens(row, tokenizer, chat_template_options or {})
     if not token_ids:
-        raise BadRow(f"row {row.index} of {row.data_source} renders to no tokens.", "mend the prompt or the template.")
+        raise BadRow(f"row {row.index} of {row.data_source} renders to no tokens.", "fix the prompt or the template.")
     return fit(token_ids, max_tokens, overlong)
 
 
@@ -74,5 +74,5 @@ def _tokens(row: PromptRow, tokenizer: Tokenizer, options: Mapping[str, Any]) ->
     except (TemplateError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
         raise BadRow(
             f"row {row.index} of {row.data_source} does not go through the tokenizer: {type(error).__name__}: {error}.",
-            "mend the row's messages, data.chat_template_options, or the model's chat template.",
+            "fix the row's messages, data.chat_template_options, or the model's chat template.",
         ) from error

@@ -25,7 +25,7 @@ class JsonlRows:
             self._index()
         except (OSError, EOFError, zlib.error) as error:
             raise refused(
-                field, path, f"it cannot be read: {error}", "write the file again, or mend its rights."
+                field, path, f"it cannot be read: {error}", "write the file again, or fix its rights."
             ) from error
 
     def _index(self) -> None:

@@ -28,8 +28,8 @@ def check_model_folder(path: str | Path, *, messages: bool = True) -> ModelFolde
     folder = _folder(path, FIELD)
     architectures = _json(folder / "config.json", folder).get("architectures")
     if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
-        mend = 'add it, for example "architectures": ["Qwen3ForCausalLM"].'
-        raise refused(FIELD, str(path), "its config.json names no architecture", mend)
+        fix = 'add it, for example "architectures": ["Qwen3ForCausalLM"].'
+        raise refused(FIELD, str(path), "its config.json names no architecture", fix)
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise refused(
             FIELD,
@@ -86,8 +86,8 @@ def _folder(path: str | Path, field: str) -> Path:
     folder = Path(path)
     if not folder.is_dir():
         found = "it is a file" if folder.is_file() else f"there is no folder {folder.absolute()}"
-        mend = "give the folder of a Hugging Face model; one from the hub has to be downloaded first (hf download)."
-        raise refused(field, str(path), found, mend)
+        fix = "give the folder of a Hugging Face model; one from the hub has to be downloaded first (hf download)."
+        raise refused(field, str(path), found, fix)
     return folder
 
 
@@ -115,8 +115,8 @@ def _json(file: Path, folder: Path, field: str = FIELD) -> dict[str, Any]:
     try:
         tree = json.loads(file.read_bytes())
     except FileNotFoundError as error:
-        mend = "give the folder of a Hugging Face model, with config, tokenizer and weights."
-        raise refused(field, str(folder), f"it has no {file.name}", mend) from error
+        fix = "give the folder of a Hugging Face model, with config, tokenizer and weights."
+        raise refused(field, str(folder), f"it has no {file.name}", fix) from error
     except (OSError, ValueError) as error:
         reason = f"its {file.name} cannot be read: {error}"
         raise refused(field, str(folder), reason, "write or download the file again.") from error

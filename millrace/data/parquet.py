@@ -79,11 +79,11 @@ def _check_schema(schema: pa.Schema, path: str, field: str) -> None:
         kind = schema.field("data_source").type
         raise refused(field, path, f"column data_source is {kind}, not a text", "write it as a text.")
     if not (_is_text(prompt) or _is_messages(prompt)):
-        mend = "write a text, or a list of messages {role, content}."
-        raise refused(field, path, f"column prompt is {prompt}, neither a text nor a list of messages", mend)
+        fix = "write a text, or a list of messages {role, content}."
+        raise refused(field, path, f"column prompt is {prompt}, neither a text nor a list of messages", fix)
     if not _has_fields(reward_model, ("ground_truth",)):
-        mend = "write an object {style, ground_truth}."
-        raise refused(field, path, f"column reward_model is {reward_model}, without ground_truth", mend)
+        fix = "write an object {style, ground_truth}."
+        raise refused(field, path, f"column reward_model is {reward_model}, without ground_truth", fix)
 
 
 def _is_text(kind: pa.DataType) -> bool:

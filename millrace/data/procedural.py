@@ -23,18 +23,18 @@ class ReasoningGym(Source):
 
     def __init__(self, name: str, options: Mapping[str, Any], field: str) -> None:
         if not name.startswith(PREFIX):
-            mend = "write reasoning_gym:<task>, for example reasoning_gym:spell_backward."
-            raise refused(f"{field}.procedural", name, "there is no such kind of source", mend)
+            fix = "write reasoning_gym:<task>, for example reasoning_gym:spell_backward."
+            raise refused(f"{field}.procedural", name, "there is no such kind of source", fix)
         try:
             from millrace.rewards import reasoning_gym
         except ImportError as error:
-            mend = f"install it: {how_to_install('scoring')}."
-            raise refused(f"{field}.procedural", name, f"reasoning-gym is not installed: {error}", mend) from error
+            fix = f"install it: {how_to_install('scoring')}."
+            raise refused(f"{field}.procedural", name, f"reasoning-gym is not installed: {error}", fix) from error
         self._task = name.removeprefix(PREFIX)
         if self._task not in reasoning_gym.TASKS:
             close = difflib.get_close_matches(self._task, reasoning_gym.TASKS, n=1, cutoff=0.4)
-            mend = f"did you mean reasoning_gym:{close[0]}?" if close else "see reasoning-gym's list of tasks."
-            raise refused(f"{field}.procedural", name, "reasoning-gym has no such task", mend)
+            fix = f"did you mean reasoning_gym:{close[0]}?" if close else "see reasoning-gym's list of tasks."
+            raise refused(f"{field}.procedural", name, "reasoning-gym has no such task", fix)
         known = dict(options)
         size, seed = known.pop("size", 1000), known.pop("seed", 0)
         self._system_prompt = known.pop("system_prompt", INSTRUCTION)
@@ -45,9 +45,7 @@ class ReasoningGym(Source):
             self._data_set = reasoning_gym.create(self._task, {**known, "size": self._size, "seed": seed})
         except (TypeError, ValueError, AssertionError, KeyError) as error:
             reason = f"the task {self._task} does not take them: {error or type(error).__name__}"
-            raise refused(
-                f"{field}.procedural_options", dict(options), reason, "mend or remove that option."
-            ) from error
+            raise refused(f"{field}.procedural_options", dict(options), reason, "fix or remove that option.") from error
 
     def __len__(self) -> int:
         return self._size
@@ -62,8 +60,8 @@ class ReasoningGym(Source):
         try:
             packed = pack(entry)
         except TypeError as error:
-            mend = "choose other options, or another task."
-            raise BadRow(f"{PREFIX}{self._task} row {index} cannot travel: {error}.", mend) from error
+            fix = "choose other options, or another task."
+            raise BadRow(f"{PREFIX}{self._task} row {index} cannot travel: {error}.", fix) from error
         messages: list[Message] = [{"role": "user", "content": entry["question"]}]
         if self._system_prompt is not None:
             messages.insert(0, {"role": "system", "content": self._system_prompt})

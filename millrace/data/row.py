@@ -61,8 +61,8 @@ class _Columns:
             raise BadRow(f"{place} is {_kind(raw)}, not an object.", "write one object with verl's columns.")
         self._raw = raw
 
-    def bad(self, column: str, found: str, mend: str) -> BadRow:
-        return BadRow(f"{self._place}, column {column}: {found}.", mend)
+    def bad(self, column: str, found: str, fix: str) -> BadRow:
+        return BadRow(f"{self._place}, column {column}: {found}.", fix)
 
     def has(self, column: str) -> bool:
         return self._raw.get(column) is not None
@@ -86,8 +86,8 @@ class _Columns:
                 raise self.bad("prompt", "is an empty text", "write what is asked.")
             return value
         if not isinstance(value, list | tuple) or not value:
-            mend = "write a text, or a list of messages {role, content}."
-            raise self.bad("prompt", f"is {_kind(value)}, neither a text nor messages", mend)
+            fix = "write a text, or a list of messages {role, content}."
+            raise self.bad("prompt", f"is {_kind(value)}, neither a text nor messages", fix)
         return [self._message(f"prompt[{place}]", message) for place, message in enumerate(value)]
 
     def plain(self, column: str, value: Any) -> Any:

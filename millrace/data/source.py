@@ -78,7 +78,7 @@ class FileSource(Source):
             try:
                 self[first]
             except BadRow as error:
-                raise InvalidJob(f"{field}: the first row will not do: {error.what}", error.mend) from error
+                raise InvalidJob(f"{field}: the first row will not do: {error.what}", error.fix) from error
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -95,8 +95,8 @@ class FileSource(Source):
 def _open(paths: Sequence[str], field: str) -> list[RowFile]:
     for path in paths:
         if not path.endswith(PARQUET + JSONL):
-            mend = f"name a file that ends in {', '.join(PARQUET + JSONL)}."
-            raise refused(field, path, "the ending of its name tells no format", mend)
+            fix = f"name a file that ends in {', '.join(PARQUET + JSONL)}."
+            raise refused(field, path, "the ending of its name tells no format", fix)
         if not Path(path).is_file():
             found = "it is a folder" if Path(path).is_dir() else f"there is no file {Path(path).absolute()}"
             raise refused(field, path, found, "give the path of a data file that this service can read.")

@@ -63,8 +63,8 @@ def mistakes_of(engine_options: Mapping[str, Any]) -> Iterator[InvalidJob]:
 
 def ours_to_set(option: str, instead: str) -> InvalidJob:
     """`instead`: the job's field that says it; empty where there is none."""
-    mend = f"set {instead} instead." if instead else "remove it: the replica sets it."
-    return InvalidJob(f"{FIELD}.{option}: this option is not the job's to set.", mend)
+    fix = f"set {instead} instead." if instead else "remove it: the replica sets it."
+    return InvalidJob(f"{FIELD}.{option}: this option is not the job's to set.", fix)
 
 
 def _engine_meant(name: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Configurations that cannot work, each with the arithmetic and the mend. Pure and torch-free.
+"""Configurations that cannot work, each with the arithmetic and the fix. Pure and torch-free.
 
 They are found before any rank builds anything: those of the model where a job is submitted, those of the trainer (how
 many ranks, with or without CUDA) by the trainer.
@@ -30,7 +30,7 @@ def check(options: Megatron, shape: ModelShape, world_size: int | None, *, cuda:
 
 
 def broken_rules(options: Megatron, shape: ModelShape, world_size: int | None, *, cuda: bool) -> list[str]:
-    """`field: value will not do: reason. Mend: ...`, one for each broken rule; without `world_size` those of any."""
+    """`field: value will not do: reason. Fix: ...`, one for each broken rule; without `world_size` those of any."""
     return [
         *(_ranks(options, world_size) if world_size is not None else ()),
         *_tensor(options, shape),
@@ -42,8 +42,8 @@ def broken_rules(options: Megatron, shape: ModelShape, world_size: int | None, *
     ]
 
 
-def _broken(field: str, value: object, reason: str, mend: str) -> str:
-    return str(refused(f"trainer.backend_options.{field}", value, reason, f"{mend}."))
+def _broken(field: str, value: object, reason: str, fix: str) -> str:
+    return str(refused(f"trainer.backend_options.{field}", value, reason, f"{fix}."))
 
 
 def _ranks(o: Megatron, world_size: int) -> Iterator[str]:
@@ -74,8 +74,8 @@ def _tensor(o: Megatron, s: ModelShape) -> Iterator[str]:
         divided["size of the shared experts"] = s.experts.shared_ffn
     for what, count in divided.items():
         if count % size:
-            mend = f"choose a divisor of {count}"
-            yield _broken("tensor_parallel", size, f"the model's {what}, {count}, do not divide by it", mend)
+            fix = f"choose a divisor of {count}"
+            yield _broken("tensor_parallel", size, f"the model's {what}, {count}, do not divide by it", fix)
     rows = s.padded_vocabulary(size) // size
     if s.vocabulary <= rows * (size - 1):
         reason = f"of {s.vocabulary} tokens, {rows} to a rank, none would be left for the last rank"
@@ -133,8 +133,8 @@ def _experts(o: Megatron, s: ModelShape) -> Iterator[str]:
         yield _broken("sequence_parallel", o.sequence_parallel, reason, "set it to true")
     if o.expert_parallel == 1 and o.expert_tensor_size != o.tensor_parallel:
         reason = "without expert parallelism megatron-core reduces the experts' gradients as those of other layers"
-        mend = f"set it to {o.tensor_parallel}, or raise expert_parallel"
-        yield _broken("expert_tensor_parallel", o.expert_tensor_size, reason, mend)
+        fix = f"set it to {o.tensor_parallel}, or raise expert_parallel"
+        yield _broken("expert_tensor_parallel", o.expert_tensor_size, reason, fix)
     if o.experts.load_balancing == "none" and o.experts.aux_loss_coefficient:
         reason = "load_balancing is none, so nothing uses it"
         yield _broken("experts.aux_loss_coefficient", o.experts.aux_loss_coefficient, reason, "set load_balancing")
@@ -164,28 +164,28 @@ def _recompute(o: Megatron, s: ModelShape, cuda: bool) -> Iterator[str]:
 def _optimizer(o: Megatron) -> Iterator[str]:
     if o.optimizer_offload_fraction and not o.distributed_optimizer:
         reason = "only the distributed optimizer keeps its float32 weights in host memory"
-        mend = "set distributed_optimizer to true, or leave this out"
-        yield _broken("optimizer_offload_fraction", o.optimizer_offload_fraction, reason, mend)
+        fix = "set distributed_optimizer to true, or leave this out"
+        yield _broken("optimizer_offload_fraction", o.optimizer_offload_fraction, reason, fix)
     if o.offload_optimizer and o.optimizer_offload_fraction:
         reason = f"optimizer_offload_fraction {o.optimizer_offload_fraction} keeps state in host memory for good"
         yield _broken("offload_optimizer", True, reason, "set optimizer_offload_fraction to 0, or this to false")
     if o.optimizer_moments == "bfloat16" and (o.optimizer_offload_fraction or not o.distributed_optimizer):
         reason = "only the distributed optimizer on the GPU keeps them so"
-        mend = "set distributed_optimizer to true and optimizer_offload_fraction to 0, or leave this out"
-        yield _broken("optimizer_moments", "bfloat16", reason, mend)
+        fix = "set distributed_optimizer to true and optimizer_offload_fraction to 0, or leave this out"
+        yield _broken("optimizer_moments", "bfloat16", reason, fix)
 
 
 def _device(o: Megatron, cuda: bool) -> Iterator[str]:
     if cuda:
         return
-    mend = "leave it out, or run on GPUs with Transformer Engine"
+    fix = "leave it out, or run on GPUs with Transformer Engine"
     if o.context_parallel > 1:
         reason = "context parallelism is Transformer Engine's attention, which needs a GPU"
-        yield _broken("context_parallel", o.context_parallel, reason, mend)
+        yield _broken("context_parallel", o.context_parallel, reason, fix)
     if o.experts.dispatcher == "deepep":
         yield _broken("experts.dispatcher", "deepep", "DeepEP needs a GPU", "set it to auto or alltoall")
     if o.optimizer_moments == "bfloat16":
-        yield _broken("optimizer_moments", "bfloat16", "Transformer Engine's Adam, which does that, needs a GPU", mend)
+        yield _broken("optimizer_moments", "bfloat16", "Transformer Engine's Adam, which does that, needs a GPU", fix)
     for field in ("optimizer_offload_fraction", "offload_optimizer"):
         if value := getattr(o, field):
-            yield _broken(field, value, "there is no device memory to spare", mend)
+            yield _broken(field, value, "there is no device memory to spare", fix)

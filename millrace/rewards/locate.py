@@ -8,12 +8,12 @@ from pathlib import Path
 
 
 class NotLocated(Exception):
-    """`reason` and `mend`: why there is no such function."""
+    """`reason` and `fix`: why there is no such function."""
 
-    def __init__(self, reason: str, mend: str) -> None:
-        super().__init__(reason, mend)
+    def __init__(self, reason: str, fix: str) -> None:
+        super().__init__(reason, fix)
         self.reason = reason
-        self.mend = mend
+        self.fix = fix
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def parsed(path: Path) -> ast.Module:
     try:
         return ast.parse(path.read_bytes(), filename=str(path))
     except (SyntaxError, ValueError, OSError) as error:
-        raise NotLocated(f"{path} is not readable as Python: {error}", "mend the file.") from error
+        raise NotLocated(f"{path} is not readable as Python: {error}", "fix the file.") from error
 
 
 def functions(tree: ast.Module) -> list[str]:

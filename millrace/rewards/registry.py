@@ -62,7 +62,7 @@ def check(name: str, options: Mapping[str, Any] | None = None) -> None:
         path = source_file(target)
         function = None if path is None else definition(path, target.function)
     except NotLocated as error:
-        raise refused(FIELD, name, error.reason, error.mend) from error
+        raise refused(FIELD, name, error.reason, error.fix) from error
     if function is not None:
         _fits(name, Signature.of_source(function), options)
     if name in BUILT_IN and path is not None and "check_options" in functions(parsed(path)):
@@ -81,7 +81,7 @@ def load(name: str, options: Mapping[str, Any] | None = None) -> ComputeScore:
         target = _target(name)
         path = source_file(target)
     except NotLocated as error:
-        raise refused(FIELD, name, error.reason, error.mend) from error
+        raise refused(FIELD, name, error.reason, error.fix) from error
     module = _import(name, target, path)
     function = getattr(module, target.function, None)
     if not callable(function):
@@ -115,10 +115,10 @@ def _import(name: str, target: Target, path: Path | None) -> ModuleType:
         return importlib.import_module(target.place)
     except (ImportError, SyntaxError) as error:
         what = f"importing it failed: {type(error).__name__}: {error}"
-        mend = "install what it imports beside the rollout replica, or mend the file."
+        fix = "install what it imports beside the rollout replica, or fix the file."
         if name in BUILT_IN:
-            mend = f"install the scorers beside the rollout replica: {how_to_install('scoring')}."
-        raise refused(FIELD, name, what, mend) from error
+            fix = f"install the scorers beside the rollout replica: {how_to_install('scoring')}."
+        raise refused(FIELD, name, what, fix) from error
 
 
 def _import_file(path: Path) -> ModuleType:
@@ -139,19 +139,19 @@ def _fits(name: str, signature: Signature, options: Mapping[str, Any]) -> None:
     if reason := signature.misfit():
         raise refused(FIELD, name, reason, f"define it as {WANTED}.")
     if reason := signature.misfit_of_options(options):
-        mend = f"it takes {', '.join(sorted(signature.named)) or 'nothing by keyword'}."
-        raise refused(OPTIONS_FIELD, dict(options), f"{name}: {reason}", mend)
+        fix = f"it takes {', '.join(sorted(signature.named)) or 'nothing by keyword'}."
+        raise refused(OPTIONS_FIELD, dict(options), f"{name}: {reason}", fix)
     if unfilled := signature.unfilled(options):
         needed = ", ".join(unfilled)
-        mend = f"define it as {WANTED}, or give {needed} in {OPTIONS_FIELD}."
-        raise refused(FIELD, name, f"it also needs {needed}, which {OPTIONS_FIELD} does not give", mend)
+        fix = f"define it as {WANTED}, or give {needed} in {OPTIONS_FIELD}."
+        raise refused(FIELD, name, f"it also needs {needed}, which {OPTIONS_FIELD} does not give", fix)
 
 
 def _check_built_in(module: ModuleType, options: Mapping[str, Any]) -> None:
     try:
         module.check_options(**options)
     except ValueError as error:
-        raise refused(OPTIONS_FIELD, dict(options), str(error), "mend that option.") from error
+        raise refused(OPTIONS_FIELD, dict(options), str(error), "fix that option.") from error
 
 
 def _to_the_end(function: Callable[..., Any]) -> ComputeScore:

@@ -51,6 +51,6 @@ class Rollout(Part):
         for engine in ENGINES:
             if not isinstance(value.get(engine, {}), dict):
                 reason = f"{engine} has to be a mapping of that engine's options"
-                mend = f"give one, for example `{engine}: {EXAMPLES[engine]}`, or leave {engine} out."
-                raise ValueError(refused(f"rollout.engine_options.{engine}", value[engine], reason, mend))
+                fix = f"give one, for example `{engine}: {EXAMPLES[engine]}`, or leave {engine} out."
+                raise ValueError(refused(f"rollout.engine_options.{engine}", value[engine], reason, fix))
         return value

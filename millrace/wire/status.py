@@ -16,14 +16,14 @@ CODES: dict[type[errors.MillraceError], grpc.StatusCode] = {
     errors.MillraceError: grpc.StatusCode.INTERNAL,
 }
 _BY_NAME = {kind.__name__: kind for kind in CODES}
-_NAME, _MEND, _CULPRITS = "millrace-error", "millrace-mend-bin", "millrace-culprits-bin"
+_NAME, _FIX, _CULPRITS = "millrace-error", "millrace-fix-bin", "millrace-culprits-bin"
 
 
 def status_of(error: errors.MillraceError) -> tuple[grpc.StatusCode, str, tuple[tuple[str, str | bytes], ...]]:
     """Code, details and trailing metadata for `error`."""
     kind = next(k for k in type(error).__mro__ if k in CODES)
     culprits = ",".join(getattr(error, "culprits", ()))
-    trailing = ((_NAME, kind.__name__), (_MEND, error.mend.encode()), (_CULPRITS, culprits.encode()))
+    trailing = ((_NAME, kind.__name__), (_FIX, error.fix.encode()), (_CULPRITS, culprits.encode()))
     return CODES[kind], error.what, trailing
 
 
@@ -33,9 +33,9 @@ def error_of(call: grpc.aio.AioRpcError, address: str, method: str, deadline_s: 
     kind = _BY_NAME.get(str(trailing.get(_NAME, "")))
     if kind is errors.PublicationFailed:
         culprits = tuple(c for c in bytes(trailing[_CULPRITS]).decode().split(",") if c)
-        return errors.PublicationFailed(call.details() or "", bytes(trailing[_MEND]).decode(), culprits)
+        return errors.PublicationFailed(call.details() or "", bytes(trailing[_FIX]).decode(), culprits)
     if kind is not None:
-        return kind(call.details() or "", bytes(trailing[_MEND]).decode())
+        return kind(call.details() or "", bytes(trailing[_FIX]).decode())
     if call.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return errors.Unavailable(
             f"{method} at {address} did not answer within {deadline_s:g} s.", f"look at {address}"

@@ -174,9 +174,9 @@ async def _redis_answers(store: Store) -> None:
         what = f"Redis at {store.connection.name} took no write within {REDIS_START_S:g} s."
         raise Unavailable(what, "start it, or set REDIS_URL to one that runs and has room.") from error
     if not await store.connection.keeps():
-        log.warning("this Redis has no append-only file: what it holds is gone when it ends", mend="appendonly yes")
+        log.warning("this Redis has no append-only file: what it holds is gone when it ends", fix="appendonly yes")
     if await store.connection.evicts():
-        log.warning("this Redis throws away what it holds when its memory is full", mend="maxmemory-policy noeviction")
+        log.warning("this Redis throws away what it holds when its memory is full", fix="maxmemory-policy noeviction")
 
 
 def _warn_without_token(settings: Settings) -> None:
@@ -186,7 +186,7 @@ def _warn_without_token(settings: Settings) -> None:
             "there is no token: whoever reaches these addresses may submit jobs and join the fleet",
             http=settings.http_host,
             grpc=settings.grpc_host,
-            mend="set MILLRACE_TOKEN, the same for all services and clients",
+            fix="set MILLRACE_TOKEN, the same for all services and clients",
         )
 
 

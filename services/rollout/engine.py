@@ -203,7 +203,7 @@ class Probe:
     release: str
     """Empty where it is not installed."""
     why: str
-    """Why not, with the mend; or a warning; or empty."""
+    """Why not, with the fix; or a warning; or empty."""
 
 
 def compute_threads() -> int:

@@ -15,7 +15,7 @@ def software(package: str, module: str) -> Software:
 
 def test_what_is_not_installed_is_missing_and_says_how_to_install_it() -> None:
     found = probes.usable(software("no-such-distribution", "nothing"))
-    assert found.verdict is Verdict.MISSING and "uv pip install -e '.[thing]'" in found.mend
+    assert found.verdict is Verdict.MISSING and "uv pip install -e '.[thing]'" in found.fix
 
 
 def test_an_install_for_the_cpu_leaves_out_what_breaks_there() -> None:
@@ -45,7 +45,7 @@ def test_what_imports_is_good_in_a_tested_release_and_a_warning_in_another(monke
     assert probes.usable(software("pytest", "pytest")).verdict is Verdict.GOOD
     monkeypatch.setitem(probes.TESTED, "pytest", ("1.0",))
     found = probes.usable(software("pytest", "pytest"))
-    assert found.verdict is Verdict.WARNING and "tested with 1.0" in found.mend
+    assert found.verdict is Verdict.WARNING and "tested with 1.0" in found.fix
 
 
 def test_the_local_build_tag_does_not_make_a_release_another() -> None:

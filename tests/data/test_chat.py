@@ -87,7 +87,7 @@ def test_cutting_keeps_as_much_as_fits_and_the_order(length: int, limit: int, ov
 def test_what_the_tokenizer_refuses_costs_the_row(prompt: Any, complaint: str, tokenizer: Any) -> None:
     with pytest.raises(BadRow, match=complaint) as bad:
         render(row(prompt), tokenizer, max_tokens=10)
-    assert "row 4 of demo" in bad.value.what and bad.value.mend
+    assert "row 4 of demo" in bad.value.what and bad.value.fix
 
 
 def test_a_tokenizer_without_template_costs_the_row() -> None:

@@ -62,7 +62,7 @@ def test_what_is_missing_is_named(damage: Callable[[Path], object], reason: str,
         check_model_folder(folder)
     assert reason in refused.value.what
     assert refused.value.what.startswith(f'model.path: "{folder}" will not do: ')
-    assert refused.value.mend
+    assert refused.value.fix
 
 
 def test_no_folder_at_all(tmp_path: Path, folder: Path) -> None:

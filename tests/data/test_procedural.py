@@ -65,4 +65,4 @@ def test_wrong_tasks_and_options_are_refused(name: str, options: dict, message: 
     with pytest.raises(InvalidJob, match=message) as refused:
         open_source(procedural=name, procedural_options=options, field="evaluation")
     assert refused.value.what.startswith("evaluation.procedural")
-    assert refused.value.mend
+    assert refused.value.fix

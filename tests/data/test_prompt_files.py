@@ -166,7 +166,7 @@ def test_threads_read_the_same_rows(name: str, tmp_path: Path) -> None:
 def refusal(path: Path | str) -> str:
     with pytest.raises(InvalidJob) as refused:
         open_source([path])
-    assert refused.value.mend
+    assert refused.value.fix
     assert "data.files" in refused.value.what
     return str(refused.value)
 
@@ -236,7 +236,7 @@ def test_a_parquet_schema_that_cannot_hold_rows(changes: dict, reason: str, tmp_
 def bad_row(source: Source, index: int) -> str:
     with pytest.raises(BadRow) as bad:
         source[index]
-    assert bad.value.mend
+    assert bad.value.fix
     return bad.value.what
 
 

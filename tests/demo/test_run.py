@@ -69,7 +69,7 @@ def test_the_grown_model_has_a_job_of_its_own_for_the_rest_the_same(tmp_path: Pa
     assert grown.algorithm == small.algorithm and grown.evaluation == small.evaluation
 
 
-def test_a_demo_that_cannot_run_says_why_and_the_mend(tmp_path: Path) -> None:
+def test_a_demo_that_cannot_run_says_why_and_the_fix(tmp_path: Path) -> None:
     argv = (sys.executable, "-m", "demo", "--state", str(tmp_path), "--engine", "vllmm")
     done = subprocess.run(argv, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1

@@ -203,7 +203,7 @@ class Whole:
         replica.end()
         self.replicas.remove(replica)
 
-    def mend(self) -> None:
+    def fix(self) -> None:
         """Leaves two replicas and a trainer to the next fault, whatever the last one came to."""
         for replica in list(self.replicas):
             for phase in (*PHASES, "copy"):

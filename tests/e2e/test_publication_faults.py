@@ -32,7 +32,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Whole]:
 def sound(whole: Whole) -> Iterator[None]:
     """Two replicas and a trainer for the next test, whatever this one came to."""
     yield
-    whole.mend()
+    whole.fix()
     whole.check_sound("training/rollout_logprobs_diff_max", 1e-2)
 
 

@@ -70,7 +70,7 @@ def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def sound(whole: Whole) -> Iterator[None]:
     """Two replicas and a trainer for the next test, whatever this one came to."""
     yield
-    whole.mend()
+    whole.fix()
     whole.check_sound("rollout_corr/k3_kl", 0.01)
 
 

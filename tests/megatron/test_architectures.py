@@ -69,7 +69,7 @@ def test_positions_are_read_in_the_old_words_and_the_new(tmp_path):
     ],
 )
 def test_a_model_that_would_be_built_wrong_is_refused(tmp_path, config, change, told):
-    with pytest.raises(InvalidJob, match=r"Mend: .*fsdp2") as refused:
+    with pytest.raises(InvalidJob, match=r"Fix: .*fsdp2") as refused:
         shape_of({**config, **change}, tmp_path)
     assert told in str(refused.value)
 

@@ -73,10 +73,10 @@ def test_the_published_configurations_are_taken(tmp_path, config, ranks, tensor,
         (configs.QWEN2, {"recompute": {"granularity": "full", "layers": 25}}, 1, "a stage's chunk has about 24 layers"),
     ],
 )
-def test_what_cannot_work_is_told_with_the_arithmetic_and_a_mend(tmp_path, config, options, ranks, told):
+def test_what_cannot_work_is_told_with_the_arithmetic_and_a_fix(tmp_path, config, options, ranks, told):
     rules = broken(config, options, ranks, tmp_path)
     assert any(told in rule for rule in rules), rules
-    assert all(rule.startswith("trainer.backend_options.") and "Mend: " in rule for rule in rules)
+    assert all(rule.startswith("trainer.backend_options.") and "Fix: " in rule for rule in rules)
 
 
 @pytest.mark.parametrize(

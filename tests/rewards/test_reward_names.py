@@ -135,7 +135,7 @@ def test_check_and_load_refuse_the_same(
     with pytest.raises(InvalidJob, match=reason) as refused:
         act(write(source), options)
     assert refused.value.what.startswith("reward.")
-    assert refused.value.mend
+    assert refused.value.fix
 
 
 @pytest.mark.parametrize("act", [check, load])
@@ -145,7 +145,7 @@ def test_another_trainer_s_signature_is_told_which_one_is_wanted(
 ) -> None:
     with pytest.raises(InvalidJob, match=r"^reward\.function: ") as refused:
         act(write(f"async def compute_score({signature}):\n    return 1.0\n"), {})
-    assert "compute_score(data_source, solution_str, ground_truth, extra_info=None, **options)" in refused.value.mend
+    assert "compute_score(data_source, solution_str, ground_truth, extra_info=None, **options)" in refused.value.fix
 
 
 @pytest.mark.parametrize("act", [check, load])
@@ -164,7 +164,7 @@ def test_another_trainer_s_signature_is_told_which_one_is_wanted(
 def test_a_name_that_means_nothing_is_refused(act: Callable, name: str, reason: str) -> None:
     with pytest.raises(InvalidJob, match=reason) as refused:
         act(name)
-    assert "reward.function" in str(refused.value) and "Mend:" in str(refused.value)
+    assert "reward.function" in str(refused.value) and "Fix:" in str(refused.value)
 
 
 @pytest.mark.parametrize("act", [check, load])

@@ -46,14 +46,14 @@ def test_files_in_yaml_and_json(tmp_path, suffix, dump):
 @pytest.mark.parametrize(
     "path, value, told",
     [
-        ("rolout", {}, "rolout: there is no such field. Mend: did you mean `rollout`?"),
-        ("rollout.temprature", 1, "rollout.temprature: there is no such field. Mend: did you mean `temperature`?"),
+        ("rolout", {}, "rolout: there is no such field. Fix: did you mean `rollout`?"),
+        ("rollout.temprature", 1, "rollout.temprature: there is no such field. Fix: did you mean `temperature`?"),
         ("trainer.optimizer.learning", 1, "trainer.optimizer.learning: there is no such field."),
         ("trainer.optimizer.lr", -1, "trainer.optimizer.lr: -1 will not do: "),
         ("trainer.optimizer.lr", -1, "give a number that is at least 0."),
         ("rollout.top_p", 1.5, "give a number that is at most 1."),
         ("rollout.dtype", "fp4", "give 'bfloat16', 'float32' or 'float16'."),
-        ("schedule.steps", "many", "Mend: give a whole number."),
+        ("schedule.steps", "many", "Fix: give a whole number."),
         ("deadlines.step_s", math.inf, "deadlines.step_s: Infinity will not do: Input should be a finite number"),
         ("trainer.optimizer.betas", [0.9, math.nan], "trainer.optimizer.betas.1: NaN will not do: "),
         ("reward.options", {"at": [1, -math.inf]}, 'reward.options: {"at": [1, -Infinity]} will not do: '),
@@ -69,24 +69,24 @@ def test_files_in_yaml_and_json(tmp_path, suffix, dump):
         ("algorithm.kl_coefficient", 0.01, "algorithm.kl_coefficient: 0.01 will not do: there is no KL that it would"),
         ("trainer.optimizer.betas", [0.9, 1.0], "trainer.optimizer.betas.1: 1.0 will not do: "),
         ("trainer.optimizer.betas", [0.9, 1.0], "give a number that is less than 1."),
-        ("model", {}, "model.path: is missing. Mend: add it."),
+        ("model", {}, "model.path: is missing. Fix: add it."),
         ("name", "", "name: "),
-        ("model", "Qwen/Qwen3-0.6B", "Mend: give a mapping, for example `model: {path: /data/models/Qwen3-0.6B}`."),
+        ("model", "Qwen/Qwen3-0.6B", "Fix: give a mapping, for example `model: {path: /data/models/Qwen3-0.6B}`."),
         ("data", "train.parquet", "give a mapping, for example `data: {files: [/data/train.parquet]}`."),
         ("data.files", "train.parquet", "give a list, for example `files: [/data/train.parquet]`, or leave it out."),
         ("algorithm", "dapo", "give a mapping, for example `algorithm: {preset: grpo}`, or leave it out."),
         ("algorithm.correction", 2, "give a mapping, for example `correction: {name: tis_token}`, or leave it out."),
-        ("rollout", None, "rollout: null will not do: this is not a mapping. Mend: give a mapping, for example"),
+        ("rollout", None, "rollout: null will not do: this is not a mapping. Fix: give a mapping, for example"),
         ("rollout.engine_options", None, "for example `engine_options: {max_num_seqs: 256}`, or leave it out."),
         ("rollout.engine_options", {"vllm": None}, "rollout.engine_options.vllm: null will not do: vllm has to be"),
         ("rollout.engine_options", {"vllm": None}, "example `vllm: {max_num_seqs: 256}`, or leave vllm out."),
         ("trainer.optimizer.betas", 0.9, "give a list, for example `betas: [0.9, 0.95]`, or leave it out."),
         ("trainer.optimizer.betas", [0.9, 0.9, 0.9], "betas: [0.9, 0.9, 0.9] will not do: "),
-        ("schedule.steps", True, "schedule.steps: true will not do: this is not a whole number. Mend: give a whole"),
+        ("schedule.steps", True, "schedule.steps: true will not do: this is not a whole number. Fix: give a whole"),
         ("trainer.optimizer.lr", False, "trainer.optimizer.lr: false will not do: this is not a number."),
     ],
 )
-def test_a_mistake_is_told_with_field_value_reason_and_mend(path, value, told):
+def test_a_mistake_is_told_with_field_value_reason_and_fix(path, value, told):
     assert told in refusal(with_(path, value))
 
 
@@ -150,7 +150,7 @@ def test_what_yaml_can_say_and_no_job(tmp_path, text, told):
     path.write_text(text)
     with pytest.raises(InvalidJob) as error:
         load(path)
-    assert told in str(error.value) and "Mend: " in str(error.value)
+    assert told in str(error.value) and "Fix: " in str(error.value)
 
 
 def test_the_tree_is_small_and_every_unclear_leaf_is_explained():

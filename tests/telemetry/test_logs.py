@@ -50,9 +50,9 @@ def test_level_is_taken_from_the_environment() -> None:
 
 
 @pytest.mark.parametrize("variable", ["MILLRACE_LOG", "MILLRACE_LOG_LEVEL"])
-def test_a_value_without_meaning_is_refused_with_a_mend(variable: str) -> None:
+def test_a_value_without_meaning_is_refused_with_a_fix(variable: str) -> None:
     done = run(**{variable: "loud"})
-    assert done.returncode != 0 and variable in done.stderr and "Mend:" in done.stderr
+    assert done.returncode != 0 and variable in done.stderr and "Fix:" in done.stderr
 
 
 def test_what_a_library_does_to_the_root_logger_is_undone() -> None:

@@ -35,17 +35,17 @@ def test_wandb_writes_an_offline_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert list(tmp_path.rglob("*.wandb"))
 
 
-def test_a_tracker_that_is_not_installed_is_refused_with_the_mend(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracker_that_is_not_installed_is_refused_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(trackers.TRACKERS, "absent", trackers.Entry("nowhere", "Nothing", "no_such_package_at_all"))
     with pytest.raises(InvalidJob, match="no_such_package_at_all") as refused:
         trackers.check(["absent"])
-    assert "uv pip install no_such_package_at_all" in refused.value.mend
+    assert "uv pip install no_such_package_at_all" in refused.value.fix
 
 
 def test_an_unknown_tracker_is_refused_naming_the_known() -> None:
     with pytest.raises(InvalidJob, match="ledgerboard") as refused:
         trackers.check(["ledgerboard"])
-    assert "tensorboard" in refused.value.mend
+    assert "tensorboard" in refused.value.fix
 
 
 def test_the_spec_knows_exactly_the_registered_trackers() -> None:

@@ -60,7 +60,7 @@ def heartbeat(peer, attempts=1):
         Fenced("the fence is 3, not 2.", "drop the group."),
         NotFound("no member rollout-1.", "register."),
         PublicationFailed("rank 2 is silent.", "cut it out.", ("rollout-1", "rollout-2")),
-        MillraceError("müde Ünicode — bytes.", "mend it – so."),
+        MillraceError("müde Ünicode — bytes.", "fix it – so."),
     ],
 )
 def test_an_error_is_the_same_error_at_the_caller(error):

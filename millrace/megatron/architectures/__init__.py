@@ -26,8 +26,8 @@ def read_shape(folder: Path, field: str = "model.path") -> ModelShape:
     try:
         config = json.loads(path.read_text())
     except (OSError, json.JSONDecodeError) as error:
-        mend = "give a Hugging Face model folder that the trainer sees at this path."
-        raise InvalidJob(f"{field}: {path} cannot be read: {error}.", mend) from error
+        fix = "give a Hugging Face model folder that the trainer sees at this path."
+        raise InvalidJob(f"{field}: {path} cannot be read: {error}.", fix) from error
     kind = config.get("model_type")
     if kind not in ARCHITECTURES:
         raise InvalidJob(

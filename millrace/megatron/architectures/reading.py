@@ -32,8 +32,8 @@ def rope(config: Mapping[str, Any], kinds: tuple[str, ...] = ("default",)) -> Ro
     kind = stated.get("rope_type") or stated.get("type") or "default"
     kind = "default" if kind == "mrope" else kind
     if kind not in kinds:
-        mend = f"use trainer.backend fsdp2, or a config with rope_type {' or '.join(kinds)}."
-        raise InvalidJob(f"model.path: the megatron backend cannot build rope_type {kind!r}.", mend)
+        fix = f"use trainer.backend fsdp2, or a config with rope_type {' or '.join(kinds)}."
+        raise InvalidJob(f"model.path: the megatron backend cannot build rope_type {kind!r}.", fix)
     theta = stated.get("rope_theta") or config.get("rope_theta") or 10000.0
     if kind == "default":
         return Rope(theta)

@@ -24,8 +24,8 @@ def call(kind: Kind, name: str, inputs: Mapping[str, Any], options: Mapping[str,
     given = {key: value for key, value in inputs.items() if value is not None and key in entry.inputs}
     missing = entry.required_inputs - given.keys()
     if missing:
-        mend = "Give the job a critic." if "values_bt" in missing else "Pass it."
-        raise InvalidJob(f"The {kind.singular} {name!r} needs {', '.join(sorted(missing))}.", mend)
+        fix = "Give the job a critic." if "values_bt" in missing else "Pass it."
+        raise InvalidJob(f"The {kind.singular} {name!r} needs {', '.join(sorted(missing))}.", fix)
     function, checked = function_of(entry), entry.check(options)
     with own.told(entry):
         returned = function(**given, **checked)

@@ -45,11 +45,11 @@ def told(entry: Entry) -> Iterator[None]:
     except Exception as error:  # theirs may raise anything, and the trainer outlives it
         if not is_own(entry):
             raise
-        module.cache_clear()  # the job may go on with the file mended
+        module.cache_clear()  # the job may go on with the file fixed
         if isinstance(error, MillraceError):
             raise
         what = f"{_field(entry)}: {entry.function} failed at {_place(error, entry.path.resolve())}: "
-        raise InvalidJob(f"{what}{type(error).__name__}: {error}", "mend the file, then submit or resume.") from error
+        raise InvalidJob(f"{what}{type(error).__name__}: {error}", "fix the file, then submit or resume.") from error
 
 
 def check_returned(entry: Entry, returned: Any, inputs: Mapping[str, Any]) -> None:
@@ -68,8 +68,8 @@ def check_returned(entry: Entry, returned: Any, inputs: Mapping[str, Any]) -> No
             right = False
     if not right:
         found = f"with a batch of [{shape[0]}, {shape[1]}] it gave {_described(returned)}"
-        mend = f"return {RETURNS[entry.kind]}; a loss carries the gradient of logprobs_bt."
-        raise InvalidJob(f"{_field(entry)}: {entry.name} returns what cannot be used: {found}.", mend)
+        fix = f"return {RETURNS[entry.kind]}; a loss carries the gradient of logprobs_bt."
+        raise InvalidJob(f"{_field(entry)}: {entry.name} returns what cannot be used: {found}.", fix)
 
 
 def _field(entry: Entry) -> str:

@@ -25,7 +25,7 @@ def needs_greedy_baseline(spec: JobSpec) -> bool:
 
 
 def mistakes_of(spec: JobSpec) -> Iterator[InvalidJob]:
-    """Each mistake with its field, reason and mend."""
+    """Each mistake with its field, reason and fix."""
     algorithm = spec.algorithm
     if algorithm.aggregation not in AGGREGATIONS:
         yield _unknown("algorithm.aggregation", algorithm.aggregation, AGGREGATIONS)
@@ -60,8 +60,8 @@ def _advantage(spec: JobSpec, entry: Entry) -> Iterator[InvalidJob]:
     """That its inputs can be had, and that nothing is computed which it does not read."""
     field = "algorithm.advantage.name"
     if entry.needs_critic and spec.algorithm.critic is None:
-        mend = "add one, `critic: {}`, or choose an advantage without, for example grpo."
-        yield refused(field, entry.name, "it needs a critic, and algorithm.critic is not given", mend)
+        fix = "add one, `critic: {}`, or choose an advantage without, for example grpo."
+        yield refused(field, entry.name, "it needs a critic, and algorithm.critic is not given", fix)
     if (critic := spec.algorithm.critic) is not None and "values_bt" not in entry.inputs:
         given = critic.model_dump(mode="json", exclude_defaults=True)
         reason = f"the advantage {entry.name!r} reads no values"
@@ -78,16 +78,16 @@ def _group_size(spec: JobSpec, entry: Entry) -> Iterator[InvalidJob]:
     least, size = max(2, options.get("k", 0)), spec.rollout.samples_per_prompt
     if size < least:
         reason = f"the advantage {entry.name!r} compares the answers to a prompt, and is 0 with fewer than {least}"
-        mend = f"raise it to at least {least}, or choose an advantage that compares none, for example remax."
-        yield refused("rollout.samples_per_prompt", size, reason, mend)
+        fix = f"raise it to at least {least}, or choose an advantage that compares none, for example remax."
+        yield refused("rollout.samples_per_prompt", size, reason, fix)
 
 
 def _separate_rewards(spec: JobSpec, entry: Entry) -> Iterator[InvalidJob]:
     parts, algorithm = spec.reward.parts, spec.algorithm
     reads_parts = "rewards_bk" in entry.inputs
     if "rewards_bk" in entry.required_inputs and not parts:
-        mend = "name them in reward.parts: numbers that the reward function returns beside its score."
-        yield refused("algorithm.advantage.name", entry.name, "it needs several rewards of each answer", mend)
+        fix = "name them in reward.parts: numbers that the reward function returns beside its score."
+        yield refused("algorithm.advantage.name", entry.name, "it needs several rewards of each answer", fix)
     if parts and not reads_parts:
         yield refused("reward.parts", parts, f"the advantage {entry.name!r} reads one reward", "leave it out.")
     weights = algorithm.advantage.options.get("weights")
@@ -98,8 +98,8 @@ def _separate_rewards(spec: JobSpec, entry: Entry) -> Iterator[InvalidJob]:
         return
     ignored = f"the advantage {entry.name!r} reads the separate rewards only"
     if algorithm.overlong_buffer_tokens:
-        mend = "make the penalty one of reward.parts, or leave it out."
-        yield refused("algorithm.overlong_buffer_tokens", algorithm.overlong_buffer_tokens, ignored, mend)
+        fix = "make the penalty one of reward.parts, or leave it out."
+        yield refused("algorithm.overlong_buffer_tokens", algorithm.overlong_buffer_tokens, ignored, fix)
     if algorithm.kl is not None and algorithm.kl_in == "reward":
         yield refused("algorithm.kl_in", "reward", ignored, "put it into the loss.")
 
@@ -109,13 +109,13 @@ def _weighted_once(algorithm: Algorithm, entries: Mapping[Kind, Entry]) -> Itera
     correction, loss = entries.get(Kind.CORRECTION), entries.get(Kind.POLICY_LOSS)
     if correction is None or loss is None or ":" in correction.name or correction.name.startswith("reject_"):
         return
-    field, mend = "algorithm.correction.name", "leave the correction out, choose one that rejects, for example"
+    field, fix = "algorithm.correction.name", "leave the correction out, choose one that rejects, for example"
     if algorithm.old_logprobs == "rollout" and "old_logprobs_bt" in loss.inputs:
         reason = "with algorithm.old_logprobs of rollout the loss's ratio is this weight already, it would count twice"
-        yield refused(field, correction.name, reason, f"{mend} reject_token, or set old_logprobs to recompute.")
+        yield refused(field, correction.name, reason, f"{fix} reject_token, or set old_logprobs to recompute.")
     if BEHAVIOUR in loss.inputs:
         reason = f"the policy loss {loss.name!r} weighs by the engine's log-probabilities itself, it would count twice"
-        yield refused(field, correction.name, reason, f"{mend} reject_token, or choose the loss ppo.")
+        yield refused(field, correction.name, reason, f"{fix} reject_token, or choose the loss ppo.")
 
 
 def _cut_distribution(spec: JobSpec, entries: Mapping[Kind, Entry]) -> Iterator[InvalidJob]:
@@ -129,7 +129,7 @@ def _cut_distribution(spec: JobSpec, entries: Mapping[Kind, Entry]) -> Iterator[
     }
     if not any(compared.values()):
         return
-    instead = " and ".join(mend for mend, is_compared in compared.items() if is_compared)
+    instead = " and ".join(fix for fix, is_compared in compared.items() if is_compared)
     reason = "the engine's log-probabilities are of the tokens that it leaves, the trainer's of all, and are compared"
     for field, value, whole in (("top_p", rollout.top_p, 1.0), ("top_k", rollout.top_k, 0)):
         if value != whole:
@@ -138,5 +138,5 @@ def _cut_distribution(spec: JobSpec, entries: Mapping[Kind, Entry]) -> Iterator[
 
 def _unknown(field: str, value: str, known: tuple[str, ...]) -> InvalidJob:
     near = meant(value, known)
-    mend = f"did you mean {near}? Choose one of" if near else "choose one of"
-    return refused(field, value, "there is none of that name", f"{mend} {', '.join(known)}.")
+    fix = f"did you mean {near}? Choose one of" if near else "choose one of"
+    return refused(field, value, "there is none of that name", f"{fix} {', '.join(known)}.")

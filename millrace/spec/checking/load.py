@@ -1,4 +1,4 @@
-"""From YAML or JSON to a `JobSpec`, with every mistake told as field, value, reason and mend."""
+"""From YAML or JSON to a `JobSpec`, with every mistake told as field, value, reason and fix."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -35,7 +35,7 @@ def load(path: str | Path) -> JobSpec:
     try:
         tree = yaml.safe_load(text)
     except UNREADABLE as error:
-        raise InvalidJob(f"{path} is neither YAML nor JSON: {error}.", "mend the syntax at that place.") from error
+        raise InvalidJob(f"{path} is neither YAML nor JSON: {error}.", "fix the syntax at that place.") from error
     return parse(tree)
 
 

@@ -1,4 +1,4 @@
-"""What pydantic found wrong with a job spec, told to its writer as field, value, reason and mend."""
+"""What pydantic found wrong with a job spec, told to its writer as field, value, reason and fix."""
 
 import difflib
 import itertools
@@ -66,12 +66,12 @@ def told(error: Any, root: type[BaseModel] = JobSpec, above: str = "") -> list[s
     if error["type"] == "value_error" and (not error["loc"] or isinstance(error["ctx"]["error"].args[0], InvalidJob)):
         return [f"  {line}" for line in str(error["ctx"]["error"]).splitlines()]
     if error["type"] == "extra_forbidden":
-        return [f"  {field}: there is no such field. Mend: {_nearest(root, error['loc'])}"]
+        return [f"  {field}: there is no such field. Fix: {_nearest(root, error['loc'])}"]
     if error["type"] == "missing":
-        return [f"  {field}: is missing. Mend: {_example(root, error['loc']) or 'add it.'}"]
+        return [f"  {field}: is missing. Fix: {_example(root, error['loc']) or 'add it.'}"]
     value = json.dumps(error["input"], default=str)
-    reason, mend = _reason(error), _allowed(root, error)
-    return [f"  {field}: {value[:200]} will not do: {reason}. Mend: {mend}"]
+    reason, fix = _reason(error), _allowed(root, error)
+    return [f"  {field}: {value[:200]} will not do: {reason}. Fix: {fix}"]
 
 
 DEEPEST, MOST_VALUES = 50, 100_000
@@ -90,9 +90,9 @@ def unwritable(tree: Mapping[str, Any]) -> list[str]:
         field = ascii(".".join(map(str, location)))[1:-1]
         if len(location) > DEEPEST:
             start = ".".join(field.split(".")[:3])
-            return [f"  {start}: holds itself, or is more than {DEEPEST} deep. Mend: write plain options there."]
+            return [f"  {start}: holds itself, or is more than {DEEPEST} deep. Fix: write plain options there."]
         if count > MOST_VALUES:
-            return [f"  {field}: a job spec has at most {MOST_VALUES} values. Mend: put data into files."]
+            return [f"  {field}: a job spec has at most {MOST_VALUES} values. Fix: put data into files."]
         if isinstance(value, bytes) or (isinstance(value, str) and _UNWRITABLE.search(value)):
             reason = "bytes, NULs and halves of a character cannot be written"
             lines.append(f"  {refused(field, value[:200], reason, 'give plain text.')}")
@@ -118,11 +118,11 @@ def numbers_that_are_none(tree: Mapping[str, Any], part: type[BaseModel] = JobSp
             if kinds & {int, float} and bool not in kinds:
                 wanted = _KINDS["int" if int in kinds else "float"]
                 told_value = json.dumps(value)
-                lines.append(f"  {above}{name}: {told_value} will not do: this is not {wanted}. Mend: give {wanted}.")
+                lines.append(f"  {above}{name}: {told_value} will not do: this is not {wanted}. Fix: give {wanted}.")
         elif field is not None and isinstance(value, Mapping) and not _finite(value):
             written = json.dumps(value, default=str, skipkeys=True)
             lines.append(
-                f"  {above}{name}: {written} will not do: its numbers have to be finite. Mend: give finite ones."
+                f"  {above}{name}: {written} will not do: its numbers have to be finite. Fix: give finite ones."
             )
     return lines
 
@@ -181,8 +181,8 @@ def _example(root: type[BaseModel], location: Location) -> str:
     if field is None or name not in EXAMPLES:
         return ""
     kind = "a list" if EXAMPLES[name].startswith("[") else "a mapping"
-    mend = f"give {kind}, for example `{name}: {EXAMPLES[name]}`"
-    return f"{mend}." if field.is_required() else f"{mend}, or leave it out."
+    fix = f"give {kind}, for example `{name}: {EXAMPLES[name]}`"
+    return f"{fix}." if field.is_required() else f"{fix}, or leave it out."
 
 
 def _nearest(root: type[BaseModel], location: Location) -> str:

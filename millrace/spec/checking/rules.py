@@ -1,4 +1,4 @@
-"""Rules between fields, each told with the arithmetic and the mend. Pure: looks at no file and no service.
+"""Rules between fields, each told with the arithmetic and the fix. Pure: looks at no file and no service.
 
 What needs the machine (does the folder exist, does the reward function import) is checked at submission by
 `millrace.spec.checking.submission`.
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 def broken_rules(spec: JobSpec) -> list[str]:
-    """Every rule that the spec breaks: `field: value will not do: reason. Mend: ...`."""
+    """Every rule that the spec breaks: `field: value will not do: reason. Fix: ...`."""
     return [*_data(spec), *_sizes(spec), *_algorithm(spec)]
 
 
-def _broken(field: str, value: object, reason: str, mend: str) -> str:
-    return str(refused(field, value, reason, f"{mend}."))
+def _broken(field: str, value: object, reason: str, fix: str) -> str:
+    return str(refused(field, value, reason, f"{fix}."))
 
 
 def _data(spec: JobSpec) -> Iterator[str]:
@@ -34,8 +34,8 @@ def _data(spec: JobSpec) -> Iterator[str]:
                 f"{field}.files", data.files, "give either files or a procedural source", "keep one of the two"
             )
         if data.procedural and not data.procedural.startswith("reasoning_gym:"):
-            mend = "write reasoning_gym:<task>, for example reasoning_gym:spell_backward"
-            yield _broken(f"{field}.procedural", data.procedural, "no such kind of source", mend)
+            fix = "write reasoning_gym:<task>, for example reasoning_gym:spell_backward"
+            yield _broken(f"{field}.procedural", data.procedural, "no such kind of source", fix)
 
 
 def _sizes(spec: JobSpec) -> Iterator[str]:
@@ -73,19 +73,19 @@ def _algorithm(spec: JobSpec) -> Iterator[str]:
         reason = f"the {spec.trainer.backend} backend's routers choose by themselves"
         yield _broken("algorithm.router_replay", True, reason, "set trainer.backend to megatron, or leave it out")
     if algorithm.kl_target is not None and algorithm.kl is None:
-        mend = "set algorithm.kl, or leave it out"
-        yield _broken("algorithm.kl_target", algorithm.kl_target, "there is no KL to steer", mend)
+        fix = "set algorithm.kl, or leave it out"
+        yield _broken("algorithm.kl_target", algorithm.kl_target, "there is no KL to steer", fix)
     given = algorithm.kl_coefficient
     if algorithm.kl_target is not None and algorithm.kl is not None and given == 0.0:
-        mend = "give it a value above 0 to start from, or leave algorithm.kl_target out"
-        yield _broken("algorithm.kl_coefficient", given, "kl_target multiplies it, and 0 stays 0", mend)
+        fix = "give it a value above 0 to start from, or leave algorithm.kl_target out"
+        yield _broken("algorithm.kl_coefficient", given, "kl_target multiplies it, and 0 stays 0", fix)
     if algorithm.kl is None and given not in (0.0, Algorithm.model_fields["kl_coefficient"].default):
-        mend = "set algorithm.kl, for example {name: k3}, or leave it out"
-        yield _broken("algorithm.kl_coefficient", given, "there is no KL that it would weigh", mend)
+        fix = "set algorithm.kl, for example {name: k3}, or leave it out"
+        yield _broken("algorithm.kl_coefficient", given, "there is no KL that it would weigh", fix)
     if algorithm.drop_groups_without_signal and spec.rollout.samples_per_prompt < 2:
         reason = "one answer alone never differs from the others, so every group would be dropped"
-        mend = "raise it to at least 2, or set algorithm.drop_groups_without_signal to false"
-        yield _broken("rollout.samples_per_prompt", spec.rollout.samples_per_prompt, reason, mend)
+        fix = "raise it to at least 2, or set algorithm.drop_groups_without_signal to false"
+        yield _broken("rollout.samples_per_prompt", spec.rollout.samples_per_prompt, reason, fix)
     if spec.schedule.steps and spec.trainer.optimizer.warmup_steps > spec.schedule.steps:
         arithmetic = f"warm-up is longer than the job, {spec.schedule.steps} steps"
         yield _broken("trainer.optimizer.warmup_steps", spec.trainer.optimizer.warmup_steps, arithmetic, "shorten it")

@@ -50,8 +50,8 @@ def _relative(spec: JobSpec) -> Iterator[str]:
             reason = "each service would take it from its own working folder"
             whole = os.path.abspath(os.path.expanduser(path))
             likely = field == "output" or os.path.exists(whole)
-            mend = f"write the whole path, for example {whole}{function}." if likely else "write the whole path."
-            yield str(refused(field, path + function, reason, mend))
+            fix = f"write the whole path, for example {whole}{function}." if likely else "write the whole path."
+            yield str(refused(field, path + function, reason, fix))
 
 
 def _too_long(spec: JobSpec) -> Iterator[str]:
@@ -116,8 +116,8 @@ def _context(spec: JobSpec) -> None:
             f"with data.max_prompt_tokens of {prompt} a text may have {prompt + response} tokens, and the model knows "
             f"positions up to {most} (max_position_embeddings in its config.json)"
         )
-        mend = f"lower the two to {most} together, or give the model's config a rope_scaling."
-        raise refused("rollout.max_response_tokens", response, reason, mend)
+        fix = f"lower the two to {most} together, or give the model's config a rope_scaling."
+        raise refused("rollout.max_response_tokens", response, reason, fix)
 
 
 def _algorithm(spec: JobSpec) -> Iterator[str]:
@@ -156,8 +156,8 @@ def _output(folder: Path) -> None:
         for needed in (folder, folder / "checkpoints"):
             tempfile.TemporaryFile(dir=_nearest_there(needed)).close()
     except OSError as error:
-        mend = "choose a folder that the services may write."
-        raise refused("output", str(folder), f"it cannot be written: {error.strerror or error}", mend) from error
+        fix = "choose a folder that the services may write."
+        raise refused("output", str(folder), f"it cannot be written: {error.strerror or error}", fix) from error
 
 
 def _nearest_there(folder: Path) -> Path:

@@ -30,8 +30,8 @@ def over_preset(given: Tree) -> dict[str, Any]:
     if name is None:
         return dict(given)
     if name not in names():
-        mend = f"choose one of {', '.join(names())}."
-        raise ValueError(refused("algorithm.preset", name, "there is none of that name", mend))
+        fix = f"choose one of {', '.join(names())}."
+        raise ValueError(refused("algorithm.preset", name, "there is none of that name", fix))
     preset = dict(_read(name))
     if given.get("kl", preset.get("kl")) is None:
         preset = {key: value for key, value in preset.items() if key not in ABOUT_KL}

@@ -83,8 +83,8 @@ class Party:
         """Ends what is under way here, and tells the others."""
         with self._lock:
             if self._failure is None:
-                mend = "the members that died are cut out and the publication is repeated."
-                self._failure = PublicationFailed(f"the publication failed: {reason}", mend)
+                fix = "the members that died are cut out and the publication is repeated."
+                self._failure = PublicationFailed(f"the publication failed: {reason}", fix)
             channel, alarm = self._channel, self._alarm
         if alarm is not None and ring:
             alarm.ring(reason)

@@ -60,7 +60,7 @@ class Trainer:
         except (Unavailable, Fenced) as error:
             self.holds = None
             await self._fleet.suspect(member)
-            raise TrainerLost(error.what, error.mend) from error
+            raise TrainerLost(error.what, error.fix) from error
 
     async def status(self) -> trainer_pb2.TrainerStatus:
         status: trainer_pb2.TrainerStatus = await self.call("GetStatus", trainer_pb2.TrainerStatusRequest())

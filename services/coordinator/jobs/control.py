@@ -127,11 +127,11 @@ def _check_output(output: str, jobs: Sequence[JobRecord]) -> None:
     checkpoints = Path(output) / "checkpoints"
     if not any(checkpoints.glob("step-*")):
         return
-    mends = ["give another folder"]
+    fixes = ["give another folder"]
     if users and users[-1].state is not JobState.SUCCEEDED:
-        mends.append(f"continue {users[-1].name} with `millrace resume {users[-1].id}`")
+        fixes.append(f"continue {users[-1].name} with `millrace resume {users[-1].id}`")
     reason = f"{checkpoints} holds checkpoints of an earlier job, which this one would replace"
-    raise refused("output", output, reason, f"{', '.join(mends)}, or remove them.")
+    raise refused("output", output, reason, f"{', '.join(fixes)}, or remove them.")
 
 
 def _check_checkpoints(job: JobRecord, jobs: Sequence[JobRecord]) -> None:

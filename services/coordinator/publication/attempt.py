@@ -79,7 +79,7 @@ class Attempt:
             self.unanswered.discard(sender)
             if isinstance(error, TrainerLost | PublicationFailed):
                 raise
-            raise PublicationFailed(f"{sender} failed in {method}: {error.what}", error.mend) from error
+            raise PublicationFailed(f"{sender} failed in {method}: {error.what}", error.fix) from error
         self.unanswered.discard(sender)
         return answer
 

@@ -189,7 +189,7 @@ class Publisher:
         except PublicationFailed as error:
             if error.culprits:
                 raise
-            raise PublicationFailed(error.what, error.mend, await attempt.suspects()) from error
+            raise PublicationFailed(error.what, error.fix, await attempt.suspects()) from error
         finally:
             for task in (sending, *losses):
                 task.cancel()

@@ -21,7 +21,7 @@ PAGE = Path(__file__).parent / "page.html"
 ABOUT = """Reinforcement-learning post-training of language models as three services.
 
 Submit a **job**, follow its **events**, look at its **metrics**, **samples** and **ledger**, and at the **fleet** that
-carries it out. Errors are problem documents with a `mend`: what to do next.
+carries it out. Errors are problem documents with a `fix`: what to do next.
 """
 
 

@@ -28,8 +28,8 @@ async def tree(request: Request) -> Any:
     kind = request.headers.get("content-type", "")
     read = READERS.get(kind.partition(";")[0].strip().lower())
     if read is None:
-        mend = "send `Content-Type: application/json`, or `application/yaml`."
-        raise UnsupportedMediaType(f"Content-Type: {json.dumps(kind)} is neither JSON nor YAML.", mend)
+        fix = "send `Content-Type: application/json`, or `application/yaml`."
+        raise UnsupportedMediaType(f"Content-Type: {json.dumps(kind)} is neither JSON nor YAML.", fix)
     body = await _whole(request)
     try:
         return await asyncio.to_thread(read, body)

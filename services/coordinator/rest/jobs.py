@@ -79,7 +79,7 @@ def routes(store: Store, control: Control, events: Events) -> APIRouter:
         idempotency_key: Annotated[str, Header(max_length=200)] = "",
     ) -> JobView:
         """Submits a job: a job spec as JSON or YAML. Everything that can be checked beforehand is; a spec that cannot
-        work is refused with every mistake and its mend. Twice with the same `Idempotency-Key` is once: the second
+        work is refused with every mistake and its fix. Twice with the same `Idempotency-Key` is once: the second
         call answers the first one's job with status 200."""
         job, new = await control.submit(await bodies.tree(request), idempotency_key)
         response.status_code = 201 if new else 200

@@ -47,10 +47,10 @@ class UnsupportedMediaType(Refused):
     status = HTTPStatus.UNSUPPORTED_MEDIA_TYPE
 
 
-def problem(kind: str, status: int, detail: str, mend: str) -> JSONResponse:
+def problem(kind: str, status: int, detail: str, fix: str) -> JSONResponse:
     name = re.sub(r"(?<!^)(?=[A-Z])", "-", kind).lower()
     title = name.replace("-", " ")
-    document = Problem(type=f"urn:millrace:{name}", title=title, status=status, detail=detail, mend=mend)
+    document = Problem(type=f"urn:millrace:{name}", title=title, status=status, detail=detail, fix=fix)
     headers = {"WWW-Authenticate": "Bearer"} if status == HTTPStatus.UNAUTHORIZED else None
     return JSONResponse(document.model_dump(), status, headers, media_type="application/problem+json")
 
@@ -65,9 +65,9 @@ def install(app: FastAPI) -> None:
 async def _millrace(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, errors.MillraceError)
     if isinstance(error, Refused):
-        return problem(type(error).__name__, error.status, error.what, error.mend)
+        return problem(type(error).__name__, error.status, error.what, error.fix)
     kind = next(k for k in type(error).__mro__ if k in STATUSES)
-    return problem(kind.__name__, STATUSES[kind], error.what, error.mend)
+    return problem(kind.__name__, STATUSES[kind], error.what, error.fix)
 
 
 async def _validation(request: Request, error: Exception) -> JSONResponse:

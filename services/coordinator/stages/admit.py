@@ -89,4 +89,4 @@ async def _check(run: Run, thrown_away: Counter[str]) -> None:
     refusals = await run.prompts.refusals()
     if refusals.in_a_row >= max(REFUSALS_IN_A_ROW, 2 * per_step):
         what = f"{refusals.in_a_row} prompts in a row brought no group; the last one: {refusals.last}."
-        raise InvalidState(what, "mend the data or the reward function; GET /v1/jobs/{id}/ledger has all reasons.")
+        raise InvalidState(what, "fix the data or the reward function; GET /v1/jobs/{id}/ledger has all reasons.")

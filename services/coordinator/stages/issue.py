@@ -108,8 +108,8 @@ def draft(
     except BadRow as error:
         return Draft(prompt_id, b"", f"bad_row: {error}")
     except UnicodeEncodeError as error:
-        mend = r"write the whole character: \ud83d\ude42, not \ud83d alone."
-        return Draft(prompt_id, b"", f"bad_row: row {row} of the data holds half a character: {error}. Mend: {mend}")
+        fix = r"write the whole character: \ud83d\ude42, not \ud83d alone."
+        return Draft(prompt_id, b"", f"bad_row: row {row} of the data holds half a character: {error}. Fix: {fix}")
     except RecursionError:
-        return Draft(prompt_id, b"", f"bad_row: row {row} of the data is nested too deeply. Mend: make it flatter.")
+        return Draft(prompt_id, b"", f"bad_row: row {row} of the data is nested too deeply. Fix: make it flatter.")
     return Draft(prompt_id, lease.SerializeToString())

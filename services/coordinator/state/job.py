@@ -36,12 +36,12 @@ def refusal(job_id: str, state: JobState, asked: str, wanted: str = "") -> Inval
     if wanted == "cancel" and state not in ENDED:
         what = f"{job_id} is {state} and about to be cancelled; it cannot be {asked}."
         return InvalidState(what, f"wait until it has ended; `millrace resume {job_id}` continues it then.")
-    mend = f"wait until {job_id} can be {asked}."
+    fix = f"wait until {job_id} can be {asked}."
     if state is JobState.SUCCEEDED:
-        mend = "it has trained all of its steps; submit a new job."
+        fix = "it has trained all of its steps; submit a new job."
     elif state in ENDED:
-        mend = f"it has ended; continue it with `millrace resume {job_id}`, or submit a new job."
-    return InvalidState(f"{job_id} is {state} and cannot be {asked}.", mend)
+        fix = f"it has ended; continue it with `millrace resume {job_id}`, or submit a new job."
+    return InvalidState(f"{job_id} is {state} and cannot be {asked}.", fix)
 
 
 _READ: Mapping[Any, Callable[[str], Any]] = {

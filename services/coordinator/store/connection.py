@@ -111,13 +111,13 @@ class Connection:
         except (*LOST, RuntimeError) as error:
             if isinstance(error, RuntimeError) and not closed(error):
                 raise
-            why, mend = str(error) or f"nothing for {within_s:g} s", "start it again; everything goes on from it."
-            raise StoreDown(f"Redis at {self.name} does not answer: {why}.", mend) from error
+            why, fix = str(error) or f"nothing for {within_s:g} s", "start it again; everything goes on from it."
+            raise StoreDown(f"Redis at {self.name} does not answer: {why}.", fix) from error
         except ResponseError as error:
             if not isinstance(error, REFUSES) and not REFUSALS.search(str(error)):
                 raise
-            mend = "give it what it lacks; everything goes on from what it holds."
-            raise StoreDown(f"Redis at {self.name} takes nothing: {error}", mend) from error
+            fix = "give it what it lacks; everything goes on from what it holds."
+            raise StoreDown(f"Redis at {self.name} takes nothing: {error}", fix) from error
 
     async def up(self) -> bool:
         """Whether Redis answers, has loaded what it holds and takes more: one that is full answers a PING."""

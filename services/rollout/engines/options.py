@@ -15,8 +15,8 @@ def check_name(name: str, known: Set[str], ours: Mapping[str, str], library: str
         raise ours_to_set(name, ours[name])
     if name not in known:
         close = difflib.get_close_matches(name, known, n=1)
-        mend = f"did you mean {close[0]}?" if close else f"see the fields of {library}'s {options}."
-        raise InvalidJob(f"{field}: {library} has no such option.", mend)
+        fix = f"did you mean {close[0]}?" if close else f"see the fields of {library}'s {options}."
+        raise InvalidJob(f"{field}: {library} has no such option.", fix)
 
 
 def untried(library: str, found: str, oldest: tuple[int, ...], newest: tuple[int, ...]) -> str:

@@ -228,7 +228,7 @@ def raise_failed(answers: Answers) -> Answers:
     """The answers, where no worker failed."""
     for answer in answers:
         if "failed" in answer:
-            raise PublicationFailed(answer["failed"], answer["mend"])
+            raise PublicationFailed(answer["failed"], answer["fix"])
     return answers
 
 

@@ -69,7 +69,7 @@ class ScoringPool:
             self._idle.put_nowait(worker)
         if (why := next(iter(self._alive)).network) is not None:
             log.warning(
-                "reward functions can reach the network", reason=why, mend="allow user namespaces, or run as root"
+                "reward functions can reach the network", reason=why, fix="allow user namespaces, or run as root"
             )
 
     async def score_group(
@@ -151,7 +151,7 @@ class ScoringPool:
         except (InvalidJob, Unavailable) as error:
             log.error("a scoring process is lost", reason=str(error), left=len(self._alive))
             if not self._alive and self._starting == {asyncio.current_task()}:
-                self._give_up(Unavailable(f"no scoring process is left: {error.what}", error.mend))
+                self._give_up(Unavailable(f"no scoring process is left: {error.what}", error.fix))
         finally:
             self._starting.discard(asyncio.current_task())  # type: ignore[arg-type]
 

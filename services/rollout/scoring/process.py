@@ -194,9 +194,9 @@ def _kill_marked(mark: str) -> None:
 
 def _accept(greeting: Mapping[str, Any], setup: Setup) -> str | None:
     if refused := greeting.get("refused"):
-        raise InvalidJob(refused["what"], refused["mend"])
+        raise InvalidJob(refused["what"], refused["fix"])
     if failure := greeting.get("failure"):
-        raise InvalidJob(f"reward.function: {setup.function} {failure} when it was imported.", "mend its module.")
+        raise InvalidJob(f"reward.function: {setup.function} {failure} when it was imported.", "fix its module.")
     network: str | None = greeting.get("network")
     return network
 

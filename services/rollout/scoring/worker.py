@@ -1,7 +1,7 @@
 """One scoring process: reads JSON lines on its standard input, answers each on what was its standard output.
 
 First line in: {function, options, memory_mb, network, parent, lifeline}. First line out: {"ready": true, "network": why
-it could not be left, or null}, or {"refused": {what, mend}}, or {"failure": text}. From then on one request at a time,
+it could not be left, or null}, or {"refused": {what, fix}}, or {"failure": text}. From then on one request at a time,
 {id, data_source, solution_str, ground_truth, extra_info}; the answer is {id, seconds} and {score, details}, {failure}
 or {out_of_memory}. It ends when its input does.
 """
@@ -52,7 +52,7 @@ def _load(setup: Mapping[str, Any], replies: IO[bytes]) -> ComputeScore | None:
     try:
         return load(setup["function"], setup["options"])
     except InvalidJob as error:
-        _reply(replies, {"refused": {"what": error.what, "mend": error.mend}})
+        _reply(replies, {"refused": {"what": error.what, "fix": error.fix}})
     except BaseException as error:
         # The user's module runs here, and may raise anything.
         _reply(replies, {"failure": _told(error)})

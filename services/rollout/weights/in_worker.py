@@ -2,7 +2,7 @@
 
 Its methods are called by an inlet's thread, beside generation; those BETWEEN_BATCHES, and any that is asked for while
 generation stands still, by the thread that generates. Every method returns plain data; a failure comes back as
-`{"failed": ..., "mend": ...}`, since only text crosses the engine's own channels whole.
+`{"failed": ..., "fix": ...}`, since only text crosses the engine's own channels whole.
 """
 
 import functools
@@ -38,7 +38,7 @@ def _in_turn(method: Callable[..., Answer]) -> Callable[..., Answer]:
             try:
                 return method(receiver, *arguments)
             except MillraceError as error:
-                return {"failed": error.what, "mend": error.mend}
+                return {"failed": error.what, "fix": error.fix}
 
     return answered
 
@@ -103,7 +103,7 @@ class WeightReceiver:
         """Makes slots or staging ready for the sharded delivery that was prepared."""
         coming, self._millrace_agreed = self._millrace_agreed, None
         if coming is None:
-            return {"failed": "the publication was aborted.", "mend": ""}
+            return {"failed": "the publication was aborted.", "fix": ""}
         shards = self._millrace_kept_shards()
         self._millrace_coming = shards.prepare(coming, coming.first_rank + self.rank, staged=staged)
         self._millrace_staged = staged
@@ -116,7 +116,7 @@ class WeightReceiver:
             self._millrace_coming.begin()
             return {}
         if self._millrace_staging is None:
-            return {"failed": "the publication was aborted.", "mend": ""}
+            return {"failed": "the publication was aborted.", "fix": ""}
         self._millrace_staging.begin()
         return {}
 
@@ -127,10 +127,10 @@ class WeightReceiver:
             return self._millrace_received(coming)
         staging = self._millrace_staging
         if staging is None:
-            return {"failed": "the publication was aborted.", "mend": ""}
+            return {"failed": "the publication was aborted.", "fix": ""}
         staging.wait(LOOK_S)
         if staging.failure is not None:
-            return {"failed": staging.failure, "mend": ""}
+            return {"failed": staging.failure, "fix": ""}
         if not staging.done:
             return {"done": False}
         return {
@@ -142,7 +142,7 @@ class WeightReceiver:
 
     def _millrace_received(self, coming: Coming) -> Answer:
         if coming.failure is not None:
-            return {"failed": coming.failure, "mend": ""}
+            return {"failed": coming.failure, "fix": ""}
         if not coming.done or coming.result is None:
             return {"done": False}
         times = coming.result.times
@@ -159,7 +159,7 @@ class WeightReceiver:
             return {"unplaced": [], **asdict(placed)}
         staging, self._millrace_staging = self._millrace_staging, None
         if staging is None:
-            return {"failed": "the publication was aborted.", "mend": ""}
+            return {"failed": "the publication was aborted.", "fix": ""}
         try:
             applied = self._millrace_filled_shelf().apply(staging)
             self._millrace_computed().follow()
@@ -189,7 +189,7 @@ class WeightReceiver:
         """Starts sending in a thread and returns at once: generation goes on."""
         source, self._millrace_source = self._millrace_source, None
         if source is None:
-            return {"failed": "the copy was ended.", "mend": ""}
+            return {"failed": "the copy was ended.", "fix": ""}
         self._millrace_going = Going(_whole(delivery), self.rank, source)
         self._millrace_going.begin()
         return {}
@@ -197,10 +197,10 @@ class WeightReceiver:
     def millrace_sent(self) -> Answer:
         """How far sending is, after a moment."""
         if (going := self._millrace_going) is None:
-            return {"failed": "the copy was ended.", "mend": ""}
+            return {"failed": "the copy was ended.", "fix": ""}
         going.wait(LOOK_S)
         if going.failure is not None:
-            return {"failed": going.failure, "mend": ""}
+            return {"failed": going.failure, "fix": ""}
         if not going.done or going.result is None:
             return {"done": False}
         sums, times = going.result

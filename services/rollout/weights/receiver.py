@@ -230,7 +230,7 @@ class Receiver:
 
     def _ours(self, error: PublicationFailed) -> PublicationFailed:
         """The same, with this member as the culprit where nobody is named."""
-        return PublicationFailed(error.what, error.mend, error.culprits or (self._member_id,))
+        return PublicationFailed(error.what, error.fix, error.culprits or (self._member_id,))
 
     def _reported(self, swap: Swap) -> weights_pb2.MemberReport:
         got = self._reception

@@ -154,7 +154,7 @@ def carried_out(receiver: Any, request: Request) -> Answer:
         answer: Answer = getattr(receiver, request["method"])(*request["arguments"])
         return answer
     except Exception as error:
-        return {"failed": f"{request['method']} failed in the engine: {type(error).__name__}: {error}", "mend": ""}
+        return {"failed": f"{request['method']} failed in the engine: {type(error).__name__}: {error}", "fix": ""}
 
 
 def expired(request: Request) -> bool:

@@ -104,4 +104,4 @@ def _decoded(value: str, field: str, lease: work_pb2.Lease) -> Any:
     try:
         return json.loads(value) if value else None
     except ValueError as error:
-        raise BadRow(f"prompt {lease.prompt_id}: {field} is no JSON: {error}.", "mend the row.") from error
+        raise BadRow(f"prompt {lease.prompt_id}: {field} is no JSON: {error}.", "fix the row.") from error

@@ -136,11 +136,11 @@ def load(path: str, backend: Backend) -> Version:
     with lockstep.together():
         about, stored = opened(folder)
         if about["model"] != backend.manifest("float32").hash.hex():
-            raise InvalidState(f"{path} is a checkpoint of another model than the job's.", _MEND)
+            raise InvalidState(f"{path} is a checkpoint of another model than the job's.", _FIX)
         updates = about["updates"]
         if lacking := models(backend).keys() - updates.keys():
             what = f"{path} is a checkpoint without {', '.join(sorted(lacking)).rstrip('.')}, which this job trains."
-            raise InvalidState(what, _MEND)
+            raise InvalidState(what, _FIX)
     states = {prefix: model.prepare_state(updates[prefix]) for prefix, model in models(backend).items()}
     with lockstep.together():
         for prefix, state in states.items():
@@ -154,7 +154,7 @@ def opened(folder: Path) -> tuple[dict[str, Any], BoxReader]:
     """What `trainer.json` says, and the boxes. Raises InvalidState where there is no whole checkpoint."""
     about = _about(folder)
     if about is None or about.get("format") != FORMAT:
-        raise InvalidState(f"{folder} is not a checkpoint of this trainer: no {ABOUT} of format {FORMAT} there.", _MEND)
+        raise InvalidState(f"{folder} is not a checkpoint of this trainer: no {ABOUT} of format {FORMAT} there.", _FIX)
     return about, BoxReader(_whole_files(folder / "state", about["files"]))
 
 
@@ -164,7 +164,7 @@ def kl_coefficient(path: str, otherwise: float) -> float:
     return otherwise if found is None else float(found)
 
 
-_MEND = "give the folder of a checkpoint that this job has saved: OUTPUT/checkpoints/step-N."
+_FIX = "give the folder of a checkpoint that this job has saved: OUTPUT/checkpoints/step-N."
 _ROOM = "make room there, or let the trainer write to that folder."
 
 

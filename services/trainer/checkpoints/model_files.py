@@ -69,8 +69,8 @@ def _opened(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
-        mend = "give a Hugging Face folder with safetensors that every trainer host sees at this path."
-        raise InvalidJob(f"model.path: {path} cannot be read: {error}.", mend) from error
+        fix = "give a Hugging Face folder with safetensors that every trainer host sees at this path."
+        raise InvalidJob(f"model.path: {path} cannot be read: {error}.", fix) from error
 
 
 def _index(folder: Path) -> dict[str, str]:

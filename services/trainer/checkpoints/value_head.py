@@ -25,8 +25,8 @@ def stored_head(folder: Path, hidden: int) -> Tensor | None:
         reason = f"its {WEIGHT} is {tuple(weight.shape)}, not {(1, hidden)}: a critic says one number"
         raise refused(FIELD, str(folder), reason, "give a model with one label, or one without a head.")
     if BIAS in found and bool(torch.count_nonzero(found[BIAS])):
-        mend = "give a model whose head has none, or one without a head."
-        raise refused(FIELD, str(folder), f"its {BIAS} is not 0, and the critic's head has no bias", mend)
+        fix = "give a model whose head has none, or one without a head."
+        raise refused(FIELD, str(folder), f"its {BIAS} is not 0, and the critic's head has no bias", fix)
     return weight
 
 

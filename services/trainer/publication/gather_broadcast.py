@@ -82,7 +82,7 @@ class Sender:
         if request.path not in (weights_pb2.PATH_GATHER_BROADCAST, weights_pb2.PATH_SHARDED):
             raise InvalidState(f"this trainer knows no path {request.path}.", "publish by PATH_GATHER_BROADCAST.")
         if publication.version != version:
-            raise Fenced(f"publication {publication.key} asks for a version that is not held: {version} is.", _MEND)
+            raise Fenced(f"publication {publication.key} asks for a version that is not held: {version} is.", _FIX)
         self._sharded = request.path == weights_pb2.PATH_SHARDED
         if self._sharded:
             self._close_broadcast()
@@ -114,7 +114,7 @@ class Sender:
         if prepared is None or prepared.publication != publication:
             raise InvalidState(f"publication {publication.key} is not prepared here.", "prepare it first.")
         if publication.version != version:
-            raise Fenced(f"publication {publication.key} is late: version {version} is held now.", _MEND)
+            raise Fenced(f"publication {publication.key} is late: version {version} is held now.", _FIX)
         sending = self._sending = _Sending(prepared)
         try:
             self._channel = sending.join() if self._rank == 0 else None
@@ -234,4 +234,4 @@ class _Sending:
         self.wire_s += time.monotonic() - summed
 
 
-_MEND = "publish the version that GetStatus names."
+_FIX = "publish the version that GetStatus names."

@@ -105,7 +105,7 @@ class Caller:
         self._store.delete_key(f"command/{number}")
         failures = {rank: json.loads(answer) for rank, answer in answers.items() if isinstance(answer, bytes)}
         if broken := {rank: f["broken"] for rank, f in failures.items() if "broken" in f}:
-            raise RanksFailed(f"{name} failed: {self._named(broken)}.", _MEND)
+            raise RanksFailed(f"{name} failed: {self._named(broken)}.", _FIX)
         for rank in sorted(failures):
             answer = answers[rank]
             assert isinstance(answer, bytes)
@@ -150,13 +150,13 @@ class Caller:
             lost = dict.fromkeys(missing, "did not finish in time")
         if lost:
             broken = {r: _first_line(a) for r, a in answers.items() if isinstance(a, bytes)}
-            raise RanksFailed(f"{name} failed: {self._named(lost | broken)}.", _MEND)
+            raise RanksFailed(f"{name} failed: {self._named(lost | broken)}.", _FIX)
 
     def _named(self, reasons: Mapping[int, str]) -> str:
         return "; ".join(f"rank {rank} on {self._beats.host(rank)}: {why}" for rank, why in sorted(reasons.items()))
 
 
-_MEND = "the trainer ends and has to be started again; its job goes on from the last checkpoint."
+_FIX = "the trainer ends and has to be started again; its job goes on from the last checkpoint."
 
 
 def _unpacked(data: bytes) -> Packed | bytes:

@@ -76,12 +76,12 @@ def encode(error: MillraceError) -> bytes:
     """A MillraceError as bytes; `decode` gives it back."""
     kind = next(k.__name__ for k in type(error).__mro__ if getattr(errors, k.__name__, None) is k)
     culprits = list(getattr(error, "culprits", ()))
-    return json.dumps({"kind": kind, "what": error.what, "mend": error.mend, "culprits": culprits}).encode()
+    return json.dumps({"kind": kind, "what": error.what, "fix": error.fix, "culprits": culprits}).encode()
 
 
 def decode(data: bytes) -> MillraceError:
     fields = json.loads(data)
     kind: type[MillraceError] = getattr(errors, fields["kind"])
     if kind is errors.PublicationFailed:
-        return errors.PublicationFailed(fields["what"], fields["mend"], tuple(fields["culprits"]))
-    return kind(fields["what"], fields["mend"])
+        return errors.PublicationFailed(fields["what"], fields["fix"], tuple(fields["culprits"]))
+    return kind(fields["what"], fields["fix"])

@@ -22,7 +22,7 @@ def train_step(
     spec: JobSpec, backend: Backend, request: StepRequest, control: ControlThread, coefficient: KlCoefficient
 ) -> dict[str, float]:
     """One step; returns its metrics and moves the KL coefficient on. Raises NonFinite, with the trajectory named, where
-    a number is none, InvalidJob where a user's own loss fails: the weights are as they were, or else the mend begins
+    a number is none, InvalidJob where a user's own loss fails: the weights are as they were, or else the fix begins
     with HALF_MADE; InvalidState or Unavailable where trajectories cannot be had."""
     clock, parallel, spec = Clock(), backend.data_parallel, coefficient.of(spec)
     torch.manual_seed(random_seed(spec, request.step, parallel.rank))
@@ -45,7 +45,7 @@ def train_step(
             updates.append(update(spec, backend, batch, microbatches, columns, request.step, clock))
         except (InvalidJob, NonFinite) as error:
             if updates:
-                raise type(error)(error.what, HALF_MADE + error.mend.removeprefix(NOTHING_WRITTEN)) from error
+                raise type(error)(error.what, HALF_MADE + error.fix.removeprefix(NOTHING_WRITTEN)) from error
             raise
     # The first update's pass is over the weights that the step began with, so it can be compared with the engine's.
     train_bt, mask_bt = updates[0].logprobs_bt, updates[0].mask_bt

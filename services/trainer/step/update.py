@@ -25,17 +25,17 @@ from services.trainer.step.schedule import critic_learning_rate, learning_rate
 CLIP_EPS = 1e-6
 _LOOK = "Look at that trajectory; lower the learning rate or compute in float32 if its gradient overflowed."
 NOTHING_WRITTEN = "nothing was written to the weights. "
-_MEND = NOTHING_WRITTEN + _LOOK
+_FIX = NOTHING_WRITTEN + _LOOK
 HALF_MADE = (
     "updates before it in this step were written, so the trainer lets these weights go: `millrace resume` goes on from"
     " the last checkpoint. "
 )
-"""How the mend of an error begins after which the weights belong to no version."""
+"""How the fix of an error begins after which the weights belong to no version."""
 
 
 def is_half_made(error: MillraceError) -> bool:
     """Whether the step that `error` ended had written updates before."""
-    return error.mend.startswith(HALF_MADE)
+    return error.fix.startswith(HALF_MADE)
 
 
 @dataclass(frozen=True)
@@ -165,5 +165,5 @@ def _blamed(learner: Learner, batch: Batch, microbatches: Sequence[MicroBatch]) 
         if not math.isfinite(learner.model.gradient_norm()):
             labels = lockstep.gather_bytes("".join(batch.labels[row] for row in mine).encode())
             names = " or ".join(sorted({label.decode() for label in labels if label}))
-            return NonFinite(f"{whose}: their norm is {learner.norm} because of {names}.", _MEND)
-    return NonFinite(f"{whose}: their norm is {learner.norm}, though no trajectory's alone is.", _MEND)
+            return NonFinite(f"{whose}: their norm is {learner.norm} because of {names}.", _FIX)
+    return NonFinite(f"{whose}: their norm is {learner.norm}, though no trajectory's alone is.", _FIX)

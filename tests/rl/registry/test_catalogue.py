@@ -1,4 +1,4 @@
-"""The catalogue says of each algorithm what its function says, without torch; bad options are refused with the mend."""
+"""The catalogue says of each algorithm what its function says, without torch; bad options are refused with the fix."""
 
 import inspect
 import subprocess
@@ -48,7 +48,7 @@ def test_reading_the_catalogue_imports_no_torch():
         ({"clip_hihg": 0.3}, r"algorithm\.policy_loss\.clip_hihg = 0\.3: .*has no option.*Did you mean 'clip_high'\?"),
         (
             {"clip_low": 1.5},
-            r"clip_low = 1\.5: Input should be less than or equal to 1\. Mend: .*clip_low: Fraction = 0\.2",
+            r"clip_low = 1\.5: Input should be less than or equal to 1\. Fix: .*clip_low: Fraction = 0\.2",
         ),
         ({"clip_low": "0.2"}, r"clip_low = '0\.2': Input should be a valid number"),
         ({"clip_low": True}, r"clip_low = True: Input should be a valid number"),

@@ -59,7 +59,7 @@ def used(kind: Kind, name: str) -> Any:
 def test_what_fails_names_its_place(kind: Kind, text: str, words: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidJob, match=words) as raised:
         used(kind, own(tmp_path, text))
-    assert f"algorithm.{kind.singular.replace(' ', '_')}.name" in raised.value.what and raised.value.mend
+    assert f"algorithm.{kind.singular.replace(' ', '_')}.name" in raised.value.what and raised.value.fix
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_so_does_its_choice_of_tokens(tmp_path: Path) -> None:
         picked_tokens(name, logprobs_bt=values_bt, advantages_bt=values_bt, mask_bt=values_bt.bool())
 
 
-def test_a_mended_file_counts(tmp_path: Path) -> None:
+def test_a_changed_file_counts(tmp_path: Path) -> None:
     name = own(tmp_path, LOSS + "return logprobs_bt / unknown, {}")
     with pytest.raises(InvalidJob, match="NameError"):
         used(Kind.POLICY_LOSS, name)

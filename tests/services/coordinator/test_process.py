@@ -59,14 +59,14 @@ def test_a_taken_port_is_named(option: str, tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         others = {"--http-port": free_port(), "--grpc-port": free_port()} | {option: port}
         told = refused(tmp_path, *(str(part) for pair in others.items() for part in pair))
-    assert f"cannot listen on 127.0.0.1:{port}" in told and "Mend: choose another port" in told
+    assert f"cannot listen on 127.0.0.1:{port}" in told and "Fix: choose another port" in told
     assert not [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(p.info["cmdline"] or [])]
 
 
 def test_a_redis_that_is_down_at_the_start_is_named(tmp_path: Path) -> None:
     url = f"redis://:hidden@127.0.0.1:{free_port()}/0"
     told = refused(tmp_path, "--redis-url", url, "--http-port", str(free_port()), "--grpc-port", str(free_port()))
-    assert "Redis at redis://127.0.0.1" in told and "Mend: start it" in told and "hidden" not in told
+    assert "Redis at redis://127.0.0.1" in told and "Fix: start it" in told and "hidden" not in told
 
 
 def test_two_do_not_work_in_one_folder(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_another_protocol_version_is_refused(tmp_path: Path) -> None:
         )
         with pytest.raises(InvalidState, match=r"rollout-1a2b3c4d .* speaks protocol 7, this coordinator 1") as refusal:
             await peer.call(fleet_pb2_grpc.FleetStub, "Register", request)
-        assert "same release" in refusal.value.mend
+        assert "same release" in refusal.value.fix
         await peer.close()
 
     with running(tmp_path / "state") as process:

@@ -1,4 +1,4 @@
-"""Algorithms that cannot work are refused when the job is submitted, with the field, the reason and the mend."""
+"""Algorithms that cannot work are refused when the job is submitted, with the field, the reason and the fix."""
 
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ MEGATRON = {"trainer": {"backend": "megatron"}}
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "parts", "field", "mend"),
+    ("algorithm", "parts", "field", "fix"),
     [
         ({"advantage": {"name": "gae"}}, {}, 'algorithm.advantage.name: "gae" will not do: it needs a critic', "grpo"),
         ({"critic": {}}, {}, "algorithm.critic: {} will not do: the advantage 'grpo' reads no values", "leave it out"),
@@ -77,9 +77,9 @@ MEGATRON = {"trainer": {"backend": "megatron"}}
         ({"policy_loss": "decoupled_ppo"}, CUT, "rollout.top_p: 0.9 will not do", "set it to 1, or choose the policy"),
     ],
 )
-def test_refused_with_the_mend(algorithm: dict[str, Any], parts: dict[str, Any], field: str, mend: str) -> None:
+def test_refused_with_the_fix(algorithm: dict[str, Any], parts: dict[str, Any], field: str, fix: str) -> None:
     text = told(algorithm, **parts)
-    assert field in text and mend in text
+    assert field in text and fix in text
 
 
 def test_every_mistake_is_told() -> None:

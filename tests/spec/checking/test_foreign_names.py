@@ -1,4 +1,4 @@
-"""Names of other trainers in a job file: the mend says what is meant."""
+"""Names of other trainers in a job file: the fix says what is meant."""
 
 from typing import Any
 
@@ -52,7 +52,7 @@ def test_a_part_that_is_several_here_is_told_as_all_of_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "name", "mend"),
+    ("part", "name", "fix"),
     [
         ("rollout", "n", "did you mean `samples_per_prompt`?"),
         ("evaluation", "n", "did you mean `samples_per_prompt`?"),
@@ -70,21 +70,21 @@ def test_a_part_that_is_several_here_is_told_as_all_of_them() -> None:
         ("trainer", "low_var_kl", "remove it; there are backend, "),
     ],
 )
-def test_a_field_by_another_trainer_s_name(part: str, name: str, mend: str) -> None:
+def test_a_field_by_another_trainer_s_name(part: str, name: str, fix: str) -> None:
     with pytest.raises(InvalidJob) as refusal:
         parse({**SMALLEST, part: {**SMALLEST.get(part, {}), name: 1}})
-    assert f"{part}.{name}: there is no such field. Mend: " in str(refusal.value) and mend in str(refusal.value)
+    assert f"{part}.{name}: there is no such field. Fix: " in str(refusal.value) and fix in str(refusal.value)
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "mend"),
+    ("algorithm", "fix"),
     [
         ({"kl": "low_var_kl"}, "did you mean k3? Choose one of k1, "),
         ({"policy_loss": "vanilla"}, "Did you mean 'ppo'?"),
         ({"policy_loss": {"name": "ppo", "options": {"eps_clip_high": 0.3}}}, "Did you mean 'clip_high'?"),
     ],
 )
-def test_a_function_or_option_by_another_trainer_s_name(algorithm: dict[str, Any], mend: str) -> None:
+def test_a_function_or_option_by_another_trainer_s_name(algorithm: dict[str, Any], fix: str) -> None:
     with pytest.raises(InvalidJob) as refusal:
         choices.check(parse({**SMALLEST, "algorithm": algorithm}))
-    assert mend in str(refusal.value)
+    assert fix in str(refusal.value)

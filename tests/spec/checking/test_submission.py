@@ -100,7 +100,7 @@ def test_a_text_that_is_longer_than_the_model_knows(
     [
         (
             {"trainer": {"backend_options": {"atention": "sdpa"}}},
-            "trainer.backend_options.atention: there is no such field. Mend: did you mean `attention`?",
+            "trainer.backend_options.atention: there is no such field. Fix: did you mean `attention`?",
         ),
         (
             {"trainer": {"backend_options": {"attention": "eager"}}},
@@ -108,7 +108,7 @@ def test_a_text_that_is_longer_than_the_model_knows(
         ),
         (
             {"trainer": {"backend": "megatron", "backend_options": {"tensor_paralel": 2}}},
-            "trainer.backend_options.tensor_paralel: there is no such field. Mend: did you mean `tensor_parallel`?",
+            "trainer.backend_options.tensor_paralel: there is no such field. Fix: did you mean `tensor_parallel`?",
         ),
         (
             {"trainer": {"backend": "megatron", "backend_options": {"tensor_parallel": True}}},
@@ -116,15 +116,15 @@ def test_a_text_that_is_longer_than_the_model_knows(
         ),
         (
             {"rollout": {"engine_options": {"dtype": "half"}}},
-            "rollout.engine_options.dtype: this option is not the job's to set. Mend: set rollout.dtype instead.",
+            "rollout.engine_options.dtype: this option is not the job's to set. Fix: set rollout.dtype instead.",
         ),
         (
             {"rollout": {"engine_options": {"sglang": {"kv_cache_dtype": "fp8"}}}},
-            "rollout.engine_options.sglang.kv_cache_dtype: this option is not the job's to set. Mend: remove it",
+            "rollout.engine_options.sglang.kv_cache_dtype: this option is not the job's to set. Fix: remove it",
         ),
         (
             {"rollout": {"engine_options": {"vlm": {"max_num_seqs": 4}}}},
-            "rollout.engine_options.vlm: there is no engine of that name. Mend: did you mean `vllm`? There are vllm, ",
+            "rollout.engine_options.vlm: there is no engine of that name. Fix: did you mean `vllm`? There are vllm, ",
         ),
     ],
 )
@@ -159,7 +159,7 @@ def test_a_relative_path_is_refused(part: dict[str, Any], field: str, tmp_path: 
     with pytest.raises(InvalidJob) as refusal:
         submission.check(job(tmp_path, {}) | part)
     (line,) = [line for line in str(refusal.value).splitlines() if "each service would take it from its own" in line]
-    assert line.startswith(f"  {field}: ") and line.endswith("Mend: write the whole path.") == (field != "output")
+    assert line.startswith(f"  {field}: ") and line.endswith("Fix: write the whole path.") == (field != "output")
 
 
 @pytest.mark.parametrize(
@@ -211,5 +211,5 @@ def test_an_output_that_cannot_be_written_is_refused(output: str, tmp_path: Path
     (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
     (tmp_path / "half").mkdir()
     (tmp_path / "half" / "checkpoints").touch()
-    with pytest.raises(InvalidJob, match=r"output: .* will not do: it cannot be written: .*Mend: choose a folder"):
+    with pytest.raises(InvalidJob, match=r"output: .* will not do: it cannot be written: .*Fix: choose a folder"):
         submission.check(job(tmp_path, {}) | {"output": output.format(tmp_path)})

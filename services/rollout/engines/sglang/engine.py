@@ -139,7 +139,7 @@ class SglangEngine(WorkerEngine):
                 engine = OurEngine(**sglang_options.server_arguments(spec))
         except (ValueError, TypeError, OSError, AssertionError) as error:
             what = f"SGLang refused model.path {spec.model.path} with rollout.engine_options: {error}."
-            raise InvalidJob(what, "mend the named option; SGLang's log above says more.") from error
+            raise InvalidJob(what, "fix the named option; SGLang's log above says more.") from error
         except (RuntimeError, MemoryError, EOFError) as error:
             what = f"SGLang did not start with {spec.model.path}: {error}."
             raise Unavailable(what, "its log above names the cause; memory and CUDA devices first.") from error

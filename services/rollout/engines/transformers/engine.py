@@ -340,8 +340,8 @@ def _options(spec: JobSpec) -> Options:
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(["rollout.engine_options", *map(str, first["loc"])])
-        mend = f"this engine takes {', '.join(Options.model_fields)}."
-        raise InvalidJob(f"{field}: {first['input']!r} will not do: {first['msg']}.", mend) from error
+        fix = f"this engine takes {', '.join(Options.model_fields)}."
+        raise InvalidJob(f"{field}: {first['input']!r} will not do: {first['msg']}.", fix) from error
 
 
 def _random_model(spec: JobSpec, options: Options) -> Any:

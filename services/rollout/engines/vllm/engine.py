@@ -122,7 +122,7 @@ class VllmEngine(WorkerEngine):
             llm = AsyncLLM.from_vllm_config(config, disable_log_stats=arguments.disable_log_stats)
         except (ValueError, TypeError, OSError) as error:
             what = f"vLLM refused model.path {spec.model.path} with rollout.engine_options: {error}."
-            raise InvalidJob(what, "mend the named option; vLLM's log above says more.") from error
+            raise InvalidJob(what, "fix the named option; vLLM's log above says more.") from error
         except (RuntimeError, MemoryError) as error:
             what = f"vLLM did not start with {spec.model.path}: {error}."
             raise Unavailable(what, "its log above names the cause; memory and CUDA devices first.") from error

@@ -77,7 +77,7 @@ class Fsdp2(Sharded):
             scores = self._scores(self._model, batch, temperature, entropy=True)
             try:
                 loss, output = loss_fn(batch, scores)
-            except InvalidJob:  # a user's own: the job may go on with it mended
+            except InvalidJob:  # a user's own: the job may go on with it fixed
                 self._model.reshard()  # type: ignore[operator]  # the root waits for a backward pass, as above
                 raise
             loss.backward()

@@ -47,7 +47,7 @@ def load_config(model: Model, field: str = FIELD) -> Any:
     try:
         config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InvalidJob(f"{field}: the config of {model.path} cannot be read: {error}", _MEND) from error
+        raise InvalidJob(f"{field}: the config of {model.path} cannot be read: {error}", _FIX) from error
     for name in vars(config):
         if name.endswith(("dropout", "_pdrop", "layerdrop", "jitter_noise")) and isinstance(
             getattr(config, name), float
@@ -56,7 +56,7 @@ def load_config(model: Model, field: str = FIELD) -> Any:
     return config
 
 
-_MEND = "give a model of an architecture that this release of transformers knows, or install a newer one."
+_FIX = "give a model of an architecture that this release of transformers knows, or install a newer one."
 
 
 def policy(model: Model, config: Any, sharding: Sharding, *, dtype: torch.dtype) -> nn.Module:
@@ -81,8 +81,8 @@ def unfilled(
         )
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         how = named(sharding.attention)
-        mend = "choose another architecture, or another trainer.backend_options.attention."
-        raise InvalidJob(f"{field}: {model.path} cannot be built with {how} attention: {error}", mend) from error
+        fix = "choose another architecture, or another trainer.backend_options.attention."
+        raise InvalidJob(f"{field}: {model.path} cannot be built with {how} attention: {error}", fix) from error
     check_computable(module, sharding.attention, model.path, field)
     return module
 
@@ -125,7 +125,7 @@ def read_whole(loader: Any, model: Model, config: Any, field: str = FIELD) -> di
             output_loading_info=True,
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise InvalidJob(f"{field}: {model.path} cannot be loaded: {error}", _MEND) from error
+        raise InvalidJob(f"{field}: {model.path} cannot be loaded: {error}", _FIX) from error
     if absent := sorted(report["missing_keys"]):
         what = f"{field}: {model.path} lacks {len(absent)} of the model's tensors, the first {absent[0]}."
         raise InvalidJob(what, "give a folder whose safetensors hold the whole model.")

@@ -2,7 +2,7 @@
 
 It calls CUDA where it need not: it asks for the current device, creates small tensors on "cuda", orders streams, keeps
 CUDA's random state and compares `Tensor.type()` with CUDA's names. `install` answers all of that with the host, for the
-whole process, so that the backend that runs on GPUs is the one that is tested without. `mend_megatron` repairs what
+whole process, so that the backend that runs on GPUs is the one that is tested without. `patch_megatron` repairs what
 cannot be answered from outside. Transformer Engine has no counterpart here: `layers` builds Megatron's own layers.
 
 In a process of its own: other users of torch.cuda would be surprised. `torch.cuda.is_available()` stays False.
@@ -94,7 +94,7 @@ def _named_as_cuda(type_of: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @functools.cache
-def mend_megatron() -> None:
+def patch_megatron() -> None:
     """After megatron is imported: names that are wrong without Transformer Engine, split sizes that have to be numbers
     rather than tensors, unequal parts that Gloo does not gather, and a random state that would be queued for a CUDA
     that never comes. Latent attention takes Transformer Engine's linear layer for its down-projections; of Megatron's

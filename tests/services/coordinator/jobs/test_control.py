@@ -72,7 +72,7 @@ def test_nothing_else_is_asked_of_a_job_that_is_to_be_cancelled(asked: str, stat
         await desk.control.cancel(JOB.id)
         with pytest.raises(InvalidState, match=f"{JOB.id} is {state} and about to be cancelled") as refused:
             await getattr(desk.control, asked)(JOB.id)
-        assert refused.value.mend.startswith("wait until it has ended")
+        assert refused.value.fix.startswith("wait until it has ended")
         assert ((await desk.control.cancel(JOB.id)).state, (await desk.job()).wanted) == (state, "cancel")
         with pytest.raises(Cancelled):
             await desk.heed()
@@ -171,7 +171,7 @@ def test_a_job_that_has_succeeded_is_not_continued(redis_url: str) -> None:
     async def scenario(desk: Desk) -> None:
         with pytest.raises(InvalidState, match=f"{JOB.id} is succeeded and cannot be resumed") as refused:
             await desk.control.resume(JOB.id)
-        assert refused.value.mend == "it has trained all of its steps; submit a new job."
+        assert refused.value.fix == "it has trained all of its steps; submit a new job."
 
     at_the_desk(redis_url, scenario, JobState.SUCCEEDED)
 

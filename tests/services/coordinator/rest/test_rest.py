@@ -53,7 +53,7 @@ def test_a_job_is_submitted_once_per_key(http: httpx.Client, spec: dict[str, Any
     again = http.post("/v1/jobs", json=spec, headers=headers)
     assert (again.status_code, again.json()["id"]) == (200, job_id)
     other = problem(http.post("/v1/jobs", json=spec | {"name": "other"}, headers=headers), 409)
-    assert job_id in other["detail"] and "new key" in other["mend"]
+    assert job_id in other["detail"] and "new key" in other["fix"]
     elsewhere = spec | {"output": f"{spec['output']}-other"}
     assert http.post("/v1/jobs", json=elsewhere).json()["id"] != job_id
     listed = [job["id"] for job in http.get("/v1/jobs").json()]
@@ -82,7 +82,7 @@ def test_every_mistake_is_told_at_once(http: httpx.Client, spec: dict[str, Any],
     detail = problem(http.post("/v1/jobs", json=spec), 422)["detail"]
     for part in ("nowhere", "missing.jsonl", "exakt", "grbo", "clip_hi", "k9", "token-average"):
         assert part in detail, part
-    assert detail.count("Mend:") >= 7
+    assert detail.count("Fix:") >= 7
 
 
 def test_bad_bodies_are_refused(http: httpx.Client, spec: dict[str, Any]) -> None:
@@ -103,7 +103,7 @@ def test_bad_bodies_are_refused(http: httpx.Client, spec: dict[str, Any]) -> Non
 def test_a_body_is_json_or_yaml(http: httpx.Client, spec: dict[str, Any], kind: str) -> None:
     """What a browser sends for any page without asking the coordinator first is neither."""
     answer = http.post("/v1/jobs", content=json.dumps(spec), headers={"Content-Type": kind} if kind else {})
-    assert "application/json" in problem(answer, 415)["mend"]
+    assert "application/json" in problem(answer, 415)["fix"]
 
 
 def test_a_body_that_is_too_large_for_a_job_is_refused(http: httpx.Client) -> None:
@@ -133,7 +133,7 @@ MANY = "a: &a [1,1,1,1,1,1,1,1,1,1]\n" + "\n".join(
 def test_what_cannot_be_kept_is_refused(http: httpx.Client, written: str, told: str) -> None:
     answer = http.post("/v1/jobs", content=written, headers={"Content-Type": "application/yaml"})
     document = problem(answer, 422)
-    assert told in document["detail"] and ("Mend: " in document["detail"] or document["mend"])
+    assert told in document["detail"] and ("Fix: " in document["detail"] or document["fix"])
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_what_cannot_be_kept_is_refused(http: httpx.Client, written: str, told: 
     ],
 )
 def test_without_a_token_pages_of_others_are_kept_out(http: httpx.Client, headers: dict[str, str]) -> None:
-    assert "MILLRACE_TOKEN" in problem(http.post("/v1/jobs/job-000000000000/resume", headers=headers), 403)["mend"]
+    assert "MILLRACE_TOKEN" in problem(http.post("/v1/jobs/job-000000000000/resume", headers=headers), 403)["fix"]
     problem(http.get("/v1/jobs", headers=headers), 403)
     problem(http.post("/v1/fleet/rollout-nowhere/drain", headers=headers), 403)
 
@@ -190,7 +190,7 @@ def test_a_state_that_does_not_allow_it_is_a_conflict(http: httpx.Client, spec: 
     problem(http.post(f"/v1/jobs/{job_id}/resume"), 409)
     assert http.delete(f"/v1/jobs/{job_id}").json()["state"] == "cancelled"
     document = problem(http.delete(f"/v1/jobs/{job_id}"), 409)
-    assert "cancelled" in document["detail"] and "submit a new job" in document["mend"]
+    assert "cancelled" in document["detail"] and "submit a new job" in document["fix"]
 
 
 def test_queries_are_checked(http: httpx.Client, spec: dict[str, Any]) -> None:
@@ -251,7 +251,7 @@ def test_an_output_is_for_one_job_at_a_time(http: httpx.Client, spec: dict[str, 
     for output in (spec["output"], f"{spec['output']}/../out/", str(tmp_path / "link")):
         told = problem(http.post("/v1/jobs", json=spec | {"output": output}), 422)
         assert told["detail"].startswith("output: ") and f"{job_id} is queued and writes there" in told["detail"]
-        assert told["mend"] == "give another folder."
+        assert told["fix"] == "give another folder."
     assert http.post("/v1/jobs", json=spec, headers=headers).json()["id"] == job_id
     http.delete(f"/v1/jobs/{job_id}")
 
@@ -276,14 +276,14 @@ def test_checkpoints_are_not_replaced_by_another_job(http: httpx.Client, spec: d
     saved.mkdir(parents=True)
     told = problem(http.post("/v1/jobs", json=spec), 422)
     assert f"{saved.parent} holds checkpoints of an earlier job" in told["detail"]
-    assert told["mend"] == "give another folder, or remove them."
+    assert told["fix"] == "give another folder, or remove them."
 
     saved.rmdir()
     job_id = http.post("/v1/jobs", json=spec, headers=headers).json()["id"]
     saved.mkdir()
     http.delete(f"/v1/jobs/{job_id}")
     told = problem(http.post("/v1/jobs", json=spec), 422)
-    assert f"`millrace resume {job_id}`, or remove them." in told["mend"]
+    assert f"`millrace resume {job_id}`, or remove them." in told["fix"]
     assert http.post("/v1/jobs", json=spec, headers=headers).json()["id"] == job_id
     assert http.post(f"/v1/jobs/{job_id}/resume").json()["state"] == "queued"
     http.delete(f"/v1/jobs/{job_id}")

@@ -44,7 +44,7 @@ def test_a_row_that_no_lease_can_carry_is_a_bad_one(changes: dict, reason: str, 
         for row in range(2)
     ]
     assert not made[0].reason and work_pb2.Lease.FromString(made[0].payload).data_source == "sums \U0001f642"
-    assert made[1].reason.startswith("bad_row: row 1 ") and reason in made[1].reason and "Mend:" in made[1].reason
+    assert made[1].reason.startswith("bad_row: row 1 ") and reason in made[1].reason and "Fix:" in made[1].reason
     assert made[1].reason.isascii() and not made[1].payload
 
 

@@ -483,7 +483,7 @@ def test_generation_stands_still_only_for_an_inplace_transfer(case: Case, run: R
         assert len(sample.logprobs) == len(sample.tokens)
 
 
-def test_half_a_model_is_never_served_and_a_whole_one_mends_it(case: Case, run: Run) -> None:
+def test_half_a_model_is_never_served_and_a_whole_one_repairs_it(case: Case, run: Run) -> None:
     async def scenario() -> list[Any]:
         tensors = export(case.random_model(99))
         del tensors["model.layers.1.self_attn.k_proj.weight"]

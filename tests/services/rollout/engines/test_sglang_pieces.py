@@ -181,8 +181,8 @@ def test_what_will_not_do_is_refused_before_anything_starts(tmp_path: Path) -> N
     known = {"attention_backend", "max_running_requests"}
     rest = (sglang_options.OURS, "SGLang", "ServerArgs")
     check_name("attention_backend", known, *rest)
-    for option, mend in {"atention_backend": "did you mean attention_backend?", "dtype": r"set rollout\.dtype"}.items():
-        with pytest.raises(InvalidJob, match=rf"rollout\.engine_options\.{option}.*{mend}"):
+    for option, fix in {"atention_backend": "did you mean attention_backend?", "dtype": r"set rollout\.dtype"}.items():
+        with pytest.raises(InvalidJob, match=rf"rollout\.engine_options\.{option}.*{fix}"):
             check_name(option, known, *rest)
     quantized: Any = SimpleNamespace(quantization="fp8", model_path="here")
     with pytest.raises(InvalidJob, match="quantized weights"):

@@ -67,7 +67,7 @@ def test_a_missing_method_is_named() -> None:
         ({"load_format": "auto"}, r"load_format: this option is not the job's to set.*remove it"),
     ],
 )
-def test_wrong_options_are_named_with_the_mend(tied_model: Path, options: dict[str, Any], message: str) -> None:
+def test_wrong_options_are_named_with_the_fix(tied_model: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidJob, match=message):
         engine_arguments(job_spec(tied_model, "vllm", rollout={"engine_options": options}))
 

@@ -306,7 +306,7 @@ def test_a_function_that_cannot_be_loaded_is_told(source: str, error: type, mess
     with pytest.raises(error, match=message) as told:
         timeout_s = 1.0 if "within 1 s" in message else 15.0
         one_group(f"{path}:compute_score", ["x"], workers=2, start_timeout_s=timeout_s, memory_mb=400)
-    assert told.value.what.startswith("reward.function") and told.value.mend
+    assert told.value.what.startswith("reward.function") and told.value.fix
     assert time.monotonic() - start < 20
     left = [p for p in psutil.Process().children() if p.pid not in before]
     assert not [p for p in left if p.status() != psutil.STATUS_ZOMBIE]

@@ -219,7 +219,7 @@ def test_an_export_says_what_it_lacks(one_rank: torch.device, tied_model: Path, 
         export.write(tmp_path, tmp_path / "exported")
     with pytest.raises(InvalidState, match="whose folder is not here") as found:
         export.write(tmp_path / "saved", tmp_path / "exported")
-    assert found.value.mend == "say --model FOLDER."
+    assert found.value.fix == "say --model FOLDER."
     with pytest.raises(InvalidState, match="is there already"):
         export.write(tmp_path / "saved", tmp_path / "saved", tied_model)
     (tmp_path / "saved" / "state" / "rank-00000.safetensors").write_bytes(b"")

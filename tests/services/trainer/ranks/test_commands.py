@@ -102,7 +102,7 @@ def test_an_error_that_all_have_is_raised_as_it_was(started: Any) -> None:
     ranks = started(not_finite, not_finite)
     with pytest.raises(NonFinite, match="prompt 0-1, sample 2") as raised:
         ranks.step()
-    assert raised.value.mend == "look at it."
+    assert raised.value.fix == "look at it."
 
 
 def test_an_error_of_one_while_the_other_is_done(started: Any) -> None:

@@ -93,7 +93,7 @@ def test_a_bad_model_leaves_it_ready_for_a_good_one(
             try:
                 calls.configure(job_spec(folder, **parts))
             except InvalidJob as error:
-                assert words in error.what and error.mend
+                assert words in error.what and error.fix
             else:
                 raise AssertionError(f"accepted: {parts}")
             assert calls.status().state == pb.TRAINER_STATE_IDLE

@@ -145,7 +145,7 @@ def test_before_configure_nothing_else_works(idle: Running) -> None:
     ):
         with pytest.raises(Fenced, match="holds no job") as raised:
             call()
-        assert "configure" in raised.value.mend
+        assert "configure" in raised.value.fix
     assert not idle.ranks.requests
 
 

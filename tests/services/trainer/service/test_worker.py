@@ -57,12 +57,12 @@ def test_the_job_before_is_out_of_memory_when_the_next_is_built(
     assert alive == [0, 0, 0]
 
 
-@pytest.mark.parametrize("mend", [HALF_MADE, "look at it."])
-def test_a_step_half_made_costs_the_weights(mend: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("fix", [HALF_MADE, "look at it."])
+def test_a_step_half_made_costs_the_weights(fix: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One of which nothing was written does not."""
 
     def train_step(*arguments: Any) -> dict[str, float]:
-        raise NonFinite("gradients of the policy: their norm is nan.", mend)
+        raise NonFinite("gradients of the policy: their norm is nan.", fix)
 
     monkeypatch.setattr(worker, "build", lambda *arguments: Model())
     monkeypatch.setattr(worker, "train_step", train_step)
@@ -70,5 +70,5 @@ def test_a_step_half_made_costs_the_weights(mend: str, monkeypatch: pytest.Monke
     rank.configure(pb.ConfigureTrainerRequest(job_id="job-1", spec=job_spec(tmp_path / "model").model_dump_json()))
     with pytest.raises(NonFinite, match="their norm is nan"):
         rank.step(pb.StepRequest(job_id="job-1", step=1))
-    with pytest.raises(InvalidState, match="no job is loaded") if mend == HALF_MADE else pytest.raises(NonFinite):
+    with pytest.raises(InvalidState, match="no job is loaded") if fix == HALF_MADE else pytest.raises(NonFinite):
         rank.step(pb.StepRequest(job_id="job-1", step=1))

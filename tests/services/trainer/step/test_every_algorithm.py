@@ -196,13 +196,13 @@ def test_a_loss_that_fails_leaves_nothing_behind(running: Trainer, tmp_path: Pat
     with pytest.raises(InvalidJob, match=told) as raised:
         running.step(moving, groups)
     assert all(torch.equal(a, b) for a, b in zip(before, running.weights(), strict=True))
-    assert not raised.value.mend.startswith(HALF_MADE)
+    assert not raised.value.fix.startswith(HALF_MADE)
     fails_at(None)
     assert running.step(still, groups)["actor/grad_norm"] == pytest.approx(expected["actor/grad_norm"], rel=1e-6)
     fails_at(calls)
     with pytest.raises(InvalidJob, match=told) as raised:
         running.step(moving, groups)
-    assert raised.value.mend.startswith(HALF_MADE)
+    assert raised.value.fix.startswith(HALF_MADE)
 
 
 def squared_probabilities(folder: Path, backend: Backend, group: common_pb2.Group) -> list[list[tuple[float, float]]]:

@@ -171,7 +171,7 @@ def test_a_number_that_is_none_stops_the_step(
     groups = random_groups(4, 4, seed=1)
     with pytest.raises(NonFinite, match=poison(groups)) as raised:
         step(2, groups)
-    assert not raised.value.mend.startswith(HALF_MADE)
+    assert not raised.value.fix.startswith(HALF_MADE)
     for name, tensor in backend.state().items():
         assert torch.equal(tensor.full_tensor(), before[name]), name
     assert math.isfinite(step(2, random_groups(4, 4, seed=2))["actor/grad_norm"])
@@ -206,7 +206,7 @@ def test_a_bad_gradient_names_its_trajectory_and_gives_up_a_step_half_made(
     monkeypatch.setattr(backend, "forward_backward", overflowing)
     with pytest.raises(NonFinite, match=f"gradients.*prompt {prompt_id}, sample 2") as raised:
         step(2, groups)
-    assert raised.value.mend.startswith(HALF_MADE) and backend.updates == 3
+    assert raised.value.fix.startswith(HALF_MADE) and backend.updates == 3
     assert all(tensor.full_tensor().isfinite().all() for tensor in backend.state().values())
 
 

@@ -7,7 +7,7 @@ from megatron.core import parallel_state, tensor_parallel
 
 from millrace.errors import InvalidState
 from millrace.megatron.topology import Topology
-from services.trainer.backends.megatron.cpu import mend_megatron
+from services.trainer.backends.megatron.cpu import patch_megatron
 
 
 def initialize(topology: Topology, *, seed: int, timeout: timedelta) -> None:
@@ -20,7 +20,7 @@ def initialize(topology: Topology, *, seed: int, timeout: timedelta) -> None:
             f"The topology is of {topology.world_size} ranks, the trainer has {dist.get_world_size()}.",
             "Build the topology from the trainer's world size.",
         )
-    mend_megatron()
+    patch_megatron()
     _end()
     options = topology.options
     parallel_state.initialize_model_parallel(

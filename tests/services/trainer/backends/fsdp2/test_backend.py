@@ -164,7 +164,7 @@ def test_refuses_what_is_no_model(one_rank: torch.device, tied_model: Path, tmp_
     ):
         with pytest.raises(InvalidJob, match=r"model\.path") as raised:
             build(job_spec(folder), one_rank)
-        assert words in raised.value.what and str(folder) in raised.value.what and raised.value.mend
+        assert words in raised.value.what and str(folder) in raised.value.what and raised.value.fix
 
 
 @pytest.mark.parametrize("options", [{"atention": "sdpa"}, {"attention": "flash_attention_2"}])

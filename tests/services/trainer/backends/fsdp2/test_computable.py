@@ -112,7 +112,7 @@ def test_what_would_be_another_model_is_refused(kind: str, one_rank: torch.devic
     spec = job_spec(folder, trainer={"backend_options": {"attention": "segments"}})
     with pytest.raises(InvalidJob, match=r"model\.path: .*" + kind) as raised:
         build(spec, one_rank)
-    assert raised.value.mend and "safetensors" not in str(raised.value)
+    assert raised.value.fix and "safetensors" not in str(raised.value)
 
 
 def test_so_is_the_critics(one_rank: torch.device, tied_model: Path, tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_so_is_the_critics(one_rank: torch.device, tied_model: Path, tmp_path: P
     spec = job_spec(tied_model, algorithm={"preset": "ppo", "critic": {"path": str(folder)}})
     with pytest.raises(InvalidJob, match=r"algorithm\.critic\.path: .*layers of conv") as raised:
         build(spec, one_rank)
-    assert raised.value.mend
+    assert raised.value.fix
 
 
 def test_torchs_own_attention_leaves_out_softcapping_too(one_rank: torch.device, tmp_path: Path) -> None:

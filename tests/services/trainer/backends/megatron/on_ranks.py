@@ -66,9 +66,9 @@ def left_behind(world: World, folder: Path) -> dict[str, int]:
 
 def against_mbridge(world: World, folder: Path, models: dict[str, str]) -> dict[str, Any]:
     """Each kind of model, whole and split over two ranks."""
-    from services.trainer.backends.megatron.cpu import mend_megatron
+    from services.trainer.backends.megatron.cpu import patch_megatron
 
-    mend_megatron()
+    patch_megatron()
     from tests.services.trainer.backends.megatron.oracle import BRIDGES, disagreements
 
     return {f"{kind} TP{size}": disagreements(kind, Path(models[kind]), size) for kind in BRIDGES for size in (1, 2)}
