@@ -1,36 +1,64 @@
-"""Compares the contracts with the last released ones: `python proto/compatible.py`, part of `make lint`.
+"""Compares the contracts with those of every release: `python proto/compatible.py`, part of `make lint`.
 
-A released field keeps its number, name, type and cardinality, or its number and name are reserved; a released enum
-value keeps its number; a released method keeps its request, its reply and whether it streams. `--release` writes the
-contracts as they are now to proto/released.txtpb, as a new baseline: only with a raised PROTOCOL_VERSION, or where
-nothing breaks.
+The .proto files of each release are frozen under proto/released/<release>/, with the PROTOCOL_VERSION that they had.
+Releases of the current PROTOCOL_VERSION must still be understood: a released field keeps its number, name, type and
+cardinality, or its number and name are reserved; a released enum value keeps its number; a released method keeps its
+request, its reply and whether it streams. Members of another PROTOCOL_VERSION are refused, so older ones are skipped.
+
+`--release 0.2` freezes the contracts as they are now under that name.
 """
 
-import importlib
 import pathlib
+import shutil
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
-from google.protobuf import text_format
+import grpc_tools
 from google.protobuf.descriptor_pb2 import (
     DescriptorProto,
     EnumDescriptorProto,
     FileDescriptorProto,
     FileDescriptorSet,
+    MethodDescriptorProto,
     ServiceDescriptorProto,
 )
+from grpc_tools import protoc
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-RELEASED = ROOT / "proto" / "released.txtpb"
-FILES = ("common", "fleet", "rollout", "trainer", "weights", "work")
+from millrace.wire.channel import PROTOCOL_VERSION
+
+PROTO = pathlib.Path(__file__).resolve().parent
+RELEASED = PROTO / "released"
+VERSION_FILE = "protocol_version"
+WELL_KNOWN = pathlib.Path(grpc_tools.__file__).parent / "_proto"
+Named = TypeVar("Named", DescriptorProto, EnumDescriptorProto, ServiceDescriptorProto, MethodDescriptorProto)
 
 
-def current() -> FileDescriptorSet:
-    """The contracts as the generated stubs hold them."""
-    files = FileDescriptorSet()
-    for name in FILES:
-        importlib.import_module(f"millrace.wire.v1.{name}_pb2").DESCRIPTOR.CopyToProto(files.file.add())
-    return files
+def contracts(folder: pathlib.Path) -> FileDescriptorSet:
+    """The compiled .proto files of `folder`/millrace/v1."""
+    with tempfile.TemporaryDirectory() as scratch:
+        output = pathlib.Path(scratch, "descriptors")
+        files = sorted(str(path) for path in (folder / "millrace/v1").glob("*.proto"))
+        if protoc.main(["protoc", f"-I{folder}", f"-I{WELL_KNOWN}", f"--descriptor_set_out={output}", *files]):
+            raise SystemExit("protoc failed: its message is above")
+        return FileDescriptorSet.FromString(output.read_bytes())
+
+
+def released(protocol_version: int) -> Iterator[pathlib.Path]:
+    """Folders of the releases that speak `protocol_version`."""
+    for folder in sorted(RELEASED.iterdir()):
+        if int((folder / VERSION_FILE).read_text()) == protocol_version:
+            yield folder
+
+
+def freeze(release: str) -> None:
+    """Copies the contracts of today to proto/released/`release`."""
+    folder = RELEASED / release
+    if folder.exists():
+        raise SystemExit(f"{folder} is frozen already. Fix: choose the next release's name.")
+    shutil.copytree(PROTO / "millrace", folder / "millrace")
+    (folder / VERSION_FILE).write_text(f"{PROTOCOL_VERSION}\n")
 
 
 def breaks(old: FileDescriptorSet, new: FileDescriptorSet) -> Iterator[str]:
@@ -52,7 +80,7 @@ def _file(old: FileDescriptorProto, new: FileDescriptorProto) -> Iterator[str]:
         yield from _service(*services)
 
 
-def _pairs(old: list, new: list) -> Iterator[tuple]:
+def _pairs(old: Iterable[Named], new: Iterable[Named]) -> Iterator[tuple[Named, Named | None]]:
     there = {item.name: item for item in new}
     return ((item, there.get(item.name)) for item in old)
 
@@ -81,7 +109,7 @@ def _enum(old: EnumDescriptorProto, new: EnumDescriptorProto | None) -> Iterator
 
 
 def _service(old: ServiceDescriptorProto, new: ServiceDescriptorProto | None) -> Iterator[str]:
-    for method, now in _pairs(list(old.method), [] if new is None else list(new.method)):
+    for method, now in _pairs(old.method, [] if new is None else new.method):
         if now is None:
             yield f"{old.name}.{method.name} is gone"
         elif (now.input_type, now.output_type, now.server_streaming, now.client_streaming) != (
@@ -92,13 +120,15 @@ def _service(old: ServiceDescriptorProto, new: ServiceDescriptorProto | None) ->
 
 def main() -> None:
     if "--release" in sys.argv:
-        RELEASED.write_text(text_format.MessageToString(current()))
+        freeze(sys.argv[sys.argv.index("--release") + 1])
         return
-    if not RELEASED.exists():
-        print("no released contracts to compare with yet")
-        return
-    if broken := list(breaks(text_format.Parse(RELEASED.read_text(), FileDescriptorSet()), current())):
-        raise SystemExit("these changes break released peers:\n  " + "\n  ".join(broken))
+    now = contracts(PROTO)
+    broken = [
+        f"{folder.name}: {change}" for folder in released(PROTOCOL_VERSION) for change in breaks(contracts(folder), now)
+    ]
+    if broken:
+        fix = "Fix: reserve the number and the name, or raise PROTOCOL_VERSION in millrace/wire/channel.py."
+        raise SystemExit("these changes break released peers:\n  " + "\n  ".join([*broken, fix]))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,14 @@ from millrace.spec import parse
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")
-LINKED = (*PAGES, "BENCHMARKS.md", "presets/README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
+LINKED = (
+    *PAGES,
+    "BENCHMARKS.md",
+    "CHANGELOG.md",
+    "SECURITY.md",
+    "presets/README.md",
+    *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
+)
 ROOMS = "proto|millrace|services|deploy|demo|docs|tests|presets|benchmarks"
 LOOKS_LIKE_A_PATH = re.compile(rf"`((?:{ROOMS})/[\w./-]*)`|\]\(([\w./-]+)\)")
 
