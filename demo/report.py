@@ -18,7 +18,7 @@ PAUSE = "publication/pause_s"
 class Outcome:
     job: JobView
     ledger: LedgerView
-    series: list[StepMetrics]
+    rows: list[StepMetrics]
     margin: float
 
     @classmethod
@@ -41,7 +41,7 @@ class Outcome:
     @property
     def mean_pause_s(self) -> float | None:
         """Seconds that generation stood still in a publication."""
-        pauses = [row.values[PAUSE] for row in self.series if PAUSE in row.values]
+        pauses = [row.values[PAUSE] for row in self.rows if PAUSE in row.values]
         return fmean(pauses) if pauses else None
 
 

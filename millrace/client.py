@@ -115,7 +115,7 @@ class Client:
         return self._view(JobView, "POST", f"/v1/jobs/{job_id}/resume", json=dict(changes) if changes else None)
 
     def metrics(self, job_id: str, after_step: int = 0) -> list[StepMetrics]:
-        """The job's series, one row a step, from the step after `after_step`."""
+        """The job's step metrics, one row a step, from the step after `after_step`."""
         rows = self._views(StepMetrics, f"/v1/jobs/{job_id}/metrics", after=after_step)
         return [row for row in rows if row.step > after_step]
 

@@ -92,7 +92,7 @@ class Event(BaseModel):
 
 
 class StepMetrics(BaseModel):
-    """One row of a job's series: metrics in verl's names."""
+    """The metrics of one step, under verl's names."""
 
     step: int
     time_s: float

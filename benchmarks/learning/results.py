@@ -35,11 +35,11 @@ class Result:
     """From the first step to the last, evaluations included."""
 
     @classmethod
-    def of(cls, algorithm: str, seed: int, job: JobView, series: Sequence[StepMetrics]) -> Self:
-        held_out = {row.step: row.values[HELD_OUT] for row in series if HELD_OUT in row.values}
+    def of(cls, algorithm: str, seed: int, job: JobView, rows: Sequence[StepMetrics]) -> Self:
+        held_out = {row.step: row.values[HELD_OUT] for row in rows if HELD_OUT in row.values}
         if job.evaluation_before is not None:
             held_out[0] = job.evaluation_before
-        trained = [row for row in series if TRAINING in row.values]
+        trained = [row for row in rows if TRAINING in row.values]
         seconds = trained[-1].time_s - trained[0].time_s
         rewards = [row.values[TRAINING] for row in trained]
         return cls(algorithm, seed, job.steps, machine(), dict(sorted(held_out.items())), rewards, seconds)

@@ -81,14 +81,14 @@ def show(
     with connect(url) as client:
         view = client.job(job_id(client, job))
         ledger = client.ledger(view.id)
-        series = client.metrics(view.id, after_step=max(0, view.step - 1))
+        metrics = client.metrics(view.id, after_step=max(0, view.step - 1))
         answers = client.samples(view.id, limit=samples) if samples else []
     if as_json:
         return print_json(
             {
                 "job": view.model_dump(mode="json"),
                 "ledger": ledger.model_dump(),
-                "last_step": series[-1].model_dump(mode="json")["values"] if series else {},
+                "last_step": metrics[-1].model_dump(mode="json")["values"] if metrics else {},
                 "samples": [answer.model_dump(mode="json") for answer in answers],
             }
         )
@@ -97,10 +97,10 @@ def show(
     for name, value in _facts(view, ledger):
         rows.add_row(f"[bold]{name}[/]", value)
     console.print(rows)
-    if series:
-        console.print(f"\n[bold]step {series[-1].step}[/]")
+    if metrics:
+        console.print(f"\n[bold]step {metrics[-1].step}[/]")
         rows = table("", ">")
-        for name, amount in sorted(series[-1].values.items()):
+        for name, amount in sorted(metrics[-1].values.items()):
             rows.add_row(f"  {name}", f"{amount:.6g}")
         console.print(rows)
     for answer in answers:

@@ -39,7 +39,7 @@ class JobSpec(Part):
     deadlines: Deadlines = Deadlines()
     """When something is given up."""
     tracking: Tracking = Tracking()
-    """Where its series go beside the coordinator."""
+    """Which experiment trackers get its step metrics."""
 
     @model_validator(mode="after")
     def fits_together(self) -> Self:

@@ -21,7 +21,7 @@ from services.coordinator.fleet.trainer import Trainer
 from services.coordinator.jobs.control import Control
 from services.coordinator.jobs.runner import Runner
 from services.coordinator.observe.events import Events
-from services.coordinator.observe.prometheus import Measures
+from services.coordinator.observe.prometheus import PrometheusMetrics
 from services.coordinator.publication.publication import Publisher
 from services.coordinator.redis_server import RedisServer
 from services.coordinator.rest.app import application
@@ -77,13 +77,13 @@ class Coordinator:
         return self._redis.url
 
     async def _serve(self, store: Store, http: socket.socket, stop: asyncio.Event) -> None:
-        events, measures, control_bell = Events(store), Measures(), Bell()
+        events, prometheus, control_bell = Events(store), PrometheusMetrics(), Bell()
         fleet = Fleet(store, self._settings.patience)
         await store.take_over()
         await fleet.load()
-        trainer, queue = Trainer(fleet), Queue(store, fleet, events, measures)
-        publisher = Publisher(store, fleet, trainer, events, measures)
-        services = servicers(FleetServicer(fleet), WorkServicer(queue, store, measures))
+        trainer, queue = Trainer(fleet), Queue(store, fleet, events, prometheus)
+        publisher = Publisher(store, fleet, trainer, events, prometheus)
+        services = servicers(FleetServicer(fleet), WorkServicer(queue, store, prometheus))
         grpc = Server(services, self._settings.grpc_host, self._settings.grpc_port)
         parts = Parts(
             store=store,
@@ -92,7 +92,7 @@ class Coordinator:
             queue=queue,
             publisher=publisher,
             events=events,
-            measures=measures,
+            prometheus=prometheus,
             control=control_bell,
             work_address=_work_address(self._settings.grpc_host, grpc.port),
         )

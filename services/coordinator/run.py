@@ -15,7 +15,7 @@ from services.coordinator.bell import Bell, waited
 from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.fleet.trainer import Trainer, TrainerLost
 from services.coordinator.observe.events import Events
-from services.coordinator.observe.prometheus import Measures
+from services.coordinator.observe.prometheus import PrometheusMetrics
 from services.coordinator.publication.joining import Joining
 from services.coordinator.publication.publication import Publisher
 from services.coordinator.state.job import JobRecord
@@ -40,7 +40,7 @@ class Parts:
     queue: Queue
     publisher: Publisher
     events: Events
-    measures: Measures
+    prometheus: PrometheusMetrics
     control: Bell
     """Rings when somebody asks something of a job."""
     work_address: str

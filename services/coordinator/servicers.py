@@ -8,7 +8,7 @@ from millrace.errors import Fenced, InvalidState, NotFound
 from millrace.ids import Fence, JobId, LeaseId, MemberId, PromptId
 from millrace.wire.v1 import common_pb2, fleet_pb2, fleet_pb2_grpc, work_pb2, work_pb2_grpc
 from services.coordinator.fleet.fleet import Fleet
-from services.coordinator.observe.prometheus import Measures
+from services.coordinator.observe.prometheus import PrometheusMetrics
 from services.coordinator.store import Store
 from services.coordinator.work.queue import Queue
 
@@ -46,10 +46,10 @@ class FleetServicer(fleet_pb2_grpc.FleetServicer):
 
 
 class WorkServicer(work_pb2_grpc.WorkServicer):
-    def __init__(self, queue: Queue, store: Store, measures: Measures) -> None:
+    def __init__(self, queue: Queue, store: Store, prometheus: PrometheusMetrics) -> None:
         self._queue = queue
         self._store = store
-        self._measures = measures
+        self._prometheus = prometheus
 
     async def Lease(self, request: work_pb2.LeaseRequest, context: grpc.aio.ServicerContext) -> work_pb2.LeaseResponse:
         member_id = MemberId(request.member_id)
@@ -84,7 +84,7 @@ class WorkServicer(work_pb2_grpc.WorkServicer):
                     what = f"{member_id} answered lease {lease[0]} with nothing."
                     raise InvalidState(what, "send a group, or a reason why there is none.")
         except Fenced:
-            self._measures.fenced(job_id)
+            self._prometheus.fenced(job_id)
             raise
         return work_pb2.CompleteResponse()
 

@@ -62,7 +62,7 @@ def test_the_picture_has_what_one_wants_to_see() -> None:
     lines = [line.split() for line in text.splitlines()]
     assert ["208", "3", "5", "8", "192", "0"] in lines
     assert ["rollout-1a2b3c4d", "serving", "12", "40", "5", "1234"] in lines
-    assert ["12", "0.430", "1.25"] in lines  # only columns that the series has
+    assert ["12", "0.430", "1.25"] in lines  # only columns whose metric the rows have
 
 
 def test_a_step_in_one_line() -> None:

@@ -29,8 +29,8 @@ def outcome(after: float = 0.95, state: JobState = JobState.SUCCEEDED, trained: 
         spec={},
     )
     ledger = LedgerView(issued=961, queued=0, leased=0, generated=0, trained=trained, dropped=1, reasons={"stale": 1})
-    series = [StepMetrics(step=n, time_s=0.0, values={"publication/pause_s": 0.01 * n}) for n in (1, 3)]
-    return Outcome(job, ledger, series, MARGIN)
+    rows = [StepMetrics(step=n, time_s=0.0, values={"publication/pause_s": 0.01 * n}) for n in (1, 3)]
+    return Outcome(job, ledger, rows, MARGIN)
 
 
 def test_learned_means_succeeded_added_up_and_risen_by_the_margin() -> None:

@@ -1,4 +1,4 @@
-"""Experiment trackers: where a job's series go beside the coordinator's own store.
+"""Experiment trackers: services such as TensorBoard that get a copy of a job's step metrics.
 
 `check(names)` at submission, `opened(names, run)` once a job starts, `log(step, values)` after each step, `close()`.
 A new tracker is one file with a class that has these two methods and one line in `TRACKERS`.
@@ -28,7 +28,7 @@ class Run:
 
 class Tracker(Protocol):
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """One row of the series. Steps come in order."""
+        """Records the metrics of one step. Steps come in ascending order."""
 
     def close(self) -> None:
         """Writes out what is buffered."""

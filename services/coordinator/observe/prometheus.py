@@ -14,7 +14,7 @@ from services.coordinator.state.job import ENDED, JobRecord
 LEDGER = ("queued", "leased", "generated", "trained", "dropped")
 
 
-class Measures:
+class PrometheusMetrics:
     """Counters that this process counts itself, and gauges that are read from the store when somebody asks."""
 
     def __init__(self) -> None:

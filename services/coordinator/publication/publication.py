@@ -17,7 +17,7 @@ from millrace.wire.v1 import rollout_pb2, trainer_pb2, weights_pb2
 from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.fleet.trainer import Trainer, TrainerLost
 from services.coordinator.observe.events import Events
-from services.coordinator.observe.prometheus import Measures
+from services.coordinator.observe.prometheus import PrometheusMetrics
 from services.coordinator.publication.attempt import Attempt
 from services.coordinator.publication.layouts import MODES, Sides
 from services.coordinator.publication.report import Report
@@ -34,12 +34,14 @@ COMMIT_S = 10.0
 
 
 class Publisher:
-    def __init__(self, store: Store, fleet: Fleet, trainer: Trainer, events: Events, measures: Measures) -> None:
+    def __init__(
+        self, store: Store, fleet: Fleet, trainer: Trainer, events: Events, prometheus: PrometheusMetrics
+    ) -> None:
         self._store = store
         self._fleet = fleet
         self._trainer = trainer
         self._events = events
-        self._measures = measures
+        self._prometheus = prometheus
         self._sides = Sides()
         self.publishing = False
         """Whether the trainer's version is on its way."""
@@ -217,7 +219,7 @@ class Publisher:
         message = f"publication of version {job.version} failed in {attempt.phase}: {error}"
         data: dict[str, Any] = {"phase": attempt.phase, "culprits": list(error.culprits), **attempt.named}
         await self._events.add(job.id, "publication.failed", message, **data)
-        self._measures.published(job.id, attempt.sender.source, "failed", attempt.phases, 0, [])
+        self._prometheus.published(job.id, attempt.sender.source, "failed", attempt.phases, 0, [])
         if attempt.sender.source == "trainer":
             await attempt.finish(error.what)
         else:
@@ -240,7 +242,7 @@ class Publisher:
         source = attempt.sender.source
         report = Report.of(attempt.ref, source, reports, attempt.phases, seconds, failures)
         await self._store.records(job.id).add_publication(report.to_json())
-        self._measures.published(job.id, source, "done", attempt.phases, report.bytes, report.pauses)
+        self._prometheus.published(job.id, source, "done", attempt.phases, report.bytes, report.pauses)
         await self._events.add(job.id, "publication.done", str(report), **report.to_json())
         return report
 

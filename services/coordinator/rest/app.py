@@ -66,5 +66,5 @@ def _operations(app: FastAPI, parts: Parts) -> None:
         """For Prometheus."""
         all_jobs = await parts.store.jobs.all()
         ledgers = {job.id: await parts.store.prompts(job.id).view() for job in all_jobs if job.state not in ENDED}
-        page = parts.measures.page(all_jobs, ledgers, parts.fleet.view({}))
+        page = parts.prometheus.page(all_jobs, ledgers, parts.fleet.view({}))
         return Response(page, media_type="text/plain; version=0.0.4")

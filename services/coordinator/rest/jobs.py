@@ -123,7 +123,7 @@ def _looking(router: APIRouter, store: Store) -> None:
     async def metrics(
         job_id: Id, after: Annotated[int, Query(ge=-1, description="Rows of later steps only.")] = -1
     ) -> list[StepMetrics]:
-        """The job's series in verl's names, one row a step; step 0 has the evaluation before training."""
+        """The job's step metrics under verl's names, one row a step; step 0 has the evaluation before training."""
         job = await store.jobs.get(job_id)
         return await store.records(job.id).rows(after, job.step)
 

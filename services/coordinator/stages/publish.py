@@ -31,4 +31,4 @@ async def _record(run: Run, report: Report) -> None:
     devices = run.parts.trainer.member.world_size + sum(m.world_size for m in replicas)
     values |= step_seconds(values, devices)
     await run.add_to_row(values)
-    run.parts.measures.stepped(run.job.id, {part: values.get(f"timing_s/{part}", 0.0) for part in PARTS})
+    run.parts.prometheus.stepped(run.job.id, {part: values.get(f"timing_s/{part}", 0.0) for part in PARTS})

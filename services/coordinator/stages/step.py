@@ -56,7 +56,7 @@ async def _mark(run: Run, batch: Batch, answer: trainer_pb2.StepResponse, second
     if not await run.prompts.train(prompts, batch.step, reward, row.model_dump_json(), samples):
         return
     staleness = [run.job.version - oldest for g in batch.groups for oldest in g.oldest]
-    run.parts.measures.trained(run.job.id, staleness)
+    run.parts.prometheus.trained(run.job.id, staleness)
     message = f"step {batch.step} of {run.steps}: reward {reward:.4g}"
     await run.tell("step.done", message, step=batch.step, reward=reward, seconds=seconds)
 

@@ -1,4 +1,4 @@
-"""Sends a job's series to the experiment trackers that its spec names."""
+"""Sends a job's step metrics to the experiment trackers that its spec names."""
 
 import asyncio
 import threading

@@ -1,4 +1,4 @@
-"""What is kept about a job beside its prompts: events, series, samples, the batch in progress, checkpoints."""
+"""What is kept about a job beside its prompts: events, step metrics, samples, the batch in progress, checkpoints."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ class Records:
         found = await self._redis.do("XRANGE", f"{self._job}:events", start, "+", "COUNT", count)
         return [_event(text(identity), fields) for identity, fields in found]
 
-    # The series.
+    # Step metrics, one row a step.
 
     async def row(self, step: int) -> dict[str, float] | None:
         """The metrics of one step; None where it has none yet."""

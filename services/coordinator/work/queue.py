@@ -18,7 +18,7 @@ from millrace.wire.v1 import common_pb2, work_pb2
 from services.coordinator.bell import Bell, waited
 from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.observe.events import Events
-from services.coordinator.observe.prometheus import Measures
+from services.coordinator.observe.prometheus import PrometheusMetrics
 from services.coordinator.observe.samples import samples_of
 from services.coordinator.state.group import Summary
 from services.coordinator.state.job import ENDED
@@ -71,7 +71,7 @@ class Standing:
 
 
 class Queue:
-    def __init__(self, store: Store, fleet: Fleet, events: Events, measures: Measures) -> None:
+    def __init__(self, store: Store, fleet: Fleet, events: Events, prometheus: PrometheusMetrics) -> None:
         self.standing: Standing | None = None
         """None while no job runs; the loop moves it on."""
         self.issued = Bell()
@@ -81,7 +81,7 @@ class Queue:
         self._store = store
         self._fleet = fleet
         self._events = events
-        self._measures = measures
+        self._prometheus = prometheus
         self._closing = False
         fleet.on_gone(self.take_back)
 
@@ -118,7 +118,7 @@ class Queue:
                 lease.expires_s = standing.terms.lease_s
                 leases.append(lease)
                 free_samples -= samples
-        self._measures.leased(standing.weights.job_id, len(leases))
+        self._prometheus.leased(standing.weights.job_id, len(leases))
         return leases, "" if leases else "the queue is empty"
 
     def close(self) -> None:
@@ -152,7 +152,7 @@ class Queue:
             return
         new = await self._prompts(job_id, purpose).complete(*lease, group.SerializeToString(), summary)
         if new:
-            self._measures.completed(job_id, group)
+            self._prometheus.completed(job_id, group)
         self.answered.ring()
 
     async def refuse(self, member_id: MemberId, job_id: JobId, lease: Lease, reason: str) -> None:
@@ -207,7 +207,7 @@ class Queue:
         for purpose in Purpose:
             if prompts := await self._prompts(job_id, purpose).expire(standing.terms.lease_s):
                 self.issued.ring()
-                self._measures.expired(job_id, len(prompts))
+                self._prometheus.expired(job_id, len(prompts))
                 message = f"{len(prompts)} leases were not extended within {standing.terms.lease_s:g} s"
                 await self._events.add(job_id, "lease.expired", message, prompts=prompts[:50])
 

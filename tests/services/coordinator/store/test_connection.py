@@ -11,7 +11,7 @@ from millrace.wire.v1 import work_pb2
 from services.coordinator.__main__ import _loop_factory
 from services.coordinator.fleet.fleet import Fleet, Patience
 from services.coordinator.observe.events import Events
-from services.coordinator.observe.prometheus import Measures
+from services.coordinator.observe.prometheus import PrometheusMetrics
 from services.coordinator.redis_server import RedisServer
 from services.coordinator.servicers import WorkServicer
 from services.coordinator.store import Store, StoreDown, connection
@@ -175,7 +175,9 @@ def test_groups_of_any_size_are_read_in_their_own_time_a_few_at_once(
     async def scenario() -> None:
         async with await asyncio.start_unix_server(serve, tmp_path / "redis.sock"):
             store = Store(RedisServer(tmp_path).url)
-            work = WorkServicer(Queue(store, Fleet(store, Patience()), Events(store), Measures()), store, Measures())
+            work = WorkServicer(
+                Queue(store, Fleet(store, Patience()), Events(store), PrometheusMetrics()), store, PrometheusMetrics()
+            )
             request: Any = work_pb2.FetchRequest(job_id="job-1", prompt_ids=["0-1", "0-2"])
 
             async def fetch() -> int:

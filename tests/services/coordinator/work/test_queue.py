@@ -17,7 +17,7 @@ from millrace.wire.channel import PROTOCOL_VERSION
 from millrace.wire.v1 import fleet_pb2, work_pb2
 from services.coordinator.fleet.fleet import Fleet, Patience
 from services.coordinator.observe.events import Events
-from services.coordinator.observe.prometheus import Measures
+from services.coordinator.observe.prometheus import PrometheusMetrics
 from services.coordinator.stages.issue import training_sampling
 from services.coordinator.state.member import Configured, Member, Weights
 from services.coordinator.store import Draft, Purpose, Store, connection, prompts
@@ -68,7 +68,7 @@ class Desk:
     def __init__(self, store: Store) -> None:
         self.store = store
         self.fleet = Fleet(store, Patience(1.0, 5.0))
-        self.queue = Queue(store, self.fleet, Events(store), Measures())
+        self.queue = Queue(store, self.fleet, Events(store), PrometheusMetrics())
         self.queue.standing = Standing(weights(0), 0, TERMS)
 
     async def member(self, name: str = "rollout-a", port: int = 1) -> Member:
