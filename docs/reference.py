@@ -19,7 +19,7 @@ from millrace.backends.fsdp2 import Fsdp2Options as Fsdp2
 from millrace.rewards import BUILT_IN
 from millrace.spec import JobSpec
 from millrace.spec.algorithm import Choice
-from millrace.spec.checking import foreign_names as elsewhere
+from millrace.validation import foreign_names as elsewhere
 
 INTRODUCTION = """# The job spec
 

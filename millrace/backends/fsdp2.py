@@ -4,8 +4,8 @@ submitted. What runs is in `services/trainer/backends/fsdp2`."""
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from millrace.spec.base import Part
-from millrace.spec.checking.mistakes import options
+from millrace.validation.mistakes import options
+from millrace.validation.model import Part
 
 
 class Fsdp2Options(Part):

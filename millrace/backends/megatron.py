@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from millrace.spec.base import Part
-from millrace.spec.checking.mistakes import options
+from millrace.validation.mistakes import options
+from millrace.validation.model import Part
 
 RecomputeModule = Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]
 

@@ -193,7 +193,7 @@ def resume(
 
 def _tree(settings: Sequence[str]) -> dict[str, Any]:
     """`a.b=1` as {"a": {"b": 1}}; values are YAML. Raises InvalidJob."""
-    from millrace.spec.checking.load import UNREADABLE
+    from millrace.spec.load import UNREADABLE
 
     tree: dict[str, Any] = {}
     for setting in settings:

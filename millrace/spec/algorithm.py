@@ -4,9 +4,9 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from millrace.spec.base import Part
 from millrace.spec.presets import over_preset
 from millrace.spec.trainer import Optimizer
+from millrace.validation.model import Part
 
 
 class Choice(Part):

@@ -5,12 +5,12 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from millrace.spec.algorithm import Algorithm
-from millrace.spec.base import Part
 from millrace.spec.model import Data, Evaluation, Model, Reward
 from millrace.spec.publication import Publication
 from millrace.spec.rollout import Rollout
 from millrace.spec.schedule import Deadlines, Schedule, Tracking
 from millrace.spec.trainer import Trainer
+from millrace.validation.model import Part
 
 
 class JobSpec(Part):
@@ -43,7 +43,7 @@ class JobSpec(Part):
 
     @model_validator(mode="after")
     def fits_together(self) -> Self:
-        from millrace.spec.checking.rules import broken_rules
+        from millrace.spec.rules import broken_rules
 
         if broken := broken_rules(self):
             raise ValueError("\n".join(broken))

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from millrace.spec.base import Part
+from millrace.validation.model import Part
 
 
 class Publication(Part):

@@ -6,7 +6,7 @@ from pydantic import Field, field_validator
 
 from millrace.engines import ENGINES
 from millrace.errors import refused
-from millrace.spec.base import Part
+from millrace.validation.model import Part
 
 EXAMPLES = {
     "vllm": "{max_num_seqs: 256}",

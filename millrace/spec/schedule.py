@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from millrace.spec.base import Part
+from millrace.validation.model import Part
 
 
 class Schedule(Part):

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from millrace.spec.base import Part
+from millrace.validation.model import Part
 
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 

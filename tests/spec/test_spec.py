@@ -10,7 +10,7 @@ import yaml
 from millrace.backends.megatron import Megatron
 from millrace.errors import InvalidJob
 from millrace.spec import JobSpec, load, parse
-from millrace.spec.checking import mistakes
+from millrace.validation import mistakes
 
 SMALLEST = {"name": "a job", "output": "/out", "model": {"path": "/model"}, "data": {"files": ["train.parquet"]}}
 

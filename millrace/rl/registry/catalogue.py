@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from millrace.errors import InvalidJob
 from millrace.rl.registry.options import TYPES
-from millrace.spec.checking.foreign_names import meant
+from millrace.validation.foreign_names import meant
 
 HERE = Path(__file__).parents[1]
 

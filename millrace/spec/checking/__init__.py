@@ -1,1 +1,1 @@
-"""Reading a job spec and telling every mistake in it."""
+"""Whether a job can run on this machine: its files, functions and options, checked before the job is accepted."""

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from millrace.errors import InvalidJob, refused
 from millrace.rl.registry.catalogue import AGGREGATIONS, KL_ESTIMATORS, Entry, Kind, find
 from millrace.spec.algorithm import Algorithm, Choice
-from millrace.spec.checking.foreign_names import meant
 from millrace.spec.job import JobSpec
+from millrace.validation.foreign_names import meant
 
 BEHAVIOUR = "behaviour_logprobs_bt"
 """Of a policy loss: the engine's log-probabilities."""

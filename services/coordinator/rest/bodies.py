@@ -9,7 +9,7 @@ import yaml
 from fastapi import Request
 
 from millrace.errors import InvalidJob
-from millrace.spec.checking.load import UNREADABLE
+from millrace.spec.load import UNREADABLE
 from services.coordinator.rest.problems import ContentTooLarge, UnsupportedMediaType
 
 MOST_BYTES = 16 << 20

@@ -10,7 +10,7 @@ from millrace.rl.registry import catalogue
 from millrace.rl.registry.catalogue import KL_ESTIMATORS, Kind
 from millrace.spec import JobSpec, parse
 from millrace.spec.checking import choices
-from millrace.spec.checking.foreign_names import COUNTED, MILLRACE, places
+from millrace.validation.foreign_names import COUNTED, MILLRACE, places
 
 SMALLEST = {"name": "a job", "output": "/out", "model": {"path": "/model"}, "data": {"files": ["train.parquet"]}}
 OPTIONS = {

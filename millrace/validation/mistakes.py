@@ -11,8 +11,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from millrace.errors import InvalidJob, refused
-from millrace.spec.checking.foreign_names import counted, meant, places
 from millrace.spec.job import JobSpec
+from millrace.validation.foreign_names import counted, meant, places
 
 Location = tuple[int | str, ...]
 Options = TypeVar("Options", bound=BaseModel)

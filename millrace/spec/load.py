@@ -8,8 +8,8 @@ import yaml
 from pydantic import ValidationError
 
 from millrace.errors import InvalidJob
-from millrace.spec.checking.mistakes import numbers_that_are_none, told, unwritable
 from millrace.spec.job import JobSpec
+from millrace.validation.mistakes import numbers_that_are_none, told, unwritable
 
 UNREADABLE = (
     yaml.YAMLError,
