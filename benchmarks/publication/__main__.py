@@ -39,7 +39,7 @@ from millrace.local.devices import visible_devices
 from millrace.local.ports import free_port
 from millrace.spec import JobSpec, parse
 from millrace.telemetry import logs
-from millrace.weights.phases import Publication
+from millrace.weights.phases import PublicationId
 from millrace.weights.plans import wire_layouts as wire
 from millrace.weights.plans.boxes import Boxes
 from millrace.weights.plans.plan import gather_broadcast
@@ -199,7 +199,7 @@ class Bench:
     ) -> dict[str, float]:
         """From PREPARE to COMMIT. `prepare` and `send` are the senders' part: the plan's hashes; the checksums, and the
         seconds of the slowest."""
-        publication = Publication.from_proto(request.publication)
+        publication = PublicationId.from_proto(request.publication)
         agreed, hashes = await asyncio.gather(self._receiver.prepare(request), prepare())
         assert set(hashes) == {agreed}, "the sides plan differently"
         prepared = time.perf_counter()

@@ -37,7 +37,7 @@ NEXT: Mapping[Phase, frozenset[Phase]] = {
 
 
 @dataclass(frozen=True, order=True)
-class Publication:
+class PublicationId:
     """Which publication: ordered by epoch, version and attempt. `job` does not order."""
 
     epoch: Epoch
@@ -46,7 +46,7 @@ class Publication:
     job: JobId
 
     @classmethod
-    def from_proto(cls, ref: weights_pb2.PublicationRef) -> "Publication":
+    def from_proto(cls, ref: weights_pb2.PublicationRef) -> "PublicationId":
         return cls(Epoch(ref.epoch), Version(ref.version), ref.attempt, JobId(ref.job_id))
 
     @property
@@ -59,10 +59,10 @@ class Publication:
 class PublicationState:
     """Where a member stands: the newest publication it has seen and how far that came."""
 
-    publication: Publication | None = None
+    publication: PublicationId | None = None
     phase: Phase = Phase.NONE
 
-    def advance(self, publication: Publication, phase: Phase) -> "PublicationState":
+    def advance(self, publication: PublicationId, phase: Phase) -> "PublicationState":
         """The state after `phase`. The same state again where it was reached already: the caller does nothing then.
 
         Raises Fenced for a publication older than one already seen, InvalidState where a phase was left out.
@@ -79,7 +79,7 @@ class PublicationState:
             raise InvalidState(what, "abort it and publish again with a new attempt.")
         return replace(self, phase=phase)
 
-    def _begin(self, publication: Publication, phase: Phase) -> "PublicationState":
+    def _begin(self, publication: PublicationId, phase: Phase) -> "PublicationState":
         if phase is Phase.NONE:
             return self
         if phase is not Phase.PREPARE:

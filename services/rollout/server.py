@@ -10,7 +10,7 @@ import structlog
 
 from millrace.errors import BadRow
 from millrace.ids import JobId
-from millrace.weights.phases import Publication
+from millrace.weights.phases import PublicationId
 from millrace.wire.arrays import pack_tokens
 from millrace.wire.v1 import rollout_pb2, rollout_pb2_grpc, trainer_pb2, work_pb2
 from services.rollout.replica import Replica
@@ -46,7 +46,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         self, request: rollout_pb2.TransferReceiveRequest, context: Context
     ) -> rollout_pb2.TransferReceiveResponse:
         receiver = self._replica.receiver(request.publication.job_id)
-        await self._whole(receiver.transfer(Publication.from_proto(request.publication)))
+        await self._whole(receiver.transfer(PublicationId.from_proto(request.publication)))
         return rollout_pb2.TransferReceiveResponse()
 
     async def VerifyPublication(
@@ -54,21 +54,21 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
     ) -> rollout_pb2.VerifyReceiveResponse:
         receiver = self._replica.receiver(request.publication.job_id)
         checksums = tuple(request.checksums.values)
-        await self._whole(receiver.verify(Publication.from_proto(request.publication), checksums))
+        await self._whole(receiver.verify(PublicationId.from_proto(request.publication), checksums))
         return rollout_pb2.VerifyReceiveResponse()
 
     async def CommitPublication(
         self, request: rollout_pb2.CommitReceiveRequest, context: Context
     ) -> rollout_pb2.CommitReceiveResponse:
         receiver = self._replica.receiver(request.publication.job_id)
-        report = await self._whole(receiver.commit(Publication.from_proto(request.publication)))
+        report = await self._whole(receiver.commit(PublicationId.from_proto(request.publication)))
         return rollout_pb2.CommitReceiveResponse(report=report)
 
     async def AbortPublication(
         self, request: rollout_pb2.AbortReceiveRequest, context: Context
     ) -> rollout_pb2.AbortReceiveResponse:
         receiver = self._replica.receiver(request.publication.job_id)
-        await self._whole(receiver.abort(Publication.from_proto(request.publication), request.reason))
+        await self._whole(receiver.abort(PublicationId.from_proto(request.publication), request.reason))
         return rollout_pb2.AbortReceiveResponse()
 
     async def DescribeCopy(
@@ -86,13 +86,13 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         self, request: trainer_pb2.TransferSendRequest, context: Context
     ) -> trainer_pb2.TransferSendResponse:
         copies = self._replica.receiver(request.publication.job_id).copies
-        return await self._whole(copies.transfer(Publication.from_proto(request.publication)))
+        return await self._whole(copies.transfer(PublicationId.from_proto(request.publication)))
 
     async def FinishCopy(
         self, request: trainer_pb2.FinishSendRequest, context: Context
     ) -> trainer_pb2.FinishSendResponse:
         copies = self._replica.receiver(request.publication.job_id).copies
-        await self._whole(copies.finish(Publication.from_proto(request.publication)))
+        await self._whole(copies.finish(PublicationId.from_proto(request.publication)))
         return trainer_pb2.FinishSendResponse()
 
     async def Generate(self, request: rollout_pb2.GenerateRequest, context: Context) -> rollout_pb2.GenerateResponse:

@@ -6,11 +6,11 @@ from hypothesis import strategies as st
 
 from millrace.errors import Fenced, InvalidState
 from millrace.ids import Epoch, JobId, Version
-from millrace.weights.phases import NEXT, Phase, Publication, PublicationState
+from millrace.weights.phases import NEXT, Phase, PublicationId, PublicationState
 
 
 def publication(version=1, epoch=1, attempt=1, job="job-a"):
-    return Publication(Epoch(epoch), Version(version), attempt, JobId(job))
+    return PublicationId(Epoch(epoch), Version(version), attempt, JobId(job))
 
 
 WHOLE = [Phase.PREPARE, Phase.TRANSFER, Phase.VERIFY, Phase.COMMIT]

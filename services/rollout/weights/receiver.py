@@ -10,7 +10,7 @@ import structlog
 from millrace.errors import InvalidState, PublicationFailed
 from millrace.ids import MemberId, Version
 from millrace.spec.rollout import CachePolicy
-from millrace.weights.phases import Phase, Publication, PublicationState
+from millrace.weights.phases import Phase, PublicationId, PublicationState
 from millrace.weights.plans.plan import gather_broadcast
 from millrace.weights.plans.sharded import ShardedPlan
 from millrace.weights.plans.wire_layouts import Planner
@@ -42,12 +42,12 @@ class Receiver:
         self._cache_policy = cache_policy
         self._on_version = on_version
         self._state = PublicationState()
-        self._preparing: Publication | None = None
-        self._called_off: Publication | None = None
+        self._preparing: PublicationId | None = None
+        self._called_off: PublicationId | None = None
         """Aborted while it was being prepared."""
-        self._aborting: Publication | None = None
+        self._aborting: PublicationId | None = None
         """Its bytes are gone, or on the way to be."""
-        self._committing: Publication | None = None
+        self._committing: PublicationId | None = None
         self._closed = False
         self._turn = asyncio.Lock()
         self._held: Source | None = None
@@ -67,7 +67,7 @@ class Receiver:
     async def prepare(self, request: rollout_pb2.PrepareReceiveRequest) -> bytes:
         """Checks manifest and plan; answers the plan's hash, or nothing where the request only names a plan that is not
         known here."""
-        publication, started = Publication.from_proto(request.publication), time.perf_counter()
+        publication, started = PublicationId.from_proto(request.publication), time.perf_counter()
         self._state.advance(publication, Phase.PREPARE)
         await self._cut_short(publication)
         async with self._turn:
@@ -98,14 +98,14 @@ class Receiver:
             self._expire_after(request.deadline_s, publication)
             return self._plan_hash
 
-    async def transfer(self, publication: Publication) -> None:
+    async def transfer(self, publication: PublicationId) -> None:
         async with self._turn:
             state = self._state.advance(publication, Phase.TRANSFER)
             if state is not self._state:
                 await self._engine.begin_receive()
                 self._state = state
 
-    async def verify(self, publication: Publication, checksums: tuple[int, ...]) -> None:
+    async def verify(self, publication: PublicationId, checksums: tuple[int, ...]) -> None:
         """Raises PublicationFailed where bytes did not come or differ; the old version goes on being served."""
         async with self._turn:
             state = self._state.advance(publication, Phase.VERIFY)
@@ -123,7 +123,7 @@ class Receiver:
                 raise self._ours(error) from error
             self._state = state
 
-    async def commit(self, publication: Publication) -> weights_pb2.MemberReport:
+    async def commit(self, publication: PublicationId) -> weights_pb2.MemberReport:
         async with self._turn:
             state = self._state.advance(publication, Phase.COMMIT)
             if state is self._state:
@@ -145,7 +145,7 @@ class Receiver:
             log.info("version committed", version=publication.version, pause_s=round(swap.pause_s, 4))
             return self._report
 
-    async def abort(self, publication: Publication, reason: str) -> None:
+    async def abort(self, publication: PublicationId, reason: str) -> None:
         """Idempotent; a publication other than the one under way is not touched, and a COMMIT is waited for."""
         if publication == self._preparing:
             self._called_off = publication
@@ -168,7 +168,7 @@ class Receiver:
         if half_written:
             self._hold(None)
 
-    def _hold(self, publication: Publication | None) -> None:
+    def _hold(self, publication: PublicationId | None) -> None:
         """What is in place from now on, if it is a whole version."""
         self._held = None
         if publication is not None and self._delivery is not None:
@@ -188,7 +188,7 @@ class Receiver:
         async with self._turn:  # one that was being prepared ends by itself
             self._stop_clock()
 
-    async def _cut_short(self, newer: Publication) -> None:
+    async def _cut_short(self, newer: PublicationId) -> None:
         current = self._state.publication
         if current is not None and current != newer:
             await self.abort(current, f"{newer.key} begins")
@@ -256,7 +256,7 @@ class Receiver:
         first, last = self._delivery.first_rank, self._delivery.first_rank + self._engine.world_size
         return int(self._sharded.ingress()[first:last].sum())
 
-    def _expire_after(self, seconds: float, publication: Publication) -> None:
+    def _expire_after(self, seconds: float, publication: PublicationId) -> None:
         """Gives the publication up after `seconds`, whether or not anybody asks for it again."""
 
         def expire() -> None:

@@ -11,7 +11,7 @@ from torch.distributed import TCPStore
 
 from millrace.errors import Fenced, InvalidState, PublicationFailed
 from millrace.ids import MemberId
-from millrace.weights.phases import Phase, Publication, PublicationState
+from millrace.weights.phases import Phase, PublicationId, PublicationState
 from millrace.weights.plans import wire_layouts as wire
 from millrace.weights.plans.manifest import Manifest
 from millrace.weights.plans.sharded import ShardedPlan
@@ -28,7 +28,7 @@ log = structlog.get_logger(__name__)
 class Source:
     """What is served and may be copied."""
 
-    publication: Publication
+    publication: PublicationId
     """The one that put it in place."""
     manifest: Manifest
 
@@ -70,7 +70,7 @@ class Copies:
 
     async def prepare(self, request: trainer_pb2.PrepareSendRequest) -> trainer_pb2.PrepareSendResponse:
         """Raises Fenced for another version than the one that is served."""
-        publication, began = Publication.from_proto(request.publication), time.perf_counter()
+        publication, began = PublicationId.from_proto(request.publication), time.perf_counter()
         async with self._turn:
             state = self._state.advance(publication, Phase.PREPARE)
             if state is self._state and self._prepared is not None:
@@ -93,7 +93,7 @@ class Copies:
             return prepared.answer
 
     async def _made_ready(self, request: trainer_pb2.PrepareSendRequest, source: Source, began: float) -> _Prepared:
-        manifest, key = source.manifest, Publication.from_proto(request.publication).key
+        manifest, key = source.manifest, PublicationId.from_proto(request.publication).key
         plan = await asyncio.to_thread(wire.Planner().plan, manifest, request.sides)
         store, port = serve_store(host_address(), plan.world_size, request.deadline_s)
         delivery = Delivery(
@@ -121,7 +121,7 @@ class Copies:
         answer = trainer_pb2.PrepareSendResponse(rendezvous=rendezvous, plan_hash=plan.hash)
         return _Prepared(delivery, plan, store, answer, time.perf_counter() - began)
 
-    async def transfer(self, publication: Publication) -> trainer_pb2.TransferSendResponse:
+    async def transfer(self, publication: PublicationId) -> trainer_pb2.TransferSendResponse:
         """Raises PublicationFailed where it fails, or something newer ends it."""
         state = self._state.advance(publication, Phase.TRANSFER)
         if state is not self._state:
@@ -152,12 +152,12 @@ class Copies:
         values = [by_content[content] for content in range(len(by_content))]
         return trainer_pb2.TransferSendResponse(checksums=weights_pb2.Checksums(values=values), report=report)
 
-    async def finish(self, publication: Publication) -> None:
+    async def finish(self, publication: PublicationId) -> None:
         """Frees what the copy held and ends it where it is under way. Idempotent; another copy is not touched."""
         if publication == self._state.publication:
             await self._end()
 
-    async def give_way(self, newer: Publication) -> None:
+    async def give_way(self, newer: PublicationId) -> None:
         """Ends what is under way before the parameters change; copies older than `newer` are refused from now on."""
         await self._end()
         current = self._state.publication
@@ -186,7 +186,7 @@ class Copies:
             raise InvalidState(what, "copy from another replica, or publish the version.")
         return source
 
-    def _expire_after(self, seconds: float, publication: Publication) -> None:
+    def _expire_after(self, seconds: float, publication: PublicationId) -> None:
         """Ends the copy after `seconds`, whether or not anybody asks for it again."""
 
         def expire() -> None:

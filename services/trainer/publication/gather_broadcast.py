@@ -16,7 +16,7 @@ from torch.distributed import TCPStore
 
 from millrace.errors import Fenced, InvalidState, PublicationFailed
 from millrace.ids import Version
-from millrace.weights.phases import Publication
+from millrace.weights.phases import PublicationId
 from millrace.weights.plans.manifest import Manifest, TensorInfo
 from millrace.weights.plans.plan import gather_broadcast
 from millrace.weights.transfer.channels.gloo import GlooChannel, serve_store
@@ -44,7 +44,7 @@ OPERATION_S = 20.0
 class Prepared:
     """What PREPARE settled."""
 
-    publication: Publication
+    publication: PublicationId
     dtype: str
     manifest: Manifest
     world_size: int
@@ -78,7 +78,7 @@ class Sender:
         Raises Fenced where another version is asked for than the one held, InvalidState for a path unknown here.
         """
         began = time.monotonic()
-        publication = Publication.from_proto(request.publication)
+        publication = PublicationId.from_proto(request.publication)
         if request.path not in (weights_pb2.PATH_GATHER_BROADCAST, weights_pb2.PATH_SHARDED):
             raise InvalidState(f"this trainer knows no path {request.path}.", "publish by PATH_GATHER_BROADCAST.")
         if publication.version != version:
@@ -108,7 +108,7 @@ class Sender:
     def transfer(self, request: TransferSendRequest, backend: Backend, version: Version) -> TransferSendResponse:
         """Gathers on all ranks, sends from rank 0. Raises PublicationFailed on rank 0 where a receiver is gone; the
         ranks are in step then too, and the next publication may follow."""
-        publication, prepared = Publication.from_proto(request.publication), self._prepared
+        publication, prepared = PublicationId.from_proto(request.publication), self._prepared
         if self._sharded and publication.version == version:
             return self._shards.transfer(publication)
         if prepared is None or prepared.publication != publication:

@@ -9,7 +9,7 @@ import structlog
 from torch.distributed import TCPStore
 
 from millrace.errors import InvalidState, PublicationFailed
-from millrace.weights.phases import Publication
+from millrace.weights.phases import PublicationId
 from millrace.weights.plans import wire_layouts as wire
 from millrace.weights.plans.memory import Memory
 from millrace.weights.plans.sharded import ShardedPlan
@@ -45,7 +45,7 @@ def describe(request: DescribeSendRequest, backend: Backend) -> DescribeSendResp
 
 @dataclass(frozen=True)
 class Prepared:
-    publication: Publication
+    publication: PublicationId
     plan: ShardedPlan
     sending: Sending
     bytes: int
@@ -93,7 +93,7 @@ class ShardSender:
             memory.device,
             request.deadline_s,
         )
-        publication = Publication.from_proto(request.publication)
+        publication = PublicationId.from_proto(request.publication)
         self._party.begin()
         seconds = time.monotonic() - began
         self._prepared = Prepared(
@@ -122,12 +122,12 @@ class ShardSender:
         rendezvous = weights_pb2.Rendezvous(host=host_address(), port=self._store[1], world_size=plan.world_size)
         rendezvous.key, rendezvous.standing = self._party.key, bool(self._party.key) and members == self._members
         if not rendezvous.standing:
-            rendezvous.key = f"{Publication.from_proto(request.publication).key}/{secrets.token_hex(8)}"
+            rendezvous.key = f"{PublicationId.from_proto(request.publication).key}/{secrets.token_hex(8)}"
             self._nccl_id = nccl_id(request.gpu)
         rendezvous.nccl_id, self._members = self._nccl_id, members
         return rendezvous
 
-    def transfer(self, publication: Publication) -> TransferSendResponse:
+    def transfer(self, publication: PublicationId) -> TransferSendResponse:
         prepared = self._prepared
         if prepared is None or prepared.publication != publication:
             raise InvalidState(f"publication {publication.key} is not prepared here.", "prepare it first.")

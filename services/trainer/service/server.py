@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 from millrace.errors import Fenced, InvalidJob, MillraceError, NotFound
 from millrace.ids import JobId, Version
 from millrace.spec import JobSpec, parse
-from millrace.weights.phases import Phase, Publication, PublicationState
+from millrace.weights.phases import Phase, PublicationId, PublicationState
 from millrace.wire.deadlines import DEADLINES_S, of_job
 from millrace.wire.v1 import trainer_pb2 as pb
 from millrace.wire.v1.trainer_pb2_grpc import TrainerServicer
@@ -184,7 +184,7 @@ class Trainer(TrainerServicer):
         self, request: pb.PrepareSendRequest, context: grpc.aio.ServicerContext
     ) -> pb.PrepareSendResponse:
         self._configured_for(request.publication.job_id)
-        publication = Publication.from_proto(request.publication)
+        publication = PublicationId.from_proto(request.publication)
         state = self._publishing.state.advance(publication, Phase.PREPARE)
         if state is self._publishing.state and self._publishing.prepared is not None:
             return self._publishing.prepared
@@ -202,7 +202,7 @@ class Trainer(TrainerServicer):
         self, request: pb.TransferSendRequest, context: grpc.aio.ServicerContext
     ) -> pb.TransferSendResponse:
         job = self._configured_for(request.publication.job_id)
-        publication, publishing = Publication.from_proto(request.publication), self._publishing
+        publication, publishing = PublicationId.from_proto(request.publication), self._publishing
         state = publishing.state.advance(publication, Phase.TRANSFER)
         if publishing.sent is not None:
             return publishing.sent
@@ -220,7 +220,7 @@ class Trainer(TrainerServicer):
     async def FinishPublication(
         self, request: pb.FinishSendRequest, context: grpc.aio.ServicerContext
     ) -> pb.FinishSendResponse:
-        publication, publishing = Publication.from_proto(request.publication), self._publishing
+        publication, publishing = PublicationId.from_proto(request.publication), self._publishing
         if not request.failure:
             for phase in (Phase.VERIFY, Phase.COMMIT):
                 publishing.state = publishing.state.advance(publication, phase)

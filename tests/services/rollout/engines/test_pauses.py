@@ -12,7 +12,7 @@ import pytest
 
 from millrace.errors import InvalidState, PublicationFailed
 from millrace.ids import MemberId, Version
-from millrace.weights.phases import Phase, Publication, PublicationState
+from millrace.weights.phases import Phase, PublicationId, PublicationState
 from services.rollout.engine import EngineDied, Sample, Sampling, StopReason
 from services.rollout.engines.transformers.decoding import DecodeLoop, Request
 from services.rollout.engines.transformers.engine import TransformersEngine
@@ -20,7 +20,7 @@ from services.rollout.engines.worker_engine import Answers, WorkerEngine
 from services.rollout.weights.receiver import Receiver
 from services.rollout.weights.sharded import Placed
 
-PUBLICATION = Publication("job-test", Version(2), 1, 1)  # type: ignore[arg-type]
+PUBLICATION = PublicationId("job-test", Version(2), 1, 1)  # type: ignore[arg-type]
 LIMIT_S = 10.0
 
 

@@ -5,7 +5,7 @@ import threading
 
 import torch
 
-from millrace.weights.phases import Publication
+from millrace.weights.phases import PublicationId
 from millrace.weights.plans.manifest import Manifest
 from millrace.weights.plans.plan import gather_broadcast
 from millrace.weights.transfer.channels.gloo import GlooChannel
@@ -27,7 +27,7 @@ class Receiver:
         self.manifest = Manifest.from_proto(prepared.manifest)
         self._rendezvous = prepared.rendezvous
         assert gather_broadcast(self.manifest, self._rendezvous.world_size).hash == prepared.plan_hash
-        self._key = Publication.from_proto(ref).key
+        self._key = PublicationId.from_proto(ref).key
         self._rank = rank
         self._count = len(self.manifest.tensors) if tensors is None else tensors
         self.received: dict[str, torch.Tensor] = {}

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from millrace.errors import PublicationFailed
-from millrace.weights.phases import Publication
+from millrace.weights.phases import PublicationId
 from millrace.weights.plans import wire_layouts as wire
 from millrace.weights.plans.layout import Layout, Place, contiguous, whole
 from millrace.weights.plans.manifest import Manifest
@@ -95,8 +95,8 @@ def case(world: World, asked: dict[str, Any]) -> dict[str, Any]:
         prepared = sender.prepare(request, backend)
         if world.rank == 0:
             for i, worker in enumerate(workers):
-                worker.start(world.size + i, sides, prepared, Publication.from_proto(ref).key)
-        sent = sender.transfer(Publication.from_proto(ref))
+                worker.start(world.size + i, sides, prepared, PublicationId.from_proto(ref).key)
+        sent = sender.transfer(PublicationId.from_proto(ref))
         exported = {info.name: tensor for info, tensor in backend.export("bfloat16")}
         if world.rank == 0:
             for worker in workers:
@@ -119,7 +119,7 @@ def case(world: World, asked: dict[str, Any]) -> dict[str, Any]:
     sender.prepare(request, backend)
     began = time.monotonic()
     try:
-        sender.transfer(Publication.from_proto(ref))
+        sender.transfer(PublicationId.from_proto(ref))
     except PublicationFailed as error:
         failure = error.what
     else:

@@ -14,7 +14,7 @@ import torch
 
 from millrace.errors import MillraceError, PublicationFailed, Unavailable
 from millrace.ids import new_member_id
-from millrace.weights.phases import Publication
+from millrace.weights.phases import PublicationId
 from millrace.weights.plans import wire_layouts as wire
 from millrace.weights.plans.layout import whole
 from millrace.weights.plans.manifest import Manifest
@@ -83,7 +83,7 @@ class Worker:
             try:
                 give_up = time.monotonic() + deadline_s
                 self.got = self.party.run(
-                    meeting, Publication.from_proto(self.ref).key, give_up, held if hold else receiving.run
+                    meeting, PublicationId.from_proto(self.ref).key, give_up, held if hold else receiving.run
                 )
             except PublicationFailed as error:
                 self.failure = error
