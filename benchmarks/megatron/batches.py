@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from millrace.megatron.shape import ModelShape
-from services.trainer.backends import TokenScores
-from services.trainer.step.microbatch import MicroBatch
+from services.trainer.protocol.backend import TokenScores
+from services.trainer.protocol.microbatch import MicroBatch
 
 ROWS = 16
 TEMPERATURE = 0.7

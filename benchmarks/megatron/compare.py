@@ -12,7 +12,8 @@ from torch import Tensor
 
 from benchmarks.megatron import batches
 from millrace.spec import JobSpec, parse
-from services.trainer.backends import Backend, build
+from services.trainer.backends import build
+from services.trainer.protocol.backend import Backend
 from services.trainer.ranks.world import World
 
 

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from millrace.errors import InvalidState
-from services.trainer.checkpoints.boxes import Offset
+from services.trainer.protocol.local_tensors import Offset
 
 DTYPES = {
     torch.float64: "F64",

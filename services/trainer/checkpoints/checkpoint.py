@@ -20,10 +20,10 @@ from torch import Tensor
 
 from millrace.errors import InvalidState, MillraceError
 from millrace.ids import JobId, Version
-from services.trainer.backends import Backend, models
 from services.trainer.checkpoints.box_files import BoxReader, key, write, writers
-from services.trainer.checkpoints.boxes import is_written, parts
 from services.trainer.checkpoints.huggingface import write_folder
+from services.trainer.protocol.backend import Backend, models
+from services.trainer.protocol.local_tensors import is_written, parts
 from services.trainer.ranks import lockstep
 
 ABOUT = "trainer.json"

@@ -31,7 +31,7 @@ from millrace.wire.v1.trainer_pb2 import (
     TransferSendRequest,
     TransferSendResponse,
 )
-from services.trainer.backends import Backend
+from services.trainer.protocol.backend import Backend
 from services.trainer.publication.sharded import ShardSender, describe
 
 log = structlog.get_logger(__name__)

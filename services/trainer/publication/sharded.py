@@ -26,7 +26,7 @@ from millrace.wire.v1.trainer_pb2 import (
     PrepareSendResponse,
     TransferSendResponse,
 )
-from services.trainer.backends import Backend
+from services.trainer.protocol.backend import Backend
 from services.trainer.ranks import lockstep
 
 log = structlog.get_logger(__name__)

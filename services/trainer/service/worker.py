@@ -16,9 +16,10 @@ from millrace.rl.registry import functions as registry
 from millrace.spec import JobSpec
 from millrace.spec.checking import choices
 from millrace.wire.v1 import trainer_pb2 as pb
-from services.trainer.backends import Backend, build
+from services.trainer.backends import build
 from services.trainer.checkpoints import checkpoint
 from services.trainer.checkpoints.saving import Saver
+from services.trainer.protocol.backend import Backend
 from services.trainer.publication.gather_broadcast import Sender
 from services.trainer.ranks import lockstep
 from services.trainer.ranks.event_loop import ControlThread

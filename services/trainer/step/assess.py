@@ -15,12 +15,12 @@ from millrace.rl.metrics.loss_metrics import summarised
 from millrace.rl.policy_losses import picked_tokens
 from millrace.rl.registry.catalogue import Kind, find
 from millrace.spec import JobSpec
-from services.trainer.backends import Backend
+from services.trainer.protocol.backend import Backend
+from services.trainer.protocol.microbatch import MicroBatch
 from services.trainer.ranks import lockstep
 from services.trainer.step.batch import Batch
 from services.trainer.step.loss import Columns
 from services.trainer.step.metrics import Clock, batch_metrics
-from services.trainer.step.microbatch import MicroBatch
 from services.trainer.step.rewards import token_rewards
 
 

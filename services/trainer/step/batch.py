@@ -17,9 +17,9 @@ from millrace.batching.report import report
 from millrace.rl.formulas import segments
 from millrace.spec.rollout import ENGINES
 from millrace.wire.v1.trainer_pb2 import GroupRef
-from services.trainer.backends import Backend, DataParallel
+from services.trainer.protocol.backend import Backend, DataParallel
+from services.trainer.protocol.microbatch import MicroBatch, Sample
 from services.trainer.ranks import lockstep
-from services.trainer.step.microbatch import MicroBatch, Sample
 
 
 @dataclass(frozen=True)

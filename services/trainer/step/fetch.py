@@ -11,8 +11,8 @@ from millrace.wire.arrays import unpack_experts, unpack_logprobs, unpack_tokens
 from millrace.wire.channel import Peer
 from millrace.wire.v1 import common_pb2, work_pb2
 from millrace.wire.v1.work_pb2_grpc import WorkStub
+from services.trainer.protocol.microbatch import Sample
 from services.trainer.step.batch import TrajectoryRef
-from services.trainer.step.microbatch import Sample
 
 
 async def fetch(

@@ -11,8 +11,8 @@ from millrace.rl.formulas.divergence import kl
 from millrace.rl.policy_losses import entropy_bonus, policy_loss
 from millrace.rl.value_loss import value_loss
 from millrace.spec import JobSpec
-from services.trainer.backends import TokenScores
-from services.trainer.step.microbatch import MicroBatch
+from services.trainer.protocol.backend import TokenScores
+from services.trainer.protocol.microbatch import MicroBatch
 
 
 @dataclass(frozen=True)

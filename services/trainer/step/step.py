@@ -5,7 +5,7 @@ import torch
 from millrace.errors import InvalidJob, NonFinite
 from millrace.spec import JobSpec
 from millrace.wire.v1.trainer_pb2 import StepRequest
-from services.trainer.backends import Backend
+from services.trainer.protocol.backend import Backend
 from services.trainer.ranks import lockstep
 from services.trainer.ranks.event_loop import ControlThread
 from services.trainer.step.assess import assess, passes, passes_needed

@@ -14,12 +14,12 @@ from millrace.rl.checks import check_finite
 from millrace.rl.metrics.loss_metrics import summarised
 from millrace.spec import JobSpec
 from millrace.spec.trainer import Optimizer
-from services.trainer.backends import Backend, Trained
+from services.trainer.protocol.backend import Backend, Trained
+from services.trainer.protocol.microbatch import MicroBatch
 from services.trainer.ranks import lockstep
 from services.trainer.step.batch import Batch
 from services.trainer.step.loss import ActorLoss, Columns, CriticLoss, Output
 from services.trainer.step.metrics import Clock, over_ranks
-from services.trainer.step.microbatch import MicroBatch
 from services.trainer.step.schedule import critic_learning_rate, learning_rate
 
 CLIP_EPS = 1e-6

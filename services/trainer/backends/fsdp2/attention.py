@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
-from services.trainer.step.microbatch import MicroBatch
+from services.trainer.protocol.microbatch import MicroBatch
 
 NAME = "millrace_segments"
 WIDEST = 1.25

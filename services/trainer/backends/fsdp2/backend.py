@@ -16,15 +16,15 @@ from millrace.errors import InvalidJob
 from millrace.spec import JobSpec
 from millrace.weights.plans.manifest import Manifest, TensorInfo
 from millrace.weights.plans.memory import Memory
-from services.trainer.backends import DataParallel, LossFn, TokenScores
 from services.trainer.backends.fsdp2 import attention, export, shards
 from services.trainer.backends.fsdp2.attention import packing
 from services.trainer.backends.fsdp2.critic import Critic
 from services.trainer.backends.fsdp2.model import Sharding, load_config, policy, sequence_cost
 from services.trainer.backends.fsdp2.scores import token_scores
 from services.trainer.backends.fsdp2.trained import Sharded
+from services.trainer.protocol.backend import DataParallel, LossFn, TokenScores
+from services.trainer.protocol.microbatch import MicroBatch
 from services.trainer.ranks import lockstep
-from services.trainer.step.microbatch import MicroBatch
 
 
 def build(spec: JobSpec, device: torch.device) -> "Fsdp2":
@@ -35,7 +35,7 @@ def build(spec: JobSpec, device: torch.device) -> "Fsdp2":
 
 
 class Fsdp2(Sharded):
-    """See `services.trainer.backends.Backend`. All ranks are data parallel."""
+    """See `services.trainer.protocol.backend.Backend`. All ranks are data parallel."""
 
     def __init__(self, spec: JobSpec, options: Fsdp2Options, device: torch.device, mesh: DeviceMesh) -> None:
         with lockstep.together():

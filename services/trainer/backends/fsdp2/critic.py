@@ -13,14 +13,14 @@ from millrace.errors import refused
 from millrace.spec import JobSpec
 from millrace.spec.model import Model
 from millrace.weights.plans.manifest import TensorInfo
-from services.trainer.backends import ValueLossFn
 from services.trainer.backends.fsdp2 import export
 from services.trainer.backends.fsdp2.attention import packing
 from services.trainer.backends.fsdp2.model import Sharding, load_config, read_whole, sharded, unfilled
 from services.trainer.backends.fsdp2.trained import Sharded
 from services.trainer.checkpoints.value_head import FIELD, WEIGHT, config_changes, stored_head
+from services.trainer.protocol.backend import ValueLossFn
+from services.trainer.protocol.microbatch import MicroBatch
 from services.trainer.ranks import lockstep
-from services.trainer.step.microbatch import MicroBatch
 
 
 class ValueModel(nn.Module):
@@ -38,7 +38,7 @@ class ValueModel(nn.Module):
 
 
 class Critic(Sharded):
-    """See `services.trainer.backends.Critic`."""
+    """See `services.trainer.protocol.backend.Critic`."""
 
     def __init__(self, spec: JobSpec, sharding: Sharding, vocabulary: int) -> None:
         chosen = spec.algorithm.critic

@@ -7,13 +7,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from millrace.spec.trainer import Optimizer
-from services.trainer.checkpoints.boxes import State
+from services.trainer.protocol.local_tensors import State
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Sharded:
-    """See `services.trainer.backends.Trained`."""
+    """See `services.trainer.protocol.backend.Trained`."""
 
     def __init__(self, module: nn.Module, chosen: Optimizer, device: torch.device) -> None:
         self._model: Any = module

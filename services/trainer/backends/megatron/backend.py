@@ -23,7 +23,6 @@ from millrace.megatron.weights import Layout, layout
 from millrace.spec import JobSpec
 from millrace.weights.plans.manifest import Manifest, TensorInfo
 from millrace.weights.plans.memory import Memory
-from services.trainer.backends import Critic, DataParallel, LossFn, TokenScores
 from services.trainer.backends.megatron.experts import replay
 from services.trainer.backends.megatron.experts.dispatch import dispatcher
 from services.trainer.backends.megatron.experts.load_balance import LoadMeter, auxiliary_loss, replayed
@@ -37,9 +36,10 @@ from services.trainer.backends.megatron.weights.export import Gathering
 from services.trainer.backends.megatron.weights.reading import read
 from services.trainer.backends.megatron.weights.shards import shards
 from services.trainer.backends.megatron.weights.state import state
-from services.trainer.checkpoints.boxes import Boxes, State
+from services.trainer.protocol.backend import Critic, DataParallel, LossFn, TokenScores
+from services.trainer.protocol.local_tensors import Boxes, State
+from services.trainer.protocol.microbatch import MicroBatch
 from services.trainer.ranks import lockstep
-from services.trainer.step.microbatch import MicroBatch
 
 COLLECTIVE = timedelta(hours=24)
 """Bounds a collective only in the last resort, as the trainer's own."""
@@ -89,7 +89,7 @@ class Setting:
 
 
 class MegatronBackend:
-    """See `services.trainer.backends.Backend`."""
+    """See `services.trainer.protocol.backend.Backend`."""
 
     critic: Critic | None = None
 

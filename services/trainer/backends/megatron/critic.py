@@ -14,12 +14,12 @@ from millrace.megatron.architectures import read_shape
 from millrace.megatron.rules import check
 from millrace.spec import JobSpec
 from millrace.weights.plans.manifest import TensorInfo
-from services.trainer.backends import ValueLossFn
 from services.trainer.backends.megatron.backend import MegatronBackend, Setting
-from services.trainer.checkpoints.boxes import State
 from services.trainer.checkpoints.value_head import FIELD, config_changes, stored_head
+from services.trainer.protocol.backend import ValueLossFn
+from services.trainer.protocol.local_tensors import State
+from services.trainer.protocol.microbatch import MicroBatch
 from services.trainer.ranks import lockstep
-from services.trainer.step.microbatch import MicroBatch
 
 UNUSED = 1.0
 """Values know no temperature."""
@@ -48,7 +48,7 @@ def build(spec: JobSpec, setting: Setting) -> "MegatronCritic":
 
 
 class MegatronCritic:
-    """See `services.trainer.backends.Critic`."""
+    """See `services.trainer.protocol.backend.Critic`."""
 
     def __init__(self, model: MegatronBackend, folder: Path) -> None:
         self._model = model

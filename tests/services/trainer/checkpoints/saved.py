@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from millrace.ids import JobId, Version
-from services.trainer.backends import Backend
 from services.trainer.checkpoints import checkpoint
+from services.trainer.protocol.backend import Backend
 
 
 def draft(

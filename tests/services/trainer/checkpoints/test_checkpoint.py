@@ -11,8 +11,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from millrace.errors import InvalidState
-from services.trainer.backends import Backend, build
+from services.trainer.backends import build
 from services.trainer.checkpoints import checkpoint, export, huggingface
+from services.trainer.protocol.backend import Backend
 from services.trainer.ranks.event_loop import ControlThread
 from tests.models import save_tiny_model
 from tests.services.trainer.backends.megatron import tiny

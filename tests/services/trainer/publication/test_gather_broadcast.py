@@ -14,7 +14,8 @@ from millrace.ids import Version
 from millrace.weights.plans.manifest import Manifest, TensorInfo
 from millrace.wire.v1 import trainer_pb2 as pb
 from millrace.wire.v1 import weights_pb2
-from services.trainer.backends import Backend, build
+from services.trainer.backends import build
+from services.trainer.protocol.backend import Backend
 from services.trainer.publication import gather_broadcast as publish
 from services.trainer.publication.gather_broadcast import Sender
 from tests.services.trainer.backends.fsdp2.test_backend import saved_tensors

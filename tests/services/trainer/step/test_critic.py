@@ -13,10 +13,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForTokenClassification
 
 from millrace.errors import InvalidJob, InvalidState, NonFinite
-from services.trainer.backends import Backend, build, models
+from services.trainer.backends import build
 from services.trainer.checkpoints import checkpoint
+from services.trainer.protocol.backend import Backend, models
+from services.trainer.protocol.microbatch import MicroBatch
 from services.trainer.ranks.event_loop import ControlThread
-from services.trainer.step.microbatch import MicroBatch
 from services.trainer.step.schedule import critic_learning_rate, learning_rate
 from tests.models import byte_tokenizer, save_tiny_model
 from tests.services.trainer.backends.fsdp2.test_backend import moe_model, samples

@@ -25,11 +25,12 @@ from millrace.spec.checking import choices
 from millrace.wire.arrays import pack_logprobs, unpack_tokens
 from millrace.wire.v1 import common_pb2
 from millrace.wire.v1.trainer_pb2 import StepRequest
-from services.trainer.backends import Backend, build
+from services.trainer.backends import build
+from services.trainer.protocol.backend import Backend
+from services.trainer.protocol.microbatch import MicroBatch, Sample
 from services.trainer.ranks.event_loop import ControlThread
 from services.trainer.step import assess
 from services.trainer.step.kl import KlCoefficient
-from services.trainer.step.microbatch import MicroBatch, Sample
 from services.trainer.step.step import train_step
 from services.trainer.step.update import HALF_MADE
 from tests.rl import reference_advantages

@@ -10,7 +10,7 @@ from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_t
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
-from services.trainer.step.microbatch import MicroBatch
+from services.trainer.protocol.microbatch import MicroBatch
 
 
 class LoadMeter:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from services.trainer.backends.megatron.experts.replay import PackedTokens
-from services.trainer.step.microbatch import MicroBatch
+from services.trainer.protocol.microbatch import MicroBatch
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from services.trainer.backends.megatron.experts.load_balance import forget
 from services.trainer.backends.megatron.model.head import Wanted
 from services.trainer.backends.megatron.parallel.context import whole_scores
 from services.trainer.backends.megatron.parallel.packing import Packed, pack
-from services.trainer.step.microbatch import MicroBatch
+from services.trainer.protocol.microbatch import MicroBatch
 
 ScoreFn = Callable[[int, Tensor], Tensor]
 """Of a micro-batch by its number, and its scores [2, R], a loss. Called where the last layers are."""

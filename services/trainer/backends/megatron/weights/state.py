@@ -13,7 +13,7 @@ from millrace.megatron.placement import Placement, shares
 from millrace.megatron.weights import Layout
 from services.trainer.backends.megatron.optimizer.masters import Owned
 from services.trainer.backends.megatron.optimizer.optimizer import Updater
-from services.trainer.checkpoints.boxes import Boxes
+from services.trainer.protocol.local_tensors import Boxes
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

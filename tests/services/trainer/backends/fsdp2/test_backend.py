@@ -14,7 +14,7 @@ from millrace.errors import InvalidJob
 from millrace.weights.transfer.checksum import checksum
 from services.trainer.backends import build
 from services.trainer.backends.fsdp2.attention import Segments, attend
-from services.trainer.step.microbatch import MicroBatch, Sample
+from services.trainer.protocol.microbatch import MicroBatch, Sample
 from tests.services.trainer.groups import job_spec
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.trainer.backends import TokenScores
-from services.trainer.step.microbatch import MicroBatch
+from services.trainer.protocol.backend import TokenScores
+from services.trainer.protocol.microbatch import MicroBatch
 
 TEMPERATURE = 0.7
 LEARNING_RATE = 1e-2

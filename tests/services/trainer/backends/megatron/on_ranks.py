@@ -15,8 +15,9 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from millrace.spec import JobSpec, parse
-from services.trainer.backends import Backend, build
+from services.trainer.backends import build
 from services.trainer.checkpoints import checkpoint
+from services.trainer.protocol.backend import Backend
 from services.trainer.ranks.world import World
 from tests.services.trainer.backends.megatron import batch
 from tests.services.trainer.checkpoints.saved import draft

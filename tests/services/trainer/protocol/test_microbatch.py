@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from services.trainer.step.microbatch import MicroBatch, Sample
+from services.trainer.protocol.microbatch import MicroBatch, Sample
 
 
 def sample(prompt: int, response: int, **more: object) -> Sample:
