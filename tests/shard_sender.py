@@ -15,9 +15,9 @@ from millrace.weights.plans.manifest import Manifest, TensorInfo
 from millrace.weights.plans.memory import Memory
 from millrace.weights.transfer.channels.channel import Channel, Flight, Parcel
 from millrace.weights.transfer.channels.gloo import serve_store
-from millrace.weights.transfer.channels.meeting import Meeting
+from millrace.weights.transfer.channels.rendezvous import Rendezvous
 from millrace.weights.transfer.pipeline import Sending
-from millrace.weights.transfer.session import Party
+from millrace.weights.transfer.session import PublicationSession
 from millrace.wire.v1 import weights_pb2
 from services.rollout.transfer_request import Delivery
 
@@ -89,7 +89,7 @@ class ShardSender:
         )
         self.sums: dict[int, int] = {}
         self.failures: list[PublicationFailed] = []
-        self.parties = [Party() for _ in shards.ranks]
+        self.sessions = [PublicationSession() for _ in shards.ranks]
         self._threads = [
             threading.Thread(target=self._run, args=(rank,), daemon=True) for rank in range(len(shards.ranks))
         ]
@@ -111,13 +111,13 @@ class ShardSender:
         for thread in self._threads:
             thread.join(TIMEOUT_S)
             assert not thread.is_alive()
-        for party in self.parties:
-            party.leave()
+        for session in self.sessions:
+            session.leave()
         if self.failures:
             raise self.failures[0]
 
     def _run(self, rank: int) -> None:
-        meeting = Meeting(
+        rendezvous = Rendezvous(
             "127.0.0.1",
             self.port,
             self.delivery.channel,
@@ -129,10 +129,10 @@ class ShardSender:
         )
         sending = Sending(self.plan, rank, self.shards.ranks[rank])
         try:
-            self.parties[rank].begin()
+            self.sessions[rank].begin()
             give_up = time.monotonic() + self.delivery.timeout_s
-            sums, _ = self.parties[rank].run(
-                meeting, self.delivery.key, give_up, lambda channel: sending.run(Spoiled(channel, self))
+            sums, _ = self.sessions[rank].run(
+                rendezvous, self.delivery.key, give_up, lambda channel: sending.run(Spoiled(channel, self))
             )
             self.sums.update(sums)
         except PublicationFailed as error:

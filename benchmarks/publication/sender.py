@@ -15,10 +15,10 @@ from millrace.weights.plans import wire_layouts as wire
 from millrace.weights.plans.layout import whole
 from millrace.weights.plans.memory import Memory
 from millrace.weights.transfer.channels.gloo import GlooChannel
-from millrace.weights.transfer.channels.meeting import Meeting, nccl_id
+from millrace.weights.transfer.channels.rendezvous import Rendezvous, nccl_id
 from millrace.weights.transfer.checksum import checksum
 from millrace.weights.transfer.pipeline import Sending
-from millrace.weights.transfer.session import Party
+from millrace.weights.transfer.session import PublicationSession
 from millrace.wire.v1 import weights_pb2
 
 
@@ -34,7 +34,7 @@ class Rank:
         self._memory = TrainerSide(shape_of(shape), trainer).memory(rank, self._manifest, self._device)
         self._whole: Memory | None = None
         self._planner = wire.Planner()
-        self._party = Party()
+        self._session = PublicationSession()
         self._sending: tuple[bytes, Sending] | None = None
         self._group: Any = None
 
@@ -60,9 +60,9 @@ class Rank:
     def send(self, port: int, world_size: int, nccl_id: bytes, key: str, limit_s: float) -> dict[str, Any]:
         """Joins the communicator, the first time, and sends a version."""
         assert self._sending is not None
-        meeting = Meeting("127.0.0.1", port, "bench", self._rank, world_size, nccl_id, self._device, limit_s)
-        self._party.begin()
-        sums, times = self._party.run(meeting, key, time.monotonic() + limit_s, self._sending[1].run)
+        rendezvous = Rendezvous("127.0.0.1", port, "bench", self._rank, world_size, nccl_id, self._device, limit_s)
+        self._session.begin()
+        sums, times = self._session.run(rendezvous, key, time.monotonic() + limit_s, self._sending[1].run)
         return {"sums": dict(sums), "transfer": times.whole_s, "pack": times.pack_s, "verify": times.verify_s}
 
     def hold_whole(self) -> None:

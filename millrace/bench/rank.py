@@ -21,7 +21,7 @@ from millrace.weights.plans.boxes import Boxes
 from millrace.weights.plans.memory import Memory
 from millrace.weights.plans.sharded import ShardedPlan, plan
 from millrace.weights.transfer.channels.channel import Channel, Parcel
-from millrace.weights.transfer.channels.meeting import Meeting, join, nccl_id
+from millrace.weights.transfer.channels.rendezvous import Rendezvous, join, nccl_id
 from millrace.weights.transfer.pipeline import Receiving, Sending
 
 SAY_S = 3.0
@@ -90,10 +90,10 @@ class Rank:
         if self.rank == 0:
             self._store.set("identity", nccl_id(self.device.type == "cuda"))
         identity = bytes(self._store.get("identity"))
-        meeting = Meeting(
+        rendezvous = Rendezvous(
             "127.0.0.1", self._port, "bench", self.rank, self.world, identity, self.device, self.asked["limit_s"]
         )
-        channel = join(meeting, lambda: None)
+        channel = join(rendezvous, lambda: None)
         channel.give_up = self._began + self.asked["limit_s"]
         return channel
 

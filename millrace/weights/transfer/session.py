@@ -11,7 +11,7 @@ from torch.distributed import TCPStore
 from millrace.errors import PublicationFailed
 from millrace.weights.transfer.alarm import Alarm, connect
 from millrace.weights.transfer.channels.channel import Channel
-from millrace.weights.transfer.channels.meeting import Meeting, apart, join
+from millrace.weights.transfer.channels.rendezvous import Rendezvous, apart, join
 
 log = structlog.get_logger(__name__)
 Result = TypeVar("Result")
@@ -19,7 +19,7 @@ CALL_S = 10.0
 """Longest that a store of a publication is looked for."""
 
 
-class Party:
+class PublicationSession:
     """What a rank does with the others, such that it never waits longer than the deadline, nor for the dead.
 
     `run` blocks and is called from one thread at a time; `fail` frees it from any.
@@ -43,7 +43,9 @@ class Party:
         """Forgets an earlier failure. Before `run`, so that a `fail` in between counts."""
         self._failure = None
 
-    def run(self, meeting: Meeting, publication: str, give_up: float, work: Callable[[Channel], Result]) -> Result:
+    def run(
+        self, rendezvous: Rendezvous, publication: str, give_up: float, work: Callable[[Channel], Result]
+    ) -> Result:
         """Joins, unless it is in that communicator already, and does the work. What fails fails for all ranks.
 
         `give_up` is of time.monotonic(). Raises PublicationFailed.
@@ -53,11 +55,11 @@ class Party:
         watchdog.start()
         try:
             self._raise_failure()
-            if self.key != meeting.key:
+            if self.key != rendezvous.key:
                 self.leave()
-            self._alarm = Alarm(self._store_of(meeting), publication, self._heard)
+            self._alarm = Alarm(self._store_of(rendezvous), publication, self._heard)
             if (channel := self._channel) is None:
-                channel = self._channel = join(meeting, self._why)
+                channel = self._channel = join(rendezvous, self._why)
             channel.give_up = give_up
             self._raise_failure()
             result = work(channel)
@@ -65,7 +67,7 @@ class Party:
             return result
         except (PublicationFailed, RuntimeError, ValueError) as error:
             failed = error if isinstance(error, PublicationFailed) else None
-            reason = f"rank {meeting.rank}: {failed.what if failed else error}"
+            reason = f"rank {rendezvous.rank}: {failed.what if failed else error}"
             first = self._failure
             self.fail(reason, ring=first is None)
             self.leave()
@@ -91,10 +93,10 @@ class Party:
         if channel is not None:
             channel.abort(reason)
 
-    def _store_of(self, meeting: Meeting) -> TCPStore:
-        if self._store is None or self._store[:2] != (meeting.host, meeting.port):
-            host, port, limit_s = meeting.host, meeting.port, min(CALL_S, meeting.timeout_s)
-            what = f"the store of communicator {meeting.key} at {host}:{port}"
+    def _store_of(self, rendezvous: Rendezvous) -> TCPStore:
+        if self._store is None or self._store[:2] != (rendezvous.host, rendezvous.port):
+            host, port, limit_s = rendezvous.host, rendezvous.port, min(CALL_S, rendezvous.timeout_s)
+            what = f"the store of communicator {rendezvous.key} at {host}:{port}"
             store = apart(what, lambda: connect(host, port, limit_s), self._why)
             self._store = (host, port, store)
         return self._store[2]

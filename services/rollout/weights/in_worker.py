@@ -16,7 +16,7 @@ import torch
 from millrace.errors import MillraceError, PublicationFailed
 from millrace.weights.plans.manifest import Manifest
 from millrace.weights.plans.memory import Memory
-from millrace.weights.transfer.channels.meeting import nccl_id
+from millrace.weights.transfer.channels.rendezvous import nccl_id
 from millrace.weights.transfer.checksum import checksum
 from millrace.wire.v1 import weights_pb2
 from services.rollout.transfer_request import NOTHING, Delivery, Known

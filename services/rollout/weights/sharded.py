@@ -23,9 +23,9 @@ from millrace.weights.plans.manifest import Manifest
 from millrace.weights.plans.memory import Memory
 from millrace.weights.plans.sharded import ShardedPlan
 from millrace.weights.transfer.channels.channel import Channel
-from millrace.weights.transfer.channels.meeting import Meeting
+from millrace.weights.transfer.channels.rendezvous import Rendezvous
 from millrace.weights.transfer.pipeline import Receiving, Reception, Sending, Times
-from millrace.weights.transfer.session import Party
+from millrace.weights.transfer.session import PublicationSession
 from services.rollout.transfer_request import Delivery
 
 Result = TypeVar("Result")
@@ -53,14 +53,19 @@ class Passage(Generic[Result]):
     """One rank's part of a delivery, carried out in a thread of its own."""
 
     def __init__(
-        self, delivery: Delivery, rank: int, work: Callable[[Channel], Result], device: torch.device, party: Party
+        self,
+        delivery: Delivery,
+        rank: int,
+        work: Callable[[Channel], Result],
+        device: torch.device,
+        session: PublicationSession,
     ) -> None:
         self.delivery = delivery
         self.result: Result | None = None
         self.failure: str | None = None
         self._work = work
-        self._party = party
-        self._meeting = Meeting(
+        self._session = session
+        self._rendezvous = Rendezvous(
             delivery.host,
             delivery.port,
             delivery.channel,
@@ -73,7 +78,7 @@ class Passage(Generic[Result]):
         self._give_up = time.monotonic() + delivery.timeout_s
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
-        party.begin()
+        session.begin()
 
     def begin(self) -> None:
         self._thread = threading.Thread(target=self._carry_out, name=f"passage {self.delivery.key}", daemon=True)
@@ -93,24 +98,24 @@ class Passage(Generic[Result]):
         if not self._over.is_set():
             self.failure = self.failure or f"publication {self.delivery.key} was aborted."
             if self._thread is not None:  # otherwise nothing began, and the communicator is as good as before
-                self._party.fail("a replica was told to abort")
+                self._session.fail("a replica was told to abort")
                 self._thread.join()
             self._over.set()
 
     def _carry_out(self) -> None:
         try:
-            self.result = self._party.run(self._meeting, self.delivery.key, self._give_up, self._work)
+            self.result = self._session.run(self._rendezvous, self.delivery.key, self._give_up, self._work)
         except PublicationFailed as error:
             self.failure = self.failure or error.what
         finally:
             if self.delivery.passing:
-                self._party.leave()
+                self._session.leave()
             self._over.set()
 
 
 class Coming(Passage[Reception]):
-    def __init__(self, delivery: Delivery, rank: int, receiving: Receiving, party: Party) -> None:
-        super().__init__(delivery, rank, receiving.run, receiving.device, party)
+    def __init__(self, delivery: Delivery, rank: int, receiving: Receiving, session: PublicationSession) -> None:
+        super().__init__(delivery, rank, receiving.run, receiving.device, session)
         self.receiving = receiving
 
 
@@ -118,7 +123,7 @@ class Going(Passage[Sent]):
     """Everything that takes a while is done in its thread: the engine generates meanwhile."""
 
     def __init__(self, delivery: Delivery, rank: int, memory: Memory) -> None:
-        super().__init__(delivery, rank, self._send, memory.device, Party())
+        super().__init__(delivery, rank, self._send, memory.device, PublicationSession())
         self.slot_bytes = 0
         self._rank = rank
         self._memory = memory
@@ -142,7 +147,7 @@ class Shards:
         self._load = load
         self._parameters = parameters
         self._padded = padded
-        self._party = Party()
+        self._session = PublicationSession()
         self._planner = wire.Planner()
         self._watched: tuple[bytes, Watched] | None = None
         self._receiving: tuple[tuple[bytes, int, bool], Receiving] | None = None
@@ -167,7 +172,7 @@ class Shards:
         """Checks a coming delivery; whether there is memory to stage it. Raises PublicationFailed where it was planned
         for another worker than this."""
         assert delivery.sides is not None
-        if delivery.standing and self._party.key != delivery.channel:
+        if delivery.standing and self._session.key != delivery.channel:
             raise PublicationFailed(f"rank {rank} is not in communicator {delivery.channel} any more.")
         plan, watched = self._plan(delivery), self._watch(delivery.manifest)
         if self._receiving is not None and self._receiving[0] == (plan.hash, rank, True):
@@ -201,7 +206,9 @@ class Shards:
             except RuntimeError as error:  # torch's out of memory
                 what = f"there is no memory to receive {delivery.key}: {error}"
                 raise PublicationFailed(what, 'set publication.commit to "inplace".') from error
-        self._coming = Coming(delivery, rank, self._receiving[1], Party() if delivery.passing else self._party)
+        self._coming = Coming(
+            delivery, rank, self._receiving[1], PublicationSession() if delivery.passing else self._session
+        )
         return self._coming
 
     def place(self, coming: Coming, *, staged: bool) -> Placed:
@@ -233,7 +240,7 @@ class Shards:
 
     def leave(self) -> None:
         """The communicator is closed and memory given back."""
-        self._party.leave()
+        self._session.leave()
         self._let_go()
 
     def _let_go(self) -> None:

@@ -15,7 +15,7 @@ from millrace.weights.phases import Phase, PublicationId, PublicationState
 from millrace.weights.plans import wire_layouts as wire
 from millrace.weights.plans.manifest import Manifest
 from millrace.weights.plans.sharded import ShardedPlan
-from millrace.weights.transfer.channels.meeting import serve_store
+from millrace.weights.transfer.channels.rendezvous import serve_store
 from millrace.wire.server import host_address
 from millrace.wire.v1 import trainer_pb2, weights_pb2
 from services.rollout.engine import Engine

@@ -14,9 +14,9 @@ from millrace.weights.plans import wire_layouts as wire
 from millrace.weights.plans.memory import Memory
 from millrace.weights.plans.sharded import ShardedPlan
 from millrace.weights.transfer.channels.gloo import serve_store
-from millrace.weights.transfer.channels.meeting import Meeting, nccl_id
+from millrace.weights.transfer.channels.rendezvous import Rendezvous, nccl_id
 from millrace.weights.transfer.pipeline import Sending
-from millrace.weights.transfer.session import Party
+from millrace.weights.transfer.session import PublicationSession
 from millrace.wire.server import host_address
 from millrace.wire.v1 import weights_pb2
 from millrace.wire.v1.trainer_pb2 import (
@@ -50,7 +50,7 @@ class Prepared:
     sending: Sending
     bytes: int
     """Of one copy of the weights."""
-    meeting: Meeting
+    meeting: Rendezvous
     give_up: float
     seconds: float
 
@@ -61,7 +61,7 @@ class ShardSender:
     def __init__(self, rank: int, member_id: str) -> None:
         self._rank = rank
         self._member_id = member_id
-        self._party = Party()
+        self._session = PublicationSession()
         self._planner = wire.Planner()
         self._prepared: Prepared | None = None
         self._sending: tuple[bytes, list[int], Sending] | None = None
@@ -81,9 +81,9 @@ class ShardSender:
             rendezvous = self._rendezvous(request, plan) if self._rank == 0 else weights_pb2.Rendezvous()
         rendezvous = weights_pb2.Rendezvous.FromString(lockstep.gather_bytes(rendezvous.SerializeToString())[0])
         with lockstep.together():
-            if rendezvous.standing and self._party.key != rendezvous.key:
+            if rendezvous.standing and self._session.key != rendezvous.key:
                 raise PublicationFailed(f"rank {self._rank} of the trainer has left communicator {rendezvous.key}.")
-        meeting = Meeting(
+        meeting = Rendezvous(
             rendezvous.host,
             rendezvous.port,
             rendezvous.key,
@@ -94,7 +94,7 @@ class ShardSender:
             request.deadline_s,
         )
         publication = PublicationId.from_proto(request.publication)
-        self._party.begin()
+        self._session.begin()
         seconds = time.monotonic() - began
         self._prepared = Prepared(
             publication, plan, sending, memory.manifest.bytes, meeting, began + request.deadline_s, seconds
@@ -120,7 +120,7 @@ class ShardSender:
         if self._store is None:
             self._store = serve_store(host_address(), plan.world_size, request.deadline_s)
         rendezvous = weights_pb2.Rendezvous(host=host_address(), port=self._store[1], world_size=plan.world_size)
-        rendezvous.key, rendezvous.standing = self._party.key, bool(self._party.key) and members == self._members
+        rendezvous.key, rendezvous.standing = self._session.key, bool(self._session.key) and members == self._members
         if not rendezvous.standing:
             rendezvous.key = f"{PublicationId.from_proto(request.publication).key}/{secrets.token_hex(8)}"
             self._nccl_id = nccl_id(request.gpu)
@@ -133,7 +133,7 @@ class ShardSender:
             raise InvalidState(f"publication {publication.key} is not prepared here.", "prepare it first.")
         began = time.monotonic()
         with lockstep.together():
-            sums, times = self._party.run(prepared.meeting, publication.key, prepared.give_up, prepared.sending.run)
+            sums, times = self._session.run(prepared.meeting, publication.key, prepared.give_up, prepared.sending.run)
         told = lockstep.gather_bytes(np.array([*sums.items()], np.uint64).tobytes())
         checksums = np.zeros(len(prepared.plan.sizes), np.uint64)
         for data in told:
@@ -157,7 +157,7 @@ class ShardSender:
     def abort(self, reason: str) -> None:
         """Makes a transfer in progress fail, on every rank."""
         if self._prepared is not None:
-            self._party.fail(reason)
+            self._session.fail(reason)
 
     def finish(self, failed: bool) -> None:
         """After a publication: the communicator is kept for the next one unless this one failed."""
@@ -168,7 +168,7 @@ class ShardSender:
     def close(self) -> None:
         """Frees the communicator, slots and the store. Not during a transfer."""
         self._prepared = None
-        self._party.leave()
+        self._session.leave()
         self._members = None
         self._sending = None
         self._store = None

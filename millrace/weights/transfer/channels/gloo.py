@@ -58,7 +58,7 @@ class GlooChannel(Breakable):
     ) -> "GlooChannel":
         """Meets the other ranks of communicator `key` at the store; returns once all have come.
 
-        `timeout_s` bounds the meeting and each later operation. Rank 0 passes the `store` it serves. Raises
+        `timeout_s` bounds the rendezvous and each later operation. Rank 0 passes the `store` it serves. Raises
         PublicationFailed where somebody does not come.
         """
         limit = timedelta(seconds=timeout_s)

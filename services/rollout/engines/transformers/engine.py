@@ -295,7 +295,7 @@ class TransformersEngine:
 
     async def prepare_send(self, delivery: Delivery, served: str) -> bytes:
         await self.end_send()
-        from millrace.weights.transfer.channels.meeting import nccl_id
+        from millrace.weights.transfer.channels.rendezvous import nccl_id
 
         self._source = await asyncio.to_thread(self._shards.source, delivery, 0, served)
         return nccl_id(self._source.device.type == "cuda")

@@ -22,9 +22,9 @@ from millrace.weights.plans.layout import whole
 from millrace.weights.plans.manifest import Manifest
 from millrace.weights.plans.memory import Memory
 from millrace.weights.plans.wire_layouts import Planner, encode
-from millrace.weights.transfer.channels.meeting import Meeting, serve_store
+from millrace.weights.transfer.channels.rendezvous import Rendezvous, serve_store
 from millrace.weights.transfer.pipeline import Receiving
-from millrace.weights.transfer.session import Party
+from millrace.weights.transfer.session import PublicationSession
 from millrace.wire.v1 import weights_pb2
 from services.rollout.engine import (
     Engine,
@@ -154,13 +154,13 @@ class WholeReceiver:
         )
 
     def receive(self) -> Any:
-        at, party = self.delivery, Party()
-        meeting = Meeting(at.host, at.port, at.channel, 1, at.world_size, b"", torch.device("cpu"), at.timeout_s)
+        at, session = self.delivery, PublicationSession()
+        rendezvous = Rendezvous(at.host, at.port, at.channel, 1, at.world_size, b"", torch.device("cpu"), at.timeout_s)
         receiving = Receiving(self._plan, 1, self._memory, staged=False)
         try:
-            return party.run(meeting, at.key, time.monotonic() + at.timeout_s, receiving.run)
+            return session.run(rendezvous, at.key, time.monotonic() + at.timeout_s, receiving.run)
         finally:
-            party.leave()
+            session.leave()
 
 
 @pytest.fixture(

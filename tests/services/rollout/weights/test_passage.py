@@ -19,7 +19,7 @@ from millrace.weights.plans.manifest import Manifest
 from millrace.weights.transfer.alarm import RINGS_S, Alarm, connect
 from millrace.weights.transfer.channels.channel import Channel, Parcel
 from millrace.weights.transfer.channels.gloo import GlooChannel, serve_store
-from millrace.weights.transfer.session import Party
+from millrace.weights.transfer.session import PublicationSession
 from services.rollout.transfer_request import Delivery
 from services.rollout.weights.sharded import Passage
 
@@ -60,28 +60,28 @@ def elsewhere() -> Iterator[tuple[int, int]]:
 
 def test_one_that_never_began_leaves_the_communicator_as_it_was() -> None:
     _store, port = serve_store("127.0.0.1", 1, 20.0)
-    party = Party()
+    session = PublicationSession()
     for passage, begins in (
-        (Passage(delivery(port), 0, nothing, CPU, party), True),
-        (Passage(delivery(port, attempt=2, standing=True), 0, nothing, CPU, party), False),
-        (Passage(delivery(port, attempt=3, standing=True), 0, nothing, CPU, party), True),
+        (Passage(delivery(port), 0, nothing, CPU, session), True),
+        (Passage(delivery(port, attempt=2, standing=True), 0, nothing, CPU, session), False),
+        (Passage(delivery(port, attempt=3, standing=True), 0, nothing, CPU, session), True),
     ):
         if begins:
             passage.begin()
             passage.wait(20)
-            assert (passage.result, passage.failure, party.key) == ("done", None, "first")
+            assert (passage.result, passage.failure, session.key) == ("done", None, "first")
         passage.close()
-    party.leave()
+    session.leave()
 
 
 def test_a_communicator_that_failed_is_not_one_that_this_rank_is_in() -> None:
     _store, port = serve_store("127.0.0.1", 1, 20.0)
-    party = Party()
-    passage = Passage(delivery(port), 0, nothing, CPU, party)
+    session = PublicationSession()
+    passage = Passage(delivery(port), 0, nothing, CPU, session)
     passage.begin()
     passage.wait(20)
-    party.fail("somebody is gone")
-    assert party.key == ""
+    session.fail("somebody is gone")
+    assert session.key == ""
 
 
 def test_what_was_being_received_is_given_back_and_a_late_message_goes_nowhere() -> None:
@@ -104,7 +104,7 @@ def test_what_was_being_received_is_given_back_and_a_late_message_goes_nowhere()
         asked.set()
         flight.wait()
 
-    passage = Passage(delivery(port, world_size=2, rank=1), 1, receive, CPU, Party())
+    passage = Passage(delivery(port, world_size=2, rank=1), 1, receive, CPU, PublicationSession())
     gc.disable()
     try:
         passage.begin()
@@ -135,7 +135,7 @@ def test_an_alarm_is_not_stuck_in_a_store_that_stands_still(elsewhere: tuple[int
 def test_a_passage_is_called_off_where_the_store_stands_still(elsewhere: tuple[int, int]) -> None:
     pid, port = elsewhere
     os.kill(pid, signal.SIGSTOP)
-    passage = Passage(delivery(port, world_size=2, rank=1), 1, nothing, CPU, Party())
+    passage = Passage(delivery(port, world_size=2, rank=1), 1, nothing, CPU, PublicationSession())
     passage.begin()
     time.sleep(0.3)
     began = time.monotonic()

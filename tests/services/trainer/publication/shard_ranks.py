@@ -17,9 +17,9 @@ from millrace.weights.plans import wire_layouts as wire
 from millrace.weights.plans.layout import Layout, Place, contiguous, whole
 from millrace.weights.plans.manifest import Manifest
 from millrace.weights.plans.memory import Memory
-from millrace.weights.transfer.channels.meeting import Meeting
+from millrace.weights.transfer.channels.rendezvous import Rendezvous
 from millrace.weights.transfer.pipeline import Receiving
-from millrace.weights.transfer.session import Party
+from millrace.weights.transfer.session import PublicationSession
 from millrace.wire.v1 import trainer_pb2 as pb
 from millrace.wire.v1 import weights_pb2
 from services.trainer.backends import build
@@ -46,23 +46,23 @@ class Worker:
     """Receives in a thread; in the same communicator from version to version."""
 
     def __init__(self, memory: Memory, staged: bool) -> None:
-        self.memory, self.staged, self.party = memory, staged, Party()
+        self.memory, self.staged, self.session = memory, staged, PublicationSession()
         self.failure: PublicationFailed | None = None
 
     def start(self, rank: int, sides: weights_pb2.Sides, prepared: pb.PrepareSendResponse, key: str) -> None:
         plan = wire.Planner().plan(self.memory.manifest, sides)
         assert plan.hash == prepared.plan_hash
         at = prepared.rendezvous
-        meeting = Meeting(at.host, at.port, at.key, rank, at.world_size, b"", torch.device("cpu"), 20.0)
-        assert at.standing == (self.party.key == at.key)
+        rendezvous = Rendezvous(at.host, at.port, at.key, rank, at.world_size, b"", torch.device("cpu"), 20.0)
+        assert at.standing == (self.session.key == at.key)
         self.receiving = Receiving(plan, rank, self.memory, staged=self.staged)
-        self.party.begin()
-        self.thread = threading.Thread(target=self._run, args=(meeting, key))
+        self.session.begin()
+        self.thread = threading.Thread(target=self._run, args=(rendezvous, key))
         self.thread.start()
 
-    def _run(self, meeting: Meeting, key: str) -> None:
+    def _run(self, rendezvous: Rendezvous, key: str) -> None:
         try:
-            self.got = self.party.run(meeting, key, time.monotonic() + 20.0, self.receiving.run)
+            self.got = self.session.run(rendezvous, key, time.monotonic() + 20.0, self.receiving.run)
         except PublicationFailed as error:
             self.failure = error
 

@@ -19,9 +19,9 @@ from millrace.weights.plans import wire_layouts as wire
 from millrace.weights.plans.layout import whole
 from millrace.weights.plans.manifest import Manifest
 from millrace.weights.plans.memory import Memory
-from millrace.weights.transfer.channels.meeting import Meeting
+from millrace.weights.transfer.channels.rendezvous import Rendezvous
 from millrace.weights.transfer.pipeline import Receiving
-from millrace.weights.transfer.session import Party
+from millrace.weights.transfer.session import PublicationSession
 from millrace.wire.v1 import trainer_pb2 as pb
 from millrace.wire.v1 import weights_pb2
 from tests.services.trainer.backends.fsdp2.test_backend import saved_tensors
@@ -41,7 +41,7 @@ class Worker:
     """One receiver that wants everything whole. It stays in its communicator from version to version."""
 
     def __init__(self, calls: Calls) -> None:
-        self.calls, self.party, self.member = calls, Party(), new_member_id("rollout")
+        self.calls, self.session, self.member = calls, PublicationSession(), new_member_id("rollout")
         told = calls.call("DescribeWeights", pb.DescribeSendRequest(job_id=JOB, dtype="bfloat16"))
         self.manifest = Manifest.from_proto(told.manifest)
         self.tensors = [torch.zeros(t.shape, dtype=getattr(torch, t.dtype)) for t in self.manifest.tensors]
@@ -70,25 +70,25 @@ class Worker:
         plan = wire.Planner().plan(self.manifest, self.sides)
         assert plan.hash == self.prepared.plan_hash
         at = self.prepared.rendezvous
-        meeting = Meeting(at.host, at.port, at.key, RANKS, at.world_size, b"", torch.device("cpu"), deadline_s)
+        rendezvous = Rendezvous(at.host, at.port, at.key, RANKS, at.world_size, b"", torch.device("cpu"), deadline_s)
         receiving = Receiving(plan, RANKS, self.memory, staged=False)
         self.failure = None
 
         def held(channel: Any) -> Any:
             self.holding.set()
-            while self.party._failure is None:
+            while self.session._failure is None:
                 time.sleep(0.02)
 
         def run() -> None:
             try:
                 give_up = time.monotonic() + deadline_s
-                self.got = self.party.run(
-                    meeting, PublicationId.from_proto(self.ref).key, give_up, held if hold else receiving.run
+                self.got = self.session.run(
+                    rendezvous, PublicationId.from_proto(self.ref).key, give_up, held if hold else receiving.run
                 )
             except PublicationFailed as error:
                 self.failure = error
 
-        self.party.begin()
+        self.session.begin()
         self.thread = threading.Thread(target=run, daemon=True)
         self.thread.start()
 

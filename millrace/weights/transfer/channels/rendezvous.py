@@ -11,13 +11,13 @@ from millrace.errors import PublicationFailed
 from millrace.weights.transfer.channels.channel import Channel
 from millrace.weights.transfer.channels.gloo import GlooChannel, serve_store
 
-__all__ = ["Meeting", "apart", "join", "nccl_id", "serve_store"]
+__all__ = ["Rendezvous", "apart", "join", "nccl_id", "serve_store"]
 Made = TypeVar("Made")
 LOOK_EVERY_S = 0.05
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """Where and as what a rank joins."""
 
     host: str
@@ -41,10 +41,10 @@ def nccl_id(gpu: bool) -> bytes:
     return unique_id()
 
 
-def join(meeting: Meeting, failure: Callable[[], PublicationFailed | None]) -> Channel:
+def join(rendezvous: Rendezvous, failure: Callable[[], PublicationFailed | None]) -> Channel:
     """Blocks until all have come. Raises PublicationFailed where somebody does not, or what `failure` says as soon as
     it says something; a channel that comes after that is closed."""
-    return apart(f"communicator {meeting.key}", lambda: _channel(meeting), failure, _throw_away)
+    return apart(f"communicator {rendezvous.key}", lambda: _channel(rendezvous), failure, _throw_away)
 
 
 def apart(
@@ -104,22 +104,22 @@ def _throw_away(channel: Channel) -> None:
     channel.close()
 
 
-def _channel(meeting: Meeting) -> Channel:
-    if meeting.nccl_id:
+def _channel(rendezvous: Rendezvous) -> Channel:
+    if rendezvous.nccl_id:
         from millrace.weights.transfer.channels.nccl import NcclChannel
 
         return NcclChannel.join(
-            meeting.nccl_id,
-            key=meeting.key,
-            rank=meeting.rank,
-            world_size=meeting.world_size,
-            device=meeting.device,
+            rendezvous.nccl_id,
+            key=rendezvous.key,
+            rank=rendezvous.rank,
+            world_size=rendezvous.world_size,
+            device=rendezvous.device,
         )
     return GlooChannel.join(
-        meeting.host,
-        meeting.port,
-        key=meeting.key,
-        rank=meeting.rank,
-        world_size=meeting.world_size,
-        timeout_s=meeting.timeout_s,
+        rendezvous.host,
+        rendezvous.port,
+        key=rendezvous.key,
+        rank=rendezvous.rank,
+        world_size=rendezvous.world_size,
+        timeout_s=rendezvous.timeout_s,
     )

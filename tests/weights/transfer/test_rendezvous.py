@@ -8,20 +8,20 @@ import pytest
 import torch
 
 from millrace.errors import PublicationFailed
-from millrace.weights.transfer.channels import meeting
+from millrace.weights.transfer.channels import rendezvous
 from millrace.weights.transfer.channels.gloo import GlooChannel, serve_store
-from millrace.weights.transfer.channels.meeting import Meeting, join
+from millrace.weights.transfer.channels.rendezvous import Rendezvous, join
 
 
-def at(port: int, timeout_s: float = 20.0) -> Meeting:
-    return Meeting("127.0.0.1", port, "job/1/1/1", 1, 2, b"", torch.device("cpu"), timeout_s)
+def at(port: int, timeout_s: float = 20.0) -> Rendezvous:
+    return Rendezvous("127.0.0.1", port, "job/1/1/1", 1, 2, b"", torch.device("cpu"), timeout_s)
 
 
 def test_a_defect_is_told_to_whoever_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    def breaks(unused: Meeting) -> Any:
+    def breaks(unused: Rendezvous) -> Any:
         raise KeyError("a defect")
 
-    monkeypatch.setattr(meeting, "_channel", breaks)
+    monkeypatch.setattr(rendezvous, "_channel", breaks)
     with pytest.raises(PublicationFailed, match=r"communicator job/1/1/1 could not be made: KeyError\('a defect'\)"):
         join(at(1), lambda: None)
 
@@ -29,14 +29,14 @@ def test_a_defect_is_told_to_whoever_waits(monkeypatch: pytest.MonkeyPatch) -> N
 def test_who_is_called_off_does_not_wait_and_leaves_no_channel_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     store, port = serve_store("127.0.0.1", 2, 20.0)
     made: list[Any] = []
-    really, came = meeting._channel, threading.Event()
+    really, came = rendezvous._channel, threading.Event()
 
-    def late(asked: Meeting) -> Any:
+    def late(asked: Rendezvous) -> Any:
         made.append(really(asked))
         came.set()
         return made[0]
 
-    monkeypatch.setattr(meeting, "_channel", late)
+    monkeypatch.setattr(rendezvous, "_channel", late)
     called_off = PublicationFailed("it was called off.")
     with pytest.raises(PublicationFailed, match="called off"):
         join(at(port), lambda: called_off)
