@@ -27,9 +27,9 @@ from millrace.telemetry import logs
 from millrace.wire.server import host_address
 from services.trainer.checkpoints.saving import Saver
 from services.trainer.publication.gather_broadcast import Sender
-from services.trainer.ranks.beats import Beats
 from services.trainer.ranks.commands import Caller, Follower
 from services.trainer.ranks.event_loop import ControlThread
+from services.trainer.ranks.heartbeats import Heartbeats
 from services.trainer.ranks.world import World
 from services.trainer.service.serve import Front
 from services.trainer.service.worker import Worker
@@ -58,14 +58,14 @@ def run(coordinator: str, port: int, member_id: MemberId) -> int:
     world = World.join()
     control = ControlThread()
     sender = Sender(world.rank, member_id)
-    beats = Beats(world)
-    saver = Saver(world, beats)
-    drain = beats.drain
+    heartbeats = Heartbeats(world)
+    saver = Saver(world, heartbeats)
+    drain = heartbeats.drain
     if world.rank == 0:
-        front = Front(world, Caller(world, beats), sender, saver, member_id, coordinator, control.loop)
+        front = Front(world, Caller(world, heartbeats), sender, saver, member_id, coordinator, control.loop)
         drain = front.drain
     follower = Follower(world, Worker(world, control, sender, saver).actions)
-    beats.start(on_drain=drain)
+    heartbeats.start(on_drain=drain)
     _on_signals(control, drain)
     if world.rank == 0:
         front.start(host_address(), port)
@@ -74,7 +74,7 @@ def run(coordinator: str, port: int, member_id: MemberId) -> int:
     except DistError as error:
         log.error("rank 0 is gone: this rank ends", rank=world.rank, error=str(error))
         return 1
-    beats.stop()
+    heartbeats.stop()
     control.stop()
     dist.destroy_process_group()
     return 0

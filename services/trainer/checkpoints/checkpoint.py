@@ -24,7 +24,7 @@ from services.trainer.checkpoints.box_files import BoxReader, key, write, writer
 from services.trainer.checkpoints.huggingface import write_folder
 from services.trainer.protocol.backend import Backend, models
 from services.trainer.protocol.local_tensors import is_written, parts
-from services.trainer.ranks import lockstep
+from services.trainer.ranks import collectives
 
 ABOUT = "trainer.json"
 FORMAT = 2
@@ -83,9 +83,9 @@ def draft(
     Raises InvalidState where the folder cannot be written.
     """
     target, rank = Path(path), dist.get_rank()
-    token = lockstep.gather_bytes(uuid.uuid4().hex.encode() if rank == 0 else b"")[0].decode()
+    token = collectives.gather_bytes(uuid.uuid4().hex.encode() if rank == 0 else b"")[0].decode()
     partial = target.with_name(f".{target.name}.{token}{PARTIAL}")
-    with lockstep.together():
+    with collectives.fail_together():
         if rank == 0:
             _begin(partial)
     about = {
@@ -94,7 +94,7 @@ def draft(
         "version": version,
         "updates": {prefix: model.updates for prefix, model in models(backend).items()},
         "kl_coefficient": kl_coefficient,
-        "ranks": lockstep.ranks(),
+        "ranks": collectives.world_size(),
         "model_folder": model,
         "model": backend.manifest("float32").hash.hex(),
     }
@@ -111,13 +111,13 @@ def draft(
 def finish(draft: Draft) -> int:
     """Writes it now; its bytes, on rank 0. All ranks call it. Raises InvalidState on all."""
     try:
-        with lockstep.together():
+        with collectives.fail_together():
             try:
                 draft.write()
             except OSError as error:
                 what = f"rank {dist.get_rank()} could not write its part of {draft.target}: {error}"
                 raise InvalidState(what, _ROOM) from error
-        with lockstep.together():
+        with collectives.fail_together():
             return draft.commit() if dist.get_rank() == 0 else 0
     except MillraceError:
         draft.discard()
@@ -130,10 +130,10 @@ def load(path: str, backend: Backend) -> Version:
     Raises InvalidState, with the backend as it was, where there is no whole checkpoint or it is of another model.
     """
     folder = Path(path)
-    with lockstep.together():
+    with collectives.fail_together():
         if dist.get_rank() == 0 and not folder.exists() and _old(folder).exists():
             os.rename(_old(folder), folder)  # a crash came between the two renames that replace a checkpoint
-    with lockstep.together():
+    with collectives.fail_together():
         about, stored = opened(folder)
         if about["model"] != backend.manifest("float32").hash.hex():
             raise InvalidState(f"{path} is a checkpoint of another model than the job's.", _FIX)
@@ -142,7 +142,7 @@ def load(path: str, backend: Backend) -> Version:
             what = f"{path} is a checkpoint without {', '.join(sorted(lacking)).rstrip('.')}, which this job trains."
             raise InvalidState(what, _FIX)
     states = {prefix: model.prepare_state(updates[prefix]) for prefix, model in models(backend).items()}
-    with lockstep.together():
+    with collectives.fail_together():
         for prefix, state in states.items():
             for name, tensor in state.items():
                 for offset, part in parts(tensor).items():
@@ -178,7 +178,7 @@ def _own_boxes(backend: Backend) -> dict[str, Tensor]:
         for offset, part in parts(tensor).items()
     }
     sizes = {name: part.numel() * part.element_size() for name, part in offered.items()}
-    offers = [json.loads(offer) for offer in lockstep.gather_bytes(json.dumps(sizes).encode())]
+    offers = [json.loads(offer) for offer in collectives.gather_bytes(json.dumps(sizes).encode())]
     return {name: offered[name] for name in writers(offers)[dist.get_rank()]}
 
 

@@ -16,7 +16,7 @@ from millrace.errors import InvalidState
 from millrace.weights.plans.manifest import TensorInfo
 from services.trainer.checkpoints.model_files import INDEX, SINGLE, ModelFiles
 from services.trainer.checkpoints.value_head import WEIGHT
-from services.trainer.ranks import lockstep
+from services.trainer.ranks import collectives
 
 Export = Callable[[str], Iterator[tuple[TensorInfo, Tensor | None]]]
 """Of a dtype: the tensors one after the other, whole on rank 0. See `backends.Backend.export`."""
@@ -43,7 +43,7 @@ def write_folder(folder: Path, export: Export, model: Path, config: Mapping[str,
                 shards.add(info.name, tensor.cpu())
             except (OSError, SafetensorError) as error:
                 failure = error  # told once the other ranks have given all that they are asked for
-    with lockstep.together():
+    with collectives.fail_together():
         if dist.get_rank() == 0:
             try:
                 if failure is not None:

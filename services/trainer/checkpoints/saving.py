@@ -12,7 +12,7 @@ from torch.distributed import DistStoreError
 from millrace.errors import InvalidState, MillraceError, Unavailable
 from millrace.wire.v1 import trainer_pb2 as pb
 from services.trainer.checkpoints.checkpoint import Draft
-from services.trainer.ranks.beats import Beats
+from services.trainer.ranks.heartbeats import Heartbeats
 from services.trainer.ranks.world import World
 
 log = structlog.get_logger(__name__)
@@ -24,9 +24,9 @@ WRITTEN = b"written"
 class Saver:
     """This rank's. `begin` on the main thread; `outcome` from any."""
 
-    def __init__(self, world: World, beats: Beats) -> None:
+    def __init__(self, world: World, heartbeats: Heartbeats) -> None:
         self._world = world
-        self._beats = beats
+        self._heartbeats = heartbeats
         self._store: Any = world.connect(timeout_s=30.0)  # torch's stubs know no bytes
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="save")
         self._number = 0
@@ -83,7 +83,7 @@ class Saver:
                     answers[rank] = self._store.get(key)
                     self._store.delete_key(key)
             still = [rank for rank in missing if rank not in answers]
-            if lost := {rank: "is dead or stopped" for rank in self._beats.silent() if rank in still}:
+            if lost := {rank: "is dead or stopped" for rank in self._heartbeats.silent() if rank in still}:
                 raise Unavailable(self._told(draft, lost), _AGAIN)
             if still and time.monotonic() > give_up:
                 raise InvalidState(self._told(draft, dict.fromkeys(still, "did not finish in time")), _SLOW)
@@ -97,7 +97,7 @@ class Saver:
             return
 
     def _told(self, draft: Draft, reasons: dict[int, str]) -> str:
-        named = (f"rank {rank} on {self._beats.host(rank)}: {why}" for rank, why in sorted(reasons.items()))
+        named = (f"rank {rank} on {self._heartbeats.host(rank)}: {why}" for rank, why in sorted(reasons.items()))
         return f"version {draft.version} was not saved to {draft.target}: {'; '.join(named)}."
 
 

@@ -27,7 +27,7 @@ from millrace.wire.v1.trainer_pb2 import (
     TransferSendResponse,
 )
 from services.trainer.protocol.backend import Backend
-from services.trainer.ranks import lockstep
+from services.trainer.ranks import collectives
 
 log = structlog.get_logger(__name__)
 
@@ -35,7 +35,7 @@ log = structlog.get_logger(__name__)
 def describe(request: DescribeSendRequest, backend: Backend) -> DescribeSendResponse:
     """What each rank holds. A collective."""
     memory = backend.shards(request.dtype)
-    told = lockstep.gather_bytes(b"" if memory is None else wire.encode([memory.layout.boxes]).SerializeToString())
+    told = collectives.gather_bytes(b"" if memory is None else wire.encode([memory.layout.boxes]).SerializeToString())
     layouts = weights_pb2.Layouts()
     if all(told):
         layouts = wire.joined([weights_pb2.Layouts.FromString(data) for data in told])
@@ -72,15 +72,15 @@ class ShardSender:
     def prepare(self, request: PrepareSendRequest, backend: Backend) -> PrepareSendResponse:
         began = time.monotonic()
         self._prepared = None
-        with lockstep.together():
+        with collectives.fail_together():
             memory = backend.shards(request.dtype)
             if memory is None:
                 raise InvalidState("this model's shards are no boxes of its tensors.", "gather and broadcast it.")
             plan = self._planner.plan(memory.manifest, request.sides)
             sending = self._buffers(plan, memory, request.sides)
             rendezvous = self._rendezvous(request, plan) if self._rank == 0 else weights_pb2.Rendezvous()
-        rendezvous = weights_pb2.Rendezvous.FromString(lockstep.gather_bytes(rendezvous.SerializeToString())[0])
-        with lockstep.together():
+        rendezvous = weights_pb2.Rendezvous.FromString(collectives.gather_bytes(rendezvous.SerializeToString())[0])
+        with collectives.fail_together():
             if rendezvous.standing and self._session.key != rendezvous.key:
                 raise PublicationFailed(f"rank {self._rank} of the trainer has left communicator {rendezvous.key}.")
         meeting = Rendezvous(
@@ -107,7 +107,7 @@ class ShardSender:
         if self._sending is not None and self._sending[:2] == (plan.hash, at):
             return self._sending[2]
         told = wire.decode(sides.senders)
-        if len(told) != lockstep.ranks() or told[self._rank].hash != memory.layout.boxes.hash:
+        if len(told) != collectives.world_size() or told[self._rank].hash != memory.layout.boxes.hash:
             what = f"rank {self._rank} of the trainer holds other shards than the publication was planned for."
             raise PublicationFailed(what, "publish again: the layouts are asked for anew.")
         self._sending = None  # before the new slots are made
@@ -132,15 +132,15 @@ class ShardSender:
         if prepared is None or prepared.publication != publication:
             raise InvalidState(f"publication {publication.key} is not prepared here.", "prepare it first.")
         began = time.monotonic()
-        with lockstep.together():
+        with collectives.fail_together():
             sums, times = self._session.run(prepared.meeting, publication.key, prepared.give_up, prepared.sending.run)
-        told = lockstep.gather_bytes(np.array([*sums.items()], np.uint64).tobytes())
+        told = collectives.gather_bytes(np.array([*sums.items()], np.uint64).tobytes())
         checksums = np.zeros(len(prepared.plan.sizes), np.uint64)
         for data in told:
             content, value = np.frombuffer(data, np.uint64).reshape(-1, 2).T
             checksums[content.astype(np.int64)] = value
         seconds = time.monotonic() - began
-        slowest = lockstep.maxima(
+        slowest = collectives.maxima(
             {"pack": times.pack_s, "verify": times.verify_s, "slots": float(prepared.sending.slot_bytes)}
         )
         report = weights_pb2.MemberReport(

@@ -2,7 +2,7 @@
 
 Commands are the trainer's own requests, packed as protobuf, numbered, in a store that rank 0 serves. Each rank's main
 thread takes them in order and answers with a reply or a failure; rank 0's control thread waits for all answers. Every
-rank also beats in that store, so that one that dies or hangs is named soon, whatever the others are stuck in.
+rank also writes heartbeats to that store, so that one that dies or hangs is named soon, even while the others wait.
 """
 
 import json
@@ -20,8 +20,8 @@ from google.protobuf.wrappers_pb2 import BytesValue
 from torch.distributed import DistStoreError
 
 from millrace.errors import MillraceError, Unavailable
-from services.trainer.ranks import lockstep
-from services.trainer.ranks.beats import Beats
+from services.trainer.ranks import collectives
+from services.trainer.ranks.heartbeats import Heartbeats
 from services.trainer.ranks.world import World
 
 log = structlog.get_logger(__name__)
@@ -76,7 +76,7 @@ class Follower:
         try:
             return action(request)
         except MillraceError as error:
-            return BytesValue(value=lockstep.encode(error))
+            return BytesValue(value=collectives.encode_error(error))
         except Exception as error:  # the outermost loop of the process: rank 0 hears of it and ends the trainer
             log.exception("command failed", command=kind.__name__, rank=self._world.rank)
             where = traceback.extract_tb(error.__traceback__)[-1]
@@ -87,10 +87,10 @@ class Follower:
 class Caller:
     """Rank 0's side. Used from one thread at a time; each call blocks."""
 
-    def __init__(self, world: World, beats: Beats) -> None:
+    def __init__(self, world: World, heartbeats: Heartbeats) -> None:
         self._world = world
         self._store: Any = world.connect(timeout_s=30.0)
-        self._beats = beats
+        self._heartbeats = heartbeats
         self._number = 0
 
     def call(self, request: Message, reply: Reply, deadline_s: float) -> Reply:
@@ -109,7 +109,7 @@ class Caller:
         for rank in sorted(failures):
             answer = answers[rank]
             assert isinstance(answer, bytes)
-            raise lockstep.decode(answer)
+            raise collectives.decode_error(answer)
         answer = answers[0]
         assert isinstance(answer, Packed)
         answer.Unpack(reply)
@@ -144,7 +144,7 @@ class Caller:
     def _check(self, name: str, answers: Mapping[int, Packed | bytes], give_up: float) -> None:
         """Raises RanksFailed, naming the culprits, where waiting on makes no sense."""
         missing = [rank for rank in range(self._world.size) if rank not in answers]
-        silent = {rank: f"silent for {s:.0f} s, dead or stopped" for rank, s in self._beats.silent().items()}
+        silent = {rank: f"silent for {s:.0f} s, dead or stopped" for rank, s in self._heartbeats.silent().items()}
         lost = {rank: why for rank, why in silent.items() if rank in missing}
         if missing and time.monotonic() > give_up and not lost:
             lost = dict.fromkeys(missing, "did not finish in time")
@@ -153,7 +153,8 @@ class Caller:
             raise RanksFailed(f"{name} failed: {self._named(lost | broken)}.", _FIX)
 
     def _named(self, reasons: Mapping[int, str]) -> str:
-        return "; ".join(f"rank {rank} on {self._beats.host(rank)}: {why}" for rank, why in sorted(reasons.items()))
+        host = self._heartbeats.host
+        return "; ".join(f"rank {rank} on {host(rank)}: {why}" for rank, why in sorted(reasons.items()))
 
 
 _FIX = "the trainer ends and has to be started again; its job goes on from the last checkpoint."

@@ -21,7 +21,7 @@ from services.trainer.checkpoints import checkpoint
 from services.trainer.checkpoints.saving import Saver
 from services.trainer.protocol.backend import Backend
 from services.trainer.publication.gather_broadcast import Sender
-from services.trainer.ranks import lockstep
+from services.trainer.ranks import collectives
 from services.trainer.ranks.event_loop import ControlThread
 from services.trainer.ranks.world import World
 from services.trainer.step.kl import KlCoefficient
@@ -65,7 +65,7 @@ class Worker:
     def configure(self, request: pb.ConfigureTrainerRequest) -> pb.ConfigureTrainerResponse:
         self._sender.close()
         self._let_go()
-        with lockstep.together():
+        with collectives.fail_together():
             spec = JobSpec.model_validate_json(request.spec)
             choices.check(spec)
             registry.load((kind, choice.name) for kind, choice, _ in choices.chosen(spec.algorithm))
@@ -104,7 +104,7 @@ class Worker:
     def save(self, request: pb.SaveRequest) -> pb.SaveResponse:
         """In the background, or at once where the job wants that."""
         job, began = self._loaded(), time.monotonic()
-        with lockstep.together():
+        with collectives.fail_together():
             self._saver.check_free()
         background = job.spec.schedule.save_in_background
         draft = checkpoint.draft(

@@ -17,7 +17,7 @@ from millrace.rl.registry.catalogue import Kind, find
 from millrace.spec import JobSpec
 from services.trainer.protocol.backend import Backend
 from services.trainer.protocol.microbatch import MicroBatch
-from services.trainer.ranks import lockstep
+from services.trainer.ranks import collectives
 from services.trainer.step.batch import Batch
 from services.trainer.step.loss import Columns
 from services.trainer.step.metrics import Clock, batch_metrics
@@ -94,7 +94,7 @@ def _scored(batch: Batch, what: str, score: Callable[[Sequence[MicroBatch]], lis
     """[rows, longest]: of all of this rank's rows. Raises NonFinite on every rank where one has such a value."""
     microbatches = [microbatch for microbatches in batch.updates for microbatch in microbatches]
     scored_bt = batch.scattered(microbatches, score(microbatches))
-    with lockstep.together():
+    with collectives.fail_together():
         check_finite(what, scored_bt, batch.mask_bt, batch.labels)
     return scored_bt
 

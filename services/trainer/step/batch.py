@@ -19,7 +19,7 @@ from millrace.spec.rollout import ENGINES
 from millrace.wire.v1.trainer_pb2 import GroupRef
 from services.trainer.protocol.backend import Backend, DataParallel
 from services.trainer.protocol.microbatch import MicroBatch, Sample
-from services.trainer.ranks import lockstep
+from services.trainer.ranks import collectives
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class Batch:
         shares = [self.division.indices(rank) for rank in range(self._data_parallel.size)]
         lengths = [[self._whole_lengths[index] for index in indices] for indices in shares]
         flat = segments.pack(values_bt, self.lengths) if self.lengths else values_bt.new_zeros(0)
-        parts = lockstep.gather_flat(flat, [sum(tokens) for tokens in lengths], self._data_parallel.group)
+        parts = collectives.gather_flat(flat, [sum(tokens) for tokens in lengths], self._data_parallel.group)
         by_rank_bt = segments.unpack(torch.cat(parts), [length for tokens in lengths for length in tokens])
         whole_bt = torch.empty_like(by_rank_bt)
         whole_bt[[index for indices in shares for index in indices]] = by_rank_bt
@@ -150,7 +150,7 @@ class Batch:
         shares = [self.division.indices(rank) for rank in range(self._data_parallel.size)]
         width = values_bk.shape[1]
         sizes = [len(indices) * width for indices in shares]
-        parts = lockstep.gather_flat(values_bk.flatten(), sizes, self._data_parallel.group)
+        parts = collectives.gather_flat(values_bk.flatten(), sizes, self._data_parallel.group)
         by_rank_bk = torch.cat(parts).view(-1, width)
         whole_bk = torch.empty_like(by_rank_bk)
         whole_bk[[index for indices in shares for index in indices]] = by_rank_bk

@@ -14,7 +14,7 @@ from millrace.rl.metrics.loss_metrics import combined, summarised
 from millrace.rl.metrics.mismatch import mismatch_metrics
 from millrace.spec.rollout import ENGINES
 from millrace.telemetry.names import MISMATCH
-from services.trainer.ranks import lockstep
+from services.trainer.ranks import collectives
 from services.trainer.step.batch import Batch
 
 VERL = {
@@ -68,7 +68,7 @@ def over_ranks(shares: Sequence[Mapping[str, Tensor]], group: ProcessGroup | Non
         return total
     known = {name: list(value.shape) for name, value in total.items()}
     shapes: dict[str, list[int]] = {}
-    for answer in lockstep.gather_bytes(json.dumps(known).encode()):
+    for answer in collectives.gather_bytes(json.dumps(known).encode()):
         shapes |= json.loads(answer)
     reduced = {}
     for name in sorted(shapes):

@@ -6,7 +6,7 @@ from millrace.errors import InvalidJob, NonFinite
 from millrace.spec import JobSpec
 from millrace.wire.v1.trainer_pb2 import StepRequest
 from services.trainer.protocol.backend import Backend
-from services.trainer.ranks import lockstep
+from services.trainer.ranks import collectives
 from services.trainer.ranks.event_loop import ControlThread
 from services.trainer.step.assess import assess, passes, passes_needed
 from services.trainer.step.batch import Batch, Division
@@ -26,7 +26,7 @@ def train_step(
     with HALF_MADE; InvalidState or Unavailable where trajectories cannot be had."""
     clock, parallel, spec = Clock(), backend.data_parallel, coefficient.of(spec)
     torch.manual_seed(random_seed(spec, request.step, parallel.rank))
-    with clock("fetch"), lockstep.together():
+    with clock("fetch"), collectives.fail_together():
         division = Division.of(
             request.groups, backend, updates=spec.trainer.updates_per_step, token_budget=spec.trainer.token_budget
         )
@@ -61,15 +61,15 @@ def train_step(
         steered = {"actor/reference_kl": mean, "actor/kl_coef": coefficient.value}
         coefficient.follow(spec, mean, len(division.trajectories))
     lengths = [trajectory.tokens for trajectory in division.trajectories]
-    timings = clock.metrics(sum(lengths), lockstep.ranks())
+    timings = clock.metrics(sum(lengths), collectives.world_size())
     return {
         **mismatch_apart(of_trainer, of_engine, counted, same_bt, batch.whole_engine_b),
         **metrics,
         **steered,
         **over_updates([done.metrics for done in updates]),
         **division.metrics(backend),
-        **lockstep.maxima(backend.memory()),
+        **collectives.maxima(backend.memory()),
         **timings,
-        **utilisation(backend.cost, backend.device, lengths, timings, lockstep.ranks()),
+        **utilisation(backend.cost, backend.device, lengths, timings, collectives.world_size()),
         "training/global_step": float(request.step),
     }

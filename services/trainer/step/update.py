@@ -16,7 +16,7 @@ from millrace.spec import JobSpec
 from millrace.spec.trainer import Optimizer
 from services.trainer.protocol.backend import Backend, Trained
 from services.trainer.protocol.microbatch import MicroBatch
-from services.trainer.ranks import lockstep
+from services.trainer.ranks import collectives
 from services.trainer.step.batch import Batch
 from services.trainer.step.loss import ActorLoss, Columns, CriticLoss, Output
 from services.trainer.step.metrics import Clock, over_ranks
@@ -135,7 +135,7 @@ def _add_gradient(
     """Raises NonFinite, on all ranks alike, with the trajectory named."""
     outputs = learner.backward(microbatches)
     learner.scored_bt = batch.scattered(microbatches, [output.scored_r for output in outputs])
-    with lockstep.together():
+    with collectives.fail_together():
         check_finite(learner.says, learner.scored_bt, mask_bt, batch.labels)
     learner.norm = learner.model.gradient_norm()
     if not math.isfinite(learner.norm):
@@ -158,12 +158,12 @@ def _blamed(learner: Learner, batch: Batch, microbatches: Sequence[MicroBatch]) 
     """Runs the sequences one by one, each rank its own, until the gradient is not finite again."""
     rows = [row for microbatch in microbatches for row in microbatch.rows]
     whose = f"gradients of the {'policy' if learner.name == 'actor' else learner.name}"
-    for turn in range(int(lockstep.maxima({"rows": len(rows)})["rows"])):
+    for turn in range(int(collectives.maxima({"rows": len(rows)})["rows"])):
         mine = rows[turn : turn + 1]
         learner.model.zero_gradients()
         learner.backward([MicroBatch.pack(batch.samples, mine)])
         if not math.isfinite(learner.model.gradient_norm()):
-            labels = lockstep.gather_bytes("".join(batch.labels[row] for row in mine).encode())
+            labels = collectives.gather_bytes("".join(batch.labels[row] for row in mine).encode())
             names = " or ".join(sorted({label.decode() for label in labels if label}))
             return NonFinite(f"{whose}: their norm is {learner.norm} because of {names}.", _FIX)
     return NonFinite(f"{whose}: their norm is {learner.norm}, though no trajectory's alone is.", _FIX)

@@ -24,7 +24,7 @@ from services.trainer.backends.fsdp2.scores import token_scores
 from services.trainer.backends.fsdp2.trained import Sharded
 from services.trainer.protocol.backend import DataParallel, LossFn, TokenScores
 from services.trainer.protocol.microbatch import MicroBatch
-from services.trainer.ranks import lockstep
+from services.trainer.ranks import collectives
 
 
 def build(spec: JobSpec, device: torch.device) -> "Fsdp2":
@@ -38,7 +38,7 @@ class Fsdp2(Sharded):
     """See `services.trainer.protocol.backend.Backend`. All ranks are data parallel."""
 
     def __init__(self, spec: JobSpec, options: Fsdp2Options, device: torch.device, mesh: DeviceMesh) -> None:
-        with lockstep.together():
+        with collectives.fail_together():
             config, chosen = load_config(spec.model), _attention(options)
         compute = getattr(torch, spec.trainer.dtype)
         self.device = device

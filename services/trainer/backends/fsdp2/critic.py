@@ -20,7 +20,7 @@ from services.trainer.backends.fsdp2.trained import Sharded
 from services.trainer.checkpoints.value_head import FIELD, WEIGHT, config_changes, stored_head
 from services.trainer.protocol.backend import ValueLossFn
 from services.trainer.protocol.microbatch import MicroBatch
-from services.trainer.ranks import lockstep
+from services.trainer.ranks import collectives
 
 
 class ValueModel(nn.Module):
@@ -44,7 +44,7 @@ class Critic(Sharded):
         chosen = spec.algorithm.critic
         assert chosen is not None
         source = spec.model.model_copy(update={"path": chosen.path or spec.model.path})
-        with lockstep.together():
+        with collectives.fail_together():
             config = load_config(source, FIELD)
             if (size := config.get_text_config().vocab_size) != vocabulary:
                 reason = f"it knows {size} tokens and the policy {vocabulary}"

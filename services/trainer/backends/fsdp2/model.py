@@ -19,7 +19,7 @@ from millrace.batching.cost import SequenceCost
 from millrace.errors import InvalidJob
 from millrace.spec.model import Model
 from services.trainer.backends.fsdp2.computable import check_computable, named
-from services.trainer.ranks import lockstep
+from services.trainer.ranks import collectives
 
 FIELD = "model.path"
 
@@ -94,7 +94,7 @@ def sharded(build: Callable[[], nn.Module], read: Callable[[], dict[str, Tensor]
     """
     source: dict[str, Tensor] = {}
     mesh = sharding.mesh
-    with lockstep.together():
+    with collectives.fail_together():
         with torch.device("meta"):
             module = build()
         if mesh.get_rank() == 0:

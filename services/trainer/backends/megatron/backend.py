@@ -39,7 +39,7 @@ from services.trainer.backends.megatron.weights.state import state
 from services.trainer.protocol.backend import Critic, DataParallel, LossFn, TokenScores
 from services.trainer.protocol.local_tensors import Boxes, State
 from services.trainer.protocol.microbatch import MicroBatch
-from services.trainer.ranks import lockstep
+from services.trainer.ranks import collectives
 
 COLLECTIVE = timedelta(hours=24)
 """Bounds a collective only in the last resort, as the trainer's own."""
@@ -47,7 +47,7 @@ COLLECTIVE = timedelta(hours=24)
 
 def build(spec: JobSpec, device: torch.device) -> "MegatronBackend":
     """Raises InvalidJob, on every rank, where the model or the options will not do."""
-    with lockstep.together():
+    with collectives.fail_together():
         options = _options(spec)
         shape = read_shape(Path(spec.model.path))
         check(options, shape, dist.get_world_size(), cuda=device.type == "cuda")
@@ -243,7 +243,7 @@ class MegatronBackend:
     def _fill(self, chunks: list[Policy], updater: Updater | None) -> None:
         """Reads this rank's part of the model folder into parameters and, in float32, into the master weights."""
         owned = {} if updater is None else {id(run.parameter): run for run in updater.owned()}
-        with lockstep.together():
+        with collectives.fail_together():
             for chunk, placements in zip(chunks, self._layout, strict=True):
                 tensors = {**dict(chunk.named_buffers()), **dict(chunk.named_parameters())}
                 for name, values in read(self._folder, placements, torch.float32):

@@ -19,7 +19,7 @@ from services.trainer.checkpoints.value_head import FIELD, config_changes, store
 from services.trainer.protocol.backend import ValueLossFn
 from services.trainer.protocol.local_tensors import State
 from services.trainer.protocol.microbatch import MicroBatch
-from services.trainer.ranks import lockstep
+from services.trainer.ranks import collectives
 
 UNUSED = 1.0
 """Values know no temperature."""
@@ -30,7 +30,7 @@ def build(spec: JobSpec, setting: Setting) -> "MegatronCritic":
     chosen = spec.algorithm.critic
     assert chosen is not None
     folder = Path(chosen.path or spec.model.path)
-    with lockstep.together():
+    with collectives.fail_together():
         shape = read_shape(folder, FIELD)
         check(setting.options, shape, dist.get_world_size(), cuda=setting.device.type == "cuda")
         if shape.vocabulary != setting.shape.vocabulary:

@@ -3,9 +3,9 @@
 import typer
 
 import services.trainer.__main__ as trainer
-from services.trainer.ranks import beats, commands
+from services.trainer.ranks import commands, heartbeats
 
-beats.SILENT_S, commands.STRAGGLE_S = 12.0, 8.0
+heartbeats.SILENT_S, commands.STRAGGLE_S = 12.0, 8.0
 
 if __name__ == "__main__":
     typer.run(trainer.main)

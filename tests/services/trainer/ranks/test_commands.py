@@ -12,9 +12,9 @@ from torch.distributed import TCPStore
 
 from millrace.errors import NonFinite
 from millrace.wire.v1 import trainer_pb2 as pb
-from services.trainer.ranks import beats, commands
-from services.trainer.ranks.beats import Beats
+from services.trainer.ranks import commands, heartbeats
 from services.trainer.ranks.commands import Caller, Follower, RanksFailed
+from services.trainer.ranks.heartbeats import Heartbeats
 from services.trainer.ranks.world import World
 
 Action = Callable[[pb.StepRequest], pb.StepResponse]
@@ -29,17 +29,17 @@ class Ranks:
             World(rank, len(actions), f"node-{rank}", torch.device("cpu"), ("127.0.0.1", store.port), store)
             for rank in range(len(actions))
         ]
-        self.beats = [Beats(world) for world in self.worlds]
+        self.heartbeats = [Heartbeats(world) for world in self.worlds]
         self.drains: list[int] = []
-        for rank, beat in enumerate(self.beats):
+        for rank, beat in enumerate(self.heartbeats):
             beat.start(on_drain=partial(self.drains.append, rank))
-        self.caller = Caller(self.worlds[0], self.beats[0])
+        self.caller = Caller(self.worlds[0], self.heartbeats[0])
         self._threads = []
         for world, action in zip(self.worlds, actions, strict=True):
             follower = Follower(world, {pb.StepRequest: action})
             self._threads.append(threading.Thread(target=follower.run, daemon=True))
             self._threads[-1].start()
-        while len(self.beats[0]._hosts) < len(actions):
+        while len(self.heartbeats[0]._hosts) < len(actions):
             time.sleep(0.01)
 
     def step(self, deadline_s: float = 20.0) -> pb.StepResponse:
@@ -49,14 +49,14 @@ class Ranks:
         self.caller.stop()
         for thread in self._threads:
             thread.join(5)
-        for beat in reversed(self.beats):
+        for beat in reversed(self.heartbeats):
             beat.stop()
 
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, name, seconds in ((beats, "EVERY_S", 0.05), (beats, "SILENT_S", 1.0), (beats, "LEAVE_S", 0.2)):
-        monkeypatch.setattr(module, name, seconds)
+    for name, seconds in (("EVERY_S", 0.05), ("SILENT_S", 1.0), ("LEAVE_S", 0.2)):
+        monkeypatch.setattr(heartbeats, name, seconds)
     for name, seconds in (("POLL_S", 0.1), ("STRAGGLE_S", 1.5)):
         monkeypatch.setattr(commands, name, seconds)
 
@@ -130,7 +130,7 @@ def test_who_waits_for_a_broken_rank_is_given_up_soon(started: Any) -> None:
 
 def test_a_silent_rank_is_dead_long_before_the_deadline(started: Any) -> None:
     ranks = started(answer, stuck)
-    ranks.beats[1]._stopped.set()
+    ranks.heartbeats[1]._stopped.set()
     began = time.monotonic()
     with pytest.raises(RanksFailed, match=r"rank 1 on node-1 .*silent for 1 s"):
         ranks.step(deadline_s=60.0)
@@ -139,7 +139,7 @@ def test_a_silent_rank_is_dead_long_before_the_deadline(started: Any) -> None:
 
 def test_any_rank_may_ask_to_drain(started: Any) -> None:
     ranks = started(answer, answer)
-    ranks.beats[1].drain()
+    ranks.heartbeats[1].drain()
     end = time.monotonic() + 5
     while not ranks.drains and time.monotonic() < end:
         time.sleep(0.02)

@@ -12,7 +12,7 @@ from millrace.weights.plans.layout import whole
 from millrace.weights.plans.memory import Memory, pack, pairs, unpack
 from millrace.weights.plans.sharded import plan
 from services.trainer.backends import build
-from services.trainer.ranks import lockstep
+from services.trainer.ranks import collectives
 from tests.services.trainer.backends.megatron import tiny
 from tests.services.trainer.backends.megatron.on_ranks import job_spec
 
@@ -26,7 +26,7 @@ def check(folder: Path, backend: str = "fsdp2", dtype: str = "bfloat16", **optio
     exported = dict(model.export(dtype))
     assert memory is not None and memory.manifest.hash == model.manifest(dtype).hash
     manifest, target = memory.manifest, whole(memory.manifest)
-    everyone = [Boxes.decode(data) for data in lockstep.gather_bytes(memory.layout.boxes.encode())]
+    everyone = [Boxes.decode(data) for data in collectives.gather_bytes(memory.layout.boxes.encode())]
     made = plan(manifest, everyone, [target.boxes], 4096)
     landed = [torch.zeros(t.shape, dtype=getattr(torch, t.dtype)) for t in manifest.tensors]
     mine = made.packed_by(dist.get_rank())
@@ -35,7 +35,7 @@ def check(folder: Path, backend: str = "fsdp2", dtype: str = "bfloat16", **optio
         message = torch.zeros(int(made.sizes[content]), dtype=torch.uint8)
         pack(list(pairs(made, int(content), message, memory, every=False)))
         messages += message.numpy().tobytes()
-    for rank, data in enumerate(lockstep.gather_bytes(messages)):
+    for rank, data in enumerate(collectives.gather_bytes(messages)):
         at = 0
         for content in made.packed_by(rank):
             size = int(made.sizes[content])

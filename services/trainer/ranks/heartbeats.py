@@ -1,4 +1,4 @@
-"""Each rank's sign of life, in the store of commands, from a thread of its own."""
+"""Heartbeats of the ranks: each rank writes its own to the store of commands, from a separate thread."""
 
 import contextlib
 import os
@@ -20,9 +20,11 @@ SILENT_S = 15.0
 LEAVE_S = 5.0
 
 
-class Beats:
-    """Beats for this rank; on rank 0 also listens to the others. A rank without rank 0 ends its process at once: its
-    main thread may be stuck in a collective for ever."""
+class Heartbeats:
+    """Writes this rank's heartbeat; on rank 0 also reads the others'.
+
+    A rank that cannot reach rank 0 ends its process at once: its main thread may be blocked in a collective for ever.
+    """
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -34,10 +36,10 @@ class Beats:
         self._told = False
         self._parent = os.getppid()
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="beats", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="heartbeats", daemon=True)
 
     def start(self, on_drain: Callable[[], None]) -> None:
-        """Beats from now on. `on_drain` is called on rank 0, once, when another rank asks to drain."""
+        """Starts the heartbeats. `on_drain` is called on rank 0, once, when another rank asks to drain."""
         self._on_drain = on_drain
         self._thread.start()
 
@@ -56,7 +58,7 @@ class Beats:
         return self._hosts.get(rank, "an unknown host")
 
     def stop(self) -> None:
-        """Ends the beats. Rank 0, which serves the store, waits for the others to end theirs."""
+        """Ends the heartbeats. Rank 0, which serves the store, waits for the others to end theirs."""
         self._stopped.set()
         self._thread.join()
         self._store.set(f"left/{self._world.rank}", "")
