@@ -1,19 +1,19 @@
 """Calling another service: deadlines, bounded retries, the shared token, typed errors.
 
 coordinator = Peer("127.0.0.1:7600")
-reply = await coordinator.call(FleetStub, "Heartbeat", request)
+reply = await coordinator.call(FleetRpc.Heartbeat, request)
 """
 
 import asyncio
 import os
 import random
 from collections.abc import AsyncIterator, Mapping
-from typing import Any
 
 import grpc
 
 from millrace.errors import Unavailable
 from millrace.wire.deadlines import DEADLINES_S
+from millrace.wire.method import Request, Response, Streaming, Unary
 from millrace.wire.status import error_of
 
 MAX_MESSAGE_BYTES = 1 << 30
@@ -48,41 +48,43 @@ class Peer:
         self.address = address
         self.deadlines = deadlines
         self._channel = grpc.aio.insecure_channel(address, options=OPTIONS)
-        self._stubs: dict[type, Any] = {}
         secret = token()
         self._metadata = (("authorization", f"Bearer {secret}"),) if secret else ()
 
-    async def call(self, stub: type, method: str, request: Any, *, attempts: int = 1) -> Any:
+    async def call(self, method: Unary[Request, Response], request: Request, *, attempts: int = 1) -> Response:
         """One unary call under its deadline. With `attempts` > 1 (idempotent calls only) an address that cannot be
         reached is tried again, with growing waits of at most 2 s."""
-        name = f"{stub.__name__.removesuffix('Stub')}/{method}"
+        deadline_s = self.deadlines[method.key]
         for attempt in range(1, attempts + 1):
             try:
-                return await self._bound(stub, method)(request, timeout=self.deadlines[name], metadata=self._metadata)
-            except grpc.aio.UsageError as failure:  # somebody closed it before the call began
-                raise Unavailable(f"the channel to {self.address} was closed before {name}.") from failure
+                reply: Response = await self._channel.unary_unary(
+                    method.path,
+                    request_serializer=method.request.SerializeToString,
+                    response_deserializer=method.response.FromString,
+                )(request, timeout=deadline_s, metadata=self._metadata)
+                return reply
+            except grpc.aio.UsageError as failure:  # the channel was closed before the call began
+                raise Unavailable(f"the channel to {self.address} was closed before {method.key}.") from failure
             except grpc.aio.AioRpcError as failure:
-                error = error_of(failure, self.address, name, self.deadlines[name])
+                error = error_of(failure, self.address, method.key, deadline_s)
                 if not isinstance(error, Unavailable) or attempt == attempts:
                     raise error from failure
             await asyncio.sleep(min(2.0, 0.1 * 2**attempt) * random.uniform(0.5, 1.0))
         raise AssertionError("attempts is at least 1")
 
-    async def stream(self, stub: type, method: str, request: Any) -> AsyncIterator[Any]:
+    async def stream(self, method: Streaming[Request, Response], request: Request) -> AsyncIterator[Response]:
         """The replies of one server-streaming call under its deadline."""
-        name = f"{stub.__name__.removesuffix('Stub')}/{method}"
+        deadline_s = self.deadlines[method.key]
+        call = self._channel.unary_stream(
+            method.path,
+            request_serializer=method.request.SerializeToString,
+            response_deserializer=method.response.FromString,
+        )
         try:
-            async for reply in self._bound(stub, method)(
-                request, timeout=self.deadlines[name], metadata=self._metadata
-            ):
+            async for reply in call(request, timeout=deadline_s, metadata=self._metadata):
                 yield reply
         except grpc.aio.AioRpcError as failure:
-            raise error_of(failure, self.address, name, self.deadlines[name]) from failure
-
-    def _bound(self, stub: type, method: str) -> Any:
-        if stub not in self._stubs:
-            self._stubs[stub] = stub(self._channel)
-        return getattr(self._stubs[stub], method)
+            raise error_of(failure, self.address, method.key, deadline_s) from failure
 
     async def close(self) -> None:
         await self._channel.close()

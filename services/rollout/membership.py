@@ -3,14 +3,15 @@
 import asyncio
 import socket
 import time
-from typing import Any
 
 import structlog
 
 import millrace
 from millrace.errors import MillraceError, NotFound, Unavailable
 from millrace.wire.channel import PROTOCOL_VERSION, Peer
-from millrace.wire.v1 import fleet_pb2, fleet_pb2_grpc
+from millrace.wire.method import Request, Response, Unary
+from millrace.wire.methods import FleetRpc
+from millrace.wire.v1 import fleet_pb2
 from services.rollout.replica import Replica
 
 log = structlog.get_logger(__name__)
@@ -49,7 +50,7 @@ class Membership:
             host=socket.gethostname(),
             device=engine.device if engine else "",
         )
-        reply = await self._patiently("Register", request)
+        reply = await self._patiently(FleetRpc.Register, request)
         self._heartbeat_s = reply.heartbeat_s
         self._forgotten.clear()
         log.info("registered", coordinator=self._coordinator.address, epoch=reply.epoch, address=self._address)
@@ -60,7 +61,7 @@ class Membership:
             if self._forgotten.is_set():
                 await self.join()
             try:
-                reply = await self._patiently("Heartbeat", self._heartbeat())
+                reply = await self._patiently(FleetRpc.Heartbeat, self._heartbeat())
             except NotFound:
                 log.info("the coordinator does not know this replica; registering again")
                 self._forgotten.set()
@@ -71,10 +72,10 @@ class Membership:
 
     async def drain(self) -> None:
         """Tells the coordinator that no more leases are wanted."""
-        await self._try("Drain", fleet_pb2.DrainRequest(member_id=self._replica.member_id))
+        await self._try(FleetRpc.Drain, fleet_pb2.DrainRequest(member_id=self._replica.member_id))
 
     async def leave(self, reason: str) -> None:
-        await self._try("Leave", fleet_pb2.LeaveRequest(member_id=self._replica.member_id, reason=reason))
+        await self._try(FleetRpc.Leave, fleet_pb2.LeaveRequest(member_id=self._replica.member_id, reason=reason))
 
     def _heartbeat(self) -> fleet_pb2.HeartbeatRequest:
         replica = self._replica
@@ -88,12 +89,12 @@ class Membership:
             tokens=replica.leases.generated_tokens,
         )
 
-    async def _patiently(self, method: str, request: Any) -> Any:
+    async def _patiently(self, method: Unary[Request, Response], request: Request) -> Response:
         """One call, repeated while the coordinator cannot be reached and the patience lasts."""
         since = time.monotonic()
         while True:
             try:
-                return await self._coordinator.call(fleet_pb2_grpc.FleetStub, method, request)
+                return await self._coordinator.call(method, request)
             except Unavailable as error:
                 waited = time.monotonic() - since
                 if waited > self._patience_s:
@@ -102,8 +103,8 @@ class Membership:
                 log.info("waiting for the coordinator", error=error.what)
             await asyncio.sleep(RETRY_S)
 
-    async def _try(self, method: str, request: Any) -> None:
+    async def _try(self, method: Unary[Request, Response], request: Request) -> None:
         try:
-            await self._coordinator.call(fleet_pb2_grpc.FleetStub, method, request)
+            await self._coordinator.call(method, request)
         except MillraceError as error:
-            log.info("the coordinator was not told", method=method, error=str(error))
+            log.info("the coordinator was not told", method=method.name, error=str(error))

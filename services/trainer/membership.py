@@ -8,8 +8,8 @@ import structlog
 
 from millrace.errors import InvalidState, MillraceError, NotFound
 from millrace.wire.channel import Peer
+from millrace.wire.methods import FleetRpc
 from millrace.wire.v1 import fleet_pb2
-from millrace.wire.v1.fleet_pb2_grpc import FleetStub
 
 log = structlog.get_logger(__name__)
 
@@ -43,13 +43,13 @@ class Membership:
         """Tells the coordinator, if it can be reached."""
         request = fleet_pb2.LeaveRequest(member_id=self._registration.member_id, reason=reason)
         with contextlib.suppress(MillraceError):
-            await self._coordinator.call(FleetStub, "Leave", request)
+            await self._coordinator.call(FleetRpc.Leave, request)
 
     async def _register(self) -> fleet_pb2.RegisterResponse:
         wait_s = 0.2
         while True:
             try:
-                return await self._coordinator.call(FleetStub, "Register", self._registration)
+                return await self._coordinator.call(FleetRpc.Register, self._registration)
             except InvalidState:
                 raise
             except MillraceError as error:
@@ -62,7 +62,7 @@ class Membership:
         while True:
             await asyncio.sleep(terms.heartbeat_s)
             try:
-                reply = await self._coordinator.call(FleetStub, "Heartbeat", self._beat())
+                reply = await self._coordinator.call(FleetRpc.Heartbeat, self._beat())
             except NotFound:
                 log.warning("the coordinator forgot this member; registering anew")
                 return

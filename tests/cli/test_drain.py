@@ -7,7 +7,8 @@ from typer.testing import CliRunner
 
 from millrace.cli import app
 from millrace.wire.channel import PROTOCOL_VERSION, Peer
-from millrace.wire.v1 import fleet_pb2, fleet_pb2_grpc
+from millrace.wire.methods import FleetRpc
+from millrace.wire.v1 import fleet_pb2
 from tests.services.coordinator.conftest import running
 
 
@@ -19,7 +20,7 @@ async def registered(coordinator: str, member: str) -> None:
         address=f"{member}.example:1",
         protocol_version=PROTOCOL_VERSION,
     )
-    await peer.call(fleet_pb2_grpc.FleetStub, "Register", request)
+    await peer.call(FleetRpc.Register, request)
     await peer.close()
 
 

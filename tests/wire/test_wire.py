@@ -12,6 +12,7 @@ from millrace.wire import arrays, channel, probe
 from millrace.wire import server as server_module
 from millrace.wire.channel import Peer
 from millrace.wire.deadlines import DEADLINES_S
+from millrace.wire.methods import FleetRpc, WorkRpc
 from millrace.wire.server import Server
 from millrace.wire.status import error_of
 from millrace.wire.v1 import fleet_pb2, fleet_pb2_grpc, rollout_pb2, trainer_pb2, work_pb2, work_pb2_grpc
@@ -51,7 +52,7 @@ async def served(behaviour, use, deadlines=DEADLINES_S):
 
 
 def heartbeat(peer, attempts=1):
-    return peer.call(fleet_pb2_grpc.FleetStub, "Heartbeat", fleet_pb2.HeartbeatRequest(), attempts=attempts)
+    return peer.call(FleetRpc.Heartbeat, fleet_pb2.HeartbeatRequest(), attempts=attempts)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +82,7 @@ def test_a_stream_ends_with_the_typed_error():
         request = work_pb2.FetchRequest(prompt_ids=["a", "b", "gone"])
         got = []
         with pytest.raises(NotFound, match="gone"):
-            async for group in peer.stream(work_pb2_grpc.WorkStub, "Fetch", request):
+            async for group in peer.stream(WorkRpc.Fetch, request):
                 got.append(group.prompt_id)
         assert got == ["a", "b"]
 
@@ -127,7 +128,7 @@ def test_a_port_that_is_taken():
 def test_a_method_that_the_server_does_not_know():
     async def use(peer, server):
         with pytest.raises(InvalidState, match="does not know Fleet/Drain"):
-            await peer.call(fleet_pb2_grpc.FleetStub, "Drain", fleet_pb2.DrainRequest())
+            await peer.call(FleetRpc.Drain, fleet_pb2.DrainRequest())
 
     class Old(fleet_pb2_grpc.FleetServicer):
         pass

@@ -4,7 +4,6 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
 
 import structlog
 
@@ -13,6 +12,7 @@ from millrace.ids import Epoch, JobId, MemberId
 from millrace.rest import FleetView
 from millrace.wire.channel import PROTOCOL_VERSION, Peer
 from millrace.wire.deadlines import DEADLINES_S
+from millrace.wire.method import Request, Response, Unary
 from millrace.wire.v1 import fleet_pb2
 from services.coordinator.bell import Bell
 from services.coordinator.state.member import KINDS, Configured, Member, MemberKind, Pulse, Weights
@@ -219,17 +219,17 @@ class Fleet:
     def ready_for(self, job_id: JobId) -> list[Member]:
         return [m for m in self.replicas if m.ready_for(job_id)]
 
-    async def call(self, member: Member, stub: type, method: str, request: Any, attempts: int = 1) -> Any:
+    async def call(self, member: Member, method: Unary[Request, Response], request: Request) -> Response:
         """A call that ends with Unavailable as soon as the member is lost."""
         if member.id not in self._peers:
             self._peers[member.id] = Peer(member.address, self.deadlines)
-        answer = asyncio.create_task(self._peers[member.id].call(stub, method, request, attempts=attempts))
+        answer = asyncio.create_task(self._peers[member.id].call(method, request))
         gone = asyncio.create_task(member.gone.wait())
         try:
             await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
             if answer.done() and not answer.cancelled():  # closing the channel of a lost member cancels its calls
                 return answer.result()
-            raise Unavailable(f"{member.id} at {member.address} was lost during {method}.", "start it again.")
+            raise Unavailable(f"{member.id} at {member.address} was lost during {method.name}.", "start it again.")
         finally:
             answer.cancel()
             gone.cancel()

@@ -1,11 +1,12 @@
 """The trainer as the loop sees it: whoever holds the seat, one call at a time."""
 
 import asyncio
-from typing import Any
 
 from millrace.errors import Fenced, Unavailable
 from millrace.ids import JobId, Version
-from millrace.wire.v1 import trainer_pb2, trainer_pb2_grpc
+from millrace.wire.method import Request, Response, Unary
+from millrace.wire.methods import TrainerRpc
+from millrace.wire.v1 import trainer_pb2
 from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.state.member import Member
 
@@ -52,16 +53,15 @@ class Trainer:
             raise TrainerLost(f"{member.id} is the trainer now, in place of {self._seated.id}.")
         return member
 
-    async def call(self, method: str, request: Any) -> Any:
+    async def call(self, method: Unary[Request, Response], request: Request) -> Response:
         """Raises TrainerLost where it cannot be reached or refuses because it stands elsewhere."""
         member = self.member
         try:
-            return await self._fleet.call(member, trainer_pb2_grpc.TrainerStub, method, request)
+            return await self._fleet.call(member, method, request)
         except (Unavailable, Fenced) as error:
             self.holds = None
             await self._fleet.suspect(member)
             raise TrainerLost(error.what, error.fix) from error
 
     async def status(self) -> trainer_pb2.TrainerStatus:
-        status: trainer_pb2.TrainerStatus = await self.call("GetStatus", trainer_pb2.TrainerStatusRequest())
-        return status
+        return await self.call(TrainerRpc.GetStatus, trainer_pb2.TrainerStatusRequest())

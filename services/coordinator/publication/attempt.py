@@ -9,14 +9,15 @@ from typing import Any, TypeVar
 import structlog
 
 from millrace.errors import MillraceError, PublicationFailed
-from millrace.wire.v1 import rollout_pb2, rollout_pb2_grpc, trainer_pb2, weights_pb2
+from millrace.wire.method import Request, Response, Unary
+from millrace.wire.methods import RolloutRpc
+from millrace.wire.v1 import rollout_pb2, trainer_pb2, weights_pb2
 from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.fleet.trainer import TrainerLost
 from services.coordinator.publication.senders import Sender
 from services.coordinator.state.member import Member
 
 log = structlog.get_logger(__name__)
-RECEIVER = rollout_pb2_grpc.RolloutStub
 Answer = TypeVar("Answer")
 WELL_S = 1.5
 """A receiver that lives says within this how it is."""
@@ -69,7 +70,7 @@ class Attempt:
         finally:
             self.phases[phase] = time.monotonic() - started
 
-    async def ask_sender(self, method: str, request: Any) -> Any:
+    async def ask_sender(self, method: Unary[Request, Response], request: Request) -> Response:
         """A refusal of the sender fails the publication. Raises PublicationFailed, TrainerLost."""
         sender = self.sender.id
         self.unanswered.add(sender)
@@ -79,19 +80,22 @@ class Attempt:
             self.unanswered.discard(sender)
             if isinstance(error, TrainerLost | PublicationFailed):
                 raise
-            raise PublicationFailed(f"{sender} failed in {method}: {error.what}", error.fix) from error
+            raise PublicationFailed(f"{sender} failed in {method.name}: {error.what}", error.fix) from error
         self.unanswered.discard(sender)
         return answer
 
-    async def ask(self, member: Member, method: str, request: Any) -> Any:
+    async def ask(self, member: Member, method: Unary[Request, Response], request: Request) -> Response:
         self.unanswered.add(member.id)
-        answer = await self.fleet.call(member, RECEIVER, method, request)
+        answer = await self.fleet.call(member, method, request)
         self.unanswered.discard(member.id)
         return answer
 
     async def ask_all(
-        self, method: str, request: Callable[[Member], Any], members: Sequence[Member] | None = None
-    ) -> dict[str, Any]:
+        self,
+        method: Unary[Request, Response],
+        request: Callable[[Member], Request],
+        members: Sequence[Member] | None = None,
+    ) -> dict[str, Response]:
         """Every receiver, or those named, at once. Raises PublicationFailed as soon as one fails, who is the
         culprit."""
         asked = self.receivers if members is None else members
@@ -105,28 +109,30 @@ class Attempt:
                 if not isinstance(error, MillraceError):
                     raise error
             if failed:
-                what = "; ".join(f"{member} failed in {method}: {error}" for member, error in failed.items())
+                what = "; ".join(f"{member} failed in {method.name}: {error}" for member, error in failed.items())
                 raise PublicationFailed(what, "look at its log.", tuple(failed))
             return {tasks[task].id: task.result() for task in done}
         finally:
             for task in tasks:
                 task.cancel()
 
-    async def ask_rest(self, method: str, request: Any, limit_s: float) -> dict[str, Any]:
+    async def ask_rest(self, method: Unary[Request, Response], request: Request, limit_s: float) -> dict[str, Response]:
         """Every receiver that has not failed yet, at once. Those that fail or are late are cut; the others go on."""
         members = [m for m in self.receivers if m.id not in self.cut]
         answers = await asyncio.gather(*(self._ask_one(m, method, request, limit_s) for m in members))
         return {m.id: answer for m, answer in zip(members, answers, strict=True) if answer is not None}
 
-    async def _ask_one(self, member: Member, method: str, request: Any, limit_s: float) -> Any:
+    async def _ask_one(
+        self, member: Member, method: Unary[Request, Response], request: Request, limit_s: float
+    ) -> Response | None:
         """None where the member was cut."""
         try:
             async with asyncio.timeout(limit_s):
                 return await self.ask(member, method, request)
         except TimeoutError:
-            self.cut[member.id] = f"{method}: it did not answer within {limit_s:.1f} s"
+            self.cut[member.id] = f"{method.name}: it did not answer within {limit_s:.1f} s"
         except MillraceError as error:
-            self.cut[member.id] = f"{method}: {error}"
+            self.cut[member.id] = f"{method.name}: {error}"
         return None
 
     async def suspects(self) -> tuple[str, ...]:
@@ -137,10 +143,10 @@ class Attempt:
     async def _is_well(self, member: Member) -> bool:
         try:
             async with asyncio.timeout(WELL_S):
-                status = await self.fleet.call(member, RECEIVER, "GetStatus", rollout_pb2.RolloutStatusRequest())
+                status = await self.fleet.call(member, RolloutRpc.GetStatus, rollout_pb2.RolloutStatusRequest())
         except (MillraceError, TimeoutError):
             return False
-        return bool(status.state != rollout_pb2.ENGINE_STATE_FAILED)
+        return status.state != rollout_pb2.ENGINE_STATE_FAILED
 
     async def abort(self, members: Sequence[Member], reason: str) -> None:
         """Lets `members` forget the publication. Nobody waits long for one that does not answer: it finds out by the
@@ -152,7 +158,7 @@ class Attempt:
         if self.prepared:
             request = trainer_pb2.FinishSendRequest(publication=self.ref, failure=failure)
             try:
-                await self.sender.ask("FinishPublication", request)
+                await self.sender.ask(self.sender.methods.finish, request)
             except TrainerLost:
                 raise
             except MillraceError as error:
@@ -174,6 +180,6 @@ class Attempt:
     async def _abort(self, member: Member, reason: str) -> None:
         request = rollout_pb2.AbortReceiveRequest(publication=self.ref, reason=reason)
         try:
-            await self.fleet.call(member, RECEIVER, "AbortPublication", request)
+            await self.fleet.call(member, RolloutRpc.AbortPublication, request)
         except MillraceError as error:
             log.warning("could not abort", member=member.id, error=str(error), **self.named)

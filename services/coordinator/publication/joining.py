@@ -11,7 +11,8 @@ import structlog
 
 from millrace.errors import MillraceError, PublicationFailed
 from millrace.ids import MemberId, Version
-from millrace.wire.v1 import rollout_pb2, rollout_pb2_grpc
+from millrace.wire.methods import RolloutRpc
+from millrace.wire.v1 import rollout_pb2
 from services.coordinator.bell import waited
 from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.fleet.trainer import Trainer
@@ -83,7 +84,7 @@ class Joining:
         try:
             message = f"{member.id} ({member.engine}, {member.device}) joins from {member.host}; its engine gets ready"
             await self._events.add(self.job.id, "member.joined", message, member=member.id, epoch=self._fleet.epoch)
-            answer = await self._fleet.call(member, rollout_pb2_grpc.RolloutStub, "Configure", request)
+            answer = await self._fleet.call(member, RolloutRpc.Configure, request)
         except MillraceError as error:
             member.trouble = str(error)
             await self._fleet.cut(member, "it could not be configured")

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from millrace.errors import MillraceError, PublicationFailed
 from millrace.spec.publication import Publication as Settings
 from millrace.weights.plans import wire_layouts as wire
+from millrace.wire.methods import RolloutRpc
 from millrace.wire.v1 import rollout_pb2, trainer_pb2, weights_pb2
 from services.coordinator.publication.attempt import Attempt
 
@@ -71,7 +72,7 @@ class Sides:
         key = (attempt.sender.id, attempt.ref.job_id, dtype)
         if self._sent is None or self._sent[:3] != key:
             request = trainer_pb2.DescribeSendRequest(job_id=attempt.ref.job_id, dtype=dtype)
-            self._sent = (*key, await attempt.ask_sender("DescribeWeights", request))
+            self._sent = (*key, await attempt.ask_sender(attempt.sender.methods.describe, request))
         return self._sent[3]
 
     async def _receivers(
@@ -81,7 +82,7 @@ class Sides:
         known = {i: told for i, (of, digest, told) in self._wanted.items() if (of, digest) == (job, manifest.hash)}
         new = [m for m in attempt.receivers if m.id not in known]
         request = rollout_pb2.DescribeReceiveRequest(job_id=job, manifest=manifest)
-        for member, told in (await attempt.ask_all("DescribeWeights", lambda _: request, new)).items():
+        for member, told in (await attempt.ask_all(RolloutRpc.DescribeWeights, lambda _: request, new)).items():
             self._wanted[member], known[member] = (job, manifest.hash, told), told
         return known
 

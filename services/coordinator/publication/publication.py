@@ -13,6 +13,7 @@ from typing import Any
 import structlog
 
 from millrace.errors import PublicationFailed
+from millrace.wire.methods import RolloutRpc
 from millrace.wire.v1 import rollout_pb2, trainer_pb2, weights_pb2
 from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.fleet.trainer import Trainer, TrainerLost
@@ -150,7 +151,7 @@ class Publisher:
             gpu=way.gpu,
         )
         attempt.prepared = True
-        prepared: trainer_pb2.PrepareSendResponse = await attempt.ask_sender("PreparePublication", request)
+        prepared = await attempt.ask_sender(attempt.sender.methods.prepare, request)
         plan_hash, manifest = prepared.plan_hash, way.manifest or prepared.manifest
 
         def receive(member: Member, whole: bool) -> rollout_pb2.PrepareReceiveRequest:
@@ -167,9 +168,10 @@ class Publisher:
             )
 
         agreed = sides.agreed
-        answers = await attempt.ask_all("PreparePublication", lambda m: receive(m, agreed.get(m.id) != plan_hash))
+        prepare = RolloutRpc.PreparePublication
+        answers = await attempt.ask_all(prepare, lambda m: receive(m, agreed.get(m.id) != plan_hash))
         forgetful = [m for m in attempt.receivers if not answers[m.id].plan_hash]
-        answers |= await attempt.ask_all("PreparePublication", lambda m: receive(m, True), forgetful)
+        answers |= await attempt.ask_all(prepare, lambda m: receive(m, True), forgetful)
         sides.agreed = {member: answer.plan_hash for member, answer in answers.items()}
         if differing := tuple(i for i, answer in answers.items() if answer.plan_hash != prepared.plan_hash):
             what = f"{', '.join(differing)} worked out another plan than {attempt.sender.id}."
@@ -178,16 +180,15 @@ class Publisher:
     async def _transfer(self, attempt: Attempt) -> trainer_pb2.TransferSendResponse:
         """The receivers begin to receive, then the sender sends until the last byte is out or a receiver is lost."""
         receive = rollout_pb2.TransferReceiveRequest(publication=attempt.ref)
-        await attempt.ask_all("TransferPublication", lambda _: receive)
+        await attempt.ask_all(RolloutRpc.TransferPublication, lambda _: receive)
         send = trainer_pb2.TransferSendRequest(publication=attempt.ref)
-        sending = asyncio.create_task(attempt.ask_sender("TransferPublication", send))
+        sending = asyncio.create_task(attempt.ask_sender(attempt.sender.methods.transfer, send))
         losses = [asyncio.create_task(m.gone.wait(), name=m.id) for m in attempt.receivers]
         try:
             await asyncio.wait({sending, *losses}, return_when=asyncio.FIRST_COMPLETED)
             if lost := tuple(task.get_name() for task in losses if task.done()):
                 raise PublicationFailed(f"{', '.join(lost)} was lost while receiving.", "start it again.", lost)
-            sent: trainer_pb2.TransferSendResponse = sending.result()
-            return sent
+            return sending.result()
         except PublicationFailed as error:
             if error.culprits:
                 raise
@@ -198,13 +199,13 @@ class Publisher:
 
     async def _verify(self, attempt: Attempt, sent: trainer_pb2.TransferSendResponse) -> None:
         request = rollout_pb2.VerifyReceiveRequest(publication=attempt.ref, checksums=sent.checksums)
-        await attempt.ask_rest("VerifyPublication", request, attempt.left_s)
+        await attempt.ask_rest(RolloutRpc.VerifyPublication, request, attempt.left_s)
 
     async def _commit(self, job: JobRecord, attempt: Attempt) -> list[weights_pb2.MemberReport]:
         """Whoever verified in time may commit, however long others took."""
         request = rollout_pb2.CommitReceiveRequest(publication=attempt.ref)
         limit_s = max(attempt.left_s, min(job.spec.deadlines.publication_s, COMMIT_S))
-        answers = await attempt.ask_rest("CommitPublication", request, limit_s)
+        answers = await attempt.ask_rest(RolloutRpc.CommitPublication, request, limit_s)
         for member in attempt.receivers:
             if member.id in answers and not member.gone.is_set():
                 await self._fleet.hold(member, Weights(job.id, job.lineage, job.version))

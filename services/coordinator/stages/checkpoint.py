@@ -15,6 +15,7 @@ from typing import Any
 import structlog
 
 from millrace.errors import InvalidState, MillraceError, NotFound
+from millrace.wire.methods import TrainerRpc
 from millrace.wire.v1 import trainer_pb2
 from services.coordinator.run import Run
 from services.coordinator.stages.spans import traced
@@ -74,7 +75,7 @@ async def _begin(run: Run) -> None:
     request = trainer_pb2.SaveRequest(job_id=run.job.id, path=folder, huggingface=run.done)
     try:
         async with run.parts.trainer.turn:
-            await run.parts.trainer.call("Save", request)
+            await run.parts.trainer.call(TrainerRpc.Save, request)
     except InvalidState as error:
         raise await _failed(run, cut, str(error)) from error
     run.saving = asyncio.create_task(_finish(run))
@@ -101,7 +102,7 @@ async def _finish(run: Run) -> float | None:
     saved: trainer_pb2.FinishSaveResponse | None = None
     try:
         request = trainer_pb2.FinishSaveRequest(job_id=run.job.id, path=cut["path"])
-        saved = await run.parts.trainer.call("FinishSave", request)
+        saved = await run.parts.trainer.call(TrainerRpc.FinishSave, request)
     except NotFound as error:
         # Another trainer began it. A checkpoint gets its name when it is whole.
         if not await asyncio.to_thread(Path(cut["path"]).is_dir):

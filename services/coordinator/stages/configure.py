@@ -7,6 +7,7 @@ from millrace.errors import MillraceError, Unavailable
 from millrace.ids import Version
 from millrace.rest import JobState
 from millrace.wire.deadlines import of_job
+from millrace.wire.methods import TrainerRpc
 from millrace.wire.v1 import trainer_pb2
 from services.coordinator.bell import waited
 from services.coordinator.run import LOOK_EVERY_S, Run
@@ -69,7 +70,7 @@ async def _load(run: Run) -> Version:
     request = trainer_pb2.ConfigureTrainerRequest(
         job_id=job.id, spec=job.spec_json, checkpoint=job.checkpoint or "", configuration=configuration
     )
-    answer = await trainer.call("Configure", request)
+    answer = await trainer.call(TrainerRpc.Configure, request)
     await run.tell(
         "trainer.configured",
         f"{trainer.member.id} holds version {answer.version}: {answer.parameters:,} parameters on "

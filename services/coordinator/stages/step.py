@@ -4,6 +4,7 @@ import time
 
 from millrace.errors import MillraceError
 from millrace.rest import StepMetrics
+from millrace.wire.methods import TrainerRpc
 from millrace.wire.v1 import trainer_pb2
 from services.coordinator.observe.samples import samples_in
 from services.coordinator.observe.step_metrics import batch_metrics, mean
@@ -27,7 +28,7 @@ async def step(run: Run, batch: Batch) -> None:
     trainer, started = run.parts.trainer, time.monotonic()
     async with trainer.turn:
         trainer.holds = None
-        answer: trainer_pb2.StepResponse = await trainer.call("Step", _request(run, batch))
+        answer = await trainer.call(TrainerRpc.Step, _request(run, batch))
         if answer.version != batch.step:
             what = f"{trainer.member.id} answered step {batch.step} with version {answer.version}."
             raise MillraceError(what, "run the same release of millrace everywhere.")

@@ -14,7 +14,8 @@ import structlog
 from millrace.errors import Fenced, InvalidState, MillraceError, NotFound, Unavailable
 from millrace.ids import MemberId
 from millrace.wire.channel import Peer
-from millrace.wire.v1 import common_pb2, work_pb2, work_pb2_grpc
+from millrace.wire.methods import WorkRpc
+from millrace.wire.v1 import common_pb2, work_pb2
 from services.rollout.engine import EngineDied, Sample
 from services.rollout.work.groups import Bench, Dropped
 
@@ -79,7 +80,7 @@ class Leases:
         log.info("leases given back", count=len(held), reason=reason)
         request = work_pb2.ReleaseRequest(member_id=self._member_id, leases=[one.lease.ref for one in held])
         try:
-            await self._coordinator.call(work_pb2_grpc.WorkStub, "Release", request, attempts=3)
+            await self._coordinator.call(WorkRpc.Release, request, attempts=3)
         except MillraceError as error:
             log.warning("leases could not be given back; they expire", count=len(held), error=str(error))
 
@@ -90,7 +91,7 @@ class Leases:
             bench, free = await self._room()
             request = work_pb2.LeaseRequest(member_id=self._member_id, free_samples=free, wait_s=WAIT_S)
             try:
-                reply = await self._coordinator.call(work_pb2_grpc.WorkStub, "Lease", request)
+                reply = await self._coordinator.call(WorkRpc.Lease, request)
             except NotFound:
                 self.on_forgotten()
                 await asyncio.sleep(RETRY_S)
@@ -156,7 +157,7 @@ class Leases:
         else:
             request.group.CopyFrom(answer)
         try:
-            await self._coordinator.call(work_pb2_grpc.WorkStub, "Complete", request, attempts=ANSWER_ATTEMPTS)
+            await self._coordinator.call(WorkRpc.Complete, request, attempts=ANSWER_ATTEMPTS)
         except (Fenced, NotFound, InvalidState) as error:
             log.info("answer refused", prompt=lease.prompt_id, error=str(error))
         except MillraceError as error:
@@ -166,7 +167,7 @@ class Leases:
         log.warning("lease given back", prompt=lease.prompt_id, reason=reason)
         request = work_pb2.ReleaseRequest(member_id=self._member_id, leases=[lease.ref])
         try:
-            await self._coordinator.call(work_pb2_grpc.WorkStub, "Release", request, attempts=3)
+            await self._coordinator.call(WorkRpc.Release, request, attempts=3)
         except MillraceError as error:
             log.warning("the lease expires instead", prompt=lease.prompt_id, error=str(error))
 
@@ -202,7 +203,7 @@ class Leases:
                 continue
             try:
                 request = work_pb2.ExtendRequest(member_id=self._member_id, leases=refs)
-                reply = await self._coordinator.call(work_pb2_grpc.WorkStub, "Extend", request)
+                reply = await self._coordinator.call(WorkRpc.Extend, request)
             except NotFound:
                 self.on_forgotten()
             except Unavailable as error:

@@ -9,8 +9,8 @@ from millrace.errors import InvalidState
 from millrace.rewards.outcome import BadOutcome, separate_rewards
 from millrace.wire.arrays import unpack_experts, unpack_logprobs, unpack_tokens
 from millrace.wire.channel import Peer
+from millrace.wire.methods import WorkRpc
 from millrace.wire.v1 import common_pb2, work_pb2
-from millrace.wire.v1.work_pb2_grpc import WorkStub
 from services.trainer.protocol.microbatch import Sample
 from services.trainer.step.batch import TrajectoryRef
 
@@ -27,7 +27,7 @@ async def fetch(
     peer = Peer(address)
     try:
         request = work_pb2.FetchRequest(job_id=job_id, prompt_ids=prompts)
-        async for group in peer.stream(WorkStub, "Fetch", request):
+        async for group in peer.stream(WorkRpc.Fetch, request):
             groups[group.prompt_id] = group
     finally:
         await peer.close()

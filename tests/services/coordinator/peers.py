@@ -22,18 +22,17 @@ from millrace.weights.plans.manifest import Manifest, TensorInfo
 from millrace.weights.plans.plan import gather_broadcast
 from millrace.wire.arrays import pack_logprobs, pack_tokens
 from millrace.wire.channel import PROTOCOL_VERSION, Peer
+from millrace.wire.methods import FleetRpc, WorkRpc
 from millrace.wire.server import Server
 from millrace.wire.v1 import (
     common_pb2,
     fleet_pb2,
-    fleet_pb2_grpc,
     rollout_pb2,
     rollout_pb2_grpc,
     trainer_pb2,
     trainer_pb2_grpc,
     weights_pb2,
     work_pb2,
-    work_pb2_grpc,
 )
 
 MANIFEST = Manifest((TensorInfo("model.norm.weight", (8,), "float32"),))
@@ -105,7 +104,7 @@ class Member:
             host="test",
             device="cpu",
         )
-        await self.coordinator.call(fleet_pb2_grpc.FleetStub, "Register", request)
+        await self.coordinator.call(FleetRpc.Register, request)
 
     async def _beat(self) -> None:
         while True:
@@ -114,7 +113,7 @@ class Member:
                 member_id=self.id, version=self.version, tokens=self.tokens, running=self.running
             )
             try:
-                await self.coordinator.call(fleet_pb2_grpc.FleetStub, "Heartbeat", beat)
+                await self.coordinator.call(FleetRpc.Heartbeat, beat)
             except NotFound:
                 await self.register()
             except MillraceError:
@@ -127,7 +126,7 @@ class Member:
                 task.cancel()
             try:
                 goodbye = fleet_pb2.LeaveRequest(member_id=self.id, reason="the test is over")
-                await self.coordinator.call(fleet_pb2_grpc.FleetStub, "Leave", goodbye)
+                await self.coordinator.call(FleetRpc.Leave, goodbye)
             except MillraceError:
                 pass
             await self.die()
@@ -217,7 +216,7 @@ class SimulatedTrainer(Member, trainer_pb2_grpc.TrainerServicer):
         wanted = [group.prompt_id for group in request.groups]
         fetch = work_pb2.FetchRequest(job_id=request.job_id, prompt_ids=wanted)
         peer = Peer(request.work_address)
-        groups = [group async for group in peer.stream(work_pb2_grpc.WorkStub, "Fetch", fetch)]
+        groups = [group async for group in peer.stream(WorkRpc.Fetch, fetch)]
         await peer.close()
         assert [group.prompt_id for group in groups] == wanted
         for ref, group in zip(request.groups, groups, strict=True):
@@ -438,7 +437,7 @@ class SimulatedReplica(Member, rollout_pb2_grpc.RolloutServicer):
                     continue
                 request = work_pb2.LeaseRequest(member_id=self.id, free_samples=free, wait_s=2.0)
                 try:
-                    answer = await self.coordinator.call(work_pb2_grpc.WorkStub, "Lease", request)
+                    answer = await self.coordinator.call(WorkRpc.Lease, request)
                 except MillraceError:
                     await asyncio.sleep(0.1)
                     continue
@@ -456,7 +455,7 @@ class SimulatedReplica(Member, rollout_pb2_grpc.RolloutServicer):
             await self.faults.strike("Complete", request)
             while True:
                 try:
-                    await self.coordinator.call(work_pb2_grpc.WorkStub, "Complete", request)
+                    await self.coordinator.call(WorkRpc.Complete, request)
                     return
                 except (Fenced, NotFound):
                     self.fenced += 1
@@ -474,7 +473,7 @@ class SimulatedReplica(Member, rollout_pb2_grpc.RolloutServicer):
                 leases = [lease.ref for lease in self.held.values()]
                 request = work_pb2.ExtendRequest(member_id=self.id, leases=leases)
                 try:
-                    await self.coordinator.call(work_pb2_grpc.WorkStub, "Extend", request)
+                    await self.coordinator.call(WorkRpc.Extend, request)
                 except MillraceError:
                     continue
 

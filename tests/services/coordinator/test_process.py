@@ -15,7 +15,8 @@ from millrace.errors import InvalidState
 from millrace.local.ports import free_port
 from millrace.rest import JobState
 from millrace.wire.channel import Peer
-from millrace.wire.v1 import fleet_pb2, fleet_pb2_grpc
+from millrace.wire.methods import FleetRpc
+from millrace.wire.v1 import fleet_pb2
 from services.coordinator.redis_server import RedisServer
 from tests.services.coordinator.cluster import around, until
 from tests.services.coordinator.conftest import CoordinatorProcess, running
@@ -132,7 +133,7 @@ def test_another_protocol_version_is_refused(tmp_path: Path) -> None:
             release="9.9",
         )
         with pytest.raises(InvalidState, match=r"rollout-1a2b3c4d .* speaks protocol 7, this coordinator 1") as refusal:
-            await peer.call(fleet_pb2_grpc.FleetStub, "Register", request)
+            await peer.call(FleetRpc.Register, request)
         assert "same release" in refusal.value.fix
         await peer.close()
 

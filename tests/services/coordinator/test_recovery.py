@@ -10,7 +10,8 @@ import pytest
 
 from millrace.errors import Unavailable
 from millrace.rest import JobState
-from millrace.wire.v1 import fleet_pb2, fleet_pb2_grpc
+from millrace.wire.methods import FleetRpc
+from millrace.wire.v1 import fleet_pb2
 from services.coordinator.redis_server import RedisServer
 from services.coordinator.store.connection import Connection
 from tests.services.coordinator.cluster import Cluster, scenario, until
@@ -150,7 +151,7 @@ async def test_a_trainer_that_is_drained_leaves_the_job_to_the_one_that_stands_b
     second = await cluster.trainer()
 
     async def drains(_: object) -> None:
-        await first.coordinator.call(fleet_pb2_grpc.FleetStub, "Drain", fleet_pb2.DrainRequest(member_id=first.id))
+        await first.coordinator.call(FleetRpc.Drain, fleet_pb2.DrainRequest(member_id=first.id))
 
     first.faults["Step"] = drains
     job = await cluster.ended(job_id)

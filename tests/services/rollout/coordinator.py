@@ -13,13 +13,14 @@ from millrace.errors import Fenced, InvalidState, NotFound
 from millrace.spec import JobSpec
 from millrace.weights.plans.plan import gather_broadcast
 from millrace.wire.channel import PROTOCOL_VERSION, Peer
+from millrace.wire.method import Request, Response, Unary
+from millrace.wire.methods import RolloutRpc
 from millrace.wire.server import Server
 from millrace.wire.v1 import (
     common_pb2,
     fleet_pb2,
     fleet_pb2_grpc,
     rollout_pb2,
-    rollout_pb2_grpc,
     weights_pb2,
     work_pb2,
     work_pb2_grpc,
@@ -180,11 +181,11 @@ async def until(condition: Any, seconds: float = 30.0) -> None:
 
 async def configure(replica: Peer, spec: JobSpec, job: str = JOB) -> rollout_pb2.ConfigureRolloutResponse:
     request = rollout_pb2.ConfigureRolloutRequest(job_id=job, spec=spec.model_dump_json(), epoch=1)
-    return await replica.call(rollout_pb2_grpc.RolloutStub, "Configure", request)
+    return await replica.call(RolloutRpc.Configure, request)
 
 
 async def status(replica: Peer) -> rollout_pb2.RolloutStatus:
-    return await replica.call(rollout_pb2_grpc.RolloutStub, "GetStatus", rollout_pb2.RolloutStatusRequest())
+    return await replica.call(RolloutRpc.GetStatus, rollout_pb2.RolloutStatusRequest())
 
 
 class Publication:
@@ -209,23 +210,25 @@ class Publication:
             "plan_hash": gather_broadcast(delivery.manifest, delivery.world_size).hash,
             "deadline_s": 30.0,
         } | changes
-        reply = await self._call("PreparePublication", rollout_pb2.PrepareReceiveRequest(**fields))
+        reply = await self._call(RolloutRpc.PreparePublication, rollout_pb2.PrepareReceiveRequest(**fields))
         return bytes(reply.plan_hash)
 
     async def transfer(self) -> None:
-        await self._call("TransferPublication", rollout_pb2.TransferReceiveRequest(publication=self.ref))
+        await self._call(RolloutRpc.TransferPublication, rollout_pb2.TransferReceiveRequest(publication=self.ref))
 
     async def verify(self, checksums: tuple[int, ...] | None = None) -> None:
         values = self.sender.checksums if checksums is None else checksums
         request = rollout_pb2.VerifyReceiveRequest(publication=self.ref, checksums=weights_pb2.Checksums(values=values))
-        await self._call("VerifyPublication", request)
+        await self._call(RolloutRpc.VerifyPublication, request)
 
     async def commit(self) -> weights_pb2.MemberReport:
-        reply = await self._call("CommitPublication", rollout_pb2.CommitReceiveRequest(publication=self.ref))
+        reply = await self._call(RolloutRpc.CommitPublication, rollout_pb2.CommitReceiveRequest(publication=self.ref))
         return reply.report
 
     async def abort(self, reason: str = "the test says so") -> None:
-        await self._call("AbortPublication", rollout_pb2.AbortReceiveRequest(publication=self.ref, reason=reason))
+        await self._call(
+            RolloutRpc.AbortPublication, rollout_pb2.AbortReceiveRequest(publication=self.ref, reason=reason)
+        )
 
     async def whole(self) -> weights_pb2.MemberReport:
         await self.prepare()
@@ -235,8 +238,8 @@ class Publication:
         self.sender.join()
         return await self.commit()
 
-    async def _call(self, method: str, request: Any) -> Any:
-        return await self.replica.call(rollout_pb2_grpc.RolloutStub, method, request)
+    async def _call(self, method: Unary[Request, Response], request: Request) -> Response:
+        return await self.replica.call(method, request)
 
 
 async def publish(

@@ -8,9 +8,10 @@ from typing import Any
 from millrace.spec import JobSpec
 from millrace.wire.channel import Peer
 from millrace.wire.deadlines import DEADLINES_S
+from millrace.wire.method import Request, Response, Unary
+from millrace.wire.methods import TrainerRpc
 from millrace.wire.v1 import common_pb2, weights_pb2
 from millrace.wire.v1 import trainer_pb2 as pb
-from millrace.wire.v1.trainer_pb2_grpc import TrainerStub
 from tests.services.trainer.groups import refs
 
 JOB = "job-1"
@@ -21,11 +22,11 @@ class Calls:
         self.address = address
         self._deadlines = {**DEADLINES_S, **(deadlines or {})}
 
-    def call(self, method: str, request: Any) -> Any:
-        async def once() -> Any:
+    def call(self, method: Unary[Request, Response], request: Request) -> Response:
+        async def once() -> Response:
             peer = Peer(self.address, self._deadlines)
             try:
-                return await peer.call(TrainerStub, method, request)
+                return await peer.call(method, request)
             finally:
                 await peer.close()
 
@@ -36,26 +37,26 @@ class Calls:
     ) -> pb.ConfigureTrainerResponse:
         text = json.dumps(spec.model_dump(mode="json"))
         request = pb.ConfigureTrainerRequest(job_id=job, spec=text, checkpoint=checkpoint, configuration=configuration)
-        return self.call("Configure", request)
+        return self.call(TrainerRpc.Configure, request)
 
     def step(self, step: int, groups: dict[str, common_pb2.Group], work: str, job: str = JOB) -> pb.StepResponse:
-        return self.call("Step", pb.StepRequest(job_id=job, step=step, groups=refs(groups), work_address=work))
+        return self.call(TrainerRpc.Step, pb.StepRequest(job_id=job, step=step, groups=refs(groups), work_address=work))
 
     def begin_save(self, path: str, huggingface: bool = False, job: str = JOB) -> pb.SaveResponse:
-        return self.call("Save", pb.SaveRequest(job_id=job, path=path, huggingface=huggingface))
+        return self.call(TrainerRpc.Save, pb.SaveRequest(job_id=job, path=path, huggingface=huggingface))
 
     def finish_save(self, path: str, job: str = JOB) -> pb.FinishSaveResponse:
-        return self.call("FinishSave", pb.FinishSaveRequest(job_id=job, path=path))
+        return self.call(TrainerRpc.FinishSave, pb.FinishSaveRequest(job_id=job, path=path))
 
     def save(self, path: str, huggingface: bool = False, job: str = JOB) -> pb.FinishSaveResponse:
         self.begin_save(path, huggingface, job)
         return self.finish_save(path, job)
 
     def load(self, path: str) -> pb.LoadResponse:
-        return self.call("Load", pb.LoadRequest(job_id=JOB, path=path))
+        return self.call(TrainerRpc.Load, pb.LoadRequest(job_id=JOB, path=path))
 
     def status(self) -> pb.TrainerStatus:
-        return self.call("GetStatus", pb.TrainerStatusRequest())
+        return self.call(TrainerRpc.GetStatus, pb.TrainerStatusRequest())
 
     def prepare(self, ref: weights_pb2.PublicationRef, receivers: int, dtype: str, deadline_s: float = 20.0) -> Any:
         request = pb.PrepareSendRequest(
@@ -67,10 +68,10 @@ class Calls:
             dtype=dtype,
             deadline_s=deadline_s,
         )
-        return self.call("PreparePublication", request)
+        return self.call(TrainerRpc.PreparePublication, request)
 
     def transfer(self, ref: weights_pb2.PublicationRef) -> pb.TransferSendResponse:
-        return self.call("TransferPublication", pb.TransferSendRequest(publication=ref))
+        return self.call(TrainerRpc.TransferPublication, pb.TransferSendRequest(publication=ref))
 
     def finish(self, ref: weights_pb2.PublicationRef, failure: str = "") -> None:
-        self.call("FinishPublication", pb.FinishSendRequest(publication=ref, failure=failure))
+        self.call(TrainerRpc.FinishPublication, pb.FinishSendRequest(publication=ref, failure=failure))

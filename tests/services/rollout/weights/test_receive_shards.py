@@ -10,7 +10,9 @@ import torch
 
 from millrace.errors import InvalidState, PublicationFailed
 from millrace.weights.plans import wire_layouts as sides
-from millrace.wire.v1 import rollout_pb2, rollout_pb2_grpc, weights_pb2
+from millrace.wire.method import Request, Response, Unary
+from millrace.wire.methods import RolloutRpc
+from millrace.wire.v1 import rollout_pb2, weights_pb2
 from tests.models import random_model
 from tests.sender import export
 from tests.services.rollout.coordinator import JOB, status
@@ -34,10 +36,10 @@ class Coming:
         request.plan_hash = self.sender.plan.hash
         for name, value in changes.items():
             setattr(request, name, value)
-        return bytes((await self.call("PreparePublication", request)).plan_hash)
+        return bytes((await self.call(RolloutRpc.PreparePublication, request)).plan_hash)
 
     async def transfer(self) -> None:
-        await self.call("TransferPublication", rollout_pb2.TransferReceiveRequest(publication=self.ref))
+        await self.call(RolloutRpc.TransferPublication, rollout_pb2.TransferReceiveRequest(publication=self.ref))
 
     async def verify(self) -> None:
         """Once the sender knows what it sent."""
@@ -46,14 +48,18 @@ class Coming:
                 break
             await asyncio.sleep(0.01)
         sums = weights_pb2.Checksums(values=[self.sender.sums.get(c, 0) for c in range(len(self.sender.plan.sizes))])
-        await self.call("VerifyPublication", rollout_pb2.VerifyReceiveRequest(publication=self.ref, checksums=sums))
+        await self.call(
+            RolloutRpc.VerifyPublication, rollout_pb2.VerifyReceiveRequest(publication=self.ref, checksums=sums)
+        )
 
     async def commit(self) -> weights_pb2.MemberReport:
-        reply = await self.call("CommitPublication", rollout_pb2.CommitReceiveRequest(publication=self.ref))
+        reply = await self.call(RolloutRpc.CommitPublication, rollout_pb2.CommitReceiveRequest(publication=self.ref))
         return reply.report
 
     async def abort(self) -> None:
-        await self.call("AbortPublication", rollout_pb2.AbortReceiveRequest(publication=self.ref, reason="told so"))
+        await self.call(
+            RolloutRpc.AbortPublication, rollout_pb2.AbortReceiveRequest(publication=self.ref, reason="told so")
+        )
 
     async def begin(self) -> None:
         await self.prepare()
@@ -67,14 +73,14 @@ class Coming:
         await asyncio.to_thread(self.sender.join)
         return report
 
-    async def call(self, method: str, request: Any) -> Any:
-        return await self.stack.peer.call(rollout_pb2_grpc.RolloutStub, method, request)
+    async def call(self, method: Unary[Request, Response], request: Request) -> Response:
+        return await self.stack.peer.call(method, request)
 
 
 async def coming(stack: Stack, version: int, mode: int = SHADOW, **options: Any) -> Coming:
     shards = Shards(export(random_model(tied=True, seed=version)))
     request = rollout_pb2.DescribeReceiveRequest(job_id=JOB, manifest=shards.manifest.to_proto())
-    told = await stack.peer.call(rollout_pb2_grpc.RolloutStub, "DescribeWeights", request)
+    told = await stack.peer.call(RolloutRpc.DescribeWeights, request)
     wanted = sides.decode(told.layouts)
     return Coming(stack, ShardSender(shards, wanted, version=version, job=JOB, mode=mode, **options))  # type: ignore[arg-type]
 
@@ -126,7 +132,7 @@ def test_an_abort_frees_sender_and_receiver_at_once(tied_model: Path, mode: int)
         await new.begin()
         await asyncio.sleep(0.3)
         waiting = asyncio.create_task(
-            new.call("VerifyPublication", rollout_pb2.VerifyReceiveRequest(publication=new.ref))
+            new.call(RolloutRpc.VerifyPublication, rollout_pb2.VerifyReceiveRequest(publication=new.ref))
         )
         await asyncio.sleep(0.1)
         began = time.monotonic()
@@ -154,7 +160,7 @@ def test_a_sender_that_never_comes_fails_verify_within_the_deadline(tied_model: 
         await late.transfer()
         began = time.monotonic()
         with pytest.raises((PublicationFailed, InvalidState)):
-            await late.call("VerifyPublication", rollout_pb2.VerifyReceiveRequest(publication=late.ref))
+            await late.call(RolloutRpc.VerifyPublication, rollout_pb2.VerifyReceiveRequest(publication=late.ref))
         assert time.monotonic() - began < 4.0
         await serves(stack, 1)
 
@@ -174,7 +180,7 @@ def test_another_plan_layout_or_communicator_is_refused_in_prepare(tied_model: P
         request = rollout_pb2.PrepareReceiveRequest.FromString(standing.sender.delivery.encode())
         request.receiver.world_size, request.rendezvous.standing = 1, True
         with pytest.raises(PublicationFailed, match="not in communicator"):
-            await standing.call("PreparePublication", request)
+            await standing.call(RolloutRpc.PreparePublication, request)
         await serves(stack, 1)
 
     play(tied_model, scenario)

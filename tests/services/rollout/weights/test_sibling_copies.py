@@ -14,7 +14,8 @@ from millrace.errors import Fenced, InvalidState, PublicationFailed
 from millrace.weights.plans import wire_layouts as sides
 from millrace.weights.transfer.channels.channel import Channel, Flight, Parcel
 from millrace.weights.transfer.pipeline import Sending
-from millrace.wire.v1 import rollout_pb2, rollout_pb2_grpc, trainer_pb2, weights_pb2
+from millrace.wire.methods import RolloutRpc
+from millrace.wire.v1 import rollout_pb2, trainer_pb2, weights_pb2
 from services.rollout.weights import sharded as shards
 from tests.services.rollout.coordinator import JOB, configure, status, until
 from tests.services.rollout.jobs import job_spec
@@ -22,7 +23,6 @@ from tests.services.rollout.parameters import engine_parameters
 from tests.services.rollout.stack import Stack, replica_stack
 from tests.services.rollout.weights.test_receive_shards import coming
 
-STUB = rollout_pb2_grpc.RolloutStub
 Scenario = Callable[[Stack, Stack], Awaitable[None]]
 
 
@@ -83,9 +83,9 @@ class Copy:
         self.ref = weights_pb2.PublicationRef(job_id=JOB, version=version, epoch=1, attempt=attempt)
 
     async def prepare(self) -> None:
-        told = await self.sibling.peer.call(STUB, "DescribeCopy", trainer_pb2.DescribeSendRequest(job_id=JOB))
+        told = await self.sibling.peer.call(RolloutRpc.DescribeCopy, trainer_pb2.DescribeSendRequest(job_id=JOB))
         request = rollout_pb2.DescribeReceiveRequest(job_id=JOB, manifest=told.manifest)
-        wanted = await self.late.peer.call(STUB, "DescribeWeights", request)
+        wanted = await self.late.peer.call(RolloutRpc.DescribeWeights, request)
         both = weights_pb2.Sides(senders=told.layouts, receivers=wanted.layouts, message_bytes=16384)
         assert len(sides.decode(told.layouts)) == 1 and not told.gpu
         receiver = weights_pb2.Receiver(member_id=self.late.replica.member_id, first_rank=1, world_size=1)
@@ -97,7 +97,7 @@ class Copy:
             deadline_s=self.deadline_s,
             sides=both,
         )
-        prepared = await self.sibling.peer.call(STUB, "PrepareCopy", send)
+        prepared = await self.sibling.peer.call(RolloutRpc.PrepareCopy, send)
         assert prepared.rendezvous.passing
         receive = rollout_pb2.PrepareReceiveRequest(
             publication=self.ref,
@@ -109,28 +109,30 @@ class Copy:
             deadline_s=self.deadline_s,
             sides=both,
         )
-        await self.late.peer.call(STUB, "PreparePublication", receive)
+        await self.late.peer.call(RolloutRpc.PreparePublication, receive)
 
     async def begin(self) -> "asyncio.Task[Any]":
         await self.prepare()
-        await self.late.peer.call(STUB, "TransferPublication", rollout_pb2.TransferReceiveRequest(publication=self.ref))
+        await self.late.peer.call(
+            RolloutRpc.TransferPublication, rollout_pb2.TransferReceiveRequest(publication=self.ref)
+        )
         return asyncio.create_task(self.send())
 
     async def send(self) -> trainer_pb2.TransferSendResponse:
         request = trainer_pb2.TransferSendRequest(publication=self.ref)
-        return await self.sibling.peer.call(STUB, "TransferCopy", request)
+        return await self.sibling.peer.call(RolloutRpc.TransferCopy, request)
 
     async def verify(self, sent: trainer_pb2.TransferSendResponse) -> None:
         request = rollout_pb2.VerifyReceiveRequest(publication=self.ref, checksums=sent.checksums)
-        await self.late.peer.call(STUB, "VerifyPublication", request)
+        await self.late.peer.call(RolloutRpc.VerifyPublication, request)
 
     async def commit(self) -> weights_pb2.MemberReport:
         request = rollout_pb2.CommitReceiveRequest(publication=self.ref)
-        return (await self.late.peer.call(STUB, "CommitPublication", request)).report
+        return (await self.late.peer.call(RolloutRpc.CommitPublication, request)).report
 
     async def finish(self, failure: str = "") -> None:
         request = trainer_pb2.FinishSendRequest(publication=self.ref, failure=failure)
-        await self.sibling.peer.call(STUB, "FinishCopy", request)
+        await self.sibling.peer.call(RolloutRpc.FinishCopy, request)
 
     async def whole(self) -> tuple[weights_pb2.MemberReport, weights_pb2.MemberReport]:
         sent = await (await self.begin())

@@ -9,7 +9,8 @@ import pytest
 
 from millrace.errors import InvalidJob, InvalidState
 from millrace.wire.arrays import unpack_logprobs, unpack_tokens
-from millrace.wire.v1 import common_pb2, rollout_pb2, rollout_pb2_grpc, work_pb2
+from millrace.wire.methods import RolloutRpc
+from millrace.wire.v1 import common_pb2, rollout_pb2, work_pb2
 from services.rollout.__main__ import drain
 from tests.models import byte_tokenizer, random_model
 from tests.services.rollout.coordinator import configure, status, until
@@ -237,7 +238,7 @@ def test_configuring_another_job_gives_leases_back_and_keeps_the_engine(tied_mod
             assert (after.job_id, after.version, after.running) == ("job-next", -1, 0)
             with pytest.raises(InvalidState, match="holds no verified version"):
                 request = rollout_pb2.GenerateRequest(prompt='"hello"')
-                await stack.peer.call(rollout_pb2_grpc.RolloutStub, "Generate", request)
+                await stack.peer.call(RolloutRpc.Generate, request)
 
     asyncio.run(scenario())
 
@@ -260,7 +261,7 @@ def test_generate_answers_outside_any_lease(tied_model: Path) -> None:
             await stack.serve(job_spec(tied_model))
             sampling = work_pb2.Sampling(samples=3, max_response_tokens=5, temperature=1.0, top_p=1.0)
             request = rollout_pb2.GenerateRequest(prompt='"hello"', sampling=sampling)
-            return await stack.peer.call(rollout_pb2_grpc.RolloutStub, "Generate", request)
+            return await stack.peer.call(RolloutRpc.Generate, request)
 
     reply = asyncio.run(scenario())
     assert unpack_tokens(reply.prompt_tokens).tolist() == list(b"hello")

@@ -22,6 +22,7 @@ from millrace.weights.plans.memory import Memory
 from millrace.weights.transfer.channels.rendezvous import Rendezvous
 from millrace.weights.transfer.pipeline import Receiving
 from millrace.weights.transfer.session import PublicationSession
+from millrace.wire.methods import TrainerRpc
 from millrace.wire.v1 import trainer_pb2 as pb
 from millrace.wire.v1 import weights_pb2
 from tests.services.trainer.backends.fsdp2.test_backend import saved_tensors
@@ -42,7 +43,7 @@ class Worker:
 
     def __init__(self, calls: Calls) -> None:
         self.calls, self.session, self.member = calls, PublicationSession(), new_member_id("rollout")
-        told = calls.call("DescribeWeights", pb.DescribeSendRequest(job_id=JOB, dtype="bfloat16"))
+        told = calls.call(TrainerRpc.DescribeWeights, pb.DescribeSendRequest(job_id=JOB, dtype="bfloat16"))
         self.manifest = Manifest.from_proto(told.manifest)
         self.tensors = [torch.zeros(t.shape, dtype=getattr(torch, t.dtype)) for t in self.manifest.tensors]
         self.memory = Memory(self.manifest, whole(self.manifest), self.tensors)
@@ -62,7 +63,7 @@ class Worker:
             deadline_s=deadline_s,
             sides=self.sides,
         )
-        self.prepared: pb.PrepareSendResponse = self.calls.call("PreparePublication", request)
+        self.prepared: pb.PrepareSendResponse = self.calls.call(TrainerRpc.PreparePublication, request)
         return self.prepared
 
     def start(self, *, hold: bool = False, deadline_s: float = 20.0) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from millrace.errors import Fenced, InvalidJob, InvalidState, NonFinite, NotFound, PublicationFailed, Unavailable
+from millrace.wire.methods import TrainerRpc
 from millrace.wire.server import Server
 from millrace.wire.v1 import trainer_pb2 as pb
 from millrace.wire.v1.trainer_pb2_grpc import add_TrainerServicer_to_server
@@ -174,7 +175,9 @@ def test_a_job_is_loaded_once_the_ranks_are_free(busy: str, ready: Running, tmp_
     calls: dict[str, Callable[[], Any]] = {
         "step": lambda: ready.calls.step(1, GROUPS, "nowhere:1"),
         "transfer": lambda: ready.calls.transfer(reference(0)),
-        "describe": lambda: ready.calls.call("DescribeWeights", pb.DescribeSendRequest(job_id=JOB, dtype="float32")),
+        "describe": lambda: ready.calls.call(
+            TrainerRpc.DescribeWeights, pb.DescribeSendRequest(job_id=JOB, dtype="float32")
+        ),
     }
     under_way = ready.begin(calls[busy])
     loading = ready.begin(lambda: ready.calls.configure(job_spec(tmp_path / "model"), job="job-2"))
@@ -188,9 +191,9 @@ def test_a_job_is_loaded_once_the_ranks_are_free(busy: str, ready: Running, tmp_
 def test_a_bad_spec_is_told_field_by_field(idle: Running) -> None:
     request = pb.ConfigureTrainerRequest(job_id=JOB, spec=json.dumps({"name": "x", "trainer": {"tokens": 3}}))
     with pytest.raises(InvalidJob, match=r"trainer\.tokens"):
-        idle.calls.call("Configure", request)
+        idle.calls.call(TrainerRpc.Configure, request)
     with pytest.raises(InvalidJob, match="not JSON"):
-        idle.calls.call("Configure", pb.ConfigureTrainerRequest(job_id=JOB, spec="{"))
+        idle.calls.call(TrainerRpc.Configure, pb.ConfigureTrainerRequest(job_id=JOB, spec="{"))
     assert not idle.ranks.requests
 
 

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from millrace.errors import InvalidJob
+from millrace.wire.methods import TrainerRpc
 from millrace.wire.v1 import trainer_pb2 as pb
 from services.trainer.ranks.event_loop import ControlThread
 from tests.models import save_tiny_model
@@ -54,7 +55,7 @@ def test_trains_as_one_rank_of_the_other_backend_and_goes_on_from_its_checkpoint
     assert saved.keys() == expected.keys()
     for key, tensor in expected.items():
         torch.testing.assert_close(saved[key], tensor, atol=2e-5, rtol=1e-4)
-    two_ranks.calls.call("Load", pb.LoadRequest(job_id=job, path=str(tmp_path / "two")))
+    two_ranks.calls.call(TrainerRpc.Load, pb.LoadRequest(job_id=job, path=str(tmp_path / "two")))
     repeated = two_ranks.step(3, groups, job)
     for metric in SAME:
         assert repeated[metric] == pytest.approx(together[metric], rel=1e-6), metric
