@@ -13,10 +13,10 @@ from millrace.weights.plans.boxes import Boxes
 from millrace.weights.plans.layout import Layout, Place, contiguous
 from millrace.weights.plans.manifest import Manifest, TensorInfo
 from millrace.weights.plans.memory import Memory
-from millrace.weights.transfer.channels.channel import Channel, Flight, Parcel
+from millrace.weights.transfer.channels.channel import Channel, ChannelMessage, PendingExchange
 from millrace.weights.transfer.channels.gloo import serve_store
 from millrace.weights.transfer.channels.rendezvous import Rendezvous
-from millrace.weights.transfer.pipeline import Sending
+from millrace.weights.transfer.pipeline import SendPipeline
 from millrace.weights.transfer.session import PublicationSession
 from millrace.wire.v1 import weights_pb2
 from services.rollout.transfer_request import Delivery
@@ -127,7 +127,7 @@ class ShardSender:
             torch.device("cpu"),
             self.delivery.timeout_s,
         )
-        sending = Sending(self.plan, rank, self.shards.ranks[rank])
+        sending = SendPipeline(self.plan, rank, self.shards.ranks[rank])
         try:
             self.sessions[rank].begin()
             give_up = time.monotonic() + self.delivery.timeout_s
@@ -138,14 +138,14 @@ class ShardSender:
         except PublicationFailed as error:
             self.failures.append(error)
 
-    def spoil(self, number: int, sends: Sequence[Parcel]) -> Sequence[Parcel]:
+    def spoil(self, number: int, sends: Sequence[ChannelMessage]) -> Sequence[ChannelMessage]:
         """What becomes of a rank's round on its way."""
         if number == self._hold_after:
             self.gate.wait(TIMEOUT_S)
         if self._corrupt and number == 0:
             changed = sends[0].data.clone()
             changed[0] ^= 1
-            return [Parcel(sends[0].number, sends[0].peer, changed), *sends[1:]]
+            return [ChannelMessage(sends[0].number, sends[0].peer, changed), *sends[1:]]
         return sends
 
 
@@ -153,10 +153,12 @@ class Spoiled:
     """A channel that does to each round what the test says."""
 
     def __init__(self, channel: Channel, sender: ShardSender) -> None:
-        self.key, self.rank, self.give_up = channel.key, channel.rank, channel.give_up
+        self.key, self.rank, self.deadline = channel.key, channel.rank, channel.deadline
         self._channel, self._sender, self._rounds = channel, sender, 0
 
-    def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel], stream: object = None) -> Flight:
+    def exchange(
+        self, sends: Sequence[ChannelMessage], receives: Sequence[ChannelMessage], stream: object = None
+    ) -> PendingExchange:
         self._rounds += 1
         return self._channel.exchange(self._sender.spoil(self._rounds - 1, sends), receives, stream)
 

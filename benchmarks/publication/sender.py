@@ -17,7 +17,7 @@ from millrace.weights.plans.memory import Memory
 from millrace.weights.transfer.channels.gloo import GlooChannel
 from millrace.weights.transfer.channels.rendezvous import Rendezvous, nccl_id
 from millrace.weights.transfer.checksum import checksum
-from millrace.weights.transfer.pipeline import Sending
+from millrace.weights.transfer.pipeline import SendPipeline
 from millrace.weights.transfer.session import PublicationSession
 from millrace.wire.v1 import weights_pb2
 
@@ -35,7 +35,7 @@ class Rank:
         self._whole: Memory | None = None
         self._planner = wire.Planner()
         self._session = PublicationSession()
-        self._sending: tuple[bytes, Sending] | None = None
+        self._sending: tuple[bytes, SendPipeline] | None = None
         self._group: Any = None
 
     def layout(self) -> bytes:
@@ -54,7 +54,7 @@ class Rank:
         """The plan's hash."""
         plan = self._planner.plan(self._manifest, weights_pb2.Sides.FromString(sides))
         if self._sending is None or self._sending[0] != plan.hash:
-            self._sending = (plan.hash, Sending(plan, self._rank, self._memory))
+            self._sending = (plan.hash, SendPipeline(plan, self._rank, self._memory))
         return plan.hash
 
     def send(self, port: int, world_size: int, nccl_id: bytes, key: str, limit_s: float) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch
 from millrace.weights.plans.boxes import Boxes, disjoint, distinct, overlaps
 from millrace.weights.plans.layout import Layout
 from millrace.weights.plans.memory import Memory
-from millrace.weights.transfer.channels.channel import Channel, Flight, Parcel
+from millrace.weights.transfer.channels.channel import Channel, ChannelMessage, PendingExchange
 from millrace.weights.transfer.checksum import checksum
 
 
@@ -53,10 +53,10 @@ class Broadcast:
             if tensor is not None:
                 flat = tensor.view(-1).view(torch.uint8)
                 if self._rank == 0:
-                    sends = [Parcel(number, rank, flat) for rank in range(self._senders, self._world)]
+                    sends = [ChannelMessage(number, rank, flat) for rank in range(self._senders, self._world)]
                     self._channel.exchange(sends, (), self._current()).wait()
                 else:
-                    self._channel.exchange((), [Parcel(number, 0, flat)], self._current()).wait()
+                    self._channel.exchange((), [ChannelMessage(number, 0, flat)], self._current()).wait()
                     whole.append(tensor)
                 arrived = time.perf_counter()
                 checksum(tensor)
@@ -78,7 +78,7 @@ class Broadcast:
         return torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
 
     def _gather(self, number: int, tensor: torch.Tensor | None, dtype: torch.dtype) -> None:
-        flights: list[Flight] = []
+        exchanges: list[PendingExchange] = []
         landing = []
         for index, (holder, cell) in enumerate(self._cells[number]):
             if holder not in (0, self._rank) and tensor is None:
@@ -92,14 +92,14 @@ class Broadcast:
                     self._part(tensor, cell).copy_(box)
                 else:
                     sent = box.to(dtype).contiguous().view(-1).view(torch.uint8)
-                    flights.append(self._channel.exchange([Parcel(index, 0, sent)], (), self._current()))
+                    exchanges.append(self._channel.exchange([ChannelMessage(index, 0, sent)], (), self._current()))
             elif tensor is not None:
                 got = torch.empty(cell.extent[0].tolist(), dtype=dtype, device=self._device)
-                parcel = Parcel(index, holder, got.view(-1).view(torch.uint8))
-                flights.append(self._channel.exchange((), [parcel], self._current()))
+                message = ChannelMessage(index, holder, got.view(-1).view(torch.uint8))
+                exchanges.append(self._channel.exchange((), [message], self._current()))
                 landing.append((cell, got))
-        for flight in flights:
-            flight.wait()
+        for exchange in exchanges:
+            exchange.wait()
         for cell, got in landing:
             assert tensor is not None
             self._part(tensor, cell).copy_(got)

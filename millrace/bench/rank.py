@@ -20,9 +20,9 @@ from millrace.bench.values import fill, misplaced
 from millrace.weights.plans.boxes import Boxes
 from millrace.weights.plans.memory import Memory
 from millrace.weights.plans.sharded import ShardedPlan, plan
-from millrace.weights.transfer.channels.channel import Channel, Parcel
+from millrace.weights.transfer.channels.channel import Channel, ChannelMessage
 from millrace.weights.transfer.channels.rendezvous import Rendezvous, join, nccl_id
-from millrace.weights.transfer.pipeline import Receiving, Sending
+from millrace.weights.transfer.pipeline import ReceivePipeline, SendPipeline
 
 SAY_S = 3.0
 """Before the run's limit a rank writes down where it stands."""
@@ -94,7 +94,7 @@ class Rank:
             "127.0.0.1", self._port, "bench", self.rank, self.world, identity, self.device, self.asked["limit_s"]
         )
         channel = join(rendezvous, lambda: None)
-        channel.give_up = self._began + self.asked["limit_s"]
+        channel.deadline = self._began + self.asked["limit_s"]
         return channel
 
     def barrier(self) -> None:
@@ -117,13 +117,13 @@ class Rank:
             began = time.perf_counter()
             for number in range(LINK_MESSAGES):
                 if self.rank < count:
-                    flight = channel.exchange([Parcel(number, self.senders + self.rank, data)], ())
+                    exchange = channel.exchange([ChannelMessage(number, self.senders + self.rank, data)], ())
                 elif self.senders <= self.rank < self.senders + count:
-                    flight = channel.exchange((), [Parcel(number, self.rank - self.senders, data)])
+                    exchange = channel.exchange((), [ChannelMessage(number, self.rank - self.senders, data)])
                 else:
                     continue
             if self.rank < count or self.senders <= self.rank < self.senders + count:
-                flight.wait()
+                exchange.wait()
                 best = max(best, LINK_MESSAGES * size / (time.perf_counter() - began) / 1e9)
         return best if not self.sends else 0.0
 
@@ -184,9 +184,9 @@ class Rank:
             work = broadcast.Broadcast(memory, self.rank, self.senders, self.world, channel, self._layouts())
             return work.run, work.bytes, received
         if self.sends:
-            sending = Sending(made, self.rank, memory)
+            sending = SendPipeline(made, self.rank, memory)
             return lambda version: self._send(sending, channel, f"{mode}/{version}"), sending.slot_bytes, 0
-        receiving = Receiving(made, self.rank, memory, staged=mode == "shadow")
+        receiving = ReceivePipeline(made, self.rank, memory, staged=mode == "shadow")
         run = self._receive
         return (
             lambda version: run(receiving, channel, f"{mode}/{version}", mode == "shadow"),
@@ -197,13 +197,13 @@ class Rank:
     def _layouts(self) -> list[Boxes]:
         return [Boxes.decode(self._store.get(f"layout/{rank}")) for rank in range(self.senders)]
 
-    def _send(self, sending: Sending, channel: Channel, key: str) -> dict[str, float]:
+    def _send(self, sending: SendPipeline, channel: Channel, key: str) -> dict[str, float]:
         sums, times = sending.run(channel)
         self._store.set(f"sums/{key}/{self.rank}", json.dumps({str(c): value for c, value in sums.items()}))
         spent = {"transfer": times.whole_s, "pack": times.pack_s, "sums": times.verify_s}
         return {**spent, "apply": 0.0, "compare": 0.0, "pause": 0.0}
 
-    def _receive(self, receiving: Receiving, channel: Channel, key: str, staged: bool) -> dict[str, float]:
+    def _receive(self, receiving: ReceivePipeline, channel: Channel, key: str, staged: bool) -> dict[str, float]:
         """Checksums are compared before a staged version is put in place, as a replica does."""
         got = receiving.run(channel)
         sent: dict[str, int] = {}

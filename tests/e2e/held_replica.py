@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from millrace.weights.transfer.channels.channel import Channel, Flight, Parcel
-from millrace.weights.transfer.pipeline import Receiving, Sending
+from millrace.weights.transfer.channels.channel import Channel, ChannelMessage, PendingExchange
+from millrace.weights.transfer.pipeline import ReceivePipeline, SendPipeline
 from services.rollout.__main__ import app
 from services.rollout.weights import sharded as shards
 from services.rollout.weights.receiver import Receiver
@@ -56,37 +56,39 @@ def holding(phase: str) -> Callable[..., Any]:
 
 class HeldChannel:
     def __init__(self, channel: Channel, phase: str) -> None:
-        self.key, self.rank, self.give_up = channel.key, channel.rank, channel.give_up
+        self.key, self.rank, self.deadline = channel.key, channel.rank, channel.deadline
         self.check, self.abort, self.close = channel.check, channel.abort, channel.close
         self._channel, self._phase = channel, phase
 
-    def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel], stream: Any = None) -> Flight:
+    def exchange(
+        self, sends: Sequence[ChannelMessage], receives: Sequence[ChannelMessage], stream: Any = None
+    ) -> PendingExchange:
         while held(self._phase):
             self._channel.check()
             time.sleep(LOOK_EVERY_S)
-        flight = self._channel.exchange(sends, receives, stream)
-        return Changed(flight, receives[0]) if receives and once("corrupt") else flight
+        exchange = self._channel.exchange(sends, receives, stream)
+        return Changed(exchange, receives[0]) if receives and once("corrupt") else exchange
 
 
 class Changed:
     """Messages of which the first has another byte than was sent."""
 
-    def __init__(self, flight: Flight, parcel: Parcel) -> None:
-        self.wait = flight.wait
-        self._flight, self._parcel = flight, parcel
+    def __init__(self, exchange: PendingExchange, message: ChannelMessage) -> None:
+        self.wait = exchange.wait
+        self._exchange, self._message = exchange, message
 
-    def land(self, stream: Any = None) -> None:
-        self._flight.land(stream)
+    def wait_received(self, stream: Any = None) -> None:
+        self._exchange.wait_received(stream)
         with nullcontext() if stream is None else torch.cuda.stream(stream):
-            self._parcel.data[0] ^= 1
+            self._message.data[0] ^= 1
 
 
-class HeldReceiving(Receiving):
+class HeldReceiving(ReceivePipeline):
     def run(self, channel: Channel) -> Any:
         return super().run(HeldChannel(channel, "transfer"))
 
 
-class HeldSending(Sending):
+class HeldSending(SendPipeline):
     def run(self, channel: Channel) -> Any:
         return super().run(HeldChannel(channel, "copy"))
 
@@ -94,7 +96,7 @@ class HeldSending(Sending):
 if __name__ in ("__main__", "__mp_main__"):
     for phase in ("prepare", "verify", "commit"):
         setattr(Receiver, phase, holding(phase))
-    shards.Receiving, shards.Sending = HeldReceiving, HeldSending  # type: ignore[misc]
+    shards.ReceivePipeline, shards.SendPipeline = HeldReceiving, HeldSending  # type: ignore[misc]
 
 if __name__ == "__main__":
     app(sys.argv[2:])

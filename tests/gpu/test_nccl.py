@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from millrace.weights.transfer.channels.channel import Parcel
+from millrace.weights.transfer.channels.channel import ChannelMessage
 from millrace.weights.transfer.channels.nccl import NcclChannel, unique_id
 
 pytestmark = [
@@ -35,9 +35,9 @@ def _rank(asked: Connection, rank: int) -> None:
             channel = NcclChannel.join(identity, key=key, rank=rank, world_size=2, device=device)
         elif what == "exchange":
             data = torch.full((1 << 20,), 7 * (1 - rank), dtype=torch.uint8, device=device)
-            parcels = [Parcel(0, 1 - rank, data)]
+            messages = [ChannelMessage(0, 1 - rank, data)]
             torch.cuda.synchronize()
-            (channel.exchange(parcels, []) if rank == 0 else channel.exchange([], parcels)).wait()
+            (channel.exchange(messages, []) if rank == 0 else channel.exchange([], messages)).wait()
             assert data.eq(7).all()
         else:
             getattr(channel, what)()

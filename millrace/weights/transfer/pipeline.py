@@ -16,7 +16,7 @@ from millrace.errors import PublicationFailed
 from millrace.weights.plans.memory import Lane, Memory, Pair, all_pairs
 from millrace.weights.plans.sharded import ShardedPlan
 from millrace.weights.transfer.batch import Batch, batch, differing, sums
-from millrace.weights.transfer.channels.channel import Channel, Flight, Parcel
+from millrace.weights.transfer.channels.channel import Channel, ChannelMessage, PendingExchange
 
 SLOTS = 3
 """A message that is passed on lies one round longer, so fewer would not do."""
@@ -25,7 +25,7 @@ _MEMORY = "look at the memory of the worker's host and device."
 
 
 @dataclass(frozen=True)
-class Times:
+class TransferTimes:
     """Seconds: packing and converting, checksums, unpacking and comparing; and of the whole run."""
 
     pack_s: float
@@ -68,7 +68,7 @@ class Spans:
         return self._spent + sum(began.elapsed_time(ended) for began, ended in self._marks) / 1e3
 
 
-class Ring:
+class SlotRing:
     """Slots of equal size, reused in turn."""
 
     def __init__(self, slots: int, size: int, device: torch.device) -> None:
@@ -104,7 +104,7 @@ class Ring:
             )
 
 
-class Sending:
+class SendPipeline:
     """A trainer rank's part of a plan; made once for a plan, run for each version."""
 
     def __init__(self, plan: ShardedPlan, rank: int, memory: Memory, slots: int = SLOTS) -> None:
@@ -112,7 +112,7 @@ class Sending:
         self._lane = Lane(memory.device)
         outgoing = [list(dict.fromkeys(content for content, _ in step.sends)) for step in self._steps]
         size = max((int(plan.sizes[contents].sum()) for contents in outgoing), default=0)
-        self._ring = Ring(min(slots, max(1, len(self._steps))), size, memory.device)
+        self._ring = SlotRing(min(slots, max(1, len(self._steps))), size, memory.device)
         self._messages: list[dict[int, torch.Tensor]] = []
         for number, contents in enumerate(outgoing):
             self._messages.append(_messages(plan, contents, self._ring.slot(number)))
@@ -121,16 +121,16 @@ class Sending:
         self.slot_bytes = self._ring.bytes
         self.device = memory.device
 
-    def run(self, channel: Channel) -> tuple[Mapping[int, int], Times]:
+    def run(self, channel: Channel) -> tuple[Mapping[int, int], TransferTimes]:
         """Sends everything; the checksum of each content that this rank packed, taken from the packed bytes."""
-        flights: list[Flight] = []
+        exchanges: list[PendingExchange] = []
         packing, summing = Spans(self._lane), Spans(self._lane)
         began = time.perf_counter()
         self._ring.restart()
         self._lane.follow_current()
         for number, step in enumerate(self._steps):
             if number >= len(self._ring):
-                flights[number - len(self._ring)].wait()
+                exchanges[number - len(self._ring)].wait()
             self._ring.claim(number)
             with torch.no_grad(), self._lane:
                 with packing:
@@ -138,25 +138,25 @@ class Sending:
                 with summing:
                     self._batches[number].sum()
             self._ring.check(number)
-            parcels = [Parcel(content, peer, self._messages[number][content]) for content, peer in step.sends]
-            flights.append(channel.exchange(parcels, (), self._lane.stream))
-        for flight in flights[-len(self._ring) :]:
-            flight.wait()
+            messages = [ChannelMessage(content, peer, self._messages[number][content]) for content, peer in step.sends]
+            exchanges.append(channel.exchange(messages, (), self._lane.stream))
+        for exchange in exchanges[-len(self._ring) :]:
+            exchange.wait()
         self._lane.join(channel.check)
         with self._lane:
             found = sums(self._batches)
-        return found, Times(packing.seconds(), summing.seconds(), 0.0, time.perf_counter() - began)
+        return found, TransferTimes(packing.seconds(), summing.seconds(), 0.0, time.perf_counter() - began)
 
 
 @dataclass(frozen=True)
-class Reception:
+class ReceivedMessages:
     """What arrived: the checksum of each content, from its bytes as they came."""
 
     sums: Mapping[int, int]
-    times: Times
+    times: TransferTimes
 
 
-class Receiving:
+class ReceivePipeline:
     """A replica's worker's part of a plan; made once for a plan, run for each version.
 
     Staged, everything is received into memory of its own, beside generation, and `apply` puts it in place; otherwise
@@ -170,12 +170,12 @@ class Receiving:
         incoming = [[content for content, _ in step.receives] for step in self._steps]
         self._step_of = {content: number for number, contents in enumerate(incoming) for content in contents}
         if staged:
-            self._ring = Ring(1, int(plan.sizes[plan.contents_of(rank)].sum()), memory.device)
+            self._ring = SlotRing(1, int(plan.sizes[plan.contents_of(rank)].sum()), memory.device)
             whole = _messages(plan, [content for contents in incoming for content in contents], self._ring.slot(0))
             by_step = [{content: whole[content] for content in contents} for contents in incoming]
         else:
             size = max((int(plan.sizes[contents].sum()) for contents in incoming), default=0)
-            self._ring = Ring(min(slots, max(1, len(self._steps))), size, memory.device)
+            self._ring = SlotRing(min(slots, max(1, len(self._steps))), size, memory.device)
             by_step = [_messages(plan, contents, self._ring.slot(n)) for n, contents in enumerate(incoming)]
         self._messages = {content: message for messages in by_step for content, message in messages.items()}
         self._batches, pairs = _batches(plan, by_step, memory, every=True)
@@ -187,7 +187,7 @@ class Receiving:
         self.device = memory.device
         self._lane.follow_current()
 
-    def run(self, channel: Channel) -> Reception:
+    def run(self, channel: Channel) -> ReceivedMessages:
         """Receives everything, and passes on what others are to have from here. Raises PublicationFailed where that
         fails, or where memory does not hold what was put in place."""
         landing = _Landing(Spans(self._lane), Spans(self._lane))
@@ -200,17 +200,17 @@ class Receiving:
                 self._finish(number - 1, landing)
             if not self._staged:
                 if number >= len(self._ring):
-                    landing.flights[number - len(self._ring)].wait()
+                    landing.exchanges[number - len(self._ring)].wait()
                 self._ring.claim(number)
                 for content, _ in step.sends:
                     self._ring.check(self._step_of[content])
-            sends = [Parcel(content, peer, self._messages[content]) for content, peer in step.sends]
-            receives = [Parcel(content, peer, self._messages[content]) for content, peer in step.receives]
-            landing.flights.append(channel.exchange(sends, receives, self._lane.stream))
+            sends = [ChannelMessage(content, peer, self._messages[content]) for content, peer in step.sends]
+            receives = [ChannelMessage(content, peer, self._messages[content]) for content, peer in step.receives]
+            landing.exchanges.append(channel.exchange(sends, receives, self._lane.stream))
             self._finish(number - 1, landing)
         self._finish(len(self._steps) - 1, landing)
-        for flight in landing.flights:
-            flight.wait()
+        for exchange in landing.exchanges:
+            exchange.wait()
         if self._placing is not None:
             with self._lane:
                 self._placing.note()
@@ -219,13 +219,15 @@ class Receiving:
             found = sums(self._batches)
         self._raise_differing()
         seconds = time.perf_counter() - began
-        return Reception(found, Times(0.0, landing.summing.seconds(), landing.putting.seconds(), seconds))
+        return ReceivedMessages(
+            found, TransferTimes(0.0, landing.summing.seconds(), landing.putting.seconds(), seconds)
+        )
 
     def _finish(self, number: int, landing: "_Landing") -> None:
         """Lands a step; its bytes are summed and, unless staged, put in place. Done once for each step."""
         if number < landing.finished:
             return
-        landing.flights[number].land(self._lane.stream)
+        landing.exchanges[number].wait_received(self._lane.stream)
         landing.finished = number + 1
         if not self._staged:
             self._ring.check(number)
@@ -272,7 +274,7 @@ class _Landing:
 
     summing: Spans
     putting: Spans
-    flights: list[Flight] = field(default_factory=list)
+    exchanges: list[PendingExchange] = field(default_factory=list)
     finished: int = 0
 
 

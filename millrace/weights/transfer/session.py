@@ -1,4 +1,5 @@
-"""One rank in a publication under way: its channel, kept from version to version; the alarm; the deadline."""
+"""One rank's part in publications: its channel, which is kept from version to version, its failure signal, its
+deadline."""
 
 import threading
 import time
@@ -9,111 +10,118 @@ import structlog
 from torch.distributed import TCPStore
 
 from millrace.errors import PublicationFailed
-from millrace.weights.transfer.alarm import Alarm, connect
 from millrace.weights.transfer.channels.channel import Channel
 from millrace.weights.transfer.channels.rendezvous import Rendezvous, apart, join
+from millrace.weights.transfer.failure_signal import FailureSignal, connect
 
 log = structlog.get_logger(__name__)
 Result = TypeVar("Result")
-CALL_S = 10.0
-"""Longest that a store of a publication is looked for."""
+CONNECT_S = 10.0
+"""Longest time to connect to the store of a publication."""
 
 
 class PublicationSession:
-    """What a rank does with the others, such that it never waits longer than the deadline, nor for the dead.
+    """Runs one rank's share of a transfer so that it never waits past the deadline, nor for a dead rank.
 
-    `run` blocks and is called from one thread at a time; `fail` frees it from any.
+    `run` blocks and is called from one thread at a time. `fail` may be called from any thread and ends it.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._channel: Channel | None = None
-        self._alarm: Alarm | None = None
+        self._failure_signal: FailureSignal | None = None
         self._store: tuple[str, int, TCPStore] | None = None
-        """Where alarms are heard, kept as long as the communicator."""
+        """Host, port and client of the store that carries failure signals; kept as long as the communicator."""
         self._failure: PublicationFailed | None = None
 
     @property
     def key(self) -> str:
-        """Of the communicator that this rank is in; empty where it is in none, or in one that failed."""
+        """Key of the communicator that this rank is in; empty where it is in none, or in one that failed."""
         channel = self._channel
-        return channel.key if channel is not None and channel.broken is None else ""
+        return channel.key if channel is not None and channel.failure is None else ""
 
     def begin(self) -> None:
-        """Forgets an earlier failure. Before `run`, so that a `fail` in between counts."""
+        """Forgets an earlier failure. Called before `run`, so that a `fail` in between counts."""
         self._failure = None
 
     def run(
-        self, rendezvous: Rendezvous, publication: str, give_up: float, work: Callable[[Channel], Result]
+        self, rendezvous: Rendezvous, publication: str, deadline: float, work: Callable[[Channel], Result]
     ) -> Result:
-        """Joins, unless it is in that communicator already, and does the work. What fails fails for all ranks.
+        """Joins the communicator, unless this rank is in it already, and does `work` on its channel. A failure here
+        fails all ranks.
 
-        `give_up` is of time.monotonic(). Raises PublicationFailed.
+        `deadline` is a time of time.monotonic(). Raises PublicationFailed.
         """
-        watchdog = threading.Timer(max(0.0, give_up - time.monotonic()), self.fail, ["its deadline has passed"])
+        watchdog = threading.Timer(max(0.0, deadline - time.monotonic()), self.fail, ["its deadline has passed"])
         watchdog.daemon = True
         watchdog.start()
         try:
             self._raise_failure()
             if self.key != rendezvous.key:
                 self.leave()
-            self._alarm = Alarm(self._store_of(rendezvous), publication, self._heard)
+            self._failure_signal = FailureSignal(self._signal_store(rendezvous), publication, self._failed_elsewhere)
             if (channel := self._channel) is None:
-                channel = self._channel = join(rendezvous, self._why)
-            channel.give_up = give_up
+                channel = self._channel = join(rendezvous, self._new_failure)
+            channel.deadline = deadline
             self._raise_failure()
             result = work(channel)
             self._raise_failure()
             return result
         except (PublicationFailed, RuntimeError, ValueError) as error:
-            failed = error if isinstance(error, PublicationFailed) else None
-            reason = f"rank {rendezvous.rank}: {failed.what if failed else error}"
-            first = self._failure
-            self.fail(reason, ring=first is None)
-            self.leave()
-            if first is None and failed is not None:
+            if (failure := self._failure_of(error, rendezvous.rank, publication)) is error:
                 raise
-            told = first.again() if first else PublicationFailed(f"publication {publication} failed at {reason}")
-            raise told from error
+            raise failure from error
         finally:
             watchdog.cancel()
-            if self._alarm is not None:
-                self._alarm.stop()
-                self._alarm = None
+            if self._failure_signal is not None:
+                self._failure_signal.stop()
+                self._failure_signal = None
 
-    def fail(self, reason: str, *, ring: bool = True) -> None:
-        """Ends what is under way here, and tells the others."""
+    def _failure_of(self, error: Exception, rank: int, publication: str) -> PublicationFailed:
+        """Ends the session for `error`, and tells the other ranks unless they know; what `run` raises."""
+        failed = error if isinstance(error, PublicationFailed) else None
+        reason = f"rank {rank}: {failed.what if failed else error}"
+        first = self._failure
+        self.fail(reason, tell_others=first is None)
+        self.leave()
+        if first is not None:
+            return first.again()
+        return failed or PublicationFailed(f"publication {publication} failed at {reason}")
+
+    def fail(self, reason: str, *, tell_others: bool = True) -> None:
+        """Ends a `run` in progress, which then raises."""
         with self._lock:
             if self._failure is None:
                 fix = "the members that died are cut out and the publication is repeated."
                 self._failure = PublicationFailed(f"the publication failed: {reason}", fix)
-            channel, alarm = self._channel, self._alarm
-        if alarm is not None and ring:
-            alarm.ring(reason)
+            channel, failure_signal = self._channel, self._failure_signal
+        if failure_signal is not None and tell_others:
+            failure_signal.send(reason)
         if channel is not None:
             channel.abort(reason)
 
-    def _store_of(self, rendezvous: Rendezvous) -> TCPStore:
+    def _signal_store(self, rendezvous: Rendezvous) -> TCPStore:
         if self._store is None or self._store[:2] != (rendezvous.host, rendezvous.port):
-            host, port, limit_s = rendezvous.host, rendezvous.port, min(CALL_S, rendezvous.timeout_s)
+            host, port, limit_s = rendezvous.host, rendezvous.port, min(CONNECT_S, rendezvous.timeout_s)
             what = f"the store of communicator {rendezvous.key} at {host}:{port}"
-            store = apart(what, lambda: connect(host, port, limit_s), self._why)
+            store = apart(what, lambda: connect(host, port, limit_s), self._new_failure)
             self._store = (host, port, store)
         return self._store[2]
 
     def leave(self) -> None:
-        """Closes the channel. Not while `run` works."""
+        """Closes the channel. Not called during `run`."""
         channel, self._channel, self._store = self._channel, None, None
         if channel is not None:
             channel.close()
 
-    def _heard(self, reason: str) -> None:
-        log.warning("the publication fails elsewhere", reason=reason)
-        self.fail(reason, ring=False)
+    def _failed_elsewhere(self, reason: str) -> None:
+        log.warning("the publication failed on another rank", reason=reason)
+        self.fail(reason, tell_others=False)
 
-    def _why(self) -> PublicationFailed | None:
+    def _new_failure(self) -> PublicationFailed | None:
+        """The failure as an error that has not been raised yet."""
         return self._failure.again() if self._failure is not None else None
 
     def _raise_failure(self) -> None:
-        if (failure := self._why()) is not None:
+        if (failure := self._new_failure()) is not None:
             raise failure

@@ -24,12 +24,12 @@ from millrace.weights.plans.memory import Memory
 from millrace.weights.plans.sharded import ShardedPlan
 from millrace.weights.transfer.channels.channel import Channel
 from millrace.weights.transfer.channels.rendezvous import Rendezvous
-from millrace.weights.transfer.pipeline import Receiving, Reception, Sending, Times
+from millrace.weights.transfer.pipeline import ReceivedMessages, ReceivePipeline, SendPipeline, TransferTimes
 from millrace.weights.transfer.session import PublicationSession
 from services.rollout.transfer_request import Delivery
 
 Result = TypeVar("Result")
-Sent = tuple[Mapping[int, int], Times]
+Sent = tuple[Mapping[int, int], TransferTimes]
 SPARE = 0.8
 """Of the free memory, how much staging may take."""
 NAMED = 64
@@ -113,8 +113,8 @@ class Passage(Generic[Result]):
             self._over.set()
 
 
-class Coming(Passage[Reception]):
-    def __init__(self, delivery: Delivery, rank: int, receiving: Receiving, session: PublicationSession) -> None:
+class Coming(Passage[ReceivedMessages]):
+    def __init__(self, delivery: Delivery, rank: int, receiving: ReceivePipeline, session: PublicationSession) -> None:
         super().__init__(delivery, rank, receiving.run, receiving.device, session)
         self.receiving = receiving
 
@@ -134,7 +134,7 @@ class Going(Passage[Sent]):
         device = self._memory.device
         # A new thread is on the first GPU, whichever its engine is on.
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            sending = Sending(plan, self._rank, self._memory)
+            sending = SendPipeline(plan, self._rank, self._memory)
             self.slot_bytes = sending.slot_bytes
             return sending.run(channel)
 
@@ -150,7 +150,7 @@ class Shards:
         self._session = PublicationSession()
         self._planner = wire.Planner()
         self._watched: tuple[bytes, Watched] | None = None
-        self._receiving: tuple[tuple[bytes, int, bool], Receiving] | None = None
+        self._receiving: tuple[tuple[bytes, int, bool], ReceivePipeline] | None = None
         """Of a plan, as one of its ranks: replicas with one layout change places and keep the plan."""
         self._coming: Coming | None = None
         """The last one."""
@@ -202,7 +202,7 @@ class Shards:
         if self._receiving is None or self._receiving[0] != wanted:
             self._let_go()  # before new memory is taken
             try:
-                self._receiving = (wanted, Receiving(plan, rank, memory, staged=staged))
+                self._receiving = (wanted, ReceivePipeline(plan, rank, memory, staged=staged))
             except RuntimeError as error:  # torch's out of memory
                 what = f"there is no memory to receive {delivery.key}: {error}"
                 raise PublicationFailed(what, 'set publication.commit to "inplace".') from error

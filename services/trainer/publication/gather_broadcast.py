@@ -196,7 +196,7 @@ class _Sending:
                 key=prepared.publication.key,
                 rank=0,
                 world_size=prepared.world_size,
-                timeout_s=min(OPERATION_S, max(0.1, prepared.give_up - began)),
+                timeout_s=min(OPERATION_S, max(0.1, prepared.deadline - began)),
                 store=prepared.store,
             )
         except PublicationFailed as error:

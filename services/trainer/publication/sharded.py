@@ -15,7 +15,7 @@ from millrace.weights.plans.memory import Memory
 from millrace.weights.plans.sharded import ShardedPlan
 from millrace.weights.transfer.channels.gloo import serve_store
 from millrace.weights.transfer.channels.rendezvous import Rendezvous, nccl_id
-from millrace.weights.transfer.pipeline import Sending
+from millrace.weights.transfer.pipeline import SendPipeline
 from millrace.weights.transfer.session import PublicationSession
 from millrace.wire.server import host_address
 from millrace.wire.v1 import weights_pb2
@@ -47,7 +47,7 @@ def describe(request: DescribeSendRequest, backend: Backend) -> DescribeSendResp
 class Prepared:
     publication: PublicationId
     plan: ShardedPlan
-    sending: Sending
+    sending: SendPipeline
     bytes: int
     """Of one copy of the weights."""
     meeting: Rendezvous
@@ -64,7 +64,7 @@ class ShardSender:
         self._session = PublicationSession()
         self._planner = wire.Planner()
         self._prepared: Prepared | None = None
-        self._sending: tuple[bytes, list[int], Sending] | None = None
+        self._sending: tuple[bytes, list[int], SendPipeline] | None = None
         self._store: tuple[TCPStore, int] | None = None
         self._members: tuple[bytes, bool, tuple[str, ...]] | None = None
         self._nccl_id = b""
@@ -101,7 +101,7 @@ class ShardSender:
         )
         return PrepareSendResponse(rendezvous=rendezvous, plan_hash=plan.hash)
 
-    def _buffers(self, plan: ShardedPlan, memory: Memory, sides: weights_pb2.Sides) -> Sending:
+    def _buffers(self, plan: ShardedPlan, memory: Memory, sides: weights_pb2.Sides) -> SendPipeline:
         """Slots and views, kept as long as plan and parameters are the same."""
         at = [buffer.data_ptr() for buffer in memory.buffers]
         if self._sending is not None and self._sending[:2] == (plan.hash, at):
@@ -111,7 +111,7 @@ class ShardSender:
             what = f"rank {self._rank} of the trainer holds other shards than the publication was planned for."
             raise PublicationFailed(what, "publish again: the layouts are asked for anew.")
         self._sending = None  # before the new slots are made
-        self._sending = (plan.hash, at, Sending(plan, self._rank, memory))
+        self._sending = (plan.hash, at, SendPipeline(plan, self._rank, memory))
         return self._sending[2]
 
     def _rendezvous(self, request: PrepareSendRequest, plan: ShardedPlan) -> weights_pb2.Rendezvous:
@@ -133,7 +133,7 @@ class ShardSender:
             raise InvalidState(f"publication {publication.key} is not prepared here.", "prepare it first.")
         began = time.monotonic()
         with collectives.fail_together():
-            sums, times = self._session.run(prepared.meeting, publication.key, prepared.give_up, prepared.sending.run)
+            sums, times = self._session.run(prepared.meeting, publication.key, prepared.deadline, prepared.sending.run)
         told = collectives.gather_bytes(np.array([*sums.items()], np.uint64).tobytes())
         checksums = np.zeros(len(prepared.plan.sizes), np.uint64)
         for data in told:

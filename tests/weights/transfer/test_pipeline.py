@@ -11,9 +11,9 @@ from millrace.weights.plans.layout import Layout, Place, contiguous
 from millrace.weights.plans.manifest import Manifest, TensorInfo
 from millrace.weights.plans.memory import Memory
 from millrace.weights.plans.sharded import plan
-from millrace.weights.transfer.alarm import Alarm, connect
 from millrace.weights.transfer.channels.gloo import GlooChannel, serve_store
-from millrace.weights.transfer.pipeline import Receiving, Ring, Sending
+from millrace.weights.transfer.failure_signal import FailureSignal, connect
+from millrace.weights.transfer.pipeline import ReceivePipeline, SendPipeline, SlotRing
 
 MANIFEST = Manifest(
     (
@@ -113,8 +113,8 @@ def test_receivers_hold_what_senders_hold(senders, dim, replicas, workers, stage
     wanted = [fused(rank, workers) for _ in range(replicas) for rank in range(workers)]
     made = plan(MANIFEST, [m.layout.boxes for m in held], [m.layout.boxes for m in wanted], message_bytes=512)
     assert made.rounds > 3
-    sending = [Sending(made, rank, memory) for rank, memory in enumerate(held)]
-    receiving = [Receiving(made, senders + i, memory, staged=staged) for i, memory in enumerate(wanted)]
+    sending = [SendPipeline(made, rank, memory) for rank, memory in enumerate(held)]
+    receiving = [ReceivePipeline(made, senders + i, memory, staged=staged) for i, memory in enumerate(wanted)]
     for version in (1, 2):  # the second through the same slots
         for memory, now in zip(
             held, (split(values(version), rank, senders, dim) for rank in range(senders)), strict=True
@@ -139,7 +139,7 @@ def test_receivers_hold_what_senders_hold(senders, dim, replicas, workers, stage
 def test_a_staged_version_that_does_not_stay_in_place_is_told_with_its_tensors(monkeypatch):
     held, wanted = split(values(), 0, 1), fused(0, 1)
     made = plan(MANIFEST, [held.layout.boxes], [wanted.layout.boxes], message_bytes=512)
-    sending, receiving = Sending(made, 0, held), Receiving(made, 1, wanted, staged=True)
+    sending, receiving = SendPipeline(made, 0, held), ReceivePipeline(made, 1, wanted, staged=True)
     ranks = Ranks(2)
     ranks.run(sending.run, receiving.run)
     assert ranks.failures == [None] * 2
@@ -154,13 +154,13 @@ def test_a_staged_version_that_does_not_stay_in_place_is_told_with_its_tensors(m
 def test_slots_of_an_inplace_receiver_are_few_and_small():
     held, wanted = split(values(), 0, 1), fused(0, 1)
     made = plan(MANIFEST, [held.layout.boxes], [wanted.layout.boxes], message_bytes=512)
-    assert Receiving(made, 1, wanted, staged=False).slot_bytes <= 3 * 2 * 512
-    assert Receiving(made, 1, wanted, staged=True).slot_bytes >= MANIFEST.bytes - wanted.buffers[2].numel() * 2
-    assert Sending(made, 0, held).slot_bytes <= 3 * 2 * 512
+    assert ReceivePipeline(made, 1, wanted, staged=False).slot_bytes <= 3 * 2 * 512
+    assert ReceivePipeline(made, 1, wanted, staged=True).slot_bytes >= MANIFEST.bytes - wanted.buffers[2].numel() * 2
+    assert SendPipeline(made, 0, held).slot_bytes <= 3 * 2 * 512
 
 
 def test_a_slot_that_was_reused_is_not_read():
-    ring = Ring(2, 16, torch.device("cpu"))
+    ring = SlotRing(2, 16, torch.device("cpu"))
     for step in range(3):
         ring.claim(step)
     ring.check(1)
@@ -180,7 +180,7 @@ def test_an_abort_frees_whoever_waits():
         threading.Timer(0.3, channel.abort, ["somebody died"]).start()
         began = time.monotonic()
         try:
-            Receiving(made, 1, wanted, staged=True).run(channel)
+            ReceivePipeline(made, 1, wanted, staged=True).run(channel)
         finally:
             took.append(time.monotonic() - began)
 
@@ -188,16 +188,18 @@ def test_an_abort_frees_whoever_waits():
     assert "somebody died" in str(ranks.failures[1]) and took[0] < 1.0
 
 
-def test_everybody_hears_the_alarm():
+def test_every_rank_gets_the_failure_signal():
     store, port = serve_store("127.0.0.1", 3, 20.0)
     heard = {}
     stores = [connect("127.0.0.1", port, 10.0) for _ in range(3)]
-    ears = [Alarm(s, "job/1/1/0", lambda reason, i=i: heard.update({i: reason})) for i, s in enumerate(stores)]
-    ears[1].ring("rank 1 broke off")
+    signals = [
+        FailureSignal(s, "job/1/1/0", lambda reason, i=i: heard.update({i: reason})) for i, s in enumerate(stores)
+    ]
+    signals[1].send("rank 1 broke off")
     until = time.monotonic() + 10
     while len(heard) < 2 and time.monotonic() < until:
         time.sleep(0.02)
     assert heard == {0: "rank 1 broke off", 2: "rank 1 broke off"}
-    for ear in ears:
+    for ear in signals:
         ear.stop()
     del store

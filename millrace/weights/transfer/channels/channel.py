@@ -10,7 +10,7 @@ from millrace.errors import PublicationFailed
 
 
 @dataclass(frozen=True)
-class Parcel:
+class ChannelMessage:
     """A message: `data` (uint8, contiguous) goes to or comes from `peer`. `number` tells messages apart; both ends
     give it."""
 
@@ -19,10 +19,10 @@ class Parcel:
     data: torch.Tensor
 
 
-class Flight(Protocol):
+class PendingExchange(Protocol):
     """Messages on their way."""
 
-    def land(self, stream: Any = None) -> None:
+    def wait_received(self, stream: Any = None) -> None:
         """Returns once what was received may be read: on a CPU when it is there; on a GPU at once, and work that is
         put on `stream` after this comes after it. Raises PublicationFailed where a message does not come."""
 
@@ -37,12 +37,14 @@ class Channel(Protocol):
     """time.monotonic() after which no message is waited for."""
 
     @property
-    def broken(self) -> PublicationFailed | None:
+    def failure(self) -> PublicationFailed | None:
         """Why it is of no use any more."""
 
-    def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel], stream: Any = None) -> Flight:
-        """Starts a round and returns. The data is kept until the flight has landed. On a GPU, what is sent was written
-        by work put on `stream` before. All ranks call this for their rounds in the same order."""
+    def exchange(
+        self, sends: Sequence[ChannelMessage], receives: Sequence[ChannelMessage], stream: Any = None
+    ) -> PendingExchange:
+        """Starts a round and returns. The data is kept until the exchange is over. On a GPU, the messages to send were
+        written by work put on `stream` before. All ranks call this for their rounds in the same order."""
 
     def check(self) -> None:
         """Raises PublicationFailed where the channel has failed: for whoever waits for something else meanwhile."""
@@ -59,18 +61,18 @@ class Breakable:
     def __init__(self, key: str, rank: int) -> None:
         self.key = key
         self.rank = rank
-        self.give_up = float("inf")
+        self.deadline = float("inf")
         self._failure: PublicationFailed | None = None
 
     @property
-    def broken(self) -> PublicationFailed | None:
+    def failure(self) -> PublicationFailed | None:
         return self._failure.again() if self._failure is not None else None
 
     def check(self) -> None:
-        if (broken := self.broken) is not None:
-            raise broken
+        if (failure := self.failure) is not None:
+            raise failure
 
-    def failed(self, why: str) -> PublicationFailed:
+    def fail(self, why: str) -> PublicationFailed:
         """The channel's failure from now on; the first one stays."""
         if self._failure is None:
             what = f"communicator {self.key} failed at rank {self.rank}: {why}."

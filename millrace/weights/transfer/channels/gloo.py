@@ -15,7 +15,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 from torch.distributed.distributed_c10d import BroadcastOptions
 
 from millrace.errors import PublicationFailed
-from millrace.weights.transfer.channels.channel import Breakable, Parcel
+from millrace.weights.transfer.channels.channel import Breakable, ChannelMessage
 
 LOOK_EVERY_S = 0.05
 """How soon an abort frees whoever waits for a round."""
@@ -39,8 +39,8 @@ class GlooChannel(Breakable):
         super().__init__(key, rank)
         self._group: Any = group  # the stubs of torch leave out its collectives
         self._store = store  # the group reads it while it lives
-        self._flights: queue.SimpleQueue[GlooFlight | None] = queue.SimpleQueue()
-        self._under_way: set[GlooFlight] = set()
+        self._exchanges: queue.SimpleQueue[GlooExchange | None] = queue.SimpleQueue()
+        self._under_way: set[GlooExchange] = set()
         self._aborted = threading.Lock()
         self._waiter: threading.Thread | None = None
 
@@ -85,40 +85,42 @@ class GlooChannel(Breakable):
                 what, "the members that died are cut out and the publication is repeated."
             ) from error
 
-    def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel], stream: Any = None) -> "GlooFlight":
+    def exchange(
+        self, sends: Sequence[ChannelMessage], receives: Sequence[ChannelMessage], stream: Any = None
+    ) -> "GlooExchange":
         """See `Channel`. Tensors are on the CPU."""
         self.check()
-        flight = GlooFlight(self, [*receives, *sends])
+        exchange = GlooExchange(self, [*receives, *sends])
         try:
-            flight.works = [self._group.recv([p.data], p.peer, p.number) for p in receives if p.data.numel()]
-            flight.works += [self._group.send([p.data], p.peer, p.number) for p in sends if p.data.numel()]
+            exchange.works = [self._group.recv([p.data], p.peer, p.number) for p in receives if p.data.numel()]
+            exchange.works += [self._group.send([p.data], p.peer, p.number) for p in sends if p.data.numel()]
         except RuntimeError as error:
-            raise self.failed(f"a round could not begin: {error}") from error
+            raise self.fail(f"a round could not begin: {error}") from error
         if self._waiter is None:
             self._waiter = threading.Thread(target=self._wait, name=f"gloo {self.key}", daemon=True)
             self._waiter.start()
-        self._under_way.add(flight)
-        self._flights.put(flight)
-        return flight
+        self._under_way.add(exchange)
+        self._exchanges.put(exchange)
+        return exchange
 
     def _wait(self) -> None:
         """Gloo cannot be interrupted while it waits, so nobody whom an abort has to free does: this thread does."""
-        while (flight := self._flights.get()) is not None:
+        while (exchange := self._exchanges.get()) is not None:
             try:
-                for work in flight.works:
-                    left = max(0.001, min(self.give_up - time.monotonic(), LONGEST_S))
+                for work in exchange.works:
+                    left = max(0.001, min(self.deadline - time.monotonic(), LONGEST_S))
                     work.wait(timedelta(seconds=left))
             except RuntimeError as error:
-                late = time.monotonic() >= self.give_up
-                self.failed("its deadline has passed" if late else str(error).splitlines()[0])
-            self._under_way.discard(flight)
-            flight.forget()
-            flight.over.set()
+                late = time.monotonic() >= self.deadline
+                self.fail("its deadline has passed" if late else str(error).splitlines()[0])
+            self._under_way.discard(exchange)
+            exchange.forget()
+            exchange.over.set()
 
     def abort(self, reason: str = "it was aborted") -> None:
         """Ends operations in progress, which then raise in their threads: rounds at once, a broadcast when its timeout
         is over."""
-        self.failed(reason)
+        self.fail(reason)
         self._group.abort()
         if self._aborted.acquire(blocking=False):
             threading.Thread(target=self._disconnect, name=f"end of {self.key}", daemon=True).start()
@@ -127,8 +129,8 @@ class GlooChannel(Breakable):
         """Ends what Gloo was asked for, which an abort does not: a message that came later would still be written. A
         wait that runs out of time closes every connection of the group."""
         time.sleep(HEARD_S)
-        for flight in list(self._under_way):
-            for work in list(flight.works):
+        for exchange in list(self._under_way):
+            for work in list(exchange.works):
                 try:
                     work.wait(AT_ONCE)
                 except RuntimeError:
@@ -136,29 +138,29 @@ class GlooChannel(Breakable):
 
     def close(self) -> None:
         """Frees sockets and threads."""
-        self._flights.put(None)
+        self._exchanges.put(None)
         if self._failure is None and self._waiter is not None:
             self._waiter.join()
         if self._failure is None or self._waiter is None:
             self._group.shutdown()
 
 
-class GlooFlight:
-    def __init__(self, channel: GlooChannel, parcels: Sequence[Parcel]) -> None:
+class GlooExchange:
+    def __init__(self, channel: GlooChannel, messages: Sequence[ChannelMessage]) -> None:
         self._channel = channel
-        self._parcels = list(parcels)  # keeps the memory that Gloo reads and writes
+        self._messages = list(messages)  # keeps the memory that Gloo reads and writes
         self.works: list[Any] = []
         self.over = threading.Event()
 
     def forget(self) -> None:
-        self.works, self._parcels = [], []
+        self.works, self._messages = [], []
 
-    def land(self, stream: Any = None) -> None:
+    def wait_received(self, stream: Any = None) -> None:
         self.wait()
 
     def wait(self) -> None:
         while not self.over.wait(LOOK_EVERY_S):
             self._channel.check()
-            if time.monotonic() > self._channel.give_up:
-                raise self._channel.failed("its deadline has passed")
+            if time.monotonic() > self._channel.deadline:
+                raise self._channel.fail("its deadline has passed")
         self._channel.check()

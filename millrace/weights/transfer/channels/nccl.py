@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from millrace.errors import PublicationFailed
-from millrace.weights.transfer.channels.channel import Breakable, Parcel
+from millrace.weights.transfer.channels.channel import Breakable, ChannelMessage
 
 ID_BYTES = 128
 LOOK_EVERY_S = 50e-6
@@ -58,7 +58,9 @@ class NcclChannel(Breakable):
             raise PublicationFailed(what, "see whether every member lives; NCCL_DEBUG=INFO says more.") from error
         return cls(communicator, key, rank, device)
 
-    def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel], stream: Any = None) -> "NcclFlight":
+    def exchange(
+        self, sends: Sequence[ChannelMessage], receives: Sequence[ChannelMessage], stream: Any = None
+    ) -> "NcclExchange":
         """See `Channel`. Messages between two ranks in one round match in the order in which they are given."""
         from cupy.cuda import nccl
 
@@ -79,29 +81,29 @@ class NcclChannel(Breakable):
                 finally:
                     nccl.groupEnd()
             except RuntimeError as error:
-                raise self.failed(f"a round could not begin: {error}") from error
+                raise self.fail(f"a round could not begin: {error}") from error
             event = torch.cuda.Event()
             event.record(self._stream)
-        return NcclFlight(self, event, [*sends, *receives])
+        return NcclExchange(self, event, [*sends, *receives])
 
     def check(self) -> None:
         """Raises PublicationFailed where the channel has failed, a peer is gone, or the deadline has passed."""
         super().check()
         now = time.monotonic()
-        if now > self.give_up:
+        if now > self.deadline:
             self.abort("its deadline has passed")
-            raise self.failed("its deadline has passed")
+            raise self.fail("its deadline has passed")
         if now - self._looked > ERRORS_EVERY_S:
             self._looked = now
             try:
                 with self._lock:
                     self._communicator.check_async_error()
             except RuntimeError as error:
-                raise self.failed(f"a peer is gone, or the link: {error}") from error
+                raise self.fail(f"a peer is gone, or the link: {error}") from error
 
     def abort(self, reason: str = "it was aborted") -> None:
         """Ends NCCL's kernels where they stand."""
-        self.failed(reason)
+        self.fail(reason)
         self._end(aborts=True)
 
     def close(self) -> None:
@@ -139,15 +141,15 @@ class _Gone:
         raise RuntimeError("the communicator is gone")
 
 
-class NcclFlight:
+class NcclExchange:
     """Keeps the memory that NCCL reads and writes until its event is over."""
 
-    def __init__(self, channel: NcclChannel, event: Any, parcels: Sequence[Parcel]) -> None:
+    def __init__(self, channel: NcclChannel, event: Any, messages: Sequence[ChannelMessage]) -> None:
         self._channel = channel
         self._event = event
-        self._parcels = parcels
+        self._messages = messages
 
-    def land(self, stream: Any = None) -> None:
+    def wait_received(self, stream: Any = None) -> None:
         if stream is not None:
             self._channel.check()
             stream.wait_event(self._event)
@@ -158,5 +160,5 @@ class NcclFlight:
         while not self._event.query():
             self._channel.check()
             time.sleep(LOOK_EVERY_S)
-        if (broken := self._channel.broken) is not None:
-            raise broken
+        if (failure := self._channel.failure) is not None:
+            raise failure

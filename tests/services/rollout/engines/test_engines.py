@@ -23,7 +23,7 @@ from millrace.weights.plans.manifest import Manifest
 from millrace.weights.plans.memory import Memory
 from millrace.weights.plans.wire_layouts import Planner, encode
 from millrace.weights.transfer.channels.rendezvous import Rendezvous, serve_store
-from millrace.weights.transfer.pipeline import Receiving
+from millrace.weights.transfer.pipeline import ReceivePipeline
 from millrace.weights.transfer.session import PublicationSession
 from millrace.wire.v1 import weights_pb2
 from services.rollout.engine import (
@@ -156,7 +156,7 @@ class WholeReceiver:
     def receive(self) -> Any:
         at, session = self.delivery, PublicationSession()
         rendezvous = Rendezvous(at.host, at.port, at.channel, 1, at.world_size, b"", torch.device("cpu"), at.timeout_s)
-        receiving = Receiving(self._plan, 1, self._memory, staged=False)
+        receiving = ReceivePipeline(self._plan, 1, self._memory, staged=False)
         try:
             return session.run(rendezvous, at.key, time.monotonic() + at.timeout_s, receiving.run)
         finally:

@@ -181,7 +181,7 @@ def test_a_copy_that_is_ended_frees_both_ends_at_once(replica: Make) -> None:
     copy = Copy.of(source, target)
     (coming,), (going,) = target.prepare(copy.coming, staged=True), copy.begin()
     until = time.monotonic() + 20.0
-    while going._session._alarm is None and time.monotonic() < until:  # before that there is nobody to hear it
+    while going._session._failure_signal is None and time.monotonic() < until:  # before that there is nobody to hear it
         time.sleep(0.01)
     began = time.monotonic()
     going.close()  # it waits for the sibling

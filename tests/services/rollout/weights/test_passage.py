@@ -16,9 +16,9 @@ import torch
 
 from millrace.errors import PublicationFailed
 from millrace.weights.plans.manifest import Manifest
-from millrace.weights.transfer.alarm import RINGS_S, Alarm, connect
-from millrace.weights.transfer.channels.channel import Channel, Parcel
+from millrace.weights.transfer.channels.channel import Channel, ChannelMessage
 from millrace.weights.transfer.channels.gloo import GlooChannel, serve_store
+from millrace.weights.transfer.failure_signal import SEND_S, FailureSignal, connect
 from millrace.weights.transfer.session import PublicationSession
 from services.rollout.transfer_request import Delivery
 from services.rollout.weights.sharded import Passage
@@ -100,9 +100,9 @@ def test_what_was_being_received_is_given_back_and_a_late_message_goes_nowhere()
     memory = buffers[0].numpy()
 
     def receive(channel: Channel) -> None:
-        flight = channel.exchange([], [Parcel(0, 0, buffers[0])])
+        exchange = channel.exchange([], [ChannelMessage(0, 0, buffers[0])])
         asked.set()
-        flight.wait()
+        exchange.wait()
 
     passage = Passage(delivery(port, world_size=2, rank=1), 1, receive, CPU, PublicationSession())
     gc.disable()
@@ -113,7 +113,7 @@ def test_what_was_being_received_is_given_back_and_a_late_message_goes_nowhere()
         other.join(20)
         time.sleep(1.0)
         with pytest.raises(PublicationFailed):
-            others[0].exchange([Parcel(0, 1, torch.ones(1 << 20, dtype=torch.uint8))], []).wait()
+            others[0].exchange([ChannelMessage(0, 1, torch.ones(1 << 20, dtype=torch.uint8))], []).wait()
         assert not memory.any()
         buffers.clear()
         assert kept() is None, "nothing waits for the deadline, nor for a collection of garbage"
@@ -122,14 +122,14 @@ def test_what_was_being_received_is_given_back_and_a_late_message_goes_nowhere()
         others[0].close()
 
 
-def test_an_alarm_is_not_stuck_in_a_store_that_stands_still(elsewhere: tuple[int, int]) -> None:
+def test_a_failure_signal_is_not_stuck_in_a_store_that_hangs(elsewhere: tuple[int, int]) -> None:
     pid, port = elsewhere
-    alarm = Alarm(connect("127.0.0.1", port, 5.0), "job/1/1/1", lambda reason: None)
+    failure_signal = FailureSignal(connect("127.0.0.1", port, 5.0), "job/1/1/1", lambda reason: None)
     os.kill(pid, signal.SIGSTOP)
     time.sleep(0.3)
     began = time.monotonic()
-    alarm.ring("a test")
-    assert time.monotonic() - began < RINGS_S + 1.0
+    failure_signal.send("a test")
+    assert time.monotonic() - began < SEND_S + 1.0
 
 
 def test_a_passage_is_called_off_where_the_store_stands_still(elsewhere: tuple[int, int]) -> None:

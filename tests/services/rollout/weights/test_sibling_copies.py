@@ -12,8 +12,8 @@ import torch
 
 from millrace.errors import Fenced, InvalidState, PublicationFailed
 from millrace.weights.plans import wire_layouts as sides
-from millrace.weights.transfer.channels.channel import Channel, Flight, Parcel
-from millrace.weights.transfer.pipeline import Sending
+from millrace.weights.transfer.channels.channel import Channel, ChannelMessage, PendingExchange
+from millrace.weights.transfer.pipeline import SendPipeline
 from millrace.wire.methods import RolloutRpc
 from millrace.wire.v1 import rollout_pb2, trainer_pb2, weights_pb2
 from services.rollout.weights import sharded as shards
@@ -38,11 +38,13 @@ class Gate:
 
 class HeldChannel:
     def __init__(self, channel: Channel, gate: Gate) -> None:
-        self.key, self.rank, self.give_up = channel.key, channel.rank, channel.give_up
+        self.key, self.rank, self.deadline = channel.key, channel.rank, channel.deadline
         self.check, self.abort, self.close = channel.check, channel.abort, channel.close
         self._channel, self._gate, self._rounds = channel, gate, 0
 
-    def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel], stream: Any = None) -> Flight:
+    def exchange(
+        self, sends: Sequence[ChannelMessage], receives: Sequence[ChannelMessage], stream: Any = None
+    ) -> PendingExchange:
         self._rounds += 1
         if self._rounds == 3:
             self._gate.reached.set()
@@ -55,11 +57,11 @@ class HeldChannel:
 def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
     gate = Gate()
 
-    class Held(Sending):
+    class Held(SendPipeline):
         def run(self, channel: Channel) -> Any:
             return super().run(HeldChannel(channel, gate))
 
-    monkeypatch.setattr(shards, "Sending", Held)
+    monkeypatch.setattr(shards, "SendPipeline", Held)
     return gate
 
 

@@ -18,7 +18,7 @@ from millrace.weights.plans.layout import Layout, Place, contiguous, whole
 from millrace.weights.plans.manifest import Manifest
 from millrace.weights.plans.memory import Memory
 from millrace.weights.transfer.channels.rendezvous import Rendezvous
-from millrace.weights.transfer.pipeline import Receiving
+from millrace.weights.transfer.pipeline import ReceivePipeline
 from millrace.weights.transfer.session import PublicationSession
 from millrace.wire.v1 import trainer_pb2 as pb
 from millrace.wire.v1 import weights_pb2
@@ -55,7 +55,7 @@ class Worker:
         at = prepared.rendezvous
         rendezvous = Rendezvous(at.host, at.port, at.key, rank, at.world_size, b"", torch.device("cpu"), 20.0)
         assert at.standing == (self.session.key == at.key)
-        self.receiving = Receiving(plan, rank, self.memory, staged=self.staged)
+        self.receiving = ReceivePipeline(plan, rank, self.memory, staged=self.staged)
         self.session.begin()
         self.thread = threading.Thread(target=self._run, args=(rendezvous, key))
         self.thread.start()

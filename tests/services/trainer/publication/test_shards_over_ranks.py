@@ -20,7 +20,7 @@ from millrace.weights.plans.layout import whole
 from millrace.weights.plans.manifest import Manifest
 from millrace.weights.plans.memory import Memory
 from millrace.weights.transfer.channels.rendezvous import Rendezvous
-from millrace.weights.transfer.pipeline import Receiving
+from millrace.weights.transfer.pipeline import ReceivePipeline
 from millrace.weights.transfer.session import PublicationSession
 from millrace.wire.methods import TrainerRpc
 from millrace.wire.v1 import trainer_pb2 as pb
@@ -72,7 +72,7 @@ class Worker:
         assert plan.hash == self.prepared.plan_hash
         at = self.prepared.rendezvous
         rendezvous = Rendezvous(at.host, at.port, at.key, RANKS, at.world_size, b"", torch.device("cpu"), deadline_s)
-        receiving = Receiving(plan, RANKS, self.memory, staged=False)
+        receiving = ReceivePipeline(plan, RANKS, self.memory, staged=False)
         self.failure = None
 
         def held(channel: Any) -> Any:
