@@ -10,7 +10,7 @@ from millrace.ids import Version
 from millrace.weights.plans.manifest import Manifest, TensorInfo
 from millrace.weights.transfer.channels.gloo import GlooChannel, serve_store
 from millrace.weights.transfer.checksum import checksum
-from services.rollout.transfer_request import Delivery
+from services.rollout.weights.transfer_request import TransferRequest
 
 TIMEOUT_S = 30.0
 
@@ -47,7 +47,7 @@ class Sender:
         self._store, self.port = serve_store("127.0.0.1", self.world_size, TIMEOUT_S)
         self._gate = threading.Event()
         self._hold_after = hold_after
-        self.delivery = Delivery(
+        self.request = TransferRequest(
             key=f"{job}/{version}/{epoch}/{attempt}",
             version=Version(version),
             manifest=self.manifest,
@@ -84,7 +84,7 @@ class Sender:
         channel = GlooChannel.join(
             "127.0.0.1",
             self.port,
-            key=self.delivery.key,
+            key=self.request.key,
             rank=0,
             world_size=self.world_size,
             timeout_s=TIMEOUT_S,

@@ -19,7 +19,7 @@ from millrace.weights.transfer.channels.rendezvous import Rendezvous
 from millrace.weights.transfer.pipeline import SendPipeline
 from millrace.weights.transfer.session import PublicationSession
 from millrace.wire.v1 import weights_pb2
-from services.rollout.transfer_request import Delivery
+from services.rollout.weights.transfer_request import TransferRequest
 
 TIMEOUT_S = 30.0
 
@@ -74,7 +74,7 @@ class ShardSender:
         self._store, self.port = serve_store("127.0.0.1", self.plan.world_size, TIMEOUT_S)
         self.gate = threading.Event()
         self._hold_after, self._corrupt = hold_after, corrupt
-        self.delivery = Delivery(
+        self.request = TransferRequest(
             key=f"{job}/{version}/{epoch}/{attempt}",
             version=Version(version),
             manifest=shards.manifest,
@@ -84,7 +84,7 @@ class ShardSender:
             first_rank=len(shards.ranks),
             timeout_s=timeout_s,
             sides=sides,
-            channel=f"{job}/{version}/{epoch}/{attempt}",
+            communicator=f"{job}/{version}/{epoch}/{attempt}",
             mode=mode,
         )
         self.sums: dict[int, int] = {}
@@ -120,19 +120,19 @@ class ShardSender:
         rendezvous = Rendezvous(
             "127.0.0.1",
             self.port,
-            self.delivery.channel,
+            self.request.communicator,
             rank,
             self.plan.world_size,
             b"",
             torch.device("cpu"),
-            self.delivery.timeout_s,
+            self.request.timeout_s,
         )
         sending = SendPipeline(self.plan, rank, self.shards.ranks[rank])
         try:
             self.sessions[rank].begin()
-            give_up = time.monotonic() + self.delivery.timeout_s
+            give_up = time.monotonic() + self.request.timeout_s
             sums, _ = self.sessions[rank].run(
-                rendezvous, self.delivery.key, give_up, lambda channel: sending.run(Spoiled(channel, self))
+                rendezvous, self.request.key, give_up, lambda channel: sending.run(Spoiled(channel, self))
             )
             self.sums.update(sums)
         except PublicationFailed as error:

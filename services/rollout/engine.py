@@ -20,7 +20,7 @@ from millrace.spec.rollout import CachePolicy
 from millrace.weights.plans.boxes import Boxes
 from millrace.weights.plans.manifest import Manifest
 from millrace.wire.v1 import common_pb2, weights_pb2
-from services.rollout.transfer_request import Delivery
+from services.rollout.weights.transfer_request import TransferRequest
 
 
 class StopReason(Enum):
@@ -98,7 +98,7 @@ class Swap:
     """Tensors that went whole through the engine's own loader."""
     loader_bytes: int = 0
     staging_bytes: int = 0
-    """Memory that the delivery took beside the parameters, of the worker where it took most."""
+    """Memory that the transfer took beside the parameters, of the worker where it took most."""
     mode: weights_pb2.CommitMode = weights_pb2.COMMIT_MODE_SHADOW
     loader_names: tuple[str, ...] = ()
     """Some of the loader's tensors of a sharded publication."""
@@ -159,11 +159,11 @@ class Engine(Protocol):
         """What each worker wants of a manifest; nothing where this engine cannot tell. Raises PublicationFailed where
         it does not fit."""
 
-    async def prepare(self, delivery: Delivery) -> None:
+    async def prepare(self, transfer_request: TransferRequest) -> None:
         """Checks a coming version against the engine. Raises PublicationFailed where it does not fit."""
 
     async def begin_receive(self) -> None:
-        """Starts receiving the prepared delivery into staging memory beside generation, or, for one that is put in
+        """Starts receiving the prepared transfer into staging memory beside generation, or, for one that is put in
         place as it comes, pauses first. Returns at once."""
 
     @property
@@ -179,11 +179,11 @@ class Engine(Protocol):
     async def abort_receive(self) -> None:
         """Forgets what `prepare` began and frees staging memory. Idempotent."""
 
-    async def prepare_send(self, delivery: Delivery, served: str) -> bytes:
-        """Makes ready to send what publication `served` put in place, as the senders of `delivery`; answers NCCL's id
+    async def prepare_send(self, transfer_request: TransferRequest, served: str) -> bytes:
+        """Makes ready to send what publication `served` put in place, as its senders; answers NCCL's id
         where the parameters lie on GPUs. Raises PublicationFailed where some of it is not here as it was published."""
 
-    async def send(self, delivery: Delivery) -> Dispatch:
+    async def send(self, transfer_request: TransferRequest) -> Dispatch:
         """Sends beside generation; returns when the last byte is out. Raises PublicationFailed where that fails, and
         where `end_send` comes first."""
 

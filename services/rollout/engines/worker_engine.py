@@ -12,7 +12,7 @@ from millrace.spec.rollout import CachePolicy
 from millrace.weights.plans.boxes import Boxes
 from millrace.weights.plans.manifest import Manifest
 from services.rollout.engine import Dispatch, Load, Reception, Sample, Sampling, Swap
-from services.rollout.transfer_request import Delivery, mode_of, stages
+from services.rollout.weights.transfer_request import TransferRequest, mode_of, stages
 
 Answers = list[dict[str, Any]]
 BETWEEN_BATCHES = frozenset({"millrace_describe", "millrace_apply"})
@@ -37,12 +37,12 @@ class WorkerEngine(ABC):
         """Not set while a publication has generation stand still: what is asked for then begins after it."""
         self._going.set()
         self._tokenizer: Any = None
-        self._delivery: Delivery | None = None
+        self._transfer_request: TransferRequest | None = None
         self._told = b""
         """The plan that the workers know."""
         self._staged = True
         self._paused = 0.0
-        """Since when, for a delivery that is put in place as it comes; 0 otherwise."""
+        """Since when, for a transfer that is put in place as it comes; 0 otherwise."""
 
     @abstractmethod
     async def _generate(self, prompt_tokens: Sequence[int], sampling: Sampling) -> Sample:
@@ -99,18 +99,18 @@ class WorkerEngine(ABC):
         """Of every parameter, by worker: to compare what lies in engines."""
         return [answer["checksums"] for answer in await self._ask("millrace_checksums")]
 
-    async def prepare(self, delivery: Delivery) -> None:
+    async def prepare(self, transfer_request: TransferRequest) -> None:
         if self.half_written:
             await self.abort_receive()  # otherwise the workers forget by themselves what they had
-        known = bool(delivery.plan_hash) and delivery.plan_hash == self._told
-        answers = await self._ask("millrace_prepare", delivery.encode(whole=not known))
+        known = bool(transfer_request.plan_hash) and transfer_request.plan_hash == self._told
+        answers = await self._ask("millrace_prepare", transfer_request.encode(whole=not known))
         if any(answer.get("unknown") for answer in answers):
-            answers = await self._ask("millrace_prepare", delivery.encode())
-        self._told = delivery.plan_hash
-        if delivery.sides is not None:
-            self._staged = stages(delivery, all(answer["fits"] for answer in answers))
+            answers = await self._ask("millrace_prepare", transfer_request.encode())
+        self._told = transfer_request.plan_hash
+        if transfer_request.sides is not None:
+            self._staged = stages(transfer_request, all(answer["fits"] for answer in answers))
             await self._ask("millrace_ready", self._staged)
-        self._delivery = delivery
+        self._transfer_request = transfer_request
 
     async def begin_receive(self) -> None:
         in_place = self._sharded and not self._staged
@@ -128,7 +128,7 @@ class WorkerEngine(ABC):
 
     @property
     def _sharded(self) -> bool:
-        return self._delivery is not None and self._delivery.sides is not None
+        return self._transfer_request is not None and self._transfer_request.sides is not None
 
     async def received(self) -> Reception:
         answers = await self._done("millrace_progress")
@@ -155,7 +155,7 @@ class WorkerEngine(ABC):
             if not whole:
                 await self._drop_version()
             await self._go_on()
-        through_loader = len(self._delivery.manifest.tensors) if self._delivery else 0
+        through_loader = len(self._transfer_request.manifest.tensors) if self._transfer_request else 0
         return Swap(
             apply_s=_slowest(answers, "apply_s"),
             compare_s=_slowest(answers, "compare_s"),
@@ -175,12 +175,12 @@ class WorkerEngine(ABC):
                 await self._drop_version()
                 await self._go_on()
 
-    async def prepare_send(self, delivery: Delivery, served: str) -> bytes:
-        answers = await self._ask("millrace_prepare_send", delivery.encode(), served)
+    async def prepare_send(self, transfer_request: TransferRequest, served: str) -> bytes:
+        answers = await self._ask("millrace_prepare_send", transfer_request.encode(), served)
         return b"".join(answer["nccl_id"] for answer in answers)
 
-    async def send(self, delivery: Delivery) -> Dispatch:
-        await self._ask("millrace_send", delivery.encode())
+    async def send(self, transfer_request: TransferRequest) -> Dispatch:
+        await self._ask("millrace_send", transfer_request.encode())
         answers = await self._done("millrace_sent")
         contents = tuple((content, value) for answer in answers for content, value in answer["contents"])
         slots = max(answer["slots"] for answer in answers)

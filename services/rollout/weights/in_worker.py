@@ -19,10 +19,10 @@ from millrace.weights.plans.memory import Memory
 from millrace.weights.transfer.channels.rendezvous import nccl_id
 from millrace.weights.transfer.checksum import checksum
 from millrace.wire.v1 import weights_pb2
-from services.rollout.transfer_request import NOTHING, Delivery, Known
 from services.rollout.weights.derived import Derived
 from services.rollout.weights.sharded import Coming, Going, Shards
 from services.rollout.weights.staging import Shelf, Staging
+from services.rollout.weights.transfer_request import NO_PLAN, KnownPlan, TransferRequest
 from services.rollout.weights.worker_rpc import Answer, Inlet, carried_out
 
 LOOK_S = 0.05
@@ -30,7 +30,7 @@ LOOK_S = 0.05
 
 
 def _in_turn(method: Callable[..., Answer]) -> Callable[..., Answer]:
-    """Whatever begins, places or forgets a delivery, one at a time; what it refuses is its answer."""
+    """Whatever begins, places or forgets a transfer, one at a time; what it refuses is its answer."""
 
     @functools.wraps(method)
     def answered(receiver: "WeightReceiver", *arguments: Any) -> Answer:
@@ -54,14 +54,14 @@ class WeightReceiver:
     _millrace_shelf: Shelf | None = None
     _millrace_shards: Shards | None = None
     _millrace_derived: Derived | None = None
-    _millrace_agreed: Delivery | None = None
-    """A sharded delivery that was prepared and is not made ready yet."""
+    _millrace_agreed: TransferRequest | None = None
+    """A sharded transfer that was prepared and is not made ready yet."""
     _millrace_coming: Coming | None = None
     _millrace_staged: bool = True
     _millrace_source: Memory | None = None
     _millrace_going: Going | None = None
-    _millrace_known: Known = NOTHING
-    """What the last delivery's plan is about."""
+    _millrace_known: KnownPlan = NO_PLAN
+    """What the last transfer's plan is about."""
     _millrace_inlet: Inlet | None = None
     _millrace_turn = threading.RLock()
 
@@ -71,15 +71,15 @@ class WeightReceiver:
         return {}
 
     @_in_turn
-    def millrace_prepare(self, delivery: bytes) -> Answer:
-        """Makes ready for a delivery, forgetting an unfinished one. Asks for it whole where it names a plan that this
+    def millrace_prepare(self, transfer_request: bytes) -> Answer:
+        """Makes ready for a transfer, forgetting an unfinished one. Asks for it whole where it names a plan that this
         worker does not know."""
         self.millrace_abort()
-        if (coming := Delivery.decode(delivery, self._millrace_known)) is None:
+        if (coming := TransferRequest.decode(transfer_request, self._millrace_known)) is None:
             return {"unknown": True}
         if not coming.plan_hash or coming.plan_hash != self._millrace_known.plan_hash:
             self._millrace_check(coming.manifest)
-            self._millrace_known = Known.of(coming)
+            self._millrace_known = KnownPlan.of(coming)
         if coming.sides is not None:
             fits = self._millrace_kept_shards().fits(coming, coming.first_rank + self.rank)
             self._millrace_agreed = coming
@@ -100,7 +100,7 @@ class WeightReceiver:
 
     @_in_turn
     def millrace_ready(self, staged: bool) -> Answer:
-        """Makes slots or staging ready for the sharded delivery that was prepared."""
+        """Makes slots or staging ready for the sharded transfer that was prepared."""
         coming, self._millrace_agreed = self._millrace_agreed, None
         if coming is None:
             return {"failed": "the publication was aborted.", "fix": ""}
@@ -179,18 +179,18 @@ class WeightReceiver:
         return {}
 
     @_in_turn
-    def millrace_prepare_send(self, delivery: bytes, served: str) -> Answer:
+    def millrace_prepare_send(self, transfer_request: bytes, served: str) -> Answer:
         """Checks that what publication `served` put in place can be sent; NCCL's id where this rank has to make one."""
         self.millrace_end_send()
-        self._millrace_source = self._millrace_kept_shards().source(_whole(delivery), self.rank, served)
+        self._millrace_source = self._millrace_kept_shards().source(_whole(transfer_request), self.rank, served)
         return {"nccl_id": nccl_id(self.rank == 0 and self._millrace_source.device.type == "cuda")}
 
-    def millrace_send(self, delivery: bytes) -> Answer:
+    def millrace_send(self, transfer_request: bytes) -> Answer:
         """Starts sending in a thread and returns at once: generation goes on."""
         source, self._millrace_source = self._millrace_source, None
         if source is None:
             return {"failed": "the copy was ended.", "fix": ""}
-        self._millrace_going = Going(_whole(delivery), self.rank, source)
+        self._millrace_going = Going(_whole(transfer_request), self.rank, source)
         self._millrace_going.begin()
         return {}
 
@@ -249,9 +249,9 @@ class WeightReceiver:
         return model.load_weights, held, padded
 
 
-def _whole(delivery: bytes) -> Delivery:
+def _whole(transfer_request: bytes) -> TransferRequest:
     """Of a copy, which is encoded whole."""
-    decoded = Delivery.decode(delivery, NOTHING)
+    decoded = TransferRequest.decode(transfer_request, NO_PLAN)
     assert decoded is not None
     return decoded
 

@@ -16,8 +16,8 @@ from millrace.weights.plans.sharded import ShardedPlan
 from millrace.weights.plans.wire_layouts import Planner
 from millrace.wire.v1 import rollout_pb2, weights_pb2
 from services.rollout.engine import Engine, Reception, Swap
-from services.rollout.transfer_request import NOTHING, Delivery, Known
 from services.rollout.weights.sibling_copies import Copies, Source
+from services.rollout.weights.transfer_request import NO_PLAN, KnownPlan, TransferRequest
 
 log = structlog.get_logger(__name__)
 UNFINISHED = (Phase.PREPARE, Phase.TRANSFER, Phase.VERIFY)
@@ -53,9 +53,9 @@ class Receiver:
         self._held: Source | None = None
         self.copies = Copies(engine, member_id, self._turn, self._source)
         """Of what is served, to siblings."""
-        self._delivery: Delivery | None = None
+        self._transfer_request: TransferRequest | None = None
         self._plan_hash = b""
-        self._known = NOTHING
+        self._known = NO_PLAN
         self._planner = Planner()
         self._sharded: ShardedPlan | None = None
         self._prepare_s = 0.0
@@ -78,22 +78,22 @@ class Receiver:
                 return self._plan_hash
             if self._state.phase in UNFINISHED:
                 self._state = self._state.fail()
-            delivery = Delivery.from_request(request, self._known)
-            if delivery is None:
+            transfer_request = TransferRequest.from_request(request, self._known)
+            if transfer_request is None:
                 return b""
             self._preparing = publication
             try:
                 await self.copies.give_way(publication)
-                self._plan_hash = self._agreed_plan(request, delivery)
-                delivery = replace(delivery, plan_hash=self._plan_hash)
-                self._known = Known.of(delivery)
-                await self._engine.prepare(delivery)
+                self._plan_hash = self._agreed_plan(request, transfer_request)
+                transfer_request = replace(transfer_request, plan_hash=self._plan_hash)
+                self._known = KnownPlan.of(transfer_request)
+                await self._engine.prepare(transfer_request)
                 if self._closed or self._called_off == publication:
                     await self._engine.abort_receive()
                     raise PublicationFailed(f"publication {publication.key} was aborted while it was prepared.")
             finally:
                 self._preparing = None
-            self._state, self._delivery = state, delivery
+            self._state, self._transfer_request = state, transfer_request
             self._prepare_s = time.perf_counter() - started
             self._expire_after(request.deadline_s, publication)
             return self._plan_hash
@@ -171,8 +171,8 @@ class Receiver:
     def _hold(self, publication: PublicationId | None) -> None:
         """What is in place from now on, if it is a whole version."""
         self._held = None
-        if publication is not None and self._delivery is not None:
-            self._held = Source(publication, self._delivery.manifest)
+        if publication is not None and self._transfer_request is not None:
+            self._held = Source(publication, self._transfer_request.manifest)
         self._on_version(publication.version if publication is not None else None)
 
     def _source(self) -> Source | None:
@@ -193,23 +193,23 @@ class Receiver:
         if current is not None and current != newer:
             await self.abort(current, f"{newer.key} begins")
 
-    def _agreed_plan(self, request: rollout_pb2.PrepareReceiveRequest, delivery: Delivery) -> bytes:
+    def _agreed_plan(self, request: rollout_pb2.PrepareReceiveRequest, transfer_request: TransferRequest) -> bytes:
         if request.path not in (weights_pb2.PATH_GATHER_BROADCAST, weights_pb2.PATH_SHARDED):
             raise InvalidState(f"this replica knows no path {request.path}.", "run the same release everywhere.")
         if request.receiver.world_size != self._engine.world_size:
             what = f"{self._member_id} has {self._engine.world_size} workers, not {request.receiver.world_size}."
             raise PublicationFailed(what, "configure it again.", (self._member_id,))
         self._sharded = None
-        if delivery.sides is not None:
-            self._sharded = self._planner.plan(delivery.manifest, delivery.sides)
-        plan = self._sharded or gather_broadcast(delivery.manifest, delivery.world_size)
+        if transfer_request.sides is not None:
+            self._sharded = self._planner.plan(transfer_request.manifest, transfer_request.sides)
+        plan = self._sharded or gather_broadcast(transfer_request.manifest, transfer_request.world_size)
         if request.plan_hash and plan.hash != request.plan_hash:
             what = f"{self._member_id} plans {plan.hash.hex()[:12]}, the sender {request.plan_hash.hex()[:12]}."
             raise PublicationFailed(what, "run the same release of millrace everywhere.", (self._member_id,))
         return plan.hash
 
     def _compare(self, got: tuple[int, ...], sent: tuple[int, ...]) -> None:
-        names = [t.name for t in self._delivery.manifest.tensors] if self._delivery else []
+        names = [t.name for t in self._transfer_request.manifest.tensors] if self._transfer_request else []
         if len(sent) != len(names):
             raise PublicationFailed(f"the sender has {len(sent)} checksums for {len(names)} tensors.")
         if wrong := [n for n, a, b in zip(names, got, sent, strict=True) if a != b]:
@@ -217,14 +217,18 @@ class Receiver:
             raise PublicationFailed(what, "publish again; where it repeats, look at the network and the memory.")
 
     def _compare_contents(self, plan: ShardedPlan, got: tuple[tuple[int, int], ...], sent: tuple[int, ...]) -> None:
-        first = self._delivery.first_rank if self._delivery else 0
+        first = self._transfer_request.first_rank if self._transfer_request else 0
         expected = sorted(c for i in range(self._engine.world_size) for c in plan.contents_of(first + i).tolist())
         if len(sent) != len(plan.sizes) or sorted(content for content, _ in got) != expected:
             what = f"{self._member_id} got {len(got)} messages of {len(expected)}, {len(sent)} checksums."
             raise PublicationFailed(what, "run the same release of millrace everywhere.")
         if wrong := [content for content, value in got if value != sent[content]]:
             numbers = sorted({int(n) for content in wrong for n in plan.pieces.tensor[plan.pieces_in(content)]})
-            names = ", ".join(self._delivery.manifest.tensors[n].name for n in numbers[:5]) if self._delivery else ""
+            names = (
+                ", ".join(self._transfer_request.manifest.tensors[n].name for n in numbers[:5])
+                if self._transfer_request
+                else ""
+            )
             what = f"{len(wrong)} messages arrived at {self._member_id} changed, with parts of {names}."
             raise PublicationFailed(what, "publish again; where it repeats, look at the network and the memory.")
 
@@ -251,9 +255,9 @@ class Receiver:
 
     def _bytes(self) -> int:
         """That came to this replica."""
-        if self._delivery is None or self._sharded is None:
-            return self._delivery.manifest.bytes if self._delivery else 0
-        first, last = self._delivery.first_rank, self._delivery.first_rank + self._engine.world_size
+        if self._transfer_request is None or self._sharded is None:
+            return self._transfer_request.manifest.bytes if self._transfer_request else 0
+        first, last = self._transfer_request.first_rank, self._transfer_request.first_rank + self._engine.world_size
         return int(self._sharded.ingress()[first:last].sum())
 
     def _expire_after(self, seconds: float, publication: PublicationId) -> None:

@@ -26,7 +26,7 @@ from millrace.weights.transfer.channels.channel import Channel
 from millrace.weights.transfer.channels.rendezvous import Rendezvous
 from millrace.weights.transfer.pipeline import ReceivedMessages, ReceivePipeline, SendPipeline, TransferTimes
 from millrace.weights.transfer.session import PublicationSession
-from services.rollout.transfer_request import Delivery
+from services.rollout.weights.transfer_request import TransferRequest
 
 Result = TypeVar("Result")
 Sent = tuple[Mapping[int, int], TransferTimes]
@@ -50,38 +50,38 @@ class Placed:
 
 
 class Passage(Generic[Result]):
-    """One rank's part of a delivery, carried out in a thread of its own."""
+    """One rank's part of a transfer, carried out in a thread of its own."""
 
     def __init__(
         self,
-        delivery: Delivery,
+        transfer_request: TransferRequest,
         rank: int,
         work: Callable[[Channel], Result],
         device: torch.device,
         session: PublicationSession,
     ) -> None:
-        self.delivery = delivery
+        self.request = transfer_request
         self.result: Result | None = None
         self.failure: str | None = None
         self._work = work
         self._session = session
         self._rendezvous = Rendezvous(
-            delivery.host,
-            delivery.port,
-            delivery.channel,
+            transfer_request.host,
+            transfer_request.port,
+            transfer_request.communicator,
             rank,
-            delivery.world_size,
-            delivery.nccl_id,
+            transfer_request.world_size,
+            transfer_request.nccl_id,
             device,
-            delivery.timeout_s,
+            transfer_request.timeout_s,
         )
-        self._give_up = time.monotonic() + delivery.timeout_s
+        self._give_up = time.monotonic() + transfer_request.timeout_s
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
         session.begin()
 
     def begin(self) -> None:
-        self._thread = threading.Thread(target=self._carry_out, name=f"passage {self.delivery.key}", daemon=True)
+        self._thread = threading.Thread(target=self._carry_out, name=f"passage {self.request.key}", daemon=True)
         self._thread.start()
 
     @property
@@ -96,7 +96,7 @@ class Passage(Generic[Result]):
     def close(self) -> None:
         """Ends what is under way; returns once nothing reads or writes any more."""
         if not self._over.is_set():
-            self.failure = self.failure or f"publication {self.delivery.key} was aborted."
+            self.failure = self.failure or f"publication {self.request.key} was aborted."
             if self._thread is not None:  # otherwise nothing began, and the communicator is as good as before
                 self._session.fail("a replica was told to abort")
                 self._thread.join()
@@ -104,33 +104,35 @@ class Passage(Generic[Result]):
 
     def _carry_out(self) -> None:
         try:
-            self.result = self._session.run(self._rendezvous, self.delivery.key, self._give_up, self._work)
+            self.result = self._session.run(self._rendezvous, self.request.key, self._give_up, self._work)
         except PublicationFailed as error:
             self.failure = self.failure or error.what
         finally:
-            if self.delivery.passing:
+            if self.request.leave_after:
                 self._session.leave()
             self._over.set()
 
 
 class Coming(Passage[ReceivedMessages]):
-    def __init__(self, delivery: Delivery, rank: int, receiving: ReceivePipeline, session: PublicationSession) -> None:
-        super().__init__(delivery, rank, receiving.run, receiving.device, session)
+    def __init__(
+        self, transfer_request: TransferRequest, rank: int, receiving: ReceivePipeline, session: PublicationSession
+    ) -> None:
+        super().__init__(transfer_request, rank, receiving.run, receiving.device, session)
         self.receiving = receiving
 
 
 class Going(Passage[Sent]):
     """Everything that takes a while is done in its thread: the engine generates meanwhile."""
 
-    def __init__(self, delivery: Delivery, rank: int, memory: Memory) -> None:
-        super().__init__(delivery, rank, self._send, memory.device, PublicationSession())
+    def __init__(self, transfer_request: TransferRequest, rank: int, memory: Memory) -> None:
+        super().__init__(transfer_request, rank, self._send, memory.device, PublicationSession())
         self.slot_bytes = 0
         self._rank = rank
         self._memory = memory
 
     def _send(self, channel: Channel) -> Sent:
-        assert self.delivery.sides is not None
-        plan = wire.Planner().plan(self.delivery.manifest, self.delivery.sides)
+        assert self.request.sides is not None
+        plan = wire.Planner().plan(self.request.manifest, self.request.sides)
         device = self._memory.device
         # A new thread is on the first GPU, whichever its engine is on.
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
@@ -168,17 +170,17 @@ class Shards:
             self._watched = (manifest.hash, watch(self._load, manifest, self._parameters, self._padded))
         return self._watched[1]
 
-    def fits(self, delivery: Delivery, rank: int) -> bool:
-        """Checks a coming delivery; whether there is memory to stage it. Raises PublicationFailed where it was planned
+    def fits(self, transfer_request: TransferRequest, rank: int) -> bool:
+        """Checks a coming transfer; whether there is memory to stage it. Raises PublicationFailed where it was planned
         for another worker than this."""
-        assert delivery.sides is not None
-        if delivery.standing and self._session.key != delivery.channel:
-            raise PublicationFailed(f"rank {rank} is not in communicator {delivery.channel} any more.")
-        plan, watched = self._plan(delivery), self._watch(delivery.manifest)
+        assert transfer_request.sides is not None
+        if transfer_request.already_joined and self._session.key != transfer_request.communicator:
+            raise PublicationFailed(f"rank {rank} is not in communicator {transfer_request.communicator} any more.")
+        plan, watched = self._plan(transfer_request), self._watch(transfer_request.manifest)
         if self._receiving is not None and self._receiving[0] == (plan.hash, rank, True):
             return True
-        receivers = wire.decode(delivery.sides.receivers)
-        senders = delivery.world_size - len(receivers)
+        receivers = wire.decode(transfer_request.sides.receivers)
+        senders = transfer_request.world_size - len(receivers)
         if (
             not 0 <= rank - senders < len(receivers)
             or receivers[rank - senders].hash != watched.memory.layout.boxes.hash
@@ -189,13 +191,13 @@ class Shards:
         needed = int(plan.sizes[plan.contents_of(rank)].sum())
         return needed < SPARE * _free_bytes(watched.memory.device)
 
-    def _plan(self, delivery: Delivery) -> ShardedPlan:
-        assert delivery.sides is not None
-        return self._planner.plan(delivery.manifest, delivery.sides)
+    def _plan(self, transfer_request: TransferRequest) -> ShardedPlan:
+        assert transfer_request.sides is not None
+        return self._planner.plan(transfer_request.manifest, transfer_request.sides)
 
-    def prepare(self, delivery: Delivery, rank: int, *, staged: bool) -> Coming:
+    def prepare(self, transfer_request: TransferRequest, rank: int, *, staged: bool) -> Coming:
         """Makes slots or staging ready."""
-        plan, memory = self._plan(delivery), self._watch(delivery.manifest).memory
+        plan, memory = self._plan(transfer_request), self._watch(transfer_request.manifest).memory
         wanted = (plan.hash, rank, staged)
         if self._coming is not None and self._coming.failure is not None and memory.device.type == "cpu":
             self._let_go()  # what Gloo was asked for may still be written there
@@ -204,16 +206,19 @@ class Shards:
             try:
                 self._receiving = (wanted, ReceivePipeline(plan, rank, memory, staged=staged))
             except RuntimeError as error:  # torch's out of memory
-                what = f"there is no memory to receive {delivery.key}: {error}"
+                what = f"there is no memory to receive {transfer_request.key}: {error}"
                 raise PublicationFailed(what, 'set publication.commit to "inplace".') from error
         self._coming = Coming(
-            delivery, rank, self._receiving[1], PublicationSession() if delivery.passing else self._session
+            transfer_request,
+            rank,
+            self._receiving[1],
+            PublicationSession() if transfer_request.leave_after else self._session,
         )
         return self._coming
 
     def place(self, coming: Coming, *, staged: bool) -> Placed:
         """Puts a received version in place and compares it there. Only while generation is paused."""
-        watched, self._placed = self._watch(coming.delivery.manifest), ""
+        watched, self._placed = self._watch(coming.request.manifest), ""
         apply_s, compare_s = coming.receiving.apply() if staged else (0.0, 0.0)
         began = time.perf_counter()
         with torch.no_grad():
@@ -222,15 +227,15 @@ class Shards:
             if watched.whole:
                 self._load(iter(watched.whole.items()))
         apply_s += time.perf_counter() - began
-        slots, self._placed = coming.receiving.slot_bytes, coming.delivery.key
+        slots, self._placed = coming.receiving.slot_bytes, coming.request.key
         names = tuple(itertools.islice(watched.whole, NAMED))
         return Placed(apply_s, compare_s, len(watched.whole), watched.whole_bytes, slots, names)
 
-    def source(self, delivery: Delivery, rank: int, served: str) -> Memory:
+    def source(self, transfer_request: TransferRequest, rank: int, served: str) -> Memory:
         """What publication `served` put in place, to be sent. Raises PublicationFailed where that is not here as it was
         published, and where the copy was planned for another worker than this."""
-        assert delivery.sides is not None
-        watched, senders = self._watch(delivery.manifest), wire.decode(delivery.sides.senders)
+        assert transfer_request.sides is not None
+        watched, senders = self._watch(transfer_request.manifest), wire.decode(transfer_request.sides.senders)
         if watched.whole and self._placed != served:
             names = ", ".join(list(watched.whole)[:3])
             raise PublicationFailed(f"{names} are held only as the engine changed them.", "the trainer sends them.")

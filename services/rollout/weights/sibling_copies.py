@@ -19,7 +19,7 @@ from millrace.weights.transfer.channels.rendezvous import serve_store
 from millrace.wire.server import host_address
 from millrace.wire.v1 import trainer_pb2, weights_pb2
 from services.rollout.engine import Engine
-from services.rollout.transfer_request import Delivery
+from services.rollout.weights.transfer_request import TransferRequest
 
 log = structlog.get_logger(__name__)
 
@@ -35,7 +35,7 @@ class Source:
 
 @dataclass(frozen=True)
 class _Prepared:
-    delivery: Delivery
+    request: TransferRequest
     plan: ShardedPlan
     store: TCPStore
     """Where the communicator meets, for as long as this lives."""
@@ -96,7 +96,7 @@ class Copies:
         manifest, key = source.manifest, PublicationId.from_proto(request.publication).key
         plan = await asyncio.to_thread(wire.Planner().plan, manifest, request.sides)
         store, port = serve_store(host_address(), plan.world_size, request.deadline_s)
-        delivery = Delivery(
+        transfer_request = TransferRequest(
             key=key,
             version=source.publication.version,
             manifest=manifest,
@@ -106,20 +106,22 @@ class Copies:
             first_rank=0,
             timeout_s=request.deadline_s,
             sides=request.sides,
-            channel=f"{key}/{secrets.token_hex(8)}",
-            passing=True,
+            communicator=f"{key}/{secrets.token_hex(8)}",
+            leave_after=True,
         )
-        delivery = replace(delivery, nccl_id=await self._engine.prepare_send(delivery, source.publication.key))
+        transfer_request = replace(
+            transfer_request, nccl_id=await self._engine.prepare_send(transfer_request, source.publication.key)
+        )
         rendezvous = weights_pb2.Rendezvous(
-            host=delivery.host,
+            host=transfer_request.host,
             port=port,
             world_size=plan.world_size,
-            key=delivery.channel,
-            nccl_id=delivery.nccl_id,
+            key=transfer_request.communicator,
+            nccl_id=transfer_request.nccl_id,
             passing=True,
         )
         answer = trainer_pb2.PrepareSendResponse(rendezvous=rendezvous, plan_hash=plan.hash)
-        return _Prepared(delivery, plan, store, answer, time.perf_counter() - began)
+        return _Prepared(transfer_request, plan, store, answer, time.perf_counter() - began)
 
     async def transfer(self, publication: PublicationId) -> trainer_pb2.TransferSendResponse:
         """Raises PublicationFailed where it fails, or something newer ends it."""
@@ -133,16 +135,16 @@ class Copies:
         return await asyncio.shield(self._sending)
 
     async def _send(self, prepared: _Prepared) -> trainer_pb2.TransferSendResponse:
-        began, delivery = time.perf_counter(), prepared.delivery
-        sent = await self._engine.send(delivery)
+        began, transfer_request = time.perf_counter(), prepared.request
+        sent = await self._engine.send(transfer_request)
         seconds = time.perf_counter() - began
         by_content = dict(sent.contents)
         if missing := len(prepared.plan.sizes) - len(by_content):
-            raise PublicationFailed(f"{missing} messages of copy {delivery.key} were not sent.", "report it.")
-        log.info("version copied to siblings", key=delivery.key, seconds=round(seconds, 4))
+            raise PublicationFailed(f"{missing} messages of copy {transfer_request.key} were not sent.", "report it.")
+        log.info("version copied to siblings", key=transfer_request.key, seconds=round(seconds, 4))
         report = weights_pb2.MemberReport(
             member_id=self._member_id,
-            bytes=delivery.manifest.bytes,
+            bytes=transfer_request.manifest.bytes,
             prepare_s=prepared.seconds,
             gather_s=sent.pack_s,
             wire_s=max(0.0, seconds - sent.pack_s - sent.checksum_s),

@@ -18,16 +18,16 @@ from millrace.weights.plans.covered import elements
 from millrace.weights.plans.views import Strided
 from millrace.weights.transfer.channels.gloo import GlooChannel
 from millrace.weights.transfer.checksum import checksum
-from services.rollout.transfer_request import Delivery
+from services.rollout.weights.transfer_request import TransferRequest
 
 Load = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 
 
 class Staging:
-    """Receives every tensor of `delivery` as rank `rank` of its communicator, in a thread of its own."""
+    """Receives every tensor of `transfer_request` as rank `rank` of its communicator, in a thread of its own."""
 
-    def __init__(self, delivery: Delivery, rank: int) -> None:
-        self.delivery = delivery
+    def __init__(self, transfer_request: TransferRequest, rank: int) -> None:
+        self.request = transfer_request
         self.tensors: dict[str, torch.Tensor] = {}
         """By manifest name, whole, on CPU."""
         self.checksums: list[int] = []
@@ -39,7 +39,7 @@ class Staging:
         self._channel: GlooChannel | None = None
         self._closed = threading.Event()
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._receive, name=f"receive {delivery.key}", daemon=True)
+        self._thread = threading.Thread(target=self._receive, name=f"receive {transfer_request.key}", daemon=True)
 
     def begin(self) -> None:
         self._thread.start()
@@ -57,7 +57,7 @@ class Staging:
         """Ends what is under way and gives the memory back. A thread inside a Gloo call may take until that call's
         timeout to notice; nobody waits for it."""
         if not self._over.is_set():
-            self.failure = f"publication {self.delivery.key} was aborted."
+            self.failure = f"publication {self.request.key} was aborted."
         self._closed.set()
         self._over.set()
         if self._channel is not None:
@@ -70,24 +70,24 @@ class Staging:
         except PublicationFailed as error:
             self.failure = self.failure or str(error)
         except RuntimeError as error:  # torch: out of memory, or a channel that was aborted under us
-            self.failure = self.failure or f"receiving {self.delivery.key} failed: {error}"
+            self.failure = self.failure or f"receiving {self.request.key} failed: {error}"
         finally:
             self._over.set()
 
     def _receive_all(self) -> None:
-        delivery, started = self.delivery, time.perf_counter()
+        transfer_request, started = self.request, time.perf_counter()
         self._channel = GlooChannel.join(
-            delivery.host,
-            delivery.port,
-            key=delivery.key,
+            transfer_request.host,
+            transfer_request.port,
+            key=transfer_request.key,
             rank=self._rank,
-            world_size=delivery.world_size,
-            timeout_s=delivery.timeout_s,
+            world_size=transfer_request.world_size,
+            timeout_s=transfer_request.timeout_s,
         )
         self.wire_s += time.perf_counter() - started
-        for info in delivery.manifest.tensors:
+        for info in transfer_request.manifest.tensors:
             if self._closed.is_set():
-                raise PublicationFailed(f"publication {delivery.key} was aborted.")
+                raise PublicationFailed(f"publication {transfer_request.key} was aborted.")
             tensor = torch.empty(info.shape, dtype=getattr(torch, info.dtype))
             started = time.perf_counter()
             self._channel.broadcast(tensor)
@@ -134,7 +134,7 @@ class Shelf:
         return Applied(written - started, time.perf_counter() - written, landings.unknown)
 
     def _write(self, staging: Staging) -> Landings:
-        manifest_hash = staging.delivery.manifest.hash
+        manifest_hash = staging.request.manifest.hash
         try:
             if self._landings is not None and manifest_hash == self._manifest_hash:
                 with torch.no_grad():
@@ -142,7 +142,7 @@ class Shelf:
                 return self._landings
             landings = record_landings(self._load, staging.tensors, self._parameters)
         except (RuntimeError, ValueError, KeyError, AssertionError) as error:
-            what = f"the engine's loader refused {staging.delivery.key}: {type(error).__name__}: {error}."
+            what = f"the engine's loader refused {staging.request.key}: {type(error).__name__}: {error}."
             raise PublicationFailed(what, "see that trainer and engine load the same model folder.") from error
         if missing := self._unwritten(landings):
             what = f"the publication writes nothing to, or only a part of, {', '.join(missing[:5])}."

@@ -196,18 +196,20 @@ class Publication:
         self.member_id = member_id
         self.sender = sender
         self.path = path
-        job, version, epoch, attempt = sender.delivery.key.rsplit("/", 3)
+        job, version, epoch, attempt = sender.request.key.rsplit("/", 3)
         self.ref = weights_pb2.PublicationRef(job_id=job, version=int(version), epoch=int(epoch), attempt=int(attempt))
 
     async def prepare(self, **changes: Any) -> bytes:
-        delivery = self.sender.delivery
+        transfer_request = self.sender.request
         fields: dict[str, Any] = {
             "publication": self.ref,
             "path": self.path,
-            "manifest": delivery.manifest.to_proto(),
-            "rendezvous": weights_pb2.Rendezvous(host="127.0.0.1", port=delivery.port, world_size=delivery.world_size),
+            "manifest": transfer_request.manifest.to_proto(),
+            "rendezvous": weights_pb2.Rendezvous(
+                host="127.0.0.1", port=transfer_request.port, world_size=transfer_request.world_size
+            ),
             "receiver": weights_pb2.Receiver(member_id=self.member_id, first_rank=1, world_size=1),
-            "plan_hash": gather_broadcast(delivery.manifest, delivery.world_size).hash,
+            "plan_hash": gather_broadcast(transfer_request.manifest, transfer_request.world_size).hash,
             "deadline_s": 30.0,
         } | changes
         reply = await self._call(RolloutRpc.PreparePublication, rollout_pb2.PrepareReceiveRequest(**fields))

@@ -35,7 +35,7 @@ from services.rollout.engine import (
     compute_threads,
     end_of_turn,
 )
-from services.rollout.transfer_request import Delivery, mode_of, stages
+from services.rollout.weights.transfer_request import TransferRequest, mode_of, stages
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -86,7 +86,7 @@ class TransformersEngine:
         self._going: Going | None = None
         self._staged = True
         self._pause: Pause | None = None
-        """Of a delivery that is put in place as it comes."""
+        """Of a transfer that is put in place as it comes."""
         self._asked: set[asyncio.Future[Sample | None]] = set()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="decode")
 
@@ -179,17 +179,19 @@ class TransformersEngine:
         self._check(manifest)
         return [await asyncio.to_thread(self._shards.boxes, manifest)]
 
-    async def prepare(self, delivery: Delivery) -> None:
+    async def prepare(self, transfer_request: TransferRequest) -> None:
         from services.rollout.weights.staging import Staging
 
         await self.abort_receive()
-        self._check(delivery.manifest)
-        if delivery.sides is None:
-            self._staging = Staging(delivery, delivery.first_rank)
+        self._check(transfer_request.manifest)
+        if transfer_request.sides is None:
+            self._staging = Staging(transfer_request, transfer_request.first_rank)
             return
-        fits = await asyncio.to_thread(self._shards.fits, delivery, delivery.first_rank)
-        self._staged = stages(delivery, fits)
-        prepare = functools.partial(self._shards.prepare, delivery, delivery.first_rank, staged=self._staged)
+        fits = await asyncio.to_thread(self._shards.fits, transfer_request, transfer_request.first_rank)
+        self._staged = stages(transfer_request, fits)
+        prepare = functools.partial(
+            self._shards.prepare, transfer_request, transfer_request.first_rank, staged=self._staged
+        )
         self._coming = await asyncio.to_thread(prepare)
 
     def _check(self, manifest: Manifest) -> None:
@@ -256,11 +258,11 @@ class TransformersEngine:
             apply_s=applied.apply_s,
             compare_s=applied.compare_s,
             pause_s=time.perf_counter() - pause.began,
-            loader_tensors=len(staging.delivery.manifest.tensors),
+            loader_tensors=len(staging.request.manifest.tensors),
         )
 
     async def _place(self, coming: "Coming", version: Version, cache_policy: CachePolicy) -> Swap:
-        """Commits a sharded delivery: staged, the pause is a copy; otherwise it has lasted since the transfer began.
+        """Commits a sharded transfer: staged, the pause is a copy; otherwise it has lasted since the transfer began.
         From here on there is nothing to abort."""
         self._coming = None
         held, self._pause = self._pause, None
@@ -293,20 +295,20 @@ class TransformersEngine:
         if pause is not None:
             self._decode.resume(pause, None, recompute=True)
 
-    async def prepare_send(self, delivery: Delivery, served: str) -> bytes:
+    async def prepare_send(self, transfer_request: TransferRequest, served: str) -> bytes:
         await self.end_send()
         from millrace.weights.transfer.channels.rendezvous import nccl_id
 
-        self._source = await asyncio.to_thread(self._shards.source, delivery, 0, served)
+        self._source = await asyncio.to_thread(self._shards.source, transfer_request, 0, served)
         return nccl_id(self._source.device.type == "cuda")
 
-    async def send(self, delivery: Delivery) -> Dispatch:
+    async def send(self, transfer_request: TransferRequest) -> Dispatch:
         from services.rollout.weights.sharded import Going
 
         source, self._source = self._source, None
         if source is None:
             raise PublicationFailed("the copy was ended.")
-        going = self._going = Going(delivery, 0, source)
+        going = self._going = Going(transfer_request, 0, source)
         going.begin()
         await asyncio.to_thread(going.wait)
         if going.failure is not None or going.result is None:

@@ -38,7 +38,7 @@ from services.rollout.engine import (
 )
 from services.rollout.engines import create, probe
 from services.rollout.engines.vllm.versions import VersionMarks
-from services.rollout.transfer_request import Delivery
+from services.rollout.weights.transfer_request import TransferRequest
 from tests.models import byte_tokenizer, random_model
 from tests.sender import Sender, export
 from tests.services.rollout.conftest import Run
@@ -67,7 +67,7 @@ class Case:
         model = self.random_model(self.version)
         sender = Sender(export(model), version=self.version)
         await self.receive(sender)
-        swap = await self.engine.commit(sender.delivery.version, cache_policy)  # type: ignore[arg-type]
+        swap = await self.engine.commit(sender.request.version, cache_policy)  # type: ignore[arg-type]
         self.model = model
         return swap
 
@@ -85,7 +85,7 @@ class Case:
         """As `publish`, from two ranks with half of the rows each."""
         sender = await self.shard_sender(mode)
         await self.receive(sender)
-        return await self.engine.commit(sender.delivery.version, "recompute")
+        return await self.engine.commit(sender.request.version, "recompute")
 
     def random_model(self, seed: int) -> Any:
         return random_model(tied=self.tied, seed=seed, dtype=self.dtype)
@@ -108,7 +108,7 @@ class Case:
         return self.agrees(np.concatenate([sample.logprobs for sample in samples]), np.concatenate(expected))
 
     async def receive(self, sender: Sender | ShardSender) -> Reception:
-        await self.engine.prepare(sender.delivery)
+        await self.engine.prepare(sender.request)
         sender.start()
         await self.engine.begin_receive()
         return await self.receive_rest(sender)
@@ -139,7 +139,7 @@ class WholeReceiver:
         sides = weights_pb2.Sides(senders=encode(held), receivers=encode(wanted), message_bytes=16384)
         self._plan = Planner().plan(manifest, sides)
         self._store, port = serve_store("127.0.0.1", 2, 30.0)
-        self.delivery = Delivery(
+        self.request = TransferRequest(
             key="job-test/1/2/0",
             version=Version(1),
             manifest=manifest,
@@ -149,13 +149,15 @@ class WholeReceiver:
             first_rank=0,
             timeout_s=30.0,
             sides=sides,
-            channel="copy",
-            passing=True,
+            communicator="copy",
+            leave_after=True,
         )
 
     def receive(self) -> Any:
-        at, session = self.delivery, PublicationSession()
-        rendezvous = Rendezvous(at.host, at.port, at.channel, 1, at.world_size, b"", torch.device("cpu"), at.timeout_s)
+        at, session = self.request, PublicationSession()
+        rendezvous = Rendezvous(
+            at.host, at.port, at.communicator, 1, at.world_size, b"", torch.device("cpu"), at.timeout_s
+        )
         receiving = ReceivePipeline(self._plan, 1, self._memory, staged=False)
         try:
             return session.run(rendezvous, at.key, time.monotonic() + at.timeout_s, receiving.run)
@@ -320,13 +322,13 @@ async def _across_a_swap(case: Case, cache_policy: str) -> tuple[Any, Any, list[
     sender = Sender(export(new), version=case.version, hold_after=5)
     sampling = Sampling(max_response_tokens=200)
     flying = asyncio.gather(*(case.engine.generate(LONG_PROMPT, sampling) for _ in range(12)))
-    await case.engine.prepare(sender.delivery)
+    await case.engine.prepare(sender.request)
     sender.start()
     await case.engine.begin_receive()
     await asyncio.sleep(0.02)
     assert case.engine.load().running > 0
     await case.receive_rest(sender)
-    await case.engine.commit(sender.delivery.version, cache_policy)  # type: ignore[arg-type]
+    await case.engine.commit(sender.request.version, cache_policy)  # type: ignore[arg-type]
     case.model = new
     return old, new, list(await flying)
 
@@ -417,7 +419,7 @@ def test_a_sharded_publication_is_the_oracle_bit_for_bit(case: Case, run: Run, m
         broadcast = Sender(export(case.model), version=case.version + 1)
         case.version += 1
         await case.receive(broadcast)
-        await case.engine.commit(broadcast.delivery.version, "recompute")
+        await case.engine.commit(broadcast.request.version, "recompute")
         oracle = await engine_parameters(case.engine)
         assert shards.keys() == oracle.keys()
         for name, tensor in oracle.items():
@@ -431,11 +433,11 @@ def test_what_is_served_is_sent_on_bit_for_bit_while_the_engine_generates(case: 
         await case.publish_shards(weights_pb2.COMMIT_MODE_SHADOW)
         manifest = Shards(export(case.model)).manifest
         sibling = WholeReceiver(manifest, await case.engine.describe(manifest))
-        await case.engine.prepare_send(sibling.delivery, "job-test/1/1/0")
+        await case.engine.prepare_send(sibling.request, "job-test/1/1/0")
         sampling = asyncio.create_task(case.samples(4, PROMPT, max_response_tokens=60))
         while case.engine.load().running == 0:  # noqa: ASYNC110 - the engine tells nobody
             await asyncio.sleep(0.01)
-        sending = asyncio.create_task(case.engine.send(sibling.delivery))
+        sending = asyncio.create_task(case.engine.send(sibling.request))
         await sampling
         assert not sending.done(), "it waits for its sibling beside generation"
         got = await asyncio.to_thread(sibling.receive)
@@ -444,8 +446,8 @@ def test_what_is_served_is_sent_on_bit_for_bit_while_the_engine_generates(case: 
         for name, tensor in export(case.model).items():
             assert torch.equal(sibling.tensors[name].view(torch.uint8), tensor.view(torch.uint8)), name
         absent = WholeReceiver(manifest, await case.engine.describe(manifest))
-        await case.engine.prepare_send(absent.delivery, "job-test/1/1/0")
-        sending = asyncio.create_task(case.engine.send(absent.delivery))
+        await case.engine.prepare_send(absent.request, "job-test/1/1/0")
+        sending = asyncio.create_task(case.engine.send(absent.request))
         await asyncio.sleep(0.2)
         await case.engine.end_send()
         with pytest.raises(PublicationFailed, match=r"aborted|ended"):
@@ -463,7 +465,7 @@ def test_generation_stands_still_only_for_an_inplace_transfer(case: Case, run: R
     async def published() -> list[Sample]:
         before = case.version
         sender = await case.shard_sender(mode, hold_after=2)
-        await case.engine.prepare(sender.delivery)
+        await case.engine.prepare(sender.request)
         sampling = asyncio.create_task(case.samples(4, PROMPT, max_response_tokens=100, temperature=1.5))
         while case.engine.load().running == 0:  # noqa: ASYNC110 - the engine tells nobody
             await asyncio.sleep(0.01)
@@ -473,10 +475,10 @@ def test_generation_stands_still_only_for_an_inplace_transfer(case: Case, run: R
         done, _ = await asyncio.wait([sampling], timeout=0.3 if inplace else 20.0)
         assert bool(done) != inplace
         await case.receive_rest(sender)
-        await case.engine.commit(sender.delivery.version, "recompute")
+        await case.engine.commit(sender.request.version, "recompute")
         samples = await sampling
         seen = {span.version for sample in samples for span in sample.versions}
-        assert (sender.delivery.version in seen) if inplace else seen == {before}
+        assert (sender.request.version in seen) if inplace else seen == {before}
         return samples
 
     for sample in run(published()):
@@ -494,7 +496,7 @@ def test_half_a_model_is_never_served_and_a_whole_one_repairs_it(case: Case, run
         )
         with pytest.raises(PublicationFailed, match=r"k_proj|qkv_proj"):
             await case.receive(sender)
-            await case.engine.commit(sender.delivery.version, "recompute")
+            await case.engine.commit(sender.request.version, "recompute")
         refused_early = case.engine.name == "transformers"  # it sees the difference in PREPARE and goes on serving
         ended = await flying
         if not refused_early:
@@ -510,13 +512,13 @@ def test_half_a_model_is_never_served_and_a_whole_one_repairs_it(case: Case, run
 def test_manifest_of_another_dtype_is_refused(case: Case, run: Run) -> None:
     tensors = {name: t.half() for name, t in export(case.random_model(1)).items()}
     with pytest.raises(PublicationFailed, match=r"dtype|float16"):
-        run(case.engine.prepare(Sender(tensors, version=case.version + 1).delivery))
+        run(case.engine.prepare(Sender(tensors, version=case.version + 1).request))
 
 
 def test_aborted_transfer_is_forgotten(case: Case, run: Run) -> None:
     async def scenario() -> None:
         sender = Sender(export(case.random_model(7)), version=case.version + 1, hold_after=3)
-        await case.engine.prepare(sender.delivery)
+        await case.engine.prepare(sender.request)
         sender.start()
         await case.engine.begin_receive()
         waiting = asyncio.create_task(case.engine.received())
@@ -537,7 +539,7 @@ def test_aborted_transfer_is_forgotten(case: Case, run: Run) -> None:
 def test_nothing_is_sampled_where_no_version_is_in_place(case: Case, run: Run) -> None:
     async def scenario() -> None:
         sender = await case.shard_sender(weights_pb2.COMMIT_MODE_INPLACE, hold_after=2)
-        await case.engine.prepare(sender.delivery)
+        await case.engine.prepare(sender.request)
         flying = [asyncio.create_task(case.engine.generate(PROMPT, Sampling(200, temperature=2.0))) for _ in range(4)]
         sender.start()
         await case.engine.begin_receive()

@@ -31,7 +31,7 @@ PROMPT = [257, *b"a question", 258]
 
 async def receive(engine: Engine, sender: Sender | ShardSender) -> None:
     await Case(engine, tied=False, dtype=torch.float32).receive(sender)
-    await engine.commit(sender.delivery.version, "recompute")
+    await engine.commit(sender.request.version, "recompute")
 
 
 async def publish_shards(engine: Engine, tensors: dict[str, torch.Tensor], version: int) -> None:

@@ -46,7 +46,7 @@ class SlowLoop(DecodeLoop):
 
 
 class Coming:
-    """A delivery that never comes."""
+    """A transfer_request that never comes."""
 
     begun = False
 
@@ -72,7 +72,7 @@ class Placing:
 
 @asynccontextmanager
 async def decoding() -> AsyncIterator[tuple[Any, SlowLoop, list[Sample | None]]]:
-    """The engine in the middle of a token of version 1, prepared for an in-place delivery; samples that ended."""
+    """The engine in the middle of a token of version 1, prepared for an in-place transfer; samples that ended."""
     engine: Any = TransformersEngine()
     loop, ended = SlowLoop(), list[Sample | None]()
     engine._decode, engine._shards = loop, Placing()
@@ -175,7 +175,7 @@ class Workers(WorkerEngine):
         self.paused = self.failing = False
         self.begun: list[str] = []
         self._version = Version(1)
-        self._delivery: Any = SimpleNamespace(sides=b"", manifest=SimpleNamespace(tensors=[]))
+        self._transfer_request: Any = SimpleNamespace(sides=b"", manifest=SimpleNamespace(tensors=[]))
         self._staged = False
 
     async def _generate(self, prompt_tokens: Sequence[int], sampling: Sampling) -> Sample:

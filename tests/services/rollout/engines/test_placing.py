@@ -9,12 +9,12 @@ import torch
 from millrace.errors import PublicationFailed
 from millrace.ids import Version
 from millrace.weights.plans.manifest import Manifest, TensorInfo
-from services.rollout.transfer_request import Delivery
 from services.rollout.weights.sharded import Shards
 from services.rollout.weights.staging import Shelf, Staging
+from services.rollout.weights.transfer_request import TransferRequest
 
 MANIFEST = Manifest((TensorInfo("a", (3, 4), "float32"), TensorInfo("b", (1, 4), "float32")))
-DELIVERY = Delivery("job/1/1/1", Version(1), MANIFEST, "127.0.0.1", 1, 2, 1, 5.0)
+REQUEST = TransferRequest("job/1/1/1", Version(1), MANIFEST, "127.0.0.1", 1, 2, 1, 5.0)
 
 
 def test_padding_is_filled_with_every_version() -> None:
@@ -28,7 +28,7 @@ def test_padding_is_filled_with_every_version() -> None:
     shards = Shards(load, {"p": parameter}, frozenset())
     shards.boxes(MANIFEST)
     assert (parameter == 5).all()
-    coming: Any = SimpleNamespace(delivery=DELIVERY, receiving=SimpleNamespace(slot_bytes=0))
+    coming: Any = SimpleNamespace(request=REQUEST, receiving=SimpleNamespace(slot_bytes=0))
     assert shards.place(coming, staged=False).loader_tensors == 0
     assert (parameter[:4] == 5).all() and not parameter[4:].any()
 
@@ -40,7 +40,7 @@ def test_a_row_that_is_written_twice_hides_none_that_is_not() -> None:
         for name, tensor in tensors:
             parameter[0:3].copy_(tensor) if name == "a" else parameter[1:2].copy_(tensor)
 
-    staging = Staging(DELIVERY, 1)
+    staging = Staging(REQUEST, 1)
     staging.tensors = {t.name: torch.ones(t.shape) for t in MANIFEST.tensors}
     with pytest.raises(PublicationFailed, match="only a part of, p"):
         Shelf(load, {"p": parameter}, frozenset()).apply(staging)

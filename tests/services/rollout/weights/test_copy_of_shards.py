@@ -14,8 +14,8 @@ from millrace.ids import Version
 from millrace.weights.plans import wire_layouts as wire
 from millrace.weights.transfer.channels.gloo import serve_store
 from millrace.wire.v1 import weights_pb2
-from services.rollout.transfer_request import Delivery
 from services.rollout.weights.sharded import Coming, Going, Shards
+from services.rollout.weights.transfer_request import TransferRequest
 from tests.shard_sender import Shards as TrainerRanks
 from tests.shard_sender import ShardSender
 from tests.weights.loader.test_watch import MANIFEST, Worker, tensors
@@ -33,8 +33,11 @@ class Replica:
     def boxes(self) -> list:
         return [shards.boxes(MANIFEST) for shards in self.shards]
 
-    def prepare(self, delivery: Delivery, *, staged: bool) -> list[Coming]:
-        return [s.prepare(delivery, delivery.first_rank + i, staged=staged) for i, s in enumerate(self.shards)]
+    def prepare(self, transfer_request: TransferRequest, *, staged: bool) -> list[Coming]:
+        return [
+            s.prepare(transfer_request, transfer_request.first_rank + i, staged=staged)
+            for i, s in enumerate(self.shards)
+        ]
 
     def place(self, coming: Sequence[Coming], *, staged: bool) -> dict[int, int]:
         """Once everything is here; the checksums of what came."""
@@ -42,7 +45,7 @@ class Replica:
             one.wait()
             assert one.failure is None, one.failure
         self.placed = [shards.place(one, staged=staged) for shards, one in zip(self.shards, coming, strict=True)]
-        self.served = coming[0].delivery.key
+        self.served = coming[0].request.key
         return {content: value for one in coming for content, value in one.result.sums.items()}
 
     def holds(self, other: "Replica") -> bool:
@@ -74,9 +77,9 @@ def published(*replicas: Replica, version: int, staged: bool = True) -> None:
     """From a trainer of two ranks to replicas in this order."""
     wanted = [boxes for replica in replicas for boxes in replica.boxes]
     sender = ShardSender(TrainerRanks(tensors(version)), wanted, version=version)
-    coming, first = [], sender.delivery.first_rank
+    coming, first = [], sender.request.first_rank
     for replica in replicas:
-        coming.append(replica.prepare(replace(sender.delivery, first_rank=first), staged=staged))
+        coming.append(replica.prepare(replace(sender.request, first_rank=first), staged=staged))
         first += len(replica.workers)
     sender.start()
     for one in [one for each in coming for one in each]:
@@ -93,8 +96,8 @@ class Copy:
     source: Replica
     target: Replica
     store: TCPStore
-    going: Delivery
-    coming: Delivery
+    going: TransferRequest
+    coming: TransferRequest
 
     @classmethod
     def of(cls, source: Replica, target: Replica, timeout_s: float = 20.0) -> "Copy":
@@ -104,7 +107,7 @@ class Copy:
         plan = wire.Planner().plan(MANIFEST, sides)
         assert plan.rounds > 2
         store, port = serve_store("127.0.0.1", plan.world_size, timeout_s)
-        going = Delivery(
+        going = TransferRequest(
             key="job-test/1/2/3",
             version=Version(1),
             manifest=MANIFEST,
@@ -114,8 +117,8 @@ class Copy:
             first_rank=0,
             timeout_s=timeout_s,
             sides=sides,
-            channel="job-test/1/2/3/x",
-            passing=True,
+            communicator="job-test/1/2/3/x",
+            leave_after=True,
         )
         return cls(source, target, store, going, replace(going, first_rank=len(source.workers)))
 

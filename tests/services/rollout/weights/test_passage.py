@@ -1,4 +1,4 @@
-"""A worker's part in a delivery, called off at every point: nobody is stuck, nothing is written or kept afterwards."""
+"""A worker's part in a transfer, called off at every point: nobody is stuck, nothing is written or kept afterwards."""
 
 import gc
 import multiprocessing
@@ -20,16 +20,24 @@ from millrace.weights.transfer.channels.channel import Channel, ChannelMessage
 from millrace.weights.transfer.channels.gloo import GlooChannel, serve_store
 from millrace.weights.transfer.failure_signal import SEND_S, FailureSignal, connect
 from millrace.weights.transfer.session import PublicationSession
-from services.rollout.transfer_request import Delivery
 from services.rollout.weights.sharded import Passage
+from services.rollout.weights.transfer_request import TransferRequest
 
 CPU = torch.device("cpu")
 
 
-def delivery(port: int, *, attempt: int = 1, world_size: int = 1, rank: int = 0, standing: bool = False) -> Delivery:
+def transfer_request(
+    port: int, *, attempt: int = 1, world_size: int = 1, rank: int = 0, standing: bool = False
+) -> TransferRequest:
     at: dict[str, Any] = {"key": f"job/1/1/{attempt}", "version": 1, "host": "127.0.0.1", "port": port}
-    at |= {"world_size": world_size, "first_rank": rank, "timeout_s": 20.0, "channel": "first", "standing": standing}
-    return Delivery(manifest=Manifest(()), **at)
+    at |= {
+        "world_size": world_size,
+        "first_rank": rank,
+        "timeout_s": 20.0,
+        "communicator": "first",
+        "already_joined": standing,
+    }
+    return TransferRequest(manifest=Manifest(()), **at)
 
 
 def nothing(channel: Channel) -> str:
@@ -62,9 +70,9 @@ def test_one_that_never_began_leaves_the_communicator_as_it_was() -> None:
     _store, port = serve_store("127.0.0.1", 1, 20.0)
     session = PublicationSession()
     for passage, begins in (
-        (Passage(delivery(port), 0, nothing, CPU, session), True),
-        (Passage(delivery(port, attempt=2, standing=True), 0, nothing, CPU, session), False),
-        (Passage(delivery(port, attempt=3, standing=True), 0, nothing, CPU, session), True),
+        (Passage(transfer_request(port), 0, nothing, CPU, session), True),
+        (Passage(transfer_request(port, attempt=2, standing=True), 0, nothing, CPU, session), False),
+        (Passage(transfer_request(port, attempt=3, standing=True), 0, nothing, CPU, session), True),
     ):
         if begins:
             passage.begin()
@@ -77,7 +85,7 @@ def test_one_that_never_began_leaves_the_communicator_as_it_was() -> None:
 def test_a_communicator_that_failed_is_not_one_that_this_rank_is_in() -> None:
     _store, port = serve_store("127.0.0.1", 1, 20.0)
     session = PublicationSession()
-    passage = Passage(delivery(port), 0, nothing, CPU, session)
+    passage = Passage(transfer_request(port), 0, nothing, CPU, session)
     passage.begin()
     passage.wait(20)
     session.fail("somebody is gone")
@@ -104,7 +112,7 @@ def test_what_was_being_received_is_given_back_and_a_late_message_goes_nowhere()
         asked.set()
         exchange.wait()
 
-    passage = Passage(delivery(port, world_size=2, rank=1), 1, receive, CPU, PublicationSession())
+    passage = Passage(transfer_request(port, world_size=2, rank=1), 1, receive, CPU, PublicationSession())
     gc.disable()
     try:
         passage.begin()
@@ -135,7 +143,7 @@ def test_a_failure_signal_is_not_stuck_in_a_store_that_hangs(elsewhere: tuple[in
 def test_a_passage_is_called_off_where_the_store_stands_still(elsewhere: tuple[int, int]) -> None:
     pid, port = elsewhere
     os.kill(pid, signal.SIGSTOP)
-    passage = Passage(delivery(port, world_size=2, rank=1), 1, nothing, CPU, PublicationSession())
+    passage = Passage(transfer_request(port, world_size=2, rank=1), 1, nothing, CPU, PublicationSession())
     passage.begin()
     time.sleep(0.3)
     began = time.monotonic()

@@ -27,11 +27,11 @@ class Coming:
 
     def __init__(self, stack: Stack, sender: ShardSender) -> None:
         self.stack, self.sender = stack, sender
-        job, version, epoch, attempt = sender.delivery.key.rsplit("/", 3)
+        job, version, epoch, attempt = sender.request.key.rsplit("/", 3)
         self.ref = weights_pb2.PublicationRef(job_id=job, version=int(version), epoch=int(epoch), attempt=int(attempt))
 
     async def prepare(self, **changes: Any) -> bytes:
-        request = rollout_pb2.PrepareReceiveRequest.FromString(self.sender.delivery.encode())
+        request = rollout_pb2.PrepareReceiveRequest.FromString(self.sender.request.encode())
         request.receiver.world_size = 1
         request.plan_hash = self.sender.plan.hash
         for name, value in changes.items():
@@ -173,11 +173,11 @@ def test_another_plan_layout_or_communicator_is_refused_in_prepare(tied_model: P
             await (await coming(stack, 2)).prepare(plan_hash=b"x" * 32)
         assert failed.value.culprits == (stack.replica.member_id,)
         other = await coming(stack, 3)
-        other.sender.delivery.sides.receivers.CopyFrom(other.sender.delivery.sides.senders)  # type: ignore[union-attr]
+        other.sender.request.sides.receivers.CopyFrom(other.sender.request.sides.senders)  # type: ignore[union-attr]
         with pytest.raises(PublicationFailed):
             await other.prepare(plan_hash=b"")
         standing = await coming(stack, 4)
-        request = rollout_pb2.PrepareReceiveRequest.FromString(standing.sender.delivery.encode())
+        request = rollout_pb2.PrepareReceiveRequest.FromString(standing.sender.request.encode())
         request.receiver.world_size, request.rendezvous.standing = 1, True
         with pytest.raises(PublicationFailed, match="not in communicator"):
             await standing.call(RolloutRpc.PreparePublication, request)
@@ -195,8 +195,8 @@ def test_one_that_is_called_off_while_it_is_prepared_leaves_nothing_behind(
         assert engine is not None
         prepare, entered, gate = engine.prepare, asyncio.Event(), asyncio.Event()
 
-        async def slowly(delivery: Any) -> None:
-            await prepare(delivery)
+        async def slowly(transfer_request: Any) -> None:
+            await prepare(transfer_request)
             entered.set()
             await gate.wait()
 

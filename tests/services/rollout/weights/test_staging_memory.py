@@ -12,8 +12,8 @@ from millrace.weights.plans import wire_layouts as sides
 from millrace.weights.plans.layout import whole
 from millrace.weights.plans.manifest import Manifest, TensorInfo
 from millrace.wire.v1 import weights_pb2
-from services.rollout.transfer_request import Delivery
 from services.rollout.weights import sharded as shards
+from services.rollout.weights.transfer_request import TransferRequest
 
 MANIFEST = Manifest((TensorInfo("a", (64, 64), "float32"), TensorInfo("b", (64,), "float32")))
 
@@ -24,17 +24,17 @@ class Worker:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, bytes_in_all: int) -> None:
         self.parameters = {t.name: torch.zeros(t.shape) for t in MANIFEST.tensors}
         self.shards = shards.Shards(self._load, self.parameters, frozenset())
-        self.made: list[weakref.ref[shards.Receiving]] = []
+        self.made: list[weakref.ref[shards.ReceivePipeline]] = []
         self.held_at_most = 0
-        make = shards.Receiving
+        make = shards.ReceivePipeline
 
-        def made(*arguments: Any, **options: Any) -> shards.Receiving:
+        def made(*arguments: Any, **options: Any) -> shards.ReceivePipeline:
             before, made = self.held, make(*arguments, **options)
             self.held_at_most = max(self.held_at_most, before + made.slot_bytes)
             self.made.append(weakref.ref(made))
             return made
 
-        monkeypatch.setattr(shards, "Receiving", made)
+        monkeypatch.setattr(shards, "ReceivePipeline", made)
         monkeypatch.setattr(shards, "_free_bytes", lambda device: bytes_in_all - self.held)
 
     @property
@@ -46,12 +46,12 @@ class Worker:
         for name, tensor in tensors:
             self.parameters[name].copy_(tensor)
 
-    def delivery(self, replicas: int, version: int) -> Delivery:
+    def request(self, replicas: int, version: int) -> TransferRequest:
         both = weights_pb2.Sides(
             senders=sides.encode([whole(MANIFEST).boxes]),
             receivers=sides.encode([self.shards.boxes(MANIFEST)] * replicas),
         )
-        return Delivery(
+        return TransferRequest(
             key=f"job/{version}/1/1",
             version=Version(version),
             manifest=MANIFEST,
@@ -61,14 +61,14 @@ class Worker:
             first_rank=1,
             timeout_s=5.0,
             sides=both,
-            channel=f"channel {version}",
+            communicator=f"channel {version}",
         )
 
     def receive(self, replicas: int, version: int) -> bool:
-        """Prepares a delivery, and calls it off; whether it was staged."""
-        delivery = self.delivery(replicas, version)
-        staged = self.shards.fits(delivery, 1)
-        self.shards.prepare(delivery, 1, staged=staged).close()
+        """Prepares a transfer, and calls it off; whether it was staged."""
+        transfer_request = self.request(replicas, version)
+        staged = self.shards.fits(transfer_request, 1)
+        self.shards.prepare(transfer_request, 1, staged=staged).close()
         return staged
 
 
@@ -83,14 +83,14 @@ def test_a_changed_membership_is_staged_where_the_one_before_was(monkeypatch: py
 def test_what_is_made_ready_in_another_way_takes_the_place_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = Worker(monkeypatch, bytes_in_all=10 * MANIFEST.bytes)
     for staged in (True, False, True):
-        worker.shards.prepare(worker.delivery(1, 1), 1, staged=staged).close()
+        worker.shards.prepare(worker.request(1, 1), 1, staged=staged).close()
     assert worker.held_at_most < 1.5 * MANIFEST.bytes
 
 
 def test_a_delivery_under_way_keeps_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = Worker(monkeypatch, bytes_in_all=10 * MANIFEST.bytes)
-    coming = worker.shards.prepare(worker.delivery(1, 1), 1, staged=True)
-    assert worker.shards.fits(worker.delivery(2, 2), 1)
+    coming = worker.shards.prepare(worker.request(1, 1), 1, staged=True)
+    assert worker.shards.fits(worker.request(2, 2), 1)
     assert worker.held == coming.receiving.slot_bytes
 
 

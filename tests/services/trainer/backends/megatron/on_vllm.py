@@ -71,7 +71,7 @@ class Served:
         self.loaders = list(self.ask("millrace_apply")["loader_names"])
 
     def _receive(self, sender: Sender | ShardSender) -> None:
-        self.ask("millrace_prepare", sender.delivery.encode())
+        self.ask("millrace_prepare", sender.request.encode())
         if isinstance(sender, ShardSender):
             self.ask("millrace_ready", True)
         sender.start()

@@ -9,7 +9,7 @@ from millrace.wire.v1 import rollout_pb2, weights_pb2
 
 
 @dataclass(frozen=True)
-class Known:
+class KnownPlan:
     """What deliveries by one plan have in common. It is told once; after that the plan's hash stands for it."""
 
     plan_hash: bytes
@@ -17,15 +17,15 @@ class Known:
     sides: weights_pb2.Sides | None
 
     @classmethod
-    def of(cls, delivery: "Delivery") -> "Known":
-        return cls(delivery.plan_hash, delivery.manifest, delivery.sides)
+    def of(cls, transfer_request: "TransferRequest") -> "KnownPlan":
+        return cls(transfer_request.plan_hash, transfer_request.manifest, transfer_request.sides)
 
 
-NOTHING = Known(b"", Manifest(()), None)
+NO_PLAN = KnownPlan(b"", Manifest(()), None)
 
 
 @dataclass(frozen=True)
-class Delivery:
+class TransferRequest:
     key: str
     """Names the communicator: job, version, epoch and attempt."""
     version: Version
@@ -40,18 +40,18 @@ class Delivery:
     """For the meeting and for each operation after it."""
     sides: weights_pb2.Sides | None = None
     """Of a sharded publication."""
-    channel: str = ""
+    communicator: str = ""
     """Names the communicator of a sharded publication, which may outlive it."""
-    standing: bool = False
+    already_joined: bool = False
     """Everybody is in that communicator already."""
-    passing: bool = False
+    leave_after: bool = False
     """Everybody leaves that communicator once the bytes are there."""
     nccl_id: bytes = b""
     mode: "weights_pb2.CommitMode" = weights_pb2.COMMIT_MODE_UNSPECIFIED
     plan_hash: bytes = b""
 
     @classmethod
-    def from_request(cls, request: rollout_pb2.PrepareReceiveRequest, known: Known) -> "Delivery | None":
+    def from_request(cls, request: rollout_pb2.PrepareReceiveRequest, known: KnownPlan) -> "TransferRequest | None":
         """None where it only names a plan that is not the one that is known. Raises PublicationFailed where the
         manifest contradicts its own hash."""
         ref, meeting = request.publication, request.rendezvous
@@ -75,9 +75,9 @@ class Delivery:
             first_rank=request.receiver.first_rank,
             timeout_s=request.deadline_s,
             sides=sides,
-            channel=meeting.key,
-            standing=meeting.standing,
-            passing=meeting.passing,
+            communicator=meeting.key,
+            already_joined=meeting.standing,
+            leave_after=meeting.passing,
             nccl_id=meeting.nccl_id,
             mode=request.mode,
             plan_hash=request.plan_hash,
@@ -96,9 +96,9 @@ class Delivery:
                 host=self.host,
                 port=self.port,
                 world_size=self.world_size,
-                key=self.channel,
-                standing=self.standing,
-                passing=self.passing,
+                key=self.communicator,
+                standing=self.already_joined,
+                passing=self.leave_after,
                 nccl_id=self.nccl_id,
             ),
             sides=self.sides if whole else None,
@@ -110,15 +110,15 @@ class Delivery:
         return request.SerializeToString()
 
     @classmethod
-    def decode(cls, data: bytes, known: Known) -> "Delivery | None":
+    def decode(cls, data: bytes, known: KnownPlan) -> "TransferRequest | None":
         return cls.from_request(rollout_pb2.PrepareReceiveRequest.FromString(data), known)
 
 
-def stages(delivery: Delivery, fits: bool) -> bool:
-    """Whether a sharded delivery is received beside generation: as it says, or else where the memory is there."""
-    if delivery.mode == weights_pb2.COMMIT_MODE_UNSPECIFIED:
+def stages(transfer_request: TransferRequest, fits: bool) -> bool:
+    """Whether a sharded transfer is received beside generation: as it says, or else where the memory is there."""
+    if transfer_request.mode == weights_pb2.COMMIT_MODE_UNSPECIFIED:
         return fits
-    return delivery.mode == weights_pb2.COMMIT_MODE_SHADOW
+    return transfer_request.mode == weights_pb2.COMMIT_MODE_SHADOW
 
 
 def mode_of(staged: bool) -> "weights_pb2.CommitMode":
