@@ -80,14 +80,14 @@ def profiled(world: World, case: dict[str, Any]) -> dict[str, Any]:
 
 def scores_alone(world: World, case: dict[str, Any]) -> dict[str, Any]:
     """The scoring head over `tokens` hidden states, forward and backward; `whole` keeps all logits instead."""
-    from services.trainer.backends.megatron.model.head import Vocabulary, Wanted, scores
+    from services.trainer.backends.megatron.model.head import VocabularyPart, WantedTokens, scores
 
     tokens, vocabulary, hidden = case["tokens"], case["vocabulary"], case["hidden"]
     kind = torch.bfloat16 if world.device.type == "cuda" else torch.float32
     hidden_rh = torch.randn(tokens, hidden, dtype=kind, device=world.device, requires_grad=True)
     weight_vh = (torch.randn(vocabulary, hidden, dtype=kind, device=world.device) * 0.02).requires_grad_()
     targets_r = torch.randint(0, vocabulary, (tokens,), device=world.device)
-    wanted = Wanted(torch.arange(tokens, device=world.device), targets_r, 1.0)
+    wanted = WantedTokens(torch.arange(tokens, device=world.device), targets_r, 1.0)
     held, times = 0, []
     scored = torch.zeros(())
     for _ in range(3):
@@ -102,7 +102,7 @@ def scores_alone(world: World, case: dict[str, Any]) -> dict[str, Any]:
             scored = torch.stack([log_p.gather(1, targets_r[:, None])[:, 0], entropy_r])
             del log_p, entropy_r
         else:
-            scored = scores(hidden_rh, weight_vh, wanted, Vocabulary(0, vocabulary, None), case["chunk"])
+            scored = scores(hidden_rh, weight_vh, wanted, VocabularyPart(0, vocabulary, None), case["chunk"])
         forward_gib = (_peak() - held) / GIB
         scored.sum().backward()
         _synchronize()

@@ -25,13 +25,13 @@ from torch.distributed import DistError
 from millrace.ids import MemberId, new_member_id
 from millrace.telemetry import logs
 from millrace.wire.server import host_address
-from services.trainer.checkpoints.saving import Saver
+from services.trainer.checkpoints.background_saver import BackgroundSaver
 from services.trainer.publication.gather_broadcast import Sender
 from services.trainer.ranks.commands import Caller, Follower
 from services.trainer.ranks.event_loop import ControlThread
 from services.trainer.ranks.heartbeats import Heartbeats
 from services.trainer.ranks.world import World
-from services.trainer.service.serve import Front
+from services.trainer.service.rank_zero import RankZero
 from services.trainer.service.worker import Worker
 
 log = structlog.get_logger(__name__)
@@ -44,7 +44,7 @@ def main(
         str, typer.Option(envvar="MILLRACE_HOST", help="How others reach this host; empty: found out.")
     ] = "",
 ) -> None:
-    """Serves one trainer in front of a group of ranks."""
+    """Serves one trainer in rank_zero of a group of ranks."""
     if host:
         os.environ["MILLRACE_HOST"] = host
     member_id = new_member_id("trainer")
@@ -59,16 +59,16 @@ def run(coordinator: str, port: int, member_id: MemberId) -> int:
     control = ControlThread()
     sender = Sender(world.rank, member_id)
     heartbeats = Heartbeats(world)
-    saver = Saver(world, heartbeats)
+    saver = BackgroundSaver(world, heartbeats)
     drain = heartbeats.drain
     if world.rank == 0:
-        front = Front(world, Caller(world, heartbeats), sender, saver, member_id, coordinator, control.loop)
-        drain = front.drain
+        rank_zero = RankZero(world, Caller(world, heartbeats), sender, saver, member_id, coordinator, control.loop)
+        drain = rank_zero.drain
     follower = Follower(world, Worker(world, control, sender, saver).actions)
     heartbeats.start(on_drain=drain)
     _on_signals(control, drain)
     if world.rank == 0:
-        front.start(host_address(), port)
+        rank_zero.start(host_address(), port)
     try:
         follower.run()
     except DistError as error:

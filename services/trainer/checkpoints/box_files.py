@@ -36,7 +36,7 @@ def key(name: str, offset: Sequence[int], extent: Sequence[int]) -> str:
     return f"{name}[{','.join(f'{first}:{first + size}' for first, size in zip(offset, extent, strict=True))}]"
 
 
-def writers(offers: Sequence[Mapping[str, int]]) -> list[list[str]]:
+def assign_writers(offers: Sequence[Mapping[str, int]]) -> list[list[str]]:
     """Who writes what: of each key the bytes, by rank, as they are offered; answers each rank's keys. Each is written
     once, by the rank that has least to write of those that offer it."""
     holders: dict[str, list[int]] = defaultdict(list)

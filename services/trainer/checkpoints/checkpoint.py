@@ -20,10 +20,10 @@ from torch import Tensor
 
 from millrace.errors import InvalidState, MillraceError
 from millrace.ids import JobId, Version
-from services.trainer.checkpoints.box_files import BoxReader, key, write, writers
+from services.trainer.checkpoints.box_files import BoxReader, assign_writers, key, write
 from services.trainer.checkpoints.huggingface import write_folder
 from services.trainer.protocol.backend import Backend, models
-from services.trainer.protocol.local_tensors import is_written, parts
+from services.trainer.protocol.local_tensors import is_saved_here, local_parts
 from services.trainer.ranks import collectives
 
 ABOUT = "trainer.json"
@@ -32,7 +32,7 @@ PARTIAL = ".partial"
 
 
 @dataclass
-class Draft:
+class PendingCheckpoint:
     """A checkpoint on its way: every rank writes its part, then rank 0 puts it in its place."""
 
     target: Path
@@ -65,7 +65,7 @@ class Draft:
         shutil.rmtree(self._partial, ignore_errors=True)
 
 
-def draft(
+def prepare(
     path: str,
     backend: Backend,
     *,
@@ -75,7 +75,7 @@ def draft(
     huggingface: bool,
     kl_coefficient: float | None = None,
     copied: bool,
-) -> Draft:
+) -> PendingCheckpoint:
     """The state as it is now, to be written to `path`: `copied` to host memory, where training is to go on before it is
     written, else where it lies. `model` is the job's model folder. With `huggingface`, `path`/huggingface is written at
     once, and `path`/critic, from which another job's critic can start. All ranks call it.
@@ -105,22 +105,22 @@ def draft(
     boxes = _own_boxes(backend)
     if copied:
         boxes = {name: torch.empty(box.shape, dtype=box.dtype).copy_(box) for name, box in boxes.items()}
-    return Draft(target, version, rank, partial, about, boxes)
+    return PendingCheckpoint(target, version, rank, partial, about, boxes)
 
 
-def finish(draft: Draft) -> int:
+def write_now(pending: PendingCheckpoint) -> int:
     """Writes it now; its bytes, on rank 0. All ranks call it. Raises InvalidState on all."""
     try:
         with collectives.fail_together():
             try:
-                draft.write()
+                pending.write()
             except OSError as error:
-                what = f"rank {dist.get_rank()} could not write its part of {draft.target}: {error}"
+                what = f"rank {dist.get_rank()} could not write its part of {pending.target}: {error}"
                 raise InvalidState(what, _ROOM) from error
         with collectives.fail_together():
-            return draft.commit() if dist.get_rank() == 0 else 0
+            return pending.commit() if dist.get_rank() == 0 else 0
     except MillraceError:
-        draft.discard()
+        pending.discard()
         raise
 
 
@@ -134,7 +134,7 @@ def load(path: str, backend: Backend) -> Version:
         if dist.get_rank() == 0 and not folder.exists() and _old(folder).exists():
             os.rename(_old(folder), folder)  # a crash came between the two renames that replace a checkpoint
     with collectives.fail_together():
-        about, stored = opened(folder)
+        about, stored = open_checkpoint(folder)
         if about["model"] != backend.manifest("float32").hash.hex():
             raise InvalidState(f"{path} is a checkpoint of another model than the job's.", _FIX)
         updates = about["updates"]
@@ -145,12 +145,12 @@ def load(path: str, backend: Backend) -> Version:
     with collectives.fail_together():
         for prefix, state in states.items():
             for name, tensor in state.items():
-                for offset, part in parts(tensor).items():
+                for offset, part in local_parts(tensor).items():
                     stored.fill(f"{prefix}{name}", offset, part)
     return Version(about["version"])
 
 
-def opened(folder: Path) -> tuple[dict[str, Any], BoxReader]:
+def open_checkpoint(folder: Path) -> tuple[dict[str, Any], BoxReader]:
     """What `trainer.json` says, and the boxes. Raises InvalidState where there is no whole checkpoint."""
     about = _about(folder)
     if about is None or about.get("format") != FORMAT:
@@ -174,12 +174,12 @@ def _own_boxes(backend: Backend) -> dict[str, Tensor]:
         key(f"{prefix}{name}", offset, part.shape): part
         for prefix, model in models(backend).items()
         for name, tensor in model.state().items()
-        if is_written(tensor)
-        for offset, part in parts(tensor).items()
+        if is_saved_here(tensor)
+        for offset, part in local_parts(tensor).items()
     }
     sizes = {name: part.numel() * part.element_size() for name, part in offered.items()}
     offers = [json.loads(offer) for offer in collectives.gather_bytes(json.dumps(sizes).encode())]
-    return {name: offered[name] for name in writers(offers)[dist.get_rank()]}
+    return {name: offered[name] for name in assign_writers(offers)[dist.get_rank()]}
 
 
 def _file(rank: int) -> str:

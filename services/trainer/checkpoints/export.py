@@ -21,7 +21,7 @@ from millrace.errors import InvalidState, MillraceError
 from millrace.weights.loader.stored import dtype_of, pieces, stored_tensors
 from services.trainer.checkpoints import huggingface
 from services.trainer.checkpoints.box_files import BoxReader
-from services.trainer.checkpoints.checkpoint import opened
+from services.trainer.checkpoints.checkpoint import open_checkpoint
 from services.trainer.checkpoints.model_files import ModelFiles
 
 WEIGHTS = "model."
@@ -60,7 +60,7 @@ def write(
     checkpoint: Path, folder: Path, model: Path | None = None, dtype: str | None = None, trust_remote_code: bool = False
 ) -> int:
     """How many tensors it wrote. Raises MillraceError with nothing left behind."""
-    about, stored = opened(checkpoint)
+    about, stored = open_checkpoint(checkpoint)
     model = model or Path(about.get("model_folder", ""))
     if not (model / "config.json").is_file():
         what = f"{checkpoint} is of a model whose folder is not here: there is no {model.absolute()}/config.json."
@@ -69,7 +69,7 @@ def write(
         raise InvalidState(f"{folder} is there already.", "name a folder that is not.")
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    shards, count = huggingface.Shards(partial, huggingface.SHARD_BYTES), 0
+    shards, count = huggingface.SafetensorsWriter(partial, huggingface.SHARD_BYTES), 0
     try:
         with Progress(disable=not sys.stderr.isatty(), transient=True) as progress:
             task = progress.add_task("tensors", total=None)

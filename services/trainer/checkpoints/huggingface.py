@@ -33,7 +33,7 @@ def write_folder(folder: Path, export: Export, model: Path, config: Mapping[str,
     trained, its config, changed by `config`, and all else beside its weights. All ranks call it. Raises InvalidState on
     all."""
     dtype = dtype_of(model)
-    shards = Shards(folder, SHARD_BYTES)
+    shards = SafetensorsWriter(folder, SHARD_BYTES)
     failure: OSError | SafetensorError | None = None
     given: set[str] = set()
     for info, tensor in export(dtype):
@@ -59,7 +59,7 @@ def write_folder(folder: Path, export: Export, model: Path, config: Mapping[str,
                 raise InvalidState(f"{folder} could not be written: {error}", "make room there.") from error
 
 
-class Shards:
+class SafetensorsWriter:
     """Files of about `shard_bytes`; numbered by transformers' rule once their number is known."""
 
     def __init__(self, folder: Path, shard_bytes: int) -> None:

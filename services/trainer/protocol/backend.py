@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from millrace.batching.cost import SequenceCost
 from millrace.weights.plans.manifest import Manifest, TensorInfo
 from millrace.weights.plans.memory import Memory
-from services.trainer.protocol.local_tensors import State
+from services.trainer.protocol.local_tensors import NamedTensors
 from services.trainer.protocol.microbatch import MicroBatch
 
 
@@ -47,7 +47,7 @@ class DataParallel:
     """The ranks among which sums over the batch run; none where there is only one."""
 
 
-class Trained(Protocol):
+class TrainableModel(Protocol):
     """A model and its optimizer."""
 
     def gradient_norm(self) -> float:
@@ -58,10 +58,10 @@ class Trained(Protocol):
 
     def zero_gradients(self) -> None: ...
 
-    def state(self) -> State:
+    def state(self) -> NamedTensors:
         """Model and optimizer as named tensors, sharded as they lie: to save."""
 
-    def prepare_state(self, updates: int) -> State:
+    def prepare_state(self, updates: int) -> NamedTensors:
         """As `state`, with the optimizer as it is after `updates` updates: room for a checkpoint to be read into."""
 
     @property
@@ -69,7 +69,7 @@ class Trained(Protocol):
         """Optimizer updates so far."""
 
 
-class Critic(Trained, Protocol):
+class Critic(TrainableModel, Protocol):
     """The value model: the policy's architecture with one number a token."""
 
     folder: Path
@@ -87,7 +87,7 @@ class Critic(Trained, Protocol):
         """As the policy's: the decoder and its head, `score`."""
 
 
-class Backend(Trained, Protocol):
+class Backend(TrainableModel, Protocol):
     """The policy, and beside it what the job's algorithm needs: a reference, a critic."""
 
     device: torch.device
@@ -122,7 +122,7 @@ class Backend(Trained, Protocol):
         """Metrics of this rank's memory, in verl's names."""
 
 
-def models(backend: Backend) -> dict[str, Trained]:
+def models(backend: Backend) -> dict[str, TrainableModel]:
     """Everything that a step trains, by the prefix of its tensors in a checkpoint."""
     critic = {} if backend.critic is None else {"critic.": backend.critic}
     return {"": backend, **critic}

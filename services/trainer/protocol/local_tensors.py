@@ -12,7 +12,7 @@ Offset = tuple[int, ...]
 
 
 @dataclass
-class Boxes:
+class LocalBoxes:
     """A tensor of which this rank has boxes, each a view of the memory it lies in."""
 
     shape: tuple[int, ...]
@@ -22,13 +22,13 @@ class Boxes:
     parts: dict[Offset, Tensor] = field(default_factory=dict)
 
 
-State = Mapping[str, Tensor | Boxes]
+NamedTensors = Mapping[str, Tensor | LocalBoxes]
 """A plain tensor is whole on this rank, a DTensor is what of it lies here."""
 
 
-def parts(tensor: Tensor | Boxes) -> dict[Offset, Tensor]:
+def local_parts(tensor: Tensor | LocalBoxes) -> dict[Offset, Tensor]:
     """What of it lies here, by where in the whole tensor it begins; nothing empty."""
-    if isinstance(tensor, Boxes):
+    if isinstance(tensor, LocalBoxes):
         found = tensor.parts
     elif isinstance(tensor, DTensor):
         _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -38,5 +38,5 @@ def parts(tensor: Tensor | Boxes) -> dict[Offset, Tensor]:
     return {offset: part.detach() for offset, part in found.items() if part.numel()}
 
 
-def is_written(tensor: Tensor | Boxes) -> bool:
-    return tensor.written if isinstance(tensor, Boxes) else True
+def is_saved_here(tensor: Tensor | LocalBoxes) -> bool:
+    return tensor.written if isinstance(tensor, LocalBoxes) else True

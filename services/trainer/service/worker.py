@@ -18,7 +18,7 @@ from millrace.spec.checking import choices
 from millrace.wire.v1 import trainer_pb2 as pb
 from services.trainer.backends import build
 from services.trainer.checkpoints import checkpoint
-from services.trainer.checkpoints.saving import Saver
+from services.trainer.checkpoints.background_saver import BackgroundSaver
 from services.trainer.protocol.backend import Backend
 from services.trainer.publication.gather_broadcast import Sender
 from services.trainer.ranks import collectives
@@ -32,7 +32,7 @@ log = structlog.get_logger(__name__)
 
 
 @dataclass
-class Job:
+class LoadedJob:
     """What is loaded on this rank."""
 
     id: JobId
@@ -43,12 +43,12 @@ class Job:
 
 
 class Worker:
-    def __init__(self, world: World, control: ControlThread, sender: Sender, saver: Saver) -> None:
+    def __init__(self, world: World, control: ControlThread, sender: Sender, saver: BackgroundSaver) -> None:
         self._world = world
         self._control = control
         self._sender = sender
         self._saver = saver
-        self._job: Job | None = None
+        self._job: LoadedJob | None = None
 
     @property
     def actions(self) -> Mapping[type[Message], Callable[[Any], Message]]:
@@ -70,7 +70,7 @@ class Worker:
             choices.check(spec)
             registry.load((kind, choice.name) for kind, choice, _ in choices.chosen(spec.algorithm))
         backend = build(spec, self._world.device)
-        job = Job(JobId(request.job_id), spec, backend, Version(0), KlCoefficient(spec.algorithm.kl_coefficient))
+        job = LoadedJob(JobId(request.job_id), spec, backend, Version(0), KlCoefficient(spec.algorithm.kl_coefficient))
         if request.checkpoint:
             self._read(job, request.checkpoint)
         self._job = job
@@ -107,7 +107,7 @@ class Worker:
         with collectives.fail_together():
             self._saver.check_free()
         background = job.spec.schedule.save_in_background
-        draft = checkpoint.draft(
+        pending = checkpoint.prepare(
             request.path,
             job.backend,
             job_id=job.id,
@@ -118,9 +118,9 @@ class Worker:
             copied=background,
         )
         if background:
-            self._saver.begin(draft, job.spec.deadlines.save_s, began)
+            self._saver.begin(pending, job.spec.deadlines.save_s, began)
         else:
-            size = checkpoint.finish(draft)
+            size = checkpoint.write_now(pending)
             seconds = time.monotonic() - began
             self._saver.done(pb.FinishSaveResponse(version=job.version, bytes=size, seconds=seconds))
         return pb.SaveResponse(version=job.version, seconds=time.monotonic() - began)
@@ -138,11 +138,11 @@ class Worker:
         if self._world.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _read(self, job: Job, path: str) -> None:
+    def _read(self, job: LoadedJob, path: str) -> None:
         job.version = checkpoint.load(path, job.backend)
         job.coefficient.value = checkpoint.kl_coefficient(path, job.spec.algorithm.kl_coefficient)
 
-    def _loaded(self) -> Job:
+    def _loaded(self) -> LoadedJob:
         if self._job is None:
             raise InvalidState("no job is loaded on this rank.", "configure the trainer first.")
         return self._job

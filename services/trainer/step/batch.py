@@ -42,7 +42,7 @@ class TrajectoryRef:
 
 
 @dataclass(frozen=True)
-class Division:
+class BatchDivision:
     """Who trains what: for each update of the step, each rank's micro-batches of trajectories by their index."""
 
     trajectories: tuple[TrajectoryRef, ...]
@@ -50,7 +50,7 @@ class Division:
     token_budget: int
 
     @classmethod
-    def of(cls, groups: Sequence[GroupRef], backend: Backend, *, updates: int, token_budget: int) -> "Division":
+    def of(cls, groups: Sequence[GroupRef], backend: Backend, *, updates: int, token_budget: int) -> "BatchDivision":
         """Groups are cut into `updates` shares, in order; each share is balanced over the ranks by cost."""
         refs = tuple(
             TrajectoryRef(group.prompt_id, sample, number, group.prompt_tokens, tokens)
@@ -82,11 +82,11 @@ class Division:
         }
 
 
-class Batch:
+class RankBatch:
     """This rank's share of a step's batch, on `device`."""
 
     def __init__(
-        self, division: Division, samples: Sequence[Sample], data_parallel: DataParallel, device: torch.device
+        self, division: BatchDivision, samples: Sequence[Sample], data_parallel: DataParallel, device: torch.device
     ) -> None:
         """`samples` are this rank's, in the order of `division.indices`."""
         self.division = division

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from millrace.rl.formulas.divergence import adapted, kl
 from millrace.spec import JobSpec
-from services.trainer.step.batch import Batch
+from services.trainer.step.batch import RankBatch
 
 
 @dataclass
@@ -33,7 +33,7 @@ class KlCoefficient:
             )
 
 
-def observed(spec: JobSpec, batch: Batch, logprobs_bt: Tensor, ref_bt: Tensor, mask_bt: Tensor) -> float:
+def observed(spec: JobSpec, batch: RankBatch, logprobs_bt: Tensor, ref_bt: Tensor, mask_bt: Tensor) -> float:
     """Mean over the tokens of the mask of all ranks, of the weights that the step began with; nats. A collective."""
     assert spec.algorithm.kl is not None
     kl_bt = batch.whole(kl(spec.algorithm.kl.name, logprobs_bt, ref_bt))

@@ -16,7 +16,7 @@ from services.trainer.protocol.microbatch import MicroBatch
 
 
 @dataclass(frozen=True)
-class Columns:
+class LossInputs:
     """What the loss reads of each of this rank's rows, [rows, longest]."""
 
     mask_bt: Tensor
@@ -54,7 +54,7 @@ class ActorLoss:
     """A `LossFn`: clipped policy loss, KL to the reference, entropy bonus."""
 
     spec: JobSpec
-    columns: Columns
+    columns: LossInputs
     totals: BatchTotals
     """Of the update's tokens that count, on all ranks."""
 
@@ -115,7 +115,7 @@ class CriticLoss:
     """A `ValueLossFn`: half the squared distance to the returns, clipped around the values before the step."""
 
     spec: JobSpec
-    columns: Columns
+    columns: LossInputs
     totals: BatchTotals
     """As the actor's."""
 

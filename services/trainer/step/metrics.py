@@ -15,7 +15,7 @@ from millrace.rl.metrics.mismatch import mismatch_metrics
 from millrace.spec.rollout import ENGINES
 from millrace.telemetry.names import MISMATCH
 from services.trainer.ranks import collectives
-from services.trainer.step.batch import Batch
+from services.trainer.step.batch import RankBatch
 
 VERL = {
     "policy_loss": "actor/pg_loss",
@@ -100,7 +100,7 @@ def over_updates(updates: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[s
 
 
 def batch_metrics(
-    batch: Batch,
+    batch: RankBatch,
     limit: int,
     *,
     rewards_bt: Tensor,

@@ -6,10 +6,10 @@ from torch import Tensor
 from millrace.batching.filters import overlong_penalty
 from millrace.rl.formulas.divergence import kl, penalised
 from millrace.spec import JobSpec
-from services.trainer.step.batch import Batch
+from services.trainer.step.batch import RankBatch
 
 
-def token_rewards(spec: JobSpec, batch: Batch, old_bt: Tensor | None, ref_bt: Tensor | None) -> Tensor:
+def token_rewards(spec: JobSpec, batch: RankBatch, old_bt: Tensor | None, ref_bt: Tensor | None) -> Tensor:
     """[rows, longest], float32: the reward and the overlong penalty on the last response token, less the KL to the
     reference on every token where the job has it in the reward."""
     algorithm = spec.algorithm

@@ -8,13 +8,13 @@ from millrace.wire.v1.trainer_pb2 import StepRequest
 from services.trainer.protocol.backend import Backend
 from services.trainer.ranks import collectives
 from services.trainer.ranks.event_loop import ControlThread
-from services.trainer.step.assess import assess, passes, passes_needed
-from services.trainer.step.batch import Batch, Division
+from services.trainer.step.batch import BatchDivision, RankBatch
 from services.trainer.step.fetch import fetch
 from services.trainer.step.kl import KlCoefficient, observed
+from services.trainer.step.loss_inputs import make_loss_inputs, passes_needed, run_passes
 from services.trainer.step.metrics import Clock, mismatch_apart, over_updates
 from services.trainer.step.schedule import random_seed
-from services.trainer.step.update import HALF_MADE, NOTHING_WRITTEN, Updated, update
+from services.trainer.step.update import HALF_MADE, NOTHING_WRITTEN, UpdateResult, update
 from services.trainer.step.utilisation import utilisation
 
 
@@ -27,19 +27,19 @@ def train_step(
     clock, parallel, spec = Clock(), backend.data_parallel, coefficient.of(spec)
     torch.manual_seed(random_seed(spec, request.step, parallel.rank))
     with clock("fetch"), collectives.fail_together():
-        division = Division.of(
+        division = BatchDivision.of(
             request.groups, backend, updates=spec.trainer.updates_per_step, token_budget=spec.trainer.token_budget
         )
         wanted = [division.trajectories[index] for index in division.indices(parallel.rank)]
         samples = control.run(fetch(request.work_address, request.job_id, wanted, spec.reward.parts))
-        batch = Batch(division, samples, parallel, backend.device)
+        batch = RankBatch(division, samples, parallel, backend.device)
     critic = spec.algorithm.critic
     warm = critic is None or request.step > critic.warmup_steps
     needed = passes_needed(spec, updates=len(batch.updates), policy_is_trained=warm)
-    scored = passes(spec, backend, batch, needed, clock)
+    scored = run_passes(spec, backend, batch, needed, clock)
     with clock("adv"):
-        columns, metrics = assess(spec, batch, scored)
-    updates: list[Updated] = []
+        columns, metrics = make_loss_inputs(spec, batch, scored)
+    updates: list[UpdateResult] = []
     for microbatches in batch.updates:
         try:
             updates.append(update(spec, backend, batch, microbatches, columns, request.step, clock))

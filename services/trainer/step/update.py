@@ -14,11 +14,11 @@ from millrace.rl.checks import check_finite
 from millrace.rl.metrics.loss_metrics import summarised
 from millrace.spec import JobSpec
 from millrace.spec.trainer import Optimizer
-from services.trainer.protocol.backend import Backend, Trained
+from services.trainer.protocol.backend import Backend, TrainableModel
 from services.trainer.protocol.microbatch import MicroBatch
 from services.trainer.ranks import collectives
-from services.trainer.step.batch import Batch
-from services.trainer.step.loss import ActorLoss, Columns, CriticLoss, Output
+from services.trainer.step.batch import RankBatch
+from services.trainer.step.loss import ActorLoss, CriticLoss, LossInputs, Output
 from services.trainer.step.metrics import Clock, over_ranks
 from services.trainer.step.schedule import critic_learning_rate, learning_rate
 
@@ -39,7 +39,7 @@ def is_half_made(error: MillraceError) -> bool:
 
 
 @dataclass(frozen=True)
-class Updated:
+class UpdateResult:
     metrics: Mapping[str, Mapping[str, float]]
     """Of `actor` and `critic`, those that were updated."""
     logprobs_bt: Tensor | None
@@ -50,11 +50,11 @@ class Updated:
 
 
 @dataclass
-class Learner:
+class ModelUpdate:
     """One of the models with its loss, and the gradient that it gets in this update."""
 
     name: str
-    model: Trained
+    model: TrainableModel
     optimizer: Optimizer
     lr: float
     says: str
@@ -68,12 +68,12 @@ class Learner:
 def update(
     spec: JobSpec,
     backend: Backend,
-    batch: Batch,
+    batch: RankBatch,
     microbatches: Sequence[MicroBatch],
-    columns: Columns,
+    columns: LossInputs,
     step: int,
     clock: Clock,
-) -> Updated:
+) -> UpdateResult:
     """Forward and backward over the micro-batches, then one step of each optimizer. Raises, before anything is written,
     NonFinite where a log-probability, a value or a gradient is NaN or infinite, InvalidJob where a user's own loss
     fails."""
@@ -95,16 +95,18 @@ def update(
             scale = min(1.0, learner.optimizer.clip_grad_norm / (learner.norm + CLIP_EPS))
             learner.model.optimizer_step(lr=learner.lr, gradient_scale=scale)
     logprobs_bt = next((learner.scored_bt for learner in learners if learner.name == "actor"), None)
-    return Updated({learner.name: learner.metrics for learner in learners}, logprobs_bt, mask_bt)
+    return UpdateResult({learner.name: learner.metrics for learner in learners}, logprobs_bt, mask_bt)
 
 
-def _learners(spec: JobSpec, backend: Backend, columns: Columns, totals: BatchTotals, step: int) -> list[Learner]:
+def _learners(
+    spec: JobSpec, backend: Backend, columns: LossInputs, totals: BatchTotals, step: int
+) -> list[ModelUpdate]:
     """The critic, and once it is warm the policy."""
     critic, chosen, learners = backend.critic, spec.algorithm.critic, []
     if critic is not None and chosen is not None:
         value_loss = CriticLoss(spec, columns, totals)
         learners.append(
-            Learner(
+            ModelUpdate(
                 "critic",
                 critic,
                 chosen.optimizer,
@@ -117,7 +119,7 @@ def _learners(spec: JobSpec, backend: Backend, columns: Columns, totals: BatchTo
             return learners
     loss, temperature = ActorLoss(spec, columns, totals), spec.rollout.temperature
     learners.append(
-        Learner(
+        ModelUpdate(
             "actor",
             backend,
             spec.trainer.optimizer,
@@ -130,7 +132,7 @@ def _learners(spec: JobSpec, backend: Backend, columns: Columns, totals: BatchTo
 
 
 def _add_gradient(
-    learner: Learner, batch: Batch, microbatches: Sequence[MicroBatch], mask_bt: Tensor, backend: Backend
+    learner: ModelUpdate, batch: RankBatch, microbatches: Sequence[MicroBatch], mask_bt: Tensor, backend: Backend
 ) -> None:
     """Raises NonFinite, on all ranks alike, with the trajectory named."""
     outputs = learner.backward(microbatches)
@@ -154,7 +156,7 @@ def _totals(mask_bt: Tensor, backend: Backend) -> BatchTotals:
     return BatchTotals(*counts.tolist())
 
 
-def _blamed(learner: Learner, batch: Batch, microbatches: Sequence[MicroBatch]) -> NonFinite:
+def _blamed(learner: ModelUpdate, batch: RankBatch, microbatches: Sequence[MicroBatch]) -> NonFinite:
     """Runs the sequences one by one, each rank its own, until the gradient is not finite again."""
     rows = [row for microbatch in microbatches for row in microbatch.rows]
     whose = f"gradients of the {'policy' if learner.name == 'actor' else learner.name}"

@@ -18,23 +18,23 @@ from millrace.weights.plans.manifest import Manifest, TensorInfo
 from millrace.weights.plans.memory import Memory
 from services.trainer.backends.fsdp2 import attention, export, shards
 from services.trainer.backends.fsdp2.attention import packing
-from services.trainer.backends.fsdp2.critic import Critic
+from services.trainer.backends.fsdp2.critic import Fsdp2Critic
 from services.trainer.backends.fsdp2.model import Sharding, load_config, policy, sequence_cost
 from services.trainer.backends.fsdp2.scores import token_scores
-from services.trainer.backends.fsdp2.trained import Sharded
+from services.trainer.backends.fsdp2.sharded_model import ShardedModel
 from services.trainer.protocol.backend import DataParallel, LossFn, TokenScores
 from services.trainer.protocol.microbatch import MicroBatch
 from services.trainer.ranks import collectives
 
 
-def build(spec: JobSpec, device: torch.device) -> "Fsdp2":
+def build(spec: JobSpec, device: torch.device) -> "Fsdp2Backend":
     """Raises InvalidJob, on every rank, where the model or the options will not do."""
     options = parse(spec.trainer.backend_options)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("data",))
-    return Fsdp2(spec, options, device, mesh)
+    return Fsdp2Backend(spec, options, device, mesh)
 
 
-class Fsdp2(Sharded):
+class Fsdp2Backend(ShardedModel):
     """See `services.trainer.protocol.backend.Backend`. All ranks are data parallel."""
 
     def __init__(self, spec: JobSpec, options: Fsdp2Options, device: torch.device, mesh: DeviceMesh) -> None:
@@ -57,9 +57,9 @@ class Fsdp2(Sharded):
         super().__init__(model, spec.trainer.optimizer, device)
         self.parameters = sum(parameter.numel() for parameter in self._trained.values())
         self.cost = sequence_cost(config, self._model)
-        self.critic: Critic | None = None
+        self.critic: Fsdp2Critic | None = None
         if spec.algorithm.critic is not None:
-            self.critic = Critic(spec, sharding, vocabulary=config.get_text_config().vocab_size)
+            self.critic = Fsdp2Critic(spec, sharding, vocabulary=config.get_text_config().vocab_size)
 
     def logprobs(
         self, microbatches: Sequence[MicroBatch], *, temperature: float, reference: bool = False

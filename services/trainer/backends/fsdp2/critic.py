@@ -15,8 +15,8 @@ from millrace.spec.model import Model
 from millrace.weights.plans.manifest import TensorInfo
 from services.trainer.backends.fsdp2 import export
 from services.trainer.backends.fsdp2.attention import packing
-from services.trainer.backends.fsdp2.model import Sharding, load_config, read_whole, sharded, unfilled
-from services.trainer.backends.fsdp2.trained import Sharded
+from services.trainer.backends.fsdp2.model import Sharding, build_unfilled, load_config, read_whole, shard_model
+from services.trainer.backends.fsdp2.sharded_model import ShardedModel
 from services.trainer.checkpoints.value_head import FIELD, WEIGHT, config_changes, stored_head
 from services.trainer.protocol.backend import ValueLossFn
 from services.trainer.protocol.microbatch import MicroBatch
@@ -37,7 +37,7 @@ class ValueModel(nn.Module):
         return self.score(hidden_rh).float().sum(dim=-1)  # of one: FSDP wants no view
 
 
-class Critic(Sharded):
+class Fsdp2Critic(ShardedModel):
     """See `services.trainer.protocol.backend.Critic`."""
 
     def __init__(self, spec: JobSpec, sharding: Sharding, vocabulary: int) -> None:
@@ -51,9 +51,9 @@ class Critic(Sharded):
                 raise refused(FIELD, source.path, reason, "give a model with the policy's tokenizer.")
 
         def build() -> nn.Module:
-            return ValueModel(unfilled(AutoModel, source, config, sharding, dtype=torch.float32, field=FIELD))
+            return ValueModel(build_unfilled(AutoModel, source, config, sharding, dtype=torch.float32, field=FIELD))
 
-        module: Any = sharded(build, lambda: _read(source, config), sharding)
+        module: Any = shard_model(build, lambda: _read(source, config), sharding)
         if spec.trainer.activation_recompute:
             module.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.folder = Path(source.path)

@@ -63,12 +63,12 @@ def policy(model: Model, config: Any, sharding: Sharding, *, dtype: torch.dtype)
     """The language model with parameters of `dtype`, sharded and loaded."""
 
     def build() -> nn.Module:
-        return unfilled(AutoModelForCausalLM, model, config, sharding, dtype=dtype)
+        return build_unfilled(AutoModelForCausalLM, model, config, sharding, dtype=dtype)
 
-    return sharded(build, lambda: read_whole(AutoModelForCausalLM, model, config), sharding)
+    return shard_model(build, lambda: read_whole(AutoModelForCausalLM, model, config), sharding)
 
 
-def unfilled(
+def build_unfilled(
     loader: Any, model: Model, config: Any, sharding: Sharding, *, dtype: torch.dtype, field: str = FIELD
 ) -> PreTrainedModel:
     """The model as transformers' `loader` builds it of `config`, its parameters not read. Raises InvalidJob."""
@@ -87,7 +87,7 @@ def unfilled(
     return module
 
 
-def sharded(build: Callable[[], nn.Module], read: Callable[[], dict[str, Tensor]], sharding: Sharding) -> nn.Module:
+def shard_model(build: Callable[[], nn.Module], read: Callable[[], dict[str, Tensor]], sharding: Sharding) -> nn.Module:
     """What `build` makes, one shard on each rank, filled with what `read` gives on rank 0: its parameters and buffers.
 
     Raises InvalidJob on every rank where one cannot build the model or rank 0 cannot read the weights.

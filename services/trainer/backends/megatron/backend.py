@@ -26,18 +26,18 @@ from millrace.weights.plans.memory import Memory
 from services.trainer.backends.megatron.experts import replay
 from services.trainer.backends.megatron.experts.dispatch import dispatcher
 from services.trainer.backends.megatron.experts.load_balance import LoadMeter, auxiliary_loss, replayed
-from services.trainer.backends.megatron.model.chunks import Plan, Policy, build_chunks
+from services.trainer.backends.megatron.model.chunks import ChunkPlan, Policy, build_chunks
 from services.trainer.backends.megatron.model.configuration import configuration
 from services.trainer.backends.megatron.model.layers import layers
 from services.trainer.backends.megatron.optimizer.optimizer import Updater, wrap
-from services.trainer.backends.megatron.parallel import groups as parallel
+from services.trainer.backends.megatron.parallel import process_groups
 from services.trainer.backends.megatron.parallel.schedule import Pipeline
-from services.trainer.backends.megatron.weights.export import Gathering
+from services.trainer.backends.megatron.weights.export import GatherPlan
 from services.trainer.backends.megatron.weights.reading import read
 from services.trainer.backends.megatron.weights.shards import shards
 from services.trainer.backends.megatron.weights.state import state
 from services.trainer.protocol.backend import Critic, DataParallel, LossFn, TokenScores
-from services.trainer.protocol.local_tensors import Boxes, State
+from services.trainer.protocol.local_tensors import LocalBoxes, NamedTensors
 from services.trainer.protocol.microbatch import MicroBatch
 from services.trainer.ranks import collectives
 
@@ -52,13 +52,13 @@ def build(spec: JobSpec, device: torch.device) -> "MegatronBackend":
         shape = read_shape(Path(spec.model.path))
         check(options, shape, dist.get_world_size(), cuda=device.type == "cuda")
     topology = Topology(dist.get_world_size(), options)
-    parallel.initialize(topology, seed=spec.trainer.seed, timeout=COLLECTIVE)
-    setting = Setting(shape, topology, device)
-    backend = MegatronBackend(spec, setting)
+    process_groups.initialize(topology, seed=spec.trainer.seed, timeout=COLLECTIVE)
+    setup = ModelSetup(shape, topology, device)
+    backend = MegatronBackend(spec, setup)
     if spec.algorithm.critic is not None:
         from services.trainer.backends.megatron import critic
 
-        backend.critic = critic.build(spec, setting)
+        backend.critic = critic.build(spec, setup)
     return backend
 
 
@@ -70,7 +70,7 @@ def _options(spec: JobSpec) -> Megatron:
 
 
 @dataclass(frozen=True)
-class Setting:
+class ModelSetup:
     shape: ModelShape
     topology: Topology
     device: torch.device
@@ -93,27 +93,27 @@ class MegatronBackend:
 
     critic: Critic | None = None
 
-    def __init__(self, spec: JobSpec, setting: Setting) -> None:
-        self.device = setting.device
+    def __init__(self, spec: JobSpec, setup: ModelSetup) -> None:
+        self.device = setup.device
         self.data_parallel = _data_parallel()
-        self.cost = sequence_cost(setting.shape)
-        self._setting = setting
-        self._layout = setting.layout()
-        self._gathering = Gathering.of(setting.shape, setting.topology, layers())
+        self.cost = sequence_cost(setup.shape)
+        self._setup = setup
+        self._layout = setup.layout()
+        self._gather_plan = GatherPlan.of(setup.shape, setup.topology, layers())
         self._folder = Path(spec.model.path)
         dtype = getattr(torch, spec.trainer.dtype)
-        self._chunks = self._built(dtype, train_router=setting.options.experts.train_router)
-        self._load = LoadMeter(self._chunks) if setting.shape.experts is not None else None
+        self._chunks = self._built(dtype, train_router=setup.options.experts.train_router)
+        self._load = LoadMeter(self._chunks) if setup.shape.experts is not None else None
         self._balance: dict[str, float] = {}
-        wrapped = wrap(self._chunks, setting.options)
-        self._updater = Updater(wrapped, spec.trainer.optimizer, setting.options)
+        wrapped = wrap(self._chunks, setup.options)
+        self._updater = Updater(wrapped, spec.trainer.optimizer, setup.options)
         self._fill(self._chunks, self._updater)
-        self._policy = Pipeline(wrapped, setting.options, self.device)
-        self._reference: Reference | None = None
+        self._policy = Pipeline(wrapped, setup.options, self.device)
+        self._reference: ReferencePolicy | None = None
         if spec.algorithm.kl is not None:
             chunks = self._built(dtype, train_router=False)
             self._fill(chunks, None)
-            self._reference = Reference(chunks, setting)
+            self._reference = ReferencePolicy(chunks, setup)
         self.parameters = self._count()
         self._stale = False
         self._shards: dict[str, Memory] = {}
@@ -159,26 +159,26 @@ class MegatronBackend:
         self._updater.zero()
 
     def manifest(self, dtype: str) -> Manifest:
-        return self._gathering.manifest(dtype)
+        return self._gather_plan.manifest(dtype)
 
     def export(self, dtype: str) -> Iterator[tuple[TensorInfo, Tensor | None]]:
         self._freshen()
-        return self._gathering.export(self._tensors(), dtype, self.device)
+        return self._gather_plan.export(self._tensors(), dtype, self.device)
 
     def shards(self, dtype: str) -> Memory:
         self._freshen()
         if dtype not in self._shards:
-            self._shards[dtype] = shards(self._tensors(), self._layout, self._gathering.manifest(dtype))
+            self._shards[dtype] = shards(self._tensors(), self._layout, self._gather_plan.manifest(dtype))
         return self._shards[dtype]
 
     def _tensors(self) -> list[dict[str, Tensor]]:
         return [{**dict(chunk.named_buffers()), **dict(chunk.named_parameters())} for chunk in self._chunks]
 
-    def state(self) -> State:
+    def state(self) -> NamedTensors:
         self._freshen()
         return self._state()
 
-    def prepare_state(self, updates: int) -> State:
+    def prepare_state(self, updates: int) -> NamedTensors:
         self._updater.make_room(updates)
         # The parameters follow the master weights, which the caller is about to write.
         self._stale = True
@@ -195,7 +195,7 @@ class MegatronBackend:
 
     def _balanced(self, microbatches: Sequence[MicroBatch]) -> dict[str, float]:
         """Of the pass that has just ended, the same names on every rank."""
-        experts, asked = self._setting.shape.experts, self._setting.options.experts
+        experts, asked = self._setup.shape.experts, self._setup.options.experts
         if experts is None or self._load is None:
             return {}
         metrics = {**self._load.metrics(), "moe/replayed": replayed(microbatches)}
@@ -205,35 +205,35 @@ class MegatronBackend:
 
     def _freshen(self) -> None:
         if self._stale:
-            self._updater.masters_changed()
+            self._updater.master_weights_changed()
             self._stale = False
 
-    def _state(self) -> dict[str, Boxes]:
+    def _state(self) -> dict[str, LocalBoxes]:
         last, tied_copy = self._chunks[-1], None
-        if self._setting.shape.tied and self._setting.options.pipeline_parallel > 1 and last.post_process:
+        if self._setup.shape.tied and self._setup.options.pipeline_parallel > 1 and last.post_process:
             tied_copy = last.output_layer.weight
         return state(self._chunks, self._layout, self._updater, tied_copy=tied_copy)
 
     def _built(self, dtype: torch.dtype, *, train_router: bool) -> list[Policy]:
-        shape, options = self._setting.shape, self._setting.options
+        shape, options = self._setup.shape, self._setup.options
         config = configuration(shape, options, dtype, dispatcher=dispatcher(options))
-        chunks = build_chunks(Plan(shape, self._setting.topology, config, self.device))
+        chunks = build_chunks(ChunkPlan(shape, self._setup.topology, config, self.device))
         for chunk, placements in zip(chunks, self._layout, strict=True):
             _check_layout(chunk, placements)
             for name, parameter in chunk.named_parameters():
                 parameter.requires_grad_(train_router or not name.endswith("router.weight"))
         if shape.experts is not None and not shape.value_head:
-            replay.install(chunks, self._setting.layers(), shape.experts)
+            replay.install(chunks, self._setup.layers(), shape.experts)
         self._mark_split(chunks)
         return chunks
 
     def _mark_split(self, chunks: list[Policy]) -> None:
         """Tells Megatron which parameters differ between tensor-parallel ranks: the norm of the gradients counts the
         others once. It would mark them while it draws random weights, which it is spared."""
-        topology, rank = self._setting.topology, dist.get_rank()
+        topology, rank = self._setup.topology, dist.get_rank()
         first = rank - topology.coordinates(rank).tensor
-        group = range(first, first + self._setting.options.tensor_parallel)
-        peers = [layout(self._setting.shape, topology, peer, layers()) for peer in group if peer != rank]
+        group = range(first, first + self._setup.options.tensor_parallel)
+        peers = [layout(self._setup.shape, topology, peer, layers()) for peer in group if peer != rank]
         for index, chunk in enumerate(chunks):
             for name, parameter in chunk.named_parameters():
                 split = any(peer[index][name] != self._layout[index][name] for peer in peers)
@@ -252,18 +252,18 @@ class MegatronBackend:
                         run.master.copy_(values.view(-1)[run.first : run.first + run.master.numel()])
 
     def _count(self) -> int:
-        biases = self._gathering.kept
-        return sum(tensor.numel for tensor in self._gathering.tensors if tensor.name not in biases)
+        biases = self._gather_plan.kept
+        return sum(tensor.numel for tensor in self._gather_plan.tensors if tensor.name not in biases)
 
 
-class Reference:
+class ReferencePolicy:
     """The policy as it was loaded, without gradients; in host memory between uses if the job says so."""
 
-    def __init__(self, chunks: list[Policy], setting: Setting) -> None:
+    def __init__(self, chunks: list[Policy], setup: ModelSetup) -> None:
         self._modules = nn.ModuleList(chunks).requires_grad_(False).eval()
-        self._pipeline = Pipeline(chunks, setting.options, setting.device)
-        self._device = setting.device
-        self._resting = torch.device("cpu") if setting.options.offload_reference else setting.device
+        self._pipeline = Pipeline(chunks, setup.options, setup.device)
+        self._device = setup.device
+        self._resting = torch.device("cpu") if setup.options.offload_reference else setup.device
         self._modules.to(self._resting)
 
     def logprobs(self, microbatches: Sequence[MicroBatch], temperature: float) -> list[Tensor]:

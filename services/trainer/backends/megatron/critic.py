@@ -14,10 +14,10 @@ from millrace.megatron.architectures import read_shape
 from millrace.megatron.rules import check
 from millrace.spec import JobSpec
 from millrace.weights.plans.manifest import TensorInfo
-from services.trainer.backends.megatron.backend import MegatronBackend, Setting
+from services.trainer.backends.megatron.backend import MegatronBackend, ModelSetup
 from services.trainer.checkpoints.value_head import FIELD, config_changes, stored_head
 from services.trainer.protocol.backend import ValueLossFn
-from services.trainer.protocol.local_tensors import State
+from services.trainer.protocol.local_tensors import NamedTensors
 from services.trainer.protocol.microbatch import MicroBatch
 from services.trainer.ranks import collectives
 
@@ -25,16 +25,16 @@ UNUSED = 1.0
 """Values know no temperature."""
 
 
-def build(spec: JobSpec, setting: Setting) -> "MegatronCritic":
-    """Beside a policy of `setting`. Raises InvalidJob, on every rank, where the critic's folder will not do."""
+def build(spec: JobSpec, setup: ModelSetup) -> "MegatronCritic":
+    """Beside a policy of `setup`. Raises InvalidJob, on every rank, where the critic's folder will not do."""
     chosen = spec.algorithm.critic
     assert chosen is not None
     folder = Path(chosen.path or spec.model.path)
     with collectives.fail_together():
         shape = read_shape(folder, FIELD)
-        check(setting.options, shape, dist.get_world_size(), cuda=setting.device.type == "cuda")
-        if shape.vocabulary != setting.shape.vocabulary:
-            reason = f"it knows {shape.vocabulary} tokens and the policy {setting.shape.vocabulary}"
+        check(setup.options, shape, dist.get_world_size(), cuda=setup.device.type == "cuda")
+        if shape.vocabulary != setup.shape.vocabulary:
+            reason = f"it knows {shape.vocabulary} tokens and the policy {setup.shape.vocabulary}"
             raise refused(FIELD, str(folder), reason, "give a model with the policy's tokenizer.")
         stored_head(folder, shape.hidden)
     alone = spec.model_copy(
@@ -44,7 +44,7 @@ def build(spec: JobSpec, setting: Setting) -> "MegatronCritic":
             "trainer": spec.trainer.model_copy(update={"optimizer": chosen.optimizer}),
         }
     )
-    return MegatronCritic(MegatronBackend(alone, replace(setting, shape=shape.as_critic())), folder)
+    return MegatronCritic(MegatronBackend(alone, replace(setup, shape=shape.as_critic())), folder)
 
 
 class MegatronCritic:
@@ -78,10 +78,10 @@ class MegatronCritic:
     def zero_gradients(self) -> None:
         self._model.zero_gradients()
 
-    def state(self) -> State:
+    def state(self) -> NamedTensors:
         return self._model.state()
 
-    def prepare_state(self, updates: int) -> State:
+    def prepare_state(self, updates: int) -> NamedTensors:
         return self._model.prepare_state(updates)
 
     def export(self, dtype: str) -> Iterator[tuple[TensorInfo, Tensor | None]]:

@@ -7,15 +7,15 @@ from services.trainer.checkpoints import checkpoint
 from services.trainer.protocol.backend import Backend
 
 
-def draft(
+def prepare(
     path: Path, backend: Backend, version: int, huggingface_from: Path | None = None, *, copied: bool = True
-) -> checkpoint.Draft:
+) -> checkpoint.PendingCheckpoint:
     about = {"job_id": JobId("job-1"), "version": Version(version), "huggingface": huggingface_from is not None}
-    return checkpoint.draft(str(path), backend, **about, model=str(huggingface_from or ""), copied=copied)
+    return checkpoint.prepare(str(path), backend, **about, model=str(huggingface_from or ""), copied=copied)
 
 
 def save(path: Path, backend: Backend, version: int, huggingface_from: Path | None = None) -> None:
-    checkpoint.finish(draft(path, backend, version, huggingface_from, copied=False))
+    checkpoint.write_now(prepare(path, backend, version, huggingface_from, copied=False))
 
 
 def assert_same_files(folder: Path, other: Path) -> None:

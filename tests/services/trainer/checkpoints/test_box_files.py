@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from millrace.errors import InvalidState
-from services.trainer.checkpoints.box_files import BoxReader, key, write, writers
+from services.trainer.checkpoints.box_files import BoxReader, assign_writers, key, write
 
 SHAPE = (7, 5)
 WHOLE = torch.arange(35, dtype=torch.float32).reshape(SHAPE)
@@ -80,7 +80,7 @@ def test_files_are_ordinary_safetensors(tmp_path: Path) -> None:
 @given(st.lists(st.sets(st.integers(0, 30)), min_size=1, max_size=5))
 def test_what_several_ranks_have_is_written_once_and_shared_out(held: list[set[int]]) -> None:
     offers = [{str(name): 10 + name for name in names} for names in held]
-    shares = writers(offers)
+    shares = assign_writers(offers)
     everything = sorted(name for share in shares for name in share)
     assert everything == sorted({name for offer in offers for name in offer})
     assert all(set(share) <= offer.keys() for share, offer in zip(shares, offers, strict=True))
@@ -88,5 +88,5 @@ def test_what_several_ranks_have_is_written_once_and_shared_out(held: list[set[i
 
 def test_copies_are_shared_out_evenly() -> None:
     offer = {f"w{number}": 100 + number for number in range(40)}
-    loads = [sum(offer[name] for name in share) for share in writers([offer] * 4)]
+    loads = [sum(offer[name] for name in share) for share in assign_writers([offer] * 4)]
     assert max(loads) < 1.02 * min(loads)

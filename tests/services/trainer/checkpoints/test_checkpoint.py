@@ -17,7 +17,7 @@ from services.trainer.protocol.backend import Backend
 from services.trainer.ranks.event_loop import ControlThread
 from tests.models import save_tiny_model
 from tests.services.trainer.backends.megatron import tiny
-from tests.services.trainer.checkpoints.saved import assert_same_files, draft, save
+from tests.services.trainer.checkpoints.saved import assert_same_files, prepare, save
 from tests.services.trainer.coordinator import ScriptedCoordinator
 from tests.services.trainer.groups import job_spec, random_groups
 from tests.services.trainer.process import trainer
@@ -102,8 +102,8 @@ def test_a_crash_leaves_the_previous_one_whole(
 ) -> None:
     backend, target = build(job_spec(tied_model), one_rank), tmp_path / "latest"
     save(target, backend, 1)
-    draft(target, backend, 2)
-    begun = draft(target, backend, 3)
+    prepare(target, backend, 2)
+    begun = prepare(target, backend, 3)
     begun.write()
     assert checkpoint.load(str(target), backend) == 1
     with monkeypatch.context() as broken, pytest.raises(KeyboardInterrupt):

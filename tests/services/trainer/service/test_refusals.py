@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from millrace.errors import InvalidJob
 from millrace.wire.v1 import trainer_pb2 as pb
-from services.trainer.checkpoints.saving import Saver
+from services.trainer.checkpoints.background_saver import BackgroundSaver
 from services.trainer.publication.gather_broadcast import Sender
 from services.trainer.ranks.event_loop import ControlThread
 from services.trainer.ranks.world import World
@@ -33,7 +33,7 @@ def configure(rank: int, spec: str, folder: Path, told: "Queue[str]") -> None:
     dist.init_process_group("cpu:gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=RANKS)
     world = World(rank, RANKS, f"node-{rank}", torch.device("cpu"), ("127.0.0.1", 0), dist.HashStore())
     control = ControlThread()
-    saver: Saver = object()  # type: ignore[assignment]  # not asked here
+    saver: BackgroundSaver = object()  # type: ignore[assignment]  # not asked here
     try:
         Worker(world, control, NoSender(), saver).configure(pb.ConfigureTrainerRequest(job_id="job-1", spec=spec))
         told.put("configured")

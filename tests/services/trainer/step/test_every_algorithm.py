@@ -29,7 +29,7 @@ from services.trainer.backends import build
 from services.trainer.protocol.backend import Backend
 from services.trainer.protocol.microbatch import MicroBatch, Sample
 from services.trainer.ranks.event_loop import ControlThread
-from services.trainer.step import assess
+from services.trainer.step import loss_inputs
 from services.trainer.step.kl import KlCoefficient
 from services.trainer.step.step import train_step
 from services.trainer.step.update import HALF_MADE
@@ -239,14 +239,14 @@ def test_what_an_estimator_reads_is_what_the_job_made(
     expected = getattr(reference_advantages, name)(answers)
     expected = expected[0] if isinstance(expected, tuple) else expected
     found: list[Tensor] = []
-    advantage = assess.advantage
+    advantage = loss_inputs.advantage
 
     def watched(*arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
         advantages_bt, returns_bt = advantage(*arguments, **named)
         found.append(advantages_bt)
         return advantages_bt, returns_bt
 
-    monkeypatch.setattr(assess, "advantage", watched)
+    monkeypatch.setattr(loss_inputs, "advantage", watched)
     running.step(running.spec({"advantage": {"name": name}}, lr=0.0), groups)
     (advantages_bt,) = found
     for row, values in zip(advantages_bt, expected, strict=True):

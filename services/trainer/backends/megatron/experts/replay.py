@@ -27,7 +27,7 @@ class PackedTokens(PackedSeqParams):
     """int [MoE layers of the model, tokens, experts a token]; negative where the engine told nothing."""
 
 
-class Choice:
+class ReplayedChoice:
     """In the place of one router's own choice. What `megatron.core` calls a RouterReplay."""
 
     told_tk: Tensor | None = None
@@ -53,14 +53,14 @@ def install(chunks: Sequence[nn.Module], layers: Sequence[range], experts: Exper
         for layer, module in zip(mine, chunk.decoder.layers, strict=True):  # type: ignore[union-attr, arg-type]
             if not experts.layers[layer]:
                 continue
-            choice = Choice()
+            choice = ReplayedChoice()
             for router in (part for part in module.modules() if isinstance(part, TopKRouter)):
                 router.router_replay = choice
             order = sum(experts.layers[:layer])
             module.register_forward_pre_hook(partial(_tell, choice, order), with_kwargs=True)
 
 
-def _tell(choice: Choice, order: int, layer: Any, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+def _tell(choice: ReplayedChoice, order: int, layer: Any, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> None:
     packed = named.get("packed_seq_params")
     told_ltk = packed.experts_ltk if isinstance(packed, PackedTokens) else None
     choice.told_tk = None if told_ltk is None else _mine(told_ltk[order], layer.config.sequence_parallel).long()

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from millrace.megatron.shape import ModelShape
 from millrace.megatron.topology import Topology
-from services.trainer.backends.megatron.model.head import Vocabulary, Wanted, scores
+from services.trainer.backends.megatron.model.head import VocabularyPart, WantedTokens, scores
 from services.trainer.backends.megatron.model.layers import block
 
 
 @dataclass(frozen=True)
-class Plan:
+class ChunkPlan:
     """What every chunk is built from."""
 
     shape: ModelShape
@@ -31,10 +31,10 @@ class Plan:
 
 
 class Policy(GPTModel):
-    """GPT whose `labels` are a `Wanted`: then the last stage gives float32 [2, R], log-probabilities and entropies.
+    """GPT whose `labels` are `WantedTokens`: then the last stage gives float32 [2, R], log-probabilities and entropies.
     Without them it gives logits [1, P, vocabulary part], as GPT does."""
 
-    def __init__(self, plan: Plan, chunk: int) -> None:
+    def __init__(self, plan: ChunkPlan, chunk: int) -> None:
         shape, options = plan.shape, plan.topology.options
         stage = parallel_state.get_pipeline_model_parallel_rank()
         several = options.virtual_pipeline > 1
@@ -56,7 +56,7 @@ class Policy(GPTModel):
         if shape.latent is not None:
             self._set_latent_norms(shape.latent.norm_epsilon)
 
-    def _postprocess(self, *, hidden_states: Tensor, labels: Wanted | None = None, **rest: Any) -> Tensor:
+    def _postprocess(self, *, hidden_states: Tensor, labels: WantedTokens | None = None, **rest: Any) -> Tensor:
         if labels is None or not self.post_process:
             return super()._postprocess(hidden_states=hidden_states, labels=labels, **rest)
         shared = self.share_embeddings_and_output_weights
@@ -92,12 +92,12 @@ class ValueModel(Policy):
     """The decoder with a value head. Where the policy gives log-probabilities and entropies it gives values and zeros,
     so that both go through the same pipeline."""
 
-    def __init__(self, plan: Plan, chunk: int) -> None:
+    def __init__(self, plan: ChunkPlan, chunk: int) -> None:
         super().__init__(plan, chunk)
         if self.post_process:
             self.output_layer = ValueHead(plan.shape.hidden, plan.config.params_dtype)
 
-    def _postprocess(self, *, hidden_states: Tensor, labels: Wanted | None = None, **rest: Any) -> Tensor:
+    def _postprocess(self, *, hidden_states: Tensor, labels: WantedTokens | None = None, **rest: Any) -> Tensor:
         if labels is None or not self.post_process:
             return hidden_states
         if self.config.sequence_parallel:
@@ -107,15 +107,15 @@ class ValueModel(Policy):
         return torch.stack([values_r, torch.zeros_like(values_r)])
 
 
-def build_chunks(plan: Plan) -> list[Policy]:
+def build_chunks(plan: ChunkPlan) -> list[Policy]:
     """One module for each chunk that this rank has, on the device, with weights that nobody set yet."""
     kind = ValueModel if plan.shape.value_head else Policy
     chunks = [kind(plan, chunk) for chunk in range(plan.topology.options.virtual_pipeline)]
     return [chunk.to(plan.device) for chunk in chunks]
 
 
-def _vocabulary(shape: ModelShape, parts: int) -> Vocabulary:
+def _vocabulary(shape: ModelShape, parts: int) -> VocabularyPart:
     rows = shape.padded_vocabulary(parts) // parts
     start = rows * parallel_state.get_tensor_model_parallel_rank()
     group = parallel_state.get_tensor_model_parallel_group() if parts > 1 else None
-    return Vocabulary(start, max(0, min(rows, shape.vocabulary - start)), group)
+    return VocabularyPart(start, max(0, min(rows, shape.vocabulary - start)), group)

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedTokens:
     """Which tokens to score: the one that follows each of the positions."""
 
     positions_r: Tensor
@@ -28,7 +28,7 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class VocabularyPart:
     """This rank's part: tokens `start` to `start + size`, the rows of its weight; what follows those is padding."""
 
     start: int
@@ -37,7 +37,9 @@ class Vocabulary:
     """The ranks that hold the other parts; none where there are none."""
 
 
-def scores(hidden_rh: Tensor, weight_vh: Tensor, wanted: Wanted, vocabulary: Vocabulary, chunk_tokens: int) -> Tensor:
+def scores(
+    hidden_rh: Tensor, weight_vh: Tensor, wanted: WantedTokens, vocabulary: VocabularyPart, chunk_tokens: int
+) -> Tensor:
     """float32 [2, R]: log-probabilities at the targets and entropies, nats, the same on every rank of the group.
 
     hidden_rh [R, H] and weight_vh [padded part of V, H] of one dtype. The gradient to hidden_rh is this rank's part.
@@ -48,7 +50,12 @@ def scores(hidden_rh: Tensor, weight_vh: Tensor, wanted: Wanted, vocabulary: Voc
 class _Scores(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_rh: Tensor, weight_vh: Tensor, wanted: Wanted, vocabulary: Vocabulary, chunk_tokens: int
+        ctx: Any,
+        hidden_rh: Tensor,
+        weight_vh: Tensor,
+        wanted: WantedTokens,
+        vocabulary: VocabularyPart,
+        chunk_tokens: int,
     ) -> Tensor:
         scores_2r = torch.empty(2, hidden_rh.shape[0], dtype=torch.float32, device=hidden_rh.device)
         normaliser_r = torch.empty_like(scores_2r[0])
@@ -81,7 +88,9 @@ class _Scores(torch.autograd.Function):
         return grad_hidden_rh, grad_weight_vh.to(weight_vh.dtype), None, None, None
 
 
-def _normalised(logits_rv: Tensor, wanted: Wanted, part: slice, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
+def _normalised(
+    logits_rv: Tensor, wanted: WantedTokens, part: slice, vocabulary: VocabularyPart
+) -> tuple[Tensor, Tensor]:
     """log Σ exp z [R] over the whole vocabulary, and the scores [2, R]."""
     scale = 1.0 / wanted.temperature
     local_r, sums_2r = _fused(_part_sums)(logits_rv, scale)
@@ -119,14 +128,14 @@ def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
     return compiled
 
 
-def _in_part(targets_r: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
+def _in_part(targets_r: Tensor, vocabulary: VocabularyPart) -> tuple[Tensor, Tensor]:
     """Whether each target is in this rank's part, and its column there, or some column where it is not."""
     column_r = targets_r - vocabulary.start
     here_r = (column_r >= 0) & (column_r < vocabulary.size)
     return here_r, column_r.clamp(0, vocabulary.size - 1)
 
 
-def _all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, vocabulary: Vocabulary) -> None:
+def _all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, vocabulary: VocabularyPart) -> None:
     if vocabulary.group is not None:
         dist.all_reduce(tensor, op, group=vocabulary.group)
 

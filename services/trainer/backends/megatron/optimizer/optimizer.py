@@ -16,8 +16,8 @@ from millrace.backends.megatron import Megatron
 from millrace.errors import InvalidState
 from millrace.spec.trainer import Optimizer
 from services.trainer.backends.megatron.model.chunks import Policy
-from services.trainer.backends.megatron.optimizer import masters
-from services.trainer.backends.megatron.optimizer.masters import Owned
+from services.trainer.backends.megatron.optimizer import master_weights
+from services.trainer.backends.megatron.optimizer.master_weights import OwnedRange
 
 
 def wrap(chunks: list[Policy], options: Megatron) -> list[DistributedDataParallel]:
@@ -84,7 +84,7 @@ class Updater:
         """Of routers, each with what it was before the backward pass that moved it."""
         self.updates = 0
         for part in self.parts:
-            masters.prepare(part)
+            master_weights.prepare(part)
         self.zero()
 
     @property
@@ -145,7 +145,7 @@ class Updater:
         self._resting = True
         if self._options.offload_optimizer:
             for part in self.parts:
-                masters.to_host(part)
+                master_weights.to_host(part)
         if self._options.release_gradients:
             for chunk in self._chunks:
                 chunk.offload_grad_buffers()
@@ -156,17 +156,17 @@ class Updater:
                 chunk.restore_grad_buffers()
         if self._options.offload_optimizer and self._resting:
             for part in self.parts:
-                masters.to_device(part)
+                master_weights.to_device(part)
         self._resting = False
 
-    def owned(self) -> Iterator[Owned]:
+    def owned(self) -> Iterator[OwnedRange]:
         for part in self.parts:
-            yield from masters.owned(part)
+            yield from master_weights.owned(part)
 
-    def masters_changed(self) -> None:
+    def master_weights_changed(self) -> None:
         """After the master weights were written from outside: brings the parameters up to date on every rank."""
         for part in self.parts:
-            masters.copy_to_parameters(part)
+            master_weights.copy_to_parameters(part)
         if self._chunks[0].ddp_config.use_distributed_optimizer:
             for chunk in self._chunks:
                 chunk.start_param_sync(force_sync=True)
@@ -175,7 +175,7 @@ class Updater:
         """Moments of zero, as after `updates` updates, for a checkpoint to be read into."""
         self.updates = updates
         for part in self.parts:
-            masters.make_room(part, updates)
+            master_weights.make_room(part, updates)
 
     def _prepare(self) -> None:
         """Gradients to the master weights, once after each backward pass."""

@@ -8,10 +8,10 @@ from megatron.core import parallel_state
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from services.trainer.backends.megatron.parallel.packing import Packed
+from services.trainer.backends.megatron.parallel.packing import PackedBatch
 
 
-def whole_scores(mine_2r: Tensor, packed: Packed) -> Tensor:
+def whole_scores(mine_2r: Tensor, packed: PackedBatch) -> Tensor:
     """[2, R] of all context-parallel ranks, in the order of the micro-batch. Each rank's gradient stays its own: all of
     them compute the same loss, and the gradients of their parts are summed with those of data parallelism."""
     if packed.order_r is None:

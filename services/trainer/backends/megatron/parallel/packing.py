@@ -18,7 +18,7 @@ from services.trainer.protocol.microbatch import MicroBatch
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedBatch:
     tokens_p: Tensor
     """int64 [P on this rank]."""
     parameters: PackedTokens
@@ -33,7 +33,9 @@ class Packed:
     """Response tokens scored by each context-parallel rank."""
 
 
-def pack(batch: MicroBatch, *, multiple: int, context_rank: int, context_size: int, device: torch.device) -> Packed:
+def pack(
+    batch: MicroBatch, *, multiple: int, context_rank: int, context_size: int, device: torch.device
+) -> PackedBatch:
     """`multiple`: what the number of tokens on a rank has to divide by."""
     unit = 2 * context_size if context_size > 1 else 1
     padded = [-(-length // unit) * unit for length in batch.lengths]
@@ -49,14 +51,14 @@ def pack(batch: MicroBatch, *, multiple: int, context_rank: int, context_size: i
     if context_size == 1:
         parameters.experts_ltk = experts_ltk
         positions_r, targets_r = asked_r.to(device), batch.targets_r.to(device)
-        return Packed(tokens.to(device), parameters, positions_r, targets_r, None, (len(asked_r),))
+        return PackedBatch(tokens.to(device), parameters, positions_r, targets_r, None, (len(asked_r),))
     owner_p, local_p = context_split(padded, context_size)
     owner_r = owner_p[asked_r]
     mine_r = owner_r == context_rank
     counts = torch.bincount(owner_r, minlength=context_size)
     if experts_ltk is not None:
         parameters.experts_ltk = experts_ltk[:, (owner_p == context_rank).nonzero()[:, 0].to(device)]
-    return Packed(
+    return PackedBatch(
         tokens[owner_p == context_rank].to(device),
         parameters,
         local_p[asked_r[mine_r]].to(device),

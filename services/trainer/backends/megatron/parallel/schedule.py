@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from millrace.backends.megatron import Megatron
 from millrace.errors import InvalidState
 from services.trainer.backends.megatron.experts.load_balance import forget
-from services.trainer.backends.megatron.model.head import Wanted
+from services.trainer.backends.megatron.model.head import WantedTokens
 from services.trainer.backends.megatron.parallel.context import whole_scores
-from services.trainer.backends.megatron.parallel.packing import Packed, pack
+from services.trainer.backends.megatron.parallel.packing import PackedBatch, pack
 from services.trainer.protocol.microbatch import MicroBatch
 
 ScoreFn = Callable[[int, Tensor], Tensor]
@@ -51,13 +51,13 @@ class Pipeline:
         scored: list[Tensor] = []
         numbered = list(enumerate(map(self._packed, batches)))
 
-        def step(numbers: Iterator[tuple[int, Packed]], model: nn.Module) -> tuple[Tensor, Callable]:
+        def step(numbers: Iterator[tuple[int, PackedBatch]], model: nn.Module) -> tuple[Tensor, Callable]:
             number, packed = next(numbers)
-            wanted = Wanted(packed.positions_r, packed.targets_r, temperature)
+            wanted = WantedTokens(packed.positions_r, packed.targets_r, temperature)
             output = model(packed.tokens_p[None], None, None, labels=wanted, packed_seq_params=packed.parameters)
             return output, partial(loss, number, packed)
 
-        def loss(number: int, packed: Packed, mine_2r: Tensor) -> tuple[Tensor, None]:
+        def loss(number: int, packed: PackedBatch, mine_2r: Tensor) -> tuple[Tensor, None]:
             scores_2r = whole_scores(mine_2r, packed)
             scored.append(scores_2r.detach())
             if score is None or number >= len(microbatches):
@@ -77,7 +77,7 @@ class Pipeline:
         forget(self.chunks)
         return self._everywhere(scored, microbatches)
 
-    def _packed(self, batch: MicroBatch) -> Packed:
+    def _packed(self, batch: MicroBatch) -> PackedBatch:
         recompute = self.options.recompute
         if batch.experts_plk is not None and recompute.granularity == "selective" and "moe" in recompute.modules:
             raise InvalidState(

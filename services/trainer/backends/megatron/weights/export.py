@@ -16,7 +16,7 @@ from millrace.weights.plans.manifest import Manifest, TensorInfo
 
 
 @dataclass(frozen=True)
-class Source:
+class BoxSource:
     """A box of a tensor, and the rank, chunk and parameter to take it from."""
 
     rank: int
@@ -26,25 +26,25 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Gathering:
+class GatherPlan:
     """Who gives which box of which tensor, in the manifest's order. The same on every rank, worked out without any."""
 
     tensors: tuple[plan.Tensor, ...]
-    sources: Mapping[str, Sequence[Source]]
+    sources: Mapping[str, Sequence[BoxSource]]
     kept: frozenset[str]
     """Names of tensors that stay float32 whatever is asked for."""
 
     @classmethod
-    def of(cls, shape: ModelShape, topology: Topology, layers: Layers) -> "Gathering":
+    def of(cls, shape: ModelShape, topology: Topology, layers: Layers) -> "GatherPlan":
         """The lowest rank that has a box gives it."""
         wanted = tensors(shape, topology, layers)
-        boxes: dict[str, dict[tuple, Source]] = {tensor.name: {} for tensor in wanted}
+        boxes: dict[str, dict[tuple, BoxSource]] = {tensor.name: {} for tensor in wanted}
         for rank in range(topology.world_size):
             for chunk, placements in enumerate(layout(shape, topology, rank, layers)):
                 for name, placement in placements.items():
                     for piece in placement.pieces:
                         box = (piece.source, piece.extent)
-                        boxes[piece.tensor.name].setdefault(box, Source(rank, chunk, name, piece))
+                        boxes[piece.tensor.name].setdefault(box, BoxSource(rank, chunk, name, piece))
         for tensor in wanted:
             covered = sum(math.prod(extent) for _, extent in boxes[tensor.name])
             if covered != tensor.numel:

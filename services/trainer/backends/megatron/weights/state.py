@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from millrace.megatron.placement import Placement, shares
 from millrace.megatron.weights import Layout
-from services.trainer.backends.megatron.optimizer.masters import Owned
+from services.trainer.backends.megatron.optimizer.master_weights import OwnedRange
 from services.trainer.backends.megatron.optimizer.optimizer import Updater
-from services.trainer.protocol.local_tensors import Boxes
+from services.trainer.protocol.local_tensors import LocalBoxes
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -27,11 +27,11 @@ def named_tensors(chunks: Sequence[nn.Module], layout: Layout) -> Iterator[tuple
 
 def state(
     chunks: Sequence[nn.Module], layout: Layout, updater: Updater, *, tied_copy: Tensor | None
-) -> dict[str, Boxes]:
+) -> dict[str, LocalBoxes]:
     """`model.<name>` in float32, `exp_avg.<name>` and `exp_avg_sq.<name>` once there are moments; by the names of the
     model folder. `tied_copy` is an output head that is the embedding of another stage."""
     placements = {id(tensor): placement for tensor, placement in named_tensors(chunks, layout)}
-    found: dict[str, Boxes] = {}
+    found: dict[str, LocalBoxes] = {}
     seen = set()
     for owned in updater.owned():
         placement, written = placements[id(owned.parameter)], owned.parameter is not tied_copy
@@ -45,7 +45,7 @@ def state(
     return found
 
 
-def _states(owned: Owned) -> Iterator[tuple[str, Tensor]]:
+def _states(owned: OwnedRange) -> Iterator[tuple[str, Tensor]]:
     yield "model", owned.master
     for name in MOMENTS:
         flat = owned.moment(name)
@@ -53,9 +53,11 @@ def _states(owned: Owned) -> Iterator[tuple[str, Tensor]]:
             yield name, flat
 
 
-def _add(found: dict[str, Boxes], kind: str, placement: Placement, first: int, flat: Tensor, written: bool) -> None:
+def _add(
+    found: dict[str, LocalBoxes], kind: str, placement: Placement, first: int, flat: Tensor, written: bool
+) -> None:
     for share in shares(placement, first, first + flat.numel()):
         name = f"{kind}.{share.tensor.name}"
-        boxes = found.setdefault(name, Boxes(tuple(share.tensor.shape), flat.dtype, written=written))
+        boxes = found.setdefault(name, LocalBoxes(tuple(share.tensor.shape), flat.dtype, written=written))
         view = flat.as_strided(share.extent, share.strides, flat.storage_offset() + share.start)
         boxes.parts[share.source] = view

@@ -20,7 +20,7 @@ from services.trainer.checkpoints import checkpoint
 from services.trainer.protocol.backend import Backend
 from services.trainer.ranks.world import World
 from tests.services.trainer.backends.megatron import batch
-from tests.services.trainer.checkpoints.saved import draft
+from tests.services.trainer.checkpoints.saved import prepare
 
 Case = dict[str, Any]
 """What a test asks for: `model` (a folder), `options`, and more that each function names."""
@@ -77,7 +77,7 @@ def against_mbridge(world: World, folder: Path, models: dict[str, str]) -> dict[
 
 def head(world: World, folder: Path) -> dict[str, Any]:
     """Scores and gradients against autograd in float64, and the largest tensor on the way."""
-    from services.trainer.backends.megatron.model.head import Vocabulary, Wanted, scores
+    from services.trainer.backends.megatron.model.head import VocabularyPart, WantedTokens, scores
 
     tokens, vocabulary, hidden, chunk, temperature = 500, 3000, 16, 32, 0.6
     random = torch.Generator().manual_seed(0)
@@ -85,9 +85,9 @@ def head(world: World, folder: Path) -> dict[str, Any]:
     weight_vh = torch.randn(vocabulary + 72, hidden, generator=random, requires_grad=True)  # padded
     targets_r = torch.randint(0, vocabulary, (tokens,), generator=random)
     upstream_2r = torch.randn(2, tokens, generator=random)
-    wanted = Wanted(torch.arange(tokens), targets_r, temperature)
+    wanted = WantedTokens(torch.arange(tokens), targets_r, temperature)
     with LargestTensor() as watched:
-        found_2r = scores(hidden_rh, weight_vh, wanted, Vocabulary(0, vocabulary, None), chunk)
+        found_2r = scores(hidden_rh, weight_vh, wanted, VocabularyPart(0, vocabulary, None), chunk)
         found = torch.autograd.grad(found_2r, (hidden_rh, weight_vh), upstream_2r)
     exact_rh, exact_vh = (t.detach().double().requires_grad_() for t in (hidden_rh, weight_vh))
     log_p = (exact_rh @ exact_vh[:vocabulary].t() / temperature).log_softmax(-1)
@@ -149,15 +149,15 @@ def _trained(world: World, file: Path, case: Case) -> dict[str, Any]:
         backend.zero_gradients()
     if "resume" not in case:
         answer["changed"] = _changed(backend, Path(case["model"]), case.get("export", "float32"))
-    begun: list[checkpoint.Draft] = []
+    begun: list[checkpoint.PendingCheckpoint] = []
     for step in range(case.get("steps", 2)):
         loss, norm = _update(backend, batches)
         answer["losses"].append(loss)
         answer["norms"].append(norm)
         if case.get("save_after") == step + 1:
-            begun.append(draft(Path(case["save"]), backend, step + 1, Path(case["model"])))
+            begun.append(prepare(Path(case["save"]), backend, step + 1, Path(case["model"])))
     for saved in begun:  # after more updates: what is written is a copy
-        checkpoint.finish(saved)
+        checkpoint.write_now(saved)
     if case.get("reference"):
         kept = backend.logprobs(batches, temperature=batch.TEMPERATURE, reference=True)
         answer["reference"] = _by_row(backend, batches, kept)

@@ -12,38 +12,38 @@ Key = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
-class Turn:
+class RunningCall:
     """What is under way. `key` starts with its name and tells it from every other."""
 
     key: Key
     task: "asyncio.Task[Any]"
 
 
-class Turns:
+class CallLock:
     def __init__(self) -> None:
-        self.current: Turn | None = None
+        self.current: RunningCall | None = None
         self.closed = ""
         """Why nothing new may begin; empty while it may."""
 
-    async def take(self, key: Key, work: Callable[[], Awaitable[T]], *, patient: bool = False) -> T:
+    async def run(self, key: Key, work: Callable[[], Awaitable[T]], *, wait: bool = False) -> T:
         """What `work` gives, or what the same `key` under way gives. It goes on when its callers have gone.
 
-        Raises InvalidState while something else is under way, unless `patient`: then that is waited for. Unavailable
+        Raises InvalidState while something else is under way, unless `wait`: then that is waited for. Unavailable
         when nothing may begin any more.
         """
-        while patient and self.current is not None and self.current.key != key:
-            await self.ended()
-        turn = self.current
-        if turn is None or turn.key != key:
-            turn = self._begin(key, work)
-        return await asyncio.shield(turn.task)
+        while wait and self.current is not None and self.current.key != key:
+            await self.wait_until_free()
+        running = self.current
+        if running is None or running.key != key:
+            running = self._begin(key, work)
+        return await asyncio.shield(running.task)
 
-    async def ended(self) -> None:
+    async def wait_until_free(self) -> None:
         """Waits for what is under way, however it ends."""
         if self.current is not None:
             await asyncio.wait([self.current.task])
 
-    def _begin(self, key: Key, work: Callable[[], Awaitable[T]]) -> Turn:
+    def _begin(self, key: Key, work: Callable[[], Awaitable[T]]) -> RunningCall:
         if self.closed:
             raise Unavailable(
                 f"{key[0]} will not begin: {self.closed}.", "wait until the trainer is in the fleet again."
@@ -53,7 +53,7 @@ class Turns:
             raise InvalidState(what, "ask GetStatus and wait until it is READY.")
         task = asyncio.ensure_future(self._run(work))
         task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # its callers may have gone
-        self.current = Turn(key, task)
+        self.current = RunningCall(key, task)
         return self.current
 
     async def _run(self, work: Callable[[], Awaitable[T]]) -> T:

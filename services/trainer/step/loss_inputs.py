@@ -18,14 +18,14 @@ from millrace.spec import JobSpec
 from services.trainer.protocol.backend import Backend
 from services.trainer.protocol.microbatch import MicroBatch
 from services.trainer.ranks import collectives
-from services.trainer.step.batch import Batch
-from services.trainer.step.loss import Columns
+from services.trainer.step.batch import RankBatch
+from services.trainer.step.loss import LossInputs
 from services.trainer.step.metrics import Clock, batch_metrics
 from services.trainer.step.rewards import token_rewards
 
 
 @dataclass(frozen=True)
-class Passes:
+class ForwardResults:
     """What forward passes before the step gave of this rank's rows, [rows, longest]; none where none was made."""
 
     train_bt: Tensor | None
@@ -38,14 +38,14 @@ class Passes:
 
 
 @dataclass(frozen=True)
-class Needed:
+class NeededPasses:
     train: bool
     reference: bool
     values: bool
     sum_pi_squared: bool
 
 
-def passes_needed(spec: JobSpec, *, updates: int, policy_is_trained: bool = True) -> Needed:
+def passes_needed(spec: JobSpec, *, updates: int, policy_is_trained: bool = True) -> NeededPasses:
     """Which passes a step makes before its updates. With a single update the trainer's own would only repeat what the
     update computes anyway, unless something before it reads the values. Where the policy is not trained at all, there
     is no other pass to compare with the engine."""
@@ -57,7 +57,7 @@ def passes_needed(spec: JobSpec, *, updates: int, policy_is_trained: bool = True
     in_reward = algorithm.kl is not None and algorithm.kl_in == "reward"
     train = algorithm.correction is not None or (recomputed and (updates > 1 or bool(read) or in_reward))
     squares = "sum_pi_squared_bt" in inputs
-    return Needed(
+    return NeededPasses(
         train=train or squares or not policy_is_trained,
         reference=algorithm.kl is not None,
         values=algorithm.critic is not None,
@@ -65,7 +65,7 @@ def passes_needed(spec: JobSpec, *, updates: int, policy_is_trained: bool = True
     )
 
 
-def passes(spec: JobSpec, backend: Backend, batch: Batch, needed: Needed, clock: Clock) -> Passes:
+def run_passes(spec: JobSpec, backend: Backend, batch: RankBatch, needed: NeededPasses, clock: Clock) -> ForwardResults:
     """Makes them. Raises NonFinite."""
     temperature = spec.rollout.temperature
 
@@ -87,10 +87,10 @@ def passes(spec: JobSpec, backend: Backend, batch: Batch, needed: Needed, clock:
         assert backend.critic is not None
         with clock("values"):
             values_bt = _scored(batch, "values", backend.critic.values)
-    return Passes(train_bt, ref_bt, values_bt, squares_bt)
+    return ForwardResults(train_bt, ref_bt, values_bt, squares_bt)
 
 
-def _scored(batch: Batch, what: str, score: Callable[[Sequence[MicroBatch]], list[Tensor]]) -> Tensor:
+def _scored(batch: RankBatch, what: str, score: Callable[[Sequence[MicroBatch]], list[Tensor]]) -> Tensor:
     """[rows, longest]: of all of this rank's rows. Raises NonFinite on every rank where one has such a value."""
     microbatches = [microbatch for microbatches in batch.updates for microbatch in microbatches]
     scored_bt = batch.scattered(microbatches, score(microbatches))
@@ -99,7 +99,7 @@ def _scored(batch: Batch, what: str, score: Callable[[Sequence[MicroBatch]], lis
     return scored_bt
 
 
-def assess(spec: JobSpec, batch: Batch, passes: Passes) -> tuple[Columns, dict[str, float]]:
+def make_loss_inputs(spec: JobSpec, batch: RankBatch, passes: ForwardResults) -> tuple[LossInputs, dict[str, float]]:
     """What the loss reads of this rank's rows, and the batch's metrics. Exact whichever ranks a group's samples lie
     on: every rank computes it for the whole batch. Raises NonFinite, on all ranks alike."""
     algorithm, whole_mask_bt = spec.algorithm, batch.whole_mask_bt
@@ -130,7 +130,7 @@ def assess(spec: JobSpec, batch: Batch, passes: Passes) -> tuple[Columns, dict[s
     )
     check_finite("advantages", advantages_bt, whole_mask_bt, batch.whole_labels)
     check_finite("returns", returns_bt, whole_mask_bt, batch.whole_labels)
-    columns = Columns(
+    columns = LossInputs(
         mask_bt=batch.mine(keep_bt),
         advantages_bt=batch.mine(advantages_bt),
         rollout_bt=batch.rollout_bt,
@@ -152,7 +152,7 @@ def assess(spec: JobSpec, batch: Batch, passes: Passes) -> tuple[Columns, dict[s
     return columns, metrics | told
 
 
-def _known(spec: JobSpec, batch: Batch, passes: Passes, old_bt: Tensor | None) -> dict[str, Any]:
+def _known(spec: JobSpec, batch: RankBatch, passes: ForwardResults, old_bt: Tensor | None) -> dict[str, Any]:
     """What advantages may read beside rewards, of the whole batch. Raises NonFinite."""
     wanted = find(Kind.ADVANTAGE, spec.algorithm.advantage.name).inputs
     mine_bt = {
@@ -170,7 +170,7 @@ def _known(spec: JobSpec, batch: Batch, passes: Passes, old_bt: Tensor | None) -
     return known
 
 
-def _rows(batch: Batch, values: Sequence[tuple[float, ...]], width: int, what: str) -> Tensor:
+def _rows(batch: RankBatch, values: Sequence[tuple[float, ...]], width: int, what: str) -> Tensor:
     """The whole batch's [trajectories, width]. Raises NonFinite."""
     mine_bk = torch.tensor(values, dtype=torch.float32, device=batch.device).view(-1, width)
     whole_bk = batch.whole_rows(mine_bk)
@@ -179,7 +179,7 @@ def _rows(batch: Batch, values: Sequence[tuple[float, ...]], width: int, what: s
 
 
 def _picked(
-    spec: JobSpec, batch: Batch, whole_old_bt: Tensor | None, whole_advantages_bt: Tensor, whole_keep_bt: Tensor
+    spec: JobSpec, batch: RankBatch, whole_old_bt: Tensor | None, whole_advantages_bt: Tensor, whole_keep_bt: Tensor
 ) -> Tensor | None:
     """This rank's rows of the tokens that the loss treats apart; none where it knows of no such."""
     if whole_old_bt is None:

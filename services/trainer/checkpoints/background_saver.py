@@ -11,7 +11,7 @@ from torch.distributed import DistStoreError
 
 from millrace.errors import InvalidState, MillraceError, Unavailable
 from millrace.wire.v1 import trainer_pb2 as pb
-from services.trainer.checkpoints.checkpoint import Draft
+from services.trainer.checkpoints.checkpoint import PendingCheckpoint
 from services.trainer.ranks.heartbeats import Heartbeats
 from services.trainer.ranks.world import World
 
@@ -21,7 +21,7 @@ POLL_S = 1.0
 WRITTEN = b"written"
 
 
-class Saver:
+class BackgroundSaver:
     """This rank's. `begin` on the main thread; `outcome` from any."""
 
     def __init__(self, world: World, heartbeats: Heartbeats) -> None:
@@ -41,38 +41,38 @@ class Saver:
             what = f"rank {self._world.rank} on {self._world.host} is still writing the checkpoint before."
             raise InvalidState(what, "look at the disk there; save again later.")
 
-    def begin(self, draft: Draft, deadline_s: float, began: float) -> None:
+    def begin(self, pending: PendingCheckpoint, deadline_s: float, began: float) -> None:
         """Returns at once. `began`: time.monotonic() when the save did. All ranks begin the same saves."""
         self._number += 1
-        self.outcome = self._pool.submit(self._save, draft, self._number, began, began + deadline_s)
+        self.outcome = self._pool.submit(self._save, pending, self._number, began, began + deadline_s)
 
     def done(self, written: pb.FinishSaveResponse) -> None:
         """The newest save is there already."""
         self.outcome = Future()
         self.outcome.set_result(written)
 
-    def _save(self, draft: Draft, number: int, began: float, give_up: float) -> pb.FinishSaveResponse:
-        self._store.set(f"saved/{number}/{self._world.rank}", self._write(draft))
+    def _save(self, pending: PendingCheckpoint, number: int, began: float, give_up: float) -> pb.FinishSaveResponse:
+        self._store.set(f"saved/{number}/{self._world.rank}", self._write(pending))
         if self._world.rank != 0:
             return pb.FinishSaveResponse()
         try:
-            self._hear(draft, number, give_up)
-            size = draft.commit()
+            self._hear(pending, number, give_up)
+            size = pending.commit()
         except MillraceError as error:
-            draft.discard()
-            log.error("a checkpoint was not saved", path=str(draft.target), version=draft.version, error=str(error))
+            pending.discard()
+            log.error("a checkpoint was not saved", path=str(pending.target), version=pending.version, error=str(error))
             raise
-        return pb.FinishSaveResponse(version=draft.version, bytes=size, seconds=time.monotonic() - began)
+        return pb.FinishSaveResponse(version=pending.version, bytes=size, seconds=time.monotonic() - began)
 
-    def _write(self, draft: Draft) -> bytes:
+    def _write(self, pending: PendingCheckpoint) -> bytes:
         try:
-            draft.write()
+            pending.write()
         except Exception as error:  # the outermost loop of the thread: rank 0 hears of it
             log.exception("a part of a checkpoint was not written", rank=self._world.rank)
             return f"{type(error).__name__}: {error}".encode()
         return WRITTEN
 
-    def _hear(self, draft: Draft, number: int, give_up: float) -> None:
+    def _hear(self, pending: PendingCheckpoint, number: int, give_up: float) -> None:
         """Returns once every rank has written its part. Raises InvalidState, Unavailable."""
         answers: dict[int, bytes] = {}
         while missing := [rank for rank in range(self._world.size) if rank not in answers]:
@@ -84,11 +84,11 @@ class Saver:
                     self._store.delete_key(key)
             still = [rank for rank in missing if rank not in answers]
             if lost := {rank: "is dead or stopped" for rank in self._heartbeats.silent() if rank in still}:
-                raise Unavailable(self._told(draft, lost), _AGAIN)
+                raise Unavailable(self._told(pending, lost), _AGAIN)
             if still and time.monotonic() > give_up:
-                raise InvalidState(self._told(draft, dict.fromkeys(still, "did not finish in time")), _SLOW)
+                raise InvalidState(self._told(pending, dict.fromkeys(still, "did not finish in time")), _SLOW)
         if failed := {rank: answer.decode() for rank, answer in answers.items() if answer != WRITTEN}:
-            raise InvalidState(self._told(draft, failed), _ROOM)
+            raise InvalidState(self._told(pending, failed), _ROOM)
 
     def _wait(self, keys: list[str]) -> None:
         try:
@@ -96,9 +96,9 @@ class Saver:
         except DistStoreError:
             return
 
-    def _told(self, draft: Draft, reasons: dict[int, str]) -> str:
+    def _told(self, pending: PendingCheckpoint, reasons: dict[int, str]) -> str:
         named = (f"rank {rank} on {self._heartbeats.host(rank)}: {why}" for rank, why in sorted(reasons.items()))
-        return f"version {draft.version} was not saved to {draft.target}: {'; '.join(named)}."
+        return f"version {pending.version} was not saved to {pending.target}: {'; '.join(named)}."
 
 
 _AGAIN = "start the trainer again: its job goes on from the checkpoint before."

@@ -19,7 +19,7 @@ from millrace.wire.v1 import trainer_pb2 as pb
 from millrace.wire.v1.trainer_pb2_grpc import add_TrainerServicer_to_server
 from services.trainer.publication.gather_broadcast import Sender
 from services.trainer.ranks.commands import RanksFailed
-from services.trainer.service.server import Trainer
+from services.trainer.service.servicer import TrainerService
 from services.trainer.step.update import HALF_MADE
 from tests.services.trainer.calls import JOB, Calls
 from tests.services.trainer.groups import job_spec, random_groups
@@ -85,7 +85,7 @@ class Running:
         self.calls = Calls(f"127.0.0.1:{self._run(self._start())}")
 
     async def _start(self) -> int:
-        self.trainer = Trainer(
+        self.trainer = TrainerService(
             self.ranks, self.sender, self.ranks, member_id="trainer-1", world_size=1, on_failed=self.failures.append
         )
         services = {"millrace.v1.Trainer": lambda grpc: add_TrainerServicer_to_server(self.trainer, grpc)}

@@ -7,13 +7,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from millrace.spec.trainer import Optimizer
-from services.trainer.protocol.local_tensors import State
+from services.trainer.protocol.local_tensors import NamedTensors
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class Sharded:
-    """See `services.trainer.protocol.backend.Trained`."""
+class ShardedModel:
+    """See `services.trainer.protocol.backend.TrainableModel`."""
 
     def __init__(self, module: nn.Module, chosen: Optimizer, device: torch.device) -> None:
         self._model: Any = module
@@ -47,7 +47,7 @@ class Sharded:
     def zero_gradients(self) -> None:
         self._optimizer.zero_grad()
 
-    def state(self) -> State:
+    def state(self) -> NamedTensors:
         state = {f"model.{name}": tensor.detach() for name, tensor in self._trained.items()}
         for name, parameter in self._trained.items():
             for moment in MOMENTS:
@@ -55,7 +55,7 @@ class Sharded:
                     state[f"{moment}.{name}"] = self._optimizer.state[parameter][moment]
         return state
 
-    def prepare_state(self, updates: int) -> State:
+    def prepare_state(self, updates: int) -> NamedTensors:
         self.updates = updates
         self._optimizer.state.clear()
         for parameter in self._trained.values() if updates else ():

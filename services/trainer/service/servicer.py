@@ -19,7 +19,7 @@ from millrace.wire.v1 import trainer_pb2 as pb
 from millrace.wire.v1.trainer_pb2_grpc import TrainerServicer
 from services.trainer.publication.gather_broadcast import Sender
 from services.trainer.ranks.commands import RanksFailed
-from services.trainer.service.turns import Key, Turns
+from services.trainer.service.call_lock import CallLock, Key
 from services.trainer.step.update import is_half_made
 
 Reply = TypeVar("Reply", bound=Message)
@@ -47,14 +47,14 @@ class Ranks(Protocol):
 
 
 class Saves(Protocol):
-    """What the ranks write in the background. See `saving.Saver`."""
+    """What the ranks write in the background. See `background_saver.BackgroundSaver`."""
 
     outcome: "Future[pb.FinishSaveResponse]"
     """Of the newest save."""
 
 
 @dataclass
-class Configured:
+class ConfiguredJob:
     """The job that is loaded, and how far it is."""
 
     job_id: JobId
@@ -70,7 +70,7 @@ class Configured:
 
 
 @dataclass
-class Publishing:
+class PublicationProgress:
     """The newest publication, and what was answered in it."""
 
     state: PublicationState = field(default_factory=PublicationState)
@@ -79,7 +79,7 @@ class Publishing:
 
 
 @dataclass(frozen=True)
-class Saving:
+class SaveProgress:
     """The newest save."""
 
     key: Key
@@ -89,7 +89,7 @@ class Saving:
     outcome: "Future[pb.FinishSaveResponse]"
 
 
-class Trainer(TrainerServicer):
+class TrainerService(TrainerServicer):
     """Runs on rank 0's control thread. A caller that goes away does not end what it began."""
 
     def __init__(
@@ -108,10 +108,10 @@ class Trainer(TrainerServicer):
         self._member_id = member_id
         self._world_size = world_size
         self._on_failed = on_failed
-        self._turns = Turns()
-        self._job: Configured | None = None
-        self._publishing = Publishing()
-        self._saving: Saving | None = None
+        self._lock = CallLock()
+        self._job: ConfiguredJob | None = None
+        self._publishing = PublicationProgress()
+        self._saving: SaveProgress | None = None
         self._failure = ""
         self.trained_tokens = 0
 
@@ -121,8 +121,8 @@ class Trainer(TrainerServicer):
 
     async def drain(self) -> None:
         """Takes nothing new and waits until the ranks have done what they are doing, and a checkpoint is written."""
-        self._turns.closed = self._turns.closed or "the trainer is draining"
-        await self._turns.ended()
+        self._lock.closed = self._lock.closed or "the trainer is draining"
+        await self._lock.wait_until_free()
         await self._saved()
 
     async def Configure(
@@ -136,16 +136,16 @@ class Trainer(TrainerServicer):
             job = await self._take_over(key, lambda: self._configure(request, spec), reason)
         return pb.ConfigureTrainerResponse(version=job.version, world_size=self._world_size, parameters=job.parameters)
 
-    async def _configure(self, request: pb.ConfigureTrainerRequest, spec: JobSpec) -> Configured:
+    async def _configure(self, request: pb.ConfigureTrainerRequest, spec: JobSpec) -> ConfiguredJob:
         await self._saved()
         self._job = None
         deadline_s = of_job(spec.deadlines)["Trainer/Configure"]
         reply = await self._told(request, pb.ConfigureTrainerResponse(), deadline_s)
         version = Version(reply.version)
-        self._job = Configured(
+        self._job = ConfiguredJob(
             JobId(request.job_id), request.checkpoint, request.configuration, spec, version, reply.parameters
         )
-        self._publishing = Publishing()
+        self._publishing = PublicationProgress()
         return self._job
 
     async def Step(self, request: pb.StepRequest, context: grpc.aio.ServicerContext) -> pb.StepResponse:
@@ -158,9 +158,9 @@ class Trainer(TrainerServicer):
                 f"ask for step {job.version + 1}, or load the checkpoint that step {request.step} follows.",
             )
         key = ("Step", request.job_id, request.step)
-        return await self._turns.take(key, lambda: self._step(request, job))
+        return await self._lock.run(key, lambda: self._step(request, job))
 
-    async def _step(self, request: pb.StepRequest, job: Configured) -> pb.StepResponse:
+    async def _step(self, request: pb.StepRequest, job: ConfiguredJob) -> pb.StepResponse:
         try:
             reply = await self._told(request, pb.StepResponse(), job.deadline("Step"))
         except MillraceError as error:
@@ -192,7 +192,7 @@ class Trainer(TrainerServicer):
         return await self._take_over(key, lambda: self._prepare(request, state), reason)
 
     async def _prepare(self, request: pb.PrepareSendRequest, state: PublicationState) -> pb.PrepareSendResponse:
-        publishing = self._publishing = Publishing(state)
+        publishing = self._publishing = PublicationProgress(state)
         publishing.prepared = await self._phase(
             publishing, request, pb.PrepareSendResponse(), DEADLINES_S["Trainer/PreparePublication"]
         )
@@ -207,10 +207,14 @@ class Trainer(TrainerServicer):
         if publishing.sent is not None:
             return publishing.sent
         key = ("TransferPublication", publication)
-        return await self._turns.take(key, lambda: self._transfer(request, publishing, state, job))
+        return await self._lock.run(key, lambda: self._transfer(request, publishing, state, job))
 
     async def _transfer(
-        self, request: pb.TransferSendRequest, publishing: Publishing, state: PublicationState, job: Configured
+        self,
+        request: pb.TransferSendRequest,
+        publishing: PublicationProgress,
+        state: PublicationState,
+        job: ConfiguredJob,
     ) -> pb.TransferSendResponse:
         publishing.state = state
         deadline_s = job.deadline("TransferPublication") + ENDS_S
@@ -238,19 +242,19 @@ class Trainer(TrainerServicer):
         saving = self._saving
         if saving is not None and saving.key == key and not saving.outcome.done():
             return saving.answer
-        return await self._turns.take(key, lambda: self._save(request, job, key))
+        return await self._lock.run(key, lambda: self._save(request, job, key))
 
-    async def _save(self, request: pb.SaveRequest, job: Configured, key: Key) -> pb.SaveResponse:
+    async def _save(self, request: pb.SaveRequest, job: ConfiguredJob, key: Key) -> pb.SaveResponse:
         await self._saved()
         answer = await self._told(request, pb.SaveResponse(), job.deadline("Save"))
-        self._saving = Saving(key, request.job_id, request.path, answer, self._saves.outcome)
+        self._saving = SaveProgress(key, request.job_id, request.path, answer, self._saves.outcome)
         return answer
 
     async def FinishSave(
         self, request: pb.FinishSaveRequest, context: grpc.aio.ServicerContext
     ) -> pb.FinishSaveResponse:
-        if self._turns.current is not None and self._turns.current.key[:3] == ("Save", request.job_id, request.path):
-            await self._turns.ended()
+        if self._lock.current is not None and self._lock.current.key[:3] == ("Save", request.job_id, request.path):
+            await self._lock.wait_until_free()
         saving = self._saving
         if saving is None or (saving.job_id, saving.path) != (request.job_id, request.path):
             raise NotFound(f"{self._member_id} began no checkpoint at {request.path}.", "ask it to save there.")
@@ -274,7 +278,7 @@ class Trainer(TrainerServicer):
             self._job = job
             return reply
 
-        return await self._turns.take(("Load", request.job_id, request.path), load)
+        return await self._lock.run(("Load", request.job_id, request.path), load)
 
     async def GetStatus(self, request: pb.TrainerStatusRequest, context: grpc.aio.ServicerContext) -> pb.TrainerStatus:
         job = self._job
@@ -292,17 +296,17 @@ class Trainer(TrainerServicer):
     def _state(self) -> pb.TrainerState:
         if self._failure:
             return pb.TRAINER_STATE_FAILED
-        if self._turns.current is not None:
-            return STATES[self._turns.current.key[0]]
+        if self._lock.current is not None:
+            return STATES[self._lock.current.key[0]]
         return pb.TRAINER_STATE_READY if self._job else pb.TRAINER_STATE_IDLE
 
-    def _configured_for(self, job_id: str) -> Configured:
+    def _configured_for(self, job_id: str) -> ConfiguredJob:
         if self._job is None or self._job.job_id != job_id:
             what = f"the trainer holds {self._job.job_id if self._job else 'no job'}, not {job_id}."
             raise Fenced(what, "configure it for that job first.")
         return self._job
 
-    async def _phase(self, publishing: Publishing, request: Message, reply: Reply, deadline_s: float) -> Reply:
+    async def _phase(self, publishing: PublicationProgress, request: Message, reply: Reply, deadline_s: float) -> Reply:
         """A phase on the ranks; where it fails, so has the publication."""
         try:
             return await self._told(request, reply, deadline_s)
@@ -313,20 +317,20 @@ class Trainer(TrainerServicer):
     async def _take_over(self, key: Key, work: Callable[[], Awaitable[T]], reason: str) -> T:
         """The next turn, whatever somebody began who has gone: a transfer is ended, everything else is waited for."""
         await self._end_transfer(reason)
-        return await self._turns.take(key, work, patient=True)
+        return await self._lock.run(key, work, wait=True)
 
     async def _end_transfer(self, reason: str) -> None:
         """Aborts a transfer in progress and waits until the ranks are free again."""
-        if self._turns.current is not None and self._turns.current.key[0] == "TransferPublication":
+        if self._lock.current is not None and self._lock.current.key[0] == "TransferPublication":
             await asyncio.to_thread(self._sender.abort, reason)
-            await self._turns.ended()
+            await self._lock.wait_until_free()
 
     async def _told(self, request: Message, reply: Reply, deadline_s: float) -> Reply:
         """Has the ranks do it. Where they cannot go on, neither can this process."""
         try:
             return await asyncio.to_thread(self._ranks.call, request, reply, deadline_s)
         except RanksFailed as error:
-            self._failure = self._turns.closed = str(error)
+            self._failure = self._lock.closed = str(error)
             self._on_failed(self._failure)
             raise
 

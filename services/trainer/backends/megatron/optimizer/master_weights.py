@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
-class Owned:
+class OwnedRange:
     """A run of a parameter whose optimizer state this rank keeps: all of it, or its share of the distributed one."""
 
     parameter: nn.Parameter
@@ -31,13 +31,13 @@ class Owned:
         return state[name].view(-1) if name in state and not _untouched(self.inner) else None
 
 
-def owned(part: MegatronOptimizer) -> Iterator[Owned]:
+def owned(part: MegatronOptimizer) -> Iterator[OwnedRange]:
     inner: Any = part.optimizer
     if isinstance(inner, HybridDeviceOptimizer):
         yield from _owned_by_several(part)
     elif _has_masters(inner):
         for parameter, shard, first in _shards(part):
-            yield Owned(parameter, _master(inner, shard), first, inner, shard)
+            yield OwnedRange(parameter, _master(inner, shard), first, inner, shard)
     elif isinstance(part, DistributedOptimizer):
         pairs = [
             *zip(part.model_fp32_groups, part.shard_fp32_groups, strict=True),
@@ -46,15 +46,15 @@ def owned(part: MegatronOptimizer) -> Iterator[Owned]:
         for parameters, masters in pairs:
             for parameter, master in zip(parameters, masters, strict=True):
                 first = part._get_model_param_range_map(parameter)["param"].start
-                yield Owned(parameter, master.detach(), first, inner, master)
+                yield OwnedRange(parameter, master.detach(), first, inner, master)
     elif isinstance(part, Float16OptimizerWithFloat16Params):
         for parameters, masters in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
             for parameter, master in zip(parameters, masters, strict=True):
-                yield Owned(parameter, master.detach().view(-1), 0, inner, master)
+                yield OwnedRange(parameter, master.detach().view(-1), 0, inner, master)
         for parameters in part.fp32_from_fp32_groups:
-            yield from (Owned(p, p.detach().view(-1), 0, inner, p) for p in parameters)
+            yield from (OwnedRange(p, p.detach().view(-1), 0, inner, p) for p in parameters)
     else:
-        yield from (Owned(p, p.detach().view(-1), 0, inner, p) for p in part.get_parameters())
+        yield from (OwnedRange(p, p.detach().view(-1), 0, inner, p) for p in part.get_parameters())
 
 
 def copy_to_parameters(part: MegatronOptimizer) -> None:
@@ -138,7 +138,7 @@ def _untouched(inner: torch.optim.Optimizer) -> bool:
     return _has_masters(inner) and not any("step" in group for group in inner.param_groups)
 
 
-def _owned_by_several(part: DistributedOptimizer) -> Iterator[Owned]:
+def _owned_by_several(part: DistributedOptimizer) -> Iterator[OwnedRange]:
     """Of an optimizer that is partly on the host: the master weights are its own."""
     hybrid = part.optimizer
     homes = {
@@ -146,7 +146,7 @@ def _owned_by_several(part: DistributedOptimizer) -> Iterator[Owned]:
     }
     for parameter, shard, first in _shards(part):
         master = hybrid.param_to_inner_param[shard]
-        yield Owned(parameter, master.detach(), first, homes[id(master)], master)
+        yield OwnedRange(parameter, master.detach(), first, homes[id(master)], master)
 
 
 def _shards(part: DistributedOptimizer) -> Iterator[tuple[nn.Parameter, Tensor, int]]:

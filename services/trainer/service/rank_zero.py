@@ -16,19 +16,19 @@ from millrace.wire.channel import PROTOCOL_VERSION, Peer
 from millrace.wire.server import Server
 from millrace.wire.v1 import fleet_pb2
 from millrace.wire.v1.trainer_pb2_grpc import add_TrainerServicer_to_server
-from services.trainer.checkpoints.saving import Saver
+from services.trainer.checkpoints.background_saver import BackgroundSaver
 from services.trainer.membership import Membership
 from services.trainer.publication.gather_broadcast import Sender
 from services.trainer.ranks.commands import Caller
 from services.trainer.ranks.world import World
-from services.trainer.service.server import Trainer
+from services.trainer.service.servicer import TrainerService
 
 log = structlog.get_logger(__name__)
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
-class Front:
+class RankZero:
     """What rank 0 shows to others."""
 
     def __init__(
@@ -36,7 +36,7 @@ class Front:
         world: World,
         caller: Caller,
         sender: Sender,
-        saver: Saver,
+        saver: BackgroundSaver,
         member_id: MemberId,
         coordinator: str,
         loop: asyncio.AbstractEventLoop,
@@ -48,7 +48,9 @@ class Front:
         self._loop = loop
         self._ended = asyncio.Event()
         self._failure = ""
-        self._trainer = Trainer(caller, sender, saver, member_id=member_id, world_size=world.size, on_failed=self._fail)
+        self._trainer = TrainerService(
+            caller, sender, saver, member_id=member_id, world_size=world.size, on_failed=self._fail
+        )
 
     def start(self, host: str, port: int) -> None:
         """Serves on the control thread. At the end the ranks are told to stop; after a failure this process ends at
