@@ -63,3 +63,8 @@ class Unavailable(MillraceError):
 
 class NonFinite(MillraceError):
     """NaN or infinity in log-probabilities, rewards, advantages or gradients; names the trajectory."""
+
+
+class PartialStep(MillraceError):
+    """A training step failed after some of its updates were written. The weights belong to no version and are given
+    up; the job resumes from its last checkpoint."""

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 import grpc
 from google.protobuf.message import Message
 
-from millrace.errors import Fenced, InvalidJob, MillraceError, NotFound
+from millrace.errors import Fenced, InvalidJob, MillraceError, NotFound, PartialStep
 from millrace.ids import JobId, Version
 from millrace.spec import JobSpec, parse
 from millrace.weights.phases import Phase, PublicationId, PublicationState
@@ -20,7 +20,6 @@ from millrace.wire.v1.trainer_pb2_grpc import TrainerServicer
 from services.trainer.publication.gather_broadcast import Sender
 from services.trainer.ranks.commands import RanksFailed
 from services.trainer.service.call_lock import CallLock, Key
-from services.trainer.step.update import is_half_made
 
 Reply = TypeVar("Reply", bound=Message)
 T = TypeVar("T")
@@ -163,9 +162,8 @@ class TrainerService(TrainerServicer):
     async def _step(self, request: pb.StepRequest, job: ConfiguredJob) -> pb.StepResponse:
         try:
             reply = await self._told(request, pb.StepResponse(), job.deadline("Step"))
-        except MillraceError as error:
-            if is_half_made(error):
-                self._job = None  # so it is on the ranks
+        except PartialStep:
+            self._job = None  # as on the ranks
             raise
         job.version, job.last_step = Version(reply.version), (request.step, reply)
         self.trained_tokens += sum(sum(group.response_tokens) for group in request.groups)

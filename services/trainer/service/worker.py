@@ -10,7 +10,7 @@ import structlog
 import torch
 from google.protobuf.message import Message
 
-from millrace.errors import InvalidState, MillraceError
+from millrace.errors import InvalidState, PartialStep
 from millrace.ids import JobId, Version
 from millrace.rl.registry import functions as registry
 from millrace.spec import JobSpec
@@ -26,7 +26,6 @@ from services.trainer.ranks.event_loop import ControlThread
 from services.trainer.ranks.world import World
 from services.trainer.step.kl import KlCoefficient
 from services.trainer.step.step import train_step
-from services.trainer.step.update import is_half_made
 
 log = structlog.get_logger(__name__)
 
@@ -83,9 +82,8 @@ class Worker:
         job = self._loaded()
         try:
             metrics = train_step(job.spec, job.backend, request, self._control, job.coefficient)
-        except MillraceError as error:
-            if is_half_made(error):
-                self._job = None
+        except PartialStep:
+            self._job = None
             raise
         job.version = Version(request.step)
         return pb.StepResponse(version=job.version, metrics=metrics)

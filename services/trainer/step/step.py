@@ -2,7 +2,7 @@
 
 import torch
 
-from millrace.errors import InvalidJob, NonFinite
+from millrace.errors import InvalidJob, NonFinite, PartialStep
 from millrace.spec import JobSpec
 from millrace.wire.v1.trainer_pb2 import StepRequest
 from services.trainer.protocol.backend import Backend
@@ -14,16 +14,25 @@ from services.trainer.step.kl import KlCoefficient, observed
 from services.trainer.step.loss_inputs import make_loss_inputs, passes_needed, run_passes
 from services.trainer.step.metrics import Clock, mismatch_apart, over_updates
 from services.trainer.step.schedule import random_seed
-from services.trainer.step.update import HALF_MADE, NOTHING_WRITTEN, UpdateResult, update
+from services.trainer.step.update import UpdateResult, update
 from services.trainer.step.utilisation import utilisation
+
+UNCHANGED = "nothing was written to the weights."
+GIVEN_UP = (
+    "earlier updates of this step were written, so the trainer gives these weights up: `millrace resume` continues from"
+    " the last checkpoint."
+)
 
 
 def train_step(
     spec: JobSpec, backend: Backend, request: StepRequest, control: ControlThread, coefficient: KlCoefficient
 ) -> dict[str, float]:
-    """One step; returns its metrics and moves the KL coefficient on. Raises NonFinite, with the trajectory named, where
-    a number is none, InvalidJob where a user's own loss fails: the weights are as they were, or else the fix begins
-    with HALF_MADE; InvalidState or Unavailable where trajectories cannot be had."""
+    """One step; returns its metrics and moves the KL coefficient on.
+
+    Raises NonFinite, with the trajectory named, for a NaN or an infinity, InvalidJob where a user's own loss fails:
+    the weights are unchanged. PartialStep for the same failures after the first of several updates. InvalidState or
+    Unavailable where trajectories are not available.
+    """
     clock, parallel, spec = Clock(), backend.data_parallel, coefficient.of(spec)
     torch.manual_seed(random_seed(spec, request.step, parallel.rank))
     with clock("fetch"), collectives.fail_together():
@@ -45,8 +54,8 @@ def train_step(
             updates.append(update(spec, backend, batch, microbatches, columns, request.step, clock))
         except (InvalidJob, NonFinite) as error:
             if updates:
-                raise type(error)(error.what, HALF_MADE + error.fix.removeprefix(NOTHING_WRITTEN)) from error
-            raise
+                raise PartialStep(error.what, f"{GIVEN_UP} {error.fix}") from error
+            raise type(error)(error.what, f"{UNCHANGED} {error.fix}") from error
     # The first update's pass is over the weights that the step began with, so it can be compared with the engine's.
     train_bt, mask_bt = updates[0].logprobs_bt, updates[0].mask_bt
     if train_bt is None:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from millrace.errors import InvalidJob, MillraceError, NonFinite
+from millrace.errors import InvalidJob, NonFinite
 from millrace.rl.aggregation import BatchTotals
 from millrace.rl.checks import check_finite
 from millrace.rl.metrics.loss_metrics import summarised
@@ -23,19 +23,7 @@ from services.trainer.step.metrics import Clock, over_ranks
 from services.trainer.step.schedule import critic_learning_rate, learning_rate
 
 CLIP_EPS = 1e-6
-_LOOK = "Look at that trajectory; lower the learning rate or compute in float32 if its gradient overflowed."
-NOTHING_WRITTEN = "nothing was written to the weights. "
-_FIX = NOTHING_WRITTEN + _LOOK
-HALF_MADE = (
-    "updates before it in this step were written, so the trainer lets these weights go: `millrace resume` goes on from"
-    " the last checkpoint. "
-)
-"""How the fix of an error begins after which the weights belong to no version."""
-
-
-def is_half_made(error: MillraceError) -> bool:
-    """Whether the step that `error` ended had written updates before."""
-    return error.fix.startswith(HALF_MADE)
+_FIX = "Look at that trajectory; lower the learning rate or compute in float32 if its gradient overflowed."
 
 
 @dataclass(frozen=True)

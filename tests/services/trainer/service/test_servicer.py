@@ -12,7 +12,16 @@ from typing import Any
 
 import pytest
 
-from millrace.errors import Fenced, InvalidJob, InvalidState, NonFinite, NotFound, PublicationFailed, Unavailable
+from millrace.errors import (
+    Fenced,
+    InvalidJob,
+    InvalidState,
+    NonFinite,
+    NotFound,
+    PartialStep,
+    PublicationFailed,
+    Unavailable,
+)
 from millrace.wire.methods import TrainerRpc
 from millrace.wire.server import Server
 from millrace.wire.v1 import trainer_pb2 as pb
@@ -20,7 +29,6 @@ from millrace.wire.v1.trainer_pb2_grpc import add_TrainerServicer_to_server
 from services.trainer.publication.gather_broadcast import Sender
 from services.trainer.ranks.commands import RanksFailed
 from services.trainer.service.servicer import TrainerService
-from services.trainer.step.update import HALF_MADE
 from tests.services.trainer.calls import JOB, Calls
 from tests.services.trainer.groups import job_spec, random_groups
 from tests.services.trainer.publication.receiver import reference
@@ -238,10 +246,10 @@ def test_a_failed_step_leaves_the_version_and_can_be_asked_again(ready: Running)
     assert ready.calls.step(1, GROUPS, "nowhere:1").version == 1
 
 
-def test_a_step_half_made_costs_the_weights(ready: Running, tmp_path: Path) -> None:
+def test_a_partial_step_costs_the_weights(ready: Running, tmp_path: Path) -> None:
     """Nobody publishes or saves them, and who asks finds a trainer that has to be configured."""
-    ready.ranks.error = NonFinite("gradients of the policy: their norm is nan.", HALF_MADE)
-    with pytest.raises(NonFinite, match="their norm is nan"):
+    ready.ranks.error = PartialStep("gradients of the policy: their norm is nan.", "look at it.")
+    with pytest.raises(PartialStep, match="their norm is nan"):
         ready.calls.step(1, GROUPS, "nowhere:1")
     status = ready.calls.status()
     assert (status.job_id, status.version, status.state) == ("", -1, pb.TRAINER_STATE_IDLE)

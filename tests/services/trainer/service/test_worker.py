@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from millrace.errors import InvalidState, NonFinite
+from millrace.errors import InvalidState, MillraceError, NonFinite, PartialStep
 from millrace.wire.v1 import trainer_pb2 as pb
 from services.trainer.publication.gather_broadcast import Sender
 from services.trainer.ranks.world import World
 from services.trainer.service import worker
 from services.trainer.service.worker import Worker
-from services.trainer.step.update import HALF_MADE
 from tests.services.trainer.groups import job_spec
 
 
@@ -57,18 +56,20 @@ def test_the_job_before_is_out_of_memory_when_the_next_is_built(
     assert alive == [0, 0, 0]
 
 
-@pytest.mark.parametrize("fix", [HALF_MADE, "look at it."])
-def test_a_step_half_made_costs_the_weights(fix: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [PartialStep, NonFinite])
+def test_a_partial_step_costs_the_weights(
+    kind: type[MillraceError], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """One of which nothing was written does not."""
 
     def train_step(*arguments: Any) -> dict[str, float]:
-        raise NonFinite("gradients of the policy: their norm is nan.", fix)
+        raise kind("gradients of the policy: their norm is nan.", "look at it.")
 
     monkeypatch.setattr(worker, "build", lambda *arguments: Model())
     monkeypatch.setattr(worker, "train_step", train_step)
     rank = worker_alone()
     rank.configure(pb.ConfigureTrainerRequest(job_id="job-1", spec=job_spec(tmp_path / "model").model_dump_json()))
-    with pytest.raises(NonFinite, match="their norm is nan"):
+    with pytest.raises(kind, match="their norm is nan"):
         rank.step(pb.StepRequest(job_id="job-1", step=1))
-    with pytest.raises(InvalidState, match="no job is loaded") if fix == HALF_MADE else pytest.raises(NonFinite):
+    with pytest.raises(InvalidState, match="no job is loaded") if kind is PartialStep else pytest.raises(NonFinite):
         rank.step(pb.StepRequest(job_id="job-1", step=1))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from millrace.errors import InvalidState, NonFinite
+from millrace.errors import InvalidState, NonFinite, PartialStep
 from millrace.spec import JobSpec
 from millrace.wire.arrays import pack_logprobs
 from millrace.wire.v1 import common_pb2
@@ -17,8 +17,7 @@ from services.trainer.backends import build
 from services.trainer.ranks.event_loop import ControlThread
 from services.trainer.step.kl import KlCoefficient
 from services.trainer.step.schedule import learning_rate
-from services.trainer.step.step import train_step
-from services.trainer.step.update import HALF_MADE
+from services.trainer.step.step import GIVEN_UP, UNCHANGED, train_step
 from tests.services.trainer.coordinator import ScriptedCoordinator
 from tests.services.trainer.groups import job_spec, random_groups, refs
 from tests.services.trainer.step.plain_grpo import Plain
@@ -171,13 +170,13 @@ def test_a_number_that_is_none_stops_the_step(
     groups = random_groups(4, 4, seed=1)
     with pytest.raises(NonFinite, match=poison(groups)) as raised:
         step(2, groups)
-    assert not raised.value.fix.startswith(HALF_MADE)
+    assert type(raised.value) is NonFinite
     for name, tensor in backend.state().items():
         assert torch.equal(tensor.full_tensor(), before[name]), name
     assert math.isfinite(step(2, random_groups(4, 4, seed=2))["actor/grad_norm"])
 
 
-def test_a_bad_gradient_names_its_trajectory_and_gives_up_a_step_half_made(
+def test_a_bad_gradient_names_its_trajectory_and_gives_up_a_partial_step(
     one_rank: torch.device,
     control: ControlThread,
     served: ScriptedCoordinator,
@@ -204,9 +203,9 @@ def test_a_bad_gradient_names_its_trajectory_and_gives_up_a_step_half_made(
         return forward_backward(microbatches, explode, temperature=temperature)
 
     monkeypatch.setattr(backend, "forward_backward", overflowing)
-    with pytest.raises(NonFinite, match=f"gradients.*prompt {prompt_id}, sample 2") as raised:
+    with pytest.raises(PartialStep, match=f"gradients.*prompt {prompt_id}, sample 2") as raised:
         step(2, groups)
-    assert raised.value.fix.startswith(HALF_MADE) and backend.updates == 3
+    assert raised.value.fix.startswith(GIVEN_UP) and UNCHANGED not in raised.value.fix and backend.updates == 3
     assert all(tensor.full_tensor().isfinite().all() for tensor in backend.state().values())
 
 
