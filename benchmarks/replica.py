@@ -28,7 +28,6 @@ from millrace.spec import JobSpec, parse
 from millrace.telemetry import logs
 from millrace.wire.channel import Peer
 from millrace.wire.server import Server
-from services.rollout.membership import Membership
 from services.rollout.replica import Replica
 from services.rollout.server import servicers
 from services.rollout.work.leases import Leases
@@ -112,7 +111,7 @@ async def measure(model: Path, options: argparse.Namespace) -> dict[str, Any]:
     replica = Replica(leases._member_id, options.engine, "bench", leases)
     server = Server(servicers(replica), "127.0.0.1", 0)
     await server.start()
-    membership = Membership(calls, replica, f"127.0.0.1:{server.port}", 60.0)
+    membership = replica.membership(calls, f"127.0.0.1:{server.port}", 60.0)
     await membership.join()
     loops = [asyncio.create_task(membership.run()), asyncio.create_task(leases.run())]
     try:

@@ -14,10 +14,10 @@ from millrace.errors import MillraceError
 from millrace.ids import MemberId, new_member_id
 from millrace.telemetry import logs
 from millrace.wire.channel import Peer
+from millrace.wire.membership import Membership
 from millrace.wire.server import Server, host_address
 from services.rollout.engines import ENGINES, probe
 from services.rollout.lifeline import kill_descendants
-from services.rollout.membership import Membership
 from services.rollout.replica import Replica
 from services.rollout.server import servicers
 from services.rollout.work.leases import Leases
@@ -94,11 +94,11 @@ async def _serve(member_id: MemberId, options: Options) -> int:
     replica = Replica(member_id, options.engine, options.engine_release, leases)
     bind = options.host if options.host in ("127.0.0.1", "localhost", "::1") else "0.0.0.0"
     server = Server(servicers(replica), bind, options.port)
-    membership = Membership(coordinator, replica, f"{options.host}:{server.port}", options.patience_s)
+    membership = replica.membership(coordinator, f"{options.host}:{server.port}", options.patience_s)
     leases.on_forgotten, leases.on_death = membership.forgotten, replica.died_of
     stops = _signals()
     await server.start()
-    beating = asyncio.create_task(_beat(membership))
+    beating = asyncio.create_task(membership.run())
     pulling = asyncio.create_task(leases.run())
     try:
         reason = await _until_ending(replica, stops, beating, pulling)
@@ -113,11 +113,6 @@ async def _serve(member_id: MemberId, options: Options) -> int:
     await server.stop(1.0)
     await coordinator.close()
     return 1 if replica.died.is_set() else 0
-
-
-async def _beat(membership: Membership) -> None:
-    await membership.join()
-    await membership.run()
 
 
 def _signals() -> asyncio.Queue[int]:

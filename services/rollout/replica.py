@@ -2,16 +2,20 @@
 
 import asyncio
 import json
+import socket
 import time
 
 import structlog
 
+import millrace
 from millrace.errors import InvalidState, PublicationFailed
 from millrace.ids import JobId, MemberId, Version
 from millrace.spec import JobSpec
 from millrace.weights.plans import wire_layouts as sides
 from millrace.weights.plans.manifest import Manifest
-from millrace.wire.v1 import rollout_pb2
+from millrace.wire.channel import PROTOCOL_VERSION, Peer
+from millrace.wire.membership import Membership
+from millrace.wire.v1 import fleet_pb2, rollout_pb2
 from services.rollout.engine import Engine, EngineDied, Load
 from services.rollout.engines import create
 from services.rollout.weights.receiver import Receiver
@@ -171,6 +175,37 @@ class Replica:
             self.died_of(error)
             return Load(0, 0), 0
         return load, max(0, self.engine.capacity - load.running - load.waiting)
+
+    def membership(self, coordinator: Peer, address: str, patience_s: float) -> Membership:
+        """This replica's membership in the fleet. `address`: host:port of its own server, as others reach it."""
+        return Membership(
+            coordinator, self.member_id, lambda: self._registration(address), self._heartbeat, self.drain, patience_s
+        )
+
+    def _registration(self, address: str) -> fleet_pb2.RegisterRequest:
+        return fleet_pb2.RegisterRequest(
+            member_id=self.member_id,
+            kind=fleet_pb2.MEMBER_KIND_ROLLOUT,
+            address=address,
+            protocol_version=PROTOCOL_VERSION,
+            release=millrace.__version__,
+            engine=self.engine_name,
+            engine_release=self.engine_release,
+            world_size=(self.engine.world_size if self.engine else 0) or 1,
+            host=socket.gethostname(),
+            device=self.engine.device if self.engine else "",
+        )
+
+    def _heartbeat(self) -> fleet_pb2.HeartbeatRequest:
+        load, free = self.load()
+        return fleet_pb2.HeartbeatRequest(
+            member_id=self.member_id,
+            running=load.running,
+            waiting=load.waiting,
+            free=free,
+            version=-1 if self.version is None else self.version,
+            tokens=self.leases.generated_tokens,
+        )
 
     async def close(self) -> None:
         """Ends everything, and gives back what is still held. An engine that is just starting is left to the caller to

@@ -13,11 +13,11 @@ import millrace
 from millrace.errors import InvalidState, MillraceError
 from millrace.ids import MemberId
 from millrace.wire.channel import PROTOCOL_VERSION, Peer
+from millrace.wire.membership import Membership
 from millrace.wire.server import Server
 from millrace.wire.v1 import fleet_pb2
 from millrace.wire.v1.trainer_pb2_grpc import add_TrainerServicer_to_server
 from services.trainer.checkpoints.background_saver import BackgroundSaver
-from services.trainer.membership import Membership
 from services.trainer.publication.gather_broadcast import Sender
 from services.trainer.ranks.commands import Caller
 from services.trainer.ranks.world import World
@@ -77,8 +77,10 @@ class RankZero:
         address = f"{host}:{server.port}"
         log.info("trainer serves", address=address, ranks=self._world.size, device=str(self._world.device))
         coordinator = Peer(self._coordinator)
-        membership = Membership(coordinator, self._registration(address), self._beat, self.drain)
-        keeping = asyncio.create_task(membership.keep())
+        membership = Membership(
+            coordinator, self._member_id, lambda: self._registration(address), self._heartbeat, self.drain
+        )
+        keeping = asyncio.create_task(membership.run())
         keeping.add_done_callback(self._refused)
         await self._ended.wait()
         if not self._failure:
@@ -119,7 +121,7 @@ class RankZero:
             device=_device(self._world),
         )
 
-    def _beat(self) -> fleet_pb2.HeartbeatRequest:
+    def _heartbeat(self) -> fleet_pb2.HeartbeatRequest:
         return fleet_pb2.HeartbeatRequest(
             member_id=self._member_id, version=self._trainer.version, tokens=self._trainer.trained_tokens
         )

@@ -9,8 +9,8 @@ from pathlib import Path
 from millrace.ids import new_member_id
 from millrace.spec import JobSpec
 from millrace.wire.channel import Peer
+from millrace.wire.membership import Membership
 from millrace.wire.server import Server
-from services.rollout.membership import Membership
 from services.rollout.replica import Replica
 from services.rollout.server import servicers
 from services.rollout.work.leases import Leases
@@ -54,7 +54,7 @@ async def replica_stack(
     leases = Leases(calls, member_id)
     replica = Replica(member_id, engine, "test", leases)
     server = Server(servicers(replica), "127.0.0.1", 0)
-    membership = Membership(calls, replica, f"127.0.0.1:{server.port}", patience_s)
+    membership = replica.membership(calls, f"127.0.0.1:{server.port}", patience_s)
     leases.on_forgotten, leases.on_death = membership.forgotten, replica.died_of
     await server.start()
     await membership.join()

@@ -65,7 +65,7 @@ def test_waits_for_a_coordinator_that_is_down(tmp_path: Path) -> None:
     with coordinator() as first:
         port = int(first.address.rsplit(":", 1)[1])
     with trainer(first, tmp_path / "log") as running:
-        until(lambda: "not in the fleet yet" in running.text(), running)
+        until(lambda: "waiting for the coordinator" in running.text(), running)
         with coordinator(first.script, port):
             until(lambda: first.script.registrations == 1, running)
             assert running.stop() == 0

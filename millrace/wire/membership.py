@@ -1,0 +1,104 @@
+"""Membership in the coordinator's fleet, for trainer and replicas alike: register, heartbeat, leave."""
+
+import asyncio
+import math
+import time
+from collections.abc import Callable
+
+import structlog
+
+from millrace.errors import InvalidState, MillraceError, NotFound, Unavailable
+from millrace.ids import MemberId
+from millrace.wire.channel import Peer
+from millrace.wire.method import Request, Response, Unary
+from millrace.wire.methods import FleetRpc
+from millrace.wire.v1 import fleet_pb2
+
+log = structlog.get_logger(__name__)
+FIRST_RETRY_S = 0.2
+LONGEST_RETRY_S = 1.0
+
+
+class Membership:
+    """Keeps one process a member of the fleet.
+
+    `registration` and `heartbeat` make each request from what the process is at that moment. `on_drain` is called with
+    every heartbeat after somebody asked this member to drain. `patience_s`: how long the coordinator may be unreachable
+    before the member gives up.
+    """
+
+    def __init__(
+        self,
+        coordinator: Peer,
+        member_id: MemberId,
+        registration: Callable[[], fleet_pb2.RegisterRequest],
+        heartbeat: Callable[[], fleet_pb2.HeartbeatRequest],
+        on_drain: Callable[[], None],
+        patience_s: float = math.inf,
+    ) -> None:
+        self._coordinator = coordinator
+        self._member_id = member_id
+        self._registration = registration
+        self._heartbeat = heartbeat
+        self._on_drain = on_drain
+        self._patience_s = patience_s
+        self._heartbeat_s = 1.0
+        self._registered = False
+
+    def forgotten(self) -> None:
+        """The coordinator does not know this member: before the next heartbeat it registers again, with the same id."""
+        self._registered = False
+
+    async def join(self) -> None:
+        """Registers. Raises InvalidState where the coordinator refuses this member (another protocol version, a wrong
+        token), Unavailable where it cannot be reached within the patience."""
+        reply = await self._patiently(FleetRpc.Register, self._registration())
+        self._heartbeat_s = reply.heartbeat_s
+        self._registered = True
+        log.info("registered", coordinator=self._coordinator.address, epoch=reply.epoch)
+
+    async def run(self) -> None:
+        """Stays a member until cancelled. Raises as `join`."""
+        while True:
+            if not self._registered:
+                await self.join()
+            try:
+                reply = await self._patiently(FleetRpc.Heartbeat, self._heartbeat())
+            except NotFound:
+                log.warning("the coordinator does not know this member; registering again")
+                self._registered = False
+                continue
+            if reply.drain:
+                self._on_drain()
+            await asyncio.sleep(self._heartbeat_s)
+
+    async def drain(self) -> None:
+        """Tells the coordinator, if it can be reached, that this member takes no more work."""
+        await self._try(FleetRpc.Drain, fleet_pb2.DrainRequest(member_id=self._member_id))
+
+    async def leave(self, reason: str) -> None:
+        """Tells the coordinator, if it can be reached, that this member is gone."""
+        await self._try(FleetRpc.Leave, fleet_pb2.LeaveRequest(member_id=self._member_id, reason=reason))
+
+    async def _patiently(self, method: Unary[Request, Response], request: Request) -> Response:
+        """One call, repeated while the coordinator does not answer it and the patience lasts."""
+        since, pause_s = time.monotonic(), FIRST_RETRY_S
+        while True:
+            try:
+                return await self._coordinator.call(method, request)
+            except (InvalidState, NotFound):
+                raise
+            except MillraceError as error:
+                waited_s = time.monotonic() - since
+                if waited_s > self._patience_s:
+                    what = f"the coordinator has not answered for {waited_s:.0f} s: {error.what}"
+                    raise Unavailable(what, "start it, or give its address with --coordinator.") from error
+                log.warning("waiting for the coordinator", method=method.name, error=str(error))
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_RETRY_S)
+
+    async def _try(self, method: Unary[Request, Response], request: Request) -> None:
+        try:
+            await self._coordinator.call(method, request)
+        except MillraceError as error:
+            log.info("the coordinator was not told", method=method.name, error=str(error))
