@@ -37,7 +37,8 @@ from millrace.local.ports import free_port
 from millrace.local.stack import Stack
 from millrace.rest import JobState
 from millrace.spec.rollout import ENGINES
-from millrace.telemetry.names import MISMATCH
+from millrace.telemetry.metrics.catalogue import find
+from millrace.telemetry.metrics.step.mismatch import MISMATCH_SUMMARY
 
 REWARD = """def compute_score(data_source, solution_str, ground_truth, extra_info):
     return (sum(solution_str.encode()) % 101) / 100
@@ -199,7 +200,7 @@ def _figures(client: Client, job_id: str, told: dict[str, float]) -> dict[str, A
         "gen_s": statistics.median(row.values["timing_s/gen"] for row in rows),
         "mismatch": {
             name: [statistics.mean(values), max(values)]
-            for name in sorted({name for row in rows for name in row.values if name.startswith(MISMATCH)})
+            for name in sorted({name for row in rows for name in row.values if find(name) in MISMATCH_SUMMARY})
             for values in [[row.values[name] for row in rows if name in row.values]]
         },
     }

@@ -3,7 +3,12 @@
 A file stays on one worker, for its fixtures' sake.
 """
 
+import os
+
 import pytest
+
+os.environ["MILLRACE_STRICT_METRICS"] = "1"
+"""Here and in every process that a test starts: a metric that nobody declared is an error."""
 
 MEGATRON = "services/trainer/backends/megatron"
 LONG = (

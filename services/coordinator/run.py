@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from millrace.data import Order, Source
 from millrace.errors import InvalidState, Unavailable
-from millrace.rest import JobState, StepMetrics
+from millrace.rest import JobState
 from millrace.spec.job import JobSpec
 from millrace.telemetry.trackers import Tracker
 from services.coordinator.bell import Bell, waited
@@ -16,6 +16,7 @@ from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.fleet.trainer import Trainer, TrainerLost
 from services.coordinator.observe.events import Events
 from services.coordinator.observe.prometheus import PrometheusMetrics
+from services.coordinator.observe.step_metrics import step_row
 from services.coordinator.publication.joining import Joining
 from services.coordinator.publication.publication import Publisher
 from services.coordinator.state.job import JobRecord
@@ -116,8 +117,8 @@ class Run:
 
     async def add_to_row(self, values: dict[str, float]) -> None:
         """Adds metrics to the row of the current step."""
-        known = await self.records.row(self.job.step) or {"training/global_step": float(self.job.step)}
-        await self.records.set_row(StepMetrics(step=self.job.step, time_s=time.time(), values=known | values))
+        earlier = await self.records.row(self.job.step)
+        await self.records.set_row(step_row(self.job.step, values, earlier=earlier))
 
     async def heed(self) -> None:
         """Does what was asked of the job: raises Cancelled, or stays here for as long as the job is paused.

@@ -2,11 +2,12 @@
 
 from collections import Counter
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 
 from millrace.ids import JobId
 from millrace.rest import FleetView, LedgerView
-from millrace.telemetry import metrics as names
+from millrace.telemetry.metrics import prometheus as names
+from millrace.telemetry.metrics.prometheus import DeclaredRegistry
 from millrace.wire.v1 import common_pb2
 from services.coordinator.observe.samples import STOPS
 from services.coordinator.state.job import ENDED, JobRecord
@@ -18,7 +19,7 @@ class PrometheusMetrics:
     """Counters that this process counts itself, and gauges that are read from the store when somebody asks."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
+        self.registry = DeclaredRegistry()
 
     def leased(self, job_id: JobId, count: int) -> None:
         if count:

@@ -1,27 +1,36 @@
-"""Metrics of a batch in verl's names."""
+"""The step metrics that the coordinator computes, and the rows that hold all metrics of a step."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from math import comb
 
 from millrace.ids import Version
+from millrace.rest import StepMetrics
 from millrace.spec.job import JobSpec
+from millrace.telemetry.metrics import catalogue
+from millrace.telemetry.metrics.declaration import Owner
+from millrace.telemetry.metrics.step.performance import TOTAL_TOKENS
+from millrace.telemetry.metrics.step.timing import STEP_SECONDS, UPDATE_WEIGHTS
 from services.coordinator.state.group import Summary
 
 
 def mean(values: Sequence[float]) -> float:
+    """The mean; 0 of no values."""
     return sum(values) / len(values) if values else 0.0
 
 
 def spread(name: str, values: Sequence[float]) -> dict[str, float]:
-    """Mean, max and min."""
+    """`<name>/mean`, `<name>/max` and `<name>/min` of at least one value."""
     return {f"{name}/mean": mean(values), f"{name}/max": float(max(values)), f"{name}/min": float(min(values))}
 
 
 def held_out(source: str, rewards: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Of a data source's prompts, each with the rewards of its n answers: their mean, and for k of 2, 4, ... n the
-    expected best and worst of k of them, which for rewards of 0 and 1 is pass@k (Chen et al. 2021, arXiv:2107.03374).
-    Those of n are among verl's `val-core`, the others among its `val-aux`. Here k answers are k different ones, where
-    verl draws with replacement."""
+    """Metrics of one evaluation of the data source `source`. `rewards` has the rewards of each prompt's answers.
+
+    Gives the mean reward and, for k = 2, 4, ... and the largest number n of answers, the expected best and worst reward
+    among k different answers; for rewards of 0 and 1 the best is pass@k (arXiv 2107.03374). verl draws the k answers
+    with replacement instead.
+    """
     most = max(len(each) for each in rewards)
     found = {f"val-core/{source}/reward/mean@{most}": mean([reward for each in rewards for reward in each])}
     for k in sorted({most, *(2**i for i in range(1, most.bit_length()))} - {1}):
@@ -34,37 +43,57 @@ def held_out(source: str, rewards: Sequence[Sequence[float]]) -> dict[str, float
 
 
 def _expected_last(ascending: Sequence[float], k: int) -> float:
-    """The expected largest of k different ones."""
+    """Expected largest of k different values drawn from `ascending`, at least k values in ascending order."""
     ways = comb(len(ascending), k)
     return sum(value * comb(below, k - 1) for below, value in enumerate(ascending)) / ways
 
 
 def batch_metrics(groups: Sequence[Summary], version: Version, spec: JobSpec) -> dict[str, float]:
-    """What the coordinator itself knows of a batch trained at `version`."""
+    """Rewards, lengths, staleness and durations of the `groups` that a step was trained on at `version`."""
     rewards = [r for g in groups for r in g.rewards]
     responses = [float(n) for g in groups for n in g.response_tokens]
     prompts = [float(g.prompt_tokens) for g in groups]
     staleness = [float(version - oldest) for g in groups for oldest in g.oldest]
     tokens = sum(responses) + sum(g.prompt_tokens * len(g.response_tokens) for g in groups)
-    longest = spec.data.max_prompt_tokens
+    longest_prompt, longest_response = spec.data.max_prompt_tokens, spec.rollout.max_response_tokens
     return {
         **spread("critic/score", rewards),
-        **spread("critic/rewards", rewards),
         **spread("response_length", responses),
-        "response_length/clip_ratio": sum(g.truncated for g in groups) / len(responses),
+        "response_length/clip_ratio": mean([float(n >= longest_response) for n in responses]),
         **spread("prompt_length", prompts),
-        "prompt_length/clip_ratio": mean([float(p >= longest) for p in prompts]),
+        "prompt_length/clip_ratio": mean([float(n >= longest_prompt) for n in prompts]),
         **spread("training/staleness", staleness),
         "training/groups_without_signal": float(sum(max(g.rewards) == min(g.rewards) for g in groups)),
         **spread("timing_s/generate", [g.generate_s for g in groups]),
         **spread("timing_s/score", [g.score_s for g in groups]),
-        "perf/total_num_tokens": tokens,
+        TOTAL_TOKENS: tokens,
     }
 
 
-def step_seconds(values: dict[str, float], devices: int) -> dict[str, float]:
-    """How long a step took from its parts, and its throughput over all `devices`, those of the replicas included."""
-    parts = ("timing_s/gen", "timing_s/train", "timing_s/update_weights")
+def step_seconds(values: Mapping[str, float], devices: int) -> dict[str, float]:
+    """Duration of a step, the sum of its parts in `values`, and its throughput in tokens a second and device.
+
+    `devices` are all of the trainer's and the replicas' together.
+    """
+    parts = ("timing_s/gen", "timing_s/train", UPDATE_WEIGHTS)
     seconds = sum(values.get(part, 0.0) for part in parts)
-    throughput = values.get("perf/total_num_tokens", 0.0) / max(seconds, 1e-9) / max(devices, 1)
-    return {"timing_s/step": seconds, "perf/time_per_step": seconds, "perf/throughput": throughput}
+    throughput = values.get(TOTAL_TOKENS, 0.0) / max(seconds, 1e-9) / max(devices, 1)
+    return {STEP_SECONDS: seconds, "perf/time_per_step": seconds, "perf/throughput": throughput}
+
+
+def step_row(
+    step: int,
+    own: Mapping[str, float],
+    *,
+    trainer: Mapping[str, float] | None = None,
+    earlier: Mapping[str, float] | None = None,
+) -> StepMetrics:
+    """The row of a step, every key of it checked against its declaration in `millrace/telemetry/metrics`.
+
+    `own` are values that the coordinator adds now, the replicas' among them, `trainer` those that the trainer reports,
+    `earlier` the row as it was before, if there was one. Every row of a job is made here.
+    """
+    own = {"training/global_step": float(step), **own}
+    catalogue.check(own, [Owner.COORDINATOR, Owner.REPLICA])
+    catalogue.check(trainer or {}, [Owner.TRAINER], user_defined=True)
+    return StepMetrics(step=step, time_s=time.time(), values={**(earlier or {}), **(trainer or {}), **own})

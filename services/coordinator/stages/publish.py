@@ -26,9 +26,10 @@ async def _record(run: Run, report: Report) -> None:
     values = await run.records.row(run.job.step)
     if values is None or "timing_s/update_weights" in values:
         return
-    values |= report.metrics()
+    added = report.metrics()
     replicas = [m for m in run.parts.fleet.replicas if m.weights is not None]
     devices = run.parts.trainer.member.world_size + sum(m.world_size for m in replicas)
-    values |= step_seconds(values, devices)
-    await run.add_to_row(values)
+    added |= step_seconds(values | added, devices)
+    await run.add_to_row(added)
+    values |= added
     run.parts.prometheus.stepped(run.job.id, {part: values.get(f"timing_s/{part}", 0.0) for part in PARTS})

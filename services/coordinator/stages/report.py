@@ -10,7 +10,11 @@ import structlog
 from pydantic_core import to_json
 
 from millrace.rest import StepMetrics
-from millrace.telemetry.names import MISMATCH
+from millrace.telemetry.metrics.catalogue import find
+from millrace.telemetry.metrics.step.batch import MEAN_SCORE
+from millrace.telemetry.metrics.step.evaluation import EVALUATION_RESULTS
+from millrace.telemetry.metrics.step.mismatch import MISMATCH_SUMMARY
+from millrace.telemetry.metrics.step.timing import TIMING
 from services.coordinator.observe.step_metrics import mean
 from services.coordinator.run import Run
 from services.coordinator.store import StoreDown
@@ -62,25 +66,25 @@ async def _gather(run: Run) -> dict[str, Any]:
 
 
 def _reward(rows: Sequence[StepMetrics]) -> float | None:
-    found = [row.values["critic/score/mean"] for row in rows if "critic/score/mean" in row.values]
+    found = [row.values[MEAN_SCORE] for row in rows if MEAN_SCORE in row.values]
     return mean(found) if found else None
 
 
 def _evaluation(row: StepMetrics) -> dict[str, float]:
-    values = {name: value for name, value in row.values.items() if name.startswith("val-core/")}
+    values = {name: value for name, value in row.values.items() if find(name) in EVALUATION_RESULTS}
     return {"step": float(row.step), **values} if values else {}
 
 
 def _seconds(rows: Sequence[StepMetrics]) -> dict[str, float]:
     """Mean of each timing over the steps that have it."""
-    names = sorted({name for row in rows for name in row.values if name.startswith("timing_s/")})
+    names = sorted({name for row in rows for name in row.values if find(name) in TIMING})
     return {name: mean([row.values[name] for row in rows if name in row.values]) for name in names}
 
 
 def _mismatch(rows: Sequence[StepMetrics]) -> dict[str, float]:
     """How far the engines' probabilities were from the trainer's: mean and largest over the steps."""
     found: dict[str, float] = {}
-    for name in sorted({name for row in rows for name in row.values if name.startswith(MISMATCH)}):
+    for name in sorted({name for row in rows for name in row.values if find(name) in MISMATCH_SUMMARY}):
         values = [row.values[name] for row in rows if name in row.values]
         found |= {name: mean(values), f"{name} (largest)": max(values)}
     return found

@@ -3,11 +3,10 @@
 import time
 
 from millrace.errors import MillraceError
-from millrace.rest import StepMetrics
 from millrace.wire.methods import TrainerRpc
 from millrace.wire.v1 import trainer_pb2
 from services.coordinator.observe.samples import samples_in
-from services.coordinator.observe.step_metrics import batch_metrics, mean
+from services.coordinator.observe.step_metrics import batch_metrics, mean, step_row
 from services.coordinator.run import Run
 from services.coordinator.stages.admit import Batch
 from services.coordinator.stages.spans import traced
@@ -49,9 +48,9 @@ def _request(run: Run, batch: Batch) -> trainer_pb2.StepRequest:
 
 async def _mark(run: Run, batch: Batch, answer: trainer_pb2.StepResponse, seconds: float) -> None:
     reward = mean([r for g in batch.groups for r in g.rewards])
-    values = batch_metrics(batch.groups, run.job.version, run.spec) | dict(answer.metrics)
-    values |= {"timing_s/gen": batch.waited_s, "timing_s/train": seconds, "training/global_step": float(batch.step)}
-    row = StepMetrics(step=batch.step, time_s=time.time(), values=values)
+    values = batch_metrics(batch.groups, run.job.version, run.spec)
+    values |= {"timing_s/gen": batch.waited_s, "timing_s/train": seconds}
+    row = step_row(batch.step, values, trainer=answer.metrics)
     prompts = [g.prompt_id for g in batch.groups]
     samples = await _samples(run, batch)
     if not await run.prompts.train(prompts, batch.step, reward, row.model_dump_json(), samples):

@@ -143,7 +143,6 @@ def make_loss_inputs(spec: JobSpec, batch: RankBatch, passes: ForwardResults) ->
     )
     told = batch_metrics(
         batch,
-        spec.rollout.max_response_tokens,
         rewards_bt=rewards_bt,
         advantages_bt=advantages_bt,
         values_bt=known.get("values_bt"),

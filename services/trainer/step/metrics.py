@@ -12,8 +12,13 @@ from torch.distributed import ProcessGroup
 
 from millrace.rl.metrics.loss_metrics import combined, summarised
 from millrace.rl.metrics.mismatch import mismatch_metrics
+from millrace.rl.registry.catalogue import Kind, find
+from millrace.rl.registry.own import is_own
+from millrace.spec import JobSpec
 from millrace.spec.rollout import ENGINES
-from millrace.telemetry.names import MISMATCH
+from millrace.telemetry.metrics import catalogue
+from millrace.telemetry.metrics.declaration import Owner
+from millrace.telemetry.metrics.step.mismatch import SPLIT
 from services.trainer.ranks import collectives
 from services.trainer.step.batch import RankBatch
 
@@ -35,10 +40,9 @@ VARIANCE_EPS = 1e-5
 
 
 class Clock:
-    """Seconds of wall time by part of the step: timing_s/<part>."""
+    """Measures the parts of a step, wall-clock time: `with clock("fetch"): ...`. A part may be entered repeatedly."""
 
     def __init__(self) -> None:
-        self._began = time.perf_counter()
         self._parts: dict[str, float] = {}
 
     @contextmanager
@@ -49,16 +53,18 @@ class Clock:
         finally:
             self._parts[part] = self._parts.get(part, 0.0) + time.perf_counter() - began
 
-    def metrics(self, tokens: int, ranks: int) -> dict[str, float]:
-        """With throughput: tokens a second and rank."""
-        step_s = time.perf_counter() - self._began
-        timings = {f"timing_s/{part}": seconds for part, seconds in {**self._parts, "step": step_s}.items()}
-        return {
-            **timings,
-            "perf/time_per_step": step_s,
-            "perf/total_num_tokens": float(tokens),
-            "perf/throughput": tokens / step_s / ranks,
-        }
+    def metrics(self) -> dict[str, float]:
+        """`timing_s/<part>`, seconds."""
+        return {f"timing_s/{part}": seconds for part, seconds in self._parts.items()}
+
+
+def reported(spec: JobSpec, metrics: dict[str, float]) -> dict[str, float]:
+    """The step's `metrics`, each key checked against its declaration in `millrace/telemetry/metrics`."""
+    correction = spec.algorithm.correction
+    functions = [find(Kind.POLICY_LOSS, spec.algorithm.policy_loss.name)]
+    functions += [] if correction is None else [find(Kind.CORRECTION, correction.name)]
+    catalogue.check(metrics, [Owner.TRAINER], user_defined=any(map(is_own, functions)))
+    return metrics
 
 
 def over_ranks(shares: Sequence[Mapping[str, Tensor]], group: ProcessGroup | None) -> dict[str, Tensor]:
@@ -101,31 +107,27 @@ def over_updates(updates: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[s
 
 def batch_metrics(
     batch: RankBatch,
-    limit: int,
     *,
     rewards_bt: Tensor,
     advantages_bt: Tensor,
     values_bt: Tensor | None = None,
     returns_bt: Tensor | None = None,
 ) -> dict[str, float]:
-    """Rewards, advantages and lengths of the whole batch, whose tensors these are; the critic's values and what it is
-    to learn. `critic/rewards` are what the advantages were made of."""
-    refs, mask_bt = batch.division.trajectories, batch.whole_mask_bt
-    lengths = torch.tensor([float(ref.response_tokens) for ref in refs])
-    told = {
-        "critic/rewards": rewards_bt.sum(dim=-1),
-        "critic/advantages": advantages_bt[mask_bt],
-        "response_length": lengths,
-        "prompt_length": torch.tensor([float(ref.prompt_tokens) for ref in refs]),
-    }
-    metrics = {"response_length/clip_ratio": float((lengths >= limit).float().mean())}
+    """Statistics of the whole batch's rewards and advantages, and of values and returns where there is a critic.
+
+    All tensors are [trajectories of all ranks, longest response]. `rewards_bt` are what the advantages were computed
+    from.
+    """
+    mask_bt = batch.whole_mask_bt
+    distributions = {"critic/rewards": rewards_bt.sum(dim=-1), "critic/advantages": advantages_bt[mask_bt]}
+    metrics: dict[str, float] = {}
     if values_bt is not None and returns_bt is not None:
         values, returns = values_bt[mask_bt].double(), returns_bt[mask_bt].double()
-        told |= {"critic/values": values, "critic/returns": returns}
+        distributions |= {"critic/values": values, "critic/returns": returns}
         if returns.numel() > 1:
-            left = (returns - values).var() / (returns.var() + VARIANCE_EPS)
-            metrics["critic/vf_explained_var"] = float(1 - left)
-    for name, values in told.items():
+            unexplained = (returns - values).var() / (returns.var() + VARIANCE_EPS)
+            metrics["critic/vf_explained_var"] = float(1 - unexplained)
+    for name, values in distributions.items():
         if values.numel():
             metrics |= {
                 f"{name}/mean": float(values.mean()),
@@ -152,7 +154,7 @@ def mismatch_apart(
         parts |= {f"/{ENGINES[number]}": of_engine_bt, f"/same_version/{ENGINES[number]}": of_engine_bt & same_bt}
     for name, part_bt in parts.items():
         found = mismatch(train_bt, rollout_bt, part_bt)
-        metrics |= {key + name: found[key] for key in MISMATCH if key in found}
+        metrics |= {key + name: found[key] for key in SPLIT if key in found}
     return metrics
 
 

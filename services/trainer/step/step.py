@@ -12,7 +12,7 @@ from services.trainer.step.batch import BatchDivision, RankBatch
 from services.trainer.step.fetch import fetch
 from services.trainer.step.kl import KlCoefficient, observed
 from services.trainer.step.loss_inputs import make_loss_inputs, passes_needed, run_passes
-from services.trainer.step.metrics import Clock, mismatch_apart, over_updates
+from services.trainer.step.metrics import Clock, mismatch_apart, over_updates, reported
 from services.trainer.step.schedule import random_seed
 from services.trainer.step.update import UpdateResult, update
 from services.trainer.step.utilisation import utilisation
@@ -70,8 +70,8 @@ def train_step(
         steered = {"actor/reference_kl": mean, "actor/kl_coef": coefficient.value}
         coefficient.follow(spec, mean, len(division.trajectories))
     lengths = [trajectory.tokens for trajectory in division.trajectories]
-    timings = clock.metrics(sum(lengths), collectives.world_size())
-    return {
+    timings = clock.metrics()
+    metrics = {
         **mismatch_apart(of_trainer, of_engine, counted, same_bt, batch.whole_engine_b),
         **metrics,
         **steered,
@@ -80,5 +80,5 @@ def train_step(
         **collectives.maxima(backend.memory()),
         **timings,
         **utilisation(backend.cost, backend.device, lengths, timings, collectives.world_size()),
-        "training/global_step": float(request.step),
     }
+    return reported(spec, metrics)

@@ -207,7 +207,7 @@ class SimulatedTrainer(Member, trainer_pb2_grpc.TrainerServicer):
             self.trained[request.step] = prompts
             self.every.update(prompts)
             self.last = trainer_pb2.StepResponse(
-                version=self.version, metrics={"actor/grad_norm": 1.0, "timing_s/step": 99.0}
+                version=self.version, metrics={"actor/grad_norm": 1.0, "timing_s/update_actor": 99.0}
             )
             await self.faults.strike("StepDone", request)
             return self.last

@@ -57,18 +57,20 @@ async def test_metrics_that_are_not_finite_are_kept_and_read(cluster: Cluster, s
     trainer, _ = await cluster.trainer(), await cluster.replica()
 
     async def overflow(_: object) -> None:
-        trainer.last.metrics.update({"actor/grad_norm": math.inf, "actor/loss": -math.inf, "rollout_corr/kl": math.nan})
+        trainer.last.metrics.update(
+            {"actor/grad_norm": math.inf, "actor/pg_loss": -math.inf, "rollout_corr/kl": math.nan}
+        )
 
     trainer.faults["StepDone"] = overflow
     job = await cluster.ended(await cluster.submit(spec))
     assert (job.state, job.failure) == (JobState.SUCCEEDED, None)
     rows = [row.values for row in cluster.coordinator.client.metrics(job.id)]
     assert [row["actor/grad_norm"] for row in rows] == [math.inf] * 6
-    assert all(row["actor/loss"] == -math.inf and math.isnan(row["rollout_corr/kl"]) for row in rows)
+    assert all(row["actor/pg_loss"] == -math.inf and math.isnan(row["rollout_corr/kl"]) for row in rows)
     async with httpx.AsyncClient(trust_env=False) as http:
         url = f"http://127.0.0.1:{cluster.coordinator.http_port}/v1/jobs/{job.id}/metrics"
         told = strict((await http.get(url)).text)[-1]["values"]
-    assert (told["actor/grad_norm"], told["actor/loss"], told["rollout_corr/kl"]) == ("Infinity", "-Infinity", "NaN")
+    assert (told["actor/grad_norm"], told["actor/pg_loss"], told["rollout_corr/kl"]) == ("Infinity", "-Infinity", "NaN")
     report = strict((Path(spec["output"]) / "report.json").read_text())
     assert report["mismatch"]["rollout_corr/kl"] == "NaN"
 

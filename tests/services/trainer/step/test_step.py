@@ -91,15 +91,13 @@ def test_metrics(one_rank: torch.device, control: ControlThread, served: Scripte
     metrics = step(1, groups)
     trajectories = [t for group in groups.values() for t in group.trajectories]
     assert metrics["critic/rewards/mean"] == pytest.approx(sum(t.reward for t in trajectories) / 16)
-    assert metrics["response_length/max"] == max(len(t.tokens) // 4 for t in trajectories)
     tokens = sum(ref.prompt_tokens * 4 + sum(ref.response_tokens) for ref in refs(groups))
-    assert metrics["perf/total_num_tokens"] == tokens
     assert metrics["batch/waste"] == pytest.approx(1 - tokens / (128 * metrics["batch/microbatches"]))
     assert metrics["actor/ppo_kl"] == 0.0 and metrics["actor/ratio_max"] == 1.0
     actor = {f"actor/{name}" for name in ("entropy", "pg_clipfrac", "lr", "pg_loss")}
-    parts = {f"timing_s/{name}" for name in ("fetch", "old_log_prob", "ref", "adv", "update_actor", "step")}
+    parts = {f"timing_s/{name}" for name in ("fetch", "old_log_prob", "ref", "adv", "update_actor")}
     apart = {f"training/rollout_probs_diff_{name}" for name in ("mean", "max", "std")}
-    for name in actor | parts | apart | {"rollout_corr/kl", "perf/throughput"}:
+    for name in actor | parts | apart | {"rollout_corr/kl", "perf/mfu/actor"}:
         assert math.isfinite(metrics[name])
 
 

@@ -1,0 +1,56 @@
+"""`python docs/metrics_page.py > docs/metrics.md`: every metric that is declared."""
+
+from collections.abc import Sequence
+
+from millrace.telemetry.metrics.catalogue import SECTIONS
+from millrace.telemetry.metrics.declaration import PLACEHOLDERS, StepMetric
+from millrace.telemetry.metrics.prometheus import PROMETHEUS_METRICS
+
+INTRODUCTION = """# Metrics
+
+Made by `python docs/metrics_page.py > docs/metrics.md` from the declarations in `millrace/telemetry/metrics`: correct
+a declaration, not this page.
+
+There are two kinds. **Step metrics** are the values of one step of one job: one row a step, kept by the coordinator,
+read with `millrace show`, `GET /v1/jobs/{id}/metrics` or `Client.metrics`, and sent to the job's experiment trackers.
+Row 0 has the evaluation before training. Their names are verl's where verl has the same number.
+**Prometheus metrics** are about the coordinator and its fleet as a whole and are served at `/metrics` on the REST port.
+
+The *owner* is the service that measures the value."""
+FAMILIES = """A key with a part in braces stands for a family of keys:
+
+| part | what replaces it |
+|---|---|"""
+
+
+def page() -> str:
+    """The whole page, in Markdown."""
+    families = [_row(f"`{{{name}}}`", part.meaning) for name, part in PLACEHOLDERS.items()]
+    parts = [INTRODUCTION, "## Step metrics", "\n".join([FAMILIES, *families])]
+    parts += [
+        f"### {section.heading}\n\n{section.introduction.strip()}\n\n{_step_table(section.metrics)}"
+        for section in SECTIONS
+    ]
+    return "\n\n".join([*parts, f"## Prometheus metrics\n\n{_prometheus_table()}"]) + "\n"
+
+
+def _step_table(metrics: Sequence[StepMetric]) -> str:
+    rows = ["| key | unit | owner | meaning |", "|---|---|---|---|"]
+    return "\n".join([*rows, *(_row(f"`{m.key}`", m.unit, m.owner, m.meaning) for m in metrics)])
+
+
+def _prometheus_table() -> str:
+    rows = ["| name | type | labels | unit | owner | meaning |", "|---|---|---|---|---|---|"]
+    for metric in PROMETHEUS_METRICS:
+        labels = ", ".join(f"`{label}`" for label in metric.labels)
+        kind = metric.kind.__name__.lower()
+        rows.append(_row(f"`{metric.name}`", kind, labels, metric.unit, metric.owner, metric.meaning))
+    return "\n".join(rows)
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+if __name__ == "__main__":
+    print(page(), end="")

@@ -1,0 +1,68 @@
+"""What a step was trained on: rewards, lengths, staleness, and how it was cut into micro-batches."""
+
+from millrace.telemetry.metrics.declaration import Owner, StepMetric, Unit
+
+COORDINATOR, TRAINER = Owner.COORDINATOR, Owner.TRAINER
+
+MEAN_SCORE = "critic/score/mean"
+
+BATCH = (
+    StepMetric("training/global_step", Unit.STEP, COORDINATOR, "The number of the step; 0 is before training."),
+    StepMetric(
+        "critic/score/{statistic}", Unit.REWARD, COORDINATOR, "Reward of a trajectory as the reward function gave it."
+    ),
+    StepMetric(
+        "critic/rewards/{statistic}",
+        Unit.REWARD,
+        TRAINER,
+        "Reward of a trajectory as the advantages use it: with the overlong penalty, and with the KL penalty where"
+        " `algorithm.kl_in` is `reward`.",
+    ),
+    StepMetric("critic/advantages/{statistic}", Unit.REWARD, TRAINER, "Advantage of a response token."),
+    StepMetric("critic/values/{statistic}", Unit.REWARD, TRAINER, "Value that the critic gave a response token."),
+    StepMetric(
+        "critic/returns/{statistic}", Unit.REWARD, TRAINER, "Return of a response token, which the critic learns."
+    ),
+    StepMetric(
+        "critic/vf_explained_var",
+        Unit.SHARE,
+        TRAINER,
+        "1 − Var(return − value) / Var(return): 1 for a perfect critic, 0 or less for a useless one.",
+    ),
+    StepMetric("response_length/{statistic}", Unit.TOKENS, COORDINATOR, "Length of a response."),
+    StepMetric(
+        "response_length/clip_ratio",
+        Unit.SHARE,
+        COORDINATOR,
+        "Responses that are as long as `rollout.max_response_tokens` allows.",
+    ),
+    StepMetric("prompt_length/{statistic}", Unit.TOKENS, COORDINATOR, "Length of a prompt; over the groups."),
+    StepMetric(
+        "prompt_length/clip_ratio",
+        Unit.SHARE,
+        COORDINATOR,
+        "Prompts that are as long as `data.max_prompt_tokens` allows.",
+    ),
+    StepMetric(
+        "training/staleness/{statistic}",
+        Unit.VERSIONS,
+        COORDINATOR,
+        "Version that the trainer held less the oldest version among a trajectory's tokens.",
+    ),
+    StepMetric(
+        "training/groups_without_signal",
+        Unit.COUNT,
+        COORDINATOR,
+        "Groups of the step whose rewards are all equal.",
+    ),
+    StepMetric("batch/microbatches", Unit.COUNT, TRAINER, "Micro-batches of a rank, over all updates of the step."),
+    StepMetric(
+        "batch/waste", Unit.SHARE, TRAINER, "Part of the token budget of all micro-batches that holds no token."
+    ),
+    StepMetric(
+        "batch/imbalance",
+        Unit.RATIO,
+        TRAINER,
+        "Cost of the costliest rank of each micro-batch over the mean cost of the ranks, less 1; 0 is even.",
+    ),
+)

@@ -1,0 +1,54 @@
+"""The declarations of the Prometheus metrics, and the registry that takes no others."""
+
+import re
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from millrace.telemetry.metrics import prometheus
+from millrace.telemetry.metrics.catalogue import STRICT, UndeclaredMetric
+from millrace.telemetry.metrics.declaration import Unit
+from millrace.telemetry.metrics.prometheus import PROMETHEUS_METRICS, DeclaredRegistry
+
+SUFFIXES = {Unit.SECONDS: "_seconds", Unit.BYTES: "_bytes", Unit.VERSIONS: ("_versions", "_version")}
+
+
+def test_names_are_unique_prefixed_and_end_in_their_unit() -> None:
+    names = [metric.name for metric in PROMETHEUS_METRICS]
+    assert len(names) == len(set(names)) > 20
+    for metric in PROMETHEUS_METRICS:
+        assert re.fullmatch(r"millrace_[a-z_]+", metric.name)
+        assert metric.name.endswith("_total") == (metric.kind is Counter)
+        assert metric.name.removesuffix("_total").endswith(SUFFIXES.get(metric.unit, ""))
+        assert metric.meaning.endswith(".")
+        assert bool(metric.buckets) == (metric.kind is Histogram)
+
+
+def test_a_metric_is_created_once_in_each_registry() -> None:
+    one, other = DeclaredRegistry(), DeclaredRegistry()
+    for metric in PROMETHEUS_METRICS:
+        assert metric.on(one) is metric.on(one)
+        assert metric.on(one) is not metric.on(other)
+
+
+def test_what_is_recorded_is_exposed_under_its_name() -> None:
+    registry = CollectorRegistry()
+    prometheus.LEASES.on(registry).labels(job="job-1").inc(3)
+    prometheus.PAUSE_S.on(registry).labels(job="job-1").observe(0.02)
+    text = generate_latest(registry).decode()
+    assert 'millrace_leases_total{job="job-1"} 3.0' in text
+    assert 'millrace_publication_pause_seconds_bucket{job="job-1",le="0.025"} 1.0' in text
+    assert 'millrace_publication_pause_seconds_bucket{job="job-1",le="0.01"} 0.0' in text
+
+
+@pytest.mark.parametrize("kind", [Counter, Gauge, Histogram])
+def test_the_registry_refuses_an_undeclared_metric(kind: type[Counter | Gauge | Histogram]) -> None:
+    with pytest.raises(UndeclaredMetric, match="millrace_invented"):
+        kind("millrace_invented", "Nobody declared this.", registry=DeclaredRegistry())
+
+
+def test_in_production_an_undeclared_metric_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(STRICT)
+    registry = DeclaredRegistry()
+    Gauge("millrace_invented", "Nobody declared this.", registry=registry).set(2)
+    assert "millrace_invented 2.0" in generate_latest(registry).decode()
