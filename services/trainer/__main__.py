@@ -27,7 +27,7 @@ from millrace.telemetry import logs
 from millrace.wire.server import host_address
 from services.trainer.checkpoints.background_saver import BackgroundSaver
 from services.trainer.publication.gather_broadcast import Sender
-from services.trainer.ranks.commands import Caller, Follower
+from services.trainer.ranks.commands import CommandLoop, CommandSender
 from services.trainer.ranks.event_loop import ControlThread
 from services.trainer.ranks.heartbeats import Heartbeats
 from services.trainer.ranks.world import World
@@ -44,7 +44,7 @@ def main(
         str, typer.Option(envvar="MILLRACE_HOST", help="How others reach this host; empty: found out.")
     ] = "",
 ) -> None:
-    """Serves one trainer in rank_zero of a group of ranks."""
+    """Serves one trainer in front of a group of ranks."""
     if host:
         os.environ["MILLRACE_HOST"] = host
     member_id = new_member_id("trainer")
@@ -62,15 +62,16 @@ def run(coordinator: str, port: int, member_id: MemberId) -> int:
     saver = BackgroundSaver(world, heartbeats)
     drain = heartbeats.drain
     if world.rank == 0:
-        rank_zero = RankZero(world, Caller(world, heartbeats), sender, saver, member_id, coordinator, control.loop)
+        sent = CommandSender(world, heartbeats)
+        rank_zero = RankZero(world, sent, sender, saver, member_id, coordinator, control.loop)
         drain = rank_zero.drain
-    follower = Follower(world, Worker(world, control, sender, saver).actions)
+    commands = CommandLoop(world, Worker(world, control, sender, saver).handlers)
     heartbeats.start(on_drain=drain)
     _on_signals(control, drain)
     if world.rank == 0:
         rank_zero.start(host_address(), port)
     try:
-        follower.run()
+        commands.run()
     except DistError as error:
         log.error("rank 0 is gone: this rank ends", rank=world.rank, error=str(error))
         return 1

@@ -3,11 +3,8 @@ its place once it has heard from all of them, through the store of commands. One
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from datetime import timedelta
-from typing import Any
 
 import structlog
-from torch.distributed import DistStoreError
 
 from millrace.errors import InvalidState, MillraceError, Unavailable
 from millrace.wire.v1 import trainer_pb2 as pb
@@ -27,7 +24,7 @@ class BackgroundSaver:
     def __init__(self, world: World, heartbeats: Heartbeats) -> None:
         self._world = world
         self._heartbeats = heartbeats
-        self._store: Any = world.connect(timeout_s=30.0)  # torch's stubs know no bytes
+        self._store = world.connect(timeout_s=30.0)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="save")
         self._number = 0
         self.outcome: Future[pb.FinishSaveResponse] = Future()
@@ -76,12 +73,9 @@ class BackgroundSaver:
         """Returns once every rank has written its part. Raises InvalidState, Unavailable."""
         answers: dict[int, bytes] = {}
         while missing := [rank for rank in range(self._world.size) if rank not in answers]:
-            keys = {rank: f"saved/{number}/{rank}" for rank in missing}
-            self._wait(list(keys.values()))
-            for rank, key in keys.items():
-                if self._store.check([key]):
-                    answers[rank] = self._store.get(key)
-                    self._store.delete_key(key)
+            keys = {f"saved/{number}/{rank}": rank for rank in missing}
+            self._store.wait(list(keys), POLL_S)
+            answers |= {keys[key]: data for key, data in self._store.take(list(keys)).items()}
             still = [rank for rank in missing if rank not in answers]
             if lost := {rank: "is dead or stopped" for rank in self._heartbeats.silent() if rank in still}:
                 raise Unavailable(self._told(pending, lost), _AGAIN)
@@ -89,12 +83,6 @@ class BackgroundSaver:
                 raise InvalidState(self._told(pending, dict.fromkeys(still, "did not finish in time")), _SLOW)
         if failed := {rank: answer.decode() for rank, answer in answers.items() if answer != WRITTEN}:
             raise InvalidState(self._told(pending, failed), _ROOM)
-
-    def _wait(self, keys: list[str]) -> None:
-        try:
-            self._store.wait(keys, timedelta(seconds=POLL_S))
-        except DistStoreError:
-            return
 
     def _told(self, pending: PendingCheckpoint, reasons: dict[int, str]) -> str:
         named = (f"rank {rank} on {self._heartbeats.host(rank)}: {why}" for rank, why in sorted(reasons.items()))

@@ -1,1 +1,1 @@
-"""How ranks find each other, hear commands, agree, and show that they are alive."""
+"""How the ranks connect, receive commands, exchange data, and show that they are alive."""

@@ -1,10 +1,9 @@
-"""What the ranks of a trainer tell each other. Bytes and tensors only; nothing here is pickled.
+"""Collectives over the ranks of a trainer, of bytes, numbers and tensors. Nothing is pickled.
 
-Every function is a collective: each rank of the default process group (or of `group`) calls it at the same point.
-With one rank they do nothing.
+Each rank of the default process group (or of `group`) calls the same function at the same point. With one rank a
+collective returns what it was given.
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -13,30 +12,31 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from millrace import errors
 from millrace.errors import MillraceError
+from services.trainer.ranks.answers import decode_error, encode_error
 
 
 def world_size() -> int:
+    """Number of ranks; 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 @contextmanager
 def fail_together() -> Iterator[None]:
-    """What fails inside with a MillraceError on one rank fails on all with that error: none goes on alone and waits
-    for the others for ever. Inside there are no collectives after a point that may fail."""
+    """Raises on every rank the MillraceError that one rank raises inside, so that no rank continues and waits for the
+    others for ever. The code inside calls no collective after a point that may fail."""
     failure: MillraceError | None = None
     try:
         yield
     except MillraceError as error:
         failure = error
-    for answer in gather_bytes(encode_error(failure) if failure is not None else b""):
-        if answer:
-            raise decode_error(answer) from failure
+    for data in gather_bytes(encode_error(failure) if failure is not None else b""):
+        if data:
+            raise decode_error(data) from failure
 
 
 def gather_bytes(data: bytes) -> list[bytes]:
-    """Every rank's bytes, by rank."""
+    """The bytes of every rank, by rank."""
     if world_size() == 1:
         return [data]
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size())]
@@ -52,7 +52,7 @@ def gather_bytes(data: bytes) -> list[bytes]:
 
 
 def gather_flat(values: Tensor, sizes: Sequence[int], group: ProcessGroup | None) -> list[Tensor]:
-    """Every rank's one-dimensional tensor, of the given sizes by rank in `group`."""
+    """The one-dimensional tensor of every rank of `group`; `sizes` are their lengths, by rank."""
     if group is None:
         return [values]
     mine = values.new_zeros(max(sizes))
@@ -63,25 +63,10 @@ def gather_flat(values: Tensor, sizes: Sequence[int], group: ProcessGroup | None
 
 
 def maxima(values: Mapping[str, float]) -> dict[str, float]:
-    """Of each name the largest value of any rank; all ranks give the same names."""
+    """For each name the largest value of any rank. All ranks give the same names."""
     if world_size() == 1:
         return dict(values)
     names = sorted(values)
     largest = torch.tensor([values[name] for name in names], dtype=torch.float64)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return dict(zip(names, largest.tolist(), strict=True))
-
-
-def encode_error(error: MillraceError) -> bytes:
-    """A MillraceError as bytes; `decode_error` gives it back."""
-    kind = next(k.__name__ for k in type(error).__mro__ if getattr(errors, k.__name__, None) is k)
-    culprits = list(getattr(error, "culprits", ()))
-    return json.dumps({"kind": kind, "what": error.what, "fix": error.fix, "culprits": culprits}).encode()
-
-
-def decode_error(data: bytes) -> MillraceError:
-    fields = json.loads(data)
-    kind: type[MillraceError] = getattr(errors, fields["kind"])
-    if kind is errors.PublicationFailed:
-        return errors.PublicationFailed(fields["what"], fields["fix"], tuple(fields["culprits"]))
-    return kind(fields["what"], fields["fix"])

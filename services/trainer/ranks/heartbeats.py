@@ -1,14 +1,15 @@
 """Heartbeats of the ranks: each rank writes its own to the store of commands, from a separate thread."""
 
 import contextlib
+import json
 import os
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
+from dataclasses import dataclass
 
 import structlog
-from torch.distributed import DistError, TCPStore
+from torch.distributed import DistError
 
 from services.trainer.ranks.world import World
 
@@ -16,8 +17,25 @@ log = structlog.get_logger(__name__)
 
 EVERY_S = 1.0
 SILENT_S = 15.0
-"""A rank that has not beaten for so long is dead or stopped."""
+"""A rank whose heartbeat has not changed for this long is dead or stopped."""
 LEAVE_S = 5.0
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """One heartbeat of a rank."""
+
+    number: int
+    wants_drain: bool
+    """Whether the rank asks that the trainer drains."""
+
+    def encode(self) -> bytes:
+        return json.dumps([self.number, self.wants_drain]).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> "Heartbeat":
+        number, wants_drain = json.loads(data)
+        return cls(number, wants_drain)
 
 
 class Heartbeats:
@@ -29,11 +47,12 @@ class Heartbeats:
     def __init__(self, world: World) -> None:
         self._world = world
         self._store = world.connect(timeout_s=SILENT_S)
-        self._store.set(f"host/{world.rank}", f"{world.host} (pid {os.getpid()})")
+        self._store.set(f"host/{world.rank}", f"{world.host} (pid {os.getpid()})".encode())
         self._hosts: dict[int, str] = {}
-        self._heard: dict[int, tuple[bytes, float]] = {}
+        self._last: dict[int, tuple[Heartbeat | None, float]] = {}
+        """The newest heartbeat of each rank, and time.monotonic() when it was first seen."""
         self._wants_drain = False
-        self._told = False
+        self._drain_reported = False
         self._parent = os.getppid()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeats", daemon=True)
@@ -44,53 +63,54 @@ class Heartbeats:
         self._thread.start()
 
     def drain(self) -> None:
-        """Asks rank 0 to drain the trainer, with the next beat. Safe in a signal handler."""
+        """Asks rank 0 to drain the trainer, with the next heartbeat. Safe in a signal handler."""
         self._wants_drain = True
 
     def silent(self) -> dict[int, float]:
-        """Ranks that are dead or stopped, and for how many seconds nothing was heard of them."""
+        """The ranks that are dead or stopped, each with the seconds since its last heartbeat. For rank 0."""
         now = time.monotonic()
-        heard = {rank: now - at for rank, (_, at) in self._heard.items()}
-        return {rank: seconds for rank, seconds in heard.items() if seconds > SILENT_S}
+        ages = {rank: now - at for rank, (_, at) in self._last.items()}
+        return {rank: seconds for rank, seconds in ages.items() if seconds > SILENT_S}
 
     def host(self, rank: int) -> str:
-        """Where a rank runs: host and process id, for people."""
+        """Host and process id of a rank, for messages to people."""
         return self._hosts.get(rank, "an unknown host")
 
     def stop(self) -> None:
-        """Ends the heartbeats. Rank 0, which serves the store, waits for the others to end theirs."""
+        """Ends the heartbeats. Rank 0, which serves the store, waits until the others have ended theirs."""
         self._stopped.set()
         self._thread.join()
-        self._store.set(f"left/{self._world.rank}", "")
+        self._store.set(f"left/{self._world.rank}", b"")
         if self._world.rank == 0:
             with contextlib.suppress(DistError):
-                self._store.wait([f"left/{rank}" for rank in range(self._world.size)], timedelta(seconds=LEAVE_S))
+                self._store.wait([f"left/{rank}" for rank in range(self._world.size)], LEAVE_S)
 
     def _run(self) -> None:
         number = 0
         try:
             while not self._stopped.wait(EVERY_S):
                 number += 1
-                self._store.set(f"beat/{self._world.rank}", f"{number}{'d' if self._orphaned_or_told() else ''}")
+                heartbeat = Heartbeat(number, self._wants_drain or self._orphaned())
+                self._store.set(f"heartbeat/{self._world.rank}", heartbeat.encode())
                 if self._world.rank == 0:
-                    self._listen(self._store)
+                    self._read_all()
         except DistError as error:
-            log.error("rank 0 is gone: this rank ends", rank=self._world.rank, error=str(error))
+            log.error("rank 0 cannot be reached: this rank ends", rank=self._world.rank, error=str(error))
             os._exit(1)
 
-    def _listen(self, store: TCPStore) -> None:
+    def _read_all(self) -> None:
         now = time.monotonic()
         for rank in range(self._world.size):
-            if rank not in self._hosts and store.check([f"host/{rank}"]):
-                self._hosts[rank] = store.get(f"host/{rank}").decode()
-            beat = store.get(f"beat/{rank}") if store.check([f"beat/{rank}"]) else b""
-            if beat != self._heard.get(rank, (None, 0.0))[0]:
-                self._heard[rank] = (beat, now)
-            if beat.endswith(b"d") and not self._told:
-                self._told = True
+            if rank not in self._hosts and self._store.has(f"host/{rank}"):
+                self._hosts[rank] = self._store.get(f"host/{rank}").decode()
+            key = f"heartbeat/{rank}"
+            heartbeat = Heartbeat.decode(self._store.get(key)) if self._store.has(key) else None
+            if rank not in self._last or heartbeat != self._last[rank][0]:
+                self._last[rank] = (heartbeat, now)
+            if heartbeat is not None and heartbeat.wants_drain and not self._drain_reported:
+                self._drain_reported = True
                 self._on_drain()
 
-    def _orphaned_or_told(self) -> bool:
-        """torchrun that was killed does not take its ranks along."""
-        orphaned = "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != self._parent
-        return self._wants_drain or orphaned
+    def _orphaned(self) -> bool:
+        """Whether torchrun was killed: it does not end its ranks then."""
+        return "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != self._parent

@@ -1,4 +1,4 @@
-"""Who this process is among the trainer's ranks, and how they meet."""
+"""The rank of this process among the trainer's ranks, and how the ranks connect to each other."""
 
 import os
 import socket
@@ -10,26 +10,31 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
+from services.trainer.ranks.store import Store
+
 JOIN_S = 600.0
 COLLECTIVE_S = 24 * 3600.0
-"""Bounds a collective only in the last resort: a command's own deadline is watched by rank 0's control thread."""
+"""Limit of a collective, as a last resort only: rank 0's control thread watches the deadline of each command."""
 _ADDRESS = "millrace/commands"
 
 
 @dataclass(frozen=True)
 class World:
+    """What a rank knows of itself and of the others."""
+
     rank: int
     size: int
     host: str
     device: torch.device
     commands: tuple[str, int]
-    """host and port of the store that carries commands; rank 0 serves it."""
+    """Host and port of the store of commands, which rank 0 serves."""
     served: TCPStore | None
-    """Rank 0's: lives as long as this object."""
+    """On rank 0 the served store, which lives as long as this object; None on other ranks."""
 
     @classmethod
     def join(cls) -> "World":
-        """Meets the other ranks, as torchrun's environment says; without it this process is the only rank."""
+        """Connects to the other ranks as torchrun's environment says. Without that environment this process is the
+        only rank."""
         if "RANK" not in os.environ:
             os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
             os.environ.setdefault("MASTER_PORT", str(_free_port()))
@@ -50,10 +55,9 @@ class World:
         port = int(store.get(_ADDRESS).decode())
         return cls(rank, size, socket.gethostname(), device, (host, port), served)
 
-    def connect(self, timeout_s: float) -> TCPStore:
-        """A client of the store of commands, for one thread: a waiting client keeps others from using it."""
-        limit = timedelta(seconds=timeout_s)
-        return TCPStore(*self.commands, is_master=False, wait_for_workers=False, timeout=limit)
+    def connect(self, timeout_s: float) -> Store:
+        """A new client of the store of commands, for one thread."""
+        return Store(*self.commands, timeout_s)
 
 
 def _device() -> torch.device:

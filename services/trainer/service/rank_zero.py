@@ -19,7 +19,7 @@ from millrace.wire.v1 import fleet_pb2
 from millrace.wire.v1.trainer_pb2_grpc import add_TrainerServicer_to_server
 from services.trainer.checkpoints.background_saver import BackgroundSaver
 from services.trainer.publication.gather_broadcast import Sender
-from services.trainer.ranks.commands import Caller
+from services.trainer.ranks.commands import CommandSender
 from services.trainer.ranks.world import World
 from services.trainer.service.servicer import TrainerService
 
@@ -34,7 +34,7 @@ class RankZero:
     def __init__(
         self,
         world: World,
-        caller: Caller,
+        commands: CommandSender,
         sender: Sender,
         saver: BackgroundSaver,
         member_id: MemberId,
@@ -42,14 +42,14 @@ class RankZero:
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         self._world = world
-        self._caller = caller
+        self._commands = commands
         self._member_id = member_id
         self._coordinator = coordinator
         self._loop = loop
         self._ended = asyncio.Event()
         self._failure = ""
         self._trainer = TrainerService(
-            caller, sender, saver, member_id=member_id, world_size=world.size, on_failed=self._fail
+            commands, sender, saver, member_id=member_id, world_size=world.size, on_failed=self._fail
         )
 
     def start(self, host: str, port: int) -> None:
@@ -66,7 +66,7 @@ class RankZero:
         if error is not None or self._failure:
             sys.stderr.flush()
             os._exit(1)
-        self._caller.stop()
+        self._commands.stop()
 
     async def _serve(self, host: str, port: int) -> None:
         """Until drained or failed. Raises Unavailable where the port is taken."""

@@ -5,7 +5,7 @@ import json
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import grpc
 from google.protobuf.message import Message
@@ -15,14 +15,17 @@ from millrace.ids import JobId, Version
 from millrace.spec import JobSpec, parse
 from millrace.weights.phases import Phase, PublicationId, PublicationState
 from millrace.wire.deadlines import DEADLINES_S, of_job
+from millrace.wire.method import Unary
+from millrace.wire.methods import TrainerRpc
 from millrace.wire.v1 import trainer_pb2 as pb
 from millrace.wire.v1.trainer_pb2_grpc import TrainerServicer
 from services.trainer.publication.gather_broadcast import Sender
 from services.trainer.ranks.commands import RanksFailed
-from services.trainer.service.call_lock import CallLock, Key
+from services.trainer.service.call_lock import CallKey, CallLock
 
-Reply = TypeVar("Reply", bound=Message)
-T = TypeVar("T")
+Request = TypeVar("Request", bound=Message)
+Response = TypeVar("Response", bound=Message)
+Result = TypeVar("Result")
 
 STATES = {
     "Configure": pb.TRAINER_STATE_CONFIGURING,
@@ -40,16 +43,16 @@ ENDS_S = 1.0
 
 
 class Ranks(Protocol):
-    """Has every rank do what a request says; blocks. See `commands.Caller`."""
+    """Runs a command on every rank; blocks. See `services.trainer.ranks.commands.CommandSender`."""
 
-    def call(self, request: Message, reply: Any, deadline_s: float) -> Any: ...
+    def call(self, method: Unary[Request, Response], request: Request, deadline_s: float) -> Response: ...
 
 
 class Saves(Protocol):
-    """What the ranks write in the background. See `background_saver.BackgroundSaver`."""
+    """What the ranks write in the background. See `services.trainer.checkpoints.background_saver.BackgroundSaver`."""
 
-    outcome: "Future[pb.FinishSaveResponse]"
-    """Of the newest save."""
+    outcome: Future[pb.FinishSaveResponse]
+    """Outcome of the newest save."""
 
 
 @dataclass
@@ -81,11 +84,11 @@ class PublicationProgress:
 class SaveProgress:
     """The newest save."""
 
-    key: Key
+    key: CallKey[pb.SaveResponse]
     job_id: str
     path: str
     answer: pb.SaveResponse
-    outcome: "Future[pb.FinishSaveResponse]"
+    outcome: Future[pb.FinishSaveResponse]
 
 
 class TrainerService(TrainerServicer):
@@ -131,7 +134,7 @@ class TrainerService(TrainerServicer):
         asked = (request.job_id, request.checkpoint, request.configuration)
         if job is None or (job.job_id, job.checkpoint, job.configuration) != asked:
             spec = _spec(request.spec)
-            key, reason = ("Configure", *asked), f"{request.job_id} is loaded"
+            key, reason = CallKey("Configure", ConfiguredJob, asked), f"{request.job_id} is loaded"
             job = await self._take_over(key, lambda: self._configure(request, spec), reason)
         return pb.ConfigureTrainerResponse(version=job.version, world_size=self._world_size, parameters=job.parameters)
 
@@ -139,7 +142,7 @@ class TrainerService(TrainerServicer):
         await self._saved()
         self._job = None
         deadline_s = of_job(spec.deadlines)["Trainer/Configure"]
-        reply = await self._told(request, pb.ConfigureTrainerResponse(), deadline_s)
+        reply = await self._on_ranks(TrainerRpc.Configure, request, deadline_s)
         version = Version(reply.version)
         self._job = ConfiguredJob(
             JobId(request.job_id), request.checkpoint, request.configuration, spec, version, reply.parameters
@@ -156,12 +159,12 @@ class TrainerService(TrainerServicer):
                 f"step {request.step} of {job.job_id} is not the next: the trainer holds version {job.version}.",
                 f"ask for step {job.version + 1}, or load the checkpoint that step {request.step} follows.",
             )
-        key = ("Step", request.job_id, request.step)
+        key = CallKey("Step", pb.StepResponse, (request.job_id, request.step))
         return await self._lock.run(key, lambda: self._step(request, job))
 
     async def _step(self, request: pb.StepRequest, job: ConfiguredJob) -> pb.StepResponse:
         try:
-            reply = await self._told(request, pb.StepResponse(), job.deadline("Step"))
+            reply = await self._on_ranks(TrainerRpc.Step, request, job.deadline("Step"))
         except PartialStep:
             self._job = None  # as on the ranks
             raise
@@ -173,10 +176,11 @@ class TrainerService(TrainerServicer):
         self, request: pb.DescribeSendRequest, context: grpc.aio.ServicerContext
     ) -> pb.DescribeSendResponse:
         self._configured_for(request.job_id)
-        key = ("DescribeWeights", request.job_id, request.dtype)
-        deadline_s = DEADLINES_S["Trainer/DescribeWeights"]
+        method = TrainerRpc.DescribeWeights
+        key = CallKey(method.name, pb.DescribeSendResponse, (request.job_id, request.dtype))
+        deadline_s = DEADLINES_S[method.key]
         reason = f"another publication of {request.job_id} begins"
-        return await self._take_over(key, lambda: self._told(request, pb.DescribeSendResponse(), deadline_s), reason)
+        return await self._take_over(key, lambda: self._on_ranks(method, request, deadline_s), reason)
 
     async def PreparePublication(
         self, request: pb.PrepareSendRequest, context: grpc.aio.ServicerContext
@@ -186,14 +190,14 @@ class TrainerService(TrainerServicer):
         state = self._publishing.state.advance(publication, Phase.PREPARE)
         if state is self._publishing.state and self._publishing.prepared is not None:
             return self._publishing.prepared
-        key, reason = ("PreparePublication", publication), f"publication {publication.key} takes its place"
+        key = CallKey("PreparePublication", pb.PrepareSendResponse, (publication,))
+        reason = f"publication {publication.key} takes its place"
         return await self._take_over(key, lambda: self._prepare(request, state), reason)
 
     async def _prepare(self, request: pb.PrepareSendRequest, state: PublicationState) -> pb.PrepareSendResponse:
         publishing = self._publishing = PublicationProgress(state)
-        publishing.prepared = await self._phase(
-            publishing, request, pb.PrepareSendResponse(), DEADLINES_S["Trainer/PreparePublication"]
-        )
+        method = TrainerRpc.PreparePublication
+        publishing.prepared = await self._phase(publishing, method, request, DEADLINES_S[method.key])
         return publishing.prepared
 
     async def TransferPublication(
@@ -204,7 +208,7 @@ class TrainerService(TrainerServicer):
         state = publishing.state.advance(publication, Phase.TRANSFER)
         if publishing.sent is not None:
             return publishing.sent
-        key = ("TransferPublication", publication)
+        key = CallKey("TransferPublication", pb.TransferSendResponse, (publication,))
         return await self._lock.run(key, lambda: self._transfer(request, publishing, state, job))
 
     async def _transfer(
@@ -216,7 +220,7 @@ class TrainerService(TrainerServicer):
     ) -> pb.TransferSendResponse:
         publishing.state = state
         deadline_s = job.deadline("TransferPublication") + ENDS_S
-        publishing.sent = await self._phase(publishing, request, pb.TransferSendResponse(), deadline_s)
+        publishing.sent = await self._phase(publishing, TrainerRpc.TransferPublication, request, deadline_s)
         return publishing.sent
 
     async def FinishPublication(
@@ -236,22 +240,25 @@ class TrainerService(TrainerServicer):
 
     async def Save(self, request: pb.SaveRequest, context: grpc.aio.ServicerContext) -> pb.SaveResponse:
         job = self._configured_for(request.job_id)
-        key = ("Save", request.job_id, request.path, request.huggingface, job.version)
+        arguments = (request.job_id, request.path, request.huggingface, job.version)
+        key = CallKey("Save", pb.SaveResponse, arguments)
         saving = self._saving
         if saving is not None and saving.key == key and not saving.outcome.done():
             return saving.answer
         return await self._lock.run(key, lambda: self._save(request, job, key))
 
-    async def _save(self, request: pb.SaveRequest, job: ConfiguredJob, key: Key) -> pb.SaveResponse:
+    async def _save(
+        self, request: pb.SaveRequest, job: ConfiguredJob, key: CallKey[pb.SaveResponse]
+    ) -> pb.SaveResponse:
         await self._saved()
-        answer = await self._told(request, pb.SaveResponse(), job.deadline("Save"))
+        answer = await self._on_ranks(TrainerRpc.Save, request, job.deadline("Save"))
         self._saving = SaveProgress(key, request.job_id, request.path, answer, self._saves.outcome)
         return answer
 
     async def FinishSave(
         self, request: pb.FinishSaveRequest, context: grpc.aio.ServicerContext
     ) -> pb.FinishSaveResponse:
-        if self._lock.current is not None and self._lock.current.key[:3] == ("Save", request.job_id, request.path):
+        if self._runs("Save", request.job_id, request.path):
             await self._lock.wait_until_free()
         saving = self._saving
         if saving is None or (saving.job_id, saving.path) != (request.job_id, request.path):
@@ -271,12 +278,12 @@ class TrainerService(TrainerServicer):
         async def load() -> pb.LoadResponse:
             await self._saved()
             self._job = None  # where it fails, the trainer has to be configured anew
-            reply = await self._told(request, pb.LoadResponse(), job.deadline("Load"))
+            reply = await self._on_ranks(TrainerRpc.Load, request, job.deadline("Load"))
             job.version, job.last_step = Version(reply.version), None
             self._job = job
             return reply
 
-        return await self._lock.run(("Load", request.job_id, request.path), load)
+        return await self._lock.run(CallKey("Load", pb.LoadResponse, (request.job_id, request.path)), load)
 
     async def GetStatus(self, request: pb.TrainerStatusRequest, context: grpc.aio.ServicerContext) -> pb.TrainerStatus:
         job = self._job
@@ -295,7 +302,7 @@ class TrainerService(TrainerServicer):
         if self._failure:
             return pb.TRAINER_STATE_FAILED
         if self._lock.current is not None:
-            return STATES[self._lock.current.key[0]]
+            return STATES[self._lock.current.key.method]
         return pb.TRAINER_STATE_READY if self._job else pb.TRAINER_STATE_IDLE
 
     def _configured_for(self, job_id: str) -> ConfiguredJob:
@@ -304,29 +311,36 @@ class TrainerService(TrainerServicer):
             raise Fenced(what, "configure it for that job first.")
         return self._job
 
-    async def _phase(self, publishing: PublicationProgress, request: Message, reply: Reply, deadline_s: float) -> Reply:
-        """A phase on the ranks; where it fails, so has the publication."""
+    def _runs(self, method: str, *first: object) -> bool:
+        """Whether the ranks work on a call of this method whose first arguments are these."""
+        current = self._lock.current
+        return current is not None and current.key.method == method and current.key.arguments[: len(first)] == first
+
+    async def _phase(
+        self, publishing: PublicationProgress, method: Unary[Request, Response], request: Request, deadline_s: float
+    ) -> Response:
+        """Runs a phase on the ranks. Where it fails, the publication has failed."""
         try:
-            return await self._told(request, reply, deadline_s)
+            return await self._on_ranks(method, request, deadline_s)
         except MillraceError:
             publishing.state = publishing.state.fail()
             raise
 
-    async def _take_over(self, key: Key, work: Callable[[], Awaitable[T]], reason: str) -> T:
-        """The next turn, whatever somebody began who has gone: a transfer is ended, everything else is waited for."""
+    async def _take_over(self, key: CallKey[Result], work: Callable[[], Awaitable[Result]], reason: str) -> Result:
+        """Runs `work` next: ends a transfer in progress for that `reason`, and waits for any other call."""
         await self._end_transfer(reason)
         return await self._lock.run(key, work, wait=True)
 
     async def _end_transfer(self, reason: str) -> None:
         """Aborts a transfer in progress and waits until the ranks are free again."""
-        if self._lock.current is not None and self._lock.current.key[0] == "TransferPublication":
+        if self._runs("TransferPublication"):
             await asyncio.to_thread(self._sender.abort, reason)
             await self._lock.wait_until_free()
 
-    async def _told(self, request: Message, reply: Reply, deadline_s: float) -> Reply:
-        """Has the ranks do it. Where they cannot go on, neither can this process."""
+    async def _on_ranks(self, method: Unary[Request, Response], request: Request, deadline_s: float) -> Response:
+        """Runs a command on the ranks. Where the ranks cannot continue, neither can this process."""
         try:
-            return await asyncio.to_thread(self._ranks.call, request, reply, deadline_s)
+            return await asyncio.to_thread(self._ranks.call, method, request, deadline_s)
         except RanksFailed as error:
             self._failure = self._lock.closed = str(error)
             self._on_failed(self._failure)

@@ -2,19 +2,17 @@
 
 import gc
 import time
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import structlog
 import torch
-from google.protobuf.message import Message
 
 from millrace.errors import InvalidState, PartialStep
 from millrace.ids import JobId, Version
 from millrace.rl.registry import functions as registry
 from millrace.spec import JobSpec
 from millrace.spec.checking import choices
+from millrace.wire.methods import TrainerRpc
 from millrace.wire.v1 import trainer_pb2 as pb
 from services.trainer.backends import build
 from services.trainer.checkpoints import checkpoint
@@ -22,6 +20,7 @@ from services.trainer.checkpoints.background_saver import BackgroundSaver
 from services.trainer.protocol.backend import Backend
 from services.trainer.publication.gather_broadcast import Sender
 from services.trainer.ranks import collectives
+from services.trainer.ranks.commands import Handler
 from services.trainer.ranks.event_loop import ControlThread
 from services.trainer.ranks.world import World
 from services.trainer.step.kl import KlCoefficient
@@ -50,16 +49,17 @@ class Worker:
         self._job: LoadedJob | None = None
 
     @property
-    def actions(self) -> Mapping[type[Message], Callable[[Any], Message]]:
-        return {
-            pb.ConfigureTrainerRequest: self.configure,
-            pb.StepRequest: self.step,
-            pb.DescribeSendRequest: self.describe,
-            pb.PrepareSendRequest: self.prepare,
-            pb.TransferSendRequest: self.transfer,
-            pb.SaveRequest: self.save,
-            pb.LoadRequest: self.load,
-        }
+    def handlers(self) -> tuple[Handler, ...]:
+        """What this rank does for each command."""
+        return (
+            Handler.of(TrainerRpc.Configure, self.configure),
+            Handler.of(TrainerRpc.Step, self.step),
+            Handler.of(TrainerRpc.DescribeWeights, self.describe),
+            Handler.of(TrainerRpc.PreparePublication, self.prepare),
+            Handler.of(TrainerRpc.TransferPublication, self.transfer),
+            Handler.of(TrainerRpc.Save, self.save),
+            Handler.of(TrainerRpc.Load, self.load),
+        )
 
     def configure(self, request: pb.ConfigureTrainerRequest) -> pb.ConfigureTrainerResponse:
         self._sender.close()

@@ -11,9 +11,10 @@ import torch
 from torch.distributed import TCPStore
 
 from millrace.errors import NonFinite
+from millrace.wire.methods import TrainerRpc
 from millrace.wire.v1 import trainer_pb2 as pb
 from services.trainer.ranks import commands, heartbeats
-from services.trainer.ranks.commands import Caller, Follower, RanksFailed
+from services.trainer.ranks.commands import CommandLoop, CommandSender, Handler, RanksFailed
 from services.trainer.ranks.heartbeats import Heartbeats
 from services.trainer.ranks.world import World
 
@@ -31,26 +32,26 @@ class Ranks:
         ]
         self.heartbeats = [Heartbeats(world) for world in self.worlds]
         self.drains: list[int] = []
-        for rank, beat in enumerate(self.heartbeats):
-            beat.start(on_drain=partial(self.drains.append, rank))
-        self.caller = Caller(self.worlds[0], self.heartbeats[0])
+        for rank, own in enumerate(self.heartbeats):
+            own.start(on_drain=partial(self.drains.append, rank))
+        self.commands = CommandSender(self.worlds[0], self.heartbeats[0])
         self._threads = []
         for world, action in zip(self.worlds, actions, strict=True):
-            follower = Follower(world, {pb.StepRequest: action})
-            self._threads.append(threading.Thread(target=follower.run, daemon=True))
+            loop = CommandLoop(world, [Handler.of(TrainerRpc.Step, action)])
+            self._threads.append(threading.Thread(target=loop.run, daemon=True))
             self._threads[-1].start()
         while len(self.heartbeats[0]._hosts) < len(actions):
             time.sleep(0.01)
 
     def step(self, deadline_s: float = 20.0) -> pb.StepResponse:
-        return self.caller.call(pb.StepRequest(step=3), pb.StepResponse(), deadline_s)
+        return self.commands.call(TrainerRpc.Step, pb.StepRequest(step=3), deadline_s)
 
     def stop(self) -> None:
-        self.caller.stop()
+        self.commands.stop()
         for thread in self._threads:
             thread.join(5)
-        for beat in reversed(self.heartbeats):
-            beat.stop()
+        for own in reversed(self.heartbeats):
+            own.stop()
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +89,7 @@ def not_finite(request: pb.StepRequest) -> pb.StepResponse:
     raise NonFinite("rewards: nan of prompt 0-1, sample 2.", "look at it.")
 
 
-def broken(request: pb.StepRequest) -> pb.StepResponse:
+def crashing(request: pb.StepRequest) -> pb.StepResponse:
     raise MemoryError("out of memory")
 
 
@@ -112,7 +113,7 @@ def test_an_error_of_one_while_the_other_is_done(started: Any) -> None:
 
 def test_an_exception_names_rank_host_and_place(started: Any) -> None:
     with pytest.raises(RanksFailed, match=r"rank 1 on node-1 \(pid \d+\): MemoryError: out of memory \(.*:\d+\)"):
-        started(answer, broken).step()
+        started(answer, crashing).step()
 
 
 def test_a_rank_past_the_deadline_is_named(started: Any) -> None:
@@ -125,7 +126,7 @@ def test_a_rank_past_the_deadline_is_named(started: Any) -> None:
 
 def test_who_waits_for_a_broken_rank_is_given_up_soon(started: Any) -> None:
     with pytest.raises(RanksFailed, match=r"rank 0 .*did not finish in time; rank 1 .*MemoryError"):
-        started(stuck, broken).step(deadline_s=60.0)
+        started(stuck, crashing).step(deadline_s=60.0)
 
 
 def test_a_silent_rank_is_dead_long_before_the_deadline(started: Any) -> None:

@@ -46,7 +46,7 @@ class Ranks:
         self.outcome: Future[pb.FinishSaveResponse] = Future()
         """Of a save, which goes on when the call is answered."""
 
-    def call(self, request: Any, reply: Any, deadline_s: float) -> Any:
+    def call(self, method: Any, request: Any, deadline_s: float) -> Any:
         self.requests.append(request)
         while not self.gate.wait(0.02):
             if self.aborted.is_set():
@@ -63,7 +63,7 @@ class Ranks:
             return pb.LoadResponse(version=3)
         if isinstance(request, pb.SaveRequest):
             self.outcome = Future()
-        return reply
+        return method.response()
 
     def count(self, kind: type[Any]) -> int:
         return sum(isinstance(request, kind) for request in self.requests)
@@ -335,7 +335,7 @@ def test_lost_ranks_fail_the_trainer(ready: Running) -> None:
     status = ready.calls.status()
     assert status.state == pb.TRAINER_STATE_FAILED and "rank 1 on node-b" in status.failure
     assert ready.failures == [status.failure]
-    with pytest.raises(Unavailable, match=r"Step will not begin: .*rank 1 on node-b"):
+    with pytest.raises(Unavailable, match=r"Step cannot begin: .*rank 1 on node-b"):
         ready.calls.step(1, GROUPS, "nowhere:1")
 
 
