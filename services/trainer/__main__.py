@@ -26,7 +26,7 @@ from millrace.ids import MemberId, new_member_id
 from millrace.telemetry import logs
 from millrace.wire.server import host_address
 from services.trainer.checkpoints.background_saver import BackgroundSaver
-from services.trainer.publication.gather_broadcast import Sender
+from services.trainer.publication.sender import Sender
 from services.trainer.ranks.commands import CommandLoop, CommandSender
 from services.trainer.ranks.event_loop import ControlThread
 from services.trainer.ranks.heartbeats import Heartbeats

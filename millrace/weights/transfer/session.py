@@ -11,7 +11,7 @@ from torch.distributed import TCPStore
 
 from millrace.errors import PublicationFailed
 from millrace.weights.transfer.channels.channel import Channel
-from millrace.weights.transfer.channels.rendezvous import Rendezvous, apart, join
+from millrace.weights.transfer.channels.rendezvous import Rendezvous, interruptible, join
 from millrace.weights.transfer.failure_signal import FailureSignal, connect
 
 log = structlog.get_logger(__name__)
@@ -104,7 +104,7 @@ class PublicationSession:
         if self._store is None or self._store[:2] != (rendezvous.host, rendezvous.port):
             host, port, limit_s = rendezvous.host, rendezvous.port, min(CONNECT_S, rendezvous.timeout_s)
             what = f"the store of communicator {rendezvous.key} at {host}:{port}"
-            store = apart(what, lambda: connect(host, port, limit_s), self._new_failure)
+            store = interruptible(what, lambda: connect(host, port, limit_s), self._new_failure)
             self._store = (host, port, store)
         return self._store[2]
 

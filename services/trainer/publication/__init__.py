@@ -1,1 +1,1 @@
-"""The sender's side of a publication: sharded, and gather-and-broadcast."""
+"""The sender's side of a publication on the ranks: one protocol, sharded transfer, gather-and-broadcast."""

@@ -1,9 +1,5 @@
-"""The sender's side of a publication. Here by gathering and broadcasting, the oracle for every faster path; sharded
-ones are handed to `send_shards`.
-
-PREPARE and TRANSFER run on every rank's main thread; only rank 0 talks to receivers. FINISH and abort may come from
-another thread at any time.
-"""
+"""Gather-and-broadcast: all ranks gather each tensor, and rank 0 broadcasts it to the receivers. The oracle that the
+sharded transfer is compared with, bit for bit."""
 
 import threading
 import time
@@ -14,8 +10,7 @@ import structlog
 from torch import Tensor
 from torch.distributed import TCPStore
 
-from millrace.errors import Fenced, InvalidState, PublicationFailed
-from millrace.ids import Version
+from millrace.errors import PublicationFailed
 from millrace.weights.phases import PublicationId
 from millrace.weights.plans.manifest import Manifest, TensorInfo
 from millrace.weights.plans.plan import gather_broadcast
@@ -23,79 +18,62 @@ from millrace.weights.transfer.channels.gloo import GlooChannel, serve_store
 from millrace.weights.transfer.checksum import checksum
 from millrace.wire.server import host_address
 from millrace.wire.v1 import weights_pb2
-from millrace.wire.v1.trainer_pb2 import (
-    DescribeSendRequest,
-    DescribeSendResponse,
-    PrepareSendRequest,
-    PrepareSendResponse,
-    TransferSendRequest,
-    TransferSendResponse,
-)
+from millrace.wire.v1.trainer_pb2 import PrepareSendRequest, PrepareSendResponse, TransferSendResponse
 from services.trainer.protocol.backend import Backend
-from services.trainer.publication.sharded import ShardSender, describe
 
 log = structlog.get_logger(__name__)
 
 OPERATION_S = 20.0
-"""Longest that a receiver may hold up one tensor. Gloo cannot be interrupted inside an operation, only time out."""
+"""Longest that a receiver may hold up one tensor. Gloo cannot be interrupted inside an operation, it only times out."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What PREPARE settled."""
+    """The publication as PREPARE settled it."""
 
     publication: PublicationId
     dtype: str
     manifest: Manifest
     world_size: int
     """Ranks of the communicator: this sender and all receivers."""
-    give_up: float
+    deadline: float
     """time.monotonic() when the publication has failed."""
     seconds: float
+    """How long PREPARE took."""
     store: TCPStore | None
-    """Where the communicator meets; rank 0's, and only where there is a receiver."""
+    """The store where the communicator is joined; on rank 0, and only where there is a receiver."""
 
 
-class Sender:
+class GatherBroadcastTransfer:
+    """An `OutgoingTransfer`. All ranks gather; only rank 0 talks to receivers."""
+
     def __init__(self, rank: int, member_id: str) -> None:
         self._rank = rank
         self._member_id = member_id
         self._lock = threading.Lock()
         self._prepared: Prepared | None = None
-        self._sending: _Sending | None = None
+        self._broadcast: _Broadcast | None = None
         self._channel: GlooChannel | None = None
         self._watchdog: threading.Timer | None = None
-        self._shards = ShardSender(rank, member_id)
-        self._sharded = False
-        """Whether the publication under way is."""
 
-    def describe(self, request: DescribeSendRequest, backend: Backend) -> DescribeSendResponse:
-        return describe(request, backend)
+    @property
+    def publication(self) -> PublicationId | None:
+        """See `OutgoingTransfer`."""
+        prepared = self._prepared
+        return prepared.publication if prepared is not None else None
 
-    def prepare(self, request: PrepareSendRequest, backend: Backend, version: Version) -> PrepareSendResponse:
-        """Manifest, plan and rendezvous. What an earlier publication still held is freed.
-
-        Raises Fenced where another version is asked for than the one held, InvalidState for a path unknown here.
-        """
+    def prepare(self, request: PrepareSendRequest, backend: Backend) -> PrepareSendResponse:
+        """See `OutgoingTransfer`."""
         began = time.monotonic()
-        publication = PublicationId.from_proto(request.publication)
-        if request.path not in (weights_pb2.PATH_GATHER_BROADCAST, weights_pb2.PATH_SHARDED):
-            raise InvalidState(f"this trainer knows no path {request.path}.", "publish by PATH_GATHER_BROADCAST.")
-        if publication.version != version:
-            raise Fenced(f"publication {publication.key} asks for a version that is not held: {version} is.", _FIX)
-        self._sharded = request.path == weights_pb2.PATH_SHARDED
-        if self._sharded:
-            self._close_broadcast()
-            return self._shards.prepare(request, backend)
         self.close()
-        manifest = backend.manifest(request.dtype)
+        publication, manifest = PublicationId.from_proto(request.publication), backend.manifest(request.dtype)
         world_size = 1 + sum(receiver.world_size for receiver in request.receivers)
         host, store, port = host_address(), None, 0
         if self._rank == 0 and world_size > 1:
             store, port = serve_store(host, world_size, request.deadline_s)
         seconds = time.monotonic() - began
-        give_up = began + request.deadline_s
-        self._prepared = Prepared(publication, request.dtype, manifest, world_size, give_up, seconds, store)
+        deadline = began + request.deadline_s
+        self._prepared = Prepared(publication, request.dtype, manifest, world_size, deadline, seconds, store)
         self._watchdog = threading.Timer(request.deadline_s, self.abort, ["its deadline has passed"])
         self._watchdog.daemon = True
         self._watchdog.start()
@@ -105,22 +83,16 @@ class Sender:
             plan_hash=gather_broadcast(manifest, world_size).hash,
         )
 
-    def transfer(self, request: TransferSendRequest, backend: Backend, version: Version) -> TransferSendResponse:
-        """Gathers on all ranks, sends from rank 0. Raises PublicationFailed on rank 0 where a receiver is gone; the
-        ranks are in step then too, and the next publication may follow."""
-        publication, prepared = PublicationId.from_proto(request.publication), self._prepared
-        if self._sharded and publication.version == version:
-            return self._shards.transfer(publication)
-        if prepared is None or prepared.publication != publication:
-            raise InvalidState(f"publication {publication.key} is not prepared here.", "prepare it first.")
-        if publication.version != version:
-            raise Fenced(f"publication {publication.key} is late: version {version} is held now.", _FIX)
-        sending = self._sending = _Sending(prepared)
+    def transfer(self, backend: Backend) -> TransferSendResponse:
+        """See `OutgoingTransfer`. Raises PublicationFailed on rank 0 only."""
+        prepared = self._prepared
+        assert prepared is not None, "the sender compares `publication` first"
+        broadcast = self._broadcast = _Broadcast(prepared)
         try:
-            self._channel = sending.join() if self._rank == 0 else None
-            for info, tensor in sending.gathered(backend.export(prepared.dtype)):
+            self._channel = broadcast.join() if self._rank == 0 else None
+            for info, tensor in broadcast.gathered(backend.export(prepared.dtype)):
                 if tensor is not None:
-                    sending.send(info, tensor, self._channel)
+                    broadcast.send(info, tensor, self._channel)
         except PublicationFailed:
             self.close()
             raise
@@ -128,37 +100,30 @@ class Sender:
             member_id=self._member_id,
             bytes=prepared.manifest.bytes,
             prepare_s=prepared.seconds,
-            gather_s=sending.gather_s,
-            wire_s=sending.wire_s,
-            verify_s=sending.checksum_s,
+            gather_s=broadcast.gather_s,
+            wire_s=broadcast.wire_s,
+            verify_s=broadcast.checksum_s,
         )
-        return TransferSendResponse(checksums=weights_pb2.Checksums(values=sending.checksums), report=report)
+        return TransferSendResponse(checksums=weights_pb2.Checksums(values=broadcast.checksums), report=report)
 
     def abort(self, reason: str) -> None:
-        """Makes a transfer in progress fail: before its next tensor, or when the one on the way times out. From any
-        thread."""
-        self._shards.abort(reason)
-        sending, channel = self._sending, self._channel
-        if sending is not None:
-            log.warning("publication aborted", key=sending.key, reason=reason)
-            sending.fail(reason)
+        """See `OutgoingTransfer`. A transfer fails before its next tensor, or when the one that is being sent times
+        out."""
+        broadcast, channel = self._broadcast, self._channel
+        if broadcast is not None:
+            log.warning("publication aborted", key=broadcast.key, reason=reason)
+            broadcast.fail(reason)
         if channel is not None:
             channel.abort()
 
     def finish(self, *, failed: bool) -> None:
-        """After a publication. A sharded one's communicator and slots stay for the next, unless it failed. From any
-        thread, not during a transfer."""
-        self._close_broadcast()
-        self._shards.finish(failed)
+        """See `OutgoingTransfer`. Nothing is kept for the next publication."""
+        self.close()
 
     def close(self) -> None:
-        """Frees the communicator and what was prepared. From any thread, not during a transfer."""
-        self._close_broadcast()
-        self._shards.close()
-
-    def _close_broadcast(self) -> None:
+        """See `OutgoingTransfer`."""
         with self._lock:
-            channel, self._channel, self._prepared, self._sending = self._channel, None, None, None
+            channel, self._channel, self._prepared, self._broadcast = self._channel, None, None, None
             if self._watchdog is not None:
                 self._watchdog.cancel()
                 self._watchdog = None
@@ -166,26 +131,30 @@ class Sender:
             channel.close()
 
 
-class _Sending:
-    """One transfer under way on one rank: the clock, the checksums, and the failure that ends the sending."""
+class _Broadcast:
+    """One transfer on one rank: its seconds, its checksums, and the failure after which nothing more is sent."""
 
     def __init__(self, prepared: Prepared) -> None:
         self._prepared = prepared
         self._failure: PublicationFailed | None = None
         self.checksums: list[int] = []
+        """One for each tensor, in the manifest's order."""
         self.gather_s = self.wire_s = self.checksum_s = 0.0
 
     @property
     def key(self) -> str:
+        """The publication's key, for messages."""
         return self._prepared.publication.key
 
     def fail(self, reason: str) -> None:
-        """Sends nothing more. What the channel says last counts."""
+        """Stops the sending; `gathered` raises at its end. A later failure replaces an earlier one: the channel's is
+        the more exact."""
         what = f"publication {self.key} failed: {reason}"
         self._failure = PublicationFailed(what, "publish again with a new attempt.")
 
     def join(self) -> GlooChannel | None:
-        """Meets the receivers. A failure is kept until all is gathered: the other ranks have begun to gather."""
+        """Joins the receivers' communicator. A failure is raised only when all is gathered: the other ranks have begun
+        to gather, and need this one."""
         prepared, began = self._prepared, time.monotonic()
         if prepared.store is None:
             return None
@@ -208,7 +177,7 @@ class _Sending:
     def gathered(
         self, tensors: Iterator[tuple[TensorInfo, Tensor | None]]
     ) -> Iterator[tuple[TensorInfo, Tensor | None]]:
-        """All of `tensors`, timed; at their end raises what has failed meanwhile."""
+        """All of `tensors`, timed. Raises PublicationFailed after the last one where something has failed meanwhile."""
         began = time.monotonic()
         for item in tensors:
             self.gather_s += time.monotonic() - began
@@ -218,6 +187,7 @@ class _Sending:
             raise self._failure
 
     def send(self, info: TensorInfo, tensor: Tensor, channel: GlooChannel | None) -> None:
+        """Takes the tensor's checksum and broadcasts it; without receivers there is no channel."""
         if self._failure is not None:
             return
         began = time.monotonic()
@@ -232,6 +202,3 @@ class _Sending:
         except PublicationFailed as error:
             self.fail(f"{info.name} could not be sent: {error.what}")
         self.wire_s += time.monotonic() - summed
-
-
-_FIX = "publish the version that GetStatus names."

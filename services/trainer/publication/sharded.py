@@ -1,21 +1,20 @@
-"""The sender's side of a sharded publication: every rank sends what it holds; nothing is gathered."""
+"""The sharded transfer: every rank sends the boxes that it holds to the ranks that want them; nothing is gathered."""
 
 import secrets
 import time
 from dataclasses import dataclass
 
 import numpy as np
-import structlog
 from torch.distributed import TCPStore
 
 from millrace.errors import InvalidState, PublicationFailed
 from millrace.weights.phases import PublicationId
-from millrace.weights.plans import wire_layouts as wire
+from millrace.weights.plans import wire_layouts
 from millrace.weights.plans.memory import Memory
 from millrace.weights.plans.sharded import ShardedPlan
 from millrace.weights.transfer.channels.gloo import serve_store
 from millrace.weights.transfer.channels.rendezvous import Rendezvous, nccl_id
-from millrace.weights.transfer.pipeline import SendPipeline
+from millrace.weights.transfer.pipeline import SendPipeline, TransferTimes
 from millrace.weights.transfer.session import PublicationSession
 from millrace.wire.server import host_address
 from millrace.wire.v1 import weights_pb2
@@ -29,146 +28,176 @@ from millrace.wire.v1.trainer_pb2 import (
 from services.trainer.protocol.backend import Backend
 from services.trainer.ranks import collectives
 
-log = structlog.get_logger(__name__)
-
 
 def describe(request: DescribeSendRequest, backend: Backend) -> DescribeSendResponse:
-    """What each rank holds. A collective."""
+    """What is published, and which boxes of it each rank holds; no layouts where a rank cannot describe its memory in
+    boxes. A collective."""
     memory = backend.shards(request.dtype)
-    told = collectives.gather_bytes(b"" if memory is None else wire.encode([memory.layout.boxes]).SerializeToString())
+    own = b"" if memory is None else wire_layouts.encode([memory.layout.boxes]).SerializeToString()
+    of_ranks = collectives.gather_bytes(own)
     layouts = weights_pb2.Layouts()
-    if all(told):
-        layouts = wire.joined([weights_pb2.Layouts.FromString(data) for data in told])
+    if all(of_ranks):
+        layouts = wire_layouts.joined([weights_pb2.Layouts.FromString(data) for data in of_ranks])
     manifest = (memory.manifest if memory is not None else backend.manifest(request.dtype)).to_proto()
     return DescribeSendResponse(manifest=manifest, layouts=layouts, gpu=backend.device.type == "cuda")
 
 
 @dataclass(frozen=True)
 class Prepared:
+    """The publication as PREPARE settled it."""
+
     publication: PublicationId
     plan: ShardedPlan
-    sending: SendPipeline
+    pipeline: SendPipeline
     bytes: int
-    """Of one copy of the weights."""
-    meeting: Rendezvous
-    give_up: float
+    """Size of one copy of the weights."""
+    rendezvous: Rendezvous
+    deadline: float
+    """time.monotonic() when the publication has failed."""
     seconds: float
+    """How long PREPARE took."""
 
 
-class ShardSender:
-    """One rank's. `prepare` and `transfer` are collectives on the ranks' main threads; `abort` comes from any."""
+class ShardedTransfer:
+    """An `OutgoingTransfer`. The communicator, the plan and the buffers are kept from version to version."""
 
     def __init__(self, rank: int, member_id: str) -> None:
         self._rank = rank
         self._member_id = member_id
         self._session = PublicationSession()
-        self._planner = wire.Planner()
+        self._planner = wire_layouts.Planner()
+        self._communicator = _CommunicatorHost()
         self._prepared: Prepared | None = None
-        self._sending: tuple[bytes, list[int], SendPipeline] | None = None
-        self._store: tuple[TCPStore, int] | None = None
-        self._members: tuple[bytes, bool, tuple[str, ...]] | None = None
-        self._nccl_id = b""
+        self._pipeline: tuple[bytes, list[int], SendPipeline] | None = None
+        """The hash of the plan and the addresses of the parameters that it was made for, and the pipeline."""
+
+    @property
+    def publication(self) -> PublicationId | None:
+        """See `OutgoingTransfer`."""
+        prepared = self._prepared
+        return prepared.publication if prepared is not None else None
 
     def prepare(self, request: PrepareSendRequest, backend: Backend) -> PrepareSendResponse:
+        """See `OutgoingTransfer`. Raises InvalidState where a rank cannot describe its memory in boxes,
+        PublicationFailed where it holds other boxes than the publication was planned for."""
         began = time.monotonic()
         self._prepared = None
         with collectives.fail_together():
             memory = backend.shards(request.dtype)
             if memory is None:
-                raise InvalidState("this model's shards are no boxes of its tensors.", "gather and broadcast it.")
+                raise InvalidState("this model's shards are not boxes of its tensors.", "gather and broadcast it.")
             plan = self._planner.plan(memory.manifest, request.sides)
-            sending = self._buffers(plan, memory, request.sides)
-            rendezvous = self._rendezvous(request, plan) if self._rank == 0 else weights_pb2.Rendezvous()
-        rendezvous = weights_pb2.Rendezvous.FromString(collectives.gather_bytes(rendezvous.SerializeToString())[0])
+            pipeline = self._kept_pipeline(plan, memory, request.sides)
+            own = weights_pb2.Rendezvous()
+            if self._rank == 0:
+                own = self._communicator.rendezvous(request, plan, self._session.key)
+        agreed = weights_pb2.Rendezvous.FromString(collectives.gather_bytes(own.SerializeToString())[0])
         with collectives.fail_together():
-            if rendezvous.standing and self._session.key != rendezvous.key:
-                raise PublicationFailed(f"rank {self._rank} of the trainer has left communicator {rendezvous.key}.")
-        meeting = Rendezvous(
-            rendezvous.host,
-            rendezvous.port,
-            rendezvous.key,
-            self._rank,
-            rendezvous.world_size,
-            rendezvous.nccl_id,
-            memory.device,
-            request.deadline_s,
-        )
-        publication = PublicationId.from_proto(request.publication)
+            if agreed.standing and self._session.key != agreed.key:
+                raise PublicationFailed(f"rank {self._rank} of the trainer has left communicator {agreed.key}.")
         self._session.begin()
-        seconds = time.monotonic() - began
         self._prepared = Prepared(
-            publication, plan, sending, memory.manifest.bytes, meeting, began + request.deadline_s, seconds
+            PublicationId.from_proto(request.publication),
+            plan,
+            pipeline,
+            memory.manifest.bytes,
+            Rendezvous.of_rank(agreed, self._rank, memory.device, request.deadline_s),
+            began + request.deadline_s,
+            time.monotonic() - began,
         )
-        return PrepareSendResponse(rendezvous=rendezvous, plan_hash=plan.hash)
+        return PrepareSendResponse(rendezvous=agreed, plan_hash=plan.hash)
 
-    def _buffers(self, plan: ShardedPlan, memory: Memory, sides: weights_pb2.Sides) -> SendPipeline:
-        """Slots and views, kept as long as plan and parameters are the same."""
-        at = [buffer.data_ptr() for buffer in memory.buffers]
-        if self._sending is not None and self._sending[:2] == (plan.hash, at):
-            return self._sending[2]
-        told = wire.decode(sides.senders)
-        if len(told) != collectives.world_size() or told[self._rank].hash != memory.layout.boxes.hash:
+    def _kept_pipeline(self, plan: ShardedPlan, memory: Memory, layouts: weights_pb2.Sides) -> SendPipeline:
+        """The pipeline of the last publication, or a new one where the plan or the parameters' memory has changed."""
+        addresses = [buffer.data_ptr() for buffer in memory.buffers]
+        if self._pipeline is not None and self._pipeline[:2] == (plan.hash, addresses):
+            return self._pipeline[2]
+        senders = wire_layouts.decode(layouts.senders)
+        if len(senders) != collectives.world_size() or senders[self._rank].hash != memory.layout.boxes.hash:
             what = f"rank {self._rank} of the trainer holds other shards than the publication was planned for."
             raise PublicationFailed(what, "publish again: the layouts are asked for anew.")
-        self._sending = None  # before the new slots are made
-        self._sending = (plan.hash, at, SendPipeline(plan, self._rank, memory))
-        return self._sending[2]
+        self._pipeline = None  # frees its buffers before new ones are allocated
+        self._pipeline = (plan.hash, addresses, SendPipeline(plan, self._rank, memory))
+        return self._pipeline[2]
 
-    def _rendezvous(self, request: PrepareSendRequest, plan: ShardedPlan) -> weights_pb2.Rendezvous:
-        """Rank 0's. The same communicator as long as the same members take part and nothing has failed."""
-        members = (plan.hash, request.gpu, tuple(f"{r.member_id}/{r.first_rank}" for r in request.receivers))
-        if self._store is None:
-            self._store = serve_store(host_address(), plan.world_size, request.deadline_s)
-        rendezvous = weights_pb2.Rendezvous(host=host_address(), port=self._store[1], world_size=plan.world_size)
-        rendezvous.key, rendezvous.standing = self._session.key, bool(self._session.key) and members == self._members
-        if not rendezvous.standing:
-            rendezvous.key = f"{PublicationId.from_proto(request.publication).key}/{secrets.token_hex(8)}"
-            self._nccl_id = nccl_id(request.gpu)
-        rendezvous.nccl_id, self._members = self._nccl_id, members
-        return rendezvous
-
-    def transfer(self, publication: PublicationId) -> TransferSendResponse:
+    def transfer(self, backend: Backend) -> TransferSendResponse:
+        """See `OutgoingTransfer`."""
         prepared = self._prepared
-        if prepared is None or prepared.publication != publication:
-            raise InvalidState(f"publication {publication.key} is not prepared here.", "prepare it first.")
+        assert prepared is not None, "the sender compares `publication` first"
         began = time.monotonic()
         with collectives.fail_together():
-            sums, times = self._session.run(prepared.meeting, publication.key, prepared.deadline, prepared.sending.run)
-        told = collectives.gather_bytes(np.array([*sums.items()], np.uint64).tobytes())
+            own, times = self._session.run(
+                prepared.rendezvous, prepared.publication.key, prepared.deadline, prepared.pipeline.run
+            )
         checksums = np.zeros(len(prepared.plan.sizes), np.uint64)
-        for data in told:
+        for data in collectives.gather_bytes(np.array([*own.items()], np.uint64).tobytes()):
             content, value = np.frombuffer(data, np.uint64).reshape(-1, 2).T
             checksums[content.astype(np.int64)] = value
-        seconds = time.monotonic() - began
-        slowest = collectives.maxima(
-            {"pack": times.pack_s, "verify": times.verify_s, "slots": float(prepared.sending.slot_bytes)}
-        )
-        report = weights_pb2.MemberReport(
+        report = self._report(prepared, times, time.monotonic() - began)
+        return TransferSendResponse(checksums=weights_pb2.Checksums(values=checksums.tolist()), report=report)
+
+    def _report(self, prepared: Prepared, times: TransferTimes, seconds: float) -> weights_pb2.MemberReport:
+        """Seconds and buffer bytes are those of the rank that has most. A collective."""
+        buffers = float(prepared.pipeline.slot_bytes)
+        most = collectives.maxima({"pack": times.pack_s, "verify": times.verify_s, "buffers": buffers})
+        return weights_pb2.MemberReport(
             member_id=self._member_id,
             bytes=prepared.bytes,
             prepare_s=prepared.seconds,
-            gather_s=slowest["pack"],
-            wire_s=max(0.0, seconds - slowest["pack"] - slowest["verify"]),
-            verify_s=slowest["verify"],
-            staging_bytes=int(slowest["slots"]),
+            gather_s=most["pack"],
+            wire_s=max(0.0, seconds - most["pack"] - most["verify"]),
+            verify_s=most["verify"],
+            staging_bytes=int(most["buffers"]),
         )
-        return TransferSendResponse(checksums=weights_pb2.Checksums(values=checksums.tolist()), report=report)
 
     def abort(self, reason: str) -> None:
-        """Makes a transfer in progress fail, on every rank."""
+        """See `OutgoingTransfer`. The transfer fails on every rank."""
         if self._prepared is not None:
             self._session.fail(reason)
 
-    def finish(self, failed: bool) -> None:
-        """After a publication: the communicator is kept for the next one unless this one failed."""
+    def finish(self, *, failed: bool) -> None:
+        """See `OutgoingTransfer`. Communicator, plan and buffers are kept unless it failed."""
         self._prepared = None
         if failed:
             self.close()
 
     def close(self) -> None:
-        """Frees the communicator, slots and the store. Not during a transfer."""
+        """See `OutgoingTransfer`."""
         self._prepared = None
         self._session.leave()
-        self._members = None
-        self._sending = None
-        self._store = None
+        self._pipeline = None
+        self._communicator.close()
+
+
+class _CommunicatorHost:
+    """Rank 0's decision about where the communicator is joined, and whether the last one is used again."""
+
+    def __init__(self) -> None:
+        self._store: tuple[TCPStore, int] | None = None
+        self._members: tuple[bytes, bool, tuple[str, ...]] | None = None
+        """Of the last communicator: hash of the plan, whether on GPUs, and each receiver with its first rank."""
+        self._nccl_id = b""
+
+    def rendezvous(self, request: PrepareSendRequest, plan: ShardedPlan, joined: str) -> weights_pb2.Rendezvous:
+        """The communicator with key `joined` again, as long as the same members take part and it has not failed (its
+        key is empty then); else a new one."""
+        members = (plan.hash, request.gpu, tuple(f"{r.member_id}/{r.first_rank}" for r in request.receivers))
+        if self._store is None:
+            self._store = serve_store(host_address(), plan.world_size, request.deadline_s)
+        standing, key = bool(joined) and members == self._members, joined
+        if not standing:
+            key = f"{PublicationId.from_proto(request.publication).key}/{secrets.token_hex(8)}"
+            self._nccl_id = nccl_id(request.gpu)
+        self._members = members
+        return weights_pb2.Rendezvous(
+            host=host_address(),
+            port=self._store[1],
+            world_size=plan.world_size,
+            key=key,
+            nccl_id=self._nccl_id,
+            standing=standing,
+        )
+
+    def close(self) -> None:
+        """Ends the store; the next communicator is a new one."""
+        self._members = self._store = None

@@ -18,7 +18,7 @@ from millrace.wire.server import Server
 from millrace.wire.v1 import fleet_pb2
 from millrace.wire.v1.trainer_pb2_grpc import add_TrainerServicer_to_server
 from services.trainer.checkpoints.background_saver import BackgroundSaver
-from services.trainer.publication.gather_broadcast import Sender
+from services.trainer.publication.sender import Sender
 from services.trainer.ranks.commands import CommandSender
 from services.trainer.ranks.world import World
 from services.trainer.service.servicer import TrainerService

@@ -19,7 +19,7 @@ from millrace.wire.method import Unary
 from millrace.wire.methods import TrainerRpc
 from millrace.wire.v1 import trainer_pb2 as pb
 from millrace.wire.v1.trainer_pb2_grpc import TrainerServicer
-from services.trainer.publication.gather_broadcast import Sender
+from services.trainer.publication.sender import Sender
 from services.trainer.ranks.commands import RanksFailed
 from services.trainer.service.call_lock import CallKey, CallLock
 

@@ -18,7 +18,7 @@ from services.trainer.backends import build
 from services.trainer.checkpoints import checkpoint
 from services.trainer.checkpoints.background_saver import BackgroundSaver
 from services.trainer.protocol.backend import Backend
-from services.trainer.publication.gather_broadcast import Sender
+from services.trainer.publication.sender import Sender
 from services.trainer.ranks import collectives
 from services.trainer.ranks.commands import Handler
 from services.trainer.ranks.event_loop import ControlThread

@@ -33,7 +33,7 @@ class PendingExchange(Protocol):
 class Channel(Protocol):
     key: str
     rank: int
-    give_up: float
+    deadline: float
     """time.monotonic() after which no message is waited for."""
 
     @property

@@ -1,39 +1,47 @@
-"""Joining a communicator without being stuck in it: whoever waits for the others can be called off."""
+"""Joining a communicator such that waiting for the other ranks can be interrupted."""
 
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Self, TypeVar
 
 import torch
 
 from millrace.errors import PublicationFailed
 from millrace.weights.transfer.channels.channel import Channel
 from millrace.weights.transfer.channels.gloo import GlooChannel, serve_store
+from millrace.wire.v1 import weights_pb2
 
-__all__ = ["Rendezvous", "apart", "join", "nccl_id", "serve_store"]
-Made = TypeVar("Made")
-LOOK_EVERY_S = 0.05
+__all__ = ["Rendezvous", "interruptible", "join", "nccl_id", "serve_store"]
+Result = TypeVar("Result")
+POLL_EVERY_S = 0.05
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where and as what a rank joins."""
+    """Where a rank joins a communicator, and as which rank."""
 
     host: str
     port: int
     key: str
+    """Name of the communicator."""
     rank: int
     world_size: int
     nccl_id: bytes
-    """Empty: Gloo."""
+    """NCCL's unique id; empty for a communicator of Gloo."""
     device: torch.device
-    """Where this rank's memory is."""
+    """Device of this rank's weights."""
     timeout_s: float
+
+    @classmethod
+    def of_rank(cls, of_all: weights_pb2.Rendezvous, rank: int, device: torch.device, timeout_s: float) -> Self:
+        """The rendezvous of all ranks, for rank `rank` with its weights on `device`."""
+        where = (of_all.host, of_all.port, of_all.key)
+        return cls(*where, rank, of_all.world_size, of_all.nccl_id, device, timeout_s)
 
 
 def nccl_id(gpu: bool) -> bytes:
-    """Of a communicator to be, for all of its ranks; empty where they are to meet over Gloo."""
+    """A new unique id of NCCL, which all ranks of a communicator need; empty where they use Gloo."""
     if not gpu:
         return b""
     from millrace.weights.transfer.channels.nccl import unique_id
@@ -42,64 +50,72 @@ def nccl_id(gpu: bool) -> bytes:
 
 
 def join(rendezvous: Rendezvous, failure: Callable[[], PublicationFailed | None]) -> Channel:
-    """Blocks until all have come. Raises PublicationFailed where somebody does not, or what `failure` says as soon as
-    it says something; a channel that comes after that is closed."""
-    return apart(f"communicator {rendezvous.key}", lambda: _channel(rendezvous), failure, _throw_away)
+    """Blocks until all ranks have joined.
+
+    Raises PublicationFailed where a rank does not come, or the error that `failure` returns as soon as it returns one;
+    a channel that is ready only after that is closed.
+    """
+    return interruptible(f"communicator {rendezvous.key}", lambda: _channel(rendezvous), failure, _close_late)
 
 
-def apart(
+def interruptible(
     what: str,
-    make: Callable[[], Made],
+    work: Callable[[], Result],
     failure: Callable[[], PublicationFailed | None],
-    late: Callable[[Made], None] = lambda made: None,
-) -> Made:
-    """What `make` gives, in a thread of its own that nobody is stuck with: raises what `failure` says as soon as it
-    says something, and `late` gets what is made after that. `what` it is, for the error where it cannot be made."""
-    making = _Making(what, make, late)
-    while not making.over.wait(LOOK_EVERY_S):
+    discard: Callable[[Result], None] = lambda result: None,
+) -> Result:
+    """The result of `work`, which runs in a thread of its own, so that the caller is never blocked in it.
+
+    Raises the error that `failure` returns as soon as it returns one; `discard` gets a result that comes after that.
+    `what` names the result in the error that is raised where `work` fails.
+    """
+    task = _Task(what, work, discard)
+    while not task.over.wait(POLL_EVERY_S):
         if (error := failure()) is not None:
-            making.forget()
+            task.abandon()
             raise error
-    return making.result()
+    return task.result()
 
 
-class _Making(Generic[Made]):
-    def __init__(self, what: str, make: Callable[[], Made], late: Callable[[Made], None]) -> None:
-        self._what, self._make, self._late = what, make, late
+class _Task(Generic[Result]):
+    """Work in a thread that may be abandoned."""
+
+    def __init__(self, what: str, work: Callable[[], Result], discard: Callable[[Result], None]) -> None:
+        self._what, self._work, self._discard = what, work, discard
         self._lock = threading.Lock()
-        self._forgotten = False
-        self._made: list[Made] = []
+        self._abandoned = False
+        self._results: list[Result] = []
         self._error: PublicationFailed | None = None
         self.over = threading.Event()
         threading.Thread(target=self._run, name=f"make {what}", daemon=True).start()
 
     def _run(self) -> None:
         try:
-            made = self._make()
+            result = self._work()
         except PublicationFailed as error:
             self._error = error
-        except Exception as error:  # nobody else would hear of it: whoever waits for this thread is told
+        except Exception as error:  # the outermost frame of a thread: whoever waits for the result is told
             self._error = PublicationFailed(f"{self._what} could not be made: {error!r}")
         else:
             with self._lock:
-                self._made.append(made)
-                if self._forgotten:
-                    self._late(made)
+                self._results.append(result)
+                if self._abandoned:
+                    self._discard(result)
         self.over.set()
 
-    def forget(self) -> None:
+    def abandon(self) -> None:
         with self._lock:
-            self._forgotten = True
-            for made in self._made:
-                self._late(made)
+            self._abandoned = True
+            for result in self._results:
+                self._discard(result)
 
-    def result(self) -> Made:
+    def result(self) -> Result:
         if self._error is not None:
             raise self._error
-        return self._made[0]
+        return self._results[0]
 
 
-def _throw_away(channel: Channel) -> None:
+def _close_late(channel: Channel) -> None:
     channel.abort("it came too late")
     channel.close()
 

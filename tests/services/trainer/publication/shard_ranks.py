@@ -1,4 +1,4 @@
-"""The ranks of test_send_shards: each case's trainer publishes to three workers that are threads of rank 0."""
+"""The ranks of test_sharded: each case's trainer publishes to three workers that are threads of rank 0."""
 
 import json
 import os
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from millrace.errors import PublicationFailed
+from millrace.ids import Version
 from millrace.weights.phases import PublicationId
 from millrace.weights.plans import wire_layouts as wire
 from millrace.weights.plans.layout import Layout, Place, contiguous, whole
@@ -23,7 +24,7 @@ from millrace.weights.transfer.session import PublicationSession
 from millrace.wire.v1 import trainer_pb2 as pb
 from millrace.wire.v1 import weights_pb2
 from services.trainer.backends import build
-from services.trainer.publication.sharded import ShardSender, describe
+from services.trainer.publication.sender import Sender
 from services.trainer.ranks.world import World
 from tests.services.trainer.backends.megatron.on_ranks import job_spec
 from tests.services.trainer.publication.receiver import reference
@@ -77,8 +78,8 @@ class Worker:
 def case(world: World, asked: dict[str, Any]) -> dict[str, Any]:
     """Publishes twice, in bfloat16; between the two every rank's weights change. Then one receiver stays away."""
     backend = build(job_spec(asked), world.device)
-    sender = ShardSender(world.rank, "trainer-1")
-    told = describe(pb.DescribeSendRequest(dtype="bfloat16"), backend)
+    sender = Sender(world.rank, "trainer-1")
+    told = sender.describe(pb.DescribeSendRequest(dtype="bfloat16"), backend)
     manifest = Manifest.from_proto(told.manifest)
     everything = whole(manifest)
     empty = [torch.zeros(t.shape, dtype=getattr(torch, t.dtype)) for t in manifest.tensors]
@@ -92,11 +93,11 @@ def case(world: World, asked: dict[str, Any]) -> dict[str, Any]:
         request = pb.PrepareSendRequest(
             publication=ref, path=weights_pb2.PATH_SHARDED, dtype="bfloat16", deadline_s=20.0, sides=sides
         )
-        prepared = sender.prepare(request, backend)
+        prepared = sender.prepare(request, backend, Version(version))
         if world.rank == 0:
             for i, worker in enumerate(workers):
                 worker.start(world.size + i, sides, prepared, PublicationId.from_proto(ref).key)
-        sent = sender.transfer(PublicationId.from_proto(ref))
+        sent = sender.transfer(pb.TransferSendRequest(publication=ref), backend, Version(version))
         exported = {info.name: tensor for info, tensor in backend.export("bfloat16")}
         if world.rank == 0:
             for worker in workers:
@@ -116,10 +117,10 @@ def case(world: World, asked: dict[str, Any]) -> dict[str, Any]:
     ref = reference(2)
     request.publication.CopyFrom(ref)
     request.deadline_s = 1.0
-    sender.prepare(request, backend)
+    sender.prepare(request, backend, Version(2))
     began = time.monotonic()
     try:
-        sender.transfer(PublicationId.from_proto(ref))
+        sender.transfer(pb.TransferSendRequest(publication=ref), backend, Version(2))
     except PublicationFailed as error:
         failure = error.what
     else:

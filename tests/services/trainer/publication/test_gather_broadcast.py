@@ -16,8 +16,8 @@ from millrace.wire.v1 import trainer_pb2 as pb
 from millrace.wire.v1 import weights_pb2
 from services.trainer.backends import build
 from services.trainer.protocol.backend import Backend
-from services.trainer.publication import gather_broadcast as publish
-from services.trainer.publication.gather_broadcast import Sender
+from services.trainer.publication import gather_broadcast
+from services.trainer.publication.sender import Sender
 from tests.services.trainer.backends.fsdp2.test_backend import saved_tensors
 from tests.services.trainer.groups import job_spec
 from tests.services.trainer.publication.receiver import Receiver, receive_and_die, reference
@@ -135,7 +135,7 @@ class Large:
 def test_a_receiver_that_hangs(
     who: str, one_rank: torch.device, tied_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publish, "OPERATION_S", 2.0 if who == "operation" else 30.0)
+    monkeypatch.setattr(gather_broadcast, "OPERATION_S", 2.0 if who == "operation" else 30.0)
     sender, ref, large = Sender(0, "trainer-1"), reference(0), cast(Backend, Large())
     prepared = sender.prepare(prepare_request(ref, deadline_s=2.0 if who == "deadline" else 30.0), large, Version(0))
     hanging = Receiver(ref, prepared, tensors=0)

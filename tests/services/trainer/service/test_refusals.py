@@ -11,7 +11,7 @@ import torch.distributed as dist
 from millrace.errors import InvalidJob
 from millrace.wire.v1 import trainer_pb2 as pb
 from services.trainer.checkpoints.background_saver import BackgroundSaver
-from services.trainer.publication.gather_broadcast import Sender
+from services.trainer.publication.sender import Sender
 from services.trainer.ranks.event_loop import ControlThread
 from services.trainer.ranks.world import World
 from services.trainer.service.worker import Worker

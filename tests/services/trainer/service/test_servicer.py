@@ -26,7 +26,7 @@ from millrace.wire.methods import TrainerRpc
 from millrace.wire.server import Server
 from millrace.wire.v1 import trainer_pb2 as pb
 from millrace.wire.v1.trainer_pb2_grpc import add_TrainerServicer_to_server
-from services.trainer.publication.gather_broadcast import Sender
+from services.trainer.publication.sender import Sender
 from services.trainer.ranks.commands import RanksFailed
 from services.trainer.service.servicer import TrainerService
 from tests.services.trainer.calls import JOB, Calls

@@ -10,7 +10,7 @@ import torch
 
 from millrace.errors import InvalidState, MillraceError, NonFinite, PartialStep
 from millrace.wire.v1 import trainer_pb2 as pb
-from services.trainer.publication.gather_broadcast import Sender
+from services.trainer.publication.sender import Sender
 from services.trainer.ranks.world import World
 from services.trainer.service import worker
 from services.trainer.service.worker import Worker

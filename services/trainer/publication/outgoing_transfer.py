@@ -1,0 +1,36 @@
+"""What the trainer's ranks need of a way to send weights. Each way is one implementation of `OutgoingTransfer`."""
+
+from typing import Protocol
+
+from millrace.weights.phases import PublicationId
+from millrace.wire.v1.trainer_pb2 import PrepareSendRequest, PrepareSendResponse, TransferSendResponse
+from services.trainer.protocol.backend import Backend
+
+
+class OutgoingTransfer(Protocol):
+    """One rank's part in sending weights by one path; one object serves all publications by that path.
+
+    `prepare` and `transfer` are collectives: every rank calls them on its main thread. The other methods may be called
+    from any thread.
+    """
+
+    @property
+    def publication(self) -> PublicationId | None:
+        """The publication that is prepared; None before `prepare` and after its end."""
+
+    def prepare(self, request: PrepareSendRequest, backend: Backend) -> PrepareSendResponse:
+        """Makes the plan and the rendezvous, and the buffers of this rank. Frees what an earlier publication held."""
+
+    def transfer(self, backend: Backend) -> TransferSendResponse:
+        """Sends what is prepared; returns when the last byte is sent. Raises PublicationFailed where a receiver is
+        lost or the deadline passes; all ranks are ready for the next publication then."""
+
+    def abort(self, reason: str) -> None:
+        """Makes a transfer in progress fail."""
+
+    def finish(self, *, failed: bool) -> None:
+        """Ends the publication; what the next one can use is kept unless this one failed. Not called during a
+        transfer."""
+
+    def close(self) -> None:
+        """Frees everything. Not called during a transfer."""

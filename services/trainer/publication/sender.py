@@ -1,0 +1,81 @@
+"""The sender's side of a publication on one rank: it picks the transfer that the request's path names."""
+
+from collections.abc import Mapping
+
+from millrace.errors import Fenced, InvalidState
+from millrace.ids import Version
+from millrace.weights.phases import PublicationId
+from millrace.wire.v1 import weights_pb2
+from millrace.wire.v1.trainer_pb2 import (
+    DescribeSendRequest,
+    DescribeSendResponse,
+    PrepareSendRequest,
+    PrepareSendResponse,
+    TransferSendRequest,
+    TransferSendResponse,
+)
+from services.trainer.protocol.backend import Backend
+from services.trainer.publication import sharded
+from services.trainer.publication.gather_broadcast import GatherBroadcastTransfer
+from services.trainer.publication.outgoing_transfer import OutgoingTransfer
+from services.trainer.publication.sharded import ShardedTransfer
+
+_FIX = "publish the version that GetStatus names."
+
+
+class Sender:
+    """`describe`, `prepare` and `transfer` are collectives on every rank's main thread; only rank 0's answers count.
+    The other methods may be called from any thread."""
+
+    def __init__(self, rank: int, member_id: str) -> None:
+        self._transfers: Mapping[weights_pb2.Path, OutgoingTransfer] = {
+            weights_pb2.PATH_GATHER_BROADCAST: GatherBroadcastTransfer(rank, member_id),
+            weights_pb2.PATH_SHARDED: ShardedTransfer(rank, member_id),
+        }
+        self._current: OutgoingTransfer | None = None
+
+    def describe(self, request: DescribeSendRequest, backend: Backend) -> DescribeSendResponse:
+        """What is published, and which boxes of it each rank holds."""
+        return sharded.describe(request, backend)
+
+    def prepare(self, request: PrepareSendRequest, backend: Backend, version: Version) -> PrepareSendResponse:
+        """Manifest, plan and rendezvous; see `OutgoingTransfer.prepare`. `version` is the one that the trainer holds.
+
+        Raises Fenced where the request asks for another version, InvalidState for an unknown path.
+        """
+        publication = PublicationId.from_proto(request.publication)
+        chosen = self._transfers.get(request.path)
+        if chosen is None:
+            raise InvalidState(f"this trainer knows no path {request.path}.", "publish by PATH_GATHER_BROADCAST.")
+        if publication.version != version:
+            raise Fenced(f"publication {publication.key} asks for a version that is not held: {version} is.", _FIX)
+        for other in self._transfers.values():
+            if other is not chosen:
+                other.close()
+        self._current = chosen
+        return chosen.prepare(request, backend)
+
+    def transfer(self, request: TransferSendRequest, backend: Backend, version: Version) -> TransferSendResponse:
+        """Sends what was prepared; see `OutgoingTransfer.transfer`. Raises InvalidState where the publication is not
+        prepared, Fenced where the trainer holds another version by now."""
+        publication, current = PublicationId.from_proto(request.publication), self._current
+        if current is None or current.publication != publication:
+            raise InvalidState(f"publication {publication.key} is not prepared here.", "prepare it first.")
+        if publication.version != version:
+            raise Fenced(f"publication {publication.key} is late: version {version} is held now.", _FIX)
+        return current.transfer(backend)
+
+    def abort(self, reason: str) -> None:
+        """Makes a transfer in progress fail."""
+        if (current := self._current) is not None:
+            current.abort(reason)
+
+    def finish(self, *, failed: bool) -> None:
+        """Ends the publication; see `OutgoingTransfer.finish`. Not called during a transfer."""
+        if (current := self._current) is not None:
+            current.finish(failed=failed)
+
+    def close(self) -> None:
+        """Frees what every transfer holds. Not called during a transfer."""
+        for transfer in self._transfers.values():
+            transfer.close()
