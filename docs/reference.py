@@ -10,7 +10,7 @@ import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -19,7 +19,8 @@ from millrace.backends.fsdp2 import Fsdp2Options as Fsdp2
 from millrace.rewards import BUILT_IN
 from millrace.spec import JobSpec
 from millrace.spec.algorithm import Choice
-from millrace.validation import foreign_names as elsewhere
+from millrace.validation import foreign_names
+from millrace.validation.fields import choices, model_in
 
 INTRODUCTION = """# The job spec
 
@@ -53,7 +54,7 @@ def _places(path: str, part: type[BaseModel]) -> Iterator[tuple[type[BaseModel],
     """Each part of the tree with its path; some stand at several."""
     yield part, path
     for name, field in part.model_fields.items():
-        if (inner := _part(field.annotation)) not in (None, Choice):
+        if (inner := model_in(field.annotation)) not in (None, Choice):
             yield from _places(f"{path}.{name}".lstrip("."), inner)
 
 
@@ -79,7 +80,7 @@ def _linked(text: str) -> str:
 
 
 def _type(field: FieldInfo, homes: Homes) -> str:
-    if (inner := _part(field.annotation)) is not None:
+    if (inner := model_in(field.annotation)) is not None:
         named = "`{name, options}`" if inner is Choice else f"[`{homes[inner]}`](#{homes[inner].replace('.', '')})"
         return f"{named}, or null" if type(None) in get_args(field.annotation) else named
     limits = [
@@ -88,7 +89,15 @@ def _type(field: FieldInfo, homes: Homes) -> str:
         for name, sign in BOUNDS.items()
         if getattr(limit, name, None) is not None
     ]
-    return ", ".join([_plain(field.annotation), *limits])
+    return ", ".join([_choice(field) or _plain(field.annotation), *limits])
+
+
+def _choice(field: FieldInfo) -> str:
+    """The type of a field, or of a list's entries, that are one of some names; empty for another field."""
+    named = " or ".join(f"`{name}`" for name in choices(field))
+    if not named or get_origin(field.annotation) is list:
+        return named and f"list of {named}"
+    return f"{named}, or null" if type(None) in get_args(field.annotation) else named
 
 
 def _plain(kind: Any) -> str:
@@ -96,8 +105,8 @@ def _plain(kind: Any) -> str:
     match get_origin(kind):
         case None:
             return PLAIN[kind]
-        case origin if origin is Literal:
-            return " or ".join(f"`{choice}`" for choice in arguments)
+        case origin if origin is Annotated:
+            return _plain(arguments[0])
         case origin if origin in (Union, types.UnionType):
             return ", or ".join("null" if one is type(None) else _plain(one) for one in arguments)
         case origin if origin is dict:
@@ -105,12 +114,6 @@ def _plain(kind: Any) -> str:
         case origin if origin is tuple and Ellipsis not in arguments:
             return f"list of {len(arguments)}, each a {_plain(arguments[0])}"
     return f"list of {_plain(arguments[0])}"
-
-
-def _part(kind: Any) -> type[BaseModel] | None:
-    """The model that a field holds, or may hold."""
-    found = [one for one in (kind, *get_args(kind)) if isinstance(one, type) and issubclass(one, BaseModel)]
-    return found[0] if found else None
 
 
 def _default(field: FieldInfo) -> str:
@@ -160,9 +163,9 @@ def _rewards() -> Iterator[str]:
 def with_names(written: str) -> str:
     """The page about other trainers with the table of their names."""
     rows = ["| verl, slime, TRL | Millrace | |", "|---|---|---|"]
-    for name in elsewhere.MILLRACE:
-        here = " or ".join(f"`{place}`" for place in elsewhere.places(name))
-        rows.append(_row(f"`{name}`", here, elsewhere.counted(name)))
+    for name in foreign_names.FIELDS:
+        here = " or ".join(f"`{place}`" for place in foreign_names.paths(name))
+        rows.append(_row(f"`{name}`", here, foreign_names.unit_note(name)))
     above, mark, _ = written.partition(NAMES)
     return "\n".join([above + mark, "", *rows]) + "\n"
 

@@ -110,7 +110,7 @@ class Client:
         the latter with `changes`: fields of its spec, nested as there, that are to be other.
 
         Raises NotFound, InvalidState where there is nothing to resume: it runs, is about to be cancelled or has
-        succeeded, and InvalidJob for changes that will not do.
+        succeeded, and InvalidJob for changes that are not valid.
         """
         return self._view(JobView, "POST", f"/v1/jobs/{job_id}/resume", json=dict(changes) if changes else None)
 
@@ -189,7 +189,7 @@ class Client:
                     trust_env=not local,
                 )
             except (ValueError, httpx.InvalidURL) as error:
-                what = f"the coordinator's address {self.url!r} will not do: {error}."
+                what = f"the coordinator's address {self.url!r} is not valid: {error}."
                 raise errors.MillraceError(what, f"give one like {DEFAULT_URL} with --url or MILLRACE_URL.") from error
         return self._http
 

@@ -1,11 +1,17 @@
-"""What goes wrong, told to a reader: what happened, to whom, and the fix.
+"""Errors told to a reader: what happened, to whom, and the fix.
 
 Every error that a user or another service may see is a `MillraceError`. On the wire it becomes a gRPC status whose
-details are `str(error)`; over REST a problem document with the same fields.
+details are `what`; over REST a problem document with the same two texts. What is wrong with a field that a user wrote
+is a `Mistake`, and has one format everywhere: `field: value: why. Fix: what to do.`
 """
 
 import json
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+LONGEST_VALUE = 200
+"""Characters of a value that an error shows."""
 
 
 class MillraceError(Exception):
@@ -20,25 +26,65 @@ class MillraceError(Exception):
         return f"{self.what} Fix: {self.fix}" if self.fix else self.what
 
 
+@dataclass(frozen=True)
+class Mistake:
+    """One thing that is wrong in what a user wrote: a job spec, the body of a request, an option of a command."""
+
+    field: str
+    """Path of the field, `trainer.optimizer.lr`; empty where no single field is wrong."""
+    reason: str
+    """Why it is wrong, without a full stop."""
+    fix: str
+    """What to write instead, with its full stop."""
+    value: str = ""
+    """What was written, as JSON; empty where the field is missing or unknown."""
+
+    @property
+    def what(self) -> str:
+        """`field: value: why.`"""
+        return f"{': '.join(part for part in (self.field, self.value, self.reason) if part)}."
+
+    def __str__(self) -> str:
+        return f"{self.what} Fix: {self.fix}" if self.fix else self.what
+
+
+def wrong_value(field: str, value: object, reason: str, fix: str) -> Mistake:
+    """The value of `field` is wrong. `reason` comes without a full stop, `fix` with one."""
+    return Mistake(field, reason, fix, json.dumps(value, default=str, skipkeys=True)[:LONGEST_VALUE])
+
+
 class InvalidJob(MillraceError):
-    """A job spec, or something it names, cannot work. Refused at submission."""
+    """A job spec, or something that it names, cannot be used. Refused at submission."""
+
+    def __init__(self, what: str, fix: str = "", mistakes: Sequence[Mistake] = ()) -> None:
+        super().__init__(what, fix)
+        self.mistakes = tuple(mistakes) or (Mistake("", what.removesuffix("."), fix),)
+        """Everything that is wrong, each with its fix."""
+
+    @classmethod
+    def of(cls, mistakes: Sequence[Mistake], heading: str = "") -> Self:
+        """One error for at least one mistake: a line each, indented under the `heading` where there is one."""
+        if len(mistakes) == 1 and not heading:
+            return cls(mistakes[0].what, mistakes[0].fix, mistakes)
+        indent = "  " if heading else ""
+        return cls("\n".join([*filter(None, [heading]), *(f"{indent}{each}" for each in mistakes)]), "", mistakes)
 
 
-def refused(field: str, value: Any, reason: str, fix: str) -> InvalidJob:
-    """Says of one field of a job spec that its value will not do. `reason` comes without a full stop, `fix` with."""
-    return InvalidJob(f"{field}: {json.dumps(value, default=str)} will not do: {reason}.", fix)
+def refused(field: str, value: object, reason: str, fix: str) -> InvalidJob:
+    """The error for one field of a job spec with a wrong value. `reason` comes without a full stop, `fix` with one."""
+    return InvalidJob.of([wrong_value(field, value, reason, fix)])
 
 
 class InvalidState(MillraceError):
-    """The request does not fit the state that its object is in (pausing a finished job)."""
+    """The request does not fit the state of the object that it names (pausing a finished job)."""
 
 
 class NotFound(MillraceError):
-    """No such job, member or lease."""
+    """There is no such job, member or lease."""
 
 
 class Fenced(MillraceError):
-    """The caller's fencing token, epoch or version is old: somebody else holds what it claims to hold."""
+    """The caller's fencing token, epoch or version is old: another member has taken over what the caller held."""
 
 
 class BadRow(MillraceError):
@@ -53,7 +99,7 @@ class PublicationFailed(MillraceError):
         self.culprits = culprits
 
     def again(self) -> "PublicationFailed":
-        """The same, to be raised elsewhere: one that was raised keeps alive what was in the frames that it left."""
+        """A copy to raise again. An exception that was raised once keeps every variable of the frames it left."""
         return PublicationFailed(self.what, self.fix, self.culprits)
 
 

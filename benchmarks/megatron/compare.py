@@ -107,7 +107,7 @@ class Told:
 
 
 def deepep(world: World, case: dict[str, Any]) -> dict[str, Any]:
-    """Which dispatcher is taken, and what is said where DeepEP cannot be had."""
+    """Which dispatcher is taken, and what is said where DeepEP is not available."""
     from millrace.backends.megatron import Experts, Megatron
     from millrace.errors import InvalidJob
     from services.trainer.backends.megatron.experts.dispatch import _hindrance, dispatcher

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from millrace.validation.mistakes import options
-from millrace.validation.model import Part
+from millrace.validation.model import StrictModel
 
 
-class Fsdp2Options(Part):
+class Fsdp2Options(StrictModel):
     attention: Literal["auto", "segments", "flash_attention_2", "sdpa"] = "auto"
     """auto: flash_attention_2 where it is installed, else segments (torch's causal kernels on unpacked sequences).
     sdpa builds the block-diagonal mask of the whole micro-batch: for models whose attention takes no other."""

@@ -11,23 +11,23 @@ from typing import Any, Literal
 from pydantic import Field
 
 from millrace.validation.mistakes import options
-from millrace.validation.model import Part
+from millrace.validation.model import StrictModel
 
 RecomputeModule = Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]
 
 
-class Recompute(Part):
+class Recompute(StrictModel):
     """Activations that are computed again in the backward pass instead of being kept."""
 
     granularity: Literal["none", "selective", "full"] = "none"
     """selective: the named `modules` of every layer; full: whole layers."""
-    modules: tuple[RecomputeModule, ...] = ("core_attn",)
+    modules: tuple[RecomputeModule, ...] = Field(("core_attn",), examples=[["core_attn"]])
     method: Literal["uniform", "block"] = "uniform"
     """full only. uniform: every layer, in units of `layers`; block: the first `layers` layers of each stage."""
     layers: int = Field(1, ge=1)
 
 
-class Experts(Part):
+class Experts(StrictModel):
     """Mixture-of-experts layers."""
 
     dispatcher: Literal["auto", "alltoall", "deepep"] = "auto"
@@ -40,7 +40,7 @@ class Experts(Part):
     train_router: bool = True
 
 
-class Megatron(Part):
+class Megatron(StrictModel):
     tensor_parallel: int = Field(1, ge=1)
     sequence_parallel: bool = True
     """Split norms and residuals over the tensor-parallel ranks by tokens. Without effect at tensor_parallel 1."""
@@ -58,8 +58,8 @@ class Megatron(Part):
     """Split optimizer state over the data-parallel ranks."""
     fused_gradients: bool = True
     """On GPUs, matrix products add weight gradients to the float32 buffers themselves."""
-    recompute: Recompute = Recompute()
-    experts: Experts = Experts()
+    recompute: Recompute = Field(Recompute(), examples=[{"granularity": "full"}])
+    experts: Experts = Field(Experts(), examples=[{"dispatcher": "auto"}])
     optimizer_offload_fraction: float = Field(0.0, ge=0.0, le=1.0)
     """Share of the optimizer's state that lives and is updated in host memory."""
     offload_optimizer: bool = False

@@ -18,7 +18,7 @@ def validate(
     """Check a job spec: its fields, and the model, data and reward that it names.
 
     The files are looked for on this machine; use --fields-only where the job will run elsewhere. Status 1 and every
-    mistake with its fix if the spec will not do.
+    mistake with its fix if the spec is not valid.
     """
     from millrace.spec import load
     from millrace.spec.checking import submission

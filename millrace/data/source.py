@@ -78,7 +78,7 @@ class FileSource(Source):
             try:
                 self[first]
             except BadRow as error:
-                raise InvalidJob(f"{field}: the first row will not do: {error.what}", error.fix) from error
+                raise InvalidJob(f"{field}: the first row is not valid: {error.what}", error.fix) from error
 
     def __len__(self) -> int:
         return self._ends[-1]

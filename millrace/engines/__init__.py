@@ -5,7 +5,7 @@ import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from millrace.errors import InvalidJob
+from millrace.errors import InvalidJob, Mistake
 
 ENGINES = ("vllm", "sglang", "transformers")
 FIELD = "rollout.engine_options"
@@ -48,23 +48,29 @@ THEIRS = frozenset({"enable_return_routed_experts", "kv_cache_dtype", "nnodes", 
 """Those that the other of the two engines takes: a job may set them for a fleet that has that one alone."""
 
 
-def mistakes_of(engine_options: Mapping[str, Any]) -> Iterator[InvalidJob]:
+def mistakes_of(engine_options: Mapping[str, Any]) -> Iterator[Mistake]:
     """Options that no replica, or none with the engine that they are for, would take."""
     for name, value in engine_options.items():
         if name in ENGINES:
             ours = OURS.get(name, {})
-            yield from (ours_to_set(f"{name}.{option}", ours[option]) for option in value if option in ours)
+            yield from (reserved(f"{name}.{option}", ours[option]) for option in value if option in ours)
         elif isinstance(value, Mapping) and (engine := _engine_meant(name)):
-            what = f"{FIELD}.{name}: there is no engine of that name."
-            yield InvalidJob(what, f"did you mean `{engine}`? There are {', '.join(ENGINES)}.")
+            fix = f"did you mean `{engine}`? The engines are {', '.join(ENGINES)}."
+            yield Mistake(f"{FIELD}.{name}", "there is no such engine", fix)
         elif name not in THEIRS and (tables := [table for table in OURS.values() if name in table]):
-            yield ours_to_set(name, tables[0][name])
+            yield reserved(name, tables[0][name])
+
+
+def reserved(option: str, instead: str) -> Mistake:
+    """The mistake of setting an option that a job cannot set. `instead` is the field of the job that has the same
+    effect; empty where there is none."""
+    fix = f"set {instead} instead." if instead else "remove it: the replica sets it."
+    return Mistake(f"{FIELD}.{option}", "a job cannot set this option", fix)
 
 
 def ours_to_set(option: str, instead: str) -> InvalidJob:
-    """`instead`: the job's field that says it; empty where there is none."""
-    fix = f"set {instead} instead." if instead else "remove it: the replica sets it."
-    return InvalidJob(f"{FIELD}.{option}: this option is not the job's to set.", fix)
+    """The error for a reserved option."""
+    return InvalidJob.of([reserved(option, instead)])
 
 
 def _engine_meant(name: str) -> str | None:

@@ -15,7 +15,7 @@ def check_free(ports: Mapping[str, int]) -> None:
                 probe.bind(("127.0.0.1", port))
             except OSError as error:
                 raise Unavailable(
-                    f"port {port} cannot be had: {error.strerror}.",
+                    f"port {port} is not available: {error.strerror}.",
                     f"choose another with {option}, or stop what holds it (`ss -ltnp 'sport = :{port}'` names it).",
                 ) from error
 

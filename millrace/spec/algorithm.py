@@ -1,19 +1,20 @@
 """What is optimised. Names and options are those of `millrace.rl`; see docs/algorithms.md."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from millrace.spec.presets import over_preset
+from millrace.spec import presets
 from millrace.spec.trainer import Optimizer
-from millrace.validation.model import Part
+from millrace.validation.fields import OneOf
+from millrace.validation.model import StrictModel
 
 
-class Choice(Part):
+class Choice(StrictModel):
     """A registered function by name, with its options. Plain text is a name without options."""
 
     name: str
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: dict[str, Any] = Field(default_factory=dict, examples=[{"clip_high": 0.28}])
 
     @model_validator(mode="before")
     @classmethod
@@ -21,7 +22,7 @@ class Choice(Part):
         return {"name": given} if isinstance(given, str) else given
 
 
-class Critic(Part):
+class Critic(StrictModel):
     """The value model of PPO: the policy's architecture with one number a token in place of the logits."""
 
     path: str | None = None
@@ -31,26 +32,29 @@ class Critic(Part):
     """A value moves at most so far from what it was before the step, or its loss stops rewarding it; none: no bound."""
     warmup_steps: int = Field(0, ge=0)
     """The first so many steps train the critic alone."""
-    optimizer: Optimizer = Optimizer(lr=1e-5)
+    optimizer: Optimizer = Field(Optimizer(lr=1e-5), examples=[{"lr": 1e-5}])
     """The critic's."""
 
 
-class Algorithm(Part):
+class Algorithm(StrictModel):
     """Every name, its formula and its options: docs/algorithms.md. A function of your own is named as
     `/path/to/file.py:function`."""
 
-    preset: str | None = None
+    preset: Annotated[str, OneOf(presets.names())] | None = None
     """A method by the name that people say: grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce++, ppo. What is given
     beside it takes the place of the preset's."""
-    advantage: Choice = Choice(name="grpo")
+    advantage: Choice = Field(Choice(name="grpo"), examples=[{"name": "grpo"}])
     """From rewards to advantages."""
-    policy_loss: Choice = Choice(name="ppo", options={"clip_low": 0.2, "clip_high": 0.28})
+    policy_loss: Choice = Field(
+        Choice(name="ppo", options={"clip_low": 0.2, "clip_high": 0.28}),
+        examples=[{"name": "ppo", "options": {"clip_high": 0.28}}],
+    )
     """The loss of a token."""
     aggregation: str = "token-mean"
     """From the losses of tokens to one number."""
-    critic: Critic | None = None
+    critic: Critic | None = Field(None, examples=[{"clip": 0.5}])
     """For advantages that read values (`gae`); none: no value model is kept."""
-    kl: Choice | None = None
+    kl: Choice | None = Field(None, examples=[{"name": "k3"}])
     """KL to the reference policy (the model as it was loaded); none: no reference is kept."""
     kl_coefficient: float = Field(0.001, ge=0.0)
     """Its weight."""
@@ -61,7 +65,7 @@ class Algorithm(Part):
     is."""
     kl_horizon: int = Field(10000, ge=1)
     """With the above: trajectories over which an error is corrected."""
-    correction: Choice | None = None
+    correction: Choice | None = Field(None, examples=[{"name": "tis_token"}])
     """Of the mismatch between the engine's and the trainer's log-probabilities; none: it is only reported. Needs
     rollout.top_p and top_k that keep every token."""
     entropy_coefficient: float = Field(0.0, ge=0.0)
@@ -84,4 +88,4 @@ class Algorithm(Part):
     @model_validator(mode="before")
     @classmethod
     def over_its_preset(cls, given: Any) -> Any:
-        return over_preset(given) if isinstance(given, dict) else given
+        return presets.over_preset(given) if isinstance(given, dict) else given

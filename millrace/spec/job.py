@@ -1,8 +1,6 @@
 """The job spec: one tree, everything that a user says about a job."""
 
-from typing import Self
-
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from millrace.spec.algorithm import Algorithm
 from millrace.spec.model import Data, Evaluation, Model, Reward
@@ -10,41 +8,33 @@ from millrace.spec.publication import Publication
 from millrace.spec.rollout import Rollout
 from millrace.spec.schedule import Deadlines, Schedule, Tracking
 from millrace.spec.trainer import Trainer
-from millrace.validation.model import Part
+from millrace.validation.model import StrictModel
 
 
-class JobSpec(Part):
+class JobSpec(StrictModel):
     name: str = Field(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9._ -]*$")
     """For people: at most 100 letters, digits, `.`, `_`, `-` and spaces."""
     output: str
     """Folder for checkpoints and the report, as a whole path, the same for coordinator and trainer."""
-    model: Model
+    model: Model = Field(examples=[{"path": "/data/models/Qwen3-0.6B"}])
     """What is trained."""
-    data: Data
+    data: Data = Field(examples=[{"files": ["/data/train.parquet"]}])
     """What it is asked."""
-    reward: Reward = Reward()
+    reward: Reward = Field(Reward(), examples=[{"function": "math"}])
     """How its answers are scored."""
-    rollout: Rollout = Rollout()
+    rollout: Rollout = Field(Rollout(), examples=[{"samples_per_prompt": 8, "max_response_tokens": 1024}])
     """How they are generated."""
-    algorithm: Algorithm = Algorithm()
+    algorithm: Algorithm = Field(Algorithm(), examples=[{"preset": "grpo"}])
     """What is optimised."""
-    trainer: Trainer = Trainer()
+    trainer: Trainer = Field(Trainer(), examples=[{"backend": "fsdp2", "token_budget": 16384}])
     """How it is trained."""
-    publication: Publication = Publication()
+    publication: Publication = Field(Publication(), examples=[{"path": "auto"}])
     """How new weights come to the replicas."""
-    schedule: Schedule = Schedule()
+    schedule: Schedule = Field(Schedule(), examples=[{"steps": 100, "prompts_per_step": 64}])
     """How long it runs, how far generation may run ahead, what is kept."""
-    evaluation: Evaluation | None = None
+    evaluation: Evaluation | None = Field(None, examples=[{"files": ["/data/held_out.parquet"]}])
     """Held-out prompts that it is asked beside training; none: it is not evaluated."""
-    deadlines: Deadlines = Deadlines()
+    deadlines: Deadlines = Field(Deadlines(), examples=[{"step_s": 3600}])
     """When something is given up."""
-    tracking: Tracking = Tracking()
+    tracking: Tracking = Field(Tracking(), examples=[{"trackers": ["tensorboard"]}])
     """Which experiment trackers get its step metrics."""
-
-    @model_validator(mode="after")
-    def fits_together(self) -> Self:
-        from millrace.spec.rules import broken_rules
-
-        if broken := broken_rules(self):
-            raise ValueError("\n".join(broken))
-        return self

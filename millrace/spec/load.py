@@ -9,7 +9,9 @@ from pydantic import ValidationError
 
 from millrace.errors import InvalidJob
 from millrace.spec.job import JobSpec
-from millrace.validation.mistakes import numbers_that_are_none, told, unwritable
+from millrace.spec.rules import broken_rules
+from millrace.spec.storable import unstorable
+from millrace.validation.mistakes import explain, unwanted_numbers
 
 UNREADABLE = (
     yaml.YAMLError,
@@ -21,6 +23,7 @@ UNREADABLE = (
     ValueError,
 )
 """What PyYAML raises: its own errors, and others where a scalar does not fit its tag."""
+HEADING = "the job spec is not valid:"
 
 
 def load(path: str | Path) -> JobSpec:
@@ -28,30 +31,31 @@ def load(path: str | Path) -> JobSpec:
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidJob(
-            f"cannot read the job spec {path}: {error}.", "give the path of a YAML or JSON file."
-        ) from error
+    except UnicodeDecodeError as error:
+        raise InvalidJob(f"{path}: is not text in UTF-8.", "give the path of a YAML or JSON file.") from error
+    except OSError as error:
+        reason = error.strerror or "cannot be read"
+        raise InvalidJob(f"{path}: {reason}.", "give the path of a YAML or JSON file that can be read.") from error
     try:
         tree = yaml.safe_load(text)
     except UNREADABLE as error:
-        raise InvalidJob(f"{path} is neither YAML nor JSON: {error}.", "fix the syntax at that place.") from error
+        place = getattr(error, "problem_mark", None)
+        fix = "correct the syntax." if place is None else f"correct the YAML syntax in line {place.line + 1}."
+        raise InvalidJob(f"{path}: is neither YAML nor JSON: {error}.", fix) from error
     return parse(tree)
 
 
 def parse(tree: Any) -> JobSpec:
-    """Validates a job spec given as plain mappings. Raises InvalidJob."""
+    """Checks a job spec that is given as plain mappings. Raises InvalidJob with every mistake."""
     if not isinstance(tree, Mapping):
-        raise InvalidJob(
-            f"a job spec is a mapping of fields, this is {type(tree).__name__}.", "start it with `name:`, `model:`, ..."
-        )
-    if lines := unwritable(tree):
-        raise InvalidJob("\n".join(["the job spec is not valid:", *lines]))
-    mistakes = numbers_that_are_none(tree)
+        raise InvalidJob("a job spec is a mapping of fields, and this is none.", "start it with `name:`, `model:`, ...")
+    if mistakes := unstorable(tree):
+        raise InvalidJob.of(mistakes, HEADING)
+    mistakes = unwanted_numbers(tree, JobSpec)
     try:
         spec = JobSpec.model_validate(tree)
     except ValidationError as error:
-        mistakes += [line for e in error.errors() for line in told(e)]
-    if mistakes:
-        raise InvalidJob("\n".join(["the job spec is not valid:", *mistakes]))
+        raise InvalidJob.of([*mistakes, *explain(error.errors(), JobSpec)], HEADING) from error
+    if mistakes := [*mistakes, *broken_rules(spec)]:
+        raise InvalidJob.of(mistakes, HEADING)
     return spec

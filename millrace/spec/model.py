@@ -4,23 +4,23 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from millrace.validation.model import Part
+from millrace.validation.model import StrictModel
 
 
-class Model(Part):
+class Model(StrictModel):
     path: str
     """Whole path of a Hugging Face model folder: config, tokenizer and safetensors. The same for every service."""
     trust_remote_code: bool = False
     """Run Python code that the model folder brings."""
 
 
-class Data(Part):
-    files: list[str] = Field(default_factory=list)
+class Data(StrictModel):
+    files: list[str] = Field(default_factory=list, examples=[["/data/train.parquet"]])
     """Whole paths of Parquet or JSONL files in verl's columns: data_source, prompt, reward_model{style, ground_truth},
     extra_info."""
     procedural: str | None = None
     """`reasoning_gym:<task>` instead of files."""
-    procedural_options: dict[str, Any] = Field(default_factory=dict)
+    procedural_options: dict[str, Any] = Field(default_factory=dict, examples=[{"size": 1000}])
     """The task's own options, and the source's `size` (rows, 1000), `seed` (0) and `system_prompt` (null for none)."""
     shuffle: bool = True
     """A new order in each pass, drawn from `seed`."""
@@ -30,18 +30,18 @@ class Data(Part):
     """Of a prompt in its chat template."""
     overlong_prompts: Literal["drop", "truncate_left", "truncate_right", "truncate_middle"] = "drop"
     """What becomes of a prompt longer than `max_prompt_tokens`: dropped on the ledger, or cut."""
-    chat_template_options: dict[str, Any] = Field(default_factory=dict)
+    chat_template_options: dict[str, Any] = Field(default_factory=dict, examples=[{"enable_thinking": False}])
     """Passed to the tokenizer's chat template: enable_thinking, tools, ..."""
 
 
-class Reward(Part):
+class Reward(StrictModel):
     function: str = "auto"
     """math, exact, regex, format, reasoning_gym, or your own: `module:function` or `/path/to/file.py:function` with
     verl's signature compute_score(data_source, solution_str, ground_truth, extra_info). auto: reasoning_gym for a
     procedural source, otherwise by the row's reward_model.style: rule means math."""
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: dict[str, Any] = Field(default_factory=dict, examples=[{"require_boxed": True}])
     """Keyword arguments for the function."""
-    parts: list[str] = Field(default_factory=list)
+    parts: list[str] = Field(default_factory=list, examples=[["score", "format"]])
     """Names of numbers that the function returns beside its score, for advantages that normalise several rewards apart
     (`gdpo`); `score` is the score itself."""
     timeout_s: float = Field(30.0, gt=0)
@@ -55,12 +55,12 @@ class Reward(Part):
     allows that; otherwise the replica warns."""
 
 
-class Evaluation(Part):
-    files: list[str] = Field(default_factory=list)
+class Evaluation(StrictModel):
+    files: list[str] = Field(default_factory=list, examples=[["/data/train.parquet"]])
     """As `data.files`."""
     procedural: str | None = None
     """As `data.procedural`."""
-    procedural_options: dict[str, Any] = Field(default_factory=dict)
+    procedural_options: dict[str, Any] = Field(default_factory=dict, examples=[{"size": 1000}])
     """As `data.procedural_options`."""
     every_steps: int = Field(0, ge=0)
     """0: only before the first and after the last step."""

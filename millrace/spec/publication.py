@@ -2,10 +2,10 @@
 
 from typing import Literal
 
-from millrace.validation.model import Part
+from millrace.validation.model import StrictModel
 
 
-class Publication(Part):
+class Publication(StrictModel):
     path: Literal["auto", "sharded", "gather_broadcast"] = "auto"
     """sharded: every replica gets exactly the slices that it needs from the ranks that hold them. gather_broadcast:
     each tensor is gathered on one rank and broadcast. auto: sharded where trainer and replicas all can."""

@@ -5,8 +5,9 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from millrace.engines import ENGINES
-from millrace.errors import refused
-from millrace.validation.model import Part
+from millrace.errors import wrong_value
+from millrace.validation.mistakes import InvalidValue
+from millrace.validation.model import StrictModel
 
 EXAMPLES = {
     "vllm": "{max_num_seqs: 256}",
@@ -16,7 +17,7 @@ EXAMPLES = {
 CachePolicy = Literal["recompute", "keep"]
 
 
-class Rollout(Part):
+class Rollout(StrictModel):
     samples_per_prompt: int = Field(8, ge=1)
     """Size of a group."""
     max_response_tokens: int = Field(1024, ge=1)
@@ -27,7 +28,7 @@ class Rollout(Part):
     """1 keeps every token."""
     top_k: int = Field(0, ge=0)
     """0 keeps every token."""
-    stop: list[str] = Field(default_factory=list)
+    stop: list[str] = Field(default_factory=list, examples=[["</answer>"]])
     """Strings that end a response, beside the tokenizer's end-of-turn tokens."""
     dtype: Literal["bfloat16", "float32", "float16"] = "bfloat16"
     """Of the engine's parameters, and so of what is published."""
@@ -36,7 +37,7 @@ class Rollout(Part):
     so that every log-probability is the new model's; or keep them, which is faster and slightly off-policy."""
     lease_s: float = Field(60.0, gt=0)
     """A replica that does not extend a lease for so long loses it."""
-    engine_options: dict[str, Any] = Field(default_factory=dict)
+    engine_options: dict[str, Any] = Field(default_factory=dict, examples=[{"max_num_seqs": 256}])
     """Passed to the engine as they are: vLLM's AsyncEngineArgs, SGLang's ServerArgs. The engine checks them. Those
     under an engine's name are for replicas with that engine alone: docs/engines.md."""
 
@@ -50,7 +51,7 @@ class Rollout(Part):
     def _of_engines(cls, value: dict[str, Any]) -> dict[str, Any]:
         for engine in ENGINES:
             if not isinstance(value.get(engine, {}), dict):
-                reason = f"{engine} has to be a mapping of that engine's options"
-                fix = f"give one, for example `{engine}: {EXAMPLES[engine]}`, or leave {engine} out."
-                raise ValueError(refused(f"rollout.engine_options.{engine}", value[engine], reason, fix))
+                fix = f"give a mapping, for example `{engine}: {EXAMPLES[engine]}`, or leave it out."
+                field = f"rollout.engine_options.{engine}"
+                raise InvalidValue(wrong_value(field, value[engine], f"is not a mapping of {engine}'s options", fix))
         return value

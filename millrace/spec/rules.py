@@ -4,41 +4,36 @@ What needs the machine (does the folder exist, does the reward function import) 
 `millrace.spec.checking.submission`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-from millrace.errors import refused
+from millrace.errors import Mistake, wrong_value
 from millrace.spec.algorithm import Algorithm
-
-if TYPE_CHECKING:
-    from millrace.spec.job import JobSpec
+from millrace.spec.job import JobSpec
 
 
-def broken_rules(spec: JobSpec) -> list[str]:
-    """Every rule that the spec breaks: `field: value will not do: reason. Fix: ...`."""
-    return [*_data(spec), *_sizes(spec), *_algorithm(spec)]
+def broken_rules(spec: JobSpec) -> list[Mistake]:
+    """Every rule that the spec breaks."""
+    return [*_data(spec), *_sizes(spec), *_algorithm(spec), *_optimizers(spec)]
 
 
-def _broken(field: str, value: object, reason: str, fix: str) -> str:
-    return str(refused(field, value, reason, f"{fix}."))
+def _broken(field: str, value: object, reason: str, fix: str) -> Mistake:
+    return wrong_value(field, value, reason, f"{fix}.")
 
 
-def _data(spec: JobSpec) -> Iterator[str]:
+def _data(spec: JobSpec) -> Iterator[Mistake]:
     for field, data in (("data", spec.data), ("evaluation", spec.evaluation)):
         if data is None:
             continue
         if bool(data.files) == bool(data.procedural):
-            yield _broken(
-                f"{field}.files", data.files, "give either files or a procedural source", "keep one of the two"
-            )
+            both = f"both {field}.files and {field}.procedural are given"
+            reason = both if data.files else f"neither {field}.files nor {field}.procedural is given"
+            yield _broken(f"{field}.files", data.files, reason, "give one of the two")
         if data.procedural and not data.procedural.startswith("reasoning_gym:"):
             fix = "write reasoning_gym:<task>, for example reasoning_gym:spell_backward"
-            yield _broken(f"{field}.procedural", data.procedural, "no such kind of source", fix)
+            yield _broken(f"{field}.procedural", data.procedural, "there is no such kind of source", fix)
 
 
-def _sizes(spec: JobSpec) -> Iterator[str]:
+def _sizes(spec: JobSpec) -> Iterator[Mistake]:
     longest = spec.data.max_prompt_tokens + spec.rollout.max_response_tokens
     if spec.trainer.token_budget < longest:
         arithmetic = (
@@ -52,7 +47,7 @@ def _sizes(spec: JobSpec) -> Iterator[str]:
         )
         yield _broken("trainer.updates_per_step", spec.trainer.updates_per_step, arithmetic, "choose a divisor")
     if spec.schedule.steps == 0 and spec.evaluation is None:
-        reason = "a job without steps has only its evaluation to do, and there is none"
+        reason = "a job without steps only evaluates, and there is no evaluation"
         yield _broken("schedule.steps", 0, reason, "add `evaluation`, or train some steps")
     context = spec.rollout.options_of("vllm").get("max_model_len")
     if isinstance(context, int) and context < longest:
@@ -60,7 +55,7 @@ def _sizes(spec: JobSpec) -> Iterator[str]:
         yield _broken("rollout.engine_options.max_model_len", context, arithmetic, f"raise it to at least {longest}")
 
 
-def _algorithm(spec: JobSpec) -> Iterator[str]:
+def _algorithm(spec: JobSpec) -> Iterator[Mistake]:
     algorithm = spec.algorithm
     if algorithm.overlong_buffer_tokens > spec.rollout.max_response_tokens:
         arithmetic = f"the buffer is longer than a response, {spec.rollout.max_response_tokens} tokens"
@@ -81,21 +76,24 @@ def _algorithm(spec: JobSpec) -> Iterator[str]:
         yield _broken("algorithm.kl_coefficient", given, "kl_target multiplies it, and 0 stays 0", fix)
     if algorithm.kl is None and given not in (0.0, Algorithm.model_fields["kl_coefficient"].default):
         fix = "set algorithm.kl, for example {name: k3}, or leave it out"
-        yield _broken("algorithm.kl_coefficient", given, "there is no KL that it would weigh", fix)
+        yield _broken("algorithm.kl_coefficient", given, "there is no KL for it to weigh", fix)
     if algorithm.drop_groups_without_signal and spec.rollout.samples_per_prompt < 2:
-        reason = "one answer alone never differs from the others, so every group would be dropped"
+        reason = "the rewards in a group of one answer are always equal, so every group would be dropped"
         fix = "raise it to at least 2, or set algorithm.drop_groups_without_signal to false"
         yield _broken("rollout.samples_per_prompt", spec.rollout.samples_per_prompt, reason, fix)
+
+
+def _optimizers(spec: JobSpec) -> Iterator[Mistake]:
     if spec.schedule.steps and spec.trainer.optimizer.warmup_steps > spec.schedule.steps:
         arithmetic = f"warm-up is longer than the job, {spec.schedule.steps} steps"
         yield _broken("trainer.optimizer.warmup_steps", spec.trainer.optimizer.warmup_steps, arithmetic, "shorten it")
     optimizers = {"trainer.optimizer": spec.trainer.optimizer}
-    if (critic := algorithm.critic) is not None:
+    if (critic := spec.algorithm.critic) is not None:
         optimizers["algorithm.critic.optimizer"] = critic.optimizer
         if spec.schedule.steps and critic.warmup_steps >= spec.schedule.steps:
             arithmetic = f"the policy would not be trained in any of the job's {spec.schedule.steps} steps"
             yield _broken("algorithm.critic.warmup_steps", critic.warmup_steps, arithmetic, "shorten it")
     for field, optimizer in optimizers.items():
         if optimizer.schedule != "constant" and spec.schedule.steps is None:
-            reason = "it falls until the last step, and schedule.steps does not say which that is"
+            reason = "the learning rate falls until the last step, and schedule.steps does not say which that is"
             yield _broken(f"{field}.schedule", optimizer.schedule, reason, 'set schedule.steps, or use "constant"')

@@ -4,10 +4,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from millrace.validation.model import Part
+from millrace.validation.model import StrictModel
 
 
-class Schedule(Part):
+class Schedule(StrictModel):
     steps: int | None = Field(None, ge=0)
     """Steps to train; none: as many as `passes` over the data give. 0: the model is only evaluated."""
     passes: int = Field(1, ge=1)
@@ -25,7 +25,7 @@ class Schedule(Part):
     wait for the disk."""
 
 
-class Deadlines(Part):
+class Deadlines(StrictModel):
     """Seconds after which a remote operation is given up, named and retried or failed. See millrace/wire/deadlines.py
     for those that no job needs to change."""
 
@@ -41,8 +41,8 @@ class Deadlines(Part):
     """How long a job waits with no replica in the fleet before it fails."""
 
 
-class Tracking(Part):
-    trackers: list[Literal["tensorboard", "wandb"]] = Field(default_factory=list)
+class Tracking(StrictModel):
+    trackers: list[Literal["tensorboard", "wandb"]] = Field(default_factory=list, examples=[["tensorboard"]])
     """They come with the `trackers` extra, beside the coordinator: docs/running.md."""
     project: str = "millrace"
     """W&B's."""

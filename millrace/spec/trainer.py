@@ -4,15 +4,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from millrace.validation.model import Part
+from millrace.validation.model import StrictModel
 
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
-class Optimizer(Part):
+class Optimizer(StrictModel):
     lr: float = Field(1e-6, ge=0.0)
     """Learning rate, once warm-up is over."""
-    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = Field((0.9, 0.95), examples=[[0.9, 0.95]])
     """AdamW's."""
     eps: float = Field(1e-8, gt=0.0)
     """AdamW's."""
@@ -28,7 +28,7 @@ class Optimizer(Part):
     """A gradient with a larger norm is scaled down to it."""
 
 
-class Trainer(Part):
+class Trainer(StrictModel):
     backend: Literal["fsdp2", "megatron"] = "fsdp2"
     """megatron: docs/megatron.md."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -39,9 +39,9 @@ class Trainer(Part):
     """Optimizer updates in a step, each on its share of the groups."""
     activation_recompute: bool = False
     """Recompute activations in the backward pass: less memory, about a third more work."""
-    optimizer: Optimizer = Optimizer()
+    optimizer: Optimizer = Field(Optimizer(), examples=[{"lr": 1e-6}])
     """The policy's."""
     seed: int = Field(0, ge=0)
     """Of what a step draws at random."""
-    backend_options: dict[str, Any] = Field(default_factory=dict)
+    backend_options: dict[str, Any] = Field(default_factory=dict, examples=[{"offload_reference": True}])
     """Passed to the backend, which checks them."""

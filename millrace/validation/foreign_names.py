@@ -1,9 +1,8 @@
-"""What verl, slime, TRL and the engines call the things of a job spec: a job that comes from there has those names."""
+"""What verl, slime, TRL and the engines call the fields of a job spec: a job written for them has their names."""
 
 from collections.abc import Collection
 
-MILLRACE: dict[str, str] = {
-    # Names of fields, and where the same is said here.
+FIELDS: dict[str, str] = {
     "actor_rollout_ref": "model, rollout, trainer",
     "actor": "trainer",
     "critic": "algorithm.critic",
@@ -130,16 +129,19 @@ MILLRACE: dict[str, str] = {
     "experiment_name": "name",
     "output_dir": "output",
     "default_local_dir": "output",
-    # Values: functions by name.
+}
+"""Another framework's name of a field, and the path of the same field in a job spec; some have several paths."""
+
+VALUES: dict[str, str] = {
     "low_var_kl": "k3",
     "mse": "k2",
     "vanilla": "ppo",
 }
-"""Another trainer's word, and Millrace's: the field with the parts above it (some have several), or the value."""
+"""Another framework's name of a function, and the name of the same function in a job spec."""
 
-_SIZE = "there the size of one update's share of the batch, here how many updates a step has: batch / size"
-_SAMPLES = "there a number of samples, here of tokens"
-COUNTED: dict[str, str] = {
+_SIZE = "there it is the size of one update's share of the batch, here the number of updates in a step: batch / size"
+_SAMPLES = "there it is a number of samples, here of tokens"
+UNITS: dict[str, str] = {
     "mini_batch_size": _SIZE,
     "ppo_mini_batch_size": _SIZE,
     "micro_batch_size": _SAMPLES,
@@ -147,20 +149,23 @@ COUNTED: dict[str, str] = {
     "ppo_micro_batch_size": _SAMPLES,
     "ppo_micro_batch_size_per_gpu": _SAMPLES,
 }
-"""Of those whose number cannot be taken over as it is: what it counts there and here."""
+"""Fields whose number counts something else in a job spec: what it counts there and here."""
 
 
-def meant(name: str, known: Collection[str]) -> str | None:
-    """Which of `known` somebody meant who wrote `name` as elsewhere; none where it is none or several of them."""
-    words = [word for path in places(name) if (word := path.rpartition(".")[2]) in known]
-    return words[0] if len(words) == 1 else None
+def name_here(name: str, known: Collection[str]) -> str | None:
+    """The one of `known`, fields of one level or names of functions, that another framework calls `name`. None where
+    that is none of them, or several."""
+    found = [path.rpartition(".")[2] for path in paths(name)] + [VALUES.get(name.lower(), "")]
+    here = [each for each in found if each in known]
+    return here[0] if len(here) == 1 else None
 
 
-def places(name: str) -> list[str]:
-    """Where in a job spec `name` is said; empty for a word that is not known."""
-    return MILLRACE.get(name.lower(), "").split(", ") if name.lower() in MILLRACE else []
+def paths(name: str) -> list[str]:
+    """The paths in a job spec of what another framework calls `name`; empty for an unknown name."""
+    found = FIELDS.get(name.lower())
+    return found.split(", ") if found is not None else []
 
 
-def counted(name: str) -> str:
-    """What the number of another trainer's field counts there and here; empty where it is the same."""
-    return COUNTED.get(name.lower(), "")
+def unit_note(name: str) -> str:
+    """What the number of another framework's field counts there and here; empty where it is the same."""
+    return UNITS.get(name.lower(), "")

@@ -1,10 +1,13 @@
-"""The base of every part of a job spec: unknown fields are refused, values are final, numbers are finite."""
+"""The base of every model that a user fills in."""
 
 from pydantic import BaseModel, ConfigDict
 
 
-class Part(BaseModel):
-    """One level of the tree."""
+class StrictModel(BaseModel):
+    """One level of a tree: unknown fields are refused, values cannot be changed afterwards, numbers are finite.
+
+    `Field(examples=[...])` of a mapping or a list is what an error shows as an example of it.
+    """
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False

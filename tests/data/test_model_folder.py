@@ -61,7 +61,7 @@ def test_what_is_missing_is_named(damage: Callable[[Path], object], reason: str,
     with pytest.raises(InvalidJob) as refused:
         check_model_folder(folder)
     assert reason in refused.value.what
-    assert refused.value.what.startswith(f'model.path: "{folder}" will not do: ')
+    assert refused.value.what.startswith(f'model.path: "{folder}": ')
     assert refused.value.fix
 
 

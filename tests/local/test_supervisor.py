@@ -139,7 +139,7 @@ def test_a_taken_port_is_told_with_the_option(tmp_path: Path) -> None:
         argv = supervising(tmp_path / "state", port, free_port(), "mark")
         done = subprocess.run(argv, capture_output=True, text=True, timeout=30)
     assert done.returncode == 1
-    assert f"port {port} cannot be had" in done.stderr and "--http-port" in done.stderr
+    assert f"port {port} is not available" in done.stderr and "--http-port" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -55,7 +55,7 @@ def test_without_its_kl_a_preset_says_nothing_of_kl() -> None:
 
 
 def test_one_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(InvalidJob, match=r"algorithm\.preset: \"pppo\" will not do: .*one of cispo, dapo, dr_grpo"):
+    with pytest.raises(InvalidJob, match=r"algorithm\.preset: \"pppo\": .*one of cispo, dapo, dr_grpo"):
         job({"preset": "pppo"})
 
 

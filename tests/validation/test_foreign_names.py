@@ -10,7 +10,7 @@ from millrace.rl.registry import catalogue
 from millrace.rl.registry.catalogue import KL_ESTIMATORS, Kind
 from millrace.spec import JobSpec, parse
 from millrace.spec.checking import choices
-from millrace.validation.foreign_names import COUNTED, MILLRACE, places
+from millrace.validation.foreign_names import FIELDS, UNITS, VALUES, name_here, paths
 
 SMALLEST = {"name": "a job", "output": "/out", "model": {"path": "/model"}, "data": {"files": ["train.parquet"]}}
 OPTIONS = {
@@ -36,14 +36,18 @@ def is_there(place: str) -> bool:
     return "engine_options" in steps or steps[-1] in OPTIONS.get(".".join(steps[:-2]), ())
 
 
-@pytest.mark.parametrize("name", MILLRACE)
-def test_what_it_is_called_here_exists(name: str) -> None:
-    values = {*KL_ESTIMATORS, *catalogue.names(Kind.POLICY_LOSS)}
-    assert all(is_there(place) or place in values for place in places(name))
+@pytest.mark.parametrize("name", FIELDS)
+def test_each_field_of_another_framework_leads_to_one_here(name: str) -> None:
+    assert all(is_there(path) for path in paths(name))
 
 
-def test_those_that_count_something_else_are_known() -> None:
-    assert set(COUNTED) <= set(MILLRACE)
+@pytest.mark.parametrize("name", VALUES)
+def test_each_function_of_another_framework_leads_to_one_here(name: str) -> None:
+    assert name_here(name, (*KL_ESTIMATORS, *catalogue.names(Kind.POLICY_LOSS))) == VALUES[name]
+
+
+def test_fields_that_count_something_else_are_known() -> None:
+    assert set(UNITS) <= set(FIELDS)
 
 
 def test_a_part_that_is_several_here_is_told_as_all_of_them() -> None:
@@ -58,8 +62,16 @@ def test_a_part_that_is_several_here_is_told_as_all_of_them() -> None:
         ("evaluation", "n", "did you mean `samples_per_prompt`?"),
         ("trainer", "lr", "here that is `trainer.optimizer.lr`."),
         ("trainer", "ppo_micro_batch_size", "did you mean `token_budget`?"),
-        ("trainer", "ppo_mini_batch_size", "`updates_per_step`? It is there the size of one update's share"),
-        ("data", "ppo_mini_batch_size", "`trainer.updates_per_step`. It is there the size of one update's share"),
+        (
+            "trainer",
+            "ppo_mini_batch_size",
+            "`updates_per_step`? The number counts something else: there it",
+        ),
+        (
+            "data",
+            "ppo_mini_batch_size",
+            "`trainer.updates_per_step`. The number counts something else: there it",
+        ),
         ("data", "train_batch_size", "here that is `schedule.prompts_per_step`."),
         ("rollout", "max_new_tokens", "did you mean `max_response_tokens`?"),
         ("algorithm", "clip_ratio", "here that is `algorithm.policy_loss.options.clip_low`."),
@@ -67,7 +79,7 @@ def test_a_part_that_is_several_here_is_told_as_all_of_them() -> None:
         ("schedule", "total_epochs", "did you mean `passes`?"),
         ("schedule", "total_training_steps", "did you mean `steps`?"),
         ("trainer", "max_staleness", "did you mean `schedule.max_staleness`?"),
-        ("trainer", "low_var_kl", "remove it; there are backend, "),
+        ("trainer", "low_var_kl", "remove it; the fields here are backend, "),
     ],
 )
 def test_a_field_by_another_trainer_s_name(part: str, name: str, fix: str) -> None:
@@ -79,9 +91,9 @@ def test_a_field_by_another_trainer_s_name(part: str, name: str, fix: str) -> No
 @pytest.mark.parametrize(
     ("algorithm", "fix"),
     [
-        ({"kl": "low_var_kl"}, "did you mean k3? Choose one of k1, "),
-        ({"policy_loss": "vanilla"}, "Did you mean 'ppo'?"),
-        ({"policy_loss": {"name": "ppo", "options": {"eps_clip_high": 0.3}}}, "Did you mean 'clip_high'?"),
+        ({"kl": "low_var_kl"}, "did you mean `k3`? Choose one of k1, "),
+        ({"policy_loss": "vanilla"}, "did you mean `ppo`?"),
+        ({"policy_loss": {"name": "ppo", "options": {"eps_clip_high": 0.3}}}, "did you mean `clip_high`?"),
     ],
 )
 def test_a_function_or_option_by_another_trainer_s_name(algorithm: dict[str, Any], fix: str) -> None:

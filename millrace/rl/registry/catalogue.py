@@ -5,7 +5,6 @@ is not installed and a user's file is not run by the service that only checks it
 """
 
 import ast
-import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,9 +15,10 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from millrace.errors import InvalidJob
+from millrace.errors import InvalidJob, refused
 from millrace.rl.registry.options import TYPES
-from millrace.validation.foreign_names import meant
+from millrace.validation.mistakes import explain
+from millrace.validation.names import choose, closest
 
 HERE = Path(__file__).parents[1]
 
@@ -127,19 +127,16 @@ class Entry:
         checked = dict(self.defaults)
         for name, value in given.items():
             if name not in adapters:
-                raise InvalidJob(
-                    f"{prefix}{name} = {value!r}: the {self.kind.singular} {self.name!r} has no option {name!r}.",
-                    f"{_nearest(name, adapters)}It takes: {', '.join(map(str, self.options)) or 'no options'}.",
+                near = closest(name, adapters)
+                suggested = f"did you mean `{near}`? The options are" if near else "the options are"
+                fix = f"{suggested} {', '.join(adapters)}." if adapters else "remove it: there are no options."
+                raise refused(
+                    f"{prefix}{name}", value, f"the {self.kind.singular} {self.name!r} has no such option", fix
                 )
             try:
                 checked[name] = adapters[name].validate_python(value)
             except ValidationError as error:
-                option = next(option for option in self.options if option.name == name)
-                reasons = "; ".join(dict.fromkeys(problem["msg"] for problem in error.errors()))
-                raise InvalidJob(
-                    f"{prefix}{name} = {value!r}: {reasons}.",
-                    f"Give {self.name!r} a value that fits `{option}`, or leave it out.",
-                ) from error
+                raise InvalidJob.of(explain(error.errors(), above=f"{prefix}{name}")) from error
         return checked
 
 
@@ -155,10 +152,8 @@ def find(kind: Kind, name: str, where: str = "") -> Entry:
         path, function = name.rsplit(":", 1)
         return _read(kind, name, Path(path), function, where)
     if name not in names(kind):
-        raise InvalidJob(
-            f"{where or kind.singular} = {name!r}: there is no such {kind.singular}.",
-            f"{_nearest(name, names(kind))}Choose one of {', '.join(names(kind))}, or your own as file.py:function.",
-        )
+        fix = f"{choose(name, names(kind))[:-1]}, or your own as file.py:function."
+        raise refused(where or kind.singular, name, f"there is no such {kind.singular}", fix)
     return _built_in(kind, name)
 
 
@@ -168,24 +163,21 @@ def _built_in(kind: Kind, name: str) -> Entry:
 
 
 def _read(kind: Kind, name: str, path: Path, function: str, where: str) -> Entry:
-    subject = f"{where or kind.singular} = {name!r}"
+    field = where or kind.singular
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
     except (OSError, SyntaxError, UnicodeDecodeError) as error:
-        raise InvalidJob(
-            f"{subject}: {path} cannot be read: {error}.", "Name a Python file as file.py:function."
-        ) from None
+        fix = "name a Python file as file.py:function."
+        raise refused(field, name, f"{path} cannot be read: {error}", fix) from None
     found = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == function]
     if not found:
-        raise InvalidJob(f"{subject}: {path} defines no function {function!r}.", "Name one of its top-level functions.")
+        raise refused(field, name, f"{path} defines no function {function!r}", "name one of its top-level functions.")
     try:
         return _entry(kind, name, path, tree, found[-1])
     except ValueError as error:
         known = ", ".join(sorted(INPUTS[kind]))
-        raise InvalidJob(
-            f"{subject}: {error}.",
-            f"Take tensors by keyword out of {known}, annotated Tensor, and options with a default and a type.",
-        ) from error
+        fix = f"take tensors by keyword out of {known}, annotated Tensor, and options with a default and a type."
+        raise refused(field, name, str(error), fix) from error
 
 
 def _entry(kind: Kind, name: str, path: Path, tree: ast.Module, node: ast.FunctionDef) -> Entry:
@@ -232,8 +224,3 @@ def _type_of(annotation: ast.expr, option: str) -> Any:
     raise ValueError(
         f"the type of its option {option!r}, `{ast.unparse(annotation)}`, is not one of {', '.join(TYPES)}"
     )
-
-
-def _nearest(name: str, known: Mapping[str, Any] | tuple[str, ...]) -> str:
-    near = meant(name, known) or next(iter(difflib.get_close_matches(name, list(known), n=1)), None)
-    return f"Did you mean {near!r}? " if near else ""

@@ -1,7 +1,7 @@
-"""Whether a job can work on this machine: every mistake is found before it is taken in, and all are told at once.
+"""Whether a job can run on this machine: every mistake is found before the job is accepted, and all are told at once.
 
-Paths have to be whole. Every service opens them by itself, and each would take a relative one from its own working
-folder; a client does not complete them either, as the services may run on other machines than it does.
+Paths have to be absolute. Every service opens them itself, and each would resolve a relative path in its own working
+folder. A client does not resolve them either, because the services may run on other machines.
 """
 
 import errno
@@ -15,7 +15,7 @@ from millrace import engines
 from millrace.backends import fsdp2
 from millrace.data import open_source
 from millrace.data.model_folder import check_model_folder, check_weights_folder, context, vocabulary
-from millrace.errors import InvalidJob, refused
+from millrace.errors import InvalidJob, Mistake, refused, wrong_value
 from millrace.megatron.rules import check_submission as check_megatron
 from millrace.rewards import check as check_reward
 from millrace.rewards import choose
@@ -24,48 +24,49 @@ from millrace.spec import JobSpec, parse
 from millrace.spec.checking import choices
 from millrace.telemetry.trackers import check as check_trackers
 
-OF_POSITIONS = {"hf_overrides", "rope_scaling", "rope_parameters", "json_model_override_args"}
-"""Of rollout.engine_options: what changes how far a model's positions go."""
+POSITION_OPTIONS = {"hf_overrides", "rope_scaling", "rope_parameters", "json_model_override_args"}
+"""Engine options that change how many positions a model knows."""
 
 
 def check(tree: Any) -> JobSpec:
-    """The spec in `tree`, which can be carried out here. Raises InvalidJob with every mistake. Reads files."""
+    """The spec in `tree`, once it is clear that it can run here. Raises InvalidJob with every mistake. Reads files."""
     spec = parse(tree)
     mistakes = list(_too_long(spec)) or [*_relative(spec), *_data(spec), *_algorithm(spec), *_rest(spec)]
     if mistakes:
-        raise InvalidJob("\n".join(["the job cannot work:", *(f"  {mistake}" for mistake in mistakes)]))
+        raise InvalidJob.of(mistakes, "the job cannot run:")
     return spec
 
 
-def _attempt(look: Callable[..., Any], *arguments: Any, **named: Any) -> Iterator[str]:
+def _attempt(check: Callable[..., object], *arguments: Any, **named: Any) -> Iterator[Mistake]:
+    """The mistakes that one check finds."""
     try:
-        look(*arguments, **named)
+        check(*arguments, **named)
     except InvalidJob as error:
-        yield str(error)
+        yield from error.mistakes
 
 
-def _relative(spec: JobSpec) -> Iterator[str]:
+def _relative(spec: JobSpec) -> Iterator[Mistake]:
     for field, path, function in _paths(spec):
         if not Path(path).is_absolute():
-            reason = "each service would take it from its own working folder"
-            whole = os.path.abspath(os.path.expanduser(path))
-            likely = field == "output" or os.path.exists(whole)
-            fix = f"write the whole path, for example {whole}{function}." if likely else "write the whole path."
-            yield str(refused(field, path + function, reason, fix))
+            reason = "is not an absolute path, and each service would look in its own working folder"
+            absolute = os.path.abspath(os.path.expanduser(path))
+            likely = field == "output" or os.path.exists(absolute)
+            fix = f"write the absolute path, for example {absolute}{function}." if likely else "write an absolute path."
+            yield wrong_value(field, path + function, reason, fix)
 
 
-def _too_long(spec: JobSpec) -> Iterator[str]:
-    """Paths that no look at the files would survive."""
+def _too_long(spec: JobSpec) -> Iterator[Mistake]:
+    """Names so long that the system cannot look for the file."""
     for field, path, function in _paths(spec):
         try:
             os.lstat(path)
         except OSError as error:
             if error.errno == errno.ENAMETOOLONG:
-                yield str(refused(field, (path + function)[:200], "no file has such a long name", "give another path."))
+                yield wrong_value(field, path + function, "is too long for the name of a file", "give another path.")
 
 
 def _paths(spec: JobSpec) -> Iterator[tuple[str, str, str]]:
-    """Each field that names a file or folder: that path, and `:function` where it goes on."""
+    """Each field that names a file or folder, its path, and `:function` where a function in the file is named."""
     yield "output", spec.output, ""
     yield "model.path", spec.model.path, ""
     critic = spec.algorithm.critic
@@ -83,9 +84,9 @@ def _paths(spec: JobSpec) -> Iterator[tuple[str, str, str]]:
             yield f"algorithm.{name}.name", place, colon + function
 
 
-def _data(spec: JobSpec) -> Iterator[str]:
-    """Data, the rewards that its rows ask for, and the model with the template that its prompts need."""
-    mistakes: list[str] = []
+def _data(spec: JobSpec) -> Iterator[Mistake]:
+    """The data, the rewards that its rows ask for, and the model with the chat template that its prompts need."""
+    mistakes: list[Mistake] = []
     data, evaluation = spec.data, spec.evaluation
     named = [("data", data.files, data.procedural, data.procedural_options)]
     if evaluation is not None:
@@ -97,7 +98,7 @@ def _data(spec: JobSpec) -> Iterator[str]:
             messages = messages or isinstance(first.prompt, list)
             rewards.add(choose(spec.reward.function, procedural=procedural is not None, style=first.reward_style))
         except InvalidJob as error:
-            mistakes.append(str(error))
+            mistakes += error.mistakes
     yield from dict.fromkeys(mistakes)
     unusable = list(_attempt(check_model_folder, spec.model.path, messages=messages))
     yield from unusable or _attempt(_context, spec)
@@ -106,63 +107,63 @@ def _data(spec: JobSpec) -> Iterator[str]:
 
 
 def _context(spec: JobSpec) -> None:
-    """The model knows its longest text, unless an engine is told otherwise."""
-    told = [spec.rollout.options_of(engine) for engine in engines.ENGINES]
-    if any(not OF_POSITIONS.isdisjoint(options) for options in told):
+    """The model has positions for the longest text, unless an engine's options change them. Raises InvalidJob."""
+    of_engines = [spec.rollout.options_of(engine) for engine in engines.ENGINES]
+    if any(not POSITION_OPTIONS.isdisjoint(options) for options in of_engines):
         return
     prompt, response = spec.data.max_prompt_tokens, spec.rollout.max_response_tokens
     if (most := context(Path(spec.model.path))) is not None and prompt + response > most:
         reason = (
-            f"with data.max_prompt_tokens of {prompt} a text may have {prompt + response} tokens, and the model knows "
+            f"with data.max_prompt_tokens: {prompt} a text may have {prompt + response} tokens, and the model has "
             f"positions up to {most} (max_position_embeddings in its config.json)"
         )
         fix = f"lower the two to {most} together, or give the model's config a rope_scaling."
         raise refused("rollout.max_response_tokens", response, reason, fix)
 
 
-def _algorithm(spec: JobSpec) -> Iterator[str]:
-    yield from map(str, choices.mistakes_of(spec))
+def _algorithm(spec: JobSpec) -> Iterator[Mistake]:
+    yield from choices.mistakes_of(spec)
     critic = spec.algorithm.critic
     if critic is not None and critic.path is not None:
         yield from _attempt(_critic_folder, spec.model.path, critic.path)
 
 
 def _critic_folder(model: str, critic: str) -> None:
-    """Values are of the policy's tokens, so both have to mean the same by a token."""
+    """The critic's folder, with the policy's tokens: it judges the policy's text token by token. Raises InvalidJob."""
     field = "algorithm.critic.path"
     folder = check_weights_folder(critic, field=field)
     sizes = [vocabulary(path) for path in (Path(model), folder)]
     if None not in sizes and sizes[0] != sizes[1]:
-        reason = f"it knows {sizes[1]} tokens and the policy {sizes[0]}"
+        reason = f"has a vocabulary of {sizes[1]} tokens, the policy's has {sizes[0]}"
         raise refused(field, critic, reason, "give a model with the policy's tokenizer.")
 
 
-def _rest(spec: JobSpec) -> Iterator[str]:
+def _rest(spec: JobSpec) -> Iterator[Mistake]:
     if spec.trainer.backend == "megatron":
         yield from _attempt(check_megatron, spec)
     else:
         yield from _attempt(fsdp2.parse, spec.trainer.backend_options)
-    yield from map(str, engines.mistakes_of(spec.rollout.engine_options))
+    yield from engines.mistakes_of(spec.rollout.engine_options)
     yield from _attempt(check_trackers, spec.tracking.trackers)
     yield from _attempt(_output, Path(spec.output))
 
 
 def _output(folder: Path) -> None:
-    """The trainer writes its checkpoints there, this service the report. Leaves nothing behind: a job that is only
-    looked at, or refused, makes no folders."""
+    """The folder can be written: the trainer writes checkpoints there, the coordinator the report. Nothing is left
+    behind, because a job that is only checked, or refused, must not make folders. Raises InvalidJob."""
     if not folder.is_absolute():
         return
     try:
         for needed in (folder, folder / "checkpoints"):
-            tempfile.TemporaryFile(dir=_nearest_there(needed)).close()
+            tempfile.TemporaryFile(dir=_nearest_existing(needed)).close()
     except OSError as error:
         fix = "choose a folder that the services may write."
-        raise refused("output", str(folder), f"it cannot be written: {error.strerror or error}", fix) from error
+        raise refused("output", str(folder), f"cannot be written: {error.strerror or error}", fix) from error
 
 
-def _nearest_there(folder: Path) -> Path:
+def _nearest_existing(folder: Path) -> Path:
     """The folder itself, or the nearest above it that exists. Raises NotADirectoryError where that is a file."""
     found = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     if not found.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, f"{found} is no folder")
+        raise NotADirectoryError(errno.ENOTDIR, f"{found} is not a folder")
     return found

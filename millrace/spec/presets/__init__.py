@@ -7,8 +7,6 @@ from typing import Any
 
 import yaml
 
-from millrace.errors import refused
-
 HERE = Path(__file__).parent
 ABOUT_KL = ("kl_coefficient", "kl_in")
 """What of a preset goes with its KL, where a job does without."""
@@ -24,14 +22,11 @@ def over_preset(given: Tree) -> dict[str, Any]:
     """`given` on top of the preset that it names, if it names one.
 
     A function of another name takes the place of the preset's with its options; of the same name, or with no name at
-    all, it changes the options that it gives. Raises ValueError for a preset that does not exist.
+    all, it changes the options that it gives. A preset that does not exist changes nothing: its field is refused.
     """
     name = given.get("preset")
-    if name is None:
-        return dict(given)
     if name not in names():
-        fix = f"choose one of {', '.join(names())}."
-        raise ValueError(refused("algorithm.preset", name, "there is none of that name", fix))
+        return dict(given)
     preset = dict(_read(name))
     if given.get("kl", preset.get("kl")) is None:
         preset = {key: value for key, value in preset.items() if key not in ABOUT_KL}
@@ -50,8 +45,8 @@ def _over(preset: Tree, given: Tree) -> dict[str, Any]:
     return merged
 
 
-def _same_function(preset: Any, given: Any) -> bool:
-    return given.get("name", preset.get("name")) == preset.get("name")
+def _same_function(preset: Tree, given: Tree) -> bool:
+    return bool(given.get("name", preset.get("name")) == preset.get("name"))
 
 
 @cache

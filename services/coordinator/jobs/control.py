@@ -77,7 +77,7 @@ class Control:
         """Lets a paused job run again, and queues one that failed or was cancelled again, with `changes` in its spec.
 
         Raises NotFound, InvalidState where the job is about to be cancelled or there is nothing to resume, InvalidJob
-        for changes that will not do.
+        for changes that are not valid.
         """
         job = await self._store.jobs.get(job_id)
         if job.state in ENDED:

@@ -16,7 +16,7 @@ BACKENDS: dict[str, str] = {
 
 
 def build(spec: JobSpec, device: torch.device) -> Backend:
-    """The job's backend with its model loaded. Raises InvalidJob where the model or the options will not do."""
+    """The job's backend with its model loaded. Raises InvalidJob for a model or options that it cannot run."""
     name = spec.trainer.backend
     if name not in BACKENDS:
         raise InvalidJob(f"trainer.backend: there is no backend {name!r}.", f"choose one of {', '.join(BACKENDS)}.")

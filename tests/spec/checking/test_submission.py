@@ -44,12 +44,12 @@ def test_a_critic_may_have_a_folder_of_its_own_without_a_tokenizer(tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("made", "words"),
-    [(None, "there is no folder"), (300, "it knows 300 tokens and the policy 259")],
+    [(None, "there is no folder"), (300, "has a vocabulary of 300 tokens")],
 )
 def test_one_that_cannot_judge_the_policy_is_refused(made: int | None, words: str, tmp_path: Path) -> None:
     if made is not None:
         model_folder(tmp_path / "critic", tokens=made)
-    with pytest.raises(InvalidJob, match=rf"algorithm\.critic\.path: .* will not do: {words}"):
+    with pytest.raises(InvalidJob, match=rf"algorithm\.critic\.path: .*: {words}"):
         submission.check(job(tmp_path, {"path": str(tmp_path / "critic")}))
 
 
@@ -89,7 +89,7 @@ def test_a_text_that_is_longer_than_the_model_knows(
     if longest is None:
         submission.check(tree)
         return
-    words = rf"rollout\.max_response_tokens: 1024 will not do: .* 2048 tokens, .* positions up to {longest} "
+    words = rf"rollout\.max_response_tokens: 1024: .* 2048 tokens, .* positions up to {longest} "
     with pytest.raises(InvalidJob, match=words):
         submission.check(tree)
     submission.check(tree | {"rollout": {"engine_options": {"vllm": {"hf_overrides": {}}}}})
@@ -104,7 +104,7 @@ def test_a_text_that_is_longer_than_the_model_knows(
         ),
         (
             {"trainer": {"backend_options": {"attention": "eager"}}},
-            "trainer.backend_options.attention: \"eager\" will not do: Input should be 'auto', 'segments'",
+            'trainer.backend_options.attention: "eager": is not one of the known values. Fix: choose one of auto,',
         ),
         (
             {"trainer": {"backend": "megatron", "backend_options": {"tensor_paralel": 2}}},
@@ -112,19 +112,19 @@ def test_a_text_that_is_longer_than_the_model_knows(
         ),
         (
             {"trainer": {"backend": "megatron", "backend_options": {"tensor_parallel": True}}},
-            "trainer.backend_options.tensor_parallel: true will not do: this is not a whole number.",
+            "trainer.backend_options.tensor_parallel: true: is not a whole number.",
         ),
         (
             {"rollout": {"engine_options": {"dtype": "half"}}},
-            "rollout.engine_options.dtype: this option is not the job's to set. Fix: set rollout.dtype instead.",
+            "rollout.engine_options.dtype: a job cannot set this option. Fix: set rollout.dtype instead.",
         ),
         (
             {"rollout": {"engine_options": {"sglang": {"kv_cache_dtype": "fp8"}}}},
-            "rollout.engine_options.sglang.kv_cache_dtype: this option is not the job's to set. Fix: remove it",
+            "rollout.engine_options.sglang.kv_cache_dtype: a job cannot set this option. Fix: remove it",
         ),
         (
             {"rollout": {"engine_options": {"vlm": {"max_num_seqs": 4}}}},
-            "rollout.engine_options.vlm: there is no engine of that name. Fix: did you mean `vllm`? There are vllm, ",
+            "rollout.engine_options.vlm: there is no such engine. Fix: did you mean `vllm`? The engines are vllm, ",
         ),
     ],
 )
@@ -158,8 +158,8 @@ def test_options_are_left_to_whom_they_belong_to(tmp_path: Path) -> None:
 def test_a_relative_path_is_refused(part: dict[str, Any], field: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidJob) as refusal:
         submission.check(job(tmp_path, {}) | part)
-    (line,) = [line for line in str(refusal.value).splitlines() if "each service would take it from its own" in line]
-    assert line.startswith(f"  {field}: ") and line.endswith("Fix: write the whole path.") == (field != "output")
+    (line,) = [line for line in str(refusal.value).splitlines() if "each service would look in its own" in line]
+    assert line.startswith(f"  {field}: ") and line.endswith("Fix: write an absolute path.") == (field != "output")
 
 
 @pytest.mark.parametrize(
@@ -172,14 +172,14 @@ def test_a_relative_path_is_refused(part: dict[str, Any], field: str, tmp_path: 
     ],
 )
 def test_a_name_that_no_file_can_have_is_refused(part: dict[str, Any], field: str, tmp_path: Path) -> None:
-    with pytest.raises(InvalidJob, match=rf"  {field}: .* will not do: no file has such a long name"):
+    with pytest.raises(InvalidJob, match=rf"  {field}: .*: is too long for the name of a file"):
         submission.check(job(tmp_path, {}) | part)
 
 
 def test_one_that_is_there_is_told_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     tree = job(tmp_path, {})
-    with pytest.raises(InvalidJob, match=rf'data.files: "train.parquet" .* for example {tmp_path}/train.parquet\.$'):
+    with pytest.raises(InvalidJob, match=rf'data.files: "train.parquet": .* for example {tmp_path}/train.parquet\.$'):
         submission.check(tree | {"data": {"files": ["train.parquet"]}})
 
 
@@ -211,5 +211,5 @@ def test_an_output_that_cannot_be_written_is_refused(output: str, tmp_path: Path
     (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
     (tmp_path / "half").mkdir()
     (tmp_path / "half" / "checkpoints").touch()
-    with pytest.raises(InvalidJob, match=r"output: .* will not do: it cannot be written: .*Fix: choose a folder"):
+    with pytest.raises(InvalidJob, match=r"output: .*: cannot be written: .*Fix: choose a folder"):
         submission.check(job(tmp_path, {}) | {"output": output.format(tmp_path)})

@@ -6,7 +6,7 @@ import secrets
 from typing import Any
 
 from millrace import engines
-from millrace.errors import InvalidJob, InvalidState
+from millrace.errors import InvalidState, refused
 from millrace.spec import JobSpec
 from services.rollout.engines.options import check_name, untried
 
@@ -22,13 +22,13 @@ SLACK = 8
 
 
 def server_arguments(spec: JobSpec) -> dict[str, Any]:
-    """Keyword arguments of `sglang.Engine`. Raises InvalidJob naming the option that will not do."""
+    """Keyword arguments of `sglang.Engine`. Raises InvalidJob for an option that SGLang does not take."""
     if spec.rollout.dtype == "float32":
-        what = "rollout.dtype: float32 will not do with SGLang: its kernels are for bfloat16 and float16."
-        raise InvalidJob(what, "set rollout.dtype to bfloat16, or use another engine.")
+        reason = "SGLang's kernels are for bfloat16 and float16"
+        raise refused("rollout.dtype", "float32", reason, "set rollout.dtype to bfloat16, or use another engine.")
     if spec.algorithm.router_replay:
-        what = "algorithm.router_replay: True will not do with SGLang here: its replica does not ask for experts."
-        raise InvalidJob(what, "use vLLM, or leave it out.")
+        reason = "replicas with SGLang do not report the experts of a token"
+        raise refused("algorithm.router_replay", True, reason, "use vLLM, or leave it out.")
     from sglang.srt.server_args import ServerArgs
 
     options = spec.rollout.options_of("sglang")
@@ -61,8 +61,8 @@ def check_model(model_config: Any) -> None:
     """Refuses a model whose parameters SGLang transforms after loading: a published version would be written over the
     transformed ones. `model_config` is SGLang's ModelConfig."""
     if getattr(model_config, "quantization", None):
-        what = f"model.path: {model_config.model_path} will not do: it has quantized weights, which SGLang repacks."
-        raise InvalidJob(what, "use a model without them.")
+        reason = "the model has quantized weights, which SGLang repacks"
+        raise refused("model.path", model_config.model_path, reason, "use a model without quantized weights.")
 
 
 def release() -> str:

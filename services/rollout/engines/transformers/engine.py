@@ -14,13 +14,14 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from millrace.errors import InvalidJob, InvalidState, PublicationFailed
+from millrace.errors import InvalidJob, InvalidState, PublicationFailed, refused
 from millrace.extras import how_to_install
 from millrace.ids import Version
 from millrace.spec import JobSpec
 from millrace.spec.rollout import CachePolicy
+from millrace.validation.mistakes import options as checked_options
 from millrace.weights.plans.boxes import Boxes
 from millrace.weights.plans.manifest import Manifest
 from services.rollout.engine import (
@@ -337,13 +338,7 @@ def _settle(ended: "asyncio.Future[Sample | None]", sample: Sample | None) -> No
 
 
 def _options(spec: JobSpec) -> Options:
-    try:
-        return Options(**spec.rollout.options_of("transformers"))
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(["rollout.engine_options", *map(str, first["loc"])])
-        fix = f"this engine takes {', '.join(Options.model_fields)}."
-        raise InvalidJob(f"{field}: {first['input']!r} will not do: {first['msg']}.", fix) from error
+    return checked_options(Options, spec.rollout.options_of("transformers"), "rollout.engine_options")
 
 
 def _random_model(spec: JobSpec, options: Options) -> Any:
@@ -356,7 +351,8 @@ def _random_model(spec: JobSpec, options: Options) -> Any:
         config = AutoConfig.from_pretrained(spec.model.path, trust_remote_code=trust)
         others = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
         if others:
-            raise InvalidJob(f"model.path: layers of kind {', '.join(others)} will not do here.", "use vLLM.")
+            reason = f"this engine cannot run layers of kind {', '.join(others)}"
+            raise refused("model.path", spec.model.path, reason, "use vLLM.")
         model = AutoModelForCausalLM.from_config(
             config,
             dtype=getattr(torch, spec.rollout.dtype),

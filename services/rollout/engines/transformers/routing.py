@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from millrace.errors import InvalidJob
+from millrace.errors import refused
 
 
 class Routing:
@@ -15,8 +15,7 @@ class Routing:
         self._chosen: list[torch.Tensor] = []
         experts = [module for name, module in model.named_modules() if name.rpartition(".")[2] == "experts"]
         if not experts:
-            what = "algorithm.router_replay: True will not do: the model has no experts."
-            raise InvalidJob(what, "leave it out.")
+            raise refused("algorithm.router_replay", True, "the model has no experts", "leave it out.")
         for module in experts:
             module.register_forward_pre_hook(self._see)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace import engines
-from millrace.errors import InvalidJob, InvalidState
+from millrace.errors import InvalidState, refused
 from millrace.spec import JobSpec
 from services.rollout.engines.options import check_name, untried
 from services.rollout.engines.vllm.cpu_weights import experts_kernel
@@ -30,7 +30,7 @@ PLUGIN = "millrace_cpu_weights"
 
 
 def engine_arguments(spec: JobSpec) -> Any:
-    """AsyncEngineArgs for `spec`. Raises InvalidJob naming the option that will not do."""
+    """AsyncEngineArgs for `spec`. Raises InvalidJob for an option that vLLM does not take."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
 
@@ -51,8 +51,8 @@ def engine_arguments(spec: JobSpec) -> Any:
             arguments |= ON_LATENTS
     if spec.algorithm.router_replay:
         if current_platform.is_cpu():
-            what = "algorithm.router_replay: True will not do with vLLM's CPU build, which does not tell its experts."
-            raise InvalidJob(what, "use the transformers engine, or leave it out.")
+            reason = "vLLM's CPU build does not report the experts of a token"
+            raise refused("algorithm.router_replay", True, reason, "use the transformers engine, or leave it out.")
         arguments["enable_return_routed_experts"] = True
     arguments |= options
     arguments |= {
@@ -87,8 +87,9 @@ def check_model(config: Any) -> None:
         "experts on this CPU build": cpu and _experts(model) > 0 and experts_kernel() is None,
     }
     if broken := [reason for reason, holds in reasons.items() if holds]:
-        what = f"model.path: {model.model} will not do: it has {', '.join(broken)}, which vLLM repacks as it loads."
-        raise InvalidJob(what, "leave that option away, take a newer vLLM, or a model without them.")
+        reason = f"the model has {', '.join(broken)}, which vLLM repacks as it loads"
+        fix = "leave that option out, take a newer vLLM, or use a model without them."
+        raise refused("model.path", model.model, reason, fix)
 
 
 def _experts(model: Any) -> int:

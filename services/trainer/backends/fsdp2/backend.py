@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers.utils import is_flash_attn_2_available
 
 from millrace.backends.fsdp2 import Fsdp2Options, parse
-from millrace.errors import InvalidJob
+from millrace.errors import InvalidJob, refused
 from millrace.spec import JobSpec
 from millrace.weights.plans.manifest import Manifest, TensorInfo
 from millrace.weights.plans.memory import Memory
@@ -28,7 +28,7 @@ from services.trainer.ranks import collectives
 
 
 def build(spec: JobSpec, device: torch.device) -> "Fsdp2Backend":
-    """Raises InvalidJob, on every rank, where the model or the options will not do."""
+    """Raises InvalidJob, on every rank, for a model or options that it cannot run."""
     options = parse(spec.trainer.backend_options)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("data",))
     return Fsdp2Backend(spec, options, device, mesh)
@@ -126,8 +126,6 @@ def _attention(options: Fsdp2Options) -> str:
     if options.attention == "auto":
         return "flash_attention_2" if is_flash_attn_2_available() else attention.NAME
     if options.attention == "flash_attention_2" and not is_flash_attn_2_available():
-        raise InvalidJob(
-            'trainer.backend_options.attention: "flash_attention_2" will not do: flash-attn is not installed here.',
-            "install it on every trainer host, or leave the option out.",
-        )
+        fix = "install it on every trainer host, or leave the option out."
+        raise refused("trainer.backend_options.attention", options.attention, "flash-attn is not installed here", fix)
     return options.attention

@@ -46,7 +46,7 @@ COLLECTIVE = timedelta(hours=24)
 
 
 def build(spec: JobSpec, device: torch.device) -> "MegatronBackend":
-    """Raises InvalidJob, on every rank, where the model or the options will not do."""
+    """Raises InvalidJob, on every rank, for a model or options that it cannot run."""
     with collectives.fail_together():
         options = _options(spec)
         shape = read_shape(Path(spec.model.path))

@@ -26,7 +26,7 @@ UNUSED = 1.0
 
 
 def build(spec: JobSpec, setup: ModelSetup) -> "MegatronCritic":
-    """Beside a policy of `setup`. Raises InvalidJob, on every rank, where the critic's folder will not do."""
+    """Beside a policy of `setup`. Raises InvalidJob, on every rank, for a critic's folder that it cannot use."""
     chosen = spec.algorithm.critic
     assert chosen is not None
     folder = Path(chosen.path or spec.model.path)

@@ -176,7 +176,7 @@ def test_marks_become_spans() -> None:
 
 def test_what_will_not_do_is_refused_before_anything_starts(tmp_path: Path) -> None:
     spec = job_spec(tmp_path, "sglang")
-    with pytest.raises(InvalidJob, match=r"rollout\.dtype: float32 will not do with SGLang.*bfloat16"):
+    with pytest.raises(InvalidJob, match=r"rollout\.dtype: \"float32\": SGLang.*bfloat16"):
         sglang_options.server_arguments(spec)
     known = {"attention_backend", "max_running_requests"}
     rest = (sglang_options.OURS, "SGLang", "ServerArgs")

@@ -159,7 +159,7 @@ def test_the_loss_of_the_contributors_page_trains(running: Trainer, tmp_path: Pa
     assert losses[0] != losses[1]
     running.step(running.spec({"policy_loss": {"name": name}}, lr=1e-3), groups)
     assert not all(torch.equal(a, b) for a, b in zip(before, running.weights(), strict=True))
-    with pytest.raises(InvalidJob, match=r"negative = 2\.0: Input should be less than or equal to 1"):
+    with pytest.raises(InvalidJob, match=r"negative: 2\.0: is more than 1"):
         running.spec({"policy_loss": {"name": name, "options": {"negative": 2.0}}}, lr=0.0)
 
 

@@ -7,22 +7,20 @@ import structlog
 import torch
 
 from millrace.backends.megatron import Megatron
-from millrace.errors import InvalidJob
+from millrace.errors import refused
 
 log = structlog.get_logger(__name__)
 
 
 def dispatcher(options: Megatron) -> str:
-    """`deepep` or `alltoall`. Raises InvalidJob where DeepEP is asked for and cannot be had."""
+    """`deepep` or `alltoall`. Raises InvalidJob where DeepEP is asked for and not available."""
     if options.experts.dispatcher == "alltoall" or options.expert_parallel == 1:
         return "alltoall"
     hindrance = _hindrance()
     if hindrance is None:
         return "deepep"
     if options.experts.dispatcher == "deepep":
-        raise InvalidJob(
-            f'trainer.backend_options.experts.dispatcher: "deepep" will not do: {hindrance}.', "set it to auto."
-        )
+        raise refused("trainer.backend_options.experts.dispatcher", "deepep", hindrance, "set it to auto.")
     if torch.cuda.is_available():
         log.warning("experts are dispatched by all-to-all", reason=hindrance)
     return "alltoall"
