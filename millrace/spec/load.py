@@ -11,6 +11,7 @@ from millrace.errors import InvalidJob
 from millrace.spec.job import JobSpec
 from millrace.spec.rules import broken_rules
 from millrace.spec.storable import unstorable
+from millrace.validation.kinds import kind_of
 from millrace.validation.mistakes import explain, unwanted_numbers
 
 UNREADABLE = (
@@ -48,7 +49,8 @@ def load(path: str | Path) -> JobSpec:
 def parse(tree: Any) -> JobSpec:
     """Checks a job spec that is given as plain mappings. Raises InvalidJob with every mistake."""
     if not isinstance(tree, Mapping):
-        raise InvalidJob("a job spec is a mapping of fields, and this is none.", "start it with `name:`, `model:`, ...")
+        what = f"a job spec is a mapping of fields, and this is {kind_of(tree)}."
+        raise InvalidJob(what, "start it with `name:`, `model:`, ...")
     if mistakes := unstorable(tree):
         raise InvalidJob.of(mistakes, HEADING)
     mistakes = unwanted_numbers(tree, JobSpec)

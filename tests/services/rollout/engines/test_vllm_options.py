@@ -63,8 +63,8 @@ def test_a_missing_method_is_named() -> None:
     ("options", "message"),
     [
         ({"max_num_sequences": 4}, r"max_num_sequences: vLLM has no such option.*did you mean max_num_seqs"),
-        ({"dtype": "bfloat16"}, r"dtype: this option is not the job's to set.*rollout\.dtype"),
-        ({"load_format": "auto"}, r"load_format: this option is not the job's to set.*remove it"),
+        ({"dtype": "bfloat16"}, r"dtype: a job cannot set this option.*rollout\.dtype"),
+        ({"load_format": "auto"}, r"load_format: a job cannot set this option.*remove it"),
     ],
 )
 def test_wrong_options_are_named_with_the_fix(tied_model: Path, options: dict[str, Any], message: str) -> None:
