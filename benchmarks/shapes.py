@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from millrace.megatron.shape import ModelShape
+from millrace.megatron.architectures.shape import ModelShape
 
 
 def config_of(shape: ModelShape) -> dict[str, Any]:

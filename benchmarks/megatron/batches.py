@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millrace.megatron.shape import ModelShape
+from millrace.megatron.architectures.shape import ModelShape
 from services.trainer.protocol.backend import TokenScores
 from services.trainer.protocol.microbatch import MicroBatch
 

@@ -8,7 +8,7 @@ import torch
 
 from millrace.backends.megatron import Megatron
 from millrace.errors import InvalidJob
-from millrace.megatron.shape import ModelShape
+from millrace.megatron.architectures.shape import ModelShape
 from millrace.megatron.topology import Topology
 from millrace.megatron.weights import TRANSFORMER_ENGINE, layout, tensors
 from millrace.weights.loader.watch import watch

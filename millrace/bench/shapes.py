@@ -1,7 +1,7 @@
 """Shapes of published models, for weights of no meaning."""
 
 from millrace.errors import InvalidJob
-from millrace.megatron.shape import ExpertShape, LatentAttention, ModelShape, Rope
+from millrace.megatron.architectures.shape import ExpertShape, LatentAttention, ModelShape, Rope
 
 ROPE = Rope(theta=1e6)
 

@@ -2,7 +2,7 @@
 6 · layers · heads · head dimension for each pair of tokens that attend to each other. Torch-free."""
 
 from millrace.batching.cost import SequenceCost
-from millrace.megatron.shape import LatentAttention, ModelShape
+from millrace.megatron.architectures.shape import LatentAttention, ModelShape
 
 
 def sequence_cost(shape: ModelShape) -> SequenceCost:

@@ -10,7 +10,7 @@ from pathlib import Path
 from millrace.backends.megatron import Megatron, parse
 from millrace.errors import InvalidJob, Mistake, wrong_value
 from millrace.megatron.architectures import read_shape
-from millrace.megatron.shape import ModelShape
+from millrace.megatron.architectures.shape import ModelShape
 from millrace.spec import JobSpec
 
 

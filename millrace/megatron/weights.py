@@ -9,8 +9,8 @@ against this map, so that a new release cannot move anything unseen.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from millrace.megatron.architectures.shape import ExpertShape, LatentAttention, ModelShape
 from millrace.megatron.placement import Placement, Tensor, stack
-from millrace.megatron.shape import ExpertShape, LatentAttention, ModelShape
 from millrace.megatron.topology import Coordinates, Topology
 
 Layout = list[dict[str, Placement]]

@@ -7,8 +7,8 @@ import pytest
 from millrace.backends.megatron import Megatron
 from millrace.errors import InvalidJob
 from millrace.megatron.architectures import read_shape
+from millrace.megatron.architectures.shape import Rope
 from millrace.megatron.flops import active_parameters, sequence_cost
-from millrace.megatron.shape import Rope
 from millrace.megatron.topology import Topology
 from millrace.megatron.weights import TRANSFORMER_ENGINE, tensors
 from tests.megatron import configs

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.errors import InvalidJob
-from millrace.megatron.shape import ModelShape
+from millrace.megatron.architectures.shape import ModelShape
 
 ARCHITECTURES = {
     "qwen2": "qwen2",

@@ -6,7 +6,7 @@ from typing import Any
 
 from millrace.errors import InvalidJob
 from millrace.megatron.architectures.reading import refuse_unless, rope, sizes
-from millrace.megatron.shape import ExpertShape, LatentAttention, ModelShape
+from millrace.megatron.architectures.shape import ExpertShape, LatentAttention, ModelShape
 
 
 def shape(config: Mapping[str, Any]) -> ModelShape:

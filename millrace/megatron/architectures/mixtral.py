@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from millrace.megatron.architectures.reading import refuse_unless, sizes
-from millrace.megatron.shape import ExpertShape, ModelShape, Names
+from millrace.megatron.architectures.shape import ExpertShape, ModelShape, Names
 
 NAMES = Names(
     router="block_sparse_moe.gate.weight",

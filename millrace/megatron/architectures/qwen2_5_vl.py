@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from millrace.megatron.architectures import qwen2
-from millrace.megatron.shape import ModelShape
+from millrace.megatron.architectures.shape import ModelShape
 
 
 def shape(config: Mapping[str, Any]) -> ModelShape:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from millrace.megatron.architectures.reading import refuse_unless, sizes
-from millrace.megatron.shape import ModelShape
+from millrace.megatron.architectures.shape import ModelShape
 
 
 def shape(config: Mapping[str, Any]) -> ModelShape:

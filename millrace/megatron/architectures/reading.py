@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from millrace.errors import InvalidJob
-from millrace.megatron.shape import Rope
+from millrace.megatron.architectures.shape import Rope
 
 
 def sizes(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from millrace.backends.megatron import Megatron, Recompute, parse
 from millrace.errors import InvalidJob
 from millrace.megatron.architectures import read_shape
+from millrace.megatron.architectures.shape import ModelShape
 from millrace.megatron.flops import sequence_cost
 from millrace.megatron.rules import check
-from millrace.megatron.shape import ModelShape
 from millrace.megatron.topology import Topology
 from millrace.megatron.weights import Layout, layout
 from millrace.spec import JobSpec

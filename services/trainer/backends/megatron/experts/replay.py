@@ -16,7 +16,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
-from millrace.megatron.shape import ExpertShape
+from millrace.megatron.architectures.shape import ExpertShape
 
 
 @dataclass

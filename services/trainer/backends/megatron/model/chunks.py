@@ -14,7 +14,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from millrace.megatron.shape import ModelShape
+from millrace.megatron.architectures.shape import ModelShape
 from millrace.megatron.topology import Topology
 from services.trainer.backends.megatron.model.head import VocabularyPart, WantedTokens, scores
 from services.trainer.backends.megatron.model.layers import block

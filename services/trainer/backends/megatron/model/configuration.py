@@ -8,7 +8,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from millrace.backends.megatron import Megatron, Recompute
-from millrace.megatron.shape import ExpertShape, LatentAttention, ModelShape
+from millrace.megatron.architectures.shape import ExpertShape, LatentAttention, ModelShape
 
 
 def configuration(

@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
-from millrace.megatron.shape import ModelShape
+from millrace.megatron.architectures.shape import ModelShape
 from millrace.megatron.weights import LOCAL, TRANSFORMER_ENGINE, Layers
 
 NORM_NAMES = {

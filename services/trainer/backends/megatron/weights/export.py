@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from millrace.megatron import placement as plan
-from millrace.megatron.shape import ModelShape
+from millrace.megatron.architectures.shape import ModelShape
 from millrace.megatron.topology import Topology
 from millrace.megatron.weights import Layers, layout, tensors
 from millrace.weights.plans.manifest import Manifest, TensorInfo

@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from millrace.megatron.architectures.shape import Names
 from millrace.megatron.placement import Placement
-from millrace.megatron.shape import Names
 from services.trainer.checkpoints.model_files import ModelFiles
 
 VALUE_HEAD = Names().value_head
