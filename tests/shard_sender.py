@@ -10,7 +10,7 @@ from millrace.errors import PublicationFailed
 from millrace.ids import Version
 from millrace.weights.plans import wire_layouts as wire
 from millrace.weights.plans.boxes import Boxes
-from millrace.weights.plans.layout import Layout, Place, contiguous
+from millrace.weights.plans.layout import Layout, Place, row_major_strides
 from millrace.weights.plans.manifest import Manifest, TensorInfo
 from millrace.weights.plans.memory import Memory
 from millrace.weights.transfer.channels.channel import Channel, ChannelMessage, PendingExchange
@@ -41,7 +41,7 @@ class Shards:
                 first, last = (n * len(tensor) // ranks for n in (rank, rank + 1))
                 part = part[first:last].contiguous()
             offset = (first, *[0] * (tensor.dim() - 1))[: tensor.dim()]
-            places.append(Place(i, offset, tuple(part.shape), len(buffers), 0, contiguous(part.shape)))
+            places.append(Place(i, offset, tuple(part.shape), len(buffers), 0, row_major_strides(part.shape)))
             buffers.append(part)
         return Memory(self.manifest, Layout.of(places, self.manifest), buffers)
 

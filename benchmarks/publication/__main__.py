@@ -42,7 +42,7 @@ from millrace.telemetry import logs
 from millrace.weights.phases import PublicationId
 from millrace.weights.plans import wire_layouts as wire
 from millrace.weights.plans.boxes import Boxes
-from millrace.weights.plans.plan import gather_broadcast
+from millrace.weights.plans.gather_broadcast import gather_broadcast
 from millrace.weights.transfer.channels.gloo import serve_store
 from millrace.weights.transfer.checksum import checksum
 from millrace.wire.v1 import rollout_pb2, weights_pb2

@@ -12,7 +12,7 @@ from millrace.bench.layouts import TrainerSide, manifest
 from millrace.bench.shapes import shape_of
 from millrace.bench.values import fill
 from millrace.weights.plans import wire_layouts as wire
-from millrace.weights.plans.layout import whole
+from millrace.weights.plans.layout import whole_layout
 from millrace.weights.plans.memory import Memory
 from millrace.weights.transfer.channels.gloo import GlooChannel
 from millrace.weights.transfer.channels.rendezvous import Rendezvous, nccl_id
@@ -69,7 +69,7 @@ class Rank:
         """Every tensor too, as one sender alone would."""
         if self._whole is None:
             buffers = [torch.empty(t.shape, dtype=torch.bfloat16, device=self._device) for t in self._manifest.tensors]
-            self._whole = Memory(self._manifest, whole(self._manifest), buffers)
+            self._whole = Memory(self._manifest, whole_layout(self._manifest), buffers)
 
     def broadcast(self, port: int, world_size: int, key: str, limit_s: float) -> list[int]:
         """Every tensor whole, as the path does that is the oracle of the others; their checksums."""

@@ -12,7 +12,7 @@ from millrace.megatron.architectures.shape import ModelShape
 from millrace.megatron.topology import Topology
 from millrace.megatron.weights import TRANSFORMER_ENGINE, layout, tensors
 from millrace.weights.loader.watch import watch
-from millrace.weights.plans.layout import Layout, Place, contiguous
+from millrace.weights.plans.layout import Layout, Place, row_major_strides
 from millrace.weights.plans.manifest import Manifest, TensorInfo
 from millrace.weights.plans.memory import Memory
 
@@ -79,7 +79,7 @@ class TrainerSide:
         buffers: list[torch.Tensor] = []
         for chunk in layout(self.shape, topology, rank, TRANSFORMER_ENGINE):
             for placement in chunk.values():
-                strides = contiguous(placement.shape)
+                strides = row_major_strides(placement.shape)
                 kinds = {published.tensors[number[p.tensor.name]].dtype for p in placement.pieces}
                 for p in placement.pieces:
                     start = sum(t * s for t, s in zip(p.target, strides, strict=True))
@@ -95,7 +95,7 @@ class TrainerSide:
             rows = -(-info.shape[0] // self.ranks)
             first, last = min(info.shape[0], rank * rows), min(info.shape[0], (rank + 1) * rows)
             extent = (last - first, *info.shape[1:])
-            places.append(Place(i, (first, *[0] * len(info.shape[1:])), extent, i, 0, contiguous(extent)))
+            places.append(Place(i, (first, *[0] * len(info.shape[1:])), extent, i, 0, row_major_strides(extent)))
             buffers.append(torch.empty(extent, dtype=torch.float32, device=device))
         return Memory(published, Layout.of(places, published), buffers)
 

@@ -12,7 +12,7 @@ from millrace.bench.shapes import SHAPES, shape_of
 from millrace.megatron.topology import Topology
 from millrace.megatron.weights import TRANSFORMER_ENGINE, layout
 from millrace.weights.plans.boxes import Boxes
-from millrace.weights.plans.layout import dims_of
+from millrace.weights.plans.layout import most_dims
 
 
 def planning(
@@ -45,7 +45,7 @@ def planning(
                     for placement in chunk.values()
                     for piece in placement.pieces
                 ),
-                dims_of(published),
+                most_dims(published),
             )
             for rank in range(count)
         ]

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from millrace.bench.publication import measured
-from millrace.weights.plans.memory import Pair
-from millrace.weights.transfer.batch import differing, sums
+from millrace.weights.plans.memory import PieceInMessage
 from millrace.weights.transfer.checksum import checksum
+from millrace.weights.transfer.round_operations import differing_counts, message_checksums
 
 pytestmark = [
     pytest.mark.gpu,
@@ -47,7 +47,7 @@ def test_everything_lies_in_its_place(shape: str, trainer: str, replica: str, re
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
 @pytest.mark.parametrize("shape", [(), (7,), (64, 48), (5, 6, 7), (3, 4, 5, 6), (1000, 333)])
 def test_kernels_copy_compare_and_sum_as_torch_does(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    from millrace.weights.transfer.kernels import CudaBatch, supported
+    from millrace.weights.transfer.kernels import CudaRoundOperations, supported
 
     assert supported()
     device = torch.device("cuda", 0)
@@ -59,24 +59,24 @@ def test_kernels_copy_compare_and_sum_as_torch_does(shape: tuple[int, ...], dtyp
             size = -(-lies.numel() * kind.itemsize // 16) * 16
             message = torch.zeros(size, dtype=torch.uint8, device=device)
             wire = message[: lies.numel() * kind.itemsize].view(kind).view(lies.shape)
-            batch = CudaBatch([Pair(lies, wire)], {5: message}, device)
+            batch = CudaRoundOperations([PieceInMessage(lies, wire)], {5: message}, device)
             batch.pack()
             batch.sum()
-            assert torch.equal(wire, lies.to(kind)) and sums([batch]) == {5: checksum(message)}
+            assert torch.equal(wire, lies.to(kind)) and message_checksums([batch]) == {5: checksum(message)}
             if kind != dtype:
                 continue
             batch.note()
             batch.compare()
             batch.check()
-            assert differing([batch]) == [0]
+            assert differing_counts([batch]) == [0]
             kept = lies.clone()
             lies.zero_()
             batch.unpack()
             assert torch.equal(lies, kept)
             lies[(-1,) * lies.dim()] = 77
             batch.check()
-            assert differing([batch]) == [1] and differing([batch]) == [0]
+            assert differing_counts([batch]) == [1] and differing_counts([batch]) == [0]
             batch.unpack()
             wire.view(-1)[-1] += 1
             batch.compare()
-            assert differing([batch])[0] > 0 and differing([batch]) == [0]
+            assert differing_counts([batch])[0] > 0 and differing_counts([batch]) == [0]

@@ -18,11 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from millrace.errors import PublicationFailed
 from millrace.weights.loader.patches import Joined, in_this_thread
-from millrace.weights.plans.covered import elements
-from millrace.weights.plans.layout import Layout, Place, contiguous
+from millrace.weights.plans.coverage import covered_elements
+from millrace.weights.plans.layout import Layout, Place, row_major_strides
 from millrace.weights.plans.manifest import Manifest
 from millrace.weights.plans.memory import Memory
-from millrace.weights.plans.views import Strided, seen, unfolded
+from millrace.weights.plans.views import Strided, split_merged_dims, viewed_box
 
 Load = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 COPY = torch.ops.aten.copy_.default
@@ -70,7 +70,7 @@ def watch(
             device = buffers[0].device if buffers else torch.device("cpu")
             whole[tensor.name] = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device=device)
             zero = (0,) * len(tensor.shape)
-            places.append(Place(i, zero, tensor.shape, len(buffers), 0, contiguous(tensor.shape)))
+            places.append(Place(i, zero, tensor.shape, len(buffers), 0, row_major_strides(tensor.shape)))
             buffers.append(whole[tensor.name])
     memory = Memory(manifest, Layout.of(places, manifest), buffers)
     return Watched(memory, whole, sum(t.numel() * t.element_size() for t in whole.values()), fills)
@@ -131,11 +131,13 @@ class _Watcher(TorchDispatchMode):
 
     def _beside(self, buffer: int) -> bool:
         copied, filled = self._copied[buffer], self._filled[buffer]
-        return elements(copied | filled) == elements(copied) + elements(filled)
+        return covered_elements(copied | filled) == covered_elements(copied) + covered_elements(filled)
 
     def unwritten(self, parameters: Mapping[str, torch.Tensor], padded: frozenset[str]) -> list[str]:
         """Names of parameters that copies and fills do not cover."""
-        covered = {buffer: elements(self._copied[buffer] | self._filled[buffer]) for buffer in range(len(self.buffers))}
+        covered = {
+            buffer: covered_elements(self._copied[buffer] | self._filled[buffer]) for buffer in range(len(self.buffers))
+        }
         missing = []
         for name, parameter in parameters.items():
             buffer = self._buffer_of.get(parameter.untyped_storage().data_ptr(), -1)
@@ -237,8 +239,8 @@ class _Watcher(TorchDispatchMode):
 
     def _place(self, tensor: int, buffer: int, source: Strided, target: Strided) -> Place | None:
         shape = self._manifest.tensors[tensor].shape
-        source, target = unfolded(shape, source, target)
-        box = seen(shape, source)
+        source, target = split_merged_dims(shape, source, target)
+        box = viewed_box(shape, source)
         if box is None:
             return None
         strides = tuple(0 if dim is None else target[2][dim] for dim in box.along)

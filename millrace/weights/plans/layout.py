@@ -40,7 +40,7 @@ class Layout:
     def of(cls, places: Iterable[Place], manifest: Manifest) -> Self:
         """Empty boxes are left out."""
         kept = [place for place in places if all(place.extent)]
-        boxes = Boxes.of(((p.tensor, p.offset, p.extent) for p in kept), dims_of(manifest))
+        boxes = Boxes.of(((p.tensor, p.offset, p.extent) for p in kept), most_dims(manifest))
         strides = np.zeros_like(boxes.offset)
         for i, place in enumerate(kept):
             strides[i, : len(place.strides)] = place.strides
@@ -67,20 +67,23 @@ class Layout:
         return rows, Layout(found, self.buffer[others], self.start[others] + moved, self.strides[others])
 
 
-def dims_of(manifest: Manifest) -> int:
+def most_dims(manifest: Manifest) -> int:
     """Dimensions of the tensor that has most of them; at least 1."""
     return max([1, *(len(t.shape) for t in manifest.tensors)])
 
 
-def whole(manifest: Manifest) -> Layout:
+def whole_layout(manifest: Manifest) -> Layout:
     """A rank that has every tensor whole, each in a buffer of its own, contiguous."""
     return Layout.of(
-        (Place(i, (0,) * len(t.shape), t.shape, i, 0, contiguous(t.shape)) for i, t in enumerate(manifest.tensors)),
+        (
+            Place(i, (0,) * len(t.shape), t.shape, i, 0, row_major_strides(t.shape))
+            for i, t in enumerate(manifest.tensors)
+        ),
         manifest,
     )
 
 
-def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Strides of a row-major tensor, in elements."""
     strides: list[int] = []
     step = 1

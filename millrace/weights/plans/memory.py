@@ -30,23 +30,25 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Pair:
+class PieceInMessage:
     """A piece where it lies, and the part of a message that carries it: views of the same shape."""
 
     lies: torch.Tensor
     wire: torch.Tensor
 
 
-def pairs(plan: ShardedPlan, content: int, message: torch.Tensor, memory: Memory, *, every: bool) -> list[Pair]:
+def pieces_in_message(
+    plan: ShardedPlan, content: int, message: torch.Tensor, memory: Memory, *, every: bool
+) -> list[PieceInMessage]:
     """The pieces of a content; `message` is where its bytes are or will be. With `every`, wherever a piece belongs."""
-    return all_pairs(plan, {content: message}, memory, every=every)[content]
+    return pieces_in_messages(plan, {content: message}, memory, every=every)[content]
 
 
-def all_pairs(
+def pieces_in_messages(
     plan: ShardedPlan, messages: Mapping[int, torch.Tensor], memory: Memory, *, every: bool
-) -> dict[int, list[Pair]]:
+) -> dict[int, list[PieceInMessage]]:
     """As `pairs`, of many contents: their places are looked up together."""
-    found: dict[int, list[Pair]] = {content: [] for content in messages}
+    found: dict[int, list[PieceInMessage]] = {content: [] for content in messages}
     if not messages:
         return found
     spans = [plan.pieces_in(content) for content in messages]
@@ -63,22 +65,22 @@ def all_pairs(
         held, dtype = memory.buffers[buffer], dtypes[tensor]
         lies = torch.as_strided(held.detach(), extent, strides, held.storage_offset() + start)
         wire = messages[content][at : at + lies.numel() * dtype.itemsize]
-        found[content].append(Pair(lies, wire.view(dtype).view(extent)))
+        found[content].append(PieceInMessage(lies, wire.view(dtype).view(extent)))
     return found
 
 
-def pack(moves: Sequence[Pair]) -> None:
+def pack(moves: Sequence[PieceInMessage]) -> None:
     """From where the pieces lie into messages, converting to the dtype of the wire."""
     for pair in moves:
         pair.wire.copy_(pair.lies)
 
 
-def unpack(moves: Sequence[Pair]) -> None:
+def unpack(moves: Sequence[PieceInMessage]) -> None:
     for pair in moves:
         pair.lies.copy_(pair.wire)
 
 
-def differing(moves: Sequence[Pair]) -> list[int]:
+def differing_pieces(moves: Sequence[PieceInMessage]) -> list[int]:
     """Which pieces are not, bit for bit, what their message says."""
     return [i for i, pair in enumerate(moves) if not torch.equal(_bits(pair.lies), _bits(pair.wire))]
 
@@ -89,7 +91,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(kinds[tensor.element_size()])
 
 
-class Lane:
+class DeviceStream:
     """Work in order: a CUDA stream of its own, or, on a CPU, simply the thread."""
 
     def __init__(self, device: torch.device) -> None:

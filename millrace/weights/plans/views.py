@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from millrace.weights.plans.layout import contiguous
+from millrace.weights.plans.layout import row_major_strides
 
 Strided = tuple[int, tuple[int, ...], tuple[int, ...]]
 """A view of a storage: offset, shape and strides, in elements."""
 
 
 @dataclass(frozen=True)
-class Seen:
+class ViewedBox:
     """A box of a tensor, and along which of the view's dimensions each of its own runs (None: it has extent 1)."""
 
     offset: tuple[int, ...]
@@ -18,11 +18,11 @@ class Seen:
     along: tuple[int | None, ...]
 
 
-def seen(shape: Sequence[int], view: Strided) -> Seen | None:
+def viewed_box(shape: Sequence[int], view: Strided) -> ViewedBox | None:
     """Which box of a contiguous tensor of `shape` a view of it shows. None where it shows no box: elements repeated,
     skipped, or taken across the edge of a dimension."""
     start, extents, steps = view
-    strides = contiguous(shape)
+    strides = row_major_strides(shape)
     offset = []
     for size, stride in zip(shape, strides, strict=True):
         offset.append(start // stride % size if size else 0)
@@ -35,13 +35,13 @@ def seen(shape: Sequence[int], view: Strided) -> Seen | None:
         if not fits or along[fits[0]] is not None or offset[fits[0]] + length > shape[fits[0]]:
             return None
         extent[fits[0]], along[fits[0]] = length, dim
-    return Seen(tuple(offset), tuple(extent), tuple(along))
+    return ViewedBox(tuple(offset), tuple(extent), tuple(along))
 
 
-def unfolded(shape: Sequence[int], view: Strided, other: Strided) -> tuple[Strided, Strided]:
+def split_merged_dims(shape: Sequence[int], view: Strided, other: Strided) -> tuple[Strided, Strided]:
     """A view whose dimensions run over several of the tensor's is given one for each; `other`, of the same shape, is
     split in the same way."""
-    strides = contiguous(shape)
+    strides = row_major_strides(shape)
     size_at = {stride: size for size, stride in zip(shape, strides, strict=True) if size > 1}
     dims: list[tuple[int, int, int]] = []
     for length, step, others in zip(view[1], view[2], other[2], strict=True):

@@ -10,7 +10,7 @@ import numpy as np
 import structlog
 import torch
 
-from millrace.weights.plans.memory import Pair
+from millrace.weights.plans.memory import PieceInMessage
 from millrace.weights.transfer.checksum import mixed
 
 log = structlog.get_logger(__name__)
@@ -49,10 +49,12 @@ def _module() -> Any:
     return module
 
 
-class CudaBatch:
+class CudaRoundOperations:
     """See `batch.Batch`. What the kernel does not know (other conversions, five dimensions) goes through torch."""
 
-    def __init__(self, pairs: Sequence[Pair], messages: Mapping[int, torch.Tensor], device: torch.device) -> None:
+    def __init__(
+        self, pairs: Sequence[PieceInMessage], messages: Mapping[int, torch.Tensor], device: torch.device
+    ) -> None:
         rows = [described(pair) for pair in pairs]
         self._others = [pair for pair, row in zip(pairs, rows, strict=True) if row is None]
         self._kept = (pairs, messages)  # their memory is named by address only
@@ -107,7 +109,7 @@ class CudaBatch:
             self._launch("sums", grid, (self._messages, self._sums))
 
     @staticmethod
-    def read_sums(batches: Sequence["CudaBatch"]) -> Mapping[int, int]:
+    def read_sums(batches: Sequence["CudaRoundOperations"]) -> Mapping[int, int]:
         numbers = [number for done in batches for number in done._numbers]
         sizes = [size for done in batches for size in done._bytes]
         told = torch.cat([done._sums for done in batches]).tolist()
@@ -115,7 +117,7 @@ class CudaBatch:
         return {n: mixed(plain, weighted, size) for n, (plain, weighted), size in columns}
 
     @staticmethod
-    def read_differing(batches: Sequence["CudaBatch"]) -> list[int]:
+    def read_differing(batches: Sequence["CudaRoundOperations"]) -> list[int]:
         found: list[int] = torch.cat([done._wrong for done in batches]).tolist()
         for done, count in zip(batches, found, strict=True):
             if count:
@@ -134,7 +136,7 @@ class CudaBatch:
             _module().get_function(name)(grid, (THREADS,), packed)
 
 
-def described(pair: Pair) -> list[int] | None:
+def described(pair: PieceInMessage) -> list[int] | None:
     """A piece as the kernel reads it. None where it cannot."""
     lies, wire = pair.lies, pair.wire
     dims = _merged(lies.shape, lies.stride())

@@ -13,10 +13,15 @@ import numpy as np
 import torch
 
 from millrace.errors import PublicationFailed
-from millrace.weights.plans.memory import Lane, Memory, Pair, all_pairs
+from millrace.weights.plans.memory import DeviceStream, Memory, PieceInMessage, pieces_in_messages
 from millrace.weights.plans.sharded import ShardedPlan
-from millrace.weights.transfer.batch import Batch, batch, differing, sums
 from millrace.weights.transfer.channels.channel import Channel, ChannelMessage, PendingExchange
+from millrace.weights.transfer.round_operations import (
+    RoundOperations,
+    differing_counts,
+    message_checksums,
+    round_operations,
+)
 
 SLOTS = 3
 """A message that is passed on lies one round longer, so fewer would not do."""
@@ -42,7 +47,7 @@ class TransferTimes:
 class Spans:
     """Adds up how long a lane works on something, from `with` to `with`."""
 
-    def __init__(self, lane: Lane) -> None:
+    def __init__(self, lane: DeviceStream) -> None:
         self._lane = lane
         self._spent = 0.0
         self._marks: list[tuple[Any, Any]] = []
@@ -109,7 +114,7 @@ class SendPipeline:
 
     def __init__(self, plan: ShardedPlan, rank: int, memory: Memory, slots: int = SLOTS) -> None:
         self._steps = plan.steps(rank)
-        self._lane = Lane(memory.device)
+        self._lane = DeviceStream(memory.device)
         outgoing = [list(dict.fromkeys(content for content, _ in step.sends)) for step in self._steps]
         size = max((int(plan.sizes[contents].sum()) for contents in outgoing), default=0)
         self._ring = SlotRing(min(slots, max(1, len(self._steps))), size, memory.device)
@@ -144,7 +149,7 @@ class SendPipeline:
             exchange.wait()
         self._lane.join(channel.check)
         with self._lane:
-            found = sums(self._batches)
+            found = message_checksums(self._batches)
         return found, TransferTimes(packing.seconds(), summing.seconds(), 0.0, time.perf_counter() - began)
 
 
@@ -166,7 +171,7 @@ class ReceivePipeline:
     def __init__(self, plan: ShardedPlan, rank: int, memory: Memory, *, staged: bool, slots: int = SLOTS) -> None:
         self._staged = staged
         self._steps = plan.steps(rank)
-        self._lane = Lane(memory.device)
+        self._lane = DeviceStream(memory.device)
         incoming = [[content for content, _ in step.receives] for step in self._steps]
         self._step_of = {content: number for number, contents in enumerate(incoming) for content in contents}
         if staged:
@@ -180,7 +185,7 @@ class ReceivePipeline:
         self._messages = {content: message for messages in by_step for content, message in messages.items()}
         self._batches, pairs = _batches(plan, by_step, memory, every=True)
         # What is staged is put in place at once: a launch for each round would be most of the pause.
-        self._placing = batch(pairs, {}, memory.device) if staged else None
+        self._placing = round_operations(pairs, {}, memory.device) if staged else None
         self._names = [_names(plan, contents, memory) for contents in incoming]
         self.bytes = sum(int(plan.sizes[content]) for content in self._messages)
         self.slot_bytes = self._ring.bytes
@@ -216,7 +221,7 @@ class ReceivePipeline:
                 self._placing.note()
         self._lane.join(channel.check)
         with self._lane:
-            found = sums(self._batches)
+            found = message_checksums(self._batches)
         self._raise_differing()
         seconds = time.perf_counter() - began
         return ReceivedMessages(
@@ -251,7 +256,7 @@ class ReceivePipeline:
         written = time.perf_counter()
         with torch.no_grad(), self._lane:
             self._placing.check()
-            (wrong,) = differing([self._placing])
+            (wrong,) = differing_counts([self._placing])
         if wrong:
             with torch.no_grad(), self._lane:
                 for done in self._batches:  # each round knows its tensors
@@ -262,7 +267,7 @@ class ReceivePipeline:
 
     def _raise_differing(self) -> None:
         with self._lane:
-            found = differing(self._batches)
+            found = differing_counts(self._batches)
         if wrong := [names for count, names in zip(found, self._names, strict=True) if count]:
             what = f"{wrong[0]} differ in the engine from what was received, {len(wrong)} rounds in all."
             raise PublicationFailed(what, _MEMORY)
@@ -280,11 +285,13 @@ class _Landing:
 
 def _batches(
     plan: ShardedPlan, by_step: Sequence[Mapping[int, torch.Tensor]], memory: Memory, *, every: bool
-) -> tuple[list[Batch], list[Pair]]:
+) -> tuple[list[RoundOperations], list[PieceInMessage]]:
     """One a step, and what all of them move."""
-    moves = all_pairs(plan, {c: m for messages in by_step for c, m in messages.items()}, memory, every=every)
+    moves = pieces_in_messages(plan, {c: m for messages in by_step for c, m in messages.items()}, memory, every=every)
     pairs = [[pair for content in messages for pair in moves[content]] for messages in by_step]
-    made = [batch(of_step, messages, memory.device) for of_step, messages in zip(pairs, by_step, strict=True)]
+    made = [
+        round_operations(of_step, messages, memory.device) for of_step, messages in zip(pairs, by_step, strict=True)
+    ]
     return made, [pair for of_step in pairs for pair in of_step]
 
 

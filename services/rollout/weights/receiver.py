@@ -11,7 +11,7 @@ from millrace.errors import InvalidState, PublicationFailed
 from millrace.ids import MemberId, Version
 from millrace.spec.rollout import CachePolicy
 from millrace.weights.phases import Phase, PublicationId, PublicationState
-from millrace.weights.plans.plan import gather_broadcast
+from millrace.weights.plans.gather_broadcast import gather_broadcast
 from millrace.weights.plans.sharded import ShardedPlan
 from millrace.weights.plans.wire_layouts import Planner
 from millrace.wire.v1 import rollout_pb2, weights_pb2

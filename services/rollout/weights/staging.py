@@ -14,7 +14,7 @@ import torch
 
 from millrace.errors import PublicationFailed
 from millrace.weights.loader.copies import Landings, record_landings
-from millrace.weights.plans.covered import elements
+from millrace.weights.plans.coverage import covered_elements
 from millrace.weights.plans.views import Strided
 from millrace.weights.transfer.channels.gloo import GlooChannel
 from millrace.weights.transfer.checksum import checksum
@@ -155,7 +155,7 @@ class Shelf:
         landed: dict[int, set[Strided]] = defaultdict(set)
         for copy in landings.copies:
             landed[self._parameters[copy.parameter].untyped_storage().data_ptr()].add(copy.target)
-        covered = {storage: elements(views) for storage, views in landed.items()}
+        covered = {storage: covered_elements(views) for storage, views in landed.items()}
         missing = []
         for name, parameter in self._parameters.items():
             held = covered.get(parameter.untyped_storage().data_ptr(), 0)

@@ -12,8 +12,8 @@ from torch.distributed import TCPStore
 
 from millrace.errors import PublicationFailed
 from millrace.weights.phases import PublicationId
+from millrace.weights.plans.gather_broadcast import gather_broadcast
 from millrace.weights.plans.manifest import Manifest, TensorInfo
-from millrace.weights.plans.plan import gather_broadcast
 from millrace.weights.transfer.channels.gloo import GlooChannel, serve_store
 from millrace.weights.transfer.checksum import checksum
 from millrace.wire.server import host_address

@@ -17,9 +17,9 @@ from millrace.errors import Fenced, InvalidState, MillraceError, NotFound
 from millrace.ids import new_member_id
 from millrace.weights.plans import wire_layouts as sides
 from millrace.weights.plans.boxes import Boxes
-from millrace.weights.plans.layout import dims_of, whole
+from millrace.weights.plans.gather_broadcast import gather_broadcast
+from millrace.weights.plans.layout import most_dims, whole_layout
 from millrace.weights.plans.manifest import Manifest, TensorInfo
-from millrace.weights.plans.plan import gather_broadcast
 from millrace.wire.arrays import pack_logprobs, pack_tokens
 from millrace.wire.channel import PROTOCOL_VERSION, Peer
 from millrace.wire.methods import FleetRpc, WorkRpc
@@ -37,7 +37,7 @@ from millrace.wire.v1 import (
 
 MANIFEST = Manifest((TensorInfo("model.norm.weight", (8,), "float32"),))
 CHECKSUMS = [7]
-HALVES = [Boxes.of([(0, (start,), (4,))], dims_of(MANIFEST)) for start in (0, 4)]
+HALVES = [Boxes.of([(0, (start,), (4,))], most_dims(MANIFEST)) for start in (0, 4)]
 """What the trainer's two ranks hold."""
 Fault = Callable[[object], Awaitable[None]]
 
@@ -354,7 +354,7 @@ class SimulatedReplica(Member, rollout_pb2_grpc.RolloutServicer):
 
     async def DescribeWeights(self, request, context):
         await self.faults.strike("DescribeWeights", request)
-        layouts = sides.encode([whole(Manifest.from_proto(request.manifest)).boxes] if self.describes else [])
+        layouts = sides.encode([whole_layout(Manifest.from_proto(request.manifest)).boxes] if self.describes else [])
         return rollout_pb2.DescribeReceiveResponse(layouts=layouts)
 
     async def PreparePublication(self, request, context):
@@ -394,7 +394,7 @@ class SimulatedReplica(Member, rollout_pb2_grpc.RolloutServicer):
 
     async def DescribeCopy(self, request, context):
         await self.faults.strike("DescribeCopy", request)
-        layouts = sides.encode([whole(MANIFEST).boxes] if self.describes else [])
+        layouts = sides.encode([whole_layout(MANIFEST).boxes] if self.describes else [])
         return trainer_pb2.DescribeSendResponse(manifest=MANIFEST.to_proto(), layouts=layouts)
 
     async def PrepareCopy(self, request, context):

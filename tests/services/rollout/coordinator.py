@@ -11,7 +11,7 @@ import torch
 
 from millrace.errors import Fenced, InvalidState, NotFound
 from millrace.spec import JobSpec
-from millrace.weights.plans.plan import gather_broadcast
+from millrace.weights.plans.gather_broadcast import gather_broadcast
 from millrace.wire.channel import PROTOCOL_VERSION, Peer
 from millrace.wire.method import Request, Response, Unary
 from millrace.wire.methods import RolloutRpc

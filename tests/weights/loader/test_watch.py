@@ -10,9 +10,9 @@ import torch
 
 from millrace.errors import PublicationFailed
 from millrace.weights.loader.watch import watch
-from millrace.weights.plans.layout import whole
+from millrace.weights.plans.layout import whole_layout
 from millrace.weights.plans.manifest import Manifest, TensorInfo
-from millrace.weights.plans.memory import Memory, pack, pairs, unpack
+from millrace.weights.plans.memory import Memory, pack, pieces_in_message, unpack
 from millrace.weights.plans.sharded import plan
 
 HIDDEN, VOCABULARY, PADDED, EXPERTS, FFN = 6, 10, 16, 4, 8
@@ -109,12 +109,12 @@ def tensors(seed):
 
 def put_in_place(load, watched, manifest, given):
     """As a worker does with a version, received by the plan that it answers."""
-    held = Memory(manifest, whole(manifest), list(given.values()))
+    held = Memory(manifest, whole_layout(manifest), list(given.values()))
     made = plan(manifest, [held.layout.boxes], [watched.memory.layout.boxes], 256)
     for content, size in enumerate(made.sizes):
         message = torch.zeros(int(size), dtype=torch.uint8)
-        pack(list(pairs(made, content, message, held, every=False)))
-        unpack(list(pairs(made, content, message, watched.memory, every=True)))
+        pack(list(pieces_in_message(made, content, message, held, every=False)))
+        unpack(list(pieces_in_message(made, content, message, watched.memory, every=True)))
     for fill in watched.fills:
         fill()
     load(watched.whole.items())

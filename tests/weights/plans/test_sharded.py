@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from millrace.errors import PublicationFailed
 from millrace.weights.plans.boxes import Boxes, disjoint, distinct, overlaps
-from millrace.weights.plans.layout import Layout, Place, contiguous, dims_of, whole
+from millrace.weights.plans.layout import Layout, Place, most_dims, row_major_strides, whole_layout
 from millrace.weights.plans.manifest import ITEM_BYTES, Manifest, TensorInfo
 from millrace.weights.plans.sharded import ALIGNED, UNEVEN, plan
 
@@ -68,9 +68,9 @@ def _laid(draw, manifest, rows):
     places, reach = [], 0
     for tensor, offset, extent in rows:
         reach += draw(st.integers(0, 3))
-        strides = contiguous(extent)
+        strides = row_major_strides(extent)
         if draw(st.booleans()):
-            strides = tuple(reversed(contiguous(tuple(reversed(extent)))))
+            strides = tuple(reversed(row_major_strides(tuple(reversed(extent)))))
         places.append(Place(tensor, offset, extent, 0, reach, strides))
         reach += math.prod(extent)
     return Layout.of(places, manifest), reach
@@ -166,7 +166,7 @@ def _manifest(*shapes):
 
 def test_copies_of_a_box_share_the_sending():
     manifest = _manifest(*[(64, 64)] * 32)
-    one = whole(manifest).boxes
+    one = whole_layout(manifest).boxes
     made = plan(manifest, [one] * 4, [one], 4096 * 8)
     sent = made.egress()[:4]
     assert sent.sum() == manifest.bytes and sent.max() - sent.min() <= 2 * 64 * 64
@@ -176,7 +176,7 @@ def test_copies_of_a_box_share_the_sending():
 
 def test_replicas_pass_on_what_one_sender_could_not_send_to_all():
     manifest = _manifest(*[(64, 64)] * 32)
-    one = whole(manifest).boxes
+    one = whole_layout(manifest).boxes
     made = plan(manifest, [one], [one] * 4, 4096 * 8)
     assert made.egress()[0] == manifest.bytes
     assert (made.ingress()[1:] == manifest.bytes).all()
@@ -189,11 +189,11 @@ def test_what_nobody_holds_is_named():
     manifest = _manifest((8, 8), (4,))
     held = Boxes.of([(0, (0, 0), (8, 8)), (1, (0,), (3,))], 2)
     with pytest.raises(PublicationFailed, match="1 tensors: t1"):
-        plan(manifest, [held], [whole(manifest).boxes])
+        plan(manifest, [held], [whole_layout(manifest).boxes])
 
 
 def test_boxes_survive_the_wire_and_damage_is_seen():
-    boxes = whole(_manifest((3, 5), (7,), ())).boxes
+    boxes = whole_layout(_manifest((3, 5), (7,), ())).boxes
     again = Boxes.decode(boxes.encode())
     assert again.hash == boxes.hash and again.dims == 2
     with pytest.raises(ValueError, match="damaged"):
@@ -202,8 +202,8 @@ def test_boxes_survive_the_wire_and_damage_is_seen():
 
 def test_hash_sees_who_holds_and_who_wants():
     manifest = _manifest((8, 8), (4,))
-    one = whole(manifest).boxes
-    half = Boxes.of([(0, (0, 0), (4, 8)), (1, (0,), (4,))], dims_of(manifest))
+    one = whole_layout(manifest).boxes
+    half = Boxes.of([(0, (0, 0), (4, 8)), (1, (0,), (4,))], most_dims(manifest))
     hashes = {plan(manifest, s, r).hash for s, r in [([one], [one]), ([one, one], [one]), ([one], [half])]}
     assert len(hashes) == 3
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from millrace.errors import PublicationFailed
-from millrace.weights.plans.layout import Layout, Place, contiguous
+from millrace.weights.plans.layout import Layout, Place, row_major_strides
 from millrace.weights.plans.manifest import Manifest, TensorInfo
 from millrace.weights.plans.memory import Memory
 from millrace.weights.plans.sharded import plan
@@ -42,7 +42,7 @@ def split(tensors, rank, ranks, dim=0):
             offset[dim] = rank * extent[dim]
         part = tensor[tuple(slice(o, o + n) for o, n in zip(offset, extent, strict=True))]
         buffers.append(part.float().contiguous())
-        places.append(Place(i, tuple(offset), tuple(extent), i, 0, contiguous(extent)))
+        places.append(Place(i, tuple(offset), tuple(extent), i, 0, row_major_strides(extent)))
     return Memory(MANIFEST, Layout.of(places, MANIFEST), buffers)
 
 

@@ -8,9 +8,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from millrace.weights.loader.stored import stored_tensors, views
-from millrace.weights.plans.layout import Layout, Place, contiguous
+from millrace.weights.plans.layout import Layout, Place, row_major_strides
 from millrace.weights.plans.memory import Memory
-from millrace.weights.plans.views import Seen, seen
+from millrace.weights.plans.views import ViewedBox, viewed_box
 from services.trainer.backends.fsdp2.export import manifest
 
 
@@ -31,26 +31,28 @@ def shards(module: nn.Module, dtype: str) -> Memory | None:
     return Memory(published, Layout.of(places, published), [buffer.detach() for buffer in buffers])
 
 
-def _boxes(module: nn.Module, name: str, tensor: Tensor) -> dict[str, Seen] | None:
+def _boxes(module: nn.Module, name: str, tensor: Tensor) -> dict[str, ViewedBox] | None:
     """Which box of a parameter each tensor is that it is stored as."""
     whole = torch.empty(tensor.shape, device="meta")
     if (stored := views(module, name, whole)) is None:
         return None
     found = {}
     for piece, view in stored.items():
-        box = seen(whole.shape, (int(view.storage_offset()), tuple(view.shape), tuple(view.stride())))
+        box = viewed_box(whole.shape, (int(view.storage_offset()), tuple(view.shape), tuple(view.stride())))
         if box is None:
             return None
         found[piece] = box
     return found
 
 
-def _places(tensor: Tensor, pieces: dict[int, Seen], dims_of: dict[int, int], buffer: int) -> Iterator[Place]:
+def _places(tensor: Tensor, pieces: dict[int, ViewedBox], dims_of: dict[int, int], buffer: int) -> Iterator[Place]:
     """What of each piece lies in this rank's part of the parameter."""
     extents, offsets = tuple(tensor.shape), (0,) * tensor.dim()
     if isinstance(tensor, DTensor):
         extents, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    strides = tuple((tensor.to_local() if isinstance(tensor, DTensor) else tensor).stride()) or contiguous(extents)
+    strides = tuple((tensor.to_local() if isinstance(tensor, DTensor) else tensor).stride()) or row_major_strides(
+        extents
+    )
     for number, piece in pieces.items():
         low = [max(a, b) for a, b in zip(piece.offset, offsets, strict=True)]
         high = [min(a + n, b + m) for a, n, b, m in zip(piece.offset, piece.extent, offsets, extents, strict=True)]

@@ -18,7 +18,7 @@ import torch
 from millrace.errors import InvalidState, PublicationFailed
 from millrace.ids import Version
 from millrace.weights.plans.boxes import Boxes
-from millrace.weights.plans.layout import whole
+from millrace.weights.plans.layout import whole_layout
 from millrace.weights.plans.manifest import Manifest
 from millrace.weights.plans.memory import Memory
 from millrace.weights.plans.wire_layouts import Planner, encode
@@ -134,7 +134,7 @@ class WholeReceiver:
     def __init__(self, manifest: Manifest, held: Sequence[Boxes]) -> None:
         buffers = [torch.zeros(t.shape, dtype=getattr(torch, t.dtype)) for t in manifest.tensors]
         self.tensors = {info.name: buffer for info, buffer in zip(manifest.tensors, buffers, strict=True)}
-        self._memory = Memory(manifest, whole(manifest), buffers)
+        self._memory = Memory(manifest, whole_layout(manifest), buffers)
         wanted = [self._memory.layout.boxes]
         sides = weights_pb2.Sides(senders=encode(held), receivers=encode(wanted), message_bytes=16384)
         self._plan = Planner().plan(manifest, sides)

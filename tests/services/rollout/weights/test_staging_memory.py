@@ -9,7 +9,7 @@ import torch
 
 from millrace.ids import Version
 from millrace.weights.plans import wire_layouts as sides
-from millrace.weights.plans.layout import whole
+from millrace.weights.plans.layout import whole_layout
 from millrace.weights.plans.manifest import Manifest, TensorInfo
 from millrace.wire.v1 import weights_pb2
 from services.rollout.weights import sharded as shards
@@ -48,7 +48,7 @@ class Worker:
 
     def request(self, replicas: int, version: int) -> TransferRequest:
         both = weights_pb2.Sides(
-            senders=sides.encode([whole(MANIFEST).boxes]),
+            senders=sides.encode([whole_layout(MANIFEST).boxes]),
             receivers=sides.encode([self.shards.boxes(MANIFEST)] * replicas),
         )
         return TransferRequest(

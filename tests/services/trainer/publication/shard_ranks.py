@@ -15,7 +15,7 @@ from millrace.errors import PublicationFailed
 from millrace.ids import Version
 from millrace.weights.phases import PublicationId
 from millrace.weights.plans import wire_layouts as wire
-from millrace.weights.plans.layout import Layout, Place, contiguous, whole
+from millrace.weights.plans.layout import Layout, Place, row_major_strides, whole_layout
 from millrace.weights.plans.manifest import Manifest
 from millrace.weights.plans.memory import Memory
 from millrace.weights.transfer.channels.rendezvous import Rendezvous
@@ -38,7 +38,7 @@ def halves(manifest: Manifest, part: int) -> Memory:
         if len(info.shape) > 1:
             half = extent[-1] // 2
             offset[-1], extent[-1] = part * half, extent[-1] - half if part else half
-        places.append(Place(i, tuple(offset), tuple(extent), i, 0, contiguous(extent)))
+        places.append(Place(i, tuple(offset), tuple(extent), i, 0, row_major_strides(extent)))
         buffers.append(torch.zeros(extent, dtype=getattr(torch, info.dtype)))
     return Memory(manifest, Layout.of(places, manifest), buffers)
 
@@ -81,7 +81,7 @@ def case(world: World, asked: dict[str, Any]) -> dict[str, Any]:
     sender = Sender(world.rank, "trainer-1")
     told = sender.describe(pb.DescribeSendRequest(dtype="bfloat16"), backend)
     manifest = Manifest.from_proto(told.manifest)
-    everything = whole(manifest)
+    everything = whole_layout(manifest)
     empty = [torch.zeros(t.shape, dtype=getattr(torch, t.dtype)) for t in manifest.tensors]
     workers = [Worker(halves(manifest, part), staged=bool(part)) for part in (0, 1)]
     workers.append(Worker(Memory(manifest, everything, empty), staged=True))

@@ -16,7 +16,7 @@ from millrace.errors import MillraceError, PublicationFailed, Unavailable
 from millrace.ids import new_member_id
 from millrace.weights.phases import PublicationId
 from millrace.weights.plans import wire_layouts as wire
-from millrace.weights.plans.layout import whole
+from millrace.weights.plans.layout import whole_layout
 from millrace.weights.plans.manifest import Manifest
 from millrace.weights.plans.memory import Memory
 from millrace.weights.transfer.channels.rendezvous import Rendezvous
@@ -46,7 +46,7 @@ class Worker:
         told = calls.call(TrainerRpc.DescribeWeights, pb.DescribeSendRequest(job_id=JOB, dtype="bfloat16"))
         self.manifest = Manifest.from_proto(told.manifest)
         self.tensors = [torch.zeros(t.shape, dtype=getattr(torch, t.dtype)) for t in self.manifest.tensors]
-        self.memory = Memory(self.manifest, whole(self.manifest), self.tensors)
+        self.memory = Memory(self.manifest, whole_layout(self.manifest), self.tensors)
         wanted = wire.encode([self.memory.layout.boxes])
         self.sides = weights_pb2.Sides(senders=told.layouts, receivers=wanted, message_bytes=32768)
         self.holding = threading.Event()

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from millrace.megatron.weights import Layout as Placements
-from millrace.weights.plans.layout import Layout, Place, contiguous
+from millrace.weights.plans.layout import Layout, Place, row_major_strides
 from millrace.weights.plans.manifest import Manifest
 from millrace.weights.plans.memory import Memory
 
@@ -17,7 +17,7 @@ def shards(chunks: Sequence[Mapping[str, Tensor]], placements: Placements, manif
     buffers: list[Tensor] = []
     for tensors, placed in zip(chunks, placements, strict=True):
         for name, placement in placed.items():
-            strides = contiguous(placement.shape)
+            strides = row_major_strides(placement.shape)
             for piece in placement.pieces:
                 start = sum(t * s for t, s in zip(piece.target, strides, strict=True))
                 where = Place(number[piece.tensor.name], piece.source, piece.extent, len(buffers), start, strides)

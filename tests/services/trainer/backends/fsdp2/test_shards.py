@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from millrace.weights.plans.boxes import Boxes
-from millrace.weights.plans.layout import whole
-from millrace.weights.plans.memory import Memory, pack, pairs, unpack
+from millrace.weights.plans.layout import whole_layout
+from millrace.weights.plans.memory import Memory, pack, pieces_in_message, unpack
 from millrace.weights.plans.sharded import plan
 from services.trainer.backends import build
 from services.trainer.ranks import collectives
@@ -25,7 +25,7 @@ def check(folder: Path, backend: str = "fsdp2", dtype: str = "bfloat16", **optio
     memory = model.shards(dtype)
     exported = dict(model.export(dtype))
     assert memory is not None and memory.manifest.hash == model.manifest(dtype).hash
-    manifest, target = memory.manifest, whole(memory.manifest)
+    manifest, target = memory.manifest, whole_layout(memory.manifest)
     everyone = [Boxes.decode(data) for data in collectives.gather_bytes(memory.layout.boxes.encode())]
     made = plan(manifest, everyone, [target.boxes], 4096)
     landed = [torch.zeros(t.shape, dtype=getattr(torch, t.dtype)) for t in manifest.tensors]
@@ -33,14 +33,14 @@ def check(folder: Path, backend: str = "fsdp2", dtype: str = "bfloat16", **optio
     messages = b""
     for content in mine:
         message = torch.zeros(int(made.sizes[content]), dtype=torch.uint8)
-        pack(list(pairs(made, int(content), message, memory, every=False)))
+        pack(list(pieces_in_message(made, int(content), message, memory, every=False)))
         messages += message.numpy().tobytes()
     for rank, data in enumerate(collectives.gather_bytes(messages)):
         at = 0
         for content in made.packed_by(rank):
             size = int(made.sizes[content])
             message = torch.frombuffer(bytearray(data[at : at + size]), dtype=torch.uint8)
-            unpack(list(pairs(made, int(content), message, Memory(manifest, target, landed), every=True)))
+            unpack(list(pieces_in_message(made, int(content), message, Memory(manifest, target, landed), every=True)))
             at += size
     if dist.get_rank() == 0:
         by_name = {info.name: tensor for info, tensor in exported.items()}

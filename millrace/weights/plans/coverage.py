@@ -27,7 +27,7 @@ class _Runs:
         return self.start + self.run + sum(stride * (extent - 1) for stride, extent in self.repeated)
 
 
-def elements(views: Iterable[Strided]) -> int:
+def covered_elements(views: Iterable[Strided]) -> int:
     """Elements that lie in at least one of the views."""
     together: list[_Runs] = []
     total = end = 0

@@ -7,11 +7,11 @@ from typing import Any, Protocol
 import torch
 
 from millrace.weights.plans import memory
-from millrace.weights.plans.memory import Pair, pack, unpack
+from millrace.weights.plans.memory import PieceInMessage, pack, unpack
 from millrace.weights.transfer.checksum import checksum
 
 
-class Batch(Protocol):
+class RoundOperations(Protocol):
     """Prepared once, done for each version. On a GPU nothing waits: work is put on the current stream, and what it
     found is read, by `sums` and `differing`, when that is over."""
 
@@ -38,8 +38,8 @@ class Batch(Protocol):
     def read_differing(batches: Sequence[Any]) -> list[int]: ...
 
 
-class HostBatch:
-    def __init__(self, pairs: Sequence[Pair], messages: Mapping[int, torch.Tensor]) -> None:
+class HostRoundOperations:
+    def __init__(self, pairs: Sequence[PieceInMessage], messages: Mapping[int, torch.Tensor]) -> None:
         self._pairs = pairs
         self._messages = messages
         self._sums: dict[int, int] = {}
@@ -63,33 +63,35 @@ class HostBatch:
     check = compare
 
     @staticmethod
-    def read_sums(batches: Sequence["HostBatch"]) -> Mapping[int, int]:
+    def read_sums(batches: Sequence["HostRoundOperations"]) -> Mapping[int, int]:
         return {number: value for done in batches for number, value in done._sums.items()}
 
     @staticmethod
-    def read_differing(batches: Sequence["HostBatch"]) -> list[int]:
+    def read_differing(batches: Sequence["HostRoundOperations"]) -> list[int]:
         found = [done._differing for done in batches]
         for done in batches:
             done._differing = 0
         return found
 
 
-def sums(batches: Sequence[Batch]) -> Mapping[int, int]:
+def message_checksums(batches: Sequence[RoundOperations]) -> Mapping[int, int]:
     """Message number → checksum, of all of them. A GPU is read once, on the current stream: on one that an engine
     computes on, that waits for the engine's batch."""
     return batches[0].read_sums(batches) if batches else {}
 
 
-def differing(batches: Sequence[Batch]) -> list[int]:
+def differing_counts(batches: Sequence[RoundOperations]) -> list[int]:
     """Of each, the pieces, or parts of such, that were found different since this was asked last. Read as `sums` is."""
     return batches[0].read_differing(batches) if batches else []
 
 
-def batch(pairs: Sequence[Pair], messages: Mapping[int, torch.Tensor], device: torch.device) -> Batch:
+def round_operations(
+    pairs: Sequence[PieceInMessage], messages: Mapping[int, torch.Tensor], device: torch.device
+) -> RoundOperations:
     """The fastest that the device has."""
     if device.type == "cuda":
-        from millrace.weights.transfer.kernels import CudaBatch, supported
+        from millrace.weights.transfer.kernels import CudaRoundOperations, supported
 
         if supported():
-            return CudaBatch(pairs, messages, device)
-    return HostBatch(pairs, messages)
+            return CudaRoundOperations(pairs, messages, device)
+    return HostRoundOperations(pairs, messages)

@@ -5,7 +5,7 @@ import time
 
 import numpy as np
 
-from millrace.weights.plans.covered import elements
+from millrace.weights.plans.coverage import covered_elements
 
 
 def slow(views):
@@ -28,12 +28,12 @@ def test_every_element_counts_once():
             view = view.transpose(random.permutation(3))
             start = int(view.flat[0]) if view.size else 0
             views.append((start, view.shape, tuple(step // memory.itemsize for step in view.strides)))
-        assert elements(views) == slow(views), views
+        assert covered_elements(views) == slow(views), views
 
 
 def test_empty_views_and_scalars():
-    assert elements([]) == 0
-    assert elements([(3, (0, 5), (5, 1)), (3, (), ()), (3, (1,), (7,)), (4, (2,), (1,))]) == 3
+    assert covered_elements([]) == 0
+    assert covered_elements([(3, (0, 5), (5, 1)), (3, (), ()), (3, (1,), (7,)), (4, (2,), (1,))]) == 3
 
 
 def test_a_model_of_hundreds_of_gigabytes_takes_no_memory_and_no_time():
@@ -43,6 +43,6 @@ def test_a_model_of_hundreds_of_gigabytes_takes_no_memory_and_no_time():
     columns = [(e * expert + half * ffn, (hidden, ffn), (2 * ffn, 1)) for e in range(experts) for half in (0, 1)]
     began = time.perf_counter()
     for views in (rows, columns, [*columns, (0, (experts, expert), (expert, 1))]):
-        assert elements(views) == experts * expert
-        assert elements(views[1 : 2 * experts]) == (experts * 2 - 1) * ffn * hidden
+        assert covered_elements(views) == experts * expert
+        assert covered_elements(views[1 : 2 * experts]) == (experts * 2 - 1) * ffn * hidden
     assert time.perf_counter() - began < 5.0

@@ -29,7 +29,7 @@ class Transfer:
 
 
 @dataclass(frozen=True)
-class Plan:
+class BroadcastPlan:
     manifest_hash: bytes
     transfers: tuple[Transfer, ...]
 
@@ -41,8 +41,8 @@ class Plan:
         return digest.digest()
 
 
-def gather_broadcast(manifest: Manifest, world_size: int) -> Plan:
+def gather_broadcast(manifest: Manifest, world_size: int) -> BroadcastPlan:
     """Every tensor whole, in the manifest's order, from rank 0 to all others. The oracle for every other plan."""
     targets = tuple(range(1, world_size))
     boxes = (Box(i, (0,) * len(t.shape), t.shape) for i, t in enumerate(manifest.tensors))
-    return Plan(manifest.hash, tuple(Transfer(box, 0, targets) for box in boxes))
+    return BroadcastPlan(manifest.hash, tuple(Transfer(box, 0, targets) for box in boxes))

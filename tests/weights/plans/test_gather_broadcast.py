@@ -1,7 +1,7 @@
 import pytest
 
+from millrace.weights.plans.gather_broadcast import gather_broadcast
 from millrace.weights.plans.manifest import Manifest, TensorInfo
-from millrace.weights.plans.plan import gather_broadcast
 
 MANIFEST = Manifest((TensorInfo("a.weight", (4, 8), "bfloat16"), TensorInfo("b.bias", (3,), "float32")))
 
