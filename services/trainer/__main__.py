@@ -1,14 +1,14 @@
 """Runs the trainer: `python -m services.trainer` for one rank, `torchrun --nproc-per-node N -m services.trainer` for
-several. SIGTERM drains: the running step is finished, a checkpoint in progress written, the fleet left, the exit status
-0.
+several. SIGTERM drains: the running step is finished, a checkpoint in progress is written, the trainer leaves the
+fleet, and the exit status is 0.
 
 torchrun gives its ranks 30 seconds to drain; `--shutdown-timeout` gives them more.
 """
 
 import os
 
-# Read when torch is loaded. A bounded wait that ends is no warning. Threads that wait for each other sleep instead of
-# spinning: beside an engine on the same cores a step would otherwise take ten times as long.
+# torch reads these when it is loaded. A wait that reaches its time limit is not worth a warning. Threads that wait for
+# each other sleep instead of spinning: with an engine on the same cores a step would otherwise take ten times as long.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -38,10 +38,14 @@ log = structlog.get_logger(__name__)
 
 
 def main(
-    coordinator: Annotated[str, typer.Option(envvar="MILLRACE_COORDINATOR", help="host:port of its gRPC server.")],
-    port: Annotated[int, typer.Option(envvar="MILLRACE_PORT", help="0 takes a free one.")] = 0,
+    coordinator: Annotated[
+        str, typer.Option(envvar="MILLRACE_COORDINATOR", help="host:port of the coordinator's gRPC server.")
+    ],
+    port: Annotated[
+        int, typer.Option(envvar="MILLRACE_PORT", help="Port of the trainer's gRPC server; 0: a free port.")
+    ] = 0,
     host: Annotated[
-        str, typer.Option(envvar="MILLRACE_HOST", help="How others reach this host; empty: found out.")
+        str, typer.Option(envvar="MILLRACE_HOST", help="Address at which others reach this host; empty: detected.")
     ] = "",
 ) -> None:
     """Serves one trainer in front of a group of ranks."""
@@ -54,7 +58,7 @@ def main(
 
 
 def run(coordinator: str, port: int, member_id: MemberId) -> int:
-    """This rank's life; its exit status."""
+    """Runs this rank until the trainer ends; returns the exit status."""
     world = World.join()
     control = ControlThread()
     sender = Sender(world.rank, member_id)
@@ -73,7 +77,7 @@ def run(coordinator: str, port: int, member_id: MemberId) -> int:
     try:
         commands.run()
     except DistError as error:
-        log.error("rank 0 is gone: this rank ends", rank=world.rank, error=str(error))
+        log.error("rank 0 cannot be reached: this rank ends", rank=world.rank, error=str(error))
         return 1
     heartbeats.stop()
     control.stop()
@@ -82,7 +86,7 @@ def run(coordinator: str, port: int, member_id: MemberId) -> int:
 
 
 def _on_signals(control: ControlThread, drain: Callable[[], None]) -> None:
-    """SIGTERM and SIGINT drain at once, whatever the main thread is doing: the control thread reads them."""
+    """SIGTERM and SIGINT drain at once, also while the main thread is busy: the control thread reads the signals."""
     reader, writer = socket.socketpair()
     for end in (reader, writer):
         end.setblocking(False)
@@ -90,16 +94,16 @@ def _on_signals(control: ControlThread, drain: Callable[[], None]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
 
-    def told() -> None:
+    def on_signal() -> None:
         if reader.recv(64):
             drain()
 
-    control.loop.call_soon_threadsafe(control.loop.add_reader, reader.fileno(), told)
+    control.loop.call_soon_threadsafe(control.loop.add_reader, reader.fileno(), on_signal)
     _SIGNAL_SOCKETS.extend((reader, writer))
 
 
 _SIGNAL_SOCKETS: list[socket.socket] = []
-"""Kept open as long as the process lives."""
+"""The sockets stay open as long as the process lives."""
 
 
 if __name__ == "__main__":

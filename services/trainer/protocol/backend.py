@@ -6,7 +6,7 @@ A backend spans all ranks. Every method is called on every rank in the same orde
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,108 +21,113 @@ from services.trainer.protocol.microbatch import MicroBatch
 
 @dataclass(frozen=True)
 class TokenScores:
-    """What the model says of the response tokens of a micro-batch, in their order."""
+    """What the model computes for the response tokens of a micro-batch, in their order."""
 
     logprobs_r: Tensor
-    """float32 [R], nats, of the distribution at the job's temperature."""
+    """Log-probabilities at the job's temperature, float32 [R], nats."""
     entropy_r: Tensor | None
-    """float32 [R], nats, of the same distribution; none where it was not asked for."""
+    """Entropies of the same distributions, float32 [R], nats; None where they were not asked for."""
 
 
-LossFn = Callable[[MicroBatch, TokenScores], tuple[Tensor, Any]]
-"""This micro-batch's share of the batch's loss, a scalar, and whatever the caller wants back."""
+Output = TypeVar("Output")
 
+LossFn = Callable[[MicroBatch, TokenScores], tuple[Tensor, Output]]
+"""Computes a micro-batch's share of the batch's loss, a scalar, and an output that the backend returns."""
 
-ValueLossFn = Callable[[MicroBatch, Tensor], tuple[Tensor, Any]]
-"""As `LossFn`, of the critic's values: float32 [R], at each response token what the policy is still to be rewarded."""
+ValueLossFn = Callable[[MicroBatch, Tensor], tuple[Tensor, Output]]
+"""The same from the critic's values, float32 [R]: for each response token the reward that is still to come."""
 
 
 @dataclass(frozen=True)
 class DataParallel:
-    """Which share of a batch this rank computes. Ranks of one share (tensor or pipeline parallel) have equal ones."""
+    """Which share of a batch this rank computes. Tensor and pipeline parallel ranks of one share have equal values."""
 
     rank: int
     size: int
     group: ProcessGroup | None
-    """The ranks among which sums over the batch run; none where there is only one."""
+    """The ranks over which a batch is summed; None where one rank computes all of it."""
 
 
 class TrainableModel(Protocol):
     """A model and its optimizer."""
 
     def gradient_norm(self) -> float:
-        """Of the gradients added so far, the same on every rank; infinite or NaN where one of them is."""
+        """Norm of the gradients added so far, the same on every rank; infinite or NaN where a gradient is."""
 
     def optimizer_step(self, *, lr: float, gradient_scale: float) -> None:
-        """Multiplies the gradients, updates the weights by them and clears them."""
+        """Multiplies the gradients by the scale, updates the weights and clears the gradients."""
 
-    def zero_gradients(self) -> None: ...
+    def zero_gradients(self) -> None:
+        """Clears the gradients added so far."""
 
     def state(self) -> NamedTensors:
-        """Model and optimizer as named tensors, sharded as they lie: to save."""
+        """The tensors of model and optimizer that this rank holds, to be saved."""
 
     def prepare_state(self, updates: int) -> NamedTensors:
-        """As `state`, with the optimizer as it is after `updates` updates: room for a checkpoint to be read into."""
+        """The same tensors with the optimizer as after `updates` updates: memory to read a checkpoint into."""
 
     @property
     def updates(self) -> int:
-        """Optimizer updates so far."""
+        """Number of optimizer updates so far."""
 
 
 class Critic(TrainableModel, Protocol):
-    """The value model: the policy's architecture with one number a token."""
+    """The value model: the policy's architecture with one number per token."""
 
     folder: Path
-    """That it was loaded from."""
-    config: Mapping[str, Any]
-    """What its config.json says otherwise than that folder's."""
+    """The model folder that it was loaded from."""
+    config: Mapping[str, object]
+    """The entries in which its config.json differs from that of the folder."""
 
     def values(self, microbatches: Sequence[MicroBatch]) -> list[Tensor]:
-        """[R] of each micro-batch, float32, without gradient: of the state in which each response token was chosen."""
+        """The value before each response token: float32 [R] for each micro-batch, without gradient."""
 
-    def forward_backward(self, microbatches: Sequence[MicroBatch], loss_fn: ValueLossFn) -> list[Any]:
-        """As the policy's."""
+    def forward_backward(self, microbatches: Sequence[MicroBatch], loss_fn: ValueLossFn[Output]) -> list[Output]:
+        """The same as `Backend.forward_backward`, for the critic's gradient."""
 
     def export(self, dtype: str) -> Iterator[tuple[TensorInfo, Tensor | None]]:
-        """As the policy's: the decoder and its head, `score`."""
+        """The same as `Backend.export`: the decoder and its head, `score`."""
 
 
 class Backend(TrainableModel, Protocol):
-    """The policy, and beside it what the job's algorithm needs: a reference, a critic."""
+    """The policy, with the reference and the critic that the job's algorithm needs."""
 
     device: torch.device
     data_parallel: DataParallel
     parameters: int
-    """Trainable numbers in the whole policy."""
+    """Number of trainable parameters of the whole policy."""
     cost: SequenceCost
-    """What a sequence costs, for balancing."""
+    """Cost of a sequence by its length, for balancing."""
     critic: Critic | None
-    """None where the job has none."""
+    """None for a job without a critic."""
 
     def logprobs(
         self, microbatches: Sequence[MicroBatch], *, temperature: float, reference: bool = False
     ) -> list[Tensor]:
-        """[R] of each micro-batch, float32, without gradient; of the reference policy if asked."""
+        """Log-probabilities of policy or reference: float32 [R] for each micro-batch, without gradient."""
 
-    def forward_backward(self, microbatches: Sequence[MicroBatch], loss_fn: LossFn, *, temperature: float) -> list[Any]:
-        """Adds the gradient of the sum of all micro-batches' losses on all ranks; returns what `loss_fn` gave beside
-        each loss. The backend schedules the micro-batches as it likes (pipeline stages) and owns the scaling."""
+    def forward_backward(
+        self, microbatches: Sequence[MicroBatch], loss_fn: LossFn[Output], *, temperature: float
+    ) -> list[Output]:
+        """Adds the gradient of the sum of the losses of all micro-batches on all ranks, and returns the output of
+        `loss_fn` for each micro-batch. The backend decides the order of the micro-batches (pipeline stages) and scales
+        the losses as its schedule needs."""
 
     def manifest(self, dtype: str) -> Manifest:
-        """What `export` gives, in its order."""
+        """Names, shapes and dtypes of the tensors that `export` yields, in its order."""
 
     def export(self, dtype: str) -> Iterator[tuple[TensorInfo, Tensor | None]]:
-        """The model tensor by tensor in Hugging Face terms: whole on rank 0, on `device`; None on the others."""
+        """The tensors of the model folder, one after the other: whole on rank 0, on `device`; None on other ranks."""
 
     def shards(self, dtype: str) -> Memory | None:
-        """What this rank holds of the manifest's tensors, as views of the memory that trains. None where some tensor
-        has no boxes here to be told by. No collective."""
+        """The boxes of the manifest's tensors that this rank holds, as views of the memory that trains. None where a
+        tensor is not made of boxes of the model's parameters. Not a collective."""
 
     def memory(self) -> dict[str, float]:
-        """Metrics of this rank's memory, in verl's names."""
+        """Metrics of this rank's memory, under verl's names."""
 
 
 def models(backend: Backend) -> dict[str, TrainableModel]:
-    """Everything that a step trains, by the prefix of its tensors in a checkpoint."""
+    """The models that a step trains, by the prefix of their tensors in a checkpoint."""
     critic = {} if backend.critic is None else {"critic.": backend.critic}
     return {"": backend, **critic}

@@ -1,4 +1,4 @@
-"""Named tensors of a model and its optimizer as this rank has them: boxes, in the memory that trains."""
+"""The tensors of a model and its optimizer as far as one rank holds them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,25 +9,27 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 Offset = tuple[int, ...]
+"""Where a box begins in its tensor, in each dimension."""
 
 
 @dataclass
 class LocalBoxes:
-    """A tensor of which this rank has boxes, each a view of the memory it lies in."""
+    """A tensor of which this rank holds boxes (rectangular parts), each a view of the memory that trains."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    written: bool = True
-    """Whether this rank offers them to a checkpoint; a copy that another rank offers is only read."""
+    saved_here: bool = True
+    """Whether this rank saves them in a checkpoint. A copy that another rank saves is only read from one."""
     parts: dict[Offset, Tensor] = field(default_factory=dict)
+    """The boxes."""
 
 
 NamedTensors = Mapping[str, Tensor | LocalBoxes]
-"""A plain tensor is whole on this rank, a DTensor is what of it lies here."""
+"""By name. A plain tensor is whole on this rank; a DTensor stands for its local shard."""
 
 
 def local_parts(tensor: Tensor | LocalBoxes) -> dict[Offset, Tensor]:
-    """What of it lies here, by where in the whole tensor it begins; nothing empty."""
+    """The parts of the tensor that this rank holds, by their offset; empty parts are left out."""
     if isinstance(tensor, LocalBoxes):
         found = tensor.parts
     elif isinstance(tensor, DTensor):
@@ -39,4 +41,5 @@ def local_parts(tensor: Tensor | LocalBoxes) -> dict[Offset, Tensor]:
 
 
 def is_saved_here(tensor: Tensor | LocalBoxes) -> bool:
-    return tensor.written if isinstance(tensor, LocalBoxes) else True
+    """Whether this rank saves its parts of the tensor in a checkpoint."""
+    return tensor.saved_here if isinstance(tensor, LocalBoxes) else True

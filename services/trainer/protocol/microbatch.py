@@ -1,4 +1,4 @@
-"""A micro-batch: sequences packed one after the other, and which of their tokens are trained."""
+"""A micro-batch: sequences packed one after the other, of which the response tokens are trained."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,44 +15,47 @@ class Sample:
     """One trajectory as a rank trains it."""
 
     label: str
-    """Names it to people: `prompt 0-17, sample 3`."""
+    """Name for messages to people: `prompt 0-17, sample 3`."""
     prompt: NDArray[np.int32]
     response: NDArray[np.int32]
     rollout_logprobs: NDArray[np.float32]
     """Behaviour log-probability of each response token, nats."""
     reward: float
     reward_parts: tuple[float, ...] = ()
-    """Those that the job names in `reward.parts`."""
+    """The separate rewards that the job names in `reward.parts`."""
     greedy_reward: float | None = None
-    """Of the greedy answer to the same prompt, where the job asks for one."""
+    """Reward of the greedy answer to the same prompt, where the job asks for one."""
     engine: str = ""
-    """That made it."""
+    """Name of the engine that generated this sample."""
     experts: NDArray[np.int16] | None = None
-    """[prompt and response tokens, MoE layers, experts a token]: the engine's choices, negative where it told none."""
+    """The engine's choices, [prompt and response tokens, MoE layers, experts per token]; negative where it reported
+    none."""
     versions: NDArray[np.int64] | None = None
-    """Of the weights that each response token was sampled with."""
+    """Version of the weights that each response token was sampled with."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Sequences packed to [P] tokens; [R] of these are responses, in the order of the sequences.
+    """Sequences packed to [P] tokens, of which [R] are response tokens, in the order of the sequences.
 
-    Without any sequence it stands for a batch of padding: the backend runs one token, so that its collectives meet.
+    A micro-batch without sequences is padding: the backend runs one token, so that all ranks call the same collectives.
     """
 
     rows: tuple[int, ...]
-    """Which of the rank's samples these are."""
+    """Indices of these sequences among the rank's samples."""
     lengths: tuple[int, ...]
-    """Tokens of each sequence, prompt and response."""
+    """Number of tokens of each sequence, prompt and response."""
     response_lengths: tuple[int, ...]
+    """Number of response tokens of each sequence."""
     tokens_p: Tensor
-    """int64 [P]."""
+    """Token ids, int64 [P]."""
     experts_plk: Tensor | None = None
-    """int [P, MoE layers, experts a token]: the engine's choice, negative where it told none of a token, None where it
-    told nothing at all: then the trainer's routers choose."""
+    """The engine's choices, int [P, MoE layers, experts per token]. The trainer's routers choose where an entry is
+    negative, and for all tokens where this is None."""
 
     @classmethod
     def pack(cls, samples: Sequence[Sample], rows: Sequence[int]) -> "MicroBatch":
+        """A micro-batch of the samples with these indices."""
         chosen = [samples[row] for row in rows]
         parts = [part for sample in chosen for part in (sample.prompt, sample.response)]
         tokens_p = torch.from_numpy(np.concatenate(parts).astype(np.int64)) if parts else torch.zeros(1).long()
@@ -61,23 +64,23 @@ class MicroBatch:
 
     @cached_property
     def positions_p(self) -> Tensor:
-        """int64 [P]: 0, 1, 2, ... anew in each sequence."""
+        """Positions, int64 [P]: 0, 1, 2, ... in each sequence."""
         return torch.cat([torch.arange(length) for length in self.lengths])
 
     @cached_property
     def starts(self) -> Tensor:
-        """int32 [sequences + 1]: where each sequence begins, and the end."""
+        """The first token of each sequence, and the end, int32 [sequences + 1]."""
         return torch.tensor([0, *np.cumsum(self.lengths)], dtype=torch.int32)
 
     @cached_property
     def predicting_r(self) -> Tensor:
-        """int64 [R]: the positions whose logits predict the response tokens, each one before its token."""
+        """The positions whose logits predict the response tokens, each one before its token, int64 [R]."""
         spans = zip(self.starts[1:].tolist(), self.response_lengths, strict=False)
         return torch.cat([torch.arange(end - count - 1, end - 1) for end, count in spans] or [torch.zeros(0).long()])
 
     @cached_property
     def targets_r(self) -> Tensor:
-        """int64 [R]: the response tokens."""
+        """Ids of the response tokens, int64 [R]."""
         return self.tokens_p[self.predicting_r + 1]
 
 

@@ -1,4 +1,4 @@
-"""Rank 0's control side: the server, the fleet, and how it all ends."""
+"""Rank 0 towards other services: the gRPC server, the membership in the fleet, and the end of the trainer."""
 
 import asyncio
 import concurrent.futures
@@ -29,7 +29,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class RankZero:
-    """What rank 0 shows to others."""
+    """Serves the trainer and keeps it a member of the fleet, until it is drained or has failed."""
 
     def __init__(
         self,
@@ -53,23 +53,23 @@ class RankZero:
         )
 
     def start(self, host: str, port: int) -> None:
-        """Serves on the control thread. At the end the ranks are told to stop; after a failure this process ends at
-        once, as its main thread may be stuck for ever, and the other ranks with it."""
+        """Serves on the control thread. At the end the ranks are told to stop. After a failure this process ends at
+        once, because its main thread may be blocked for ever, and the other ranks end with it."""
         asyncio.run_coroutine_threadsafe(self._serve(host, port), self._loop).add_done_callback(self._finish)
 
-    def _finish(self, served: "concurrent.futures.Future[None]") -> None:
+    def _finish(self, served: concurrent.futures.Future[None]) -> None:
         error = served.exception()
         if isinstance(error, MillraceError):
-            log.error("the trainer cannot go on", error=str(error))
+            log.error("the trainer cannot continue", error=str(error))
         elif error is not None:
-            log.error("the trainer cannot go on", exc_info=error)
+            log.error("the trainer cannot continue", exc_info=error)
         if error is not None or self._failure:
             sys.stderr.flush()
             os._exit(1)
         self._commands.stop()
 
     async def _serve(self, host: str, port: int) -> None:
-        """Until drained or failed. Raises Unavailable where the port is taken."""
+        """Serves until drained or failed. Raises Unavailable where the port is taken."""
         name = "millrace.v1.Trainer"
         bind = host if host in LOOPBACK else "0.0.0.0"
         server = Server({name: lambda grpc: add_TrainerServicer_to_server(self._trainer, grpc)}, bind, port)
@@ -80,19 +80,19 @@ class RankZero:
         membership = Membership(
             coordinator, self._member_id, lambda: self._registration(address), self._heartbeat, self.drain
         )
-        keeping = asyncio.create_task(membership.run())
-        keeping.add_done_callback(self._refused)
+        member = asyncio.create_task(membership.run())
+        member.add_done_callback(self._membership_ended)
         await self._ended.wait()
         if not self._failure:
             log.info("draining")
             await self._trainer.drain()
         await server.stop()
-        keeping.cancel()
+        member.cancel()
         await membership.leave(self._failure or "drained")
         await coordinator.close()
 
     def drain(self) -> None:
-        """Ends after what is under way. From any thread."""
+        """Ends the trainer after the call that runs and the checkpoint that is being written. From any thread."""
         self._loop.call_soon_threadsafe(self._ended.set)
 
     def _fail(self, failure: str) -> None:
@@ -100,8 +100,8 @@ class RankZero:
         self._failure = failure
         self._ended.set()
 
-    def _refused(self, keeping: "asyncio.Task[None]") -> None:
-        error = None if keeping.cancelled() else keeping.exception()
+    def _membership_ended(self, member: asyncio.Task[None]) -> None:
+        error = None if member.cancelled() else member.exception()
         if isinstance(error, InvalidState):
             self._fail(f"the coordinator refuses this trainer: {error}")
         elif error is not None:

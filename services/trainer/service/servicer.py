@@ -1,4 +1,4 @@
-"""The Trainer service: which call may come when, which repeats what is running or done, and what the ranks are told."""
+"""The Trainer service: which call may come when, and which call repeats one that runs or is done."""
 
 import asyncio
 import json
@@ -36,10 +36,10 @@ STATES = {
     "TransferPublication": pb.TRAINER_STATE_PUBLISHING,
     "Save": pb.TRAINER_STATE_SAVING,
 }
-"""The trainer's state while its ranks work on a call."""
+"""State of the trainer while its ranks work on a call of each method."""
 
 ENDS_S = 1.0
-"""Ranks end a transfer by themselves at its deadline; those that have not this long after it are stuck."""
+"""Ranks end a transfer by themselves at its deadline. Ranks that have not ended it this long afterwards are blocked."""
 
 
 class Ranks(Protocol):
@@ -57,7 +57,7 @@ class Saves(Protocol):
 
 @dataclass
 class ConfiguredJob:
-    """The job that is loaded, and how far it is."""
+    """The job that is loaded, and its progress."""
 
     job_id: JobId
     checkpoint: str
@@ -66,6 +66,7 @@ class ConfiguredJob:
     version: Version
     parameters: int
     last_step: tuple[int, pb.StepResponse] | None = None
+    """Number of the last step, and its response."""
 
     def deadline(self, method: str) -> float:
         return of_job(self.spec.deadlines)[f"Trainer/{method}"]
@@ -73,7 +74,7 @@ class ConfiguredJob:
 
 @dataclass
 class PublicationProgress:
-    """The newest publication, and what was answered in it."""
+    """The newest publication, and the responses of its phases."""
 
     state: PublicationState = field(default_factory=PublicationState)
     prepared: pb.PrepareSendResponse | None = None
@@ -92,7 +93,7 @@ class SaveProgress:
 
 
 class TrainerService(TrainerServicer):
-    """Runs on rank 0's control thread. A caller that goes away does not end what it began."""
+    """Runs on rank 0's control thread. A caller that goes away does not end the call that it began."""
 
     def __init__(
         self,
@@ -122,7 +123,7 @@ class TrainerService(TrainerServicer):
         return self._job.version if self._job else -1
 
     async def drain(self) -> None:
-        """Takes nothing new and waits until the ranks have done what they are doing, and a checkpoint is written."""
+        """Refuses new calls, and waits for the call that runs and for a checkpoint that is being written."""
         self._lock.closed = self._lock.closed or "the trainer is draining"
         await self._lock.wait_until_free()
         await self._saved()
@@ -191,7 +192,7 @@ class TrainerService(TrainerServicer):
         if state is self._publishing.state and self._publishing.prepared is not None:
             return self._publishing.prepared
         key = CallKey("PreparePublication", pb.PrepareSendResponse, (publication,))
-        reason = f"publication {publication.key} takes its place"
+        reason = f"publication {publication.key} replaces it"
         return await self._take_over(key, lambda: self._prepare(request, state), reason)
 
     async def _prepare(self, request: pb.PrepareSendRequest, state: PublicationState) -> pb.PrepareSendResponse:
@@ -266,18 +267,18 @@ class TrainerService(TrainerServicer):
         return await asyncio.shield(asyncio.wrap_future(saving.outcome))
 
     async def _saved(self) -> None:
-        """Waits for the save in progress, however it ends; it has a deadline of its own."""
+        """Waits until a save in progress has succeeded or failed; it has its own deadline."""
         if self._saving is not None:
             outcome = asyncio.wrap_future(self._saving.outcome)
             await asyncio.wait([outcome])
-            outcome.exception()  # told by FinishSave
+            outcome.exception()  # FinishSave reports it
 
     async def Load(self, request: pb.LoadRequest, context: grpc.aio.ServicerContext) -> pb.LoadResponse:
         job = self._configured_for(request.job_id)
 
         async def load() -> pb.LoadResponse:
             await self._saved()
-            self._job = None  # where it fails, the trainer has to be configured anew
+            self._job = None  # after a failure the trainer has to be configured again
             reply = await self._on_ranks(TrainerRpc.Load, request, job.deadline("Load"))
             job.version, job.last_step = Version(reply.version), None
             self._job = job
@@ -332,7 +333,7 @@ class TrainerService(TrainerServicer):
         return await self._lock.run(key, work, wait=True)
 
     async def _end_transfer(self, reason: str) -> None:
-        """Aborts a transfer in progress and waits until the ranks are free again."""
+        """Aborts a transfer in progress and waits until the ranks are free."""
         if self._runs("TransferPublication"):
             await asyncio.to_thread(self._sender.abort, reason)
             await self._lock.wait_until_free()

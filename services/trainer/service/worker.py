@@ -1,4 +1,4 @@
-"""What one rank does for each command, on its main thread."""
+"""What each rank does for a command, on its main thread."""
 
 import gc
 import time
@@ -31,7 +31,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass
 class LoadedJob:
-    """What is loaded on this rank."""
+    """The job that is loaded on this rank."""
 
     id: JobId
     spec: JobSpec
@@ -41,6 +41,8 @@ class LoadedJob:
 
 
 class Worker:
+    """The handlers of one rank."""
+
     def __init__(self, world: World, control: ControlThread, sender: Sender, saver: BackgroundSaver) -> None:
         self._world = world
         self._control = control
@@ -63,7 +65,7 @@ class Worker:
 
     def configure(self, request: pb.ConfigureTrainerRequest) -> pb.ConfigureTrainerResponse:
         self._sender.close()
-        self._let_go()
+        self._free_job()
         with collectives.fail_together():
             spec = JobSpec.model_validate_json(request.spec)
             choices.check(spec)
@@ -71,7 +73,7 @@ class Worker:
         backend = build(spec, self._world.device)
         job = LoadedJob(JobId(request.job_id), spec, backend, Version(0), KlCoefficient(spec.algorithm.kl_coefficient))
         if request.checkpoint:
-            self._read(job, request.checkpoint)
+            self._load_checkpoint(job, request.checkpoint)
         self._job = job
         log.info("configured", job=job.id, version=job.version, rank=self._world.rank, parameters=backend.parameters)
         return pb.ConfigureTrainerResponse(
@@ -100,7 +102,7 @@ class Worker:
         return self._sender.transfer(request, job.backend, job.version)
 
     def save(self, request: pb.SaveRequest) -> pb.SaveResponse:
-        """In the background, or at once where the job wants that."""
+        """Saves a checkpoint in the background, or before it returns where the job says so."""
         job, began = self._loaded(), time.monotonic()
         with collectives.fail_together():
             self._saver.check_free()
@@ -124,19 +126,19 @@ class Worker:
         return pb.SaveResponse(version=job.version, seconds=time.monotonic() - began)
 
     def load(self, request: pb.LoadRequest) -> pb.LoadResponse:
-        job, self._job = self._loaded(), None  # until it is loaded whole, there is none
-        self._read(job, request.path)
+        job, self._job = self._loaded(), None  # no job is loaded until the checkpoint is read completely
+        self._load_checkpoint(job, request.path)
         self._job = job
         return pb.LoadResponse(version=job.version)
 
-    def _let_go(self) -> None:
-        """Of the job with all its memory: two models at once would not fit. They are full of reference cycles."""
+    def _free_job(self) -> None:
+        """Frees the memory of the loaded job: two models at once would not fit. Models have reference cycles."""
         self._job = None
         gc.collect()
         if self._world.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _read(self, job: LoadedJob, path: str) -> None:
+    def _load_checkpoint(self, job: LoadedJob, path: str) -> None:
         job.version = checkpoint.load(path, job.backend)
         job.coefficient.value = checkpoint.kl_coefficient(path, job.spec.algorithm.kl_coefficient)
 

@@ -1,1 +1,1 @@
-"""From references to groups to new weights and metrics."""
+"""A training step: from references to groups to new weights and metrics."""

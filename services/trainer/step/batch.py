@@ -1,7 +1,7 @@
-"""A step's batch: which trajectories it has, which of them this rank trains, and both as tensors.
+"""The batch of a step: its trajectories, how they are divided over the ranks, and this rank's share as tensors.
 
-`_bt` tensors are [rows, longest response]. A rank's rows are its own trajectories; the whole batch's rows are those of
-all ranks, so that what is exact only over the whole batch is computed over it, on every rank alike.
+`_bt` tensors are [rows, longest response]. The rows of a rank are its own trajectories. The rows of the whole batch are
+the trajectories of all ranks: what is exact only over the whole batch is computed over it, on every rank the same.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from services.trainer.ranks import collectives
 
 @dataclass(frozen=True)
 class TrajectoryRef:
-    """One trajectory as the coordinator names it."""
+    """A trajectory as the coordinator names it: by its prompt and its number among the prompt's samples."""
 
     prompt_id: str
     sample: int
@@ -43,15 +43,16 @@ class TrajectoryRef:
 
 @dataclass(frozen=True)
 class BatchDivision:
-    """Who trains what: for each update of the step, each rank's micro-batches of trajectories by their index."""
+    """Which rank trains which trajectories of a step, and in which micro-batches."""
 
     trajectories: tuple[TrajectoryRef, ...]
     updates: tuple[Plan, ...]
+    """For each update of the step: by rank, the micro-batches, each a list of indices into `trajectories`."""
     token_budget: int
 
     @classmethod
     def of(cls, groups: Sequence[GroupRef], backend: Backend, *, updates: int, token_budget: int) -> "BatchDivision":
-        """Groups are cut into `updates` shares, in order; each share is balanced over the ranks by cost."""
+        """Cuts the groups into `updates` shares, in order, and balances each share over the ranks by cost."""
         refs = tuple(
             TrajectoryRef(group.prompt_id, sample, number, group.prompt_tokens, tokens)
             for number, group in enumerate(groups)
@@ -68,10 +69,11 @@ class BatchDivision:
         return cls(refs, tuple(plans), token_budget)
 
     def indices(self, rank: int) -> list[int]:
-        """A rank's trajectories, ascending."""
+        """Indices of a rank's trajectories, ascending."""
         return sorted(index for plan in self.updates for batch in plan[rank] for index in batch)
 
     def metrics(self, backend: Backend) -> dict[str, float]:
+        """How well the micro-batches are filled and the ranks balanced."""
         lengths = [ref.tokens for ref in self.trajectories]
         reports = [report(plan, lengths, token_budget=self.token_budget, cost=backend.cost) for plan in self.updates]
         tokens = sum(len(plan) * len(plan[0]) for plan in self.updates) * self.token_budget
@@ -101,14 +103,14 @@ class RankBatch:
         ]
         self.lengths = [division.trajectories[index].response_tokens for index in mine]
         self.labels = [division.trajectories[index].label for index in mine]
-        self.mask_bt = self.padded(torch.ones(sum(self.lengths), dtype=torch.bool, device=device))
+        self.mask_bt = self.pad(torch.ones(sum(self.lengths), dtype=torch.bool, device=device))
         rollout = [torch.tensor(sample.rollout_logprobs) for sample in samples]
-        self.rollout_bt = self.padded(torch.cat([torch.zeros(0), *rollout]).to(device))
+        self.rollout_bt = self.pad(torch.cat([torch.zeros(0), *rollout]).to(device))
 
     def sampled_with_bt(self, version: int) -> Tensor:
-        """[rows, longest], bool: the tokens that were sampled with just these weights."""
-        told = [np.full(len(s.response), -1) if s.versions is None else s.versions for s in self.samples]
-        return self.padded(torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *told])).to(self.device) == version)
+        """The tokens that were sampled with the weights of this version, bool [rows, longest]."""
+        versions = [np.full(len(s.response), -1) if s.versions is None else s.versions for s in self.samples]
+        return self.pad(torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *versions])).to(self.device) == version)
 
     @property
     def _whole_lengths(self) -> list[int]:
@@ -116,26 +118,27 @@ class RankBatch:
 
     @cached_property
     def whole_mask_bt(self) -> Tensor:
-        """Of all trajectories of the step, in the order in which the coordinator named them."""
+        """The response tokens of all trajectories of the step, in the order in which the coordinator named them."""
         ones = torch.ones(sum(self._whole_lengths), dtype=torch.bool, device=self.device)
         return segments.unpack(ones, self._whole_lengths)
 
     @cached_property
     def whole_group_b(self) -> Tensor:
+        """The group of each trajectory of the step, int64 [trajectories]."""
         return torch.tensor([trajectory.group for trajectory in self.division.trajectories], device=self.device)
 
     @cached_property
     def whole_engine_b(self) -> Tensor:
-        """Which of `ENGINES` made each trajectory; -1 where it says another. A collective."""
+        """The engine that generated each trajectory, as an index into `ENGINES`; -1 for any other. A collective."""
         numbers = [ENGINES.index(s.engine) if s.engine in ENGINES else -1 for s in self.samples]
-        return self.whole_rows(torch.tensor(numbers, dtype=torch.float32, device=self.device).view(-1, 1))[:, 0].long()
+        return self.gather_rows(torch.tensor(numbers, dtype=torch.float32, device=self.device).view(-1, 1))[:, 0].long()
 
     @property
     def whole_labels(self) -> list[str]:
         return [trajectory.label for trajectory in self.division.trajectories]
 
-    def whole(self, values_bt: Tensor) -> Tensor:
-        """The whole batch's values, [trajectories, longest], from each rank's own. A collective."""
+    def gather(self, values_bt: Tensor) -> Tensor:
+        """Values of the whole batch, [trajectories, longest], from each rank's own [rows, longest]. A collective."""
         shares = [self.division.indices(rank) for rank in range(self._data_parallel.size)]
         lengths = [[self._whole_lengths[index] for index in indices] for indices in shares]
         flat = segments.pack(values_bt, self.lengths) if self.lengths else values_bt.new_zeros(0)
@@ -145,8 +148,8 @@ class RankBatch:
         whole_bt[[index for indices in shares for index in indices]] = by_rank_bt
         return whole_bt
 
-    def whole_rows(self, values_bk: Tensor) -> Tensor:
-        """The whole batch's [trajectories, k] from each rank's own [rows, k]. A collective."""
+    def gather_rows(self, values_bk: Tensor) -> Tensor:
+        """Values of the whole batch, [trajectories, k], from each rank's own [rows, k]. A collective."""
         shares = [self.division.indices(rank) for rank in range(self._data_parallel.size)]
         width = values_bk.shape[1]
         sizes = [len(indices) * width for indices in shares]
@@ -156,16 +159,16 @@ class RankBatch:
         whole_bk[[index for indices in shares for index in indices]] = by_rank_bk
         return whole_bk
 
-    def mine(self, whole_bt: Tensor) -> Tensor:
-        """This rank's rows of the whole batch's values."""
+    def own_rows(self, whole_bt: Tensor) -> Tensor:
+        """This rank's rows of values of the whole batch."""
         return whole_bt[self.division.indices(self._data_parallel.rank), : self.mask_bt.shape[1]]
 
-    def padded(self, values_r: Tensor) -> Tensor:
-        """[rows, longest] from the response tokens of all of this rank's rows."""
+    def pad(self, values_r: Tensor) -> Tensor:
+        """Values of the response tokens of all of this rank's rows, [R], as [rows, longest]."""
         return segments.unpack(values_r, self.lengths) if self.lengths else values_r.view(0, 0)
 
-    def scattered(self, microbatches: Sequence[MicroBatch], values: Sequence[Tensor]) -> Tensor:
-        """[rows, longest] from [R] a micro-batch; rows that are in none of them stay 0."""
+    def from_microbatches(self, microbatches: Sequence[MicroBatch], values: Sequence[Tensor]) -> Tensor:
+        """Values of each micro-batch, [R], as [rows, longest]; 0 in rows that are in no micro-batch."""
         out_bt = torch.zeros(self.mask_bt.shape, device=self.device)
         for batch, values_r in zip(microbatches, values, strict=True):
             if batch.rows:

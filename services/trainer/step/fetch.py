@@ -1,4 +1,4 @@
-"""This rank's trajectories, from the coordinator's Work service."""
+"""Fetches this rank's trajectories from the coordinator's Work service."""
 
 import json
 from collections.abc import Sequence
@@ -18,8 +18,10 @@ from services.trainer.step.batch import TrajectoryRef
 async def fetch(
     address: str, job_id: str, wanted: Sequence[TrajectoryRef], reward_parts: Sequence[str] = ()
 ) -> list[Sample]:
-    """The wanted trajectories, in their order, with the rewards that are named beside the score. Raises InvalidState
-    where one is not what was announced."""
+    """The wanted trajectories, in their order, with the separate rewards that the job names.
+
+    Raises InvalidState where a trajectory is not as the coordinator announced it.
+    """
     if not wanted:
         return []
     prompts = list(dict.fromkeys(ref.prompt_id for ref in wanted))

@@ -1,4 +1,4 @@
-"""The coefficient of the KL to the reference: the one thing beside the models that a step leaves to the next."""
+"""The coefficient of the KL to the reference: besides the models, the only state that a step leaves to the next."""
 
 from dataclasses import dataclass
 
@@ -11,17 +11,17 @@ from services.trainer.step.batch import RankBatch
 
 @dataclass
 class KlCoefficient:
-    """Of a job as far as it is."""
+    """The coefficient of a job after the steps made so far."""
 
     value: float
 
-    def of(self, spec: JobSpec) -> JobSpec:
-        """The job with this coefficient."""
+    def applied_to(self, spec: JobSpec) -> JobSpec:
+        """The job spec with this coefficient."""
         algorithm = spec.algorithm.model_copy(update={"kl_coefficient": self.value})
         return spec.model_copy(update={"algorithm": algorithm})
 
     def follow(self, spec: JobSpec, observed: float, samples: int) -> None:
-        """Moves on after a step of `samples` trajectories whose mean KL was `observed`, where the job has a target."""
+        """Adapts the coefficient to the mean KL `observed` in a step, if the job has a target for it."""
         algorithm = spec.algorithm
         if algorithm.kl_target is not None:
             self.value = adapted(
@@ -33,9 +33,10 @@ class KlCoefficient:
             )
 
 
-def observed(spec: JobSpec, batch: RankBatch, logprobs_bt: Tensor, ref_bt: Tensor, mask_bt: Tensor) -> float:
-    """Mean over the tokens of the mask of all ranks, of the weights that the step began with; nats. A collective."""
+def mean_kl(spec: JobSpec, batch: RankBatch, logprobs_bt: Tensor, ref_bt: Tensor, mask_bt: Tensor) -> float:
+    """Mean KL to the reference over the mask's tokens of all ranks, in nats, for the weights that the step began with.
+    A collective."""
     assert spec.algorithm.kl is not None
-    kl_bt = batch.whole(kl(spec.algorithm.kl.name, logprobs_bt, ref_bt))
-    tokens = kl_bt[batch.whole(mask_bt)].double()
+    kl_bt = batch.gather(kl(spec.algorithm.kl.name, logprobs_bt, ref_bt))
+    tokens = kl_bt[batch.gather(mask_bt)].double()
     return float(tokens.mean()) if tokens.numel() else 0.0

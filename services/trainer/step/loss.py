@@ -1,7 +1,6 @@
-"""The policy's and the critic's loss on one micro-batch, exact over all micro-batches and ranks."""
+"""Losses of the policy and of the critic on one micro-batch, exact over all micro-batches and ranks."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -13,128 +12,93 @@ from millrace.rl.value_loss import value_loss
 from millrace.spec import JobSpec
 from services.trainer.protocol.backend import TokenScores
 from services.trainer.protocol.microbatch import MicroBatch
+from services.trainer.step.loss_inputs import LossInputs
 
 
 @dataclass(frozen=True)
-class LossInputs:
-    """What the loss reads of each of this rank's rows, [rows, longest]."""
-
-    mask_bt: Tensor
-    """Tokens that count: generated, and kept by the correction."""
-    advantages_bt: Tensor
-    rollout_bt: Tensor
-    old_bt: Tensor | None
-    """Log-probabilities of the proximal policy; none where that is the policy itself as it stands before its only
-    update, so that its own values are taken."""
-    ref_bt: Tensor | None
-    weights_bt: Tensor | None
-    picked_bt: Tensor | None
-    values_bt: Tensor | None = None
-    """The critic's before the step."""
-    returns_bt: Tensor | None = None
-    """What the critic learns to predict."""
-
-    def of(self, batch: MicroBatch, name: str) -> Tensor | None:
-        """A micro-batch's rows, cut to its longest response."""
-        column = getattr(self, name)
-        return None if column is None else column[list(batch.rows), : max(batch.response_lengths)]
-
-
-@dataclass(frozen=True)
-class Output:
-    """What comes back of a micro-batch, beside its loss."""
+class LossOutput:
+    """What a loss returns for a micro-batch, besides its value."""
 
     scored_r: Tensor
-    """What the forward pass gave of each response token: log-probabilities, or the critic's values."""
+    """Result of the forward pass for each response token: log-probabilities, or the critic's values."""
     metrics: dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class ActorLoss:
-    """A `LossFn`: clipped policy loss, KL to the reference, entropy bonus."""
+    """The loss of the policy, a `LossFn`: clipped policy loss, KL to the reference, entropy bonus."""
 
     spec: JobSpec
-    columns: LossInputs
+    inputs: LossInputs
     totals: BatchTotals
-    """Of the update's tokens that count, on all ranks."""
+    """Counts of the update's tokens that count, over all ranks."""
 
-    def __call__(self, batch: MicroBatch, scores: TokenScores) -> tuple[Tensor, Output]:
+    def __call__(self, batch: MicroBatch, scores: TokenScores) -> tuple[Tensor, LossOutput]:
         logprobs_r = scores.logprobs_r.detach()
         if not sum(batch.response_lengths):
-            return scores.logprobs_r.sum(), Output(logprobs_r, {})
+            return scores.logprobs_r.sum(), LossOutput(logprobs_r, {})
         assert scores.entropy_r is not None
-        algorithm, columns = self.spec.algorithm, self.columns
+        algorithm, inputs = self.spec.algorithm, self.inputs.rows_of(batch)
         logprobs_bt = segments.unpack(scores.logprobs_r, batch.response_lengths)
         entropy_bt = segments.unpack(scores.entropy_r, batch.response_lengths)
-        mask_bt, advantages_bt = columns.of(batch, "mask_bt"), columns.of(batch, "advantages_bt")
-        assert mask_bt is not None and advantages_bt is not None
-        old_bt = columns.of(batch, "old_bt")
-        how: dict[str, Any] = {
-            "aggregation": algorithm.aggregation,
-            "totals": self.totals,
-            "horizon": self.spec.rollout.max_response_tokens,
-        }
-        further: dict[str, Any] = {
-            "behaviour_logprobs_bt": columns.of(batch, "rollout_bt"),
-            "picked_bt": columns.of(batch, "picked_bt"),
-        }
+        optional = {"behaviour_logprobs_bt": inputs.rollout_bt, "picked_bt": inputs.picked_bt}
+        horizon = self.spec.rollout.max_response_tokens
         loss, metrics = policy_loss(
             algorithm.policy_loss.name,
             logprobs_bt=logprobs_bt,
-            old_logprobs_bt=logprobs_bt.detach() if old_bt is None else old_bt,
-            advantages_bt=advantages_bt,
-            mask_bt=mask_bt,
-            weights_bt=columns.of(batch, "weights_bt"),
+            old_logprobs_bt=logprobs_bt.detach() if inputs.old_bt is None else inputs.old_bt,
+            advantages_bt=inputs.advantages_bt,
+            mask_bt=inputs.mask_bt,
+            weights_bt=inputs.weights_bt,
             entropy_bt=entropy_bt,
-            **how,
-            **{name: tensor for name, tensor in further.items() if tensor is not None},
+            aggregation=algorithm.aggregation,
+            totals=self.totals,
+            horizon=horizon,
+            **{name: tensor for name, tensor in optional.items() if tensor is not None},
             **algorithm.policy_loss.options,
         )
         if algorithm.entropy_coefficient:
-            loss = loss + entropy_bonus(entropy_bt, mask_bt, coefficient=algorithm.entropy_coefficient, **how)
-        ref_bt = columns.of(batch, "ref_bt")
-        if algorithm.kl is not None and algorithm.kl_in == "loss" and ref_bt is not None:
-            kl_loss = self._kl(logprobs_bt, ref_bt, mask_bt)
+            loss = loss + entropy_bonus(
+                entropy_bt,
+                inputs.mask_bt,
+                coefficient=algorithm.entropy_coefficient,
+                aggregation=algorithm.aggregation,
+                totals=self.totals,
+                horizon=horizon,
+            )
+        if algorithm.kl is not None and algorithm.kl_in == "loss" and inputs.ref_bt is not None:
+            divergence_bt = kl(algorithm.kl.name, logprobs_bt, inputs.ref_bt)
+            kl_loss = aggregate(
+                algorithm.aggregation, divergence_bt, inputs.mask_bt, totals=self.totals, horizon=horizon
+            )
             loss, metrics["kl_loss"] = loss + algorithm.kl_coefficient * kl_loss, kl_loss.detach()
-        return loss, Output(logprobs_r, metrics)
-
-    def _kl(self, logprobs_bt: Tensor, ref_bt: Tensor, mask_bt: Tensor) -> Tensor:
-        algorithm = self.spec.algorithm
-        assert algorithm.kl is not None
-        return aggregate(
-            algorithm.aggregation,
-            kl(algorithm.kl.name, logprobs_bt, ref_bt),
-            mask_bt,
-            totals=self.totals,
-            horizon=self.spec.rollout.max_response_tokens,
-        )
+        return loss, LossOutput(logprobs_r, metrics)
 
 
 @dataclass(frozen=True)
 class CriticLoss:
-    """A `ValueLossFn`: half the squared distance to the returns, clipped around the values before the step."""
+    """The loss of the critic, a `ValueLossFn`: half the squared distance to the returns, clipped around the values
+    before the step."""
 
     spec: JobSpec
-    columns: LossInputs
+    inputs: LossInputs
     totals: BatchTotals
-    """As the actor's."""
+    """Counts of the update's tokens that count, over all ranks."""
 
-    def __call__(self, batch: MicroBatch, values_r: Tensor) -> tuple[Tensor, Output]:
+    def __call__(self, batch: MicroBatch, values_r: Tensor) -> tuple[Tensor, LossOutput]:
         if not sum(batch.response_lengths):
-            return values_r.sum(), Output(values_r.detach(), {})
-        mask_bt, values_bt, returns_bt = (
-            self.columns.of(batch, name) for name in ("mask_bt", "values_bt", "returns_bt")
-        )
-        assert mask_bt is not None and values_bt is not None and returns_bt is not None
+            return values_r.sum(), LossOutput(values_r.detach(), {})
+        inputs = self.inputs.rows_of(batch)
+        assert inputs.values_bt is not None and inputs.returns_bt is not None
         assert self.spec.algorithm.critic is not None
         loss, metrics = value_loss(
             values_bt=segments.unpack(values_r, batch.response_lengths),
-            old_values_bt=values_bt,
-            returns_bt=returns_bt,
-            mask_bt=mask_bt,
+            old_values_bt=inputs.values_bt,
+            returns_bt=inputs.returns_bt,
+            mask_bt=inputs.mask_bt,
             clip=self.spec.algorithm.critic.clip,
             aggregation=self.spec.algorithm.aggregation,
             totals=self.totals,
             horizon=self.spec.rollout.max_response_tokens,
         )
-        return loss, Output(values_r.detach(), metrics)
+        return loss, LossOutput(values_r.detach(), metrics)

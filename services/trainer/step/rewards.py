@@ -1,4 +1,4 @@
-"""From a trajectory's reward to a reward a token."""
+"""Rewards per token from the reward of each trajectory."""
 
 import torch
 from torch import Tensor
@@ -10,8 +10,11 @@ from services.trainer.step.batch import RankBatch
 
 
 def token_rewards(spec: JobSpec, batch: RankBatch, old_bt: Tensor | None, ref_bt: Tensor | None) -> Tensor:
-    """[rows, longest], float32: the reward and the overlong penalty on the last response token, less the KL to the
-    reference on every token where the job has it in the reward."""
+    """Rewards per token, float32 [rows, longest].
+
+    The reward and the overlong penalty are on the last response token. The KL to the reference is subtracted on every
+    token where the job has it in the reward.
+    """
     algorithm = spec.algorithm
     rewards_bt = torch.zeros(batch.mask_bt.shape, device=batch.device)
     for row, (sample, length) in enumerate(zip(batch.samples, batch.lengths, strict=True)):

@@ -1,4 +1,4 @@
-"""A step: from references to groups to new weights and metrics. Runs on every rank alike."""
+"""A training step: from references to groups to new weights and metrics. Every rank runs the same code."""
 
 import torch
 
@@ -10,8 +10,9 @@ from services.trainer.ranks import collectives
 from services.trainer.ranks.event_loop import ControlThread
 from services.trainer.step.batch import BatchDivision, RankBatch
 from services.trainer.step.fetch import fetch
-from services.trainer.step.kl import KlCoefficient, observed
-from services.trainer.step.loss_inputs import make_loss_inputs, passes_needed, run_passes
+from services.trainer.step.forward_passes import passes_needed, run_passes
+from services.trainer.step.kl import KlCoefficient, mean_kl
+from services.trainer.step.loss_inputs import make_loss_inputs
 from services.trainer.step.metrics import Clock, mismatch_apart, over_updates, reported
 from services.trainer.step.schedule import random_seed
 from services.trainer.step.update import UpdateResult, update
@@ -27,13 +28,13 @@ GIVEN_UP = (
 def train_step(
     spec: JobSpec, backend: Backend, request: StepRequest, control: ControlThread, coefficient: KlCoefficient
 ) -> dict[str, float]:
-    """One step; returns its metrics and moves the KL coefficient on.
+    """Makes one step, adapts the KL coefficient, and returns the step's metrics.
 
     Raises NonFinite, with the trajectory named, for a NaN or an infinity, InvalidJob where a user's own loss fails:
     the weights are unchanged. PartialStep for the same failures after the first of several updates. InvalidState or
     Unavailable where trajectories are not available.
     """
-    clock, parallel, spec = Clock(), backend.data_parallel, coefficient.of(spec)
+    clock, parallel, spec = Clock(), backend.data_parallel, coefficient.applied_to(spec)
     torch.manual_seed(random_seed(spec, request.step, parallel.rank))
     with clock("fetch"), collectives.fail_together():
         division = BatchDivision.of(
@@ -47,11 +48,11 @@ def train_step(
     needed = passes_needed(spec, updates=len(batch.updates), policy_is_trained=warm)
     scored = run_passes(spec, backend, batch, needed, clock)
     with clock("adv"):
-        columns, metrics = make_loss_inputs(spec, batch, scored)
+        inputs, metrics = make_loss_inputs(spec, batch, scored)
     updates: list[UpdateResult] = []
     for microbatches in batch.updates:
         try:
-            updates.append(update(spec, backend, batch, microbatches, columns, request.step, clock))
+            updates.append(update(spec, backend, batch, microbatches, inputs, request.step, clock))
         except (InvalidJob, NonFinite) as error:
             if updates:
                 raise PartialStep(error.what, f"{GIVEN_UP} {error.fix}") from error
@@ -62,19 +63,19 @@ def train_step(
         assert scored.train_bt is not None
         train_bt = scored.train_bt
     apart = (train_bt, batch.rollout_bt, mask_bt, batch.sampled_with_bt(request.step - 1))
-    of_trainer, of_engine, counted, same_bt = (batch.whole(values_bt) for values_bt in apart)
-    steered: dict[str, float] = {}
+    of_trainer, of_engine, counted, same_bt = (batch.gather(values_bt) for values_bt in apart)
+    adapted: dict[str, float] = {}
     if scored.ref_bt is not None:
         before = (train_bt, mask_bt) if scored.train_bt is None else (scored.train_bt, batch.mask_bt)
-        mean = observed(spec, batch, before[0], scored.ref_bt, before[1])
-        steered = {"actor/reference_kl": mean, "actor/kl_coef": coefficient.value}
+        mean = mean_kl(spec, batch, before[0], scored.ref_bt, before[1])
+        adapted = {"actor/reference_kl": mean, "actor/kl_coef": coefficient.value}
         coefficient.follow(spec, mean, len(division.trajectories))
     lengths = [trajectory.tokens for trajectory in division.trajectories]
     timings = clock.metrics()
     metrics = {
         **mismatch_apart(of_trainer, of_engine, counted, same_bt, batch.whole_engine_b),
         **metrics,
-        **steered,
+        **adapted,
         **over_updates([done.metrics for done in updates]),
         **division.metrics(backend),
         **collectives.maxima(backend.memory()),

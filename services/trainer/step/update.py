@@ -1,4 +1,4 @@
-"""One update of the policy, and of the critic where there is one, on their share of the batch."""
+"""One update of the policy, and of the critic where the job has one, on their share of the batch."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,8 @@ from services.trainer.protocol.backend import Backend, TrainableModel
 from services.trainer.protocol.microbatch import MicroBatch
 from services.trainer.ranks import collectives
 from services.trainer.step.batch import RankBatch
-from services.trainer.step.loss import ActorLoss, CriticLoss, LossInputs, Output
+from services.trainer.step.loss import ActorLoss, CriticLoss, LossOutput
+from services.trainer.step.loss_inputs import LossInputs
 from services.trainer.step.metrics import Clock, over_ranks
 from services.trainer.step.schedule import critic_learning_rate, learning_rate
 
@@ -28,26 +29,28 @@ _FIX = "Look at that trajectory; lower the learning rate or compute in float32 i
 
 @dataclass(frozen=True)
 class UpdateResult:
+    """Metrics of an update, and the log-probabilities that it computed."""
+
     metrics: Mapping[str, Mapping[str, float]]
-    """Of `actor` and `critic`, those that were updated."""
+    """Metrics of each model that was updated: `actor`, `critic`."""
     logprobs_bt: Tensor | None
-    """[rows, longest]: under the weights before this update; 0 in rows that it did not train. None where the policy was
-    not updated."""
+    """Log-probabilities under the weights before this update, [rows, longest]; 0 in rows that it did not train. None
+    where the policy was not updated."""
     mask_bt: Tensor
     """The response tokens of the rows that it trained."""
 
 
 @dataclass
 class ModelUpdate:
-    """One of the models with its loss, and the gradient that it gets in this update."""
+    """The update of one model: its loss, and the gradient that it gets."""
 
     name: str
     model: TrainableModel
     optimizer: Optimizer
     lr: float
-    says: str
-    """What its forward pass gives of each token."""
-    backward: Callable[[Sequence[MicroBatch]], list[Output]]
+    scores: str
+    """What its forward pass computes for each token, in words."""
+    backward: Callable[[Sequence[MicroBatch]], list[LossOutput]]
     norm: float = field(default=0.0, init=False)
     scored_bt: Tensor = field(init=False)
     metrics: dict[str, float] = field(default_factory=dict, init=False)
@@ -58,42 +61,44 @@ def update(
     backend: Backend,
     batch: RankBatch,
     microbatches: Sequence[MicroBatch],
-    columns: LossInputs,
+    inputs: LossInputs,
     step: int,
     clock: Clock,
 ) -> UpdateResult:
-    """Forward and backward over the micro-batches, then one step of each optimizer. Raises, before anything is written,
-    NonFinite where a log-probability, a value or a gradient is NaN or infinite, InvalidJob where a user's own loss
-    fails."""
+    """Forward and backward over the micro-batches, then one step of each optimizer.
+
+    Raises NonFinite where a log-probability, a value or a gradient is NaN or infinite, and InvalidJob where a user's
+    own loss fails: no weight has changed then.
+    """
     trained_b = torch.zeros(len(batch.samples), dtype=torch.bool, device=batch.device)
     trained_b[[row for microbatch in microbatches for row in microbatch.rows]] = True
     mask_bt = batch.mask_bt & trained_b[:, None]
-    totals = _totals(columns.mask_bt & trained_b[:, None], backend)
-    learners = _learners(spec, backend, columns, totals, step)
+    totals = _totals(inputs.mask_bt & trained_b[:, None], backend)
+    models = _model_updates(spec, backend, inputs, totals, step)
     try:
-        for learner in learners:
-            with clock(f"update_{learner.name}"):
-                _add_gradient(learner, batch, microbatches, mask_bt, backend)
+        for model_update in models:
+            with clock(f"update_{model_update.name}"):
+                _add_gradient(model_update, batch, microbatches, mask_bt, backend)
     except (InvalidJob, NonFinite):
-        for learner in learners:
-            learner.model.zero_gradients()
+        for model_update in models:
+            model_update.model.zero_gradients()
         raise
-    for learner in learners:
-        with clock(f"update_{learner.name}"):
-            scale = min(1.0, learner.optimizer.clip_grad_norm / (learner.norm + CLIP_EPS))
-            learner.model.optimizer_step(lr=learner.lr, gradient_scale=scale)
-    logprobs_bt = next((learner.scored_bt for learner in learners if learner.name == "actor"), None)
-    return UpdateResult({learner.name: learner.metrics for learner in learners}, logprobs_bt, mask_bt)
+    for model_update in models:
+        with clock(f"update_{model_update.name}"):
+            scale = min(1.0, model_update.optimizer.clip_grad_norm / (model_update.norm + CLIP_EPS))
+            model_update.model.optimizer_step(lr=model_update.lr, gradient_scale=scale)
+    logprobs_bt = next((model_update.scored_bt for model_update in models if model_update.name == "actor"), None)
+    return UpdateResult({model_update.name: model_update.metrics for model_update in models}, logprobs_bt, mask_bt)
 
 
-def _learners(
-    spec: JobSpec, backend: Backend, columns: LossInputs, totals: BatchTotals, step: int
+def _model_updates(
+    spec: JobSpec, backend: Backend, inputs: LossInputs, totals: BatchTotals, step: int
 ) -> list[ModelUpdate]:
-    """The critic, and once it is warm the policy."""
-    critic, chosen, learners = backend.critic, spec.algorithm.critic, []
+    """The update of the critic, and, after the critic's warm-up, of the policy."""
+    critic, chosen, models = backend.critic, spec.algorithm.critic, []
     if critic is not None and chosen is not None:
-        value_loss = CriticLoss(spec, columns, totals)
-        learners.append(
+        value_loss = CriticLoss(spec, inputs, totals)
+        models.append(
             ModelUpdate(
                 "critic",
                 critic,
@@ -104,9 +109,9 @@ def _learners(
             )
         )
         if step <= chosen.warmup_steps:
-            return learners
-    loss, temperature = ActorLoss(spec, columns, totals), spec.rollout.temperature
-    learners.append(
+            return models
+    loss, temperature = ActorLoss(spec, inputs, totals), spec.rollout.temperature
+    models.append(
         ModelUpdate(
             "actor",
             backend,
@@ -116,26 +121,26 @@ def _learners(
             lambda microbatches: backend.forward_backward(microbatches, loss, temperature=temperature),
         )
     )
-    return learners
+    return models
 
 
 def _add_gradient(
-    learner: ModelUpdate, batch: RankBatch, microbatches: Sequence[MicroBatch], mask_bt: Tensor, backend: Backend
+    model_update: ModelUpdate, batch: RankBatch, microbatches: Sequence[MicroBatch], mask_bt: Tensor, backend: Backend
 ) -> None:
-    """Raises NonFinite, on all ranks alike, with the trajectory named."""
-    outputs = learner.backward(microbatches)
-    learner.scored_bt = batch.scattered(microbatches, [output.scored_r for output in outputs])
+    """Computes a model's gradient. Raises NonFinite with the trajectory named, on every rank the same."""
+    outputs = model_update.backward(microbatches)
+    model_update.scored_bt = batch.from_microbatches(microbatches, [output.scored_r for output in outputs])
     with collectives.fail_together():
-        check_finite(learner.says, learner.scored_bt, mask_bt, batch.labels)
-    learner.norm = learner.model.gradient_norm()
-    if not math.isfinite(learner.norm):
-        raise _blamed(learner, batch, microbatches)
+        check_finite(model_update.scores, model_update.scored_bt, mask_bt, batch.labels)
+    model_update.norm = model_update.model.gradient_norm()
+    if not math.isfinite(model_update.norm):
+        raise _non_finite_gradient(model_update, batch, microbatches)
     shares = over_ranks([output.metrics for output in outputs], backend.data_parallel.group)
-    learner.metrics = {**summarised(shares), "grad_norm": learner.norm, "lr": learner.lr}
+    model_update.metrics = {**summarised(shares), "grad_norm": model_update.norm, "lr": model_update.lr}
 
 
 def _totals(mask_bt: Tensor, backend: Backend) -> BatchTotals:
-    """Of the update's tokens that count, over all ranks."""
+    """Counts of the update's tokens that count, over all ranks."""
     mine = BatchTotals.of(mask_bt)
     if backend.data_parallel.group is None:
         return mine
@@ -144,16 +149,18 @@ def _totals(mask_bt: Tensor, backend: Backend) -> BatchTotals:
     return BatchTotals(*counts.tolist())
 
 
-def _blamed(learner: ModelUpdate, batch: RankBatch, microbatches: Sequence[MicroBatch]) -> NonFinite:
-    """Runs the sequences one by one, each rank its own, until the gradient is not finite again."""
+def _non_finite_gradient(model_update: ModelUpdate, batch: RankBatch, microbatches: Sequence[MicroBatch]) -> NonFinite:
+    """The error that names the trajectory whose gradient is not finite: every rank runs its sequences one by one."""
     rows = [row for microbatch in microbatches for row in microbatch.rows]
-    whose = f"gradients of the {'policy' if learner.name == 'actor' else learner.name}"
+    whose = f"gradients of the {'policy' if model_update.name == 'actor' else model_update.name}"
     for turn in range(int(collectives.maxima({"rows": len(rows)})["rows"])):
         mine = rows[turn : turn + 1]
-        learner.model.zero_gradients()
-        learner.backward([MicroBatch.pack(batch.samples, mine)])
-        if not math.isfinite(learner.model.gradient_norm()):
+        model_update.model.zero_gradients()
+        model_update.backward([MicroBatch.pack(batch.samples, mine)])
+        if not math.isfinite(model_update.model.gradient_norm()):
             labels = collectives.gather_bytes("".join(batch.labels[row] for row in mine).encode())
             names = " or ".join(sorted({label.decode() for label in labels if label}))
-            return NonFinite(f"{whose}: their norm is {learner.norm} because of {names}.", _FIX)
-    return NonFinite(f"{whose}: their norm is {learner.norm}, though no trajectory's alone is.", _FIX)
+            return NonFinite(f"{whose}: their norm is {model_update.norm} because of {names}.", _FIX)
+    return NonFinite(
+        f"{whose}: their norm is {model_update.norm}, though that of each single trajectory is finite.", _FIX
+    )

@@ -1,7 +1,7 @@
-"""Model FLOPs utilisation: what a step needs by the published formula, by what the devices could have done.
+"""Model FLOPs utilisation: the FLOPs that a step needs, divided by those that the devices could have done.
 
-The FLOPs are the model's own (`backend.cost`: sequence lengths and attention included, of experts the active ones):
-activations that are computed again and padding count for nothing, as in PaLM (arXiv 2204.02311).
+The FLOPs are those of the model (`backend.cost`: with sequence lengths and attention, and only the active experts).
+Recomputed activations and padding do not count, as in PaLM (arXiv 2204.02311).
 """
 
 import functools
@@ -29,18 +29,19 @@ PEAK_TFLOPS = {
     "L40": 181.0,
     "L20": 119.5,
 }
-"""Dense bf16, by part of the device's name, the longer names first. What is not here is measured."""
+"""Published dense bf16 rates, by a part of the device's name, longer names first. The rate of any other device is
+measured."""
 
 IDLE_S = 1e-4
-"""A part that was over sooner had nothing to do."""
+"""A part of the step that took less had nothing to do."""
 PARTS = {"update_actor": ("actor", 1.0), "old_log_prob": ("actor_infer", 1 / 3), "ref": ("ref", 1 / 3)}
-"""Timing → metric, and its share of training's FLOPs: a forward pass is a third of forward and backward."""
+"""Timing → metric, and the share of the training FLOPs: a forward pass is a third of forward and backward."""
 
 
 def utilisation(
     cost: SequenceCost, device: torch.device, lengths: Sequence[int], timings: Mapping[str, float], ranks: int
 ) -> dict[str, float]:
-    """perf/mfu/<part> of the parts that the step had, from `timing_s/<part>` and the lengths of all its sequences."""
+    """`perf/mfu/<part>` for each part of the step, from `timing_s/<part>` and the lengths of all its sequences."""
     flops = cost.total(lengths)
     metrics = {}
     for timing, (part, share) in PARTS.items():
@@ -52,7 +53,7 @@ def utilisation(
 
 @functools.cache
 def peak_flops(device: torch.device) -> float:
-    """Dense FLOP/s of one device: published, or measured once where nothing is (a host without GPUs)."""
+    """Dense FLOP/s of one device: the published rate, or a rate measured once (on a host without GPUs, for example)."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         for part, tflops in PEAK_TFLOPS.items():

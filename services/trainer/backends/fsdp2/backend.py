@@ -22,7 +22,7 @@ from services.trainer.backends.fsdp2.critic import Fsdp2Critic
 from services.trainer.backends.fsdp2.model import Sharding, load_config, policy, sequence_cost
 from services.trainer.backends.fsdp2.scores import token_scores
 from services.trainer.backends.fsdp2.sharded_model import ShardedModel
-from services.trainer.protocol.backend import DataParallel, LossFn, TokenScores
+from services.trainer.protocol.backend import DataParallel, LossFn, Output, TokenScores
 from services.trainer.protocol.microbatch import MicroBatch
 from services.trainer.ranks import collectives
 
@@ -71,7 +71,9 @@ class Fsdp2Backend(ShardedModel):
         model.reshard()  # type: ignore[operator]  # the root waits for a backward pass, which does not come
         return values
 
-    def forward_backward(self, microbatches: Sequence[MicroBatch], loss_fn: LossFn, *, temperature: float) -> list[Any]:
+    def forward_backward(
+        self, microbatches: Sequence[MicroBatch], loss_fn: LossFn[Output], *, temperature: float
+    ) -> list[Output]:
         outputs = []
         for batch in microbatches:
             scores = self._scores(self._model, batch, temperature, entropy=True)

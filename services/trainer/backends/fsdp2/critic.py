@@ -18,7 +18,7 @@ from services.trainer.backends.fsdp2.attention import packing
 from services.trainer.backends.fsdp2.model import Sharding, build_unfilled, load_config, read_whole, shard_model
 from services.trainer.backends.fsdp2.sharded_model import ShardedModel
 from services.trainer.checkpoints.value_head import FIELD, WEIGHT, config_changes, stored_head
-from services.trainer.protocol.backend import ValueLossFn
+from services.trainer.protocol.backend import Output, ValueLossFn
 from services.trainer.protocol.microbatch import MicroBatch
 from services.trainer.ranks import collectives
 
@@ -67,7 +67,7 @@ class Fsdp2Critic(ShardedModel):
         self._model.reshard()  # the root waits for a backward pass, which does not come
         return values
 
-    def forward_backward(self, microbatches: Sequence[MicroBatch], loss_fn: ValueLossFn) -> list[Any]:
+    def forward_backward(self, microbatches: Sequence[MicroBatch], loss_fn: ValueLossFn[Output]) -> list[Output]:
         outputs = []
         for batch in microbatches:
             loss, output = loss_fn(batch, self._values(batch))

@@ -36,7 +36,7 @@ from services.trainer.backends.megatron.weights.export import GatherPlan
 from services.trainer.backends.megatron.weights.reading import read
 from services.trainer.backends.megatron.weights.shards import shards
 from services.trainer.backends.megatron.weights.state import state
-from services.trainer.protocol.backend import Critic, DataParallel, LossFn, TokenScores
+from services.trainer.protocol.backend import Critic, DataParallel, LossFn, Output, TokenScores
 from services.trainer.protocol.local_tensors import LocalBoxes, NamedTensors
 from services.trainer.protocol.microbatch import MicroBatch
 from services.trainer.ranks import collectives
@@ -131,12 +131,14 @@ class MegatronBackend:
             return self._reference.logprobs(microbatches, temperature)
         return [scores_2r[0] for scores_2r in self._policy.forward(microbatches, temperature=temperature)]
 
-    def forward_backward(self, microbatches: Sequence[MicroBatch], loss_fn: LossFn, *, temperature: float) -> list[Any]:
+    def forward_backward(
+        self, microbatches: Sequence[MicroBatch], loss_fn: LossFn[Output], *, temperature: float
+    ) -> list[Output]:
         self._freshen()
         self._updater.expect_gradients()
         if self._load is not None:
             self._load.clear()
-        outputs: dict[int, Any] = {}
+        outputs: dict[int, Output] = {}
 
         def score(number: int, scores_2r: Tensor) -> Tensor:
             loss, outputs[number] = loss_fn(microbatches[number], TokenScores(*scores_2r))

@@ -16,7 +16,7 @@ from millrace.spec import JobSpec
 from millrace.weights.plans.manifest import TensorInfo
 from services.trainer.backends.megatron.backend import MegatronBackend, ModelSetup
 from services.trainer.checkpoints.value_head import FIELD, config_changes, stored_head
-from services.trainer.protocol.backend import ValueLossFn
+from services.trainer.protocol.backend import Output, ValueLossFn
 from services.trainer.protocol.local_tensors import NamedTensors
 from services.trainer.protocol.microbatch import MicroBatch
 from services.trainer.ranks import collectives
@@ -64,7 +64,7 @@ class MegatronCritic:
     def values(self, microbatches: Sequence[MicroBatch]) -> list[Tensor]:
         return self._model.logprobs(microbatches, temperature=UNUSED)
 
-    def forward_backward(self, microbatches: Sequence[MicroBatch], loss_fn: ValueLossFn) -> list[Any]:
+    def forward_backward(self, microbatches: Sequence[MicroBatch], loss_fn: ValueLossFn[Output]) -> list[Output]:
         return self._model.forward_backward(
             microbatches, lambda batch, scores: loss_fn(batch, scores.logprobs_r), temperature=UNUSED
         )

@@ -34,14 +34,14 @@ def state(
     found: dict[str, LocalBoxes] = {}
     seen = set()
     for owned in updater.owned():
-        placement, written = placements[id(owned.parameter)], owned.parameter is not tied_copy
+        placement, saved_here = placements[id(owned.parameter)], owned.parameter is not tied_copy
         seen.add(id(owned.parameter))
         for kind, flat in _states(owned):
-            _add(found, kind, placement, owned.first, flat, written)
+            _add(found, kind, placement, owned.first, flat, saved_here)
     trained = {id(p) for chunk in chunks for p in chunk.parameters() if p.requires_grad}
     for tensor, placement in named_tensors(chunks, layout):
         if id(tensor) not in trained | seen:
-            _add(found, "model", placement, 0, tensor.detach().view(-1), written=tensor is not tied_copy)
+            _add(found, "model", placement, 0, tensor.detach().view(-1), saved_here=tensor is not tied_copy)
     return found
 
 
@@ -54,10 +54,10 @@ def _states(owned: OwnedRange) -> Iterator[tuple[str, Tensor]]:
 
 
 def _add(
-    found: dict[str, LocalBoxes], kind: str, placement: Placement, first: int, flat: Tensor, written: bool
+    found: dict[str, LocalBoxes], kind: str, placement: Placement, first: int, flat: Tensor, saved_here: bool
 ) -> None:
     for share in shares(placement, first, first + flat.numel()):
         name = f"{kind}.{share.tensor.name}"
-        boxes = found.setdefault(name, LocalBoxes(tuple(share.tensor.shape), flat.dtype, written=written))
+        boxes = found.setdefault(name, LocalBoxes(tuple(share.tensor.shape), flat.dtype, saved_here=saved_here))
         view = flat.as_strided(share.extent, share.strides, flat.storage_offset() + share.start)
         boxes.parts[share.source] = view

@@ -1,0 +1,96 @@
+"""Forward passes before the updates of a step: log-probabilities of policy and reference, values of the critic."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from millrace.rl.checks import check_finite
+from millrace.rl.registry.catalogue import Kind, find
+from millrace.spec import JobSpec
+from services.trainer.protocol.backend import Backend
+from services.trainer.protocol.microbatch import MicroBatch
+from services.trainer.ranks import collectives
+from services.trainer.step.batch import RankBatch
+from services.trainer.step.metrics import Clock
+
+
+@dataclass(frozen=True)
+class ForwardResults:
+    """Results of the forward passes for this rank's rows, [rows, longest]; None for a pass that was not made."""
+
+    train_bt: Tensor | None
+    """Log-probabilities under the weights that the step begins with."""
+    ref_bt: Tensor | None
+    """Log-probabilities under the reference."""
+    values_bt: Tensor | None = None
+    """Values of the critic."""
+    sum_pi_squared_bt: Tensor | None = None
+    """Σ π² over the vocabulary, under the weights that the step begins with."""
+
+
+@dataclass(frozen=True)
+class NeededPasses:
+    """Which forward passes a step makes before its updates."""
+
+    train: bool
+    reference: bool
+    values: bool
+    sum_pi_squared: bool
+
+
+def passes_needed(spec: JobSpec, *, updates: int, policy_is_trained: bool = True) -> NeededPasses:
+    """Which passes the job needs.
+
+    With a single update the policy's own pass would only repeat what the update computes, unless something before the
+    update reads its result. Where the policy is not trained, only that pass can be compared with the engine.
+    """
+    algorithm = spec.algorithm
+    recomputed = algorithm.old_logprobs == "recompute"
+    inputs = find(Kind.ADVANTAGE, algorithm.advantage.name).inputs
+    read = {"old_logprobs_bt", "weights_bt"} & inputs
+    read |= {"picked_bt"} & find(Kind.POLICY_LOSS, algorithm.policy_loss.name).inputs
+    in_reward = algorithm.kl is not None and algorithm.kl_in == "reward"
+    train = algorithm.correction is not None or (recomputed and (updates > 1 or bool(read) or in_reward))
+    squares = "sum_pi_squared_bt" in inputs
+    return NeededPasses(
+        train=train or squares or not policy_is_trained,
+        reference=algorithm.kl is not None,
+        values=algorithm.critic is not None,
+        sum_pi_squared=squares,
+    )
+
+
+def run_passes(spec: JobSpec, backend: Backend, batch: RankBatch, needed: NeededPasses, clock: Clock) -> ForwardResults:
+    """Makes the needed passes. Raises NonFinite."""
+    temperature = spec.rollout.temperature
+
+    def logprobs(at: float, reference: bool = False) -> Tensor:
+        what = "log-probabilities of the reference" if reference else "log-probabilities"
+        return _scored(batch, what, lambda batches: backend.logprobs(batches, temperature=at, reference=reference))
+
+    train_bt = ref_bt = values_bt = squares_bt = None
+    with clock("old_log_prob"):
+        if needed.train:
+            train_bt = logprobs(temperature)
+            if needed.sum_pi_squared:
+                # With Z(τ) = Σ exp(logits/τ), Σ π² is Z(τ/2)/Z(τ)²: a token's log-probabilities at τ and τ/2 give it.
+                squares_bt = (2 * train_bt - logprobs(temperature / 2)).exp()
+    with clock("ref"):
+        if needed.reference:
+            ref_bt = logprobs(temperature, reference=True)
+    if needed.values:
+        assert backend.critic is not None
+        with clock("values"):
+            values_bt = _scored(batch, "values", backend.critic.values)
+    return ForwardResults(train_bt, ref_bt, values_bt, squares_bt)
+
+
+def _scored(batch: RankBatch, what: str, score: Callable[[Sequence[MicroBatch]], list[Tensor]]) -> Tensor:
+    """The scores of all of this rank's rows, [rows, longest]. Raises NonFinite on every rank where one score is NaN or
+    infinite."""
+    microbatches = [microbatch for microbatches in batch.updates for microbatch in microbatches]
+    scored_bt = batch.from_microbatches(microbatches, score(microbatches))
+    with collectives.fail_together():
+        check_finite(what, scored_bt, batch.mask_bt, batch.labels)
+    return scored_bt
