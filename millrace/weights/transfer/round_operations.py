@@ -55,7 +55,7 @@ class HostRoundOperations:
         self._sums = {number: checksum(message) for number, message in self._messages.items()}
 
     def compare(self) -> None:
-        self._differing += len(memory.differing(self._pairs))
+        self._differing += len(memory.differing_pieces(self._pairs))
 
     def note(self) -> None:
         pass
