@@ -30,6 +30,7 @@ from demo.tokenizer import byte_tokenizer
 from millrace.bench.layouts import manifest
 from millrace.bench.shapes import SHAPES, shape_of
 from millrace.client import Client
+from millrace.events import PublicationDone
 from millrace.local import offspring
 from millrace.local.devices import visible_devices
 from millrace.local.options import StackOptions
@@ -184,19 +185,19 @@ def _figures(client: Client, job_id: str, told: dict[str, float]) -> dict[str, A
     ]
     quiet = [update[step] for step in first if step not in while_joining]
     joining = [update[step] for step in while_joining]
-    publications = [event.data for event in client.events(job_id, follow=False) if event.kind == "publication.done"]
-    copies = [data for data in publications if data.get("source") == "sibling"]
+    publications = [e.data for e in client.events(job_id, follow=False) if isinstance(e.data, PublicationDone)]
+    copies = [data for data in publications if data.source == "sibling"]
     return {
         "seconds_from_engine_to_serving": told["serves"] - told["engine is up"] if told else None,
         "copied_from_a_sibling": bool(copies),
-        "copy_s": copies[0]["seconds"] if copies else None,
-        "bytes": publications[-1]["members"][0]["bytes"],
+        "copy_s": copies[0].seconds if copies else None,
+        "bytes": publications[-1].members[0].bytes,
         "update_s_quiet": statistics.median(quiet),
         "update_s_quiet_all": quiet,
         "update_s_while_joining": joining,
         "update_s_moved": statistics.mean(joining) / statistics.median(quiet) - 1 if joining else None,
-        "publication_s": statistics.median(data["seconds"] for data in publications[1:]),
-        "pause_s": [max(m["pause_s"] for m in data["members"]) for data in publications],
+        "publication_s": statistics.median(data.seconds for data in publications[1:]),
+        "pause_s": [max(m.pause_s for m in data.members) for data in publications],
         "gen_s": statistics.median(row.values["timing_s/gen"] for row in rows),
         "mismatch": {
             name: [statistics.mean(values), max(values)]

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from urllib.parse import urlsplit
 
 from millrace import errors
+from millrace.events import Event
 from millrace.rest import (
-    Event,
     FleetView,
     JobState,
     JobView,

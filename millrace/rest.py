@@ -83,14 +83,6 @@ class FleetView(BaseModel):
     replicas: list[MemberView]
 
 
-class Event(BaseModel):
-    id: str
-    time_s: float
-    kind: str = Field(description="job.state, step.done, publication.done, lease.expired, member.joined, ...")
-    message: str
-    data: dict[str, Any] = {}
-
-
 class StepMetrics(BaseModel):
     """The metrics of one step, under verl's names."""
 

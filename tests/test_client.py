@@ -34,7 +34,14 @@ PATH = f"/v1/jobs/{JOB['id']}"
 
 
 def event(number: int, message: str = "") -> str:
-    told = {"id": f"{number}-0", "time_s": 1.0, "kind": "step.done", "message": message or f"step {number}"}
+    data = {"step": number, "reward": 0.5, "seconds": 1.0}
+    told = {
+        "id": f"{number}-0",
+        "time_s": 1.0,
+        "kind": "step.done",
+        "message": message or f"step {number}",
+        "data": data,
+    }
     return f": still here\n\nid: {number}-0\nevent: step.done\ndata: {json.dumps(told, ensure_ascii=False)}\n\n"
 
 

@@ -73,7 +73,7 @@ class TrainerSide:
         if "fsdp" in self.asked:
             return self._split(rank, published, device)
         number = {tensor.name: i for i, tensor in enumerate(published.tensors)}
-        options = Megatron(**{OPTIONS[name]: value for name, value in self.asked.items() if name != "dp"})
+        options = Megatron.model_validate({OPTIONS[name]: value for name, value in self.asked.items() if name != "dp"})
         topology = Topology(self.ranks, options)
         places: list[Place] = []
         buffers: list[torch.Tensor] = []

@@ -36,7 +36,7 @@ def planning(
     def boxes(text: str, count: int) -> list[Boxes]:
         from millrace.bench.layouts import OPTIONS, numbers
 
-        topology = Topology(count, Megatron(**{OPTIONS[name]: value for name, value in numbers(text).items()}))
+        topology = Topology(count, Megatron.model_validate({OPTIONS[name]: n for name, n in numbers(text).items()}))
         return [
             Boxes.of(
                 (

@@ -25,7 +25,8 @@ from millrace.cli.output import (
 from millrace.cli.watch import follow
 from millrace.client import Client
 from millrace.errors import InvalidJob, InvalidState
-from millrace.rest import Event, JobView, LedgerView, SampleView
+from millrace.events import Event
+from millrace.rest import JobView, LedgerView, SampleView
 
 SpecFile = Annotated[Path, typer.Argument(metavar="JOB.YAML", help="The job spec, YAML or JSON.", show_default=False)]
 

@@ -15,12 +15,13 @@ from rich.table import Table
 
 from millrace.cli.output import AsJson, JobName, Url, job_id, number, people, print_json, styled, table
 from millrace.client import ENDED, Client
-from millrace.rest import Event, FleetView, JobState, JobView, LedgerView, StepMetrics
+from millrace.events import Event, EventKind
+from millrace.rest import FleetView, JobState, JobView, LedgerView, StepMetrics
 
 LOOK_S = 0.4
 SHOWN_EVENTS = 6
 SHOWN_STEPS = 8
-ROUTINE = ("step.done", "publication.done")
+ROUTINE = (EventKind.STEP_DONE, EventKind.PUBLICATION_DONE)
 """Events that the table tells already."""
 
 WHOLE = "timing_s/update_weights"

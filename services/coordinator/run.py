@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from millrace.data import Order, Source
 from millrace.errors import InvalidState, Unavailable
+from millrace.events import Payload
 from millrace.rest import JobState
 from millrace.spec.job import JobSpec
 from millrace.telemetry.trackers import Tracker
@@ -112,8 +113,9 @@ class Run:
         self.parts.queue.standing = Standing(self.weights, self.spec.schedule.max_staleness, self._terms)
         self.parts.fleet.bell.ring()
 
-    async def tell(self, kind: str, message: str, **data: object) -> None:
-        await self.parts.events.add(self.job.id, kind, message, **data)
+    async def tell(self, data: Payload, message: str) -> None:
+        """Adds an event to the job's log."""
+        await self.parts.events.add(self.job.id, data, message)
 
     async def add_to_row(self, values: dict[str, float]) -> None:
         """Adds metrics to the row of the current step."""

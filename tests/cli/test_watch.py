@@ -11,7 +11,9 @@ from rich.console import Console, Group
 
 from millrace.cli import watch
 from millrace.cli.watch import Picture, panels, step_line
-from millrace.rest import Event, FleetView, JobState, JobView, LedgerView, MemberView, StepMetrics
+from millrace.events import Event, MemberJoined
+from millrace.ids import MemberId
+from millrace.rest import FleetView, JobState, JobView, LedgerView, MemberView, StepMetrics
 
 JOB = JobView(
     id="job-0123456789ab",
@@ -52,7 +54,8 @@ ROW = StepMetrics(step=12, time_s=0.0, values={"critic/rewards/mean": 0.43, "tim
 
 
 def test_the_picture_has_what_one_wants_to_see() -> None:
-    event = Event(id="1-0", time_s=0.0, kind="member.joined", message="rollout-1a2b3c4d [vllm] joined")
+    joined = MemberJoined(member=MemberId(REPLICA.id), epoch=1)
+    event = Event(id="1-0", time_s=0.0, message="rollout-1a2b3c4d [vllm] joined", data=joined)
     fleet = FleetView(epoch=2, trainers=[], replicas=[REPLICA])
     console = Console(record=True, width=160, highlight=False)
     console.print(Group(*panels(Picture(JOB, LEDGER, fleet, {12: ROW}, [event]))))

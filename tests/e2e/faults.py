@@ -22,7 +22,7 @@ import psutil
 
 from millrace.client import Client
 from millrace.errors import MillraceError
-from millrace.rest import Event
+from millrace.events import Event
 from tests.services.coordinator.conftest import CoordinatorProcess
 from tests.services.trainer.process import TrainerProcess, trainer
 
@@ -259,10 +259,10 @@ def a_receiver_is_lost(whole: Whole, how: signal.Signals, phase: str) -> float:
     (failed,) = whole.until("the failure is told", lambda: whole.events("publication.failed", since))
     # NCCL takes small messages for a receiver that does not look: the sender is through, and it is missed one later.
     told = ("transfer", "verify") if phase == "transfer" and whole.devices else (phase,)
-    assert failed.data["culprits"] == [member] and failed.data["phase"] in told, failed
+    assert failed.data.culprits == [member] and failed.data.phase in told, failed
     assert failed.time_s - since < 3 * whole.deadline_s, failed
     done = whole.recovers(since)
-    assert member not in {m["member"] for m in done[0].data["members"]}, done[0]
+    assert member not in {m.member for m in done[0].data.members}, done[0]
     victim.let_go(phase)
     if how == signal.SIGKILL:
         victim.process.wait(20)
@@ -280,7 +280,7 @@ def a_receiver_is_told(whole: Whole, what: str, phase: str, told: str) -> float:
     odd, since = whole.replicas[-1], time.time()
     odd.ask(what)
     (failed,) = whole.until("the failure is told", lambda: whole.events("publication.failed", since))
-    assert failed.data["culprits"] == [odd.member] and failed.data["phase"] == phase, failed
+    assert failed.data.culprits == [odd.member] and failed.data.phase == phase, failed
     assert re.search(told, failed.message), failed
     done = whole.recovers(failed.time_s)
     whole.complete()
@@ -328,8 +328,8 @@ def a_sibling_is_lost(whole: Whole, how: signal.Signals) -> float:
     sibling.strike(how)
     whole.until("it serves", lambda: late.member in whole.serving())
     served = whole.recovers(since)
-    done = [e for e in whole.events("publication.done", since) if late.member in str(e.data["members"])]
-    assert done[0].data["source"] == "trainer", done[0]
+    done = [e for e in whole.events("publication.done", since) if late.member in {m.member for m in e.data.members}]
+    assert done[0].data.source == "trainer", done[0]
     for replica in whole.replicas:
         replica.let_go("copy")
     if how == signal.SIGKILL:

@@ -20,7 +20,7 @@ def makers(client, job_id):
 def reports(client, job_id, member):
     """Of the publications and copies that reached a member."""
     done = [e.data for e in client.events(job_id, follow=False) if e.kind == "publication.done"]
-    return [report for report in done if any(m["member"] == member for m in report["members"][1:])]
+    return [report for report in done if any(m.member == member for m in report.members[1:])]
 
 
 def test_replicas_share_join_and_die(start, another_replica, job):
@@ -41,7 +41,7 @@ def test_replicas_share_join_and_die(start, another_replica, job):
     )
     assert joined.version >= 1, "it got the current weights, not those of the model folder"
     (report,) = until("its weights' way is told", lambda: reports(client, view.id, joined.id), 10)
-    assert report["source"] == "sibling" and report["members"][0]["member"] in first_two, "not from the trainer"
+    assert report.source == "sibling" and report.members[0].member in first_two, "not from the trainer"
 
     client.resume(view.id)
     victim = stack.pids()["rollout-0"]

@@ -45,4 +45,4 @@ def test_the_job_goes_on_after_the_coordinator_was_killed(start, job, tmp_path):
     for row in client.metrics(view.id)[1:]:
         assert row.values["training/rollout_logprobs_diff_max"] < 1e-3, "every token is of the version that it names"
     published = [e.data for e in client.events(view.id, follow=False) if e.kind == "publication.done"]
-    assert {member["loader_tensors"] for report in published for member in report["members"][1:]} == {0}
+    assert {member.loader_tensors for report in published for member in report.members[1:]} == {0}

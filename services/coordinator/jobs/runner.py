@@ -10,6 +10,7 @@ import time
 
 import structlog
 
+from millrace import events
 from millrace.data import Source, open_source
 from millrace.errors import InvalidState, MillraceError
 from millrace.ids import JobId
@@ -126,7 +127,8 @@ class Runner:
         if self._setbacks > SETBACKS:
             await self._fail(job.id, run, f"the trainer was lost {SETBACKS} times at step {reached[1] + 1}: {lost}")
             return
-        await self._parts.events.add(job.id, "trainer.lost", str(lost), step=reached[1], setbacks=self._setbacks)
+        told = events.TrainerLost(step=reached[1], setbacks=self._setbacks)
+        await self._parts.events.add(job.id, told, str(lost))
         await asyncio.sleep(0.5 * self._setbacks)
 
     async def _fail(self, job_id: JobId, run: Run | None, failure: str) -> None:

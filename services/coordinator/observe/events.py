@@ -6,8 +6,9 @@ from typing import Any
 
 import structlog
 
+from millrace.events import Event, EventKind, Payload
 from millrace.ids import JobId
-from millrace.rest import Event, JobState
+from millrace.rest import JobState
 from services.coordinator.bell import Bell, waited
 from services.coordinator.store import Store
 
@@ -20,9 +21,10 @@ class Events:
         self._closed = False
         self._bells: defaultdict[JobId, Bell] = defaultdict(Bell)
 
-    async def add(self, job_id: JobId, kind: str, message: str, **data: Any) -> None:
-        log.info(message, kind=kind, job=job_id)
-        await self._store.records(job_id).add_event(kind, message, data)
+    async def add(self, job_id: JobId, data: Payload, message: str) -> None:
+        """Adds an event: `data` is its kind and payload, `message` tells it to people."""
+        log.info(message, kind=data.kind, job=job_id)
+        await self._store.records(job_id).add_event(data, message)
         self._bells[job_id].ring()
 
     async def move(
@@ -30,7 +32,7 @@ class Events:
     ) -> None:
         """Moves a job to another state, with its event. Raises NotFound, InvalidState."""
         await self._store.jobs.move(job_id, state, message, only, **fields)
-        log.info(message, kind="job.state", job=job_id, state=state)
+        log.info(message, kind=EventKind.JOB_STATE, job=job_id, state=state)
         self._bells[job_id].ring()
 
     async def follow(self, job_id: JobId, after: str, silence_s: float) -> AsyncIterator[list[Event]]:

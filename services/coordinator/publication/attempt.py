@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import structlog
 
+from millrace import events
 from millrace.errors import MillraceError, PublicationFailed
 from millrace.wire.method import Request, Response, Unary
 from millrace.wire.methods import RolloutRpc
@@ -33,14 +34,14 @@ class Attempt:
     """Of the event loop's clock."""
     fleet: Fleet
     sender: Sender
-    phase: str = "prepare"
+    phase: events.PublicationPhase = "prepare"
     prepared: bool = False
     """The sender was asked to prepare, so it has to be told the end."""
     unanswered: set[str] = field(default_factory=set)
     phases: dict[str, float] = field(default_factory=dict)
     """Seconds."""
-    cut: dict[str, str] = field(default_factory=dict)
-    """Who failed after the transfer, and why."""
+    cut: dict[str, tuple[events.PublicationPhase, str]] = field(default_factory=dict)
+    """The receivers that failed after the transfer, by id: in which phase, and why."""
     loose: set[asyncio.Task[None]] = field(default_factory=set)
     """Calls that nobody waits for."""
 
@@ -58,11 +59,22 @@ class Attempt:
         ref = self.ref
         return {"version": ref.version, "epoch": ref.epoch, "attempt": ref.attempt, "source": self.sender.source}
 
+    def failure(self, phase: events.PublicationPhase, culprits: Sequence[str]) -> events.PublicationFailed:
+        """This attempt's failure as the payload of an event."""
+        return events.PublicationFailed(
+            version=self.ref.version,
+            epoch=self.ref.epoch,
+            attempt=self.ref.attempt,
+            source=self.sender.source,
+            phase=phase,
+            culprits=list(culprits),
+        )
+
     def culprits(self, error: PublicationFailed) -> list[Member]:
         """The receivers among those that the error blames."""
         return [m for m in self.receivers if m.id in error.culprits or m.address in error.culprits]
 
-    async def timed(self, phase: str, work: Awaitable[Answer]) -> Answer:
+    async def timed(self, phase: events.PublicationPhase, work: Awaitable[Answer]) -> Answer:
         self.phase = phase
         started = time.monotonic()
         try:
@@ -130,9 +142,9 @@ class Attempt:
             async with asyncio.timeout(limit_s):
                 return await self.ask(member, method, request)
         except TimeoutError:
-            self.cut[member.id] = f"{method.name}: it did not answer within {limit_s:.1f} s"
+            self.cut[member.id] = self.phase, f"{method.name}: it did not answer within {limit_s:.1f} s"
         except MillraceError as error:
-            self.cut[member.id] = f"{method.name}: {error}"
+            self.cut[member.id] = self.phase, f"{method.name}: {error}"
         return None
 
     async def suspects(self) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ import time
 
 import structlog
 
+from millrace import events
 from millrace.errors import MillraceError, PublicationFailed
 from millrace.ids import MemberId, Version
 from millrace.wire.methods import RolloutRpc
@@ -83,18 +84,19 @@ class Joining:
         started = time.monotonic()
         try:
             message = f"{member.id} ({member.engine}, {member.device}) joins from {member.host}; its engine gets ready"
-            await self._events.add(self.job.id, "member.joined", message, member=member.id, epoch=self._fleet.epoch)
+            await self._events.add(self.job.id, events.MemberJoined(member=member.id, epoch=self._fleet.epoch), message)
             answer = await self._fleet.call(member, RolloutRpc.Configure, request)
         except MillraceError as error:
             member.trouble = str(error)
             await self._fleet.cut(member, "it could not be configured")
             message = f"{member.id} could not be configured for {self.job.id}: {error}"
-            await self._events.add(self.job.id, "member.failed", message, member=member.id)
+            await self._events.add(self.job.id, events.MemberFailed(member=member.id), message)
         else:
             made = Configured(self.job.id, answer.world_size, answer.dtype, self.job.spec_digest)
             await self._fleet.configured(member, made)
             message = f"{member.id} ({member.engine}) is ready for the job after {time.monotonic() - started:.1f} s"
-            await self._events.add(self.job.id, "member.configured", message, member=member.id, engine=member.engine)
+            told = events.MemberConfigured(member=member.id, engine=member.engine)
+            await self._events.add(self.job.id, told, message)
         finally:
             member.configuring = False
 
@@ -151,7 +153,8 @@ class Joining:
 
     async def _tell(self, late: list[Member], sender: str) -> None:
         message = f"{', '.join(m.id for m in late)} gets version {self.job.version} from {sender}"
-        await self._events.add(self.job.id, "member.joining", message, members=[m.id for m in late], sender=sender)
+        told = events.MemberJoining(members=[m.id for m in late], sender=sender)
+        await self._events.add(self.job.id, told, message)
 
 
 def _dtype(member: Member) -> str:

@@ -8,10 +8,10 @@ alone. A replica that is cut out joins again with a publication, or a copy, of i
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import structlog
 
+from millrace import events
 from millrace.errors import PublicationFailed
 from millrace.wire.methods import RolloutRpc
 from millrace.wire.v1 import rollout_pb2, trainer_pb2, weights_pb2
@@ -218,8 +218,7 @@ class Publisher:
     ) -> None:
         """Everybody forgets the attempt; the culprits are cut out."""
         message = f"publication of version {job.version} failed in {attempt.phase}: {error}"
-        data: dict[str, Any] = {"phase": attempt.phase, "culprits": list(error.culprits), **attempt.named}
-        await self._events.add(job.id, "publication.failed", message, **data)
+        await self._events.add(job.id, attempt.failure(attempt.phase, error.culprits), message)
         self._prometheus.published(job.id, attempt.sender.source, "failed", attempt.phases, 0, [])
         if attempt.sender.source == "trainer":
             await attempt.finish(error.what)
@@ -233,18 +232,17 @@ class Publisher:
         self, job: JobRecord, attempt: Attempt, reports: list[weights_pb2.MemberReport], seconds: float, failures: int
     ) -> Report:
         for member in [m for m in attempt.receivers if m.id in attempt.cut]:
-            why = attempt.cut[member.id]
+            phase, why = attempt.cut[member.id]
             message = f"{member.id} failed in the publication of version {job.version}: {why}"
-            data = {"phase": why.partition("Publication")[0].lower(), "culprits": [member.id], **attempt.named}
-            await self._events.add(job.id, "publication.failed", message, **data)
+            await self._events.add(job.id, attempt.failure(phase, [member.id]), message)
             await attempt.abort([member], why)
             await self._fleet.cut(member, why)
-        await attempt.finish("; ".join(f"{member} failed in {why}" for member, why in attempt.cut.items()))
+        await attempt.finish("; ".join(f"{member} failed in {why}" for member, (_, why) in attempt.cut.items()))
         source = attempt.sender.source
         report = Report.of(attempt.ref, source, reports, attempt.phases, seconds, failures)
         await self._store.records(job.id).add_publication(report.to_json())
         self._prometheus.published(job.id, source, "done", attempt.phases, report.bytes, report.pauses)
-        await self._events.add(job.id, "publication.done", str(report), **report.to_json())
+        await self._events.add(job.id, events.PublicationDone.model_validate(report.to_json()), str(report))
         return report
 
 

@@ -10,10 +10,11 @@ from pydantic import BaseModel
 
 from millrace import __version__
 from millrace.errors import Unavailable
-from millrace.rest import Problem
 from millrace.wire.channel import token
 from services.coordinator.jobs.control import Control
-from services.coordinator.rest import callers, fleet, jobs, problems
+from services.coordinator.rest import callers, fleet, jobs
+from services.coordinator.rest.problems import install
+from services.coordinator.rest.schema import Application, error_responses
 from services.coordinator.run import Parts
 from services.coordinator.state.job import ENDED
 
@@ -31,8 +32,8 @@ class Health(BaseModel):
 
 def application(parts: Parts, control: Control, name: str) -> FastAPI:
     """`name` is the one that it listens at."""
-    app = FastAPI(title="Millrace", version=__version__, description=ABOUT, redoc_url=None)
-    problems.install(app)
+    app = Application(title="Millrace", version=__version__, description=ABOUT, redoc_url=None)
+    install(app)
     secret = token()
     allowed = [Depends(callers.bearer(secret))]
     if not secret:
@@ -54,7 +55,7 @@ def _operations(app: FastAPI, parts: Parts) -> None:
         """Whether the process lives."""
         return Health(status="ok")
 
-    @app.get("/readyz", tags=["operations"], responses={503: {"model": Problem, "description": "Redis is down."}})
+    @app.get("/readyz", tags=["operations"], responses=error_responses({503: "Redis does not answer."}))
     async def readyz() -> Health:
         """Whether it can take jobs: it reaches its Redis."""
         if not await parts.store.connection.up():

@@ -3,18 +3,18 @@
 import json
 import re
 from collections.abc import AsyncIterator
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
-from pydantic_core import to_jsonable_python
 
 from millrace.errors import NotFound
-from millrace.rest import Event, JobView, LedgerView, Problem, SampleView, StepMetrics
-from millrace.spec import JobSpec
+from millrace.events import Event, JobMoved
+from millrace.rest import JobView, LedgerView, SampleView, StepMetrics
 from services.coordinator.jobs.control import Control
 from services.coordinator.observe.events import Events
 from services.coordinator.rest import bodies
+from services.coordinator.rest.schema import SPEC_BODY, Responses, error_responses
 from services.coordinator.state.job import ENDED
 from services.coordinator.store import Store
 
@@ -22,41 +22,23 @@ SILENCE_S = 15.0
 """A stream without events carries a comment so often, so that both sides know that it lives."""
 
 
-def _inlined(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema without references: theirs would be looked up in the wrong document."""
-    parts = schema.pop("$defs", {})
-
-    def whole(tree: Any) -> Any:
-        if isinstance(tree, list):
-            return [whole(each) for each in tree]
-        if not isinstance(tree, dict):
-            return tree
-        named = parts.get(str(tree.get("$ref", "")).rpartition("/")[2], {})
-        return {key: whole(value) for key, value in {**named, **tree}.items() if key != "$ref"}
-
-    inlined: dict[str, Any] = whole(schema)
-    return inlined
-
-
-SPEC_BODY = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "application/json": {"schema": _inlined(JobSpec.model_json_schema())},
-            "application/yaml": {"schema": {"type": "string"}},
-        },
+ERRORS = error_responses(
+    {404: "No such job.", 409: "The job's state does not allow it.", 503: "Redis does not answer."}
+)
+BODY_ERRORS = error_responses(
+    {
+        413: "The body is too large for a job spec.",
+        415: "The body is neither JSON nor YAML.",
+        422: "The body has mistakes.",
     }
-}
-ERRORS: dict[int | str, dict[str, Any]] = {
-    404: {"model": Problem, "description": "No such job."},
-    409: {"model": Problem, "description": "The job's state does not allow it."},
-    503: {"model": Problem, "description": "Redis does not answer."},
-}
-BODY_ERRORS: dict[int | str, dict[str, Any]] = {
-    413: {"model": Problem, "description": "The body is too large for a job spec."},
-    415: {"model": Problem, "description": "The body is neither JSON nor YAML."},
-    422: {"model": Problem, "description": "Mistakes."},
-}
+)
+EVENTS: Responses = {200: {"model": Event, "description": "The `data` of each server-sent event is this document."}}
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events."""
+
+    media_type = "text/event-stream"
 
 
 async def _id(job_id: Annotated[str, Path()]) -> str:
@@ -145,14 +127,14 @@ def _looking(router: APIRouter, store: Store) -> None:
 
 
 def _following(router: APIRouter, store: Store, events: Events) -> None:
-    @router.get("/{job_id}/events", response_class=StreamingResponse)
+    @router.get("/{job_id}/events", response_class=EventStream, responses=EVENTS)
     async def follow(
         job_id: Id,
         last_event_id: Annotated[str, Header(pattern=r"^$|^\d{1,19}-\d{1,19}$")] = "",
         follow: Annotated[
             bool, Query(description="Wait for what comes; otherwise the stream ends at the last.")
         ] = True,
-    ) -> StreamingResponse:
+    ) -> EventStream:
         """The job's event log as server-sent events, from the beginning or after `Last-Event-ID`. Each event's data is
         an Event document. The stream ends when the job has ended and everything was told."""
         job = await store.jobs.get(job_id)
@@ -171,15 +153,16 @@ def _following(router: APIRouter, store: Store, events: Events) -> None:
                     return
 
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        return StreamingResponse(stream(), media_type="text/event-stream", headers=headers)
+        return EventStream(stream(), headers=headers)
 
 
 def _tells_an_end(found: list[Event]) -> bool:
     """A job's last event is its last transition; one that was continued since has more."""
-    return bool(found) and found[-1].kind == "job.state" and found[-1].data.get("state") in ENDED
+    last = found[-1].data if found else None
+    return isinstance(last, JobMoved) and last.state in ENDED
 
 
 def frame(event: Event) -> bytes:
     """In ASCII: many readers take U+2028 and its like for the end of a line."""
-    data = json.dumps(to_jsonable_python(event, inf_nan_mode="null"))
+    data = json.dumps(json.loads(event.model_dump_json()))
     return f"id: {event.id}\nevent: {event.kind}\ndata: {data}\n\n".encode()

@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 
+from millrace import events
 from millrace.batching.filters import signal
 from millrace.errors import InvalidState
 from millrace.ids import PromptId
@@ -69,11 +70,11 @@ async def _look(run: Run, admitted: dict[PromptId, Summary], thrown_away: Counte
     if late:
         thrown_away["stale"] += await run.prompts.regenerate(late, run.job.step + 1)
         message = f"{len(late)} groups came too late for version {run.job.version}: their prompts are issued again"
-        await run.tell("group.stale", message, prompts=late[:50])
+        await run.tell(events.GroupStale(prompts=late[:50]), message)
     for reason, prompts in without_signal.items():
         thrown_away["without signal"] += await run.prompts.drop(prompts, run.job.step + 1, reason)
         message = f"{len(prompts)} groups dropped: {reason}"
-        await run.tell("group.dropped", message, reason=reason, prompts=prompts[:50])
+        await run.tell(events.GroupDropped(reason=reason, prompts=prompts[:50]), message)
 
 
 async def _check(run: Run, thrown_away: Counter[str]) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import structlog
 
+from millrace import events
 from millrace.errors import InvalidState, MillraceError, NotFound
 from millrace.wire.methods import TrainerRpc
 from millrace.wire.v1 import trainer_pb2
@@ -112,19 +113,22 @@ async def _finish(run: Run) -> float | None:
     await run.records.add_checkpoint(cut["step"], cut)
     await run.records.set_note(NOTE, None)
     await _prune(run)
-    message, data = f"checkpoint of step {cut['step']} in {cut['path']}", {"step": cut["step"], "path": cut["path"]}
+    message, data = (
+        f"checkpoint of step {cut['step']} in {cut['path']}",
+        events.CheckpointSaved(step=cut["step"], path=cut["path"]),
+    )
     if saved is None:
-        await run.tell("checkpoint.saved", f"{message}, written before the trainer was lost", **data)
+        await run.tell(data, f"{message}, written before the trainer was lost")
         return None
     message = f"{message}: {saved.bytes / 1e6:.1f} MB in {saved.seconds:.1f} s"
-    await run.tell("checkpoint.saved", message, **data, bytes=saved.bytes, seconds=saved.seconds)
+    await run.tell(data.model_copy(update={"bytes": saved.bytes, "seconds": saved.seconds}), message)
     return saved.seconds
 
 
 async def _failed(run: Run, cut: dict[str, Any], why: str) -> SaveFailed:
     await run.records.set_note(NOTE, None)
     message = f"the checkpoint of step {cut['step']} was not saved: {why}"
-    await run.tell("checkpoint.failed", message, step=cut["step"], path=cut["path"])
+    await run.tell(events.CheckpointFailed(step=cut["step"], path=cut["path"]), message)
     return SaveFailed(message)
 
 

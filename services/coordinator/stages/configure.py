@@ -3,6 +3,7 @@
 import secrets
 import time
 
+from millrace import events
 from millrace.errors import MillraceError, Unavailable
 from millrace.ids import Version
 from millrace.rest import JobState
@@ -64,7 +65,7 @@ async def _load(run: Run) -> Version:
     if await _stands_there(run, status):
         return Version(status.version)
     source = f"checkpoint {job.checkpoint}" if job.checkpoint else run.spec.model.path
-    await run.tell("trainer.configuring", f"{trainer.member.id} loads {source}", member=trainer.member.id)
+    await run.tell(events.TrainerConfiguring(member=trainer.member.id), f"{trainer.member.id} loads {source}")
     configuration = secrets.token_hex(8)
     await run.parts.store.jobs.update(job.id, configuration=configuration)
     request = trainer_pb2.ConfigureTrainerRequest(
@@ -72,11 +73,9 @@ async def _load(run: Run) -> Version:
     )
     answer = await trainer.call(TrainerRpc.Configure, request)
     await run.tell(
-        "trainer.configured",
+        events.TrainerConfigured(member=trainer.member.id, version=answer.version),
         f"{trainer.member.id} holds version {answer.version}: {answer.parameters:,} parameters on "
         f"{answer.world_size} ranks",
-        member=trainer.member.id,
-        version=answer.version,
     )
     return Version(answer.version)
 
@@ -101,7 +100,7 @@ async def _agree(run: Run, version: Version) -> None:
         await run.evaluation.forget()
         await run.parts.fleet.grow()
         message = f"the trainer is back at version {version} of {job.version}; {waiting} prompts are issued again"
-        await run.tell("job.rewound", message, version=version, lost=job.version, prompts=waiting)
+        await run.tell(events.JobRewound(version=version, lost=job.version, prompts=waiting), message)
         await run.refresh()
     elif version > job.version and not (saved and saved[0] == version == job.version + 1):
         what = f"{trainer.member.id} holds version {version} of {job.id}, the ledger stands at {job.version}."

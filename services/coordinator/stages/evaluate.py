@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections import defaultdict
 
+from millrace import events
 from millrace.data import Source
 from millrace.ids import PromptId, Version
 from millrace.spec.model import Evaluation
@@ -95,5 +96,5 @@ async def _record(run: Run, groups: list[Summary], count: int, seconds: float) -
         refusals = await run.evaluation.refusals()
         message = f"none of the {count} held-out prompts could be scored; the last one: {refusals.last}"
     await run.add_to_row(values)
-    await run.tell("evaluation.done", message, step=run.job.step, version=run.job.version, metrics=values)
+    await run.tell(events.EvaluationDone(step=run.job.step, version=run.job.version, metrics=values), message)
     await run.refresh()

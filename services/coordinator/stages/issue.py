@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import Sequence
 
+from millrace import events
 from millrace.data import PromptRow, Source
 from millrace.errors import BadRow, MillraceError
 from millrace.ids import PromptId
@@ -57,7 +58,7 @@ async def _issue_some(run: Run, count: int) -> int:
                 what = f"the data cursor of {run.job.id} is not at {cursor[0]}: another coordinator works on this job."
                 raise MillraceError(what, "run one coordinator on one Redis.")
     for bad in (draft for draft in drafts if draft.reason):
-        await run.tell("prompt.dropped", bad.reason, prompt=bad.prompt_id)
+        await run.tell(events.PromptDropped(prompt=bad.prompt_id), bad.reason)
     return len(drafts)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import structlog
 from pydantic_core import to_json
 
+from millrace import events
 from millrace.rest import StepMetrics
 from millrace.telemetry.metrics.catalogue import find
 from millrace.telemetry.metrics.step.batch import MEAN_SCORE
@@ -37,7 +38,7 @@ async def report(run: Run) -> None:
         raise
     except Exception as error:
         log.warning("there is no report", folder=str(folder), exc_info=error)
-        await run.tell("report.failed", f"there is no report in {folder}: {type(error).__name__}: {error}")
+        await run.tell(events.ReportFailed(), f"there is no report in {folder}: {type(error).__name__}: {error}")
         return
     await run.parts.store.jobs.update(run.job.id, report=str(folder / "report.md"))
     await run.refresh()

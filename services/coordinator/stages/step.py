@@ -2,6 +2,7 @@
 
 import time
 
+from millrace import events
 from millrace.errors import MillraceError
 from millrace.wire.methods import TrainerRpc
 from millrace.wire.v1 import trainer_pb2
@@ -58,7 +59,7 @@ async def _mark(run: Run, batch: Batch, answer: trainer_pb2.StepResponse, second
     staleness = [run.job.version - oldest for g in batch.groups for oldest in g.oldest]
     run.parts.prometheus.trained(run.job.id, staleness)
     message = f"step {batch.step} of {run.steps}: reward {reward:.4g}"
-    await run.tell("step.done", message, step=batch.step, reward=reward, seconds=seconds)
+    await run.tell(events.StepDone(step=batch.step, reward=reward, seconds=seconds), message)
 
 
 async def _samples(run: Run, batch: Batch) -> list[str]:

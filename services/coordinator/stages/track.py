@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import structlog
 
+from millrace import events
 from millrace.ids import Version
 from millrace.rest import StepMetrics
 from millrace.telemetry import trackers
@@ -87,7 +88,7 @@ async def _opened(run: Run) -> list[trackers.Tracker]:
         try:
             (tracker,) = await _within_limit(partial(trackers.opened, [name], about))
         except (TrackerFailed, TrackerHangs) as error:
-            await run.tell("tracker.failed", f"{name} is given up, it could not be opened: {error}")
+            await run.tell(events.TrackerFailed(tracker=name), f"{name} is given up, it could not be opened: {error}")
         else:
             opened.append(Watched(name, tracker))
     return opened
@@ -98,9 +99,9 @@ async def _sent(run: Run, tracker: trackers.Tracker, rows: Sequence[StepMetrics]
     try:
         await _within_limit(partial(_log, tracker, rows))
     except TrackerFailed as error:
-        await run.tell("tracker.failed", f"{tracker} did not take what it was sent: {error}")
+        await run.tell(events.TrackerFailed(tracker=str(tracker)), f"{tracker} did not take what it was sent: {error}")
     except TrackerHangs as error:
-        await run.tell("tracker.failed", f"{tracker} is given up: {error}")
+        await run.tell(events.TrackerFailed(tracker=str(tracker)), f"{tracker} is given up: {error}")
         return False
     return True
 

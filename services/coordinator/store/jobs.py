@@ -1,12 +1,12 @@
 """Jobs in Redis: one hash each, in the order of their submission."""
 
-import json
 import time
 import uuid
 from collections.abc import Mapping
 from typing import Any
 
 from millrace.errors import InvalidState, NotFound
+from millrace.events import JobMoved, Payload
 from millrace.ids import JobId
 from millrace.rest import JobState
 from services.coordinator.state.job import JobRecord, before, refusal
@@ -35,7 +35,7 @@ class Jobs:
         name = _request(idempotency_key) if idempotency_key else ""
         fields = {"id": job.id, "name": job.name, "state": job.state, "spec_json": job.spec_json, "step": 0}
         fields |= {"created_s": job.created_s, "version": 0, "cursor": 0, "lineage": 0}
-        event = event_parts("job.state", f"{job.name} was submitted", {"state": job.state})
+        event = event_parts(JobMoved(state=job.state), f"{job.name} was submitted")
         arguments = [job.id, job.created_s, job.spec_digest, REQUESTS_KEPT_S, len(event), *event, *_flat(fields)]
         known, known_digest = await self._redis.run("create_job", [key(job.id), ALL, name], arguments)
         if text(known_digest) != job.spec_digest:
@@ -80,7 +80,7 @@ class Jobs:
         Raises NotFound, and InvalidState where there is no such transition, it is in none of the states `only`,
         something else than `pending` is wanted of it, or a cancellation would be overwritten.
         """
-        event = event_parts("job.state", message, {"state": state})
+        event = event_parts(JobMoved(state=state), message)
         allowed = before(state) if only is None else only
         await self._change(job_id, allowed, pending, state, event, {"state": state} | fields)
 
@@ -121,10 +121,12 @@ class Jobs:
         return int(await self._redis.do("HINCRBY", key(job_id), "attempts", 1))
 
 
-def event_parts(kind: str, message: str, data: Mapping[str, Any]) -> list[str]:
-    """An event as its entry in the log."""
-    tree = {"time_s": str(time.time()), "kind": kind, "message": message, "data": json.dumps(data, default=str)}
-    return _flat(tree)
+def event_parts(data: Payload, message: str) -> list[str]:
+    """An event as its entry in the log: field, value, field, value, … Raises TypeError for an undeclared payload."""
+    if not isinstance(data, Payload):
+        raise TypeError(f"{type(data).__name__} is not declared in millrace/events.py")
+    payload = data.model_dump_json(exclude={"kind"})
+    return _flat({"time_s": str(time.time()), "kind": data.kind, "message": message, "data": payload})
 
 
 def _request(idempotency_key: str) -> str:

@@ -4,8 +4,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from millrace.events import Event, Payload
 from millrace.ids import JobId
-from millrace.rest import Event, SampleView, StepMetrics
+from millrace.rest import SampleView, StepMetrics
 from services.coordinator.state.group import Summary
 from services.coordinator.store.connection import Connection, text
 from services.coordinator.store.jobs import event_parts, key
@@ -20,9 +21,9 @@ class Records:
 
     # The event log.
 
-    async def add_event(self, kind: str, message: str, data: Mapping[str, Any]) -> str:
+    async def add_event(self, data: Payload, message: str) -> str:
         """Answers the event's id."""
-        parts = event_parts(kind, message, data)
+        parts = event_parts(data, message)
         added = await self._redis.do("XADD", f"{self._job}:events", "MAXLEN", "~", EVENTS_KEPT, "*", *parts)
         return text(added)
 
@@ -111,5 +112,4 @@ class Records:
 def _event(identity: str, fields: Any) -> Event:
     pairs = fields.items() if isinstance(fields, dict) else zip(fields[::2], fields[1::2], strict=True)
     values = {text(name): text(value) for name, value in pairs}
-    data = json.loads(values.pop("data"))
-    return Event(id=identity, time_s=float(values["time_s"]), kind=values["kind"], message=values["message"], data=data)
+    return Event.model_validate({"id": identity, **values, "data": json.loads(values["data"])})

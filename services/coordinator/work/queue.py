@@ -10,6 +10,7 @@ from typing import Self
 
 import structlog
 
+from millrace import events
 from millrace.errors import BadRow, NotFound
 from millrace.ids import Fence, JobId, LeaseId, MemberId
 from millrace.spec.checking.choices import needs_greedy_baseline
@@ -159,7 +160,7 @@ class Queue:
         """The lease's prompt costs its group. Raises Fenced."""
         step = await self._next_step(job_id)
         if await self._prompts(job_id, purpose_of(lease[0])).refuse(*lease, step, reason):
-            await self._events.add(job_id, "prompt.dropped", reason[:500], lease=lease[0], member=member_id)
+            await self._events.add(job_id, events.PromptDropped(lease=lease[0], member=member_id), reason[:500])
         self.answered.ring()
 
     async def release(self, member_id: MemberId, job_id: JobId, leases: Sequence[Lease]) -> None:
@@ -186,7 +187,7 @@ class Queue:
             prompts += await self._prompts(job_id, purpose).take_back(member.id)
         self.issued.ring()
         message = f"{member.id} is out of service ({why}); {len(prompts)} leases go to others"
-        await self._events.add(job_id, "member.out", message, member=member.id, prompts=prompts[:50])
+        await self._events.add(job_id, events.MemberOut(member=member.id, prompts=prompts[:50]), message)
 
     async def expire(self) -> None:
         """Takes back what was not extended in time, for ever. Every lease has its whole time again after nobody could
@@ -209,7 +210,7 @@ class Queue:
                 self.issued.ring()
                 self._prometheus.expired(job_id, len(prompts))
                 message = f"{len(prompts)} leases were not extended within {standing.terms.lease_s:g} s"
-                await self._events.add(job_id, "lease.expired", message, prompts=prompts[:50])
+                await self._events.add(job_id, events.LeaseExpired(prompts=prompts[:50]), message)
 
     def _prompts(self, job_id: JobId, purpose: Purpose) -> Prompts:
         return self._store.prompts(job_id, purpose)

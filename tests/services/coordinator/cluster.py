@@ -6,7 +6,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from millrace.errors import Unavailable
-from millrace.rest import Event, JobState, JobView, LedgerView
+from millrace.events import Event
+from millrace.rest import JobState, JobView, LedgerView
 from tests.services.coordinator.conftest import CoordinatorProcess
 from tests.services.coordinator.peers import Member, Shape, SimulatedReplica, SimulatedTrainer
 

@@ -193,7 +193,7 @@ async def test_a_group_that_comes_too_late_is_generated_again(cluster: Cluster, 
     assert (ledger.issued, ledger.trained, ledger.dropped) == (24, 24, 0)
     assert len(late) == 3 and all(trainer.every[prompt] == 1 for prompt in late)
     events = cluster.coordinator.client.events(job.id)
-    assert sorted(p for e in events if e.kind == "group.stale" for p in e.data["prompts"]) == sorted(late)
+    assert sorted(p for e in events if e.kind == "group.stale" for p in e.data.prompts) == sorted(late)
 
 
 @scenario

@@ -86,7 +86,7 @@ async def test_the_trainer_is_replaced_and_goes_on_from_the_checkpoint(cluster: 
     assert second.configured[0].endswith(("step-2", "step-4"))
     await trained_once(cluster, job_id, second)
     rewound = await cluster.events(job_id, "job.rewound")
-    assert [event.data["version"] for event in rewound] in ([], [2], [4])
+    assert [event.data.version for event in rewound] in ([], [2], [4])
     assert [row.step for row in cluster.coordinator.client.metrics(job_id)] == [1, 2, 3, 4, 5, 6]
 
 
@@ -103,7 +103,7 @@ async def test_a_trainer_without_checkpoint_begins_again(cluster: Cluster, spec:
     assert second.stalest <= 1
     await trained_once(cluster, job_id, second)
     (rewound,) = await cluster.events(job_id, "job.rewound")
-    assert rewound.data["version"] == 0 and rewound.data["prompts"] >= 12
+    assert rewound.data.version == 0 and rewound.data.prompts >= 12
 
 
 @scenario
@@ -273,7 +273,7 @@ async def test_a_replica_dies_while_it_generates(cluster: Cluster, spec: dict[st
     assert job.state is JobState.SUCCEEDED and set(doomed.leased) <= set(survivor.leased)
     await trained_once(cluster, job_id, trainer)
     (out,) = await cluster.events(job_id, "member.out")
-    assert out.data["member"] == doomed.id
+    assert out.data.member == doomed.id
     fleet = cluster.coordinator.client.fleet()
     states = {member.id: member.state for member in fleet.replicas}
     assert (states[doomed.id], states[survivor.id]) == ("lost", "serving")

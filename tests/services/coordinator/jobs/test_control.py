@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from millrace.errors import InvalidState
+from millrace.events import JobMoved
 from millrace.ids import PromptId
 from millrace.rest import JobState
 from services.coordinator.bell import Bell
@@ -147,7 +148,7 @@ def test_an_ended_job_is_queued_again_with_nothing_left_of_its_end(state: JobSta
         assert (job.state, job.step, job.failure, job.wanted) == (JobState.QUEUED, 5, None, "")
         assert (job.finished_s, job.report, job.checkpoint) == (None, None, "/out/checkpoints/step-4")
         told = (await desk.store.records(JOB.id).events())[-1]
-        assert (told.kind, told.data) == ("job.state", {"state": "queued"})
+        assert told.data == JobMoved(state=JobState.QUEUED)
         assert "goes on after step 5, or from its checkpoint of step 4 where" in told.message
         with pytest.raises(InvalidState, match=f"{JOB.id} is queued and cannot be resumed"):
             await desk.control.resume(JOB.id)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from millrace.errors import InvalidState, NotFound
+from millrace.events import JobMoved
 from millrace.ids import PromptId
 from millrace.rest import JobState
 from services.coordinator.jobs.runner import Runner
@@ -46,7 +47,7 @@ def test_the_store_moves_along_the_table_only(state: JobState, to: JobState, red
             moved = await store.jobs.get(job.id)
             assert (moved.state, moved.reward) == (to, 0.5)
             told = (await store.records(job.id).events())[-1]
-            assert (told.kind, told.message, told.data) == ("job.state", "because", {"state": to})
+            assert (told.kind, told.message, told.data) == ("job.state", "because", JobMoved(state=to))
             return
         with pytest.raises(InvalidState, match=f"{job.id} is {state}"):
             await store.jobs.move(job.id, to, "because", reward=0.5)

@@ -52,7 +52,7 @@ async def test_a_failed_job_goes_on_with_the_trainer_that_holds_it(cluster: Clus
     assert trainer.configured == [""] and set(trainer.every.values()) == {1}
     assert replica.publications.count(3) == 2, "what it held from before the end means nothing"
     events = [event async for event in told(cluster, job.id)]
-    states = [event.data["state"] for event in events if event.kind == "job.state"]
+    states = [event.data.state for event in events if event.kind == "job.state"]
     assert states == ["queued", "starting", "running", "failed", "queued", "starting", "running", "succeeded"]
     (again,) = [event.message for event in events if "queued again" in event.message]
     assert again.endswith("it goes on after step 3, or from the model where the trainer does not hold that any more")
@@ -84,7 +84,7 @@ def test_an_ended_job_goes_on_from_its_checkpoint(end: str, shared: Any, spec: d
         second = await cluster.trainer()
         await finishes(cluster, job.id, second)
         assert second.configured == [at(spec, saved)]
-        rewound = [event.data["version"] for event in await cluster.events(job.id, "job.rewound")]
+        rewound = [event.data.version for event in await cluster.events(job.id, "job.rewound")]
         assert rewound == ([saved] if job.step > saved else [])
 
     played(shared, spec)
@@ -101,7 +101,7 @@ async def test_a_trainer_that_let_go_of_the_job_goes_back_to_its_checkpoint(
     trainer.job_id, trainer.configuration, trainer.version, trainer.last = "", "", -1, None
     await finishes(cluster, job.id, trainer)
     assert trainer.configured == ["", at(spec, 2)]
-    assert [event.data["version"] for event in await cluster.events(job.id, "job.rewound")] == [2]
+    assert [event.data.version for event in await cluster.events(job.id, "job.rewound")] == [2]
 
 
 @scenario
@@ -114,7 +114,7 @@ async def test_a_job_without_checkpoint_begins_again(cluster: Cluster, spec: dic
     await finishes(cluster, job.id, trainer)
     assert trainer.configured == ["", "", ""]
     (rewound,) = await cluster.events(job.id, "job.rewound")
-    assert (rewound.data["version"], rewound.data["lost"]) == (0, 2)
+    assert (rewound.data.version, rewound.data.lost) == (0, 2)
 
 
 @pytest.mark.parametrize("anew", [True, False])

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from millrace import events
 from millrace.errors import InvalidState, PublicationFailed
 from millrace.rest import JobState
 from tests.services.coordinator.cluster import Cluster, scenario, until
@@ -53,12 +54,12 @@ class Joined:
         assert set(self.trainer.every.values()) == {1} and self.trainer.stalest <= 1
         assert -1 not in self.held_at_first
 
-    async def reports(self) -> list[dict[str, Any]]:
+    async def reports(self) -> list[events.PublicationDone]:
         """Of the publications and copies that the late one got."""
         done = await self.cluster.events(self.job_id, "publication.done")
-        return [e.data for e in done if any(m["member"] == self.late.id for m in e.data["members"][1:])]
+        return [e.data for e in done if any(m.member == self.late.id for m in e.data.members[1:])]
 
-    async def failures(self) -> list[dict[str, Any]]:
+    async def failures(self) -> list[events.PublicationFailed]:
         return [e.data for e in await self.cluster.events(self.job_id, "publication.failed")]
 
 
@@ -75,14 +76,14 @@ async def test_a_replica_joins_from_a_sibling_while_the_trainer_steps(cluster: C
     await play.end()
     assert late.leased and play.held_at_first[0] >= 1, "it worked, not before it had a version"
     first, *later = await play.reports()
-    assert (first["source"], first["version"]) == ("sibling", 1)
-    assert [m["member"] for m in first["members"]] == [play.sibling.id, late.id]
-    assert [m["loader_names"] for m in first["members"]] == [[], ["model.norm.weight"]]
-    assert first["members"][0]["bytes"] == 32 and first["seconds"] > 0
-    assert [report["source"] for report in later] == ["trainer"] * 3
+    assert (first.source, first.version) == ("sibling", 1)
+    assert [m.member for m in first.members] == [play.sibling.id, late.id]
+    assert [m.loader_names for m in first.members] == [[], ["model.norm.weight"]]
+    assert first.members[0].bytes == 32 and first.seconds > 0
+    assert [report.source for report in later] == ["trainer"] * 3
     assert await play.failures() == []
-    joining = [e for e in await cluster.events(play.job_id, "member.joining") if late.id in e.data["members"]]
-    assert [e.data["sender"] for e in joining] == [play.sibling.id]
+    joining = [e for e in await cluster.events(play.job_id, "member.joining") if late.id in e.data.members]
+    assert [e.data.sender for e in joining] == [play.sibling.id]
     page = await asyncio.to_thread(metrics, cluster)
     label = f'job="{play.job_id}",outcome="done",source="sibling"'
     assert f"millrace_publications_total{{{label}}} 1.0" in page
@@ -122,13 +123,13 @@ def test_the_trainer_stands_in_for_a_sibling_that_fails(
         if method != "TransferCopy":
             late.faults["GetStatus"] = busy
         failed = await until(play.failures)
-        assert [f["source"] for f in failed] == ["sibling"]
-        assert failed[0]["culprits"] == ([play.sibling.id] if how == "hangs" else [])
+        assert [f.source for f in failed] == ["sibling"]
+        assert failed[0].culprits == ([play.sibling.id] if how == "hangs" else [])
         play.step.set()
         await until(lambda: asyncio.sleep(0, late.publications[:1]))
         await play.end()
         reports = await play.reports()
-        assert {report["source"] for report in reports} == {"trainer"}
+        assert {report.source for report in reports} == {"trainer"}
         assert (play.sibling.publications[-1] == 4) == (how != "dies"), "one that lives goes on being served"
 
     played(shared, spec)
@@ -144,7 +145,7 @@ async def test_a_joiner_that_fails_is_cut_out_and_the_sibling_serves_on(cluster:
     cluster.members.append(late)
     play.late, play.held_at_first = late, []
     (failed,) = await until(play.failures)
-    assert (failed["culprits"], failed["phase"], failed["source"]) == ([late.id], "verify", "sibling")
+    assert (failed.culprits, failed.phase, failed.source) == ([late.id], "verify", "sibling")
     await until(lambda: asyncio.sleep(0, late.publications == [1]))
     assert play.sibling.copied == [1, 1], "it joined again, from the same sibling"
     await play.end()
@@ -170,7 +171,7 @@ async def test_a_publication_ends_a_copy_and_serves_who_was_joining(cluster: Clu
     assert play.sibling.finished[0][1] == "a publication came first"
     await play.end()
     assert await play.failures() == [] and late.publications == [2, 3, 4]
-    assert {report["source"] for report in await play.reports()} == {"trainer"}
+    assert {report.source for report in await play.reports()} == {"trainer"}
 
 
 @scenario
@@ -194,7 +195,7 @@ async def test_who_joins_during_a_publication_is_looked_after_once_it_is_over(
     late = await play.join()
     await until(lambda: asyncio.sleep(0, bool(late.publications)))
     await play.end()
-    joining = [e for e in await cluster.events(play.job_id, "member.joining") if late.id in e.data["members"]]
+    joining = [e for e in await cluster.events(play.job_id, "member.joining") if late.id in e.data.members]
     assert len(joining) <= 1 and await play.failures() == []
 
 

@@ -49,14 +49,14 @@ def test_a_replica_fails_in_a_phase(method: str, how: str, shared: CoordinatorPr
         job = await cluster.ended(job_id)
         assert (job.state, job.failure) == (JobState.SUCCEEDED, None)
         failures = await cluster.events(job_id, "publication.failed")
-        assert [(f.data["phase"], f.data["culprits"]) for f in failures] == [(PHASES[method], [bad.id])]
-        assert failures[0].data["version"] == 2 and bad.id in failures[0].message
+        assert [(f.data.phase, f.data.culprits) for f in failures] == [(PHASES[method], [bad.id])]
+        assert failures[0].data.version == 2 and bad.id in failures[0].message
         assert good.publications == list(range(7)) and trainer.stalest <= 1
         reports = await cluster.events(job_id, "publication.done")
-        assert sorted({r.data["version"] for r in reports}) == list(range(7))
+        assert sorted({r.data.version for r in reports}) == list(range(7))
         assert set(trainer.every.values()) == {1}
         if how == "refuses" and bad.publications[-1] > 1:
-            assert reports[-1].data["epoch"] > failures[0].data["epoch"]
+            assert reports[-1].data.epoch > failures[0].data.epoch
 
     played(shared, spec)
 
@@ -87,7 +87,7 @@ async def test_the_trainer_names_the_culprit(cluster: Cluster, spec: dict[str, A
     job = await cluster.ended(job_id)
     assert job.state is JobState.SUCCEEDED
     (failure,) = await cluster.events(job_id, "publication.failed")
-    assert failure.data["culprits"] == [bad.id]
+    assert failure.data.culprits == [bad.id]
 
 
 @scenario
@@ -111,7 +111,7 @@ async def test_a_receiver_that_stands_still_is_named_though_only_the_sender_wait
     job = await cluster.ended(await cluster.submit(spec))
     assert job.state is JobState.SUCCEEDED and good.publications == list(range(7))
     (failure,) = await cluster.events(job.id, "publication.failed")
-    assert (failure.data["phase"], failure.data["culprits"]) == ("transfer", [bad.id])
+    assert (failure.data.phase, failure.data.culprits) == ("transfer", [bad.id])
 
 
 @scenario
@@ -134,7 +134,7 @@ async def test_another_plan_is_refused(cluster: Cluster, spec: dict[str, Any]) -
     job = await cluster.ended(await cluster.submit(spec))
     assert job.state is JobState.SUCCEEDED and odd.publications == [] and odd.leased == []
     failures = await cluster.events(job.id, "publication.failed")
-    assert "worked out another plan" in failures[0].message and failures[0].data["culprits"] == [odd.id]
+    assert "worked out another plan" in failures[0].message and failures[0].data.culprits == [odd.id]
 
 
 @scenario
@@ -199,7 +199,7 @@ def test_the_way_is_the_jobs_choice_and_what_members_can(
         assert set(trainer.paths) == (sharded if chosen == "sharded" else {weights_pb2.PATH_GATHER_BROADCAST})
         if chosen == "sharded":
             failures = await cluster.events(job_id, "publication.failed")
-            assert old.publications == [] and failures[0].data["culprits"] == [old.id]
+            assert old.publications == [] and failures[0].data.culprits == [old.id]
             assert "cannot take part" in failures[0].message
 
     played(shared, spec)

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import httpx
 import pytest
 import yaml
 
-from millrace.rest import Event, JobState
+from millrace.events import Event, EventKind, StepDone
+from millrace.rest import JobState
 from services.coordinator.rest import bodies
 from services.coordinator.rest.jobs import frame
 from tests.services.coordinator.cluster import Cluster, scenario
@@ -236,11 +238,12 @@ def test_events_of_a_waiting_job_end_where_nobody_follows(http: httpx.Client, sp
 
 
 def test_events_are_told_in_ascii() -> None:
-    told = Event(id="1-0", time_s=1.0, kind="prompt.dropped", message="é\u2028\x85", data={"reward": math.nan})
+    told = Event(id="1-0", time_s=1.0, message="é\u2028\x85", data=StepDone(step=1, reward=math.nan, seconds=1.0))
     sent = frame(told)
     assert sent.isascii()
     (read,) = frames(sent.decode())
-    assert (read["message"], read["data"]) == (told.message, {"reward": None})
+    assert (read["message"], read["kind"], read["data"]["reward"]) == (told.message, "step.done", "NaN")
+    assert repr(Event.model_validate(read)) == repr(told)
 
 
 def test_an_output_is_for_one_job_at_a_time(http: httpx.Client, spec: dict[str, Any], tmp_path: Path) -> None:
@@ -316,6 +319,14 @@ def test_health_docs_and_page(http: httpx.Client) -> None:
     for path, verbs in paths.items():
         for verb, operation in verbs.items():
             assert operation.get("description") or operation.get("summary"), (verb, path)
+    stream = paths["/v1/jobs/{job_id}/events"]["get"]["responses"]["200"]["content"]
+    assert stream == {"text/event-stream": {"schema": {"$ref": "#/components/schemas/Event"}}}
+    missing = paths["/v1/jobs/{job_id}/events"]["get"]["responses"]["404"]["content"]
+    assert missing == {"application/problem+json": {"schema": {"$ref": "#/components/schemas/Problem"}}}
+    schemas = document.json()["components"]["schemas"]
+    payloads = [schema.get("properties", {}).get("kind", {}).get("const") for schema in schemas.values()]
+    assert set(EventKind) <= set(payloads)
+    assert set(re.findall(r'"#/components/schemas/(\w+)"', document.text)) <= set(schemas)
     page = http.get("/")
     assert page.headers["content-type"].startswith("text/html")
     assert "http://" not in page.text.replace("http://www.w3.org", "") and "https://" not in page.text

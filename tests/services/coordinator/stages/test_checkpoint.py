@@ -35,7 +35,7 @@ async def test_steps_go_on_while_one_is_written(cluster: Cluster, spec: dict[str
     job = await cluster.ended(job_id)
     assert (job.state, job.checkpoint) == (JobState.SUCCEEDED, at(spec, 6))
     saved = await cluster.events(job_id, "checkpoint.saved")
-    assert [event.data["step"] for event in saved] == [2, 4, 6] and trainer.most_at_once == 1
+    assert [event.data.step for event in saved] == [2, 4, 6] and trainer.most_at_once == 1
     rows = {row.step: row.values for row in cluster.coordinator.client.metrics(job_id)}
     assert all("timing_s/save_checkpoint" in rows[step] for step in (2, 4, 6))
     assert "timing_s/save_checkpoint_background" not in rows[2] and "timing_s/save_checkpoint_background" in rows[4]
@@ -60,9 +60,9 @@ async def test_one_that_cannot_be_written_is_told_and_the_job_goes_on(cluster: C
     job = await cluster.ended(await cluster.submit(spec))
     assert (job.state, job.checkpoint) == (JobState.SUCCEEDED, at(spec, 6))
     failed = await cluster.events(job.id, "checkpoint.failed")
-    assert [event.data["step"] for event in failed] == [1, 2]
+    assert [event.data.step for event in failed] == [1, 2]
     saved = await cluster.events(job.id, "checkpoint.saved")
-    assert [event.data["step"] for event in saved] == [3, 4, 5, 6]
+    assert [event.data.step for event in saved] == [3, 4, 5, 6]
     assert "read-only" in failed[0].message and "rank 1 on node-b (pid 7): [Errno 28]" in failed[1].message
     await trained_once(cluster, job.id, trainer)
 
@@ -80,7 +80,7 @@ async def test_one_that_fails_after_the_last_step_costs_itself_too(cluster: Clus
     trainer.faults["FinishSave"] = full
     job = await cluster.ended(await cluster.submit(spec))
     assert (job.state, job.failure, job.checkpoint) == (JobState.SUCCEEDED, None, at(spec, 6))
-    assert [event.data["step"] for event in await cluster.events(job.id, "checkpoint.failed")] == [4]
+    assert [event.data.step for event in await cluster.events(job.id, "checkpoint.failed")] == [4]
 
 
 @scenario

@@ -21,7 +21,7 @@ def a_run(store: Store, folder: Path) -> Any:
         records=store.records(job.id),
         prompts=store.prompts(job.id),
         spec=SimpleNamespace(output=str(folder)),
-        tell=lambda kind, message: events.add(job.id, kind, message),
+        tell=lambda data, message: events.add(job.id, data, message),
     )
 
 

@@ -68,7 +68,7 @@ def a_run(store: Store, names: list[str], fault: str = "") -> Any:
         records=store.records(job.id),
         spec=SimpleNamespace(output="/nowhere", tracking=tracking, model_dump=lambda mode: {}),
         trackers=None,
-        tell=lambda kind, message: events.add(job.id, kind, message),
+        tell=lambda data, message: events.add(job.id, data, message),
     )
 
 
