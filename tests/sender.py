@@ -10,6 +10,7 @@ from millrace.ids import Version
 from millrace.weights.plans.manifest import Manifest, TensorInfo
 from millrace.weights.transfer.channels.gloo import GlooChannel, serve_store
 from millrace.weights.transfer.checksum import checksum
+from millrace.wire.v1 import weights_pb2
 from services.rollout.weights.transfer_request import TransferRequest
 
 TIMEOUT_S = 30.0
@@ -56,6 +57,7 @@ class Sender:
             world_size=self.world_size,
             first_rank=1,
             timeout_s=TIMEOUT_S,
+            path=weights_pb2.PATH_GATHER_BROADCAST,
         )
         self.failure: PublicationFailed | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)

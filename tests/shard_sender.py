@@ -83,7 +83,8 @@ class ShardSender:
             world_size=self.plan.world_size,
             first_rank=len(shards.ranks),
             timeout_s=timeout_s,
-            sides=sides,
+            path=weights_pb2.PATH_SHARDED,
+            layouts=sides,
             communicator=f"{job}/{version}/{epoch}/{attempt}",
             mode=mode,
         )

@@ -44,12 +44,10 @@ from millrace.weights.plans import wire_layouts as wire
 from millrace.weights.plans.boxes import Boxes
 from millrace.weights.plans.gather_broadcast import gather_broadcast
 from millrace.weights.transfer.channels.gloo import serve_store
-from millrace.weights.transfer.checksum import checksum
 from millrace.wire.v1 import rollout_pb2, weights_pb2
 from services.rollout.engine import Sampling
 from services.rollout.engines import create
-from services.rollout.engines.worker_engine import WorkerEngine
-from services.rollout.weights.receiver import Receiver
+from services.rollout.weights.receiver import PublicationReceiver
 
 MODES = {
     "shadow": weights_pb2.COMMIT_MODE_SHADOW,
@@ -108,7 +106,7 @@ class Bench:
     def __init__(self, options: argparse.Namespace, ranks: list[Remote]) -> None:
         self._ranks = ranks
         self.engine: Any = create(options.engine)
-        self._receiver = Receiver(self.engine, MemberId("rollout-bench"), "keep", lambda _: None)
+        self._receiver = PublicationReceiver(self.engine, MemberId("rollout-bench"), "keep", lambda _: None)
         self._manifest = manifest(shape_of(options.shape))
         self._attempts = 0
         self._tokens = 0
@@ -264,9 +262,8 @@ class Bench:
 
     async def checksums(self) -> list[dict[str, int]]:
         """Of every parameter of every worker."""
-        if isinstance(self.engine, WorkerEngine):
-            return await self.engine.checksums()
-        return [{name: checksum(parameter) for name, parameter in self.engine._model.named_parameters()}]
+        checksums: list[dict[str, int]] = await self.engine.checksums()
+        return checksums
 
     @contextlib.asynccontextmanager
     async def load(self) -> AsyncIterator[None]:

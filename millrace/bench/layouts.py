@@ -11,7 +11,7 @@ from millrace.errors import InvalidJob
 from millrace.megatron.architectures.shape import ModelShape
 from millrace.megatron.topology import Topology
 from millrace.megatron.weights import TRANSFORMER_ENGINE, layout, tensors
-from millrace.weights.loader.watch import watch
+from millrace.weights.loader.learn import learn_layout
 from millrace.weights.plans.layout import Layout, Place, row_major_strides
 from millrace.weights.plans.manifest import Manifest, TensorInfo
 from millrace.weights.plans.memory import Memory
@@ -118,7 +118,7 @@ class ReplicaSide:
             raise InvalidJob("this bench's engine knows no latent attention.", "use millrace bench plan.")
         engine = Engine(self.shape, rank, self.ranks, bool(numbers(self.text).get("ep")), device)
         padded = frozenset(name for name in engine.parameters if "embed" in name or "head" in name)
-        return watch(engine.load, published, engine.parameters, padded).memory
+        return learn_layout(engine.load, published, engine.parameters, padded).memory
 
 
 class Engine:

@@ -18,7 +18,7 @@ from millrace.wire.membership import Membership
 from millrace.wire.v1 import fleet_pb2, rollout_pb2
 from services.rollout.engine import Engine, EngineDied, Load
 from services.rollout.engines import create
-from services.rollout.weights.receiver import Receiver
+from services.rollout.weights.receiver import PublicationReceiver
 from services.rollout.work.groups import Bench
 from services.rollout.work.job import Job, import_transformers, parse_spec
 from services.rollout.work.leases import Leases
@@ -45,7 +45,7 @@ class Replica:
         """Set once the engine ended by itself; `failure` says why."""
         self.engine: Engine | None = None
         self.job: Job | None = None
-        self._receiver: Receiver | None = None
+        self._receiver: PublicationReceiver | None = None
         self._bench: Bench | None = None
         self._engine_of = ""
         self._turn = asyncio.Lock()
@@ -85,7 +85,7 @@ class Replica:
             await self._discard(opening)
             await self._stop_engine()
             raise
-        self._receiver = Receiver(self.engine, self.member_id, spec.rollout.cache_policy, self._on_version)
+        self._receiver = PublicationReceiver(self.engine, self.member_id, spec.rollout.cache_policy, self._on_version)
         self.state = rollout_pb2.ENGINE_STATE_WITHOUT_WEIGHTS
         log.info("configured", job=job_id, engine=self.engine.name, release=self.engine.release)
 
@@ -132,7 +132,7 @@ class Replica:
             self._bench = Bench(self.member_id, self.engine, self.job)
         return self._bench
 
-    def receiver(self, job_id: str) -> Receiver:
+    def receiver(self, job_id: str) -> PublicationReceiver:
         """Raises InvalidState where the replica is not configured for that job."""
         if self._receiver is None or self.job is None or self.job.id != job_id:
             held = self.job.id if self.job else "no job"

@@ -21,8 +21,8 @@ import torch
 from millrace.weights.transfer.channels.channel import Channel, ChannelMessage, PendingExchange
 from millrace.weights.transfer.pipeline import ReceivePipeline, SendPipeline
 from services.rollout.__main__ import app
-from services.rollout.weights import sharded as shards
-from services.rollout.weights.receiver import Receiver
+from services.rollout.weights.in_worker import outgoing, sharded
+from services.rollout.weights.receiver import PublicationReceiver
 
 FOLDER = Path(sys.argv[1])
 LOOK_EVERY_S = 0.01
@@ -43,9 +43,9 @@ def once(what: str) -> bool:
 
 def holding(phase: str) -> Callable[..., Any]:
     """The receiver's method, once the gate is open."""
-    method = getattr(Receiver, phase)
+    method = getattr(PublicationReceiver, phase)
 
-    async def waits(self: Receiver, *arguments: Any) -> Any:
+    async def waits(self: PublicationReceiver, *arguments: Any) -> Any:
         while held(phase):  # noqa: ASYNC110 - the test is another process
             await asyncio.sleep(LOOK_EVERY_S)
         answer = await method(self, *arguments)
@@ -95,8 +95,8 @@ class HeldSending(SendPipeline):
 
 if __name__ in ("__main__", "__mp_main__"):
     for phase in ("prepare", "verify", "commit"):
-        setattr(Receiver, phase, holding(phase))
-    shards.ReceivePipeline, shards.SendPipeline = HeldReceiving, HeldSending  # type: ignore[misc]
+        setattr(PublicationReceiver, phase, holding(phase))
+    sharded.ReceivePipeline, outgoing.SendPipeline = HeldReceiving, HeldSending  # type: ignore[misc]
 
 if __name__ == "__main__":
     app(sys.argv[2:])

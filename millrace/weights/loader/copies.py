@@ -1,4 +1,4 @@
-"""Where an engine's own loader puts each tensor, learned by watching it once.
+"""The copies that an engine's own loader makes, recorded while it runs once.
 
 An engine fuses tensors (q, k and v into one parameter), splits them over workers and pads them; its loaders know how.
 Instead of keeping a second, hand-written map, the loader is run once while every copy it makes is recorded: which
@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from millrace.weights.loader.patches import Joined, in_this_thread
+from millrace.weights.loader.patches import Concatenations, pools_run_inline
 
 Strided = tuple[int, tuple[int, ...], tuple[int, ...]]
 """A view of a storage: offset, shape and strides, in elements."""
 
 
 @dataclass(frozen=True)
-class Landing:
-    """One copy: a slice of tensor `name` lies in a slice of the storage of parameter `parameter`."""
+class LoaderCopy:
+    """One copy: a slice of tensor `name` was written to a slice of the storage of parameter `parameter`."""
 
     name: str
     source: Strided
@@ -30,67 +30,67 @@ class Landing:
 
 
 @dataclass(frozen=True)
-class Landings:
+class LoaderCopies:
     """All copies of one run of the loader."""
 
-    copies: tuple[Landing, ...]
+    copies: tuple[LoaderCopy, ...]
     unknown: tuple[str, ...]
-    """Tensors of which nothing was seen landing: not used by this worker, or changed on the way."""
+    """Tensors of which no copy was seen: not used by this worker, or changed on the way."""
     parameters: Mapping[str, torch.Tensor] = field(repr=False)
 
     def mismatches(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
-        """Names of the tensors whose landings do not hold, bit for bit, what `tensors` says."""
+        """Names of the tensors whose copies are not bit for bit as in `tensors`."""
         wrong = []
         for copy in self.copies:
             expected = torch.as_strided(tensors[copy.name], copy.source[1], copy.source[2], copy.source[0])
-            landed = self._landed(copy)
-            if not torch.equal(_bits(landed), _bits(expected).to(landed.device)):
+            held = self._held(copy)
+            if not torch.equal(_bits(held), _bits(expected).to(held.device)):
                 wrong.append(copy.name)
         return sorted(set(wrong))
 
     def read(self, name: str, like: torch.Tensor) -> torch.Tensor:
-        """Tensor `name` as it lies in the parameters now, shaped as `like`; NaN where this worker holds nothing."""
+        """Tensor `name` as the parameters hold it now, shaped as `like`; NaN where this worker holds nothing of it."""
         whole = torch.full_like(like, float("nan"))
         for copy in self.copies:
             if copy.name == name:
-                torch.as_strided(whole, copy.source[1], copy.source[2], copy.source[0]).copy_(self._landed(copy))
+                torch.as_strided(whole, copy.source[1], copy.source[2], copy.source[0]).copy_(self._held(copy))
         return whole
 
-    def _landed(self, copy: Landing) -> torch.Tensor:
+    def _held(self, copy: LoaderCopy) -> torch.Tensor:
         offset, shape, strides = copy.target
         return torch.as_strided(self.parameters[copy.parameter].detach(), shape, strides, offset)
 
 
-def record_landings(
+def record_copies(
     load: Callable[[Iterable[tuple[str, torch.Tensor]]], Any],
     tensors: Mapping[str, torch.Tensor],
     parameters: Mapping[str, torch.Tensor],
-) -> Landings:
+) -> LoaderCopies:
     """Runs `load` once on `tensors` (contiguous, whole) and records every copy from them into `parameters`."""
     recorder = _Recorder(tensors, parameters)
-    with torch.no_grad(), in_this_thread(), recorder:
+    with torch.no_grad(), pools_run_inline(), recorder:
         load(iter(tensors.items()))
     seen = {copy.name for copy in recorder.copies}
-    return Landings(tuple(recorder.copies), tuple(n for n in tensors if n not in seen), parameters)
+    return LoaderCopies(tuple(recorder.copies), tuple(n for n in tensors if n not in seen), parameters)
 
 
 class _Recorder(TorchDispatchMode):
-    """Sees every `copy_` and tells by their storages whose slice goes where."""
+    """Sees every `copy_` and recognises source and target by their storages."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
-        self.copies: list[Landing] = []
-        self._joined = Joined()
+        self.copies: list[LoaderCopy] = []
+        self._concatenations = Concatenations()
         self._sources = {t.untyped_storage().data_ptr(): name for name, t in tensors.items()}
         self._targets = {p.untyped_storage().data_ptr(): name for name, p in parameters.items()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.copy_.default:
-            for target, source in self._joined.apart(args[0], args[1]) or ():
+            for target, source in self._concatenations.split_copy(args[0], args[1]) or ():
                 self._copied(target, source)
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.cat.default and (len(args) == 1 or args[1] == 0):
-            self._joined.add(result, tuple(args[0]))
+            self._concatenations.add(result, tuple(args[0]))
         return result
 
     def _copied(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -98,7 +98,7 @@ class _Recorder(TorchDispatchMode):
         parameter = self._targets.get(target.untyped_storage().data_ptr())
         if name is not None and parameter is not None and source.dtype == target.dtype:
             source = source.expand_as(target)
-            self.copies.append(Landing(name, _strided(source), parameter, _strided(target)))
+            self.copies.append(LoaderCopy(name, _strided(source), parameter, _strided(target)))
 
 
 def _strided(view: torch.Tensor) -> Strided:

@@ -1,6 +1,6 @@
-"""What engines' loaders do besides copying, so that watching them sees every copy all the same.
+"""What makes every copy of an engine's loader visible to a dispatch mode.
 
-They join tensors before they copy them, and leave copies to thread pools, of which a dispatch mode sees nothing.
+Loaders concatenate tensors before they copy them, and hand copies to thread pools, which a dispatch mode does not see.
 """
 
 import threading
@@ -12,24 +12,24 @@ from typing import Any
 import torch
 
 
-class Joined:
-    """Tensors that a loader made by joining others along their first dimension, and of which ones."""
+class Concatenations:
+    """Tensors that a loader made by concatenating others along their first dimension, with their parts."""
 
     def __init__(self) -> None:
         self._made: dict[int, tuple[torch.Tensor, tuple[torch.Tensor, ...]]] = {}
-        """By storage. The tensors are kept, or others could come to lie there."""
+        """Keyed by storage pointer. The tensors are kept so that the allocator cannot reuse the address."""
 
     def add(self, result: torch.Tensor, parts: tuple[torch.Tensor, ...]) -> None:
         self._made[result.untyped_storage().data_ptr()] = (result, parts)
 
     def parts(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Of what `tensor` was joined; itself if it was not."""
+        """The parts of `tensor`; the tensor itself if it was not concatenated."""
         _, parts = self._made.get(tensor.untyped_storage().data_ptr(), (tensor, (tensor,)))
         return parts
 
-    def apart(self, target: torch.Tensor, source: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
-        """The copies from parts that a copy from `source`, of the shape of `target`, amounts to: (target, source) of
-        each. None where `source` shows something else than rows of what was joined."""
+    def split_copy(self, target: torch.Tensor, source: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
+        """Splits a copy from `source` to `target`, of the same shape, into one copy for each part: (target, source) of
+        each. None where `source` is not made of whole rows of a concatenation."""
         result, parts = self._made.get(source.untyped_storage().data_ptr(), (source, ()))
         if not parts:
             return [(target, source)]
@@ -53,11 +53,11 @@ _submit = ThreadPoolExecutor.submit
 
 
 @contextmanager
-def in_this_thread() -> Iterator[None]:
-    """What this thread hands to a thread pool inside is carried out at once, by this thread."""
+def pools_run_inline() -> Iterator[None]:
+    """Inside, what this thread submits to a thread pool runs at once in this thread."""
     with _lock:
         _inline.add(threading.get_ident())
-        ThreadPoolExecutor.submit = _submit_or_do  # type: ignore[method-assign, assignment]
+        ThreadPoolExecutor.submit = _submit_or_run  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
@@ -67,7 +67,7 @@ def in_this_thread() -> Iterator[None]:
                 ThreadPoolExecutor.submit = _submit  # type: ignore[method-assign]
 
 
-def _submit_or_do(
+def _submit_or_run(
     pool: ThreadPoolExecutor, function: Callable[..., Any], /, *arguments: Any, **named: Any
 ) -> Future[Any]:
     if threading.get_ident() not in _inline:

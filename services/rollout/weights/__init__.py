@@ -1,1 +1,1 @@
-"""The receiver's side of a publication, the same for all engines."""
+"""The receiver's side of a publication, the same for all engines: the part in the replica's own process."""

@@ -1,4 +1,4 @@
-"""The sender's side of a copy: what this replica serves goes to siblings that join, while it generates."""
+"""The sender's side of a copy: the version that this replica serves is sent to siblings that join the job."""
 
 import asyncio
 import secrets
@@ -18,18 +18,18 @@ from millrace.weights.plans.sharded import ShardedPlan
 from millrace.weights.transfer.channels.rendezvous import serve_store
 from millrace.wire.server import host_address
 from millrace.wire.v1 import trainer_pb2, weights_pb2
-from services.rollout.engine import Engine
+from services.rollout.weights.engine_weights import EngineWeights
 from services.rollout.weights.transfer_request import TransferRequest
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class Source:
-    """What is served and may be copied."""
+class ServedVersion:
+    """A version that may be copied."""
 
     publication: PublicationId
-    """The one that put it in place."""
+    """The publication that put it in place."""
     manifest: Manifest
 
 
@@ -38,22 +38,26 @@ class _Prepared:
     request: TransferRequest
     plan: ShardedPlan
     store: TCPStore
-    """Where the communicator meets, for as long as this lives."""
+    """Where the communicator's ranks meet. It is served for as long as this object lives."""
     answer: trainer_pb2.PrepareSendResponse
     seconds: float
 
 
-class Copies:
+class SiblingCopies:
     """One replica's part in the joining of others. `turn` is held by whatever may change the engine's parameters;
-    `source` tells what stands still."""
+    `copyable` returns the served version, or None while a publication is about to change it."""
 
     def __init__(
-        self, engine: Engine, member_id: MemberId, turn: asyncio.Lock, source: Callable[[], Source | None]
+        self,
+        engine: EngineWeights,
+        member_id: MemberId,
+        turn: asyncio.Lock,
+        copyable: Callable[[], ServedVersion | None],
     ) -> None:
         self._engine = engine
         self._member_id = member_id
         self._turn = turn
-        self._source = source
+        self._copyable = copyable
         self._state = PublicationState()
         self._prepared: _Prepared | None = None
         self._sending: asyncio.Task[trainer_pb2.TransferSendResponse] | None = None
@@ -61,30 +65,30 @@ class Copies:
         self._expiry: asyncio.Task[None] | None = None
 
     async def describe(self) -> trainer_pb2.DescribeSendResponse:
-        """Raises InvalidState where nothing can be copied now."""
-        source = self._served()
-        boxes = await self._engine.describe(source.manifest)
+        """The manifest, and the boxes of each worker. Raises InvalidState where nothing can be copied now."""
+        served = self._served()
+        boxes = await self._engine.describe(served.manifest)
         return trainer_pb2.DescribeSendResponse(
-            manifest=source.manifest.to_proto(), layouts=wire.encode(boxes), gpu=self._engine.device != "cpu"
+            manifest=served.manifest.to_proto(), layouts=wire.encode(boxes), gpu=self._engine.device != "cpu"
         )
 
     async def prepare(self, request: trainer_pb2.PrepareSendRequest) -> trainer_pb2.PrepareSendResponse:
-        """Raises Fenced for another version than the one that is served."""
+        """Plan and rendezvous. Raises Fenced for another version than the one that is served."""
         publication, began = PublicationId.from_proto(request.publication), time.perf_counter()
         async with self._turn:
             state = self._state.advance(publication, Phase.PREPARE)
             if state is self._state and self._prepared is not None:
                 return self._prepared.answer
-            source = self._served()
-            served = source.publication
-            if (publication.job, publication.version) != (served.job, served.version):
-                what = f"copy {publication.key} is of another version than {self._member_id} serves: {served.key}."
+            served = self._served()
+            if (publication.job, publication.version) != (served.publication.job, served.publication.version):
+                key = served.publication.key
+                what = f"copy {publication.key} is of another version than {self._member_id} serves: {key}."
                 raise Fenced(what, "copy from another replica, or publish the version.")
             if request.path != weights_pb2.PATH_SHARDED:
                 raise InvalidState(f"a replica sends by no path {request.path}.", "let the trainer publish.")
             await self._end()
             self._state = state
-            prepared = await self._made_ready(request, source, began)
+            prepared = await self._make_ready(request, served, began)
             if self._state is not state:
                 await self._engine.end_send()
                 raise Fenced(f"copy {publication.key} was ended while it was prepared.", "begin a new attempt.")
@@ -92,39 +96,41 @@ class Copies:
             self._expire_after(request.deadline_s, publication)
             return prepared.answer
 
-    async def _made_ready(self, request: trainer_pb2.PrepareSendRequest, source: Source, began: float) -> _Prepared:
-        manifest, key = source.manifest, PublicationId.from_proto(request.publication).key
+    async def _make_ready(
+        self, request: trainer_pb2.PrepareSendRequest, served: ServedVersion, began: float
+    ) -> _Prepared:
+        manifest, key = served.manifest, PublicationId.from_proto(request.publication).key
         plan = await asyncio.to_thread(wire.Planner().plan, manifest, request.sides)
         store, port = serve_store(host_address(), plan.world_size, request.deadline_s)
-        transfer_request = TransferRequest(
+        transfer = TransferRequest(
             key=key,
-            version=source.publication.version,
+            version=served.publication.version,
             manifest=manifest,
             host=host_address(),
             port=port,
             world_size=plan.world_size,
             first_rank=0,
             timeout_s=request.deadline_s,
-            sides=request.sides,
+            path=weights_pb2.PATH_SHARDED,
+            layouts=request.sides,
             communicator=f"{key}/{secrets.token_hex(8)}",
             leave_after=True,
         )
-        transfer_request = replace(
-            transfer_request, nccl_id=await self._engine.prepare_send(transfer_request, source.publication.key)
-        )
+        nccl_id = await self._engine.prepare_send(transfer, served.publication.key)
+        transfer = replace(transfer, nccl_id=nccl_id)
         rendezvous = weights_pb2.Rendezvous(
-            host=transfer_request.host,
+            host=transfer.host,
             port=port,
             world_size=plan.world_size,
-            key=transfer_request.communicator,
-            nccl_id=transfer_request.nccl_id,
+            key=transfer.communicator,
+            nccl_id=nccl_id,
             passing=True,
         )
         answer = trainer_pb2.PrepareSendResponse(rendezvous=rendezvous, plan_hash=plan.hash)
-        return _Prepared(transfer_request, plan, store, answer, time.perf_counter() - began)
+        return _Prepared(transfer, plan, store, answer, time.perf_counter() - began)
 
     async def transfer(self, publication: PublicationId) -> trainer_pb2.TransferSendResponse:
-        """Raises PublicationFailed where it fails, or something newer ends it."""
+        """Sends; returns when the last byte is sent. Raises PublicationFailed where it fails or is ended."""
         state = self._state.advance(publication, Phase.TRANSFER)
         if state is not self._state:
             assert self._prepared is not None
@@ -135,32 +141,32 @@ class Copies:
         return await asyncio.shield(self._sending)
 
     async def _send(self, prepared: _Prepared) -> trainer_pb2.TransferSendResponse:
-        began, transfer_request = time.perf_counter(), prepared.request
-        sent = await self._engine.send(transfer_request)
+        began, request = time.perf_counter(), prepared.request
+        sent = await self._engine.send(request)
         seconds = time.perf_counter() - began
-        by_content = dict(sent.contents)
-        if missing := len(prepared.plan.sizes) - len(by_content):
-            raise PublicationFailed(f"{missing} messages of copy {transfer_request.key} were not sent.", "report it.")
-        log.info("version copied to siblings", key=transfer_request.key, seconds=round(seconds, 4))
+        checksums = dict(sent.checksums)
+        if missing := len(prepared.plan.sizes) - len(checksums):
+            raise PublicationFailed(f"{missing} messages of copy {request.key} were not sent.", "report it.")
+        log.info("version copied to siblings", key=request.key, seconds=round(seconds, 4))
         report = weights_pb2.MemberReport(
             member_id=self._member_id,
-            bytes=transfer_request.manifest.bytes,
+            bytes=request.manifest.bytes,
             prepare_s=prepared.seconds,
             gather_s=sent.pack_s,
             wire_s=max(0.0, seconds - sent.pack_s - sent.checksum_s),
             verify_s=sent.checksum_s,
             staging_bytes=sent.slot_bytes,
         )
-        values = [by_content[content] for content in range(len(by_content))]
+        values = [checksums[number] for number in range(len(checksums))]
         return trainer_pb2.TransferSendResponse(checksums=weights_pb2.Checksums(values=values), report=report)
 
     async def finish(self, publication: PublicationId) -> None:
-        """Frees what the copy held and ends it where it is under way. Idempotent; another copy is not touched."""
+        """Ends the copy where it is under way and frees its memory. Another copy is not touched. Idempotent."""
         if publication == self._state.publication:
             await self._end()
 
     async def give_way(self, newer: PublicationId) -> None:
-        """Ends what is under way before the parameters change; copies older than `newer` are refused from now on."""
+        """Ends a copy before publication `newer` changes the parameters. Older copies are refused from now on."""
         await self._end()
         current = self._state.publication
         if current is None or current.job != newer.job or current < newer:
@@ -181,15 +187,14 @@ class Copies:
             if not sending.cancelled() and (error := sending.exception()) is not None:
                 log.warning("a copy ended early", error=str(error))
 
-    def _served(self) -> Source:
-        source = self._source()
-        if source is None:
-            what = f"{self._member_id} holds no version that stands still."
+    def _served(self) -> ServedVersion:
+        if (served := self._copyable()) is None:
+            what = f"{self._member_id} serves no version that can be copied now."
             raise InvalidState(what, "copy from another replica, or publish the version.")
-        return source
+        return served
 
     def _expire_after(self, seconds: float, publication: PublicationId) -> None:
-        """Ends the copy after `seconds`, whether or not anybody asks for it again."""
+        """Ends the copy after `seconds`, even where nobody calls again."""
 
         def expire() -> None:
             self._expiry = asyncio.create_task(self.finish(publication))

@@ -1,6 +1,6 @@
-"""One publication as a replica's ranks see it: what comes or goes, where they meet, until when."""
+"""The request for one transfer of weights: what comes or goes, by which path, where the ranks meet, until when."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from millrace.errors import PublicationFailed
 from millrace.ids import Version
@@ -10,88 +10,93 @@ from millrace.wire.v1 import rollout_pb2, weights_pb2
 
 @dataclass(frozen=True)
 class KnownPlan:
-    """What deliveries by one plan have in common. It is told once; after that the plan's hash stands for it."""
+    """What a member keeps of the plan that it agreed to last: later requests only give the plan's hash."""
 
     plan_hash: bytes
     manifest: Manifest
-    sides: weights_pb2.Sides | None
-
-    @classmethod
-    def of(cls, transfer_request: "TransferRequest") -> "KnownPlan":
-        return cls(transfer_request.plan_hash, transfer_request.manifest, transfer_request.sides)
+    layouts: weights_pb2.Sides
 
 
-NO_PLAN = KnownPlan(b"", Manifest(()), None)
+NO_PLAN = KnownPlan(b"", Manifest(()), weights_pb2.Sides())
 
 
 @dataclass(frozen=True)
 class TransferRequest:
+    """One transfer as the ranks of a replica see it. A replica that receives and a replica that sends to a sibling
+    both pass it to the workers of their engine."""
+
     key: str
-    """Names the communicator: job, version, epoch and attempt."""
+    """Names the publication: job, version, epoch and attempt."""
     version: Version
     manifest: Manifest
     host: str
     port: int
+    """Of the store where the communicator's ranks meet."""
     world_size: int
-    """Of the communicator: the sender and every worker of every receiver."""
+    """Ranks of the communicator: all senders and every worker of every receiver."""
     first_rank: int
-    """Of this replica's workers, which take the ranks from here on; 0 where they send."""
+    """Rank of this replica's first worker in the communicator; its other workers follow. 0 where they send."""
     timeout_s: float
-    """For the meeting and for each operation after it."""
-    sides: weights_pb2.Sides | None = None
-    """Of a sharded publication."""
+    """Limits the joining of the communicator and each operation after it."""
+    path: "weights_pb2.Path"
+    layouts: weights_pb2.Sides = field(default_factory=weights_pb2.Sides)
+    """The boxes that each sender holds and each receiver wants; empty where the path does not use them."""
     communicator: str = ""
-    """Names the communicator of a sharded publication, which may outlive it."""
+    """Names the communicator of a sharded transfer, which may live longer than the transfer."""
     already_joined: bool = False
-    """Everybody is in that communicator already."""
+    """All ranks are in that communicator from an earlier transfer."""
     leave_after: bool = False
-    """Everybody leaves that communicator once the bytes are there."""
+    """All ranks leave that communicator when the transfer ends."""
     nccl_id: bytes = b""
+    """NCCL's unique id; empty where the ranks meet over Gloo."""
     mode: "weights_pb2.CommitMode" = weights_pb2.COMMIT_MODE_UNSPECIFIED
+    """How the version is put in place; unspecified: shadow where the memory allows it."""
     plan_hash: bytes = b""
 
     @classmethod
-    def from_request(cls, request: rollout_pb2.PrepareReceiveRequest, known: KnownPlan) -> "TransferRequest | None":
-        """None where it only names a plan that is not the one that is known. Raises PublicationFailed where the
-        manifest contradicts its own hash."""
-        ref, meeting = request.publication, request.rendezvous
+    def from_proto(cls, request: rollout_pb2.PrepareReceiveRequest, known: KnownPlan) -> "TransferRequest | None":
+        """None where the request only gives the hash of a plan, and `known` is another plan. Raises PublicationFailed
+        where the manifest contradicts its own hash."""
+        ref, rendezvous = request.publication, request.rendezvous
         if request.HasField("manifest"):
             try:
                 manifest = Manifest.from_proto(request.manifest)
             except ValueError as error:
                 raise PublicationFailed(f"{error}.", "run the same release of millrace everywhere.") from error
-            sides = request.sides if request.path == weights_pb2.PATH_SHARDED else None
+            layouts = request.sides
         elif request.plan_hash and request.plan_hash == known.plan_hash:
-            manifest, sides = known.manifest, known.sides
+            manifest, layouts = known.manifest, known.layouts
         else:
             return None
         return cls(
             key=f"{ref.job_id}/{ref.version}/{ref.epoch}/{ref.attempt}",
             version=Version(ref.version),
             manifest=manifest,
-            host=meeting.host,
-            port=meeting.port,
-            world_size=meeting.world_size,
+            host=rendezvous.host,
+            port=rendezvous.port,
+            world_size=rendezvous.world_size,
             first_rank=request.receiver.first_rank,
             timeout_s=request.deadline_s,
-            sides=sides,
-            communicator=meeting.key,
-            already_joined=meeting.standing,
-            leave_after=meeting.passing,
-            nccl_id=meeting.nccl_id,
+            path=request.path,
+            layouts=layouts,
+            communicator=rendezvous.key,
+            already_joined=rendezvous.standing,
+            leave_after=rendezvous.passing,
+            nccl_id=rendezvous.nccl_id,
             mode=request.mode,
             plan_hash=request.plan_hash,
         )
 
     def encode(self, *, whole: bool = True) -> bytes:
-        """For an engine's worker processes; to those that know the plan it is enough to name it."""
+        """The bytes for an engine's workers. Without `whole`, manifest and layouts are left out: the workers know the
+        plan."""
         job, version, epoch, attempt = self.key.rsplit("/", 3)
         request = rollout_pb2.PrepareReceiveRequest(
             publication=weights_pb2.PublicationRef(
                 job_id=job, version=int(version), epoch=int(epoch), attempt=int(attempt)
             ),
             manifest=self.manifest.to_proto() if whole else None,
-            path=weights_pb2.PATH_SHARDED if self.sides is not None else weights_pb2.PATH_GATHER_BROADCAST,
+            path=self.path,
             rendezvous=weights_pb2.Rendezvous(
                 host=self.host,
                 port=self.port,
@@ -101,7 +106,7 @@ class TransferRequest:
                 passing=self.leave_after,
                 nccl_id=self.nccl_id,
             ),
-            sides=self.sides if whole else None,
+            sides=self.layouts if whole else None,
             mode=self.mode,
             plan_hash=self.plan_hash,
             receiver=weights_pb2.Receiver(first_rank=self.first_rank),
@@ -110,16 +115,10 @@ class TransferRequest:
         return request.SerializeToString()
 
     @classmethod
-    def decode(cls, data: bytes, known: KnownPlan) -> "TransferRequest | None":
-        return cls.from_request(rollout_pb2.PrepareReceiveRequest.FromString(data), known)
+    def decode(cls, data: bytes, known: KnownPlan = NO_PLAN) -> "TransferRequest | None":
+        """The request that `encode` wrote; None as `from_proto`."""
+        return cls.from_proto(rollout_pb2.PrepareReceiveRequest.FromString(data), known)
 
-
-def stages(transfer_request: TransferRequest, fits: bool) -> bool:
-    """Whether a sharded transfer is received beside generation: as it says, or else where the memory is there."""
-    if transfer_request.mode == weights_pb2.COMMIT_MODE_UNSPECIFIED:
-        return fits
-    return transfer_request.mode == weights_pb2.COMMIT_MODE_SHADOW
-
-
-def mode_of(staged: bool) -> "weights_pb2.CommitMode":
-    return weights_pb2.COMMIT_MODE_SHADOW if staged else weights_pb2.COMMIT_MODE_INPLACE
+    @property
+    def known_plan(self) -> KnownPlan:
+        return KnownPlan(self.plan_hash, self.manifest, self.layouts)

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from millrace.cli.output import tell
 from millrace.errors import InvalidState, MillraceError
-from millrace.weights.loader.stored import dtype_of, pieces, stored_tensors
+from millrace.weights.loader.stored import pieces, published_dtype, stored_tensors
 from services.trainer.checkpoints import huggingface
 from services.trainer.checkpoints.box_files import BoxReader
 from services.trainer.checkpoints.checkpoint import open_checkpoint
@@ -104,7 +104,7 @@ def _tensors(stored: BoxReader, folder: Path, dtype: str, trust: bool) -> Iterat
     untrained: dict[str, tuple[tuple[int, ...], str]] = {}
     if (module := _module(folder, trust)) is not None:
         for name, like in stored_tensors(module):
-            trained, kept = name in left, dtype_of(module, name, dtype)
+            trained, kept = name in left, published_dtype(module, name, dtype)
             left.discard(name)
             for piece, part in pieces(module, name, stored.whole(WEIGHTS + name) if trained else like).items():
                 if trained or piece in left:

@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from millrace.weights.loader.copies import record_landings
-from millrace.weights.loader.patches import in_this_thread
+from millrace.weights.loader.copies import record_copies
+from millrace.weights.loader.patches import pools_run_inline
 
 HIDDEN, VOCABULARY, PADDED = 6, 10, 16
 
@@ -36,33 +36,33 @@ def tensors(tied):
     return {n: torch.randn(shapes.get(n, (HIDDEN, HIDDEN))) for n in names}
 
 
-def test_landings_read_back_what_was_loaded_and_name_what_was_changed():
+def test_copies_read_back_what_was_loaded_and_name_what_was_changed():
     for rank, tied in [(0, True), (1, True), (0, False), (1, False)]:
         parameters, load = make(rank, tied)
         first = tensors(tied)
-        landings = record_landings(load, first, parameters)
-        assert landings.unknown == () and landings.mismatches(first) == []
+        copies = record_copies(load, first, parameters)
+        assert copies.unknown == () and copies.mismatches(first) == []
         second = tensors(tied)
         load(iter(second.items()))
-        assert landings.mismatches(second) == []
-        assert landings.mismatches(first) == sorted(first)
+        assert copies.mismatches(second) == []
+        assert copies.mismatches(first) == sorted(first)
         parameters["qkv"][4, 2] += 1.0  # the k part of this worker
-        assert landings.mismatches(second) == ["k"]
+        assert copies.mismatches(second) == ["k"]
 
 
 def test_read_gives_this_workers_part_in_manifest_terms():
     parameters, load = make(rank=1, tied=False)
     given = tensors(tied=False)
-    landings = record_landings(load, given, parameters)
-    assert torch.equal(landings.read("head", given["head"]), given["head"])
-    k = landings.read("k", given["k"])
+    copies = record_copies(load, given, parameters)
+    assert torch.equal(copies.read("head", given["head"]), given["head"])
+    k = copies.read("k", given["k"])
     assert torch.equal(k[HIDDEN // 2 :], given["k"][HIDDEN // 2 :]) and k[: HIDDEN // 2].isnan().all()
 
 
 def test_a_tensor_changed_on_the_way_is_unknown():
     parameters, load = make(rank=0, tied=True)
-    landings = record_landings(load, {"norm": torch.randn(HIDDEN)}, parameters)
-    assert landings.unknown == ("norm",)
+    copies = record_copies(load, {"norm": torch.randn(HIDDEN)}, parameters)
+    assert copies.unknown == ("norm",)
 
 
 def test_what_is_joined_in_a_thread_of_its_own_is_read_back_from_its_parts():
@@ -73,16 +73,16 @@ def test_what_is_joined_in_a_thread_of_its_own_is_read_back_from_its_parts():
         with ThreadPoolExecutor(1) as pool:
             pool.submit(lambda parts: fused.copy_(torch.cat(parts)[1:]), [tensor for _, tensor in weights]).result()
 
-    landings = record_landings(load, given, {"fused": fused})
-    assert landings.unknown == () and landings.mismatches(given) == []
+    copies = record_copies(load, given, {"fused": fused})
+    assert copies.unknown == () and copies.mismatches(given) == []
     assert torch.equal(fused, torch.cat(list(given.values()))[1:])
-    assert torch.equal(landings.read("b", given["b"]), given["b"])
+    assert torch.equal(copies.read("b", given["b"]), given["b"])
     fused[0, 0] += 1.0
-    assert landings.mismatches(given) == ["a"]
+    assert copies.mismatches(given) == ["a"]
 
 
 def test_other_threads_pools_are_left_alone():
-    with ThreadPoolExecutor(1) as pool, in_this_thread():
+    with ThreadPoolExecutor(1) as pool, pools_run_inline():
         assert pool.submit(threading.get_ident).result() == threading.get_ident()
         found = []
         other = threading.Thread(target=lambda: found.append(pool.submit(threading.get_ident).result()))

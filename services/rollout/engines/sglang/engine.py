@@ -1,6 +1,6 @@
 """SGLang behind the engine protocol: its Engine in this process, a scheduler process a rank below it.
 
-The weights live in the schedulers, where `sglang_worker` receives them beside generation. Nothing listens on a network
+The weights live in the schedulers, where `worker.py` receives them beside generation. Nothing listens on a network
 address: SGLang's processes and ours meet on Unix sockets.
 """
 
@@ -37,16 +37,17 @@ from services.rollout.engine import (
 )
 from services.rollout.engines.sglang import options as sglang_options
 from services.rollout.engines.sglang.options import MARK
-from services.rollout.engines.worker_engine import Answers, WorkerEngine, samples_that_fit
+from services.rollout.engines.sglang.worker_methods import SglangMethods
+from services.rollout.engines.versioned import VersionedEngine, samples_that_fit
 from services.rollout.lifeline import own_descendants
-from services.rollout.weights.worker_rpc import SOCKET, Inlets
+from services.rollout.weights.worker_rpc import SOCKET, WorkerRpc
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
 LOOK_EVERY_S = 0.5
 """How often its processes are looked after."""
-MEET_S = 60.0
-"""From SGLang's being ready until every scheduler has opened its inlet."""
+CONNECT_S = 60.0
+"""From SGLang's being ready until every scheduler has connected to the replica."""
 WARM_UP_REQUESTS = 256
 WARM_UP_TOKENS = 48
 """Of a batch that only warms up: how many, and how long the longest prompt."""
@@ -61,7 +62,9 @@ def probe() -> Probe:
     return Probe(True, found, sglang_options.release_warning(found))
 
 
-class SglangEngine(WorkerEngine):
+class SglangEngine(VersionedEngine):
+    """SGLang's Engine. See `Engine`."""
+
     name = "sglang"
 
     def __init__(self) -> None:
@@ -74,7 +77,7 @@ class SglangEngine(WorkerEngine):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="sglang")
         self._engine: Any = None
         self._manager: Any = None
-        self._inlets = Inlets("SGLang")
+        self._workers: WorkerRpc = WorkerRpc("SGLang")
         self._numbers = itertools.count()
         self._context = 0
         self._end_of_turn: list[int] = []
@@ -92,13 +95,13 @@ class SglangEngine(WorkerEngine):
         # SGLang's processes tell their parent by this signal that one of them has failed.
         with contextlib.suppress(ValueError, RuntimeError):
             loop.add_signal_handler(signal.SIGQUIT, self._lost, "SGLang reported a failure of its processes")
-        os.environ[SOCKET] = await self._inlets.listen()
+        os.environ[SOCKET] = await self._workers.listen()
         self._context = sglang_options.context(spec)
         await loop.run_in_executor(self._thread, self._build, spec)
         self._handle_outputs()
-        ranks = await self._inlets.meet(self._engine.server_args.tp_size, MEET_S)
-        self.world_size, self.dtype, self.device = len(ranks), ranks[0]["dtype"], ranks[0]["device"]
-        self.capacity = samples_that_fit(ranks[0]["requests"], ranks[0]["tokens"], self._context)
+        first, *others = await self._workers.wait_for_workers(self._engine.server_args.tp_size, CONNECT_S)
+        self.world_size, self.dtype, self.device = 1 + len(others), first.dtype, first.device
+        self.capacity = samples_that_fit(first.max_requests, first.cache_tokens, self._context)
         await self._while_alive(self._warm_up())
         self._watch = asyncio.create_task(self._look_after(self._engine.get_all_child_pids()))
 
@@ -161,7 +164,7 @@ class SglangEngine(WorkerEngine):
             # Unsent messages to processes that have ended would hold up this one's end.
             for socket in (self._manager.recv_from_detokenizer, self._manager.send_to_scheduler):
                 socket.close(linger=0)
-        await self._inlets.close()
+        await self._workers.close()
         with contextlib.suppress(ValueError, RuntimeError):
             asyncio.get_running_loop().remove_signal_handler(signal.SIGQUIT)
         self._thread.shutdown(wait=False)
@@ -256,13 +259,10 @@ class SglangEngine(WorkerEngine):
             text=text,
         )
 
-    # What publications ask of it.
+    # What VersionedEngine asks of its subclasses.
 
     def _started(self) -> bool:
         return self._engine is not None
-
-    async def _ask(self, method: str, *arguments: Any, paused: bool = False) -> Answers:
-        return await self._inlets.ask(method, *arguments, paused=paused)
 
     async def _pause(self, cache_policy: CachePolicy) -> None:
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
@@ -275,7 +275,7 @@ class SglangEngine(WorkerEngine):
         await self._manager.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
 
     async def _label(self, version: Version, cache_key: str) -> None:
-        await self._inlets.ask("label", version, cache_key, paused=True)
+        await self._ask(SglangMethods.label, int(version), cache_key, paused=True)
 
     async def _end_requests(self) -> None:
         for request_id in list(self._running):

@@ -44,7 +44,7 @@ def server_arguments(spec: JobSpec) -> dict[str, Any]:
         "dtype": spec.rollout.dtype,
         # A publication follows before anything is served: reading the checkpoint would be wasted.
         "load_format": "dummy",
-        # The name under which the worker puts its own sampler: see sglang_worker.
+        # The name under which the worker puts its own sampler: see worker.py.
         "sampling_backend": "pytorch",
         # Replicas must not draw the same random numbers; the ranks of one must.
         "random_seed": secrets.randbits(30),

@@ -1,31 +1,33 @@
-"""The part of a replica that runs inside each of SGLang's scheduler processes, one a rank.
+"""The part of a replica that runs inside each of SGLang's scheduler processes, one for each rank.
 
-SGLang lets its caller name the function that these processes run. Ours runs theirs with two additions: a sampler that
-reports the distribution really sampled from and marks every token with the version that made it, and an inlet for the
-phases of a publication.
+SGLang lets its caller name the function that these processes run. `run_scheduler_process` runs SGLang's own with two
+additions: a sampler that reports the distribution that was really sampled from and marks every token with the version
+that sampled it, and a connection to the replica for the phases of a publication.
 """
 
 import os
 import queue
 import time
-from types import SimpleNamespace
 from typing import Any
 
 from services.rollout.engines.sglang.options import MARK
-from services.rollout.engines.worker_engine import BETWEEN_BATCHES
-from services.rollout.weights.in_worker import WeightReceiver
-from services.rollout.weights.worker_rpc import SOCKET, Answer, Inlet, Request, carried_out, expired
+from services.rollout.weights.in_worker.model import EngineModel
+from services.rollout.weights.in_worker.receiver import WeightReceiver
+from services.rollout.weights.worker_messages import Introduction, Reply, Request, carry_out
+from services.rollout.weights.worker_methods import BETWEEN_BATCHES
+from services.rollout.weights.worker_rpc import SOCKET, WorkerRpcServer
 
 PAUSED_LOOK_S = 0.0005
 """Between two looks of a paused scheduler at its requests. It would look without any rest, and the thread that receives
 weights meanwhile would wait for the interpreter's lock at every step."""
-NONE = -1
+NO_VERSION = -1
+METHODS_BETWEEN_BATCHES = frozenset(method.__name__ for method in BETWEEN_BATCHES)
 
 
 class Label:
-    """The version that this process generates with, and under which name its keys and values are kept."""
+    """The version that this process generates with, and the name of its keys and values in the cache."""
 
-    version = NONE
+    version = NO_VERSION
     cache_key = ""
 
 
@@ -43,27 +45,27 @@ def run_scheduler_process(
 
     hold_on()
     sampler.register_sampler_backend("pytorch", _marking_sampler)
-    theirs = scheduler.Scheduler
+    base = scheduler.Scheduler
 
-    class Scheduler(theirs):  # type: ignore[misc, valid-type]
+    class Scheduler(base):  # type: ignore[misc, valid-type]
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **options)
-            self._millrace_inlet = SchedulerInlet(self, tp_rank)
+            self._millrace_rpc = SchedulerRpc(self, tp_rank)
 
         def process_input_requests(self, requests: Any) -> Any:
-            relabelled(requests)
+            relabel(requests)
             result = super().process_input_requests(requests)
-            self._millrace_inlet.answer_due()
+            self._millrace_rpc.carry_out_waiting()
             return result
 
     scheduler.Scheduler = Scheduler
     scheduler.run_scheduler_process(server_args, port_args, gpu_id, tp_rank, *rest, **named)
 
 
-def relabelled(requests: Any) -> None:
-    """Requests that come in find nothing but what this version's have left, though their names for it are older: SGLang
-    holds back what it gets while it is paused. All ranks get the same ones; what comes to one before its label and to
-    another after it is relabelled there in the queue."""
+def relabel(requests: Any) -> None:
+    """Gives requests that come in the cache key of the version in place. Theirs may be older: SGLang holds back what it
+    gets while it is paused. All ranks get the same requests; one that came to a rank before `label` is relabelled in
+    the queue by `label`."""
     for request in requests:
         for one in getattr(request, "batch", None) or (request,):
             if LABEL.cache_key and getattr(one, "extra_key", None):
@@ -83,7 +85,8 @@ def _marking_sampler() -> Any:
             return tokens
 
         def _sample_from_probs(self, probs: Any, sampling_info: Any, positions: Any, simple_sampling_case: bool) -> Any:
-            """Cuts `probs` in place, of which SGLang reports the logarithm. It has divided by the temperature."""
+            """Applies top-k and top-p to `probs` in place, because SGLang reports its logarithm. It has applied the
+            temperature."""
             if simple_sampling_case:
                 return sampler.sampling_from_probs_torch(
                     probs, sampling_seed=sampling_info.sampling_seed, positions=positions
@@ -102,70 +105,72 @@ def _marking_sampler() -> Any:
 
 
 class SglangReceiver(WeightReceiver):
-    """Receives into the model of one scheduler."""
+    """Receives into the model of one scheduler. Implements `SglangMethods`."""
 
     def __init__(self, scheduler: Any, rank: int) -> None:
         runner = scheduler.tp_worker.model_runner
-        self.rank = rank
-        self.model_config = SimpleNamespace(dtype=runner.dtype)
-        self.get_model = lambda: runner.model
+        super().__init__(EngineModel(rank, lambda: runner.model, runner.dtype))
         self._scheduler = scheduler
 
-    def label(self, version: int, cache_key: str) -> Answer:
-        """What is sampled from here on is of `version`. Requests that wait to be prefilled, some of them again, must
-        find none of the old version's keys and values."""
+    def label(self, version: int, cache_key: str) -> None:
+        """See `SglangMethods`."""
         LABEL.version, LABEL.cache_key = version, cache_key
         for waiting in self._scheduler.waiting_queue:
             waiting.extra_key = cache_key
-        return {}
 
 
-class SchedulerInlet(Inlet):
-    """Carries out in the scheduler's own thread, by `answer_due`, what has to lie between two batches."""
+class SchedulerRpc:
+    """Connects a scheduler to the replica. What has to run between two batches waits for `carry_out_waiting`, which the
+    scheduler's own thread calls."""
 
     def __init__(self, scheduler: Any, rank: int) -> None:
+        self.receiver = SglangReceiver(scheduler, rank)
         self._scheduler = scheduler
-        self._receiver = SglangReceiver(scheduler, rank)
-        self._due: queue.SimpleQueue[Request] = queue.SimpleQueue()
-        self._held: Request | None = None
-        super().__init__(os.environ[SOCKET], _introduction(scheduler, rank), self._taken)
+        self._waiting: queue.SimpleQueue[Request] = queue.SimpleQueue()
+        self._before_pause: Request | None = None
+        """Taken from the queue; it waits for generation to pause."""
+        self._server = WorkerRpcServer(os.environ[SOCKET], _introduction(scheduler, rank), self._receive)
 
-    def _taken(self, request: Request) -> Answer | None:
-        if not request["paused"] and request["method"] not in BETWEEN_BATCHES:
-            return carried_out(self._receiver, request)
-        self._due.put(request)
+    def close(self) -> None:
+        self._server.close()
+
+    def _receive(self, request: Request) -> Reply | None:
+        if not request.paused and request.method not in METHODS_BETWEEN_BATCHES:
+            return carry_out(self.receiver, request)
+        self._waiting.put(request)
         return None
 
-    def answer_due(self) -> None:
+    def carry_out_waiting(self) -> None:
+        """Carries out the requests that may run now. Called between two batches."""
         if self._scheduler._engine_paused:
             time.sleep(PAUSED_LOOK_S)
-        while self._held is not None or not self._due.empty():
-            request = self._held if self._held is not None else self._due.get()
-            self._held = None
-            if expired(request):
-                continue  # it was given up: carried out now it would meet another publication
-            if request["paused"]:
+        while self._before_pause is not None or not self._waiting.empty():
+            request = self._before_pause if self._before_pause is not None else self._waiting.get()
+            self._before_pause = None
+            if request.expired:
+                continue  # the replica waits no more: carried out now, it would meet another publication
+            if request.paused:
                 if not self._scheduler._engine_paused:
-                    self._held = request  # the order to pause comes on a way of its own
+                    self._before_pause = request  # SGLang delivers the order to pause on a way of its own
                     return
-                _settle()
-            self.answer(request, carried_out(self._receiver, request))
+                _finish_batch()
+            self._server.reply(carry_out(self.receiver, request))
 
 
-def _introduction(scheduler: Any, rank: int) -> dict[str, Any]:
+def _introduction(scheduler: Any, rank: int) -> Introduction:
     import torch
 
     runner = scheduler.tp_worker.model_runner
-    return {
-        "rank": rank,
-        "dtype": str(runner.dtype).removeprefix("torch."),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "requests": int(scheduler.max_running_requests),
-        "tokens": int(scheduler.max_total_num_tokens),
-    }
+    return Introduction(
+        rank,
+        dtype=str(runner.dtype).removeprefix("torch."),
+        device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        max_requests=int(scheduler.max_running_requests),
+        cache_tokens=int(scheduler.max_total_num_tokens),
+    )
 
 
-def _settle() -> None:
+def _finish_batch() -> None:
     """Waits for the batch that the device may still work on."""
     import torch
 

@@ -1,7 +1,6 @@
 """The decode loop of the `transformers` engine: continuous batching, with versions that change between two tokens."""
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +19,7 @@ from services.rollout.engines.transformers.routing import Routing
 
 @dataclass(eq=False)
 class Request:
-    """A sample in the making. `ended` is called in the loop's thread, with None where it was aborted."""
+    """A sample that is being generated. `ended` is called in the loop's thread, with None where it was aborted."""
 
     prompt: Sequence[int]
     sampling: Sampling
@@ -29,7 +28,7 @@ class Request:
     logprobs: list[float] = field(default_factory=list)
     versions: list[VersionSpan] = field(default_factory=list)
     experts: list[NDArray[np.integer]] = field(default_factory=list)
-    """One after the other, of all tokens but the last."""
+    """The experts of all tokens but the last, one array for each forward pass."""
     aborted: bool = False
 
     def grow(self, token: int, logprob: float, version: Version) -> None:
@@ -49,16 +48,16 @@ class Endings:
     tokenizer: Any
     end_of_turn: frozenset[int]
     context: int
-    """Tokens that prompt and response may have together."""
+    """Largest number of tokens of a prompt and its response together."""
 
-    def of(self, request: Request) -> Sample | None:
-        """The finished sample, or None while it goes on."""
+    def finished(self, request: Request) -> Sample | None:
+        """The sample of a request, or None while it is not finished."""
         reason = self._reason(request)
         if reason is None:
             return None
         text = str(self.tokenizer.decode(request.tokens, skip_special_tokens=True))
         if reason is StopReason.STOP_STRING:
-            # Bytes that are no character alone may be one with those before them: only the tail shows the stop then.
+            # Bytes that are no character alone may form one with those before them; then only the tail shows the stop.
             found = (at for s in request.sampling.stop if (at := text.find(s)) >= 0)
             text = text[: min(found, default=len(text))]
         return Sample(
@@ -85,15 +84,12 @@ class Endings:
         return any(stop in text for stop in request.sampling.stop)
 
 
-@dataclass(eq=False)
 class Pause:
-    """A stand-still of the loop. Who asked for it ends it, once; the loop goes on when no pause is left."""
-
-    began: float = field(default_factory=time.perf_counter)
+    """One request to pause the loop. Whoever made it ends it, once."""
 
 
 class DecodeLoop:
-    """`run` in a thread of its own; every other method from any thread."""
+    """`run` is called in a thread of its own, every other method from any thread."""
 
     def __init__(self, model: Any, endings: Endings, capacity: int, seed: int, routing: Routing | None = None) -> None:
         self._model = model
@@ -106,7 +102,7 @@ class DecodeLoop:
         self._version: Version | None = None
         self._recompute = False
         self._pauses: set[Pause] = set()
-        self._still = False
+        self._is_paused = False
         self._stopped = False
         self._ended = False
         self._wake = threading.Condition()
@@ -130,36 +126,41 @@ class DecodeLoop:
             return sum(not r.aborted for r in self._running), sum(not r.aborted for r in self._waiting)
 
     def pause(self) -> Pause:
-        """Asks the loop to stand still between two tokens, keeping every request; `stands` waits for that."""
+        """Asks the loop to pause between two tokens, keeping every request. `wait_paused` waits for that."""
         with self._wake:
             pause = Pause()
             self._pauses.add(pause)
             self._wake.notify_all()
             return pause
 
-    def stands(self, pause: Pause) -> None:
-        """Returns once the loop stands still, or `pause` was ended before. Raises EngineDied where the loop ended."""
+    def wait_paused(self, pause: Pause) -> None:
+        """Returns once the loop has paused, or `pause` was ended before. Raises EngineDied where the loop ended."""
         with self._wake:
-            self._wake.wait_for(lambda: self._still or self._ended or pause not in self._pauses)
+            self._wake.wait_for(lambda: self._is_paused or self._ended or pause not in self._pauses)
             if self._ended:
                 raise EngineDied("the decode loop ended.")
 
-    def release(self, pause: Pause) -> None:
-        """Ends `pause` with everything as it was."""
+    def resume(self, pause: Pause, *, recompute: bool = False) -> None:
+        """Ends `pause`; the loop runs again when no pause is left. With `recompute`, requests in flight are prefilled
+        again under the weights in place."""
         with self._wake:
+            self._recompute = self._recompute or recompute
             self._pauses.discard(pause)
-            self._still = self._still and bool(self._pauses)
+            self._is_paused = self._is_paused and bool(self._pauses)
             self._wake.notify_all()
 
-    def resume(self, pause: Pause, version: Version | None, recompute: bool) -> None:
-        """Ends `pause`, for which the loop stands still, with `version` in place. `recompute` prefills requests in
-        flight again under it; None aborts them, since no version is in place."""
+    def set_version(self, version: Version) -> None:
+        """Tokens that are sampled from now on are of `version`. Called while the loop is paused."""
         with self._wake:
-            self._version, self._recompute = version, self._recompute or recompute
-            if version is None:
-                for request in [*self._running, *self._waiting]:
-                    request.aborted = True
-            self.release(pause)
+            self._version = version
+
+    def drop_version(self) -> None:
+        """No version is in place any more: aborts all requests. Called while the loop is paused, or has ended."""
+        with self._wake:
+            self._version = None
+            for request in [*self._running, *self._waiting]:
+                request.aborted = True
+            self._wake.notify_all()
 
     def stop(self) -> None:
         with self._wake:
@@ -177,11 +178,11 @@ class DecodeLoop:
                 self._wake.notify_all()
 
     def _between_tokens(self) -> bool:
-        """Waits for work, admits and drops rows. Answers whether to go on."""
+        """Waits for work and drops aborted requests. Answers whether there is work; otherwise the loop was stopped."""
         with self._wake:
             while not self._stopped:
                 if self._pauses:
-                    self._still = True
+                    self._is_paused = True
                     self._wake.notify_all()
                     self._wake.wait()
                     continue
@@ -220,7 +221,7 @@ class DecodeLoop:
         self._grow(torch.cat(logits))
         going = []
         for row, request in enumerate(self._running):
-            if (sample := self._endings.of(request)) is None:
+            if (sample := self._endings.finished(request)) is None:
                 going.append(row)
             else:
                 request.ended(sample)

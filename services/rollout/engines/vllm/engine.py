@@ -1,7 +1,7 @@
 """vLLM behind the engine protocol: AsyncLLM, the same adapter for the CPU build and the GPU build.
 
 An engine is several processes (EngineCore, one Worker a rank) below this one. The weights live in the workers, where
-`weight_receiver.WeightReceiver` receives them beside generation.
+`worker.WorkerExtension` receives them beside generation.
 """
 
 import asyncio
@@ -36,21 +36,15 @@ from services.rollout.engine import (
     compute_threads,
     end_of_turn,
 )
+from services.rollout.engines.versioned import VersionedEngine, samples_that_fit
 from services.rollout.engines.vllm import options as vllm_options
 from services.rollout.engines.vllm.versions import VersionMarks
-from services.rollout.engines.worker_engine import (
-    BETWEEN_BATCHES,
-    Answers,
-    WorkerEngine,
-    raise_failed,
-    samples_that_fit,
-)
+from services.rollout.engines.vllm.workers import VllmWorkers
 from services.rollout.lifeline import kill_descendants, own_descendants
-from services.rollout.weights.worker_rpc import RPC_S, Inlets
 
 log = structlog.get_logger(__name__)
-MEET_S = 30.0
-"""Until every worker has opened its inlet."""
+CONNECT_S = 30.0
+"""Until every worker has connected to the replica."""
 WORKERS_END_S = 0.5
 
 
@@ -63,7 +57,9 @@ def probe() -> Probe:
     return Probe(True, found, vllm_options.release_warning(found))
 
 
-class VllmEngine(WorkerEngine):
+class VllmEngine(VersionedEngine):
+    """vLLM's AsyncLLM. See `Engine`."""
+
     name = "vllm"
 
     def __init__(self) -> None:
@@ -76,7 +72,7 @@ class VllmEngine(WorkerEngine):
         # The kernel ends a child with the thread that made it: this one lives as long as the engine.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="vllm")
         self._numbers = itertools.count()
-        self._inlets = Inlets("vLLM")
+        self._workers: VllmWorkers = VllmWorkers()
         self._marks: VersionMarks | None = None
         self._end_of_turn: list[int] = []
         self._replayed: list[int] | None = None
@@ -88,7 +84,7 @@ class VllmEngine(WorkerEngine):
             log.warning(warning)
         own_descendants()
         _set_environment()
-        path = await self._inlets.listen()
+        path = await self._workers.listen()
         self._llm = await asyncio.get_running_loop().run_in_executor(self._thread, self._build, spec)
         config = self._llm.vllm_config
         cache = config.cache_config
@@ -96,8 +92,7 @@ class VllmEngine(WorkerEngine):
         self.capacity = samples_that_fit(config.scheduler_config.max_num_seqs, tokens, longest)
         self.world_size = config.parallel_config.world_size
         self.dtype = str(config.model_config.dtype).removeprefix("torch.")
-        await self._between_batches("millrace_open_inlet", path)
-        await self._inlets.meet(self.world_size, MEET_S)
+        await self._workers.connect(self._llm, path, self.world_size, CONNECT_S)
 
     def _build(self, spec: JobSpec) -> Any:
         """Starts the engine's processes and returns the AsyncLLM. Takes seconds to minutes; runs in `_thread`."""
@@ -137,10 +132,10 @@ class VllmEngine(WorkerEngine):
     async def stop(self) -> None:
         if self._llm is not None:
             await asyncio.get_running_loop().run_in_executor(self._thread, self._shut_down)
-            # Its destructor would run at the interpreter's end, when what it calls is gone.
-            await asyncio.sleep(0)
-            gc.collect()
-        await self._inlets.close()
+        await self._workers.close()
+        # AsyncLLM's destructor would run at the interpreter's end, when what it calls is gone.
+        await asyncio.sleep(0)
+        gc.collect()
         self._thread.shutdown(wait=False)
 
     def _shut_down(self) -> None:
@@ -235,7 +230,7 @@ class VllmEngine(WorkerEngine):
             return self._marks.spans(request_id, tokens)
         return tuple(VersionSpan(Version(int(s.version)), s.start, s.end) for s in output.weight_versions)
 
-    # What publications ask of it.
+    # What VersionedEngine asks of its subclasses.
 
     def _started(self) -> bool:
         return self._llm is not None
@@ -259,20 +254,6 @@ class VllmEngine(WorkerEngine):
             await self._marks.swapped(self._llm, version)
         else:
             await self._llm.update_weight_version(str(version))
-
-    async def _ask(self, method: str, *arguments: Any, paused: bool = False) -> Answers:
-        if paused or method in BETWEEN_BATCHES:
-            return await self._between_batches(method, *arguments)
-        return await self._inlets.ask(method, *arguments)
-
-    async def _between_batches(self, method: str, *arguments: Any) -> Answers:
-        """By vLLM's own call, which its workers answer between two batches."""
-        try:
-            async with asyncio.timeout(RPC_S):
-                answers = await self._llm.collective_rpc(method, args=arguments)
-        except TimeoutError as error:
-            raise Unavailable(f"vLLM's workers did not answer {method} within {RPC_S:g} s.") from error
-        return raise_failed(list(answers))
 
 
 def _kill_below(cores: list[psutil.Process]) -> None:

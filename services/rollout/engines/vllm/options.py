@@ -62,7 +62,7 @@ def engine_arguments(spec: JobSpec) -> Any:
         # A publication follows before anything is served: reading the checkpoint would be wasted.
         "load_format": "dummy",
         "logprobs_mode": "processed_logprobs",
-        "worker_extension_cls": "services.rollout.weights.in_worker.WeightReceiver",
+        "worker_extension_cls": "services.rollout.engines.vllm.worker.WorkerExtension",
         "generation_config": "vllm",
         "enable_log_requests": False,
     }

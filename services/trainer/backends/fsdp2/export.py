@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from millrace.weights.loader.stored import dtype_of, pieces, stored_tensors
+from millrace.weights.loader.stored import pieces, published_dtype, stored_tensors
 from millrace.weights.plans.manifest import Manifest, TensorInfo
 
 
@@ -16,7 +16,7 @@ def manifest(module: nn.Module, dtype: str) -> Manifest:
     infos = []
     for name, tensor in stored_tensors(module):
         whole = torch.empty(tensor.shape, device="meta")
-        kept = dtype_of(module, name, dtype)
+        kept = published_dtype(module, name, dtype)
         infos += [_info(piece, shape, kept) for piece, shape in pieces(module, name, whole).items()]
     return Manifest(tuple(infos))
 
@@ -27,7 +27,7 @@ def export(module: nn.Module, dtype: str, rank: int) -> Iterator[tuple[TensorInf
         whole = _whole(tensor)
         if rank != 0:
             whole = torch.empty(whole.shape, device="meta")
-        kept = dtype_of(module, name, dtype)
+        kept = published_dtype(module, name, dtype)
         for piece, values in pieces(module, name, whole).items():
             info = _info(piece, values, kept)
             yield info, values.to(getattr(torch, kept)).contiguous() if rank == 0 else None

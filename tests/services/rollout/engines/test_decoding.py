@@ -46,6 +46,6 @@ def test_a_stop_that_only_the_tail_shows_ends_the_answer_whole() -> None:
     request = Request([1], Sampling(100, stop=("\n\n",)), lambda _: None)
     request.tokens = [0xE4, *b" " * 12, *b"\n\n"]
     request.logprobs = [0.0] * len(request.tokens)
-    sample = Endings(Bytes(), frozenset(), 1000).of(request)
+    sample = Endings(Bytes(), frozenset(), 1000).finished(request)
     assert sample is not None and sample.stop_reason is StopReason.STOP_STRING
     assert sample.text == Bytes().decode(request.tokens, True) and "\n\n" not in sample.text

@@ -29,15 +29,14 @@ from millrace.wire.v1 import weights_pb2
 from services.rollout.engine import (
     Engine,
     EngineDied,
-    Reception,
     Sample,
     Sampling,
     StopReason,
-    Swap,
     VersionSpan,
 )
 from services.rollout.engines import create, probe
 from services.rollout.engines.vllm.versions import VersionMarks
+from services.rollout.weights.engine_weights import CommitReport, ReceiveReport
 from services.rollout.weights.transfer_request import TransferRequest
 from tests.models import byte_tokenizer, random_model
 from tests.sender import Sender, export
@@ -61,7 +60,7 @@ class Case:
     version: int = 0
     model: Any = None
 
-    async def publish(self, *, cache_policy: str = "recompute") -> Swap:
+    async def publish(self, *, cache_policy: str = "recompute") -> CommitReport:
         """Publishes the next version: a random model of its own."""
         self.version += 1
         model = self.random_model(self.version)
@@ -81,7 +80,7 @@ class Case:
         wanted = await self.engine.describe(shards.manifest)
         return ShardSender(shards, wanted, version=self.version, mode=mode, **options)  # type: ignore[arg-type]
 
-    async def publish_shards(self, mode: int) -> Swap:
+    async def publish_shards(self, mode: int) -> CommitReport:
         """As `publish`, from two ranks with half of the rows each."""
         sender = await self.shard_sender(mode)
         await self.receive(sender)
@@ -107,20 +106,18 @@ class Case:
         expected = [logprobs(self.model, PROMPT, sample.tokens, **sampling) for sample in samples]
         return self.agrees(np.concatenate([sample.logprobs for sample in samples]), np.concatenate(expected))
 
-    async def receive(self, sender: Sender | ShardSender) -> Reception:
+    async def receive(self, sender: Sender | ShardSender) -> ReceiveReport:
         await self.engine.prepare(sender.request)
         sender.start()
         await self.engine.begin_receive()
         return await self.receive_rest(sender)
 
-    async def receive_rest(self, sender: Sender | ShardSender) -> Reception:
+    async def receive_rest(self, sender: Sender | ShardSender) -> ReceiveReport:
         sender.release()
         reception = await self.engine.received()
         sender.join()
-        if isinstance(sender, ShardSender):
-            assert dict(reception.contents) == sender.sums
-        else:
-            assert reception.checksums == sender.checksums
+        expected = sender.sums if isinstance(sender, ShardSender) else dict(enumerate(sender.checksums))
+        assert dict(reception.checksums) == expected
         return reception
 
     async def samples(self, count: int, prompt: list[int], **sampling: Any) -> list[Sample]:
@@ -148,7 +145,8 @@ class WholeReceiver:
             world_size=2,
             first_rank=0,
             timeout_s=30.0,
-            sides=sides,
+            path=weights_pb2.PATH_SHARDED,
+            layouts=sides,
             communicator="copy",
             leave_after=True,
         )
@@ -441,7 +439,7 @@ def test_what_is_served_is_sent_on_bit_for_bit_while_the_engine_generates(case: 
         await sampling
         assert not sending.done(), "it waits for its sibling beside generation"
         got = await asyncio.to_thread(sibling.receive)
-        assert dict((await sending).contents) == dict(got.sums)
+        assert dict((await sending).checksums) == dict(got.sums)
         await case.engine.end_send()
         for name, tensor in export(case.model).items():
             assert torch.equal(sibling.tensors[name].view(torch.uint8), tensor.view(torch.uint8)), name

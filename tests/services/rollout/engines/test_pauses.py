@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -13,14 +13,22 @@ import pytest
 from millrace.errors import InvalidState, PublicationFailed
 from millrace.ids import MemberId, Version
 from millrace.weights.phases import Phase, PublicationId, PublicationState
+from millrace.weights.plans.manifest import Manifest
+from millrace.wire.v1 import weights_pb2
 from services.rollout.engine import EngineDied, Sample, Sampling, StopReason
 from services.rollout.engines.transformers.decoding import DecodeLoop, Request
 from services.rollout.engines.transformers.engine import TransformersEngine
-from services.rollout.engines.worker_engine import Answers, WorkerEngine
-from services.rollout.weights.receiver import Receiver
-from services.rollout.weights.sharded import Placed
+from services.rollout.engines.versioned import Incoming, VersionedEngine
+from services.rollout.weights.receiver import PublicationReceiver
+from services.rollout.weights.transfer_request import TransferRequest
+from services.rollout.weights.worker_methods import Placed, Prepared, WorkerMethods
+from services.rollout.weights.workers import InProcessWorker
 
+INPLACE = weights_pb2.COMMIT_MODE_INPLACE
 PUBLICATION = PublicationId("job-test", Version(2), 1, 1)  # type: ignore[arg-type]
+REQUEST = TransferRequest(
+    "job-test/2/1/1", Version(2), Manifest(()), "127.0.0.1", 1, 2, 1, 5.0, weights_pb2.PATH_SHARDED, mode=INPLACE
+)
 LIMIT_S = 10.0
 
 
@@ -45,57 +53,54 @@ class SlowLoop(DecodeLoop):
         self._running = [self._running[row] for row in rows]
 
 
-class Coming:
-    """A transfer_request that never comes."""
+class Receiver:
+    """As much of a WeightReceiver as these publications touch."""
 
-    begun = False
+    def __init__(self) -> None:
+        self.begun = False
+        self.inside, self.may_end = threading.Event(), threading.Event()
 
     def begin(self) -> None:
         self.begun = True
 
+    def place(self) -> Placed:
+        self.inside.set()
+        self.may_end.wait()
+        return Placed(apply_s=0.0, compare_s=0.0, loader_tensors=0)
+
+    def abort(self) -> None: ...
+
     def close(self) -> None: ...
 
 
-class Placing:
-    """As much of `Shards` as a commit touches."""
-
-    def __init__(self) -> None:
-        self.inside, self.may_end = threading.Event(), threading.Event()
-
-    def place(self, coming: Any, staged: bool) -> Placed:
-        self.inside.set()
-        self.may_end.wait()
-        return Placed(0.0, 0.0, 0, 0, 0, ())
-
-    def leave(self) -> None: ...
-
-
 @asynccontextmanager
-async def decoding() -> AsyncIterator[tuple[Any, SlowLoop, list[Sample | None]]]:
-    """The engine in the middle of a token of version 1, prepared for an in-place transfer; samples that ended."""
+async def decoding(*, shadow: bool = False) -> AsyncIterator[tuple[Any, SlowLoop, list[Sample | None]]]:
+    """The engine in the middle of a token of version 1, with a transfer prepared; samples that ended."""
     engine: Any = TransformersEngine()
     loop, ended = SlowLoop(), list[Sample | None]()
-    engine._decode, engine._shards = loop, Placing()
+    engine._decode_loop, engine._receiver, engine._model = loop, Receiver(), SimpleNamespace()
+    engine._workers = InProcessWorker(engine._receiver)
     engine._decoding = engine._thread.submit(loop.run)
     try:
         pause = loop.pause()
-        await asyncio.to_thread(loop.stands, pause)
-        loop.resume(pause, Version(1), recompute=False)
+        await asyncio.to_thread(loop.wait_paused, pause)
+        loop.set_version(Version(1))
+        loop.resume(pause)
         loop.submit(Request([1], Sampling(5), ended.append))
         await asyncio.to_thread(loop.inside.wait, LIMIT_S)
-        engine._coming, engine._staged = Coming(), False
+        engine._version, engine._incoming = Version(1), Incoming(REQUEST, shadow)
         yield engine, loop, ended
     finally:
         loop.may_end.set()
-        engine._shards.may_end.set()
+        engine._receiver.may_end.set()
         for pause in list(loop._pauses):
-            loop.release(pause)
+            loop.resume(pause)
         await engine.stop()
 
 
-def receiver(engine: Any, served: list[Version | None]) -> Any:
+def publication_receiver(engine: Any, served: list[Version | None]) -> Any:
     """That has prepared PUBLICATION."""
-    made: Any = Receiver(engine, MemberId("m"), "keep", served.append)
+    made: Any = PublicationReceiver(engine, MemberId("m"), "keep", served.append)
     made._state = PublicationState(PUBLICATION, Phase.PREPARE)
     return made
 
@@ -104,7 +109,7 @@ def test_an_abort_before_the_engine_stands_still_leaves_what_is_served() -> None
     async def scenario() -> None:
         async with decoding() as (engine, loop, ended):
             served: list[Version | None] = []
-            receiving, coming = receiver(engine, served), engine._coming
+            receiving = publication_receiver(engine, served)
             transferring = asyncio.create_task(receiving.transfer(PUBLICATION))
             await asyncio.sleep(0.1)
             aborting = asyncio.create_task(receiving.abort(PUBLICATION, "another replica failed"))
@@ -116,7 +121,7 @@ def test_an_abort_before_the_engine_stands_still_leaves_what_is_served() -> None
             tokens = loop.tokens
             await asyncio.sleep(0.05)
             assert loop.tokens > tokens, "it goes on"
-            assert (served, ended, coming.begun) == ([], [], False)
+            assert (served, ended, engine._receiver.begun) == ([], [], False)
 
     asyncio.run(scenario())
 
@@ -127,16 +132,16 @@ def test_an_abort_during_a_commit_does_not_end_its_pause() -> None:
             loop.may_end.set()
             await asyncio.wait_for(engine.begin_receive(), LIMIT_S)
             committing = asyncio.create_task(engine.commit(Version(2), "keep"))
-            await asyncio.to_thread(engine._shards.inside.wait, LIMIT_S)
+            await asyncio.to_thread(engine._receiver.inside.wait, LIMIT_S)
             await engine.abort_receive()
             tokens = loop.tokens
             await asyncio.sleep(0.1)
             assert loop.tokens == tokens, "it decodes while weights are written"
-            engine._shards.may_end.set()
+            engine._receiver.may_end.set()
             await asyncio.wait_for(committing, LIMIT_S)
             await asyncio.sleep(0.1)
             assert loop.tokens > tokens
-            await asyncio.wait_for(asyncio.to_thread(loop.stands, loop.pause()), LIMIT_S)
+            await asyncio.wait_for(asyncio.to_thread(loop.wait_paused, loop.pause()), LIMIT_S)
             tokens = loop.tokens
             await asyncio.sleep(0.1)
             assert loop.tokens == tokens
@@ -148,8 +153,7 @@ def test_an_abort_during_a_commit_does_not_end_its_pause() -> None:
 @pytest.mark.parametrize("end", ["fails", "is stopped"])
 def test_a_loop_that_ends_during_a_pause_is_told(phase: str, end: str) -> None:
     async def scenario() -> None:
-        async with decoding() as (engine, loop, _):
-            engine._staged = phase == "commit"
+        async with decoding(shadow=phase == "commit") as (engine, loop, _):
             pausing = asyncio.create_task(
                 engine.begin_receive() if phase == "transfer" else engine.commit(Version(2), "keep")
             )
@@ -164,19 +168,35 @@ def test_a_loop_that_ends_during_a_pause_is_told(phase: str, end: str) -> None:
     asyncio.run(scenario())
 
 
-class Workers(WorkerEngine):
-    """Workers that do what they are told; the pause takes until the test says so."""
+class FakeWorkers:
+    """Workers that do what they are told."""
+
+    def __init__(self) -> None:
+        self.may_place = asyncio.Event()
+        self.failing = False
+
+    async def ask(self, method: Callable[..., Any], *arguments: Any, paused: bool = False) -> list[Any]:
+        if method is WorkerMethods.prepare:
+            return [Prepared(shadow_fits=False, inplace_possible=True)]
+        if method is WorkerMethods.place:
+            await self.may_place.wait()
+            if self.failing:
+                raise PublicationFailed("a worker failed.")
+            return [Placed(apply_s=0.0, compare_s=0.0, loader_tensors=0)]
+        return [None]
+
+
+class FakeEngine(VersionedEngine):
+    """An engine whose pause takes until the test says so."""
 
     def __init__(self) -> None:
         super().__init__()
+        self._workers = self.workers = FakeWorkers()
         self.may_pause = asyncio.Event()
-        self.may_apply = asyncio.Event()
         self.may_sample = asyncio.Event()
-        self.paused = self.failing = False
+        self.paused = False
         self.begun: list[str] = []
         self._version = Version(1)
-        self._transfer_request: Any = SimpleNamespace(sides=b"", manifest=SimpleNamespace(tensors=[]))
-        self._staged = False
 
     async def _generate(self, prompt_tokens: Sequence[int], sampling: Sampling) -> Sample:
         self.begun.append(self._cache_key)
@@ -185,13 +205,6 @@ class Workers(WorkerEngine):
 
     def _started(self) -> bool:
         return True
-
-    async def _ask(self, method: str, *arguments: Any, paused: bool = False) -> Answers:
-        if method == "millrace_apply":
-            await self.may_apply.wait()
-            if self.failing:
-                raise PublicationFailed("a worker failed.")
-        return [{"unplaced": [], "apply_s": 0.0, "compare_s": 0.0}]
 
     async def _pause(self, cache_policy: str) -> None:
         await self.may_pause.wait()
@@ -207,28 +220,30 @@ class Workers(WorkerEngine):
 
 def test_workers_paused_after_an_abort_go_on() -> None:
     async def scenario() -> None:
-        engine = Workers()
+        engine = FakeEngine()
+        await engine.prepare(REQUEST)
         beginning = asyncio.create_task(engine.begin_receive())
         await asyncio.sleep(0)
         await engine.abort_receive()
         engine.may_pause.set()
         with pytest.raises(PublicationFailed, match="was aborted"):
             await beginning
-        assert not engine.paused
+        assert not engine.paused and engine._version == 1, "nothing was written"
 
     asyncio.run(scenario())
 
 
 def test_an_abort_during_a_commit_leaves_workers_paused() -> None:
     async def scenario() -> None:
-        engine = Workers()
+        engine = FakeEngine()
         engine.may_pause.set()
+        await engine.prepare(REQUEST)
         await engine.begin_receive()
         committing = asyncio.create_task(engine.commit(Version(2), "keep"))
         await asyncio.sleep(0.01)
         await engine.abort_receive()
         assert engine.paused, "it generates while weights are written"
-        engine.may_apply.set()
+        engine.workers.may_place.set()
         await committing
         assert not engine.paused
 
@@ -239,10 +254,11 @@ def test_what_is_asked_for_while_workers_stand_begins_after_it() -> None:
     """Under the name of what lies in place then, which another publication of the same version does not share."""
 
     async def scenario() -> None:
-        engine = Workers()
-        for event in (engine.may_pause, engine.may_apply, engine.may_sample):
+        engine = FakeEngine()
+        for event in (engine.may_pause, engine.workers.may_place, engine.may_sample):
             event.set()
         for _ in range(2):
+            await engine.prepare(REQUEST)
             await engine.begin_receive()
             asking = asyncio.create_task(engine.generate([1], Sampling(5)))
             await asyncio.sleep(0.01)
@@ -260,12 +276,13 @@ def test_what_lived_through_a_dropped_version_is_refused(dropped_by: str) -> Non
     """Whatever an engine made of it: its tokens may be of weights that were half-written."""
 
     async def scenario() -> None:
-        engine = Workers()
+        engine = FakeEngine()
         engine.may_pause.set()
-        engine.may_apply.set()
-        engine.failing = True
+        engine.workers.may_place.set()
+        engine.workers.failing = True
         sampling = asyncio.create_task(engine.generate([1], Sampling(5)))
         await asyncio.sleep(0)
+        await engine.prepare(REQUEST)
         await engine.begin_receive()
         if dropped_by == "an abort":
             await engine.abort_receive()
@@ -274,7 +291,8 @@ def test_what_lived_through_a_dropped_version_is_refused(dropped_by: str) -> Non
                 await engine.commit(Version(2), "keep")
         with pytest.raises(InvalidState, match="no version is in place"):
             await engine.generate([1], Sampling(5))
-        engine.failing = False
+        engine.workers.failing = False
+        await engine.prepare(REQUEST)
         await engine.commit(Version(3), "keep")
         engine.may_sample.set()
         assert await engine.generate([1], Sampling(5))
@@ -286,7 +304,7 @@ def test_what_lived_through_a_dropped_version_is_refused(dropped_by: str) -> Non
 
 def test_nothing_is_sampled_before_the_first_version() -> None:
     async def scenario() -> None:
-        engine = Workers()
+        engine = FakeEngine()
         engine._version = None
         with pytest.raises(InvalidState, match="no version is in place"):
             await engine.generate([1], Sampling(5))

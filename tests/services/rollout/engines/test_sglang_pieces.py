@@ -1,4 +1,4 @@
-"""What of the SGLang engine runs without SGLang: its frames, its inlets, its refusals."""
+"""What of the SGLang engine runs without SGLang: its messages, its calls into schedulers, its refusals."""
 
 import asyncio
 import os
@@ -15,20 +15,24 @@ import torch
 
 from millrace.errors import InvalidJob, PublicationFailed, Unavailable
 from millrace.ids import Version
-from services.rollout.engine import EngineDied, VersionSpan
+from services.rollout.engine import VersionSpan
 from services.rollout.engines import probe
 from services.rollout.engines.options import check_name
 from services.rollout.engines.sglang import engine
 from services.rollout.engines.sglang import options as sglang_options
-from services.rollout.engines.sglang.worker import LABEL, SchedulerInlet, relabelled
-from services.rollout.weights import worker_rpc as inlets_module
-from services.rollout.weights.worker_rpc import HEADER, SOCKET, Inlets, decode, encode
+from services.rollout.engines.sglang.worker import LABEL, SchedulerRpc, relabel
+from services.rollout.engines.sglang.worker_methods import SglangMethods
+from services.rollout.weights import worker_rpc
+from services.rollout.weights.worker_messages import Reply, Request, decode_reply, decode_request, encode
+from services.rollout.weights.worker_methods import Received, WorkerMethods
+from services.rollout.weights.worker_rpc import SOCKET, WorkerRpc
+from services.rollout.weights.workers import WorkerDied
 from tests.services.rollout.conftest import Run
 from tests.services.rollout.jobs import job_spec
 
 
 class Scheduler:
-    """As much of a scheduler as an inlet touches: a loop that looks at it between two batches."""
+    """As much of a scheduler as a connection touches: a loop that looks at it between two batches."""
 
     def __init__(self) -> None:
         model = torch.nn.Linear(2, 2)
@@ -41,14 +45,14 @@ class Scheduler:
         self.ended = threading.Event()
 
     def run(self, rank: int) -> None:
-        inlet = SchedulerInlet(self, rank)
-        label = inlet._receiver.label
-        inlet._receiver.label = lambda version, key: self.labelled.append(version) or label(version, key)  # type: ignore
+        rpc = SchedulerRpc(self, rank)
+        label = rpc.receiver.label
+        rpc.receiver.label = lambda version, key: self.labelled.append(version) or label(version, key)  # type: ignore
         while not self.ended.is_set():
             if not self.held_up.is_set():
-                inlet.answer_due()
+                rpc.carry_out_waiting()
             time.sleep(0.001)
-        inlet.close()
+        rpc.close()
 
 
 @contextmanager
@@ -65,105 +69,106 @@ def ranks(count: int) -> Iterator[list[Scheduler]]:
 
 
 @contextmanager
-def met(run: Run, count: int = 2) -> Iterator[tuple[Inlets, list[Scheduler]]]:
-    inlets = Inlets("SGLang")
-    os.environ[SOCKET] = run(inlets.listen())
+def met(run: Run, count: int = 2) -> Iterator[tuple[WorkerRpc, list[Scheduler]]]:
+    workers = WorkerRpc("SGLang")
+    os.environ[SOCKET] = run(workers.listen())
     with ranks(count) as schedulers:
-        told = run(inlets.meet(count, 20.0))
-        assert [(rank["rank"], rank["dtype"], rank["requests"]) for rank in told] == [
-            (n, "bfloat16", 16) for n in range(count)
-        ]
-        yield inlets, schedulers
-        run(inlets.close())
+        told = run(workers.wait_for_workers(count, 20.0))
+        assert [(one.rank, one.dtype, one.max_requests) for one in told] == [(n, "bfloat16", 16) for n in range(count)]
+        yield workers, schedulers
+        run(workers.close())
 
 
-def test_frames_carry_bytes_and_numbers() -> None:
-    message = {"method": "x", "arguments": [b"\x00\xff", "é", 3, None, {"deep": [b""]}], "contents": [(1, 2)]}
-    frame = encode(message | {"count": torch.tensor(7)})
-    assert HEADER.unpack(frame[: HEADER.size]) == (len(frame) - HEADER.size,)
-    assert decode(frame[HEADER.size :]) == message | {"contents": [[1, 2]], "count": 7}
+def test_messages_carry_bytes_numbers_and_answers() -> None:
+    request = Request(7, "x", [b"\x00\xff", "é", 3, None, {"deep": [b""]}], paused=True, deadline=1.5)
+    assert decode_request(encode(request)) == request and request.expired
+    received = Received(((1, 2**64 - 1), (2, 0)), wire_s=0.5, checksum_s=0.0)
+    reply = decode_reply(encode(Reply(int(torch.tensor(7)), received)))
+    assert reply.number == 7 and reply.result(WorkerMethods.wait_received) == received
+    assert decode_reply(encode(Reply(8, None))).result(WorkerMethods.wait_received) is None
+    assert decode_reply(encode(Reply(9, b"\x01"))).result(WorkerMethods.describe) == b"\x01"
 
 
 def test_every_rank_answers_in_its_order(run: Run) -> None:
-    with met(run) as (inlets, _):
-        assert run(inlets.ask("millrace_abort")) == [{}, {}]
+    with met(run) as (workers, _):
+        assert run(workers.ask(WorkerMethods.abort)) == [None, None]
 
 
 def test_what_needs_a_pause_waits_for_it_and_labels_what_comes_after(run: Run) -> None:
-    async def scenario(inlets: Inlets, schedulers: list[Scheduler]) -> None:
-        labelling = asyncio.create_task(inlets.ask("label", Version(4), "4.1", paused=True))
+    async def scenario(workers: WorkerRpc, schedulers: list[Scheduler]) -> None:
+        labelling = asyncio.create_task(workers.ask(SglangMethods.label, 4, "4.1", paused=True))
         await asyncio.sleep(0.05)
         assert not labelling.done()
         for scheduler in schedulers:
             scheduler._engine_paused = True
         await asyncio.wait_for(labelling, 10)
 
-    with met(run) as (inlets, schedulers):
-        run(scenario(inlets, schedulers))
+    with met(run) as (workers, schedulers):
+        run(scenario(workers, schedulers))
         assert LABEL.version == 4
         assert [waiting.extra_key for s in schedulers for waiting in s.waiting_queue] == ["4.1", "4.1"]
     late, warm_up = SimpleNamespace(extra_key="3.0"), SimpleNamespace(extra_key=None)
-    relabelled([SimpleNamespace(batch=[late]), warm_up, SimpleNamespace(rid="abort")])
+    relabel([SimpleNamespace(batch=[late]), warm_up, SimpleNamespace(rid="abort")])
     assert (late.extra_key, warm_up.extra_key) == ("4.1", None)
 
 
 def test_what_was_given_up_does_not_meet_the_next_pause(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inlets_module, "RPC_S", 0.2)
-    with met(run, 1) as (inlets, (scheduler,)):
+    monkeypatch.setattr(worker_rpc, "RPC_S", 0.2)
+    with met(run, 1) as (workers, (scheduler,)):
         with pytest.raises(Unavailable, match="did not answer label within"):
-            run(inlets.ask("label", Version(8), "8.1", paused=True))
-        monkeypatch.setattr(inlets_module, "RPC_S", 20.0)
+            run(workers.ask(SglangMethods.label, 8, "8.1", paused=True))
+        monkeypatch.setattr(worker_rpc, "RPC_S", 20.0)
         scheduler._engine_paused = True
-        run(inlets.ask("label", Version(9), "9.1", paused=True))
+        run(workers.ask(SglangMethods.label, 9, "9.1", paused=True))
         assert scheduler.labelled == [9]
 
 
 def test_what_needs_no_pause_does_not_wait_for_the_batch(run: Run) -> None:
-    with met(run) as (inlets, schedulers):
+    with met(run) as (workers, schedulers):
         for scheduler in schedulers:
             scheduler.held_up.set()
-        assert run(inlets.ask("millrace_abort")) == [{}, {}]
+        assert run(workers.ask(WorkerMethods.abort)) == [None, None]
 
 
 def test_a_failure_names_the_call_and_the_next_call_works(run: Run) -> None:
-    with met(run) as (inlets, _):
-        with pytest.raises(PublicationFailed, match="millrace_nothing failed in the engine: AttributeError"):
-            run(inlets.ask("millrace_nothing"))
-        assert run(inlets.ask("millrace_abort")) == [{}, {}]
+    with met(run) as (workers, _):
+        with pytest.raises(PublicationFailed, match="describe failed in the engine: DecodeError"):
+            run(workers.ask(WorkerMethods.describe, b"no manifest"))
+        assert run(workers.ask(WorkerMethods.abort)) == [None, None]
 
 
 def test_a_late_answer_is_not_taken_for_the_next(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inlets_module, "RPC_S", 0.2)
-    with met(run, 1) as (inlets, (scheduler,)):
+    monkeypatch.setattr(worker_rpc, "RPC_S", 0.2)
+    with met(run, 1) as (workers, (scheduler,)):
         scheduler.held_up.set()
-        with pytest.raises(Unavailable, match="did not answer millrace_apply within"):
-            run(inlets.ask("millrace_apply"))
+        with pytest.raises(Unavailable, match="did not answer place within"):
+            run(workers.ask(WorkerMethods.place))
         scheduler.held_up.clear()
-        monkeypatch.setattr(inlets_module, "RPC_S", 20.0)
+        monkeypatch.setattr(worker_rpc, "RPC_S", 20.0)
         with pytest.raises(PublicationFailed, match="the publication was aborted"):
-            run(inlets.ask("millrace_begin"))
+            run(workers.ask(WorkerMethods.begin))
 
 
 def test_a_scheduler_that_ends_is_a_dead_engine(run: Run) -> None:
-    async def asked_until_it_is_gone(inlets: Inlets) -> None:
+    async def asked_until_it_is_gone(workers: WorkerRpc) -> None:
         async with asyncio.timeout(20):
             while True:
-                await inlets.ask("millrace_abort")
+                await workers.ask(WorkerMethods.abort)
 
-    with met(run, 1) as (inlets, (scheduler,)):
+    with met(run, 1) as (workers, (scheduler,)):
         scheduler.ended.set()
-        with pytest.raises(EngineDied, match="a worker of SGLang ended during millrace_abort"):
-            run(asked_until_it_is_gone(inlets))
+        with pytest.raises(WorkerDied, match="a worker of SGLang ended during abort"):
+            run(asked_until_it_is_gone(workers))
 
 
 def test_a_rank_that_does_not_come_is_told(run: Run) -> None:
     async def alone() -> None:
-        inlets = Inlets("SGLang")
-        await inlets.listen()
+        workers = WorkerRpc("SGLang")
+        await workers.listen()
         try:
-            await inlets.meet(2, 0.1)
+            await workers.wait_for_workers(2, 0.1)
         finally:
-            await inlets.close()
+            await workers.close()
 
     with pytest.raises(Unavailable, match="0 of 2 workers of SGLang"):
         run(alone())

@@ -173,7 +173,7 @@ def test_another_plan_layout_or_communicator_is_refused_in_prepare(tied_model: P
             await (await coming(stack, 2)).prepare(plan_hash=b"x" * 32)
         assert failed.value.culprits == (stack.replica.member_id,)
         other = await coming(stack, 3)
-        other.sender.request.sides.receivers.CopyFrom(other.sender.request.sides.senders)  # type: ignore[union-attr]
+        other.sender.request.layouts.receivers.CopyFrom(other.sender.request.layouts.senders)
         with pytest.raises(PublicationFailed):
             await other.prepare(plan_hash=b"")
         standing = await coming(stack, 4)
@@ -195,8 +195,8 @@ def test_one_that_is_called_off_while_it_is_prepared_leaves_nothing_behind(
         assert engine is not None
         prepare, entered, gate = engine.prepare, asyncio.Event(), asyncio.Event()
 
-        async def slowly(transfer_request: Any) -> None:
-            await prepare(transfer_request)
+        async def slowly(request: Any) -> None:
+            await prepare(request)
             entered.set()
             await gate.wait()
 

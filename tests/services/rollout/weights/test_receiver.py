@@ -8,7 +8,7 @@ import pytest
 
 from millrace.errors import Fenced, InvalidState, PublicationFailed
 from millrace.wire.v1 import rollout_pb2, weights_pb2
-from services.rollout.engine import Swap
+from services.rollout.weights.engine_weights import CommitReport
 from tests.models import random_model
 from tests.sender import Sender, export
 from tests.services.rollout.coordinator import JOB, Publication, status, until
@@ -94,7 +94,7 @@ def test_corrupted_bytes_are_never_served(tied_model: Path) -> None:
         await new.transfer()
         sent = list(new.sender.checksums)
         sent[3] ^= 1
-        with pytest.raises(PublicationFailed, match=r"1 tensors arrived .* changed") as failed:
+        with pytest.raises(PublicationFailed, match=r"1 messages arrived .* changed, with parts of model") as failed:
             await new.verify(tuple(sent))
         assert failed.value.culprits == (stack.replica.member_id,)
         with pytest.raises(InvalidState, match="commit does not follow"):
@@ -213,7 +213,7 @@ def test_a_caller_that_goes_away_in_commit_leaves_a_whole_version(tied_model: Pa
         assert engine is not None
         commit = engine.commit
 
-        async def commit_begun(*arguments: Any) -> Swap:
+        async def commit_begun(*arguments: Any) -> CommitReport:
             begun.set()
             return await commit(*arguments)
 

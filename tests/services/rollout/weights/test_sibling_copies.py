@@ -16,7 +16,7 @@ from millrace.weights.transfer.channels.channel import Channel, ChannelMessage, 
 from millrace.weights.transfer.pipeline import SendPipeline
 from millrace.wire.methods import RolloutRpc
 from millrace.wire.v1 import rollout_pb2, trainer_pb2, weights_pb2
-from services.rollout.weights import sharded as shards
+from services.rollout.weights.in_worker import outgoing
 from tests.services.rollout.coordinator import JOB, configure, status, until
 from tests.services.rollout.jobs import job_spec
 from tests.services.rollout.parameters import engine_parameters
@@ -61,7 +61,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
         def run(self, channel: Channel) -> Any:
             return super().run(HeldChannel(channel, gate))
 
-    monkeypatch.setattr(shards, "SendPipeline", Held)
+    monkeypatch.setattr(outgoing, "SendPipeline", Held)
     return gate
 
 
@@ -191,7 +191,7 @@ def test_a_publication_that_is_prepared_ends_a_copy(tied_model: Path, gate: Gate
         with pytest.raises(PublicationFailed):
             await copy.verify(trainer_pb2.TransferSendResponse())
         assert time.monotonic() - began < 3.0
-        with pytest.raises(InvalidState, match="no version that stands still"):
+        with pytest.raises(InvalidState, match="serves no version that can be copied"):
             await Copy(sibling, late, attempt=7).prepare()
         gate.open.set()
         new.sender.start()
@@ -211,7 +211,7 @@ def test_only_what_is_served_is_copied(tied_model: Path) -> None:
     async def scenario(sibling: Stack, late: Stack) -> None:
         with pytest.raises(Fenced, match="of another version than"):
             await Copy(sibling, late, version=2).prepare()
-        with pytest.raises(InvalidState, match="no version that stands still"):
+        with pytest.raises(InvalidState, match="serves no version that can be copied"):
             await Copy(late, sibling).prepare()
         copy = Copy(sibling, late)
         with pytest.raises(InvalidState, match="never prepared"):

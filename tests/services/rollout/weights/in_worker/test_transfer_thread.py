@@ -1,4 +1,4 @@
-"""A worker's part in a transfer, called off at every point: nobody is stuck, nothing is written or kept afterwards."""
+"""A worker's thread of a transfer, aborted at every point: nobody is stuck, nothing is written or kept after it."""
 
 import gc
 import multiprocessing
@@ -20,22 +20,24 @@ from millrace.weights.transfer.channels.channel import Channel, ChannelMessage
 from millrace.weights.transfer.channels.gloo import GlooChannel, serve_store
 from millrace.weights.transfer.failure_signal import SEND_S, FailureSignal, connect
 from millrace.weights.transfer.session import PublicationSession
-from services.rollout.weights.sharded import Passage
+from millrace.wire.v1 import weights_pb2
+from services.rollout.weights.in_worker.transfer_thread import TransferThread
 from services.rollout.weights.transfer_request import TransferRequest
 
 CPU = torch.device("cpu")
 
 
 def transfer_request(
-    port: int, *, attempt: int = 1, world_size: int = 1, rank: int = 0, standing: bool = False
+    port: int, *, attempt: int = 1, world_size: int = 1, rank: int = 0, joined: bool = False
 ) -> TransferRequest:
     at: dict[str, Any] = {"key": f"job/1/1/{attempt}", "version": 1, "host": "127.0.0.1", "port": port}
     at |= {
+        "path": weights_pb2.PATH_SHARDED,
         "world_size": world_size,
         "first_rank": rank,
         "timeout_s": 20.0,
         "communicator": "first",
-        "already_joined": standing,
+        "already_joined": joined,
     }
     return TransferRequest(manifest=Manifest(()), **at)
 
@@ -69,25 +71,24 @@ def elsewhere() -> Iterator[tuple[int, int]]:
 def test_one_that_never_began_leaves_the_communicator_as_it_was() -> None:
     _store, port = serve_store("127.0.0.1", 1, 20.0)
     session = PublicationSession()
-    for passage, begins in (
-        (Passage(transfer_request(port), 0, nothing, CPU, session), True),
-        (Passage(transfer_request(port, attempt=2, standing=True), 0, nothing, CPU, session), False),
-        (Passage(transfer_request(port, attempt=3, standing=True), 0, nothing, CPU, session), True),
+    for thread, begins in (
+        (TransferThread(transfer_request(port), 0, nothing, CPU, session), True),
+        (TransferThread(transfer_request(port, attempt=2, joined=True), 0, nothing, CPU, session), False),
+        (TransferThread(transfer_request(port, attempt=3, joined=True), 0, nothing, CPU, session), True),
     ):
         if begins:
-            passage.begin()
-            passage.wait(20)
-            assert (passage.result, passage.failure, session.key) == ("done", None, "first")
-        passage.close()
+            thread.begin()
+            assert (thread.wait(20), thread.failure, session.key) == ("done", None, "first")
+        thread.close()
     session.leave()
 
 
 def test_a_communicator_that_failed_is_not_one_that_this_rank_is_in() -> None:
     _store, port = serve_store("127.0.0.1", 1, 20.0)
     session = PublicationSession()
-    passage = Passage(transfer_request(port), 0, nothing, CPU, session)
-    passage.begin()
-    passage.wait(20)
+    thread = TransferThread(transfer_request(port), 0, nothing, CPU, session)
+    thread.begin()
+    thread.wait(20)
     session.fail("somebody is gone")
     assert session.key == ""
 
@@ -112,12 +113,12 @@ def test_what_was_being_received_is_given_back_and_a_late_message_goes_nowhere()
         asked.set()
         exchange.wait()
 
-    passage = Passage(transfer_request(port, world_size=2, rank=1), 1, receive, CPU, PublicationSession())
+    thread = TransferThread(transfer_request(port, world_size=2, rank=1), 1, receive, CPU, PublicationSession())
     gc.disable()
     try:
-        passage.begin()
+        thread.begin()
         assert asked.wait(20)
-        passage.close()
+        thread.close()
         other.join(20)
         time.sleep(1.0)
         with pytest.raises(PublicationFailed):
@@ -140,13 +141,13 @@ def test_a_failure_signal_is_not_stuck_in_a_store_that_hangs(elsewhere: tuple[in
     assert time.monotonic() - began < SEND_S + 1.0
 
 
-def test_a_passage_is_called_off_where_the_store_stands_still(elsewhere: tuple[int, int]) -> None:
+def test_a_thread_is_called_off_where_the_store_stands_still(elsewhere: tuple[int, int]) -> None:
     pid, port = elsewhere
     os.kill(pid, signal.SIGSTOP)
-    passage = Passage(transfer_request(port, world_size=2, rank=1), 1, nothing, CPU, PublicationSession())
-    passage.begin()
+    thread = TransferThread(transfer_request(port, world_size=2, rank=1), 1, nothing, CPU, PublicationSession())
+    thread.begin()
     time.sleep(0.3)
     began = time.monotonic()
-    passage.close()
+    thread.close()
     assert time.monotonic() - began < 3.0
-    assert passage.failure is not None
+    assert thread.failure is not None

@@ -12,13 +12,17 @@ from torch.distributed import TCPStore
 from millrace.errors import PublicationFailed
 from millrace.ids import Version
 from millrace.weights.plans import wire_layouts as wire
+from millrace.weights.plans.boxes import Boxes
 from millrace.weights.transfer.channels.gloo import serve_store
 from millrace.wire.v1 import weights_pb2
-from services.rollout.weights.sharded import Coming, Going, Shards
+from services.rollout.weights.in_worker.outgoing import OutgoingTransfer
+from services.rollout.weights.in_worker.sharded import IncomingShards, ShardedPath
+from services.rollout.weights.in_worker.worker_layout import WorkerLayout
 from services.rollout.weights.transfer_request import TransferRequest
+from tests.services.rollout.weights.in_worker.models import LoaderModel
 from tests.shard_sender import Shards as TrainerRanks
 from tests.shard_sender import ShardSender
-from tests.weights.loader.test_watch import MANIFEST, Worker, tensors
+from tests.weights.loader.test_learn import MANIFEST, Worker, tensors
 
 
 class Replica:
@@ -26,27 +30,24 @@ class Replica:
 
     def __init__(self, workers: int) -> None:
         self.workers = [Worker(rank, workers) for rank in range(workers)]
-        self.shards = [Shards(worker.load, worker.parameters, frozenset({"embed"})) for worker in self.workers]
+        models = [LoaderModel(worker.load, worker.parameters, frozenset({"embed"})) for worker in self.workers]
+        self.layouts = [WorkerLayout(model) for model in models]
+        self.paths = [ShardedPath(model, layout) for model, layout in zip(models, self.layouts, strict=True)]
         self.served = ""
 
     @property
-    def boxes(self) -> list:
-        return [shards.boxes(MANIFEST) for shards in self.shards]
+    def boxes(self) -> list[Boxes]:
+        return [layout.boxes(MANIFEST) for layout in self.layouts]
 
-    def prepare(self, transfer_request: TransferRequest, *, staged: bool) -> list[Coming]:
-        return [
-            s.prepare(transfer_request, transfer_request.first_rank + i, staged=staged)
-            for i, s in enumerate(self.shards)
-        ]
+    def make_ready(self, request: TransferRequest, *, shadow: bool) -> list[IncomingShards]:
+        return [path.transfer(request, request.first_rank + i, shadow=shadow) for i, path in enumerate(self.paths)]
 
-    def place(self, coming: Sequence[Coming], *, staged: bool) -> dict[int, int]:
+    def place(self, incoming: Sequence[IncomingShards], served: str) -> dict[int, int]:
         """Once everything is here; the checksums of what came."""
-        for one in coming:
-            one.wait()
-            assert one.failure is None, one.failure
-        self.placed = [shards.place(one, staged=staged) for shards, one in zip(self.shards, coming, strict=True)]
-        self.served = coming[0].request.key
-        return {content: value for one in coming for content, value in one.result.sums.items()}
+        received = [one.wait(20.0) for one in incoming]
+        self.placed = [one.place() for one in incoming]
+        self.served = served
+        return {number: value for worker in received if worker for number, value in worker.checksums}
 
     def holds(self, other: "Replica") -> bool:
         return all(
@@ -69,23 +70,23 @@ def replica() -> Iterator[Make]:
 
     yield make
     for one in made:
-        for shards in one.shards:
-            shards.leave()
+        for path in one.paths:
+            path.leave()
 
 
-def published(*replicas: Replica, version: int, staged: bool = True) -> None:
+def published(*replicas: Replica, version: int, shadow: bool = True) -> None:
     """From a trainer of two ranks to replicas in this order."""
     wanted = [boxes for replica in replicas for boxes in replica.boxes]
     sender = ShardSender(TrainerRanks(tensors(version)), wanted, version=version)
-    coming, first = [], sender.request.first_rank
+    incoming, first = [], sender.request.first_rank
     for replica in replicas:
-        coming.append(replica.prepare(replace(sender.request, first_rank=first), staged=staged))
+        incoming.append(replica.make_ready(replace(sender.request, first_rank=first), shadow=shadow))
         first += len(replica.workers)
     sender.start()
-    for one in [one for each in coming for one in each]:
+    for one in [one for each in incoming for one in each]:
         one.begin()
-    for replica, each in zip(replicas, coming, strict=True):
-        replica.place(each, staged=staged)
+    for replica, each in zip(replicas, incoming, strict=True):
+        replica.place(each, sender.request.key)
     sender.join()
 
 
@@ -96,8 +97,8 @@ class Copy:
     source: Replica
     target: Replica
     store: TCPStore
-    going: TransferRequest
-    coming: TransferRequest
+    outgoing: TransferRequest
+    incoming: TransferRequest
 
     @classmethod
     def of(cls, source: Replica, target: Replica, timeout_s: float = 20.0) -> "Copy":
@@ -107,7 +108,7 @@ class Copy:
         plan = wire.Planner().plan(MANIFEST, sides)
         assert plan.rounds > 2
         store, port = serve_store("127.0.0.1", plan.world_size, timeout_s)
-        going = TransferRequest(
+        outgoing = TransferRequest(
             key="job-test/1/2/3",
             version=Version(1),
             manifest=MANIFEST,
@@ -116,40 +117,42 @@ class Copy:
             world_size=plan.world_size,
             first_rank=0,
             timeout_s=timeout_s,
-            sides=sides,
+            path=weights_pb2.PATH_SHARDED,
+            layouts=sides,
             communicator="job-test/1/2/3/x",
             leave_after=True,
         )
-        return cls(source, target, store, going, replace(going, first_rank=len(source.workers)))
+        return cls(source, target, store, outgoing, replace(outgoing, first_rank=len(source.workers)))
 
-    def begin(self) -> list[Going]:
+    def begin(self) -> list[OutgoingTransfer]:
         """The senders, under way."""
-        rows = [s.source(self.going, rank, self.source.served) for rank, s in enumerate(self.source.shards)]
-        going = [Going(self.going, rank, memory) for rank, memory in enumerate(rows)]
-        for one in going:
+        layouts = enumerate(self.source.layouts)
+        memories = [layout.sender_memory(self.outgoing, rank, self.source.served) for rank, layout in layouts]
+        outgoing = [OutgoingTransfer(self.outgoing, rank, memory) for rank, memory in enumerate(memories)]
+        for one in outgoing:
             one.begin()
-        return going
+        return outgoing
 
-    def run(self, *, staged: bool) -> None:
-        coming, going = self.target.prepare(self.coming, staged=staged), self.begin()
-        for one in coming:
+    def run(self, *, shadow: bool) -> None:
+        incoming, outgoing = self.target.make_ready(self.incoming, shadow=shadow), self.begin()
+        for one in incoming:
             one.begin()
-        got = self.target.place(coming, staged=staged)
+        got = self.target.place(incoming, self.incoming.key)
         sent: dict[int, int] = {}
-        for one in going:
-            one.wait()
-            assert one.failure is None and one.result is not None, one.failure
-            sent |= one.result[0]
-        assert {content: sent[content] for content in got} == got
+        for one in outgoing:
+            result = one.wait(20.0)
+            assert result is not None
+            sent |= dict(result.checksums)
+        assert {number: sent[number] for number in got} == got
 
 
-@pytest.mark.parametrize("staged", [True, False])
+@pytest.mark.parametrize("shadow", [True, False])
 @pytest.mark.parametrize(("workers", "others"), [(1, 1), (2, 2), (1, 2), (2, 1)])
-def test_a_copy_is_what_the_trainer_would_have_sent(replica: Make, workers: int, others: int, staged: bool) -> None:
+def test_a_copy_is_what_the_trainer_would_have_sent(replica: Make, workers: int, others: int, shadow: bool) -> None:
     source, target, oracle = replica(workers), replica(others), replica(others)
-    published(source, version=1, staged=staged)
+    published(source, version=1, shadow=shadow)
     published(oracle, version=1)
-    Copy.of(source, target).run(staged=staged)
+    Copy.of(source, target).run(shadow=shadow)
     assert target.holds(oracle)
     assert {(placed.loader_names, placed.loader_tensors) for placed in target.placed} == {(("norm", "bias"), 2)}
     published(target, version=2)
@@ -160,8 +163,8 @@ def test_a_copy_is_what_the_trainer_would_have_sent(replica: Make, workers: int,
 def test_what_was_copied_can_be_copied_on(replica: Make) -> None:
     first, second, third = replica(1), replica(1), replica(1)
     published(first, version=1)
-    Copy.of(first, second).run(staged=True)
-    Copy.of(second, third).run(staged=False)
+    Copy.of(first, second).run(shadow=True)
+    Copy.of(second, third).run(shadow=False)
     assert third.holds(first)
 
 
@@ -169,29 +172,31 @@ def test_tensors_that_the_engine_changed_are_no_source_after_another_path(replic
     source, target = replica(1), replica(1)
     published(source, version=1)
     copy = Copy.of(source, target)
-    source.served = "job-test/1/1/9"  # a gather and broadcast, of which the shards know nothing
+    source.served = "job-test/1/1/9"  # a gather and broadcast, of which the layout knows nothing
     with pytest.raises(PublicationFailed, match="norm, bias are held only as the engine changed them"):
         copy.begin()
-    other = replace(copy.going, sides=weights_pb2.Sides(senders=wire.encode([]), receivers=wire.encode([])))
-    source.served = source.shards[0]._placed
+    other = replace(copy.outgoing, layouts=weights_pb2.Sides(senders=wire.encode([]), receivers=wire.encode([])))
+    source.served = source.layouts[0].holds
     with pytest.raises(PublicationFailed, match="planned for"):
-        source.shards[0].source(other, 0, source.served)
+        source.layouts[0].sender_memory(other, 0, source.served)
 
 
 def test_a_copy_that_is_ended_frees_both_ends_at_once(replica: Make) -> None:
     source, target = replica(1), replica(1)
     published(source, version=1)
     copy = Copy.of(source, target)
-    (coming,), (going,) = target.prepare(copy.coming, staged=True), copy.begin()
+    (incoming,), (outgoing,) = target.make_ready(copy.incoming, shadow=True), copy.begin()
     until = time.monotonic() + 20.0
-    while going._session._failure_signal is None and time.monotonic() < until:  # before that there is nobody to hear it
+    while outgoing.session._failure_signal is None and time.monotonic() < until:  # before that nobody could hear it
         time.sleep(0.01)
     began = time.monotonic()
-    going.close()  # it waits for the sibling
-    assert "was aborted" in str(going.failure)
-    coming.begin()
-    coming.wait()
-    assert coming.failure is not None and time.monotonic() - began < 3.0
+    outgoing.close()  # it waits for the sibling
+    with pytest.raises(PublicationFailed, match="was aborted"):
+        outgoing.wait(0)
+    incoming.begin()
+    with pytest.raises(PublicationFailed):
+        incoming.wait(20.0)
+    assert time.monotonic() - began < 3.0
     published(source, version=2)
     published(target, version=2)
     assert target.holds(source), "both go on"

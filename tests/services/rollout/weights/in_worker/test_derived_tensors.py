@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from services.rollout.weights.derived import Derived
+from services.rollout.weights.in_worker.derived_tensors import DerivedTensors
 
 HEADS, LATENT, KEY, VALUE = 2, 8, 3, 4
 
@@ -32,12 +32,12 @@ class Attention(nn.Module):
 @pytest.mark.parametrize("kept", ["views", "tensors", "parameters"])
 def test_it_follows_in_place(kept: str) -> None:
     model = nn.ModuleDict({"first": Attention(kept), "norm": nn.LayerNorm(4), "second": Attention(kept)})
-    derived = Derived(model, torch.float32)
+    derived = DerivedTensors(model, torch.float32)
     both = [model["first"], model["second"]]
     at = [(m.W_UK_T.data_ptr(), m.W_UV.data_ptr()) for m in both]
     for module in both:
         nn.init.normal_(module.kv_b_proj.weight)
-    derived.follow()
+    derived.update()
     assert [(m.W_UK_T.data_ptr(), m.W_UV.data_ptr()) for m in both] == at
     for module in both:
         for name, expected in zip(("W_UK_T", "W_UV"), module.expected(), strict=True):
@@ -62,14 +62,14 @@ class Folded(nn.Module):
 
 def test_a_model_that_computes_them_itself_is_asked_to() -> None:
     model = Folded()
-    derived, at = Derived(model, torch.float32), model.w_kc.data_ptr()
+    derived, at = DerivedTensors(model, torch.float32), model.w_kc.data_ptr()
     nn.init.normal_(model.kv_b_proj.weight)
-    derived.follow()
+    derived.update()
     assert torch.equal(model.w_kc, model.kv_b_proj.weight) and model.w_kc.data_ptr() == at
     assert derived.names == frozenset()
 
 
 def test_a_model_without_any_has_none() -> None:
-    derived = Derived(nn.Linear(4, 4), torch.float32)
+    derived = DerivedTensors(nn.Linear(4, 4), torch.float32)
     assert derived.names == frozenset()
-    derived.follow()
+    derived.update()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from millrace.errors import PublicationFailed
-from millrace.weights.loader.watch import watch
+from millrace.weights.loader.learn import learn_layout
 from millrace.weights.plans.layout import whole_layout
 from millrace.weights.plans.manifest import Manifest, TensorInfo
 from millrace.weights.plans.memory import Memory, pack, pieces_in_message, unpack
@@ -107,27 +107,27 @@ def tensors(seed):
     return {n: torch.randn(s, generator=random).bfloat16() for n, s in SHAPES.items()}
 
 
-def put_in_place(load, watched, manifest, given):
+def put_in_place(load, learned, manifest, given):
     """As a worker does with a version, received by the plan that it answers."""
     held = Memory(manifest, whole_layout(manifest), list(given.values()))
-    made = plan(manifest, [held.layout.boxes], [watched.memory.layout.boxes], 256)
+    made = plan(manifest, [held.layout.boxes], [learned.memory.layout.boxes], 256)
     for content, size in enumerate(made.sizes):
         message = torch.zeros(int(size), dtype=torch.uint8)
         pack(list(pieces_in_message(made, content, message, held, every=False)))
-        unpack(list(pieces_in_message(made, content, message, watched.memory, every=True)))
-    for fill in watched.fills:
-        fill()
-    load(watched.whole.items())
+        unpack(list(pieces_in_message(made, content, message, learned.memory, every=True)))
+    for write in learned.constant_writes:
+        write()
+    load(learned.loader_tensors.items())
     return made
 
 
 @pytest.mark.parametrize(("rank", "ranks", "threads"), [(0, 1, False), (0, 2, False), (1, 2, False), (1, 2, True)])
 def test_what_lands_by_the_plan_is_what_the_loader_would_have_put_there(rank, ranks, threads):
     worker, oracle, given = Worker(rank, ranks, threads), Worker(rank, ranks), tensors(1)
-    watched = watch(worker.load, MANIFEST, worker.parameters)
+    learned = learn_layout(worker.load, MANIFEST, worker.parameters)
     assert not any(p.any() for p in worker.parameters.values())
-    assert set(watched.whole) == {"norm", "bias"} and watched.whole_bytes == 2 * HIDDEN * 2
-    made = put_in_place(worker.load, watched, MANIFEST, given)
+    assert set(learned.loader_tensors) == {"norm", "bias"} and learned.loader_bytes == 2 * HIDDEN * 2
+    made = put_in_place(worker.load, learned, MANIFEST, given)
     oracle.load(given.items())
     for name, parameter in worker.parameters.items():
         assert torch.equal(parameter, oracle.parameters[name]), name
@@ -146,14 +146,14 @@ def test_what_is_joined_and_then_changed_goes_through_the_loader(changed):
     def load(weights):
         parameter.copy_(changed(torch.cat([tensor for _, tensor in weights])))
 
-    assert set(watch(load, manifest, {"ab": parameter}).whole) == {"a", "b"}
+    assert set(learn_layout(load, manifest, {"ab": parameter}).loader_tensors) == {"a", "b"}
 
 
 def test_a_loader_that_does_not_know_a_tensor_fails_the_publication():
     worker = Worker(0, 1)
     strange = Manifest((*MANIFEST.tensors, TensorInfo("other", (3,), "bfloat16")))
     with pytest.raises(PublicationFailed, match="loader refused the manifest: KeyError: 'other'"):
-        watch(worker.load, strange, worker.parameters)
+        learn_layout(worker.load, strange, worker.parameters)
 
 
 def two(*shape):
@@ -221,22 +221,22 @@ WRITERS = [
 
 
 @pytest.mark.parametrize(("write", "through_the_loader"), WRITERS)
-def test_watching_writes_nothing_however_the_loader_writes(write, through_the_loader):
-    watched_p, oracle_p = ({n: torch.full((4, 3), 5.0) for n in ("a", "b")} for _ in range(2))
+def test_learning_writes_nothing_however_the_loader_writes(write, through_the_loader):
+    learned_p, oracle_p = ({n: torch.full((4, 3), 5.0) for n in ("a", "b")} for _ in range(2))
     if write is constant:
-        watched_p["b"], oracle_p["b"] = torch.full((4,), 5.0), torch.full((4,), 5.0)
+        learned_p["b"], oracle_p["b"] = torch.full((4,), 5.0), torch.full((4,), 5.0)
     manifest, given = two(4, 3), {n: torch.randn(4, 3) for n in ("a", "b")}
 
     def loader(p):
         return lambda weights: [write(p, name, tensor) for name, tensor in weights]
 
-    watched = watch(loader(watched_p), manifest, watched_p)
-    assert all((p == 5).all() for p in watched_p.values())
-    assert set(watched.whole) == through_the_loader
+    learned = learn_layout(loader(learned_p), manifest, learned_p)
+    assert all((p == 5).all() for p in learned_p.values())
+    assert set(learned.loader_tensors) == through_the_loader
     for _ in range(2):
-        put_in_place(loader(watched_p), watched, manifest, given)
+        put_in_place(loader(learned_p), learned, manifest, given)
         loader(oracle_p)(given.items())
-        assert all(torch.equal(watched_p[name], oracle_p[name]) for name in watched_p)
+        assert all(torch.equal(learned_p[name], oracle_p[name]) for name in learned_p)
 
 
 def leaves_one_out(p, name, tensor):
@@ -266,4 +266,4 @@ def copies_a_parameter(p, name, tensor):
 def test_a_parameter_that_would_keep_an_unpublished_value_fails_the_publication(write, missing):
     parameters = {n: torch.zeros(4, 3) for n in ("a", "b")}
     with pytest.raises(PublicationFailed, match=f"only a part of, {missing}\\."):
-        watch(lambda weights: [write(parameters, *item) for item in weights], two(4, 3), parameters)
+        learn_layout(lambda weights: [write(parameters, *item) for item in weights], two(4, 3), parameters)

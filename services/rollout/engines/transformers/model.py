@@ -1,0 +1,90 @@
+"""The Hugging Face model of the `transformers` engine, and its tensors as the receiver writes them."""
+
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from millrace.errors import InvalidJob, PublicationFailed, refused
+from millrace.spec import JobSpec
+from millrace.weights.loader.stored import published_dtype, stored_tensors, views
+from millrace.weights.plans.manifest import Manifest
+
+
+class StoredModel:
+    """A Hugging Face model as the weight receiver sees it (`WorkerModel`). Its tensors are published under the names,
+    and in the pieces, that its model folder stores; its loader is a copy."""
+
+    rank = 0
+    padded: frozenset[str] = frozenset()
+
+    def __init__(self, model: Any, spec: JobSpec) -> None:
+        """Raises InvalidJob where the folder stores a tensor in another way than the model keeps it in memory."""
+        self._model = model
+        self._views: dict[str, Tensor] = {}
+        """Views of the model's tensors, named and cut as its folder stores them."""
+        for name, tensor in stored_tensors(model):
+            if (found := views(model, name, tensor)) is None:
+                what = f"model.path: {spec.model.path} stores {name} otherwise than transformers keeps it in memory."
+                raise InvalidJob(what, "use vLLM.")
+            self._views |= found
+
+    @property
+    def parameters(self) -> Mapping[str, Tensor]:
+        """See `WorkerModel`."""
+        return dict(self._model.named_parameters())
+
+    @cached_property
+    def loaded(self) -> Mapping[str, Tensor]:
+        """See `WorkerModel`."""
+        return dict(stored_tensors(self._model))
+
+    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """See `WorkerModel`."""
+        for name, tensor in tensors:
+            self._views[name].copy_(tensor)
+
+    def check(self, manifest: Manifest) -> None:
+        """See `WorkerModel`. Names, shapes and dtypes have to be the model's."""
+        held = {name: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in self._views.items()}
+        published = {t.name: (t.shape, t.dtype) for t in manifest.tensors}
+        if differing := sorted(set(held.items()) ^ set(published.items())):
+            names = sorted({name for name, _ in differing})
+            what = f"{len(names)} tensors differ in name, shape or dtype: {', '.join(names[:5])}."
+            raise PublicationFailed(what, "see that trainer and engine load the same model folder in the same dtype.")
+
+    def update_derived(self) -> None:
+        """See `WorkerModel`. Nothing is derived."""
+
+
+def random_model(spec: JobSpec, device: str, attention: str) -> Any:
+    """The job's model with weights of no meaning, on `device`; where that is empty, on the first GPU if there is one.
+    Raises InvalidJob where it cannot be built here."""
+    trust, device = spec.model.trust_remote_code, device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        config = AutoConfig.from_pretrained(spec.model.path, trust_remote_code=trust)
+        others = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
+        if others:
+            reason = f"this engine cannot run layers of kind {', '.join(others)}"
+            raise refused("model.path", spec.model.path, reason, "use vLLM.")
+        model = AutoModelForCausalLM.from_config(
+            config,
+            dtype=getattr(torch, spec.rollout.dtype),
+            attn_implementation=attention,
+            trust_remote_code=trust,
+        )
+        return _with_float32_kept(model).to(device).eval()
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        what = f"model.path: {spec.model.path} cannot be built by transformers on {device}: {error}."
+        raise InvalidJob(what, "give a Hugging Face model folder of an architecture that it knows.") from error
+
+
+def _with_float32_kept(model: Any) -> Any:
+    """The model with those tensors in float32 that have to be in any model; from_config does not take care of it."""
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if published_dtype(model, name, "") == "float32":
+            tensor.data = tensor.data.to(torch.float32)
+    return model

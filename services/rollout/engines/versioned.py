@@ -1,0 +1,295 @@
+"""An engine whose weights change by version: what all engines share. Publications go through it phase by phase."""
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, TypeVarTuple
+
+from millrace.errors import InvalidState, PublicationFailed
+from millrace.ids import Version
+from millrace.spec.rollout import CachePolicy
+from millrace.weights.plans.boxes import Boxes
+from millrace.weights.plans.manifest import Manifest
+from millrace.wire.v1 import weights_pb2
+from services.rollout.engine import EngineDied, Load, Sample, Sampling
+from services.rollout.weights.engine_weights import CommitReport, ReceiveReport, SendReport
+from services.rollout.weights.transfer_request import TransferRequest
+from services.rollout.weights.worker_methods import Placed, Prepared, WorkerMethods
+from services.rollout.weights.workers import WorkerDied, Workers
+
+Arguments = TypeVarTuple("Arguments")
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True, eq=False)
+class Incoming:
+    """A transfer that was prepared in every worker."""
+
+    request: TransferRequest
+    shadow: bool
+    """It is received beside the parameters; otherwise it is put in place as it arrives, while generation is paused."""
+
+
+class VersionedEngine(ABC):
+    """Implements `EngineWeights` by calls into the workers, and `generate` around it. A subclass says how its engine
+    reaches its workers, pauses, and ends requests."""
+
+    _workers: Workers
+    """Valid once the engine has started."""
+    capacity = 0
+
+    def __init__(self) -> None:
+        self._running: set[str] = set()
+        """Requests in flight."""
+        self._tokenizer: Any = None
+        self._version: Version | None = None
+        """The version in place; None where there is none."""
+        self._dropped = 0
+        """How often the version was dropped. Requests that ran then are refused when they end."""
+        self._weight_changes = 0
+        """Counts every weight change. Version numbers repeat after a rewind and from job to job, so they cannot key the
+        cache of keys and values."""
+        self._may_begin = asyncio.Event()
+        """Not set while a publication pauses generation: requests that come then begin after the pause."""
+        self._may_begin.set()
+        self._incoming: Incoming | None = None
+        self._known_plan = b""
+        """Hash of the plan that the workers know."""
+        self._half_written_since = 0.0
+        """When generation was paused for a transfer that is put in place as it arrives (time.perf_counter()); 0: there
+        is none."""
+
+    @abstractmethod
+    async def _generate(self, prompt_tokens: Sequence[int], sampling: Sampling) -> Sample:
+        """`generate`, with a version in place when it begins."""
+
+    @abstractmethod
+    def _started(self) -> bool:
+        """Whether there are workers to ask."""
+
+    @abstractmethod
+    async def _pause(self, cache_policy: CachePolicy) -> None:
+        """Stops generation, or changes the cache policy of the pause that it is in. Requests in flight stay, with their
+        keys and values, or to be prefilled again."""
+
+    @abstractmethod
+    async def _resume(self) -> None:
+        """Ends the pause, if there is one."""
+
+    @abstractmethod
+    async def _label(self, version: Version, cache_key: str) -> None:
+        """Tokens that are sampled from now on are of `version`. Requests that begin from now on find only keys and
+        values of `cache_key`. Called while generation is paused."""
+
+    @abstractmethod
+    async def _end_requests(self) -> None:
+        """Ends all requests in flight."""
+
+    async def generate(self, prompt_tokens: Sequence[int], sampling: Sampling) -> Sample:
+        """Raises InvalidState where no version is in place, or none was at some time until the sample ended."""
+        self.load()
+        await self._may_begin.wait()
+        self.load()
+        if self._version is None:
+            raise InvalidState("no version is in place.", "the prompt is issued again.")
+        dropped = self._dropped
+        sample = await self._generate(prompt_tokens, sampling)
+        if self._dropped != dropped:
+            raise InvalidState("no version was in place for a while.", "the prompt is issued again.")
+        return sample
+
+    def load(self) -> Load:
+        """See `Engine`."""
+        running = min(len(self._running), self.capacity)
+        return Load(running, len(self._running) - running)
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    async def describe(self, manifest: Manifest) -> Sequence[Boxes]:
+        """See `EngineWeights`."""
+        answers = await self._ask(WorkerMethods.describe, manifest.to_proto().SerializeToString())
+        return [Boxes.decode(boxes) for boxes in answers]
+
+    async def checksums(self) -> list[dict[str, int]]:
+        """The checksum of each parameter by name, for every worker: to compare what engines hold."""
+        return await self._ask(WorkerMethods.checksums)
+
+    async def prepare(self, request: TransferRequest) -> None:
+        """See `EngineWeights`."""
+        if self.half_written:
+            await self.abort_receive()  # otherwise the workers forget an unfinished transfer by themselves
+        known = bool(request.plan_hash) and request.plan_hash == self._known_plan
+        answers = await self._ask(WorkerMethods.prepare, request.encode(whole=not known))
+        if None in answers:
+            answers = await self._ask(WorkerMethods.prepare, request.encode())
+        self._known_plan = request.plan_hash
+        shadow = in_shadow(request, [answer for answer in answers if answer is not None])
+        await self._ask(WorkerMethods.make_ready, shadow)
+        self._incoming = Incoming(request, shadow)
+
+    async def begin_receive(self) -> None:
+        """See `EngineWeights`."""
+        if (incoming := self._incoming) is None:
+            raise _aborted()
+        if incoming.shadow:
+            await self._ask(WorkerMethods.begin)
+            return
+        began = time.perf_counter()
+        await self._enter_pause("keep")
+        if self._incoming is not incoming:  # aborted while generation came to its pause: nothing was written yet
+            await self._leave_pause()
+            raise _aborted()
+        self._half_written_since = began
+        await self._ask(WorkerMethods.begin, paused=True)
+
+    @property
+    def half_written(self) -> bool:
+        """See `EngineWeights`."""
+        return bool(self._half_written_since)
+
+    async def received(self) -> ReceiveReport:
+        """See `EngineWeights`."""
+        answers = await self._ask_until_done(WorkerMethods.wait_received)
+        return ReceiveReport(
+            checksums=tuple(pair for answer in answers for pair in answer.checksums),
+            wire_s=max(answer.wire_s for answer in answers),
+            checksum_s=max(answer.checksum_s for answer in answers),
+        )
+
+    async def commit(self, version: Version, cache_policy: CachePolicy) -> CommitReport:
+        """See `EngineWeights`. From here on an abort does not end the pause."""
+        incoming, began = self._incoming, self._half_written_since or time.perf_counter()
+        self._incoming, self._half_written_since = None, 0.0
+        whole = False
+        try:
+            if incoming is None:
+                raise _aborted()
+            await self._enter_pause(cache_policy)
+            placed = await self._ask(WorkerMethods.place, paused=True)
+            _check_placed(placed)
+            self._weight_changes += 1
+            await self._label(version, _cache_key(version, self._weight_changes))
+            self._version = version
+            whole = True
+        finally:
+            if not whole:
+                await self._drop_version()
+            await self._leave_pause()
+        return CommitReport(
+            apply_s=max(worker.apply_s for worker in placed),
+            compare_s=max(worker.compare_s for worker in placed),
+            pause_s=time.perf_counter() - began,
+            loader_tensors=max(worker.loader_tensors for worker in placed),
+            loader_bytes=max(worker.loader_bytes for worker in placed),
+            staging_bytes=max(worker.staging_bytes for worker in placed),
+            mode=weights_pb2.COMMIT_MODE_SHADOW if incoming.shadow else weights_pb2.COMMIT_MODE_INPLACE,
+            loader_names=max((worker.loader_names for worker in placed), key=len),
+        )
+
+    async def abort_receive(self) -> None:
+        """See `EngineWeights`."""
+        self._incoming = None
+        if self._started():
+            await self._ask(WorkerMethods.abort)
+            if self._half_written_since:
+                self._half_written_since = 0.0
+                await self._drop_version()
+                await self._leave_pause()
+
+    async def prepare_send(self, request: TransferRequest, served: str) -> bytes:
+        """See `EngineWeights`."""
+        return b"".join(await self._ask(WorkerMethods.prepare_send, request.encode(), served))
+
+    async def send(self, request: TransferRequest) -> SendReport:
+        """See `EngineWeights`."""
+        await self._ask(WorkerMethods.send, request.encode())
+        answers = await self._ask_until_done(WorkerMethods.wait_sent)
+        return SendReport(
+            checksums=tuple(pair for answer in answers for pair in answer.checksums),
+            pack_s=max(answer.pack_s for answer in answers),
+            checksum_s=max(answer.checksum_s for answer in answers),
+            slot_bytes=max(answer.slot_bytes for answer in answers),
+        )
+
+    async def end_send(self) -> None:
+        """See `EngineWeights`."""
+        if self._started():
+            await self._ask(WorkerMethods.end_send)
+
+    async def _ask(
+        self, method: Callable[[Any, *Arguments], Answer], *arguments: *Arguments, paused: bool = False
+    ) -> list[Answer]:
+        """Every worker's answer: see `Workers.ask`. Raises EngineDied where a worker is gone."""
+        try:
+            return await self._workers.ask(method, *arguments, paused=paused)
+        except WorkerDied as error:
+            raise EngineDied(error.what, error.fix) from error
+
+    async def _ask_until_done(self, method: Callable[[Any], Answer | None]) -> list[Answer]:
+        """Asks until every worker answers something. Each worker waits a moment before it answers None."""
+        while True:
+            answers = await self._ask(method)
+            done = [answer for answer in answers if answer is not None]
+            if len(done) == len(answers):
+                return done
+
+    async def _enter_pause(self, cache_policy: CachePolicy) -> None:
+        self._may_begin.clear()
+        try:
+            await self._pause(cache_policy)
+        except BaseException:
+            self._may_begin.set()
+            raise
+
+    async def _leave_pause(self) -> None:
+        try:
+            await self._resume()
+        finally:
+            self._may_begin.set()
+
+    @property
+    def _cache_key(self) -> str:
+        """Names the keys and values of the weights in place; weights that were in place before had other names."""
+        return _cache_key(self._version, self._weight_changes)
+
+    async def _drop_version(self) -> None:
+        """From now on no version is in place: samples in flight are of no use."""
+        self._version = None
+        self._dropped += 1
+        self._weight_changes += 1
+        await self._end_requests()
+
+
+def in_shadow(request: TransferRequest, workers: Sequence[Prepared]) -> bool:
+    """Whether a transfer is received beside the parameters: as it asks, or else where the memory of every worker allows
+    it; always where it cannot be put in place as it arrives."""
+    if not all(worker.inplace_possible for worker in workers):
+        return True
+    if request.mode == weights_pb2.COMMIT_MODE_UNSPECIFIED:
+        return all(worker.shadow_fits for worker in workers)
+    return request.mode == weights_pb2.COMMIT_MODE_SHADOW
+
+
+def samples_that_fit(requests: int, cache_tokens: int, longest: int) -> int:
+    """Samples of at most `longest` tokens that an engine runs at once: at most `requests`, and as many as its cache has
+    room for."""
+    # A sample in flight has half of its longest length on average.
+    return max(1, min(requests, 2 * cache_tokens // longest))
+
+
+def _cache_key(version: Version | None, weight_changes: int) -> str:
+    return f"{version}.{weight_changes}"
+
+
+def _check_placed(workers: Sequence[Placed]) -> None:
+    """Raises PublicationFailed for tensors of which no worker took anything."""
+    if nowhere := set.intersection(*(set(worker.unplaced) for worker in workers)):
+        what = f"the engine's loader placed nothing of {', '.join(sorted(nowhere)[:5])}."
+        raise PublicationFailed(what, "leave tied copies out of the manifest; load one model folder everywhere.")
+
+
+def _aborted() -> PublicationFailed:
+    return PublicationFailed("the publication was aborted.", "prepare it again with a new attempt.")

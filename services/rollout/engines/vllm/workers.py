@@ -1,0 +1,55 @@
+"""vLLM's worker processes as the replica calls them: by `WorkerRpc`, or by vLLM's own call between two batches."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, TypeVar, TypeVarTuple
+
+from millrace.errors import Unavailable
+from services.rollout.weights.worker_messages import Request, decode_reply, encode
+from services.rollout.weights.worker_methods import BETWEEN_BATCHES
+from services.rollout.weights.worker_rpc import RPC_S, WorkerRpc
+
+Arguments = TypeVarTuple("Arguments")
+Answer = TypeVar("Answer")
+
+
+class VllmWorkers:
+    """See `Workers`. vLLM's own call is answered by the thread that generates, between two batches."""
+
+    def __init__(self) -> None:
+        self._rpc = WorkerRpc("vLLM")
+        self._llm: Any = None
+
+    async def listen(self) -> str:
+        """The path of the socket on which the workers are to connect."""
+        return await self._rpc.listen()
+
+    async def connect(self, llm: Any, path: str, workers: int, within_s: float) -> None:
+        """Has every worker of `llm`, an AsyncLLM, connect. Raises Unavailable where one does not in time."""
+        self._llm = llm
+        await self._between_batches("millrace_connect", path, "connect")
+        await self._rpc.wait_for_workers(workers, within_s)
+
+    async def ask(
+        self, method: Callable[[Any, *Arguments], Answer], *arguments: *Arguments, paused: bool = False
+    ) -> list[Answer]:
+        """See `Workers`."""
+        if not paused and method not in BETWEEN_BATCHES:
+            return await self._rpc.ask(method, *arguments)
+        name = method.__name__
+        request = encode(Request(0, name, arguments, paused, float("inf")))
+        replies = await self._between_batches("millrace_call", request, name)
+        return [decode_reply(reply).result(method) for reply in replies]
+
+    async def _between_batches(self, method: str, argument: str | bytes, name: str) -> list[Any]:
+        """Calls a method of `WorkerExtension` in every worker. `name` is for the error where one does not answer."""
+        try:
+            async with asyncio.timeout(RPC_S):
+                return list(await self._llm.collective_rpc(method, args=(argument,)))
+        except TimeoutError as error:
+            raise Unavailable(f"vLLM's workers did not answer {name} within {RPC_S:g} s.") from error
+
+    async def close(self) -> None:
+        """Closes the connections and forgets the AsyncLLM. Idempotent."""
+        self._llm = None
+        await self._rpc.close()

@@ -1,0 +1,106 @@
+"""What publications ask of an engine, and what it reports. `services.rollout.engine.Engine` adds generation to it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from millrace.ids import Version
+from millrace.spec.rollout import CachePolicy
+from millrace.weights.plans.boxes import Boxes
+from millrace.weights.plans.manifest import Manifest
+from millrace.wire.v1 import weights_pb2
+from services.rollout.weights.transfer_request import TransferRequest
+from services.rollout.weights.worker_methods import Checksums
+
+
+@dataclass(frozen=True)
+class ReceiveReport:
+    """How the bytes of one version came in. Seconds of wall time."""
+
+    checksums: Checksums
+    """Of every message that each worker received, all workers' together. See `expected.py` for their numbers."""
+    wire_s: float
+    """Inside the channel's calls, of the slowest worker."""
+    checksum_s: float
+
+
+@dataclass(frozen=True)
+class CommitReport:
+    """How a version was put in place. Seconds of wall time."""
+
+    apply_s: float
+    """Writing the engine's parameters, of the slowest worker."""
+    compare_s: float
+    """Comparing the parameters bit for bit with what was received, of the slowest worker."""
+    pause_s: float
+    """From the order to pause until generation could go on."""
+    loader_tensors: int
+    """Tensors that went whole through the engine's own loader."""
+    loader_bytes: int = 0
+    staging_bytes: int = 0
+    """Memory that the transfer took beside the parameters, of the worker where it took most."""
+    mode: "weights_pb2.CommitMode" = weights_pb2.COMMIT_MODE_SHADOW
+    loader_names: tuple[str, ...] = ()
+    """Names of some of the loader's tensors."""
+
+
+@dataclass(frozen=True)
+class SendReport:
+    """How the version in place was sent to siblings. Seconds of the slowest worker."""
+
+    checksums: Checksums
+    """Of every message that each worker packed, all workers' together."""
+    pack_s: float
+    checksum_s: float
+    slot_bytes: int
+    """Memory that the sending took, of the worker where it took most."""
+
+
+class EngineWeights(Protocol):
+    """An engine whose weights change by publications. All methods are called on one event loop and do not block it.
+
+    Before the first `commit` the weights may not be served. A failed `commit` leaves no version in place: the caller
+    serves nothing until a later one succeeds.
+    """
+
+    device: str
+    """For people: cpu, or the name and number of the accelerators."""
+    world_size: int
+    """Workers that receive weights. Valid once the engine has started."""
+
+    @property
+    def half_written(self) -> bool:
+        """Whether an abort now leaves parameters of two versions: nothing may be served then until a later commit."""
+
+    async def describe(self, manifest: Manifest) -> Sequence[Boxes]:
+        """The boxes of the manifest that each worker wants; nothing where this engine cannot tell. Raises
+        PublicationFailed where the manifest does not fit."""
+
+    async def prepare(self, request: TransferRequest) -> None:
+        """Checks a coming version against the engine and makes memory ready for it. Raises PublicationFailed where it
+        does not fit."""
+
+    async def begin_receive(self) -> None:
+        """Starts receiving the prepared transfer beside generation; one that is put in place as it arrives pauses
+        generation first. Returns at once."""
+
+    async def received(self) -> ReceiveReport:
+        """Waits for the last byte. Raises PublicationFailed where it does not come."""
+
+    async def commit(self, version: Version, cache_policy: CachePolicy) -> CommitReport:
+        """Pauses, keeping requests in flight, puts the received version in place, compares, resumes."""
+
+    async def abort_receive(self) -> None:
+        """Ends what `prepare` began and frees its memory. Idempotent."""
+
+    async def prepare_send(self, request: TransferRequest, served: str) -> bytes:
+        """Prepares to send what publication `served` put in place, as the senders of `request`. Answers NCCL's unique
+        id where the parameters are on GPUs. Raises PublicationFailed where some of it is not here as it was
+        published."""
+
+    async def send(self, request: TransferRequest) -> SendReport:
+        """Sends beside generation; returns when the last byte is sent. Raises PublicationFailed where that fails, and
+        where `end_send` comes first."""
+
+    async def end_send(self) -> None:
+        """Ends what `prepare_send` began: nothing reads the parameters for it after this. Idempotent."""

@@ -1,0 +1,171 @@
+"""A version that comes whole: every tensor is broadcast into CPU memory beside generation, then loaded and compared."""
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+
+import torch
+
+from millrace.errors import PublicationFailed
+from millrace.weights.loader.copies import LoaderCopies, record_copies
+from millrace.weights.plans.coverage import covered_elements
+from millrace.weights.plans.views import Strided
+from millrace.weights.transfer.channels.gloo import GlooChannel
+from millrace.weights.transfer.checksum import checksum
+from services.rollout.weights.in_worker.model import WorkerModel
+from services.rollout.weights.in_worker.transfer_thread import aborted
+from services.rollout.weights.transfer_request import TransferRequest
+from services.rollout.weights.worker_methods import Placed, Prepared, Received
+
+
+class IncomingBroadcast:
+    """See `IncomingTransfer`. Receives every tensor as one rank of the communicator, in a thread of its own."""
+
+    def __init__(self, request: TransferRequest, rank: int, loader: "ComparingLoader") -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        """Whole tensors by their names in the manifest, on the CPU."""
+        self._request = request
+        self._rank = rank
+        self._loader = loader
+        self._checksums: list[int] = []
+        self._wire_s = self._checksum_s = 0.0
+        self._failure: PublicationFailed | None = None
+        self._channel: GlooChannel | None = None
+        self._closed = threading.Event()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"receive {request.key}", daemon=True)
+
+    def begin(self) -> None:
+        """See `IncomingTransfer`."""
+        self._thread.start()
+
+    def wait(self, at_most_s: float | None = None) -> Received | None:
+        """See `IncomingTransfer`."""
+        if not self._over.wait(at_most_s):
+            return None
+        if self._failure is not None:
+            raise self._failure.again()
+        return Received(tuple(enumerate(self._checksums)), wire_s=self._wire_s, checksum_s=self._checksum_s)
+
+    def place(self) -> Placed:
+        """See `IncomingTransfer`. The tensors are freed, whether or not it succeeds."""
+        try:
+            return self._loader.place(self._request, self.tensors)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """See `IncomingTransfer`. The tensors are freed. A thread inside a Gloo call may take until that call's timeout
+        to end; it is not waited for."""
+        if not self._over.is_set():
+            self._failure = aborted(self._request)
+        self._closed.set()
+        self._over.set()
+        if self._channel is not None:
+            self._channel.abort()
+        self.tensors = {}
+
+    def _run(self) -> None:
+        try:
+            self._receive()
+        except PublicationFailed as error:
+            self._failure = self._failure or error.again()
+        except RuntimeError as error:  # torch: out of memory, or the channel was aborted during a call
+            what = f"receiving {self._request.key} failed: {error}"
+            self._failure = self._failure or PublicationFailed(what, "publish again with a new attempt.")
+        finally:
+            self._over.set()
+
+    def _receive(self) -> None:
+        request, started = self._request, time.perf_counter()
+        self._channel = GlooChannel.join(
+            request.host,
+            request.port,
+            key=request.key,
+            rank=self._rank,
+            world_size=request.world_size,
+            timeout_s=request.timeout_s,
+        )
+        self._wire_s += time.perf_counter() - started
+        for info in request.manifest.tensors:
+            if self._closed.is_set():
+                raise aborted(request)
+            tensor = torch.empty(info.shape, dtype=getattr(torch, info.dtype))
+            started = time.perf_counter()
+            self._channel.broadcast(tensor)
+            received = time.perf_counter()
+            self._checksums.append(checksum(tensor))
+            self._wire_s += received - started
+            self._checksum_s += time.perf_counter() - received
+            self.tensors[info.name] = tensor
+
+
+class ComparingLoader:
+    """Writes whole tensors through the engine's own loader, and compares the parameters with them each time."""
+
+    def __init__(self, model: WorkerModel) -> None:
+        self._model = model
+        self._copies: LoaderCopies | None = None
+        self._manifest_hash = b""
+
+    def place(self, request: TransferRequest, tensors: Mapping[str, torch.Tensor]) -> Placed:
+        """Loads every tensor, then compares every copy that the loader made bit for bit. Raises PublicationFailed for
+        any difference, and where a parameter would keep a value that was never published."""
+        started = time.perf_counter()
+        copies = self._load(request, tensors)
+        written = time.perf_counter()
+        if wrong := copies.mismatches(tensors):
+            what = f"{len(wrong)} tensors differ in the engine from what was received: {', '.join(wrong[:5])}."
+            raise PublicationFailed(what, "report it with the model's config: the engine changes weights as it loads.")
+        return Placed(
+            apply_s=written - started,
+            compare_s=time.perf_counter() - written,
+            loader_tensors=len(tensors),
+            unplaced=copies.unknown,
+        )
+
+    def _load(self, request: TransferRequest, tensors: Mapping[str, torch.Tensor]) -> LoaderCopies:
+        """The loader's copies are recorded with the first version of a manifest, and the same for later ones."""
+        try:
+            if self._copies is not None and request.manifest.hash == self._manifest_hash:
+                with torch.no_grad():
+                    self._model.load(iter(tensors.items()))
+                return self._copies
+            copies = record_copies(self._model.load, tensors, self._model.loaded)
+        except (RuntimeError, ValueError, KeyError, AssertionError) as error:
+            what = f"the engine's loader refused {request.key}: {type(error).__name__}: {error}."
+            raise PublicationFailed(what, "see that trainer and engine load the same model folder.") from error
+        if missing := self._unwritten(copies):
+            what = f"the publication writes nothing to, or only a part of, {', '.join(missing[:5])}."
+            raise PublicationFailed(what, "see that trainer and engine load the same model folder.")
+        self._copies, self._manifest_hash = copies, request.manifest.hash
+        return copies
+
+    def _unwritten(self, copies: LoaderCopies) -> list[str]:
+        """Names of parameters that the copies do not cover."""
+        written: dict[int, set[Strided]] = defaultdict(set)
+        for copy in copies.copies:
+            written[self._model.loaded[copy.parameter].untyped_storage().data_ptr()].add(copy.target)
+        covered = {storage: covered_elements(views) for storage, views in written.items()}
+        missing = []
+        for name, parameter in self._model.loaded.items():
+            held = covered.get(parameter.untyped_storage().data_ptr(), 0)
+            if held == 0 or (held < parameter.numel() and name not in self._model.padded):
+                missing.append(name)
+        return missing
+
+
+class GatherBroadcastPath:
+    """See `IncomingPath`. Keeps what it has learned of the engine's loader."""
+
+    def __init__(self, model: WorkerModel) -> None:
+        self._loader = ComparingLoader(model)
+
+    def prepare(self, request: TransferRequest, rank: int) -> Prepared:
+        """See `IncomingPath`. Tensors are always received into CPU memory first."""
+        return Prepared(shadow_fits=True, inplace_possible=False)
+
+    def transfer(self, request: TransferRequest, rank: int, *, shadow: bool) -> IncomingBroadcast:
+        """See `IncomingPath`. Memory is taken tensor by tensor as they arrive."""
+        return IncomingBroadcast(request, rank, self._loader)

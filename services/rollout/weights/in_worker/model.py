@@ -1,0 +1,91 @@
+"""The model of one engine worker as the receiver sees it."""
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+
+from millrace.errors import PublicationFailed
+from millrace.weights.plans.manifest import Manifest
+from services.rollout.weights.in_worker.derived_tensors import DerivedTensors
+
+
+class WorkerModel(Protocol):
+    """What the receiver needs of a worker's model."""
+
+    rank: int
+    """Rank of the worker in its engine."""
+
+    @property
+    def parameters(self) -> Mapping[str, torch.Tensor]:
+        """Every parameter by name."""
+
+    @property
+    def loaded(self) -> Mapping[str, torch.Tensor]:
+        """The tensors that `load` writes, by name; tied ones may appear under several names."""
+
+    @property
+    def padded(self) -> frozenset[str]:
+        """Names of loaded tensors that are larger than what is published, as a vocabulary padded for the kernels."""
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Any:
+        """The engine's own loader: takes tensors by their names in the manifest and writes them to parameters."""
+
+    def check(self, manifest: Manifest) -> None:
+        """Raises PublicationFailed for a manifest that the loader would take wrongly without an error."""
+
+    def update_derived(self) -> None:
+        """Computes again what the engine derives from its parameters. Only while generation is paused."""
+
+
+class EngineModel:
+    """The model in a worker of vLLM or SGLang, which has `load_weights`. It is looked at when it is first needed."""
+
+    def __init__(self, rank: int, get_model: Callable[[], Any], dtype: torch.dtype) -> None:
+        """`dtype` is the one that the engine was configured for."""
+        self.rank = rank
+        self._get_model = get_model
+        self._dtype = dtype
+
+    @property
+    def parameters(self) -> Mapping[str, torch.Tensor]:
+        """See `WorkerModel`."""
+        return dict(self._get_model().named_parameters())
+
+    @cached_property
+    def loaded(self) -> Mapping[str, torch.Tensor]:
+        """See `WorkerModel`."""
+        return {name: tensor for name, tensor in self.parameters.items() if name not in self._derived.names}
+
+    @cached_property
+    def padded(self) -> frozenset[str]:
+        """See `WorkerModel`."""
+        modules = self._get_model().named_modules()
+        return frozenset(f"{name}.weight" for name, module in modules if hasattr(module, "num_embeddings_padded"))
+
+    @cached_property
+    def _derived(self) -> DerivedTensors:
+        return DerivedTensors(self._get_model(), self._dtype)
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Any:
+        """See `WorkerModel`."""
+        return self._get_model().load_weights(tensors)
+
+    def check(self, manifest: Manifest) -> None:
+        """See `WorkerModel`. The dtypes have to be the engine's."""
+        held = str(self._dtype).removeprefix("torch.")
+        # Some parameters stay float32 whatever the model's dtype is, as a router's bias.
+        kept = {_last_part(name) for name, p in self.parameters.items() if p.dtype == torch.float32}
+        tensors = (t for t in manifest.tensors if not (t.dtype == "float32" and _last_part(t.name) in kept))
+        if other := {t.dtype for t in tensors} - {held}:
+            what = f"the manifest has tensors of {', '.join(sorted(other))}; the engine holds {held}."
+            raise PublicationFailed(what, "publish in the dtype that Configure answered.")
+
+    def update_derived(self) -> None:
+        """See `WorkerModel`."""
+        self._derived.update()
+
+
+def _last_part(name: str) -> str:
+    return name.rpartition(".")[2]

@@ -1,0 +1,163 @@
+"""A sharded version on its way into one worker: the worker receives the boxes that it wants, nothing is gathered."""
+
+import time
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from millrace.errors import PublicationFailed
+from millrace.weights.plans.sharded import ShardedPlan
+from millrace.weights.plans.wire_layouts import Planner
+from millrace.weights.transfer.pipeline import ReceivePipeline
+from millrace.weights.transfer.session import PublicationSession
+from services.rollout.weights.in_worker.model import WorkerModel
+from services.rollout.weights.in_worker.transfer_thread import TransferThread
+from services.rollout.weights.in_worker.worker_layout import WorkerLayout
+from services.rollout.weights.transfer_request import TransferRequest
+from services.rollout.weights.worker_methods import Placed, Prepared, Received
+
+SHADOW_SHARE = 0.8
+"""Share of the free memory that a version may take beside the parameters."""
+
+
+class IncomingShards:
+    """See `IncomingTransfer`."""
+
+    def __init__(
+        self,
+        request: TransferRequest,
+        rank: int,
+        pipeline: ReceivePipeline,
+        session: PublicationSession,
+        layout: WorkerLayout,
+        model: WorkerModel,
+        *,
+        shadow: bool,
+    ) -> None:
+        self.pipeline = pipeline
+        self._request = request
+        self._layout = layout
+        self._model = model
+        self._shadow = shadow
+        self._thread = TransferThread(request, rank, pipeline.run, pipeline.device, session)
+
+    @property
+    def failed(self) -> bool:
+        return self._thread.failure is not None
+
+    def begin(self) -> None:
+        """See `IncomingTransfer`."""
+        self._thread.begin()
+
+    def wait(self, at_most_s: float | None = None) -> Received | None:
+        """See `IncomingTransfer`."""
+        if (messages := self._thread.wait(at_most_s)) is None:
+            return None
+        times = messages.times
+        return Received(tuple(messages.sums.items()), wire_s=times.wire_s, checksum_s=times.verify_s)
+
+    def place(self) -> Placed:
+        """See `IncomingTransfer`. Without `shadow` the messages lie in place already, compared. What goes through the
+        engine's loader is loaded here."""
+        learned = self._layout.of(self._request.manifest)
+        self._layout.holds = ""
+        apply_s, compare_s = self.pipeline.apply() if self._shadow else (0.0, 0.0)
+        began = time.perf_counter()
+        with torch.no_grad():
+            for write in learned.constant_writes:
+                write()
+            if learned.loader_tensors:
+                self._model.load(iter(learned.loader_tensors.items()))
+        apply_s += time.perf_counter() - began
+        self._layout.holds = self._request.key
+        return Placed(
+            apply_s=apply_s,
+            compare_s=compare_s,
+            loader_tensors=len(learned.loader_tensors),
+            loader_bytes=learned.loader_bytes,
+            staging_bytes=self.pipeline.slot_bytes,
+            loader_names=self._layout.loader_names(self._request.manifest),
+        )
+
+    def close(self) -> None:
+        """See `IncomingTransfer`. Returns once nothing is written any more."""
+        self._thread.close()
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A pipeline that is kept for the next version."""
+
+    made_for: tuple[bytes, int, bool]
+    """Hash of the plan, rank in it, whether it receives in shadow. Replicas with equal layouts may exchange their ranks
+    and keep the plan."""
+    pipeline: ReceivePipeline
+
+
+class ShardedPath:
+    """See `IncomingPath`. Keeps the plan, the pipeline with its memory, and the communicator."""
+
+    def __init__(self, model: WorkerModel, layout: WorkerLayout) -> None:
+        self._model = model
+        self._layout = layout
+        self._session = PublicationSession()
+        self._planner = Planner()
+        self._kept: _Kept | None = None
+        self._latest: IncomingShards | None = None
+
+    def prepare(self, request: TransferRequest, rank: int) -> Prepared:
+        """See `IncomingPath`."""
+        if request.already_joined and self._session.key != request.communicator:
+            raise PublicationFailed(f"rank {rank} is not in communicator {request.communicator} any more.")
+        plan = self._plan(request)
+        if self._kept is not None and self._kept.made_for[:2] != (plan.hash, rank):
+            self._free()  # its memory would count as taken
+        memory = self._layout.of(request.manifest).memory
+        if self._kept is not None and self._kept.made_for == (plan.hash, rank, True):
+            return Prepared(shadow_fits=True, inplace_possible=True)
+        self._layout.check_receiver(request, rank)
+        needed = int(plan.sizes[plan.contents_of(rank)].sum())
+        return Prepared(needed < SHADOW_SHARE * free_bytes(memory.device), inplace_possible=True)
+
+    def transfer(self, request: TransferRequest, rank: int, *, shadow: bool) -> IncomingShards:
+        """See `IncomingPath`."""
+        session = PublicationSession() if request.leave_after else self._session
+        pipeline = self._pipeline(request, rank, shadow=shadow)
+        self._latest = IncomingShards(request, rank, pipeline, session, self._layout, self._model, shadow=shadow)
+        return self._latest
+
+    def _pipeline(self, request: TransferRequest, rank: int, *, shadow: bool) -> ReceivePipeline:
+        plan, memory = self._plan(request), self._layout.of(request.manifest).memory
+        if self._latest is not None and self._latest.failed and memory.device.type == "cpu":
+            self._free()  # Gloo may still write what it was asked for before the failure
+        wanted = (plan.hash, rank, shadow)
+        if self._kept is None or self._kept.made_for != wanted:
+            self._free()  # before new memory is taken
+            try:
+                pipeline = ReceivePipeline(plan, rank, memory, staged=shadow)
+            except RuntimeError as error:  # torch's out of memory
+                what = f"there is no memory to receive {request.key}: {error}"
+                raise PublicationFailed(what, 'set publication.commit to "inplace".') from error
+            self._kept = _Kept(wanted, pipeline)
+        return self._kept.pipeline
+
+    def _plan(self, request: TransferRequest) -> ShardedPlan:
+        return self._planner.plan(request.manifest, request.layouts)
+
+    def leave(self) -> None:
+        """Leaves the communicator and frees the memory."""
+        self._session.leave()
+        self._free()
+
+    def _free(self) -> None:
+        """Frees the pipeline's memory: at once, or when the transfer that uses it ends."""
+        self._kept = self._latest = None
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that may be taken on a device. What torch's allocator keeps and does not use is free."""
+    if device.type == "cuda":
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + kept
+    return int(psutil.virtual_memory().available)

@@ -1,0 +1,61 @@
+"""The layout of one worker: which boxes of a manifest it wants, where they lie, and whose bytes lie there."""
+
+import itertools
+
+from millrace.errors import PublicationFailed
+from millrace.weights.loader.learn import LearnedLayout, learn_layout
+from millrace.weights.plans import wire_layouts as wire
+from millrace.weights.plans.boxes import Boxes
+from millrace.weights.plans.manifest import Manifest
+from millrace.weights.plans.memory import Memory
+from services.rollout.weights.in_worker.model import WorkerModel
+from services.rollout.weights.transfer_request import TransferRequest
+
+MAX_NAMES = 64
+"""Tensors that went through the loader and are reported by name."""
+
+
+class WorkerLayout:
+    """Learned from the model's loader once for each manifest."""
+
+    def __init__(self, model: WorkerModel) -> None:
+        self._model = model
+        self._learned: tuple[bytes, LearnedLayout] | None = None
+        """Of the manifest with this hash."""
+        self.holds = ""
+        """Key of the publication whose bytes the layout's buffers hold whole; empty for none."""
+
+    def of(self, manifest: Manifest) -> LearnedLayout:
+        """Raises PublicationFailed where the loader refuses the manifest."""
+        if self._learned is None or self._learned[0] != manifest.hash:
+            self.holds = ""
+            learned = learn_layout(self._model.load, manifest, self._model.loaded, self._model.padded)
+            self._learned = (manifest.hash, learned)
+        return self._learned[1]
+
+    def boxes(self, manifest: Manifest) -> Boxes:
+        """The boxes that this worker wants."""
+        return self.of(manifest).memory.layout.boxes
+
+    def check_receiver(self, request: TransferRequest, rank: int) -> None:
+        """Raises PublicationFailed where `request` was planned for other boxes than this worker wants."""
+        receivers = wire.decode(request.layouts.receivers)
+        number = rank - (request.world_size - len(receivers))
+        boxes = self.boxes(request.manifest)
+        if not 0 <= number < len(receivers) or receivers[number].hash != boxes.hash:
+            raise PublicationFailed(f"rank {rank} wants other boxes than the publication was planned for.")
+
+    def sender_memory(self, request: TransferRequest, rank: int, served: str) -> Memory:
+        """What publication `served` put in place, to be sent. Raises PublicationFailed where it is not here as it was
+        published, and where the copy was planned for other boxes than this worker holds."""
+        learned, senders = self.of(request.manifest), wire.decode(request.layouts.senders)
+        if learned.loader_tensors and self.holds != served:
+            names = ", ".join(list(learned.loader_tensors)[:3])
+            raise PublicationFailed(f"{names} are held only as the engine changed them.", "the trainer sends them.")
+        if not 0 <= rank < len(senders) or senders[rank].hash != learned.memory.layout.boxes.hash:
+            raise PublicationFailed(f"rank {rank} holds other boxes than the copy was planned for.")
+        return learned.memory
+
+    def loader_names(self, manifest: Manifest) -> tuple[str, ...]:
+        """The first MAX_NAMES of the tensors that go whole through the loader."""
+        return tuple(itertools.islice(self.of(manifest).loader_tensors, MAX_NAMES))

@@ -1,0 +1,119 @@
+"""What crosses the connection between a replica and its engine's workers: requests, replies, introductions, as JSON."""
+
+import base64
+import functools
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, is_dataclass
+from typing import Any, TypeVar, get_type_hints
+
+from pydantic import TypeAdapter
+
+from millrace.errors import MillraceError, PublicationFailed
+
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True)
+class Introduction:
+    """What a worker says of itself when it connects. Facts that its engine learns in another way are left out."""
+
+    rank: int
+    dtype: str = ""
+    device: str = ""
+    max_requests: int = 0
+    """Requests that the engine runs at once."""
+    cache_tokens: int = 0
+    """Tokens whose keys and values fit in the engine's cache."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A call of one method in every worker."""
+
+    number: int
+    method: str
+    arguments: Sequence[Any]
+    paused: bool
+    """The method may only run while generation is paused."""
+    deadline: float
+    """When the replica stops waiting: time.monotonic(), which is the same in all processes of a host."""
+
+    @property
+    def expired(self) -> bool:
+        return time.monotonic() > self.deadline
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a method failed: the fields of the error that the replica raises for it."""
+
+    what: str
+    fix: str
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One worker's answer to the request of the same number, or its failure."""
+
+    number: int
+    answer: Any
+    failure: Failure | None = None
+
+    def result(self, method: Callable[..., Answer]) -> Answer:
+        """The answer, of the type that `method` declares. Raises PublicationFailed where the method failed."""
+        if self.failure is not None:
+            raise PublicationFailed(self.failure.what, self.failure.fix)
+        answer: Answer = _answer_type(method).validate_python(self.answer)
+        return answer
+
+
+def carry_out(receiver: object, request: Request) -> Reply:
+    """Calls the receiver's method. Every exception becomes the reply, because the replica has to know of it."""
+    try:
+        return Reply(request.number, getattr(receiver, request.method)(*request.arguments))
+    except MillraceError as error:
+        return Reply(request.number, None, Failure(error.what, error.fix))
+    except Exception as error:
+        what = f"{request.method} failed in the engine: {type(error).__name__}: {error}"
+        return Reply(request.number, None, Failure(what, ""))
+
+
+def encode(message: Introduction | Request | Reply) -> bytes:
+    """JSON, with bytes in base64 under the key `bytes`."""
+    return json.dumps(message, default=_plain, separators=(",", ":")).encode()
+
+
+def decode_introduction(data: bytes) -> Introduction:
+    return Introduction(**_decode(data))
+
+
+def decode_request(data: bytes) -> Request:
+    return Request(**_decode(data))
+
+
+def decode_reply(data: bytes) -> Reply:
+    fields = _decode(data)
+    failure = fields["failure"]
+    return Reply(fields["number"], fields["answer"], None if failure is None else Failure(**failure))
+
+
+def _decode(data: bytes) -> dict[str, Any]:
+    fields: dict[str, Any] = json.loads(data, object_hook=_with_bytes)
+    return fields
+
+
+@functools.cache
+def _answer_type(method: Callable[..., Any]) -> TypeAdapter[Any]:
+    return TypeAdapter(get_type_hints(method)["return"])
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, bytes | bytearray | memoryview):
+        return {"bytes": base64.b64encode(value).decode()}
+    return vars(value) if is_dataclass(value) else int(value)
+
+
+def _with_bytes(found: dict[str, Any]) -> Any:
+    return base64.b64decode(found["bytes"]) if found.keys() == {"bytes"} else found

@@ -1,0 +1,108 @@
+"""What a replica asks of the weight receiver inside each of its engine's workers, and what the receiver answers.
+
+`in_worker.receiver.WeightReceiver` implements the methods. Arguments and answers are bytes, strings, numbers, booleans
+and dataclasses of them, so that `worker_rpc.py` can carry them between processes.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+Checksums = tuple[tuple[int, int], ...]
+"""Number of each message of the plan, and the checksum of its bytes."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """In which modes a worker can take a version."""
+
+    shadow_fits: bool
+    """There is memory to receive the version beside the parameters."""
+    inplace_possible: bool
+    """Messages can be written to the parameters as they arrive."""
+
+
+@dataclass(frozen=True)
+class Received:
+    """What one worker received. Seconds of wall time."""
+
+    checksums: Checksums
+    wire_s: float
+    """Inside the channel's calls."""
+    checksum_s: float
+
+
+@dataclass(frozen=True)
+class Placed:
+    """How one worker put a version in place. Seconds of wall time."""
+
+    apply_s: float
+    """Writing the parameters."""
+    compare_s: float
+    """Comparing the parameters bit for bit with what was received."""
+    loader_tensors: int
+    """Tensors that went whole through the engine's own loader."""
+    loader_bytes: int = 0
+    staging_bytes: int = 0
+    """Memory that the transfer took beside the parameters."""
+    loader_names: tuple[str, ...] = ()
+    """Names of some of the loader's tensors."""
+    unplaced: tuple[str, ...] = ()
+    """Tensors of the manifest of which this worker's loader took nothing."""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What one worker sent to siblings. Seconds of wall time."""
+
+    checksums: Checksums
+    pack_s: float
+    checksum_s: float
+    slot_bytes: int
+    """Memory that the sending took."""
+
+
+class WorkerMethods(Protocol):
+    """The methods, in the order in which a publication calls them. Each raises PublicationFailed where it fails."""
+
+    def describe(self, manifest: bytes) -> bytes:
+        """The boxes that this worker wants of a manifest, as `Boxes.encode` writes them."""
+
+    def prepare(self, request: bytes) -> Prepared | None:
+        """Checks a coming transfer (`TransferRequest.encode`), and forgets an unfinished one. None where the request
+        only names a plan that this worker does not know."""
+
+    def make_ready(self, shadow: bool) -> None:
+        """Makes memory ready for the transfer that was prepared: for a whole version, or for a few messages."""
+
+    def begin(self) -> None:
+        """Starts receiving in a thread and returns at once."""
+
+    def wait_received(self) -> Received | None:
+        """Waits a moment for the last byte; None where it is not there yet."""
+
+    def place(self) -> Placed:
+        """Puts the received version in place. Only while generation is paused."""
+
+    def abort(self) -> None:
+        """Ends what `prepare` began and frees its memory. Idempotent."""
+
+    def checksums(self) -> dict[str, int]:
+        """The checksum of each of the model's parameters, as it lies in this worker."""
+
+    def prepare_send(self, request: bytes, served: str) -> bytes:
+        """Checks that what publication `served` put in place can be sent. Answers NCCL's unique id where this rank has
+        to make one."""
+
+    def send(self, request: bytes) -> None:
+        """Starts sending in a thread and returns at once."""
+
+    def wait_sent(self) -> Sent | None:
+        """Waits a moment for the last byte to be sent; None where it is not yet."""
+
+    def end_send(self) -> None:
+        """Ends what `prepare_send` began: nothing reads the parameters to send them after this. Idempotent."""
+
+
+BETWEEN_BATCHES: frozenset[Callable[..., Any]] = frozenset({WorkerMethods.describe, WorkerMethods.place})
+"""Methods that run the model's own loader: only the thread that generates may call them, between two batches."""
