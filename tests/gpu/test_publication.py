@@ -59,24 +59,24 @@ def test_kernels_copy_compare_and_sum_as_torch_does(shape: tuple[int, ...], dtyp
             size = -(-lies.numel() * kind.itemsize // 16) * 16
             message = torch.zeros(size, dtype=torch.uint8, device=device)
             wire = message[: lies.numel() * kind.itemsize].view(kind).view(lies.shape)
-            batch = CudaRoundOperations([PieceInMessage(lies, wire)], {5: message}, device)
-            batch.pack()
-            batch.sum()
-            assert torch.equal(wire, lies.to(kind)) and message_checksums([batch]) == {5: checksum(message)}
+            operations = CudaRoundOperations([PieceInMessage(lies, wire)], {5: message}, device)
+            operations.pack()
+            operations.sum_messages()
+            assert torch.equal(wire, lies.to(kind)) and message_checksums([operations]) == {5: checksum(message)}
             if kind != dtype:
                 continue
-            batch.note()
-            batch.compare()
-            batch.check()
-            assert differing_counts([batch]) == [0]
+            operations.note_pieces()
+            operations.compare()
+            operations.compare_noted()
+            assert differing_counts([operations]) == [0]
             kept = lies.clone()
             lies.zero_()
-            batch.unpack()
+            operations.unpack()
             assert torch.equal(lies, kept)
             lies[(-1,) * lies.dim()] = 77
-            batch.check()
-            assert differing_counts([batch]) == [1] and differing_counts([batch]) == [0]
-            batch.unpack()
+            operations.compare_noted()
+            assert differing_counts([operations]) == [1] and differing_counts([operations]) == [0]
+            operations.unpack()
             wire.view(-1)[-1] += 1
-            batch.compare()
-            assert differing_counts([batch])[0] > 0 and differing_counts([batch]) == [0]
+            operations.compare()
+            assert differing_counts([operations])[0] > 0 and differing_counts([operations]) == [0]

@@ -1,10 +1,7 @@
-"""A rank's memory seen through its layout, and moving pieces between it and messages."""
+"""A rank's memory as its layout describes it, and copying pieces between it and messages."""
 
-import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,16 +10,15 @@ from millrace.weights.plans.layout import Layout
 from millrace.weights.plans.manifest import Manifest
 from millrace.weights.plans.sharded import ShardedPlan
 
-LOOK_EVERY_S = 50e-6
-
 
 @dataclass(frozen=True)
 class Memory:
-    """`buffers` are what the layout counts from: tensors whose first element is element 0."""
+    """The tensors of one rank that hold, or receive, published weights."""
 
     manifest: Manifest
     layout: Layout
     buffers: Sequence[torch.Tensor]
+    """Tensors that `layout` indexes; its offsets count from a tensor's first element."""
 
     @property
     def device(self) -> torch.device:
@@ -31,23 +27,28 @@ class Memory:
 
 @dataclass(frozen=True)
 class PieceInMessage:
-    """A piece where it lies, and the part of a message that carries it: views of the same shape."""
+    """A piece of a tensor twice: two views of the same shape, whose dtypes may differ."""
 
-    lies: torch.Tensor
-    wire: torch.Tensor
+    in_memory: torch.Tensor
+    in_message: torch.Tensor
 
 
 def pieces_in_message(
     plan: ShardedPlan, content: int, message: torch.Tensor, memory: Memory, *, every: bool
 ) -> list[PieceInMessage]:
-    """The pieces of a content; `message` is where its bytes are or will be. With `every`, wherever a piece belongs."""
+    """The pieces of content `content`; `message` [bytes, uint8] is the memory that holds or receives its bytes.
+
+    With `every`, a piece is listed once for each place in `memory` where it belongs (tied weights may be stored twice);
+    else once.
+    """
     return pieces_in_messages(plan, {content: message}, memory, every=every)[content]
 
 
 def pieces_in_messages(
     plan: ShardedPlan, messages: Mapping[int, torch.Tensor], memory: Memory, *, every: bool
 ) -> dict[int, list[PieceInMessage]]:
-    """As `pairs`, of many contents: their places are looked up together."""
+    """The pieces of many contents, as `pieces_in_message` gives those of one. All places are looked up together, which
+    is much faster."""
     found: dict[int, list[PieceInMessage]] = {content: [] for content in messages}
     if not messages:
         return found
@@ -63,56 +64,30 @@ def pieces_in_messages(
         *(column.tolist() for column in columns), *views, strict=True
     ):
         held, dtype = memory.buffers[buffer], dtypes[tensor]
-        lies = torch.as_strided(held.detach(), extent, strides, held.storage_offset() + start)
-        wire = messages[content][at : at + lies.numel() * dtype.itemsize]
-        found[content].append(PieceInMessage(lies, wire.view(dtype).view(extent)))
+        in_memory = torch.as_strided(held.detach(), extent, strides, held.storage_offset() + start)
+        in_message = messages[content][at : at + in_memory.numel() * dtype.itemsize]
+        found[content].append(PieceInMessage(in_memory, in_message.view(dtype).view(extent)))
     return found
 
 
-def pack(moves: Sequence[PieceInMessage]) -> None:
-    """From where the pieces lie into messages, converting to the dtype of the wire."""
-    for pair in moves:
-        pair.wire.copy_(pair.lies)
+def pack(pieces: Sequence[PieceInMessage]) -> None:
+    """Copies pieces from memory into messages, converting to the published dtype."""
+    for piece in pieces:
+        piece.in_message.copy_(piece.in_memory)
 
 
-def unpack(moves: Sequence[PieceInMessage]) -> None:
-    for pair in moves:
-        pair.lies.copy_(pair.wire)
+def unpack(pieces: Sequence[PieceInMessage]) -> None:
+    """Copies pieces from messages into memory."""
+    for piece in pieces:
+        piece.in_memory.copy_(piece.in_message)
 
 
-def differing_pieces(moves: Sequence[PieceInMessage]) -> list[int]:
-    """Which pieces are not, bit for bit, what their message says."""
-    return [i for i, pair in enumerate(moves) if not torch.equal(_bits(pair.lies), _bits(pair.wire))]
+def differing_pieces(pieces: Sequence[PieceInMessage]) -> list[int]:
+    """Indices of the pieces whose memory is not bit for bit what their message holds."""
+    return [i for i, piece in enumerate(pieces) if not torch.equal(_bits(piece.in_memory), _bits(piece.in_message))]
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's bits as integers, so that NaN equals itself."""
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.contiguous().view(kinds[tensor.element_size()])
-
-
-class DeviceStream:
-    """Work in order: a CUDA stream of its own, or, on a CPU, simply the thread."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    def __enter__(self) -> None:
-        self._entered: AbstractContextManager[Any] = (
-            nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
-        )
-        self._entered.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._entered.__exit__(*error)
-
-    def follow_current(self) -> None:
-        """What was put on the caller's stream comes before what this lane does from now on."""
-        if self.stream is not None:
-            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
-
-    def join(self, check: Callable[[], None] = lambda: None) -> None:
-        """Waits until all of it is done. `check` is called meanwhile, and may raise."""
-        while self.stream is not None and not self.stream.query():
-            check()
-            time.sleep(LOOK_EVERY_S)

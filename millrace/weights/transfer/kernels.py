@@ -1,4 +1,5 @@
-"""A round's copies and checksums on a GPU: one launch each, through CuPy. The code is in kernels.cu."""
+"""Copies, comparisons and checksums of a round on a GPU: one kernel launch each, through CuPy. The kernels are in
+kernels.cu, which has the same constants."""
 
 import functools
 import math
@@ -9,23 +10,32 @@ from typing import Any
 import numpy as np
 import structlog
 import torch
+from numpy.typing import NDArray
 
 from millrace.weights.plans.memory import PieceInMessage
 from millrace.weights.transfer.checksum import mixed
 
 log = structlog.get_logger(__name__)
-UNITS, THREADS, FIELDS = 2048, 256, 12
+UNITS = 2048
+"""Units in one tile, which one block copies. A unit is the largest word that fits a piece, at most 16 bytes."""
+THREADS = 256
+FIELDS = 12
+"""64-bit words that describe a piece: `struct Piece` in kernels.cu."""
 CONVERT, CONVERT4 = 100, 101
+"""Kinds of pieces that are float32 in memory and bfloat16 in the message, one or four elements a unit."""
 PACK, UNPACK, COMPARE = 0, 1, 2
+"""What the kernel `move` does with a piece."""
 SUM_BLOCKS = 64
-"""For each message."""
+"""Blocks that sum one message."""
 PIECES_BLOCKS = 4096
-"""For all pieces, of which each block sums several tiles."""
+"""Blocks that sum all pieces; each sums several tiles."""
+Int64Array = NDArray[np.int64]
 
 
 @functools.cache
 def supported() -> bool:
-    """Whether CuPy is here and compiles them. Without, torch copies piece by piece, which is slow for many."""
+    """Whether CuPy is installed and compiles the kernels. Otherwise torch copies piece by piece, which is slow for many
+    pieces."""
     try:
         from cupy.cuda.compiler import CompileException
     except ImportError as error:
@@ -34,7 +44,7 @@ def supported() -> bool:
     try:
         _module()
     except (OSError, RuntimeError, CompileException) as error:
-        log.warning("CuPy compiles nothing here: weights are copied piece by piece", error=str(error))
+        log.warning("CuPy cannot compile here: weights are copied piece by piece", error=str(error))
         return False
     return True
 
@@ -50,83 +60,84 @@ def _module() -> Any:
 
 
 class CudaRoundOperations:
-    """See `batch.Batch`. What the kernel does not know (other conversions, five dimensions) goes through torch."""
+    """`RoundOperations` on a GPU. Pieces that the kernels do not support (other conversions, more than four dimensions)
+    go through torch."""
 
     def __init__(
-        self, pairs: Sequence[PieceInMessage], messages: Mapping[int, torch.Tensor], device: torch.device
+        self, pieces: Sequence[PieceInMessage], messages: Mapping[int, torch.Tensor], device: torch.device
     ) -> None:
-        rows = [described(pair) for pair in pairs]
-        self._others = [pair for pair, row in zip(pairs, rows, strict=True) if row is None]
-        self._kept = (pairs, messages)  # their memory is named by address only
-        known = np.array([row for row in rows if row is not None], np.int64).reshape(-1, FIELDS)
-        self._pieces = torch.from_numpy(known).to(device)
-        self._tiles = torch.from_numpy(tiled(known)).to(device)
+        rows = [described(piece) for piece in pieces]
+        self._unsupported = [piece for piece, row in zip(pieces, rows, strict=True) if row is None]
+        self._kept = (pieces, messages)  # the kernels know their memory by address only
+        supported_rows = np.array([row for row in rows if row is not None], np.int64).reshape(-1, FIELDS)
+        self._pieces = torch.from_numpy(supported_rows).to(device)
+        self._tiles = torch.from_numpy(tiled(supported_rows)).to(device)
         words = [(m.data_ptr(), m.numel() // 16) for m in messages.values()]
         self._messages = torch.tensor(words, dtype=torch.int64).reshape(-1, 2).to(device)
         self._numbers = list(messages)
         self._bytes = [m.numel() for m in messages.values()]
         self._sums = torch.zeros(len(messages), 2, dtype=torch.int64, device=device)
-        self._wrong = torch.zeros(1, dtype=torch.int32, device=device)
-        self._base = min((pair.wire.data_ptr() for pair in pairs), default=0)
+        self._differing = torch.zeros(1, dtype=torch.int32, device=device)
+        self._base = min((piece.in_message.data_ptr() for piece in pieces), default=0)
         self._noted, self._found = torch.zeros(2, 2, dtype=torch.int64, device=device)
 
     def pack(self) -> None:
         self._move(PACK)
-        for pair in self._others:
-            pair.wire.copy_(pair.lies)
+        for piece in self._unsupported:
+            piece.in_message.copy_(piece.in_memory)
 
     def unpack(self) -> None:
         self._move(UNPACK)
-        for pair in self._others:
-            pair.lies.copy_(pair.wire)
+        for piece in self._unsupported:
+            piece.in_memory.copy_(piece.in_message)
 
-    def compare(self) -> None:
-        self._move(COMPARE)
-        self._compare_others()
-
-    def note(self) -> None:
-        self._sum_pieces(self._noted, wired=True)
-
-    def check(self) -> None:
-        self._sum_pieces(self._found, wired=False)
-        self._wrong += (self._found != self._noted).any().int()
-        self._compare_others()
-
-    def _compare_others(self) -> None:
-        for pair in self._others:
-            self._wrong += (pair.lies != pair.wire).any().int()
-
-    def _sum_pieces(self, into: torch.Tensor, *, wired: bool) -> None:
-        into.zero_()
-        if count := len(self._tiles):
-            arguments = (self._pieces, self._tiles, np.int64(count), np.int32(wired), np.int64(self._base), into)
-            self._launch("pieces_sum", (min(count, PIECES_BLOCKS),), arguments)
-
-    def sum(self) -> None:
+    def sum_messages(self) -> None:
         self._sums.zero_()
         if self._numbers:
             grid = (SUM_BLOCKS, len(self._numbers))
             self._launch("sums", grid, (self._messages, self._sums))
 
+    def compare(self) -> None:
+        self._move(COMPARE)
+        self._compare_unsupported()
+
+    def note_pieces(self) -> None:
+        self._sum_pieces(self._noted, in_message=True)
+
+    def compare_noted(self) -> None:
+        self._sum_pieces(self._found, in_message=False)
+        self._differing += (self._found != self._noted).any().int()
+        self._compare_unsupported()
+
+    def _compare_unsupported(self) -> None:
+        for piece in self._unsupported:
+            self._differing += (piece.in_memory != piece.in_message).any().int()
+
+    def _sum_pieces(self, into: torch.Tensor, *, in_message: bool) -> None:
+        into.zero_()
+        if count := len(self._tiles):
+            arguments = (self._pieces, self._tiles, np.int64(count), np.int32(in_message), np.int64(self._base), into)
+            self._launch("pieces_sum", (min(count, PIECES_BLOCKS),), arguments)
+
     @staticmethod
-    def read_sums(batches: Sequence["CudaRoundOperations"]) -> Mapping[int, int]:
-        numbers = [number for done in batches for number in done._numbers]
-        sizes = [size for done in batches for size in done._bytes]
-        told = torch.cat([done._sums for done in batches]).tolist()
-        columns = zip(numbers, told, sizes, strict=True)
+    def read_checksums(rounds: Sequence["CudaRoundOperations"]) -> Mapping[int, int]:
+        numbers = [number for operations in rounds for number in operations._numbers]
+        sizes = [size for operations in rounds for size in operations._bytes]
+        sums = torch.cat([operations._sums for operations in rounds]).tolist()
+        columns = zip(numbers, sums, sizes, strict=True)
         return {n: mixed(plain, weighted, size) for n, (plain, weighted), size in columns}
 
     @staticmethod
-    def read_differing(batches: Sequence["CudaRoundOperations"]) -> list[int]:
-        found: list[int] = torch.cat([done._wrong for done in batches]).tolist()
-        for done, count in zip(batches, found, strict=True):
+    def read_differing(rounds: Sequence["CudaRoundOperations"]) -> list[int]:
+        found: list[int] = torch.cat([operations._differing for operations in rounds]).tolist()
+        for operations, count in zip(rounds, found, strict=True):
             if count:
-                done._wrong.zero_()
+                operations._differing.zero_()
         return found
 
     def _move(self, mode: int) -> None:
         if len(self._tiles):
-            self._launch("move", (len(self._tiles),), (self._pieces, self._tiles, np.int32(mode), self._wrong))
+            self._launch("move", (len(self._tiles),), (self._pieces, self._tiles, np.int32(mode), self._differing))
 
     def _launch(self, name: str, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
         import cupy
@@ -136,22 +147,22 @@ class CudaRoundOperations:
             _module().get_function(name)(grid, (THREADS,), packed)
 
 
-def described(pair: PieceInMessage) -> list[int] | None:
-    """A piece as the kernel reads it. None where it cannot."""
-    lies, wire = pair.lies, pair.wire
-    dims = _merged(lies.shape, lies.stride())
+def described(piece: PieceInMessage) -> list[int] | None:
+    """A piece as `struct Piece` in kernels.cu, FIELDS words. None where the kernels do not support it."""
+    in_memory, in_message = piece.in_memory, piece.in_message
+    dims = _merged(in_memory.shape, in_memory.stride())
     if len(dims) > 4:
         return None
-    addresses = (lies.data_ptr(), wire.data_ptr())
-    if lies.dtype != wire.dtype:
-        if (lies.dtype, wire.dtype) != (torch.float32, torch.bfloat16):
+    addresses = (in_memory.data_ptr(), in_message.data_ptr())
+    if in_memory.dtype != in_message.dtype:
+        if (in_memory.dtype, in_message.dtype) != (torch.float32, torch.bfloat16):
             return None
         kind = CONVERT4 if _divides(4, dims) and addresses[0] % 16 == 0 and addresses[1] % 8 == 0 else CONVERT
-        dims = _wider(dims, 4 if kind == CONVERT4 else 1)
+        dims = _in_units(dims, 4 if kind == CONVERT4 else 1)
     else:
-        item = lies.element_size()
+        item = in_memory.element_size()
         many = next(m for m in (16 // item, 8 // item, 4 // item, 2 // item, 1) if _fits(m, item, dims, addresses))
-        kind, dims = many * item, _wider(dims, many)
+        kind, dims = many * item, _in_units(dims, many)
     dims = [(1, 0)] * (4 - len(dims)) + dims
     units = math.prod(extent for extent, _ in dims)
     if units >= 1 << 32:
@@ -161,16 +172,18 @@ def described(pair: PieceInMessage) -> list[int] | None:
 
 
 def _fits(many: int, item: int, dims: list[tuple[int, int]], addresses: tuple[int, int]) -> bool:
+    """Whether `many` elements of `item` bytes can be one unit at these addresses."""
     return many == 1 or (many > 1 and _divides(many, dims) and all(a % (many * item) == 0 for a in addresses))
 
 
 def _divides(many: int, dims: list[tuple[int, int]]) -> bool:
-    """Whether runs of so many elements lie together everywhere."""
+    """Whether the elements lie in contiguous runs of multiples of `many`. `dims`: (extent, stride), outermost first."""
     *outer, (extent, stride) = dims
     return stride == 1 and extent % many == 0 and all(s % many == 0 for _, s in outer)
 
 
-def _wider(dims: list[tuple[int, int]], many: int) -> list[tuple[int, int]]:
+def _in_units(dims: list[tuple[int, int]], many: int) -> list[tuple[int, int]]:
+    """Extents and strides in units of `many` elements."""
     if many == 1:
         return dims
     *outer, (extent, _) = dims
@@ -178,7 +191,7 @@ def _wider(dims: list[tuple[int, int]], many: int) -> list[tuple[int, int]]:
 
 
 def _merged(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:
-    """Extents and strides, neighbours that run on into each other as one."""
+    """(extent, stride) of each dimension; neighbouring dimensions that are contiguous become one."""
     dims: list[tuple[int, int]] = []
     for extent, stride in zip(shape, strides, strict=True):
         if extent == 1:
@@ -190,8 +203,8 @@ def _merged(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int
     return dims or [(1, 1)]
 
 
-def tiled(pieces: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """[tiles, 2]: a piece and the unit where the tile begins."""
+def tiled(pieces: Int64Array) -> Int64Array:
+    """[tiles, 2]: the piece, and the unit where the tile begins, for `pieces` [N, FIELDS]."""
     counts = -(-pieces[:, 2] // UNITS)
     piece = np.repeat(np.arange(len(pieces)), counts)
     number = np.arange(len(piece)) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -1,97 +1,109 @@
-"""What is done with one round's messages on one rank: packed, summed, unpacked, compared. On a CPU piece by piece; on a
-GPU by one kernel for each, whatever the number of pieces."""
+"""What one rank does with the messages of one round: pack, checksum, unpack, compare. On a CPU piece by piece; on a GPU
+one kernel for each operation, whatever the number of pieces."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
-from millrace.weights.plans import memory
-from millrace.weights.plans.memory import PieceInMessage, pack, unpack
+from millrace.weights.plans.memory import PieceInMessage, differing_pieces, pack, unpack
 from millrace.weights.transfer.checksum import checksum
 
 
 class RoundOperations(Protocol):
-    """Prepared once, done for each version. On a GPU nothing waits: work is put on the current stream, and what it
-    found is read, by `sums` and `differing`, when that is over."""
+    """Made once for a plan, used for each version.
 
-    def pack(self) -> None: ...
+    On a GPU no method waits: the work is put on the current stream, and its results are read by `message_checksums` and
+    `differing_counts` when it is done.
+    """
 
-    def unpack(self) -> None: ...
+    def pack(self) -> None:
+        """Copies the pieces into their messages."""
 
-    def sum(self) -> None:
+    def unpack(self) -> None:
+        """Copies the pieces out of their messages."""
+
+    def sum_messages(self) -> None:
         """Takes the checksum of each message."""
 
     def compare(self) -> None:
-        """Looks whether the pieces lie where they belong as their messages say."""
+        """Compares the pieces in memory with their messages."""
 
-    def note(self) -> None:
-        """Keeps what `check` compares with: of the pieces as they are in their messages now."""
+    def note_pieces(self) -> None:
+        """Remembers the pieces as they are in their messages now, for `compare_noted`."""
 
-    def check(self) -> None:
-        """As `compare`, by what was noted: a GPU reads each piece once, and no message."""
-
-    @staticmethod
-    def read_sums(batches: Sequence[Any]) -> Mapping[int, int]: ...
+    def compare_noted(self) -> None:
+        """Compares the pieces in memory with what `note_pieces` remembered: a GPU reads each piece once, and no
+        message."""
 
     @staticmethod
-    def read_differing(batches: Sequence[Any]) -> list[int]: ...
+    def read_checksums(rounds: Sequence[Any]) -> Mapping[int, int]:
+        """Results of `sum_messages` of several rounds of this class: message number → checksum."""
+        ...
+
+    @staticmethod
+    def read_differing(rounds: Sequence[Any]) -> list[int]:
+        """Results of `compare` and `compare_noted` since the last call, for each of several rounds of this class."""
+        ...
 
 
 class HostRoundOperations:
-    def __init__(self, pairs: Sequence[PieceInMessage], messages: Mapping[int, torch.Tensor]) -> None:
-        self._pairs = pairs
+    """`RoundOperations` with torch, on a CPU or on any device without the kernels."""
+
+    def __init__(self, pieces: Sequence[PieceInMessage], messages: Mapping[int, torch.Tensor]) -> None:
+        self._pieces = pieces
         self._messages = messages
-        self._sums: dict[int, int] = {}
+        self._checksums: dict[int, int] = {}
         self._differing = 0
 
     def pack(self) -> None:
-        pack(self._pairs)
+        pack(self._pieces)
 
     def unpack(self) -> None:
-        unpack(self._pairs)
+        unpack(self._pieces)
 
-    def sum(self) -> None:
-        self._sums = {number: checksum(message) for number, message in self._messages.items()}
+    def sum_messages(self) -> None:
+        self._checksums = {number: checksum(message) for number, message in self._messages.items()}
 
     def compare(self) -> None:
-        self._differing += len(memory.differing_pieces(self._pairs))
+        self._differing += len(differing_pieces(self._pieces))
 
-    def note(self) -> None:
-        pass
+    def note_pieces(self) -> None:
+        """Does nothing: `compare_noted` reads the messages again."""
 
-    check = compare
-
-    @staticmethod
-    def read_sums(batches: Sequence["HostRoundOperations"]) -> Mapping[int, int]:
-        return {number: value for done in batches for number, value in done._sums.items()}
+    compare_noted = compare
 
     @staticmethod
-    def read_differing(batches: Sequence["HostRoundOperations"]) -> list[int]:
-        found = [done._differing for done in batches]
-        for done in batches:
-            done._differing = 0
+    def read_checksums(rounds: Sequence["HostRoundOperations"]) -> Mapping[int, int]:
+        return {number: value for operations in rounds for number, value in operations._checksums.items()}
+
+    @staticmethod
+    def read_differing(rounds: Sequence["HostRoundOperations"]) -> list[int]:
+        found = [operations._differing for operations in rounds]
+        for operations in rounds:
+            operations._differing = 0
         return found
 
 
-def message_checksums(batches: Sequence[RoundOperations]) -> Mapping[int, int]:
-    """Message number → checksum, of all of them. A GPU is read once, on the current stream: on one that an engine
-    computes on, that waits for the engine's batch."""
-    return batches[0].read_sums(batches) if batches else {}
+def message_checksums(rounds: Sequence[RoundOperations]) -> Mapping[int, int]:
+    """Message number → checksum, for all messages of `rounds`. A GPU is read once, on the current stream: where an
+    engine computes on that stream, this waits for the engine's batch."""
+    return rounds[0].read_checksums(rounds) if rounds else {}
 
 
-def differing_counts(batches: Sequence[RoundOperations]) -> list[int]:
-    """Of each, the pieces, or parts of such, that were found different since this was asked last. Read as `sums` is."""
-    return batches[0].read_differing(batches) if batches else []
+def differing_counts(rounds: Sequence[RoundOperations]) -> list[int]:
+    """For each round, the number of pieces (or parts of them) that were found different since the last call. A GPU is
+    read as `message_checksums` reads it."""
+    return rounds[0].read_differing(rounds) if rounds else []
 
 
 def round_operations(
-    pairs: Sequence[PieceInMessage], messages: Mapping[int, torch.Tensor], device: torch.device
+    pieces: Sequence[PieceInMessage], messages: Mapping[int, torch.Tensor], device: torch.device
 ) -> RoundOperations:
-    """The fastest that the device has."""
+    """The fastest implementation that `device` has; `messages` by number, [bytes, uint8] each."""
     if device.type == "cuda":
         from millrace.weights.transfer.kernels import CudaRoundOperations, supported
 
         if supported():
-            return CudaRoundOperations(pairs, messages, device)
-    return HostRoundOperations(pairs, messages)
+            return CudaRoundOperations(pieces, messages, device)
+    return HostRoundOperations(pieces, messages)

@@ -35,7 +35,7 @@ def test_every_rank_gets_every_bit_and_the_store_serves_the_next_communicator_to
             assert all(torch.equal(a, b) for a, b in zip(TENSORS, buffers, strict=True))
 
 
-def test_a_member_that_does_not_come_ends_the_meeting_in_time():
+def test_a_member_that_does_not_come_ends_the_rendezvous_in_time():
     store, port = serve_store("127.0.0.1", 2, 1.0)
     with pytest.raises(PublicationFailed, match="rank 0 of 2 could not join"):
         GlooChannel.join("127.0.0.1", port, key="k", rank=0, world_size=2, timeout_s=1.0, store=store)

@@ -143,7 +143,7 @@ def test_a_staged_version_that_does_not_stay_in_place_is_told_with_its_tensors(m
     ranks = Ranks(2)
     ranks.run(sending.run, receiving.run)
     assert ranks.failures == [None] * 2
-    monkeypatch.setattr(receiving._placing, "unpack", lambda: None)
+    monkeypatch.setattr(receiving._all_rounds, "unpack", lambda: None)
     with pytest.raises(PublicationFailed, match=rf"{MANIFEST.tensors[0].name}.* differ in the engine.*rounds in all"):
         receiving.apply()
     monkeypatch.undo()

@@ -1,4 +1,4 @@
-"""What a channel is to a publication: messages between ranks of one communicator, several at once."""
+"""What publications need of a channel: messages between the ranks of one communicator, several at a time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ from millrace.errors import PublicationFailed
 
 @dataclass(frozen=True)
 class ChannelMessage:
-    """A message: `data` (uint8, contiguous) goes to or comes from `peer`. `number` tells messages apart; both ends
-    give it."""
+    """`data` ([bytes] uint8, contiguous), which goes to or comes from rank `peer`. `number` identifies the message to
+    both ends."""
 
     number: int
     peer: int
@@ -20,43 +20,51 @@ class ChannelMessage:
 
 
 class PendingExchange(Protocol):
-    """Messages on their way."""
+    """The messages of one round, on their way."""
 
     def wait_received(self, stream: Any = None) -> None:
-        """Returns once what was received may be read: on a CPU when it is there; on a GPU at once, and work that is
-        put on `stream` after this comes after it. Raises PublicationFailed where a message does not come."""
+        """Returns when the received data may be read. On a CPU that is when it has arrived. On a GPU with a CUDA
+        `stream` it is at once: work that is put on that stream after this call waits for the data. Raises
+        PublicationFailed where a message does not arrive."""
 
     def wait(self) -> None:
-        """Returns once everything was sent and received, on a GPU too: its memory may be used for something else."""
+        """Returns when everything was sent and received, on a GPU too, and its memory may be reused. Raises
+        PublicationFailed where that fails."""
 
 
 class Channel(Protocol):
+    """One rank's end of a communicator."""
+
     key: str
+    """Name of the communicator."""
     rank: int
     deadline: float
     """time.monotonic() after which no message is waited for."""
 
     @property
     def failure(self) -> PublicationFailed | None:
-        """Why it is of no use any more."""
+        """Why the channel cannot be used any more; None while it can."""
 
     def exchange(
         self, sends: Sequence[ChannelMessage], receives: Sequence[ChannelMessage], stream: Any = None
     ) -> PendingExchange:
         """Starts a round and returns. The data is kept until the exchange is over. On a GPU, the messages to send were
         written by work put on `stream` before. All ranks call this for their rounds in the same order."""
+        ...
 
     def check(self) -> None:
-        """Raises PublicationFailed where the channel has failed: for whoever waits for something else meanwhile."""
+        """Raises PublicationFailed where the channel has failed: for a caller that waits for something else
+        meanwhile."""
 
     def abort(self, reason: str) -> None:
         """Ends operations in progress, which then raise in their threads, and all later ones. From any thread."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Frees the channel's sockets, threads and kernels."""
 
 
-class Breakable:
-    """What channels share: whose they are, and the failure that ends them."""
+class ChannelState:
+    """The part that all channels share: key, rank, deadline, and the failure that ends them."""
 
     def __init__(self, key: str, rank: int) -> None:
         self.key = key
@@ -66,14 +74,16 @@ class Breakable:
 
     @property
     def failure(self) -> PublicationFailed | None:
+        """See `Channel`. A new error each time, since a raised one keeps the frames that it passed alive."""
         return self._failure.again() if self._failure is not None else None
 
     def check(self) -> None:
+        """See `Channel`."""
         if (failure := self.failure) is not None:
             raise failure
 
     def fail(self, why: str) -> PublicationFailed:
-        """The channel's failure from now on; the first one stays."""
+        """Marks the channel as failed, unless it is; returns the first failure, to be raised."""
         if self._failure is None:
             what = f"communicator {self.key} failed at rank {self.rank}: {why}."
             self._failure = PublicationFailed(

@@ -1,6 +1,6 @@
-"""Gloo on CPU tensors, outside any torch.distributed world: a communicator with a store of its own.
+"""Gloo on CPU tensors, in a communicator that is independent of torch.distributed's default group.
 
-Every call blocks: make it from a worker thread, never from one that serves requests.
+Every call may block: make it from a worker thread, never from one that serves requests.
 """
 
 import queue
@@ -15,32 +15,33 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 from torch.distributed.distributed_c10d import BroadcastOptions
 
 from millrace.errors import PublicationFailed
-from millrace.weights.transfer.channels.channel import Breakable, ChannelMessage
+from millrace.weights.transfer.channels.channel import ChannelMessage, ChannelState
 
-LOOK_EVERY_S = 0.05
-"""How soon an abort frees whoever waits for a round."""
+POLL_EVERY_S = 0.05
+"""How soon an abort ends waiting for a round."""
 LONGEST_S = 24 * 3600.0
-HEARD_S = 0.3
-"""From an abort until the connections are closed: the others hear why before they see it."""
-AT_ONCE = timedelta(milliseconds=1)
+"""Gloo's timeout where the channel has no deadline."""
+DISCONNECT_AFTER_S = 0.3
+"""From an abort until the connections are closed: the others get the failure signal before they see that."""
+NO_WAIT = timedelta(milliseconds=1)
 
 
 def serve_store(host: str, world_size: int, timeout_s: float) -> tuple[TCPStore, int]:
-    """Serves the store where a communicator meets, on a free port of this host; returns it and the port. The store
-    lives as long as the returned object; `host` is the address that the others are told."""
+    """Serves the store where ranks join a communicator, on a free port of this host; returns it and the port. The store
+    lives as long as the returned object; `host` is the address that the other ranks are given."""
     store = TCPStore(host, 0, world_size, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
     return store, store.port
 
 
-class GlooChannel(Breakable):
+class GlooChannel(ChannelState):
     """One rank's end of a communicator. Rank 0 is the sender."""
 
     def __init__(self, group: ProcessGroupGloo, store: TCPStore, key: str, rank: int) -> None:
         super().__init__(key, rank)
-        self._group: Any = group  # the stubs of torch leave out its collectives
-        self._store = store  # the group reads it while it lives
+        self._group: Any = group  # torch's stubs lack its collectives
+        self._store = store  # the group uses it as long as it exists
         self._exchanges: queue.SimpleQueue[GlooExchange | None] = queue.SimpleQueue()
-        self._under_way: set[GlooExchange] = set()
+        self._in_progress: set[GlooExchange] = set()
         self._aborted = threading.Lock()
         self._waiter: threading.Thread | None = None
 
@@ -56,10 +57,10 @@ class GlooChannel(Breakable):
         timeout_s: float,
         store: TCPStore | None = None,
     ) -> "GlooChannel":
-        """Meets the other ranks of communicator `key` at the store; returns once all have come.
+        """Joins communicator `key` at the store; returns when all ranks have joined.
 
         `timeout_s` bounds the rendezvous and each later operation. Rank 0 passes the `store` it serves. Raises
-        PublicationFailed where somebody does not come.
+        PublicationFailed where a rank does not come.
         """
         limit = timedelta(seconds=timeout_s)
         try:
@@ -68,14 +69,14 @@ class GlooChannel(Breakable):
             group = ProcessGroupGloo(PrefixStore(key, store), rank, world_size, limit)
         except (RuntimeError, ValueError) as error:
             what = f"rank {rank} of {world_size} could not join communicator {key} at {host}:{port}: {error}"
-            raise PublicationFailed(what, "see whether every member of the publication lives.") from error
+            raise PublicationFailed(what, "see whether every member of the publication is alive.") from error
         return cls(group, store, key, rank)
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
         """Sends `tensor` (contiguous, on CPU) from `root` to every rank, or receives into it."""
         options = BroadcastOptions()
         options.rootRank = root
-        # Gloo knows no 16-bit floats in every operation; bytes are bytes.
+        # Gloo does not support 16-bit floats in every operation, but bytes.
         flat = tensor.view(-1).view(torch.uint8) if tensor.numel() else tensor
         try:
             self._group.broadcast([flat], options).wait()
@@ -99,12 +100,12 @@ class GlooChannel(Breakable):
         if self._waiter is None:
             self._waiter = threading.Thread(target=self._wait, name=f"gloo {self.key}", daemon=True)
             self._waiter.start()
-        self._under_way.add(exchange)
+        self._in_progress.add(exchange)
         self._exchanges.put(exchange)
         return exchange
 
     def _wait(self) -> None:
-        """Gloo cannot be interrupted while it waits, so nobody whom an abort has to free does: this thread does."""
+        """Waits for Gloo in a thread of its own: Gloo cannot be interrupted, and an abort must end every other wait."""
         while (exchange := self._exchanges.get()) is not None:
             try:
                 for work in exchange.works:
@@ -113,9 +114,9 @@ class GlooChannel(Breakable):
             except RuntimeError as error:
                 late = time.monotonic() >= self.deadline
                 self.fail("its deadline has passed" if late else str(error).splitlines()[0])
-            self._under_way.discard(exchange)
-            exchange.forget()
-            exchange.over.set()
+            self._in_progress.discard(exchange)
+            exchange.release()
+            exchange.done.set()
 
     def abort(self, reason: str = "it was aborted") -> None:
         """Ends operations in progress, which then raise in their threads: rounds at once, a broadcast when its timeout
@@ -126,13 +127,13 @@ class GlooChannel(Breakable):
             threading.Thread(target=self._disconnect, name=f"end of {self.key}", daemon=True).start()
 
     def _disconnect(self) -> None:
-        """Ends what Gloo was asked for, which an abort does not: a message that came later would still be written. A
-        wait that runs out of time closes every connection of the group."""
-        time.sleep(HEARD_S)
-        for exchange in list(self._under_way):
+        """Ends the messages that Gloo was asked for. An abort does not: one that came later would still be written. A
+        wait that times out closes every connection of the group."""
+        time.sleep(DISCONNECT_AFTER_S)
+        for exchange in list(self._in_progress):
             for work in list(exchange.works):
                 try:
-                    work.wait(AT_ONCE)
+                    work.wait(NO_WAIT)
                 except RuntimeError:
                     return
 
@@ -146,20 +147,23 @@ class GlooChannel(Breakable):
 
 
 class GlooExchange:
+    """A `PendingExchange` of Gloo."""
+
     def __init__(self, channel: GlooChannel, messages: Sequence[ChannelMessage]) -> None:
         self._channel = channel
         self._messages = list(messages)  # keeps the memory that Gloo reads and writes
         self.works: list[Any] = []
-        self.over = threading.Event()
+        self.done = threading.Event()
 
-    def forget(self) -> None:
+    def release(self) -> None:
+        """Frees the messages' memory."""
         self.works, self._messages = [], []
 
     def wait_received(self, stream: Any = None) -> None:
         self.wait()
 
     def wait(self) -> None:
-        while not self.over.wait(LOOK_EVERY_S):
+        while not self.done.wait(POLL_EVERY_S):
             self._channel.check()
             if time.monotonic() > self._channel.deadline:
                 raise self._channel.fail("its deadline has passed")

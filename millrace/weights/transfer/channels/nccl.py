@@ -1,11 +1,11 @@
-"""NCCL through CuPy on CUDA tensors, outside any torch.distributed world: a communicator made from an id alone.
+"""NCCL through CuPy on CUDA tensors, in a communicator that is made from a unique id, without torch.distributed.
 
-Pointers and streams are passed; nothing is copied. Operations run on a stream of the channel's own, ordered with the
-caller's by events. No call waits for the GPU, so none can be stuck there: who waits looks at the clock and at NCCL's
-asynchronous errors in between, and past the deadline the communicator is aborted, which ends its kernels.
+Pointers and streams are passed to NCCL; nothing is copied. Operations run on a separate stream of the channel, ordered
+with the caller's stream by events. No call blocks on the GPU: waiting polls the clock and NCCL's asynchronous errors,
+and past the deadline the communicator is aborted, which ends its kernels.
 
-NCCL ends a communicator only together with the other processes of the host, and waits for one that stands still: ending
-it has a thread of its own, which is left to itself after a moment.
+NCCL ends a communicator only together with the other processes of the host, and waits for one that hangs. So a separate
+thread ends it, and is waited for only ENDS_S.
 """
 
 import threading
@@ -16,23 +16,23 @@ from typing import Any
 import torch
 
 from millrace.errors import PublicationFailed
-from millrace.weights.transfer.channels.channel import Breakable, ChannelMessage
+from millrace.weights.transfer.channels.channel import ChannelMessage, ChannelState
 
 ID_BYTES = 128
-LOOK_EVERY_S = 50e-6
+POLL_EVERY_S = 50e-6
 ERRORS_EVERY_S = 0.01
 ENDS_S = 0.5
-"""How long the end of a communicator is waited for. Its kernels end in milliseconds."""
+"""Longest wait for the end of a communicator. Its kernels end in milliseconds."""
 
 
 def unique_id() -> bytes:
-    """Names a communicator to be; for all of its ranks."""
+    """A new unique id, which all ranks of a communicator need to join it."""
     from cupy.cuda import nccl
 
     return bytes(nccl.get_unique_id())
 
 
-class NcclChannel(Breakable):
+class NcclChannel(ChannelState):
     """One rank's end of a communicator. Used by one thread at a time; `abort` comes from any."""
 
     def __init__(self, communicator: Any, key: str, rank: int, device: torch.device) -> None:
@@ -42,12 +42,12 @@ class NcclChannel(Breakable):
         self._stream = torch.cuda.Stream(device)
         self._lock = threading.Lock()
         self._ending: threading.Thread | None = None
-        self._looked = 0.0
+        self._errors_checked_at = 0.0
 
     @classmethod
     def join(cls, identity: bytes, *, key: str, rank: int, world_size: int, device: torch.device) -> "NcclChannel":
-        """Returns once all ranks have come: call it from a thread that nobody waits for without a limit. Raises
-        PublicationFailed where NCCL cannot connect."""
+        """Returns when all ranks have joined, which NCCL does not limit in time: call it where waiting can be
+        interrupted. Raises PublicationFailed where NCCL cannot connect."""
         from cupy.cuda import nccl
 
         torch.cuda.set_device(device)
@@ -55,7 +55,7 @@ class NcclChannel(Breakable):
             communicator = nccl.NcclCommunicator(world_size, identity, rank)
         except (RuntimeError, AssertionError) as error:
             what = f"rank {rank} of {world_size} could not join communicator {key}: {error}"
-            raise PublicationFailed(what, "see whether every member lives; NCCL_DEBUG=INFO says more.") from error
+            raise PublicationFailed(what, "see whether every member is alive; NCCL_DEBUG=INFO says more.") from error
         return cls(communicator, key, rank, device)
 
     def exchange(
@@ -93,8 +93,8 @@ class NcclChannel(Breakable):
         if now > self.deadline:
             self.abort("its deadline has passed")
             raise self.fail("its deadline has passed")
-        if now - self._looked > ERRORS_EVERY_S:
-            self._looked = now
+        if now - self._errors_checked_at > ERRORS_EVERY_S:
+            self._errors_checked_at = now
             try:
                 with self._lock:
                     self._communicator.check_async_error()
@@ -102,7 +102,7 @@ class NcclChannel(Breakable):
                 raise self.fail(f"a peer is gone, or the link: {error}") from error
 
     def abort(self, reason: str = "it was aborted") -> None:
-        """Ends NCCL's kernels where they stand."""
+        """See `Channel`. NCCL's kernels end at once."""
         self.fail(reason)
         self._end(aborts=True)
 
@@ -111,10 +111,10 @@ class NcclChannel(Breakable):
         self._end(aborts=self._failure is not None)
 
     def _end(self, *, aborts: bool) -> None:
-        """Whoever comes second waits for the same end."""
+        """Ends the communicator once; a second call waits for the same end."""
         with self._lock:
             if self._ending is None:
-                communicator, self._communicator = self._communicator, _Gone()
+                communicator, self._communicator = self._communicator, _EndedCommunicator()
                 self._ending = threading.Thread(
                     target=communicator.abort if aborts else self._destroy,
                     args=() if aborts else (communicator,),
@@ -129,20 +129,20 @@ class NcclChannel(Breakable):
         communicator.destroy()
 
 
-class _Gone:
-    """In place of a communicator that was aborted or destroyed."""
+class _EndedCommunicator:
+    """Replaces a communicator that was aborted or destroyed."""
 
     def send(self, *unused: Any) -> None:
-        raise RuntimeError("the communicator is gone")
+        raise RuntimeError("the communicator was ended")
 
     recv = send
 
     def check_async_error(self) -> None:
-        raise RuntimeError("the communicator is gone")
+        raise RuntimeError("the communicator was ended")
 
 
 class NcclExchange:
-    """Keeps the memory that NCCL reads and writes until its event is over."""
+    """A `PendingExchange` of NCCL; keeps the memory that NCCL reads and writes."""
 
     def __init__(self, channel: NcclChannel, event: Any, messages: Sequence[ChannelMessage]) -> None:
         self._channel = channel
@@ -159,6 +159,6 @@ class NcclExchange:
     def wait(self) -> None:
         while not self._event.query():
             self._channel.check()
-            time.sleep(LOOK_EVERY_S)
+            time.sleep(POLL_EVERY_S)
         if (failure := self._channel.failure) is not None:
             raise failure
