@@ -80,7 +80,7 @@ def profiled(world: World, case: dict[str, Any]) -> dict[str, Any]:
 
 def scores_alone(world: World, case: dict[str, Any]) -> dict[str, Any]:
     """The scoring head over `tokens` hidden states, forward and backward; `whole` keeps all logits instead."""
-    from services.trainer.backends.megatron.model.head import VocabularyPart, WantedTokens, scores
+    from services.trainer.backends.head import VocabularyPart, WantedTokens, scores
 
     tokens, vocabulary, hidden = case["tokens"], case["vocabulary"], case["hidden"]
     kind = torch.bfloat16 if world.device.type == "cuda" else torch.float32

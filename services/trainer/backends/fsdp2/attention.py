@@ -1,10 +1,13 @@
-"""Attention over packed sequences without a mask: segments of like length side by side, each causal.
+"""Attention over packed sequences without a mask, in two ways. Both are causal within each sequence.
 
-The projections and the MLP run on packed tokens; only here are the sequences unpacked, into buckets that waste little,
-so that scaled_dot_product_attention can use its causal kernels on every device. A packed mask would cost the square of
-the micro-batch instead of the squares of its sequences.
+`varlen` is one call of torch's kernel for sequences of different lengths: GPUs only, half precision only. `segments`
+works everywhere: sequences of similar length are unpacked into padded buckets, one scaled_dot_product_attention each.
+The projections and the MLP run on packed tokens in both. A mask over the packed row would cost the square of the
+micro-batch instead of the squares of its sequences.
 """
 
+import importlib.util
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +19,18 @@ from transformers import AttentionInterface
 
 from services.trainer.protocol.microbatch import MicroBatch
 
-NAME = "millrace_segments"
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # torch before 2.10
+    GROUPED_HEADS: dict[str, bool] = {}
+else:
+    # Later releases want to be told that fewer heads of keys than of queries are meant.
+    GROUPED_HEADS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+
+SEGMENTS, VARLEN = "millrace_segments", "millrace_varlen"
+"""The names under which transformers finds them."""
+LARGEST_HEAD = 256
+"""Numbers a head that the varlen kernel takes at most."""
 WIDEST = 1.25
 """A bucket's longest segment is at most so many times its shortest."""
 FEWEST_TOKENS = 64
@@ -52,8 +66,11 @@ class Segments:
 
 def packing(attention: str, batch: MicroBatch, device: torch.device) -> dict[str, Any]:
     """How a model with that attention learns where sequences begin; `sdpa` sees it in the positions."""
-    if attention == NAME:
+    if attention == SEGMENTS:
         return {"segments": Segments.of(batch.lengths, device)}
+    if attention == VARLEN:
+        # A power of two: compiled layers are not compiled again for each micro-batch's longest sequence.
+        return {"starts": batch.starts.to(device), "longest": 1 << (max(batch.lengths) - 1).bit_length()}
     if attention == "flash_attention_2":
         starts, longest = batch.starts.to(device), max(batch.lengths)
         return {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": longest, "max_length_k": longest}
@@ -69,6 +86,40 @@ def _alike(lengths: Sequence[int]) -> list[list[int]]:
         else:
             groups.append([member])
     return groups
+
+
+def varlen_fits(config: Any, compute: torch.dtype, device: torch.device) -> bool:
+    """Whether torch has the varlen kernel here and it takes a model with this config (the text part's)."""
+    if device.type != "cuda" or compute not in (torch.bfloat16, torch.float16):
+        return False
+    if importlib.util.find_spec("torch.nn.attention.varlen") is None:
+        return False
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    latent = getattr(config, "kv_lora_rank", None)  # there keys and values of a head differ in size
+    return not latent and head <= LARGEST_HEAD
+
+
+def attend_varlen(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    starts: Tensor,
+    longest: int,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **unused: Any,
+) -> tuple[Tensor, None]:
+    """Hugging Face's attention interface, as `attend`. starts: int32 [sequences + 1], see `MicroBatch.starts`.
+
+    longest: at least the tokens of the longest sequence.
+    """
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    window = (-1 if sliding_window is None else sliding_window - 1, 0)
+    out = varlen_attn(q, k, v, starts, starts, longest, longest, scale=scaling, window_size=window, **GROUPED_HEADS)
+    return out[None], None
 
 
 def attend(
@@ -91,12 +142,13 @@ def attend(
     packed = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
     outputs = []
     for index in segments.buckets:
-        q, k, v = (tensor[index].transpose(1, 2) for tensor in packed)
+        # index_select, not tensor[index]: the gradient of the latter sorts every index, which took most of a step.
+        q, k, v = (t.index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2) for t in packed)
         if k.shape[1] != heads:
             k, v = (tensor.repeat_interleave(heads // k.shape[1], dim=1) for tensor in (k, v))
         out = F.scaled_dot_product_attention(q, k, v, scale=scaling, **_causal(index, sliding_window))
         outputs.append(out.transpose(1, 2).flatten(0, 1))
-    return torch.cat(outputs)[segments.place_p][None], None
+    return torch.cat(outputs).index_select(0, segments.place_p)[None], None
 
 
 def _causal(index: Tensor, window: int | None) -> dict[str, Any]:
@@ -108,4 +160,5 @@ def _causal(index: Tensor, window: int | None) -> dict[str, Any]:
     return {"attn_mask": (behind >= 0) & (behind < window)}
 
 
-AttentionInterface.register(NAME, attend)
+AttentionInterface.register(SEGMENTS, attend)
+AttentionInterface.register(VARLEN, attend_varlen)

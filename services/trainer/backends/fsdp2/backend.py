@@ -1,5 +1,6 @@
 """The fsdp2 backend: float32 master weights and AdamW, sharded; forward and backward in the job's dtype."""
 
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,15 +17,18 @@ from millrace.errors import InvalidJob, refused
 from millrace.spec import JobSpec
 from millrace.weights.plans.manifest import Manifest, TensorInfo
 from millrace.weights.plans.memory import Memory
-from services.trainer.backends.fsdp2 import attention, export, shards
+from services.trainer.backends.fsdp2 import attention, export, head, shards
 from services.trainer.backends.fsdp2.attention import packing
 from services.trainer.backends.fsdp2.critic import Fsdp2Critic
+from services.trainer.backends.fsdp2.logits import token_scores
 from services.trainer.backends.fsdp2.model import Sharding, load_config, policy, sequence_cost
-from services.trainer.backends.fsdp2.scores import token_scores
 from services.trainer.backends.fsdp2.sharded_model import ShardedModel
+from services.trainer.backends.head import WantedTokens
 from services.trainer.protocol.backend import DataParallel, LossFn, Output, TokenScores
 from services.trainer.protocol.microbatch import MicroBatch
 from services.trainer.ranks import collectives
+
+ATTENTION_FIELD = "trainer.backend_options.attention"
 
 
 def build(spec: JobSpec, device: torch.device) -> "Fsdp2Backend":
@@ -38,13 +42,14 @@ class Fsdp2Backend(ShardedModel):
     """See `services.trainer.protocol.backend.Backend`. All ranks are data parallel."""
 
     def __init__(self, spec: JobSpec, options: Fsdp2Options, device: torch.device, mesh: DeviceMesh) -> None:
-        with collectives.fail_together():
-            config, chosen = load_config(spec.model), _attention(options)
         compute = getattr(torch, spec.trainer.dtype)
+        with collectives.fail_together():
+            config = load_config(spec.model)
+            chosen = _attention(options, config.get_text_config(), compute, device)
         self.device = device
         group = mesh.get_group() if mesh.size() > 1 else None
         self.data_parallel = DataParallel(mesh.get_rank(), mesh.size(), group)
-        sharding = Sharding(mesh, chosen, compute)
+        sharding = Sharding(mesh, chosen, compute, compile=_compiles(options, device))
         self._attention = sharding.attention
         model: Any = policy(spec.model, config, sharding, dtype=torch.float32)
         if spec.trainer.activation_recompute:
@@ -55,6 +60,7 @@ class Fsdp2Backend(ShardedModel):
             resting = replace(sharding, offload=options.offload_reference)
             self._reference = policy(spec.model, config, resting, dtype=compute).requires_grad_(False)
         super().__init__(model, spec.trainer.optimizer, device)
+        self._chunked = self._scores_in_chunks(options.logprob_chunk_tokens)
         self.parameters = sum(parameter.numel() for parameter in self._trained.values())
         self.cost = sequence_cost(config, self._model)
         self.critic: Fsdp2Critic | None = None
@@ -88,19 +94,40 @@ class Fsdp2Backend(ShardedModel):
 
     def _scores(self, model: nn.Module, batch: MicroBatch, temperature: float, *, entropy: bool) -> TokenScores:
         targets_r = batch.targets_r.to(self.device)
-        return TokenScores(*token_scores(self._logits(model, batch), targets_r, temperature, entropy=entropy))
+        if not self._chunked:
+            return TokenScores(*token_scores(self._logits(model, batch), targets_r, temperature, entropy=entropy))
+        wanted = WantedTokens(batch.predicting_r.to(self.device), targets_r, temperature)
+        logprobs_r, entropy_r = model(wanted=wanted, **self._inputs(batch)).unbind()
+        return TokenScores(logprobs_r, entropy_r if entropy else None)
 
     def _logits(self, model: nn.Module, batch: MicroBatch) -> Tensor:
         """[R, V], in the dtype of the forward pass."""
-        logits_1rv = model(
-            input_ids=batch.tokens_p[None].to(self.device),
-            position_ids=batch.positions_p[None].to(self.device),
-            logits_to_keep=batch.predicting_r.to(self.device),
-            use_cache=False,
-            **packing(self._attention, batch, self.device),
-        ).logits
+        logits_1rv = model(logits_to_keep=batch.predicting_r.to(self.device), **self._inputs(batch)).logits
         logits_rv: Tensor = logits_1rv[0]
         return logits_rv
+
+    def _scores_in_chunks(self, chunk_tokens: int) -> bool:
+        """Whether token scores can come from hidden states, see `head`. A few tokens are scored in both ways to be
+        sure: a model may do more to its logits than its config says."""
+        models = [model for model in (self._model, self._reference) if model is not None]
+        if not all([head.install(model, chunk_tokens) for model in models]):
+            return False
+        tokens = 8
+        batch = MicroBatch((0,), (tokens,), (tokens - 1,), torch.arange(tokens))
+        wanted = WantedTokens(batch.predicting_r.to(self.device), batch.targets_r.to(self.device), 1.0)
+        with torch.no_grad():
+            expected_r, _ = token_scores(self._logits(self._model, batch), wanted.targets_r, 1.0, entropy=False)
+            scores_2r = self._model(wanted=wanted, **self._inputs(batch))
+        self._model.reshard()
+        return head.agrees(scores_2r, expected_r)
+
+    def _inputs(self, batch: MicroBatch) -> dict[str, Any]:
+        return {
+            "input_ids": batch.tokens_p[None].to(self.device),
+            "position_ids": batch.positions_p[None].to(self.device),
+            "use_cache": False,
+            **packing(self._attention, batch, self.device),
+        }
 
     def manifest(self, dtype: str) -> Manifest:
         return export.manifest(self._model, dtype)
@@ -122,12 +149,21 @@ class Fsdp2Backend(ShardedModel):
         return metrics
 
 
-def _attention(options: Fsdp2Options) -> str:
-    if options.attention == "segments":
-        return attention.NAME
+def _attention(options: Fsdp2Options, config: Any, compute: torch.dtype, device: torch.device) -> str:
+    """The name in transformers of the job's attention, for a model with this config (the text part's)."""
+    fits = attention.varlen_fits(config, compute, device)
     if options.attention == "auto":
-        return "flash_attention_2" if is_flash_attn_2_available() else attention.NAME
+        return "flash_attention_2" if is_flash_attn_2_available() else attention.VARLEN if fits else attention.SEGMENTS
+    if options.attention == "varlen" and not fits:
+        reason = "torch's kernel needs a GPU, bfloat16 or float16, heads of at most 256 and no latent attention"
+        raise refused(ATTENTION_FIELD, options.attention, reason, "leave the option out.")
     if options.attention == "flash_attention_2" and not is_flash_attn_2_available():
-        fix = "install it on every trainer host, or leave the option out."
-        raise refused("trainer.backend_options.attention", options.attention, "flash-attn is not installed here", fix)
-    return options.attention
+        reason = "flash-attn is not installed here"
+        raise refused(ATTENTION_FIELD, options.attention, reason, "install it on every trainer host, or leave it out.")
+    return {"segments": attention.SEGMENTS, "varlen": attention.VARLEN}.get(options.attention, options.attention)
+
+
+def _compiles(options: Fsdp2Options, device: torch.device) -> bool:
+    if options.compile_layers is not None:
+        return options.compile_layers
+    return device.type == "cuda" and any(shutil.which(compiler) for compiler in ("cc", "gcc", "clang"))

@@ -15,7 +15,7 @@ FLASH = (
 
 def named(implementation: str) -> str:
     """As trainer.backend_options says it."""
-    return "segments" if implementation == attention.NAME else implementation
+    return {attention.SEGMENTS: "segments", attention.VARLEN: "varlen"}.get(implementation, implementation)
 
 
 def check_computable(module: PreTrainedModel, implementation: str, path: str, field: str) -> None:
@@ -37,6 +37,6 @@ def check_computable(module: PreTrainedModel, implementation: str, path: str, fi
     if getattr(config, "attn_logit_softcapping", None) is not None:
         reason = f"{named(implementation)} attention leaves out its attn_logit_softcapping"
         raise refused(field, path, reason, FLASH)
-    if implementation == attention.NAME and not all(kind._supports_sdpa for kind in kinds):
+    if implementation in (attention.SEGMENTS, attention.VARLEN) and not all(kind._supports_sdpa for kind in kinds):
         reason = f"{type(module).__name__}'s attention is more than torch's scaled_dot_product_attention computes"
         raise refused(field, path, reason, FLASH)

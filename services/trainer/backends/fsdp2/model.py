@@ -34,6 +34,8 @@ class Sharding:
     compute: torch.dtype
     offload: bool = False
     """Keep the shards in host memory and copy them as they are needed."""
+    compile: bool = False
+    """Compile each decoder layer. Lengths are dynamic, so each kind of layer is compiled once."""
 
 
 def load_config(model: Model, field: str = FIELD) -> Any:
@@ -101,11 +103,14 @@ def shard_model(build: Callable[[], nn.Module], read: Callable[[], dict[str, Ten
             source = read()
     precision = MixedPrecisionPolicy(param_dtype=sharding.compute, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy() if sharding.offload else OffloadPolicy()
-    for part in (*_layers(module), module):
+    layers = _layers(module)
+    for part in (*layers, module):
         shard = fully_shard(part, mesh=mesh, mp_policy=precision, offload_policy=offload)
         # Sums, not means: a loss is divided by the whole batch's counts before it comes here. Gloo knows only sums.
         shard.set_gradient_divide_factor(1.0)
         shard.set_force_sum_reduction_for_comms(True)
+    for layer in layers if sharding.compile else ():
+        layer.forward = torch.compile(layer.forward, dynamic=True)  # type: ignore[method-assign]  # inside FSDP's hooks
     module.to_empty(device="cpu" if sharding.offload else mesh.device_type)
     if isinstance(module, PreTrainedModel):
         module.tie_weights()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from millrace.megatron.architectures.shape import ModelShape
 from millrace.megatron.topology import Topology
-from services.trainer.backends.megatron.model.head import VocabularyPart, WantedTokens, scores
+from services.trainer.backends.head import VocabularyPart, WantedTokens, scores
 from services.trainer.backends.megatron.model.layers import block
 
 

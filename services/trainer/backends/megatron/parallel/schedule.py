@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from millrace.backends.megatron import Megatron
 from millrace.errors import InvalidState
+from services.trainer.backends.head import WantedTokens
 from services.trainer.backends.megatron.experts.load_balance import forget
-from services.trainer.backends.megatron.model.head import WantedTokens
 from services.trainer.backends.megatron.parallel.context import whole_scores
 from services.trainer.backends.megatron.parallel.packing import PackedBatch, pack
 from services.trainer.protocol.microbatch import MicroBatch

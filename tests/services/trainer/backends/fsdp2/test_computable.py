@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from millrace.errors import InvalidJob
 from millrace.spec.model import Model
 from services.trainer.backends import build
-from services.trainer.backends.fsdp2.attention import NAME, Segments
+from services.trainer.backends.fsdp2.attention import SEGMENTS, Segments
 from services.trainer.backends.fsdp2.computable import check_computable
 from services.trainer.backends.fsdp2.model import load_config
 from tests.services.trainer.groups import job_spec
@@ -90,8 +90,8 @@ def test_packed_is_what_each_is_alone(kind: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     alone = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), attn_implementation="eager").eval()
     config = load_config(Model(path=str(folder)))
-    packed = AutoModelForCausalLM.from_config(config, attn_implementation=NAME).train()
-    check_computable(packed, NAME, str(folder), "model.path")
+    packed = AutoModelForCausalLM.from_config(config, attn_implementation=SEGMENTS).train()
+    check_computable(packed, SEGMENTS, str(folder), "model.path")
     packed.load_state_dict(alone.state_dict())
     tokens = torch.randint(0, 300, (sum(lengths),))
     positions = torch.cat([torch.arange(length) for length in lengths])

@@ -77,7 +77,7 @@ def against_mbridge(world: World, folder: Path, models: dict[str, str]) -> dict[
 
 def head(world: World, folder: Path) -> dict[str, Any]:
     """Scores and gradients against autograd in float64, and the largest tensor on the way."""
-    from services.trainer.backends.megatron.model.head import VocabularyPart, WantedTokens, scores
+    from services.trainer.backends.head import VocabularyPart, WantedTokens, scores
 
     tokens, vocabulary, hidden, chunk, temperature = 500, 3000, 16, 32, 0.6
     random = torch.Generator().manual_seed(0)

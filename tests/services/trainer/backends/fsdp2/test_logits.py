@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from services.trainer.backends.fsdp2 import scores
-from services.trainer.backends.fsdp2.scores import token_scores
+from services.trainer.backends.fsdp2 import logits as scores
+from services.trainer.backends.fsdp2.logits import token_scores
 
 
 def plain(logits_rv: torch.Tensor, targets_r: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,176 @@
+"""An update by FSDP2 and by Megatron-Core on the same micro-batches, on one GPU.
+
+    python -m benchmarks.training --shape qwen3-8b --layers 12 --lengths mixed,even --budgets 16384,32768
+
+Random weights of a published shape, cut in layers; about 130,000 tokens an update, drawn anew for each. `mixed`:
+lengths geometric with mean 430, at most 3,072; `even`: sequences of 4,096. Prints seconds of forward and backward,
+of the optimizer, MFU (of the GPU's published rate in bf16) and the peak of memory. Needs `gpu-megatron` installed.
+"""
+
+import argparse
+import gc
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.megatron.models import random_weights
+from benchmarks.shapes import config_of
+from millrace.bench.shapes import shape_of
+from millrace.megatron.architectures import read_shape
+from millrace.megatron.flops import sequence_cost
+from millrace.spec import JobSpec, parse
+from services.trainer.backends import build
+from services.trainer.backends.fsdp2 import model as fsdp2_model
+from services.trainer.protocol.backend import Backend, TokenScores
+from services.trainer.protocol.microbatch import MicroBatch
+from services.trainer.ranks.world import World
+from services.trainer.step.utilisation import peak_flops
+
+TOKENS = 130_000
+PROMPT, LONGEST, EVEN = 32, 3072, 4096
+MEAN_RESPONSE = 430
+
+
+@dataclass(frozen=True)
+class Case:
+    folder: Path
+    backend: str
+    lengths: str
+    budget: int
+
+
+def micro_batches(case: Case, vocabulary: int, seed: int) -> list[MicroBatch]:
+    """An update's sequences in the order drawn, packed to the token budget."""
+    random = np.random.default_rng(seed)
+    packs: list[list[int]] = [[]]
+    total = 0
+    while total < TOKENS:
+        length = EVEN if case.lengths == "even" else min(LONGEST, PROMPT + int(random.geometric(1 / MEAN_RESPONSE)))
+        if packs[-1] and sum(packs[-1]) + length > case.budget:
+            packs.append([])
+        packs[-1].append(length)
+        total += length
+    return [
+        MicroBatch(
+            tuple(range(len(pack))),
+            tuple(pack),
+            tuple(length - PROMPT for length in pack),
+            torch.from_numpy(random.integers(3, vocabulary, sum(pack))),
+        )
+        for pack in packs
+    ]
+
+
+def loss(batch: MicroBatch, scores: TokenScores) -> tuple[Tensor, None]:
+    assert scores.entropy_r is not None
+    return -scores.logprobs_r.sum() / TOKENS + 0.0 * scores.entropy_r.sum(), None
+
+
+def job_spec(case: Case) -> JobSpec:
+    trainer = {"backend": case.backend, "dtype": "bfloat16", "token_budget": case.budget, "optimizer": {"lr": 1e-6}}
+    rollout, data = {"max_response_tokens": LONGEST}, {"procedural": "reasoning_gym:spell_backward"}
+    about = {"name": "bench", "output": "/unused", "model": {"path": str(case.folder)}}
+    return parse({**about, "data": data, "rollout": rollout, "trainer": trainer})
+
+
+def measured(case: Case, world: World, updates: int) -> dict[str, Any]:
+    shape = read_shape(case.folder)
+    backend, cost = build(job_spec(case), world.device), sequence_cost(shape)
+    times = [update(backend, micro_batches(case, shape.vocabulary, 0))]
+    torch.cuda.reset_peak_memory_stats()
+    flops = []
+    for seed in range(1, updates + 1):
+        batches = micro_batches(case, shape.vocabulary, seed)
+        flops.append(sum(cost.total(batch.lengths) for batch in batches))
+        times.append(update(backend, batches))
+    rates = sorted(work / sum(parts) for work, parts in zip(flops, times[1:], strict=True))
+    return {
+        "backend": case.backend,
+        "lengths": case.lengths,
+        "budget": case.budget,
+        "first_update_s": round(sum(times[0]), 2),
+        "forward_backward_s": [round(parts[0], 3) for parts in times[1:]],
+        "optimizer_s": [round(parts[1], 3) for parts in times[1:]],
+        "mfu": round(rates[len(rates) // 2] / peak_flops(world.device), 4),
+        "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 1),
+    }
+
+
+def update(backend: Backend, batches: list[MicroBatch]) -> tuple[float, float]:
+    """Seconds of forward and backward, and of the optimizer."""
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    backend.forward_backward(batches, loss, temperature=1.0)
+    torch.cuda.synchronize()
+    between = time.perf_counter()
+    norm = backend.gradient_norm()
+    backend.optimizer_step(lr=1e-6, gradient_scale=min(1.0, 1.0 / (norm + 1e-6)))
+    torch.cuda.synchronize()
+    return between - began, time.perf_counter() - between
+
+
+def draw_weights() -> None:
+    """Both backends draw weights instead of reading a folder that would have to be written first."""
+    from services.trainer.backends.megatron import backend as megatron
+
+    megatron.read = random_weights
+    fsdp2_model.read_whole = lambda *_, **__: {}
+    fsdp2_model._fill = _filled
+
+
+@torch.no_grad()
+def _filled(module: torch.nn.Module, *_: Any) -> None:
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        if name.endswith("inv_freq"):
+            exponents = torch.arange(0, 2 * local.numel(), 2, device=local.device).float() / (2 * local.numel())
+            local.copy_(1e6**-exponents)
+        elif local.dim() > 1:
+            local.normal_(0.0, 0.02)
+        else:
+            local.fill_(0.0 if name.endswith("bias") else 1.0)
+
+
+def cases(options: argparse.Namespace, root: Path) -> Iterator[Case]:
+    shape = shape_of(options.shape)
+    shape = replace(shape, layers=options.layers or shape.layers, vocabulary=options.vocabulary or shape.vocabulary)
+    (root / "config.json").write_text(json.dumps(config_of(shape)))
+    for lengths in options.lengths.split(","):
+        for budget in options.budgets.split(","):
+            for backend in options.backends.split(","):
+                yield Case(root, backend, lengths, int(budget))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="qwen3-1.7b")
+    parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
+    parser.add_argument("--vocabulary", type=int, help="another vocabulary than the shape has")
+    parser.add_argument("--backends", default="fsdp2,megatron")
+    parser.add_argument("--lengths", default="mixed", help="of mixed, even")
+    parser.add_argument("--budgets", default="16384", help="tokens a micro-batch")
+    parser.add_argument("--updates", type=int, default=4, help="timed ones, after one that is not")
+    options = parser.parse_args()
+    alone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    for name, value in alone.items():
+        os.environ.setdefault(name, value)
+    world = World.join()
+    draw_weights()
+    with tempfile.TemporaryDirectory() as folder:
+        for case in cases(options, Path(folder)):
+            print(json.dumps(measured(case, world, options.updates)), flush=True)
+            gc.collect()
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

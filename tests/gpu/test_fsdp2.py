@@ -1,0 +1,41 @@
+"""Torch's kernel for packed sequences against the padded buckets, on a GPU in bfloat16."""
+
+import pytest
+import torch
+
+from services.trainer.backends.fsdp2.attention import Segments, attend, attend_varlen, varlen_fits
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("heads, kv_heads, size", [(16, 8, 128), (4, 4, 64), (8, 1, 256)])
+def test_varlen_equals_segments(heads: int, kv_heads: int, size: int, window: int | None) -> None:
+    device, lengths = torch.device("cuda"), [3, 700, 1, 64, 255, 256]
+    torch.manual_seed(0)
+    inputs = [
+        torch.randn(1, count, sum(lengths), size, dtype=torch.bfloat16, device=device, requires_grad=True)
+        for count in (heads, kv_heads, kv_heads)
+    ]
+    starts = torch.tensor([0, *lengths], dtype=torch.int32, device=device).cumsum(0).int()
+    weights = torch.randn(sum(lengths), heads, size, dtype=torch.bfloat16, device=device)
+    found = []
+    for call in (
+        lambda: attend(torch.nn.Module(), *inputs, None, segments=Segments.of(lengths, device), sliding_window=window),
+        lambda: attend_varlen(torch.nn.Module(), *inputs, None, starts=starts, longest=1024, sliding_window=window),
+    ):
+        out, _ = call()
+        found.append([out, *torch.autograd.grad((out[0] * weights).sum(), inputs)])
+    for buckets, packed in zip(*found, strict=True):
+        torch.testing.assert_close(packed, buckets, atol=0.06, rtol=0.03)
+
+
+def test_which_models_it_takes() -> None:
+    config, device = (
+        type("Config", (), {"head_dim": 128, "hidden_size": 1, "num_attention_heads": 1}),
+        torch.device("cuda"),
+    )
+    assert varlen_fits(config, torch.bfloat16, device)
+    assert not varlen_fits(config, torch.float32, device)
+    assert not varlen_fits(type("Latent", (config,), {"kv_lora_rank": 512}), torch.bfloat16, device)
+    assert not varlen_fits(type("Wide", (config,), {"head_dim": 512}), torch.bfloat16, device)

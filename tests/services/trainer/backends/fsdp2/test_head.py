@@ -1,0 +1,57 @@
+"""Token scores from hidden states against those from the model's own logits."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, PreTrainedModel, Qwen3Config
+
+from services.trainer.backends.fsdp2 import head
+from services.trainer.backends.fsdp2.logits import token_scores
+from services.trainer.backends.head import WantedTokens
+
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+
+
+def model(kind: type, **changes: object) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(kind(**{**SIZES, **changes}), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", [Qwen3Config, LlamaConfig])
+@pytest.mark.parametrize("chunk_tokens", [2, 1024])
+def test_scores_and_gradients_are_those_of_the_logits(kind: type, tied: bool, chunk_tokens: int) -> None:
+    plain, chunked = (model(kind, tie_word_embeddings=tied) for _ in range(2))
+    assert head.install(chunked, chunk_tokens)
+    tokens, positions_r = torch.arange(9)[None], torch.tensor([1, 2, 5, 7])
+    targets_r = tokens[0, positions_r + 1]
+    logits_rv = plain(input_ids=tokens, logits_to_keep=positions_r).logits[0]
+    logprobs_r, entropy_r = token_scores(logits_rv, targets_r, 0.7, entropy=True)
+    scores_2r = chunked(input_ids=tokens, wanted=WantedTokens(positions_r, targets_r, 0.7))
+    assert entropy_r is not None
+    torch.testing.assert_close(scores_2r, torch.stack([logprobs_r, entropy_r]), atol=1e-5, rtol=1e-5)
+    weights_2r = torch.randn(2, 4)
+    (torch.stack([logprobs_r, entropy_r]) * weights_2r).sum().backward()
+    (scores_2r * weights_2r).sum().backward()
+    for (name, expected), given in zip(plain.named_parameters(), chunked.parameters(), strict=True):
+        torch.testing.assert_close(given.grad, expected.grad, atol=1e-6, rtol=1e-4, msg=name)
+
+
+def test_a_model_that_changes_its_logits_keeps_its_own_path() -> None:
+    capped = model(Gemma2Config, final_logit_softcapping=30.0)
+    own = capped.forward
+    assert not head.install(capped, 1024)
+    assert capped.forward == own
+
+
+def test_logits_that_a_config_does_not_tell_of_are_noticed() -> None:
+    logprobs_r = torch.tensor([-1.0, -2.0])
+    assert head.agrees(torch.stack([logprobs_r + 1e-3, logprobs_r]), logprobs_r)
+    assert not head.agrees(torch.stack([logprobs_r + 0.3, logprobs_r]), logprobs_r)
