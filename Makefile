@@ -7,9 +7,9 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 EXTRAS := cpu,dev
 OVERRIDES := deploy/cpu-overrides.txt
-SLOW := e2e or chaos or compose or gpu
-# Tests that run side by side.
-WORKERS ?= 2
+SLOW := slow or matrix or e2e or chaos or compose or gpu
+# Tests that run side by side: two workers for the cores, and one for the tests that mostly wait.
+WORKERS ?= 3
 # Torch's stores look up by name whoever connects, and a name server that drops a question costs five seconds by default.
 RESOLVER := RES_OPTIONS="timeout:1 attempts:1"
 PYTEST := $(RESOLVER) $(BIN)/python -m pytest --numprocesses $(WORKERS) --durations 15 --durations-min 5
@@ -29,7 +29,7 @@ export MPLBACKEND ?= Agg
 export TOKENIZERS_PARALLELISM ?= false
 export VLLM_NO_USAGE_STATS ?= 1
 
-.PHONY: help install demo test tests test-fast test-compose lint style types format proto bench bench-learning clean
+.PHONY: help install demo test tests test-all tests-all test-fast test-compose lint style types format proto bench bench-learning clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -49,16 +49,22 @@ $(INSTALLED): pyproject.toml $(OVERRIDES)
 demo: $(INSTALLED) ## a small model learns through all three services (BACKEND=megatron, DEMO="--seed 1 --replicas 2")
 	$(BIN)/python -m demo $(if $(BACKEND),--backend $(BACKEND)) $(DEMO)
 
-test: style ## all that this machine can run (TESTS=tests/rl, WORKERS=2 at a time)
+test: style ## lint, types and tests: every claim, and of each matrix a covering part (TESTS=tests/rl, WORKERS=3 at a time)
 	@$(MAKE) --no-print-directory --jobs 2 types tests
 
 tests: $(INSTALLED)
+	$(PYTEST) -m "not compose and not matrix" $(TESTS)
+
+test-all: style ## before a release: `make test`, and each architecture, topology and fault of every matrix with real engines
+	@$(MAKE) --no-print-directory --jobs 2 types tests-all
+
+tests-all: $(INSTALLED)
 	$(PYTEST) -m "not compose" $(TESTS)
 
 # One thread a process: with tiny models, threads beyond the cores only wait for each other.
-tests test-fast: export OMP_NUM_THREADS ?= 1
+tests tests-all test-fast: export OMP_NUM_THREADS ?= 1
 
-test-fast: $(INSTALLED) ## what runs in a minute or two: no engine, no killing
+test-fast: $(INSTALLED) ## a minute or two: starts no service, no rank, no engine
 	$(PYTEST) -m "not ($(SLOW))" $(TESTS)
 
 test-compose: $(INSTALLED) ## the containers: builds them, trains, scales, kills (needs Docker)

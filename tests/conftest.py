@@ -1,6 +1,7 @@
-"""Which tests run side by side where `make test` has several workers: files, those that take longest first.
+"""Which tests are slow, and which run side by side where `make test` has several workers.
 
-A file stays on one worker, for its fixtures' sake.
+Files are handed to the workers, those that take longest first; a file stays on one worker, for its fixtures' sake. The
+last worker begins with the files that mostly wait, so that the others have the cores.
 """
 
 import os
@@ -11,44 +12,50 @@ os.environ["MILLRACE_STRICT_METRICS"] = "1"
 """Here and in every process that a test starts: a metric that nobody declared is an error."""
 
 MEGATRON = "services/trainer/backends/megatron"
-LONG = (
+BUSY = (
     "e2e/test_elastic.py",
     "e2e/test_publication_faults.py",
+    f"{MEGATRON}/test_parity.py",
     "services/rollout/engines/test_engines.py",
+    "e2e/test_recovery.py",
     f"{MEGATRON}/test_vllm.py",
     "services/trainer/ranks/test_ranks.py",
-    f"{MEGATRON}/test_parity.py",
-    "e2e/test_recovery.py",
     f"{MEGATRON}/test_job.py",
     "services/trainer/publication/test_shards_over_ranks.py",
     "services/rollout/test_process.py",
-    "services/coordinator/test_recovery.py",
-    "local/test_supervisor.py",
     "e2e/test_algorithms.py",
-    "services/coordinator/test_process.py",
-    "services/coordinator/publication/test_publication.py",
     "services/trainer/step/test_critic.py",
-    "services/trainer/ranks/test_commands.py",
     "services/trainer/service/test_process.py",
     "bench/test_publication.py",
 )
-"""Half a minute and more, the longest first; what comes last would keep one worker busy alone."""
+"""The files that keep a core busy for half a minute and more, the longest first: what comes last would keep one worker
+busy alone."""
+WAITING = ("services/coordinator/", "local/test_supervisor.py", "services/trainer/ranks/test_commands.py")
+"""The files and folders that take long and mostly wait: for deadlines to pass and losses to be noticed."""
 TOGETHER = {
     f"{MEGATRON}/test_checkpoint.py": f"{MEGATRON}/test_parity.py",
+    f"{MEGATRON}/test_pieces.py": f"{MEGATRON}/test_parity.py",
     f"{MEGATRON}/test_critic.py": f"{MEGATRON}/test_job.py",
+    "e2e/test_replay.py": "e2e/test_algorithms.py",
 }
-"""Files that share a session's fixture which takes long to make: file → that beside which it runs."""
+"""Files that share a session's fixture which takes long to make: file → the file with which it runs."""
+STARTING = {"of_the_file", "ranks", "two_ranks", "whole", "start", "stack"}
+"""Fixtures that start services or ranks. A test that uses one is slow."""
 
 
 def unit(nodeid: str) -> str:
-    """What a test belongs to that stays on one worker: its file, below tests/, or the one beside which that runs."""
+    """What a test belongs to that stays on one worker: its file, below tests/, or the file with which that runs."""
     path = nodeid.partition("::")[0].removeprefix("tests/")
     return TOGETHER.get(path, path)
 
 
+@pytest.hookimpl(tryfirst=True)  # before the marks select
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if STARTING & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.slow)
     if hasattr(config, "workerinput"):
-        turn = {path: number for number, path in enumerate(LONG)}
+        turn = {path: number for number, path in enumerate(BUSY)}
         items.sort(key=lambda item: turn.get(unit(item.nodeid), len(turn)))
 
 
@@ -59,6 +66,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     class ByUnit(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             return unit(nodeid)
+
+        def _assign_work_unit(self, node: object) -> None:
+            last = self.numnodes > 1 and node.gateway.id == f"gw{self.numnodes - 1}"
+            preferred = [one for one in self.workqueue if one.startswith(WAITING) == last]
+            if preferred:
+                self.workqueue.move_to_end(preferred[0], last=False)
+            super()._assign_work_unit(node)
 
     config.option.loadscopereorder = False  # by the number of tests, which says little about their time
     return ByUnit(config, log)

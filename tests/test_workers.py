@@ -1,8 +1,8 @@
 from pathlib import Path
 
-from tests.conftest import LONG, TOGETHER
+from tests.conftest import BUSY, TOGETHER, WAITING
 
 
 def test_the_files_that_are_told_apart_exist() -> None:
-    missing = [file for file in {*LONG, *TOGETHER, *TOGETHER.values()} if not (Path(__file__).parent / file).is_file()]
-    assert not missing
+    named = {*BUSY, *WAITING, *TOGETHER, *TOGETHER.values()}
+    assert [path for path in named if not (Path(__file__).parent / path).exists()] == []

@@ -14,6 +14,8 @@ from millrace.bench.publication import measured
 from millrace.bench.shapes import SHAPES
 from millrace.errors import InvalidJob
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     ("shape", "trainer", "replica", "replicas"),

@@ -21,6 +21,8 @@ from tests.sender import export
 from tests.services.rollout.coordinator import Coordinator, configure, publish, status, until
 from tests.services.rollout.jobs import job_spec
 
+pytestmark = pytest.mark.slow
+
 
 def command(coordinator: str, *arguments: str, engine: str = "transformers") -> list[str]:
     fixed = ("--coordinator", coordinator, "--engine", engine, "--host", "127.0.0.1")

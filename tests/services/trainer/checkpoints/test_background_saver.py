@@ -14,6 +14,8 @@ from tests.services.trainer.groups import job_spec, random_groups
 from tests.services.trainer.process import trainer
 from tests.services.trainer.step.test_step import OPTIMIZER
 
+pytestmark = pytest.mark.slow
+
 TRAINER = {"optimizer": OPTIMIZER}
 
 

@@ -9,6 +9,8 @@ import pytest
 from tests.services.trainer.backends.megatron import tiny
 from tests.services.trainer.backends.megatron.launch import launch
 
+pytestmark = pytest.mark.slow
+
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "FSDP2 tied": ("fsdp2", "qwen2", {}),
     "FSDP2 MoE": ("fsdp2", "qwen3_moe", {}),
