@@ -20,9 +20,9 @@ from millrace.cli import app
 from millrace.client import Client
 from millrace.errors import InvalidJob, InvalidState, NotFound
 from millrace.local import offspring
-from millrace.local.ports import free_port
 from tests.local.programs import eventually
 from tests.models import save_tiny_model
+from tests.ports import held_port
 
 COMMAND = str(Path(sys.executable).with_name("millrace"))
 
@@ -30,15 +30,16 @@ COMMAND = str(Path(sys.executable).with_name("millrace"))
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("coordinator")
-    ports = ("--http-port", str(http := free_port()), "--grpc-port", str(free_port()))
-    argv = (sys.executable, "-m", "services.coordinator", *ports, "--state-dir", str(folder))
-    with (folder / "log").open("wb") as log:
-        process = offspring.start(argv, {}, log, signal.SIGKILL)
-    with Client(f"http://127.0.0.1:{http}") as client:
-        eventually(client.ready, 30)
-    yield f"http://127.0.0.1:{http}"
-    process.terminate()
-    process.wait(30)
+    with held_port() as http:
+        ports = ("--http-port", str(http), "--grpc-port", "0")
+        argv = (sys.executable, "-m", "services.coordinator", *ports, "--state-dir", str(folder))
+        with (folder / "log").open("wb") as log:
+            process = offspring.start(argv, {}, log, signal.SIGKILL)
+        with Client(f"http://127.0.0.1:{http}") as client:
+            eventually(client.ready, 30)
+        yield f"http://127.0.0.1:{http}"
+        process.terminate()
+        process.wait(30)
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """A supervised stack with a real coordinator and Redis, whose trainer and its child do not want to die."""
 
+import contextlib
 import json
 import os
 import secrets
@@ -16,10 +17,13 @@ import psutil
 import pytest
 
 from millrace.client import Client
-from millrace.local.ports import free_port
 from tests.local.programs import alive, eventually, supervising
+from tests.ports import held_port
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="subreapers and PR_SET_PDEATHSIG are Linux's")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="subreapers and PR_SET_PDEATHSIG are Linux's"),
+]
 
 GUARDING = "import sys; from millrace.local.guard import guard; raise SystemExit(guard(sys.argv[1:]))"
 
@@ -29,7 +33,8 @@ class Running:
 
     def __init__(self, state: Path) -> None:
         self.state, self.mark = state, secrets.token_hex(8)
-        self.http_port, self.grpc_port = free_port(), free_port()
+        self._held = contextlib.ExitStack()
+        self.http_port, self.grpc_port = (self._held.enter_context(held_port()) for _ in range(2))
         argv = supervising(state, self.http_port, self.grpc_port, self.mark)
         self.guard = subprocess.Popen(
             (sys.executable, "-c", GUARDING, *argv), stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -63,6 +68,12 @@ class Running:
         _, console = self.guard.communicate(timeout=60)
         return self.guard.returncode, console
 
+    def close(self) -> None:
+        if self.guard.poll() is None:
+            self.guard.terminate()
+            self.guard.communicate(timeout=60)
+        self._held.close()
+
 
 @pytest.fixture
 def stack(tmp_path: Path) -> Iterator[Running]:
@@ -71,9 +82,7 @@ def stack(tmp_path: Path) -> Iterator[Running]:
         running.wait_until_up()
         yield running
     finally:
-        if running.guard.poll() is None:
-            running.guard.terminate()
-            running.guard.communicate(timeout=60)
+        running.close()
 
 
 def test_one_interrupt_takes_all_down_in_order(stack: Running) -> None:
@@ -126,8 +135,9 @@ def test_what_a_dead_service_left_behind_is_ended_before_it_starts_again(stack: 
 
 
 def test_a_second_stack_on_the_same_folder_is_refused(stack: Running) -> None:
-    argv = supervising(stack.state, free_port(), free_port(), stack.mark)
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=30)
+    with held_port() as http, held_port() as grpc:
+        argv = supervising(stack.state, http, grpc, stack.mark)
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=30)
     assert done.returncode == 1 and "another stack runs on the state folder" in done.stderr
     assert "--state" in done.stderr
     assert Client(stack.told()["url"]).ready()
@@ -136,7 +146,7 @@ def test_a_second_stack_on_the_same_folder_is_refused(stack: Running) -> None:
 def test_a_taken_port_is_told_with_the_option(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        argv = supervising(tmp_path / "state", port, free_port(), "mark")
+        argv = supervising(tmp_path / "state", port, 0, "mark")
         done = subprocess.run(argv, capture_output=True, text=True, timeout=30)
     assert done.returncode == 1
     assert f"port {port} is not available" in done.stderr and "--http-port" in done.stderr
@@ -157,8 +167,9 @@ def test_a_service_that_keeps_dying_ends_the_stack_with_its_last_words(tmp_path:
         "services = [Service('coordinator', coordinator, {}, True, 10.0), Service('trainer', dying, {}, True, 1.0)]\n"
         "raise SystemExit(supervisor.supervise(options, services))\n"
     )
-    argv = (sys.executable, "-c", program, str(tmp_path / "state"), str(free_port()), str(free_port()))
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    with held_port() as http, held_port() as grpc:
+        argv = (sys.executable, "-c", program, str(tmp_path / "state"), str(http), str(grpc))
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert done.stderr.count("no such model") == 3
     assert "started again in 0.1 s (1 of 2 times)" in done.stderr

@@ -18,8 +18,8 @@ import pytest
 from millrace.client import Client
 from millrace.data.row import PromptRow
 from millrace.data.write import write_rows
-from millrace.local.ports import free_port
 from services.coordinator.redis_server import RedisServer
+from tests.ports import held_port
 
 
 @pytest.fixture(scope="session")
@@ -36,12 +36,13 @@ class CoordinatorProcess:
     def __init__(self, folder: Path, *options: str, environment: dict[str, str] | None = None) -> None:
         self._options = options
         self._environment = environment or {}
+        self._held = contextlib.ExitStack()
         self.process: subprocess.Popen[bytes] | None = None
         self._settle(folder)
 
     def _settle(self, folder: Path) -> None:
         self.folder = folder
-        self.http_port, self.grpc_port = free_port(), free_port()
+        self.http_port, self.grpc_port = (self._held.enter_context(held_port()) for _ in range(2))
         self.address = f"127.0.0.1:{self.grpc_port}"
         self.client = Client(f"http://127.0.0.1:{self.http_port}", token="", patience_s=10.0)
 
@@ -74,6 +75,7 @@ class CoordinatorProcess:
     def end(self) -> None:
         """Stops it, and the Redis that a killed one leaves to the next."""
         self.client.close()
+        self._held.close()
         if self.process is not None and self.process.poll() is None:
             self.stop()
         for process in psutil.process_iter(["cwd"]):

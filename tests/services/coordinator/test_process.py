@@ -12,14 +12,16 @@ import psutil
 import pytest
 
 from millrace.errors import InvalidState
-from millrace.local.ports import free_port
 from millrace.rest import JobState
 from millrace.wire.channel import Peer
 from millrace.wire.methods import FleetRpc
 from millrace.wire.v1 import fleet_pb2
 from services.coordinator.redis_server import RedisServer
+from tests.ports import held_port
 from tests.services.coordinator.cluster import around, until
 from tests.services.coordinator.conftest import CoordinatorProcess, running
+
+pytestmark = pytest.mark.slow
 
 NO_TORCH = """
 import sys
@@ -58,21 +60,22 @@ def test_a_taken_port_is_named(option: str, tmp_path: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        others = {"--http-port": free_port(), "--grpc-port": free_port()} | {option: port}
+        others = {"--http-port": 0, "--grpc-port": 0} | {option: port}
         told = refused(tmp_path, *(str(part) for pair in others.items() for part in pair))
     assert f"cannot listen on 127.0.0.1:{port}" in told and "Fix: choose another port" in told
     assert not [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(p.info["cmdline"] or [])]
 
 
 def test_a_redis_that_is_down_at_the_start_is_named(tmp_path: Path) -> None:
-    url = f"redis://:hidden@127.0.0.1:{free_port()}/0"
-    told = refused(tmp_path, "--redis-url", url, "--http-port", str(free_port()), "--grpc-port", str(free_port()))
+    with held_port() as port:
+        url = f"redis://:hidden@127.0.0.1:{port}/0"
+        told = refused(tmp_path, "--redis-url", url, "--http-port", "0", "--grpc-port", "0")
     assert "Redis at redis://127.0.0.1" in told and "Fix: start it" in told and "hidden" not in told
 
 
 def test_two_do_not_work_in_one_folder(tmp_path: Path) -> None:
     with running(tmp_path / "state"):
-        told = refused(tmp_path / "state", "--http-port", str(free_port()), "--grpc-port", str(free_port()))
+        told = refused(tmp_path / "state", "--http-port", "0", "--grpc-port", "0")
     assert "another coordinator works in" in told
 
 
