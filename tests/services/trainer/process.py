@@ -1,11 +1,12 @@
 """A trainer as its own processes, as it is run."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,12 +14,15 @@ from typing import Any
 
 import psutil
 
+from tests.forked import Forked
 from tests.services.trainer.calls import Calls
 from tests.services.trainer.coordinator import ScriptedCoordinator
+from tests.services.trainer.forked_ranks import ForkedRanks
 
 
 class TrainerProcess:
-    """`python -m services.trainer`, or torchrun with `ranks` of them."""
+    """A trainer of `ranks` ranks: forked, or, `by_command`, as people start it: `python -m services.trainer`, and
+    torchrun for several ranks."""
 
     def __init__(
         self,
@@ -26,25 +30,23 @@ class TrainerProcess:
         log: Path,
         ranks: int = 1,
         module: str = "services.trainer",
+        by_command: bool = False,
         **environment: str,
     ) -> None:
-        arguments = ["-m", module, "--coordinator", coordinator.address, "--host", "127.0.0.1"]
-        if ranks > 1:
-            launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-            arguments = [*launch, *arguments]
+        arguments = ("--coordinator", coordinator.address, "--host", "127.0.0.1")
+        environment = {"OMP_NUM_THREADS": "1", "MILLRACE_LOG": "json", **environment}
         self._coordinator = coordinator
-        self._launched = ranks > 1
         self._pool = ThreadPoolExecutor(4)
-        self.log = log
-        with log.open("wb") as file:
-            self.process = subprocess.Popen(
-                [sys.executable, *arguments],
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "MILLRACE_LOG": "json", **environment},
-                cwd=Path(__file__).parents[3],
-            )
         self._seen = set(coordinator.script.members)
+        self.log = log
+        self._forked: ForkedRanks | None = None
+        self.process: Forked | subprocess.Popen[bytes]
+        """Rank 0, or torchrun."""
+        if by_command:
+            self.process = _command(module, arguments, environment, log, ranks)
+        else:
+            self._forked = ForkedRanks(module, arguments, environment, [log] * ranks)
+            self.process = self._forked.processes[0]
 
     def calls(self, timeout_s: float = 180.0) -> Calls:
         """Calls to the trainer, once it has registered."""
@@ -59,10 +61,11 @@ class TrainerProcess:
 
     def ranks(self) -> list[psutil.Process]:
         """The processes of the ranks, by rank."""
-        if self.process.args[2] != "torch.distributed.run":  # type: ignore[index]
-            return [psutil.Process(self.process.pid)]
+        if self._forked is not None:
+            return [psutil.Process(rank.pid) for rank in self._forked.processes]
         children = psutil.Process(self.process.pid).children()
-        return sorted(children, key=lambda child: int(child.environ()["RANK"]))
+        ranks = [child for child in children if "RANK" in child.environ()]
+        return sorted(ranks, key=lambda child: int(child.environ()["RANK"])) or [psutil.Process(self.process.pid)]
 
     def in_background(self, call: Callable[[], Any]) -> "Future[Any]":
         return self._pool.submit(call)
@@ -74,6 +77,29 @@ class TrainerProcess:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         return self.process.wait(60)
+
+    def tree(self) -> list[psutil.Process]:
+        """Every process of it that runs."""
+        tops = [self.process.pid] if self._forked is None else [rank.pid for rank in self._forked.processes]
+        found = []
+        for pid in tops:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found += [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+        return found
+
+
+def _command(
+    module: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path, ranks: int
+) -> subprocess.Popen[bytes]:
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    with log.open("wb") as file:
+        return subprocess.Popen(
+            [sys.executable, *launch, "-m", module, *arguments],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **environment},
+            cwd=Path(__file__).parents[3],
+        )
 
 
 class TwoRanks:
@@ -98,19 +124,18 @@ def trainer(
     log: Path,
     ranks: int = 1,
     module: str = "services.trainer",
+    by_command: bool = False,
     **environment: str,
 ) -> Iterator[TrainerProcess]:
     """Stopped at the end, and then nothing of it is left."""
-    running = TrainerProcess(coordinator, log, ranks, module, **environment)
-    children: list[psutil.Process] = []
+    running = TrainerProcess(coordinator, log, ranks, module, by_command, **environment)
+    left: list[psutil.Process] = []
     try:
         yield running
-        children = (
-            psutil.Process(running.process.pid).children(recursive=True) if running.process.poll() is None else []
-        )
+        left = running.tree()
         running.stop()
     finally:
-        for process in [*children, psutil.Process(running.process.pid)] if running.process.poll() is None else children:
+        for process in {*left, *running.tree()}:
             if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
                 process.kill()
         running.process.wait(10)

@@ -1,6 +1,5 @@
 """The sender's side of a publication: bit for bit, per reference, and what a dead receiver does to it."""
 
-import multiprocessing
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from services.trainer.backends import build
 from services.trainer.protocol.backend import Backend
 from services.trainer.publication import gather_broadcast
 from services.trainer.publication.sender import Sender
+from tests.forked import CONTEXT
 from tests.services.trainer.backends.fsdp2.test_backend import saved_tensors
 from tests.services.trainer.groups import job_spec
 from tests.services.trainer.publication.receiver import Receiver, receive_and_die, reference
@@ -107,9 +107,7 @@ def test_a_receiver_that_does_not_come(one_rank: torch.device, tied_model: Path)
 def test_a_receiver_that_dies_on_the_way(one_rank: torch.device, tied_model: Path) -> None:
     backend, sender, ref = build(job_spec(tied_model), one_rank), Sender(0, "trainer-1"), reference(0)
     prepared = sender.prepare(prepare_request(ref, deadline_s=30.0), backend, Version(0))
-    dying = multiprocessing.get_context("spawn").Process(
-        target=receive_and_die, args=(ref.SerializeToString(), prepared.SerializeToString())
-    )
+    dying = CONTEXT.Process(target=receive_and_die, args=(ref.SerializeToString(), prepared.SerializeToString()))
     dying.start()  # a process of its own, whose sockets close when it dies
     began = time.monotonic()
     with pytest.raises(PublicationFailed, match="could not be sent"):

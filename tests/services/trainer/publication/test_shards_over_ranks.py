@@ -1,6 +1,5 @@
 """Sharded publications of a trainer of two ranks, over gRPC: what receivers and ranks that hang or die do to it."""
 
-import multiprocessing
 import signal
 import threading
 import time
@@ -25,12 +24,15 @@ from millrace.weights.transfer.session import PublicationSession
 from millrace.wire.methods import TrainerRpc
 from millrace.wire.v1 import trainer_pb2 as pb
 from millrace.wire.v1 import weights_pb2
+from tests.forked import CONTEXT
 from tests.services.trainer.backends.fsdp2.test_backend import saved_tensors
 from tests.services.trainer.calls import Calls
 from tests.services.trainer.coordinator import ScriptedCoordinator, coordinator
 from tests.services.trainer.groups import job_spec
 from tests.services.trainer.process import IMPATIENT, TrainerProcess, trainer
 from tests.services.trainer.publication.receiver import reference
+
+pytestmark = pytest.mark.slow
 
 JOB = "job-1"
 RANKS = 2
@@ -166,9 +168,8 @@ def test_a_receiver_that_takes_nothing_is_called_off_or_runs_out_of_time(running
 
 
 def test_a_receiver_that_is_killed_fails_the_attempt_and_not_the_next(running: Calls, untied_model: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    ready = context.Queue()
-    process = context.Process(target=hold_until_killed, args=(running.address, 20, ready))
+    ready = CONTEXT.Queue()
+    process = CONTEXT.Process(target=hold_until_killed, args=(running.address, 20, ready))
     process.start()
     ref = weights_pb2.PublicationRef.FromString(ready.get(timeout=60))
     failed: list[MillraceError] = []

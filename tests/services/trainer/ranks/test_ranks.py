@@ -138,7 +138,7 @@ def test_published_by_two_ranks_bit_for_bit(
 def test_a_lost_rank_is_named_and_the_trainer_ends(
     how: signal.Signals, served: ScriptedCoordinator, tied_model: Path, tmp_path: Path
 ) -> None:
-    with trainer(served, tmp_path / "log", ranks=2, module=IMPATIENT) as running:
+    with trainer(served, tmp_path / "log", ranks=2, module=IMPATIENT, by_command=True) as running:
         calls = running.calls()
         calls.configure(job_spec(tied_model))
         served.script.groups = random_groups(4, 4)
@@ -161,7 +161,7 @@ def test_a_lost_rank_is_named_and_the_trainer_ends(
 
 @pytest.mark.parametrize("killed", ["torchrun", "rank 0"])
 def test_nothing_is_left_behind(killed: str, served: ScriptedCoordinator, tied_model: Path, tmp_path: Path) -> None:
-    with trainer(served, tmp_path / "log", ranks=2) as running:
+    with trainer(served, tmp_path / "log", ranks=2, by_command=True) as running:
         running.calls().configure(job_spec(tied_model))
         ranks = running.ranks()
         victim = running.process if killed == "torchrun" else ranks[0]

@@ -1,15 +1,19 @@
-"""One trainer process: the fleet, draining, failing. Each starts in some seconds, so tests share what they can."""
+"""One trainer process: the fleet, draining, failing. Where it is about the start it is started by its command."""
 
 import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from millrace.wire.v1 import fleet_pb2
 from millrace.wire.v1 import trainer_pb2 as pb
 from tests.services.trainer.coordinator import ScriptedCoordinator, coordinator
 from tests.services.trainer.groups import job_spec, random_groups
 from tests.services.trainer.process import TrainerProcess, trainer
+
+pytestmark = pytest.mark.slow
 
 
 def until(condition: Callable[[], object], running: TrainerProcess, seconds: float = 30.0) -> None:
@@ -56,7 +60,7 @@ def test_the_coordinator_asks_it_to_drain(served: ScriptedCoordinator, tmp_path:
 
 def test_another_protocol_version_ends_it(served: ScriptedCoordinator, tmp_path: Path) -> None:
     served.script.refusal = "this trainer speaks protocol 1, the coordinator 2."
-    with trainer(served, tmp_path / "log") as running:
+    with trainer(served, tmp_path / "log", by_command=True) as running:
         assert running.process.wait(60) == 1
         assert "the coordinator refuses this trainer: this trainer speaks protocol 1" in running.text()
 

@@ -1,6 +1,5 @@
 """What one rank refuses when a job is configured, all refuse: none goes on and waits for it."""
 
-import multiprocessing
 from multiprocessing.queues import Queue
 from pathlib import Path
 
@@ -15,7 +14,10 @@ from services.trainer.publication.sender import Sender
 from services.trainer.ranks.event_loop import ControlThread
 from services.trainer.ranks.world import World
 from services.trainer.service.worker import Worker
+from tests.forked import CONTEXT
 from tests.services.trainer.groups import job_spec
+
+pytestmark = pytest.mark.slow
 
 RANKS = 2
 
@@ -69,12 +71,11 @@ def job(what: str, rank: int, model: Path, folder: Path) -> str:
     ],
 )
 def test_what_one_rank_refuses_all_refuse(what: str, words: str, tied_model: Path, tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    told: Queue[str] = context.Queue()
+    told: Queue[str] = CONTEXT.Queue()
     ranks = []
     for rank in range(RANKS):
         spec = job(what, rank, tied_model, tmp_path)
-        ranks.append(context.Process(target=configure, args=(rank, spec, tmp_path, told)))
+        ranks.append(CONTEXT.Process(target=configure, args=(rank, spec, tmp_path, told)))
         ranks[-1].start()
     try:
         answers = [told.get(timeout=60) for _ in ranks]

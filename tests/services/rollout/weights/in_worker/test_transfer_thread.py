@@ -1,7 +1,6 @@
 """A worker's thread of a transfer, aborted at every point: nobody is stuck, nothing is written or kept after it."""
 
 import gc
-import multiprocessing
 import os
 import signal
 import threading
@@ -23,6 +22,7 @@ from millrace.weights.transfer.session import PublicationSession
 from millrace.wire.v1 import weights_pb2
 from services.rollout.weights.in_worker.transfer_thread import TransferThread
 from services.rollout.weights.transfer_request import TransferRequest
+from tests.forked import CONTEXT
 
 CPU = torch.device("cpu")
 
@@ -57,9 +57,8 @@ def _serve(told: Connection) -> None:
 @pytest.fixture
 def elsewhere() -> Iterator[tuple[int, int]]:
     """A store in a process of its own: its id and port."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs,), daemon=True)
+    ours, theirs = CONTEXT.Pipe()
+    process = CONTEXT.Process(target=_serve, args=(theirs,), daemon=True)
     process.start()
     assert process.pid is not None
     yield process.pid, ours.recv()

@@ -1,6 +1,5 @@
 """What a rank says it holds: laid together, the shards of all ranks are the whole tensors that are exported."""
 
-import multiprocessing
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from millrace.weights.plans.memory import Memory, pack, pieces_in_message, unpac
 from millrace.weights.plans.sharded import plan
 from services.trainer.backends import build
 from services.trainer.ranks import collectives
+from tests.forked import CONTEXT
 from tests.services.trainer.backends.megatron import tiny
 from tests.services.trainer.backends.megatron.on_ranks import job_spec
 
@@ -70,8 +70,7 @@ def test_one_rank(one_rank: torch.device, folders: list[Path]) -> None:
 
 
 def test_two_ranks(folders: list[Path], tmp_path: Path) -> None:
-    start = multiprocessing.get_context("spawn").Process
-    ranks = [start(target=on_rank, args=(rank, str(tmp_path / "store"), folders)) for rank in range(2)]
+    ranks = [CONTEXT.Process(target=on_rank, args=(rank, str(tmp_path / "store"), folders)) for rank in range(2)]
     for process in ranks:
         process.start()
     for process in ranks:

@@ -1,0 +1,18 @@
+"""What the server of tests/forked.py imports for all. vLLM is not in it, nor Megatron, which changes torch."""
+
+import os
+
+# As the trainer sets them; torch reads them when it is loaded.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch
+import transformers.models.qwen2.modeling_qwen2
+import transformers.models.qwen3.modeling_qwen3  # noqa: F401
+
+import services.coordinator.__main__
+import services.rollout.__main__
+import services.trainer.__main__
+import services.trainer.backends.fsdp2  # noqa: F401
+
+torch.set_num_threads(1)
