@@ -30,6 +30,7 @@ from demo.tokenizer import byte_tokenizer
 from millrace.bench.layouts import manifest
 from millrace.bench.shapes import SHAPES, shape_of
 from millrace.client import Client
+from millrace.engines import ENGINE_NAMES
 from millrace.events import PublicationDone
 from millrace.local import offspring
 from millrace.local.devices import visible_devices
@@ -37,7 +38,6 @@ from millrace.local.options import StackOptions
 from millrace.local.ports import free_port
 from millrace.local.stack import Stack
 from millrace.rest import JobState
-from millrace.spec.rollout import ENGINES
 from millrace.telemetry.metrics.catalogue import find
 from millrace.telemetry.metrics.step.mismatch import MISMATCH_SUMMARY
 
@@ -52,7 +52,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=[n for n, s in SHAPES.items() if s.latent is None], default="tiny")
     parser.add_argument("--ranks", type=int, default=1, help="of the trainer")
-    parser.add_argument("--engine", choices=ENGINES, default="vllm")
+    parser.add_argument("--engine", choices=ENGINE_NAMES, default="vllm")
     parser.add_argument("--engine-options", type=json.loads, default={}, help="as JSON")
     parser.add_argument("--steps", type=int, default=8, help="after it serves, or at all where nobody joins")
     parser.add_argument("--tokens", type=int, default=128, help="longest response")

@@ -10,8 +10,10 @@ import typer
 import yaml
 
 from demo.report import Outcome, print_outcome
+from millrace.backends import BACKEND_NAMES
 from millrace.cli.watch import show_live
 from millrace.client import Client
+from millrace.engines import ENGINE_NAMES
 from millrace.errors import InvalidJob
 from millrace.local.options import StackOptions, pythons
 from millrace.local.ports import free_port
@@ -42,12 +44,12 @@ def demo(
     steps: Annotated[int, typer.Option(help="GRPO steps.", min=1)] = 60,
     replicas: Annotated[int, typer.Option(help="Rollout replicas.", min=1)] = 1,
     ranks: Annotated[int, typer.Option(help="Trainer ranks.", min=1)] = 1,
-    engine: Annotated[str, typer.Option(help="vllm, sglang or transformers; or several, in turn.")] = "vllm",
+    engine: Annotated[str, typer.Option(help=f"{', '.join(ENGINE_NAMES)}; or several with commas.")] = "vllm",
     python: Annotated[
         list[str] | None,
         typer.Option(metavar="ENGINE=PATH", help="Interpreter of the replicas with an engine; as often as needed."),
     ] = None,
-    backend: Annotated[str, typer.Option(help="What trains: fsdp2 or megatron.")] = "fsdp2",
+    backend: Annotated[str, typer.Option(help=f"Training backend: {' or '.join(BACKEND_NAMES)}.")] = "fsdp2",
     size: Annotated[str, typer.Option(help="Of the model: small, or grown, for GPUs.")] = "small",
     share_gpus: Annotated[bool, typer.Option(help="As of millrace up.")] = False,
     state: Annotated[Path, typer.Option(help="Folder for the model, the data, logs and results.")] = Path("state/demo"),

@@ -15,7 +15,8 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from millrace.backends.fsdp2 import Fsdp2Options as Fsdp2
+from millrace.backends import BACKENDS
+from millrace.engines import ENGINES
 from millrace.rewards import BUILT_IN
 from millrace.spec import JobSpec
 from millrace.spec.algorithm import Choice
@@ -47,7 +48,7 @@ def page() -> str:
         homes.pop(part, None)  # of several places the last
         homes[part] = path
     parts = (_section(path, part, homes) for part, path in homes.items())
-    return "\n\n".join([INTRODUCTION, *parts, *_backends(), *_rewards()]) + "\n"
+    return "\n\n".join([INTRODUCTION, *parts, _engines(), *_backends(), *_rewards()]) + "\n"
 
 
 def _places(path: str, part: type[BaseModel]) -> Iterator[tuple[type[BaseModel], str]]:
@@ -146,8 +147,20 @@ def _yaml(value: Any) -> str:
 
 
 def _backends() -> Iterator[str]:
-    yield "## `trainer.backend_options` of `fsdp2`\n\n" + _table(Fsdp2, {})
-    yield "## `trainer.backend_options` of `megatron`\n\nIn [megatron.md](megatron.md#options)."
+    for name, backend in BACKENDS.items():
+        link = backend.page.removeprefix("docs/")
+        table = f"In [{link.partition('#')[0]}]({link})." if link else _table(backend.options, {})
+        yield f"## `trainer.backend_options` of `{name}`\n\n{table}"
+
+
+def _engines() -> str:
+    rows = ["| engine | example | options that a job cannot set, and the field to set instead |", "|---|---|---|"]
+    for name, engine in ENGINES.items():
+        reserved = (
+            f"`{option}`" + (f" (`{field}`)" if field else "") for option, field in engine.reserved_options.items()
+        )
+        rows.append(_row(f"`{name}`", f"`{_yaml(dict(engine.options_example))}`", ", ".join(reserved) or "none"))
+    return "## `rollout.engine_options`\n\n" + "\n".join(rows)
 
 
 def _rewards() -> Iterator[str]:

@@ -108,13 +108,13 @@ class Told:
 
 def deepep(world: World, case: dict[str, Any]) -> dict[str, Any]:
     """Which dispatcher is taken, and what is said where DeepEP is not available."""
-    from millrace.backends.megatron import Experts, Megatron
+    from millrace.backends.megatron import Experts, MegatronOptions
     from millrace.errors import InvalidJob
     from services.trainer.backends.megatron.experts.dispatch import _hindrance, dispatcher
 
-    taken = dispatcher(Megatron(expert_parallel=2))
+    taken = dispatcher(MegatronOptions(expert_parallel=2))
     try:
-        insisted = dispatcher(Megatron(expert_parallel=2, experts=Experts(dispatcher="deepep")))
+        insisted = dispatcher(MegatronOptions(expert_parallel=2, experts=Experts(dispatcher="deepep")))
     except InvalidJob as error:
         insisted = str(error)
     return {"hindrance": _hindrance(), "auto": taken, "insisted": insisted}

@@ -1,16 +1,19 @@
-"""What `trainer.backend_options` may say for the `fsdp2` backend. Imports no torch: a job is checked where it is
-submitted. What runs is in `services/trainer/backends/fsdp2`."""
+"""FSDP2: torch's fully sharded data parallelism. The backend is in `services/trainer/backends/fsdp2`."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import Field
 
+from millrace.descriptors import BackendDescriptor
+from millrace.software import TESTED_TORCH, TESTED_TRANSFORMERS, Software
 from millrace.validation.mistakes import options
 from millrace.validation.model import StrictModel
 
 
 class Fsdp2Options(StrictModel):
+    """What `trainer.backend_options` may hold for this backend."""
+
     attention: Literal["auto", "varlen", "segments", "flash_attention_2", "sdpa"] = "auto"
     """auto: flash_attention_2 where flash-attn is installed; else varlen (torch's kernel for packed sequences: GPUs,
     bfloat16 or float16); else segments (torch's causal kernels on unpacked sequences). sdpa builds the block-diagonal
@@ -25,5 +28,19 @@ class Fsdp2Options(StrictModel):
 
 
 def parse(backend_options: Mapping[str, Any]) -> Fsdp2Options:
-    """Raises InvalidJob that names every wrong option, its value and what would do."""
+    """The checked options. Raises InvalidJob with every mistake."""
     return options(Fsdp2Options, backend_options, "trainer.backend_options")
+
+
+DESCRIPTOR = BackendDescriptor(
+    software=Software(
+        title="FSDP2",
+        distributions=("torch",),
+        imports=("torch.distributed.fsdp", "transformers", "safetensors"),
+        extras=("trainer",),
+        also_shown=("transformers",),
+        tested={"torch": TESTED_TORCH, "transformers": TESTED_TRANSFORMERS},
+    ),
+    build="services.trainer.backends.fsdp2.backend:build",
+    options=Fsdp2Options,
+)

@@ -1,15 +1,18 @@
-"""What `trainer.backend_options` may say for the `megatron` backend. Imports no torch: a job is checked where it is
-submitted.
+"""Megatron-Core: tensor, pipeline, context and expert parallelism. The backend is in
+`services/trainer/backends/megatron`.
 
-verl's words for the same things: TP, PP, EP and so on are the sizes here, LAST_LAYER is `last_stage_layers`,
+verl's words for the same options: TP, PP, EP and so on are the sizes here, LAST_LAYER is `last_stage_layers`,
 OFFLOAD_FRACTION is `optimizer_offload_fraction`.
 """
 
 from collections.abc import Mapping
+from math import lcm
 from typing import Any, Literal
 
 from pydantic import Field
 
+from millrace.descriptors import BackendDescriptor
+from millrace.software import TESTED_TORCH, Software
 from millrace.validation.mistakes import options
 from millrace.validation.model import StrictModel
 
@@ -40,7 +43,9 @@ class Experts(StrictModel):
     train_router: bool = True
 
 
-class Megatron(StrictModel):
+class MegatronOptions(StrictModel):
+    """What `trainer.backend_options` may hold for this backend."""
+
     tensor_parallel: int = Field(1, ge=1)
     sequence_parallel: bool = True
     """Split norms and residuals over the tensor-parallel ranks by tokens. Without effect at tensor_parallel 1."""
@@ -75,13 +80,48 @@ class Megatron(StrictModel):
 
     @property
     def splits_sequence(self) -> bool:
+        """Whether norms and residuals are split over the tensor-parallel ranks."""
         return self.sequence_parallel and self.tensor_parallel > 1
 
     @property
     def expert_tensor_size(self) -> int:
+        """Ranks that share one expert."""
         return self.expert_tensor_parallel or self.tensor_parallel
 
+    @property
+    def ranks_of_a_model(self) -> int:
+        """Ranks that hold one copy of the layers other than experts."""
+        return self.tensor_parallel * self.context_parallel * self.pipeline_parallel
 
-def parse(backend_options: Mapping[str, Any]) -> Megatron:
-    """Raises InvalidJob that names every wrong option, its value and what would do."""
-    return options(Megatron, backend_options, "trainer.backend_options")
+    @property
+    def ranks_of_all_experts(self) -> int:
+        """Ranks that hold one copy of all experts."""
+        return self.expert_tensor_size * self.expert_parallel * self.pipeline_parallel
+
+    @property
+    def ranks_multiple(self) -> int:
+        """The number of ranks has to be a multiple of this."""
+        return lcm(self.ranks_of_a_model, self.ranks_of_all_experts)
+
+
+def parse(backend_options: Mapping[str, Any]) -> MegatronOptions:
+    """The checked options. Raises InvalidJob with every mistake."""
+    return options(MegatronOptions, backend_options, "trainer.backend_options")
+
+
+DESCRIPTOR = BackendDescriptor(
+    software=Software(
+        title="Megatron-Core",
+        distributions=("megatron-core",),
+        imports=("megatron.core",),
+        extras=("cpu-megatron", "gpu-megatron"),
+        also_shown=("torch",),
+        tested={"megatron-core": ("0.16.1",), "torch": TESTED_TORCH},
+    ),
+    build="services.trainer.backends.megatron.backend:build",
+    options=MegatronOptions,
+    ranks_multiple=lambda options: options.ranks_multiple,
+    check="millrace.megatron.rules:check_submission",
+    replays_experts=True,
+    page="docs/megatron.md#options",
+)

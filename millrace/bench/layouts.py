@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from millrace.backends.megatron import Megatron
+from millrace.backends.megatron import MegatronOptions
 from millrace.errors import InvalidJob
 from millrace.megatron.architectures.shape import ModelShape
 from millrace.megatron.topology import Topology
@@ -39,7 +39,7 @@ def numbers(text: str) -> dict[str, int]:
 
 
 def manifest(shape: ModelShape, dtype: str = "bfloat16") -> Manifest:
-    alone = Topology(1, Megatron())
+    alone = Topology(1, MegatronOptions())
     kept = shape.names.router_bias
     return Manifest(
         tuple(
@@ -73,7 +73,9 @@ class TrainerSide:
         if "fsdp" in self.asked:
             return self._split(rank, published, device)
         number = {tensor.name: i for i, tensor in enumerate(published.tensors)}
-        options = Megatron.model_validate({OPTIONS[name]: value for name, value in self.asked.items() if name != "dp"})
+        options = MegatronOptions.model_validate(
+            {OPTIONS[name]: value for name, value in self.asked.items() if name != "dp"}
+        )
         topology = Topology(self.ranks, options)
         places: list[Place] = []
         buffers: list[torch.Tensor] = []

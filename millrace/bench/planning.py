@@ -7,7 +7,7 @@ import numpy as np
 import typer
 from rich import print as show
 
-from millrace.backends.megatron import Megatron
+from millrace.backends.megatron import MegatronOptions
 from millrace.bench.shapes import SHAPES, shape_of
 from millrace.megatron.topology import Topology
 from millrace.megatron.weights import TRANSFORMER_ENGINE, layout
@@ -36,7 +36,9 @@ def planning(
     def boxes(text: str, count: int) -> list[Boxes]:
         from millrace.bench.layouts import OPTIONS, numbers
 
-        topology = Topology(count, Megatron.model_validate({OPTIONS[name]: n for name, n in numbers(text).items()}))
+        topology = Topology(
+            count, MegatronOptions.model_validate({OPTIONS[name]: n for name, n in numbers(text).items()})
+        )
         return [
             Boxes.of(
                 (

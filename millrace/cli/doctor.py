@@ -3,8 +3,10 @@
 import typer
 from rich.markup import escape
 
+from millrace.backends import BACKEND_NAMES
 from millrace.cli.output import AsJson, people, print_json, table
-from millrace.cli.probes import SERVES, TRAINS, Verdict, can, examine
+from millrace.cli.probes import Verdict, can, examine
+from millrace.engines import ENGINE_NAMES
 
 MARKS = {
     Verdict.GOOD: "[green]ok[/]",
@@ -21,7 +23,7 @@ def doctor(as_json: AsJson = False) -> None:
     train.
     """
     findings = examine()
-    serves, trains = can(findings, SERVES), can(findings, TRAINS)
+    serves, trains = can(findings, ENGINE_NAMES), can(findings, BACKEND_NAMES)
     if as_json:
         print_json({"findings": [f.to_dict() for f in findings], "generates_with": serves, "trains_with": trains})
         raise typer.Exit(0 if serves or trains else 1)

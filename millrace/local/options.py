@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from millrace.engines import ENGINES, unknown_engine
 from millrace.errors import InvalidState
-from millrace.spec.rollout import ENGINES
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class StackOptions:
     """For all services, over the supervisor's own."""
 
     def __post_init__(self) -> None:
-        for engine in [*self.engines, *self.pythons]:
-            if engine not in ENGINES:
-                raise InvalidState(f"there is no engine {engine!r}.", f"choose from {', '.join(ENGINES)}.")
+        named = [*(("--engine", name) for name in self.engines), *(("--python", name) for name in self.pythons)]
+        if unknown := [unknown_engine(option, name) for option, name in named if name not in ENGINES]:
+            raise InvalidState(unknown[0].what, unknown[0].fix)
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))

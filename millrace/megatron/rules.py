@@ -7,7 +7,7 @@ many ranks, with or without CUDA) by the trainer.
 from collections.abc import Iterator
 from pathlib import Path
 
-from millrace.backends.megatron import Megatron, parse
+from millrace.backends.megatron import MegatronOptions, parse
 from millrace.errors import InvalidJob, Mistake, wrong_value
 from millrace.megatron.architectures import read_shape
 from millrace.megatron.architectures.shape import ModelShape
@@ -22,14 +22,14 @@ def check_submission(spec: JobSpec) -> None:
         check(options, read_shape(Path(critic.path), "algorithm.critic.path"), None, cuda=True)
 
 
-def check(options: Megatron, shape: ModelShape, world_size: int | None, *, cuda: bool) -> None:
+def check(options: MegatronOptions, shape: ModelShape, world_size: int | None, *, cuda: bool) -> None:
     """Raises InvalidJob that tells every rule that is broken."""
     broken = broken_rules(options, shape, world_size, cuda=cuda)
     if broken:
         raise InvalidJob.of(broken)
 
 
-def broken_rules(options: Megatron, shape: ModelShape, world_size: int | None, *, cuda: bool) -> list[Mistake]:
+def broken_rules(options: MegatronOptions, shape: ModelShape, world_size: int | None, *, cuda: bool) -> list[Mistake]:
     """Every broken rule; without `world_size` those that hold for any number of ranks."""
     return [
         *(_ranks(options, world_size) if world_size is not None else ()),
@@ -46,8 +46,8 @@ def _broken(field: str, value: object, reason: str, fix: str) -> Mistake:
     return wrong_value(f"trainer.backend_options.{field}", value, reason, f"{fix}.")
 
 
-def _ranks(o: Megatron, world_size: int) -> Iterator[Mistake]:
-    dense = o.tensor_parallel * o.pipeline_parallel * o.context_parallel
+def _ranks(o: MegatronOptions, world_size: int) -> Iterator[Mistake]:
+    dense = o.ranks_of_a_model
     if world_size % dense:
         yield _broken(
             "tensor_parallel",
@@ -56,7 +56,7 @@ def _ranks(o: Megatron, world_size: int) -> Iterator[Mistake]:
             f"does not divide the trainer's {world_size} ranks",
             f"start a multiple of {dense} ranks, or choose sizes whose product divides {world_size}",
         )
-    experts = o.expert_tensor_size * o.expert_parallel * o.pipeline_parallel
+    experts = o.ranks_of_all_experts
     if world_size % experts:
         yield _broken(
             "expert_parallel",
@@ -67,7 +67,7 @@ def _ranks(o: Megatron, world_size: int) -> Iterator[Mistake]:
         )
 
 
-def _tensor(o: Megatron, s: ModelShape) -> Iterator[Mistake]:
+def _tensor(o: MegatronOptions, s: ModelShape) -> Iterator[Mistake]:
     size = o.tensor_parallel
     divided = {"attention heads": s.heads, "hidden size": s.hidden, "feed-forward size": s.ffn}
     if s.experts is not None and s.experts.shared_ffn is not None:
@@ -86,7 +86,7 @@ def _tensor(o: Megatron, s: ModelShape) -> Iterator[Mistake]:
         yield _broken("tensor_parallel", size, reason, f"choose a divisor or a multiple of {groups}")
 
 
-def _pipeline(o: Megatron, s: ModelShape) -> Iterator[Mistake]:
+def _pipeline(o: MegatronOptions, s: ModelShape) -> Iterator[Mistake]:
     stages, chunks = o.pipeline_parallel, o.virtual_pipeline
     if stages == 1:
         for field in ("first_stage_layers", "last_stage_layers"):
@@ -113,7 +113,7 @@ def _pipeline(o: Megatron, s: ModelShape) -> Iterator[Mistake]:
             yield _broken("virtual_pipeline", chunks, reason, f"choose a divisor of {count}")
 
 
-def _experts(o: Megatron, s: ModelShape) -> Iterator[Mistake]:
+def _experts(o: MegatronOptions, s: ModelShape) -> Iterator[Mistake]:
     if s.experts is None:
         if o.expert_parallel > 1:
             yield _broken("expert_parallel", o.expert_parallel, f"{s.architecture} has no experts", "set it to 1")
@@ -143,7 +143,7 @@ def _experts(o: Megatron, s: ModelShape) -> Iterator[Mistake]:
         yield _broken("experts.bias_update_rate", o.experts.bias_update_rate, reason, "set it to 0")
 
 
-def _recompute(o: Megatron, s: ModelShape, cuda: bool) -> Iterator[Mistake]:
+def _recompute(o: MegatronOptions, s: ModelShape, cuda: bool) -> Iterator[Mistake]:
     r = o.recompute
     if r.granularity == "selective":
         needs = {
@@ -161,7 +161,7 @@ def _recompute(o: Megatron, s: ModelShape, cuda: bool) -> Iterator[Mistake]:
         yield _broken("recompute.layers", r.layers, f"a stage's chunk has about {most} layers", f"at most {most}")
 
 
-def _optimizer(o: Megatron) -> Iterator[Mistake]:
+def _optimizer(o: MegatronOptions) -> Iterator[Mistake]:
     if o.optimizer_offload_fraction and not o.distributed_optimizer:
         reason = "only the distributed optimizer keeps its float32 weights in host memory"
         fix = "set distributed_optimizer to true, or leave this out"
@@ -175,7 +175,7 @@ def _optimizer(o: Megatron) -> Iterator[Mistake]:
         yield _broken("optimizer_moments", "bfloat16", reason, fix)
 
 
-def _device(o: Megatron, cuda: bool) -> Iterator[Mistake]:
+def _device(o: MegatronOptions, cuda: bool) -> Iterator[Mistake]:
     if cuda:
         return
     fix = "leave it out, or run on GPUs with Transformer Engine"

@@ -6,7 +6,7 @@ layout can be told without starting it. Torch-free.
 
 from dataclasses import dataclass
 
-from millrace.backends.megatron import Megatron
+from millrace.backends.megatron import MegatronOptions
 
 
 @dataclass(frozen=True)
@@ -27,23 +27,19 @@ class Topology:
     """Raises ValueError where the sizes do not divide `world_size`."""
 
     world_size: int
-    options: Megatron
+    options: MegatronOptions
 
     def __post_init__(self) -> None:
-        dense = self.options.tensor_parallel * self.options.context_parallel * self.options.pipeline_parallel
-        experts = self.options.expert_tensor_size * self.options.expert_parallel * self.options.pipeline_parallel
-        if self.world_size % dense or self.world_size % experts:
-            raise ValueError(f"{self.world_size} ranks are no multiple of {dense} and of {experts}.")
+        if self.world_size % self.options.ranks_multiple:
+            raise ValueError(f"{self.world_size} ranks are not a multiple of {self.options.ranks_multiple}.")
 
     @property
     def data_parallel(self) -> int:
-        o = self.options
-        return self.world_size // (o.tensor_parallel * o.context_parallel * o.pipeline_parallel)
+        return self.world_size // self.options.ranks_of_a_model
 
     @property
     def expert_data_parallel(self) -> int:
-        o = self.options
-        return self.world_size // (o.expert_tensor_size * o.expert_parallel * o.pipeline_parallel)
+        return self.world_size // self.options.ranks_of_all_experts
 
     def coordinates(self, rank: int) -> Coordinates:
         o = self.options

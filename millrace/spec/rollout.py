@@ -4,16 +4,11 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from millrace.engines import ENGINES
+from millrace.engines import ENGINES, FIELD
 from millrace.errors import wrong_value
-from millrace.validation.mistakes import InvalidValue
+from millrace.validation.mistakes import InvalidValue, in_one_line
 from millrace.validation.model import StrictModel
 
-EXAMPLES = {
-    "vllm": "{max_num_seqs: 256}",
-    "sglang": "{max_running_requests: 256}",
-    "transformers": "{max_num_seqs: 64}",
-}
 CachePolicy = Literal["recompute", "keep"]
 
 
@@ -49,9 +44,9 @@ class Rollout(StrictModel):
     @field_validator("engine_options")
     @classmethod
     def _of_engines(cls, value: dict[str, Any]) -> dict[str, Any]:
-        for engine in ENGINES:
+        for engine, descriptor in ENGINES.items():
             if not isinstance(value.get(engine, {}), dict):
-                fix = f"give a mapping, for example `{engine}: {EXAMPLES[engine]}`, or leave it out."
-                field = f"rollout.engine_options.{engine}"
+                example = in_one_line({engine: descriptor.options_example})
+                fix, field = f"give a mapping, for example `{example}`, or leave it out.", f"{FIELD}.{engine}"
                 raise InvalidValue(wrong_value(field, value[engine], f"is not a mapping of {engine}'s options", fix))
         return value

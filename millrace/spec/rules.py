@@ -6,6 +6,8 @@ What needs the machine (does the folder exist, does the reward function import) 
 
 from collections.abc import Iterator
 
+from millrace.backends import BACKENDS
+from millrace.engines import ENGINES, FIELD
 from millrace.errors import Mistake, wrong_value
 from millrace.spec.algorithm import Algorithm
 from millrace.spec.job import JobSpec
@@ -49,10 +51,11 @@ def _sizes(spec: JobSpec) -> Iterator[Mistake]:
     if spec.schedule.steps == 0 and spec.evaluation is None:
         reason = "a job without steps only evaluates, and there is no evaluation"
         yield _broken("schedule.steps", 0, reason, "add `evaluation`, or train some steps")
-    context = spec.rollout.options_of("vllm").get("max_model_len")
-    if isinstance(context, int) and context < longest:
-        arithmetic = f"prompt and response may have {longest} tokens"
-        yield _broken("rollout.engine_options.max_model_len", context, arithmetic, f"raise it to at least {longest}")
+    for engine, descriptor in ENGINES.items():
+        context = spec.rollout.options_of(engine).get(descriptor.context_option)
+        if isinstance(context, int) and context < longest:
+            field, arithmetic = f"{FIELD}.{descriptor.context_option}", f"prompt and response may have {longest} tokens"
+            yield _broken(field, context, arithmetic, f"raise it to at least {longest}")
 
 
 def _algorithm(spec: JobSpec) -> Iterator[Mistake]:
@@ -64,9 +67,10 @@ def _algorithm(spec: JobSpec) -> Iterator[Mistake]:
         )
     if algorithm.kl_in == "reward" and algorithm.kl is None:
         yield _broken("algorithm.kl_in", "reward", "there is no KL", "set algorithm.kl, for example {name: k1}")
-    if algorithm.router_replay and spec.trainer.backend != "megatron":
-        reason = f"the {spec.trainer.backend} backend's routers choose by themselves"
-        yield _broken("algorithm.router_replay", True, reason, "set trainer.backend to megatron, or leave it out")
+    if algorithm.router_replay and not BACKENDS[spec.trainer.backend].replays_experts:
+        able = " or ".join(name for name, backend in BACKENDS.items() if backend.replays_experts)
+        reason = f"the backend {spec.trainer.backend} cannot send tokens to given experts"
+        yield _broken("algorithm.router_replay", True, reason, f"set trainer.backend to {able}, or leave it out")
     if algorithm.kl_target is not None and algorithm.kl is None:
         fix = "set algorithm.kl, or leave it out"
         yield _broken("algorithm.kl_target", algorithm.kl_target, "there is no KL to steer", fix)

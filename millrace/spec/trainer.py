@@ -4,6 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from millrace.backends import BACKEND_NAMES
+from millrace.validation.fields import OneOf
 from millrace.validation.model import StrictModel
 
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -29,7 +31,7 @@ class Optimizer(StrictModel):
 
 
 class Trainer(StrictModel):
-    backend: Literal["fsdp2", "megatron"] = "fsdp2"
+    backend: Annotated[str, OneOf(BACKEND_NAMES)] = "fsdp2"
     """megatron: docs/megatron.md."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of forward and backward. The master weights and the optimizer are float32."""

@@ -164,9 +164,13 @@ def _example(field: FieldInfo | None, location: Location) -> str:
     if field is None or not field.examples or isinstance(location[-1], int):
         return ""
     kind = "a list" if isinstance(field.examples[0], list) else "a mapping"
-    written = yaml.safe_dump(field.examples[0], default_flow_style=True, width=1000).strip()
-    fix = f"give {kind}, for example `{location[-1]}: {written}`"
+    fix = f"give {kind}, for example `{in_one_line({location[-1]: field.examples[0]})}`"
     return f"{fix}." if field.is_required() else f"{fix}, or leave it out."
+
+
+def in_one_line(fields: Mapping[Any, Any]) -> str:
+    """Fields as a job spec would hold them, in one line of YAML: `betas: [0.9, 0.95]`."""
+    return yaml.safe_dump(dict(fields), default_flow_style=True, sort_keys=False, width=1000).strip()[1:-1]
 
 
 def _nearest_field(root: type[BaseModel] | None, location: Location) -> str:

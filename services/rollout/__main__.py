@@ -10,13 +10,14 @@ from typing import Annotated, NoReturn
 import structlog
 import typer
 
+from millrace.engines import ENGINE_NAMES
 from millrace.errors import MillraceError
 from millrace.ids import MemberId, new_member_id
 from millrace.telemetry import logs
 from millrace.wire.channel import Peer
 from millrace.wire.membership import Membership
 from millrace.wire.server import Server, host_address
-from services.rollout.engines import ENGINES, probe
+from services.rollout.engines import probe
 from services.rollout.lifeline import kill_descendants
 from services.rollout.replica import Replica
 from services.rollout.server import servicers
@@ -41,7 +42,7 @@ class Options:
 @app.command()
 def main(
     coordinator: Annotated[str, typer.Option(envvar="MILLRACE_COORDINATOR", help="host:port of its gRPC server")],
-    engine: Annotated[str, typer.Option(envvar="MILLRACE_ENGINE", help=" or ".join(ENGINES))] = "vllm",
+    engine: Annotated[str, typer.Option(envvar="MILLRACE_ENGINE", help=" or ".join(ENGINE_NAMES))] = "vllm",
     host: Annotated[str, typer.Option(envvar="MILLRACE_HOST", help="name or address by which others reach us")] = "",
     port: Annotated[int, typer.Option(envvar="MILLRACE_PORT", help="0 takes a free one")] = 0,
     patience_s: Annotated[float, typer.Option(envvar="MILLRACE_PATIENCE_S", help="without a coordinator")] = 900.0,

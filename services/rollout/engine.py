@@ -109,17 +109,6 @@ class EngineDied(MillraceError):
     """The engine's process or thread ended; the replica leaves the fleet and exits."""
 
 
-@dataclass(frozen=True)
-class Probe:
-    """Whether an engine would run here."""
-
-    ok: bool
-    release: str
-    """Empty where it is not installed."""
-    why: str
-    """Why not, with the fix; or a warning; or empty."""
-
-
 def compute_threads() -> int:
     """Threads that an engine computes with on a CPU, unless OMP_NUM_THREADS says otherwise. One core is left to event
     loops and other processes: threads that wait for each other are very slow on a fully loaded host."""

@@ -4,17 +4,21 @@ from pathlib import Path
 
 import pytest
 
+from millrace.backends import BACKEND_NAMES, BACKENDS
 from millrace.cli import probes
-from millrace.cli.probes import Finding, Need, Software, Verdict
+from millrace.cli.probes import Finding, Need, Needed, Verdict
+from millrace.engines import ENGINE_NAMES
 from millrace.extras import how_to_install
+from millrace.software import Software, installed_release
 
 
-def software(package: str, module: str) -> Software:
-    return Software("thing", Need.GENERATE, (package,), (module,), ("thing",))
+def needed(package: str, module: str, *tested: str) -> Needed:
+    releases = {package: tested} if tested else {}
+    return Needed("thing", Need.GENERATE, Software("a thing", (package,), (module,), ("thing",), tested=releases))
 
 
 def test_what_is_not_installed_is_missing_and_says_how_to_install_it() -> None:
-    found = probes.usable(software("no-such-distribution", "nothing"))
+    found = probes.usable(needed("no-such-distribution", "nothing"))
     assert found.verdict is Verdict.MISSING and "uv pip install -e '.[thing]'" in found.fix
 
 
@@ -25,7 +29,7 @@ def test_an_install_for_the_cpu_leaves_out_what_breaks_there() -> None:
 
 def test_every_extra_that_is_named_exists() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    named = {extra for software in probes.SOFTWARE for extra in software.extras}
+    named = {extra for needed in probes.SOFTWARE for extra in needed.software.extras}
     assert named <= set(project["optional-dependencies"])
 
 
@@ -34,22 +38,22 @@ def test_what_is_installed_and_does_not_import_is_broken_and_says_why(
 ) -> None:
     (tmp_path / "broken_engine.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    found = probes.usable(software("pytest", "broken_engine"))
+    found = probes.usable(needed("pytest", "broken_engine"))
     assert found.verdict is Verdict.BROKEN and "torchvision::nms does not exist" in found.found
 
 
-def test_what_imports_is_good_in_a_tested_release_and_a_warning_in_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    release = probes._release("pytest")
-    assert probes.usable(software("pytest", "pytest")).verdict is Verdict.GOOD
-    monkeypatch.setitem(probes.TESTED, "pytest", (release.partition(".")[0],))
-    assert probes.usable(software("pytest", "pytest")).verdict is Verdict.GOOD
-    monkeypatch.setitem(probes.TESTED, "pytest", ("1.0",))
-    found = probes.usable(software("pytest", "pytest"))
+def test_what_imports_is_good_in_a_tested_release_and_a_warning_in_another() -> None:
+    release = installed_release("pytest")
+    assert probes.usable(needed("pytest", "pytest")).verdict is Verdict.GOOD
+    assert probes.usable(needed("pytest", "pytest", release.partition(".")[0])).verdict is Verdict.GOOD
+    found = probes.usable(needed("pytest", "pytest", "1.0"))
     assert found.verdict is Verdict.WARNING and "tested with 1.0" in found.fix
 
 
 def test_the_local_build_tag_does_not_make_a_release_another() -> None:
-    assert probes._tested("torch", "2.13.0+cpu") and not probes._tested("torch", "2.9.1+cpu")
+    torch = BACKENDS["fsdp2"].software
+    assert torch.was_tested("torch", "2.13.0+cpu") and not torch.was_tested("torch", "2.9.1+cpu")
+    assert not torch.was_tested("torch", "2.130.0")
 
 
 def test_only_engines_and_backends_that_work_count() -> None:
@@ -58,8 +62,8 @@ def test_only_engines_and_backends_that_work_count() -> None:
         Finding("transformers", Need.GENERATE, Verdict.WARNING, ""),
         Finding("scoring", Need.GENERATE, Verdict.GOOD, ""),
     ]
-    assert probes.can(findings, probes.SERVES) == ["transformers"]
-    assert probes.can(findings, probes.TRAINS) == []
+    assert probes.can(findings, ENGINE_NAMES) == ["transformers"]
+    assert probes.can(findings, BACKEND_NAMES) == []
 
 
 def test_secrets_of_a_redis_url_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,7 +73,9 @@ def test_a_demo_that_cannot_run_says_why_and_the_fix(tmp_path: Path) -> None:
     argv = (sys.executable, "-m", "demo", "--state", str(tmp_path), "--engine", "vllmm")
     done = subprocess.run(argv, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
-    assert done.stderr.startswith("there is no engine 'vllmm'.\nFix: choose from vllm, sglang, transformers")
+    assert done.stderr.startswith(
+        '--engine: "vllmm": there is no such engine.\nFix: did you mean `vllm`? Choose one of '
+    )
 
 
 @pytest.mark.parametrize("text", ["+0.30", "make demo", "make test"])

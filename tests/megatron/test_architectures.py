@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from millrace.backends.megatron import Megatron
+from millrace.backends.megatron import MegatronOptions
 from millrace.errors import InvalidJob
 from millrace.megatron.architectures import read_shape
 from millrace.megatron.architectures.shape import Rope
@@ -20,7 +20,7 @@ def shape_of(config, folder):
 
 
 def parameters(shape):
-    return sum(tensor.numel for tensor in tensors(shape, Topology(1, Megatron()), TRANSFORMER_ENGINE))
+    return sum(tensor.numel for tensor in tensors(shape, Topology(1, MegatronOptions()), TRANSFORMER_ENGINE))
 
 
 # Published sizes, in billions: all parameters (DeepSeek-V3 without its 11.5 of multi-token prediction), and those that

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import yaml
 
-from millrace.backends.megatron import Experts, Megatron, Recompute, parse
+from millrace.backends.megatron import Experts, MegatronOptions, Recompute, parse
 from millrace.megatron.architectures import ARCHITECTURES
 
 PAGE = (Path(__file__).parents[2] / "docs" / "megatron.md").read_text()
 
 
 def test_every_option_is_told() -> None:
-    names = set(Megatron.model_fields) - {"experts"}
+    names = set(MegatronOptions.model_fields) - {"experts"}
     names |= {f"experts.{name}" for name in Experts.model_fields}
     assert {name for name in names if f"`{name}`" not in PAGE} == set()
     assert {name for name in Recompute.model_fields if name not in PAGE} == set()

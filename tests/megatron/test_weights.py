@@ -5,7 +5,7 @@ from collections import defaultdict
 
 import pytest
 
-from millrace.backends.megatron import Megatron
+from millrace.backends.megatron import MegatronOptions
 from millrace.megatron.architectures import read_shape
 from millrace.megatron.topology import Topology
 from millrace.megatron.weights import LOCAL, TRANSFORMER_ENGINE, layout, tensors
@@ -48,7 +48,7 @@ def test_the_ranks_hold_every_number_once_and_every_copy_is_the_same_box(shape, 
     shape = shape.as_critic() if critic else shape
     if shape.experts is None:
         options = {**options, "expert_parallel": 1, "expert_tensor_parallel": None}
-    topology = Topology(ranks, Megatron(**options))
+    topology = Topology(ranks, MegatronOptions(**options))
     boxes = defaultdict(set)
     for rank in range(ranks):
         for placements in layout(shape, topology, rank, layers):
@@ -65,7 +65,7 @@ def test_the_ranks_hold_every_number_once_and_every_copy_is_the_same_box(shape, 
 
 
 def test_a_critic_has_a_head_of_one_row_in_the_place_of_the_logits(shape):
-    policy, critic = (tensors(s, Topology(1, Megatron()), LOCAL) for s in (shape, shape.as_critic()))
+    policy, critic = (tensors(s, Topology(1, MegatronOptions()), LOCAL) for s in (shape, shape.as_critic()))
     assert {tensor for tensor in policy if tensor.name != "lm_head.weight"} < set(critic)
     (head,) = set(critic) - set(policy)
     assert (head.name, head.shape) == ("score.weight", (1, shape.hidden))
@@ -76,15 +76,17 @@ def overlap(a, b):
 
 
 def test_the_manifest_does_not_depend_on_the_topology_nor_on_the_layers(shape):
-    alone = tensors(shape, Topology(1, Megatron()), LOCAL)
-    assert alone == tensors(shape, Topology(8, Megatron(tensor_parallel=4, pipeline_parallel=2)), TRANSFORMER_ENGINE)
+    alone = tensors(shape, Topology(1, MegatronOptions()), LOCAL)
+    assert alone == tensors(
+        shape, Topology(8, MegatronOptions(tensor_parallel=4, pipeline_parallel=2)), TRANSFORMER_ENGINE
+    )
     assert len({tensor.name for tensor in alone}) == len(alone)
     assert ("lm_head.weight" in {tensor.name for tensor in alone}) is not shape.tied
 
 
 def test_query_key_and_value_lie_group_by_group(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(small(configs.QWEN3_8B)))
-    shape, topology = read_shape(tmp_path), Topology(2, Megatron(tensor_parallel=2))
+    shape, topology = read_shape(tmp_path), Topology(2, MegatronOptions(tensor_parallel=2))
     fused = layout(shape, topology, 1, LOCAL)[0]["decoder.layers.0.self_attention.linear_qkv.weight"]
     told = [(piece.tensor.name[-13:-12], piece.source[0] // 128, piece.target[0] // 128) for piece in fused.pieces[:4]]
     # The second of two ranks has groups 4 to 7: four query heads, one key head, one value head each.
@@ -94,7 +96,7 @@ def test_query_key_and_value_lie_group_by_group(tmp_path):
 def test_the_layout_of_a_rank_of_deepseek_v3_takes_milliseconds(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(configs.DEEPSEEK_V3))
     shape = read_shape(tmp_path)
-    options = Megatron(
+    options = MegatronOptions(
         tensor_parallel=8, pipeline_parallel=16, expert_parallel=8, expert_tensor_parallel=1, last_stage_layers=1
     )
     topology = Topology(128, options)

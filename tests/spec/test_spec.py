@@ -10,7 +10,7 @@ import yaml
 from pydantic import BaseModel, TypeAdapter
 from pydantic.fields import FieldInfo
 
-from millrace.backends.megatron import Megatron
+from millrace.backends.megatron import MegatronOptions
 from millrace.errors import InvalidJob
 from millrace.spec import JobSpec, load, parse
 from millrace.validation.fields import model_in
@@ -108,7 +108,7 @@ def test_every_mapping_and_list_has_an_example_that_is_valid():
             if (inner := model_in(field.annotation)) is not None:
                 yield from fields(inner)
 
-    for name, field in [*fields(JobSpec), *fields(Megatron)]:
+    for name, field in [*fields(JobSpec), *fields(MegatronOptions)]:
         kind = get_origin(field.annotation)
         if model_in(field.annotation) is not None or kind in (list, tuple, dict):
             assert field.examples, f"{name} has no example"

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from millrace.backends.megatron import Megatron
+from millrace.backends.megatron import MegatronOptions
 from millrace.errors import InvalidJob
 from millrace.rl.registry import catalogue
 from millrace.rl.registry.catalogue import KL_ESTIMATORS, Kind
@@ -32,7 +32,7 @@ def is_there(place: str) -> bool:
     else:
         return True
     if "backend_options" in steps:
-        return steps[-1] in Megatron.model_fields
+        return steps[-1] in MegatronOptions.model_fields
     return "engine_options" in steps or steps[-1] in OPTIONS.get(".".join(steps[:-2]), ())
 
 

@@ -12,20 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from millrace import engines
-from millrace.backends import fsdp2
+from millrace.backends import BACKENDS, FIELD
 from millrace.data import open_source
 from millrace.data.model_folder import check_model_folder, check_weights_folder, context, vocabulary
+from millrace.descriptors import imported
 from millrace.errors import InvalidJob, Mistake, refused, wrong_value
-from millrace.megatron.rules import check_submission as check_megatron
 from millrace.rewards import check as check_reward
 from millrace.rewards import choose
 from millrace.rewards.locate import Target
 from millrace.spec import JobSpec, parse
 from millrace.spec.checking import choices
 from millrace.telemetry.trackers import check as check_trackers
-
-POSITION_OPTIONS = {"hf_overrides", "rope_scaling", "rope_parameters", "json_model_override_args"}
-"""Engine options that change how many positions a model knows."""
+from millrace.validation.mistakes import options as checked_options
 
 
 def check(tree: Any) -> JobSpec:
@@ -108,9 +106,9 @@ def _data(spec: JobSpec) -> Iterator[Mistake]:
 
 def _context(spec: JobSpec) -> None:
     """The model has positions for the longest text, unless an engine's options change them. Raises InvalidJob."""
-    of_engines = [spec.rollout.options_of(engine) for engine in engines.ENGINES]
-    if any(not POSITION_OPTIONS.isdisjoint(options) for options in of_engines):
-        return
+    for name, engine in engines.ENGINES.items():
+        if not engine.position_options.isdisjoint(spec.rollout.options_of(name)):
+            return
     prompt, response = spec.data.max_prompt_tokens, spec.rollout.max_response_tokens
     if (most := context(Path(spec.model.path))) is not None and prompt + response > most:
         reason = (
@@ -139,13 +137,17 @@ def _critic_folder(model: str, critic: str) -> None:
 
 
 def _rest(spec: JobSpec) -> Iterator[Mistake]:
-    if spec.trainer.backend == "megatron":
-        yield from _attempt(check_megatron, spec)
-    else:
-        yield from _attempt(fsdp2.parse, spec.trainer.backend_options)
+    yield from _attempt(_backend, spec)
     yield from engines.mistakes_of(spec.rollout.engine_options)
     yield from _attempt(check_trackers, spec.tracking.trackers)
     yield from _attempt(_output, Path(spec.output))
+
+
+def _backend(spec: JobSpec) -> None:
+    backend = BACKENDS[spec.trainer.backend]
+    checked_options(backend.options, spec.trainer.backend_options, FIELD)
+    if backend.check:
+        imported(backend.check)(spec)
 
 
 def _output(folder: Path) -> None:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from millrace.batching.plan import Plan, plan_microbatches
 from millrace.batching.report import report
+from millrace.engines import ENGINE_NAMES
 from millrace.rl.formulas import segments
-from millrace.spec.rollout import ENGINES
 from millrace.wire.v1.trainer_pb2 import GroupRef
 from services.trainer.protocol.backend import Backend, DataParallel
 from services.trainer.protocol.microbatch import MicroBatch, Sample
@@ -129,8 +129,8 @@ class RankBatch:
 
     @cached_property
     def whole_engine_b(self) -> Tensor:
-        """The engine that generated each trajectory, as an index into `ENGINES`; -1 for any other. A collective."""
-        numbers = [ENGINES.index(s.engine) if s.engine in ENGINES else -1 for s in self.samples]
+        """The engine that generated each trajectory, as an index into `ENGINE_NAMES`; -1 for others. A collective."""
+        numbers = [ENGINE_NAMES.index(s.engine) if s.engine in ENGINE_NAMES else -1 for s in self.samples]
         return self.gather_rows(torch.tensor(numbers, dtype=torch.float32, device=self.device).view(-1, 1))[:, 0].long()
 
     @property

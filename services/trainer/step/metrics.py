@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from millrace.engines import ENGINE_NAMES
 from millrace.rl.metrics.loss_metrics import combined, summarised
 from millrace.rl.metrics.mismatch import mismatch_metrics
 from millrace.rl.registry.catalogue import Kind, find
 from millrace.rl.registry.own import is_own
 from millrace.spec import JobSpec
-from millrace.spec.rollout import ENGINES
 from millrace.telemetry.metrics import catalogue
 from millrace.telemetry.metrics.declaration import Owner
 from millrace.telemetry.metrics.step.mismatch import SPLIT
@@ -144,14 +144,17 @@ def mismatch_apart(
     compares with, `same_bt`: of that the difference is numerics alone, and no drift; and where several engines made
     the batch, each of these of what each made: `<metric>/<engine>`.
 
-    `engine_b` [trajectories] counts into `ENGINES`.
+    `engine_b` [trajectories] counts into `ENGINE_NAMES`.
     """
     metrics = mismatch(train_bt, rollout_bt, mask_bt)
     made = sorted(set(engine_b.tolist()) - {-1})
     parts = {"/same_version": mask_bt & same_bt}
     for number in made if len(made) > 1 else []:
         of_engine_bt = mask_bt & (engine_b == number)[:, None]
-        parts |= {f"/{ENGINES[number]}": of_engine_bt, f"/same_version/{ENGINES[number]}": of_engine_bt & same_bt}
+        parts |= {
+            f"/{ENGINE_NAMES[number]}": of_engine_bt,
+            f"/same_version/{ENGINE_NAMES[number]}": of_engine_bt & same_bt,
+        }
     for name, part_bt in parts.items():
         found = mismatch(train_bt, rollout_bt, part_bt)
         metrics |= {key + name: found[key] for key in SPLIT if key in found}

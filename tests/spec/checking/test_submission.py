@@ -124,7 +124,7 @@ def test_a_text_that_is_longer_than_the_model_knows(
         ),
         (
             {"rollout": {"engine_options": {"vlm": {"max_num_seqs": 4}}}},
-            "rollout.engine_options.vlm: there is no such engine. Fix: did you mean `vllm`? The engines are vllm, ",
+            "rollout.engine_options.vlm: there is no such engine. Fix: did you mean `vllm`? The engines are ",
         ),
     ],
 )

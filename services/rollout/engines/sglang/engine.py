@@ -7,7 +7,6 @@ address: SGLang's processes and ours meet on Unix sockets.
 import asyncio
 import atexit
 import contextlib
-import importlib.util
 import itertools
 import os
 import signal
@@ -19,8 +18,8 @@ import numpy as np
 import psutil
 import structlog
 
+from millrace.engines import ENGINES
 from millrace.errors import InvalidJob, InvalidState, Unavailable
-from millrace.extras import how_to_install
 from millrace.ids import Version
 from millrace.spec import JobSpec
 from millrace.spec.rollout import CachePolicy
@@ -28,7 +27,6 @@ from millrace.telemetry import logs
 from services.rollout.engine import (
     EngineDied,
     Load,
-    Probe,
     Sample,
     Sampling,
     StopReason,
@@ -43,6 +41,7 @@ from services.rollout.lifeline import own_descendants
 from services.rollout.weights.worker_rpc import SOCKET, WorkerRpc
 
 log = structlog.get_logger(__name__)
+SOFTWARE = ENGINES["sglang"].software
 T = TypeVar("T")
 LOOK_EVERY_S = 0.5
 """How often its processes are looked after."""
@@ -55,13 +54,6 @@ PAUSES: dict[CachePolicy, str] = {"recompute": "retract", "keep": "in_place"}
 """SGLang's words: requests in flight are prefilled again, or go on with the keys and values that they have."""
 
 
-def probe() -> Probe:
-    found = sglang_options.release()
-    if importlib.util.find_spec("sglang") is None or not found:
-        return Probe(False, "", f"SGLang is not installed: {how_to_install('gpu-sglang')}.")
-    return Probe(True, found, sglang_options.release_warning(found))
-
-
 class SglangEngine(VersionedEngine):
     """SGLang's Engine. See `Engine`."""
 
@@ -69,7 +61,7 @@ class SglangEngine(VersionedEngine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.release = sglang_options.release()
+        self.release = SOFTWARE.release
         self.device = ""
         self.world_size = 0
         self.dtype = ""
@@ -86,7 +78,7 @@ class SglangEngine(VersionedEngine):
         self._watch: asyncio.Task[None] | None = None
 
     async def start(self, spec: JobSpec) -> None:
-        if warning := sglang_options.release_warning(self.release):
+        if warning := SOFTWARE.release_warning(self.release):
             log.warning(warning)
         own_descendants()
         _set_environment()

@@ -1,19 +1,13 @@
 """From a job spec to SGLang's server arguments, refusing what the replica could not serve truthfully."""
 
 import dataclasses
-import importlib.metadata
 import secrets
 from typing import Any
 
-from millrace import engines
+from millrace.engines import ENGINES
 from millrace.errors import InvalidState, refused
 from millrace.spec import JobSpec
-from services.rollout.engines.options import check_name, untried
-
-OLDEST, NEWEST = (0, 5, 16), (0, 5, 16)
-"""Releases that were tried."""
-
-OURS = engines.OURS["sglang"]
+from services.rollout.engines.options import check_name
 
 MARK = "millrace_version"
 """Key under which SGLang hands our marks back, one for each token."""
@@ -34,7 +28,7 @@ def server_arguments(spec: JobSpec) -> dict[str, Any]:
     options = spec.rollout.options_of("sglang")
     known = {field.name for field in dataclasses.fields(ServerArgs)}
     for name in options:
-        check_name(name, known, OURS, "SGLang", "ServerArgs")
+        check_name("sglang", name, known, "ServerArgs")
     return {
         "context_length": context(spec) + SLACK,
         "log_level": "warning",
@@ -65,19 +59,6 @@ def check_model(model_config: Any) -> None:
         raise refused("model.path", model_config.model_path, reason, "use a model without quantized weights.")
 
 
-def release() -> str:
-    """Of the installed SGLang; empty where there is none."""
-    try:
-        return importlib.metadata.version("sglang")
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-
-
-def release_warning(found: str) -> str:
-    """Why `found` may not work; empty where it was tried."""
-    return untried("SGLang", found, OLDEST, NEWEST)
-
-
 def check_api() -> None:
     """Raises InvalidState naming what this SGLang lacks."""
     from sglang.srt.entrypoints.engine import Engine
@@ -93,8 +74,9 @@ def check_api() -> None:
         "GenerateReqInput.extra_key": "extra_key" in _fields(io_struct.GenerateReqInput),
     }
     if missing := [name for name, there in needed.items() if not there]:
-        what = f"SGLang {release()} has no {', '.join(missing)}."
-        raise InvalidState(what, f"install SGLang {'.'.join(map(str, OLDEST))} or newer.")
+        software = ENGINES["sglang"].software
+        what = f"SGLang {software.release} has no {', '.join(missing)}."
+        raise InvalidState(what, f"install SGLang {software.oldest_tested} or newer.")
 
 
 def _fields(kind: Any) -> set[str]:

@@ -5,8 +5,6 @@ in threads beside decoding and writes them between two tokens.
 """
 
 import asyncio
-import importlib.metadata
-import importlib.util
 import os
 import secrets
 from collections.abc import Sequence
@@ -15,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from millrace.engines import ENGINES
 from millrace.errors import InvalidState
-from millrace.extras import how_to_install
 from millrace.ids import Version
 from millrace.spec import JobSpec
 from millrace.spec.rollout import CachePolicy
 from millrace.validation.mistakes import options as checked_options
-from services.rollout.engine import EngineDied, Load, Probe, Sample, Sampling, compute_threads, end_of_turn
+from services.rollout.engine import EngineDied, Load, Sample, Sampling, compute_threads, end_of_turn
 from services.rollout.engines.versioned import VersionedEngine
 from services.rollout.weights.workers import InProcessWorker
 
@@ -42,12 +40,6 @@ class Options(BaseModel):
     attn_implementation: str = "sdpa"
 
 
-def probe() -> Probe:
-    if importlib.util.find_spec("transformers") is None or importlib.util.find_spec("torch") is None:
-        return Probe(False, "", f"transformers or torch is not installed: {how_to_install('transformers')}.")
-    return Probe(True, importlib.metadata.version("transformers"), "")
-
-
 class TransformersEngine(VersionedEngine):
     """A Hugging Face model in this process. See `Engine`."""
 
@@ -55,7 +47,7 @@ class TransformersEngine(VersionedEngine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.release = importlib.metadata.version("transformers")
+        self.release = ENGINES["transformers"].software.release
         self.device = ""
         self.world_size = 1
         self.dtype = ""

@@ -6,7 +6,6 @@ An engine is several processes (EngineCore, one Worker a rank) below this one. T
 
 import asyncio
 import gc
-import importlib.util
 import itertools
 import os
 import threading
@@ -19,8 +18,9 @@ import numpy as np
 import psutil
 import structlog
 
+from millrace.engines import ENGINES
+from millrace.engines.vllm import ENTRY_POINT, plugin_missing
 from millrace.errors import InvalidJob, InvalidState, Unavailable
-from millrace.extras import how_to_install
 from millrace.ids import Version
 from millrace.megatron.architectures import read_shape
 from millrace.spec import JobSpec
@@ -28,7 +28,6 @@ from millrace.spec.rollout import CachePolicy
 from services.rollout.engine import (
     EngineDied,
     Load,
-    Probe,
     Sample,
     Sampling,
     StopReason,
@@ -43,18 +42,10 @@ from services.rollout.engines.vllm.workers import VllmWorkers
 from services.rollout.lifeline import kill_descendants, own_descendants
 
 log = structlog.get_logger(__name__)
+SOFTWARE = ENGINES["vllm"].software
 CONNECT_S = 30.0
 """Until every worker has connected to the replica."""
 WORKERS_END_S = 0.5
-
-
-def probe() -> Probe:
-    found = vllm_options.release()
-    if importlib.util.find_spec("vllm") is None or not found:
-        return Probe(False, "", f"vLLM is not installed: {how_to_install('cpu-vllm', 'gpu-vllm')}.")
-    if missing := vllm_options.plugin_missing():
-        return Probe(False, found, missing)
-    return Probe(True, found, vllm_options.release_warning(found))
 
 
 class VllmEngine(VersionedEngine):
@@ -64,7 +55,7 @@ class VllmEngine(VersionedEngine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.release = vllm_options.release()
+        self.release = SOFTWARE.release
         self.device = ""
         self.world_size = 0
         self.dtype = ""
@@ -80,7 +71,7 @@ class VllmEngine(VersionedEngine):
         self._cores: set[int] = set()
 
     async def start(self, spec: JobSpec) -> None:
-        if warning := vllm_options.release_warning(self.release):
+        if warning := SOFTWARE.release_warning(self.release):
             log.warning(warning)
         own_descendants()
         _set_environment()
@@ -264,7 +255,7 @@ def _kill_below(cores: list[psutil.Process]) -> None:
 
 def _set_environment() -> None:
     """Before vLLM is imported; what the user set stays."""
-    if missing := vllm_options.plugin_missing():
+    if missing := plugin_missing():
         raise InvalidState(missing, "")
     defaults = {
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # gRPC's threads do not survive a fork
@@ -275,5 +266,5 @@ def _set_environment() -> None:
     }
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
-    if (allowed := os.environ.get("VLLM_PLUGINS")) is not None and vllm_options.PLUGIN not in allowed.split(","):
-        os.environ["VLLM_PLUGINS"] = f"{allowed},{vllm_options.PLUGIN}".lstrip(",")
+    if (allowed := os.environ.get("VLLM_PLUGINS")) is not None and ENTRY_POINT not in allowed.split(","):
+        os.environ["VLLM_PLUGINS"] = f"{allowed},{ENTRY_POINT}".lstrip(",")

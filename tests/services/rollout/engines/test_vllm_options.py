@@ -5,17 +5,14 @@ from typing import Any
 
 import pytest
 
+from millrace.engines import ENGINES
 from millrace.errors import InvalidJob, InvalidState
-from millrace.spec.rollout import ENGINES
-from services.rollout import engines
 from services.rollout.engines import probe
 from services.rollout.engines.vllm.options import (
     check_api,
     check_model,
     engine_arguments,
     has_latents,
-    release,
-    release_warning,
 )
 from tests.models import byte_tokenizer
 from tests.services.rollout.jobs import job_spec
@@ -27,27 +24,23 @@ def test_probe_imports_no_engine() -> None:
     import sys
 
     code = (
-        "import sys; from services.rollout.engines import ENGINES, probe\n"
+        "import sys; from millrace.engines import ENGINES; from services.rollout.engines import probe\n"
         "found = {name: probe(name) for name in ENGINES}\n"
         "assert found['vllm'].ok and found['transformers'].ok, found\n"
         "assert not {'vllm', 'sglang', 'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-    assert probe("vllm").release == release()
-
-
-def test_a_job_may_name_every_engine() -> None:
-    assert set(engines.ENGINES) == set(ENGINES)
+    assert probe("vllm").release == ENGINES["vllm"].software.release
 
 
 @pytest.mark.parametrize("found", ["0.26.0", "0.29.1", "0.32.0"])
 def test_releases_that_were_tried_give_no_warning(found: str) -> None:
-    assert release_warning(found) == ""
+    assert ENGINES["vllm"].software.release_warning(found) == ""
 
 
 @pytest.mark.parametrize("found", ["0.25.1", "0.33.0", "1.0.0", "dev"])
 def test_other_releases_give_a_warning_that_names_them(found: str) -> None:
-    assert found in release_warning(found)
+    assert found in ENGINES["vllm"].software.release_warning(found)
 
 
 def test_a_missing_method_is_named() -> None:
@@ -62,7 +55,7 @@ def test_a_missing_method_is_named() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_num_sequences": 4}, r"max_num_sequences: vLLM has no such option.*did you mean max_num_seqs"),
+        ({"max_num_sequences": 4}, r"max_num_sequences: vLLM has no such option.*did you mean `max_num_seqs`"),
         ({"dtype": "bfloat16"}, r"dtype: a job cannot set this option.*rollout\.dtype"),
         ({"load_format": "auto"}, r"load_format: a job cannot set this option.*remove it"),
     ],

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from millrace.spec.rollout import ENGINES
+from millrace.engines import ENGINE_NAMES
 from services.trainer.step.metrics import mismatch_apart
 
-VLLM, SGLANG = ENGINES.index("vllm"), ENGINES.index("sglang")
+VLLM, SGLANG = ENGINE_NAMES.index("vllm"), ENGINE_NAMES.index("sglang")
 
 
 def test_what_two_engines_made_is_also_told_apart() -> None:
@@ -27,4 +27,4 @@ def test_what_two_engines_made_is_also_told_apart() -> None:
 def test_one_engine_needs_no_telling_apart(engine_b: list[int]) -> None:
     train_bt = torch.tensor([[-1.0], [-2.0]])
     told = mismatch_apart(train_bt, train_bt, train_bt < 0, train_bt < 0, torch.tensor(engine_b))
-    assert not [name for name in told if name.endswith(ENGINES)]
+    assert not [name for name in told if name.endswith(ENGINE_NAMES)]

@@ -6,13 +6,13 @@ import importlib.util
 import structlog
 import torch
 
-from millrace.backends.megatron import Megatron
+from millrace.backends.megatron import MegatronOptions
 from millrace.errors import refused
 
 log = structlog.get_logger(__name__)
 
 
-def dispatcher(options: Megatron) -> str:
+def dispatcher(options: MegatronOptions) -> str:
     """`deepep` or `alltoall`. Raises InvalidJob where DeepEP is asked for and not available."""
     if options.experts.dispatcher == "alltoall" or options.expert_parallel == 1:
         return "alltoall"

@@ -7,12 +7,12 @@ import torch.nn.functional as F
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from millrace.backends.megatron import Megatron, Recompute
+from millrace.backends.megatron import MegatronOptions, Recompute
 from millrace.megatron.architectures.shape import ExpertShape, LatentAttention, ModelShape
 
 
 def configuration(
-    shape: ModelShape, options: Megatron, dtype: torch.dtype, *, dispatcher: str = "alltoall"
+    shape: ModelShape, options: MegatronOptions, dtype: torch.dtype, *, dispatcher: str = "alltoall"
 ) -> TransformerConfig:
     """`dispatcher`: alltoall, or deepep where the caller found that it works."""
     cuda = torch.cuda.is_available()
@@ -58,7 +58,7 @@ def _sizes(shape: ModelShape) -> dict[str, Any]:
     }
 
 
-def _parallelism(options: Megatron, dtype: torch.dtype) -> dict[str, Any]:
+def _parallelism(options: MegatronOptions, dtype: torch.dtype) -> dict[str, Any]:
     chunks = options.virtual_pipeline
     return {
         "tensor_model_parallel_size": options.tensor_parallel,
@@ -93,7 +93,7 @@ def _recompute(recompute: Recompute) -> dict[str, Any]:
     }
 
 
-def _experts(experts: ExpertShape, options: Megatron, dispatcher: str, cuda: bool) -> dict[str, Any]:
+def _experts(experts: ExpertShape, options: MegatronOptions, dispatcher: str, cuda: bool) -> dict[str, Any]:
     asked = options.experts
     flex = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "deepep"}
     return {

@@ -12,7 +12,7 @@ from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megat
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor
 
-from millrace.backends.megatron import Megatron
+from millrace.backends.megatron import MegatronOptions
 from millrace.errors import InvalidState
 from millrace.spec.trainer import Optimizer
 from services.trainer.backends.megatron.model.chunks import Policy
@@ -20,7 +20,7 @@ from services.trainer.backends.megatron.optimizer import master_weights
 from services.trainer.backends.megatron.optimizer.master_weights import OwnedRange
 
 
-def wrap(chunks: list[Policy], options: Megatron) -> list[DistributedDataParallel]:
+def wrap(chunks: list[Policy], options: MegatronOptions) -> list[DistributedDataParallel]:
     """The chunks in data-parallel wrappers, which own the gradients."""
     config = chunks[0].config
     cuda = torch.cuda.is_available()
@@ -46,7 +46,7 @@ def wrap(chunks: list[Policy], options: Megatron) -> list[DistributedDataParalle
 class Updater:
     """Megatron's optimizer, told by the trainer how large the gradients may be."""
 
-    def __init__(self, chunks: list[DistributedDataParallel], chosen: Optimizer, options: Megatron) -> None:
+    def __init__(self, chunks: list[DistributedDataParallel], chosen: Optimizer, options: MegatronOptions) -> None:
         self._chunks = chunks
         config = chunks[0].config
         offload = options.optimizer_offload_fraction > 0

@@ -10,7 +10,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
-from millrace.backends.megatron import Megatron
+from millrace.backends.megatron import MegatronOptions
 from millrace.errors import InvalidState
 from services.trainer.backends.head import WantedTokens
 from services.trainer.backends.megatron.experts.load_balance import forget
@@ -27,7 +27,7 @@ class Pipeline:
     """The chunks of one model on this rank, wrapped for training or bare."""
 
     chunks: Sequence[nn.Module]
-    options: Megatron
+    options: MegatronOptions
     device: torch.device
 
     def backward(self, microbatches: Sequence[MicroBatch], score: ScoreFn, *, temperature: float) -> list[Tensor]:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig
 
-from millrace.backends.megatron import Megatron
+from millrace.backends.megatron import MegatronOptions
 from millrace.megatron.architectures import read_shape
 from millrace.megatron.topology import Topology
 from millrace.megatron.weights import TRANSFORMER_ENGINE, layout
@@ -31,7 +31,7 @@ BRIDGES = {
 def disagreements(kind: str, folder: Path, tensor_parallel: int) -> dict[str, Any]:
     """How many parameters of Transformer Engine's layers both maps tell alike, and the names of those they do not."""
     shape = read_shape(folder)
-    topology = Topology(tensor_parallel, Megatron(tensor_parallel=tensor_parallel))
+    topology = Topology(tensor_parallel, MegatronOptions(tensor_parallel=tensor_parallel))
     layouts = [layout(shape, topology, rank, TRANSFORMER_ENGINE)[0] for rank in range(tensor_parallel)]
     ours = [dict(read(folder, placements, torch.float32)) for placements in layouts]
     bridge, stored = _bridge(kind, folder, tensor_parallel), load_file(folder / "model.safetensors")

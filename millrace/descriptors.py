@@ -1,0 +1,84 @@
+"""What is known of an engine or a training backend without importing it.
+
+Each has one file, named as jobs name it, in `millrace/engines` or `millrace/backends`, with a constant DESCRIPTOR. The
+registry of a folder is its files.
+"""
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, Generic, TypeVar
+
+from millrace.software import Probe, Software
+from millrace.validation.model import StrictModel
+
+Options = TypeVar("Options", bound=StrictModel)
+
+
+@dataclass(frozen=True)
+class EngineDescriptor:
+    """An engine: what generates in a rollout replica."""
+
+    software: Software
+    implementation: str
+    """`module:class` of the `services.rollout.engine.Engine`."""
+    options_example: Mapping[str, Any]
+    """Valid `rollout.engine_options`, as an error shows them."""
+    reserved_options: Mapping[str, str] = field(default_factory=dict)
+    """Options of the engine that a job cannot set: the field of the job with the same effect, or empty where the
+    replica itself sets the option."""
+    unreserved_options: frozenset[str] = frozenset()
+    """Options that another engine reserves and this one takes."""
+    size_options: tuple[str, ...] = ()
+    """Options whose product is the number of GPUs of one replica."""
+    position_options: frozenset[str] = frozenset()
+    """Options that change how many positions the model has."""
+    context_option: str = ""
+    """The option that limits prompt and response together, tokens; empty where there is none."""
+    other_problem: Callable[[], str] = field(default=lambda: "")
+    """Why the installed engine cannot run, with the fix; empty where it can."""
+
+    def probe(self) -> Probe:
+        """Whether the engine would run here. Imports no engine."""
+        found = self.software.probe()
+        problem = self.other_problem() if found.ok else ""
+        return Probe(False, found.release, problem) if problem else found
+
+    def world_size(self, options: Mapping[str, Any]) -> int:
+        """GPUs of one replica with these engine options."""
+        return prod(int(options.get(name) or 1) for name in self.size_options)
+
+
+@dataclass(frozen=True)
+class BackendDescriptor(Generic[Options]):
+    """A training backend."""
+
+    software: Software
+    build: str
+    """`module:function`, called with the job spec and this rank's `torch.device`; returns a
+    `services.trainer.protocol.backend.Backend`."""
+    options: type[Options]
+    """What `trainer.backend_options` may hold."""
+    ranks_multiple: Callable[[Options], int] = field(default=lambda options: 1)
+    """The number of ranks has to be a multiple of this."""
+    check: str = ""
+    """`module:function`, called with the job spec at submission; raises InvalidJob. Empty where the options alone say
+    all. The module must import neither torch nor the backend."""
+    replays_experts: bool = False
+    """Whether `algorithm.router_replay` can be used."""
+    page: str = ""
+    """The page of the documentation with its options; empty for a table in docs/job.md."""
+
+
+def imported(reference: str) -> Any:
+    """What `module:name` refers to."""
+    module, _, name = reference.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def read(package: str, path: Iterable[str]) -> dict[str, Any]:
+    """The DESCRIPTOR of every file of a package, by the file's name."""
+    names = sorted(module.name for module in pkgutil.iter_modules(path))
+    return {name: imported(f"{package}.{name}:DESCRIPTOR") for name in names}

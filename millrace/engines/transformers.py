@@ -1,0 +1,18 @@
+"""Transformers: the plain engine for CPUs and for comparison. Its options and the engine are in
+`services/rollout/engines/transformers`."""
+
+from millrace.descriptors import EngineDescriptor
+from millrace.software import TESTED_TORCH, TESTED_TRANSFORMERS, Software
+
+DESCRIPTOR = EngineDescriptor(
+    software=Software(
+        title="transformers with torch",
+        distributions=("transformers",),
+        imports=("transformers", "torch", "jinja2"),
+        extras=("transformers",),
+        also_shown=("torch",),
+        tested={"transformers": TESTED_TRANSFORMERS, "torch": TESTED_TORCH},
+    ),
+    implementation="services.rollout.engines.transformers.engine:TransformersEngine",
+    options_example={"max_num_seqs": 64},
+)
