@@ -1,11 +1,11 @@
-"""A replica that joins a real job in its middle: how soon it serves, and what the trainer notices of it.
+"""A replica that joins a running job: how soon it serves, and how much slower the trainer is meanwhile.
 
     python -m benchmarks.joining --shape qwen3-8b --ranks 2
 
-Random weights of a published shape, Megatron on `--ranks` GPUs, one replica on the next, and from step 4 on another on
-the one after; the reward means nothing. On a host without GPUs, with `--shape tiny`, the same over Gloo. Prints JSON:
-seconds from the joiner's engine being up until it serves, the trainer's update time before and while somebody joins,
-and how far the engine's probabilities are from the trainer's.
+The model has random weights of a published shape, and the reward means nothing. Megatron runs on `--ranks` GPUs, one
+replica on the next GPU, and from step 4 on another replica on the one after. On a host without GPUs, `--shape tiny`
+runs over Gloo. Prints JSON: seconds from the start of the joiner's engine until it serves, the trainer's update time
+before and while it joins, and how far the engine's probabilities are from the trainer's.
 """
 
 import argparse
@@ -16,9 +16,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import save_file
@@ -40,12 +41,24 @@ from millrace.local.stack import Stack
 from millrace.rest import JobState
 from millrace.telemetry.metrics.catalogue import find
 from millrace.telemetry.metrics.step.mismatch import MISMATCH_SUMMARY
+from services.rollout.replica import CONFIGURED
+from services.rollout.weights.receiver import VERSION_COMMITTED
 
 REWARD = """def compute_score(data_source, solution_str, ground_truth, extra_info):
     return (sum(solution_str.encode()) % 101) / 100
 """
 JOINS_AT = 4
+"""The step from which on another replica joins."""
 SHARD_BYTES = 4 << 30
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True)
+class JoinTimes:
+    """Times of the replica that joined, in seconds since 1970."""
+
+    engine_up: float
+    serving: float
 
 
 def main() -> None:
@@ -54,7 +67,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1, help="of the trainer")
     parser.add_argument("--engine", choices=ENGINE_NAMES, default="vllm")
     parser.add_argument("--engine-options", type=json.loads, default={}, help="as JSON")
-    parser.add_argument("--steps", type=int, default=8, help="after it serves, or at all where nobody joins")
+    parser.add_argument("--steps", type=int, default=8, help="after the replica serves; in all with --alone")
     parser.add_argument("--tokens", type=int, default=128, help="longest response")
     parser.add_argument("--token-budget", type=int, default=8192)
     parser.add_argument("--alone", action="store_true", help="nobody joins")
@@ -152,20 +165,20 @@ def followed(
     until = time.monotonic() + options.limit_s
     job_id = client.submit(spec).id
     joiner = None
-    told: dict[str, float] = {}
+    joined: JoinTimes | None = None
     try:
         if not options.alone:
-            _wait(lambda: _step(client, job_id) >= JOINS_AT, until)
+            _wait(lambda: _step(client, job_id) >= JOINS_AT or None, until)
             argv = (sys.executable, "-m", "services.rollout", "--coordinator", stack.coordinator, "--port", "0")
             visible = {"CUDA_VISIBLE_DEVICES": devices[0]} if devices else {}
             environment = {**stack.options.environment, "MILLRACE_HOST": "127.0.0.1", **visible}
             with log.open("wb") as output:
                 joiner = offspring.start((*argv, "--engine", options.engine), environment, output)
-            _wait(lambda: "version committed" in log.read_text(errors="replace"), until)
-            told = {"engine is up": _said(log, "configured"), "serves": _said(log, "version committed")}
+            engine_up = _wait(lambda: _logged_at(log, CONFIGURED), until)
+            joined = JoinTimes(engine_up, _wait(lambda: _logged_at(log, VERSION_COMMITTED), until))
         last = _step(client, job_id) + options.steps
-        _wait(lambda: _step(client, job_id) >= last, until)
-        return _figures(client, job_id, told)
+        _wait(lambda: _step(client, job_id) >= last or None, until)
+        return _figures(client, job_id, joined)
     finally:
         client.cancel(job_id)
         if joiner is not None:
@@ -173,22 +186,22 @@ def followed(
             joiner.wait(60)
 
 
-def _figures(client: Client, job_id: str, told: dict[str, float]) -> dict[str, Any]:
+def _figures(client: Client, job_id: str, joined: JoinTimes | None) -> dict[str, Any]:
     rows = [row for row in client.metrics(job_id) if "timing_s/update_actor" in row.values]
     update = {row.step: row.values["timing_s/update_actor"] for row in rows}
     ended = {row.step: row.time_s for row in rows}
-    first = sorted(update)[1:]  # what is compiled and met for the first time is not counted
+    first = sorted(update)[1:]  # the first step also compiles and connects
     while_joining = [
         step
         for step in first
-        if told and ended[step] > told["engine is up"] and ended.get(step - 1, 0.0) < told["serves"]
+        if joined and ended[step] > joined.engine_up and ended.get(step - 1, 0.0) < joined.serving
     ]
     quiet = [update[step] for step in first if step not in while_joining]
     joining = [update[step] for step in while_joining]
     publications = [e.data for e in client.events(job_id, follow=False) if isinstance(e.data, PublicationDone)]
     copies = [data for data in publications if data.source == "sibling"]
     return {
-        "seconds_from_engine_to_serving": told["serves"] - told["engine is up"] if told else None,
+        "seconds_from_engine_to_serving": joined.serving - joined.engine_up if joined else None,
         "copied_from_a_sibling": bool(copies),
         "copy_s": copies[0].seconds if copies else None,
         "bytes": publications[-1].members[0].bytes,
@@ -207,12 +220,12 @@ def _figures(client: Client, job_id: str, told: dict[str, float]) -> dict[str, A
     }
 
 
-def _said(log: Path, event: str) -> float:
-    """When a service's log says it for the first time."""
+def _logged_at(log: Path, event: str) -> float | None:
+    """When a service logged the event for the first time, in seconds since 1970; None where it has not yet."""
     for line in log.read_text(errors="replace").splitlines():
-        if line.startswith("{") and (entry := json.loads(line))["event"] == event:
+        if line[:1] == "{" and line[-1:] == "}" and (entry := json.loads(line))["event"] == event:
             return datetime.fromisoformat(entry["timestamp"]).timestamp()
-    raise RuntimeError(f"{log} does not say {event!r}")
+    return None
 
 
 def _step(client: Client, job_id: str) -> int:
@@ -222,11 +235,13 @@ def _step(client: Client, job_id: str) -> int:
     return view.step
 
 
-def _wait(holds: Callable[[], bool], until: float) -> None:
-    while not holds():
+def _wait(find: Callable[[], Found | None], until: float) -> Found:
+    """The first result of `find` that is not None. Raises TimeoutError at `until` (time.monotonic())."""
+    while (found := find()) is None:
         if time.monotonic() > until:
             raise TimeoutError("the time is over")
         time.sleep(0.1)
+    return found
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""A trainer's rank in a process of its own: holds random weights of a shape and sends them as it is told."""
+"""A trainer's rank in its own process: holds random weights of a shape and sends them when it is told to."""
 
 import threading
 import time
 import traceback
+from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -23,7 +24,7 @@ from millrace.wire.v1 import weights_pb2
 
 
 class Rank:
-    """Its methods are called by name from the other end of a pipe."""
+    """One rank. Its methods are called by name from the other end of a pipe."""
 
     def __init__(self, shape: str, trainer: str, rank: int, device: str) -> None:
         self._device = torch.device(device)
@@ -58,7 +59,7 @@ class Rank:
         return plan.hash
 
     def send(self, port: int, world_size: int, nccl_id: bytes, key: str, limit_s: float) -> dict[str, Any]:
-        """Joins the communicator, the first time, and sends a version."""
+        """Sends a version; the first time it joins the communicator."""
         assert self._sending is not None
         rendezvous = Rendezvous("127.0.0.1", port, "bench", self._rank, world_size, nccl_id, self._device, limit_s)
         self._session.begin()
@@ -66,13 +67,13 @@ class Rank:
         return {"sums": dict(sums), "transfer": times.whole_s, "pack": times.pack_s, "verify": times.verify_s}
 
     def hold_whole(self) -> None:
-        """Every tensor too, as one sender alone would."""
+        """Holds every tensor whole too, as a single sender would."""
         if self._whole is None:
             buffers = [torch.empty(t.shape, dtype=torch.bfloat16, device=self._device) for t in self._manifest.tensors]
             self._whole = Memory(self._manifest, whole_layout(self._manifest), buffers)
 
     def broadcast(self, port: int, world_size: int, key: str, limit_s: float) -> list[int]:
-        """Every tensor whole, as the path does that is the oracle of the others; their checksums."""
+        """Sends every tensor whole, as gather-and-broadcast does, the oracle of the other path; their checksums."""
         assert self._whole is not None
         channel = GlooChannel.join("127.0.0.1", port, key=key, rank=0, world_size=world_size, timeout_s=limit_s)
         sums = []
@@ -84,19 +85,15 @@ class Rank:
         return sums
 
     def join_baseline(self, port: int, world_size: int) -> None:
-        """vLLM's own way: one sender that holds every tensor whole."""
-        from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
-
+        """Joins vLLM's own transfer: one sender that holds every tensor whole."""
         init = {"master_address": "127.0.0.1", "master_port": port, "world_size": world_size}
-        self._group = NCCLWeightTransferEngine.trainer_init(init)
+        self._group = _vllm_transfer().trainer_init(init)
 
     def send_baseline(self, packed: bool) -> float:
-        from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
-
         assert self._whole is not None
         began = time.perf_counter()
         tensors = zip((t.name for t in self._manifest.tensors), self._whole.buffers, strict=True)
-        NCCLWeightTransferEngine.trainer_send_weights(tensors, {"group": self._group, "packed": packed})
+        _vllm_transfer().trainer_send_weights(tensors, {"group": self._group, "packed": packed})
         self._synchronize()
         return time.perf_counter() - began
 
@@ -105,9 +102,14 @@ class Rank:
             torch.cuda.synchronize()
 
 
+def _vllm_transfer() -> Any:
+    """vLLM's own class for weight transfers; its methods differ from release to release."""
+    return import_module("vllm.distributed.weight_transfer.nccl_engine").NCCLWeightTransferEngine
+
+
 def serve(pipe: Connection, shape: str, trainer: str, rank: int, device: str) -> None:
-    """The process: answers (method, arguments) with (result, "") or (None, what went wrong), until the pipe closes."""
-    made = Rank(shape, trainer, rank, device)
+    """Runs in the process: answers (method, arguments) with (result, "") or (None, traceback). Ends with the pipe."""
+    served = Rank(shape, trainer, rank, device)
     with torch.no_grad():
         while True:
             try:
@@ -115,20 +117,20 @@ def serve(pipe: Connection, shape: str, trainer: str, rank: int, device: str) ->
             except EOFError:
                 return
             try:
-                pipe.send((getattr(made, method)(*arguments), ""))
+                pipe.send((getattr(served, method)(*arguments), ""))
             except Exception:
                 pipe.send((None, traceback.format_exc()))
 
 
-class Remote:
-    """The other end. A call at a time."""
+class RemoteRank:
+    """The other end of a rank's pipe. It makes one call at a time."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
         self._lock = threading.Lock()
 
     def call(self, method: str, *arguments: Any, limit_s: float = 120.0) -> Any:
-        """Blocks. Raises RuntimeError with what went wrong there, TimeoutError past the limit."""
+        """Blocks. Raises RuntimeError with the traceback of the rank, TimeoutError past the limit."""
         with self._lock:
             self._pipe.send((method, arguments))
             if not self._pipe.poll(limit_s):

@@ -1,4 +1,4 @@
-"""What an engine is to a replica: it generates samples, and receives versions beside that.
+"""The protocol of an engine: it generates samples, and receives versions beside that.
 
 An engine is one class in a folder of `services/rollout/engines`. What it needs of the engine library is imported inside
 the class's methods, so that importing its module costs nothing.
@@ -87,7 +87,7 @@ class Engine(EngineWeights, Protocol):
     release: str
     """Release of the engine library."""
     dtype: str
-    """Of the parameters, as torch names it. Valid once the engine has started, as is `capacity`."""
+    """Dtype of the parameters, as torch names it. Valid once the engine has started, as is `capacity`."""
     capacity: int
     """Samples that it runs at once."""
 

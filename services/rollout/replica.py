@@ -26,6 +26,8 @@ from services.rollout.work.leases import Leases
 log = structlog.get_logger(__name__)
 State = rollout_pb2.EngineState
 CLOSE_S = 10.0
+CONFIGURED = "configured"
+"""Event of the log, for benchmarks."""
 
 
 class Replica:
@@ -87,7 +89,7 @@ class Replica:
             raise
         self._receiver = PublicationReceiver(self.engine, self.member_id, spec.rollout.cache_policy, self._on_version)
         self.state = rollout_pb2.ENGINE_STATE_WITHOUT_WEIGHTS
-        log.info("configured", job=job_id, engine=self.engine.name, release=self.engine.release)
+        log.info(CONFIGURED, job=job_id, engine=self.engine.name, release=self.engine.release)
 
     async def _discard(self, opening: asyncio.Task[Job]) -> None:
         await asyncio.wait([opening])

@@ -78,7 +78,7 @@ class _Recorder(TorchDispatchMode):
     """Sees every `copy_` and recognises source and target by their storages."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> None:
-        super().__init__()
+        TorchDispatchMode.__init__(self)
         self.copies: list[LoaderCopy] = []
         self._concatenations = Concatenations()
         self._sources = {t.untyped_storage().data_ptr(): name for name, t in tensors.items()}

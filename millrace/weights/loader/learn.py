@@ -91,7 +91,7 @@ class _LoaderRecorder(TorchDispatchMode):
     parameter is recorded and not made; any other operation on a manifest tensor counts as a change of it."""
 
     def __init__(self, manifest: Manifest, parameters: Mapping[str, torch.Tensor]) -> None:
-        super().__init__()
+        TorchDispatchMode.__init__(self)
         self.changed: set[int] = set()
         self.buffers: list[torch.Tensor] = []
         self._manifest = manifest

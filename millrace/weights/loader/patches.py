@@ -1,4 +1,4 @@
-"""What makes every copy of an engine's loader visible to a dispatch mode.
+"""Help for dispatch modes, so that they see every copy of an engine's loader.
 
 Loaders concatenate tensors before they copy them, and hand copies to thread pools, which a dispatch mode does not see.
 """

@@ -25,7 +25,8 @@ def pieces(module: nn.Module, name: str, whole: Tensor) -> dict[str, Tensor]:
     """The tensors that are stored for `whole`, the module's tensor `name`, by their stored names."""
     if not isinstance(module, PreTrainedModel):
         return {name: whole}
-    return revert_weight_conversion(module, {name: whole})
+    found: dict[str, Tensor] = revert_weight_conversion(module, {name: whole})
+    return found
 
 
 def views(module: nn.Module, name: str, whole: Tensor) -> dict[str, Tensor] | None:
@@ -45,6 +46,9 @@ def published_dtype(module: nn.Module, name: str, asked: str) -> str:
 
 class _NoCopies(TorchDispatchMode):
     """`clone` returns the tensor itself, so that a copy can be recognised by its storage."""
+
+    def __init__(self) -> None:
+        TorchDispatchMode.__init__(self)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return args[0] if func is torch.ops.aten.clone.default else func(*args, **(kwargs or {}))

@@ -1,4 +1,4 @@
-"""What the options of every engine are checked for."""
+"""Checks of options that are the same for every engine."""
 
 from collections.abc import Set
 

@@ -1,4 +1,4 @@
-"""What publications ask of an engine, and what it reports. `services.rollout.engine.Engine` adds generation to it."""
+"""The protocol between publications and an engine, and what the engine reports."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ class ReceiveReport:
     """How the bytes of one version came in. Seconds of wall time."""
 
     checksums: Checksums
-    """Of every message that each worker received, all workers' together. See `expected.py` for their numbers."""
+    """Number and checksum of every message that each worker received, for all workers. See `expected.py`."""
     wire_s: float
-    """Inside the channel's calls, of the slowest worker."""
+    """Time inside the channel's calls, of the slowest worker."""
     checksum_s: float
 
 
@@ -29,11 +29,11 @@ class CommitReport:
     """How a version was put in place. Seconds of wall time."""
 
     apply_s: float
-    """Writing the engine's parameters, of the slowest worker."""
+    """Time to write the engine's parameters, of the slowest worker."""
     compare_s: float
-    """Comparing the parameters bit for bit with what was received, of the slowest worker."""
+    """Time to compare the parameters bit for bit with what was received, of the slowest worker."""
     pause_s: float
-    """From the order to pause until generation could go on."""
+    """Time from the order to pause until generation could continue."""
     loader_tensors: int
     """Tensors that went whole through the engine's own loader."""
     loader_bytes: int = 0
@@ -49,7 +49,7 @@ class SendReport:
     """How the version in place was sent to siblings. Seconds of the slowest worker."""
 
     checksums: Checksums
-    """Of every message that each worker packed, all workers' together."""
+    """Number and checksum of every message that each worker packed, for all workers."""
     pack_s: float
     checksum_s: float
     slot_bytes: int

@@ -1,4 +1,4 @@
-"""What a replica has to receive by the plan of a transfer, and the comparison with what it did receive.
+"""The messages that a replica has to receive by a plan, and the comparison with those that it did receive.
 
 A plan moves numbered messages. By the sharded path they are the contents of the plan; by gather-and-broadcast message n
 is tensor n of the manifest.
@@ -17,15 +17,15 @@ from services.rollout.weights.worker_methods import Checksums
 
 @dataclass(frozen=True)
 class ExpectedMessages:
-    """What one replica's workers receive of a transfer."""
+    """The messages of one transfer that one replica's workers receive."""
 
     plan_hash: bytes
     sent: int
     """Messages of the whole plan; the sender gives the checksum of each."""
     numbers: Sequence[int]
-    """Number of each message that each worker receives, all workers' together, sorted."""
+    """Number of each message that each worker receives, for all workers, sorted."""
     bytes: int
-    """That reach this replica."""
+    """Bytes that this replica receives."""
     tensors_of: Callable[[int], Sequence[str]]
     """Names of the tensors that a message has parts of."""
 
@@ -41,8 +41,8 @@ class ExpectedMessages:
 
 
 def expected(request: TransferRequest, workers: int, planner: Planner) -> ExpectedMessages:
-    """For a replica of so many workers. Raises PublicationFailed where the layouts do not fit together, InvalidState
-    for an unknown path."""
+    """The messages for a replica of so many workers. Raises PublicationFailed where the layouts do not fit together,
+    InvalidState for an unknown path."""
     if request.path == weights_pb2.PATH_SHARDED:
         return _of_shards(request, workers, planner)
     if request.path == weights_pb2.PATH_GATHER_BROADCAST:

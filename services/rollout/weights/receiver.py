@@ -19,12 +19,14 @@ from services.rollout.weights.sibling_copies import ServedVersion, SiblingCopies
 from services.rollout.weights.transfer_request import NO_PLAN, TransferRequest
 
 log = structlog.get_logger(__name__)
+VERSION_COMMITTED = "version committed"
+"""Event of the log, for benchmarks."""
 UNFINISHED = (Phase.PREPARE, Phase.TRANSFER, Phase.VERIFY)
 
 
 @dataclass(frozen=True)
 class _Prepared:
-    """What PREPARE settled."""
+    """The result of PREPARE."""
 
     request: TransferRequest
     expected: ExpectedMessages
@@ -52,9 +54,9 @@ class PublicationReceiver:
         self._state = PublicationState()
         self._preparing: PublicationId | None = None
         self._cancelled: PublicationId | None = None
-        """Aborted while it was being prepared."""
+        """The publication that was aborted while it was being prepared."""
         self._aborting: PublicationId | None = None
-        """Its bytes are being dropped, or were."""
+        """The publication whose bytes are being dropped, or were."""
         self._committing: PublicationId | None = None
         self._closed = False
         self._turn = asyncio.Lock()
@@ -62,7 +64,7 @@ class PublicationReceiver:
         self.copies = SiblingCopies(engine, member_id, self._turn, self._copyable)
         """Copies of the served version to siblings."""
         self._prepared: _Prepared | None = None
-        """Of the publication of `_state`."""
+        """The result of PREPARE, for the publication of `_state`."""
         self._plan_hash = b""
         self._known_plan = NO_PLAN
         self._planner = Planner()
@@ -106,7 +108,7 @@ class PublicationReceiver:
             return messages.plan_hash
 
     def _agreed(self, request: rollout_pb2.PrepareReceiveRequest, transfer: TransferRequest) -> ExpectedMessages:
-        """What the plan brings to this replica. Raises PublicationFailed where the sender has another plan."""
+        """The messages that this replica receives. Raises PublicationFailed where the sender has another plan."""
         if request.receiver.world_size != self._engine.world_size:
             what = f"{self._member_id} has {self._engine.world_size} workers, not {request.receiver.world_size}."
             raise PublicationFailed(what, "configure it again.", (self._member_id,))
@@ -162,7 +164,7 @@ class PublicationReceiver:
                 self._state = state if whole else self._state.fail()
                 self._serve(publication if whole else None)
             self._report = self._member_report(committed)
-            log.info("version committed", version=publication.version, pause_s=round(committed.pause_s, 4))
+            log.info(VERSION_COMMITTED, version=publication.version, pause_s=round(committed.pause_s, 4))
             return self._report
 
     async def abort(self, publication: PublicationId, reason: str) -> None:

@@ -38,7 +38,7 @@ class _Prepared:
     request: TransferRequest
     plan: ShardedPlan
     store: TCPStore
-    """Where the communicator's ranks meet. It is served for as long as this object lives."""
+    """The store where the communicator's ranks meet. It is served for as long as this object lives."""
     answer: trainer_pb2.PrepareSendResponse
     seconds: float
 

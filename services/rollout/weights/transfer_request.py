@@ -31,7 +31,7 @@ class TransferRequest:
     manifest: Manifest
     host: str
     port: int
-    """Of the store where the communicator's ranks meet."""
+    """Host and port are those of the store where the communicator's ranks meet."""
     world_size: int
     """Ranks of the communicator: all senders and every worker of every receiver."""
     first_rank: int

@@ -1,4 +1,4 @@
-"""What crosses the connection between a replica and its engine's workers: requests, replies, introductions, as JSON."""
+"""The messages between a replica and its engine's workers, as JSON: requests, replies, introductions."""
 
 import base64
 import functools

@@ -1,4 +1,4 @@
-"""What a replica asks of the weight receiver inside each of its engine's workers, and what the receiver answers.
+"""The methods of the weight receiver inside each of an engine's workers, which the replica calls, and their answers.
 
 `in_worker.receiver.WeightReceiver` implements the methods. Arguments and answers are bytes, strings, numbers, booleans
 and dataclasses of them, so that `worker_rpc.py` can carry them between processes.
@@ -14,7 +14,7 @@ Checksums = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Prepared:
-    """In which modes a worker can take a version."""
+    """The ways in which a worker can receive a version."""
 
     shadow_fits: bool
     """There is memory to receive the version beside the parameters."""
@@ -28,7 +28,7 @@ class Received:
 
     checksums: Checksums
     wire_s: float
-    """Inside the channel's calls."""
+    """Time inside the channel's calls."""
     checksum_s: float
 
 
@@ -37,9 +37,9 @@ class Placed:
     """How one worker put a version in place. Seconds of wall time."""
 
     apply_s: float
-    """Writing the parameters."""
+    """Time to write the parameters."""
     compare_s: float
-    """Comparing the parameters bit for bit with what was received."""
+    """Time to compare the parameters bit for bit with what was received."""
     loader_tensors: int
     """Tensors that went whole through the engine's own loader."""
     loader_bytes: int = 0

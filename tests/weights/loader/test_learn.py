@@ -108,7 +108,7 @@ def tensors(seed):
 
 
 def put_in_place(load, learned, manifest, given):
-    """As a worker does with a version, received by the plan that it answers."""
+    """Puts a version in place as a worker does; the plan by which it was received."""
     held = Memory(manifest, whole_layout(manifest), list(given.values()))
     made = plan(manifest, [held.layout.boxes], [learned.memory.layout.boxes], 256)
     for content, size in enumerate(made.sizes):

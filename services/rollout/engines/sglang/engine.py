@@ -1,7 +1,7 @@
-"""SGLang behind the engine protocol: its Engine in this process, a scheduler process a rank below it.
+"""SGLang behind the engine protocol: its Engine in this process, and a scheduler process for each rank.
 
-The weights live in the schedulers, where `worker.py` receives them beside generation. Nothing listens on a network
-address: SGLang's processes and ours meet on Unix sockets.
+The weights are in the schedulers, where `worker.py` receives them beside generation. Nothing listens on a network
+address: SGLang's processes and this one connect over Unix sockets.
 """
 
 import asyncio
@@ -43,15 +43,15 @@ from services.rollout.weights.worker_rpc import SOCKET, WorkerRpc
 log = structlog.get_logger(__name__)
 SOFTWARE = ENGINES["sglang"].software
 T = TypeVar("T")
-LOOK_EVERY_S = 0.5
-"""How often its processes are looked after."""
+CHECK_EVERY_S = 0.5
+"""How often it is checked that SGLang's processes live."""
 CONNECT_S = 60.0
-"""From SGLang's being ready until every scheduler has connected to the replica."""
+"""Longest time from SGLang's start until every scheduler has connected to the replica."""
 WARM_UP_REQUESTS = 256
 WARM_UP_TOKENS = 48
-"""Of a batch that only warms up: how many, and how long the longest prompt."""
+"""The batch that warms SGLang up: its requests, and the tokens of its longest prompt."""
 PAUSES: dict[CachePolicy, str] = {"recompute": "retract", "keep": "in_place"}
-"""SGLang's words: requests in flight are prefilled again, or go on with the keys and values that they have."""
+"""SGLang's names: requests in flight are prefilled again, or continue with the keys and values that they have."""
 
 
 class SglangEngine(VersionedEngine):
@@ -65,7 +65,7 @@ class SglangEngine(VersionedEngine):
         self.device = ""
         self.world_size = 0
         self.dtype = ""
-        # The kernel ends a child with the thread that made it: this one lives as long as the engine.
+        # The kernel ends a child with the thread that started it: this thread lives as long as the engine.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="sglang")
         self._engine: Any = None
         self._manager: Any = None
@@ -74,7 +74,7 @@ class SglangEngine(VersionedEngine):
         self._context = 0
         self._end_of_turn: list[int] = []
         self._death: asyncio.Future[str]
-        """Resolved, with how it was seen, once a process of SGLang has ended by itself."""
+        """Resolved once a process of SGLang has ended by itself, with how that was noticed."""
         self._watch: asyncio.Task[None] | None = None
 
     async def start(self, spec: JobSpec) -> None:
@@ -84,7 +84,7 @@ class SglangEngine(VersionedEngine):
         _set_environment()
         loop = asyncio.get_running_loop()
         self._death = loop.create_future()
-        # SGLang's processes tell their parent by this signal that one of them has failed.
+        # SGLang's processes send their parent this signal when one of them has failed.
         with contextlib.suppress(ValueError, RuntimeError):
             loop.add_signal_handler(signal.SIGQUIT, self._lost, "SGLang reported a failure of its processes")
         os.environ[SOCKET] = await self._workers.listen()
@@ -95,11 +95,11 @@ class SglangEngine(VersionedEngine):
         self.world_size, self.dtype, self.device = 1 + len(others), first.dtype, first.device
         self.capacity = samples_that_fit(first.max_requests, first.cache_tokens, self._context)
         await self._while_alive(self._warm_up())
-        self._watch = asyncio.create_task(self._look_after(self._engine.get_all_child_pids()))
+        self._watch = asyncio.create_task(self._watch_processes(self._engine.get_all_child_pids()))
 
     async def _warm_up(self) -> None:
-        """One large batch of short requests. What SGLang compiles on its first use would otherwise be compiled in front
-        of a publication that waits for the batch to end: seconds."""
+        """Runs one large batch of short requests. Otherwise SGLang would compile kernels in the first batches of the
+        job, and a publication that waits for the end of such a batch would wait seconds."""
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         requests, longest = min(self.capacity, WARM_UP_REQUESTS), min(WARM_UP_TOKENS, self._context - 2)
@@ -111,10 +111,11 @@ class SglangEngine(VersionedEngine):
         await self._last_output(request)
 
     def _handle_outputs(self) -> None:
-        """As SGLang would with the first request; but it would take over this process's signals too."""
+        """Starts SGLang's handling of outputs. SGLang would start it with the first request, and handle this process's
+        signals too."""
         loop = asyncio.get_running_loop()
         handling = loop.create_task(self._manager.handle_loop())
-        handling.add_done_callback(lambda _: self._lost("nobody handles their outputs any more"))
+        handling.add_done_callback(lambda _: self._lost("their outputs are not handled any more"))
         self._manager.event_loop = loop
         self._manager.asyncio_tasks.add(handling)
 
@@ -126,19 +127,19 @@ class SglangEngine(VersionedEngine):
 
         sglang_options.check_api()
 
-        class OurEngine(Engine):  # type: ignore[misc]
+        class ReplicaEngine(Engine):  # type: ignore[misc]
             run_scheduler_process_func = staticmethod(run_scheduler_process)
 
         try:
             with logs.kept():
-                engine = OurEngine(**sglang_options.server_arguments(spec))
+                engine = ReplicaEngine(**sglang_options.server_arguments(spec))
         except (ValueError, TypeError, OSError, AssertionError) as error:
             what = f"SGLang refused model.path {spec.model.path} with rollout.engine_options: {error}."
             raise InvalidJob(what, "fix the named option; SGLang's log above says more.") from error
         except (RuntimeError, MemoryError, EOFError) as error:
             what = f"SGLang did not start with {spec.model.path}: {error}."
             raise Unavailable(what, "its log above names the cause; memory and CUDA devices first.") from error
-        # It would end every process below this one, the replica's own too.
+        # At exit it would end every descendant of this process, the replica's own too.
         atexit.unregister(engine.shutdown)
         self._engine, self._manager = engine, engine.tokenizer_manager
         sglang_options.check_model(self._manager.model_config)
@@ -153,7 +154,7 @@ class SglangEngine(VersionedEngine):
             await asyncio.get_running_loop().run_in_executor(self._thread, _shut_down, engine)
             for task in list(self._manager.asyncio_tasks):
                 task.cancel()
-            # Unsent messages to processes that have ended would hold up this one's end.
+            # Otherwise unsent messages to processes that have ended delay the end of this process.
             for socket in (self._manager.recv_from_detokenizer, self._manager.send_to_scheduler):
                 socket.close(linger=0)
         await self._workers.close()
@@ -161,9 +162,9 @@ class SglangEngine(VersionedEngine):
             asyncio.get_running_loop().remove_signal_handler(signal.SIGQUIT)
         self._thread.shutdown(wait=False)
 
-    async def _look_after(self, processes: list[int]) -> None:
-        while all(_lives(pid) for pid in processes):  # noqa: ASYNC110 - the kernel tells nobody
-            await asyncio.sleep(LOOK_EVERY_S)
+    async def _watch_processes(self, processes: list[int]) -> None:
+        while all(_lives(pid) for pid in processes):  # noqa: ASYNC110 - there is no event to wait for
+            await asyncio.sleep(CHECK_EVERY_S)
         self._lost(f"{', '.join(str(pid) for pid in processes if not _lives(pid))} ended")
 
     def _lost(self, how: str) -> None:
@@ -183,14 +184,14 @@ class SglangEngine(VersionedEngine):
     async def _generate(self, prompt_tokens: Sequence[int], sampling: Sampling) -> Sample:
         from sglang.srt.managers.io_struct import GenerateReqInput
 
-        # SGLang ends every request whose name begins with the one that is to be ended.
+        # SGLang aborts every request whose id begins with the given id, so no id may be the beginning of another.
         request_id = f"sample-{next(self._numbers)}."
         request = GenerateReqInput(
             input_ids=list(prompt_tokens),
             sampling_params=self._parameters(len(prompt_tokens), sampling),
             return_logprob=True,
             rid=request_id,
-            # Keys and values of an older version are not this request's to reuse.
+            # This request must not reuse keys and values of an older version.
             extra_key=self._cache_key,
         )
         self._running.add(request_id)
@@ -200,10 +201,10 @@ class SglangEngine(VersionedEngine):
         finally:
             self._running.discard(request_id)
             if not self._death.done() and self._engine is not None:
-                self._manager.abort_request(rid=request_id)  # nothing, where it has ended
+                self._manager.abort_request(rid=request_id)  # does nothing where it has ended
 
     async def _while_alive(self, answer: Coroutine[Any, Any, T]) -> T:
-        """Raises EngineDied once a process of SGLang has ended: nobody would answer."""
+        """Waits for an answer of SGLang. Raises EngineDied once a process of SGLang has ended: it would never come."""
         asking = asyncio.create_task(answer)
         try:
             either: list[asyncio.Future[Any]] = [asking, self._death]
@@ -214,7 +215,7 @@ class SglangEngine(VersionedEngine):
             asking.cancel()
 
     async def _last_output(self, request: Any) -> Any:
-        """Of one request its output, of a batch a list of them; None where there was none."""
+        """The output of one request, or the list of outputs of a batch; None where there was none."""
         final = None
         async for output in self._manager.generate_request(request, None):
             final = output
@@ -238,10 +239,10 @@ class SglangEngine(VersionedEngine):
         tokens = np.asarray(final["output_ids"], dtype=np.int32)
         if ended["type"] == "stop" and isinstance(ended.get("matched"), str):
             stop_reason = StopReason.STOP_STRING
-        else:  # of an end of turn that is the last token that fits, SGLang says length
+        else:  # SGLang reports an end-of-turn token that is the last one that fits as "length"
             ends = len(tokens) > 0 and int(tokens[-1]) in self._end_of_turn
             stop_reason = StopReason.END_OF_TURN if ends else StopReason.LENGTH
-        # With stop strings SGLang has made the text already, and cut it.
+        # With stop strings SGLang has decoded the text already, and cut it.
         text = str(final["text"]) if sampling.stop else await asyncio.to_thread(self._decode, tokens.tolist())
         return Sample(
             tokens=tokens,
@@ -275,7 +276,7 @@ class SglangEngine(VersionedEngine):
 
 
 def _spans(marks: Sequence[int]) -> tuple[VersionSpan, ...]:
-    """Runs of the same version."""
+    """One span for each run of equal marks."""
     spans: list[VersionSpan] = []
     start = 0
     for version, run in itertools.groupby(marks):
@@ -290,24 +291,24 @@ def _shut_down(engine: Any) -> None:
         watchdog.stop()
     if engine.send_to_rpc is not None:
         engine.send_to_rpc.close(linger=0)
-    ours = [psutil.Process(pid) for pid in engine.get_all_child_pids() if psutil.pid_exists(pid)]
-    below = [child for process in ours for child in process.children(recursive=True)]
-    for process in [*ours, *below]:
+    below = [psutil.Process(pid) for pid in engine.get_all_child_pids() if psutil.pid_exists(pid)]
+    further = [child for process in below for child in process.children(recursive=True)]
+    for process in [*below, *further]:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs([*ours, *below], timeout=10.0)
+    psutil.wait_procs([*below, *further], timeout=10.0)
 
 
 def _lives(pid: int) -> bool:
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
 
 
 def _set_environment() -> None:
-    """Before SGLang is imported; what the user set stays."""
-    # The context is longer than the job's by a few tokens that are never used.
+    """Sets environment variables for SGLang, before it is imported. Variables that the user has set are kept."""
+    # SGLang's context is a few tokens longer than the job's (SLACK), and maybe than the model's.
     os.environ.setdefault("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "1")
-    # SGLang would turn it off in its processes alone, and ranks that have it on and off cannot connect.
+    # SGLang turns it off in its own processes; a rank that has it on cannot connect to one that has it off.
     os.environ.setdefault("NCCL_CUMEM_ENABLE", "1")

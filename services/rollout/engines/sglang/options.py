@@ -1,4 +1,4 @@
-"""From a job spec to SGLang's server arguments, refusing what the replica could not serve truthfully."""
+"""From a job spec to SGLang's server arguments. Options with which samples or weights would be wrong are refused."""
 
 import dataclasses
 import secrets
@@ -10,9 +10,9 @@ from millrace.spec import JobSpec
 from services.rollout.engines.options import check_name
 
 MARK = "millrace_version"
-"""Key under which SGLang hands our marks back, one for each token."""
+"""Key under which SGLang returns the version marks, one for each token."""
 SLACK = 8
-"""Tokens by which SGLang's context is longer than the job's: it ends a response some tokens before its context does."""
+"""Tokens by which SGLang's context is longer than the job's: it ends a response a few tokens before its context."""
 
 
 def server_arguments(spec: JobSpec) -> dict[str, Any]:
@@ -36,24 +36,24 @@ def server_arguments(spec: JobSpec) -> dict[str, Any]:
         "model_path": spec.model.path,
         "trust_remote_code": spec.model.trust_remote_code,
         "dtype": spec.rollout.dtype,
-        # A publication follows before anything is served: reading the checkpoint would be wasted.
+        # A publication comes before the first request, so reading the checkpoint would be wasted time.
         "load_format": "dummy",
-        # The name under which the worker puts its own sampler: see worker.py.
+        # worker.py registers its own sampler under this name.
         "sampling_backend": "pytorch",
-        # Replicas must not draw the same random numbers; the ranks of one must.
+        # Replicas must not draw the same random numbers; the ranks of one replica must.
         "random_seed": secrets.randbits(30),
     }
 
 
 def context(spec: JobSpec) -> int:
-    """Tokens of a prompt and its response, at the most."""
+    """Largest number of tokens of a prompt and its response together."""
     asked = spec.rollout.options_of("sglang").get("context_length")
     return int(asked) if asked else spec.data.max_prompt_tokens + spec.rollout.max_response_tokens
 
 
 def check_model(model_config: Any) -> None:
-    """Refuses a model whose parameters SGLang transforms after loading: a published version would be written over the
-    transformed ones. `model_config` is SGLang's ModelConfig."""
+    """Raises InvalidJob for a model whose parameters SGLang transforms after loading: a published version would
+    overwrite the transformed ones. `model_config` is SGLang's ModelConfig."""
     if getattr(model_config, "quantization", None):
         reason = "the model has quantized weights, which SGLang repacks"
         raise refused("model.path", model_config.model_path, reason, "use a model without quantized weights.")

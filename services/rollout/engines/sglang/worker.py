@@ -18,8 +18,8 @@ from services.rollout.weights.worker_methods import BETWEEN_BATCHES
 from services.rollout.weights.worker_rpc import SOCKET, WorkerRpcServer
 
 PAUSED_LOOK_S = 0.0005
-"""Between two looks of a paused scheduler at its requests. It would look without any rest, and the thread that receives
-weights meanwhile would wait for the interpreter's lock at every step."""
+"""Time between two looks of a paused scheduler at its requests. Otherwise it would look all the time, and the thread
+that receives weights meanwhile would wait for the interpreter's lock at every step."""
 NO_VERSION = -1
 METHODS_BETWEEN_BATCHES = frozenset(method.__name__ for method in BETWEEN_BATCHES)
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from millrace.errors import InvalidState
 from millrace.ids import Version
 from services.rollout.engine import EngineDied, Sample, Sampling, StopReason, VersionSpan
-from services.rollout.engines.transformers.batch import Batch
+from services.rollout.engines.transformers.decode_batch import DecodeBatch
 from services.rollout.engines.transformers.distribution import draw, processed_logprobs
 from services.rollout.engines.transformers.routing import Routing
 
@@ -96,7 +96,7 @@ class DecodeLoop:
         self._endings = endings
         self._capacity = capacity
         self._generator = torch.Generator(model.device).manual_seed(seed)
-        self._batch = Batch(model, routing)
+        self._batch = DecodeBatch(model, routing)
         self._running: list[Request] = []
         self._waiting: list[Request] = []
         self._version: Version | None = None

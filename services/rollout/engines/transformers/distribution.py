@@ -6,10 +6,10 @@ import torch
 def processed_logprobs(
     logits_bv: torch.Tensor, temperature_b: torch.Tensor, top_k_b: torch.Tensor, top_p_b: torch.Tensor
 ) -> torch.Tensor:
-    """Log-probabilities [B, V], float32, of what is sampled from; -inf for tokens that are cut away.
+    """Log-probabilities [B, V], float32, of the distribution that is sampled from; -inf for tokens that are cut.
 
-    Rows of temperature 0 are greedy: theirs are the model's own, at temperature 1 and uncut. `top_k_b` of 0 and
-    `top_p_b` of 1 keep every token.
+    Rows of temperature 0 are greedy: their log-probabilities are the model's own, at temperature 1 and uncut. `top_k_b`
+    of 0 and `top_p_b` of 1 keep every token.
     """
     greedy_b = temperature_b == 0
     logits_bv = logits_bv.float() / torch.where(greedy_b, 1.0, temperature_b)[:, None]
@@ -21,7 +21,7 @@ def processed_logprobs(
 
 
 def _cut(logits_bv: torch.Tensor, top_k_b: torch.Tensor, top_p_b: torch.Tensor) -> torch.Tensor:
-    """Which tokens are cut away, bool [B, V]. The most likely token always stays."""
+    """Which tokens are cut, bool [B, V]. The most likely token is never cut."""
     sorted_bv, order_bv = logits_bv.sort(-1, descending=True)
     rank_v = torch.arange(logits_bv.shape[-1], device=logits_bv.device)
     beyond_bv = rank_v >= top_k_b[:, None]
@@ -32,8 +32,8 @@ def _cut(logits_bv: torch.Tensor, top_k_b: torch.Tensor, top_p_b: torch.Tensor) 
 
 
 def draw(logprobs_bv: torch.Tensor, greedy_b: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """One token a row, int64 [B]. Token 0 where there is no distribution to draw from, which its log-probability tells
-    by not being a number."""
+    """One token for each row, int64 [B]. Where a row has NaN there is nothing to draw from: its token is 0, and its
+    log-probability NaN."""
     broken_b = logprobs_bv.isnan().any(-1)
     weights_bv = logprobs_bv.exp().masked_fill(broken_b[:, None], 1.0)
     drawn_b = torch.multinomial(weights_bv, 1, generator=generator).squeeze(-1)

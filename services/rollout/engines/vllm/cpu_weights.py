@@ -1,35 +1,36 @@
-"""What every process of vLLM runs before a model is built: the entry point `vllm.general_plugins` of this package.
+"""The entry point `vllm.general_plugins` of this package: every process of vLLM runs it before it builds a model.
 
 vLLM's CPU build packs the weights of linear layers and of experts for its kernels and drops the originals. Weights
-that are published later then have nowhere to go, and a tied output layer keeps a stale packed copy, silently. Here the
-layers keep their parameters and compute with torch's own linear, at a cost of 10 to 30 % of the speed.
+that are published later would have no parameter to be written to, and a tied output layer would keep an old packed copy
+without an error. With this plugin the layers keep their parameters and compute with torch's own linear, at a cost of 10
+to 30 % of the speed.
 """
 
 import os
+from importlib import import_module
 from typing import Any
 
 from services.rollout.lifeline import REPLICA_PID, hold_on
 
 
 def install() -> None:
-    """Ties the process to its replica; on the CPU build also keeps weights loadable. Does nothing in a vLLM
-    that no replica started."""
+    """Ends the process with its replica, and on the CPU build keeps parameters as they are loaded. Does nothing in a
+    vLLM that no replica started."""
     if REPLICA_PID not in os.environ:
         return
     hold_on()
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
-        from vllm.model_executor.layers import utils
-
-        utils.dispatch_cpu_unquantized_gemm = _keep_weight  # type: ignore[assignment]
+        utils: Any = import_module("vllm.model_executor.layers.utils")
+        utils.dispatch_cpu_unquantized_gemm = _keep_weight
         if (kernel := experts_kernel()) is not None:
             kernel.process_weights_after_loading = _keep_experts
             kernel.apply = _compute_experts
 
 
 def experts_kernel() -> Any:
-    """The class that computes experts on the CPU; None in a release that does it otherwise."""
+    """The class that computes experts on the CPU; None in a release that computes them in another way."""
     try:
         from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
     except ImportError:
@@ -61,7 +62,8 @@ def _compute_experts(
     apply_router_weight_on_input: bool,
     **others: Any,
 ) -> None:
-    """Of [tokens, hidden]: each expert in its turn, for the tokens that chose it. w1 is gate above up."""
+    """Computes one expert after another, each for the tokens that chose it. Hidden states are [tokens, hidden]; w1 has
+    the rows of gate, then those of up."""
     import torch
     from torch.nn.functional import linear
     from vllm.model_executor.layers.fused_moe.activation import apply_moe_activation

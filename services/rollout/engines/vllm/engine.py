@@ -1,6 +1,6 @@
 """vLLM behind the engine protocol: AsyncLLM, the same adapter for the CPU build and the GPU build.
 
-An engine is several processes (EngineCore, one Worker a rank) below this one. The weights live in the workers, where
+AsyncLLM starts several processes: EngineCore, and one Worker for each rank. The weights are in the workers, where
 `worker.WorkerExtension` receives them beside generation.
 """
 
@@ -44,7 +44,7 @@ from services.rollout.lifeline import kill_descendants, own_descendants
 log = structlog.get_logger(__name__)
 SOFTWARE = ENGINES["vllm"].software
 CONNECT_S = 30.0
-"""Until every worker has connected to the replica."""
+"""Longest time until every worker has connected to the replica."""
 WORKERS_END_S = 0.5
 
 
@@ -60,14 +60,14 @@ class VllmEngine(VersionedEngine):
         self.world_size = 0
         self.dtype = ""
         self._llm: Any = None
-        # The kernel ends a child with the thread that made it: this one lives as long as the engine.
+        # The kernel ends a child with the thread that started it: this thread lives as long as the engine.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="vllm")
         self._numbers = itertools.count()
         self._workers: VllmWorkers = VllmWorkers()
         self._marks: VersionMarks | None = None
         self._end_of_turn: list[int] = []
         self._replayed: list[int] | None = None
-        """Layers whose experts are told; none where the job does not ask."""
+        """Layers whose experts are reported; None where the job does not ask for them."""
         self._cores: set[int] = set()
 
     async def start(self, spec: JobSpec) -> None:
@@ -97,7 +97,7 @@ class VllmEngine(VersionedEngine):
             self._marks = VersionMarks()
         self.device = "cpu" if current_platform.is_cpu() else str(current_platform.get_device_name())
         if current_platform.is_cpu():
-            # Nothing is compiled in eager mode but one helper of the sampler, at 15 s for every start.
+            # In eager mode only one helper of the sampler would be compiled, which takes 15 s at every start.
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
             os.environ.setdefault("OMP_NUM_THREADS", str(compute_threads()))
         others = {child.pid for child in psutil.Process().children()}
@@ -131,7 +131,7 @@ class VllmEngine(VersionedEngine):
 
     def _shut_down(self) -> None:
         llm, self._llm = self._llm, None
-        # EngineCore waits seconds for workers that hold nothing worth waiting for.
+        # EngineCore would wait seconds for its workers, which have nothing to finish.
         cores = [child for child in psutil.Process().children() if child.pid in self._cores]
         hurry = threading.Timer(WORKERS_END_S, _kill_below, [cores])
         hurry.start()
@@ -150,7 +150,7 @@ class VllmEngine(VersionedEngine):
         prompt = {
             "type": "token",
             "prompt_token_ids": list(prompt_tokens),
-            # Blocks of an older version are not this request's to reuse.
+            # This request must not reuse cache blocks of an older version.
             "cache_salt": self._cache_key,
         }
         self._running.add(request_id)
@@ -183,7 +183,7 @@ class VllmEngine(VersionedEngine):
             stop_token_ids=self._end_of_turn,
             logprobs=0,
             flat_logprobs=True,
-            # Text token by token is needed to see stop strings only.
+            # Only stop strings need the text token by token.
             detokenize=bool(sampling.stop),
             output_kind=RequestOutputKind.FINAL_ONLY,
             skip_clone=True,
@@ -210,11 +210,11 @@ class VllmEngine(VersionedEngine):
         )
 
     def _experts(self, output: Any) -> Any:
-        """vLLM tells them for all layers, those without experts too."""
+        """The experts of the replayed layers. vLLM reports all layers, those without experts too."""
         if self._replayed is None or output.routed_experts is None:
             return None
-        told = output.routed_experts
-        return told if told.shape[1] == len(self._replayed) else told[:, self._replayed]
+        reported = output.routed_experts
+        return reported if reported.shape[1] == len(self._replayed) else reported[:, self._replayed]
 
     def _spans(self, request_id: str, output: Any, tokens: int) -> tuple[VersionSpan, ...]:
         if self._marks is not None:
@@ -228,7 +228,7 @@ class VllmEngine(VersionedEngine):
 
     async def _pause(self, cache_policy: CachePolicy) -> None:
         # With clear_cache, requests in flight lose their keys and values and are prefilled again under the new weights.
-        # AsyncLLM.pause_generation does the same and then sleeps 20 ms, which generation would stand still for.
+        # AsyncLLM.pause_generation does the same and then sleeps 20 ms, by which the pause would be longer.
         clear = cache_policy == "recompute"
         if clear:
             await self._llm.renderer.clear_mm_cache_async()
@@ -254,7 +254,7 @@ def _kill_below(cores: list[psutil.Process]) -> None:
 
 
 def _set_environment() -> None:
-    """Before vLLM is imported; what the user set stays."""
+    """Sets environment variables for vLLM, before it is imported. Variables that the user has set are kept."""
     if missing := plugin_missing():
         raise InvalidState(missing, "")
     defaults = {
@@ -262,7 +262,7 @@ def _set_environment() -> None:
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # replicas that share a host would all bind to its first cores
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # otherwise all replicas of a host bind to its first cores
     }
     for name, value in defaults.items():
         os.environ.setdefault(name, value)

@@ -1,4 +1,4 @@
-"""From a job spec to vLLM's engine arguments, refusing what the replica could not serve truthfully."""
+"""From a job spec to vLLM's engine arguments. Options with which samples or weights would be wrong are refused."""
 
 import dataclasses
 import json
@@ -14,12 +14,12 @@ from services.rollout.engines.vllm.cpu_weights import experts_kernel
 
 CPU_KV_CACHE_BYTES = 1 << 30
 ON_LATENTS: dict[str, Any] = {
-    # The other attention that the CPU build has for it packs weights, and knows bfloat16 only.
+    # The CPU build's other backend for it packs weights, and supports bfloat16 only.
     "attention_config": {"backend": "CPU_MLA"},
-    # The build's kernel for plain RoPE turns queries wrong that come as [tokens, heads, dimensions], as here.
+    # The CPU build's kernel for plain RoPE is wrong for queries of shape [tokens, heads, dimensions], as these are.
     "compilation_config": {"custom_ops": ["-rotary_embedding"]},
 }
-"""What vLLM's CPU build needs for attention on latents."""
+"""Arguments that vLLM's CPU build needs for attention on latents."""
 
 
 def engine_arguments(spec: JobSpec) -> Any:
@@ -52,7 +52,7 @@ def engine_arguments(spec: JobSpec) -> Any:
         "model": spec.model.path,
         "trust_remote_code": spec.model.trust_remote_code,
         "dtype": spec.rollout.dtype,
-        # A publication follows before anything is served: reading the checkpoint would be wasted.
+        # A publication comes before the first request, so reading the checkpoint would be wasted time.
         "load_format": "dummy",
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": "services.rollout.engines.vllm.worker.WorkerExtension",
@@ -63,13 +63,13 @@ def engine_arguments(spec: JobSpec) -> Any:
 
 
 def has_latents(model: str) -> bool:
-    """Whether a model folder's attention is on latents (DeepSeek-V2 and what came after it)."""
+    """Whether a model folder's attention is on latents (DeepSeek-V2 and later models)."""
     return bool(json.loads((Path(model) / "config.json").read_text()).get("kv_lora_rank"))
 
 
 def check_model(config: Any) -> None:
-    """Refuses a model whose parameters vLLM transforms after loading: a published version would be written over the
-    transformed ones. `config` is vLLM's VllmConfig."""
+    """Raises InvalidJob for a model whose parameters vLLM transforms after loading: a published version would overwrite
+    the transformed ones. `config` is vLLM's VllmConfig."""
     from vllm.platforms import current_platform
 
     model, cpu = config.model_config, current_platform.is_cpu()

@@ -1,4 +1,4 @@
-"""Which weights made which token, for releases of vLLM whose outputs do not say it."""
+"""The version that sampled each token, for releases of vLLM whose outputs do not report it."""
 
 import asyncio
 from typing import Any
@@ -11,7 +11,7 @@ SETTLE_ROUNDS = 500
 
 
 class VersionMarks:
-    """Remembers, for every request in flight, how many tokens it had when each version came."""
+    """For every request in flight, how many tokens it had when each version was put in place."""
 
     def __init__(self) -> None:
         self._marks: dict[str, list[tuple[Version, int]]] = {}
@@ -21,7 +21,7 @@ class VersionMarks:
         self._marks[request_id] = [] if version is None else [(version, 0)]
 
     def ended(self, request_id: str) -> None:
-        """Its last token is here: no version that comes now made any of them."""
+        """The request's last token has arrived: versions from now on sampled none of its tokens."""
         self._ended[request_id] = self._marks.pop(request_id)
 
     def forget(self, request_id: str) -> None:
@@ -29,15 +29,15 @@ class VersionMarks:
         self._ended.pop(request_id, None)
 
     async def swapped(self, llm: Any, version: Version) -> None:
-        """Marks all requests in flight. `llm` is a paused AsyncLLM: no token is sampled, but some that were sampled
-        before may still be on their way here, so the counts are taken once they stand still, and whoever got its last
-        token has said so: vLLM counts it no more."""
+        """Marks all requests in flight. `llm` is a paused AsyncLLM: no token is sampled, but tokens that were sampled
+        before may still be on their way here. So the counts are read until they no longer change, and until every
+        request that vLLM has finished has called `ended`."""
         counts = _counts(llm)
         for _ in range(SETTLE_ROUNDS):
             await asyncio.sleep(SETTLE_S)
-            if (again := _counts(llm)) == counts and self._marks.keys() <= counts.keys():
+            if (latest := _counts(llm)) == counts and self._marks.keys() <= counts.keys():
                 break
-            counts = again
+            counts = latest
         for request_id, marks in self._marks.items():
             count = counts.get(request_id, 0)
             if marks and marks[-1][1] == count:
@@ -52,7 +52,7 @@ class VersionMarks:
 
 
 def _counts(llm: Any) -> dict[str, int]:
-    """Response tokens that have arrived, by the request id that we gave."""
+    """Response tokens that have arrived, by the request id that `generate` was called with."""
     return {
         getattr(state, "external_req_id", request_id): state.detokenizer.num_output_tokens()
         for request_id, state in llm.output_processor.request_states.items()

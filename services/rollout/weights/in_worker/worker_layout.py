@@ -21,7 +21,7 @@ class WorkerLayout:
     def __init__(self, model: WorkerModel) -> None:
         self._model = model
         self._learned: tuple[bytes, LearnedLayout] | None = None
-        """Of the manifest with this hash."""
+        """Hash of the manifest, and the layout that was learned for it."""
         self.holds = ""
         """Key of the publication whose bytes the layout's buffers hold whole; empty for none."""
 
@@ -46,8 +46,8 @@ class WorkerLayout:
             raise PublicationFailed(f"rank {rank} wants other boxes than the publication was planned for.")
 
     def sender_memory(self, request: TransferRequest, rank: int, served: str) -> Memory:
-        """What publication `served` put in place, to be sent. Raises PublicationFailed where it is not here as it was
-        published, and where the copy was planned for other boxes than this worker holds."""
+        """The memory with what publication `served` put in place, to be sent. Raises PublicationFailed where it is not
+        here as it was published, and where the copy was planned for other boxes than this worker holds."""
         learned, senders = self.of(request.manifest), wire.decode(request.layouts.senders)
         if learned.loader_tensors and self.holds != served:
             names = ", ".join(list(learned.loader_tensors)[:3])

@@ -1,4 +1,4 @@
-"""What becomes of a call whose caller goes away."""
+"""A call whose caller goes away."""
 
 import asyncio
 from typing import Any

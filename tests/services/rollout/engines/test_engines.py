@@ -1,4 +1,4 @@
-"""What every engine owes a replica, on tied and untied embeddings, in float32 and bfloat16: samples, log-probabilities,
+"""The contract of every engine, on tied and untied embeddings, in float32 and bfloat16: samples, log-probabilities,
 versions, weights."""
 
 import asyncio
@@ -71,7 +71,7 @@ class Case:
         return swap
 
     async def shard_sender(self, mode: int, **options: Any) -> ShardSender:
-        """Of the next version."""
+        """A sender of the next version."""
         if self.engine.device != "cpu":
             pytest.skip("this sender's shards are on the CPU: shards go from GPU to GPU, see tests/gpu")
         self.version += 1
@@ -81,7 +81,7 @@ class Case:
         return ShardSender(shards, wanted, version=self.version, mode=mode, **options)  # type: ignore[arg-type]
 
     async def publish_shards(self, mode: int) -> CommitReport:
-        """As `publish`, from two ranks with half of the rows each."""
+        """The same as `publish`, from two ranks with half of the rows each."""
         sender = await self.shard_sender(mode)
         await self.receive(sender)
         return await self.engine.commit(sender.request.version, "recompute")

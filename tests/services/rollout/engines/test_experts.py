@@ -44,8 +44,8 @@ def held(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def experts_of(model: Any, prompts: Sequence[list[int]], samples: Sequence[Sample]) -> Iterator[tuple[Any, Any]]:
-    """Of each sample what the engine told, and what the model chooses for the whole sequence at once: of every token
-    but the last. Sorted: which comes first of two that were chosen is rounding's business."""
+    """For each sample the experts that the engine reported, and those that the model chooses for the whole sequence at
+    once: of every token but the last. Both are sorted, because the order of two chosen experts depends on rounding."""
     routing = Routing(model)
     for prompt, sample in zip(prompts, samples, strict=True):
         sequence = torch.tensor([[*prompt, *sample.tokens[:-1].tolist()]])
@@ -110,7 +110,7 @@ def test_what_the_trainer_publishes_is_what_the_engine_wants(run: Run, tmp_path:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_experts_are_told_where_the_trainer_is_to_replay_them(kind: str, run: Run, tmp_path: Path) -> None:
-    """Those that the model chooses for the whole sequence at once, of every token but the last."""
+    """They are those that the model chooses for the whole sequence at once, of every token but the last."""
     model = tiny.save(kind, tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
     spec = job_spec(tmp_path, trainer={"backend": "megatron"}, algorithm={"router_replay": True})

@@ -33,7 +33,7 @@ LIMIT_S = 10.0
 
 
 class SlowLoop(DecodeLoop):
-    """Its token ends when the test says so."""
+    """A loop whose token ends when the test says so."""
 
     def __init__(self) -> None:
         super().__init__(SimpleNamespace(device="cpu"), SimpleNamespace(), 4, 1)  # type: ignore[arg-type]
@@ -54,7 +54,7 @@ class SlowLoop(DecodeLoop):
 
 
 class Receiver:
-    """As much of a WeightReceiver as these publications touch."""
+    """The part of a WeightReceiver that these publications use."""
 
     def __init__(self) -> None:
         self.begun = False
@@ -99,7 +99,7 @@ async def decoding(*, shadow: bool = False) -> AsyncIterator[tuple[Any, SlowLoop
 
 
 def publication_receiver(engine: Any, served: list[Version | None]) -> Any:
-    """That has prepared PUBLICATION."""
+    """A receiver that has prepared PUBLICATION."""
     made: Any = PublicationReceiver(engine, MemberId("m"), "keep", served.append)
     made._state = PublicationState(PUBLICATION, Phase.PREPARE)
     return made

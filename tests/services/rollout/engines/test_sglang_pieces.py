@@ -1,4 +1,4 @@
-"""What of the SGLang engine runs without SGLang: its messages, its calls into schedulers, its refusals."""
+"""Parts of the SGLang engine that run without SGLang: messages, calls into schedulers, refusals."""
 
 import asyncio
 import os
@@ -34,7 +34,7 @@ from tests.services.rollout.jobs import job_spec
 
 
 class Scheduler:
-    """As much of a scheduler as a connection touches: a loop that looks at it between two batches."""
+    """The part of a scheduler that a connection uses: a loop that looks at it between two batches."""
 
     def __init__(self) -> None:
         model = torch.nn.Linear(2, 2)

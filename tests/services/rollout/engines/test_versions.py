@@ -11,7 +11,7 @@ from services.rollout.engines.vllm.versions import VersionMarks
 
 
 class PausedEngine:
-    """As much of an AsyncLLM as the marks look at: how many tokens of each request have arrived."""
+    """The part of an AsyncLLM that the marks read: how many tokens of each request have arrived."""
 
     def __init__(self, arrivals: list[dict[str, int]]) -> None:
         self._arrivals = arrivals

@@ -43,7 +43,7 @@ class Replica:
         return [path.transfer(request, request.first_rank + i, shadow=shadow) for i, path in enumerate(self.paths)]
 
     def place(self, incoming: Sequence[IncomingShards], served: str) -> dict[int, int]:
-        """Once everything is here; the checksums of what came."""
+        """Places what came, once it is whole; its checksums."""
         received = [one.wait(20.0) for one in incoming]
         self.placed = [one.place() for one in incoming]
         self.served = served
@@ -75,7 +75,7 @@ def replica() -> Iterator[Make]:
 
 
 def published(*replicas: Replica, version: int, shadow: bool = True) -> None:
-    """From a trainer of two ranks to replicas in this order."""
+    """Publishes a version from a trainer of two ranks to replicas in this order."""
     wanted = [boxes for replica in replicas for boxes in replica.boxes]
     sender = ShardSender(TrainerRanks(tensors(version)), wanted, version=version)
     incoming, first = [], sender.request.first_rank
@@ -92,7 +92,7 @@ def published(*replicas: Replica, version: int, shadow: bool = True) -> None:
 
 @dataclass
 class Copy:
-    """What both ends of a copy are told."""
+    """One copy: its two ends and what they are told."""
 
     source: Replica
     target: Replica

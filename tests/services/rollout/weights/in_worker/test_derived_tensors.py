@@ -1,4 +1,4 @@
-"""What is computed from parameters follows them, where it lies, however a release of vLLM keeps it."""
+"""Derived tensors are computed again in place, in whichever way a release of vLLM keeps them."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ HEADS, LATENT, KEY, VALUE = 2, 8, 3, 4
 
 
 class Attention(nn.Module):
-    """As vLLM's: `kept` says as what it keeps the two."""
+    """Attention as vLLM has it. `kept` says how it keeps the two derived tensors."""
 
     def __init__(self, kept: str) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def test_it_follows_in_place(kept: str) -> None:
 
 
 class Folded(nn.Module):
-    """As SGLang's models: computes what it keeps by `post_load_weights`, in place."""
+    """A model as SGLang has it: it computes its derived tensors by `post_load_weights`, in place."""
 
     def __init__(self) -> None:
         super().__init__()

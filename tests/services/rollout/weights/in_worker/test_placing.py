@@ -1,4 +1,4 @@
-"""What a loader writes besides copies of what is published, and what it leaves out, on both ways into a worker."""
+"""A loader that writes constants too, and one that leaves something out, by both paths."""
 
 from types import SimpleNamespace
 from typing import Any

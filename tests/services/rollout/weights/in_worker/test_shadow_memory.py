@@ -1,4 +1,4 @@
-"""What a worker keeps to receive into is kept once: what was taken for an earlier plan is free for the next."""
+"""A worker keeps memory for one transfer: the memory of an earlier plan is free for the next."""
 
 import gc
 import weakref

@@ -1,4 +1,4 @@
-"""A batch of sequences that grow together: left-padded keys and values, rows that join and leave between tokens."""
+"""The batch of a decode loop: left-padded keys and values of sequences that join and leave between tokens."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,23 +13,23 @@ PREFILL_TOKENS = 8192
 """Tokens in one forward pass of a prefill, padding included."""
 
 
-class Batch:
+class DecodeBatch:
     """Rows in the order in which they were added. `model` is a Hugging Face causal language model."""
 
     def __init__(self, model: Any, routing: Routing | None = None) -> None:
         self.experts: list[NDArray[np.integer]] = []
-        """With `routing`: of the rows of the last `add` or `step`, the experts of the tokens that it appended."""
+        """The experts of the tokens that the last `add` or `step` appended, by row; only with `routing`."""
         self._model = model
         self._routing = routing
         self._cache: Any = None
         self._valid_bl = torch.zeros(0, 0, dtype=torch.long, device=model.device)
-        """1 where a column of the cache holds a token of the row, 0 in the padding at its left."""
+        """[rows, columns of the cache]: 1 where a column holds a token of the row, 0 in the padding on its left."""
 
     def __len__(self) -> int:
         return len(self._valid_bl)
 
     def add(self, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Appends rows for whole sequences; returns the logits [rows, V] that follow each."""
+        """Appends rows for whole sequences. The logits of the next token, [rows, V]."""
         logits, experts = [], []
         for part in _parts(sequences):
             longest = max(map(len, part))
@@ -43,7 +43,7 @@ class Batch:
         return torch.cat(logits)
 
     def step(self, tokens: Sequence[int]) -> torch.Tensor:
-        """Appends one token to each row; returns the logits [rows, V] that follow."""
+        """Appends one token to each row. The logits of the next token, [rows, V]."""
         valid = torch.cat([self._valid_bl, self._valid_bl.new_ones(len(self), 1)], 1)
         ids = torch.tensor(tokens, device=self._model.device)[:, None]
         self._cache, logits = self._forward(ids, valid, self._cache)
@@ -51,7 +51,7 @@ class Batch:
         return logits
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Drops every row but these, and the columns that only padding is left in."""
+        """Drops all rows except these, and columns that hold only padding then."""
         if len(rows) == len(self):
             return
         if not rows:
@@ -87,9 +87,9 @@ class Batch:
             return
         length = max(self._valid_bl.shape[1], valid_bl.shape[1])
         self._valid_bl = torch.cat([_widened(self._valid_bl, length, 1), _widened(valid_bl, length, 1)])
-        for ours, theirs in zip(self._cache.layers, cache.layers, strict=True):
-            ours.keys = torch.cat([_widened(ours.keys, length, 2), _widened(theirs.keys, length, 2)])
-            ours.values = torch.cat([_widened(ours.values, length, 2), _widened(theirs.values, length, 2)])
+        for held, added in zip(self._cache.layers, cache.layers, strict=True):
+            held.keys = torch.cat([_widened(held.keys, length, 2), _widened(added.keys, length, 2)])
+            held.values = torch.cat([_widened(held.values, length, 2), _widened(added.values, length, 2)])
 
 
 def _widened(tensor: torch.Tensor, length: int, dim: int) -> torch.Tensor:
@@ -103,7 +103,7 @@ def _widened(tensor: torch.Tensor, length: int, dim: int) -> torch.Tensor:
 
 
 def _parts(sequences: Sequence[Sequence[int]]) -> list[list[Sequence[int]]]:
-    """Consecutive sequences, as many as fit PREFILL_TOKENS when padded to their longest."""
+    """Groups of consecutive sequences, each with as many as fit PREFILL_TOKENS when padded to their longest."""
     parts: list[list[Sequence[int]]] = []
     for sequence in sequences:
         if parts and max(*map(len, parts[-1]), len(sequence)) * (len(parts[-1]) + 1) <= PREFILL_TOKENS:
