@@ -1,1 +1,1 @@
-"""Models, optimizers and versions on disk, in any topology."""
+"""Models, optimizers and versions on the disk, for any number of ranks in any topology."""

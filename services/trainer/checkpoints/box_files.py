@@ -1,7 +1,7 @@
-"""Boxes of tensors in safetensors files, one file a rank: any number of ranks reads what any other wrote.
+"""Boxes (rectangular parts) of tensors in safetensors files, one file per rank.
 
-A box's key is its tensor's name and where in it the box lies, `model.embed_tokens.weight[0:128,0:64]`, so that a file
-tells by itself what it holds.
+Any number of ranks reads what any other number wrote. The key of a box is the name of its tensor and the box's place in
+it, `model.embed_tokens.weight[0:128,0:64]`, so that a file describes itself.
 """
 
 import json
@@ -29,21 +29,26 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""safetensors' names."""
+"""The names of dtypes in safetensors."""
 
 
 def key(name: str, offset: Sequence[int], extent: Sequence[int]) -> str:
+    """The key of the box of a tensor that begins at `offset`."""
     return f"{name}[{','.join(f'{first}:{first + size}' for first, size in zip(offset, extent, strict=True))}]"
 
 
 def assign_writers(offers: Sequence[Mapping[str, int]]) -> list[list[str]]:
-    """Who writes what: of each key the bytes, by rank, as they are offered; answers each rank's keys. Each is written
-    once, by the rank that has least to write of those that offer it."""
+    """The keys that each rank writes, by rank.
+
+    `offers` are the keys that each rank holds, with their sizes in bytes. Each key is written once, by the rank that
+    has least to write among those that hold it.
+    """
     holders: dict[str, list[int]] = defaultdict(list)
     for rank, offer in enumerate(offers):
         for name in offer:
             holders[name].append(rank)
-    load, chosen = [0] * len(offers), [[] for _ in offers]  # type: list[int], list[list[str]]
+    load = [0] * len(offers)
+    chosen: list[list[str]] = [[] for _ in offers]
     for name, ranks in sorted(holders.items(), key=lambda item: (len(item[1]), -offers[item[1][0]][item[0]], item[0])):
         rank = min(ranks, key=lambda holder: load[holder])
         chosen[rank].append(name)
@@ -52,7 +57,8 @@ def assign_writers(offers: Sequence[Mapping[str, int]]) -> list[list[str]]:
 
 
 def write(path: Path, boxes: Mapping[str, Tensor]) -> None:
-    """A file of these boxes, by key; on the disk when it returns. Copies one box at a time. Raises OSError."""
+    """Writes a file of these boxes, by key, and waits until it is on the disk. Copies one box at a time. Raises
+    OSError."""
     ordered = sorted(boxes.items(), key=lambda item: -item[1].element_size())  # each aligned to its own size
     header, at = {}, 0
     for name, box in ordered:
@@ -70,7 +76,9 @@ def write(path: Path, boxes: Mapping[str, Tensor]) -> None:
 
 
 @dataclass(frozen=True)
-class _Stored:
+class _StoredBox:
+    """A box in an open file."""
+
     first: Offset
     end: Offset
     key: str
@@ -78,11 +86,11 @@ class _Stored:
 
 
 class BoxReader:
-    """The boxes in some files, for boxes of any other cut to be filled from."""
+    """Reads boxes of any size and place from the boxes in some files."""
 
     def __init__(self, files: Sequence[Path]) -> None:
-        """Raises InvalidState where one cannot be read."""
-        self._stored: dict[str, list[_Stored]] = defaultdict(list)
+        """Raises InvalidState where a file cannot be read."""
+        self._stored: dict[str, list[_StoredBox]] = defaultdict(list)
         for path in files:
             try:
                 file: Any = safe_open(path, framework="pt")
@@ -91,14 +99,15 @@ class BoxReader:
             names: list[str] = file.keys()
             for name in names:
                 tensor, first, end = _parsed(name)
-                self._stored[tensor].append(_Stored(first, end, name, file))
+                self._stored[tensor].append(_StoredBox(first, end, name, file))
 
     @property
     def names(self) -> list[str]:
+        """The names of the tensors in the files."""
         return list(self._stored)
 
     def whole(self, name: str) -> Tensor:
-        """A tensor put together from all its boxes. Raises InvalidState where something of it is in no file."""
+        """A complete tensor, put together from its boxes. Raises InvalidState where a part of it is in no file."""
         boxes = self._stored[name]
         shape = tuple(max(ends) for ends in zip(*(box.end for box in boxes), strict=True))
         found = torch.empty(shape, dtype=_values(boxes[0], boxes[0].first, boxes[0].end).dtype)
@@ -107,8 +116,8 @@ class BoxReader:
 
     @torch.no_grad()
     def fill(self, name: str, offset: Offset, part: Tensor) -> None:
-        """Reads what the tensor `name` is from `offset` on into `part`. Raises InvalidState where something of it is in
-        no file."""
+        """Reads the box of the tensor `name` that begins at `offset` into `part`. Raises InvalidState where a part of
+        it is in no file."""
         covered = torch.zeros(part.shape, dtype=torch.bool)
         for stored in self._stored.get(name, ()):
             low = [max(a, b) for a, b in zip(stored.first, offset, strict=True)]
@@ -123,7 +132,7 @@ class BoxReader:
             raise InvalidState(f"{int((~covered).sum())} of the {part.numel()} numbers of {wanted} are in no file.")
 
 
-def _values(stored: _Stored, low: Sequence[int], high: Sequence[int]) -> Tensor:
+def _values(stored: _StoredBox, low: Sequence[int], high: Sequence[int]) -> Tensor:
     if (tuple(low), tuple(high)) == (stored.first, stored.end):
         whole: Tensor = stored.file.get_tensor(stored.key)
         return whole
@@ -133,7 +142,7 @@ def _values(stored: _Stored, low: Sequence[int], high: Sequence[int]) -> Tensor:
 
 
 def _parsed(name: str) -> tuple[str, Offset, Offset]:
-    """Of a key the tensor, where the box begins and where it ends."""
+    """The tensor of a key, where the box begins, and where it ends."""
     tensor, _, ranges = name.removesuffix("]").rpartition("[")
     pairs = [tuple(map(int, part.split(":"))) for part in ranges.split(",") if part]
     return tensor, tuple(first for first, _ in pairs), tuple(end for _, end in pairs)

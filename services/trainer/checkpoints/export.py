@@ -1,5 +1,7 @@
-"""`millrace export`: a checkpoint as an ordinary Hugging Face folder, on any machine that sees it and the job's model
-folder. One tensor is in memory at a time."""
+"""`millrace export`: writes a checkpoint as an ordinary Hugging Face folder.
+
+It runs on any machine that sees the checkpoint and the job's model folder. One tensor is in memory at a time.
+"""
 
 import os
 import shutil
@@ -25,7 +27,7 @@ from services.trainer.checkpoints.checkpoint import open_checkpoint
 from services.trainer.checkpoints.model_files import ModelFiles
 
 WEIGHTS = "model."
-"""What a checkpoint's names of weights begin with."""
+"""Prefix of the names of weights in a checkpoint."""
 
 
 class Dtype(StrEnum):
@@ -36,17 +38,19 @@ class Dtype(StrEnum):
 
 def export(
     checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="OUTPUT/checkpoints/step-N of a job.")],
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to write; must not be there yet.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder to write to; must not exist.")],
     model: Annotated[
-        Path | None, typer.Option(help="The job's model folder, if it is not where it was.", show_default=False)
+        Path | None, typer.Option(help="The job's model folder, if it was moved.", show_default=False)
     ] = None,
-    dtype: Annotated[Dtype | None, typer.Option(help="The model folder's unless given.", show_default=False)] = None,
-    trust_remote_code: Annotated[bool, typer.Option(help="As the job's model.trust_remote_code.")] = False,
+    dtype: Annotated[
+        Dtype | None, typer.Option(help="Default: the dtype of the model folder.", show_default=False)
+    ] = None,
+    trust_remote_code: Annotated[bool, typer.Option(help="The same as the job's model.trust_remote_code.")] = False,
 ) -> None:
     """Write a checkpoint as an ordinary Hugging Face folder: safetensors, with config and tokenizer of the job's model.
 
-    Of any backend and any number of ranks. What is not trained (a router's bias under FSDP2, a vision tower under
-    Megatron) is the model folder's.
+    Checkpoints of any backend and any number of ranks can be exported. Tensors that are not trained (a router's bias
+    under FSDP2, a vision tower under Megatron) are taken from the model folder.
     """
     try:
         count = write(checkpoint, folder, model, dtype, trust_remote_code)
@@ -59,21 +63,21 @@ def export(
 def write(
     checkpoint: Path, folder: Path, model: Path | None = None, dtype: str | None = None, trust_remote_code: bool = False
 ) -> int:
-    """How many tensors it wrote. Raises MillraceError with nothing left behind."""
-    about, stored = open_checkpoint(checkpoint)
-    model = model or Path(about.get("model_folder", ""))
+    """Writes the folder and returns the number of its tensors. Raises MillraceError: nothing is left behind then."""
+    description, stored = open_checkpoint(checkpoint)
+    model = model or Path(description.model_folder)
     if not (model / "config.json").is_file():
         what = f"{checkpoint} is of a model whose folder is not here: there is no {model.absolute()}/config.json."
-        raise InvalidState(what, "say --model FOLDER.")
+        raise InvalidState(what, "add --model FOLDER.")
     if folder.exists():
-        raise InvalidState(f"{folder} is there already.", "name a folder that is not.")
+        raise InvalidState(f"{folder} exists already.", "name a folder that does not exist.")
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     shards, count = huggingface.SafetensorsWriter(partial, huggingface.SHARD_BYTES), 0
     try:
         with Progress(disable=not sys.stderr.isatty(), transient=True) as progress:
             task = progress.add_task("tensors", total=None)
-            for name, tensor in _whole(stored, model, dtype or huggingface.dtype_of(model), trust_remote_code):
+            for name, tensor in _all_tensors(stored, model, dtype or huggingface.dtype_of(model), trust_remote_code):
                 shards.add(name, tensor)
                 count += 1
                 progress.update(task, completed=count, description=name)
@@ -81,25 +85,28 @@ def write(
         huggingface.copy_rest(model, partial)
         os.rename(partial, folder)
     except (OSError, SafetensorError) as error:
-        raise InvalidState(f"{folder} could not be written: {error}", "make room there.") from error
+        raise InvalidState(f"{folder} could not be written: {error}", "free disk space there.") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return count
 
 
-def _whole(stored: BoxReader, folder: Path, dtype: str, trust: bool) -> Iterator[tuple[str, Tensor]]:
-    """With what is not trained and the checkpoint does not have."""
-    given = set()
-    for name, tensor in _tensors(stored, folder, dtype, trust):
+def _all_tensors(stored: BoxReader, folder: Path, dtype: str, trust: bool) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of the checkpoint, and those of the model folder that are not trained."""
+    given = set[str]()
+    for name, tensor in _trained_tensors(stored, folder, dtype, trust):
         given.add(name)
         yield name, tensor
     for name, tensor in huggingface.untrained(folder, given):
         yield name, tensor.to(getattr(torch, dtype)) if tensor.is_floating_point() else tensor
 
 
-def _tensors(stored: BoxReader, folder: Path, dtype: str, trust: bool) -> Iterator[tuple[str, Tensor]]:
-    """As the model folder names and cuts them. Checkpoints of FSDP2 have them as transformers' module does (all experts
-    of a layer in one), those of Megatron as the folder does."""
+def _trained_tensors(stored: BoxReader, folder: Path, dtype: str, trust: bool) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of the checkpoint under the names and in the parts of the model folder.
+
+    Checkpoints of FSDP2 have them as the transformers module does (all experts of a layer in one tensor), those of
+    Megatron as the folder does.
+    """
     left = {name.removeprefix(WEIGHTS) for name in stored.names if name.startswith(WEIGHTS)}
     untrained: dict[str, tuple[tuple[int, ...], str]] = {}
     if (module := _module(folder, trust)) is not None:
@@ -121,7 +128,7 @@ def _tensors(stored: BoxReader, folder: Path, dtype: str, trust: bool) -> Iterat
 
 
 def _module(folder: Path, trust: bool) -> nn.Module | None:
-    """Without memory; None of a class that only Megatron trains."""
+    """The model without memory for its parameters; None for a class that only Megatron trains."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust)
     if type(config) not in AutoModelForCausalLM._model_mapping and not trust:
         return None

@@ -1,11 +1,10 @@
-"""The model as an ordinary Hugging Face folder: safetensors in shards, with config and tokenizer of the job's model."""
+"""A model as an ordinary Hugging Face folder: safetensors in shards, with config and tokenizer of the job's model."""
 
 import json
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 from safetensors import SafetensorError
@@ -19,19 +18,21 @@ from services.trainer.checkpoints.value_head import WEIGHT
 from services.trainer.ranks import collectives
 
 Export = Callable[[str], Iterator[tuple[TensorInfo, Tensor | None]]]
-"""Of a dtype: the tensors one after the other, whole on rank 0. See `backends.Backend.export`."""
+"""Yields the tensors in a dtype, whole on rank 0. See `services.trainer.protocol.backend.Backend.export`."""
 
 SHARD_BYTES = 4 << 30
 COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.tiktoken")
-"""Everything of the model folder but its weights."""
+"""Patterns of the files of a model folder that are not weights."""
 LAYER = re.compile(r"(?:^|\.)(?:model|language_model)\.layers\.(\d+)\.")
-"""In the name of a tensor: which layer of the language model it is of."""
+"""Finds the number of the language model's layer in the name of a tensor."""
 
 
-def write_folder(folder: Path, export: Export, model: Path, config: Mapping[str, Any] | None = None) -> None:
-    """Gathers tensor by tensor and writes on rank 0, in the dtype that the folder `model` is in, with what is not
-    trained, its config, changed by `config`, and all else beside its weights. All ranks call it. Raises InvalidState on
-    all."""
+def write_folder(folder: Path, export: Export, model: Path, config: Mapping[str, object] | None = None) -> None:
+    """Gathers a model tensor by tensor and writes it on rank 0, in the dtype of the folder `model`. A collective.
+
+    What is not trained, the config (changed by `config`) and all other files are those of `model`. Raises InvalidState
+    on every rank.
+    """
     dtype = dtype_of(model)
     shards = SafetensorsWriter(folder, SHARD_BYTES)
     failure: OSError | SafetensorError | None = None
@@ -42,7 +43,7 @@ def write_folder(folder: Path, export: Export, model: Path, config: Mapping[str,
             try:
                 shards.add(info.name, tensor.cpu())
             except (OSError, SafetensorError) as error:
-                failure = error  # told once the other ranks have given all that they are asked for
+                failure = error  # raised once all tensors are gathered: the other ranks have begun to gather
     with collectives.fail_together():
         if dist.get_rank() == 0:
             try:
@@ -56,11 +57,12 @@ def write_folder(folder: Path, export: Export, model: Path, config: Mapping[str,
                     tree = json.loads((folder / "config.json").read_text())
                     (folder / "config.json").write_text(json.dumps({**tree, **config}, indent=2))
             except (OSError, SafetensorError) as error:
-                raise InvalidState(f"{folder} could not be written: {error}", "make room there.") from error
+                raise InvalidState(f"{folder} could not be written: {error}", "free disk space there.") from error
 
 
 class SafetensorsWriter:
-    """Files of about `shard_bytes`; numbered by transformers' rule once their number is known."""
+    """Writes tensors to files of about `shard_bytes`, which are named by transformers' rule when the last is
+    written."""
 
     def __init__(self, folder: Path, shard_bytes: int) -> None:
         self.names: list[list[str]] = []
@@ -71,6 +73,7 @@ class SafetensorsWriter:
         self._total = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
+        """Adds a tensor in host memory. Raises OSError, SafetensorError."""
         size = tensor.numel() * tensor.element_size()
         if self._open and self._held + size > self._shard_bytes:
             self._write()
@@ -86,6 +89,7 @@ class SafetensorsWriter:
         self._open, self._held = {}, 0
 
     def finish(self) -> None:
+        """Writes the last file and, for several files, the index."""
         if self._open:
             self._write()
         count = len(self.names)
@@ -100,9 +104,11 @@ class SafetensorsWriter:
 
 
 def untrained(model: Path, given: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-    """What the folder `model` has beside the tensors `given`, as it is there: a vision tower, say. Not the language
-    model's head, which is given unless it is tied or a critic's takes its place, nor heads that predict several tokens
-    at once: they would fall behind. Nothing where the folder lacks some that are given: it has them by other names.
+    """The tensors of the folder `model` that are not among `given`, unchanged: those of a vision tower, for example.
+
+    Left out are the language model's head, which is given unless it is tied or replaced by a critic's head, and heads
+    that predict several tokens at once, which would not match the trained model any more. Nothing is yielded where the
+    folder lacks given tensors: it has them under other names.
     """
     if not any((model / file).is_file() for file in (INDEX, SINGLE)):
         return
@@ -123,13 +129,13 @@ def _dropped(name: str, layers: int | None) -> bool:
 
 
 def dtype_of(model: Path) -> str:
-    """Of a model folder."""
+    """Dtype of the weights of a model folder, by its config."""
     config = json.loads((model / "config.json").read_text())
     return str(config.get("dtype") or config.get("torch_dtype") or "float32")
 
 
 def copy_rest(model: Path, folder: Path) -> None:
-    """All but the weights."""
+    """Copies all files of the folder `model` that are not weights."""
     for pattern in COPIED:
         for file in model.glob(pattern):
             if not file.name.endswith(".safetensors.index.json") and not file.name.endswith(".bin.index.json"):

@@ -1,4 +1,4 @@
-"""A model folder's weights, tensor by tensor."""
+"""Reads the weights of a model folder, tensor by tensor."""
 
 import json
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ SINGLE = "model.safetensors"
 
 
 class ModelFiles:
-    """The folder's safetensors files, each opened once and when it is first needed; closed with the context."""
+    """The safetensors files of a folder. Each is opened when it is first needed and closed with the context."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -34,18 +34,21 @@ class ModelFiles:
         self._stack.close()
 
     def __iter__(self) -> Iterator[str]:
-        """The tensors' names, file after file."""
+        """The names of the tensors, file after file."""
         return iter(sorted(self._file_of, key=lambda name: (self._file_of[name], name)))
 
     def has(self, name: str) -> bool:
+        """Whether the folder has a tensor of this name."""
         return name in self._file_of
 
     def whole(self, name: str) -> Tensor:
+        """A complete tensor, in host memory."""
         tensor: Tensor = self._file(self._file_of[name]).get_tensor(name)
         return tensor
 
     def slice_of(self, name: str, shape: tuple[int, ...]) -> Any:
-        """Its values are read where it is indexed. Raises InvalidJob where it is missing or has another shape."""
+        """A safetensors slice of the tensor: indexing it reads the values. Raises InvalidJob where the tensor is
+        missing or has another shape."""
         if name not in self._file_of:
             raise InvalidJob(
                 f"model.path: {self._folder} has no tensor {name}, of shape {shape}, which its config asks for.",

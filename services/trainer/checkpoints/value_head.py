@@ -1,4 +1,4 @@
-"""The critic's head in a model folder: a linear layer of one output, no bias, which transformers calls `score`."""
+"""The head of a critic in a model folder: a linear layer with one output and no bias, named `score` in transformers."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,8 @@ WEIGHT, BIAS = "score.weight", "score.bias"
 
 
 def stored_head(folder: Path, hidden: int) -> Tensor | None:
-    """[1, hidden]; none where the folder has no head. Raises InvalidJob where it has one that says something else."""
+    """The weight of the folder's head, [1, hidden]; None where the folder has no head. Raises InvalidJob where its head
+    is not one of a critic."""
     found: dict[str, Tensor] = {}
     for file in _files(folder):
         with safe_open(file, "pt") as tensors:
@@ -31,7 +32,7 @@ def stored_head(folder: Path, hidden: int) -> Tensor | None:
 
 
 def _files(folder: Path) -> set[Path]:
-    """Those that may hold a part of the head."""
+    """The files that may contain a part of the head."""
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return set(folder.glob("*.safetensors"))
@@ -40,7 +41,7 @@ def _files(folder: Path) -> set[Path]:
 
 
 def config_changes(architectures: list[str]) -> dict[str, object]:
-    """What the config.json of a critic's folder says otherwise than that of the language model it came from."""
+    """The entries in which the config.json of a critic's folder differs from that of its language model."""
     return {
         "architectures": [name.replace("ForCausalLM", "ForTokenClassification") for name in architectures],
         "id2label": {"0": "value"},

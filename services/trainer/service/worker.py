@@ -122,7 +122,7 @@ class Worker:
         else:
             size = checkpoint.write_now(pending)
             seconds = time.monotonic() - began
-            self._saver.done(pb.FinishSaveResponse(version=job.version, bytes=size, seconds=seconds))
+            self._saver.record(pb.FinishSaveResponse(version=job.version, bytes=size, seconds=seconds))
         return pb.SaveResponse(version=job.version, seconds=time.monotonic() - began)
 
     def load(self, request: pb.LoadRequest) -> pb.LoadResponse:
@@ -139,8 +139,9 @@ class Worker:
             torch.cuda.empty_cache()
 
     def _load_checkpoint(self, job: LoadedJob, path: str) -> None:
-        job.version = checkpoint.load(path, job.backend)
-        job.coefficient.value = checkpoint.kl_coefficient(path, job.spec.algorithm.kl_coefficient)
+        loaded = checkpoint.load(path, job.backend)
+        saved, configured = loaded.kl_coefficient, job.spec.algorithm.kl_coefficient
+        job.version, job.coefficient.value = loaded.version, configured if saved is None else saved
 
     def _loaded(self) -> LoadedJob:
         if self._job is None:

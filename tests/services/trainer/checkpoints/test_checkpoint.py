@@ -40,7 +40,7 @@ def test_resuming_is_bit_for_bit(
     save(tmp_path / "two", backend, 2)
     metrics = step(3, random_groups(4, 4, seed=3))
     again, resumed = local_step(spec, one_rank, control, served)
-    assert checkpoint.load(str(tmp_path / "two"), again) == 2
+    assert checkpoint.load(str(tmp_path / "two"), again).version == 2
     repeated = resumed(3, random_groups(4, 4, seed=3))
     assert repeated["actor/pg_loss"] == metrics["actor/pg_loss"]
     assert repeated["actor/grad_norm"] == metrics["actor/grad_norm"]
@@ -51,7 +51,7 @@ def test_resuming_is_bit_for_bit(
 def test_version_0_is_a_checkpoint_too(one_rank: torch.device, tied_model: Path, tmp_path: Path) -> None:
     backend = build(job_spec(tied_model), one_rank)
     save(tmp_path / "zero", backend, 0)
-    assert checkpoint.load(str(tmp_path / "zero"), backend) == 0
+    assert checkpoint.load(str(tmp_path / "zero"), backend).version == 0
     assert backend.updates == 0
 
 
@@ -75,14 +75,15 @@ def test_two_ranks_write_what_one_reads(
         again = calls.step(3, served.script.groups, served.address).metrics
         assert again["actor/pg_loss"] == there["actor/pg_loss"]
         assert again["actor/kl_coef"] == there["actor/kl_coef"] != pytest.approx(0.2)
-        assert checkpoint.kl_coefficient(str(tmp_path / "two"), 0.2) == there["actor/kl_coef"]
+        description, _ = checkpoint.open_checkpoint(tmp_path / "two")
+        assert description.kl_coefficient == there["actor/kl_coef"]
         calls.save(str(tmp_path / "three"))
     alone = {**algorithm, "kl_coefficient": there["actor/kl_coef"]}
     spec = job_spec(tied_model, trainer=TRAINER, algorithm=alone)
     backend, step = local_step(spec, one_rank, control, served)
-    assert checkpoint.load(str(tmp_path / "three"), backend) == 3
+    assert checkpoint.load(str(tmp_path / "three"), backend).version == 3
     third = weights(backend)
-    assert checkpoint.load(str(tmp_path / "two"), backend) == 2
+    assert checkpoint.load(str(tmp_path / "two"), backend).version == 2
     here = step(3, random_groups(4, 4, seed=3))
     assert here["actor/grad_norm"] == pytest.approx(there["actor/grad_norm"], rel=2e-6)
     for name, tensor in weights(backend).items():
@@ -93,7 +94,7 @@ def test_saved_again_it_is_replaced(one_rank: torch.device, tied_model: Path, tm
     backend, target = build(job_spec(tied_model), one_rank), tmp_path / "out" / "step-1"
     for version in (1, 2):
         save(target, backend, version)
-        assert checkpoint.load(str(target), backend) == version
+        assert checkpoint.load(str(target), backend).version == version
     assert [path.name for path in target.parent.iterdir()] == ["step-1"]
 
 
@@ -105,14 +106,14 @@ def test_a_crash_leaves_the_previous_one_whole(
     prepare(target, backend, 2)
     begun = prepare(target, backend, 3)
     begun.write()
-    assert checkpoint.load(str(target), backend) == 1
+    assert checkpoint.load(str(target), backend).version == 1
     with monkeypatch.context() as broken, pytest.raises(KeyboardInterrupt):
         broken.setattr(os, "rename", interrupted(os.rename))
         begun.commit()
     assert not target.exists()
-    assert checkpoint.load(str(target), backend) == 1
+    assert checkpoint.load(str(target), backend).version == 1
     save(target, backend, 4)
-    assert checkpoint.load(str(target), backend) == 4
+    assert checkpoint.load(str(target), backend).version == 4
     assert [path.name for path in tmp_path.iterdir()] == ["latest"]
 
 
@@ -165,7 +166,7 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_rank(
             save(tmp_path / "saved", backend, 1, huggingface_from=tied_model)
         assert not (tmp_path / "saved").exists()
     save(tmp_path / "saved", backend, 1, huggingface_from=tied_model)
-    assert checkpoint.load(str(tmp_path / "saved"), backend) == 1
+    assert checkpoint.load(str(tmp_path / "saved"), backend).version == 1
 
 
 @pytest.mark.parametrize("model", ["tied_model", "untied_model"])
@@ -220,8 +221,8 @@ def test_an_export_says_what_it_lacks(one_rank: torch.device, tied_model: Path, 
         export.write(tmp_path, tmp_path / "exported")
     with pytest.raises(InvalidState, match="whose folder is not here") as found:
         export.write(tmp_path / "saved", tmp_path / "exported")
-    assert found.value.fix == "say --model FOLDER."
-    with pytest.raises(InvalidState, match="is there already"):
+    assert found.value.fix == "add --model FOLDER."
+    with pytest.raises(InvalidState, match="exists already"):
         export.write(tmp_path / "saved", tmp_path / "saved", tied_model)
     (tmp_path / "saved" / "state" / "rank-00000.safetensors").write_bytes(b"")
     with pytest.raises(InvalidState, match="is damaged"):
