@@ -22,36 +22,38 @@ from services.trainer.protocol.microbatch import MicroBatch
 try:
     from torch.nn.attention.varlen import varlen_attn
 except ImportError:  # torch before 2.10
-    GROUPED_HEADS: dict[str, bool] = {}
+    GROUPED_HEADS: dict[str, Any] = {}
 else:
-    # Later releases want to be told that fewer heads of keys than of queries are meant.
+    # Later releases have to be told that there are fewer key heads than query heads.
     GROUPED_HEADS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 SEGMENTS, VARLEN = "millrace_segments", "millrace_varlen"
-"""The names under which transformers finds them."""
+"""Names of the two implementations in transformers."""
 LARGEST_HEAD = 256
-"""Numbers a head that the varlen kernel takes at most."""
+"""Largest head dimension that the varlen kernel supports."""
 WIDEST = 1.25
-"""A bucket's longest segment is at most so many times its shortest."""
+"""Largest ratio of the longest to the shortest segment in a bucket."""
 FEWEST_TOKENS = 64
-"""Segments shorter than this share a bucket: there the number of calls costs more than padding."""
+"""Segments shorter than this share a bucket: for them the number of calls costs more than padding."""
 
 
 @dataclass(frozen=True)
 class Segments:
-    """Where the segments of a packed row stand in padded buckets, and the way back."""
+    """Places of the segments of a packed row in padded buckets."""
 
     buckets: tuple[Tensor, ...]
-    """int64 [segments, longest] each: packed position of every padded place; places past the end repeat the first."""
+    """For each bucket the packed position of every padded place, int64 [segments, longest]; places after the end of a
+    segment repeat its first position."""
     place_p: Tensor
-    """int64 [P]: of each packed position its place in the buckets, laid out one after the other."""
+    """The place of each packed position in the buckets, one bucket after the other, int64 [P]."""
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> "Segments":
+        """Buckets for a packed row of sequences with these lengths."""
         starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
         place_p = torch.empty(starts[-1], dtype=torch.int64)
         buckets, base = [], 0
-        for members in _alike(lengths):
+        for members in _similar_lengths(lengths):
             longest = lengths[members[-1]]
             offsets = torch.arange(longest)
             starts_b = torch.tensor([starts[member] for member in members])
@@ -65,7 +67,7 @@ class Segments:
 
 
 def packing(attention: str, batch: MicroBatch, device: torch.device) -> dict[str, Any]:
-    """How a model with that attention learns where sequences begin; `sdpa` sees it in the positions."""
+    """Arguments of a model's forward pass that tell where sequences begin; `sdpa` finds that in the positions."""
     if attention == SEGMENTS:
         return {"segments": Segments.of(batch.lengths, device)}
     if attention == VARLEN:
@@ -77,8 +79,8 @@ def packing(attention: str, batch: MicroBatch, device: torch.device) -> dict[str
     return {}
 
 
-def _alike(lengths: Sequence[int]) -> list[list[int]]:
-    """Segments in order of length, cut where the length has grown too much."""
+def _similar_lengths(lengths: Sequence[int]) -> list[list[int]]:
+    """Groups of segments of similar length, as indices, ordered by length."""
     groups: list[list[int]] = []
     for member in sorted(range(len(lengths)), key=lambda i: lengths[i]):
         if groups and lengths[member] <= max(FEWEST_TOKENS, WIDEST * lengths[groups[-1][0]]):
@@ -89,13 +91,13 @@ def _alike(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def varlen_fits(config: Any, compute: torch.dtype, device: torch.device) -> bool:
-    """Whether torch has the varlen kernel here and it takes a model with this config (the text part's)."""
+    """Whether torch has the varlen kernel here, and the kernel supports a model with this config (of the text part)."""
     if device.type != "cuda" or compute not in (torch.bfloat16, torch.float16):
         return False
     if importlib.util.find_spec("torch.nn.attention.varlen") is None:
         return False
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    latent = getattr(config, "kv_lora_rank", None)  # there keys and values of a head differ in size
+    latent = getattr(config, "kv_lora_rank", None)  # with it keys and values of a head differ in size
     return not latent and head <= LARGEST_HEAD
 
 
@@ -112,13 +114,14 @@ def attend_varlen(
     sliding_window: int | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
-    """Hugging Face's attention interface, as `attend`. starts: int32 [sequences + 1], see `MicroBatch.starts`.
+    """Attention by the varlen kernel, with the same tensors as `attend`.
 
-    longest: at least the tokens of the longest sequence.
+    starts: int32 [sequences + 1], see `MicroBatch.starts`. longest: at least the length of the longest sequence.
     """
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     window = (-1 if sliding_window is None else sliding_window - 1, 0)
     out = varlen_attn(q, k, v, starts, starts, longest, longest, scale=scaling, window_size=window, **GROUPED_HEADS)
+    assert isinstance(out, Tensor)
     return out[None], None
 
 
@@ -134,9 +137,10 @@ def attend(
     sliding_window: int | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
-    """Hugging Face's attention interface: query [1, heads, P, d], key and value [1, kv heads, P, d] → [1, P, heads, d].
+    """Attention over padded buckets, behind the attention interface of transformers.
 
-    Padded places come after the segment's own, so causality alone keeps them out.
+    query [1, heads, P, d], key and value [1, kv heads, P, d] → [1, P, heads, d]. Padded places come after the places of
+    their segment, so the causal mask excludes them.
     """
     heads = query.shape[1]
     packed = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from transformers import PreTrainedModel
 from transformers.utils import is_flash_attn_2_available
 
 from millrace.backends.fsdp2 import Fsdp2Options, parse
@@ -32,14 +33,15 @@ ATTENTION_FIELD = "trainer.backend_options.attention"
 
 
 def build(spec: JobSpec, device: torch.device) -> "Fsdp2Backend":
-    """Raises InvalidJob, on every rank, for a model or options that it cannot run."""
+    """The backend with its model loaded. Raises InvalidJob, on every rank, for a model or options that it cannot
+    run."""
     options = parse(spec.trainer.backend_options)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("data",))
     return Fsdp2Backend(spec, options, device, mesh)
 
 
 class Fsdp2Backend(ShardedModel):
-    """See `services.trainer.protocol.backend.Backend`. All ranks are data parallel."""
+    """Implements `services.trainer.protocol.backend.Backend`. All ranks are data parallel."""
 
     def __init__(self, spec: JobSpec, options: Fsdp2Options, device: torch.device, mesh: DeviceMesh) -> None:
         compute = getattr(torch, spec.trainer.dtype)
@@ -55,10 +57,10 @@ class Fsdp2Backend(ShardedModel):
         if spec.trainer.activation_recompute:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self._shards: dict[str, Memory | None] = {}
-        self._reference: nn.Module | None = None
+        self._reference: PreTrainedModel | None = None
         if spec.algorithm.kl is not None:
-            resting = replace(sharding, offload=options.offload_reference)
-            self._reference = policy(spec.model, config, resting, dtype=compute).requires_grad_(False)
+            offloadable = replace(sharding, offload=options.offload_reference)
+            self._reference = policy(spec.model, config, offloadable, dtype=compute).requires_grad_(False)
         super().__init__(model, spec.trainer.optimizer, device)
         self._chunked = self._scores_in_chunks(options.logprob_chunk_tokens)
         self.parameters = sum(parameter.numel() for parameter in self._trained.values())
@@ -85,8 +87,8 @@ class Fsdp2Backend(ShardedModel):
             scores = self._scores(self._model, batch, temperature, entropy=True)
             try:
                 loss, output = loss_fn(batch, scores)
-            except InvalidJob:  # a user's own: the job may go on with it fixed
-                self._model.reshard()  # type: ignore[operator]  # the root waits for a backward pass, as above
+            except InvalidJob:  # a user's own loss: the job may continue once it is fixed
+                self._model.reshard()  # the root waits for a backward pass, as above
                 raise
             loss.backward()
             outputs.append(output)
@@ -101,14 +103,14 @@ class Fsdp2Backend(ShardedModel):
         return TokenScores(logprobs_r, entropy_r if entropy else None)
 
     def _logits(self, model: nn.Module, batch: MicroBatch) -> Tensor:
-        """[R, V], in the dtype of the forward pass."""
+        """Logits of the response tokens, [R, V], in the dtype of the forward pass."""
         logits_1rv = model(logits_to_keep=batch.predicting_r.to(self.device), **self._inputs(batch)).logits
         logits_rv: Tensor = logits_1rv[0]
         return logits_rv
 
     def _scores_in_chunks(self, chunk_tokens: int) -> bool:
-        """Whether token scores can come from hidden states, see `head`. A few tokens are scored in both ways to be
-        sure: a model may do more to its logits than its config says."""
+        """Whether token scores can be computed from hidden states, see `head`. A few tokens are scored in both ways to
+        check that: a model may change its logits in more ways than its config tells."""
         models = [model for model in (self._model, self._reference) if model is not None]
         if not all([head.install(model, chunk_tokens) for model in models]):
             return False
@@ -150,7 +152,7 @@ class Fsdp2Backend(ShardedModel):
 
 
 def _attention(options: Fsdp2Options, config: Any, compute: torch.dtype, device: torch.device) -> str:
-    """The name in transformers of the job's attention, for a model with this config (the text part's)."""
+    """Name in transformers of the attention that the job uses, for a model with this config (of the text part)."""
     fits = attention.varlen_fits(config, compute, device)
     if options.attention == "auto":
         return "flash_attention_2" if is_flash_attn_2_available() else attention.VARLEN if fits else attention.SEGMENTS

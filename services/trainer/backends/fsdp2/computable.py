@@ -1,5 +1,7 @@
-"""Which architectures come out right here: packed sequences have to give what each gives alone, and training what the
-engine computes. Others would be trained too, as a model that they are not, and nothing would say so."""
+"""Which architectures this backend computes correctly.
+
+Packed sequences must have the same results as each sequence alone, and training the same as the engine. Any other
+architecture would be trained as a different model, without an error."""
 
 from transformers import PreTrainedModel
 
@@ -14,13 +16,13 @@ FLASH = (
 
 
 def named(implementation: str) -> str:
-    """As trainer.backend_options says it."""
+    """Name of an attention implementation in trainer.backend_options."""
     return {attention.SEGMENTS: "segments", attention.VARLEN: "varlen"}.get(implementation, implementation)
 
 
 def check_computable(module: PreTrainedModel, implementation: str, path: str, field: str) -> None:
-    """Raises InvalidJob that names `field` of the job spec, where `module`, from the folder `path`, would be another
-    model with attention of that `implementation`."""
+    """Raises InvalidJob where `module`, built from the folder `path`, would be computed as a different model with this
+    attention `implementation`. The error names `field` of the job spec."""
     config = module.config.get_text_config()
     kinds = {type(part) for part in module.modules() if isinstance(part, PreTrainedModel)}
     layers = sorted(set(getattr(config, "layer_types", None) or ()) - KNOWN_LAYERS)

@@ -1,4 +1,4 @@
-"""The critic: the decoder of a Hugging Face model with one number a token in place of the logits."""
+"""The critic: the decoder of a Hugging Face model, with one number per token in place of the logits."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -32,13 +32,14 @@ class ValueModel(nn.Module):
         self.score = nn.Linear(model.config.get_text_config().hidden_size, 1, bias=False, dtype=model.dtype)
 
     def forward(self, positions_r: Tensor, **inputs: Any) -> Tensor:
-        """float32 [R], at the chosen positions of one packed row."""
+        """Values at the chosen positions of one packed row, float32 [R]."""
         hidden_rh = self.model(use_cache=False, **inputs).last_hidden_state[0, positions_r]
-        return self.score(hidden_rh).float().sum(dim=-1)  # of one: FSDP wants no view
+        values_r: Tensor = self.score(hidden_rh).float().sum(dim=-1)  # a sum of one number: FSDP allows no view
+        return values_r
 
 
 class Fsdp2Critic(ShardedModel):
-    """See `services.trainer.protocol.backend.Critic`."""
+    """Implements `services.trainer.protocol.backend.Critic`."""
 
     def __init__(self, spec: JobSpec, sharding: Sharding, vocabulary: int) -> None:
         chosen = spec.algorithm.critic
@@ -50,14 +51,14 @@ class Fsdp2Critic(ShardedModel):
                 reason = f"it knows {size} tokens and the policy {vocabulary}"
                 raise refused(FIELD, source.path, reason, "give a model with the policy's tokenizer.")
 
-        def build() -> nn.Module:
+        def build() -> ValueModel:
             return ValueModel(build_unfilled(AutoModel, source, config, sharding, dtype=torch.float32, field=FIELD))
 
         module: Any = shard_model(build, lambda: _read(source, config), sharding)
         if spec.trainer.activation_recompute:
             module.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.folder = Path(source.path)
-        self.config: Mapping[str, Any] = config_changes(config.architectures)
+        self.config: Mapping[str, object] = config_changes(config.architectures)
         self._attention, self._rank = sharding.attention, sharding.mesh.get_rank()
         super().__init__(module, chosen.optimizer, torch.device(sharding.mesh.device_type))
 
@@ -91,7 +92,7 @@ class Fsdp2Critic(ShardedModel):
 
 
 def _read(source: Model, config: Any) -> dict[str, Tensor]:
-    """The decoder as transformers loads it, and the folder's own head or zeros: before it has learnt, it expects 0."""
+    """The decoder as transformers loads it, and the folder's head, or zeros: an untrained critic predicts 0."""
     decoder = {f"model.{name}": tensor for name, tensor in read_whole(AutoModel, source, config, FIELD).items()}
     hidden = config.get_text_config().hidden_size
     head = stored_head(Path(source.path), hidden)

@@ -1,5 +1,5 @@
-"""A sharded model in Hugging Face terms, tensor by tensor: under the names and in the pieces that save_pretrained
-would write, so that every loader that reads model folders takes them."""
+"""The tensors of a sharded model under the names and in the parts that save_pretrained would write, so that every
+loader of model folders can read them."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ from millrace.weights.plans.manifest import Manifest, TensorInfo
 
 
 def manifest(module: nn.Module, dtype: str) -> Manifest:
-    """What `export` gives. Needs no communication and no memory: the pieces are worked out on shapes."""
+    """The manifest of what `export` yields. It is computed from shapes, without communication and memory."""
     infos = []
     for name, tensor in stored_tensors(module):
         whole = torch.empty(tensor.shape, device="meta")
@@ -22,7 +22,8 @@ def manifest(module: nn.Module, dtype: str) -> Manifest:
 
 
 def export(module: nn.Module, dtype: str, rank: int) -> Iterator[tuple[TensorInfo, Tensor | None]]:
-    """Every tensor whole on rank 0, contiguous, in `dtype`; None on the others, which gather with it."""
+    """Every tensor, whole and contiguous on rank 0, in `dtype`; None on the other ranks, which take part in the
+    gathering. A collective."""
     for name, tensor in stored_tensors(module):
         whole = _whole(tensor)
         if rank != 0:

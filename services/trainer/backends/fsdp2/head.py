@@ -1,7 +1,8 @@
-"""The head of a Hugging Face model without logits of the whole micro-batch.
+"""Token scores of a Hugging Face model without logits of the whole micro-batch.
 
 Most causal language models end in one linear layer. For those the token scores are computed from the hidden states, a
-chunk of tokens at a time (`services.trainer.backends.head`). A model that does more to its logits keeps its own path.
+chunk of tokens at a time (`services.trainer.backends.head`). A model that changes its logits afterwards is scored from
+its logits (`logits`).
 """
 
 from typing import Any
@@ -13,14 +14,14 @@ from transformers import PreTrainedModel
 from services.trainer.backends.head import VocabularyPart, WantedTokens, scores
 
 LOGIT_SETTINGS = ("final_logit_softcapping", "logits_soft_cap", "logit_scale", "logits_scaling", "lm_head_multiplier")
-"""Settings by which a model's config says that its logits are more than a linear layer's output."""
+"""Config entries of models whose logits are not the output of the linear layer alone."""
 
 
 def install(module: PreTrainedModel, chunk_tokens: int) -> bool:
-    """Gives a model's forward pass a keyword `wanted`, with which it answers float32 [2, R]: log-probabilities and
-    entropies of the wanted tokens. Answers whether the model's head allows it; otherwise nothing changes.
+    """Adds the keyword `wanted` to a model's forward pass: with it the pass returns float32 [2, R], log-probabilities
+    and entropies of the wanted tokens. Returns False, and changes nothing, where the model's head does not allow that.
 
-    Works on a module sharded by FSDP too: its hooks run around the forward pass and gather the head's weight.
+    A module sharded by FSDP is allowed: the hooks of FSDP run around the forward pass and gather the head's weight.
     """
     head = module.get_output_embeddings()
     config = module.config.get_text_config()
@@ -37,10 +38,10 @@ def install(module: PreTrainedModel, chunk_tokens: int) -> bool:
         weight_vh = module.get_output_embeddings().weight
         return scores(hidden_rh, weight_vh, wanted, vocabulary, chunk_tokens)
 
-    module.forward = forward  # type: ignore[method-assign]
+    module.forward = forward
     return True
 
 
 def agrees(scores_2r: Tensor, logprobs_r: Tensor) -> bool:
-    """Whether scores from hidden states are those that the model's own logits give, within rounding."""
+    """Whether scores from hidden states equal those from the model's logits, within rounding."""
     return torch.allclose(scores_2r[0], logprobs_r, rtol=0.02, atol=0.02)

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropy of chosen tokens, from logits, without a float copy of all of them."""
+"""Log-probabilities and entropies of chosen tokens from logits, without a float32 copy of all logits."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 CHUNK_BYTES = 64 << 20
-"""Of one float32 chunk of logits."""
+"""Size of one float32 chunk of logits."""
 
 
 def token_scores(
@@ -15,10 +15,10 @@ def token_scores(
 ) -> tuple[Tensor, Tensor | None]:
     """log softmax(logits/temperature) at the targets, and the entropy of that distribution: float32 [R], in nats.
 
-    logits_rv: [R, V], any float dtype. Forward and backward work in chunks of tokens and keep only the logits as they
-    came.
+    logits_rv: [R, V], any float dtype. Forward and backward work in chunks of tokens and keep only the given logits.
     """
-    logprobs_r, entropy_r = _Scores.apply(logits_rv, targets_r, temperature, entropy)
+    scores: tuple[Tensor, Tensor] = _Scores.apply(logits_rv, targets_r, temperature, entropy)  # type: ignore[no-untyped-call]
+    logprobs_r, entropy_r = scores
     return logprobs_r, entropy_r if entropy else None
 
 

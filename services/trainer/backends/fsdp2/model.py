@@ -1,9 +1,10 @@
-"""A Hugging Face model, sharded over the ranks: built without memory, then filled from the one rank that read it."""
+"""A Hugging Face model sharded over the ranks: built without memory, then filled from rank 0, which reads the
+folder."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,25 +23,26 @@ from services.trainer.backends.fsdp2.computable import check_computable, named
 from services.trainer.ranks import collectives
 
 FIELD = "model.path"
+Module = TypeVar("Module", bound=nn.Module)
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a module lies on the ranks and computes."""
+    """How a module is sharded and computes."""
 
     mesh: DeviceMesh
     attention: str
-    """The name of its attention in transformers."""
+    """Name of the attention implementation in transformers."""
     compute: torch.dtype
     offload: bool = False
-    """Keep the shards in host memory and copy them as they are needed."""
+    """Keep the shards in host memory and copy them to the device when they are needed."""
     compile: bool = False
     """Compile each decoder layer. Lengths are dynamic, so each kind of layer is compiled once."""
 
 
 def load_config(model: Model, field: str = FIELD) -> Any:
-    """The folder's config, without dropout and noise: a policy is trained with the probabilities that it sampled with.
-    `field` of the job spec names the folder."""
+    """The config of a model folder, without dropout and noise: a policy is trained with the probabilities with which it
+    sampled. `field` is the field of the job spec that names the folder. Raises InvalidJob."""
     if not (Path(model.path) / "config.json").is_file():
         raise InvalidJob(
             f"{field}: {model.path} is not a Hugging Face model folder on the trainer's host: no config.json there.",
@@ -61,10 +63,10 @@ def load_config(model: Model, field: str = FIELD) -> Any:
 _FIX = "give a model of an architecture that this release of transformers knows, or install a newer one."
 
 
-def policy(model: Model, config: Any, sharding: Sharding, *, dtype: torch.dtype) -> nn.Module:
-    """The language model with parameters of `dtype`, sharded and loaded."""
+def policy(model: Model, config: Any, sharding: Sharding, *, dtype: torch.dtype) -> PreTrainedModel:
+    """The language model with parameters of `dtype`, sharded and loaded. Raises InvalidJob."""
 
-    def build() -> nn.Module:
+    def build() -> PreTrainedModel:
         return build_unfilled(AutoModelForCausalLM, model, config, sharding, dtype=dtype)
 
     return shard_model(build, lambda: read_whole(AutoModelForCausalLM, model, config), sharding)
@@ -73,7 +75,8 @@ def policy(model: Model, config: Any, sharding: Sharding, *, dtype: torch.dtype)
 def build_unfilled(
     loader: Any, model: Model, config: Any, sharding: Sharding, *, dtype: torch.dtype, field: str = FIELD
 ) -> PreTrainedModel:
-    """The model as transformers' `loader` builds it of `config`, its parameters not read. Raises InvalidJob."""
+    """The model as transformers' `loader` builds it from `config`, without reading its parameters. Raises
+    InvalidJob."""
     try:
         module: PreTrainedModel = loader.from_config(
             config,
@@ -89,8 +92,9 @@ def build_unfilled(
     return module
 
 
-def shard_model(build: Callable[[], nn.Module], read: Callable[[], dict[str, Tensor]], sharding: Sharding) -> nn.Module:
-    """What `build` makes, one shard on each rank, filled with what `read` gives on rank 0: its parameters and buffers.
+def shard_model(build: Callable[[], Module], read: Callable[[], dict[str, Tensor]], sharding: Sharding) -> Module:
+    """The module that `build` makes, sharded over the ranks and filled with the parameters and buffers that `read`
+    returns on rank 0.
 
     Raises InvalidJob on every rank where one cannot build the model or rank 0 cannot read the weights.
     """
@@ -104,13 +108,14 @@ def shard_model(build: Callable[[], nn.Module], read: Callable[[], dict[str, Ten
     precision = MixedPrecisionPolicy(param_dtype=sharding.compute, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy() if sharding.offload else OffloadPolicy()
     layers = _layers(module)
-    for part in (*layers, module):
+    parts: list[nn.Module] = [*layers, module]
+    for part in parts:
         shard = fully_shard(part, mesh=mesh, mp_policy=precision, offload_policy=offload)
         # Sums, not means: a loss is divided by the whole batch's counts before it comes here. Gloo knows only sums.
         shard.set_gradient_divide_factor(1.0)
         shard.set_force_sum_reduction_for_comms(True)
     for layer in layers if sharding.compile else ():
-        layer.forward = torch.compile(layer.forward, dynamic=True)  # type: ignore[method-assign]  # inside FSDP's hooks
+        layer.forward = torch.compile(layer.forward, dynamic=True)  # inside FSDP's hooks
     module.to_empty(device="cpu" if sharding.offload else mesh.device_type)
     if isinstance(module, PreTrainedModel):
         module.tie_weights()
@@ -119,7 +124,7 @@ def shard_model(build: Callable[[], nn.Module], read: Callable[[], dict[str, Ten
 
 
 def read_whole(loader: Any, model: Model, config: Any, field: str = FIELD) -> dict[str, Tensor]:
-    """Parameters and buffers as transformers' `loader` reads them, in host memory, in the dtype they are stored in."""
+    """Parameters and buffers as transformers' `loader` reads them, in host memory, in the dtype of the folder."""
     transformers_logging.disable_progress_bar()
     try:
         loaded, report = loader.from_pretrained(
@@ -138,7 +143,7 @@ def read_whole(loader: Any, model: Model, config: Any, field: str = FIELD) -> di
 
 
 def _layers(module: nn.Module) -> list[nn.Module]:
-    """The decoder layers: what is gathered and freed as one."""
+    """The decoder layers: each is gathered and freed as a unit."""
     kinds = {kind for part in module.modules() for kind in getattr(part, "_no_split_modules", None) or ()}
     layers = [part for part in module.modules() if type(part).__name__ in kinds]
     if layers:
@@ -149,7 +154,7 @@ def _layers(module: nn.Module) -> list[nn.Module]:
 
 @torch.no_grad()
 def _fill(module: nn.Module, source: dict[str, Tensor], mesh: DeviceMesh) -> None:
-    """Copies rank 0's tensors into every rank's shards and buffers, one tensor in flight."""
+    """Copies rank 0's tensors into the shards and buffers of every rank, one tensor at a time."""
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=mesh.device_type)
         if mesh.get_rank() == 0:
@@ -163,7 +168,7 @@ def _fill(module: nn.Module, source: dict[str, Tensor], mesh: DeviceMesh) -> Non
 
 
 def sequence_cost(config: Any, module: nn.Module) -> SequenceCost:
-    """Training FLOPs by sequence length. Of experts only the active ones count, of embeddings only the head."""
+    """Training FLOPs by sequence length. Only the active experts count, and of the embeddings only the head."""
     text = config.get_text_config()
     experts = next(
         (n for key in ("num_experts", "num_local_experts", "n_routed_experts") if (n := getattr(text, key, 0))), 1

@@ -1,4 +1,4 @@
-"""A sharded module and its AdamW: what the policy and the critic have in common."""
+"""A sharded module with its AdamW: the common part of policy and critic."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class ShardedModel:
-    """See `services.trainer.protocol.backend.TrainableModel`."""
+    """Implements `services.trainer.protocol.backend.TrainableModel`."""
 
     def __init__(self, module: nn.Module, chosen: Optimizer, device: torch.device) -> None:
         self._model: Any = module

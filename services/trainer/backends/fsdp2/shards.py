@@ -1,4 +1,4 @@
-"""What this rank holds of the model, box by box in Hugging Face terms: for publications that gather nothing."""
+"""The boxes of the model folder's tensors that this rank holds, for publications that gather nothing."""
 
 from collections.abc import Iterator
 
@@ -15,8 +15,8 @@ from services.trainer.backends.fsdp2.export import manifest
 
 
 def shards(module: nn.Module, dtype: str) -> Memory | None:
-    """Views of the shards that train, in no other memory. None where a tensor of the model folder is something else
-    than boxes of the model's own."""
+    """Views of the shards that train, without a copy. None where a tensor of the model folder is not made of boxes of
+    the model's parameters."""
     published = manifest(module, dtype)
     number = {tensor.name: i for i, tensor in enumerate(published.tensors)}
     places: list[Place] = []
@@ -32,7 +32,7 @@ def shards(module: nn.Module, dtype: str) -> Memory | None:
 
 
 def _boxes(module: nn.Module, name: str, tensor: Tensor) -> dict[str, ViewedBox] | None:
-    """Which box of a parameter each tensor is that it is stored as."""
+    """For each tensor as which a parameter is stored: which box of the parameter it is."""
     whole = torch.empty(tensor.shape, device="meta")
     if (stored := views(module, name, whole)) is None:
         return None
@@ -46,7 +46,7 @@ def _boxes(module: nn.Module, name: str, tensor: Tensor) -> dict[str, ViewedBox]
 
 
 def _places(tensor: Tensor, pieces: dict[int, ViewedBox], dims_of: dict[int, int], buffer: int) -> Iterator[Place]:
-    """What of each piece lies in this rank's part of the parameter."""
+    """The parts of each stored tensor that are in this rank's part of the parameter."""
     extents, offsets = tuple(tensor.shape), (0,) * tensor.dim()
     if isinstance(tensor, DTensor):
         extents, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
