@@ -36,13 +36,14 @@ def value_loss(
         is_clipped_bt = clipped_bt > squares_bt
         squares_bt = torch.maximum(squares_bt, clipped_bt)
     loss = 0.5 * aggregate(aggregation, squares_bt, mask_bt, totals=totals, horizon=horizon)
-    shares_bt = {
+    metrics_bt = {
         "value_clip_fraction": is_clipped_bt.to(values_bt.dtype),
         "value_mean": values_bt,
         "return_mean": returns_bt,
         "value_square_error": (values_bt - returns_bt).square(),
     }
     metrics = {
-        name: aggregate("token-mean", share_bt.detach(), mask_bt, totals=totals) for name, share_bt in shares_bt.items()
+        name: aggregate("token-mean", metric_bt.detach(), mask_bt, totals=totals)
+        for name, metric_bt in metrics_bt.items()
     }
     return loss, {**metrics, "value_loss": loss.detach()}

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from millrace.rl.registry.catalogue import Kind, names
+from millrace.rl.registry.catalogue import AlgorithmKind, names
 from tests.e2e.conftest import adds_up, finished
 from tests.services.trainer.step.test_every_algorithm import ESTIMATORS
 
@@ -23,7 +23,7 @@ def test_every_estimator_trains_a_step(start, job, tmp_path):
     job["schedule"] |= {"steps": 1, "prompts_per_step": 4, "max_staleness": 0}
     client = start(replicas=1, engine="transformers").client()
     submitted = {}
-    for name in names(Kind.ADVANTAGE):
+    for name in names(AlgorithmKind.ADVANTAGE):
         algorithm = {"advantage": {"name": name}, **ESTIMATORS.get(name, {})}
         parts = ["score", "short"] if name == "gdpo" else []
         reward = {"function": f"{tmp_path / 'two.py'}:compute_score", "workers": 1, "parts": parts}

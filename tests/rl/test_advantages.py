@@ -9,7 +9,7 @@ from torch import Tensor
 
 from millrace.errors import InvalidJob
 from millrace.rl.advantages import advantage
-from millrace.rl.registry.catalogue import Kind, find, names
+from millrace.rl.registry.catalogue import AlgorithmKind, find, names
 from tests.rl import reference_advantages as reference
 from tests.rl.batches import Batch, make_batch, ragged
 
@@ -70,7 +70,7 @@ def extra_inputs(batch: Batch) -> dict[str, Tensor]:
 
 
 def computed(case: Case, batch: Batch) -> tuple[Tensor, Tensor]:
-    entry = find(Kind.ADVANTAGE, case.name)
+    entry = find(AlgorithmKind.ADVANTAGE, case.name)
     extras = {key: value for key, value in extra_inputs(batch).items() if key in entry.inputs - case.without}
     return advantage(
         case.name,
@@ -149,7 +149,7 @@ def test_a_batch_without_any_token_gives_zeros(case):
 
 
 def test_every_estimator_is_tested():
-    assert {case.name for case in CASES} == set(names(Kind.ADVANTAGE))
+    assert {case.name for case in CASES} == set(names(AlgorithmKind.ADVANTAGE))
 
 
 def by_hand(name: str, rewards: list[float], lengths: list[int], **options) -> list[float]:
@@ -240,7 +240,9 @@ def test_a_missing_tensor_is_refused(name, needed):
 
 
 def test_estimators_that_need_a_critic_are_known():
-    assert [name for name in names(Kind.ADVANTAGE) if find(Kind.ADVANTAGE, name).needs_critic] == ["gae"]
+    assert [name for name in names(AlgorithmKind.ADVANTAGE) if find(AlgorithmKind.ADVANTAGE, name).needs_critic] == [
+        "gae"
+    ]
 
 
 def test_gdpo_refuses_weights_for_other_rewards():

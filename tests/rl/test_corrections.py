@@ -10,9 +10,9 @@ import torch
 from millrace.errors import InvalidJob
 from millrace.rl.aggregation import BatchTotals
 from millrace.rl.corrections import correct
-from millrace.rl.metrics.loss_metrics import combined, summarised
+from millrace.rl.metrics.combining import combined, summarised
 from millrace.rl.metrics.mismatch import mismatch_metrics
-from millrace.rl.registry.catalogue import Kind, find, names
+from millrace.rl.registry.catalogue import AlgorithmKind, find, names
 from tests.rl.batches import Batch, make_batch
 
 
@@ -152,7 +152,7 @@ def test_equal_policies_need_no_correction(case):
 
 
 def test_every_correction_is_tested():
-    assert {case.name for case in CASES} == set(names(Kind.CORRECTION))
+    assert {case.name for case in CASES} == set(names(AlgorithmKind.CORRECTION))
 
 
 def test_mismatch_metrics_by_hand():
@@ -230,4 +230,4 @@ def test_product_and_geometric_mean_are_different_things():
 )
 def test_ranges_that_make_no_sense_are_refused(name, options, complaint):
     with pytest.raises(InvalidJob, match=complaint):
-        find(Kind.CORRECTION, name).check(options, "algorithm.correction")
+        find(AlgorithmKind.CORRECTION, name).check(options, "algorithm.correction")

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from millrace.rl.registry.catalogue import AGGREGATIONS, KL_ESTIMATORS, Kind, find, names
+from millrace.rl.registry.catalogue import AGGREGATIONS, KL_ESTIMATORS, AlgorithmKind, find, names
 
 PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
 HEADINGS = {
-    Kind.ADVANTAGE: "## Advantages",
-    Kind.POLICY_LOSS: "## Policy losses",
-    Kind.CORRECTION: "## Corrections",
+    AlgorithmKind.ADVANTAGE: "## Advantages",
+    AlgorithmKind.POLICY_LOSS: "## Policy losses",
+    AlgorithmKind.CORRECTION: "## Corrections",
 }
 
 
@@ -39,7 +39,7 @@ def written(default: object) -> str:
     return str(default)
 
 
-@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("kind", AlgorithmKind)
 def test_every_algorithm_has_its_row(kind):
     table = rows(HEADINGS[kind])
     assert set(table) == set(names(kind))

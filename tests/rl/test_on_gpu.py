@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from millrace.rl.formulas.segments import pack, unpack
-from millrace.rl.metrics.loss_metrics import combined, summarised
-from millrace.rl.policy_losses import picked_tokens
+from millrace.rl.metrics.combining import combined, summarised
+from millrace.rl.policy_losses import selected_tokens
 from millrace.rl.value_loss import value_loss
 from tests.rl import test_advantages as advantages
 from tests.rl import test_corrections as corrections
@@ -42,14 +42,14 @@ def test_policy_losses(case, dtype):
     for device in ("cpu", "cuda"):
         here = batch.on(device)
         logprobs_bt = here.logprobs_bt.clone().requires_grad_()
-        picked_bt = picked_tokens(
+        selected_bt = selected_tokens(
             case.name,
             logprobs_bt=here.old_logprobs_bt,
             advantages_bt=here.advantages_bt,
             mask_bt=here.mask_bt,
             **case.options,
         )
-        extra = {} if picked_bt is None else {"picked_bt": picked_bt}
+        extra = {} if selected_bt is None else {"selected_bt": selected_bt}
         loss, metrics = losses.computed(case, here, logprobs_bt, **extra)
         loss.backward()
         results[device] = loss.detach(), logprobs_bt.grad, summarised(combined([metrics]))

@@ -12,9 +12,9 @@ from torch import Tensor
 from millrace.errors import InvalidJob
 from millrace.rl.aggregation import BatchTotals
 from millrace.rl.formulas.segments import pack, unpack
-from millrace.rl.metrics.loss_metrics import combined, summarised
-from millrace.rl.policy_losses import entropy_bonus, picked_tokens, policy_loss
-from millrace.rl.registry.catalogue import AGGREGATIONS, Kind, find, names
+from millrace.rl.metrics.combining import combined, summarised
+from millrace.rl.policy_losses import entropy_bonus, policy_loss, selected_tokens
+from millrace.rl.registry.catalogue import AGGREGATIONS, AlgorithmKind, find, names
 from tests.rl import reference_losses as reference
 from tests.rl.batches import Batch, make_batch, ragged
 from tests.rl.test_aggregation import slow as slow_aggregate
@@ -56,7 +56,7 @@ HORIZON = 10
 
 
 def computed(case: Case, batch: Batch, logprobs_bt: Tensor | None = None, **arguments):
-    if "behaviour_logprobs_bt" in find(Kind.POLICY_LOSS, case.name).inputs:
+    if "behaviour_logprobs_bt" in find(AlgorithmKind.POLICY_LOSS, case.name).inputs:
         arguments["behaviour_logprobs_bt"] = batch.rollout_logprobs_bt
     return policy_loss(
         case.name,
@@ -111,9 +111,9 @@ def test_gradients_against_finite_differences(case):
 def test_any_split_over_micro_batches_and_ranks_is_exact(case, mode):
     """Also where micro-batches are packed and padded to other widths; metrics too."""
     batch = make_batch(5)
-    picked_bt = picked(case, batch)
+    selected_bt = selected(case, batch)
     whole_bt = batch.logprobs_bt.clone().requires_grad_()
-    extra = {} if picked_bt is None else {"picked_bt": picked_bt}
+    extra = {} if selected_bt is None else {"selected_bt": selected_bt}
     loss, metrics = computed(case, batch, whole_bt, aggregation=mode, **extra)
     loss.backward()
     totals = BatchTotals.of(batch.mask_bt)
@@ -128,8 +128,8 @@ def test_any_split_over_micro_batches_and_ranks_is_exact(case, mode):
             part = batch.rows(rows).padded(columns)
             packed_p = pack(torch.nn.functional.pad(split_bt[rows], (0, columns)), [8 + columns] * len(rows))
             logprobs_bt = unpack(packed_p, [8 + columns] * len(rows))
-            if picked_bt is not None:
-                extra["picked_bt"] = torch.nn.functional.pad(picked_bt[rows], (0, columns), value=False)
+            if selected_bt is not None:
+                extra["selected_bt"] = torch.nn.functional.pad(selected_bt[rows], (0, columns), value=False)
             share, share_metrics = computed(case, part, logprobs_bt, aggregation=mode, totals=totals, **extra)
             share.backward()
             losses.append(share.item())
@@ -141,8 +141,8 @@ def test_any_split_over_micro_batches_and_ranks_is_exact(case, mode):
     check()
 
 
-def picked(case: Case, batch: Batch) -> Tensor | None:
-    return picked_tokens(
+def selected(case: Case, batch: Batch) -> Tensor | None:
+    return selected_tokens(
         case.name,
         logprobs_bt=batch.old_logprobs_bt,
         advantages_bt=batch.advantages_bt,
@@ -200,7 +200,7 @@ def test_policies_far_apart_and_certain_tokens_stay_finite(case):
 
 
 def test_every_loss_is_tested():
-    assert {case.name for case in CASES} == set(names(Kind.POLICY_LOSS))
+    assert {case.name for case in CASES} == set(names(AlgorithmKind.POLICY_LOSS))
 
 
 def one_token(
@@ -330,12 +330,12 @@ def test_a_fraction_of_the_tokens_is_picked_the_same_for_any_order():
     tokens = int(mask_bt.sum())
     for name, options in (("kl_cov", {"fraction": 0.01}), ("clip_cov", {"fraction": 0.01, "bounds": (0.1, 5.0)})):
         arguments = {"logprobs_bt": logprobs_bt, "advantages_bt": advantages_bt, "mask_bt": mask_bt}
-        picked_bt = picked_tokens(name, **arguments, **options)
-        assert picked_bt.sum() == int(0.01 * tokens)
-        assert not (picked_bt & ~mask_bt).any()
+        selected_bt = selected_tokens(name, **arguments, **options)
+        assert selected_bt.sum() == int(0.01 * tokens)
+        assert not (selected_bt & ~mask_bt).any()
         flipped = {key: value.flip(0) for key, value in arguments.items()}
-        assert picked_tokens(name, **flipped, **options).flip(0).equal(picked_bt)
-    assert picked_tokens("ppo", logprobs_bt=logprobs_bt, advantages_bt=advantages_bt, mask_bt=mask_bt) is None
+        assert selected_tokens(name, **flipped, **options).flip(0).equal(selected_bt)
+    assert selected_tokens("ppo", logprobs_bt=logprobs_bt, advantages_bt=advantages_bt, mask_bt=mask_bt) is None
 
 
 def test_entropy_bonus_by_hand():

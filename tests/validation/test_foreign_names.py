@@ -7,15 +7,17 @@ import pytest
 from millrace.backends.megatron import MegatronOptions
 from millrace.errors import InvalidJob
 from millrace.rl.registry import catalogue
-from millrace.rl.registry.catalogue import KL_ESTIMATORS, Kind
+from millrace.rl.registry.catalogue import KL_ESTIMATORS, AlgorithmKind
 from millrace.spec import JobSpec, parse
 from millrace.spec.checking import choices
 from millrace.validation.foreign_names import FIELDS, UNITS, VALUES, name_here, paths
 
 SMALLEST = {"name": "a job", "output": "/out", "model": {"path": "/model"}, "data": {"files": ["train.parquet"]}}
 OPTIONS = {
-    "algorithm.policy_loss": {o.name for o in catalogue.find(Kind.POLICY_LOSS, "ppo").options},
-    "algorithm.advantage": {o.name for name in ("grpo", "gae") for o in catalogue.find(Kind.ADVANTAGE, name).options},
+    "algorithm.policy_loss": {o.name for o in catalogue.find(AlgorithmKind.POLICY_LOSS, "ppo").options},
+    "algorithm.advantage": {
+        o.name for name in ("grpo", "gae") for o in catalogue.find(AlgorithmKind.ADVANTAGE, name).options
+    },
 }
 
 
@@ -43,7 +45,7 @@ def test_each_field_of_another_framework_leads_to_one_here(name: str) -> None:
 
 @pytest.mark.parametrize("name", VALUES)
 def test_each_function_of_another_framework_leads_to_one_here(name: str) -> None:
-    assert name_here(name, (*KL_ESTIMATORS, *catalogue.names(Kind.POLICY_LOSS))) == VALUES[name]
+    assert name_here(name, (*KL_ESTIMATORS, *catalogue.names(AlgorithmKind.POLICY_LOSS))) == VALUES[name]
 
 
 def test_fields_that_count_something_else_are_known() -> None:

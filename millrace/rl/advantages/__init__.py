@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from millrace.rl.registry.catalogue import Kind
-from millrace.rl.registry.functions import call
+from millrace.rl.registry.catalogue import AlgorithmKind
+from millrace.rl.registry.functions import call_algorithm
 
 
 @torch.no_grad()
@@ -44,5 +44,5 @@ def advantage(
         for key, value in inputs.items()
         if value is not None
     }
-    advantages_bt, returns_bt = call(Kind.ADVANTAGE, name, {**blanked, "mask_bt": mask_bt}, options)
+    advantages_bt, returns_bt = call_algorithm(AlgorithmKind.ADVANTAGE, name, {**blanked, "mask_bt": mask_bt}, options)
     return torch.where(mask_bt, advantages_bt, 0), torch.where(mask_bt, returns_bt, 0)

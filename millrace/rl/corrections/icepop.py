@@ -15,9 +15,9 @@ def icepop(
     """Each token weighted by its ratio, or by 0 where that is out of bounds."""
     ratio_bt = log_ratio(train_logprobs_bt, rollout_logprobs_bt).exp()
     too_low_bt, too_high_bt = ratio_bt < bounds[0], ratio_bt > bounds[1]
-    shares_bt = {
+    metrics_bt = {
         "rollout_is_ratio_fraction_high": too_high_bt,
         "rollout_is_ratio_fraction_low": too_low_bt,
         "rollout_is_oob_ratio": too_low_bt | too_high_bt,
     }
-    return ratio_bt.masked_fill(too_low_bt | too_high_bt, 0), mask_bt, shares_bt
+    return ratio_bt.masked_fill(too_low_bt | too_high_bt, 0), mask_bt, metrics_bt

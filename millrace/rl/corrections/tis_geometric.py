@@ -15,5 +15,5 @@ def tis_geometric(
 ) -> tuple[Tensor | None, Tensor, dict[str, Tensor]]:
     """Each token weighted by the geometric mean of its sequence's ratios, truncated."""
     ratio_b1 = sequence_mean(log_ratio(train_logprobs_bt, rollout_logprobs_bt), mask_bt).exp()
-    shares_b1 = {"rollout_is_ratio_fraction_high": ratio_b1 > cap, "rollout_is_ratio_fraction_low": ratio_b1 < 1 / cap}
-    return ratio_b1.clamp(max=cap), mask_bt, shares_b1
+    metrics_b1 = {"rollout_is_ratio_fraction_high": ratio_b1 > cap, "rollout_is_ratio_fraction_low": ratio_b1 < 1 / cap}
+    return ratio_b1.clamp(max=cap), mask_bt, metrics_b1

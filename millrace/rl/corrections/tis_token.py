@@ -11,5 +11,5 @@ def tis_token(
 ) -> tuple[Tensor | None, Tensor, dict[str, Tensor]]:
     """Each token weighted by its own ratio, truncated."""
     ratio_bt = log_ratio(train_logprobs_bt, rollout_logprobs_bt).exp()
-    shares_bt = {"rollout_is_ratio_fraction_high": ratio_bt > cap, "rollout_is_ratio_fraction_low": ratio_bt < 1 / cap}
-    return ratio_bt.clamp(max=cap), mask_bt, shares_bt
+    metrics_bt = {"rollout_is_ratio_fraction_high": ratio_bt > cap, "rollout_is_ratio_fraction_low": ratio_bt < 1 / cap}
+    return ratio_bt.clamp(max=cap), mask_bt, metrics_bt

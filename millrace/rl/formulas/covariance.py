@@ -16,9 +16,9 @@ def covariances(logprobs_bt: Tensor, advantages_bt: Tensor, mask_bt: Tensor) -> 
 def chosen(keys_bt: Tensor, eligible_bt: Tensor, count: int) -> Tensor:
     """[B, T], bool: the `count` eligible tokens with the largest keys, or all if there are fewer."""
     ranked = keys_bt.masked_fill(~eligible_bt, -torch.inf).flatten().argsort(descending=True, stable=True)
-    picked = torch.zeros_like(eligible_bt).flatten()
-    picked[ranked[:count]] = True
-    return picked.view_as(eligible_bt) & eligible_bt
+    selected = torch.zeros_like(eligible_bt).flatten()
+    selected[ranked[:count]] = True
+    return selected.view_as(eligible_bt) & eligible_bt
 
 
 def scattered(logprobs_bt: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ def clipped_surrogate(
     clipped_bt = -ratio_bt.clamp(1 - clip_low, 1 + clip_high) * advantages_bt
     loss_bt = torch.maximum(plain_bt, clipped_bt)
     is_clipped_bt = clipped_bt > plain_bt
-    shares_bt = {
+    metrics_bt = {
         "clip_fraction": is_clipped_bt,
         "clip_fraction_low": is_clipped_bt & (advantages_bt < 0),
         "clip_fraction_high": is_clipped_bt & (advantages_bt > 0),
@@ -39,5 +39,5 @@ def clipped_surrogate(
         ceiling_bt = -dual_clip * advantages_bt
         is_capped_bt = (advantages_bt < 0) & (loss_bt > ceiling_bt)
         loss_bt = torch.where(is_capped_bt, ceiling_bt, loss_bt)
-        shares_bt["dual_clip_fraction"] = is_capped_bt
-    return loss_bt, shares_bt
+        metrics_bt["dual_clip_fraction"] = is_capped_bt
+    return loss_bt, metrics_bt

@@ -21,9 +21,9 @@ def cispo(
     """Policy gradient weighted by the clipped ratio, which carries no gradient."""
     ratio_bt = log_ratio(logprobs_bt, old_logprobs_bt).exp().detach()
     clipped_bt = ratio_bt.clamp(1 - clip_low, 1 + clip_high)
-    shares_bt = {
+    metrics_bt = {
         "clip_fraction": ratio_bt != clipped_bt,
         "clip_fraction_low": ratio_bt < clipped_bt,
         "clip_fraction_high": ratio_bt > clipped_bt,
     }
-    return -clipped_bt * advantages_bt * logprobs_bt, shares_bt
+    return -clipped_bt * advantages_bt * logprobs_bt, metrics_bt

@@ -1,8 +1,9 @@
 """Clip-Cov (arXiv 2505.22617): PPO's surrogate, with the gradient of a few tokens cut whose covariance is high.
 
-Of the tokens with cov = (A − mean A)(log π − mean log π) inside (cov_low, cov_high), which PPO does not clip, a share
-`fraction` of all tokens is chosen at random and gives nothing. The choice is one over the whole step if the caller
-passes `picked_bt` from `policy_losses.picked_tokens`; without, over what is given and the current policy (as in verl).
+Candidates are the tokens with cov = (A − mean A)(log π − mean log π) inside (cov_low, cov_high) that PPO does not clip.
+A share `fraction` of all tokens is drawn from them at random; their loss is 0. A caller who passes `selected_bt` from
+`policy_losses.selected_tokens` has one choice for the whole step; without it the choice is made among the tokens given,
+with the current policy, as in verl.
 """
 
 from torch import Tensor
@@ -18,7 +19,7 @@ def clip_cov(
     old_logprobs_bt: Tensor,
     advantages_bt: Tensor,
     mask_bt: Tensor,
-    picked_bt: Tensor | None = None,
+    selected_bt: Tensor | None = None,
     clip_low: Fraction = 0.2,
     clip_high: NonNegative = 0.2,
     dual_clip: AboveOne | None = None,
@@ -27,20 +28,20 @@ def clip_cov(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """PPO's surrogate without a few tokens of high covariance."""
     ratio_bt = log_ratio(logprobs_bt, old_logprobs_bt).exp()
-    loss_bt, shares_bt = clipped_surrogate(ratio_bt, advantages_bt, clip_low, clip_high, dual_clip)
-    if picked_bt is None:
-        picked_bt = pick(
+    loss_bt, metrics_bt = clipped_surrogate(ratio_bt, advantages_bt, clip_low, clip_high, dual_clip)
+    if selected_bt is None:
+        selected_bt = select(
             logprobs_bt=logprobs_bt,
             advantages_bt=advantages_bt,
             mask_bt=mask_bt,
-            eligible_bt=mask_bt & ~shares_bt["clip_fraction"],
+            eligible_bt=mask_bt & ~metrics_bt["clip_fraction"],
             fraction=fraction,
             bounds=bounds,
         )
-    return loss_bt.masked_fill(picked_bt, 0), {**shares_bt, "cov_fraction": picked_bt}
+    return loss_bt.masked_fill(selected_bt, 0), {**metrics_bt, "cov_fraction": selected_bt}
 
 
-def pick(
+def select(
     *,
     logprobs_bt: Tensor,
     advantages_bt: Tensor,

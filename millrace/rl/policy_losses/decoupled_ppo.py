@@ -24,10 +24,10 @@ def decoupled_ppo(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """PPO's surrogate around a proximal policy, weighted for the policy that generated the tokens."""
     ratio_bt = log_ratio(logprobs_bt, old_logprobs_bt).exp()
-    loss_bt, shares_bt = clipped_surrogate(ratio_bt, advantages_bt, clip_low, clip_high, dual_clip)
+    loss_bt, metrics_bt = clipped_surrogate(ratio_bt, advantages_bt, clip_low, clip_high, dual_clip)
     weight_bt = log_ratio(old_logprobs_bt, behaviour_logprobs_bt).exp().detach()
     if cap is not None:
         is_above_bt = weight_bt > cap
         weight_bt = weight_bt.masked_fill(is_above_bt, 0)
-        shares_bt["behaviour_cap_fraction"] = is_above_bt
-    return loss_bt * weight_bt, {**shares_bt, "behaviour_weight": weight_bt}
+        metrics_bt["behaviour_cap_fraction"] = is_above_bt
+    return loss_bt * weight_bt, {**metrics_bt, "behaviour_weight": weight_bt}

@@ -24,9 +24,9 @@ def gmpo(
     log_ratio_bt = log_ratio(logprobs_bt, old_logprobs_bt)
     risen_bt, fallen_bt = log_ratio_bt.clamp(max=clip_high), log_ratio_bt.clamp(min=-clip_low)
     kept_bt = torch.where(advantages_bt < 0, fallen_bt, risen_bt)
-    shares_bt = {
+    metrics_bt = {
         "clip_fraction": kept_bt != log_ratio_bt,
         "clip_fraction_low": kept_bt > log_ratio_bt,
         "clip_fraction_high": kept_bt < log_ratio_bt,
     }
-    return -advantages_bt * sequence_mean(kept_bt, mask_bt).exp(), shares_bt
+    return -advantages_bt * sequence_mean(kept_bt, mask_bt).exp(), metrics_bt

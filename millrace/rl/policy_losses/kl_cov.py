@@ -2,7 +2,7 @@
 
 cov = (A − mean A)(log π − mean log π). The share `fraction` of all tokens with the highest covariance gets
 coefficient·|log r| added, as in the authors' code. The choice is one over the whole step if the caller passes
-`picked_bt` from `policy_losses.picked_tokens`; without, over what is given, with the current policy (as in verl).
+`selected_bt` from `policy_losses.selected_tokens`; without, over what is given, with the current policy (as in verl).
 """
 
 from torch import Tensor
@@ -18,19 +18,19 @@ def kl_cov(
     old_logprobs_bt: Tensor,
     advantages_bt: Tensor,
     mask_bt: Tensor,
-    picked_bt: Tensor | None = None,
+    selected_bt: Tensor | None = None,
     fraction: OpenFraction = 2e-4,
     coefficient: NonNegative = 1.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Policy gradient with a KL penalty on the tokens of the highest covariance."""
     log_ratio_bt = log_ratio(logprobs_bt, old_logprobs_bt)
-    if picked_bt is None:
-        picked_bt = pick(logprobs_bt=logprobs_bt, advantages_bt=advantages_bt, mask_bt=mask_bt, fraction=fraction)
-    penalty_bt = coefficient * log_ratio_bt.abs() * picked_bt
-    return -log_ratio_bt.exp() * advantages_bt + penalty_bt, {"cov_fraction": picked_bt}
+    if selected_bt is None:
+        selected_bt = select(logprobs_bt=logprobs_bt, advantages_bt=advantages_bt, mask_bt=mask_bt, fraction=fraction)
+    penalty_bt = coefficient * log_ratio_bt.abs() * selected_bt
+    return -log_ratio_bt.exp() * advantages_bt + penalty_bt, {"cov_fraction": selected_bt}
 
 
-def pick(*, logprobs_bt: Tensor, advantages_bt: Tensor, mask_bt: Tensor, fraction: float) -> Tensor:
+def select(*, logprobs_bt: Tensor, advantages_bt: Tensor, mask_bt: Tensor, fraction: float) -> Tensor:
     """[B, T], bool: the tokens of the highest covariance, so many as `fraction` of all; at least one."""
     cov_bt = covariances(logprobs_bt, advantages_bt, mask_bt)
     return chosen(cov_bt, mask_bt, max(1, int(fraction * int(mask_bt.sum()))))

@@ -23,7 +23,7 @@ from millrace.validation.names import choose, closest
 HERE = Path(__file__).parents[1]
 
 
-class Kind(StrEnum):
+class AlgorithmKind(StrEnum):
     """The families of algorithms that have a file each; the value is the folder."""
 
     ADVANTAGE = "advantages"
@@ -35,8 +35,8 @@ class Kind(StrEnum):
         return {"advantages": "advantage", "policy_losses": "policy loss", "corrections": "correction"}[self.value]
 
 
-INPUTS: dict[Kind, frozenset[str]] = {
-    Kind.ADVANTAGE: frozenset(
+INPUTS: dict[AlgorithmKind, frozenset[str]] = {
+    AlgorithmKind.ADVANTAGE: frozenset(
         {
             "token_rewards_bt",
             "mask_bt",
@@ -49,17 +49,17 @@ INPUTS: dict[Kind, frozenset[str]] = {
             "weights_bt",  # of a correction
         }
     ),
-    Kind.POLICY_LOSS: frozenset(
+    AlgorithmKind.POLICY_LOSS: frozenset(
         {
             "logprobs_bt",
             "old_logprobs_bt",
             "advantages_bt",
             "mask_bt",
             "behaviour_logprobs_bt",  # of the policy that generated the tokens
-            "picked_bt",  # tokens chosen over the whole step, see policy_losses.picked_tokens
+            "selected_bt",  # tokens chosen over the whole step, see policy_losses.selected_tokens
         }
     ),
-    Kind.CORRECTION: frozenset({"train_logprobs_bt", "rollout_logprobs_bt", "mask_bt"}),
+    AlgorithmKind.CORRECTION: frozenset({"train_logprobs_bt", "rollout_logprobs_bt", "mask_bt"}),
 }
 """The tensors that a trainer can hand to each kind."""
 
@@ -90,10 +90,10 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Entry:
+class AlgorithmEntry:
     """One algorithm: what it is called, where it is, which tensors it takes and which options."""
 
-    kind: Kind
+    kind: AlgorithmKind
     name: str
     path: Path
     function: str
@@ -104,6 +104,11 @@ class Entry:
     required_inputs: frozenset[str]
     optional_inputs: frozenset[str]
     options: tuple[Option, ...]
+
+    @property
+    def is_user_defined(self) -> bool:
+        """Whether the job names it as `file.py:function`."""
+        return ":" in self.name
 
     @property
     def needs_critic(self) -> bool:
@@ -141,12 +146,12 @@ class Entry:
 
 
 @cache
-def names(kind: Kind) -> tuple[str, ...]:
+def names(kind: AlgorithmKind) -> tuple[str, ...]:
     """The built-in algorithms of a kind, sorted."""
     return tuple(sorted(path.stem for path in (HERE / kind.value).glob("*.py") if not path.stem.startswith("_")))
 
 
-def find(kind: Kind, name: str, where: str = "") -> Entry:
+def find(kind: AlgorithmKind, name: str, where: str = "") -> AlgorithmEntry:
     """The entry of a built-in name, or of a user's own `file.py:function`. Raises InvalidJob."""
     if ":" in name:
         path, function = name.rsplit(":", 1)
@@ -158,11 +163,11 @@ def find(kind: Kind, name: str, where: str = "") -> Entry:
 
 
 @cache
-def _built_in(kind: Kind, name: str) -> Entry:
+def _built_in(kind: AlgorithmKind, name: str) -> AlgorithmEntry:
     return _read(kind, name, HERE / kind.value / f"{name}.py", name, "")
 
 
-def _read(kind: Kind, name: str, path: Path, function: str, where: str) -> Entry:
+def _read(kind: AlgorithmKind, name: str, path: Path, function: str, where: str) -> AlgorithmEntry:
     field = where or kind.singular
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
@@ -180,7 +185,7 @@ def _read(kind: Kind, name: str, path: Path, function: str, where: str) -> Entry
         raise refused(field, name, str(error), fix) from error
 
 
-def _entry(kind: Kind, name: str, path: Path, tree: ast.Module, node: ast.FunctionDef) -> Entry:
+def _entry(kind: AlgorithmKind, name: str, path: Path, tree: ast.Module, node: ast.FunctionDef) -> AlgorithmEntry:
     arguments = node.args
     if arguments.posonlyargs or arguments.args or arguments.vararg or arguments.kwarg:
         raise ValueError("its parameters have to be keyword-only, without * or ** catch-alls")
@@ -202,7 +207,9 @@ def _entry(kind: Kind, name: str, path: Path, tree: ast.Module, node: ast.Functi
     text = f"{ast.get_docstring(node) or ''}\n{ast.get_docstring(tree) or ''}"
     summary = (ast.get_docstring(node) or ast.get_docstring(tree) or name).split("\n\n")[0].replace("\n", " ")
     arxiv = tuple(dict.fromkeys(re.findall(r"arXiv[ :](\d{4}\.\d{4,5})", text)))
-    return Entry(kind, name, path, node.name, summary, arxiv, frozenset(required), frozenset(optional), tuple(options))
+    return AlgorithmEntry(
+        kind, name, path, node.name, summary, arxiv, frozenset(required), frozenset(optional), tuple(options)
+    )
 
 
 def _constant(default: ast.expr, option: str) -> Any:

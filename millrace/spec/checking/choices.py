@@ -4,7 +4,7 @@ read. Reads a user's own files; needs no torch."""
 from collections.abc import Iterator, Mapping
 
 from millrace.errors import InvalidJob, Mistake, wrong_value
-from millrace.rl.registry.catalogue import AGGREGATIONS, KL_ESTIMATORS, Entry, Kind, find
+from millrace.rl.registry.catalogue import AGGREGATIONS, KL_ESTIMATORS, AlgorithmEntry, AlgorithmKind, find
 from millrace.spec.algorithm import Algorithm, Choice
 from millrace.spec.job import JobSpec
 from millrace.validation.names import choose
@@ -21,7 +21,7 @@ def check(spec: JobSpec) -> None:
 
 def needs_greedy_baseline(spec: JobSpec) -> bool:
     """Whether the job's advantage compares with a greedy answer to each prompt."""
-    return "greedy_rewards_b" in find(Kind.ADVANTAGE, spec.algorithm.advantage.name).inputs
+    return "greedy_rewards_b" in find(AlgorithmKind.ADVANTAGE, spec.algorithm.advantage.name).inputs
 
 
 def mistakes_of(spec: JobSpec) -> Iterator[Mistake]:
@@ -33,7 +33,7 @@ def mistakes_of(spec: JobSpec) -> Iterator[Mistake]:
         yield _unknown("algorithm.kl.name", algorithm.kl.name, KL_ESTIMATORS)
     if algorithm.kl is not None and algorithm.kl.options:
         yield wrong_value("algorithm.kl.options", algorithm.kl.options, "a KL estimator has no options", "remove them.")
-    entries: dict[Kind, Entry] = {}
+    entries: dict[AlgorithmKind, AlgorithmEntry] = {}
     for kind, choice, field in chosen(algorithm):
         try:
             entry = find(kind, choice.name, f"{field}.name")
@@ -42,21 +42,21 @@ def mistakes_of(spec: JobSpec) -> Iterator[Mistake]:
             yield from error.mistakes
             continue
         entries[kind] = entry
-    if Kind.ADVANTAGE in entries:
-        yield from _advantage(spec, entries[Kind.ADVANTAGE])
+    if AlgorithmKind.ADVANTAGE in entries:
+        yield from _advantage(spec, entries[AlgorithmKind.ADVANTAGE])
     yield from _weighted_once(algorithm, entries)
     yield from _cut_distribution(spec, entries)
 
 
-def chosen(algorithm: Algorithm) -> Iterator[tuple[Kind, Choice, str]]:
+def chosen(algorithm: Algorithm) -> Iterator[tuple[AlgorithmKind, Choice, str]]:
     """The functions that a job names, each with its kind and its field."""
-    yield Kind.ADVANTAGE, algorithm.advantage, "algorithm.advantage"
-    yield Kind.POLICY_LOSS, algorithm.policy_loss, "algorithm.policy_loss"
+    yield AlgorithmKind.ADVANTAGE, algorithm.advantage, "algorithm.advantage"
+    yield AlgorithmKind.POLICY_LOSS, algorithm.policy_loss, "algorithm.policy_loss"
     if algorithm.correction is not None:
-        yield Kind.CORRECTION, algorithm.correction, "algorithm.correction"
+        yield AlgorithmKind.CORRECTION, algorithm.correction, "algorithm.correction"
 
 
-def _advantage(spec: JobSpec, entry: Entry) -> Iterator[Mistake]:
+def _advantage(spec: JobSpec, entry: AlgorithmEntry) -> Iterator[Mistake]:
     """The advantage has all its inputs, and nothing is computed that it does not read."""
     field = "algorithm.advantage.name"
     if entry.needs_critic and spec.algorithm.critic is None:
@@ -70,10 +70,10 @@ def _advantage(spec: JobSpec, entry: Entry) -> Iterator[Mistake]:
     yield from _separate_rewards(spec, entry)
 
 
-def _group_size(spec: JobSpec, entry: Entry) -> Iterator[Mistake]:
+def _group_size(spec: JobSpec, entry: AlgorithmEntry) -> Iterator[Mistake]:
     """A group is large enough for advantages other than 0. How a user's own function treats small groups is unknown."""
     options = entry.defaults | spec.algorithm.advantage.options
-    if ":" in entry.name or "group_b" not in entry.required_inputs or options.get("singleton") == "reward":
+    if entry.is_user_defined or "group_b" not in entry.required_inputs or options.get("singleton") == "reward":
         return
     least, size = max(2, options.get("k", 0)), spec.rollout.samples_per_prompt
     if size < least:
@@ -82,7 +82,7 @@ def _group_size(spec: JobSpec, entry: Entry) -> Iterator[Mistake]:
         yield wrong_value("rollout.samples_per_prompt", size, reason, fix)
 
 
-def _separate_rewards(spec: JobSpec, entry: Entry) -> Iterator[Mistake]:
+def _separate_rewards(spec: JobSpec, entry: AlgorithmEntry) -> Iterator[Mistake]:
     parts, algorithm = spec.reward.parts, spec.algorithm
     reads_parts = "rewards_bk" in entry.inputs
     if "rewards_bk" in entry.required_inputs and not parts:
@@ -104,10 +104,10 @@ def _separate_rewards(spec: JobSpec, entry: Entry) -> Iterator[Mistake]:
         yield wrong_value("algorithm.kl_in", "reward", ignored, "put it into the loss.")
 
 
-def _weighted_once(algorithm: Algorithm, entries: Mapping[Kind, Entry]) -> Iterator[Mistake]:
+def _weighted_once(algorithm: Algorithm, entries: Mapping[AlgorithmKind, AlgorithmEntry]) -> Iterator[Mistake]:
     """No token is weighted twice for the engine's policy. What a user's own correction returns is unknown."""
-    correction, loss = entries.get(Kind.CORRECTION), entries.get(Kind.POLICY_LOSS)
-    if correction is None or loss is None or ":" in correction.name or correction.name.startswith("reject_"):
+    correction, loss = entries.get(AlgorithmKind.CORRECTION), entries.get(AlgorithmKind.POLICY_LOSS)
+    if correction is None or loss is None or correction.is_user_defined or correction.name.startswith("reject_"):
         return
     field, fix = "algorithm.correction.name", "leave the correction out, choose one that rejects, for example"
     if algorithm.old_logprobs == "rollout" and "old_logprobs_bt" in loss.inputs:
@@ -120,10 +120,10 @@ def _weighted_once(algorithm: Algorithm, entries: Mapping[Kind, Entry]) -> Itera
         yield wrong_value(field, correction.name, reason, f"{fix} reject_token, or choose the loss ppo.")
 
 
-def _cut_distribution(spec: JobSpec, entries: Mapping[Kind, Entry]) -> Iterator[Mistake]:
+def _cut_distribution(spec: JobSpec, entries: Mapping[AlgorithmKind, AlgorithmEntry]) -> Iterator[Mistake]:
     """The engine's log-probabilities are compared with the trainer's only where both are over all tokens."""
     rollout, algorithm = spec.rollout, spec.algorithm
-    loss = entries.get(Kind.POLICY_LOSS)
+    loss = entries.get(AlgorithmKind.POLICY_LOSS)
     compared = {
         "leave algorithm.correction out": algorithm.correction is not None,
         "set algorithm.old_logprobs to recompute": algorithm.old_logprobs == "rollout",

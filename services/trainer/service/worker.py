@@ -69,7 +69,7 @@ class Worker:
         with collectives.fail_together():
             spec = JobSpec.model_validate_json(request.spec)
             choices.check(spec)
-            registry.load((kind, choice.name) for kind, choice, _ in choices.chosen(spec.algorithm))
+            registry.load_algorithms((kind, choice.name) for kind, choice, _ in choices.chosen(spec.algorithm))
         backend = build(spec, self._world.device)
         job = LoadedJob(JobId(request.job_id), spec, backend, Version(0), KlCoefficient(spec.algorithm.kl_coefficient))
         if request.checkpoint:

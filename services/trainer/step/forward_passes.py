@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from millrace.rl.checks import check_finite
-from millrace.rl.registry.catalogue import Kind, find
+from millrace.rl.registry.catalogue import AlgorithmKind, find
 from millrace.spec import JobSpec
 from services.trainer.protocol.backend import Backend
 from services.trainer.protocol.microbatch import MicroBatch
@@ -47,9 +47,9 @@ def passes_needed(spec: JobSpec, *, updates: int, policy_is_trained: bool = True
     """
     algorithm = spec.algorithm
     recomputed = algorithm.old_logprobs == "recompute"
-    inputs = find(Kind.ADVANTAGE, algorithm.advantage.name).inputs
+    inputs = find(AlgorithmKind.ADVANTAGE, algorithm.advantage.name).inputs
     read = {"old_logprobs_bt", "weights_bt"} & inputs
-    read |= {"picked_bt"} & find(Kind.POLICY_LOSS, algorithm.policy_loss.name).inputs
+    read |= {"selected_bt"} & find(AlgorithmKind.POLICY_LOSS, algorithm.policy_loss.name).inputs
     in_reward = algorithm.kl is not None and algorithm.kl_in == "reward"
     train = algorithm.correction is not None or (recomputed and (updates > 1 or bool(read) or in_reward))
     squares = "sum_pi_squared_bt" in inputs

@@ -41,7 +41,7 @@ class ActorLoss:
         algorithm, inputs = self.spec.algorithm, self.inputs.rows_of(batch)
         logprobs_bt = segments.unpack(scores.logprobs_r, batch.response_lengths)
         entropy_bt = segments.unpack(scores.entropy_r, batch.response_lengths)
-        optional = {"behaviour_logprobs_bt": inputs.rollout_bt, "picked_bt": inputs.picked_bt}
+        optional = {"behaviour_logprobs_bt": inputs.rollout_bt, "selected_bt": inputs.selected_bt}
         horizon = self.spec.rollout.max_response_tokens
         loss, metrics = policy_loss(
             algorithm.policy_loss.name,

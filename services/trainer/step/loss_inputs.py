@@ -10,9 +10,9 @@ from torch import Tensor
 from millrace.rl.advantages import advantage
 from millrace.rl.checks import check_finite
 from millrace.rl.corrections import correct
-from millrace.rl.metrics.loss_metrics import summarised
-from millrace.rl.policy_losses import picked_tokens
-from millrace.rl.registry.catalogue import Kind, find
+from millrace.rl.metrics.combining import summarised
+from millrace.rl.policy_losses import selected_tokens
+from millrace.rl.registry.catalogue import AlgorithmKind, find
 from millrace.spec import JobSpec
 from services.trainer.protocol.microbatch import MicroBatch
 from services.trainer.step.batch import RankBatch
@@ -37,7 +37,7 @@ class LossInputs:
     """Log-probabilities under the reference."""
     weights_bt: Tensor | None
     """Importance weights of the correction."""
-    picked_bt: Tensor | None
+    selected_bt: Tensor | None
     """The tokens that the policy loss treats differently."""
     values_bt: Tensor | None = None
     """Values of the critic before the step."""
@@ -61,7 +61,7 @@ class LossInputs:
             old_bt=cut_if_given(self.old_bt),
             ref_bt=cut_if_given(self.ref_bt),
             weights_bt=cut_if_given(self.weights_bt),
-            picked_bt=cut_if_given(self.picked_bt),
+            selected_bt=cut_if_given(self.selected_bt),
             values_bt=cut_if_given(self.values_bt),
             returns_bt=cut_if_given(self.returns_bt),
         )
@@ -108,7 +108,7 @@ def make_loss_inputs(spec: JobSpec, batch: RankBatch, passes: ForwardResults) ->
         old_bt=old_bt,
         ref_bt=passes.ref_bt,
         weights_bt=batch.own_rows(known["weights_bt"]) if "weights_bt" in known else None,
-        picked_bt=_picked(spec, batch, known.get("old_logprobs_bt"), advantages_bt, keep_bt),
+        selected_bt=_selected_tokens(spec, batch, known.get("old_logprobs_bt"), advantages_bt, keep_bt),
         values_bt=passes.values_bt,
         returns_bt=None if passes.values_bt is None else batch.own_rows(returns_bt),
     )
@@ -126,7 +126,7 @@ def _advantage_inputs(
     spec: JobSpec, batch: RankBatch, passes: ForwardResults, old_bt: Tensor | None
 ) -> dict[str, Tensor]:
     """What an advantage may read besides rewards, for the whole batch. Raises NonFinite."""
-    wanted = find(Kind.ADVANTAGE, spec.algorithm.advantage.name).inputs
+    wanted = find(AlgorithmKind.ADVANTAGE, spec.algorithm.advantage.name).inputs
     mine_bt = {
         "old_logprobs_bt": old_bt,
         "values_bt": passes.values_bt,
@@ -150,17 +150,17 @@ def _rows(batch: RankBatch, values: Sequence[tuple[float, ...]], width: int, wha
     return whole_bk
 
 
-def _picked(
+def _selected_tokens(
     spec: JobSpec, batch: RankBatch, whole_old_bt: Tensor | None, whole_advantages_bt: Tensor, whole_keep_bt: Tensor
 ) -> Tensor | None:
     """This rank's rows of the tokens that the loss treats differently; None for a loss without such tokens."""
     if whole_old_bt is None:
         return None
-    picked_bt = picked_tokens(
+    selected_bt = selected_tokens(
         spec.algorithm.policy_loss.name,
         logprobs_bt=whole_old_bt,
         advantages_bt=whole_advantages_bt,
         mask_bt=whole_keep_bt,
         **spec.algorithm.policy_loss.options,
     )
-    return None if picked_bt is None else batch.own_rows(picked_bt)
+    return None if selected_bt is None else batch.own_rows(selected_bt)

@@ -1,8 +1,9 @@
 """A step's metrics in verl's names, exact over ranks."""
 
 import json
+import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -11,10 +12,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from millrace.engines import ENGINE_NAMES
-from millrace.rl.metrics.loss_metrics import combined, summarised
+from millrace.rl.metrics.combining import Rule, combined, rule_of, summarised
 from millrace.rl.metrics.mismatch import mismatch_metrics
-from millrace.rl.registry.catalogue import Kind, find
-from millrace.rl.registry.own import is_own
+from millrace.rl.registry.catalogue import AlgorithmKind, find
 from millrace.spec import JobSpec
 from millrace.telemetry.metrics import catalogue
 from millrace.telemetry.metrics.declaration import Owner
@@ -33,10 +33,20 @@ VERL = {
     "value_clip_fraction": "critic/vf_clipfrac",
     "value_mean": "critic/vpred_mean",
 }
-"""Our metrics of a loss under the names that verl's users know; the others are `actor/<name>` or `critic/<name>`."""
-
+"""verl's names of a loss's metrics. A metric that is not here is reported as `actor/<name>` or `critic/<name>`."""
 VARIANCE_EPS = 1e-5
-"""verl's, beside the variance of the returns."""
+"""Added to the variance of the returns, as in verl."""
+REDUCTIONS = {
+    Rule.SUM: (dist.ReduceOp.SUM, 0.0),
+    Rule.MAXIMUM: (dist.ReduceOp.MAX, -math.inf),
+    Rule.MINIMUM: (dist.ReduceOp.MIN, math.inf),
+}
+"""How contributions of ranks are reduced, and the value of a rank that has none."""
+OVER_UPDATES: dict[Rule, Callable[[Sequence[float]], float]] = {
+    Rule.SUM: lambda values: sum(values) / len(values),
+    Rule.MAXIMUM: max,
+    Rule.MINIMUM: min,
+}
 
 
 class Clock:
@@ -61,47 +71,41 @@ class Clock:
 def reported(spec: JobSpec, metrics: dict[str, float]) -> dict[str, float]:
     """The step's `metrics`, each key checked against its declaration in `millrace/telemetry/metrics`."""
     correction = spec.algorithm.correction
-    functions = [find(Kind.POLICY_LOSS, spec.algorithm.policy_loss.name)]
-    functions += [] if correction is None else [find(Kind.CORRECTION, correction.name)]
-    catalogue.check(metrics, [Owner.TRAINER], user_defined=any(map(is_own, functions)))
+    functions = [find(AlgorithmKind.POLICY_LOSS, spec.algorithm.policy_loss.name)]
+    functions += [] if correction is None else [find(AlgorithmKind.CORRECTION, correction.name)]
+    catalogue.check(metrics, [Owner.TRAINER], user_defined=any(function.is_user_defined for function in functions))
     return metrics
 
 
-def over_ranks(shares: Sequence[Mapping[str, Tensor]], group: ProcessGroup | None) -> dict[str, Tensor]:
-    """The batch's metrics from the shares of this rank's micro-batches and of all other ranks'. A collective."""
-    total = {name: value.detach().double().cpu() for name, value in combined(shares).items()}
+def over_ranks(contributions: Sequence[Mapping[str, Tensor]], group: ProcessGroup | None) -> dict[str, Tensor]:
+    """The batch's metrics from the contributions of this rank's micro-batches and of all other ranks'. A collective."""
+    total = {name: value.detach().double().cpu() for name, value in combined(contributions).items()}
     if group is None:
         return total
-    known = {name: list(value.shape) for name, value in total.items()}
+    own_shapes = {name: list(value.shape) for name, value in total.items()}
     shapes: dict[str, list[int]] = {}
-    for answer in collectives.gather_bytes(json.dumps(known).encode()):
+    for answer in collectives.gather_bytes(json.dumps(own_shapes).encode()):
         shapes |= json.loads(answer)
     reduced = {}
     for name in sorted(shapes):
-        operation, neutral = _operation(name)
+        operation, neutral = REDUCTIONS[rule_of(name)]
         value = total.get(name, torch.full(shapes[name], neutral, dtype=torch.float64))
         dist.all_reduce(value, operation, group=group)
         reduced[name] = value
     return reduced
 
 
-def _operation(name: str) -> tuple["dist.ReduceOp.RedOpType", float]:
-    if name.endswith("_max"):
-        return dist.ReduceOp.MAX, float("-inf")
-    if name.endswith("_min"):
-        return dist.ReduceOp.MIN, float("inf")
-    return dist.ReduceOp.SUM, 0.0
-
-
 def over_updates(updates: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, float]:
-    """Means over the updates of a step, each with the metrics of `actor` and `critic`; extremes stay extremes."""
+    """The step's metrics under their reported names, from those of its updates by model, `actor` and `critic`.
+
+    Extremes are those of all updates; everything else is the mean over the updates that have it.
+    """
     metrics = {}
     for learner in sorted({learner for update in updates for learner in update}):
-        shares = [update[learner] for update in updates if learner in update]
-        for name in sorted({name for share in shares for name in share}):
-            values = [share[name] for share in shares if name in share]
-            pick = max if name.endswith("_max") else min if name.endswith("_min") else None
-            metrics[VERL.get(name, f"{learner}/{name}")] = pick(values) if pick else sum(values) / len(values)
+        of_learner = [update[learner] for update in updates if learner in update]
+        for name in sorted({name for update in of_learner for name in update}):
+            values = [update[name] for update in of_learner if name in update]
+            metrics[VERL.get(name, f"{learner}/{name}")] = OVER_UPDATES[rule_of(name)](values)
     return metrics
 
 

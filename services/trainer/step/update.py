@@ -11,7 +11,7 @@ from torch import Tensor
 from millrace.errors import InvalidJob, NonFinite
 from millrace.rl.aggregation import BatchTotals
 from millrace.rl.checks import check_finite
-from millrace.rl.metrics.loss_metrics import summarised
+from millrace.rl.metrics.combining import summarised
 from millrace.spec import JobSpec
 from millrace.spec.trainer import Optimizer
 from services.trainer.protocol.backend import Backend, TrainableModel

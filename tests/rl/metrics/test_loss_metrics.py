@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from millrace.rl.aggregation import BatchTotals
-from millrace.rl.metrics.loss_metrics import combined, ratio_metrics, summarised
+from millrace.rl.metrics.combining import EXTREMES, combined, summarised
+from millrace.rl.metrics.loss_metrics import ratio_metrics
+from millrace.rl.metrics.mismatch import mismatch_metrics, weight_metrics
 
 
 def test_micro_batches_combine_to_the_batch():
@@ -27,3 +29,16 @@ def test_micro_batches_combine_to_the_batch():
 def test_a_ratio_of_one_is_read_as_one():
     numbers = summarised(ratio_metrics(torch.zeros(1, 3), torch.ones(1, 3).bool(), BatchTotals(3, 1)))
     assert numbers["ratio_p01"] == numbers["ratio_p50"] == numbers["ratio_p99"] == pytest.approx(1.0, abs=1e-9)
+
+
+def test_every_extreme_combines_as_one():
+    ones_bt, totals = torch.ones(2, 3), BatchTotals(6, 2)
+    names = ratio_metrics(ones_bt, ones_bt.bool(), totals) | mismatch_metrics(ones_bt, ones_bt, ones_bt.bool())
+    names |= weight_metrics(ones_bt, ones_bt.bool(), totals)
+    assert {name for name in names if name.endswith(("_max", "_min"))} == set(EXTREMES)
+
+
+def test_a_users_metric_is_a_mean_whatever_its_name_ends_in():
+    """Its contributions are parts of a mean, which the name must not turn into an extreme or a standard deviation."""
+    parts = [{"ours_max": torch.tensor(0.25), "ours_mean_square": torch.tensor(0.5)} for _ in range(2)]
+    assert summarised(combined(parts)) == {"ours_max": 0.5, "ours_mean_square": 1.0}

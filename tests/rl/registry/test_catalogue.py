@@ -10,10 +10,10 @@ import torch
 
 from millrace.errors import InvalidJob
 from millrace.rl.policy_losses import policy_loss
-from millrace.rl.registry.catalogue import INPUTS, Kind, find, names
+from millrace.rl.registry.catalogue import INPUTS, AlgorithmKind, find, names
 from millrace.rl.registry.functions import function_of
 
-EVERY = [(kind, name) for kind in Kind for name in names(kind)]
+EVERY = [(kind, name) for kind in AlgorithmKind for name in names(kind)]
 
 
 @pytest.mark.parametrize(("kind", "name"), EVERY)
@@ -30,13 +30,13 @@ def test_entries_are_the_real_signatures(kind, name):
     assert entry.defaults == defaults
     assert entry.check(defaults) == defaults, "a default has to be within its own range"
     assert entry.summary.endswith((".", ":"))
-    assert entry.arxiv or kind is Kind.CORRECTION, "name the paper: arXiv 0000.00000"
+    assert entry.arxiv or kind is AlgorithmKind.CORRECTION, "name the paper: arXiv 0000.00000"
 
 
 def test_reading_the_catalogue_imports_no_torch():
     code = (
-        "import sys; from millrace.rl.registry.catalogue import Kind, find, names;"
-        "[find(kind, name) for kind in Kind for name in names(kind)];"
+        "import sys; from millrace.rl.registry.catalogue import AlgorithmKind, find, names;"
+        "[find(kind, name) for kind in AlgorithmKind for name in names(kind)];"
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -58,12 +58,12 @@ def test_reading_the_catalogue_imports_no_torch():
 )
 def test_options_that_make_no_sense_are_refused(options, complaint):
     with pytest.raises(InvalidJob, match=complaint):
-        find(Kind.POLICY_LOSS, "ppo").check(options, "algorithm.policy_loss")
+        find(AlgorithmKind.POLICY_LOSS, "ppo").check(options, "algorithm.policy_loss")
 
 
 def test_unknown_names_are_refused_with_the_nearest():
     with pytest.raises(InvalidJob, match=r"algorithm\.advantage: \"grop\": .*did you mean `grpo`\?.*file\.py:function"):
-        find(Kind.ADVANTAGE, "grop", "algorithm.advantage")
+        find(AlgorithmKind.ADVANTAGE, "grop", "algorithm.advantage")
 
 
 OWN = '''
@@ -81,7 +81,7 @@ def test_a_loss_from_a_users_own_file(tmp_path):
     path = tmp_path / "own.py"
     path.write_text(OWN)
     name = f"{path}:scaled"
-    assert find(Kind.POLICY_LOSS, name).summary == "Scaled policy gradient."
+    assert find(AlgorithmKind.POLICY_LOSS, name).summary == "Scaled policy gradient."
     loss, metrics = policy_loss(
         name,
         logprobs_bt=torch.tensor([[-1.0, -2.0]]),
@@ -93,7 +93,7 @@ def test_a_loss_from_a_users_own_file(tmp_path):
     assert loss.item() == pytest.approx((3 - 6) / 2)
     assert metrics["positive"].item() == pytest.approx(0.5)
     with pytest.raises(InvalidJob, match=r"algorithm\.policy_loss\.scale: -1\.0: is not more than 0"):
-        find(Kind.POLICY_LOSS, name).check({"scale": -1.0}, "algorithm.policy_loss")
+        find(AlgorithmKind.POLICY_LOSS, name).check({"scale": -1.0}, "algorithm.policy_loss")
 
 
 @pytest.mark.parametrize(
@@ -112,9 +112,9 @@ def test_users_files_that_cannot_work_are_refused(tmp_path, source, complaint):
     path = tmp_path / "own.py"
     path.write_text(source)
     with pytest.raises(InvalidJob, match=complaint):
-        find(Kind.POLICY_LOSS, f"{path}:f")
+        find(AlgorithmKind.POLICY_LOSS, f"{path}:f")
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(InvalidJob, match="cannot be read"):
-        find(Kind.ADVANTAGE, f"{tmp_path}/none.py:f")
+        find(AlgorithmKind.ADVANTAGE, f"{tmp_path}/none.py:f")

@@ -34,8 +34,8 @@ class Refuse:
 sys.meta_path.insert(0, Refuse())
 import services.coordinator.__main__
 import services.coordinator.loop
-from millrace.rl.registry.catalogue import Kind, find
-find(Kind.ADVANTAGE, "grpo")
+from millrace.rl.registry.catalogue import AlgorithmKind, find
+find(AlgorithmKind.ADVANTAGE, "grpo")
 assert "torch" not in sys.modules and "transformers" not in sys.modules
 """
 

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from millrace.errors import InvalidJob, PartialStep
 from millrace.rl.registry import functions as registry
-from millrace.rl.registry import own
-from millrace.rl.registry.catalogue import AGGREGATIONS, KL_ESTIMATORS, Kind, names
+from millrace.rl.registry import user_functions
+from millrace.rl.registry.catalogue import AGGREGATIONS, KL_ESTIMATORS, AlgorithmKind, names
 from millrace.spec import JobSpec, presets
 from millrace.spec.checking import choices
 from millrace.wire.arrays import pack_logprobs, unpack_tokens
@@ -57,10 +57,14 @@ ESTIMATORS: dict[str, dict[str, Any]] = {
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
     **{
-        f"advantage {name}": {"advantage": {"name": name}, **ESTIMATORS.get(name, {})} for name in names(Kind.ADVANTAGE)
+        f"advantage {name}": {"advantage": {"name": name}, **ESTIMATORS.get(name, {})}
+        for name in names(AlgorithmKind.ADVANTAGE)
     },
-    **{f"loss {name}": {"policy_loss": {"name": name}, **LOSSES.get(name, {})} for name in names(Kind.POLICY_LOSS)},
-    **{f"correction {name}": {"correction": {"name": name}} for name in names(Kind.CORRECTION)},
+    **{
+        f"loss {name}": {"policy_loss": {"name": name}, **LOSSES.get(name, {})}
+        for name in names(AlgorithmKind.POLICY_LOSS)
+    },
+    **{f"correction {name}": {"correction": {"name": name}} for name in names(AlgorithmKind.CORRECTION)},
     **{f"aggregation {name}": {"aggregation": name} for name in AGGREGATIONS},
     **{f"kl {name} in the loss": {"kl": {"name": name}} for name in KL_ESTIMATORS},
     **{f"kl {name} in the reward": {"kl": {"name": name}, "kl_in": "reward"} for name in ("k1", "k2", "k3", "abs")},
@@ -182,13 +186,13 @@ def test_a_loss_that_fails_leaves_nothing_behind(running: Trainer, tmp_path: Pat
 
     def fails_at(call: int | None) -> None:
         path.write_text(FAILING.replace("FAILS_AT", str(call)))
-        registry.load([])
+        registry.load_algorithms([])
 
     fails_at(None)
     still, moving = (running.spec({"policy_loss": f"{path}:mine"}, lr=lr) for lr in (0.0, 1e-3))
     moving = moving.model_copy(update={"trainer": moving.trainer.model_copy(update={"updates_per_step": 2})})
     running.step(moving, scored_groups(running.backend))
-    calls = len(own.module(path).calls)
+    calls = len(user_functions.load_file(path).calls)
     groups, before = scored_groups(running.backend), running.weights()
     expected = running.step(still, groups)
     fails_at(1)

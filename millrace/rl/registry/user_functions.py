@@ -1,4 +1,4 @@
-"""A user's own algorithm, from a file. What it raises or wrongly returns is told with its place and ends no process."""
+"""Algorithms from users' own files. Their errors and wrong results become InvalidJob with file and line."""
 
 import importlib.util
 import traceback
@@ -13,22 +13,20 @@ import torch
 from torch import Tensor
 
 from millrace.errors import InvalidJob, MillraceError
-from millrace.rl.registry.catalogue import Entry, Kind
+from millrace.rl.registry.catalogue import AlgorithmEntry, AlgorithmKind
 
 RETURNS = {
-    Kind.ADVANTAGE: "(advantages_bt, returns_bt), both [B, T]",
-    Kind.POLICY_LOSS: "(loss_bt, shares_bt): the loss of each token, [B, T], and a mapping of what to report a token",
-    Kind.CORRECTION: "(weights_bt, keep_bt, shares_bt): weights [B, T] or None, bool [B, T] and a mapping as a loss's",
+    AlgorithmKind.ADVANTAGE: "(advantages_bt, returns_bt), both [B, T]",
+    AlgorithmKind.POLICY_LOSS: "(loss_bt, metrics_bt): the loss of each token, [B, T], and the metrics of each token by"
+    " name",
+    AlgorithmKind.CORRECTION: "(weights_bt, keep_bt, metrics_bt): weights [B, T] or None, bool [B, T], and the metrics"
+    " of each token by name",
 }
 
 
-def is_own(entry: Entry) -> bool:
-    return ":" in entry.name
-
-
 @cache
-def module(path: Path) -> ModuleType:
-    """The file, run once."""
+def load_file(path: Path) -> ModuleType:
+    """The module of a user's file, which is executed once. Raises InvalidJob where it is not a Python file."""
     spec = importlib.util.spec_from_file_location(f"millrace_user_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise InvalidJob(f"{path} is not a Python file.", "Name your algorithm as file.py:function.")
@@ -38,30 +36,30 @@ def module(path: Path) -> ModuleType:
 
 
 @contextmanager
-def told(entry: Entry) -> Iterator[None]:
-    """What a user's own code raises inside becomes InvalidJob with file and line. Millrace's own passes as it is."""
+def errors_with_place(entry: AlgorithmEntry) -> Iterator[None]:
+    """Turns what a user's function raises inside into InvalidJob with file and line; leaves built-in ones alone."""
     try:
         yield
-    except Exception as error:  # theirs may raise anything, and the trainer outlives it
-        if not is_own(entry):
+    except Exception as error:  # a user's code may raise anything, and the trainer must survive it
+        if not entry.is_user_defined:
             raise
-        module.cache_clear()  # the job may go on with the file fixed
+        load_file.cache_clear()  # the job may be resumed after the file was corrected
         if isinstance(error, MillraceError):
             raise
         what = f"{_field(entry)}: {entry.function} failed at {_place(error, entry.path.resolve())}: "
         raise InvalidJob(f"{what}{type(error).__name__}: {error}", "fix the file, then submit or resume.") from error
 
 
-def check_returned(entry: Entry, returned: Any, inputs: Mapping[str, Any]) -> None:
-    """Raises InvalidJob where that is not what such a function returns for these `inputs`."""
+def check_returned(entry: AlgorithmEntry, returned: Any, inputs: Mapping[str, Any]) -> None:
+    """Raises InvalidJob where `returned` is not what a function of this kind has to return for `inputs`."""
     shape = inputs["mask_bt"].shape
     match entry.kind, returned:
-        case Kind.ADVANTAGE, (advantages, returns):
+        case AlgorithmKind.ADVANTAGE, (advantages, returns):
             right = _fits(advantages, shape) and _fits(returns, shape)
-        case Kind.POLICY_LOSS, (loss, shares):
+        case AlgorithmKind.POLICY_LOSS, (loss, shares):
             differentiable = not torch.is_grad_enabled() or not inputs["logprobs_bt"].requires_grad
             right = _fits(loss, shape) and _reported(shares, shape) and (differentiable or loss.requires_grad)
-        case Kind.CORRECTION, (weights, keep, shares):
+        case AlgorithmKind.CORRECTION, (weights, keep, shares):
             right = (weights is None or _fits(weights, shape)) and _fits(keep, shape) and keep.dtype == torch.bool
             right = right and _reported(shares, shape)
         case _:
@@ -72,21 +70,21 @@ def check_returned(entry: Entry, returned: Any, inputs: Mapping[str, Any]) -> No
         raise InvalidJob(f"{_field(entry)}: {entry.name} returns what cannot be used: {found}.", fix)
 
 
-def _field(entry: Entry) -> str:
+def _field(entry: AlgorithmEntry) -> str:
     return f"algorithm.{entry.kind.singular.replace(' ', '_')}.name"
 
 
 def _place(error: Exception, path: Path) -> str:
-    """The deepest line of the user's own file, or else of all."""
+    """`file:line` of the innermost frame in the user's file, or of the innermost frame at all."""
     frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if frame.filename == str(path)] or frames
-    return f"{theirs[-1].filename}:{theirs[-1].lineno}"
+    candidates = [frame for frame in frames if frame.filename == str(path)] or frames
+    return f"{candidates[-1].filename}:{candidates[-1].lineno}"
 
 
 def _fits(value: Any, shape: torch.Size) -> bool:
-    """Whether it is [B, T], or the same for all of a row or column."""
+    """Whether `value` is a tensor that broadcasts to `shape`, [B, T]."""
     is_matrix = isinstance(value, Tensor) and value.dim() == 2
-    return is_matrix and all(size in (1, whole) for size, whole in zip(value.shape, shape, strict=True))
+    return is_matrix and all(size in (1, full) for size, full in zip(value.shape, shape, strict=True))
 
 
 def _reported(shares: Any, shape: torch.Size) -> bool:
