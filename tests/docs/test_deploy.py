@@ -25,3 +25,11 @@ def test_rest_is_published_on_the_loopback_unless_told_otherwise() -> None:
     assert [port for service in SERVICES.values() for port in service.get("ports", [])] == [
         "${MILLRACE_HTTP_BIND:-127.0.0.1}:${MILLRACE_HTTP_PORT:-7700}:7700"
     ]
+
+
+def test_the_file_that_git_tracks_holds_settings_of_compose_and_no_secret() -> None:
+    lines = (DEPLOY.parent / ".env").read_text().splitlines()
+    names = {line.partition("=")[0] for line in lines if line and not line.startswith("#")}
+    assert names == {"COMPOSE_FILE", "COMPOSE_PROJECT_NAME"}
+    for service in SERVICES.values():
+        assert service.get("environment", {}).get("MILLRACE_TOKEN", "${MILLRACE_TOKEN:-}") == "${MILLRACE_TOKEN:-}"
