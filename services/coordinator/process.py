@@ -22,7 +22,7 @@ from services.coordinator.jobs.control import Control
 from services.coordinator.jobs.runner import Runner
 from services.coordinator.observe.events import Events
 from services.coordinator.observe.prometheus import PrometheusMetrics
-from services.coordinator.publication.publication import Publisher
+from services.coordinator.publication.publisher import Publisher
 from services.coordinator.redis_server import RedisServer
 from services.coordinator.rest.app import application
 from services.coordinator.run import Parts

@@ -19,7 +19,7 @@ from services.coordinator.observe.events import Events
 from services.coordinator.observe.prometheus import PrometheusMetrics
 from services.coordinator.observe.step_metrics import step_row
 from services.coordinator.publication.joining import Joining
-from services.coordinator.publication.publication import Publisher
+from services.coordinator.publication.publisher import Publisher
 from services.coordinator.state.job import JobRecord
 from services.coordinator.state.member import Weights
 from services.coordinator.store import Purpose, Store

@@ -1,1 +1,1 @@
-"""One weight publication, and how a replica joins."""
+"""One publication from PREPARE to COMMIT, its retries, and how a replica joins a job."""

@@ -1,7 +1,7 @@
-"""Replicas on their way from registration to their first lease: configured in the background, then brought the weights.
+"""Replicas on their way from registration to their first lease: configured in the background, then given the weights.
 
-Those that hold the version before the last publication, as they should, are the loop's business; this looks after the
-ones that came late, failed, or lost their weights.
+Replicas that serve the version before the last publication are served by the job's loop. This module looks after those
+that came late, failed, or lost their weights.
 """
 
 import asyncio
@@ -18,8 +18,8 @@ from services.coordinator.bell import waited
 from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.fleet.trainer import Trainer
 from services.coordinator.observe.events import Events
-from services.coordinator.publication.layouts import NoWay
-from services.coordinator.publication.publication import Publisher
+from services.coordinator.publication.publisher import Publisher
+from services.coordinator.publication.transfer_setup import SiblingCannotSend
 from services.coordinator.state.job import JobRecord
 from services.coordinator.state.member import Configured, Member, Weights
 from services.coordinator.store import Store
@@ -29,22 +29,23 @@ LOOK_EVERY_S = 1.0
 
 
 class Joining:
-    """Serves one job. `run()` does not return; it ends when it is cancelled, and its configurations with it."""
+    """Serves one job. `run()` does not return by itself; cancelling it cancels the configurations in progress."""
 
     def __init__(
         self, job: JobRecord, store: Store, fleet: Fleet, trainer: Trainer, publisher: Publisher, events: Events
     ) -> None:
         self.job = job
-        """Moved on by the loop with every version."""
+        """The job's record, which the loop replaces with every version."""
         self._store = store
         self._fleet = fleet
         self._trainer = trainer
         self._publisher = publisher
         self._events = events
-        self._unable: dict[MemberId, Version] = {}
+        self._failed_siblings: dict[MemberId, Version] = {}
         """Siblings that failed to copy, and which version."""
 
     async def run(self) -> None:
+        """Configures new replicas and gives them the weights, until it is cancelled."""
         configurations: set[asyncio.Task[None]] = set()
         catching_up: asyncio.Task[None] | None = None
         await self._fleet.recall(self.job.id, self.job.spec_digest)
@@ -70,10 +71,10 @@ class Joining:
         return not member.configuring and not member.ready_for(self.job.id) and member.due
 
     def _without_weights(self) -> list[Member]:
-        return [m for m in self._fleet.ready_for(self.job.id) if not self._joined(m) and m.due]
+        return [m for m in self._fleet.ready_for(self.job.id) if not self._has_weights(m) and m.due]
 
-    def _joined(self, member: Member) -> bool:
-        """Whether the member has weights of this job, though they may be a version behind."""
+    def _has_weights(self, member: Member) -> bool:
+        """Whether the member has weights of this job, possibly of the version before."""
         held = member.weights
         return held is not None and (held.job_id, held.lineage) == (self.job.id, self.job.lineage)
 
@@ -95,37 +96,37 @@ class Joining:
             made = Configured(self.job.id, answer.world_size, answer.dtype, self.job.spec_digest)
             await self._fleet.configured(member, made)
             message = f"{member.id} ({member.engine}) is ready for the job after {time.monotonic() - started:.1f} s"
-            told = events.MemberConfigured(member=member.id, engine=member.engine)
-            await self._events.add(self.job.id, told, message)
+            payload = events.MemberConfigured(member=member.id, engine=member.engine)
+            await self._events.add(self.job.id, payload, message)
         finally:
             member.configuring = False
 
     async def _catch_up(self) -> None:
-        """Brings the current version to those without one: from a sibling, or else from the trainer between its
+        """Gives the current version to replicas without weights: from a sibling, or else from the trainer between its
         steps."""
         if self._publisher.publishing:
             return  # it may be on its way to them
-        if not await self._copied():
-            await self._published()
+        if not await self._copy_from_sibling():
+            await self._publish_from_trainer()
 
-    async def _copied(self) -> bool:
-        """Whether those without weights are a sibling's business: they have its copy, or something came first."""
+    async def _copy_from_sibling(self) -> bool:
+        """Whether nothing is left for the trainer: the copy is made, a publication came first, or nobody needs it."""
         job, late = self.job, self._without_weights()
         if (sibling := self._sibling(job, late)) is None:
             return not late
-        await self._tell(late, sibling.id)
+        await self._announce(late, sibling.id)
         try:
             await self._publisher.copy(job, sibling, late)
             self._fleet.bell.ring()
-        except (PublicationFailed, NoWay) as error:
-            self._unable[sibling.id] = job.version
+        except (PublicationFailed, SiblingCannotSend) as error:
+            self._failed_siblings[sibling.id] = job.version
             log.warning("no copy from a sibling", sibling=sibling.id, error=str(error))
             return False
         return True
 
     def _sibling(self, job: JobRecord, late: list[Member]) -> Member | None:
-        """Who could copy to `late`: it serves the current version in their dtype. The same engine first, then the
-        least busy."""
+        """The replica that copies to `late`: one that serves the current version in their dtype, if possible with the
+        same engine, and the least busy of these."""
         current = Weights(job.id, job.lineage, job.version)
         wanted = {(m.configured.dtype, m.engine) for m in late if m.configured}
         if len({dtype for dtype, _ in wanted}) != 1:
@@ -133,16 +134,16 @@ class Joining:
         able = [
             m
             for m in self._fleet.ready_for(job.id)
-            if m.holds(current) and self._unable.get(m.id) != job.version and _dtype(m) == _dtype(late[0])
+            if m.holds(current) and self._failed_siblings.get(m.id) != job.version and _dtype(m) == _dtype(late[0])
         ]
         return min(able, key=lambda m: ((_dtype(m), m.engine) not in wanted, m.pulse.running), default=None)
 
-    async def _published(self) -> None:
+    async def _publish_from_trainer(self) -> None:
         async with self._trainer.turn:
             job, late = self.job, self._without_weights()
             if not late or self._trainer.holds != (job.id, job.version):
                 return
-            await self._tell(late, self._trainer.member.id)
+            await self._announce(late, self._trainer.member.id)
             try:
                 await self._publisher.publish(job, late)
             except PublicationFailed as error:
@@ -151,10 +152,10 @@ class Joining:
                 log.warning("catch-up failed", members=[m.id for m in late], error=str(error))
             self._fleet.bell.ring()
 
-    async def _tell(self, late: list[Member], sender: str) -> None:
+    async def _announce(self, late: list[Member], sender: str) -> None:
         message = f"{', '.join(m.id for m in late)} gets version {self.job.version} from {sender}"
-        told = events.MemberJoining(members=[m.id for m in late], sender=sender)
-        await self._events.add(self.job.id, told, message)
+        payload = events.MemberJoining(members=[m.id for m in late], sender=sender)
+        await self._events.add(self.job.id, payload, message)
 
 
 def _dtype(member: Member) -> str:

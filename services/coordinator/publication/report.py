@@ -1,95 +1,112 @@
-"""What one publication moved and how long everybody took."""
+"""What one publication moved, and how long each member took."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Self
 
-from millrace.ids import Version
+from millrace.events import MemberTransfer, PublicationDone, Source
+from millrace.ids import MemberId, Version
 from millrace.wire.v1 import weights_pb2
-
-FIELDS = (
-    "bytes",
-    "prepare_s",
-    "gather_s",
-    "wire_s",
-    "verify_s",
-    "apply_s",
-    "pause_s",
-    "loader_tensors",
-    "loader_bytes",
-    "staging_bytes",
-    "mode",
-)
 
 
 @dataclass(frozen=True)
-class Report:
-    version: Version
-    epoch: int
-    attempt: int
-    source: str
-    """Who sent: "trainer", or "sibling" for a copy to replicas that joined."""
-    failures: int
-    """Attempts before this one."""
-    seconds: float
-    """Of the whole publication, failed attempts included."""
-    phases: Mapping[str, float]
-    members: Sequence[Mapping[str, Any]]
-    """The sender's report first, then one of each receiver that serves the version now."""
+class PublicationReport:
+    """A publication that is over."""
+
+    done: PublicationDone
+    """The payload of its event."""
 
     @classmethod
-    def nobody(cls, version: Version) -> Self:
-        """There was no replica to publish to."""
-        return cls(version, 0, 0, "trainer", 0, 0.0, {}, ())
+    def without_receivers(cls, version: Version) -> Self:
+        """The report where there was no replica to publish to."""
+        return cls(
+            PublicationDone(
+                version=version, epoch=0, attempt=0, source="trainer", failures=0, seconds=0.0, phases={}, members=[]
+            )
+        )
 
     @classmethod
     def of(
         cls,
         ref: weights_pb2.PublicationRef,
-        source: str,
+        source: Source,
         reports: Sequence[weights_pb2.MemberReport],
         phases: Mapping[str, float],
         seconds: float,
         failures: int,
     ) -> Self:
-        members = [_told(report) for report in reports]
-        return cls(Version(ref.version), ref.epoch, ref.attempt, source, failures, seconds, dict(phases), members)
+        """`reports`: the sender's first. `phases`: seconds by phase of the last attempt. `seconds`: duration of the
+        whole publication with its `failures` failed attempts."""
+        return cls(
+            PublicationDone(
+                version=ref.version,
+                epoch=ref.epoch,
+                attempt=ref.attempt,
+                source=source,
+                failures=failures,
+                seconds=seconds,
+                phases=dict(phases),
+                members=[_member_transfer(report) for report in reports],
+            )
+        )
 
     @property
-    def receivers(self) -> Sequence[Mapping[str, Any]]:
-        return self.members[1:]
+    def receivers(self) -> Sequence[MemberTransfer]:
+        """The receivers that serve the version now."""
+        return self.done.members[1:]
 
     @property
     def bytes(self) -> int:
-        """Bytes of one copy of the weights."""
-        return int(self.members[0]["bytes"]) if self.members else 0
+        """Size of one copy of the weights."""
+        return self.done.members[0].bytes if self.done.members else 0
 
     @property
     def pauses(self) -> list[float]:
-        return [float(m["pause_s"]) for m in self.receivers]
+        """Seconds for which each receiver paused generation."""
+        return [m.pause_s for m in self.receivers]
 
     def metrics(self) -> dict[str, float]:
-        """For the step's row. Seconds are those of the slowest member."""
-        values = {"timing_s/update_weights": self.seconds, "publication/replicas": float(len(self.receivers))}
-        values["publication/failures"] = float(self.failures)
+        """Step metrics. Seconds are those of the slowest member."""
+        values = {"timing_s/update_weights": self.done.seconds, "publication/replicas": float(len(self.receivers))}
+        values["publication/failures"] = float(self.done.failures)
         if self.receivers:
+            members = self.done.members
             values["publication/bytes"] = float(self.bytes)
-            for name in ("gather_s", "wire_s", "verify_s", "apply_s", "pause_s", "loader_tensors", "staging_bytes"):
-                values[f"publication/{name}"] = max(float(m[name]) for m in self.members)
+            values["publication/gather_s"] = max(m.gather_s for m in members)
+            values["publication/wire_s"] = max(m.wire_s for m in members)
+            values["publication/verify_s"] = max(m.verify_s for m in members)
+            values["publication/apply_s"] = max(m.apply_s for m in members)
+            values["publication/pause_s"] = max(m.pause_s for m in members)
+            values["publication/loader_tensors"] = float(max(m.loader_tensors for m in members))
+            values["publication/staging_bytes"] = float(max(m.staging_bytes for m in members))
         return values
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """The report as the store keeps it."""
+        return self.done.model_dump(exclude={"kind"})
 
     def __str__(self) -> str:
         longest = max(self.pauses, default=0.0)
-        origin = f" from {self.members[0]['member']}" if self.source == "sibling" else ""
+        origin = f" from {self.done.members[0].member}" if self.done.source == "sibling" else ""
         return (
-            f"version {self.version} reached {len(self.receivers)} replica(s){origin} in {self.seconds:.3f} s: "
-            f"{self.bytes / 1e6:.1f} MB, longest pause {longest:.3f} s"
+            f"version {self.done.version} reached {len(self.receivers)} replica(s){origin} in {self.done.seconds:.3f} "
+            f"s: {self.bytes / 1e6:.1f} MB, longest pause {longest:.3f} s"
         )
 
 
-def _told(report: weights_pb2.MemberReport) -> dict[str, Any]:
-    figures = {name: getattr(report, name) for name in FIELDS}
-    return {"member": report.member_id} | figures | {"loader_names": list(report.loader_names)}
+def _member_transfer(report: weights_pb2.MemberReport) -> MemberTransfer:
+    return MemberTransfer(
+        member=MemberId(report.member_id),
+        bytes=report.bytes,
+        prepare_s=report.prepare_s,
+        gather_s=report.gather_s,
+        wire_s=report.wire_s,
+        verify_s=report.verify_s,
+        apply_s=report.apply_s,
+        pause_s=report.pause_s,
+        loader_tensors=report.loader_tensors,
+        loader_bytes=report.loader_bytes,
+        staging_bytes=report.staging_bytes,
+        mode=report.mode,
+        loader_names=list(report.loader_names),
+    )

@@ -1,9 +1,10 @@
-"""Who sends in a publication: the trainer, or a replica that serves the version already and copies it to siblings."""
+"""Who sends in a publication: the trainer, or a replica that serves the version and copies it to its siblings."""
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 from millrace.errors import Unavailable
+from millrace.events import Source
 from millrace.wire.method import Request, Response, Unary
 from millrace.wire.methods import RolloutRpc, TrainerRpc
 from millrace.wire.v1 import trainer_pb2
@@ -22,34 +23,45 @@ class SenderMethods:
     finish: Unary[trainer_pb2.FinishSendRequest, trainer_pb2.FinishSendResponse]
 
 
-OF_TRAINER = SenderMethods(
+TRAINER_METHODS = SenderMethods(
     TrainerRpc.DescribeWeights,
     TrainerRpc.PreparePublication,
     TrainerRpc.TransferPublication,
     TrainerRpc.FinishPublication,
 )
-OF_REPLICA = SenderMethods(
+REPLICA_METHODS = SenderMethods(
     RolloutRpc.DescribeCopy, RolloutRpc.PrepareCopy, RolloutRpc.TransferCopy, RolloutRpc.FinishCopy
 )
 
 
 class Sender(Protocol):
-    source: Literal["trainer", "sibling"]
+    """The member that sends, as an attempt uses it."""
+
+    source: Source
     methods: SenderMethods
+    can_gather: bool
+    """Whether it can gather and broadcast. A replica cannot: its workers hold only what its engine needs."""
+    is_copy: bool
+    """Whether this is a copy that must not hold up anything: a newer publication ends it, and after a failure its end
+    is not waited for."""
 
     @property
-    def id(self) -> str: ...
+    def id(self) -> str:
+        """The sending member's id."""
+        ...
 
     async def ask(self, method: Unary[Request, Response], request: Request) -> Response:
         """Calls `method`, one of `methods`. Raises MillraceError."""
         ...
 
 
-class FromTrainer:
-    """Raises TrainerLost where there is none."""
+class TrainerSender:
+    """The trainer. Its id and every call raise TrainerLost where there is none."""
 
-    source: Literal["trainer", "sibling"] = "trainer"
-    methods = OF_TRAINER
+    source: Source = "trainer"
+    methods = TRAINER_METHODS
+    can_gather = True
+    is_copy = False
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -62,9 +74,13 @@ class FromTrainer:
         return await self._trainer.call(method, request)
 
 
-class FromSibling:
-    source: Literal["trainer", "sibling"] = "sibling"
-    methods = OF_REPLICA
+class SiblingSender:
+    """A replica that serves the version."""
+
+    source: Source = "sibling"
+    methods = REPLICA_METHODS
+    can_gather = False
+    is_copy = True
 
     def __init__(self, member: Member, fleet: Fleet) -> None:
         self._member = member

@@ -1,7 +1,7 @@
 """Brings the trainer's version to every replica that is ready for it."""
 
 from services.coordinator.observe.step_metrics import step_seconds
-from services.coordinator.publication.report import Report
+from services.coordinator.publication.report import PublicationReport
 from services.coordinator.run import Run
 from services.coordinator.stages.spans import traced
 
@@ -21,7 +21,7 @@ async def publish(run: Run) -> None:
     await _record(run, report)
 
 
-async def _record(run: Run, report: Report) -> None:
+async def _record(run: Run, report: PublicationReport) -> None:
     """The step's row is complete with its publication."""
     values = await run.records.row(run.job.step)
     if values is None or "timing_s/update_weights" in values:

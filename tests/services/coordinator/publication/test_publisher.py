@@ -184,7 +184,7 @@ async def test_all_replicas_die_and_new_ones_come(cluster: Cluster, spec: dict[s
 
 
 @pytest.mark.parametrize("chosen", ["auto", "gather_broadcast", "sharded"])
-def test_the_way_is_the_jobs_choice_and_what_members_can(
+def test_the_path_follows_the_jobs_choice_and_what_members_can_do(
     chosen: str, shared: CoordinatorProcess, spec: dict[str, Any]
 ) -> None:
     @scenario

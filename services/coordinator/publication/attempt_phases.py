@@ -1,0 +1,96 @@
+"""The four phases of one attempt: PREPARE, TRANSFER, VERIFY, COMMIT."""
+
+import asyncio
+
+from millrace.errors import PublicationFailed
+from millrace.wire.methods import RolloutRpc
+from millrace.wire.v1 import rollout_pb2, trainer_pb2, weights_pb2
+from services.coordinator.publication.attempt import Attempt
+from services.coordinator.publication.transfer_setup import MODES, MemberLayouts
+from services.coordinator.state.job import JobRecord
+from services.coordinator.state.member import Member, Weights
+
+COMMIT_S = 10.0
+"""Time for COMMIT where the other phases have used up the deadline."""
+
+
+async def run_phases(job: JobRecord, attempt: Attempt, layouts: MemberLayouts) -> list[weights_pb2.MemberReport]:
+    """The reports of the sender and of the receivers that serve the version now.
+
+    Raises PublicationFailed with the culprits of PREPARE and TRANSFER. Receivers that fail later are cut in the
+    attempt.
+    """
+    try:
+        async with asyncio.timeout_at(attempt.deadline):
+            await attempt.timed("prepare", _prepare(job, attempt, layouts))
+            sent = await attempt.timed("transfer", _transfer(attempt))
+    except TimeoutError as error:
+        late, seconds = tuple(attempt.unanswered), job.spec.deadlines.publication_s
+        if attempt.phase == "transfer" and set(late) <= {attempt.sender.id}:  # it waits for a receiver
+            late = await attempt.suspects() or late
+        what = f"{attempt.phase} was not over after {seconds:g} s: {', '.join(late)} did not answer."
+        raise PublicationFailed(what, "look at their logs, or raise deadlines.publication_s.", late) from error
+    await attempt.timed("verify", _verify(attempt, sent))
+    return [sent.report, *await attempt.timed("commit", _commit(job, attempt))]
+
+
+async def _prepare(job: JobRecord, attempt: Attempt, layouts: MemberLayouts) -> None:
+    """Sender and receivers agree on the plan. A receiver that agreed to this plan last time is told its hash only, and
+    the plan again where it does not know it any more."""
+    setup = await layouts.setup(attempt, job.spec.publication)
+    attempt.prepared = True
+    prepared = await attempt.ask_sender(attempt.sender.methods.prepare, setup.prepare_send(attempt))
+    ranks, mode = setup.ranks(attempt.receivers), MODES[job.spec.publication.commit]
+
+    def request(member: Member, knows_plan: bool) -> rollout_pb2.PrepareReceiveRequest:
+        deadline_s = attempt.left_s + COMMIT_S
+        receiver = ranks[member.id]
+        return setup.prepare_receive(
+            attempt, prepared, receiver, knows_plan=knows_plan, deadline_s=deadline_s, mode=mode
+        )
+
+    knowing, method = layouts.agreed_plans, RolloutRpc.PreparePublication
+    answers = await attempt.ask_all(method, lambda m: request(m, knowing.get(m.id) == prepared.plan_hash))
+    forgotten = [m for m in attempt.receivers if not answers[m.id].plan_hash]
+    answers |= await attempt.ask_all(method, lambda m: request(m, False), forgotten)
+    layouts.agreed_plans = {member: answer.plan_hash for member, answer in answers.items()}
+    if differing := tuple(i for i, answer in answers.items() if answer.plan_hash != prepared.plan_hash):
+        what = f"{', '.join(differing)} worked out another plan than {attempt.sender.id}."
+        raise PublicationFailed(what, "run the same release of millrace everywhere.", differing)
+
+
+async def _transfer(attempt: Attempt) -> trainer_pb2.TransferSendResponse:
+    """The receivers start to receive, then the sender sends until the last byte is sent or a receiver is lost."""
+    receive = rollout_pb2.TransferReceiveRequest(publication=attempt.ref)
+    await attempt.ask_all(RolloutRpc.TransferPublication, lambda _: receive)
+    send = trainer_pb2.TransferSendRequest(publication=attempt.ref)
+    sending = asyncio.create_task(attempt.ask_sender(attempt.sender.methods.transfer, send))
+    losses = [asyncio.create_task(m.gone.wait(), name=m.id) for m in attempt.receivers]
+    try:
+        await asyncio.wait({sending, *losses}, return_when=asyncio.FIRST_COMPLETED)
+        if lost := tuple(task.get_name() for task in losses if task.done()):
+            raise PublicationFailed(f"{', '.join(lost)} was lost while receiving.", "start it again.", lost)
+        return sending.result()
+    except PublicationFailed as error:
+        if error.culprits:
+            raise
+        raise PublicationFailed(error.what, error.fix, await attempt.suspects()) from error
+    finally:
+        for task in (sending, *losses):
+            task.cancel()
+
+
+async def _verify(attempt: Attempt, sent: trainer_pb2.TransferSendResponse) -> None:
+    request = rollout_pb2.VerifyReceiveRequest(publication=attempt.ref, checksums=sent.checksums)
+    await attempt.ask_remaining(RolloutRpc.VerifyPublication, request, attempt.left_s)
+
+
+async def _commit(job: JobRecord, attempt: Attempt) -> list[weights_pb2.MemberReport]:
+    """Receivers that verified in time may commit, however long others took."""
+    request = rollout_pb2.CommitReceiveRequest(publication=attempt.ref)
+    limit_s = max(attempt.left_s, min(job.spec.deadlines.publication_s, COMMIT_S))
+    answers = await attempt.ask_remaining(RolloutRpc.CommitPublication, request, limit_s)
+    for member in attempt.receivers:
+        if member.id in answers and not member.gone.is_set():
+            await attempt.fleet.hold(member, Weights(job.id, job.lineage, job.version))
+    return [answer.report for answer in answers.values()]

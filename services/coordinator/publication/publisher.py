@@ -1,0 +1,149 @@
+"""Publications of a job's weights: from the trainer to its replicas, or from a replica to siblings that join.
+
+A receiver that fails before the weights have arrived is taken out of the fleet, and the others are tried again; one
+that fails later is taken out alone. It joins again with a publication, or a copy, for itself.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from millrace.errors import PublicationFailed
+from millrace.wire.v1 import weights_pb2
+from services.coordinator.fleet.fleet import Fleet
+from services.coordinator.fleet.trainer import Trainer, TrainerLost
+from services.coordinator.observe.events import Events
+from services.coordinator.observe.prometheus import PrometheusMetrics
+from services.coordinator.publication.attempt import Attempt
+from services.coordinator.publication.attempt_phases import run_phases
+from services.coordinator.publication.background import BackgroundCalls
+from services.coordinator.publication.report import PublicationReport
+from services.coordinator.publication.senders import Sender, SiblingSender, TrainerSender
+from services.coordinator.publication.transfer_setup import MemberLayouts
+from services.coordinator.state.job import JobRecord
+from services.coordinator.state.member import Member
+from services.coordinator.store import Store
+
+BLAMELESS_FAILURES = 3
+"""A publication fails for good after so many attempts that failed without a receiver as the culprit."""
+
+
+class Publisher:
+    """Runs one publication from the trainer, or one copy between replicas, at a time."""
+
+    def __init__(
+        self, store: Store, fleet: Fleet, trainer: Trainer, events: Events, prometheus: PrometheusMetrics
+    ) -> None:
+        self._store = store
+        self._fleet = fleet
+        self._trainer = trainer
+        self._events = events
+        self._prometheus = prometheus
+        self._layouts = MemberLayouts()
+        self.publishing = False
+        """Whether the trainer is sending."""
+        self._copying: asyncio.Task[PublicationReport] | None = None
+        self._background = BackgroundCalls()
+
+    async def publish(self, job: JobRecord, receivers: Sequence[Member]) -> PublicationReport:
+        """Brings the trainer's version to `receivers`; those that fail are taken out. Needs the trainer's turn.
+
+        A copy in progress is ended first: its receivers are served here, or join again. Raises TrainerLost, and
+        PublicationFailed where it fails and no replica is to blame.
+        """
+        if not receivers:
+            return PublicationReport.without_receivers(job.version)
+        self.publishing = True
+        try:
+            if self._copying is not None:
+                self._copying.cancel()
+                await asyncio.wait([self._copying])
+            sender = TrainerSender(self._trainer)
+            return await self._run(job, receivers, sender, self._layouts, BLAMELESS_FAILURES)
+        finally:
+            self.publishing = False
+
+    async def copy(self, job: JobRecord, sibling: Member, receivers: Sequence[Member]) -> PublicationReport | None:
+        """Brings `receivers` the version that `sibling` serves; the trainer has no part in it. None where a publication
+        ended it or is in progress. Raises PublicationFailed where it fails and no receiver is to blame,
+        SiblingCannotSend where the sibling cannot send these weights."""
+        if self.publishing or self._copying is not None:
+            return None
+        sender = SiblingSender(sibling, self._fleet)
+        copying = self._copying = asyncio.create_task(self._run(job, receivers, sender, MemberLayouts(), 1))
+        try:
+            await asyncio.wait([copying])
+            return None if copying.cancelled() else copying.result()
+        finally:
+            copying.cancel()
+            self._copying = None
+
+    async def _run(
+        self, job: JobRecord, receivers: Sequence[Member], sender: Sender, layouts: MemberLayouts, tries: int
+    ) -> PublicationReport:
+        """Attempts until one succeeds, or no receiver is left. The last of `tries` failures without a culprit is
+        raised."""
+        started, failures, blameless = time.monotonic(), 0, 0
+        while left := [m for m in receivers if m.ready_for(job.id)]:
+            attempt = await self._new_attempt(job, left, sender)
+            try:
+                reports = await run_phases(job, attempt, layouts)
+            except TrainerLost as error:
+                await attempt.abort(left, error.what)
+                raise
+            except PublicationFailed as error:
+                culprits = attempt.culprits(error)
+                layouts.forget()
+                await self._attempt_failed(job, attempt, error, culprits)
+                failures += 1
+                blameless += not culprits
+                if blameless == tries:
+                    raise
+                receivers = [m for m in left if m not in culprits]
+            except asyncio.CancelledError:
+                if sender.is_copy:  # a publication ended the copy: its sender and its receivers are told
+                    reason = "a publication came first"
+                    self._background.start(attempt.finish(reason), attempt.abort(attempt.receivers, reason))
+                raise
+            else:
+                return await self._succeeded(job, attempt, reports, time.monotonic() - started, failures)
+        return PublicationReport.without_receivers(job.version)
+
+    async def _new_attempt(self, job: JobRecord, receivers: list[Member], sender: Sender) -> Attempt:
+        number = await self._store.jobs.next_attempt(job.id)
+        ref = weights_pb2.PublicationRef(job_id=job.id, version=job.version, epoch=self._fleet.epoch, attempt=number)
+        deadline = asyncio.get_running_loop().time() + job.spec.deadlines.publication_s
+        return Attempt(ref, receivers, deadline, self._fleet, sender, self._background)
+
+    async def _attempt_failed(
+        self, job: JobRecord, attempt: Attempt, error: PublicationFailed, culprits: Sequence[Member]
+    ) -> None:
+        """All members forget the attempt; the culprits are taken out of the fleet."""
+        message = f"publication of version {job.version} failed in {attempt.phase}: {error}"
+        await self._events.add(job.id, attempt.failure(attempt.phase, error.culprits), message)
+        self._prometheus.published(job.id, attempt.sender.source, "failed", attempt.phase_seconds, 0, [])
+        if attempt.sender.is_copy:
+            await self._background.wait_briefly(attempt.finish(error.what))
+        else:
+            await attempt.finish(error.what)
+        await attempt.abort(attempt.receivers, error.what)
+        for member in culprits:
+            await self._fleet.cut(member, f"it failed in {attempt.phase} of version {job.version}")
+
+    async def _succeeded(
+        self, job: JobRecord, attempt: Attempt, reports: list[weights_pb2.MemberReport], seconds: float, failures: int
+    ) -> PublicationReport:
+        """Takes out the receivers that failed after the transfer, ends the attempt and reports it."""
+        for member in [m for m in attempt.receivers if m.id in attempt.cut]:
+            phase, why = attempt.cut[member.id]
+            message = f"{member.id} failed in the publication of version {job.version}: {why}"
+            await self._events.add(job.id, attempt.failure(phase, [member.id]), message)
+            await attempt.abort([member], why)
+            await self._fleet.cut(member, why)
+        await attempt.finish("; ".join(f"{member} failed in {why}" for member, (_, why) in attempt.cut.items()))
+        source = attempt.sender.source
+        report = PublicationReport.of(attempt.ref, source, reports, attempt.phase_seconds, seconds, failures)
+        await self._store.records(job.id).add_publication(report.to_json())
+        self._prometheus.published(job.id, source, "done", attempt.phase_seconds, report.bytes, report.pauses)
+        await self._events.add(job.id, report.done, str(report))
+        return report

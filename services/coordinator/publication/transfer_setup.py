@@ -1,0 +1,162 @@
+"""The setup of a transfer: which path the weights take, and the layouts that its plan is made from."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from millrace.errors import MillraceError, PublicationFailed
+from millrace.spec.publication import Publication as Settings
+from millrace.weights.plans import wire_layouts
+from millrace.wire.methods import RolloutRpc
+from millrace.wire.v1 import rollout_pb2, trainer_pb2, weights_pb2
+from services.coordinator.publication.attempt import Attempt
+from services.coordinator.state.member import Member
+
+MODES = {
+    "auto": weights_pb2.COMMIT_MODE_UNSPECIFIED,
+    "shadow": weights_pb2.COMMIT_MODE_SHADOW,
+    "inplace": weights_pb2.COMMIT_MODE_INPLACE,
+}
+
+
+class SiblingCannotSend(MillraceError):
+    """A replica cannot send these weights by any path; the trainer has to."""
+
+
+@dataclass(frozen=True)
+class TransferSetup:
+    """How one attempt moves the weights. It makes the PREPARE requests, so that nothing else depends on the path."""
+
+    path: weights_pb2.Path
+    senders: int
+    """Ranks that send; the receivers' ranks follow them in the communicator."""
+    dtype: str
+    layouts: weights_pb2.Sides | None = None
+    """What each rank holds or wants; None where whole tensors are broadcast."""
+    manifest: weights_pb2.Manifest | None = None
+    """The manifest of the layouts; None where the sender tells it in PREPARE."""
+    gpu: bool = False
+
+    def ranks(self, receivers: Sequence[Member]) -> dict[str, weights_pb2.Receiver]:
+        """Each receiver's ranks in the communicator, by member id."""
+        ranks: dict[str, weights_pb2.Receiver] = {}
+        first = self.senders
+        for member in receivers:
+            world_size = member.configured.world_size if member.configured else member.world_size
+            ranks[member.id] = weights_pb2.Receiver(member_id=member.id, first_rank=first, world_size=world_size)
+            first += world_size
+        return ranks
+
+    def prepare_send(self, attempt: Attempt) -> trainer_pb2.PrepareSendRequest:
+        """The sender's PREPARE."""
+        return trainer_pb2.PrepareSendRequest(
+            publication=attempt.ref,
+            path=self.path,
+            receivers=self.ranks(attempt.receivers).values(),
+            dtype=self.dtype,
+            deadline_s=attempt.sender_s,
+            sides=self.layouts,
+            gpu=self.gpu,
+        )
+
+    def prepare_receive(
+        self,
+        attempt: Attempt,
+        prepared: trainer_pb2.PrepareSendResponse,
+        receiver: weights_pb2.Receiver,
+        *,
+        knows_plan: bool,
+        deadline_s: float,
+        mode: weights_pb2.CommitMode,
+    ) -> rollout_pb2.PrepareReceiveRequest:
+        """A receiver's PREPARE, after the sender's answer. One that knows the plan gets its hash only."""
+        return rollout_pb2.PrepareReceiveRequest(
+            publication=attempt.ref,
+            path=self.path,
+            manifest=None if knows_plan else self.manifest or prepared.manifest,
+            rendezvous=prepared.rendezvous,
+            receiver=receiver,
+            plan_hash=prepared.plan_hash,
+            deadline_s=deadline_s,
+            sides=None if knows_plan else self.layouts,
+            mode=mode,
+        )
+
+
+class MemberLayouts:
+    """The layouts of the members, from which it chooses each attempt's setup. Each member is asked once: a layout stays
+    the same as long as member, job and manifest do."""
+
+    def __init__(self) -> None:
+        self._sender: tuple[str, str, str, trainer_pb2.DescribeSendResponse] | None = None
+        """Member, job and dtype that were asked for, and the answer."""
+        self._receivers: dict[str, tuple[str, bytes, rollout_pb2.DescribeReceiveResponse]] = {}
+        """For each member: job and hash of the manifest that were asked for, and the answer."""
+        self.agreed_plans: dict[str, bytes] = {}
+        """Hash of the plan that each receiver agreed to last; it is enough to name that plan."""
+
+    async def setup(self, attempt: Attempt, settings: Settings) -> TransferSetup:
+        """Chooses by what the job asks for and what the members can do.
+
+        Raises PublicationFailed where the job asks for a path that a member cannot take, SiblingCannotSend where the
+        only path left is one that a sibling cannot send by.
+        """
+        dtype = _common_dtype(attempt.receivers)
+        if settings.path == "gather_broadcast":
+            return _gather_broadcast(attempt, dtype)
+        sender = await self._described_sender(attempt, dtype)
+        members = {m.id: m for m in attempt.receivers}
+        self._receivers = {member: known for member, known in self._receivers.items() if member in members}
+        has_layouts = bool(sender.layouts.of_rank)
+        receivers = await self._described_receivers(attempt, sender.manifest) if has_layouts else {}
+        unable = [] if has_layouts else [attempt.sender.id]
+        unable += [m for m, told in receivers.items() if not told.layouts.of_rank or told.gpu != sender.gpu]
+        if unable:
+            if settings.path == "auto":
+                return _gather_broadcast(attempt, dtype)
+            what = f"{', '.join(unable)} cannot take part in a sharded publication of this job."
+            raise PublicationFailed(what, 'set publication.path to "auto".', tuple(unable))
+        wanted = wire_layouts.joined([receivers[m.id].layouts for m in attempt.receivers])
+        layouts = weights_pb2.Sides(senders=sender.layouts, receivers=wanted)
+        ranks = len(sender.layouts.of_rank)
+        return TransferSetup(weights_pb2.PATH_SHARDED, ranks, dtype, layouts, sender.manifest, sender.gpu)
+
+    def forget(self) -> None:
+        """Forgets all answers, after a failure: a member that failed may hold something else now."""
+        self._sender, self._receivers, self.agreed_plans = None, {}, {}
+
+    async def _described_sender(self, attempt: Attempt, dtype: str) -> trainer_pb2.DescribeSendResponse:
+        key = (attempt.sender.id, attempt.ref.job_id, dtype)
+        if self._sender is None or self._sender[:3] != key:
+            request = trainer_pb2.DescribeSendRequest(job_id=attempt.ref.job_id, dtype=dtype)
+            self._sender = (*key, await attempt.ask_sender(attempt.sender.methods.describe, request))
+        return self._sender[3]
+
+    async def _described_receivers(
+        self, attempt: Attempt, manifest: weights_pb2.Manifest
+    ) -> dict[str, rollout_pb2.DescribeReceiveResponse]:
+        job = attempt.ref.job_id
+        known = {i: told for i, (of, digest, told) in self._receivers.items() if (of, digest) == (job, manifest.hash)}
+        new = [m for m in attempt.receivers if m.id not in known]
+        request = rollout_pb2.DescribeReceiveRequest(job_id=job, manifest=manifest)
+        for member, told in (await attempt.ask_all(RolloutRpc.DescribeWeights, lambda _: request, new)).items():
+            self._receivers[member], known[member] = (job, manifest.hash, told), told
+        return known
+
+
+def _gather_broadcast(attempt: Attempt, dtype: str) -> TransferSetup:
+    if not attempt.sender.can_gather:
+        raise SiblingCannotSend(f"{attempt.sender.id} cannot gather and broadcast.", "let the trainer publish.")
+    return TransferSetup(weights_pb2.PATH_GATHER_BROADCAST, 1, dtype)
+
+
+def _common_dtype(receivers: Sequence[Member]) -> str:
+    """The dtype that the engines hold. Raises PublicationFailed where they differ; the minority are the culprits."""
+    by_dtype: dict[str, list[str]] = {}
+    for member in receivers:
+        by_dtype.setdefault(member.configured.dtype if member.configured else "", []).append(member.id)
+    dtype, *others = sorted(by_dtype, key=lambda name: -len(by_dtype[name]))
+    if others:
+        culprits = tuple(member for other in others for member in by_dtype[other])
+        what = f"the replicas' engines hold different dtypes: {by_dtype}."
+        raise PublicationFailed(what, "start every replica with the job's rollout.dtype.", culprits)
+    return dtype
