@@ -1,9 +1,11 @@
 """How long a job runs, how far generation may run ahead, what is kept, and when something is given up."""
 
-from typing import Literal
+from typing import Annotated
 
 from pydantic import Field
 
+from millrace.telemetry.trackers import TRACKERS
+from millrace.validation.fields import OneOf
 from millrace.validation.model import StrictModel
 
 
@@ -42,7 +44,7 @@ class Deadlines(StrictModel):
 
 
 class Tracking(StrictModel):
-    trackers: list[Literal["tensorboard", "wandb"]] = Field(default_factory=list, examples=[["tensorboard"]])
+    trackers: list[Annotated[str, OneOf(tuple(TRACKERS))]] = Field(default_factory=list, examples=[["tensorboard"]])
     """They come with the `trackers` extra, beside the coordinator: docs/running.md."""
     project: str = "millrace"
     """W&B's."""

@@ -74,7 +74,8 @@ def test_a_tracker(followed: Path, tmp_path: Path) -> None:
     code = f"""
 from pathlib import Path
 from millrace.telemetry.trackers import Run, opened
-(tracker,) = opened(job(tracking={{"trackers": ["lines"]}}).tracking.trackers, Run("j", "n", "p", Path("{tmp_path}"), {{}}))
+names = job(tracking={{"trackers": ["lines"]}}).tracking.trackers
+(tracker,) = opened(names, Run("job-1", "test", "tests", Path("{tmp_path}"), {{}}))
 tracker.log(3, {{"reward": 0.5}})
 tracker.close()
 """
