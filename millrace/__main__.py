@@ -1,4 +1,4 @@
-"""`python -m millrace`. Benches need less installed than the rest."""
+"""`python -m millrace`. The benchmarks need fewer packages than the other commands."""
 
 import sys
 

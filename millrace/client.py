@@ -5,13 +5,14 @@
     for event in client.events(job.id):
         print(event.message)
 
-Every call has a deadline. A coordinator that cannot be reached, or does not reach its Redis, is tried again for
-`patience_s`, so that a restart in the middle of a job goes unnoticed. Errors are `MillraceError`s, each with its fix.
+Every call has a deadline. While the coordinator does not answer, or does not reach its Redis, a call is repeated for
+`patience_s`, so that a restart in the middle of a job goes unnoticed. Errors are `MillraceError`s with a fix.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import time
@@ -23,8 +24,8 @@ from urllib.parse import urlsplit
 from millrace import errors
 from millrace.events import Event
 from millrace.rest import (
+    ENDED,
     FleetView,
-    JobState,
     JobView,
     LedgerView,
     MemberView,
@@ -42,14 +43,17 @@ if TYPE_CHECKING:
     View = TypeVar("View", bound=BaseModel)
 
 DEFAULT_URL = "http://127.0.0.1:7700"
-ENDED = (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED)
 TIMEOUT_S = 30.0
 STREAM_TIMEOUT_S = 60.0
-"""An event stream that is silent for so long is opened again; the coordinator sends comments more often."""
+"""Seconds without a line after which an event stream is opened again; the coordinator sends comments more often."""
 
 
 class Client:
-    """One coordinator. `token` is the secret that the services share, MILLRACE_TOKEN unless given."""
+    """Calls to one coordinator.
+
+    `url` is MILLRACE_URL unless given, or else that of the local stack. `token` is the secret that the services share,
+    MILLRACE_TOKEN unless given. `timeout_s` limits one request; `patience_s` limits how long a call is repeated.
+    """
 
     def __init__(
         self,
@@ -81,7 +85,7 @@ class Client:
     # Jobs.
 
     def submit(self, spec: JobSpec | Mapping[str, Any], key: str | None = None) -> JobView:
-        """Submits a job. Twice with the same `key` is once: the second call answers the first one's job.
+        """Submits a job. A second call with the same `key` submits nothing: it returns the job of the first call.
 
         Raises InvalidJob, with every mistake in the spec.
         """
@@ -90,78 +94,82 @@ class Client:
         return self._view(JobView, "POST", "/v1/jobs", json=tree, headers=headers)
 
     def jobs(self) -> list[JobView]:
-        """All jobs, as the coordinator orders them."""
+        """All jobs, newest first."""
         return self._views(JobView, "/v1/jobs")
 
     def job(self, job_id: str) -> JobView:
-        """Raises NotFound."""
+        """One job. Raises NotFound."""
         return self._view(JobView, "GET", f"/v1/jobs/{job_id}")
 
     def cancel(self, job_id: str) -> JobView:
-        """Ends the job before its last step. Raises NotFound, and InvalidState where it has ended."""
+        """Cancels the job. Raises NotFound, and InvalidState if the job has ended."""
         return self._view(JobView, "DELETE", f"/v1/jobs/{job_id}")
 
     def pause(self, job_id: str) -> JobView:
-        """Stops the job after the step in progress. Raises NotFound, and InvalidState where it does not run."""
+        """Pauses the job after the step in progress. Raises NotFound, and InvalidState if the job does not run."""
         return self._view(JobView, "POST", f"/v1/jobs/{job_id}/pause")
 
     def resume(self, job_id: str, changes: Mapping[str, Any] | None = None) -> JobView:
-        """Lets a paused job go on, or queues one that failed or was cancelled again, to go on from its last checkpoint;
-        the latter with `changes`: fields of its spec, nested as there, that are to be other.
+        """Continues a paused job. A job that failed or was cancelled is queued again and continues from its last
+        checkpoint, with `changes`: new values of fields of its spec, nested as there.
 
-        Raises NotFound, InvalidState where there is nothing to resume: it runs, is about to be cancelled or has
-        succeeded, and InvalidJob for changes that are not valid.
+        Raises NotFound; InvalidState if there is nothing to resume: the job runs, is about to be cancelled or has
+        succeeded; InvalidJob if the changes are not valid.
         """
         return self._view(JobView, "POST", f"/v1/jobs/{job_id}/resume", json=dict(changes) if changes else None)
 
     def metrics(self, job_id: str, after_step: int = 0) -> list[StepMetrics]:
-        """The job's step metrics, one row a step, from the step after `after_step`."""
+        """The job's step metrics, one row per step, from the step after `after_step`. Raises NotFound."""
         rows = self._views(StepMetrics, f"/v1/jobs/{job_id}/metrics", after=after_step)
         return [row for row in rows if row.step > after_step]
 
     def samples(self, job_id: str, step: int | None = None, limit: int = 20) -> list[SampleView]:
-        """Prompts with their answers, rewards and versions: of `step`, or the newest."""
+        """At most `limit` prompts with their answers, rewards and versions: those of `step`, or the newest. Raises
+        NotFound."""
         return self._views(SampleView, f"/v1/jobs/{job_id}/samples", step=step, limit=limit)
 
     def ledger(self, job_id: str) -> LedgerView:
+        """How many prompts of the job are in which state. Raises NotFound."""
         return self._view(LedgerView, "GET", f"/v1/jobs/{job_id}/ledger")
 
     def wait(self, job_id: str, timeout_s: float) -> JobView:
-        """The job once it has ended. Raises Unavailable after `timeout_s`."""
+        """Waits until the job has ended, and returns it. Raises NotFound, and Unavailable after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while (job := self.job(job_id)).state not in ENDED:
             if time.monotonic() > deadline:
                 raise errors.Unavailable(
                     f"{job_id} is still {job.state} at step {job.step} of {job.steps} after {timeout_s:g} s.",
-                    "wait longer, or look at its events.",
+                    f"wait longer, or see what it does: `millrace events {job_id}`.",
                 )
             time.sleep(0.5)
         return job
 
     def events(self, job_id: str, after: str = "", follow: bool = True) -> Iterator[Event]:
-        """The job's events in order, from the one after the id `after`.
+        """Yields the job's events in order, from the one after the id `after`. millrace/events.py declares them.
 
-        With `follow` it waits for new ones until the job has ended; a broken stream is opened again where it broke.
+        With `follow` it waits for new events until the job has ended; a broken stream is opened again where it broke.
+        Raises NotFound.
         """
         while True:
             for event in self._stream(f"/v1/jobs/{job_id}/events", after, follow):
                 after = event.id
                 yield event
-            if not follow or self._all_told(job_id, after):
+            if not follow or self._is_complete(job_id, after):
                 return
             time.sleep(0.2)
 
     # The fleet and the coordinator itself.
 
     def fleet(self) -> FleetView:
+        """All trainers and replicas, and those lost recently."""
         return self._view(FleetView, "GET", "/v1/fleet")
 
     def drain(self, member_id: str) -> MemberView:
-        """No new work for the member: it finishes what it has and leaves. Raises NotFound."""
+        """Gives the member no new work: it finishes what it has and leaves. Raises NotFound."""
         return self._view(MemberView, "POST", f"/v1/fleet/{member_id}/drain")
 
     def ready(self) -> bool:
-        """Whether the coordinator can take jobs: it runs and reaches its Redis. Does not wait."""
+        """Whether the coordinator can take jobs: it runs and reaches its Redis. Asks only once."""
         import httpx
 
         try:
@@ -169,7 +177,7 @@ class Client:
         except httpx.HTTPError:
             return False
 
-    # How it is asked.
+    # Requests.
 
     def _connection(self) -> httpx.Client:
         if self._http is None:
@@ -179,8 +187,8 @@ class Client:
             try:
                 address = urlsplit(self.url)
                 if address.scheme not in ("http", "https"):
-                    raise ValueError("it does not begin with http:// or https://")
-                # Environment proxies are for other hosts: a local stack is always reached directly.
+                    raise ValueError("does not begin with http:// or https://")
+                # Proxies of the environment are for other hosts: a local stack is always reached directly.
                 local = address.hostname in ("localhost", "127.0.0.1", "::1")
                 self._http = httpx.Client(
                     base_url=self.url,
@@ -189,8 +197,9 @@ class Client:
                     trust_env=not local,
                 )
             except (ValueError, httpx.InvalidURL) as error:
-                what = f"the coordinator's address {self.url!r} is not valid: {error}."
-                raise errors.MillraceError(what, f"give one like {DEFAULT_URL} with --url or MILLRACE_URL.") from error
+                fix = f"give an address like {DEFAULT_URL} with --url or MILLRACE_URL."
+                wrong = errors.wrong_value("MILLRACE_URL", self.url, str(error), fix)
+                raise errors.MillraceError(wrong.what, wrong.fix) from error
         return self._http
 
     def _secret(self) -> str:
@@ -199,15 +208,19 @@ class Client:
         try:
             secret = token() if self._token is None else self._token
             secret.encode("ascii")
-        except (OSError, ValueError) as error:
-            what = f"the token cannot be read: {error}."
-            fix = "let MILLRACE_TOKEN_FILE name a file that holds it, or set MILLRACE_TOKEN instead."
-            raise errors.MillraceError(what, fix) from error
+        except OSError as error:
+            file = f"{json.dumps(error.filename)}: {error.strerror}"
+            fix = "give a file that holds the token and can be read, or set MILLRACE_TOKEN instead."
+            raise errors.MillraceError(f"MILLRACE_TOKEN_FILE: {file}.", fix) from error
+        except UnicodeError as error:
+            fix = "set the same token of ASCII characters for all services and clients."
+            raise errors.MillraceError("MILLRACE_TOKEN: holds a character that is not ASCII.", fix) from error
         return secret
 
     def _ask(self, method: str, path: str, *, stream: bool = False, **parts: Any) -> httpx.Response:
-        """One call. All of them may be repeated: a submission carries its key, the rest is idempotent by nature. A
-        `stream` is not read yet, and is to be closed."""
+        """One call, repeated while the coordinator is not available. Every call may be repeated: a submission carries
+        its key, all others are idempotent. With `stream` the body of the answer is not read yet, and the caller closes
+        the answer. Raises MillraceError."""
         import httpx
 
         connection = self._connection()
@@ -221,7 +234,7 @@ class Client:
                     return response
                 response.read()
                 failure = _error_of(response)
-                if response.status_code not in PASSING:
+                if response.status_code not in TEMPORARY:
                     raise failure
             except httpx.RequestError as error:
                 failure = self._unreachable(error, method, path)
@@ -232,48 +245,49 @@ class Client:
 
     def _view(self, kind: type[View], method: str, path: str, **parts: Any) -> View:
         answer = self._ask(method, path, **parts)
-        with self._understood():
+        with self._parsing():
             return kind.model_validate_json(answer.content)
 
     def _views(self, kind: type[View], path: str, **query: Any) -> list[View]:
         answer = self._ask("GET", path, params={name: value for name, value in query.items() if value is not None})
-        with self._understood():
+        with self._parsing():
             return [kind.model_validate(row) for row in answer.json()]
 
     def _stream(self, path: str, after: str, follow: bool) -> Iterator[Event]:
-        """Events of one connection. Returns where the coordinator closed it or went silent."""
+        """Yields the events of one connection, until the coordinator closes it or sends nothing for too long."""
         import httpx
 
         headers = {"Accept": "text/event-stream"} | ({"Last-Event-ID": after} if after else {})
         timeout = httpx.Timeout(self._timeout_s, read=STREAM_TIMEOUT_S)
         answer = self._ask("GET", path, stream=True, headers=headers, params={"follow": follow}, timeout=timeout)
-        with contextlib.closing(answer), contextlib.suppress(httpx.TransportError), self._understood():
+        with contextlib.closing(answer), contextlib.suppress(httpx.TransportError), self._parsing():
             yield from _events(_lines(answer.iter_text()))
 
-    def _all_told(self, job_id: str, after: str) -> bool:
-        """Whether the job has ended and no event came after the last one seen."""
+    def _is_complete(self, job_id: str, after: str) -> bool:
+        """Whether the job has ended and has no event after the one with the id `after`."""
         if self.job(job_id).state not in ENDED:
             return False
         return not any(True for _ in self._stream(f"/v1/jobs/{job_id}/events", after, follow=False))
 
     @contextlib.contextmanager
-    def _understood(self) -> Iterator[None]:
-        """Around what reads an answer. Raises MillraceError where it is not what this client expects."""
+    def _parsing(self) -> Iterator[None]:
+        """Raises MillraceError if the code inside finds that an answer is not what this client expects."""
         try:
             yield
         except (TypeError, ValueError) as error:
-            what = f"{self.url} did not answer as a coordinator of this release does: {error}."
-            raise errors.MillraceError(what, "see whether --url or MILLRACE_URL names one.") from error
+            what = f"{self.url} did not answer as a coordinator of this release does."
+            fix = "check that --url or MILLRACE_URL is the address of a coordinator, and compare `millrace --version`."
+            raise errors.MillraceError(what, fix) from error
 
     def _unreachable(self, error: Exception, method: str, path: str) -> errors.Unavailable:
         return errors.Unavailable(
             f"the coordinator at {self.url} did not answer {method} {path} within {self._patience_s:g} s: {error}.",
-            "start one with `millrace up`, or say where it is with --url or MILLRACE_URL.",
+            "start one with `millrace up`, or give its address with --url or MILLRACE_URL.",
         )
 
 
 def _lines(parts: Iterator[str]) -> Iterator[str]:
-    """Lines end with a line feed here, and with nothing else that Python or httpx would take for their end."""
+    """Splits text at line feeds only. Python and httpx would also split at characters that an event may hold."""
     rest = ""
     for part in parts:
         *lines, rest = (rest + part).split("\n")
@@ -281,7 +295,7 @@ def _lines(parts: Iterator[str]) -> Iterator[str]:
 
 
 def _events(lines: Iterator[str]) -> Iterator[Event]:
-    """Server-sent events from the lines of their stream."""
+    """Parses server-sent events from the lines of their stream. Raises ValueError."""
     data: list[str] = []
     for line in lines:
         if line.startswith("data:"):
@@ -291,10 +305,10 @@ def _events(lines: Iterator[str]) -> Iterator[Event]:
             data = []
 
 
-PASSING = (502, 503, 504)
-"""Redis, or what stands before the coordinator, is away for now."""
+TEMPORARY = (502, 503, 504)
+"""Statuses while Redis, or a proxy before the coordinator, is not available."""
 
-KINDS: dict[int, type[errors.MillraceError]] = {
+ERRORS: dict[int, type[errors.MillraceError]] = {
     400: errors.InvalidJob,
     401: errors.InvalidState,
     403: errors.InvalidState,
@@ -310,13 +324,14 @@ KINDS: dict[int, type[errors.MillraceError]] = {
 
 
 def _error_of(response: httpx.Response) -> errors.MillraceError:
-    """The coordinator's problem document as the error that it was."""
-    kind = KINDS.get(response.status_code, errors.MillraceError)
+    """The error that the coordinator's problem document describes."""
+    kind = ERRORS.get(response.status_code, errors.MillraceError)
     try:
         problem = Problem.model_validate_json(response.content)
     except ValueError:
-        told = response.text.strip()[:500] or response.reason_phrase
-        return kind(
-            f"{response.request.url} answered {response.status_code}: {told}", "see whether it is a coordinator."
-        )
+        text = response.text.strip()[:500] or response.reason_phrase
+        what = f"{response.request.url} answered {response.status_code}: {text}"
+        return kind(what, "check that --url or MILLRACE_URL is the address of a coordinator.")
+    if kind is errors.InvalidJob:
+        return errors.InvalidJob(problem.detail, problem.fix, problem.mistakes)
     return kind(problem.detail, problem.fix)

@@ -1,4 +1,7 @@
-"""What the coordinator's REST API speaks, for the coordinator and the client alike."""
+"""The answers of the coordinator's REST API, for the coordinator and the client.
+
+A `…View` is one object as people look at it. The event stream is declared in millrace/events.py.
+"""
 
 import json
 from enum import StrEnum
@@ -7,23 +10,30 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, PlainSerializer
 
+from millrace.errors import Mistake
+
 Figure = Annotated[
     float, PlainSerializer(lambda value: value if isfinite(value) else json.dumps(value), float | str, when_used="json")
 ]
-"""A number that may be infinite or none at all. JSON has no such numbers: there it is a text, "NaN" or "-Infinity"."""
+"""A number that may be infinite or NaN. JSON has no such numbers: there it is the text "Infinity", "-Infinity" or
+"NaN"."""
 
 
 class JobState(StrEnum):
     QUEUED = "queued"
-    """Waits for the fleets, or for the jobs before it."""
+    """Waits for a trainer, or for the jobs before it."""
     STARTING = "starting"
     """Trainer and replicas load the model; the first evaluation runs."""
     RUNNING = "running"
     PAUSED = "paused"
-    """Between two steps: nothing is issued, nothing is lost."""
+    """Stopped between two steps: nothing is issued, nothing is lost."""
     SUCCEEDED = "succeeded"
     FAILED = "failed"
     CANCELLED = "cancelled"
+
+
+ENDED = (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED)
+"""A job in one of these states does nothing more, unless it is resumed."""
 
 
 class JobView(BaseModel):
@@ -31,24 +41,24 @@ class JobView(BaseModel):
     name: str
     state: JobState
     step: int = Field(description="Steps trained.")
-    steps: int = Field(description="Steps the job will train; 0 until its data was read.")
+    steps: int = Field(description="Steps that the job will train; 0 until its data is read.")
     version: int = Field(description="Weight version that the trainer holds.")
     reward: float | None = Field(description="Mean reward of the last step's trajectories.")
     evaluation_before: float | None = Field(description="Held-out reward at version 0.")
     evaluation_last: float | None = Field(description="Held-out reward of the last evaluation.")
-    created_s: float = Field(description="Unix time.")
-    finished_s: float | None = None
+    created_s: float = Field(description="Unix time of the submission.")
+    finished_s: float | None = Field(None, description="Unix time of the end.")
     checkpoint: str | None = Field(description="Folder of the last checkpoint.")
-    report: str | None = Field(description="The report that a finished job leaves in its output folder.")
-    failure: str | None = None
-    spec: dict[str, Any]
+    report: str | None = Field(description="Path of the report that a finished job leaves in its output folder.")
+    failure: str | None = Field(None, description="Why the job failed.")
+    spec: dict[str, Any] = Field(description="The job spec with all defaults, as the release that took it wrote it.")
 
 
 class LedgerView(BaseModel):
-    """Where every prompt of the job stands. issued is the sum of the others."""
+    """The state of every prompt of the job. `issued` is the sum of the other counts."""
 
     issued: int = Field(description="Prompts issued since the job began.")
-    queued: int = Field(description="In the queue, leased by nobody.")
+    queued: int = Field(description="In the queue, leased by no replica.")
     leased: int
     generated: int = Field(description="Complete groups that wait to be trained.")
     trained: int
@@ -56,61 +66,83 @@ class LedgerView(BaseModel):
     reasons: dict[str, int] = Field(description="Dropped prompts by reason.")
 
 
+class MemberKind(StrEnum):
+    TRAINER = "trainer"
+    ROLLOUT = "rollout"
+
+
+class MemberState(StrEnum):
+    IDLE = "idle"
+    """No job needs it."""
+    CONFIGURING = "configuring"
+    """Its engine is being started for the job."""
+    JOINING = "joining"
+    """Its engine is ready; it holds no verified version of the job's weights yet."""
+    SERVING = "serving"
+    DRAINING = "draining"
+    """It gets no new work and leaves when it has finished what it has."""
+    LOST = "lost"
+    """It died or left a short time ago."""
+
+
 class MemberView(BaseModel):
     id: str
-    kind: str = Field(description="trainer or rollout")
+    kind: MemberKind
     address: str
     engine: str
     engine_release: str
     world_size: int
     host: str
     device: str
-    state: str = Field(description="configuring, joining, serving, draining, lost")
+    state: MemberState
     version: int = Field(description="Weight version held; -1: none verified.")
-    running: int
-    waiting: int
-    free: int
-    leases: int
-    tokens: int
+    running: int = Field(description="Samples that its engine is generating.")
+    waiting: int = Field(description="Samples that wait in its engine.")
+    free: int = Field(description="Samples that its engine could start now.")
+    leases: int = Field(description="Prompts that it works on.")
+    tokens: int = Field(description="Tokens generated since it started.")
     tokens_per_s: float
     silent_s: float = Field(description="Seconds since the last heartbeat.")
-    trouble: str = Field("", description="Why it could not be made ready for the job.")
+    trouble: str = Field("", description="Why it could not be configured for the job.")
 
 
 class FleetView(BaseModel):
-    epoch: int
+    epoch: int = Field(description="Membership epoch: grows when a member joins, leaves or is lost.")
     trainers: list[MemberView]
     replicas: list[MemberView]
 
 
 class StepMetrics(BaseModel):
-    """The metrics of one step, under verl's names."""
+    """One row of a job's step metrics: every metric that one step has. docs/metrics.md declares them."""
 
     step: int
-    time_s: float
+    time_s: float = Field(description="Unix time.")
     values: dict[str, Figure]
 
 
 class SampleView(BaseModel):
+    """One trajectory as people look at it: the prompt, the answer and its reward."""
+
     step: int
     prompt_id: str
-    purpose: str
+    purpose: str = Field(description="train or evaluation")
     prompt: str
     answer: str
     ground_truth: Any
     reward: float | None
-    reward_failure: str | None
-    stop_reason: str
+    reward_failure: str | None = Field(description="Why there is no reward.")
+    stop_reason: str = Field(description="What ended the answer: end_of_turn, stop_string or length.")
     tokens: int
     versions: list[int] = Field(description="Weight versions of the answer's tokens, oldest first.")
-    member: str
+    member: str = Field(description="Id of the replica that generated the answer.")
 
 
 class Problem(BaseModel):
-    """An error, RFC 9457."""
+    """An error, as RFC 9457 describes it, with what to do next."""
 
     type: str
     title: str
     status: int
     detail: str
-    fix: str
+    fix: str = Field(description="What to do next; empty where every line of `detail` says it.")
+    mistakes: list[Mistake] = Field(default=[], description="Everything that is wrong in the request.")

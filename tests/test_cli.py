@@ -16,10 +16,12 @@ import yaml
 from typer.testing import CliRunner
 
 from demo.task import write_data
+from millrace import __version__
 from millrace.cli import app
 from millrace.client import Client
 from millrace.errors import InvalidJob, InvalidState, NotFound
 from millrace.local import offspring
+from millrace.wire.channel import PROTOCOL_VERSION
 from tests.local.programs import eventually
 from tests.models import save_tiny_model
 from tests.ports import held_port
@@ -117,11 +119,16 @@ def test_jobs_are_named_by_id_beginning_of_it_or_last(url: str, client: Client, 
     job = client.submit({**spec, "name": "named"}).id
     for name in (job, job[:9], job.removeprefix("job-")[:5], "named", "last"):
         assert json.loads(millrace("show", name, "--json", url=url).stdout)["job"]["id"] == job
+    misspelt = millrace("show", "namde", url=url, status=1).stderr
+    assert "there is no job 'namde'" in misspelt and "did you mean `named`?" in misspelt
     client.cancel(job)
     several = millrace("show", "job-", url=url, status=1).stderr
     assert "could be job-" in several and "Fix: give more of the id." in several
-    assert "`millrace jobs` lists them" in millrace("show", "nothing", url=url, status=1).stderr
-    assert "`millrace jobs` lists those" in millrace("show", "job-000000000000", url=url, status=1).stderr
+    assert "`millrace jobs` lists the jobs" in millrace("show", "nothing", url=url, status=1).stderr
+    assert (
+        "list the jobs with `millrace jobs` or GET /v1/jobs."
+        in millrace("show", "job-000000000000", url=url, status=1).stderr
+    )
 
 
 def test_what_the_coordinator_refuses_is_told_with_its_fix(url: str, client: Client, spec: dict[str, Any]) -> None:
@@ -149,7 +156,10 @@ def test_a_cancelled_job_is_resumed_as_its_refusal_says(url: str, client: Client
     assert changed["trainer"]["token_budget"] == 4096
     assert (changed["deadlines"]["step_s"], changed["deadlines"]["save_s"]) == (9, 8)
     client.cancel(job)
-    for wrong, told in {"trainer": "names no field and value", "data.files=[]": "data.files: a job that is"}.items():
+    for wrong, told in {
+        "trainer": "--set: trainer: has no field and value",
+        "data.files=[]": "data.files: a job that is",
+    }.items():
         assert told in millrace("resume", job, "--set", wrong, url=url, status=1).stderr
 
 
@@ -180,7 +190,7 @@ def test_an_interrupt_only_detaches(url: str, client: Client, job_file: Path) ->
     watching.send_signal(signal.SIGINT)
     told, _ = watching.communicate(timeout=30)
     job = client.jobs()[0]
-    assert watching.returncode == 0 and f"detached; {job.id} goes on" in told
+    assert watching.returncode == 0 and f"detached; {job.id} continues" in told
     assert job.state in ("queued", "starting")
     client.cancel(job.id)
 
@@ -188,13 +198,13 @@ def test_an_interrupt_only_detaches(url: str, client: Client, job_file: Path) ->
 def test_validate_tells_every_mistake_or_that_there_is_none(
     spec: dict[str, Any], job_file: Path, tmp_path: Path
 ) -> None:
-    assert "usable" in millrace("validate", str(job_file)).stdout
+    assert "model, data and reward are usable" in millrace("validate", str(job_file)).stdout
     assert json.loads(millrace("validate", str(job_file), "--json").stdout)["name"] == "words"
     broken = {**spec, "model": {"path": "/no-such-folder"}, "reward": {"function": "exakt"}}
     (tmp_path / "broken.yaml").write_text(yaml.safe_dump(broken))
     told = millrace("validate", str(tmp_path / "broken.yaml"), status=1).stderr
     assert "/no-such-folder" in told and "did you mean `exact`?" in told
-    assert "fit together" in millrace("validate", "--fields-only", str(tmp_path / "broken.yaml")).stdout
+    assert "the fields are valid" in millrace("validate", "--fields-only", str(tmp_path / "broken.yaml")).stdout
 
 
 def test_validate_makes_no_folder(spec: dict[str, Any], tmp_path: Path) -> None:
@@ -217,10 +227,21 @@ def test_every_command_explains_itself(capfd: pytest.CaptureFixture[str]) -> Non
 
 def test_an_engine_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     told = millrace("up", "--engine", "vllmm", "--state", str(tmp_path), status=1).stderr
-    assert "there is no engine" in told and not os.listdir(tmp_path)
+    assert "did you mean `vllm`?" in told and not os.listdir(tmp_path)
 
 
 def test_an_export_needs_no_coordinator(tmp_path: Path) -> None:
     done = subprocess.run([COMMAND, "export", str(tmp_path), str(tmp_path / "out")], capture_output=True, text=True)
     assert done.returncode == 1 and done.stdout == ""
     assert f"{tmp_path} is not a checkpoint of this trainer" in done.stderr and "Fix: give the folder" in done.stderr
+
+
+def test_a_misspelt_command_or_option_gets_a_suggestion() -> None:
+    assert "Did you mean 'submit'?" in millrace("sumbit", status=2).stderr
+    assert "--url" in millrace("jobs", "--ulr", "x", status=2).stderr
+
+
+@pytest.mark.parametrize("program", ["millrace", "services.coordinator", "services.trainer", "services.rollout"])
+def test_the_command_and_every_service_tell_their_version(program: str) -> None:
+    done = subprocess.run([sys.executable, "-m", program, "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"millrace {__version__}, protocol {PROTOCOL_VERSION}\n"

@@ -17,7 +17,7 @@ from benchmarks.learning import page
 from benchmarks.learning.jobs import ALGORITHMS, job_spec
 from benchmarks.learning.results import Result, Results
 from demo.run import ENVIRONMENT, MARGIN, model_folder
-from millrace.cli.output import tell
+from millrace.cli.output import print_error
 from millrace.client import Client
 from millrace.errors import InvalidState, MillraceError
 from millrace.local.options import StackOptions
@@ -105,5 +105,5 @@ if __name__ == "__main__":
     try:
         app(prog_name="python -m benchmarks.learning")
     except MillraceError as error:
-        tell(error)
+        print_error(error)
         sys.exit(1)

@@ -8,14 +8,15 @@ from typing import Any
 import typer
 
 from millrace.cli import doctor, jobs, stack, validate, watch
-from millrace.cli.output import TellsErrors
+from millrace.cli.output import ErrorReporting
 from millrace.errors import InvalidState
 from millrace.extras import how_to_install
+from millrace.version import VersionOption
 
 app = typer.Typer(
     name="millrace",
-    cls=TellsErrors,
-    help="Reinforcement learning for language models as three services: start them, give them jobs, watch.",
+    cls=ErrorReporting,
+    help="Reinforcement learning for language models as three services: start them, submit jobs, watch them.",
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -25,20 +26,25 @@ PASSED_ON: dict[str, Any] = {
     "add_help_option": False,
     "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True},
 }
-"""Of commands whose options, and help, are another program's."""
+"""Settings of a command that passes its options, also --help, to another program."""
+
+
+@app.callback()
+def main(version: VersionOption = False) -> None:
+    """Options of the command itself."""
 
 
 @app.command("bench", rich_help_panel=LOCAL, **PASSED_ON)
 def bench(context: typer.Context) -> None:
     """Measure parts of the system on this machine: publication, plan."""
-    from millrace.bench import app as benches  # brings torch in
+    from millrace.bench import app as benches  # imports torch
 
     benches(context.args, prog_name="millrace bench")
 
 
 @app.command("export", rich_help_panel=JOBS, **PASSED_ON)
 def export(context: typer.Context) -> None:
-    """Write a checkpoint as an ordinary Hugging Face folder. No service has to run."""
+    """Write a checkpoint as an ordinary Hugging Face folder. No service needs to run."""
     if not all(importlib.util.find_spec(package) for package in ("torch", "transformers")):
         raise InvalidState("torch or transformers is not installed here.", f"{how_to_install('transformers')}.")
     done = subprocess.run([sys.executable, "-m", "services.trainer.checkpoints.export", *context.args], check=False)

@@ -1,4 +1,4 @@
-"""`millrace doctor`: what is installed, what will work, why not."""
+"""`millrace doctor`: what is installed on this machine and works, and why the rest does not."""
 
 import typer
 from rich.markup import escape
@@ -17,7 +17,7 @@ MARKS = {
 
 
 def doctor(as_json: AsJson = False) -> None:
-    """Tell what is installed here, what will work, and why the rest will not.
+    """Show what is installed on this machine, what works, and why the rest does not.
 
     Imports every engine and backend once, which takes some seconds. Status 1 if this machine can neither generate nor
     train.
@@ -30,8 +30,8 @@ def doctor(as_json: AsJson = False) -> None:
     rows = table("", "FOR", "", "FOUND")
     rows.columns[-1].no_wrap = False
     for f in findings:
-        told = escape(f.found) + (f"\n[dim]{escape(f.fix)}[/]" if f.fix else "")
-        rows.add_row(f"[bold]{f.name}[/]", f.need, MARKS[f.verdict], told)
+        found = escape(f.found) + (f"\n[dim]{escape(f.fix)}[/]" if f.fix else "")
+        rows.add_row(f"[bold]{f.name}[/]", f.need, MARKS[f.verdict], found)
     console = people()
     console.print(rows)
     for what, names in (("generate", serves), ("train", trains)):

@@ -1,4 +1,4 @@
-"""Commands that ask the coordinator: submit, jobs, show, events, pause, resume, cancel, fleet, drain."""
+"""Commands that call the coordinator: submit, jobs, show, events, pause, resume, cancel, fleet, drain."""
 
 import time
 from collections.abc import Sequence
@@ -9,22 +9,11 @@ import typer
 import yaml
 from rich.markup import escape
 
-from millrace.cli.output import (
-    AsJson,
-    JobName,
-    Url,
-    connect,
-    duration,
-    job_id,
-    number,
-    people,
-    print_json,
-    styled,
-    table,
-)
+from millrace.cli.names import JobName, MemberName, job_id, member_id
+from millrace.cli.output import AsJson, Url, connect, duration, number, people, print_json, styled, table
 from millrace.cli.watch import follow
 from millrace.client import Client
-from millrace.errors import InvalidJob, InvalidState
+from millrace.errors import InvalidJob, Mistake
 from millrace.events import Event
 from millrace.rest import JobView, LedgerView, SampleView
 
@@ -33,17 +22,17 @@ SpecFile = Annotated[Path, typer.Argument(metavar="JOB.YAML", help="The job spec
 
 def submit(
     spec: SpecFile,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Stay and show the job live until it ends.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Show the job live until it ends.")] = False,
     key: Annotated[
-        str | None, typer.Option(help="Idempotency key: submitting twice with the same key gives one job.")
+        str | None, typer.Option(help="Idempotency key: two submissions with the same key give one job.")
     ] = None,
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
     """Submit a job.
 
-    The spec is checked here first and by the coordinator again, with what only it can see. With --watch, Ctrl-C only
-    detaches: the job goes on. Status 1 if the watched job does not succeed.
+    The fields of the spec are checked here first, then the coordinator checks them again with the files that they name.
+    With --watch, Ctrl-C only detaches: the job continues. Status 1 if the watched job does not succeed.
     """
     from millrace.spec import load
 
@@ -69,16 +58,16 @@ def jobs(url: Url = None, as_json: AsJson = False) -> None:
         took = duration(job.finished_s - job.created_s) if job.finished_s else "–"
         step = f"{job.step}/{job.steps or '?'}"
         rows.add_row(job.id, escape(job.name), styled(job.state), step, number(job.reward), held_out, age, took)
-    people().print(rows if found else "no jobs yet; `millrace submit job.yaml` makes one.")
+    people().print(rows if found else "There are no jobs. Submit one with `millrace submit job.yaml`.")
 
 
 def show(
     job: JobName,
-    samples: Annotated[int, typer.Option(help="Also print so many sampled answers.", min=0)] = 0,
+    samples: Annotated[int, typer.Option(help="How many sampled answers to print.", min=0)] = 0,
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show one job: where it stands, its ledger, its last step, where its files are."""
+    """Show one job: its state, its prompts, the metrics of its last step, and where its files are."""
     with connect(url) as client:
         view = client.job(job_id(client, job))
         ledger = client.ledger(view.id)
@@ -125,10 +114,10 @@ def _facts(job: JobView, ledger: LedgerView) -> list[tuple[str, str]]:
 
 def ledger_line(ledger: LedgerView) -> str:
     """`512 issued = 0 queued + 4 leased + 8 generated + 496 trained + 4 dropped (overlong 4)`."""
-    where = ("queued", "leased", "generated", "trained", "dropped")
+    states = ("queued", "leased", "generated", "trained", "dropped")
     reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(ledger.reasons.items()))
-    told = f"{ledger.issued} issued = " + " + ".join(f"{getattr(ledger, w)} {w}" for w in where)
-    return f"{told} ({reasons})" if reasons else told
+    counts = f"{ledger.issued} issued = " + " + ".join(f"{getattr(ledger, state)} {state}" for state in states)
+    return f"{counts} ({reasons})" if reasons else counts
 
 
 def _print_sample(sample: SampleView) -> None:
@@ -145,12 +134,12 @@ def _print_sample(sample: SampleView) -> None:
 
 def events(
     job: JobName,
-    follow: Annotated[bool, typer.Option("--follow/--no-follow", "-f/ ", help="Wait for new ones.")] = False,
+    follow: Annotated[bool, typer.Option("--follow/--no-follow", "-f/ ", help="Wait for new events.")] = False,
     after: Annotated[str, typer.Option(help="Only events after the one with this id.")] = "",
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print the job's events: states, steps, publications, members, lost leases."""
+    """Print the job's events: changes of state, steps, publications, members, expired leases."""
     console = people()
     try:
         with connect(url) as client:
@@ -161,6 +150,7 @@ def events(
 
 
 def event_line(event: Event) -> str:
+    """`12:30:05 step.done          step 3 of 60: reward 0.43`, with rich's markup."""
     at = time.strftime("%H:%M:%S", time.localtime(event.time_s))
     return f"[dim]{at}[/] [bold]{event.kind:<18}[/] {escape(event.message)}"
 
@@ -168,7 +158,7 @@ def event_line(event: Event) -> str:
 def pause(job: JobName, url: Url = None, as_json: AsJson = False) -> None:
     """Pause a job after the step in progress. Nothing is lost."""
     with connect(url) as client:
-        _told(client.pause(job_id(client, job)), as_json)
+        _print_state(client.pause(job_id(client, job)), as_json)
 
 
 def resume(
@@ -178,18 +168,19 @@ def resume(
         typer.Option(
             "--set",
             metavar="FIELD=VALUE",
-            help="Of the spec, other from here on: trainer.token_budget=8192. As often as needed.",
+            help="New value of a field of the job spec, for example trainer.token_budget=8192. Can be repeated.",
         ),
     ] = None,
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """Let a paused job go on, or continue one that failed or was cancelled.
+    """Continue a job that is paused, failed or was cancelled.
 
-    The latter is queued again and goes on from its last checkpoint, or from the model where there is none.
+    A job that failed or was cancelled is queued again. It continues from its last checkpoint, or from the model if
+    there is none, and may get new values for fields of its spec with --set.
     """
     with connect(url) as client:
-        _told(client.resume(job_id(client, job), _tree(changes or [])), as_json)
+        _print_state(client.resume(job_id(client, job), _tree(changes or [])), as_json)
 
 
 def _tree(settings: Sequence[str]) -> dict[str, Any]:
@@ -201,32 +192,36 @@ def _tree(settings: Sequence[str]) -> dict[str, Any]:
         path, given, value = setting.partition("=")
         *above, name = path.split(".")
         if not given or not all((*above, name)):
-            raise InvalidJob(f"--set {setting} names no field and value.", "write it as trainer.token_budget=8192.")
+            raise _wrong_setting(setting, "has no field and value", "write it as trainer.token_budget=8192.")
         try:
             read = yaml.safe_load(value)
         except UNREADABLE as error:
-            raise InvalidJob(f"--set {setting}: the value is no YAML: {error}", "quote it.") from error
+            raise _wrong_setting(setting, f"the value is not YAML: {error}", "put the value in quotes.") from error
         group = tree
         for part in above:
             group = group.setdefault(part, {})
             if not isinstance(group, dict):
-                raise InvalidJob(f"--set {setting}: {part} has a value already.", "give the group or its fields.")
+                raise _wrong_setting(setting, f"{part} has a value already", "give the group or its fields, not both.")
         group[name] = read
     return tree
 
 
+def _wrong_setting(setting: str, reason: str, fix: str) -> InvalidJob:
+    return InvalidJob.of([Mistake("--set", reason, fix, setting)])
+
+
 def cancel(job: JobName, url: Url = None, as_json: AsJson = False) -> None:
-    """End a job before its last step."""
+    """Cancel a job. What it has trained is kept, and it can be resumed."""
     with connect(url) as client:
-        _told(client.cancel(job_id(client, job)), as_json)
+        _print_state(client.cancel(job_id(client, job)), as_json)
 
 
-def _told(job: JobView, as_json: bool) -> None:
+def _print_state(job: JobView, as_json: bool) -> None:
     print_json(job) if as_json else people().print(f"{job.id}  {styled(job.state)}")
 
 
 def fleet(url: Url = None, as_json: AsJson = False) -> None:
-    """List the members: trainers and replicas, what they hold and how fast they are."""
+    """List the members: trainers and replicas with their state, weight version and speed."""
     with connect(url) as client:
         view = client.fleet()
     if as_json:
@@ -240,24 +235,15 @@ def fleet(url: Url = None, as_json: AsJson = False) -> None:
         rows.add_row(member.id, member.kind, styled(member.state), *counts, engine, member.address, member.device)
     console = people()
     console.print(f"epoch {view.epoch}")
-    console.print(rows if view.trainers or view.replicas else "no members; `millrace up` starts a local fleet.")
+    nobody = "No trainers or replicas are connected. Start a local fleet with `millrace up`."
+    console.print(rows if view.trainers or view.replicas else nobody)
     for member in view.replicas:
         if member.trouble:
-            console.print(f"{member.id} could not be made ready: {member.trouble}", style="red", markup=False)
+            console.print(f"{member.id} could not be configured: {member.trouble}", style="red", markup=False)
 
 
-def drain(
-    member: Annotated[
-        str, typer.Argument(metavar="MEMBER", help="A member's id, or the beginning of one.", show_default=False)
-    ],
-    url: Url = None,
-    as_json: AsJson = False,
-) -> None:
-    """Take a member away: it gets no new work, finishes what it has and leaves."""
+def drain(member: MemberName, url: Url = None, as_json: AsJson = False) -> None:
+    """Remove a member from the fleet: it gets no new work, finishes what it has and leaves."""
     with connect(url) as client:
-        view = client.fleet()
-        matching = [m.id for m in (*view.trainers, *view.replicas) if m.id.startswith(member)]
-        if len(matching) > 1:
-            raise InvalidState(f"{member!r} could be {', '.join(matching)}.", "give more of the id.")
-        drained = client.drain(next(iter(matching), member))
+        drained = client.drain(member_id(client, member))
     print_json(drained) if as_json else people().print(f"{drained.id}  {styled(drained.state)}")

@@ -13,29 +13,32 @@ from millrace.local.ports import free_port
 
 
 def up(
-    replicas: Annotated[int, typer.Option(help="Rollout replicas.", min=0, max=64)] = 1,
-    ranks: Annotated[int, typer.Option(help="Trainer ranks.", min=1, max=64)] = 1,
-    engine: Annotated[str, typer.Option(help=f"{', '.join(ENGINE_NAMES)}; or several with commas.")] = "vllm",
+    replicas: Annotated[int, typer.Option(help="Number of rollout replicas.", min=0, max=64)] = 1,
+    ranks: Annotated[int, typer.Option(help="Number of trainer ranks.", min=1, max=64)] = 1,
+    engine: Annotated[
+        str, typer.Option(help=f"Of the replicas: {', '.join(ENGINE_NAMES)}; or several with commas.")
+    ] = "vllm",
     python: Annotated[
         list[str] | None,
-        typer.Option(metavar="ENGINE=PATH", help="Interpreter of the replicas with an engine; as often as needed."),
+        typer.Option(metavar="ENGINE=PATH", help="Python interpreter for replicas of an engine. Can be repeated."),
     ] = None,
-    gpus_per_replica: Annotated[int, typer.Option(help="For engines that the job spreads over several.", min=1)] = 1,
+    gpus_per_replica: Annotated[int, typer.Option(help="For engines that use several GPUs.", min=1)] = 1,
     share_gpus: Annotated[
-        bool, typer.Option(help="Let several be on one GPU where there are too few. The engine must leave memory.")
+        bool,
+        typer.Option(help="Share GPUs if there are too few. The engines have to leave memory free."),
     ] = False,
     state: Annotated[
-        Path, typer.Option(help="Folder for data and logs. A stack started on it again goes on from there.")
+        Path, typer.Option(help="Folder for data and logs. A stack that is started on it again continues from there.")
     ] = Path("state"),
-    http_host: Annotated[str, typer.Option(help="Address of the REST API; 0.0.0.0 lets other hosts in.")] = "127.0.0.1",
-    http_port: Annotated[int, typer.Option(help="Port of the REST API; 0 takes a free one.")] = 7700,
-    grpc_port: Annotated[int, typer.Option(help="Port that the fleet registers at; 0 takes a free one.")] = 7600,
+    http_host: Annotated[str, typer.Option(help="Address of the REST API; 0.0.0.0 allows other hosts.")] = "127.0.0.1",
+    http_port: Annotated[int, typer.Option(help="Port of the REST API; 0: a free port.")] = 7700,
+    grpc_port: Annotated[int, typer.Option(help="Port at which the fleet registers; 0: a free port.")] = 7600,
 ) -> None:
     """Start the whole system on this machine: coordinator with its Redis, trainer, replicas.
 
-    Stays in the foreground and shows warnings and errors of all services; the full logs are under STATE/logs. A service
-    that dies is started again, a bounded number of times. Ctrl-C stops all in order and leaves no process; a second
-    Ctrl-C does not wait.
+    The command stays in the foreground and shows warnings and errors of all services; the full logs are in STATE/logs.
+    A service that dies is started again, a limited number of times. Ctrl-C stops all services in order and leaves no
+    process behind; a second Ctrl-C does not wait.
     """
     options = StackOptions(
         state=str(state.resolve()),

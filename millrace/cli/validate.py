@@ -1,4 +1,4 @@
-"""`millrace validate`: everything about a job spec that this machine can tell, without a coordinator."""
+"""`millrace validate`: checks a job spec on this machine, without a coordinator."""
 
 from pathlib import Path
 from typing import Annotated
@@ -9,16 +9,16 @@ from millrace.cli.output import AsJson, people, print_json
 
 
 def validate(
-    spec: Annotated[Path, typer.Argument(metavar="JOB.YAML", help="The job spec.", show_default=False)],
+    spec: Annotated[Path, typer.Argument(metavar="JOB.YAML", help="The job spec, YAML or JSON.", show_default=False)],
     fields_only: Annotated[
-        bool, typer.Option("--fields-only", help="Do not look at the files that the spec names.")
+        bool, typer.Option("--fields-only", help="Do not check the files that the spec names.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Check a job spec: its fields, and the model, data and reward that it names.
 
-    The files are looked for on this machine; use --fields-only where the job will run elsewhere. Status 1 and every
-    mistake with its fix if the spec is not valid.
+    The files have to be on this machine; use --fields-only if the job will run on another one. If the spec is not
+    valid, the command prints every mistake with its fix and ends with status 1.
     """
     from millrace.spec import load
     from millrace.spec.checking import submission
@@ -28,5 +28,5 @@ def validate(
         submission.check(checked.model_dump(mode="json"))
     if as_json:
         return print_json(checked)
-    looked = "its fields fit together" if fields_only else "its fields fit together; model, data and reward are usable"
-    people().print(f"{spec}: {looked}.", markup=False)
+    checked_parts = "the fields are valid" if fields_only else "the fields are valid; model, data and reward are usable"
+    people().print(f"{spec}: {checked_parts}.", markup=False)

@@ -9,6 +9,7 @@ import typer
 
 from millrace.errors import MillraceError
 from millrace.telemetry import logs, tracing
+from millrace.version import VersionOption
 from services.coordinator.fleet.fleet import Patience
 from services.coordinator.process import Coordinator, Settings
 
@@ -17,18 +18,30 @@ app = typer.Typer(pretty_exceptions_enable=False)
 
 @app.command()
 def main(
-    http_host: Annotated[str, typer.Option(envvar="MILLRACE_HTTP_HOST", help="REST address")] = "127.0.0.1",
-    http_port: Annotated[int, typer.Option(envvar="MILLRACE_HTTP_PORT", help="REST port")] = 7700,
-    grpc_host: Annotated[str, typer.Option(envvar="MILLRACE_GRPC_HOST", help="gRPC address")] = "127.0.0.1",
-    grpc_port: Annotated[int, typer.Option(envvar="MILLRACE_GRPC_PORT", help="gRPC port")] = 7600,
-    state_dir: Annotated[Path, typer.Option(envvar="MILLRACE_STATE_DIR", help="folder of the embedded Redis")] = Path(
-        "~/.millrace/coordinator"
-    ),
-    redis_url: Annotated[str, typer.Option(envvar="REDIS_URL", help="Redis to use; none: an embedded one")] = "",
-    heartbeat_s: Annotated[float, typer.Option(envvar="MILLRACE_HEARTBEAT_S", help="members' heartbeat")] = 1.0,
-    lost_after_s: Annotated[float, typer.Option(envvar="MILLRACE_LOST_AFTER_S", help="silence that is death")] = 5.0,
+    http_host: Annotated[
+        str, typer.Option(envvar="MILLRACE_HTTP_HOST", help="Address of the REST API; 0.0.0.0 allows other hosts.")
+    ] = "127.0.0.1",
+    http_port: Annotated[int, typer.Option(envvar="MILLRACE_HTTP_PORT", help="Port of the REST API.")] = 7700,
+    grpc_host: Annotated[
+        str, typer.Option(envvar="MILLRACE_GRPC_HOST", help="Address of the gRPC server; 0.0.0.0 allows other hosts.")
+    ] = "127.0.0.1",
+    grpc_port: Annotated[int, typer.Option(envvar="MILLRACE_GRPC_PORT", help="Port of the gRPC server.")] = 7600,
+    state_dir: Annotated[
+        Path, typer.Option(envvar="MILLRACE_STATE_DIR", help="Folder of the coordinator's own Redis.")
+    ] = Path("~/.millrace/coordinator"),
+    redis_url: Annotated[
+        str, typer.Option(envvar="REDIS_URL", help="Address of Redis; empty: the coordinator starts its own.")
+    ] = "",
+    heartbeat_s: Annotated[
+        float, typer.Option(envvar="MILLRACE_HEARTBEAT_S", help="Seconds between the heartbeats of a member.")
+    ] = 1.0,
+    lost_after_s: Annotated[
+        float,
+        typer.Option(envvar="MILLRACE_LOST_AFTER_S", help="Seconds of silence after which a member is lost."),
+    ] = 5.0,
+    version: VersionOption = False,
 ) -> None:
-    """Starts the coordinator. SIGTERM and SIGINT stop it; jobs go on when it is started again."""
+    """Starts the coordinator. SIGTERM and SIGINT stop it; jobs continue when it is started again."""
     settings = Settings(
         http_host,
         http_port,

@@ -14,6 +14,7 @@ from millrace.engines import ENGINE_NAMES
 from millrace.errors import MillraceError
 from millrace.ids import MemberId, new_member_id
 from millrace.telemetry import logs
+from millrace.version import VersionOption
 from millrace.wire.channel import Peer
 from millrace.wire.membership import Membership
 from millrace.wire.server import Server, host_address
@@ -41,12 +42,23 @@ class Options:
 
 @app.command()
 def main(
-    coordinator: Annotated[str, typer.Option(envvar="MILLRACE_COORDINATOR", help="host:port of its gRPC server")],
-    engine: Annotated[str, typer.Option(envvar="MILLRACE_ENGINE", help=" or ".join(ENGINE_NAMES))] = "vllm",
-    host: Annotated[str, typer.Option(envvar="MILLRACE_HOST", help="name or address by which others reach us")] = "",
-    port: Annotated[int, typer.Option(envvar="MILLRACE_PORT", help="0 takes a free one")] = 0,
-    patience_s: Annotated[float, typer.Option(envvar="MILLRACE_PATIENCE_S", help="without a coordinator")] = 900.0,
-    drain_s: Annotated[float, typer.Option(envvar="MILLRACE_DRAIN_S", help="to finish leases when stopped")] = 600.0,
+    coordinator: Annotated[
+        str, typer.Option(envvar="MILLRACE_COORDINATOR", help="host:port of the coordinator's gRPC server.")
+    ],
+    engine: Annotated[str, typer.Option(envvar="MILLRACE_ENGINE", help=f"One of {', '.join(ENGINE_NAMES)}.")] = "vllm",
+    host: Annotated[
+        str, typer.Option(envvar="MILLRACE_HOST", help="Address at which others reach this host; empty: detected.")
+    ] = "",
+    port: Annotated[
+        int, typer.Option(envvar="MILLRACE_PORT", help="Port of the replica's gRPC server; 0: a free port.")
+    ] = 0,
+    patience_s: Annotated[
+        float, typer.Option(envvar="MILLRACE_PATIENCE_S", help="Seconds without a coordinator until the replica ends.")
+    ] = 900.0,
+    drain_s: Annotated[
+        float, typer.Option(envvar="MILLRACE_DRAIN_S", help="Seconds to finish its leases when it is stopped.")
+    ] = 600.0,
+    version: VersionOption = False,
 ) -> None:
     """Serves one engine to the fleet until it is told to stop."""
     if host:

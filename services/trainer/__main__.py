@@ -24,6 +24,7 @@ from torch.distributed import DistError
 
 from millrace.ids import MemberId, new_member_id
 from millrace.telemetry import logs
+from millrace.version import VersionOption
 from millrace.wire.server import host_address
 from services.trainer.checkpoints.background_saver import BackgroundSaver
 from services.trainer.publication.sender import Sender
@@ -47,6 +48,7 @@ def main(
     host: Annotated[
         str, typer.Option(envvar="MILLRACE_HOST", help="Address at which others reach this host; empty: detected.")
     ] = "",
+    version: VersionOption = False,
 ) -> None:
     """Serves one trainer in front of a group of ranks."""
     if host:

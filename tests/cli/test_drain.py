@@ -40,4 +40,5 @@ def test_a_member_is_drained_by_its_id_or_the_beginning_of_it(tmp_path: Path) ->
         assert states["rollout-1a2b3c4d"] == "draining" != states["rollout-1a99999f"]
         assert drain(url, "rollout-1a99999f").stdout.split() == ["rollout-1a99999f", "draining"]
         nobody = drain(url, "rollout-nowhere")
-        assert nobody.exit_code == 1 and "`millrace fleet` lists its members" in nobody.stderr
+        assert nobody.exit_code == 1 and "`millrace fleet` lists the members" in nobody.stderr
+        assert "did you mean `rollout-1a2b3c4d`?" in drain(url, "rollout-1b2a3c4d").stderr

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console, Group
 
 from millrace.cli import watch
-from millrace.cli.watch import Picture, panels, step_line
+from millrace.cli.watch import Snapshot, panels, step_line
 from millrace.events import Event, MemberJoined
 from millrace.ids import MemberId
 from millrace.rest import FleetView, JobState, JobView, LedgerView, MemberView, StepMetrics
@@ -50,7 +50,8 @@ REPLICA = MemberView(
     tokens_per_s=1234.5,
     silent_s=0.1,
 )
-ROW = StepMetrics(step=12, time_s=0.0, values={"critic/rewards/mean": 0.43, "timing_s/step": 1.25, "other": 1.0})
+REWARD = "critic/rewards/mean"
+ROW = StepMetrics(step=12, time_s=0.0, values={REWARD: 0.43, "timing_s/step": 1.25, "other": 1.0})
 
 
 def test_the_picture_has_what_one_wants_to_see() -> None:
@@ -58,7 +59,7 @@ def test_the_picture_has_what_one_wants_to_see() -> None:
     event = Event(id="1-0", time_s=0.0, message="rollout-1a2b3c4d [vllm] joined", data=joined)
     fleet = FleetView(epoch=2, trainers=[], replicas=[REPLICA])
     console = Console(record=True, width=160, highlight=False)
-    console.print(Group(*panels(Picture(JOB, LEDGER, fleet, {12: ROW}, [event]))))
+    console.print(Group(*panels(Snapshot(JOB, LEDGER, fleet, {12: ROW}, [event]))))
     text = console.export_text()
     for told in ("running  version 12  reward 0.430  held-out 0.100 → –", "rollout-1a2b3c4d [vllm] joined"):
         assert told in text
@@ -88,7 +89,7 @@ class GoesBack:
 
     def metrics(self, job: str, after_step: int) -> list[StepMetrics]:
         return [
-            StepMetrics(step=n, time_s=0.0, values={"critic/rewards/mean": float(self._trained[n]), watch.WHOLE: 0.0})
+            StepMetrics(step=n, time_s=0.0, values={REWARD: float(self._trained[n]), watch.LAST_METRIC: 0.0})
             for n in range(after_step + 1, self._step + 1)
         ]
 
@@ -105,7 +106,7 @@ class GoesBack:
 def test_steps_that_are_trained_again_are_shown_again(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch, "LOOK_S", 0.0)
+    monkeypatch.setattr(watch, "POLL_S", 0.0)
     client: Any = GoesBack(3, 4, 1, 2, 4, 5)
     assert watch.follow(client, JOB.id) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]

@@ -9,13 +9,13 @@ import structlog
 
 from millrace.errors import InvalidState, NotFound, Unavailable
 from millrace.ids import Epoch, JobId, MemberId
-from millrace.rest import FleetView
+from millrace.rest import FleetView, MemberKind
 from millrace.wire.channel import PROTOCOL_VERSION, Peer
 from millrace.wire.deadlines import DEADLINES_S
 from millrace.wire.method import Request, Response, Unary
 from millrace.wire.v1 import fleet_pb2
 from services.coordinator.bell import Bell
-from services.coordinator.state.member import KINDS, Configured, Member, MemberKind, Pulse, Weights
+from services.coordinator.state.member import KINDS, Configured, Member, Pulse, Weights
 from services.coordinator.store import Store, StoreDown
 
 log = structlog.get_logger(__name__)
@@ -203,7 +203,7 @@ class Fleet:
         """Raises NotFound."""
         if member := self._members.get(MemberId(member_id)):
             return member
-        raise NotFound(f"{member_id} is not in the fleet.", "GET /v1/fleet lists its members.")
+        raise NotFound(f"{member_id} is not in the fleet.", "list the members with `millrace fleet` or GET /v1/fleet.")
 
     @property
     def trainer(self) -> Member | None:

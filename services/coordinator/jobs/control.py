@@ -1,4 +1,4 @@
-"""What people ask of jobs: submit, cancel, pause, resume."""
+"""What people do with jobs: submit, cancel, pause, resume."""
 
 import asyncio
 import json
@@ -22,17 +22,22 @@ RUNS = [JobState.STARTING, JobState.RUNNING]
 
 
 class Control:
+    """Changes what the store holds of a job, and wakes the job's loop, which carries the change out."""
+
     def __init__(self, store: Store, events: Events, bell: Bell) -> None:
         self._store = store
         self._events = events
         self._bell = bell
         self._admitting = asyncio.Lock()
-        """Held from a look at the outputs of all jobs until a job that may use one is queued."""
+        """Held while the output folder of a job is compared with those of all others, until the job is queued."""
 
     async def submit(self, tree: Any, idempotency_key: str) -> tuple[JobRecord, bool]:
-        """The job, and whether it is new. Raises InvalidJob, and InvalidState for a key of another spec.
+        """Checks a job spec, given as plain mappings, and queues the job. Returns the job, and whether it is new: an
+        `idempotency_key` that was used before stands for the job of then.
 
-        An `output` belongs to one job: its checkpoints are no other's to replace.
+        An `output` folder belongs to one job, so that no job replaces the checkpoints of another.
+
+        Raises InvalidJob, and InvalidState for a key that was used with another spec.
         """
         spec = await asyncio.to_thread(submission.check, tree)
         job = JobRecord(
@@ -51,9 +56,9 @@ class Control:
         return await self._store.jobs.get(job_id), new
 
     async def cancel(self, job_id: str) -> JobRecord:
-        """At once where the job waits, otherwise after what its loop is doing now. Idempotent until the job has ended.
+        """Cancels the job: at once if it is queued, otherwise after what its loop is doing now. Idempotent until then.
 
-        Raises NotFound, InvalidState.
+        Raises NotFound, and InvalidState if the job has ended.
         """
         job = await self._store.jobs.get(job_id)
         try:
@@ -64,9 +69,9 @@ class Control:
         return await self._asked(job_id)
 
     async def pause(self, job_id: str) -> JobRecord:
-        """After the step in progress. Idempotent.
+        """Pauses the job after the step in progress. Idempotent.
 
-        Raises NotFound, InvalidState where the job does not run or is about to be cancelled.
+        Raises NotFound, and InvalidState if the job does not run or is about to be cancelled.
         """
         job = await self._store.jobs.get(job_id)
         if job.state is not JobState.PAUSED or job.wanted == "cancel":
@@ -74,37 +79,39 @@ class Control:
         return await self._asked(job_id)
 
     async def resume(self, job_id: str, changes: Mapping[str, Any] | None = None) -> JobRecord:
-        """Lets a paused job run again, and queues one that failed or was cancelled again, with `changes` in its spec.
+        """Lets a paused job run again. A job that failed or was cancelled is queued again, with `changes` in its spec.
 
-        Raises NotFound, InvalidState where the job is about to be cancelled or there is nothing to resume, InvalidJob
-        for changes that are not valid.
+        Raises NotFound; InvalidState if the job is about to be cancelled or there is nothing to resume; InvalidJob for
+        changes that are not valid.
         """
         job = await self._store.jobs.get(job_id)
         if job.state in ENDED:
             await self._continue(job, changes or {})
         elif changes:
-            what = f"{job_id} is {job.state}: only a job that failed or was cancelled is resumed with changes."
+            what = f"{job_id} is {job.state}: only a job that failed or was cancelled can be resumed with changes."
             raise InvalidState(what, f"cancel it first: `millrace cancel {job_id}`.")
-        elif job.state is JobState.PAUSED or not await self._taken_back(job.id):
+        elif job.state is JobState.PAUSED or not await self._pause_withdrawn(job.id):
             await self._events.move(job.id, JobState.RUNNING, "running again", only=[JobState.PAUSED], wanted="")
         return await self._asked(job_id)
 
     async def _continue(self, job: JobRecord, changes: Mapping[str, Any]) -> None:
-        """What the end dropped is undone as the job starts: until then it can be cancelled as it is."""
+        """Queues an ended job again. Its dropped prompts are issued again only when it starts, so that it can be
+        cancelled until then."""
         if job.state is JobState.SUCCEEDED:
             raise refusal(job.id, job.state, "resumed")
         cleared: dict[str, Any] = dict.fromkeys(("failure", "wanted", "finished_s", "report"), "")
         if changes:
-            tree, anew = applied(json.loads(job.spec_json), changes)
+            tree, reload = applied(json.loads(job.spec_json), changes)
             cleared["spec_json"] = (await asyncio.to_thread(submission.check, tree)).model_dump_json()
-            if anew:
-                cleared["configuration"] = ""  # no trainer holds the job as it is now
+            if reload:
+                cleared["configuration"] = ""  # no trainer has loaded this spec
         async with self._admitting:
             await asyncio.to_thread(_check_checkpoints, job, await self._store.jobs.all())
-            await self._events.move(job.id, JobState.QUEUED, _goes_on(job, changes), **cleared)
+            await self._events.move(job.id, JobState.QUEUED, _resumption(job, changes), **cleared)
 
-    async def _taken_back(self, job_id: JobId) -> bool:
-        """Takes back a pause that the loop has not come to. False where it came to it first. Raises InvalidState."""
+    async def _pause_withdrawn(self, job_id: JobId) -> bool:
+        """Withdraws a pause that the loop has not carried out yet. False if the job is paused by now. Raises
+        InvalidState."""
         try:
             await self._store.jobs.want(job_id, RUNS, "resumed", pending="pause", wanted="")
         except InvalidState:
@@ -119,7 +126,7 @@ class Control:
 
 
 def _check_output(output: str, jobs: Sequence[JobRecord]) -> None:
-    """Raises InvalidJob where another job writes to `output`, or has left checkpoints there."""
+    """Raises InvalidJob if another job writes to `output`, or left checkpoints there."""
     users = _users(output, jobs)
     for job in users:
         if job.state not in ENDED:
@@ -135,7 +142,7 @@ def _check_output(output: str, jobs: Sequence[JobRecord]) -> None:
 
 
 def _check_checkpoints(job: JobRecord, jobs: Sequence[JobRecord]) -> None:
-    """Raises InvalidState where the output of a job that is to be continued has become another's."""
+    """Raises InvalidState if another job writes to the output of `job` by now, or left checkpoints there."""
     for other in _users(job.output, jobs):
         if other.id == job.id:
             continue
@@ -148,16 +155,20 @@ def _check_checkpoints(job: JobRecord, jobs: Sequence[JobRecord]) -> None:
 
 
 def _users(output: str, jobs: Sequence[JobRecord]) -> list[JobRecord]:
-    """The jobs whose output is this folder, however it is written; the oldest first."""
+    """The jobs whose output is this folder, also by another path to it; oldest first."""
     folder = os.path.realpath(output)
     return [job for job in jobs if os.path.realpath(job.output) == folder]
 
 
-def _goes_on(job: JobRecord, changes: Mapping[str, Any]) -> str:
-    """From which step: that of the ledger, or the last checkpoint where the trainer holds no more than that."""
-    other = f" with {json.dumps(changes)}" if changes else ""
-    message, saved = f"{job.name} is queued again{other}: it goes on after step {job.step}", max(0, job.checkpoint_step)
+def _resumption(job: JobRecord, changes: Mapping[str, Any]) -> str:
+    """The message that says from which step the job continues: that of the ledger if the trainer still holds it,
+    otherwise that of the last checkpoint."""
+    changed = f" with {json.dumps(changes)}" if changes else ""
+    message, saved = (
+        f"{job.name} is queued again{changed}: it continues after step {job.step}",
+        max(0, job.checkpoint_step),
+    )
     if saved == job.step:
         return message
     source = f"its checkpoint of step {saved}" if job.checkpoint else "the model"
-    return f"{message}, or from {source} where the trainer does not hold that any more"
+    return f"{message}, or from {source} if the trainer does not hold that any more"

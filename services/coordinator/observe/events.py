@@ -1,4 +1,4 @@
-"""The event log of jobs: what happened, when, to whom. Kept in the store, followed over REST."""
+"""The event log of each job: kept in the store, followed over REST."""
 
 from collections import defaultdict
 from collections.abc import AsyncIterator
@@ -30,13 +30,14 @@ class Events:
     async def move(
         self, job_id: JobId, state: JobState, message: str, only: list[JobState] | None = None, **fields: Any
     ) -> None:
-        """Moves a job to another state, with its event. Raises NotFound, InvalidState."""
+        """Moves a job to another state and adds the event of it. Raises NotFound, InvalidState."""
         await self._store.jobs.move(job_id, state, message, only, **fields)
         log.info(message, kind=EventKind.JOB_STATE, job=job_id, state=state)
         self._bells[job_id].ring()
 
     async def follow(self, job_id: JobId, after: str, silence_s: float) -> AsyncIterator[list[Event]]:
-        """Events after the id `after`, some at a time, for ever; an empty list where nothing came for `silence_s`."""
+        """Yields the events after the id `after`, several at a time, until `close`; an empty list whenever there was
+        none for `silence_s` seconds."""
         records = self._store.records(job_id)
         while not self._closed:
             ring = self._bells[job_id].next()
@@ -47,7 +48,7 @@ class Events:
                 yield []
 
     def close(self) -> None:
-        """Ends all following."""
+        """Ends every `follow`."""
         self._closed = True
         for bell in self._bells.values():
             bell.ring()

@@ -1,4 +1,4 @@
-"""Groups as people look at them."""
+"""Groups as samples for people: one view per trajectory."""
 
 import json
 from collections.abc import Sequence
@@ -18,13 +18,13 @@ PURPOSES = {common_pb2.PURPOSE_TRAIN: "train", common_pb2.PURPOSE_EVALUATION: "e
 
 
 async def samples_in(prompts: Prompts, wanted: Sequence[PromptId], step: int) -> list[SampleView]:
-    """Those of the `wanted` groups that are still there, as samples of `step`."""
+    """Samples of `step`, from those of the `wanted` groups that the store still holds."""
     groups = [common_pb2.Group.FromString(g) for p in wanted if (g := await prompts.group(p)) is not None]
     return [sample for group in groups for sample in samples_of(group, step)]
 
 
 def samples_of(group: common_pb2.Group, step: int) -> list[SampleView]:
-    """Every trajectory of a group that belongs to `step`."""
+    """One sample for each trajectory of a group that belongs to `step`."""
     return [_sample(group, trajectory, step) for trajectory in group.trajectories]
 
 

@@ -1,4 +1,4 @@
-"""The FastAPI application: routes, errors, token, health, the page."""
+"""The FastAPI application: routes, errors, token, health, page."""
 
 import os
 import socket
@@ -21,8 +21,8 @@ from services.coordinator.state.job import ENDED
 PAGE = Path(__file__).parent / "page.html"
 ABOUT = """Reinforcement-learning post-training of language models as three services.
 
-Submit a **job**, follow its **events**, look at its **metrics**, **samples** and **ledger**, and at the **fleet** that
-carries it out. Errors are problem documents with a `fix`: what to do next.
+Submit a **job**, follow its **events**, read its **metrics**, **samples** and **ledger**, and see the **fleet** of
+trainers and replicas that runs it. Errors are problem documents with a `fix`: what to do next.
 """
 
 
@@ -31,7 +31,7 @@ class Health(BaseModel):
 
 
 def application(parts: Parts, control: Control, name: str) -> FastAPI:
-    """`name` is the one that it listens at."""
+    """The application of one coordinator. `name` is the host that it listens at."""
     app = Application(title="Millrace", version=__version__, description=ABOUT, redoc_url=None)
     install(app)
     secret = token()
@@ -52,19 +52,19 @@ def _operations(app: FastAPI, parts: Parts) -> None:
 
     @app.get("/healthz", tags=["operations"])
     async def healthz() -> Health:
-        """Whether the process lives."""
+        """Whether the process runs."""
         return Health(status="ok")
 
     @app.get("/readyz", tags=["operations"], responses=error_responses({503: "Redis does not answer."}))
     async def readyz() -> Health:
-        """Whether it can take jobs: it reaches its Redis."""
+        """Whether the coordinator can take jobs: whether it reaches its Redis."""
         if not await parts.store.connection.up():
-            raise Unavailable(f"Redis at {parts.store.connection.name} does not answer.", "start it again.")
+            raise Unavailable(f"Redis at {parts.store.connection.name} does not answer.", "start Redis again.")
         return Health(status="ready")
 
     @app.get("/metrics", tags=["operations"], response_class=Response)
     async def metrics() -> Response:
-        """For Prometheus."""
+        """Metrics in Prometheus's text format."""
         all_jobs = await parts.store.jobs.all()
         ledgers = {job.id: await parts.store.prompts(job.id).view() for job in all_jobs if job.state not in ENDED}
         page = parts.prometheus.page(all_jobs, ledgers, parts.fleet.view({}))

@@ -10,9 +10,10 @@ from fastapi import Request
 
 from millrace.errors import InvalidJob
 from millrace.spec.load import UNREADABLE
+from millrace.validation.kinds import kind_of
 from services.coordinator.rest.problems import ContentTooLarge, UnsupportedMediaType
 
-MOST_BYTES = 16 << 20
+MAX_BYTES = 16 << 20
 READERS: Mapping[str, Callable[[bytes], Any]] = {
     "application/json": json.loads,
     "application/yaml": yaml.safe_load,
@@ -20,41 +21,45 @@ READERS: Mapping[str, Callable[[bytes], Any]] = {
     "text/yaml": yaml.safe_load,
     "text/x-yaml": yaml.safe_load,
 }
-"""By content type. A web page can send none of these to another site without being asked who it is."""
+"""Keyed by content type. A web page can send none of these to another site unless that site allows it (CORS)."""
 
 
 async def tree(request: Request) -> Any:
-    """Raises UnsupportedMediaType, ContentTooLarge, InvalidJob."""
+    """The body as plain mappings, lists and values.
+
+    Raises UnsupportedMediaType, ContentTooLarge, and InvalidJob where the body cannot be parsed.
+    """
     kind = request.headers.get("content-type", "")
     read = READERS.get(kind.partition(";")[0].strip().lower())
     if read is None:
         fix = "send `Content-Type: application/json`, or `application/yaml`."
-        raise UnsupportedMediaType(f"Content-Type: {json.dumps(kind)} is neither JSON nor YAML.", fix)
+        raise UnsupportedMediaType(f"Content-Type: {json.dumps(kind)}: is neither JSON nor YAML.", fix)
     body = await _whole(request)
     try:
         return await asyncio.to_thread(read, body)
     except UNREADABLE as error:
-        raise InvalidJob(f"the body cannot be read: {error}.", "send a job spec as JSON, or YAML as such.") from error
+        raise InvalidJob(f"the body cannot be read: {error}.", "send a job spec as JSON or YAML.") from error
 
 
 async def fields(request: Request) -> dict[str, Any]:
-    """None where there is no body. Raises as `tree`."""
+    """The body as a mapping; empty where the request has no body. Raises as `tree` does."""
     if request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers:
         return {}
     found = await tree(request)
     if not isinstance(found, dict):
-        raise InvalidJob(f"the body is {type(found).__name__}, not fields of a job spec.", "send a mapping.")
+        raise InvalidJob(f"the body is {kind_of(found)}, not fields of a job spec.", "send a mapping.")
     return found
 
 
 async def _whole(request: Request) -> bytes:
-    """What is too much is read to its end and thrown away: a caller hears nothing before it has sent everything."""
+    """Reads the whole body. One that is too large is read too, and thrown away: many clients do not look at the answer
+    before they have sent everything."""
     body, size = bytearray(), 0
     async for part in request.stream():
         size += len(part)
-        if size <= MOST_BYTES:
+        if size <= MAX_BYTES:
             body += part
-    if size > MOST_BYTES:
-        what = f"the body has {size} bytes; a job spec may have {MOST_BYTES}."
-        raise ContentTooLarge(what, "put data and rewards into files, and name them.")
+    if size > MAX_BYTES:
+        what = f"the body has {size} bytes, more than {MAX_BYTES}."
+        raise ContentTooLarge(what, "put data and rewards into files, and name the files in the job spec.")
     return bytes(body)

@@ -1,4 +1,4 @@
-"""/v1/fleet: who is there, and asking a member to go."""
+"""/v1/fleet: listing the members, and draining one."""
 
 from fastapi import APIRouter
 
@@ -14,12 +14,12 @@ def routes(fleet: Fleet, queue: Queue) -> APIRouter:
 
     @router.get("")
     async def show() -> FleetView:
-        """Trainers and rollout replicas with their states, weight versions and load; those lost a while ago too."""
+        """Trainers and rollout replicas with their states, weight versions and load; and those lost recently."""
         return fleet.view(await queue.held())
 
     @router.post("/{member_id}/drain", responses=error_responses({404: "No such member."}))
     async def drain(member_id: str) -> MemberView:
-        """No new leases to this member: it finishes what it holds and leaves the fleet. Idempotent."""
+        """Gives this member no new leases: it finishes those that it holds and leaves the fleet. Idempotent."""
         member = await fleet.drain(member_id)
         held = await queue.held()
         return member.view(held.get(MemberId(member_id), 0))

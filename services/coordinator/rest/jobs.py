@@ -1,4 +1,4 @@
-"""/v1/jobs: submit, look, steer, follow."""
+"""/v1/jobs: submitting, reading, controlling and following jobs."""
 
 import json
 import re
@@ -8,18 +8,17 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
-from millrace.errors import NotFound
 from millrace.events import Event, JobMoved
 from millrace.rest import JobView, LedgerView, SampleView, StepMetrics
 from services.coordinator.jobs.control import Control
 from services.coordinator.observe.events import Events
 from services.coordinator.rest import bodies
 from services.coordinator.rest.schema import SPEC_BODY, Responses, error_responses
-from services.coordinator.state.job import ENDED
+from services.coordinator.state.job import ENDED, no_such_job
 from services.coordinator.store import Store
 
 SILENCE_S = 15.0
-"""A stream without events carries a comment so often, so that both sides know that it lives."""
+"""Seconds after which a stream without events carries a comment, so that both sides know that it works."""
 
 
 ERRORS = error_responses(
@@ -42,9 +41,9 @@ class EventStream(StreamingResponse):
 
 
 async def _id(job_id: Annotated[str, Path()]) -> str:
-    """Anything else than an id is no part of a key in the store."""
+    """A job's id. The store makes keys of it, so nothing else may get there."""
     if not re.fullmatch(r"job-[0-9a-f]{12}", job_id):
-        raise NotFound(f"there is no job {job_id}.", "GET /v1/jobs lists those there are.")
+        raise no_such_job(job_id)
     return job_id
 
 
@@ -60,9 +59,9 @@ def routes(store: Store, control: Control, events: Events) -> APIRouter:
         response: Response,
         idempotency_key: Annotated[str, Header(max_length=200)] = "",
     ) -> JobView:
-        """Submits a job: a job spec as JSON or YAML. Everything that can be checked beforehand is; a spec that cannot
-        work is refused with every mistake and its fix. Twice with the same `Idempotency-Key` is once: the second
-        call answers the first one's job with status 200."""
+        """Submits a job: a job spec as JSON or YAML. The spec and the files that it names are checked; a spec that
+        cannot run is refused with every mistake and its fix. A second call with the same `Idempotency-Key` submits
+        nothing: it answers the job of the first call, with status 200."""
         job, new = await control.submit(await bodies.tree(request), idempotency_key)
         response.status_code = 201 if new else 200
         response.headers["Location"] = f"/v1/jobs/{job.id}"
@@ -80,30 +79,30 @@ def routes(store: Store, control: Control, events: Events) -> APIRouter:
 
     @router.delete("/{job_id}")
     async def cancel(job_id: Id) -> JobView:
-        """Ends the job after what it is doing now. What was trained stays; what is in flight is dropped."""
+        """Cancels the job; the step in progress is finished. Trained steps are kept; prompts in flight are dropped."""
         return (await control.cancel(job_id)).view()
 
     @router.post("/{job_id}/pause")
     async def pause(job_id: Id) -> JobView:
-        """Stops between two steps: nothing new is issued or trained, nothing is lost."""
+        """Pauses the job after the step in progress: nothing new is issued or trained, nothing is lost."""
         return (await control.pause(job_id)).view()
 
     @router.post("/{job_id}/resume", responses=BODY_ERRORS)
     async def resume(job_id: Id, request: Request) -> JobView:
-        """Lets a paused job go on where it stopped. One that failed or was cancelled is queued again: it goes on from
-        the version that the trainer still holds, from its last checkpoint, or from the model. The body may hold fields
-        of its spec that are to be other from here on."""
+        """Continues a paused job where it stopped. A job that failed or was cancelled is queued again: it continues
+        from the version that the trainer still holds, from its last checkpoint, or from the model. For such a job the
+        body may hold fields of its spec, nested as there, with new values."""
         return (await control.resume(job_id, await bodies.fields(request))).view()
 
-    _looking(router, store)
-    _following(router, store, events)
+    _add_reading(router, store)
+    _add_following(router, store, events)
     return router
 
 
-def _looking(router: APIRouter, store: Store) -> None:
+def _add_reading(router: APIRouter, store: Store) -> None:
     @router.get("/{job_id}/metrics")
     async def metrics(
-        job_id: Id, after: Annotated[int, Query(ge=-1, description="Rows of later steps only.")] = -1
+        job_id: Id, after: Annotated[int, Query(ge=-1, description="Only rows of steps after this one.")] = -1
     ) -> list[StepMetrics]:
         """The job's step metrics under verl's names, one row a step; step 0 has the evaluation before training."""
         job = await store.jobs.get(job_id)
@@ -112,57 +111,57 @@ def _looking(router: APIRouter, store: Store) -> None:
     @router.get("/{job_id}/samples")
     async def samples(
         job_id: Id,
-        step: Annotated[int | None, Query(ge=0, description="Of this step only.")] = None,
+        step: Annotated[int | None, Query(ge=0, description="Only samples of this step.")] = None,
         limit: Annotated[int, Query(ge=1, le=1000)] = 20,
     ) -> list[SampleView]:
-        """Prompts with their answers, rewards and weight versions, the newest first."""
+        """Prompts with their answers, rewards and weight versions, newest first."""
         job = await store.jobs.get(job_id)
         return await store.records(job.id).samples(limit, step)
 
     @router.get("/{job_id}/ledger")
     async def ledger(job_id: Id) -> LedgerView:
-        """Where every prompt of the job stands."""
+        """How many prompts of the job are in which state."""
         job = await store.jobs.get(job_id)
         return await store.prompts(job.id).view()
 
 
-def _following(router: APIRouter, store: Store, events: Events) -> None:
+def _add_following(router: APIRouter, store: Store, events: Events) -> None:
     @router.get("/{job_id}/events", response_class=EventStream, responses=EVENTS)
     async def follow(
         job_id: Id,
         last_event_id: Annotated[str, Header(pattern=r"^$|^\d{1,19}-\d{1,19}$")] = "",
         follow: Annotated[
-            bool, Query(description="Wait for what comes; otherwise the stream ends at the last.")
+            bool, Query(description="Wait for new events; otherwise the stream ends with the last one.")
         ] = True,
     ) -> EventStream:
-        """The job's event log as server-sent events, from the beginning or after `Last-Event-ID`. Each event's data is
-        an Event document. The stream ends when the job has ended and everything was told."""
+        """The job's event log as server-sent events, from the beginning or after `Last-Event-ID`. The stream ends when
+        the job has ended and every event was sent."""
         job = await store.jobs.get(job_id)
 
         async def has_ended() -> bool:
             return (await store.jobs.get(job.id)).state in ENDED
 
         async def stream() -> AsyncIterator[bytes]:
-            told_only = not follow or await has_ended()
-            async for found in events.follow(job.id, last_event_id, 0.0 if told_only else SILENCE_S):
+            only_past = not follow or await has_ended()
+            async for found in events.follow(job.id, last_event_id, 0.0 if only_past else SILENCE_S):
                 for event in found:
                     yield frame(event)
                 if not found:
                     yield b": nothing new\n\n"
-                if (told_only and not found) or (_tells_an_end(found) and await has_ended()):
+                if (only_past and not found) or (_is_end(found) and await has_ended()):
                     return
 
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         return EventStream(stream(), headers=headers)
 
 
-def _tells_an_end(found: list[Event]) -> bool:
-    """A job's last event is its last transition; one that was continued since has more."""
+def _is_end(found: list[Event]) -> bool:
+    """Whether the last of these events is the end of the job. A job that was resumed since then has later events."""
     last = found[-1].data if found else None
     return isinstance(last, JobMoved) and last.state in ENDED
 
 
 def frame(event: Event) -> bytes:
-    """In ASCII: many readers take U+2028 and its like for the end of a line."""
+    """One server-sent event. It is pure ASCII: many readers take U+2028 and similar characters for a line end."""
     data = json.dumps(json.loads(event.model_dump_json()))
     return f"id: {event.id}\nevent: {event.kind}\ndata: {data}\n\n".encode()

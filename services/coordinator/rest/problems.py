@@ -1,17 +1,23 @@
-"""Errors as problem documents (RFC 9457)."""
+"""Errors as problem documents (RFC 9457): the same texts that the client and the command show."""
 
 import re
+from collections.abc import Sequence
 from http import HTTPStatus
+from typing import cast
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 
 from millrace import errors
+from millrace.errors import InvalidJob, MillraceError, Mistake
 from millrace.rest import Problem
+from millrace.validation.mistakes import explain
+from services.coordinator.rest.schema import PROBLEM_TYPE
 
-STATUSES: dict[type[errors.MillraceError], int] = {
+STATUSES: dict[type[MillraceError], HTTPStatus] = {
     errors.InvalidJob: HTTPStatus.UNPROCESSABLE_ENTITY,
     errors.InvalidState: HTTPStatus.CONFLICT,
     errors.NotFound: HTTPStatus.NOT_FOUND,
@@ -21,8 +27,8 @@ STATUSES: dict[type[errors.MillraceError], int] = {
 }
 
 
-class Refused(errors.MillraceError):
-    """A request that is refused for how it came, whatever it asks."""
+class Refused(MillraceError):
+    """The request is refused before what it asks for is looked at."""
 
     status = HTTPStatus.BAD_REQUEST
 
@@ -34,7 +40,7 @@ class Unauthorized(Refused):
 
 
 class Forbidden(Refused):
-    """It comes from where nobody may ask."""
+    """The request comes from a web page that may not ask this coordinator."""
 
     status = HTTPStatus.FORBIDDEN
 
@@ -47,44 +53,61 @@ class UnsupportedMediaType(Refused):
     status = HTTPStatus.UNSUPPORTED_MEDIA_TYPE
 
 
-def problem(kind: str, status: int, detail: str, fix: str) -> JSONResponse:
-    name = re.sub(r"(?<!^)(?=[A-Z])", "-", kind).lower()
-    title = name.replace("-", " ")
-    document = Problem(type=f"urn:millrace:{name}", title=title, status=status, detail=detail, fix=fix)
-    headers = {"WWW-Authenticate": "Bearer"} if status == HTTPStatus.UNAUTHORIZED else None
-    return JSONResponse(document.model_dump(), status, headers, media_type="application/problem+json")
-
-
 def install(app: FastAPI) -> None:
-    app.add_exception_handler(errors.MillraceError, _millrace)
+    """Every error of a route, and of FastAPI itself, is answered with a problem document."""
+    app.add_exception_handler(MillraceError, _millrace)
     app.add_exception_handler(RequestValidationError, _validation)
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(Exception, _bug)
 
 
+def _answer(kind: str, status: int, what: str, fix: str, mistakes: Sequence[Mistake] = ()) -> JSONResponse:
+    """`kind` is the name of an error class, or words."""
+    name = re.sub(r"(?<=[a-z])(?=[A-Z])", "-", kind).replace(" ", "-").lower()
+    document = Problem(
+        type=f"urn:millrace:{name}",
+        title=name.replace("-", " "),
+        status=status,
+        detail=what,
+        fix=fix,
+        mistakes=list(mistakes),
+    )
+    headers = {"WWW-Authenticate": "Bearer"} if status == HTTPStatus.UNAUTHORIZED else None
+    return JSONResponse(document.model_dump(mode="json"), status, headers, media_type=PROBLEM_TYPE)
+
+
 async def _millrace(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, errors.MillraceError)
+    assert isinstance(error, MillraceError)
     if isinstance(error, Refused):
-        return problem(type(error).__name__, error.status, error.what, error.fix)
+        return _answer(type(error).__name__, error.status, error.what, error.fix)
     kind = next(k for k in type(error).__mro__ if k in STATUSES)
-    return problem(kind.__name__, STATUSES[kind], error.what, error.fix)
+    mistakes = error.mistakes if isinstance(error, InvalidJob) else ()
+    return _answer(kind.__name__, STATUSES[kind], error.what, error.fix, mistakes)
 
 
 async def _validation(request: Request, error: Exception) -> JSONResponse:
+    """A parameter of the path, of the query or of a header that has a wrong value."""
     assert isinstance(error, RequestValidationError)
-    mistakes = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-    return problem(
-        "InvalidRequest", HTTPStatus.UNPROCESSABLE_ENTITY, mistakes, "see /openapi.json for what this path takes."
-    )
+    found = cast(Sequence[ErrorDetails], error.errors())
+    mistakes = explain([{**each, "loc": each["loc"][1:]} for each in found])  # without "query", "header"
+    invalid = InvalidJob.of(mistakes)
+    return _answer("InvalidRequest", HTTPStatus.UNPROCESSABLE_ENTITY, invalid.what, invalid.fix, mistakes)
 
 
 async def _bug(request: Request, error: Exception) -> JSONResponse:
-    """Whatever else a route raises. Its traceback is in the log."""
-    what = f"{request.method} {request.url.path} met a bug: {type(error).__name__}."
-    return problem("Bug", HTTPStatus.INTERNAL_SERVER_ERROR, what, "report it with the coordinator's log.")
+    """Any other error of a route. Its traceback is in the log."""
+    what = f"{request.method} {request.url.path} failed because of a bug in the coordinator."
+    return _answer("Bug", HTTPStatus.INTERNAL_SERVER_ERROR, what, "report it with the coordinator's log.")
+
+
+HTTP_REASONS = {
+    HTTPStatus.NOT_FOUND: "there is no such path",
+    HTTPStatus.METHOD_NOT_ALLOWED: "this path does not take this method",
+}
 
 
 async def _http(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
-    detail = f"{request.method} {request.url.path}: {error.detail}"
-    return problem(HTTPStatus(error.status_code).phrase, error.status_code, detail, "see /openapi.json for all paths.")
+    status = HTTPStatus(error.status_code)
+    what = f"{request.method} {request.url.path}: {HTTP_REASONS.get(status, error.detail)}."
+    return _answer(status.phrase, status, what, "see /openapi.json for all paths.")

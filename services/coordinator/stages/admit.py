@@ -89,5 +89,7 @@ async def _check(run: Run, thrown_away: Counter[str]) -> None:
         raise InvalidState(what, "raise schedule.max_staleness, or lower schedule.prompts_per_step.")
     refusals = await run.prompts.refusals()
     if refusals.in_a_row >= max(REFUSALS_IN_A_ROW, 2 * per_step):
-        what = f"{refusals.in_a_row} prompts in a row brought no group; the last one: {refusals.last}."
-        raise InvalidState(what, "fix the data or the reward function; GET /v1/jobs/{id}/ledger has all reasons.")
+        what = f"{refusals.in_a_row} prompts in a row produced no usable samples; the last one: {refusals.last}."
+        raise InvalidState(
+            what, f"fix the data or the reward function; `millrace show {run.job.id}` lists all reasons."
+        )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self
 
-from millrace.errors import InvalidState
+from millrace.errors import InvalidState, NotFound
 from millrace.ids import JobId, Version
 from millrace.rest import JobState, JobView
 from millrace.spec.job import JobSpec
@@ -29,6 +29,10 @@ ACTIVE = frozenset({JobState.STARTING, JobState.RUNNING, JobState.PAUSED})
 def before(state: JobState) -> list[JobState]:
     """The states from which `state` can be reached."""
     return [s for s, following in TRANSITIONS.items() if state in following]
+
+
+def no_such_job(job_id: str) -> NotFound:
+    return NotFound(f"there is no job {job_id}.", "list the jobs with `millrace jobs` or GET /v1/jobs.")
 
 
 def refusal(job_id: str, state: JobState, asked: str, wanted: str = "") -> InvalidState:

@@ -4,35 +4,16 @@ import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any, Self
 
 from millrace.ids import JobId, MemberId, Version
-from millrace.rest import MemberView
+from millrace.rest import MemberKind, MemberState, MemberView
 from millrace.wire.v1 import fleet_pb2
-
-
-class MemberKind(StrEnum):
-    TRAINER = "trainer"
-    ROLLOUT = "rollout"
-
 
 KINDS = {
     fleet_pb2.MEMBER_KIND_TRAINER: MemberKind.TRAINER,
     fleet_pb2.MEMBER_KIND_ROLLOUT: MemberKind.ROLLOUT,
 }
-
-
-class MemberState(StrEnum):
-    IDLE = "idle"
-    """No job needs it."""
-    CONFIGURING = "configuring"
-    """Its engine gets ready for the job."""
-    JOINING = "joining"
-    """It could generate but holds no verified version of the job's weights."""
-    SERVING = "serving"
-    DRAINING = "draining"
-    LOST = "lost"
 
 
 @dataclass(frozen=True)

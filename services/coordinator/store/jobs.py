@@ -5,11 +5,11 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from millrace.errors import InvalidState, NotFound
+from millrace.errors import InvalidState
 from millrace.events import JobMoved, Payload
 from millrace.ids import JobId
 from millrace.rest import JobState
-from services.coordinator.state.job import JobRecord, before, refusal
+from services.coordinator.state.job import JobRecord, before, no_such_job, refusal
 from services.coordinator.store.connection import Connection, text
 
 ALL = "millrace:jobs"
@@ -51,7 +51,7 @@ class Jobs:
         """Raises NotFound."""
         fields = await self._redis.do("HGETALL", key(job_id))
         if not fields:
-            raise NotFound(f"there is no job {job_id}.", "GET /v1/jobs lists those there are.")
+            raise no_such_job(job_id)
         return _record(fields)
 
     async def all(self) -> list[JobRecord]:
@@ -106,7 +106,7 @@ class Jobs:
         ledger = [f"{key(job_id)}:train"] if "state" in fields else []
         answer = await self._redis.run("move_job", [key(job_id), *ledger], arguments)
         if answer is None:
-            raise NotFound(f"there is no job {job_id}.", "GET /v1/jobs lists those there are.")
+            raise no_such_job(job_id)
         moved, state, wanted = answer[0], JobState(text(answer[1])), text(answer[2])
         if not moved:
             raise refusal(job_id, state, asked, wanted)

@@ -81,7 +81,7 @@ class PublicationReceiver:
         await self._abort_older(publication)
         async with self._turn:
             if self._closed:
-                raise InvalidState(f"{self._member_id} has left this job.", "look at what it serves: GET /v1/fleet.")
+                raise InvalidState(f"{self._member_id} has left this job.", "list the members with `millrace fleet`.")
             state = self._state.advance(publication, Phase.PREPARE)
             if state is self._state and self._prepared is not None:
                 return self._prepared.expected.plan_hash

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from millrace.cli.output import tell
+from millrace.cli.output import print_error
 from millrace.errors import InvalidState, MillraceError
 from millrace.weights.loader.stored import pieces, published_dtype, stored_tensors
 from services.trainer.checkpoints import huggingface
@@ -55,7 +55,7 @@ def export(
     try:
         count = write(checkpoint, folder, model, dtype, trust_remote_code)
     except MillraceError as error:
-        tell(error)
+        print_error(error)
         raise typer.Exit(1) from error
     print(f"{folder}: {count} tensors of {checkpoint}")
 

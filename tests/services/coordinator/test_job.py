@@ -238,7 +238,7 @@ async def test_a_job_whose_groups_all_fail_says_why(cluster: Cluster, spec: dict
     await cluster.trainer(), await cluster.replica(reward=lambda *_: None)
     job = await cluster.ended(await cluster.submit(spec))
     assert job.state is JobState.FAILED
-    assert "prompts in a row brought no group; the last one: reward: raised ValueError: no" in str(job.failure)
+    assert "produced no usable samples; the last one: reward: raised ValueError: no" in str(job.failure)
     ledger = await cluster.ledger(job.id)
     assert ledger.issued == ledger.dropped
 

@@ -149,7 +149,7 @@ def test_an_ended_job_is_queued_again_with_nothing_left_of_its_end(state: JobSta
         assert (job.finished_s, job.report, job.checkpoint) == (None, None, "/out/checkpoints/step-4")
         told = (await desk.store.records(JOB.id).events())[-1]
         assert told.data == JobMoved(state=JobState.QUEUED)
-        assert "goes on after step 5, or from its checkpoint of step 4 where" in told.message
+        assert "continues after step 5, or from its checkpoint of step 4 if" in told.message
         with pytest.raises(InvalidState, match=f"{JOB.id} is queued and cannot be resumed"):
             await desk.control.resume(JOB.id)
 

@@ -55,7 +55,7 @@ async def test_a_failed_job_goes_on_with_the_trainer_that_holds_it(cluster: Clus
     states = [event.data.state for event in events if event.kind == "job.state"]
     assert states == ["queued", "starting", "running", "failed", "queued", "starting", "running", "succeeded"]
     (again,) = [event.message for event in events if "queued again" in event.message]
-    assert again.endswith("it goes on after step 3, or from the model where the trainer does not hold that any more")
+    assert again.endswith("it continues after step 3, or from the model if the trainer does not hold that any more")
 
 
 async def told(cluster: Cluster, job_id: str) -> Any:

@@ -109,8 +109,8 @@ def test_a_body_is_json_or_yaml(http: httpx.Client, spec: dict[str, Any], kind: 
 
 
 def test_a_body_that_is_too_large_for_a_job_is_refused(http: httpx.Client) -> None:
-    answer = http.post("/v1/jobs", content=b" " * (bodies.MOST_BYTES + 1), headers={"Content-Type": "application/json"})
-    assert str(bodies.MOST_BYTES) in problem(answer, 413)["detail"]
+    answer = http.post("/v1/jobs", content=b" " * (bodies.MAX_BYTES + 1), headers={"Content-Type": "application/json"})
+    assert str(bodies.MAX_BYTES) in problem(answer, 413)["detail"]
 
 
 CIRCULAR = "rollout: {engine_options: &a {x: *a}}"
