@@ -1,4 +1,4 @@
-"""The protocol of an engine: it generates samples, and receives versions beside that.
+"""The protocol of an engine: it generates samples, and receives weights meanwhile.
 
 An engine is one class in a folder of `services/rollout/engines`. What it needs of the engine library is imported inside
 the class's methods, so that importing its module costs nothing.
@@ -77,7 +77,7 @@ class Load:
 
 
 class Engine(EngineWeights, Protocol):
-    """Generates samples, and receives weights beside that. All methods are called on one event loop and do not block
+    """Generates samples, and receives weights meanwhile. All methods are called on one event loop and do not block
     it.
 
     What fails for good raises EngineDied, and the process ends. For weights see `EngineWeights`.

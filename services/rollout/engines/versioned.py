@@ -29,7 +29,7 @@ class Incoming:
 
     request: TransferRequest
     shadow: bool
-    """It is received beside the parameters; otherwise it is put in place as it arrives, while generation is paused."""
+    """It is received in spare memory; otherwise it is put in place as it arrives, while generation is paused."""
 
 
 class VersionedEngine(ABC):
@@ -264,7 +264,7 @@ class VersionedEngine(ABC):
 
 
 def in_shadow(request: TransferRequest, workers: Sequence[Prepared]) -> bool:
-    """Whether a transfer is received beside the parameters: as it asks, or else where the memory of every worker allows
+    """Whether a transfer is received in spare memory: as it asks, or else where the memory of every worker allows
     it; always where it cannot be put in place as it arrives."""
     if not all(worker.inplace_possible for worker in workers):
         return True

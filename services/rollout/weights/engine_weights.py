@@ -38,7 +38,7 @@ class CommitReport:
     """Tensors that went whole through the engine's own loader."""
     loader_bytes: int = 0
     staging_bytes: int = 0
-    """Memory that the transfer took beside the parameters, of the worker where it took most."""
+    """Memory that the transfer took in addition to the parameters, of the worker where it took most."""
     mode: "weights_pb2.CommitMode" = weights_pb2.COMMIT_MODE_SHADOW
     loader_names: tuple[str, ...] = ()
     """Names of some of the loader's tensors."""
@@ -81,7 +81,7 @@ class EngineWeights(Protocol):
         does not fit."""
 
     async def begin_receive(self) -> None:
-        """Starts receiving the prepared transfer beside generation; one that is put in place as it arrives pauses
+        """Starts receiving the prepared transfer during generation; one that is put in place as it arrives pauses
         generation first. Returns at once."""
 
     async def received(self) -> ReceiveReport:
@@ -99,7 +99,7 @@ class EngineWeights(Protocol):
         published."""
 
     async def send(self, request: TransferRequest) -> SendReport:
-        """Sends beside generation; returns when the last byte is sent. Raises PublicationFailed where that fails, and
+        """Sends during generation; returns when the last byte is sent. Raises PublicationFailed where that fails, and
         where `end_send` comes first."""
 
     async def end_send(self) -> None:

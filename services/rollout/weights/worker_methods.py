@@ -17,7 +17,7 @@ class Prepared:
     """The ways in which a worker can receive a version."""
 
     shadow_fits: bool
-    """There is memory to receive the version beside the parameters."""
+    """There is memory to receive the version in spare memory."""
     inplace_possible: bool
     """Messages can be written to the parameters as they arrive."""
 
@@ -44,7 +44,7 @@ class Placed:
     """Tensors that went whole through the engine's own loader."""
     loader_bytes: int = 0
     staging_bytes: int = 0
-    """Memory that the transfer took beside the parameters."""
+    """Memory that the transfer took in addition to the parameters."""
     loader_names: tuple[str, ...] = ()
     """Names of some of the loader's tensors."""
     unplaced: tuple[str, ...] = ()

@@ -21,7 +21,7 @@ class Workers(Protocol):
     async def ask(
         self, method: Callable[[Any, *Arguments], Answer], *arguments: *Arguments, paused: bool = False
     ) -> list[Answer]:
-        """Calls the method in every worker, beside generation. A method of BETWEEN_BATCHES, and any with `paused`,
+        """Calls the method in every worker, during generation. A method of BETWEEN_BATCHES, and any with `paused`,
         runs in the thread that generates: between two batches, and with `paused` once generation has stopped.
 
         Raises PublicationFailed for the first worker that failed, WorkerDied where a worker is gone, Unavailable where

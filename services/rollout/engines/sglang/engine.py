@@ -1,6 +1,6 @@
 """SGLang behind the engine protocol: its Engine in this process, and a scheduler process for each rank.
 
-The weights are in the schedulers, where `worker.py` receives them beside generation. Nothing listens on a network
+The weights are in the schedulers, where `worker.py` receives them during generation. Nothing listens on a network
 address: SGLang's processes and this one connect over Unix sockets.
 """
 

@@ -1,7 +1,7 @@
 """Hugging Face Transformers behind the engine protocol: small and portable, for machines where vLLM does not run.
 
 One thread decodes, with continuous batching. The engine's only worker is the replica's own process: it receives weights
-in threads beside decoding and writes them between two tokens.
+in threads during decoding and writes them between two tokens.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """vLLM behind the engine protocol: AsyncLLM, the same adapter for the CPU build and the GPU build.
 
 AsyncLLM starts several processes: EngineCore, and one Worker for each rank. The weights are in the workers, where
-`worker.WorkerExtension` receives them beside generation.
+`worker.WorkerExtension` receives them during generation.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""A version that comes whole: every tensor is broadcast into CPU memory beside generation, then loaded and compared."""
+"""A version that comes whole: every tensor is broadcast into CPU memory during generation, then loaded and compared."""
 
 import threading
 import time

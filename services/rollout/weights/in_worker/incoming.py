@@ -34,5 +34,5 @@ class IncomingPath(Protocol):
         """Checks a coming transfer, in which this worker has `rank`. Raises PublicationFailed where it does not fit."""
 
     def transfer(self, request: TransferRequest, rank: int, *, shadow: bool) -> IncomingTransfer:
-        """Makes memory ready for a transfer that was prepared: beside the parameters with `shadow`, else for a few
+        """Makes memory ready for a transfer that was prepared: for the whole version with `shadow`, else for a few
         messages at a time. Raises PublicationFailed where there is none."""

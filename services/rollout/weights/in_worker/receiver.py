@@ -1,7 +1,7 @@
 """The weight receiver inside one worker of an engine. It is the same for all engines.
 
 vLLM and SGLang run it in their worker processes, behind `worker_rpc`; the Transformers engine runs it in its own
-process. Methods are called in a thread beside generation; those of BETWEEN_BATCHES, and any that is called while
+process. Methods are called in a thread during generation; those of BETWEEN_BATCHES, and any that is called while
 generation is paused, by the thread that generates.
 """
 

@@ -18,7 +18,7 @@ from services.rollout.weights.transfer_request import TransferRequest
 from services.rollout.weights.worker_methods import Placed, Prepared, Received
 
 SHADOW_SHARE = 0.8
-"""Share of the free memory that a version may take beside the parameters."""
+"""Share of the free memory that a version may take in shadow."""
 
 
 class IncomingShards:

@@ -437,7 +437,7 @@ def test_what_is_served_is_sent_on_bit_for_bit_while_the_engine_generates(case: 
             await asyncio.sleep(0.01)
         sending = asyncio.create_task(case.engine.send(sibling.request))
         await sampling
-        assert not sending.done(), "it waits for its sibling beside generation"
+        assert not sending.done(), "it waits for its sibling during generation"
         got = await asyncio.to_thread(sibling.receive)
         assert dict((await sending).checksums) == dict(got.sums)
         await case.engine.end_send()

@@ -70,7 +70,7 @@ class Worker:
         )
 
     def receive(self, replicas: int, version: int) -> bool:
-        """Prepares a transfer, and aborts it; whether it was received beside the parameters."""
+        """Prepares a transfer, and aborts it; whether it was received in spare memory."""
         request = self.request(replicas, version)
         shadow = self.path.prepare(request, 1).shadow_fits
         self.path.transfer(request, 1, shadow=shadow).close()
