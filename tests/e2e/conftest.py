@@ -1,7 +1,6 @@
 """A local stack with every part real: Redis, coordinator, trainer and vLLM replicas as processes."""
 
 import contextlib
-import socket
 import subprocess
 import sys
 import time
@@ -18,16 +17,9 @@ from millrace.local import offspring
 from millrace.local.options import StackOptions
 from millrace.local.stack import Stack
 from tests.models import save_tiny_model
+from tests.ports import held_port
 
 ROWS = 64
-
-
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
 
 
 @pytest.fixture(scope="session")
@@ -81,15 +73,33 @@ def vowels_job(folder: Path, model: Path) -> dict[str, Any]:
 def start(tmp_path: Path) -> Iterator[Callable[..., Stack]]:
     """start(replicas=2): a stack that is gone after the test."""
     with contextlib.ExitStack() as running:
+        yield lambda **options: running.enter_context(started(tmp_path / "state", **options))
 
-        def start(**options: Any) -> Stack:
-            http, grpc = free_ports(2)
-            environment = {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-            state = str(tmp_path / "state")
-            stack = Stack(StackOptions(state, http_port=http, grpc_port=grpc, environment=environment, **options))
-            return running.enter_context(stack)
 
-        yield start
+@contextlib.contextmanager
+def started(state: Path, **options: Any) -> Iterator[Stack]:
+    environment = {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    with held_port() as http, held_port() as grpc:
+        asked = StackOptions(str(state), http_port=http, grpc_port=grpc, environment=environment, **options)
+        with Stack(asked) as stack:
+            yield stack
+
+
+@pytest.fixture(scope="session")
+def with_transformers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """A stack with one replica, for the files that need no other engine. It takes job after job."""
+    with started(tmp_path_factory.mktemp("stack") / "state", replicas=1, engine="transformers") as stack:
+        yield stack
+
+
+@pytest.fixture
+def client(with_transformers: Stack) -> Iterator[Client]:
+    """Of that stack. Jobs that the test leaves are cancelled: they would keep the next test's waiting."""
+    with with_transformers.client() as client:
+        yield client
+        for job in client.jobs():
+            if job.state not in ("succeeded", "failed", "cancelled"):
+                client.cancel(job.id)
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ import psutil
 from millrace.client import Client
 from millrace.errors import MillraceError
 from millrace.events import Event
+from tests.forked import Forked
 from tests.services.coordinator.conftest import CoordinatorProcess
 from tests.services.trainer.process import TrainerProcess, trainer
 
@@ -39,10 +40,8 @@ class HeldReplica:
         self.folder, self.device = folder, device
         folder.mkdir()
         options = ("--coordinator", coordinator, "--engine", engine, "--host", "127.0.0.1", "--port", "0")
-        argv = (sys.executable, "-m", "tests.e2e.held_replica", str(folder), *options)
-        with (folder / "log").open("wb") as log:
-            environment = {**os.environ, "CUDA_VISIBLE_DEVICES": device}
-            self.process = subprocess.Popen(argv, stdout=log, stderr=log, env=environment)
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": device}
+        self.process = _start("tests.e2e.held_replica", (str(folder), *options), environment, folder / "log", engine)
         self._tree = [psutil.Process(self.process.pid)]
 
     @property
@@ -86,6 +85,15 @@ class HeldReplica:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         self.process.wait(20)
+
+
+def _start(
+    module: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path, engine: str
+) -> Forked | subprocess.Popen[bytes]:
+    if engine == "transformers":
+        return Forked(module, arguments, environment, log)
+    with log.open("wb") as file:
+        return subprocess.Popen((sys.executable, "-m", module, *arguments), stdout=file, stderr=file, env=environment)
 
 
 def _running(process: psutil.Process) -> str:
@@ -140,7 +148,7 @@ class Whole:
         at: Any = SimpleNamespace(address=self.coordinator.address, script=SimpleNamespace(members={}))
         log = self.folder / f"trainer-{len(list(self.folder.glob('trainer-*')))}.log"
         environment = {"CUDA_VISIBLE_DEVICES": ",".join(self.devices[:RANKS])}
-        self.trainer = self._trainers.enter_context(trainer(at, log, ranks=RANKS, **environment))
+        self.trainer = self._trainers.enter_context(trainer(at, log, ranks=RANKS, by_command=True, **environment))
         return self.trainer
 
     @property

@@ -1,4 +1,8 @@
-"""A job of one step for every estimator with its natural loss, through all services; one stack for all of them."""
+"""A job of one step for estimators with their natural loss, through all services.
+
+`make test` has those that ask something of the other services. A real step with every other one is taken by
+tests/services/trainer/step/test_every_algorithm.py.
+"""
 
 import math
 
@@ -17,13 +21,20 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
-def test_every_estimator_trains_a_step(start, job, tmp_path):
+COVERING = ("gae", "gdpo", "grpo", "remax")
+"""A critic's values, rewards in parts, the usual one, greedy answers."""
+REST = tuple(name for name in names(AlgorithmKind.ADVANTAGE) if name not in COVERING)
+
+
+@pytest.mark.parametrize(
+    "estimators", [COVERING, pytest.param(REST, marks=pytest.mark.matrix)], ids=["covering", "rest"]
+)
+def test_estimators_train_a_step(estimators, client, job, tmp_path):
     (tmp_path / "two.py").write_text(REWARD)
     job["rollout"] |= {"max_response_tokens": 16, "engine_options": {"max_num_seqs": 16}}
     job["schedule"] |= {"steps": 1, "prompts_per_step": 4, "max_staleness": 0}
-    client = start(replicas=1, engine="transformers").client()
     submitted = {}
-    for name in names(AlgorithmKind.ADVANTAGE):
+    for name in estimators:
         algorithm = {"advantage": {"name": name}, **ESTIMATORS.get(name, {})}
         parts = ["score", "short"] if name == "gdpo" else []
         reward = {"function": f"{tmp_path / 'two.py'}:compute_score", "workers": 1, "parts": parts}

@@ -24,7 +24,7 @@ def reports(client, job_id, member):
 
 
 def test_replicas_share_join_and_die(start, another_replica, job):
-    job["schedule"] |= {"steps": 20, "max_staleness": 4}
+    job["schedule"] |= {"steps": 12, "max_staleness": 4}
     job["trainer"]["optimizer"]["lr"] = 1e-5  # what the engines differ by is not to drown in what the versions do
     stack = start(replicas=2, engine="vllm")
     client = stack.client()

@@ -9,7 +9,7 @@ from tests.services.trainer.backends.megatron import tiny
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
-def test_experts_travel_from_the_engine_to_the_trainer(start, job, tmp_path):
+def test_experts_travel_from_the_engine_to_the_trainer(client, job, tmp_path):
     folder = tmp_path / "model"
     tiny.save("qwen3_moe", folder)
     byte_tokenizer().save_pretrained(folder)
@@ -18,7 +18,6 @@ def test_experts_travel_from_the_engine_to_the_trainer(start, job, tmp_path):
     job["trainer"]["backend"] = "megatron"
     job["rollout"] |= {"max_response_tokens": 24, "engine_options": {"max_num_seqs": 16}}
     job["schedule"] |= {"steps": 3, "prompts_per_step": 4, "max_staleness": 0}
-    client = start(replicas=1, engine="transformers").client()
     view = client.submit(job)
     adds_up(client, finished(client, view.id), groups_per_step=4)
     rows = [row.values for row in client.metrics(view.id) if row.step]

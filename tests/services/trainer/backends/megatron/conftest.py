@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.services.trainer.backends.megatron import tiny
-from tests.services.trainer.backends.megatron.launch import launch
+from tests.services.trainer.backends.megatron.launch import launch, once
 from tests.services.trainer.backends.megatron.plain import Run, train
 from tests.services.trainer.coordinator import coordinator
 from tests.services.trainer.process import TwoRanks, trainer
@@ -112,28 +112,45 @@ RESUMED: dict[str, tuple[str, dict[str, Any]]] = {
     "MLA DP2": ("MLA TP2 PP2 VPP2 EP2", {}),
 }
 """Cases of two ranks that go on from one of those: the saved case, and options."""
+MATRIX: dict[int, set[str]] = {
+    1: set(),
+    2: {
+        "TP2",
+        "PP2",
+        "MoE EP2 own optimizer state",
+        "MoE TP2",
+        "MoE PP2",
+        "MoE VPP2",
+        "MoE DP2",
+        "MLA TP2",
+        "MLA EP2",
+        "resumed MoE DP2 own optimizer state",
+        "resumed TP2 tied",
+    },
+    4: {"TP2 PP2"},
+}
+"""Number of ranks → cases for `make test-all`: each combines a model and options that other cases have. They are
+launched by themselves."""
 
 
 @pytest.fixture(scope="session")
-def ranks(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], tuple[Any, Path]]:
-    """Number of ranks → what `on_ranks` answers of that number's cases, and the folder of weights and checkpoints."""
+def ranks(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Any, Path]]:
+    """Number of ranks → what `on_ranks` answers of that number's cases, and the folder of weights and checkpoints. With
+    the name of a case in MATRIX: of the cases in MATRIX."""
 
-    failed: dict[int, AssertionError] = {}
+    def run(count: int, case: str = "") -> tuple[Any, Path]:
+        return launched(count, case in MATRIX[count])
 
-    def run(count: int) -> tuple[Any, Path]:
-        if count in failed:
-            raise failed[count]
-        try:
-            return once(count)
-        except AssertionError as error:
-            failed[count] = error
-            raise
-
-    @functools.cache
-    def once(count: int) -> tuple[Any, Path]:
+    @once
+    def launched(count: int, matrix: bool) -> tuple[Any, Path]:
         folder = tmp_path_factory.mktemp(f"ranks-{count}")
         cases = cases_of(models, {1: ONE, 2: TWO, 4: FOUR}[count])
+        if count == 2:
+            cases |= _resumed(models, run(4)[1])
+        cases = {name: case for name, case in cases.items() if (name in MATRIX[count]) == matrix}
         calls: dict[str, Any] = {"train": {"cases": cases}}
+        if matrix:
+            return launch(count, folder, **calls), folder
         if count == 1:
             cases |= cases_of(models, OTHERWISE)
             cases["bias moved"]["break_off"] = True
@@ -142,7 +159,6 @@ def ranks(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
             calls["against_mbridge"] = {"models": {kind: str(path) for kind, path in models.items()}}
         if count == 2:
             calls["left_behind"] = {}
-            cases |= _resumed(models, run(4)[1])
         if count == 4:
             for name in SAVED:
                 cases[name] |= {"save_after": 1, "save": str(folder / "checkpoints" / name)}

@@ -1,13 +1,35 @@
 """Ranks as processes of their own: Megatron wants one topology a process, and on the host it changes torch for all."""
 
+import functools
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tests.forked import Forked
 from tests.services.trainer.forked_ranks import ForkedRanks
+
+Answer = TypeVar("Answer")
+
+
+def once(launches: Callable[..., Answer]) -> Callable[..., Answer]:
+    """`launches` for each of its arguments once: later calls have the same answer, or the same failure."""
+
+    @functools.cache
+    def tried(*arguments: Any) -> Answer | AssertionError:
+        try:
+            return launches(*arguments)
+        except AssertionError as error:
+            return error
+
+    def answer(*arguments: Any) -> Answer:
+        found = tried(*arguments)
+        if isinstance(found, AssertionError):
+            raise found
+        return found
+
+    return answer
 
 
 def launch(

@@ -11,21 +11,24 @@ from transformers import AutoModelForCausalLM
 
 from services.trainer.checkpoints import export
 from tests.services.trainer.backends.megatron import tiny
-from tests.services.trainer.backends.megatron.conftest import RESUMED, SAVED
+from tests.services.trainer.backends.megatron.conftest import MATRIX, RESUMED, SAVED
 from tests.services.trainer.backends.megatron.plain import Run, stored, train
 from tests.services.trainer.checkpoints.saved import assert_same_files
 
-Ranks = Callable[[int], tuple[Any, Path]]
+Ranks = Callable[..., tuple[Any, Path]]
 
 pytestmark = pytest.mark.timeout(700)
 """The first test of each number of ranks waits for their launch."""
 
 
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.matrix] * (f"resumed {name}" in MATRIX[2])) for name in RESUMED],
+)
 def test_goes_on_in_another_topology_as_if_nothing_had_happened(
     name: str, ranks: Ranks, plain: Callable[[str], Run]
 ) -> None:
-    answers, folder = ranks(2)
+    answers, folder = ranks(2, f"resumed {name}")
     answer, expected = answers["train"][f"resumed {name}"], plain(SAVED[RESUMED[name][0]])
     assert answer["updates"] == 2
     assert answer["losses"] == pytest.approx(expected.losses[1:], rel=2e-5)

@@ -12,22 +12,37 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.services.trainer.backends.megatron.conftest import BALANCE, FOUR, KINDS, ONE, OTHERWISE, TWO
+from tests.services.trainer.backends.megatron.conftest import BALANCE, FOUR, KINDS, MATRIX, ONE, OTHERWISE, TWO
 from tests.services.trainer.backends.megatron.plain import Run
 
 FSDP2 = {f"fsdp2 {kind}": (kind, {}) for kind in ("qwen3", "qwen3_moe")}
 CASES = {1: {**ONE, **FSDP2, "balanced": OTHERWISE["balanced"]}, 2: TWO, 4: FOUR}
 ALL = [(count, name) for count, cases in CASES.items() for name in cases]
-ON_RANKS = pytest.mark.parametrize(("count", "name"), ALL, ids=[f"{count} ranks, {name}" for count, name in ALL])
-Ranks = Callable[[int], tuple[Any, Path]]
+ON_RANKS = pytest.mark.parametrize(
+    ("count", "name"),
+    [
+        pytest.param(count, name, marks=[pytest.mark.matrix] * (name in MATRIX[count]), id=f"{count} ranks, {name}")
+        for count, name in ALL
+    ],
+)
+Ranks = Callable[..., tuple[Any, Path]]
 
 pytestmark = pytest.mark.timeout(700)
 """The first test of each number of ranks waits for their launch."""
 
 
+def test_what_is_left_to_make_test_all_only_combines() -> None:
+    """Each model and each option of a case in MATRIX is one of a case that `make test` has."""
+    kept = [CASES[count][name] for count, name in ALL if name not in MATRIX[count]]
+    models, options = {kind for kind, _ in kept}, [item for _, chosen in kept for item in chosen.items()]
+    for count, name in ALL:
+        kind, chosen = CASES[count][name]
+        assert kind in models and all(item in options for item in chosen.items()), name
+
+
 @ON_RANKS
 def test_trains_like_plain_pytorch(count: int, name: str, ranks: Ranks, plain: Callable[..., Run]) -> None:
-    answers, folder = ranks(count)
+    answers, folder = ranks(count, name)
     answer = answers["train"][name]
     how = {"balance": BALANCE} if name.startswith("balanced") else {"told": True} if name.startswith("told") else {}
     expected = plain(CASES[count][name][0], **how)
@@ -43,7 +58,7 @@ def test_trains_like_plain_pytorch(count: int, name: str, ranks: Ranks, plain: C
 
 @ON_RANKS
 def test_exports_what_it_has_read_bit_for_bit(count: int, name: str, ranks: Ranks) -> None:
-    assert ranks(count)[0]["train"][name]["changed"] == []
+    assert ranks(count, name)[0]["train"][name]["changed"] == []
 
 
 TOLD = [(count, name) for count, name in ALL if name.startswith("told")]
@@ -52,7 +67,7 @@ TOLD = [(count, name) for count, name in ALL if name.startswith("told")]
 @pytest.mark.parametrize(("count", "name"), TOLD)
 def test_the_reference_sends_tokens_where_the_engine_did_too(count: int, name: str, ranks: Ranks) -> None:
     """It has the weights that the policy began with."""
-    answer = ranks(count)[0]["train"][name]
+    answer = ranks(count, name)[0]["train"][name]
     assert answer["reference"] == pytest.approx(answer["logprobs"], abs=2e-5)
 
 

@@ -1,12 +1,16 @@
 """Hugging Face, Megatron and vLLM, which gets its weights by publication, give the same log-probabilities for every
 architecture, in float32.
 
+For those of MATRIX `make test` has, in vLLM, Qwen3 in tests/services/rollout/engines/test_engines.py, and DeepSeek-V3
+here in bfloat16, and with Megatron in tests/e2e/test_recovery.py. Moonlight is a DeepSeek-V3 without compressed
+queries, the text path of Qwen2.5-VL a Qwen2.
+
 Of Qwen2.5-VL vLLM runs the text path as the Qwen2 that it is: its own class of the whole needs torchvision, which the
 CPU installation goes without.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,13 +20,16 @@ from transformers import PreTrainedModel
 
 from tests.services.trainer.backends.megatron import batch, tiny
 from tests.services.trainer.backends.megatron.conftest import KINDS
-from tests.services.trainer.backends.megatron.launch import launch
+from tests.services.trainer.backends.megatron.launch import launch, once
 
 pytest.importorskip("vllm")
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 """The first test waits for both launches."""
 
 BFLOAT16 = "deepseek_v3 in bfloat16"
+MATRIX = ("qwen3", "deepseek_v3", "moonlight", "qwen2_5_vl")
+"""What vLLM runs in `make test-all` only."""
+IN_VLLM = [pytest.param(kind, marks=[pytest.mark.matrix] * (kind in MATRIX)) for kind in (*KINDS, BFLOAT16)]
 Served = dict[str, tuple[PreTrainedModel, str]]
 
 
@@ -41,14 +48,21 @@ def megatron(served: Served, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 
 
 @pytest.fixture(scope="module")
-def vllm(served: Served, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def vllm(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
+    """Case → what `on_vllm` answers of it. Those of MATRIX are launched by themselves."""
     root = tmp_path_factory.mktemp("vllm")
     tiny.save_text_path(served["qwen2_5_vl"][0], root / "text")
     folders = {**{kind: folder for kind, (_, folder) in served.items()}, "qwen2_5_vl": str(root / "text")}
     cases = {kind: (path, "float32") for kind, path in folders.items()}
     cases[BFLOAT16] = (folders["deepseek_v3"], "bfloat16")  # with a router's bias that stays float32
-    module = "tests.services.trainer.backends.megatron.on_vllm"
-    return launch(1, root, module=module, arguments=json.dumps(cases))
+
+    @once
+    def answers(matrix: bool) -> dict[str, Any]:
+        asked = {name: case for name, case in cases.items() if (name in MATRIX) == matrix}
+        module = "tests.services.trainer.backends.megatron.on_vllm"
+        return launch(1, root / f"matrix-{matrix}", module=module, arguments=json.dumps(asked))
+
+    return lambda name: answers(name in MATRIX)[name]
 
 
 @torch.no_grad()
@@ -59,16 +73,16 @@ def plain(model: PreTrainedModel, sequence: Sequence[int], temperature: float) -
     return logprobs_tv.gather(1, tokens[1:, None])[:, 0]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_vllm_agrees_with_hugging_face(kind: str, served: Served, vllm: dict[str, Any]) -> None:
-    for sequence, found in vllm[kind]["logprobs"]:
+@pytest.mark.parametrize("kind", IN_VLLM[: len(KINDS)])
+def test_vllm_agrees_with_hugging_face(kind: str, served: Served, vllm: Callable[[str], dict[str, Any]]) -> None:
+    for sequence, found in vllm(kind)["logprobs"]:
         expected = plain(served[kind][0], sequence, temperature=1.0)
         torch.testing.assert_close(torch.tensor(found), expected, atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, BFLOAT16])
-def test_shards_leave_in_vllm_what_whole_tensors_do(kind: str, vllm: dict[str, Any]) -> None:
-    assert vllm[kind]["differing"] == [] and vllm[kind]["loaders"] == []
+@pytest.mark.parametrize("kind", IN_VLLM)
+def test_shards_leave_in_vllm_what_whole_tensors_do(kind: str, vllm: Callable[[str], dict[str, Any]]) -> None:
+    assert vllm(kind)["differing"] == [] and vllm(kind)["loaders"] == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
