@@ -8,6 +8,7 @@ from typing import Any
 import psutil
 import pytest
 
+from millrace.client import Client
 from millrace.errors import Unavailable
 from millrace.rest import JobState
 from millrace.wire.methods import FleetRpc
@@ -227,11 +228,12 @@ async def test_redis_stands_still_for_a_while(cluster: Cluster, spec: dict[str, 
     job_id = await cluster.submit(spec)
     await cluster.reached(job_id, 2)
     pid = redis_process(cluster).pid
+    impatient = Client(cluster.coordinator.client.url, token="", patience_s=0.0)
     os.kill(pid, signal.SIGSTOP)
     try:
-        assert not await asyncio.to_thread(cluster.coordinator.client.ready)
+        assert not await asyncio.to_thread(impatient.ready)
         with pytest.raises(Unavailable, match=r"Redis at unix:.* does not answer"):
-            await cluster.job(job_id)
+            await asyncio.to_thread(impatient.job, job_id)
     finally:
         os.kill(pid, signal.SIGCONT)
     job = await cluster.ended(job_id)
@@ -248,8 +250,7 @@ async def test_redis_is_full_for_a_while(cluster: Cluster, spec: dict[str, Any])
     redis = Connection(RedisServer(cluster.coordinator.folder / "redis").url)
     await redis.do("CONFIG", "SET", "maxmemory", "1")
     try:
-        await asyncio.sleep(2.0)
-        assert not await asyncio.to_thread(cluster.coordinator.client.ready)
+        await until(lambda: asyncio.to_thread(cluster.coordinator.client.ready), lambda ready: not ready)
         assert (await cluster.job(job_id)).state is JobState.RUNNING
     finally:
         await redis.do("CONFIG", "SET", "maxmemory", "0")

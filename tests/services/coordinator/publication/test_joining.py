@@ -22,8 +22,8 @@ class Joined:
         self.step = asyncio.Event()
         self.stepping = asyncio.Event()
 
-    async def begin(self, spec: dict[str, Any], publication_s: float = 20.0) -> None:
-        spec["schedule"] |= {"steps": 4}
+    async def begin(self, spec: dict[str, Any], publication_s: float = 20.0, steps: int = 4) -> None:
+        spec["schedule"] |= {"steps": steps}
         spec["deadlines"] = {"publication_s": publication_s}
         spec.pop("evaluation")
         self.trainer: SimulatedTrainer = await self.cluster.trainer()
@@ -182,17 +182,18 @@ async def test_who_joins_during_a_publication_is_looked_after_once_it_is_over(
     await play.begin(spec)
     slow = await cluster.replica()
     await until(lambda: asyncio.sleep(0, slow.publications == [1]))
-    committing = asyncio.Event()
+    committing, joined = asyncio.Event(), asyncio.Event()
 
     async def linger(request: Any) -> None:
         if request.publication.version == 2:
             committing.set()
-            await asyncio.sleep(1.5)
+            await joined.wait()
 
     slow.faults["CommitPublication"] = linger
     play.step.set()
     await asyncio.wait_for(committing.wait(), 10)
     late = await play.join()
+    joined.set()
     await until(lambda: asyncio.sleep(0, bool(late.publications)))
     await play.end()
     joining = [e for e in await cluster.events(play.job_id, "member.joining") if late.id in e.data.members]
@@ -206,7 +207,8 @@ def test_the_trainer_serves_where_no_sibling_can(why: str, shared: CoordinatorPr
         play = Joined(cluster)
         if why == "gather_broadcast":
             spec["publication"] = {"path": why}
-        await play.begin(spec)
+        # Engines of two dtypes have no publication in common: that job goes on until it is cancelled.
+        await play.begin(spec, steps=10_000 if why == "another dtype" else 4)
         play.sibling.describes = why != "cannot tell its layout"
         late = SimulatedReplica(cluster.coordinator.address)
         late.dtype = "bfloat16" if why == "another dtype" else "float32"
@@ -217,7 +219,7 @@ def test_the_trainer_serves_where_no_sibling_can(why: str, shared: CoordinatorPr
         await asyncio.sleep(0.5)
         assert late.publications == [] and play.sibling.copied == []
         play.step.set()
-        if why == "another dtype":  # engines of two dtypes have no publication in common
+        if why == "another dtype":
             await until(play.failures)
             await asyncio.to_thread(cluster.coordinator.client.cancel, play.job_id)
             await cluster.ended(play.job_id)

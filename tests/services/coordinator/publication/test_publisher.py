@@ -176,7 +176,7 @@ async def test_all_replicas_die_and_new_ones_come(cluster: Cluster, spec: dict[s
     job_id = await cluster.submit(spec)
     await cluster.reached(job_id, 2)
     await first.die()
-    await asyncio.sleep(2.0)
+    await until(lambda: cluster.events(job_id, "member.out"))
     assert (await cluster.job(job_id)).state is JobState.RUNNING
     await cluster.replica()
     job = await cluster.ended(job_id)

@@ -66,12 +66,14 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 def started() -> Iterator[Callable[..., Ranks]]:
     """Starts ranks with the given actions; tells them to stop at the end."""
     all_ranks: list[Ranks] = []
+    over.clear()
 
     def start(*actions: Action) -> Ranks:
         all_ranks.append(Ranks(*actions))
         return all_ranks[-1]
 
     yield start
+    over.set()
     for ranks in all_ranks:
         ranks.stop()
 
@@ -80,8 +82,12 @@ def answer(request: pb.StepRequest) -> pb.StepResponse:
     return pb.StepResponse(version=request.step, metrics={"x": 0.5})
 
 
+over = threading.Event()
+"""Set when a test is over: ranks that are stuck go on."""
+
+
 def stuck(request: pb.StepRequest) -> pb.StepResponse:
-    time.sleep(6.0)
+    over.wait(30.0)
     return answer(request)
 
 
