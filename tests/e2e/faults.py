@@ -250,6 +250,9 @@ class Whole:
     def close(self) -> None:
         for replica in self.replicas:
             replica.end()
+        for process in self.trainer.tree():  # draining would wait for the job's step
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         self._trainers.close()
         for fault, seconds in self.recovered.items():
             print(f"| {self.engine} | {fault} | {seconds:.2f} |")

@@ -20,6 +20,8 @@ from millrace.rewards.outcome import NOT_FINITE
 from services.rollout.scoring.isolation import leave_network
 from services.rollout.scoring.pool import Scored, ScoringPool
 
+pytestmark = pytest.mark.slow
+
 # One function that does as the answer says.
 OBEDIENT = """
 import ctypes, math, os, subprocess, sys, time
