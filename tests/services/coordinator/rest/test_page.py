@@ -1,4 +1,4 @@
-"""What the page's script does, with a browser that is just enough for it."""
+"""The page's script in Node, with just enough of a browser."""
 
 import json
 import re
@@ -7,10 +7,16 @@ import subprocess
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
+from millrace.events import Event, EventKind, JobMoved
+from millrace.rest import FleetView, JobState, JobView, LedgerView, MemberView, Problem, SampleView
 from services.coordinator.rest.app import PAGE
 
-pytestmark = pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+(SCRIPT,) = re.findall(r"<script>(.*?)</script>", PAGE.read_text(), re.DOTALL)
+CODE = re.sub(r'"[^"\n]*"', '""', SCRIPT)
+"""The script without its plain strings."""
 
 BROWSER = """
 const kept = {}, later = setTimeout, said = [], found = {};
@@ -30,23 +36,22 @@ const data = {"/v1/jobs": () => [job], "/v1/fleet": () => ({epoch: 1, trainers: 
 const answer = (path, headers) => {
   if (!path.endsWith("/events")) return JSON.stringify((data[path] ?? (() => []))());
   const after = Number(headers["Last-Event-ID"] ?? 0);
-  return events.slice(after).map((message, n) =>
-    `data: ${JSON.stringify({id: String(after + n + 1), time_s: 1, message})}\n\n`).join("");
+  return events.slice(after).map((message, n) => `data: ${JSON.stringify(
+    {id: String(after + n + 1), time_s: 1, message, kind: "job.state", data: {state: "running"}})}\n\n`).join("");
 };
 globalThis.fetch = async (path, {headers}) => {
   const allowed = token === null || headers.Authorization === "Bearer " + token;
   return new Response(allowed ? answer(path.split("?")[0], headers) : "{}", {status: allowed ? 200 : 401});
 };
 globalThis.prompt = () => { asked += 1; return given.shift() ?? null; };
-const told = () => found.log.children.map(line => line.children[1].children[0]);
+const told = () => found.log.children.map(line => line.children[2].children[0]);
 """
 
 
 def played(before: str, then: str) -> Any:
     """What `then` answers once the page has been open for a while."""
-    (script,) = re.findall(r"<script>(.*?)</script>", PAGE.read_text(), re.DOTALL)
     after = f"(async () => {{ {then}; console.log(JSON.stringify(answered)); process.exit(0); }})();"
-    program = f"{before}{BROWSER}(function () {{{script}}})();{after}"
+    program = f"{before}{BROWSER}(function () {{{SCRIPT}}})();{after}"
     done = subprocess.run(["node", "-e", program], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -55,6 +60,7 @@ def played(before: str, then: str) -> Any:
 WAIT = "await new Promise(done => later(done, 600))"
 
 
+@needs_node
 @pytest.mark.parametrize(
     ("given", "asked", "told"), [(["right"], 1, ["began"]), (["wrong", "right"], 2, ["began"]), ([], 1, [])]
 )
@@ -63,7 +69,35 @@ def test_a_token_is_asked_for_once(given: list[str], asked: int, told: list[str]
     assert played(before, f"events = ['began']; {WAIT}; const answered = [asked, told()]") == [asked, told]
 
 
+@needs_node
 def test_a_job_that_is_resumed_is_followed_again() -> None:
     before = "const token = null, given = [];"
     then = f"job.state = 'failed'; events = ['failed']; {WAIT}; job.state = 'queued'; events.push('resumed'); {WAIT}"
     assert played(before, f"{then}; const answered = told()") == ["resumed", "failed"]
+
+
+MODELS: dict[str, type[BaseModel]] = {
+    "job": JobView,
+    "fleet": FleetView,
+    "member": MemberView,
+    "ledger": LedgerView,
+    "sample": SampleView,
+    "event": Event,
+    "event.data": JobMoved,
+    "problem": Problem,
+}
+"""What the script's variables hold."""
+
+
+@pytest.mark.parametrize("variable", MODELS)
+def test_the_page_reads_only_fields_that_the_models_have(variable: str) -> None:
+    model = MODELS[variable]
+    read = set(re.findall(rf"\b{re.escape(variable)}\.(\w+)", CODE))
+    assert read and read <= {*model.model_fields, *model.model_computed_fields}
+
+
+def test_the_page_knows_every_state_and_only_kinds_of_events_that_exist() -> None:
+    kinds = set(re.findall(r'"([a-z]+\.[a-z]+)"', SCRIPT))
+    assert kinds and kinds <= set(EventKind)
+    (actions,) = re.findall(r"const actions = \{(.*?)\};", SCRIPT, re.DOTALL)
+    assert set(re.findall(r"(\w+): \[", actions)) == set(JobState)

@@ -81,10 +81,12 @@ def test_every_mistake_is_told_at_once(http: httpx.Client, spec: dict[str, Any],
         "kl": {"name": "k9"},
         "aggregation": "token-average",
     }
-    detail = problem(http.post("/v1/jobs", json=spec), 422)["detail"]
+    told = problem(http.post("/v1/jobs", json=spec), 422)
+    detail = told["detail"]
     for part in ("nowhere", "missing.jsonl", "exakt", "grbo", "clip_hi", "k9", "token-average"):
         assert part in detail, part
     assert detail.count("Fix:") >= 7
+    assert len(told["mistakes"]) == detail.count("Fix:")
 
 
 def test_bad_bodies_are_refused(http: httpx.Client, spec: dict[str, Any]) -> None:
@@ -94,7 +96,7 @@ def test_bad_bodies_are_refused(http: httpx.Client, spec: dict[str, Any]) -> Non
     for kind in ("application/json", "application/yaml"):
         nested = http.post("/v1/jobs", content=deep, headers={"Content-Type": kind})
         assert "cannot be read" in problem(nested, 422)["detail"]
-    assert "list" in problem(http.post("/v1/jobs", json=[]), 422)["detail"]
+    assert "a list" in problem(http.post("/v1/jobs", json=[]), 422)["detail"]
     unknown = problem(http.post("/v1/jobs", json=spec | {"modell": 1}), 422)
     assert "did you mean `model`?" in unknown["detail"]
     relative = problem(http.post("/v1/jobs", json=spec | {"output": "out"}), 422)
@@ -197,7 +199,12 @@ def test_a_state_that_does_not_allow_it_is_a_conflict(http: httpx.Client, spec: 
 
 def test_queries_are_checked(http: httpx.Client, spec: dict[str, Any]) -> None:
     job_id = http.post("/v1/jobs", json=spec).json()["id"]
-    assert "limit" in problem(http.get(f"/v1/jobs/{job_id}/samples?limit=0"), 422)["detail"]
+    wrong = problem(http.get(f"/v1/jobs/{job_id}/samples?limit=0"), 422)
+    assert wrong["detail"] == 'limit: "0": is less than 1.' and wrong["fix"] == "give a number that is at least 1."
+    assert [mistake["field"] for mistake in wrong["mistakes"]] == ["limit"]
+    several = problem(http.get(f"/v1/jobs/{job_id}/samples?limit=x&step=-1"), 422)
+    assert sorted(mistake["field"] for mistake in several["mistakes"]) == ["limit", "step"]
+    assert 'limit: "x": is not a whole number. Fix: give a whole number.' in several["detail"].splitlines()
     problem(http.get(f"/v1/jobs/{job_id}/events", headers={"Last-Event-ID": "x"}), 422)
     far = {"Last-Event-ID": "99999999999999999999999-0"}
     assert "last-event-id" in problem(http.get(f"/v1/jobs/{job_id}/events", headers=far), 422)["detail"]
