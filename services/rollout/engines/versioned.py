@@ -15,7 +15,7 @@ from millrace.weights.plans.manifest import Manifest
 from millrace.wire.v1 import weights_pb2
 from services.rollout.engine import EngineDied, Load, Sample, Sampling
 from services.rollout.weights.engine_weights import CommitReport, ReceiveReport, SendReport
-from services.rollout.weights.transfer_request import TransferRequest
+from services.rollout.weights.transfer_request import TransferRequest, nothing_prepared
 from services.rollout.weights.worker_methods import Placed, Prepared, WorkerMethods
 from services.rollout.weights.workers import WorkerDied, Workers
 
@@ -133,7 +133,7 @@ class VersionedEngine(ABC):
     async def begin_receive(self) -> None:
         """See `EngineWeights`."""
         if (incoming := self._incoming) is None:
-            raise _aborted()
+            raise nothing_prepared()
         if incoming.shadow:
             await self._ask(WorkerMethods.begin)
             return
@@ -141,7 +141,7 @@ class VersionedEngine(ABC):
         await self._enter_pause("keep")
         if self._incoming is not incoming:  # aborted while generation came to its pause: nothing was written yet
             await self._leave_pause()
-            raise _aborted()
+            raise nothing_prepared()
         self._half_written_since = began
         await self._ask(WorkerMethods.begin, paused=True)
 
@@ -166,7 +166,7 @@ class VersionedEngine(ABC):
         whole = False
         try:
             if incoming is None:
-                raise _aborted()
+                raise nothing_prepared()
             await self._enter_pause(cache_policy)
             placed = await self._ask(WorkerMethods.place, paused=True)
             _check_placed(placed)
@@ -289,7 +289,3 @@ def _check_placed(workers: Sequence[Placed]) -> None:
     if nowhere := set.intersection(*(set(worker.unplaced) for worker in workers)):
         what = f"the engine's loader placed nothing of {', '.join(sorted(nowhere)[:5])}."
         raise PublicationFailed(what, "leave tied copies out of the manifest; load one model folder everywhere.")
-
-
-def _aborted() -> PublicationFailed:
-    return PublicationFailed("the publication was aborted.", "prepare it again with a new attempt.")

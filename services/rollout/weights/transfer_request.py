@@ -7,6 +7,13 @@ from millrace.ids import Version
 from millrace.weights.plans.manifest import Manifest
 from millrace.wire.v1 import rollout_pb2, weights_pb2
 
+PREPARE_AGAIN = "prepare it again with a new attempt."
+
+
+def nothing_prepared() -> PublicationFailed:
+    """The error for a phase whose transfer was aborted, or never prepared."""
+    return PublicationFailed("the publication was aborted.", PREPARE_AGAIN)
+
 
 @dataclass(frozen=True)
 class KnownPlan:
@@ -118,6 +125,10 @@ class TransferRequest:
     def decode(cls, data: bytes, known: KnownPlan = NO_PLAN) -> "TransferRequest | None":
         """The request that `encode` wrote; None as `from_proto`."""
         return cls.from_proto(rollout_pb2.PrepareReceiveRequest.FromString(data), known)
+
+    def aborted(self) -> PublicationFailed:
+        """The error of whoever waits for this transfer when it is aborted."""
+        return PublicationFailed(f"publication {self.key} was aborted.", PREPARE_AGAIN)
 
     @property
     def known_plan(self) -> KnownPlan:

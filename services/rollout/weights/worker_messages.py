@@ -11,6 +11,7 @@ from typing import Any, TypeVar, get_type_hints
 from pydantic import TypeAdapter
 
 from millrace.errors import MillraceError, PublicationFailed
+from services.rollout.weights.worker_methods import WorkerMethods
 
 Answer = TypeVar("Answer")
 
@@ -69,7 +70,7 @@ class Reply:
         return answer
 
 
-def carry_out(receiver: object, request: Request) -> Reply:
+def carry_out(receiver: WorkerMethods, request: Request) -> Reply:
     """Calls the receiver's method. Every exception becomes the reply, because the replica has to know of it."""
     try:
         return Reply(request.number, getattr(receiver, request.method)(*request.arguments))

@@ -6,6 +6,7 @@ from typing import Any, Protocol, TypeVar, TypeVarTuple
 
 from millrace.errors import MillraceError
 from services.rollout.weights.worker_messages import Request, carry_out
+from services.rollout.weights.worker_methods import WorkerMethods
 
 Arguments = TypeVarTuple("Arguments")
 Answer = TypeVar("Answer")
@@ -33,8 +34,7 @@ class InProcessWorker:
     """The one worker of an engine that computes in the replica's own process. Its methods run in a thread of the
     event loop's pool; the caller has paused generation for those that need it."""
 
-    def __init__(self, receiver: object) -> None:
-        """`receiver` implements WorkerMethods."""
+    def __init__(self, receiver: WorkerMethods) -> None:
         self._receiver = receiver
 
     async def ask(

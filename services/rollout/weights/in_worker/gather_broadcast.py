@@ -14,7 +14,6 @@ from millrace.weights.plans.views import Strided
 from millrace.weights.transfer.channels.gloo import GlooChannel
 from millrace.weights.transfer.checksum import checksum
 from services.rollout.weights.in_worker.model import WorkerModel
-from services.rollout.weights.in_worker.transfer_thread import aborted
 from services.rollout.weights.transfer_request import TransferRequest
 from services.rollout.weights.worker_methods import Placed, Prepared, Received
 
@@ -59,7 +58,7 @@ class IncomingBroadcast:
         """See `IncomingTransfer`. The tensors are freed. A thread inside a Gloo call may take until that call's timeout
         to end; it is not waited for."""
         if not self._over.is_set():
-            self._failure = aborted(self._request)
+            self._failure = self._request.aborted()
         self._closed.set()
         self._over.set()
         if self._channel is not None:
@@ -90,7 +89,7 @@ class IncomingBroadcast:
         self._wire_s += time.perf_counter() - started
         for info in request.manifest.tensors:
             if self._closed.is_set():
-                raise aborted(request)
+                raise request.aborted()
             tensor = torch.empty(info.shape, dtype=getattr(torch, info.dtype))
             started = time.perf_counter()
             self._channel.broadcast(tensor)

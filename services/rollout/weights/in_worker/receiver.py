@@ -19,7 +19,7 @@ from services.rollout.weights.in_worker.model import WorkerModel
 from services.rollout.weights.in_worker.outgoing import OutgoingTransfer
 from services.rollout.weights.in_worker.sharded import ShardedPath
 from services.rollout.weights.in_worker.worker_layout import WorkerLayout
-from services.rollout.weights.transfer_request import NO_PLAN, TransferRequest
+from services.rollout.weights.transfer_request import NO_PLAN, TransferRequest, nothing_prepared
 from services.rollout.weights.worker_methods import Placed, Prepared, Received, Sent
 
 WAIT_S = 0.05
@@ -71,20 +71,20 @@ class WeightReceiver:
         with self._turn:
             request, self._prepared = self._prepared, None
             if request is None:
-                raise _aborted()
+                raise nothing_prepared()
             self._incoming = self._paths[request.path].transfer(request, self._rank_in(request), shadow=shadow)
 
     def begin(self) -> None:
         """See `WorkerMethods`."""
         with self._turn:
             if self._incoming is None:
-                raise _aborted()
+                raise nothing_prepared()
             self._incoming.begin()
 
     def wait_received(self) -> Received | None:
         """See `WorkerMethods`."""
         if (incoming := self._incoming) is None:
-            raise _aborted()
+            raise nothing_prepared()
         return incoming.wait(WAIT_S)
 
     def place(self) -> Placed:
@@ -92,7 +92,7 @@ class WeightReceiver:
         with self._turn:
             incoming, self._incoming = self._incoming, None
             if incoming is None:
-                raise _aborted()
+                raise nothing_prepared()
             placed = incoming.place()
             self._model.update_derived()
             return placed
@@ -152,10 +152,6 @@ def _whole(request: bytes) -> TransferRequest:
     decoded = TransferRequest.decode(request)
     assert decoded is not None
     return decoded
-
-
-def _aborted() -> PublicationFailed:
-    return PublicationFailed("the publication was aborted.", "prepare it again with a new attempt.")
 
 
 def _copy_ended() -> PublicationFailed:

@@ -64,7 +64,7 @@ class TransferThread(Generic[Result]):
     def close(self) -> None:
         """Ends the work where it is under way; returns when it reads and writes nothing any more."""
         if not self._over.is_set():
-            self.failure = self.failure or aborted(self.request)
+            self.failure = self.failure or self.request.aborted()
             if self._thread is not None:  # otherwise nothing began, and the communicator can still be used
                 self._session.fail("a replica was told to abort")
                 self._thread.join()
@@ -80,7 +80,3 @@ class TransferThread(Generic[Result]):
             if self.request.leave_after:
                 self._session.leave()
             self._over.set()
-
-
-def aborted(request: TransferRequest) -> PublicationFailed:
-    return PublicationFailed(f"publication {request.key} was aborted.", "prepare it again with a new attempt.")
