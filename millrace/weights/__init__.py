@@ -1,1 +1,2 @@
-"""Publication's shared parts. Torch-free: manifest, plan, phases. With torch: checksum, landing, channels."""
+"""What both sides of a publication share: plans (who sends what to whom), transfer (moving the bytes), loader (learning
+where an engine's loader puts tensors), and the phases."""

@@ -1,7 +1,8 @@
 """The phases of a publication as a transition table. Pure and torch-free.
 
-A member keeps one `PublicationState`. Calls may be repeated (a coordinator that was restarted repeats what it does not
-know the end of) and may come late (from before an abort); the table says which are done, repeated or refused.
+A member keeps one `PublicationState`. Calls may be repeated (a restarted coordinator repeats those whose end it does
+not know) and may come late (from before an abort). The table says which calls are done, ignored as repeated, or
+refused.
 """
 
 from collections.abc import Mapping
@@ -15,15 +16,15 @@ from millrace.wire.v1 import weights_pb2
 
 class Phase(Enum):
     NONE = "none"
-    """No publication is under way."""
+    """No publication is in progress."""
     PREPARE = "prepare"
-    """Manifest, plan and rendezvous are agreed."""
+    """Manifest, plan and rendezvous are agreed on."""
     TRANSFER = "transfer"
-    """Bytes are moving."""
+    """Bytes are being sent."""
     VERIFY = "verify"
     """Every checksum was compared."""
     COMMIT = "commit"
-    """The new version is in place: for a receiver, served; for the sender, finished."""
+    """The new version is in place: a receiver serves it, the sender is finished."""
 
 
 NEXT: Mapping[Phase, frozenset[Phase]] = {
@@ -33,12 +34,13 @@ NEXT: Mapping[Phase, frozenset[Phase]] = {
     Phase.VERIFY: frozenset({Phase.COMMIT, Phase.NONE}),
     Phase.COMMIT: frozenset({Phase.PREPARE}),
 }
-"""Abort (NONE) is possible until COMMIT; after COMMIT only a newer publication begins."""
+"""For each phase those that may follow it. NONE is an abort: possible until COMMIT; after COMMIT only a newer
+publication may begin."""
 
 
 @dataclass(frozen=True, order=True)
 class PublicationId:
-    """Which publication: ordered by epoch, version and attempt. `job` does not order."""
+    """Identifies a publication. Ordered by epoch, version and attempt; ids of different jobs are not compared."""
 
     epoch: Epoch
     version: Version
@@ -51,21 +53,21 @@ class PublicationId:
 
     @property
     def key(self) -> str:
-        """Names the publication's communicator."""
+        """The id as text; it also names the publication's communicator."""
         return f"{self.job}/{self.version}/{self.epoch}/{self.attempt}"
 
 
 @dataclass(frozen=True)
 class PublicationState:
-    """Where a member stands: the newest publication it has seen and how far that came."""
+    """A member's state: the newest publication that it knows and the phase that this publication has reached."""
 
     publication: PublicationId | None = None
     phase: Phase = Phase.NONE
 
     def advance(self, publication: PublicationId, phase: Phase) -> "PublicationState":
-        """The state after `phase`. The same state again where it was reached already: the caller does nothing then.
+        """The state after `phase`. The same object where that phase was reached before: the caller does nothing then.
 
-        Raises Fenced for a publication older than one already seen, InvalidState where a phase was left out.
+        Raises Fenced for a publication older than the newest known one, InvalidState where a phase was left out.
         """
         current = self.publication
         if current is not None and current.job == publication.job and publication < current:
@@ -75,7 +77,7 @@ class PublicationState:
         if phase is self.phase or (self.phase is Phase.COMMIT and phase is not Phase.PREPARE):
             return self
         if phase not in NEXT[self.phase]:
-            what = f"publication {publication.key} stands at {self.phase.value}; {phase.value} does not follow."
+            what = f"publication {publication.key} is in phase {self.phase.value}; {phase.value} does not follow."
             raise InvalidState(what, "abort it and publish again with a new attempt.")
         return replace(self, phase=phase)
 
@@ -88,5 +90,5 @@ class PublicationState:
         return PublicationState(publication, Phase.PREPARE)
 
     def fail(self) -> "PublicationState":
-        """After an abort: the publication is remembered, so that its late calls are refused."""
+        """The state after an abort. The publication is remembered, so that its late calls are refused."""
         return replace(self, phase=Phase.NONE)

@@ -1,1 +1,1 @@
-"""Who sends which box of which tensor to whom. Pure: no torch.distributed, no sockets."""
+"""Who sends which box of which tensor to whom. Pure computation: no sockets, and no torch except in `memory.py`."""

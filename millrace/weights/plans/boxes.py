@@ -1,5 +1,5 @@
-"""Many boxes of manifest tensors as columns, and the three things that plans need of them: which boxes are the same,
-which overlap, and how to cut overlapping ones apart. NumPy only, a few passes over the columns whatever their number.
+"""Many boxes of manifest tensors as columns, and what plans compute from them: distinct boxes, overlaps, and disjoint
+boxes. NumPy only; each needs a few passes over the columns, whatever the number of boxes.
 """
 
 import hashlib
@@ -18,10 +18,10 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Boxes:
-    """N boxes. Dimensions that a tensor does not have are written as offset 0 and extent 1."""
+    """N boxes in D dimensions. A dimension that a tensor does not have is offset 0 and extent 1."""
 
     tensor: Ints
-    """[N] index in the manifest."""
+    """[N] index of the tensor in the manifest."""
     offset: Ints
     """[N, D]"""
     extent: Ints
@@ -41,11 +41,11 @@ class Boxes:
     @property
     def numel(self) -> Ints:
         """[N] elements."""
-        return self.extent.prod(axis=1)
+        return np.asarray(self.extent.prod(axis=1), np.int64)
 
     @classmethod
     def of(cls, rows: Iterable[tuple[int, Sequence[int] | Ints, Sequence[int] | Ints]], dims: int) -> Self:
-        """From (tensor, offset, extent) of at most `dims` dimensions each; empty boxes are left out."""
+        """Boxes from (tensor, offset, extent) with at most `dims` dimensions each; empty boxes are left out."""
         kept = [(t, o, e) for t, o, e in rows if all(e)]
         tensor = np.fromiter((t for t, _, _ in kept), np.int64, len(kept))
         offset, extent = np.zeros((len(kept), dims), np.int64), np.ones((len(kept), dims), np.int64)
@@ -55,14 +55,16 @@ class Boxes:
 
     @classmethod
     def joined(cls, many: Sequence["Boxes"]) -> Self:
+        """All boxes of `many`, in order."""
         return cls(*(np.concatenate([getattr(b, name) for b in many]) for name in ("tensor", "offset", "extent")))
 
     def take(self, rows: NDArray[np.generic]) -> "Boxes":
+        """The boxes of these rows, or of this mask."""
         return Boxes(self.tensor[rows], self.offset[rows], self.extent[rows])
 
     @property
     def columns(self) -> Ints:
-        """[N, 1 + 2 D]: everything that makes a box what it is."""
+        """[N, 1 + 2 D]: tensor, offset, extent."""
         return np.concatenate([self.tensor[:, None], self.offset, self.extent], axis=1)
 
     @cached_property
@@ -70,13 +72,13 @@ class Boxes:
         return hashlib.sha256(_bytes(self.columns)).digest()
 
     def encode(self) -> bytes:
-        """For the wire: the columns as little-endian int64, row after row differenced, compressed."""
+        """The boxes as bytes for the wire: differences between rows as little-endian int64, compressed."""
         steps = np.diff(self.columns, axis=0, prepend=0)
         return self.dims.to_bytes(1, "little") + zlib.compress(_bytes(steps.T), 1)
 
     @classmethod
     def decode(cls, data: bytes) -> Self:
-        """Raises ValueError for bytes that no `encode` wrote."""
+        """The reverse of `encode`. Raises ValueError for bytes that `encode` did not write."""
         if not data:
             raise ValueError("a layout has no bytes.")
         dims = data[0]
@@ -90,7 +92,7 @@ class Boxes:
 
 
 def distinct(boxes: Boxes) -> tuple[Boxes, Ints]:
-    """Each box once, in order of tensor and offset; and for each row of `boxes` which of them it is."""
+    """Each different box once, ordered by tensor and offset; and for each row of `boxes` its index among them."""
     if not len(boxes):
         return boxes, np.zeros(0, np.int64)
     columns = boxes.columns
@@ -104,10 +106,10 @@ def distinct(boxes: Boxes) -> tuple[Boxes, Ints]:
 
 
 def overlaps(left: Boxes, right: Boxes) -> tuple[Ints, Ints]:
-    """Rows of `left` and of `right` that have an element in common, as two columns, ordered by left row.
+    """Pairs of rows of `left` and `right` that have an element in common, as two columns, ordered by left row.
 
-    A sweep along the first dimension: candidates for a box of `left` are the boxes of `right`, sorted by where they
-    begin, from the first that ends behind its beginning to the last that begins before its end.
+    A sweep along the first dimension: with `right` sorted by beginning, the candidates for a box of `left` are those
+    from the first that ends after its beginning to the last that begins before its end.
     """
     if not len(left) or not len(right):
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
@@ -115,7 +117,7 @@ def overlaps(left: Boxes, right: Boxes) -> tuple[Ints, Ints]:
     begins = right.tensor * span + right.offset[:, 0]
     order = np.argsort(begins, kind="stable")
     begins = begins[order]
-    # The furthest end so far never falls, so it can be searched; tensors lie `span` apart and do not touch.
+    # The largest end so far never decreases, so it can be searched. Tensors are `span` apart and do not touch.
     ends = np.maximum.accumulate((right.tensor * span + right.end[:, 0])[order])
     first = np.searchsorted(ends, left.tensor * span + left.offset[:, 0], side="right")
     last = np.searchsorted(begins, left.tensor * span + left.end[:, 0], side="left")
@@ -129,26 +131,27 @@ def overlaps(left: Boxes, right: Boxes) -> tuple[Ints, Ints]:
     return rows[touching], candidates[touching]
 
 
-def common(left: Boxes, rows: Ints, right: Boxes, others: Ints) -> Boxes:
-    """What each pair of overlapping boxes has in common."""
+def intersections(left: Boxes, rows: Ints, right: Boxes, others: Ints) -> Boxes:
+    """The intersection of each pair of overlapping boxes."""
     offset = np.maximum(left.offset[rows], right.offset[others])
     end = np.minimum(left.end[rows], right.end[others])
     return Boxes(left.tensor[rows], offset, end - offset)
 
 
 def disjoint(boxes: Boxes) -> Boxes:
-    """Boxes that do not overlap and cover what `boxes` (distinct) cover; those that overlap nothing stay whole."""
+    """Boxes that do not overlap and cover the same elements as `boxes`, which are distinct. A box that overlaps no
+    other stays whole."""
     rows, others = overlaps(boxes, boxes)
-    clashing = np.unique(boxes.tensor[rows[rows != others]])
-    if not len(clashing):
+    overlapping = np.unique(boxes.tensor[rows[rows != others]])
+    if not len(overlapping):
         return boxes
-    torn = np.isin(boxes.tensor, clashing)
-    cells = [_cells(boxes.take(np.flatnonzero(boxes.tensor == tensor))) for tensor in clashing]
-    return distinct(Boxes.joined([boxes.take(np.flatnonzero(~torn)), *cells]))[0]
+    split = np.isin(boxes.tensor, overlapping)
+    cells = [_cells(boxes.take(np.flatnonzero(boxes.tensor == tensor))) for tensor in overlapping]
+    return distinct(Boxes.joined([boxes.take(np.flatnonzero(~split)), *cells]))[0]
 
 
 def _cells(boxes: Boxes) -> Boxes:
-    """Of one tensor: the grid that all edges make, where any box covers it."""
+    """The cells of one tensor: the grid of all boxes' edges, as far as a box covers it."""
     edges = [np.unique(np.concatenate([boxes.offset[:, d], boxes.end[:, d]])) for d in range(boxes.dims)]
     found = []
     for corner in itertools.product(*(range(len(e) - 1) for e in edges)):
@@ -160,7 +163,7 @@ def _cells(boxes: Boxes) -> Boxes:
 
 
 def _ranges(first: Ints, counts: Ints) -> Ints:
-    """first[0], first[0] + 1, … counts[0] of them, then from first[1], …"""
+    """counts[0] numbers from first[0] on, then counts[1] numbers from first[1] on, …"""
     starts = np.cumsum(counts) - counts
     return np.arange(int(counts.sum())) - np.repeat(starts - first, counts)
 

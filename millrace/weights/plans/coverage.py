@@ -1,4 +1,4 @@
-"""How much of a storage strided views of it cover, each element counted once. Torch-free."""
+"""How many elements of a storage its strided views cover, each counted once. Torch-free."""
 
 import math
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from millrace.weights.plans.views import Strided
 
 @dataclass(frozen=True, order=True)
 class _Runs:
-    """Equally long runs of neighbouring elements. Views of the same elements are equal."""
+    """A view as equally long runs of contiguous elements. Views of the same elements give equal objects."""
 
     start: int
     run: int
@@ -28,7 +28,7 @@ class _Runs:
 
 
 def covered_elements(views: Iterable[Strided]) -> int:
-    """Elements that lie in at least one of the views."""
+    """Number of elements that are in at least one of the views."""
     together: list[_Runs] = []
     total = end = 0
     for runs in sorted({_runs(view) for view in views if all(view[1])}):
@@ -52,11 +52,11 @@ def _runs(view: Strided) -> _Runs:
 
 
 def _distinct(together: list[_Runs]) -> int:
-    """Of views that reach into each other."""
+    """Number of distinct elements in views whose ranges overlap."""
     if len(together) < 2:
         return sum(runs.numel for runs in together)
     base, end = together[0].start, max(runs.end for runs in together)
-    # Nothing begins or ends inside a unit.
+    # No run begins or ends inside a unit of this many elements.
     unit = math.gcd(*(n for r in together for n in (r.start - base, r.run, *(stride for stride, _ in r.repeated))))
     held = np.zeros((end - base) // unit, bool)
     for runs in together:

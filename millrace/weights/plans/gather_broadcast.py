@@ -1,6 +1,7 @@
-"""The plan: who sends which slice of which manifest tensor to whom, in order. Pure and torch-free.
+"""The plan of gather-and-broadcast: every tensor whole, from one rank to all receivers. Torch-free.
 
-Both sides compute it from what PREPARE told them and agree on its hash before anything is sent.
+Every member computes it from its PREPARE request, and they compare its hash before anything is sent. The hash covers
+the `repr` of the transfers, so the classes' names are part of the protocol.
 """
 
 import hashlib
@@ -12,7 +13,7 @@ from millrace.weights.plans.manifest import Manifest
 
 @dataclass(frozen=True)
 class Box:
-    """A part of a manifest tensor: its index, and offset and extent in each dimension."""
+    """A part of a manifest tensor: the tensor's index, and offset and extent in each dimension, in elements."""
 
     tensor: int
     offset: tuple[int, ...]
@@ -30,6 +31,8 @@ class Transfer:
 
 @dataclass(frozen=True)
 class BroadcastPlan:
+    """All transfers, in the order in which they are made."""
+
     manifest_hash: bytes
     transfers: tuple[Transfer, ...]
 
@@ -42,7 +45,7 @@ class BroadcastPlan:
 
 
 def gather_broadcast(manifest: Manifest, world_size: int) -> BroadcastPlan:
-    """Every tensor whole, in the manifest's order, from rank 0 to all others. The oracle for every other plan."""
+    """Every tensor, in the manifest's order, from rank 0 to all other ranks of the communicator."""
     targets = tuple(range(1, world_size))
     boxes = (Box(i, (0,) * len(t.shape), t.shape) for i, t in enumerate(manifest.tensors))
     return BroadcastPlan(manifest.hash, tuple(Transfer(box, 0, targets) for box in boxes))

@@ -1,6 +1,6 @@
-"""A rank's layout: the boxes of manifest tensors that it holds or wants, and where each lies in its memory. Torch-free.
+"""A rank's layout: the boxes of manifest tensors that it holds or wants, and where each is in its memory. Torch-free.
 
-Only the boxes are told to others. Where they lie is each rank's own business: buffer, start and strides in elements.
+Other ranks need only the boxes. Buffer, start and strides, in elements, matter to the rank itself alone.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,8 +15,8 @@ from millrace.weights.plans.manifest import Manifest
 
 @dataclass(frozen=True)
 class Place:
-    """The box of `extent` at `offset` of manifest tensor `tensor` lies in buffer `buffer` from element `start` on, in
-    `strides` (elements), one for each dimension of the tensor."""
+    """Where one box is in memory: the box of `extent` at `offset` in manifest tensor `tensor` is in buffer `buffer`
+    from element `start` on, with `strides` (elements), one for each dimension of the tensor."""
 
     tensor: int
     offset: tuple[int, ...]
@@ -28,17 +28,19 @@ class Place:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
+    """N boxes and their places, as columns."""
+
     boxes: Boxes
     buffer: Ints
-    """[N] index of the rank's buffer that the box lies in."""
+    """[N] index of the rank's buffer that the box is in."""
     start: Ints
-    """[N] elements from the buffer's first."""
+    """[N] elements from the buffer's first element."""
     strides: Ints
     """[N, D] elements; 0 for dimensions that the tensor does not have."""
 
     @classmethod
     def of(cls, places: Iterable[Place], manifest: Manifest) -> Self:
-        """Empty boxes are left out."""
+        """A layout of `places`; empty boxes are left out."""
         kept = [place for place in places if all(place.extent)]
         boxes = Boxes.of(((p.tensor, p.offset, p.extent) for p in kept), most_dims(manifest))
         strides = np.zeros_like(boxes.offset)
@@ -52,8 +54,11 @@ class Layout:
         return cls(boxes, buffer, start, strides)
 
     def locate(self, pieces: Boxes, *, every: bool) -> tuple[Ints, "Layout"]:
-        """Where pieces of this rank's boxes lie: which piece, and its place. With `every`, everywhere that a piece
-        belongs (tied weights may lie twice); else once. A piece lies inside each box that it touches."""
+        """The places of `pieces` in this rank's memory: row in `pieces`, and a layout of the same length.
+
+        With `every`, all places of a piece (tied weights may be stored twice), else one. Raises ValueError where a
+        piece overlaps a box without being inside it.
+        """
         rows, others = overlaps(pieces, self.boxes)
         if not every:
             new = np.ones(len(rows), bool)
@@ -62,18 +67,18 @@ class Layout:
         found = pieces.take(rows)
         inside = ((self.boxes.offset[others] <= found.offset) & (found.end <= self.boxes.end[others])).all()
         if not inside:
-            raise ValueError("a piece of the plan lies across the edge of a box of the layout.")
+            raise ValueError("a piece of the plan crosses the edge of a box of the layout.")
         moved = ((found.offset - self.boxes.offset[others]) * self.strides[others]).sum(axis=1)
         return rows, Layout(found, self.buffer[others], self.start[others] + moved, self.strides[others])
 
 
 def most_dims(manifest: Manifest) -> int:
-    """Dimensions of the tensor that has most of them; at least 1."""
+    """Number of dimensions of the tensor that has most; at least 1."""
     return max([1, *(len(t.shape) for t in manifest.tensors)])
 
 
 def whole_layout(manifest: Manifest) -> Layout:
-    """A rank that has every tensor whole, each in a buffer of its own, contiguous."""
+    """The layout of a rank that has every tensor whole and contiguous, each in a separate buffer."""
     return Layout.of(
         (
             Place(i, (0,) * len(t.shape), t.shape, i, 0, row_major_strides(t.shape))

@@ -1,10 +1,14 @@
 """The sharded plan: every receiver gets the boxes that it wants from ranks that hold them, and nothing is gathered.
 
-Boxes of both sides are intersected once. Where several ranks hold the same box, each sends its part of what is wanted
-of it. What goes from one rank to another is cut, in the manifest's order, into messages; messages are dealt to rounds
-such that in each round nobody sends or receives more than a message's bound, all links work at once, and every
-receiver is fed evenly. Replicas with the same layout pass messages on in a chain where the trainer's egress would be
-the limit. Pure, torch-free, the same on every rank, and agreed upon by hash.
+1. The senders' boxes are cut until none overlap, and intersected with the boxes that receivers want: the pieces.
+2. Where several ranks hold a piece's box, they share the sending.
+3. The pieces that one rank sends to another are cut, in the manifest's order, into contents: the bytes of one message.
+4. Contents are dealt to rounds, so that in a round no rank sends or receives more than about MESSAGE_BYTES, all links
+   work at once, and all receivers get bytes evenly.
+5. Replicas with the same layout pass contents on in a chain where the trainer could not send fast enough to all. So one
+   content may travel in several messages: its hops.
+
+Pure and torch-free. Every rank computes the same plan, and its hash is compared before anything is sent.
 """
 
 import hashlib
@@ -17,48 +21,54 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.errors import PublicationFailed
-from millrace.weights.plans.boxes import Boxes, Ints, common, disjoint, distinct, overlaps
+from millrace.weights.plans.boxes import Boxes, Ints, disjoint, distinct, intersections, overlaps
 from millrace.weights.plans.manifest import ITEM_BYTES, Manifest
 
 MESSAGE_BYTES = 128 << 20
-"""What a rank sends, and what it receives, in one round: about so much, at most UNEVEN times that."""
+"""Bytes that a rank sends, and that it receives, in one round: about this, at most UNEVEN times this."""
 UNEVEN = 2
 ALIGNED = 16
-"""Pieces begin in a message at multiples of this, for vector loads."""
+"""Pieces begin in a message at multiples of this many bytes, for vector loads."""
 GRAINS = 16
-"""A piece is at most this part of a message, so that messages come out even."""
+"""A piece is at most 1/GRAINS of a message, so that messages have about equal sizes."""
 LEAST = 32
-"""Two ranks exchange no less than this part of a message at once, if they have as much for each other."""
+"""What two ranks have for each other is cut into parts of at least 1/LEAST of a message."""
 ATTEMPTS = 8
+"""How often the number of rounds is raised until no round is too large."""
 PHASES = 1 << 16
+"""Steps into which `_round_of_flows` divides a round to spread the pairs of ranks over the rounds."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """What one rank does in a round: contents and the ranks they go to or come from."""
+    """What one rank does in a round."""
 
     round: int
     sends: tuple[tuple[int, int], ...]
+    """(content, rank that it goes to)."""
     receives: tuple[tuple[int, int], ...]
+    """(content, rank that it comes from)."""
 
 
 @dataclass(frozen=True, eq=False)
 class ShardedPlan:
+    """P pieces in C contents, which travel in M messages (hops)."""
+
     manifest_hash: bytes
     senders: int
-    """Ranks 0 .. senders - 1 of the communicator hold the weights; the others want them."""
+    """Ranks 0 .. senders - 1 of the communicator hold the weights; the others receive them."""
     world_size: int
     rounds: int
     pieces: Boxes
-    """[P], content after content."""
+    """[P] boxes, ordered by content."""
     at: Ints
-    """[P] bytes from the beginning of the content."""
+    """[P] where each piece begins in its content, in bytes."""
     first: Ints
-    """[C + 1] piece where each content begins; the last is P."""
+    """[C + 1] the first piece of each content; the last entry is P."""
     sizes: Ints
-    """[C] bytes of each content on the wire."""
+    """[C] size of each content in bytes."""
     hops: Ints
-    """[M, 4] round, source, target, content; in this order."""
+    """[M, 4] round, source rank, target rank, content; sorted by these columns."""
 
     @cached_property
     def hash(self) -> bytes:
@@ -69,7 +79,7 @@ class ShardedPlan:
         return digest.digest()
 
     def steps(self, rank: int) -> list[Step]:
-        """Of the rounds that `rank` takes part in, in order."""
+        """The rounds in which `rank` takes part, in order."""
         mine = self.hops[(self.hops[:, 1] == rank) | (self.hops[:, 2] == rank)]
         found = []
         for rows in np.split(mine, np.flatnonzero(np.diff(mine[:, 0])) + 1) if len(mine) else ():
@@ -79,14 +89,16 @@ class ShardedPlan:
         return found
 
     def contents_of(self, target: int) -> Ints:
-        """Contents that a receiver gets, in the order in which they come."""
-        return self.hops[self.hops[:, 2] == target, 3]
+        """Contents that a receiver gets, in the order in which they arrive."""
+        contents: Ints = self.hops[self.hops[:, 2] == target, 3]
+        return contents
 
     def packed_by(self, rank: int) -> Ints:
-        """Contents that a sender packs, each once."""
+        """Contents that a sender packs, each once; none for a receiver, which only passes contents on."""
         return np.unique(self.hops[self.hops[:, 1] == rank, 3]) if rank < self.senders else np.zeros(0, np.int64)
 
     def pieces_in(self, content: int) -> slice:
+        """The rows of `pieces` and `at` that belong to a content."""
         return slice(int(self.first[content]), int(self.first[content + 1]))
 
     def egress(self) -> Ints:
@@ -94,67 +106,72 @@ class ShardedPlan:
         return _sums(self.hops[:, 1], self.sizes[self.hops[:, 3]], self.world_size)
 
     def ingress(self) -> Ints:
+        """[world_size] bytes that each rank receives."""
         return _sums(self.hops[:, 2], self.sizes[self.hops[:, 3]], self.world_size)
 
 
 def plan(
     manifest: Manifest, senders: Sequence[Boxes], receivers: Sequence[Boxes], message_bytes: int = MESSAGE_BYTES
 ) -> ShardedPlan:
-    """`senders` and `receivers` are what each rank holds or wants; senders come first in the communicator.
+    """`senders` and `receivers`: the boxes that each rank holds or wants, by rank; senders come first in the
+    communicator.
 
-    Raises PublicationFailed where a receiver wants what no sender holds.
+    Raises PublicationFailed where a receiver wants something that no sender holds.
     """
-    wanted = _Wanted.of(manifest, senders, receivers, max(ALIGNED, message_bytes // GRAINS))
+    wanted = _WantedPieces.of(manifest, senders, receivers, max(ALIGNED, message_bytes // GRAINS))
     chains = [[target] for targets in wanted.targets for target in targets]
-    flows = _Flows.of(wanted, chains, len(senders))
+    flows = _Flows.of(wanted, chains)
     sent, received = flows.loads()
     longest = round(int(sent.max()) / int(received.max())) if len(received) else 1
     if longest > 1:
         chains = [part for targets in wanted.targets for part in _chains(targets, longest)]
-        flows = _Flows.of(wanted, chains, len(senders))
-    return _dealt(manifest, wanted, flows, chains, len(senders), message_bytes)
+        flows = _Flows.of(wanted, chains)
+    return _plan_of_flows(manifest, wanted, flows, chains, len(senders), message_bytes)
 
 
 def _chains(targets: list[int], longest: int) -> Iterator[list[int]]:
-    """Of ranks with the same layout: who gets it from the trainer, and who passes it on to whom."""
+    """Chains of at most `longest` ranks of one layout: the first gets its contents from the senders, each passes them
+    on to the next."""
     for start in range(0, len(targets), longest):
         yield targets[start : start + longest]
 
 
 @dataclass(frozen=True)
-class _Wanted:
-    """Every piece that somebody wants, of each layout once."""
+class _WantedPieces:
+    """Every piece that a receiver wants, once for each different layout."""
 
     pieces: Boxes
     bytes: Ints
-    """[P] rounded up to ALIGNED."""
+    """[P] size of each piece, rounded up to ALIGNED."""
     span: list[slice]
-    """Of `pieces`, for each different layout."""
+    """The rows of `pieces` that belong to each different layout."""
     targets: list[list[int]]
-    """Ranks that have this layout."""
-    kind: Ints
-    """[P] which set of holders has it."""
+    """The ranks that have each different layout."""
+    holder_set: Ints
+    """[P] index in `holders`."""
     holders: list[Ints]
-    """Ranks, for each such set."""
+    """Sets of sending ranks that hold the same pieces."""
 
     @classmethod
-    def of(cls, manifest: Manifest, senders: Sequence[Boxes], receivers: Sequence[Boxes], grain: int) -> "_Wanted":
+    def of(
+        cls, manifest: Manifest, senders: Sequence[Boxes], receivers: Sequence[Boxes], grain: int
+    ) -> "_WantedPieces":
         cells = disjoint(distinct(Boxes.joined(senders))[0])
-        kind_of_cell, holders = _kinds(cells, senders)
+        set_of_cell, holders = _holder_sets(cells, senders)
         alike: dict[bytes, list[int]] = {}
         for i, boxes in enumerate(receivers):
             alike.setdefault(boxes.hash, []).append(i)
         item = np.array([ITEM_BYTES[t.dtype] for t in manifest.tensors], np.int64)
-        parts, kinds = [], []
+        parts, sets = [], []
         for same in alike.values():
             wants = disjoint(distinct(receivers[same[0]])[0])
             rows, others = overlaps(wants, cells)
-            pieces = common(wants, rows, cells, others)
+            pieces = intersections(wants, rows, cells, others)
             _check_whole(manifest, wants, rows, pieces)
             cut, origin = _cut(pieces, item, grain)
             order = np.lexsort(np.concatenate([cut.tensor[:, None], cut.offset], axis=1).T[::-1])
             parts.append(cut.take(order))
-            kinds.append(kind_of_cell[others[origin]][order])
+            sets.append(set_of_cell[others[origin]][order])
         ends = np.cumsum([len(part) for part in parts])
         pieces = Boxes.joined(parts) if parts else cells.take(np.zeros(0, np.int64))
         sizes = -(-pieces.numel * item[pieces.tensor] // ALIGNED) * ALIGNED
@@ -163,26 +180,26 @@ class _Wanted:
             sizes,
             [slice(int(end) - len(part), int(end)) for end, part in zip(ends, parts, strict=True)],
             [[len(senders) + i for i in same] for same in alike.values()],
-            np.concatenate(kinds) if kinds else np.zeros(0, np.int64),
+            np.concatenate(sets) if sets else np.zeros(0, np.int64),
             holders,
         )
 
 
-def _kinds(cells: Boxes, senders: Sequence[Boxes]) -> tuple[Ints, list[Ints]]:
-    """Which set of holders each cell has, and the sets."""
+def _holder_sets(cells: Boxes, senders: Sequence[Boxes]) -> tuple[Ints, list[Ints]]:
+    """For each cell the index of the set of ranks that hold it, and the sets."""
     rank = np.repeat(np.arange(len(senders)), [len(boxes) for boxes in senders])
     rows, others = overlaps(cells, Boxes.joined(senders))
     pairs = np.unique(np.stack([rows, rank[others]], axis=1), axis=0) if len(rows) else np.zeros((0, 2), np.int64)
     sums = np.zeros(len(cells), np.uint64)
-    np.add.at(sums, pairs[:, 0], _mixed(pairs[:, 1]))
-    _, example, kind = np.unique(sums, return_index=True, return_inverse=True)
+    np.add.at(sums, pairs[:, 0], _hashed(pairs[:, 1]))
+    _, example, index = np.unique(sums, return_index=True, return_inverse=True)
     begin = np.searchsorted(pairs[:, 0], example)
     end = np.searchsorted(pairs[:, 0], example, side="right")
-    return kind.astype(np.int64), [pairs[a:b, 1] for a, b in zip(begin, end, strict=True)]
+    return index.astype(np.int64), [pairs[a:b, 1] for a, b in zip(begin, end, strict=True)]
 
 
-def _mixed(ranks: Ints) -> NDArray[np.uint64]:
-    """Numbers whose sums tell sets of ranks apart (splitmix64)."""
+def _hashed(ranks: Ints) -> NDArray[np.uint64]:
+    """A 64-bit hash of each rank (splitmix64): the sum of the hashes identifies a set of ranks."""
     x = (ranks.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -190,6 +207,7 @@ def _mixed(ranks: Ints) -> NDArray[np.uint64]:
 
 
 def _check_whole(manifest: Manifest, wants: Boxes, rows: Ints, pieces: Boxes) -> None:
+    """Raises PublicationFailed where `pieces`, parts of `wants[rows]`, do not cover all of `wants`."""
     found = _sums(rows, pieces.numel, len(wants))
     if missing := np.unique(wants.tensor[found < wants.numel]).tolist():
         names = ", ".join(manifest.tensors[i].name for i in missing[:5])
@@ -198,7 +216,8 @@ def _check_whole(manifest: Manifest, wants: Boxes, rows: Ints, pieces: Boxes) ->
 
 
 def _cut(pieces: Boxes, item: Ints, grain: int) -> tuple[Boxes, Ints]:
-    """Pieces of more than `grain` bytes cut along their first dimension that has an extent; and what each is cut of."""
+    """Cuts pieces of more than `grain` bytes along their first dimension with an extent above 1. Returns the parts, and
+    for each part the row of the piece that it was cut from."""
     dim = (pieces.extent > 1).argmax(axis=1)
     rows = np.arange(len(pieces))
     length = pieces.extent[rows, dim]
@@ -216,15 +235,16 @@ def _cut(pieces: Boxes, item: Ints, grain: int) -> tuple[Boxes, Ints]:
 
 @dataclass(frozen=True)
 class _Flows:
-    """Each piece on its way to each rank that gets it from the trainer."""
+    """F flows: each piece to each rank that gets it from a sender, which is the first rank of a chain."""
 
     piece: Ints
+    """[F] row in `_WantedPieces.pieces`."""
     source: Ints
     target: Ints
     bytes: Ints
 
     @classmethod
-    def of(cls, wanted: _Wanted, chains: list[list[int]], senders: int) -> "_Flows":
+    def of(cls, wanted: _WantedPieces, chains: list[list[int]]) -> "_Flows":
         span_of = {rank: span for span, ranks in zip(wanted.span, wanted.targets, strict=True) for rank in ranks}
         heads = [chain[0] for chain in chains]
         counts = [span_of[head].stop - span_of[head].start for head in heads]
@@ -233,44 +253,44 @@ class _Flows:
         return cls(piece, _sources(wanted, piece, target, size), target, size)
 
     def loads(self) -> tuple[Ints, Ints]:
-        """Bytes by source and by target."""
+        """Bytes by source rank, and by target rank."""
         return _sums(self.source, self.bytes), _sums(self.target, self.bytes)
 
 
-def _sources(wanted: _Wanted, piece: Ints, target: Ints, size: Ints) -> Ints:
-    """Of each set of holders, each gives an even part of what each target wants of the set."""
+def _sources(wanted: _WantedPieces, piece: Ints, target: Ints, size: Ints) -> Ints:
+    """The rank that sends each flow: the ranks of a holder set share evenly what each target wants from the set."""
     count = np.array([len(ranks) for ranks in wanted.holders], np.int64)
     begin = np.cumsum(count) - count
     flat = np.concatenate(wanted.holders) if wanted.holders else np.zeros(0, np.int64)
-    kind = wanted.kind[piece]
-    before, total = _running(target * len(count) + kind, size)
-    part = (2 * before + size) * count[kind] // (2 * total)
-    return flat[begin[kind] + (part + target) % count[kind]] if len(piece) else piece
+    of_set = wanted.holder_set[piece]
+    before, total = _running_sums(target * len(count) + of_set, size)
+    part = (2 * before + size) * count[of_set] // (2 * total)
+    return flat[begin[of_set] + (part + target) % count[of_set]] if len(piece) else piece
 
 
-def _dealt(
-    manifest: Manifest, wanted: _Wanted, flows: _Flows, chains: list[list[int]], senders: int, message_bytes: int
+def _plan_of_flows(
+    manifest: Manifest, wanted: _WantedPieces, flows: _Flows, chains: list[list[int]], senders: int, message_bytes: int
 ) -> ShardedPlan:
-    """Flows cut into messages, messages dealt to rounds, chains appended."""
+    """Deals the flows to rounds, joins those of one round, source and target to contents, and adds the chains' hops."""
     world = senders + sum(map(len, wanted.targets))
-    before, total = _running(flows.source * world + flows.target, flows.bytes)
+    before, total = _running_sums(flows.source * world + flows.target, flows.bytes)
     rounds = max(1, -(-int(max(load.max(initial=0) for load in flows.loads())) // message_bytes))
     for _ in range(ATTEMPTS):
-        dealt = _rounds(flows, before, total, rounds, max(1, message_bytes // LEAST))
-        loads = (_sums(dealt * world + end, flows.bytes) for end in (flows.source, flows.target))
+        round_of = _round_of_flows(flows, before, total, rounds, max(1, message_bytes // LEAST))
+        loads = (_sums(round_of * world + end, flows.bytes) for end in (flows.source, flows.target))
         heaviest = int(max(load.max(initial=0) for load in loads))
         if heaviest <= UNEVEN * message_bytes:
             break
         rounds = -(-rounds * heaviest // (UNEVEN * message_bytes))
-    key = (dealt * world + flows.source) * world + flows.target
-    order = np.argsort(key, kind="stable")  # a target's pieces lie in order already
+    key = (round_of * world + flows.source) * world + flows.target
+    order = np.argsort(key, kind="stable")  # a target's pieces are in order already
     new = np.ones(len(order), bool)
     new[1:] = np.diff(key[order]) != 0
     first = np.append(np.flatnonzero(new), len(order))
     reach = np.append(0, np.cumsum(flows.bytes[order]))
     content = np.cumsum(new) - 1
     heads = order[new]
-    ends = np.stack([dealt[heads], flows.source[heads], flows.target[heads]], axis=1)
+    ends = np.stack([round_of[heads], flows.source[heads], flows.target[heads]], axis=1)
     hops = np.concatenate([ends, np.arange(len(first) - 1)[:, None]], axis=1)
     hops = np.concatenate([hops, *_passed_on(hops, chains)])
     hops = hops[np.lexsort(hops.T[::-1])]
@@ -287,16 +307,19 @@ def _dealt(
     )
 
 
-def _rounds(flows: _Flows, before: Ints, total: Ints, rounds: int, least: int) -> Ints:
-    """Two ranks' messages lie evenly over the rounds; those of pairs with few, each pair's elsewhere."""
+def _round_of_flows(flows: _Flows, before: Ints, total: Ints, rounds: int, least: int) -> Ints:
+    """[F] the round of each flow. What two ranks exchange is spread evenly over the rounds; pairs with little to
+    exchange use different rounds. `before`, `total`: bytes of the same pair before this flow, and in all."""
     count = np.clip(-(-total // least), 1, rounds)
     number = (2 * before + flows.bytes) * count // np.maximum(1, 2 * total)
-    # Multiples of the golden ratio: the phases of any run of neighbours lie far apart.
+    # Multiples of the golden ratio: the phases of neighbouring ranks are far from each other.
     phase = (flows.source + flows.target) * 40503 % PHASES
-    return (number * PHASES + phase) * rounds // (count * PHASES)
+    round_of: Ints = (number * PHASES + phase) * rounds // (count * PHASES)
+    return round_of
 
 
 def _passed_on(hops: Ints, chains: list[list[int]]) -> Iterator[Ints]:
+    """The hops inside the chains: each rank passes a content on one round after it got it."""
     for chain in chains:
         head = hops[hops[:, 2] == chain[0]] if len(chain) > 1 else hops[:0]
         for number, (source, target) in enumerate(itertools.pairwise(chain), 1):
@@ -306,8 +329,8 @@ def _passed_on(hops: Ints, chains: list[list[int]]) -> Iterator[Ints]:
             yield hop
 
 
-def _running(group: Ints, values: Ints) -> tuple[Ints, Ints]:
-    """For each row the sum of its group's rows before it, and of all of its group."""
+def _running_sums(group: Ints, values: Ints) -> tuple[Ints, Ints]:
+    """For each row the sum of `values` over the rows of its group before it, and over all rows of its group."""
     order = np.argsort(group, kind="stable")
     reach = np.cumsum(values[order]) - values[order]
     ordered = group[order]
@@ -323,4 +346,5 @@ def _running(group: Ints, values: Ints) -> tuple[Ints, Ints]:
 
 
 def _sums(index: Ints, values: Ints, length: int = 0) -> Ints:
+    """[max(length, max(index) + 1)] the sum of the values of each index."""
     return np.rint(np.bincount(index, weights=values, minlength=length)).astype(np.int64)

@@ -1,4 +1,4 @@
-"""Strided views of row-major tensors as boxes of them. Torch-free."""
+"""Strided views of row-major tensors, described as boxes of those tensors. Torch-free."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,16 +11,17 @@ Strided = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class ViewedBox:
-    """A box of a tensor, and along which of the view's dimensions each of its own runs (None: it has extent 1)."""
+    """A box of a tensor that a view shows."""
 
     offset: tuple[int, ...]
     extent: tuple[int, ...]
     along: tuple[int | None, ...]
+    """For each dimension of the tensor, the dimension of the view that runs along it; None where the extent is 1."""
 
 
 def viewed_box(shape: Sequence[int], view: Strided) -> ViewedBox | None:
-    """Which box of a contiguous tensor of `shape` a view of it shows. None where it shows no box: elements repeated,
-    skipped, or taken across the edge of a dimension."""
+    """The box of a contiguous tensor of `shape` that a view of it shows. None where the view is not a box: it repeats
+    or skips elements, or crosses the edge of a dimension."""
     start, extents, steps = view
     strides = row_major_strides(shape)
     offset = []
@@ -39,16 +40,16 @@ def viewed_box(shape: Sequence[int], view: Strided) -> ViewedBox | None:
 
 
 def split_merged_dims(shape: Sequence[int], view: Strided, other: Strided) -> tuple[Strided, Strided]:
-    """A view whose dimensions run over several of the tensor's is given one for each; `other`, of the same shape, is
-    split in the same way."""
+    """Splits the dimensions of `view` that run over several dimensions of a tensor of `shape`; `other`, a view of the
+    same shape, is split in the same way."""
     strides = row_major_strides(shape)
     size_at = {stride: size for size, stride in zip(shape, strides, strict=True) if size > 1}
     dims: list[tuple[int, int, int]] = []
-    for length, step, others in zip(view[1], view[2], other[2], strict=True):
+    for length, step, other_step in zip(view[1], view[2], other[2], strict=True):
         split: list[tuple[int, int, int]] = []
         while (size := size_at.get(step, length)) < length and length % size == 0:
-            split.insert(0, (size, step, others))
-            length, step, others = length // size, step * size, others * size
-        dims += [(length, step, others), *split]
+            split.insert(0, (size, step, other_step))
+            length, step, other_step = length // size, step * size, other_step * size
+        dims += [(length, step, other_step), *split]
     extents = tuple(d[0] for d in dims)
     return (view[0], extents, tuple(d[1] for d in dims)), (other[0], extents, tuple(d[2] for d in dims))

@@ -1,4 +1,4 @@
-"""The two sides of a sharded publication on the wire, and the plan that everybody works out from them."""
+"""Layouts as they are sent between members, and the plan that every member computes from them."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from millrace.wire.v1 import weights_pb2
 
 
 def encode(ranks: Sequence[Boxes]) -> weights_pb2.Layouts:
-    """What each rank holds or wants, the same layout once."""
+    """The boxes that each rank holds or wants; a layout that several ranks have is sent once."""
     number: dict[bytes, int] = {}
     layouts = weights_pb2.Layouts()
     for boxes in ranks:
@@ -22,7 +22,7 @@ def encode(ranks: Sequence[Boxes]) -> weights_pb2.Layouts:
 
 
 def decode(layouts: weights_pb2.Layouts) -> list[Boxes]:
-    """Raises PublicationFailed for what no `encode` wrote."""
+    """The boxes of each rank. Raises PublicationFailed for what `encode` did not write."""
     try:
         distinct = [Boxes.decode(data) for data in layouts.distinct]
         return [distinct[number] for number in layouts.of_rank]
@@ -31,7 +31,7 @@ def decode(layouts: weights_pb2.Layouts) -> list[Boxes]:
 
 
 def joined(many: Sequence[weights_pb2.Layouts]) -> weights_pb2.Layouts:
-    """The ranks of all, one after another."""
+    """The layouts of all ranks of `many`, in order."""
     number: dict[bytes, int] = {}
     layouts = weights_pb2.Layouts()
     for each in many:
@@ -44,15 +44,17 @@ def joined(many: Sequence[weights_pb2.Layouts]) -> weights_pb2.Layouts:
 
 
 class Planner:
-    """Works plans out, the latest only once: it is the same from step to step until somebody joins or leaves."""
+    """Computes plans, and keeps the latest: it stays the same from step to step until a member joins or leaves."""
 
     def __init__(self) -> None:
-        self._made: tuple[bytes, bytes, ShardedPlan] | None = None
+        self._latest: tuple[bytes, bytes, ShardedPlan] | None = None
+        """The manifest's hash and the encoded layouts that it was computed from, and the plan."""
 
-    def plan(self, manifest: Manifest, sides: weights_pb2.Sides) -> ShardedPlan:
-        """Raises PublicationFailed where the sides do not fit together."""
-        told = sides.SerializeToString(deterministic=True)
-        if self._made is None or self._made[:2] != (manifest.hash, told):
-            made = plan(manifest, decode(sides.senders), decode(sides.receivers), sides.message_bytes or MESSAGE_BYTES)
-            self._made = (manifest.hash, told, made)
-        return self._made[2]
+    def plan(self, manifest: Manifest, layouts: weights_pb2.Sides) -> ShardedPlan:
+        """Raises PublicationFailed where a receiver wants something that no sender holds."""
+        encoded = layouts.SerializeToString(deterministic=True)
+        if self._latest is None or self._latest[:2] != (manifest.hash, encoded):
+            message_bytes = layouts.message_bytes or MESSAGE_BYTES
+            made = plan(manifest, decode(layouts.senders), decode(layouts.receivers), message_bytes)
+            self._latest = (manifest.hash, encoded, made)
+        return self._latest[2]

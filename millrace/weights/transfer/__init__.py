@@ -1,1 +1,1 @@
-"""What moves the bytes of a publication: sessions, channels, pipelines, kernels, checksums."""
+"""Moving the bytes of a publication: sessions, channels, pipelines, kernels, checksums."""

@@ -1,9 +1,9 @@
-"""A checksum of a tensor's bytes that is the same on every device and sees order.
+"""A checksum of a tensor's bytes that is the same on every device and depends on their order.
 
 With the bytes as little-endian int32 words x_0 .. x_{n-1} (zero-padded), modulo 2^64:
 s = Σ x_i,  t = Σ (i + 1) · x_i,  checksum = s ⊕ rotl(t · 0x9E3779B97F4A7C15 + bytes, 23).
 Integer sums do not depend on the order of addition, so any device and any split of the work give the same value. One
-changed word always changes s; two words exchanged change t. It guards against faults, not against forgery.
+changed word always changes s; two swapped words change t. It detects faults, not forgery.
 """
 
 import torch
@@ -27,7 +27,7 @@ def checksum(tensor: torch.Tensor) -> int:
 
 
 def mixed(total: int, weighted: int, size: int) -> int:
-    """The checksum of `size` bytes whose words sum to `total`, and to `weighted` times their places; modulo 2^64."""
+    """The checksum of `size` bytes from the sums s (`total`) and t (`weighted`), each modulo 2^64."""
     value = (weighted * _GOLDEN + size) & _MASK
     return (total & _MASK) ^ ((value << 23 | value >> 41) & _MASK)
 

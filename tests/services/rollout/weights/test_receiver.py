@@ -66,7 +66,7 @@ def test_phases_come_in_order(tied_model: Path) -> None:
         with pytest.raises(InvalidState, match="was never prepared"):
             await new.transfer()
         await new.prepare()
-        with pytest.raises(InvalidState, match="stands at prepare"):
+        with pytest.raises(InvalidState, match="is in phase prepare"):
             await new.commit()
         await still_serves(stack, 1)
 
@@ -181,7 +181,7 @@ def test_a_publication_past_its_deadline_is_given_up_though_nobody_asks(tied_mod
         new.sender.start()
         await new.transfer()
         await asyncio.sleep(1.0)
-        with pytest.raises(InvalidState, match="stands at none"):
+        with pytest.raises(InvalidState, match="is in phase none"):
             await new.verify()
         new.sender.release()
         await still_serves(stack, 1)

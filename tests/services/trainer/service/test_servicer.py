@@ -378,7 +378,7 @@ def test_a_failed_transfer_fails_its_publication_only(ready: Running) -> None:
     with pytest.raises(PublicationFailed, match="could not be sent"):
         ready.calls.transfer(reference(0))
     assert ready.calls.status().state == pb.TRAINER_STATE_READY
-    with pytest.raises(InvalidState, match="stands at none"):
+    with pytest.raises(InvalidState, match="is in phase none"):
         ready.calls.transfer(reference(0))
     ready.calls.finish(reference(0), failure="a receiver died")
     ready.calls.prepare(reference(0, attempt=1), 1, "float32")
