@@ -1,5 +1,5 @@
-"""From a step's sequences to each rank's micro-batches, and which groups are worth a step. Torch-free.
+"""Division of a step's sequences into each rank's micro-batches, and filters of groups. Needs no torch.
 
-`plan.plan_microbatches` is what a trainer calls: `pack` fills micro-batches to a token budget, `balance` spreads them
-over data-parallel ranks by what they cost. `filters` are the group filters and the overlong penalty.
+A trainer calls `plan.plan_microbatches`: `pack` fills micro-batches up to a token budget, `balance` distributes them
+over data-parallel ranks by their cost. `filters` has the group filter and the penalty for overlong answers.
 """

@@ -1,4 +1,4 @@
-"""Karmarkar–Karp: numbers into parts whose sums are nearly equal."""
+"""Division of numbers into parts whose sums are nearly equal, by the method of Karmarkar and Karp."""
 
 import heapq
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class _Part(NamedTuple):
-    """Sorts heaviest first; equal sums by their first item, so that every run gives the same."""
+    """Some items and their sum. Parts sort heaviest first and equal sums by first item, so results are repeatable."""
 
     negative_sum: float
     first: int
@@ -14,25 +14,25 @@ class _Part(NamedTuple):
 
 
 _Partial = tuple[float, int, list[_Part]]
-"""A partition of some of the items: its negated difference, its first item, which no other has, and its parts, heaviest
-first, empty ones left out. The heap gives the one whose parts differ most.
+"""A partition of some of the items: the negated difference of its heaviest and lightest part, its first item, which
+is unique, and its nonempty parts, heaviest first. The heap yields the partition whose parts differ most.
 """
 
 
 def partition(costs: Sequence[float], count: int) -> list[list[int]]:
-    """`count` lists of indices into `costs`, none of them negative, with nearly equal sums. Deterministic.
+    """Divides `costs`, which must not be negative, into `count` lists of indices with nearly equal sums. Deterministic.
 
-    The largest differencing method: of the partial partitions the two whose parts differ most are joined, the heaviest
-    part of one with the lightest of the other, until one is left.
+    This is the largest differencing method: the two partial partitions whose parts differ most are merged, the heaviest
+    part of one with the lightest part of the other, until one partition is left.
     """
     return _joined([[_Part(-costs[index], index, [index])] for index in range(len(costs))], count)
 
 
 def equal_partition(costs: Sequence[float], count: int) -> list[list[int]]:
-    """As `partition`, but with as many items in each part. Raises ValueError if they do not divide evenly.
+    """Like `partition`, but with the same number of items in each part. Raises ValueError if that is impossible.
 
-    Items are taken in blocks of `count` of similar cost, one for each part. So the k-th heaviest items of all parts are
-    alike too; what a part with an outlier can be spared is limited to the differences within the other blocks.
+    Items are taken in blocks of `count` items of similar cost, one for each part. So the k-th heaviest items of all
+    parts are similar too, and a part with an outlier can be relieved only by the differences within the other blocks.
     """
     if len(costs) % count:
         raise ValueError(f"{len(costs)} items do not divide into {count} parts of equal count.")
@@ -45,15 +45,15 @@ def _joined(groups: list[list[_Part]], count: int) -> list[list[int]]:
     heapq.heapify(heap)
     while len(heap) > 1:
         first, second = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
-        alone = count - len(second)  # so many parts of the first meet an empty one of the second
-        parts = first[:alone] + [_both(*pair) for pair in zip(first[alone:], reversed(second), strict=False)]
+        unmatched = count - len(second)  # the parts of `first` that meet an empty part of `second`
+        parts = first[:unmatched] + [_merged(*pair) for pair in zip(first[unmatched:], reversed(second), strict=False)]
         parts += second[: count - len(first)]
         heapq.heappush(heap, _partial(sorted(parts), count))
     items = [part.items for part in heap[0][2]] if heap else []
     return items + [[] for _ in range(count - len(items))]
 
 
-def _both(one: _Part, other: _Part) -> _Part:
+def _merged(one: _Part, other: _Part) -> _Part:
     return _Part(one.negative_sum + other.negative_sum, min(one.first, other.first), one.items + other.items)
 
 

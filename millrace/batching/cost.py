@@ -1,4 +1,4 @@
-"""What a sequence costs a rank: matrix products grow with its tokens, attention with their square."""
+"""The cost of a sequence: matrix products grow with its length, attention with the square of its length."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Self
 
 @dataclass(frozen=True)
 class SequenceCost:
-    """Cost of a sequence of s tokens: per_token · s + per_token_pair · s². Any unit; only ratios matter."""
+    """Cost of a sequence of s tokens: per_token · s + per_token_pair · s². For planning only the ratio matters."""
 
     per_token: float = 1.0
     per_token_pair: float = 0.0
@@ -25,8 +25,9 @@ class SequenceCost:
         return cls(6.0 * matmul_parameters, 6.0 * layers * heads * head_dim)
 
     def of(self, length: int) -> float:
+        """Cost of a sequence of `length` tokens."""
         return self.per_token * length + self.per_token_pair * length * length
 
     def total(self, lengths: Iterable[int]) -> float:
-        """Of sequences in one micro-batch: they do not attend to each other."""
+        """Cost of the sequences of one micro-batch, which do not attend to each other."""
         return sum(map(self.of, lengths))

@@ -29,10 +29,10 @@ def signal(rewards: Sequence[float], *, tolerance: float = 1e-9) -> Verdict:
 
 
 def overlong_penalty(length: int, *, limit: int, buffer: int, penalty: float = 1.0) -> float:
-    """What is added to the reward of an answer of `length` tokens: 0 up to limit − buffer, then falling linearly.
+    """The summand to the reward of an answer of `length` tokens: 0 up to limit − buffer, then falling linearly.
 
-    DAPO's equation 13: ((limit − buffer) − length) / buffer · penalty, and never below −penalty, however long.
-    `buffer` 0 punishes nothing up to `limit`.
+    It is ((limit − buffer) − length) / buffer · penalty (equation 13 of DAPO, arXiv 2503.14476), but at least −penalty.
+    With `buffer` 0 there is no penalty up to `limit`. Raises ValueError for a buffer outside 0 to `limit`.
     """
     if buffer < 0 or buffer > limit:
         raise ValueError(f"buffer = {buffer}: it has to be from 0 to the limit, {limit} tokens.")

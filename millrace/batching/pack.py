@@ -1,4 +1,4 @@
-"""Sequences into micro-batches of at most a token budget."""
+"""Division of sequences into micro-batches of at most a token budget."""
 
 import heapq
 from bisect import bisect_left, insort
@@ -6,7 +6,10 @@ from collections.abc import Sequence
 
 
 def pack(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
-    """Few micro-batches (lists of sequence indices): longest first, each where it leaves the least room."""
+    """Divides sequences into few micro-batches, lists of sequence indices.
+
+    Longest first, each sequence goes into the micro-batch in which it leaves the least room.
+    """
     bins: list[list[int]] = []
     rooms: list[tuple[int, int]] = []  # (tokens left, micro-batch), ascending
     for index in longest_first(lengths):
@@ -23,13 +26,13 @@ def pack(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
 
 
 def spread(lengths: Sequence[int], loads: Sequence[float], token_budget: int, count: int) -> list[list[int]] | None:
-    """Exactly `count` micro-batches of about equal load; None if this way finds no room for some sequence.
+    """Divides sequences into exactly `count` micro-batches of about equal load; None where some sequence has no room.
 
-    Longest first, each into the lightest micro-batch that has room. `loads` is what is to be equal.
+    Longest first, each sequence goes into the lightest micro-batch that has room. `loads` has a load for each sequence.
     """
     bins: list[list[int]] = [[] for _ in range(count)]
     open_bins = [(0.0, home, token_budget) for home in range(count)]  # lightest first: (load, micro-batch, room)
-    short_bins: list[tuple[int, float, int]] = []  # those too full for the current length, most room first
+    short_bins: list[tuple[int, float, int]] = []  # micro-batches too full for the current length, most room first
     for index in longest_first(lengths):
         length = lengths[index]
         while short_bins and -short_bins[0][0] >= length:
@@ -47,4 +50,5 @@ def spread(lengths: Sequence[int], loads: Sequence[float], token_budget: int, co
 
 
 def longest_first(lengths: Sequence[int]) -> list[int]:
+    """Indices of the sequences by descending length; equal lengths in their order."""
     return sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))

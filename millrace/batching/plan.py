@@ -1,4 +1,4 @@
-"""A step's plan: which rank trains which sequences in which micro-batch."""
+"""The plan of a step: which rank trains which sequences in which micro-batch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,9 +9,9 @@ from millrace.batching.pack import pack, spread
 from millrace.errors import InvalidJob
 
 Plan = list[list[list[int]]]
-"""`plan[rank][i]`: the indices, ascending, of the sequences in that rank's i-th micro-batch."""
+"""`plan[rank][i]` has the indices, ascending, of the sequences in the i-th micro-batch of the rank."""
 Loads = list[list[float]]
-"""Of a plan, the cost of each micro-batch."""
+"""`loads[rank][i]` is the cost of that micro-batch."""
 
 
 def plan_microbatches(
@@ -24,11 +24,11 @@ def plan_microbatches(
 ) -> Plan:
     """Plans a step. Deterministic.
 
-    Each sequence is in exactly one micro-batch, no micro-batch has more than `token_budget` tokens, all ranks have the
-    same number of micro-batches: as few as were found. Ranks cost about the same: in each i-th micro-batch where they
-    meet in it (`lockstep`: parameters are sharded over them), else in sum. The heaviest come first. A micro-batch is
-    empty only where there are fewer sequences than micro-batches: the rank then runs a batch of padding, so that
-    collectives meet.
+    Each sequence is in exactly one micro-batch, no micro-batch has more than `token_budget` tokens, and all ranks have
+    the same number of micro-batches, as few as this method finds. The ranks' costs are about equal: for each i-th
+    micro-batch with `lockstep`, where parameters are sharded over the ranks, and otherwise in total. The heaviest
+    micro-batches come first. A micro-batch is empty only where there are fewer sequences than micro-batches; its rank
+    then runs a batch of padding, because all ranks have to take part in the collectives.
 
     Raises InvalidJob if a sequence has more tokens than the budget, ValueError for a length or rank count below 1.
     """
@@ -48,21 +48,21 @@ def plan_microbatches(
         plans = [plan for plan in (step.ranks_first(rounds), step.microbatches_first(rounds)) if plan is not None]
         if plans:
             break
-    duration = _in_lockstep if lockstep else _alone
+    duration = _duration_in_lockstep if lockstep else _duration_without_lockstep
     return min(plans, key=lambda plan: duration(step.loads(plan)))
 
 
-def _in_lockstep(loads: Loads) -> float:
-    return sum(map(max, zip(*loads, strict=True)))
+def _duration_in_lockstep(loads: Loads) -> float:
+    return float(sum(map(max, zip(*loads, strict=True))))
 
 
-def _alone(loads: Loads) -> float:
+def _duration_without_lockstep(loads: Loads) -> float:
     return max(map(sum, loads))
 
 
 @dataclass(frozen=True)
 class _Step:
-    """Two ways to plan a step with a given number of micro-batches on each rank; None where one finds no room."""
+    """Two ways to plan a step with a given number of micro-batches for each rank. A way may find no plan: None."""
 
     lengths: Sequence[int]
     costs: Sequence[float]
@@ -70,7 +70,7 @@ class _Step:
     token_budget: int
 
     def ranks_first(self, rounds: int) -> Plan | None:
-        """Sequences to ranks by cost, then each rank's into micro-batches: ranks come out most alike."""
+        """Assigns sequences to ranks by cost, then each rank's to micro-batches: the ranks' costs differ least."""
         shares, plan = partition(self.costs, self.ranks), []
         if len(self.lengths) >= rounds * self.ranks and min(map(len, shares)) < rounds:
             return None  # a rank would run padding while another has sequences to spare
@@ -82,7 +82,7 @@ class _Step:
         return plan
 
     def microbatches_first(self, rounds: int) -> Plan | None:
-        """Sequences into micro-batches, then these to ranks: finds room where the budget is nearly used up."""
+        """Assigns sequences to micro-batches, then these to ranks: finds room where the budget is nearly used up."""
         bins = self._bins(range(len(self.lengths)), rounds * self.ranks)
         if bins is None:
             return None
@@ -95,7 +95,7 @@ class _Step:
         return [[self._cost(members) for members in bins] for bins in plan]
 
     def _bins(self, members: Sequence[int], count: int) -> list[list[int]] | None:
-        """`count` micro-batches of these sequences: of equal cost, else of equal length, else as full as can be."""
+        """`count` micro-batches of these sequences: of equal cost, else of equal length, else as full as possible."""
         lengths = [self.lengths[index] for index in members]
         for loads in ([self.costs[index] for index in members], [float(length) for length in lengths]):
             bins = spread(lengths, loads, self.token_budget, count)
@@ -115,7 +115,7 @@ class _Step:
 
 
 def _filled(bins: list[list[int]], count: int) -> list[list[int]]:
-    """`count` micro-batches, none of them empty while another has two sequences."""
+    """Adds micro-batches until there are `count`; none is empty while another has two sequences."""
     bins = [list(members) for members in bins] + [[] for _ in range(count - len(bins))]
     for members in bins:
         fullest = max(bins, key=len)

@@ -1,4 +1,4 @@
-"""How well a plan uses its micro-batches and its ranks, next to what one gets without planning."""
+"""How well a plan uses its micro-batches and its ranks, compared with a division without planning."""
 
 import math
 import random
@@ -11,22 +11,23 @@ from millrace.batching.plan import Plan, plan_microbatches
 
 @dataclass(frozen=True)
 class PlanReport:
-    """Shares are of 1; a plan without waste and with equal ranks has 0 in all of them."""
+    """Figures of a plan. Except for `microbatches`, all are 0 for a plan without waste and with equal ranks."""
 
     microbatches: int
-    """On each rank."""
+    """Number of micro-batches of each rank."""
     waste: float
-    """Share of the token budget of all micro-batches that holds no token."""
+    """Part of the token budget of all micro-batches that holds no token, from 0 to 1."""
     excess_microbatches: int
-    """More on each rank than the tokens would need if they could be cut anywhere."""
+    """Micro-batches of each rank beyond the number needed if sequences could be cut anywhere."""
     imbalance: float
-    """How much more than the mean the costliest rank has to do."""
+    """Cost of the costliest rank over the mean cost of the ranks, minus 1."""
     lockstep_imbalance: float
-    """The same where ranks meet in each micro-batch: the sum of each one's costliest rank over the mean."""
+    """Sum over the micro-batches of the costliest rank's cost, over the mean cost of the ranks, minus 1: the imbalance
+    where all ranks wait for each other in each micro-batch."""
 
 
 def report(plan: Plan, lengths: Sequence[int], *, token_budget: int, cost: SequenceCost) -> PlanReport:
-    """Ranks with fewer micro-batches than others count as waiting."""
+    """The figures of `plan`. A rank with fewer micro-batches than others is counted as waiting for them."""
     count = max(map(len, plan))
     capacity = len(plan) * token_budget
     loads = [[cost.total(lengths[index] for index in members) for members in bins] for bins in plan]
@@ -42,7 +43,7 @@ def report(plan: Plan, lengths: Sequence[int], *, token_budget: int, cost: Seque
 
 
 def unplanned(lengths: Sequence[int], *, ranks: int, token_budget: int) -> Plan:
-    """The plain way, to compare with: equal shares in the order they come, each cut where the budget is full."""
+    """A simple division to compare with: equal shares of the sequences in their order, cut where the budget is full."""
     plan: Plan = []
     for rank in range(ranks):
         bins: list[list[int]] = [[]]
@@ -60,7 +61,7 @@ def unplanned(lengths: Sequence[int], *, ranks: int, token_budget: int) -> Plan:
 def compared(
     lengths: Sequence[int], *, ranks: int, token_budget: int, cost: SequenceCost
 ) -> tuple[PlanReport, PlanReport]:
-    """The report of `plan_microbatches` and that of `unplanned` on the same sequences."""
+    """The reports of `plan_microbatches` and of `unplanned` for the same sequences."""
     planned = plan_microbatches(lengths, ranks=ranks, token_budget=token_budget, cost=cost)
     plain = unplanned(lengths, ranks=ranks, token_budget=token_budget)
     return (
@@ -70,7 +71,7 @@ def compared(
 
 
 def lognormal_lengths(count: int, *, mean: float, longest: int, seed: int, sigma: float = 1.0) -> list[int]:
-    """Lengths like those of reasoning answers: lognormal with this mean, cut off at `longest`."""
+    """Lengths similar to those of reasoning answers: lognormal with this mean, at most `longest`."""
     draw = random.Random(seed)
     centre = math.log(mean) - sigma * sigma / 2
     return [min(longest, max(1, round(draw.lognormvariate(centre, sigma)))) for _ in range(count)]

@@ -1,8 +1,9 @@
-"""From a value a token to one number, exact over micro-batches and data-parallel ranks.
+"""Aggregation of one value for each token to one number, exact over micro-batches and data-parallel ranks.
 
-A mean of micro-batches' means is not the mean of the batch. So each aggregation divides by counts of the *whole* batch,
-`BatchTotals`: the sum over all micro-batches of all ranks of `aggregate(..., totals=totals)` is the batch's value, and
-its gradient the batch's gradient. (A backend that averages gradients over its ranks has to multiply by their number.)
+The mean of the micro-batches' means is not the mean of the batch. So each aggregation divides by counts of the *whole*
+batch, `BatchTotals`. The sum of `aggregate(..., totals=totals)` over all micro-batches of all ranks is the batch's
+value, and the sum of the gradients is the batch's gradient. A backend that averages gradients over its ranks has to
+multiply by the number of ranks.
 """
 
 from dataclasses import dataclass
@@ -16,15 +17,16 @@ from millrace.rl.registry.catalogue import AGGREGATIONS, NEEDS_HORIZON
 
 @dataclass(frozen=True)
 class BatchTotals:
-    """What a whole batch holds, over all its micro-batches and ranks."""
+    """Counts of a whole batch, over all its micro-batches and ranks."""
 
     tokens: int
-    """Tokens that count: those where the mask is true."""
+    """Tokens that count, i.e. where the mask is true."""
     sequences: int
     """Sequences with at least one such token."""
 
     @classmethod
     def of(cls, mask_bt: Tensor) -> Self:
+        """The counts of the sequences of `mask_bt`, [B, T]."""
         mask_bt = mask_bt.bool()
         return cls(int(mask_bt.sum()), int(mask_bt.any(dim=-1).sum()))
 
@@ -40,7 +42,7 @@ def aggregate(
     totals: BatchTotals | None = None,
     horizon: int | None = None,
 ) -> Tensor:
-    """This micro-batch's share of the batch's value: a scalar of values_bt's dtype.
+    """Returns this micro-batch's contribution to the batch's value: a scalar in the dtype of `values_bt`, [B, T].
 
     | mode | value over the whole batch |
     |---|---|
@@ -51,9 +53,9 @@ def aggregate(
     | seq-mean-token-mean | mean over sequences of their means |
     | seq-mean-token-sum-norm | mean over sequences of their sums / horizon (Dr. GRPO, arXiv 2503.20783) |
 
-    `totals` are the counts of the whole batch; without them these tensors are the whole batch. `horizon` is the most
-    tokens that an answer may have. A sequence is never split over micro-batches. Nothing to count gives 0.
-    Raises ValueError for an unknown mode, different shapes, or a mode that needs a horizon and has none.
+    `totals` are the counts of the whole batch; without them the tensors are the whole batch. `horizon` is the largest
+    number of tokens that an answer may have. A sequence must not be divided over micro-batches. The result is 0 where
+    no token counts. Raises ValueError for an unknown mode, for different shapes, and for a missing horizon.
     """
     if mode not in AGGREGATIONS:
         raise ValueError(f"aggregation = {mode!r}: choose one of {', '.join(AGGREGATIONS)}.")

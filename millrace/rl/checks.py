@@ -1,4 +1,4 @@
-"""What stops a step before it touches the weights: numbers that are none."""
+"""The check that stops a step before it changes the weights: for values that are NaN or infinite."""
 
 from collections.abc import Sequence
 
@@ -8,10 +8,10 @@ from millrace.errors import NonFinite
 
 
 def check_finite(what: str, values_bt: Tensor, mask_bt: Tensor, labels: Sequence[str] | None = None) -> None:
-    """Raises NonFinite if a value that counts is NaN or infinite; names the first such sequence and its token.
+    """Raises NonFinite if a value that counts is NaN or infinite. The error names the first such sequence and token.
 
-    `what` says which values these are ("rewards"), `labels` name the sequences (trajectory ids); without them the
-    index is given.
+    values_bt, mask_bt: [B, T]. `what` names the values in the error, for example "rewards"; `labels` are names of the
+    sequences, which the error otherwise gives by their index.
     """
     bad_bt = mask_bt.bool() & ~values_bt.isfinite()
     rows = bad_bt.any(dim=-1).nonzero().flatten().tolist()

@@ -1,4 +1,4 @@
-"""The critic's loss, clipped as PPO's implementations do."""
+"""The critic's loss, clipped as in implementations of PPO."""
 
 import torch
 from torch import Tensor
@@ -17,11 +17,11 @@ def value_loss(
     totals: BatchTotals | None = None,
     horizon: int | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """This micro-batch's share of the value loss, a scalar to minimise, and of its metrics, detached.
+    """Returns this micro-batch's contribution to the value loss, a scalar to minimise, and to its metrics, detached.
 
-    0.5·max((V − R)², (clip(V, V_old ± clip) − R)²) a token, [B, T]; `clip` none: 0.5·(V − R)². `values_bt` carries the
-    gradient, `old_values_bt` are those that the advantages were computed with. aggregation, totals and horizon as in
-    `aggregation.aggregate`.
+    The loss of a token is 0.5·max((V − R)², (clip(V, V_old ± clip) − R)²), or 0.5·(V − R)² where `clip` is None. All
+    tensors are [B, T]. `values_bt` carries the gradient; the advantages were computed from `old_values_bt`. For
+    aggregation, totals and horizon see `aggregation.aggregate`.
     """
     mask_bt = mask_bt.bool()
     totals = totals or BatchTotals.of(mask_bt)

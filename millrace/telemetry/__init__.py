@@ -1,1 +1,1 @@
-"""What the services say about themselves: logs, Prometheus metrics, traces, experiment trackers. Torch-free."""
+"""Observability of the services: logs, metrics, traces, experiment trackers. Needs no torch."""

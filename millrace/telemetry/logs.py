@@ -1,7 +1,7 @@
-"""Logs: for a person at a terminal, or one JSON object a line for everything else.
+"""Logs: readable text on a terminal, otherwise one JSON object for each line.
 
-`MILLRACE_LOG=json` or `MILLRACE_LOG=console` overrides what the terminal suggests; `MILLRACE_LOG_LEVEL` is INFO unless
-set. Standard logging (uvicorn, grpc, redis) goes through the same pipe, so a process writes one kind of line.
+`MILLRACE_LOG=json` or `MILLRACE_LOG=console` chooses the style regardless of the terminal; `MILLRACE_LOG_LEVEL` is INFO
+by default. Standard logging (uvicorn, grpc, redis) has the same handler, so all lines of a process have one format.
 """
 
 import contextlib
@@ -16,14 +16,14 @@ from structlog.typing import EventDict, Processor
 
 from millrace.errors import MillraceError
 
-QUIET = ("asyncio", "grpc", "httpcore", "httpx", "hpack")
-"""Libraries whose INFO lines tell nothing about a job."""
+QUIET_LIBRARIES = ("asyncio", "grpc", "httpcore", "httpx", "hpack")
+"""Libraries whose INFO lines say nothing about a job."""
 
 
 def configure(service: str, member: str = "", stream: TextIO | None = None) -> None:
-    """Sends this process's logs to `stream` (standard error unless given), each line with `service` and `member`.
+    """Sends the logs of this process to `stream`, by default standard error. Each line has `service` and `member`.
 
-    Raises MillraceError where MILLRACE_LOG or MILLRACE_LOG_LEVEL has a value that means nothing.
+    Raises MillraceError where MILLRACE_LOG or MILLRACE_LOG_LEVEL has an unknown value.
     """
     stream = stream or sys.stderr
     level = _level()
@@ -48,11 +48,13 @@ def configure(service: str, member: str = "", stream: TextIO | None = None) -> N
         cache_logger_on_first_use=False,
     )
     handler = logging.StreamHandler(stream)
-    handler.setFormatter(structlog.stdlib.ProcessorFormatter(foreign_pre_chain=shared, processors=_ending(stream)))
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(foreign_pre_chain=shared, processors=_line_renderers(stream))
+    )
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)
-    for name in QUIET:
+    for name in QUIET_LIBRARIES:
         logging.getLogger(name).setLevel(max(level, logging.WARNING))
     for name in ("uvicorn", "uvicorn.error", "uvicorn.access"):
         logging.getLogger(name).handlers.clear()
@@ -60,8 +62,8 @@ def configure(service: str, member: str = "", stream: TextIO | None = None) -> N
 
 
 @contextlib.contextmanager
-def kept() -> Iterator[None]:
-    """Whatever sets up the root logger for itself inside, as some engines do, it is afterwards as it was."""
+def root_logger_restored() -> Iterator[None]:
+    """Restores handlers and level of the root logger at the end. Some engines configure it for themselves."""
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     try:
@@ -75,12 +77,12 @@ def _level() -> int:
     name = os.environ.get("MILLRACE_LOG_LEVEL", "INFO").upper()
     levels = logging.getLevelNamesMapping()
     if name not in levels:
-        raise MillraceError(f"MILLRACE_LOG_LEVEL is {name}, which is no level.", "set DEBUG, INFO, WARNING or ERROR.")
+        raise MillraceError(f"MILLRACE_LOG_LEVEL: {name}: is not a level.", "set DEBUG, INFO, WARNING or ERROR.")
     return levels[name]
 
 
-def _ending(stream: TextIO) -> list[Processor]:
-    """What turns an event into a line."""
+def _line_renderers(stream: TextIO) -> list[Processor]:
+    """The processors that turn an event into a line. Raises MillraceError where MILLRACE_LOG has an unknown value."""
     style = os.environ.get("MILLRACE_LOG", "console" if stream.isatty() else "json")
     strip = structlog.stdlib.ProcessorFormatter.remove_processors_meta
     if style == "console":
@@ -89,11 +91,11 @@ def _ending(stream: TextIO) -> list[Processor]:
     if style == "json":
         as_json = structlog.processors.JSONRenderer(default=str)
         return [strip, structlog.processors.format_exc_info, _message_first, as_json]
-    raise MillraceError(f"MILLRACE_LOG is {style}, which is no style of logs.", "set json or console, or unset it.")
+    raise MillraceError(f"MILLRACE_LOG: {style}: is not a style of logs.", "set json or console, or unset it.")
 
 
 def _message_first(_logger: object, _method: str, event: EventDict) -> EventDict:
-    """What a person looks for comes first in a line, the identity last; uvicorn's coloured copy is left out."""
+    """Puts time, level and message first and the identity last; removes uvicorn's coloured copy of the message."""
     event.pop("color_message", None)
     leading = {key: event.pop(key) for key in ("timestamp", "level", "event") if key in event}
     trailing = {key: event.pop(key) for key in ("logger", "service", "member") if key in event}

@@ -1,7 +1,7 @@
-"""Traces over OpenTelemetry: on where OTEL_EXPORTER_OTLP_ENDPOINT is set, otherwise spans cost next to nothing.
+"""Traces with OpenTelemetry. They are exported where OTEL_EXPORTER_OTLP_ENDPOINT is set; otherwise spans cost little.
 
-The API package is always there; the SDK and the exporter come with the coordinator's extra. Everything else
-(headers, sampling, resource attributes) is set by OpenTelemetry's own environment variables.
+The API package is always installed; the SDK and the exporter come with the coordinator's extra. OpenTelemetry's own
+environment variables set everything else, such as headers, sampling and resource attributes.
 """
 
 import os
@@ -17,10 +17,10 @@ ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 
 
 def configure(service: str, member: str = "") -> bool:
-    """Exports this process's spans if an endpoint is set; says whether it does.
+    """Starts to export the spans of this process if an endpoint is set. Returns whether one is.
 
-    Raises MillraceError where an endpoint is set and the SDK or the exporter is not installed: traces that somebody
-    asked for must not vanish without a word.
+    Raises MillraceError where an endpoint is set but the SDK or the exporter is not installed, because requested traces
+    must not be lost silently.
     """
     if not os.environ.get(ENDPOINT):
         return False
@@ -43,17 +43,17 @@ def configure(service: str, member: str = "") -> bool:
 
 
 def tracer(module: str) -> trace.Tracer:
-    """For spans: `with tracer(__name__).start_as_current_span("step", attributes={"millrace.job": job}): ...`."""
+    """A tracer: `with tracer(__name__).start_as_current_span("step", attributes={"millrace.job": job}): ...`."""
     return trace.get_tracer(module, __version__)
 
 
 def outgoing() -> tuple[tuple[str, str], ...]:
-    """The current span as call metadata, so that the callee's spans hang under it; empty outside any span."""
+    """The current span as metadata of a call, which makes it the parent of the callee's spans; empty without a span."""
     carrier: dict[str, str] = {}
     propagate.inject(carrier)
     return tuple(carrier.items())
 
 
 def incoming(metadata: Mapping[str, str]) -> Context:
-    """The caller's span from call metadata: the `context` of `start_as_current_span`."""
+    """The caller's span from the metadata of a call, for the argument `context` of `start_as_current_span`."""
     return propagate.extract(dict(metadata))

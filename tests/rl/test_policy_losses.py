@@ -350,7 +350,7 @@ def test_refusals():
     batch = make_batch()
     with pytest.raises(InvalidJob, match="no such policy loss"):
         computed(Case("pop"), batch)
-    with pytest.raises(InvalidJob, match=r"clip_low = 2\.0"):
+    with pytest.raises(InvalidJob, match=r"clip_low: 2\.0: "):
         computed(Case("ppo", {"clip_low": 2.0}), batch)
     with pytest.raises(InvalidJob, match="needs behaviour_logprobs_bt"):
         one_token("decoupled_ppo", log_ratio=0.0, advantage=1.0)

@@ -56,7 +56,7 @@ def test_a_value_without_meaning_is_refused_with_a_fix(variable: str) -> None:
 
 
 def test_what_a_library_does_to_the_root_logger_is_undone() -> None:
-    library = "with logs.kept():\n    logging.basicConfig(force=True, level=logging.CRITICAL)\n"
+    library = "with logs.root_logger_restored():\n    logging.basicConfig(force=True, level=logging.CRITICAL)\n"
     configured = 'logs.configure("rollout", "rollout-1a2b3c4d")\n'
     done = run(PROGRAM.replace(configured, configured + library))
     assert [json.loads(line)["event"] for line in done.stderr.splitlines()] == ["lease taken", "port 7700", "broke"]

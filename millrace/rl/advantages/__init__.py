@@ -1,7 +1,7 @@
-"""Advantages: how much better each token was than expected. One file an estimator.
+"""Advantages: how much better each token was than expected. Each estimator is one file.
 
-An estimator returns `(advantages_bt, returns_bt)`. Both are 0 where the mask is false; `returns_bt` is what a critic
-would learn to predict.
+An estimator returns `(advantages_bt, returns_bt)`. Both are 0 where the mask is false. A critic learns to predict
+`returns_bt`.
 """
 
 from typing import Any
@@ -23,16 +23,16 @@ def advantage(
     values_bt: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns, both [B, T] in the rewards' dtype, by the estimator `name`.
+    """Returns advantages and returns, both [B, T] in the rewards' dtype, by the estimator `name`.
 
-    To be called once for a step's whole batch: group and batch statistics are over what is given.
+    The caller passes a step's whole batch, because group and batch statistics are computed over these tensors.
 
-    token_rewards_bt: float [B, T]; an outcome's reward stands on the last generated token. Rewards where the mask is
+    token_rewards_bt: float [B, T]; the reward of an outcome is at the last generated token. Rewards where the mask is
         false are not read.
-    mask_bt: [B, T], true on generated tokens. Observations between turns are false.
+    mask_bt: [B, T], true for generated tokens, false for observations between turns.
     group_b: integer [B]; equal for the samples of one prompt.
-    values_bt: float [B, T]; the critic's values, for those that need them.
-    options: the estimator's own options and the further tensors that it takes.
+    values_bt: float [B, T]; the critic's values, for estimators that need them.
+    options: the estimator's options, and the other tensors that it takes.
 
     Raises InvalidJob for an unknown name or option, or a missing tensor.
     """

@@ -1,7 +1,7 @@
 """Generalized advantage estimation (arXiv 1506.02438), for PPO with a critic.
 
-δ_t = r_t + γ·V_u − V_t and A_t = δ_t + γλ·A_u, with u the next *generated* token: value and advantage are carried over
-observations, not set to zero there. Returns are A + V before A is whitened over the batch.
+δ_t = r_t + γ·V_u − V_t and A_t = δ_t + γλ·A_u, where u is the next *generated* token: value and advantage are carried
+over observations instead of being set to zero there. Returns are A + V, before A is whitened over the batch.
 """
 
 import torch

@@ -1,9 +1,9 @@
-"""Several rewards normalised apart (GDPO, arXiv 2601.05242).
+"""Several rewards, each normalised separately (GDPO, arXiv 2601.05242).
 
-Each reward is normalised within the group as in GRPO, their weighted sum over the batch. Normalising the sum of rewards
-instead lets the one with the largest spread drown the others. The batch is normalised over sequences as in the paper;
-verl whitens over tokens, so that long answers weigh more (`batch` "tokens"). Only `rewards_bk` counts: a penalty has
-to be one of the rewards.
+Each reward is normalised within the group as in GRPO; their weighted sum is normalised over the batch. If the sum of
+rewards were normalised instead, the reward with the largest spread would dominate. The batch is normalised over
+sequences as in the paper; verl whitens over tokens, which gives long answers more weight (`batch` "tokens"). Only
+`rewards_bk` is read, so a penalty has to be one of the rewards.
 """
 
 from typing import Literal
@@ -27,7 +27,7 @@ def gdpo(
     ddof: Literal[0, 1] = 1,
     eps: NonNegative = 1e-6,
 ) -> tuple[Tensor, Tensor]:
-    """Each reward normalised within its group, their weighted sum over the batch."""
+    """Each reward normalised within its group, and their weighted sum normalised over the batch."""
     count = rewards_bk.shape[1]
     weights = weights or (1.0,) * count
     if len(weights) != count:

@@ -1,7 +1,7 @@
-"""Group policy gradient (arXiv 2504.02546): α·(r − mean(group)), to go with the loss `gpg`.
+"""Group policy gradient (arXiv 2504.02546): α·(r − mean(group)), for use with the loss `gpg`.
 
-α = samples / samples that give a gradient makes up for those that give none. The paper leaves out groups whose rewards
-are all equal (`count` "groups"); verl counts rewards that are not zero ("rewards").
+α = samples / samples with a gradient compensates for samples without one. The paper counts the samples of groups whose
+rewards differ (`count` "groups"); verl counts rewards that are not zero ("rewards").
 """
 
 from typing import Literal
@@ -20,7 +20,7 @@ def gpg(
     count: Literal["groups", "rewards"] = "groups",
     singleton: Literal["zero", "reward"] = "zero",
 ) -> tuple[Tensor, Tensor]:
-    """Reward less the group's mean, scaled up for the samples without a gradient."""
+    """Reward minus the group's mean, scaled up to compensate for samples without a gradient."""
     groups = Groups.of(group_b, mask_bt)
     rewards_b = token_rewards_bt.sum(dim=-1)
     if count == "groups":

@@ -1,7 +1,7 @@
 """Group-relative advantages (DeepSeekMath, arXiv 2402.03300).
 
-A = (r − mean(group)) / (std(group) + eps), the same on each token of an answer. With `std` off it is Dr. GRPO's
-(arXiv 2503.20783), which does not favour prompts that are nearly always or nearly never solved.
+A = (r − mean(group)) / (std(group) + eps), the same for each token of an answer. Without `std` it is the advantage of
+Dr. GRPO (arXiv 2503.20783), which does not favour prompts that are nearly always or nearly never solved.
 """
 
 from typing import Literal
@@ -22,7 +22,7 @@ def grpo(
     eps: NonNegative = 1e-6,
     singleton: Literal["zero", "reward"] = "zero",
 ) -> tuple[Tensor, Tensor]:
-    """Reward less the group's mean, over the group's standard deviation."""
+    """Reward minus the group's mean, divided by the group's standard deviation."""
     groups = Groups.of(group_b, mask_bt)
     rewards_b = token_rewards_bt.sum(dim=-1)
     advantages_b = groups.centred(rewards_b, singleton)

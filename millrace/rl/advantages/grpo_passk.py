@@ -1,7 +1,8 @@
 """Pass@k with k the group's size (arXiv 2503.19595): only the best answer is rewarded, for what it adds.
 
-The leave-one-out baseline of max(rewards) leaves the best answer r₁ − r₂, the two largest rewards, and all others 0.
-With `std` on it is divided by the group's standard deviation as in GRPO. Of equal best answers none adds anything.
+With the leave-one-out baseline of max(rewards), the best answer gets r₁ − r₂, the difference of the two largest
+rewards, and all other answers get 0. With `std` this is divided by the group's standard deviation as in GRPO. Where two
+answers share the largest reward, all get 0.
 """
 
 from typing import Literal
@@ -22,7 +23,7 @@ def grpo_passk(
     ddof: Literal[0, 1] = 1,
     eps: NonNegative = 1e-6,
 ) -> tuple[Tensor, Tensor]:
-    """The best of a group gets what it adds to the second best, all others nothing."""
+    """The best answer of a group gets its distance to the second best; all others get 0."""
     groups = Groups.of(group_b, mask_bt)
     rewards_b = token_rewards_bt.sum(dim=-1)
     is_best_b = rewards_b == groups.max(rewards_b)

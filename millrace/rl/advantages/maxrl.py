@@ -1,6 +1,7 @@
-"""MaxRL (arXiv 2602.02710): (r − μ)/μ with μ the group's mean reward, 0 where μ ≤ 0.
+"""MaxRL (arXiv 2602.02710): (r − μ)/μ with the group's mean reward μ; 0 where μ ≤ 0.
 
-For rewards of 0 and 1 this follows the gradient of the log-likelihood of a right answer, truncated at the group's size.
+For rewards of 0 and 1 this follows the gradient of the log-likelihood of a correct answer, as a series that is cut off
+at the group's size.
 """
 
 from typing import Literal
@@ -18,7 +19,7 @@ def maxrl(
     group_b: Tensor,
     singleton: Literal["zero", "reward"] = "zero",
 ) -> tuple[Tensor, Tensor]:
-    """Reward less the group's mean, over that mean."""
+    """Reward minus the group's mean, divided by that mean."""
     groups = Groups.of(group_b, mask_bt)
     rewards_b = token_rewards_bt.sum(dim=-1)
     mean_b = groups.mean(rewards_b)

@@ -1,6 +1,6 @@
 """On-policy RL with the optimal reward baseline (arXiv 2505.23585).
 
-A = r − Σ(length·r)/Σlength over the group: the variance-optimal baseline if a gradient's norm grows with length.
+A = r − Σ(length·r)/Σlength over the group: the baseline of least variance if the norm of a gradient grows with length.
 """
 
 from typing import Literal
@@ -18,7 +18,7 @@ def opo(
     group_b: Tensor,
     singleton: Literal["zero", "reward"] = "zero",
 ) -> tuple[Tensor, Tensor]:
-    """Reward less the group's length-weighted mean."""
+    """Reward minus the group's length-weighted mean."""
     groups = Groups.of(group_b, mask_bt)
     rewards_b = token_rewards_bt.sum(dim=-1)
     lengths_b = mask_bt.sum(dim=-1).to(rewards_b.dtype)

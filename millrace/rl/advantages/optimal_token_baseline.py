@@ -1,10 +1,10 @@
 """The optimal token baseline (arXiv 2602.07078): a group baseline for each token position.
 
-A_t = G_t − B_t with G the return-to-go and B_t = Σ G_t·W_t / Σ W_t over the group's answers that reach position t.
+A_t = G_t − B_t, where G is the return-to-go and B_t = Σ G_t·W_t / Σ W_t over the group's answers that reach position t.
 W_t = Σ_{j ≤ t} (1 − 2π_j + Σπ²) estimates the squared gradient norm up to t from the probabilities alone. Positions
-count generated tokens, so answers of several turns are aligned by what the policy wrote. `zero_tail`: where only one
-answer of the group is left its baseline is 0 (as in verl) rather than its own return, which would make A 0 there.
-Importance weights, if given, scale W by their square.
+count generated tokens, so answers of several turns are aligned by the tokens that the policy generated. With
+`zero_tail` the baseline is 0, as in verl, where only one answer of the group is left; otherwise it is that answer's
+return, which makes A 0 there. Importance weights, if given, scale W by their square.
 """
 
 from typing import Literal
@@ -29,7 +29,7 @@ def optimal_token_baseline(
     eps: NonNegative = 1e-8,
     singleton: Literal["zero", "reward"] = "zero",
 ) -> tuple[Tensor, Tensor]:
-    """Return-to-go less a baseline for each token position, weighted by the gradient's norm so far."""
+    """Return-to-go minus a baseline for each token position, weighted by the gradient's norm so far."""
     groups = Groups.of(group_b, mask_bt)
     returns_bt = to_go(token_rewards_bt, mask_bt, 1.0)
     energy_bt = 1 - 2 * old_logprobs_bt.exp() + sum_pi_squared_bt

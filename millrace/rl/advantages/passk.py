@@ -1,8 +1,9 @@
 """Pass@k for any k up to the group's size, in expectation over its subsets (arXiv 2508.10751).
 
-Of a group of n answers, w wrong: R = 1 − C(w, k)/C(n, k) is the mean pass@k of its subsets of k and σ = sqrt(R(1 − R))
-their standard deviation. A right answer gets (1 − R)/σ; a wrong one (1 − R − C(w−1, k−1)/C(n−1, k−1))/σ, the mean over
-the subsets that hold it. An answer is right if its reward is above `threshold`.
+For a group of n answers, w of them wrong, R = 1 − C(w, k)/C(n, k) is the mean pass@k of its subsets of k answers and
+σ = sqrt(R(1 − R)) their standard deviation. A correct answer gets (1 − R)/σ, a wrong one
+(1 − R − C(w−1, k−1)/C(n−1, k−1))/σ, which is the mean over the subsets that contain it. An answer is correct if its
+reward is above `threshold`.
 """
 
 import torch

@@ -16,7 +16,7 @@ def reinforce_plus_plus_baseline(
     unbiased: bool = True,
     singleton: Literal["zero", "reward"] = "zero",
 ) -> tuple[Tensor, Tensor]:
-    """Reward less the group's mean, whitened over the batch."""
+    """Reward minus the group's mean, whitened over the batch."""
     groups = Groups.of(group_b, mask_bt)
     centred_bt, _ = on_tokens(groups.centred(token_rewards_bt.sum(dim=-1), singleton), mask_bt)
     advantages_bt = whitened(centred_bt, mask_bt, unbiased=unbiased)

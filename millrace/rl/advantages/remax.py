@@ -1,4 +1,4 @@
-"""ReMax (arXiv 2310.10505): return-to-go less the reward of the greedy answer to the same prompt."""
+"""ReMax (arXiv 2310.10505): return-to-go minus the reward of the greedy answer to the same prompt."""
 
 from torch import Tensor
 
@@ -6,6 +6,6 @@ from millrace.rl.formulas.returns import to_go
 
 
 def remax(*, token_rewards_bt: Tensor, mask_bt: Tensor, greedy_rewards_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return-to-go less the greedy answer's reward."""
+    """Return-to-go minus the greedy answer's reward."""
     returns_bt = to_go(token_rewards_bt, mask_bt, 1.0)
     return returns_bt - greedy_rewards_b[:, None].to(returns_bt.dtype), returns_bt

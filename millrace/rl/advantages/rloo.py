@@ -17,7 +17,7 @@ def rloo(
     group_b: Tensor,
     singleton: Literal["zero", "reward"] = "zero",
 ) -> tuple[Tensor, Tensor]:
-    """Reward less the mean of the group's other rewards."""
+    """Reward minus the mean of the group's other rewards."""
     groups = Groups.of(group_b, mask_bt)
     sizes_b = groups.sizes_b.to(token_rewards_bt.dtype)
     centred_b = groups.centred(token_rewards_bt.sum(dim=-1), singleton)

@@ -1,6 +1,6 @@
 """IcePop (Ring-1T, arXiv 2510.18855): w = π_train/π_rollout inside the bounds, 0 outside.
 
-A token outside gives no gradient but stays in the denominators.
+A token outside the bounds gives no gradient but stays in the denominators.
 """
 
 from torch import Tensor
@@ -11,7 +11,7 @@ from millrace.rl.registry.options import RatioBounds
 
 def icepop(
     *, train_logprobs_bt: Tensor, rollout_logprobs_bt: Tensor, mask_bt: Tensor, bounds: RatioBounds = (0.5, 5.0)
-) -> tuple[Tensor | None, Tensor, dict[str, Tensor]]:
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Each token weighted by its ratio, or by 0 where that is out of bounds."""
     ratio_bt = log_ratio(train_logprobs_bt, rollout_logprobs_bt).exp()
     too_low_bt, too_high_bt = ratio_bt < bounds[0], ratio_bt > bounds[1]

@@ -1,4 +1,4 @@
-"""Sequences whose geometric mean ratio is out of bounds leave the loss whole (arXiv 2512.23075).
+"""Rejects sequences whose geometric mean ratio is out of bounds (arXiv 2512.23075).
 
 exp(mean log(π_train/π_rollout)) does not depend on length, so the bounds can be tight.
 """
@@ -12,7 +12,7 @@ from millrace.rl.registry.options import RatioBounds
 
 def reject_geometric(
     *, train_logprobs_bt: Tensor, rollout_logprobs_bt: Tensor, mask_bt: Tensor, bounds: RatioBounds = (0.99, 1.01)
-) -> tuple[Tensor | None, Tensor, dict[str, Tensor]]:
-    """Sequences are dropped by the geometric mean of their ratios."""
+) -> tuple[None, Tensor, dict[str, Tensor]]:
+    """Drops sequences by the geometric mean of their ratios."""
     mean_b1 = sequence_mean(log_ratio(train_logprobs_bt, rollout_logprobs_bt), mask_bt)
     return None, mask_bt & is_close("k1", mean_b1, bounds, 0.0), {}

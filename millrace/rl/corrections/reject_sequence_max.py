@@ -1,6 +1,6 @@
-"""Sequences with one token too far apart leave the loss whole (arXiv 2512.23075).
+"""Rejects sequences with one token whose two probabilities are too far apart (arXiv 2512.23075).
 
-k1: each ratio π_train/π_rollout has to be within `bounds`; k2, k3: the largest has to be at most `limit`.
+k1: each ratio π_train/π_rollout has to be within `bounds`; k2, k3: the largest estimate has to be at most `limit`.
 """
 
 from typing import Literal
@@ -20,8 +20,8 @@ def reject_sequence_max(
     estimator: Literal["k1", "k2", "k3"] = "k1",
     bounds: RatioBounds = (0.1, 10.0),
     limit: Positive = 1.0,
-) -> tuple[Tensor | None, Tensor, dict[str, Tensor]]:
-    """Sequences are dropped by their worst token."""
+) -> tuple[None, Tensor, dict[str, Tensor]]:
+    """Drops sequences by their worst token."""
     divergence_bt = divergences(estimator, log_ratio(train_logprobs_bt, rollout_logprobs_bt))
     is_close_bt = is_close(estimator, divergence_bt, bounds, limit) | ~mask_bt
     return None, mask_bt & is_close_bt.all(dim=-1, keepdim=True), {}

@@ -1,7 +1,7 @@
-"""Sequences whose mean divergence is too large leave the loss whole (arXiv 2512.23075).
+"""Rejects sequences whose mean divergence is too large (arXiv 2512.23075).
 
-k2, k3: the mean over a sequence's tokens, at most `limit`, whatever the length. k1: the geometric mean of the ratios
-π_train/π_rollout, within `bounds`, as in `reject_geometric`.
+k2, k3: the mean over a sequence's tokens has to be at most `limit`. k1: the geometric mean of the ratios
+π_train/π_rollout has to be within `bounds`, as in `reject_geometric`.
 """
 
 from typing import Literal
@@ -21,8 +21,8 @@ def reject_sequence_mean(
     estimator: Literal["k1", "k2", "k3"] = "k3",
     bounds: RatioBounds = (0.5, 2.0),
     limit: Positive = 0.01,
-) -> tuple[Tensor | None, Tensor, dict[str, Tensor]]:
-    """Sequences are dropped by the mean over their tokens."""
+) -> tuple[None, Tensor, dict[str, Tensor]]:
+    """Drops sequences by the mean over their tokens."""
     divergence_bt = divergences(estimator, log_ratio(train_logprobs_bt, rollout_logprobs_bt))
     mean_b1 = sequence_mean(divergence_bt, mask_bt)
     return None, mask_bt & is_close(estimator, mean_b1, bounds, limit), {}

@@ -1,6 +1,7 @@
-"""Sequences whose summed divergence is too large leave the loss whole (arXiv 2512.23075).
+"""Rejects sequences whose summed divergence is too large (arXiv 2512.23075).
 
-k1: the product of the tokens' ratios π_train/π_rollout, within `bounds`; k2, k3: their sum, at most `limit`.
+k1: the product of the tokens' ratios π_train/π_rollout has to be within `bounds`; k2, k3: the sum of the estimates has
+to be at most `limit`.
 """
 
 from typing import Literal
@@ -20,8 +21,8 @@ def reject_sequence_sum(
     estimator: Literal["k1", "k2", "k3"] = "k1",
     bounds: RatioBounds = (0.5, 2.0),
     limit: Positive = 1.0,
-) -> tuple[Tensor | None, Tensor, dict[str, Tensor]]:
-    """Sequences are dropped by the sum over their tokens."""
+) -> tuple[None, Tensor, dict[str, Tensor]]:
+    """Drops sequences by the sum over their tokens."""
     divergence_bt = divergences(estimator, log_ratio(train_logprobs_bt, rollout_logprobs_bt))
     sum_b1 = divergence_bt.sum(dim=-1, keepdim=True)
     return None, mask_bt & is_close(estimator, sum_b1, bounds, limit), {}

@@ -1,6 +1,6 @@
-"""Tokens whose two probabilities are far apart leave the loss (hard trust region, arXiv 2512.23075).
+"""Rejects tokens whose two probabilities are far apart (hard trust region, arXiv 2512.23075).
 
-k1 keeps ratios π_train/π_rollout within `bounds`; k2 and k3 keep what is at most `limit`.
+k1 keeps ratios π_train/π_rollout within `bounds`; k2 and k3 keep estimates of at most `limit`.
 """
 
 from typing import Literal
@@ -20,7 +20,7 @@ def reject_token(
     estimator: Literal["k1", "k2", "k3"] = "k1",
     bounds: RatioBounds = (0.5, 2.0),
     limit: Positive = 0.2,
-) -> tuple[Tensor | None, Tensor, dict[str, Tensor]]:
-    """Tokens out of bounds are dropped."""
+) -> tuple[None, Tensor, dict[str, Tensor]]:
+    """Drops tokens that are out of bounds."""
     divergence_bt = divergences(estimator, log_ratio(train_logprobs_bt, rollout_logprobs_bt))
     return None, mask_bt & is_close(estimator, divergence_bt, bounds, limit), {}

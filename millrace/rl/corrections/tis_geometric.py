@@ -1,7 +1,7 @@
 """Truncated weights from the geometric mean of a sequence's ratios: w = min(exp(mean log(π_train/π_rollout)), cap).
 
-Not an importance weight of anything, but of a scale that does not depend on length: the ratio that GSPO
-(arXiv 2507.18071) uses between policies. The product is `tis_sequence`.
+This is no importance weight of tokens or sequences, but its scale does not depend on length. GSPO (arXiv 2507.18071)
+uses the same ratio between policies. `tis_sequence` uses the product instead.
 """
 
 from torch import Tensor
@@ -12,7 +12,7 @@ from millrace.rl.registry.options import Positive
 
 def tis_geometric(
     *, train_logprobs_bt: Tensor, rollout_logprobs_bt: Tensor, mask_bt: Tensor, cap: Positive = 2.0
-) -> tuple[Tensor | None, Tensor, dict[str, Tensor]]:
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Each token weighted by the geometric mean of its sequence's ratios, truncated."""
     ratio_b1 = sequence_mean(log_ratio(train_logprobs_bt, rollout_logprobs_bt), mask_bt).exp()
     metrics_b1 = {"rollout_is_ratio_fraction_high": ratio_b1 > cap, "rollout_is_ratio_fraction_low": ratio_b1 < 1 / cap}

@@ -1,7 +1,7 @@
-"""Truncated importance sampling by sequence: w = min(product of the tokens' ratios, cap), the same on each token.
+"""Truncated importance sampling by sequence: w = min(product of the tokens' ratios, cap), the same for each token.
 
-The product is the ratio of the sequences' probabilities: without bias before it is truncated, and of a variance that
-grows with length. The geometric mean is another thing: `tis_geometric`.
+The product is the ratio of the sequence's probabilities. It is unbiased before it is truncated, and its variance grows
+with length. `tis_geometric` uses the geometric mean instead.
 """
 
 from torch import Tensor
@@ -12,7 +12,7 @@ from millrace.rl.registry.options import Positive
 
 def tis_sequence(
     *, train_logprobs_bt: Tensor, rollout_logprobs_bt: Tensor, mask_bt: Tensor, cap: Positive = 2.0
-) -> tuple[Tensor | None, Tensor, dict[str, Tensor]]:
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Each token weighted by its sequence's ratio, truncated."""
     ratio_b1 = clamped((train_logprobs_bt - rollout_logprobs_bt).sum(dim=-1, keepdim=True)).exp()
     metrics_b1 = {"rollout_is_ratio_fraction_high": ratio_b1 > cap, "rollout_is_ratio_fraction_low": ratio_b1 < 1 / cap}

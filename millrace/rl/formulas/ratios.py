@@ -1,4 +1,4 @@
-"""Importance ratios between two policies, from log-probabilities, and what PPO makes of them."""
+"""Importance ratios between two policies, from log-probabilities, and PPO's clipped surrogate of them."""
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ def log_ratio(logprobs_bt: Tensor, old_logprobs_bt: Tensor) -> Tensor:
 
 
 def clamped(log_ratios: Tensor) -> Tensor:
-    """Within ±20, any shape."""
+    """Log-ratios of any shape, clamped to ±20."""
     return log_ratios.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
@@ -25,7 +25,10 @@ def sequence_mean(values_bt: Tensor, mask_bt: Tensor) -> Tensor:
 def clipped_surrogate(
     ratio_bt: Tensor, advantages_bt: Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """max(−rA, −clip(r, 1 − clip_low, 1 + clip_high)·A), where A < 0 at most −dual_clip·A; and where it was clipped."""
+    """Returns the loss max(−rA, −clip(r, 1 − clip_low, 1 + clip_high)·A), [B, T], and metrics of what was clipped.
+
+    Where A < 0 and `dual_clip` is given, the loss is at most −dual_clip·A. `ratio_bt` may be [B, 1].
+    """
     plain_bt = -ratio_bt * advantages_bt
     clipped_bt = -ratio_bt.clamp(1 - clip_low, 1 + clip_high) * advantages_bt
     loss_bt = torch.maximum(plain_bt, clipped_bt)

@@ -1,8 +1,8 @@
-"""The rule of the rejecting corrections: how far a token's two probabilities are apart, and what is too far.
+"""The rule of the rejecting corrections: how far a token's two probabilities are apart, and how far is too far.
 
-With w = π_train/π_rollout, k1 is log w itself, and what is bounded is its exponential: a ratio, so `bounds` enclose 1.
-k2 = (log w)²/2 and k3 = w − 1 − log w are never negative and bounded by `limit` from above. (In verl `*_k1` bounds are
-applied to −log w, so there "0.5_1.5" keeps a ratio of 1.8 and drops 0.6.)
+With w = π_train/π_rollout, k1 is log w. Its exponential is a ratio, so `bounds` are on that ratio and enclose 1.
+k2 = (log w)²/2 and k3 = w − 1 − log w are never negative; `limit` bounds them from above. verl applies the bounds of
+`*_k1` to −log w, so that "0.5_1.5" keeps a ratio of 1.8 and drops 0.6 there.
 """
 
 import math
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def divergences(estimator: str, log_ratio_bt: Tensor) -> Tensor:
-    """[B, T]: k1, k2 or k3 a token."""
+    """[B, T]: the estimate k1, k2 or k3 of each token."""
     if estimator == "k1":
         return log_ratio_bt
     if estimator == "k2":
@@ -21,7 +21,7 @@ def divergences(estimator: str, log_ratio_bt: Tensor) -> Tensor:
 
 
 def is_close(estimator: str, divergence: Tensor, bounds: tuple[float, float], limit: float) -> Tensor:
-    """Where the divergence is within what is allowed; same shape, bool."""
+    """bool, the shape of `divergence`: whether it is within `bounds` (k1) or at most `limit` (k2, k3)."""
     if estimator != "k1":
         return divergence <= limit
     low = math.log(bounds[0]) if bounds[0] > 0 else -math.inf

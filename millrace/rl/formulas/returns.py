@@ -1,13 +1,14 @@
-"""Sums over an answer's tokens that pass over what the policy did not generate."""
+"""Sums over the tokens of an answer that skip the tokens that the policy did not generate."""
 
 import torch
 from torch import Tensor
 
 
 def to_go(values_bt: Tensor, mask_bt: Tensor, factor: float) -> Tensor:
-    """[B, T]: S_t = value_t + factor · S_u with u the next token that counts; 0 where the mask is false.
+    """[B, T]: S_t = value_t + factor · S_u, where u is the next token that counts; 0 where the mask is false.
 
-    Observations between turns neither add nor discount. Computed by doubling, in log2(T) passes over the tensor.
+    Observations between turns neither add to the sum nor discount it. It is computed by doubling, in log2(T) passes
+    over the tensor.
     """
     values_bt = compact(values_bt, mask_bt)
     span, weight = 1, factor
@@ -20,7 +21,7 @@ def to_go(values_bt: Tensor, mask_bt: Tensor, factor: float) -> Tensor:
 
 
 def compact(values_bt: Tensor, mask_bt: Tensor) -> Tensor:
-    """[B, T]: each row's values that count moved to its front, in their order; 0 behind them."""
+    """[B, T]: each row's values that count, moved to the front of the row in their order, and 0 behind them."""
     return torch.where(mask_bt, values_bt, 0).gather(-1, _order(mask_bt))
 
 
@@ -31,9 +32,9 @@ def restore(values_bt: Tensor, mask_bt: Tensor) -> Tensor:
 
 
 def whitened(values_bt: Tensor, mask_bt: Tensor, *, unbiased: bool = True, eps: float = 1e-8) -> Tensor:
-    """(value − mean) / sqrt(variance + eps) over all tokens that count; 0 elsewhere.
+    """[B, T]: (value − mean) / sqrt(variance + eps) over all tokens that count; 0 elsewhere.
 
-    With `unbiased` the variance is over count − 1. A single token has no variance and becomes 0.
+    With `unbiased` the variance is divided by count − 1. A single token becomes 0.
     """
     count = mask_bt.sum()
     centred_bt = torch.where(mask_bt, values_bt - torch.where(mask_bt, values_bt, 0).sum() / count.clamp(min=1), 0)

@@ -1,4 +1,4 @@
-"""Between packed micro-batches, sequences one behind the other, and the padded tensors that the algorithms take."""
+"""Conversion between packed micro-batches, whose sequences follow each other, and the padded tensors of algorithms."""
 
 from collections.abc import Sequence
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 def unpack(values_p: Tensor, lengths: Sequence[int]) -> Tensor:
-    """[B, max(lengths)] from [sum(lengths)], with zeros behind each sequence; gradients flow through.
+    """[B, max(lengths)] from [sum(lengths)], padded with zeros; gradients flow through.
 
-    Raises ValueError if the lengths do not add up to the packed values.
+    Raises ValueError if the lengths do not add up to the number of packed values.
     """
     if sum(lengths) != values_p.shape[0]:
         raise ValueError(f"Lengths add up to {sum(lengths)} but there are {values_p.shape[0]} packed values.")

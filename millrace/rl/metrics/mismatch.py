@@ -1,7 +1,7 @@
-"""How far the engine's policy is from the trainer's, under the names that verl reports (`rollout_corr/*`).
+"""Metrics of how far the engine's policy is from the trainer's, under verl's names (`rollout_corr/*`).
 
-With w = π_train/π_rollout a token. Means are shares of the batch's, see `metrics`: `rollout_is_std` and
-`rollout_is_eff_sample_size` follow from the sums there.
+w = π_train/π_rollout is the ratio of a token. Means are contributions to the batch's means, see `combining`, which
+also computes `rollout_is_std` and `rollout_is_eff_sample_size` from the means here.
 """
 
 import torch
@@ -17,11 +17,11 @@ PREFIX = "rollout_corr/"
 def mismatch_metrics(
     train_logprobs_bt: Tensor, rollout_logprobs_bt: Tensor, mask_bt: Tensor, totals: BatchTotals | None = None
 ) -> dict[str, Tensor]:
-    """What verl reports of two policies on the same tokens, all [B, T]. Also where nothing is corrected.
+    """Metrics of two policies on the same tokens; all tensors are [B, T]. They do not depend on a correction.
 
-    `kl` and `k3_kl` estimate KL(rollout‖train) by k1 and k3; `chi2_token` and `chi2_seq` are the mean of w² − 1 with w
-    of a token and of a sequence's product; the `ppl` are means over sequences of exp(−mean log-probability), and
-    `log_ppl_diff` is log(training_ppl/rollout_ppl) of a sequence.
+    `kl` and `k3_kl` estimate KL(rollout‖train) by k1 and k3. `chi2_token` and `chi2_seq` are means of w² − 1, where w
+    is a token's ratio or the product of a sequence's ratios. `*_ppl` are means over sequences of
+    exp(−mean log-probability); `log_ppl_diff` is the mean of a sequence's log(training_ppl/rollout_ppl).
     """
     mask_bt = mask_bt.bool()
     totals = totals or BatchTotals.of(mask_bt)
@@ -54,7 +54,10 @@ def mismatch_metrics(
 
 
 def weight_metrics(weights_bt: Tensor, mask_bt: Tensor, totals: BatchTotals) -> dict[str, Tensor]:
-    """Of the weights as they are applied: mean, mean square and extremes over tokens; mean over sequences' means."""
+    """Metrics of a correction's weights as they are applied, [B, T].
+
+    Mean, mean square and extremes over tokens; mean and extremes of the sequences' mean weights.
+    """
     sequence_b = sequence_mean(weights_bt, mask_bt)[:, 0]
     present_b = mask_bt.any(dim=-1)
     metrics = {

@@ -1,7 +1,7 @@
 """CISPO (MiniMax-M1, arXiv 2506.13585): −sg(clip(r, 1 − clip_low, 1 + clip_high))·A·log π.
 
-The ratio is clipped, not the token: every token keeps a gradient. `clip_low` 1 bounds the ratio from above only, as the
-paper and TRL do; verl clips both sides. The bound of 5 is what arXiv 2510.13786 and TRL recommend.
+Only the ratio is clipped, so every token keeps a gradient. With `clip_low` 1 the ratio is bounded from above only, as
+in the paper and in TRL; verl clips both sides. arXiv 2510.13786 and TRL recommend the upper bound of 5.
 """
 
 from torch import Tensor

@@ -26,7 +26,7 @@ def clip_cov(
     fraction: OpenFraction = 2e-4,
     bounds: Bounds = (1.0, 5.0),
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """PPO's surrogate without a few tokens of high covariance."""
+    """PPO's clipped surrogate without a few tokens of high covariance."""
     ratio_bt = log_ratio(logprobs_bt, old_logprobs_bt).exp()
     loss_bt, metrics_bt = clipped_surrogate(ratio_bt, advantages_bt, clip_low, clip_high, dual_clip)
     if selected_bt is None:
@@ -50,7 +50,10 @@ def select(
     fraction: float,
     bounds: tuple[float, float],
 ) -> Tensor:
-    """[B, T], bool: tokens of covariance within the bounds, at random, so many as `fraction` of all; at least one."""
+    """bool [B, T]: a random choice among the tokens with a covariance inside the bounds.
+
+    It has `fraction` of all tokens that count, at least one; fewer where there are fewer candidates.
+    """
     cov_bt = covariances(logprobs_bt, advantages_bt, mask_bt)
     within_bt = (cov_bt > bounds[0]) & (cov_bt < bounds[1]) & (mask_bt if eligible_bt is None else eligible_bt)
     return chosen(scattered(logprobs_bt), within_bt, max(1, int(fraction * int(mask_bt.sum()))))

@@ -1,8 +1,8 @@
 """Decoupled PPO (arXiv 2110.00641; for stale rollouts AReaL, arXiv 2505.24298).
 
-The policy that generated the tokens (behaviour) is not the one that the update stays close to (proximal, here
-`old_logprobs_bt`): w·clipped surrogate of π/π_prox with w = π_prox/π_behaviour, which carries no gradient. With `cap`
-tokens whose w is above it give nothing, as in AReaL's code.
+The policy that generated the tokens (behaviour) differs from the policy that the update stays close to (proximal, here
+`old_logprobs_bt`). The loss is w·(clipped surrogate of π/π_prox) with w = π_prox/π_behaviour, which carries no
+gradient. With `cap`, the loss of tokens whose w is above it is 0, as in AReaL's code.
 """
 
 from torch import Tensor

@@ -1,8 +1,8 @@
 """DPPO with the binary KL divergence (arXiv 2602.04879): −sg(min(r, cap))·A·log π inside the trust region, else 0.
 
-KL = π_old·log(π_old/π) + (1 − π_old)·log((1 − π_old)/(1 − π)) of "this token or another". A token leaves the region
-when that is above `high` and π > π_old with A > 0, or above `low` and π < π_old with A < 0. The paper measures from
-the policy that generated the tokens, so let the job take the old log-probabilities from the rollout.
+KL = π_old·log(π_old/π) + (1 − π_old)·log((1 − π_old)/(1 − π)) is the divergence of "this token or any other". A token
+is outside the region when KL > `high`, π > π_old and A > 0, or when KL > `low`, π < π_old and A < 0. In the paper π_old
+is the policy that generated the tokens, so the job should set `old_logprobs: rollout`.
 """
 
 import torch
@@ -12,7 +12,7 @@ from millrace.rl.formulas.ratios import log_ratio
 from millrace.rl.registry.options import Positive
 
 NEAREST_ONE = -1e-7
-"""A log-probability no closer to 0 than this leaves something to the other tokens, also in fp32."""
+"""Log-probabilities are limited to this, so that the probability of the other tokens is not 0 in float32."""
 
 
 def dppo_kl(

@@ -1,8 +1,8 @@
 """DPPO with the binary total variation (arXiv 2602.04879): −sg(min(r, cap))·A·log π inside the trust region, else 0.
 
-A token leaves the region when its own probability has already moved too far in the direction of its advantage:
-π − π_old > high for A > 0, π_old − π > low for A < 0. The paper measures from the policy that generated the tokens, so
-let the job take the old log-probabilities from the rollout.
+A token is outside the region when its probability has already moved too far in the direction of its advantage:
+π − π_old > high for A > 0, π_old − π > low for A < 0. In the paper π_old is the policy that generated the tokens, so
+the job should set `old_logprobs: rollout`.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Geometric-mean policy optimization (arXiv 2507.20673).
 
-−A·exp(mean over tokens of the clipped log ratio). Log ratios are clipped to [−clip_low, clip_high] on the side that
-would move further: for A > 0 from above, for A < 0 from below. Aggregate with `seq-mean-token-mean`.
+The loss is −A·exp(mean over tokens of the clipped log-ratio). Log-ratios are clipped at clip_high where A > 0 and at
+−clip_low where A < 0. Aggregate with `seq-mean-token-mean`.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Group policy gradient (arXiv 2504.02546): −A·log π, without ratio or clipping. To go with the advantage `gpg`."""
+"""Group policy gradient (arXiv 2504.02546): −A·log π, without ratio or clipping. For the advantage `gpg`."""
 
 from torch import Tensor
 

@@ -1,8 +1,9 @@
 """Group sequence policy optimization (arXiv 2507.18071).
 
-The ratio is the sequence's, its geometric mean over tokens: s = exp(mean log(π/π_old)), clipped as a whole. `per_token`
-is the paper's GSPO-token: the value of s with each token's own gradient, for advantages that differ within a sequence
-(verl always does that; where A is constant the two are equal). Aggregate with `seq-mean-token-mean`.
+The ratio of a sequence is the geometric mean of its tokens' ratios, s = exp(mean log(π/π_old)), and is clipped as a
+whole. `per_token` is the paper's GSPO-token: it has the value of s and each token's own gradient, for advantages that
+differ within a sequence. verl always uses it; where A is constant in a sequence the two are equal. Aggregate with
+`seq-mean-token-mean`.
 """
 
 from torch import Tensor

@@ -1,8 +1,9 @@
 """KL-Cov (arXiv 2505.22617): −rA, plus a penalty on the few tokens of the highest covariance.
 
-cov = (A − mean A)(log π − mean log π). The share `fraction` of all tokens with the highest covariance gets
-coefficient·|log r| added, as in the authors' code. The choice is one over the whole step if the caller passes
-`selected_bt` from `policy_losses.selected_tokens`; without, over what is given, with the current policy (as in verl).
+cov = (A − mean A)(log π − mean log π). coefficient·|log r| is added to the loss of the share `fraction` of all tokens
+that have the highest covariance, as in the authors' code. A caller who passes `selected_bt` from
+`policy_losses.selected_tokens` has one choice for the whole step; without it the choice is made among the tokens given,
+with the current policy, as in verl.
 """
 
 from torch import Tensor
@@ -31,6 +32,6 @@ def kl_cov(
 
 
 def select(*, logprobs_bt: Tensor, advantages_bt: Tensor, mask_bt: Tensor, fraction: float) -> Tensor:
-    """[B, T], bool: the tokens of the highest covariance, so many as `fraction` of all; at least one."""
+    """bool [B, T]: the tokens of the highest covariance, `fraction` of all tokens that count and at least one."""
     cov_bt = covariances(logprobs_bt, advantages_bt, mask_bt)
     return chosen(cov_bt, mask_bt, max(1, int(fraction * int(mask_bt.sum()))))

@@ -1,8 +1,9 @@
 """PPO's clipped surrogate (arXiv 1707.06347), with asymmetric clipping (DAPO, arXiv 2503.14476) and dual clipping
 (arXiv 1912.09729).
 
-With r = π/π_old: max(−rA, −clip(r, 1 − clip_low, 1 + clip_high)·A), and where A < 0 no more than −dual_clip·A, which
-bounds what one token of a bad answer can do after its probability has risen much. `dual_clip` null leaves that out.
+The loss is max(−rA, −clip(r, 1 − clip_low, 1 + clip_high)·A) with r = π/π_old. Where A < 0 it is at most
+−dual_clip·A, which bounds the effect of a token of a bad answer whose probability has risen much; with `dual_clip` null
+there is no such bound.
 """
 
 from torch import Tensor

@@ -1,6 +1,6 @@
 """Soft adaptive policy optimization (arXiv 2511.20347): −A·(4/τ)·σ(τ(r − 1)).
 
-A smooth gate in place of clipping: its slope is 1 at r = 1 and falls on both sides, faster for A < 0 (τ_negative).
+A smooth gate replaces clipping: its slope is 1 at r = 1 and falls on both sides, faster for A < 0 (τ_negative).
 Aggregate with `seq-mean-token-mean`.
 """
 
@@ -19,7 +19,7 @@ def sapo(
     tau_positive: Positive = 1.0,
     tau_negative: Positive = 1.05,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """A sigmoid gate on the ratio in place of clipping."""
+    """A sigmoid gate on the ratio instead of clipping."""
     ratio_bt = log_ratio(logprobs_bt, old_logprobs_bt).exp()
     tau_bt = torch.full_like(ratio_bt, tau_positive).masked_fill(advantages_bt < 0, tau_negative)
     gate_bt = torch.sigmoid(tau_bt * (ratio_bt - 1))

@@ -1,1 +1,1 @@
-"""Which algorithms there are, the options each takes, and how a name becomes a function."""
+"""The list of algorithms, the options of each, and how a name in a job becomes a function."""

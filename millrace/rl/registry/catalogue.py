@@ -1,7 +1,7 @@
-"""Which algorithms there are and which options each takes, read from their files. Needs no torch.
+"""The algorithms and their options, read from the signatures in their files. Needs no torch.
 
-An algorithm is a function of keyword-only parameters. `ast` reads its signature, so that a job is validated where torch
-is not installed and a user's file is not run by the service that only checks it.
+An algorithm is a function of keyword-only parameters. Its signature is read with `ast`: so a job can be validated where
+torch is not installed, and the service that validates a user's file does not execute it.
 """
 
 import ast
@@ -24,7 +24,7 @@ HERE = Path(__file__).parents[1]
 
 
 class AlgorithmKind(StrEnum):
-    """The families of algorithms that have a file each; the value is the folder."""
+    """The kinds of algorithms that have a file each; the value is the name of their folder."""
 
     ADVANTAGE = "advantages"
     POLICY_LOSS = "policy_losses"
@@ -32,6 +32,7 @@ class AlgorithmKind(StrEnum):
 
     @property
     def singular(self) -> str:
+        """The kind in words, for messages."""
         return {"advantages": "advantage", "policy_losses": "policy loss", "corrections": "correction"}[self.value]
 
 
@@ -41,12 +42,12 @@ INPUTS: dict[AlgorithmKind, frozenset[str]] = {
             "token_rewards_bt",
             "mask_bt",
             "group_b",
-            "values_bt",  # the critic's
-            "greedy_rewards_b",  # of a greedy answer to the same prompt
-            "rewards_bk",  # each reward of its own
+            "values_bt",  # of the critic
+            "greedy_rewards_b",  # reward of the greedy answer to the same prompt
+            "rewards_bk",  # the separate rewards that reward.parts names
             "old_logprobs_bt",
             "sum_pi_squared_bt",  # sum over the vocabulary of squared probabilities, at each token
-            "weights_bt",  # of a correction
+            "weights_bt",  # importance weights of a correction
         }
     ),
     AlgorithmKind.POLICY_LOSS: frozenset(
@@ -55,13 +56,13 @@ INPUTS: dict[AlgorithmKind, frozenset[str]] = {
             "old_logprobs_bt",
             "advantages_bt",
             "mask_bt",
-            "behaviour_logprobs_bt",  # of the policy that generated the tokens
+            "behaviour_logprobs_bt",  # under the policy that generated the tokens
             "selected_bt",  # tokens chosen over the whole step, see policy_losses.selected_tokens
         }
     ),
     AlgorithmKind.CORRECTION: frozenset({"train_logprobs_bt", "rollout_logprobs_bt", "mask_bt"}),
 }
-"""The tensors that a trainer can hand to each kind."""
+"""The tensors that a trainer can pass to each kind of algorithm."""
 
 KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k3+")
 AGGREGATIONS = (
@@ -73,12 +74,12 @@ AGGREGATIONS = (
     "seq-mean-token-sum-norm",
 )
 NEEDS_HORIZON = frozenset({"token-sum-norm", "seq-mean-token-sum-norm"})
-"""The aggregations that divide by the horizon: the most tokens that an answer may have."""
+"""The aggregations that divide by the horizon, the largest number of tokens that an answer may have."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """One setting of an algorithm."""
+    """One option of an algorithm."""
 
     name: str
     annotation: str
@@ -91,19 +92,21 @@ class Option:
 
 @dataclass(frozen=True)
 class AlgorithmEntry:
-    """One algorithm: what it is called, where it is, which tensors it takes and which options."""
+    """One algorithm: its name, its file, the tensors that it takes and its options."""
 
     kind: AlgorithmKind
     name: str
     path: Path
     function: str
     summary: str
-    """The first sentence of the function's docstring, or of its file's."""
+    """The first paragraph of the function's docstring, or else of the file's."""
     arxiv: tuple[str, ...]
-    """Ids of the papers that the file names."""
+    """Ids of the papers that the docstrings name."""
     required_inputs: frozenset[str]
     optional_inputs: frozenset[str]
     options: tuple[Option, ...]
+    gives_weights: bool
+    """Whether it is a correction that gives importance weights. One that only rejects is annotated to return None."""
 
     @property
     def is_user_defined(self) -> bool:
@@ -112,20 +115,23 @@ class AlgorithmEntry:
 
     @property
     def needs_critic(self) -> bool:
+        """Whether it cannot be computed without a critic's values."""
         return "values_bt" in self.required_inputs
 
     @property
     def inputs(self) -> frozenset[str]:
+        """Names of all tensors that it takes, required or optional."""
         return self.required_inputs | self.optional_inputs
 
     @cached_property
     def defaults(self) -> dict[str, Any]:
+        """The value of each option that a job does not give."""
         return {option.name: option.default for option in self.options}
 
     def check(self, given: Mapping[str, Any], where: str = "") -> dict[str, Any]:
-        """All options with their values: those given, checked, and the defaults of the others.
+        """Checks the options `given` by a job. Returns the values of all options, defaults included.
 
-        `where` is the field of the job spec that holds them, for the error. Raises InvalidJob.
+        `where` is the field of the job spec that has the options; errors name it. Raises InvalidJob.
         """
         prefix = f"{where}." if where else ""
         adapters = {option.name: option.adapter for option in self.options}
@@ -147,12 +153,12 @@ class AlgorithmEntry:
 
 @cache
 def names(kind: AlgorithmKind) -> tuple[str, ...]:
-    """The built-in algorithms of a kind, sorted."""
+    """Names of the built-in algorithms of a kind, sorted."""
     return tuple(sorted(path.stem for path in (HERE / kind.value).glob("*.py") if not path.stem.startswith("_")))
 
 
 def find(kind: AlgorithmKind, name: str, where: str = "") -> AlgorithmEntry:
-    """The entry of a built-in name, or of a user's own `file.py:function`. Raises InvalidJob."""
+    """The entry of a built-in name or of a user's `file.py:function`. Raises InvalidJob; `where` names the field."""
     if ":" in name:
         path, function = name.rsplit(":", 1)
         return _read(kind, name, Path(path), function, where)
@@ -208,8 +214,25 @@ def _entry(kind: AlgorithmKind, name: str, path: Path, tree: ast.Module, node: a
     summary = (ast.get_docstring(node) or ast.get_docstring(tree) or name).split("\n\n")[0].replace("\n", " ")
     arxiv = tuple(dict.fromkeys(re.findall(r"arXiv[ :](\d{4}\.\d{4,5})", text)))
     return AlgorithmEntry(
-        kind, name, path, node.name, summary, arxiv, frozenset(required), frozenset(optional), tuple(options)
+        kind=kind,
+        name=name,
+        path=path,
+        function=node.name,
+        summary=summary,
+        arxiv=arxiv,
+        required_inputs=frozenset(required),
+        optional_inputs=frozenset(optional),
+        options=tuple(options),
+        gives_weights=kind is AlgorithmKind.CORRECTION and not _first_result_is_none(node.returns),
     )
+
+
+def _first_result_is_none(annotation: ast.expr | None) -> bool:
+    """Whether a function is annotated to return `tuple[None, ...]`."""
+    match annotation:
+        case ast.Subscript(slice=ast.Tuple(elts=[ast.Constant(value=None), *_])):
+            return True
+    return False
 
 
 def _constant(default: ast.expr, option: str) -> Any:

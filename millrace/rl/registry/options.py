@@ -1,6 +1,6 @@
-"""The ranges that an algorithm's options may have, as names for its signature. Needs no torch.
+"""Types with ranges for the options in an algorithm's signature. Needs no torch.
 
-A range is refused with its reason where the job is submitted. Numbers are strict: neither "0.2" nor true is one.
+A value outside its range is refused when the job is submitted. Numbers are strict: "0.2" and true are not numbers.
 """
 
 from typing import Annotated, Any
@@ -53,4 +53,4 @@ TYPES: dict[str, Any] = {
     "Bounds": Bounds,
     "RatioBounds": RatioBounds,
 }
-"""What an option's annotation may name; beside these, `Literal[...]` and `| None`."""
+"""The types that an option's annotation may name. `Literal[...]` and `| None` are also possible."""

@@ -107,7 +107,7 @@ def _separate_rewards(spec: JobSpec, entry: AlgorithmEntry) -> Iterator[Mistake]
 def _weighted_once(algorithm: Algorithm, entries: Mapping[AlgorithmKind, AlgorithmEntry]) -> Iterator[Mistake]:
     """No token is weighted twice for the engine's policy. What a user's own correction returns is unknown."""
     correction, loss = entries.get(AlgorithmKind.CORRECTION), entries.get(AlgorithmKind.POLICY_LOSS)
-    if correction is None or loss is None or correction.is_user_defined or correction.name.startswith("reject_"):
+    if correction is None or loss is None or correction.is_user_defined or not correction.gives_weights:
         return
     field, fix = "algorithm.correction.name", "leave the correction out, choose one that rejects, for example"
     if algorithm.old_logprobs == "rollout" and "old_logprobs_bt" in loss.inputs:

@@ -22,7 +22,7 @@ from millrace.rewards import choose
 from millrace.rewards.locate import Target
 from millrace.spec import JobSpec, parse
 from millrace.spec.checking import choices
-from millrace.telemetry.trackers import check as check_trackers
+from millrace.telemetry.trackers import check_trackers
 from millrace.validation.mistakes import options as checked_options
 
 

@@ -1,7 +1,8 @@
 """Experiment trackers: services such as TensorBoard that get a copy of a job's step metrics.
 
-`check(names)` at submission, `opened(names, run)` once a job starts, `log(step, values)` after each step, `close()`.
-A new tracker is one file with a class that has these two methods and one line in `TRACKERS`.
+`check_trackers` is called at submission and `open_trackers` when a job starts. Then `Tracker.log` is called after each
+step and `Tracker.close` at the end. A new tracker is one file with a class that has these two methods, and one line in
+`TRACKERS`.
 """
 
 import importlib
@@ -15,42 +16,45 @@ from millrace.errors import InvalidJob
 
 
 @dataclass(frozen=True)
-class Run:
-    """What a tracker is told about the job that it follows."""
+class TrackedJob:
+    """The job whose metrics a tracker gets."""
 
     job_id: str
     name: str
     project: str
     folder: Path
-    """For local files; under the job's output folder."""
+    """The job's output folder, for local files."""
     spec: Mapping[str, Any]
+    """The job spec as JSON."""
 
 
 class Tracker(Protocol):
+    """A connection to one experiment tracker."""
+
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Records the metrics of one step. Steps come in ascending order."""
 
     def close(self) -> None:
-        """Writes out what is buffered."""
+        """Sends everything that is buffered, and ends."""
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A tracker, named so that nothing is imported before a job asks for it."""
+class TrackerEntry:
+    """A tracker by names, so that it is imported only when a job uses it."""
 
     module: str
     factory: str
     package: str
-    """What has to be installed."""
+    """The package that has to be installed."""
 
 
-TRACKERS: dict[str, Entry] = {
-    "tensorboard": Entry("millrace.telemetry.trackers.tensorboard", "TensorBoard", "tensorboard"),
-    "wandb": Entry("millrace.telemetry.trackers.wandb", "WeightsAndBiases", "wandb"),
+TRACKERS: dict[str, TrackerEntry] = {
+    "tensorboard": TrackerEntry("millrace.telemetry.trackers.tensorboard", "TensorBoard", "tensorboard"),
+    "wandb": TrackerEntry("millrace.telemetry.trackers.wandb", "WeightsAndBiases", "wandb"),
 }
 
 
-def check(names: Sequence[str]) -> None:
+def check_trackers(names: Sequence[str]) -> None:
     """Raises InvalidJob where a tracker is unknown or its package is not installed in this process."""
     for name in names:
         if name not in TRACKERS:
@@ -64,7 +68,7 @@ def check(names: Sequence[str]) -> None:
             )
 
 
-def opened(names: Sequence[str], run: Run) -> list[Tracker]:
-    """The job's trackers, ready to log. Raises InvalidJob as `check` does."""
-    check(names)
-    return [getattr(importlib.import_module(TRACKERS[n].module), TRACKERS[n].factory)(run) for n in names]
+def open_trackers(names: Sequence[str], job: TrackedJob) -> list[Tracker]:
+    """Opens the trackers `names` for `job`. Raises InvalidJob like `check_trackers`, and whatever a tracker raises."""
+    check_trackers(names)
+    return [getattr(importlib.import_module(TRACKERS[n].module), TRACKERS[n].factory)(job) for n in names]

@@ -1,4 +1,4 @@
-"""TensorBoard event files, written by TensorBoard's own writer; neither torch nor TensorFlow is needed."""
+"""TensorBoard event files, written with TensorBoard's own writer. Needs neither torch nor TensorFlow."""
 
 import time
 from collections.abc import Mapping
@@ -7,14 +7,14 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from millrace.telemetry.trackers import Run
+from millrace.telemetry.trackers import TrackedJob
 
 
 class TensorBoard:
-    """One event file under `<folder>/tensorboard`; `tensorboard --logdir` on it shows the job."""
+    """Writes one event file in `<folder>/tensorboard`, which `tensorboard --logdir` shows."""
 
-    def __init__(self, run: Run) -> None:
-        self._writer = EventFileWriter(str(run.folder / "tensorboard"), flush_secs=10)
+    def __init__(self, job: TrackedJob) -> None:
+        self._writer = EventFileWriter(str(job.folder / "tensorboard"), flush_secs=10)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         scalars = [Summary.Value(tag=name, simple_value=value) for name, value in sorted(values.items())]

@@ -1,24 +1,24 @@
-"""Weights & Biases. The key comes from WANDB_API_KEY or `wandb login`, never from a job spec."""
+"""Weights & Biases. The API key is read from WANDB_API_KEY or comes from `wandb login`, never from a job spec."""
 
 from collections.abc import Mapping
 
-from millrace.telemetry.trackers import Run
+from millrace.telemetry.trackers import TrackedJob
 
 
 class WeightsAndBiases:
-    """One run a job; a job that goes on after the coordinator restarted goes on in the same run."""
+    """One run for each job. After a restart of the coordinator the job continues in the same run."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, job: TrackedJob) -> None:
         import wandb
 
-        run.folder.mkdir(parents=True, exist_ok=True)
+        job.folder.mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(
-            project=run.project,
-            name=run.name,
-            id=run.job_id,
+            project=job.project,
+            name=job.name,
+            id=job.job_id,
             resume="allow",
-            dir=str(run.folder),
-            config=dict(run.spec),
+            dir=str(job.folder),
+            config=dict(job.spec),
         )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:

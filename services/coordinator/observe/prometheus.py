@@ -1,4 +1,4 @@
-"""What the coordinator tells Prometheus."""
+"""The page that the coordinator serves for Prometheus. Its metrics are declared in millrace/telemetry/metrics."""
 
 from collections import Counter
 
@@ -16,22 +16,26 @@ LEDGER = ("queued", "leased", "generated", "trained", "dropped")
 
 
 class PrometheusMetrics:
-    """Counters that this process counts itself, and gauges that are read from the store when somebody asks."""
+    """Counters and histograms that this process updates, and gauges that are set when the page is requested."""
 
     def __init__(self) -> None:
         self.registry = DeclaredRegistry()
 
     def leased(self, job_id: JobId, count: int) -> None:
+        """Counts leases that were given to replicas."""
         if count:
             names.LEASES.on(self.registry).labels(job=job_id).inc(count)
 
     def expired(self, job_id: JobId, count: int) -> None:
+        """Counts leases whose replica did not extend them in time."""
         names.LEASES_EXPIRED.on(self.registry).labels(job=job_id).inc(count)
 
     def fenced(self, job_id: JobId) -> None:
+        """Counts an answer that was refused because its lease had been given to another replica."""
         names.LEASES_FENCED.on(self.registry).labels(job=job_id).inc()
 
     def completed(self, job_id: JobId, group: common_pb2.Group) -> None:
+        """Counts a group, its trajectories and its response tokens."""
         names.GROUPS.on(self.registry).labels(job=job_id).inc()
         for stop, count in Counter(t.stop_reason for t in group.trajectories).items():
             names.TRAJECTORIES.on(self.registry).labels(job=job_id, stop=STOPS.get(stop, "")).inc(count)
@@ -39,19 +43,20 @@ class PrometheusMetrics:
         names.RESPONSE_TOKENS.on(self.registry).labels(job=job_id).inc(tokens)
 
     def trained(self, job_id: JobId, staleness: list[int]) -> None:
+        """Records the staleness, in versions, of each trajectory of a step."""
         histogram = names.STALENESS.on(self.registry).labels(job=job_id)
         for versions in staleness:
             histogram.observe(versions)
 
     def stepped(self, job_id: JobId, parts: dict[str, float]) -> None:
-        """`parts`: timing_s/* of one step."""
+        """Records the durations of one step, in seconds by part: gen, train, update_weights, step."""
         for part, seconds in parts.items():
             names.STEP_S.on(self.registry).labels(job=job_id, part=part).observe(seconds)
 
     def published(
         self, job_id: JobId, source: str, outcome: str, phases: dict[str, float], sent: int, pauses: list[float]
     ) -> None:
-        """`source`: trainer or sibling."""
+        """Records a publication. `source` is trainer or sibling, `sent` bytes; phases and pauses are in seconds."""
         names.PUBLICATIONS.on(self.registry).labels(job=job_id, source=source, outcome=outcome).inc()
         names.PUBLICATION_BYTES.on(self.registry).labels(job=job_id, source=source).inc(sent)
         for phase, seconds in phases.items():
@@ -60,7 +65,7 @@ class PrometheusMetrics:
             names.PAUSE_S.on(self.registry).labels(job=job_id).observe(pause_s)
 
     def page(self, jobs: list[JobRecord], ledgers: dict[JobId, LedgerView], fleet: FleetView) -> bytes:
-        """Everything, in Prometheus's text format. Ended jobs are only counted by state."""
+        """The page, in Prometheus's text format. Jobs that have ended are only counted by their state."""
         self._jobs(jobs)
         self._ledgers(ledgers)
         self._fleet(fleet)

@@ -1,4 +1,4 @@
-"""What a job leaves behind: report.json and report.md in its output folder."""
+"""The report of a job that has ended: report.json and report.md in its output folder."""
 
 import asyncio
 import time
@@ -22,18 +22,18 @@ from services.coordinator.store import StoreDown
 
 log = structlog.get_logger(__name__)
 LAST = 10
-"""Steps over which the reward at the end is averaged."""
+"""Number of steps over which the final reward is averaged."""
 
 
 async def report(run: Run) -> None:
-    """Writes both files and notes where they are. Whatever goes wrong with it costs the report, not the job.
+    """Writes both files and stores their path with the job. An error here does not make the job fail.
 
     Raises StoreDown.
     """
     folder = Path(run.spec.output)
     try:
-        tree = await _gather(run)
-        await asyncio.to_thread(_write, folder, tree)
+        contents = await _gather(run)
+        await asyncio.to_thread(_write, folder, contents)
     except StoreDown:
         raise
     except Exception as error:
@@ -77,13 +77,13 @@ def _evaluation(row: StepMetrics) -> dict[str, float]:
 
 
 def _seconds(rows: Sequence[StepMetrics]) -> dict[str, float]:
-    """Mean of each timing over the steps that have it."""
+    """The mean of each timing over the steps that have it."""
     names = sorted({name for row in rows for name in row.values if find(name) in TIMING})
     return {name: mean([row.values[name] for row in rows if name in row.values]) for name in names}
 
 
 def _mismatch(rows: Sequence[StepMetrics]) -> dict[str, float]:
-    """How far the engines' probabilities were from the trainer's: mean and largest over the steps."""
+    """Mean and largest value, over the steps, of each metric of how far the engines were from the trainer."""
     found: dict[str, float] = {}
     for name in sorted({name for row in rows for name in row.values if find(name) in MISMATCH_SUMMARY}):
         values = [row.values[name] for row in rows if name in row.values]
@@ -92,7 +92,7 @@ def _mismatch(rows: Sequence[StepMetrics]) -> dict[str, float]:
 
 
 def _publications(reports: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Means over the trainer's publications, of each the slowest member; and how often siblings copied."""
+    """Means over the trainer's publications, each with its slowest member's time; the number of copies by siblings."""
     copies = [r for r in reports if r.get("source") == "sibling"]
     sent = [r for r in reports if len(r["members"]) > 1 and r not in copies]
     if not sent:
@@ -109,23 +109,23 @@ def _publications(reports: Sequence[dict[str, Any]]) -> dict[str, float]:
     return figures
 
 
-def _write(folder: Path, tree: dict[str, Any]) -> None:
+def _write(folder: Path, contents: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    _replace(folder / "report.json", to_json(tree, indent=2, inf_nan_mode="strings").decode())
-    _replace(folder / "report.md", _markdown(tree))
+    _replace(folder / "report.json", to_json(contents, indent=2, inf_nan_mode="strings").decode())
+    _replace(folder / "report.md", _markdown(contents))
 
 
 def _replace(path: Path, text: str) -> None:
-    """Whole or not at all."""
+    """Writes a file so that a reader sees either all of it or nothing."""
     part = path.with_name(f".{path.name}.part")
     part.write_text(text, encoding="utf-8")
     part.replace(path)
 
 
-def _markdown(tree: dict[str, Any]) -> str:
-    job, reward, ledger = tree["job"], tree["reward"], tree["ledger"]
+def _markdown(contents: dict[str, Any]) -> str:
+    job, reward, ledger = contents["job"], contents["reward"], contents["ledger"]
     lines = [f"# {job['name']}", ""]
-    lines += [f"`{job['id']}`, {job['steps']} steps in {job['seconds']:.0f} s from `{tree['model']}`.", ""]
+    lines += [f"`{job['id']}`, {job['steps']} steps in {job['seconds']:.0f} s from `{contents['model']}`.", ""]
     lines += ["## Reward", "", "| | before | after |", "|---|---|---|"]
     lines += [f"| held-out | {_figure(reward['held_out_before'])} | {_figure(reward['held_out_after'])} |"]
     lines += [f"| training, first step and last {LAST} | {_figure(reward['training_first'])} | "]
@@ -133,10 +133,10 @@ def _markdown(tree: dict[str, Any]) -> str:
     lines += ["", "## Ledger", "", *_table({k: v for k, v in ledger.items() if k != "reasons"})]
     if ledger["reasons"]:
         lines += ["", "Dropped:", "", *_table(ledger["reasons"])]
-    lines += ["", "## Publications", "", *_table(tree["publications"])]
-    lines += ["", "## Engine against trainer", "", *_table(tree["mismatch"])]
-    lines += ["", "## Seconds per step", "", *_table(tree["seconds_per_step"])]
-    lines += ["", "## Checkpoint", "", f"`{tree['checkpoint']}`" if tree["checkpoint"] else "none", ""]
+    lines += ["", "## Publications", "", *_table(contents["publications"])]
+    lines += ["", "## Engine against trainer", "", *_table(contents["mismatch"])]
+    lines += ["", "## Seconds per step", "", *_table(contents["seconds_per_step"])]
+    lines += ["", "## Checkpoint", "", f"`{contents['checkpoint']}`" if contents["checkpoint"] else "none", ""]
     return "\n".join(lines)
 
 

@@ -1,23 +1,23 @@
-"""The loop's stages as spans of a trace, where traces are on."""
+"""Spans of a trace for the stages of the job loop, where traces are exported."""
 
 import functools
-from collections.abc import Awaitable, Callable
-from typing import Concatenate, ParamSpec, TypeVar
+from collections.abc import Callable, Coroutine
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from millrace.telemetry import tracing
 from services.coordinator.run import Run
 
 Rest = ParamSpec("Rest")
 Answer = TypeVar("Answer")
-Stage = Callable[Concatenate[Run, Rest], Awaitable[Answer]]
+Stage = Callable[Concatenate[Run, Rest], Coroutine[Any, Any, Answer]]
 
 
 def traced(stage: Stage[Rest, Answer]) -> Stage[Rest, Answer]:
-    """A span of the stage's name around each of its calls, with job, step and version."""
+    """Decorates a stage: each call is a span with the stage's name and with job, step and version as attributes."""
     tracer = tracing.tracer(stage.__module__)
 
     @functools.wraps(stage)
-    async def run_stage(run: Run, *arguments: Rest.args, **named: Rest.kwargs) -> Answer:
+    async def run_stage(run: Run, /, *arguments: Rest.args, **named: Rest.kwargs) -> Answer:
         job = run.job
         about: dict[str, str | int] = {
             "millrace.job": job.id,
@@ -31,5 +31,5 @@ def traced(stage: Stage[Rest, Answer]) -> Stage[Rest, Answer]:
 
 
 def traceparent() -> str:
-    """The current span in W3C's form; empty without tracing."""
+    """The current span as a W3C `traceparent`; empty where traces are not exported."""
     return dict(tracing.outgoing()).get("traceparent", "")

@@ -21,22 +21,22 @@ Answer = TypeVar("Answer")
 log = structlog.get_logger(__name__)
 
 NOTE = "tracked"
-"""The last step whose row was sent."""
+"""Key of the note that holds the last step whose row was sent."""
 LIMIT_S = 60.0
-"""For whatever a tracker does at once. One that takes longer is given up."""
+"""Time limit of one call of a tracker. A tracker that exceeds it is not used any more."""
 
 
 class TrackerFailed(Exception):
-    """What a tracker raised."""
+    """A tracker raised an error."""
 
 
 class TrackerHangs(Exception):
-    """It did not come back in time, and may never."""
+    """A call of a tracker did not return within `LIMIT_S`, and may never return."""
 
 
 @dataclass(frozen=True)
-class Watched:
-    """A tracker that can neither hold up its job's end nor fail it."""
+class GuardedTracker:
+    """A tracker whose `close` can neither delay the end of its job for long nor make it fail."""
 
     name: str
     tracker: trackers.Tracker
@@ -49,34 +49,34 @@ class Watched:
 
     def close(self) -> None:
         try:
-            _begun(self.tracker.close).result(LIMIT_S)
+            _start_in_thread(self.tracker.close).result(LIMIT_S)
         except (TrackerFailed, TimeoutError) as error:
             log.warning("a tracker was not closed", tracker=self.name, error=str(error))
 
 
 async def track(run: Run) -> None:
-    """Sends the rows that were not sent yet. A tracker that fails or hangs costs its rows, never the job."""
+    """Sends the rows that were not sent yet. A tracker that fails or hangs loses these rows; the job continues."""
     if not run.spec.tracking.trackers:
         return
     if run.trackers is None:
-        run.trackers = await _opened(run)
+        run.trackers = await _open_trackers(run)
     sent = await run.records.note(NOTE)
     rows = await run.records.rows(-1 if sent is None else sent, run.job.step)
     for tracker in list(run.trackers):
-        if not await _sent(run, tracker, rows):
+        if not await _send(run, tracker, rows):
             run.trackers.remove(tracker)
     await run.records.set_note(NOTE, run.job.step)
 
 
 async def track_again(run: Run, version: Version) -> None:
-    """The steps after `version` are trained once more: their new rows are to be sent too."""
+    """Makes `track` send the rows of the steps after `version` again, because these steps are trained again."""
     sent = await run.records.note(NOTE)
     if sent is not None:
         await run.records.set_note(NOTE, min(sent, version))
 
 
-async def _opened(run: Run) -> list[trackers.Tracker]:
-    about = trackers.Run(
+async def _open_trackers(run: Run) -> list[trackers.Tracker]:
+    job = trackers.TrackedJob(
         job_id=run.job.id,
         name=run.job.name,
         project=run.spec.tracking.project,
@@ -86,22 +86,24 @@ async def _opened(run: Run) -> list[trackers.Tracker]:
     opened: list[trackers.Tracker] = []
     for name in run.spec.tracking.trackers:
         try:
-            (tracker,) = await _within_limit(partial(trackers.opened, [name], about))
+            (tracker,) = await _within_limit(partial(trackers.open_trackers, [name], job))
         except (TrackerFailed, TrackerHangs) as error:
-            await run.tell(events.TrackerFailed(tracker=name), f"{name} is given up, it could not be opened: {error}")
+            await run.tell(
+                events.TrackerFailed(tracker=name), f"{name} is not used, because it could not be opened: {error}"
+            )
         else:
-            opened.append(Watched(name, tracker))
+            opened.append(GuardedTracker(name, tracker))
     return opened
 
 
-async def _sent(run: Run, tracker: trackers.Tracker, rows: Sequence[StepMetrics]) -> bool:
-    """Whether the tracker can be used further."""
+async def _send(run: Run, tracker: trackers.Tracker, rows: Sequence[StepMetrics]) -> bool:
+    """Sends `rows`. Returns whether the tracker can still be used."""
     try:
         await _within_limit(partial(_log, tracker, rows))
     except TrackerFailed as error:
-        await run.tell(events.TrackerFailed(tracker=str(tracker)), f"{tracker} did not take what it was sent: {error}")
+        await run.tell(events.TrackerFailed(tracker=str(tracker)), f"{tracker} did not accept the metrics: {error}")
     except TrackerHangs as error:
-        await run.tell(events.TrackerFailed(tracker=str(tracker)), f"{tracker} is given up: {error}")
+        await run.tell(events.TrackerFailed(tracker=str(tracker)), f"{tracker} is not used any more: {error}")
         return False
     return True
 
@@ -112,16 +114,16 @@ def _log(tracker: trackers.Tracker, rows: Sequence[StepMetrics]) -> None:
 
 
 async def _within_limit(work: Callable[[], Answer]) -> Answer:
-    """Raises TrackerFailed, TrackerHangs."""
-    answer = asyncio.wrap_future(_begun(work))
+    """Runs `work` in a thread and returns its result. Raises TrackerFailed, TrackerHangs."""
+    answer = asyncio.wrap_future(_start_in_thread(work))
     done, _ = await asyncio.wait({answer}, timeout=LIMIT_S)
     if not done:
-        raise TrackerHangs(f"it did not come back within {LIMIT_S:g} s.")
+        raise TrackerHangs(f"it did not answer within {LIMIT_S:g} s.")
     return answer.result()
 
 
-def _begun(work: Callable[[], Answer]) -> "Future[Answer]":
-    """`work`, in a thread that ends with the process: nobody has to wait for one that hangs."""
+def _start_in_thread(work: Callable[[], Answer]) -> "Future[Answer]":
+    """Starts `work` in a daemon thread, so that the process can end even where the thread hangs."""
     answer: Future[Answer] = Future()
     answer.set_running_or_notify_cancel()
 
@@ -129,8 +131,8 @@ def _begun(work: Callable[[], Answer]) -> "Future[Answer]":
         try:
             found = work()
         except (Exception, SystemExit) as error:
-            told = f"{type(error).__name__}: {error}"[:500]
-            answer.set_exception(TrackerFailed(told.encode(errors="backslashreplace").decode()))
+            reason = f"{type(error).__name__}: {error}"[:500]
+            answer.set_exception(TrackerFailed(reason.encode(errors="backslashreplace").decode()))
         else:
             answer.set_result(found)
 

@@ -1,4 +1,4 @@
-"""A step's metrics in verl's names, exact over ranks."""
+"""The metrics of a step under verl's names, exact over all ranks."""
 
 import json
 import math
@@ -141,12 +141,14 @@ def batch_metrics(
     return metrics
 
 
-def mismatch_apart(
+def mismatch_by_part(
     train_bt: Tensor, rollout_bt: Tensor, mask_bt: Tensor, same_bt: Tensor, engine_b: Tensor
 ) -> dict[str, float]:
-    """`mismatch` of the whole batch; `<metric>/same_version` of what was sampled with the very weights that the trainer
-    compares with, `same_bt`: of that the difference is numerics alone, and no drift; and where several engines made
-    the batch, each of these of what each made: `<metric>/<engine>`.
+    """The metrics of `mismatch` for the whole batch, and those in `SPLIT` also for parts of it.
+
+    `<metric>/same_version` covers the tokens of `same_bt`, which were sampled with exactly the weights that the trainer
+    compares with: their difference comes from numerics alone, not from updates of the policy. `<metric>/<engine>` and
+    `<metric>/same_version/<engine>` cover the tokens of one engine, where the batch is from several.
 
     `engine_b` [trajectories] counts into `ENGINE_NAMES`.
     """
@@ -166,7 +168,7 @@ def mismatch_apart(
 
 
 def mismatch(train_bt: Tensor, rollout_bt: Tensor, mask_bt: Tensor) -> dict[str, float]:
-    """How far the trainer's log-probabilities are from those that the engine reported, over the tokens of the mask."""
+    """How far the trainer's log-probabilities are from the engine's, over the tokens of the mask. All are [B, T]."""
     train, rollout = train_bt[mask_bt].double(), rollout_bt[mask_bt].double()
     if not train.numel():
         return {}

@@ -13,7 +13,7 @@ from services.trainer.step.fetch import fetch
 from services.trainer.step.forward_passes import passes_needed, run_passes
 from services.trainer.step.kl import KlCoefficient, mean_kl
 from services.trainer.step.loss_inputs import make_loss_inputs
-from services.trainer.step.metrics import Clock, mismatch_apart, over_updates, reported
+from services.trainer.step.metrics import Clock, mismatch_by_part, over_updates, reported
 from services.trainer.step.schedule import random_seed
 from services.trainer.step.update import UpdateResult, update
 from services.trainer.step.utilisation import utilisation
@@ -73,7 +73,7 @@ def train_step(
     lengths = [trajectory.tokens for trajectory in division.trajectories]
     timings = clock.metrics()
     metrics = {
-        **mismatch_apart(of_trainer, of_engine, counted, same_bt, batch.whole_engine_b),
+        **mismatch_by_part(of_trainer, of_engine, counted, same_bt, batch.whole_engine_b),
         **metrics,
         **adapted,
         **over_updates([done.metrics for done in updates]),

@@ -118,3 +118,11 @@ def test_users_files_that_cannot_work_are_refused(tmp_path, source, complaint):
 def test_a_file_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(InvalidJob, match="cannot be read"):
         find(AlgorithmKind.ADVANTAGE, f"{tmp_path}/none.py:f")
+
+
+def test_corrections_that_only_reject_are_known() -> None:
+    rejecting = {
+        name for name in names(AlgorithmKind.CORRECTION) if not find(AlgorithmKind.CORRECTION, name).gives_weights
+    }
+    assert rejecting == {name for name in names(AlgorithmKind.CORRECTION) if name.startswith("reject_")}
+    assert not any(find(AlgorithmKind.POLICY_LOSS, name).gives_weights for name in names(AlgorithmKind.POLICY_LOSS))

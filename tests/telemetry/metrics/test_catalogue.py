@@ -59,7 +59,7 @@ def test_a_key_that_belongs_to_another_service_is_refused() -> None:
 def test_in_production_an_undeclared_key_is_logged_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(STRICT)
     stream = io.StringIO()
-    with logs.kept():
+    with logs.root_logger_restored():
         logs.configure("trainer", stream=stream)
         check(["perf/invented", "perf/invented"], [Owner.TRAINER])
         check(["perf/invented"], [Owner.TRAINER])

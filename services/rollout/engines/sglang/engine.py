@@ -131,7 +131,7 @@ class SglangEngine(VersionedEngine):
             run_scheduler_process_func = staticmethod(run_scheduler_process)
 
         try:
-            with logs.kept():
+            with logs.root_logger_restored():
                 engine = ReplicaEngine(**sglang_options.server_arguments(spec))
         except (ValueError, TypeError, OSError, AssertionError) as error:
             what = f"SGLang refused model.path {spec.model.path} with rollout.engine_options: {error}."

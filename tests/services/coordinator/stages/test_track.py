@@ -26,7 +26,7 @@ SENT: list[int] = []
 class Told:
     """Keeps what it is told, unless it is to fail."""
 
-    def __init__(self, run: trackers.Run) -> None:
+    def __init__(self, run: trackers.TrackedJob) -> None:
         if run.name in FAULTS:
             FAULTS[run.name]()
         self._fault = FAULTS.get(run.name.removeprefix("later "), lambda: None)
@@ -40,7 +40,7 @@ class Told:
 
 
 class Sound(Told):
-    def __init__(self, run: trackers.Run) -> None:
+    def __init__(self, run: trackers.TrackedJob) -> None:
         self._fault = lambda: None
 
 
@@ -54,7 +54,7 @@ FAULTS: dict[str, Any] = {"raises": raises, "hangs": lambda: time.sleep(30), "ex
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("Told", "Sound"):
-        monkeypatch.setitem(trackers.TRACKERS, name, trackers.Entry(__name__, name, "pytest"))
+        monkeypatch.setitem(trackers.TRACKERS, name, trackers.TrackerEntry(__name__, name, "pytest"))
     monkeypatch.setattr(stage, "LIMIT_S", 0.5)
     SENT.clear()
     yield

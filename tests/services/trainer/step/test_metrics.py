@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from millrace.engines import ENGINE_NAMES
-from services.trainer.step.metrics import mismatch_apart
+from services.trainer.step.metrics import mismatch_by_part
 
 VLLM, SGLANG = ENGINE_NAMES.index("vllm"), ENGINE_NAMES.index("sglang")
 
@@ -15,7 +15,7 @@ def test_what_two_engines_made_is_also_told_apart() -> None:
     shift_b = torch.tensor([0.0, 0.1, 0.1])
     engine_b, same_bt = torch.tensor([VLLM, SGLANG, SGLANG]), mask_bt.clone()
     same_bt[1] = False
-    told = mismatch_apart(train_bt, train_bt + shift_b[:, None], mask_bt, same_bt, engine_b)
+    told = mismatch_by_part(train_bt, train_bt + shift_b[:, None], mask_bt, same_bt, engine_b)
     assert told["rollout_corr/kl/vllm"] == pytest.approx(0.0)
     assert told["rollout_corr/kl/sglang"] == pytest.approx(0.1)
     assert told["rollout_corr/kl"] == pytest.approx(0.05)  # three tokens of each
@@ -26,5 +26,5 @@ def test_what_two_engines_made_is_also_told_apart() -> None:
 @pytest.mark.parametrize("engine_b", [[VLLM, VLLM], [-1, -1], [VLLM, -1]])
 def test_one_engine_needs_no_telling_apart(engine_b: list[int]) -> None:
     train_bt = torch.tensor([[-1.0], [-2.0]])
-    told = mismatch_apart(train_bt, train_bt, train_bt < 0, train_bt < 0, torch.tensor(engine_b))
+    told = mismatch_by_part(train_bt, train_bt, train_bt < 0, train_bt < 0, torch.tensor(engine_b))
     assert not [name for name in told if name.endswith(ENGINE_NAMES)]
