@@ -1,6 +1,7 @@
-"""`python docs/reference.py > docs/job.md`: every field of the job spec, from the models that check it.
+"""Makes the pages that describe the job spec.
 
-`python docs/reference.py from-verl` writes the names of other trainers into docs/from-verl.md.
+`python docs/reference.py > docs/job.md`: every field, from the models that check it.
+`python docs/reference.py from-verl`: the names in other frameworks, into docs/from-verl.md.
 """
 
 import importlib
@@ -25,49 +26,49 @@ from millrace.validation.fields import choices, model_in
 
 INTRODUCTION = """# The job spec
 
-Made by `python docs/reference.py > docs/job.md` from the models in `millrace/spec`: fix a field's docstring, not this
-page.
+This page is made by `python docs/reference.py > docs/job.md` from the models in `millrace/spec`: edit the docstring of
+a field, not this page.
 
-A job is one YAML or JSON file. `millrace validate job.yaml` tells every mistake in it with the fix. Write whole paths,
-as every service has a working folder of its own; [running.md](running.md#on-several-hosts) says which of them reads
-what."""
+A job is one YAML or JSON file. `millrace validate job.yaml` lists every mistake in it, each as `field: value: why. Fix:
+what to do.` Write absolute paths, because each service has its own working folder;
+[running.md](running.md#on-several-hosts) says which service reads which file."""
 PLAIN = {bool: "true or false", int: "whole number", float: "number", str: "text", Any: "anything"}
 BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 FROM_VERL = Path(__file__).with_name("from-verl.md")
 NAMES = "what is below is not edited here."
-"""Ends what people write in that page."""
-LEFT = ("data_source", "solution_str", "ground_truth", "extra_info")
-"""What a reward function is called with: not its options."""
-Homes = dict[type[BaseModel], str]
-"""The path at which the table of each part is."""
+"""The last words of that page before the table that is made here."""
+ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+"""What every reward function is called with; its other parameters are its options."""
+Headings = dict[type[BaseModel], str]
+"""The path of the section that describes each model."""
 
 
 def page() -> str:
-    homes: Homes = {}
-    for part, path in _places("", JobSpec):
-        homes.pop(part, None)  # of several places the last
-        homes[part] = path
-    parts = (_section(path, part, homes) for part, path in homes.items())
-    return "\n\n".join([INTRODUCTION, *parts, _engines(), *_backends(), *_rewards()]) + "\n"
+    headings: Headings = {}
+    for model, path in _models("", JobSpec):
+        headings.pop(model, None)  # a model at several paths is described at the last one
+        headings[model] = path
+    sections = (_section(path, model, headings) for model, path in headings.items())
+    return "\n\n".join([INTRODUCTION, *sections, _engines(), *_backends(), *_rewards()]) + "\n"
 
 
-def _places(path: str, part: type[BaseModel]) -> Iterator[tuple[type[BaseModel], str]]:
-    """Each part of the tree with its path; some stand at several."""
-    yield part, path
-    for name, field in part.model_fields.items():
+def _models(path: str, model: type[BaseModel]) -> Iterator[tuple[type[BaseModel], str]]:
+    """Each model of the tree with its path. Some models are at several paths."""
+    yield model, path
+    for name, field in model.model_fields.items():
         if (inner := model_in(field.annotation)) not in (None, Choice):
-            yield from _places(f"{path}.{name}".lstrip("."), inner)
+            yield from _models(f"{path}.{name}".lstrip("."), inner)
 
 
-def _section(path: str, part: type[BaseModel], homes: Homes) -> str:
+def _section(path: str, model: type[BaseModel], headings: Headings) -> str:
     heading = f"{'#' * (2 + path.count('.'))} `{path}`" if path else "## The whole"
-    return "\n\n".join(filter(None, [heading, _linked(part.__dict__.get("__doc__") or ""), _table(part, homes)]))
+    return "\n\n".join(filter(None, [heading, _linked(model.__dict__.get("__doc__") or ""), _table(model, headings)]))
 
 
-def _table(part: type[BaseModel], homes: Homes) -> str:
+def _table(model: type[BaseModel], headings: Headings) -> str:
     rows = ["| field | type | default | what it is |", "|---|---|---|---|"]
-    for name, field in part.model_fields.items():
-        rows.append(_row(f"`{name}`", _type(field, homes), _default(field), _linked(field.description or "")))
+    for name, field in model.model_fields.items():
+        rows.append(_row(f"`{name}`", _type(field, headings), _default(field), _linked(field.description or "")))
     return "\n".join(rows)
 
 
@@ -76,13 +77,14 @@ def _row(*cells: str) -> str:
 
 
 def _linked(text: str) -> str:
-    """In one line, with links to the pages that it names."""
+    """The text in one line, with links to the pages that it names."""
     return re.sub(r"docs/(\w+\.md)", r"[\1](\1)", " ".join(text.split()))
 
 
-def _type(field: FieldInfo, homes: Homes) -> str:
+def _type(field: FieldInfo, headings: Headings) -> str:
     if (inner := model_in(field.annotation)) is not None:
-        named = "`{name, options}`" if inner is Choice else f"[`{homes[inner]}`](#{homes[inner].replace('.', '')})"
+        path = headings.get(inner, "")
+        named = f"[`{path}`](#{path.replace('.', '')})" if path else "`{name, options}`"
         return f"{named}, or null" if type(None) in get_args(field.annotation) else named
     limits = [
         f"{sign} {getattr(limit, name):g}"
@@ -128,7 +130,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def _yaml(value: Any) -> str:
-    """In one line, as a job would say it."""
+    """The value as a job spec would hold it, in one line."""
     match value:
         case None:
             return "null"
@@ -156,9 +158,7 @@ def _backends() -> Iterator[str]:
 def _engines() -> str:
     rows = ["| engine | example | options that a job cannot set, and the field to set instead |", "|---|---|---|"]
     for name, engine in ENGINES.items():
-        reserved = (
-            f"`{option}`" + (f" (`{field}`)" if field else "") for option, field in engine.reserved_options.items()
-        )
+        reserved = [f"`{each}`" + (f" (`{field}`)" if field else "") for each, field in engine.reserved_options.items()]
         rows.append(_row(f"`{name}`", f"`{_yaml(dict(engine.options_example))}`", ", ".join(reserved) or "none"))
     return "## `rollout.engine_options`\n\n" + "\n".join(rows)
 
@@ -167,18 +167,19 @@ def _rewards() -> Iterator[str]:
     rows = ["| function | its `reward.options` | what it gives |", "|---|---|---|"]
     for name, module in BUILT_IN.items():
         scorer = importlib.import_module(module).compute_score
-        options = [p for p in inspect.signature(scorer).parameters.values() if p.name not in LEFT]
+        options = [p for p in inspect.signature(scorer).parameters.values() if p.name not in ARGUMENTS]
         told = "; ".join(f"`{p.name}`, {_plain(p.annotation)}, by default `{_yaml(p.default)}`" for p in options)
         rows.append(_row(f"`{name}`", told, _linked(scorer.__doc__ or "")))
     yield "## `reward.function`\n\n" + "\n".join(rows)
 
 
 def with_names(written: str) -> str:
-    """The page about other trainers with the table of their names."""
+    """The page about other frameworks, as `written`, with the table of their names."""
     rows = ["| verl, slime, TRL | Millrace | |", "|---|---|---|"]
     for name in foreign_names.FIELDS:
-        here = " or ".join(f"`{place}`" for place in foreign_names.paths(name))
+        here = " or ".join(f"`{path}`" for path in foreign_names.paths(name))
         rows.append(_row(f"`{name}`", here, foreign_names.unit_note(name)))
+    rows += [_row(f"`{name}`", f"`{here}`", "") for name, here in foreign_names.VALUES.items()]
     above, mark, _ = written.partition(NAMES)
     return "\n".join([above + mark, "", *rows]) + "\n"
 

@@ -1,4 +1,4 @@
-"""What is optimised. Names and options are those of `millrace.rl`; see docs/algorithms.md."""
+"""What is optimised. The functions and their options are in `millrace.rl`; see docs/algorithms.md."""
 
 from typing import Annotated, Any, Literal
 
@@ -11,7 +11,7 @@ from millrace.validation.model import StrictModel
 
 
 class Choice(StrictModel):
-    """A registered function by name, with its options. Plain text is a name without options."""
+    """A function by name, with its options. Plain text is a name without options."""
 
     name: str
     options: dict[str, Any] = Field(default_factory=dict, examples=[{"clip_high": 0.28}])
@@ -23,67 +23,70 @@ class Choice(StrictModel):
 
 
 class Critic(StrictModel):
-    """The value model of PPO: the policy's architecture with one number a token in place of the logits."""
+    """The value model of PPO: the policy's architecture with one number per token instead of logits."""
 
     path: str | None = None
-    """Hugging Face folder that it starts from, with a head of its own (`score`) or without one, which then starts at
-    0; none: the policy's folder."""
+    """Hugging Face folder that the critic starts from; null: the policy's folder. Without a value head of its own
+    (`score`) in that folder, the head starts at 0."""
     clip: float | None = Field(0.5, gt=0.0)
-    """A value moves at most so far from what it was before the step, or its loss stops rewarding it; none: no bound."""
+    """How far a value may move from its value before the step before the loss stops rewarding the move; null: no
+    limit."""
     warmup_steps: int = Field(0, ge=0)
-    """The first so many steps train the critic alone."""
+    """Number of first steps that train only the critic."""
     optimizer: Optimizer = Field(Optimizer(lr=1e-5), examples=[{"lr": 1e-5}])
-    """The critic's."""
+    """Optimizer of the critic."""
 
 
 class Algorithm(StrictModel):
-    """Every name, its formula and its options: docs/algorithms.md. A function of your own is named as
+    """docs/algorithms.md has every function with its formula and its options. A function of your own is named as
     `/path/to/file.py:function`."""
 
     preset: Annotated[str, OneOf(presets.names())] | None = None
-    """A method by the name that people say: grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce++, ppo. What is given
-    beside it takes the place of the preset's."""
+    """A published method by its usual name. Every other field of this section that is given replaces the preset's
+    value."""
     advantage: Choice = Field(Choice(name="grpo"), examples=[{"name": "grpo"}])
-    """From rewards to advantages."""
+    """How advantages are computed from rewards."""
     policy_loss: Choice = Field(
         Choice(name="ppo", options={"clip_low": 0.2, "clip_high": 0.28}),
         examples=[{"name": "ppo", "options": {"clip_high": 0.28}}],
     )
-    """The loss of a token."""
+    """How the loss of each token is computed."""
     aggregation: str = "token-mean"
-    """From the losses of tokens to one number."""
+    """How the losses of all tokens become one number."""
     critic: Critic | None = Field(None, examples=[{"clip": 0.5}])
-    """For advantages that read values (`gae`); none: no value model is kept."""
+    """Value model, for advantages that read values (`gae`); null: no value model."""
     kl: Choice | None = Field(None, examples=[{"name": "k3"}])
-    """KL to the reference policy (the model as it was loaded); none: no reference is kept."""
+    """Estimator of the KL to the reference policy, which is the model as it was loaded; null: no reference policy."""
     kl_coefficient: float = Field(0.001, ge=0.0)
-    """Its weight."""
+    """Weight of the KL in the loss or in the reward."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Added to the loss, or subtracted from each token's reward."""
+    """Where the KL counts: added to the loss, or subtracted from the reward of each token."""
     kl_target: float | None = Field(None, gt=0.0)
-    """Mean KL a token, nats, that the coefficient, above 0, is steered to from step to step; none: it stays as it
-    is."""
+    """Mean KL per token, in nats, that `kl_coefficient` is adjusted to reach, from step to step; null: the coefficient
+    stays constant."""
     kl_horizon: int = Field(10000, ge=1)
-    """With the above: trajectories over which an error is corrected."""
+    """With `kl_target`: number of trajectories over which a deviation is corrected."""
     correction: Choice | None = Field(None, examples=[{"name": "tis_token"}])
-    """Of the mismatch between the engine's and the trainer's log-probabilities; none: it is only reported. Needs
-    rollout.top_p and top_k that keep every token."""
+    """How the mismatch between the engine's and the trainer's log-probabilities is corrected; null: it is only
+    reported. Needs values of rollout.top_p and top_k that keep every token."""
     entropy_coefficient: float = Field(0.0, ge=0.0)
     """Weight of the entropy, which is subtracted from the loss."""
     old_logprobs: Literal["recompute", "rollout"] = "recompute"
-    """The proximal policy of the ratio: the trainer's own pass before the first update, or the engine's values, which
-    need rollout.top_p and top_k that keep every token, and no correction by weights."""
+    """Log-probabilities of the old policy in the ratio. recompute: from the trainer's own pass before the first update.
+    rollout: the engine's values, which need values of rollout.top_p and top_k that keep every token, and no correction
+    by weights."""
     router_replay: bool = False
-    """Of models with experts: the trainer sends each token to the experts that the engine sent it to (arXiv
-    2510.11370), so that a choice that tipped over on the way is no mismatch."""
+    """For mixture-of-experts models: the trainer sends each token to the experts that the engine chose (arXiv
+    2510.11370), so that rounding in the router causes no mismatch."""
     drop_groups_without_signal: bool = False
-    """Drop groups whose rewards are all equal and refill the batch (DAPO's dynamic sampling)."""
+    """Whether groups whose rewards are all equal are dropped and replaced (DAPO's dynamic sampling)."""
     max_refills: int = Field(10, ge=0)
-    """With the above: at most so many groups are drawn for each one trained, or the job fails and says so."""
+    """With `drop_groups_without_signal`: most groups that are generated for each one that is trained, before the job
+    fails."""
     overlong_buffer_tokens: int = Field(0, ge=0)
-    """DAPO's soft punishment over the last so many tokens before max_response_tokens; 0: none."""
+    """DAPO's soft penalty: number of tokens before max_response_tokens over which the penalty grows; 0: no penalty."""
     overlong_penalty: float = Field(1.0, ge=0.0)
-    """What a response of full length loses by it."""
+    """With `overlong_buffer_tokens`: penalty of an answer of full length."""
 
     @model_validator(mode="before")
     @classmethod

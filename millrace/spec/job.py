@@ -1,4 +1,4 @@
-"""The job spec: one tree, everything that a user says about a job."""
+"""The job spec: one tree with everything that a user says about a job."""
 
 from pydantic import Field
 
@@ -13,28 +13,28 @@ from millrace.validation.model import StrictModel
 
 class JobSpec(StrictModel):
     name: str = Field(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9._ -]*$")
-    """For people: at most 100 letters, digits, `.`, `_`, `-` and spaces."""
+    """Name of the job for people: at most 100 letters, digits, `.`, `_`, `-` and spaces."""
     output: str
-    """Folder for checkpoints and the report, as a whole path, the same for coordinator and trainer."""
+    """Absolute path of the folder for checkpoints and the report, the same for coordinator and trainer."""
     model: Model = Field(examples=[{"path": "/data/models/Qwen3-0.6B"}])
-    """What is trained."""
+    """The model that is trained."""
     data: Data = Field(examples=[{"files": ["/data/train.parquet"]}])
-    """What it is asked."""
+    """The prompts that the model answers."""
     reward: Reward = Field(Reward(), examples=[{"function": "math"}])
-    """How its answers are scored."""
+    """How the answers are scored."""
     rollout: Rollout = Field(Rollout(), examples=[{"samples_per_prompt": 8, "max_response_tokens": 1024}])
-    """How they are generated."""
+    """How the answers are generated."""
     algorithm: Algorithm = Field(Algorithm(), examples=[{"preset": "grpo"}])
     """What is optimised."""
     trainer: Trainer = Field(Trainer(), examples=[{"backend": "fsdp2", "token_budget": 16384}])
-    """How it is trained."""
+    """How the model is trained."""
     publication: Publication = Field(Publication(), examples=[{"path": "auto"}])
-    """How new weights come to the replicas."""
+    """How new weights reach the replicas."""
     schedule: Schedule = Field(Schedule(), examples=[{"steps": 100, "prompts_per_step": 64}])
-    """How long it runs, how far generation may run ahead, what is kept."""
+    """How long the job runs, how far generation may run ahead of training, and which checkpoints are kept."""
     evaluation: Evaluation | None = Field(None, examples=[{"files": ["/data/held_out.parquet"]}])
-    """Held-out prompts that it is asked beside training; none: it is not evaluated."""
+    """Held-out prompts for evaluation during training; null: no evaluation."""
     deadlines: Deadlines = Field(Deadlines(), examples=[{"step_s": 3600}])
-    """When something is given up."""
+    """How long each remote operation may take."""
     tracking: Tracking = Field(Tracking(), examples=[{"trackers": ["tensorboard"]}])
-    """Which experiment trackers get its step metrics."""
+    """Which experiment trackers get the job's step metrics."""

@@ -1,4 +1,4 @@
-"""Which model, and which data it is asked."""
+"""The model, the prompts that it answers, and how its answers are scored."""
 
 from typing import Any, Literal
 
@@ -9,64 +9,67 @@ from millrace.validation.model import StrictModel
 
 class Model(StrictModel):
     path: str
-    """Whole path of a Hugging Face model folder: config, tokenizer and safetensors. The same for every service."""
+    """Absolute path of a Hugging Face model folder: config, tokenizer and safetensors. The same for every service."""
     trust_remote_code: bool = False
-    """Run Python code that the model folder brings."""
+    """Whether Python code in the model folder may run."""
 
 
 class Data(StrictModel):
     files: list[str] = Field(default_factory=list, examples=[["/data/train.parquet"]])
-    """Whole paths of Parquet or JSONL files in verl's columns: data_source, prompt, reward_model{style, ground_truth},
-    extra_info."""
+    """Absolute paths of Parquet or JSONL files in verl's columns: data_source, prompt, reward_model{style,
+    ground_truth}, extra_info."""
     procedural: str | None = None
-    """`reasoning_gym:<task>` instead of files."""
+    """`reasoning_gym:<task>` instead of files: prompts are generated."""
     procedural_options: dict[str, Any] = Field(default_factory=dict, examples=[{"size": 1000}])
-    """The task's own options, and the source's `size` (rows, 1000), `seed` (0) and `system_prompt` (null for none)."""
+    """Options of the task, and of the source: `size` (number of rows, default 1000), `seed` (default 0) and
+    `system_prompt` (null: no system prompt)."""
     shuffle: bool = True
-    """A new order in each pass, drawn from `seed`."""
+    """Whether each pass over the data has a new random order, drawn from `seed`."""
     seed: int = Field(0, ge=0)
-    """Of that order."""
+    """Seed of that order."""
     max_prompt_tokens: int = Field(1024, ge=1)
-    """Of a prompt in its chat template."""
+    """Longest prompt, in tokens, with its chat template."""
     overlong_prompts: Literal["drop", "truncate_left", "truncate_right", "truncate_middle"] = "drop"
-    """What becomes of a prompt longer than `max_prompt_tokens`: dropped on the ledger, or cut."""
+    """What happens to a prompt longer than `max_prompt_tokens`: it is dropped and counted in the ledger, or cut at its
+    beginning, at its end or in the middle."""
     chat_template_options: dict[str, Any] = Field(default_factory=dict, examples=[{"enable_thinking": False}])
-    """Passed to the tokenizer's chat template: enable_thinking, tools, ..."""
+    """Arguments of the tokenizer's chat template: enable_thinking, tools, ..."""
 
 
 class Reward(StrictModel):
     function: str = "auto"
-    """math, exact, regex, format, reasoning_gym, or your own: `module:function` or `/path/to/file.py:function` with
-    verl's signature compute_score(data_source, solution_str, ground_truth, extra_info). auto: reasoning_gym for a
-    procedural source, otherwise by the row's reward_model.style: rule means math."""
+    """math, exact, regex, format, reasoning_gym, or a function of your own: `module:function` or
+    `/path/to/file.py:function` with verl's signature compute_score(data_source, solution_str, ground_truth,
+    extra_info). auto: reasoning_gym for a procedural source, otherwise chosen by the row's reward_model.style: math for
+    the style rule."""
     options: dict[str, Any] = Field(default_factory=dict, examples=[{"require_boxed": True}])
-    """Keyword arguments for the function."""
+    """Keyword arguments of the function."""
     parts: list[str] = Field(default_factory=list, examples=[["score", "format"]])
-    """Names of numbers that the function returns beside its score, for advantages that normalise several rewards apart
-    (`gdpo`); `score` is the score itself."""
+    """Names of further numbers that the function returns with its score, for advantages that normalise several rewards
+    separately (`gdpo`). `score` names the score itself."""
     timeout_s: float = Field(30.0, gt=0)
-    """For one call. A call that takes longer is killed and costs its group."""
+    """Longest time for one call, seconds. A call that takes longer is killed, and its group is dropped."""
     memory_mb: int = Field(2048, ge=64)
-    """Address space of one scoring process, over what Python itself takes."""
+    """Address space of one scoring process, MB, in addition to what Python itself takes."""
     workers: int = Field(2, ge=1, le=256)
-    """Scoring processes beside each engine."""
+    """Scoring processes in each replica."""
     network: bool = False
-    """Whether the function may reach the network (a reward server). If not, it is kept off it where the kernel
-    allows that; otherwise the replica warns."""
+    """Whether the function may use the network, for a reward server. If not, scoring processes run without network
+    where the kernel supports that; where it does not, the replica logs a warning."""
 
 
 class Evaluation(StrictModel):
-    files: list[str] = Field(default_factory=list, examples=[["/data/train.parquet"]])
-    """As `data.files`."""
+    files: list[str] = Field(default_factory=list, examples=[["/data/held_out.parquet"]])
+    """Files with the held-out prompts, in the format of `data.files`."""
     procedural: str | None = None
-    """As `data.procedural`."""
-    procedural_options: dict[str, Any] = Field(default_factory=dict, examples=[{"size": 1000}])
-    """As `data.procedural_options`."""
+    """A procedural source instead of files, as in `data.procedural`."""
+    procedural_options: dict[str, Any] = Field(default_factory=dict, examples=[{"size": 256}])
+    """Options of that source, as in `data.procedural_options`."""
     every_steps: int = Field(0, ge=0)
-    """0: only before the first and after the last step."""
+    """Steps between two evaluations; 0: only before the first step and after the last."""
     prompts: int = Field(256, ge=1)
-    """At most so many held-out prompts, the first ones."""
+    """Largest number of held-out prompts; the first ones are taken."""
     samples_per_prompt: int = Field(1, ge=1)
-    """Answers to each."""
+    """Answers to each prompt."""
     temperature: float = Field(0.0, ge=0.0)
-    """0 is greedy."""
+    """Sampling temperature; 0: greedy."""

@@ -1,4 +1,4 @@
-"""How weights come to the replicas."""
+"""How new weights reach the replicas."""
 
 from typing import Literal
 
@@ -7,8 +7,9 @@ from millrace.validation.model import StrictModel
 
 class Publication(StrictModel):
     path: Literal["auto", "sharded", "gather_broadcast"] = "auto"
-    """sharded: every replica gets exactly the slices that it needs from the ranks that hold them. gather_broadcast:
-    each tensor is gathered on one rank and broadcast. auto: sharded where trainer and replicas all can."""
+    """sharded: every replica gets exactly the slices that it needs, from the ranks that hold them. gather_broadcast:
+    each tensor is gathered on one rank and broadcast. auto: sharded where the trainer and all replicas support it."""
     commit: Literal["auto", "shadow", "inplace"] = "auto"
-    """shadow: received into spare memory while requests run; the pause is a copy on the device. inplace: generation
-    stands still during the transfer, which needs no spare memory. auto: shadow where the memory is there."""
+    """shadow: weights are received into spare memory while requests run, and the pause is a copy on the device.
+    inplace: generation is paused during the transfer, which needs no spare memory. auto: shadow where there is enough
+    memory."""

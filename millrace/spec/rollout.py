@@ -1,4 +1,4 @@
-"""How trajectories are generated."""
+"""How answers are generated."""
 
 from typing import Any, Literal
 
@@ -14,30 +14,31 @@ CachePolicy = Literal["recompute", "keep"]
 
 class Rollout(StrictModel):
     samples_per_prompt: int = Field(8, ge=1)
-    """Size of a group."""
+    """Answers to each prompt: the size of a group."""
     max_response_tokens: int = Field(1024, ge=1)
-    """A longer one is cut."""
+    """Longest answer, in tokens. A longer one is cut."""
     temperature: float = Field(1.0, gt=0.0)
-    """Of sampling, and of the log-probabilities that are trained on."""
+    """Temperature of sampling, and of the log-probabilities that are trained on."""
     top_p: float = Field(1.0, gt=0.0, le=1.0)
-    """1 keeps every token."""
+    """Nucleus sampling; 1 keeps every token."""
     top_k: int = Field(0, ge=0)
-    """0 keeps every token."""
+    """Number of most probable tokens to sample from; 0 keeps every token."""
     stop: list[str] = Field(default_factory=list, examples=[["</answer>"]])
-    """Strings that end a response, beside the tokenizer's end-of-turn tokens."""
+    """Strings that end an answer, in addition to the tokenizer's end-of-turn tokens."""
     dtype: Literal["bfloat16", "float32", "float16"] = "bfloat16"
-    """Of the engine's parameters, and so of what is published."""
+    """Data type of the engine's parameters, and so of the published weights."""
     cache_policy: CachePolicy = "recompute"
-    """What becomes of requests in flight when new weights come: recompute their keys and values under the new weights,
-    so that every log-probability is the new model's; or keep them, which is faster and slightly off-policy."""
+    """What happens to running requests when new weights arrive. recompute: their keys and values are computed again
+    with the new weights, so that every log-probability is the new model's. keep: they are kept, which is faster and
+    slightly off-policy."""
     lease_s: float = Field(60.0, gt=0)
-    """A replica that does not extend a lease for so long loses it."""
+    """Seconds after which a replica loses a lease that it did not extend."""
     engine_options: dict[str, Any] = Field(default_factory=dict, examples=[{"max_num_seqs": 256}])
-    """Passed to the engine as they are: vLLM's AsyncEngineArgs, SGLang's ServerArgs. The engine checks them. Those
-    under an engine's name are for replicas with that engine alone: docs/engines.md."""
+    """Options of the engine, which checks them: vLLM's AsyncEngineArgs, SGLang's ServerArgs. Options under an engine's
+    name are for replicas with that engine only: docs/engines.md."""
 
     def options_of(self, engine: str) -> dict[str, Any]:
-        """The engine_options for a replica with `engine`."""
+        """The engine options for a replica with `engine`: the shared ones, and over them those under its name."""
         shared = {name: value for name, value in self.engine_options.items() if name not in ENGINES}
         return shared | (self.engine_options.get(engine) or {})
 

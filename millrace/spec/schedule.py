@@ -1,4 +1,4 @@
-"""How long a job runs, how far generation may run ahead, what is kept, and when something is given up."""
+"""How long a job runs, how far generation may run ahead, what is kept, and how long an operation may take."""
 
 from typing import Annotated
 
@@ -11,42 +11,42 @@ from millrace.validation.model import StrictModel
 
 class Schedule(StrictModel):
     steps: int | None = Field(None, ge=0)
-    """Steps to train; none: as many as `passes` over the data give. 0: the model is only evaluated."""
+    """Steps to train; null: as many as `passes` over the data give. 0: the model is only evaluated."""
     passes: int = Field(1, ge=1)
-    """Passes over the data, unless `steps` says otherwise (then the data is repeated as often as needed)."""
+    """Passes over the data. With `steps`, the data is repeated as often as needed instead."""
     prompts_per_step: int = Field(64, ge=1)
-    """Groups trained in a step."""
+    """Groups that are trained in one step; a group is all answers to one prompt."""
     max_staleness: int = Field(1, ge=0)
-    """Versions that a trajectory's oldest token may be behind the trainer; 0: strictly on-policy."""
+    """How many versions the oldest token of a trajectory may be behind the trainer; 0: strictly on-policy."""
     save_every_steps: int = Field(0, ge=0)
-    """Checkpoints. The last step is saved always; 0, or more than there are steps: it alone."""
+    """Steps between two checkpoints. The last step is always saved; 0, or more than there are steps: only the last."""
     keep_checkpoints: int = Field(2, ge=1)
-    """So many of the newest stay."""
+    """Number of checkpoints that are kept, the newest ones."""
     save_in_background: bool = True
-    """Train on while a checkpoint is written from a copy in host memory (12 bytes a parameter, over all ranks); false:
-    wait for the disk."""
+    """true: training continues while a checkpoint is written from a copy in host memory, which takes 12 bytes a
+    parameter over all ranks. false: training waits for the disk."""
 
 
 class Deadlines(StrictModel):
-    """Seconds after which a remote operation is given up, named and retried or failed. See millrace/wire/deadlines.py
-    for those that no job needs to change."""
+    """Longest time, in seconds, for each remote operation. An operation that takes longer is named in an event, and is
+    retried or fails the job. millrace/wire/deadlines.py has those that no job needs to change."""
 
     configure_s: float = Field(1800.0, gt=0)
     """Loading the model, in the trainer and in an engine."""
     step_s: float = Field(3600.0, gt=0)
-    """A step of the trainer."""
+    """One step of the trainer."""
     publication_s: float = Field(300.0, gt=0)
-    """The transfer of new weights, and their verification."""
+    """Transferring new weights and verifying them."""
     save_s: float = Field(3600.0, gt=0)
-    """A checkpoint."""
+    """Writing one checkpoint."""
     no_replica_s: float = Field(1800.0, gt=0)
-    """How long a job waits with no replica in the fleet before it fails."""
+    """How long a job waits without any replica before it fails."""
 
 
 class Tracking(StrictModel):
     trackers: list[Annotated[str, OneOf(tuple(TRACKERS))]] = Field(default_factory=list, examples=[["tensorboard"]])
-    """They come with the `trackers` extra, beside the coordinator: docs/running.md."""
+    """Experiment trackers. The `trackers` extra installs them on the coordinator's host: docs/running.md."""
     project: str = "millrace"
-    """W&B's."""
+    """Project in Weights & Biases."""
     samples_per_step: int = Field(4, ge=0)
-    """Groups of each step kept for GET /v1/jobs/{id}/samples."""
+    """Groups of each step that are kept for GET /v1/jobs/{id}/samples."""

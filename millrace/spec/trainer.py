@@ -13,37 +13,37 @@ Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 class Optimizer(StrictModel):
     lr: float = Field(1e-6, ge=0.0)
-    """Learning rate, once warm-up is over."""
+    """Learning rate after warm-up."""
     betas: tuple[Beta, Beta] = Field((0.9, 0.95), examples=[[0.9, 0.95]])
-    """AdamW's."""
+    """AdamW's betas."""
     eps: float = Field(1e-8, gt=0.0)
-    """AdamW's."""
+    """AdamW's epsilon."""
     weight_decay: float = Field(0.01, ge=0.0)
-    """AdamW's."""
+    """AdamW's weight decay."""
     warmup_steps: int = Field(0, ge=0)
-    """Over which the learning rate rises to `lr`."""
+    """Steps over which the learning rate rises to `lr`."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
-    """After warm-up; cosine and linear fall to `min_lr` at the job's last step."""
+    """Learning rate after warm-up; cosine and linear fall to `min_lr` at the job's last step."""
     min_lr: float = Field(0.0, ge=0.0)
-    """Where `schedule` ends."""
+    """Learning rate at the end of `schedule`."""
     clip_grad_norm: float = Field(1.0, gt=0.0)
-    """A gradient with a larger norm is scaled down to it."""
+    """Largest norm of the gradient. A gradient with a larger norm is scaled down to it."""
 
 
 class Trainer(StrictModel):
     backend: Annotated[str, OneOf(BACKEND_NAMES)] = "fsdp2"
-    """megatron: docs/megatron.md."""
+    """Training backend. megatron: docs/megatron.md."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Of forward and backward. The master weights and the optimizer are float32."""
+    """Data type of forward and backward passes. The master weights and the optimizer are float32."""
     token_budget: int = Field(16384, ge=16)
     """Tokens in one micro-batch on one rank: prompts and responses, packed."""
     updates_per_step: int = Field(1, ge=1)
     """Optimizer updates in a step, each on its share of the groups."""
     activation_recompute: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more work."""
+    """Whether activations are recomputed in the backward pass: less memory, about a third more work."""
     optimizer: Optimizer = Field(Optimizer(), examples=[{"lr": 1e-6}])
-    """The policy's."""
+    """Optimizer of the policy."""
     seed: int = Field(0, ge=0)
-    """Of what a step draws at random."""
+    """Seed of everything that a step draws at random."""
     backend_options: dict[str, Any] = Field(default_factory=dict, examples=[{"offload_reference": True}])
-    """Passed to the backend, which checks them."""
+    """Options of the backend, which checks them."""
