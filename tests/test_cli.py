@@ -26,6 +26,8 @@ from tests.local.programs import eventually
 from tests.models import save_tiny_model
 from tests.ports import held_port
 
+pytestmark = pytest.mark.slow
+
 COMMAND = str(Path(sys.executable).with_name("millrace"))
 
 

@@ -19,6 +19,8 @@ from services.coordinator.store import Store
 from services.coordinator.store.records import Records
 from tests.services.coordinator.redis import with_store
 
+pytestmark = pytest.mark.slow
+
 ANY_PAYLOAD = st.one_of([st.builds(payload) for payload in typing.get_args(Payload)])
 
 

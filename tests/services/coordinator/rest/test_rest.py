@@ -20,6 +20,8 @@ from services.coordinator.rest.jobs import frame
 from tests.services.coordinator.cluster import Cluster, scenario
 from tests.services.coordinator.conftest import CoordinatorProcess, running
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def http(shared: CoordinatorProcess) -> Iterator[httpx.Client]:

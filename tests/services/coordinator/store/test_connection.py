@@ -67,6 +67,7 @@ def test_a_question_that_is_called_off_ends_whatever_it_was_at(redis_url: str, l
         runner.run(scenario())
 
 
+@pytest.mark.slow
 def test_a_redis_that_says_nothing_is_down(tmp_path: Path) -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()

@@ -317,6 +317,7 @@ class LedgerMachine(RuleBasedStateMachine):
             assert held.get(member, 0) == sum(m == member for _, _, m in self.model.leases.values())
 
 
+@pytest.mark.slow
 def test_scripts_and_table_agree(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     LedgerMachine.url = redis_url
     monkeypatch.setattr(prompts_in_redis, "UNDONE_AT_ONCE", 2)

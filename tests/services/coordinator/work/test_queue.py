@@ -222,6 +222,7 @@ async def expiring(desk: Desk, lease_s: float, monkeypatch: pytest.MonkeyPatch) 
         task.cancel()
 
 
+@pytest.mark.slow
 def test_leases_that_nobody_could_extend_have_their_time_again(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The coordinator was away for longer than a lease lasts, then the replica extends it."""
 
@@ -255,6 +256,7 @@ def test_a_member_that_died_while_the_coordinator_was_away_keeps_nothing(
     at_the_desk(redis_url, scenario)
 
 
+@pytest.mark.slow
 def test_a_redis_that_stood_still_expires_nothing_at_once(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(desk: Desk) -> None:
         member, redis = await desk.member(), desk.store.connection

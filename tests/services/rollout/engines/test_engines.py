@@ -46,6 +46,8 @@ from tests.services.rollout.parameters import engine_parameters
 from tests.services.rollout.reference import greedy_prompt, logits, logprobs
 from tests.shard_sender import Shards, ShardSender
 
+pytestmark = pytest.mark.slow
+
 END_OF_TURN = 258
 PROMPT = [257, *b"a question of some length", 258]
 # Longer than one block of the prefix cache of vLLM's CPU build, so that later samples reuse its keys and values.

@@ -55,6 +55,7 @@ def test_version_0_is_a_checkpoint_too(one_rank: torch.device, tied_model: Path,
     assert backend.updates == 0
 
 
+@pytest.mark.slow
 def test_two_ranks_write_what_one_reads(
     one_rank: torch.device, control: ControlThread, served: ScriptedCoordinator, tied_model: Path, tmp_path: Path
 ) -> None:

@@ -18,6 +18,8 @@ from services.trainer.ranks.commands import CommandLoop, CommandSender, Handler,
 from services.trainer.ranks.heartbeats import Heartbeats
 from services.trainer.ranks.world import World
 
+pytestmark = pytest.mark.slow
+
 Action = Callable[[pb.StepRequest], pb.StepResponse]
 
 

@@ -19,6 +19,8 @@ from tests.services.trainer.process import IMPATIENT, TwoRanks, trainer
 from tests.services.trainer.publication.receiver import Receiver, reference
 from tests.services.trainer.step.test_step import OPTIMIZER, local_step
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoRanks]:

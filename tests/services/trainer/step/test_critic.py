@@ -99,6 +99,7 @@ def test_metrics_and_a_fit(
     assert found[0]["critic/returns/max"] == 1.0 and math.isfinite(found[0]["timing_s/update_critic"])
 
 
+@pytest.mark.slow
 def test_two_ranks_equal_one_and_resume_on_one(
     one_rank: torch.device, control: ControlThread, served: ScriptedCoordinator, untied_model: Path, tmp_path: Path
 ) -> None:

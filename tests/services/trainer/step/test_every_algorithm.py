@@ -37,6 +37,8 @@ from tests.rl.reference_advantages import Answer
 from tests.services.trainer.coordinator import ScriptedCoordinator, coordinator
 from tests.services.trainer.groups import job_spec, random_groups, refs
 
+pytestmark = pytest.mark.slow
+
 REWARDS = ((1, 0, 0, 0), (1, 1, 0, 0), (1, 1, 1, 0), (0.5, 0, 1, 0))
 """Of four groups: every estimator has something to tell them apart by."""
 LOSSES: dict[str, dict[str, Any]] = {

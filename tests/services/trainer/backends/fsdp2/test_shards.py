@@ -69,6 +69,7 @@ def test_one_rank(one_rank: torch.device, folders: list[Path]) -> None:
         check(folder)
 
 
+@pytest.mark.slow
 def test_two_ranks(folders: list[Path], tmp_path: Path) -> None:
     ranks = [CONTEXT.Process(target=on_rank, args=(rank, str(tmp_path / "store"), folders)) for rank in range(2)]
     for process in ranks:
