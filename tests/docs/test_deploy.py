@@ -15,7 +15,7 @@ def grace_s(service: str) -> int:
 
 def test_a_container_is_killed_later_than_its_service_gives_up() -> None:
     source = (DEPLOY.parent / "services/rollout/__main__.py").read_text()
-    (drain_s,) = re.findall(r"^    drain_s: .* = ([\d.]+),$", source, re.MULTILINE)
+    (drain_s,) = re.findall(r"^    drain_s: Annotated\[.*?^    \] = ([\d.]+),$", source, re.MULTILINE | re.DOTALL)
     assert grace_s("rollout") > float(drain_s)
     (shutdown_s,) = re.findall(r"SHUTDOWN_TIMEOUT=(\d+)", (DEPLOY / "trainer.Dockerfile").read_text())
     assert grace_s("trainer") > int(shutdown_s)
