@@ -1,11 +1,11 @@
-"""The megatron backend on GPUs: equal numbers by every topology, memory, speed.
+"""Measures the megatron backend on GPUs: equal results of every topology, memory, speed.
 
     python -m benchmarks.megatron --out FOLDER [--parts logprob,equal,memory,mfu] [--only REGEX] [--budget-s 450]
 
-On two GPUs of one host, or on four or eight, in bfloat16 with Transformer Engine; without CUDA the same program on tiny
-sizes, over Gloo, to try it. Each launch of ranks is a process group of its own with a time limit; a case that fails or
-hangs is told with its traceback, and those after it are launched anew. FOLDER/results.json grows with every case; what
-it says is printed as tables at the end.
+On two GPUs of one host, or on four or eight, in bfloat16 with Transformer Engine; without CUDA the same program runs
+with tiny sizes, over Gloo, to try it. Each launch of ranks is a separate process group with a time limit. A case that
+fails or hangs is reported with its traceback, and the cases after it are launched again. FOLDER/results.json grows with
+every case; its contents are printed as tables at the end.
 """
 
 import argparse
@@ -27,52 +27,58 @@ from typing import Any
 import torch
 
 from benchmarks.megatron import report
-from benchmarks.megatron.cases import PARTS, Case, Launch, Place
+from benchmarks.megatron.cases import PARTS, Case, Launch, Machine
 from millrace.local.devices import visible_devices
 
 ROOT = Path(__file__).parents[2]
 FRESH_S = 25.0
-"""What a new launch needs before its first case."""
+"""Seconds that a new launch needs before its first case."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--parts", default="logprob,equal,memory,mfu", help=f"in this order, of {', '.join(PARTS)}")
-    parser.add_argument("--only", type=re.compile, default="", help="cases whose name this regular expression finds")
+    parser.add_argument(
+        "--parts", default="logprob,equal,memory,mfu", help=f"parts to run, in this order, of {', '.join(PARTS)}"
+    )
+    parser.add_argument(
+        "--only", type=re.compile, default="", help="run only cases whose name matches this regular expression"
+    )
     parser.add_argument("--quick", action="store_true", help="fewer steps in each case")
-    parser.add_argument("--budget-s", type=float, default=450.0, help="no launch outlasts this many seconds from now")
-    parser.add_argument("--gpus", type=int, help="how many to use: all there are; without CUDA, to be played: 2")
+    parser.add_argument(
+        "--budget-s", type=float, default=450.0, help="all launches end this many seconds after the start"
+    )
+    parser.add_argument("--gpus", type=int, help="number of GPUs; default: all, and without CUDA 2 simulated ones")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     until = time.monotonic() + options.budget_s
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
         gpus = options.gpus or torch.cuda.device_count() or 2
-        place = Place(Path(folder), torch.cuda.is_available(), options.quick, gpus)
-        results = Results(options.out, place)
+        machine = Machine(Path(folder), torch.cuda.is_available(), options.quick, gpus)
+        results = Results(options.out, machine)
         launches = [
             replace(launch, cases=[case for case in launch.cases if re.search(options.only, case["name"])])
             for part in options.parts.split(",")
-            for launch in PARTS[part](place)
+            for launch in PARTS[part](machine)
         ]
         done = {launch.name: threading.Event() for launch in launches}
 
         def in_turn(launch: Launch) -> None:
-            """After every earlier launch that needs one of its GPUs."""
+            """Runs a launch after every earlier launch that needs one of its GPUs."""
             for earlier in launches[: launches.index(launch)]:
                 if set(earlier.gpus) & set(launch.gpus):
                     done[earlier.name].wait()
             try:
-                run(launch, place, results, until)
+                run(launch, machine, results, until)
             finally:
                 done[launch.name].set()
 
         def comparison() -> None:
             for name in equal:
                 done[name].wait()
-            results.add("equal", report.compared(place.scratch))
+            results.add("equal", report.compared(machine.scratch))
 
-        equal = [launch.name for launch in launches if launch.name.startswith("equal")]
+        equal = [launch.name for launch in launches if launch.compared]
         threads = [threading.Thread(target=in_turn, args=(launch,)) for launch in launches]
         threads += [threading.Thread(target=comparison)] if equal else []
         for thread in threads:
@@ -83,10 +89,10 @@ def main() -> None:
 
 
 class Results:
-    """Everything that was found, written to results.json whenever there is more."""
+    """All results, written to results.json after every change."""
 
-    def __init__(self, out: Path, place: Place) -> None:
-        self.found: dict[str, Any] = {"host": _host(place), "launches": {}}
+    def __init__(self, out: Path, machine: Machine) -> None:
+        self.found: dict[str, Any] = {"host": _host(machine), "launches": {}}
         self.out = out
         self._lock = threading.Lock()
 
@@ -104,27 +110,28 @@ class Results:
         (self.out / "results.json").write_text(json.dumps(self.found, indent=1))
 
 
-def run(launch: Launch, place: Place, results: Results, until: float) -> None:
-    """All its cases, launched anew after one that failed, within its limit and the program's."""
+def run(launch: Launch, machine: Machine, results: Results, until: float) -> None:
+    """Runs all cases of a launch, within its time limit and the program's. After a failed case the others are launched
+    again."""
     until = min(until, time.monotonic() + launch.limit_s)
-    folder = place.scratch / launch.name
+    folder = machine.scratch / launch.name
     folder.mkdir()
     log = results.out / f"{launch.name}.log"
     left, lines = list(launch.cases), []
     while left and until - time.monotonic() > FRESH_S:
-        code = _launch(replace(launch, cases=left), folder, log, place, until)
+        code = _launch(replace(launch, cases=left), folder, log, machine, until)
         lines = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
-        told = {line["name"] for line in lines}
-        left = _after(left, told, lines, folder, code, log)
+        done = {line["name"] for line in lines}
+        left = _after(left, done, lines, folder, code, log)
         results.cases(launch.name, lines)
-    skipped = [{"name": case["name"], "ok": False, "error": "no time was left"} for case in left]
+    skipped = [{"name": case["name"], "ok": False, "error": "the time was over"} for case in left]
     results.cases(launch.name, lines + skipped)
 
 
-def _after(left: list[Case], told: set[str], lines: list[Any], folder: Path, code: int, log: Path) -> list[Case]:
-    """The cases after the one at which the ranks ended, which is told where it could not tell itself."""
+def _after(left: list[Case], done: set[str], lines: list[Any], folder: Path, code: int, log: Path) -> list[Case]:
+    """The cases after the one at which the ranks ended. That case gets a result if it could not write one."""
     for at, case in enumerate(left):
-        if case["name"] not in told:
+        if case["name"] not in done:
             if lines and not lines[-1]["ok"] and lines[-1]["name"] in {c["name"] for c in left[:at]}:
                 return left[at:]
             line = {"name": case["name"], "ok": False, "error": f"ended with {code}: {log.read_text()[-2500:]}"}
@@ -135,21 +142,21 @@ def _after(left: list[Case], told: set[str], lines: list[Any], folder: Path, cod
     return []
 
 
-def _launch(launch: Launch, folder: Path, log: Path, place: Place, until: float) -> int:
+def _launch(launch: Launch, folder: Path, log: Path, machine: Machine, until: float) -> int:
     (folder / "cases.json").write_text(json.dumps(launch.cases))
     (folder / "results.jsonl").touch()
     ranks = len(launch.gpus)
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", str(ranks)]
     command += ["--master-addr", "127.0.0.1", "--master-port", str(_free_port())]
     command += ["-m", "benchmarks.megatron.rank", str(folder)]
-    threads = max(1, (os.cpu_count() or 2) // 2) // ranks if place.cuda else 1
+    threads = max(1, (os.cpu_count() or 2) // 2) // ranks if machine.cuda else 1
     environment = {
         **os.environ,
-        "CUDA_VISIBLE_DEVICES": ",".join(visible_devices()[gpu] for gpu in launch.gpus) if place.cuda else "",
+        "CUDA_VISIBLE_DEVICES": ",".join(visible_devices()[gpu] for gpu in launch.gpus) if machine.cuda else "",
         "OMP_NUM_THREADS": str(max(1, threads)),
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron's order of communication and computation
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
-        "TORCHDYNAMO_SUPPRESS_ERRORS": "1",  # what cannot be compiled runs as it is written
+        "TORCHDYNAMO_SUPPRESS_ERRORS": "1",  # functions that cannot be compiled run uncompiled
         **launch.environment,
     }
     with log.open("a") as out:
@@ -165,7 +172,7 @@ def _launch(launch: Launch, folder: Path, log: Path, place: Place, until: float)
 
 
 def _end(process: subprocess.Popen) -> None:
-    """The launcher and its ranks."""
+    """Ends the launcher and its ranks."""
     process.terminate()
     try:
         process.wait(timeout=5)
@@ -174,7 +181,7 @@ def _end(process: subprocess.Popen) -> None:
         process.wait()
 
 
-def _host(place: Place) -> dict[str, Any]:
+def _host(machine: Machine) -> dict[str, Any]:
     versions = {"torch": str(torch.__version__)}
     for name in ("transformer_engine", "megatron-core", "transformers"):
         try:
@@ -183,12 +190,12 @@ def _host(place: Place) -> dict[str, Any]:
             versions[name] = version(name)
         except ImportError:
             continue
-    device = torch.cuda.get_device_name() if place.cuda else "no GPU"
+    device = torch.cuda.get_device_name() if machine.cuda else "no GPU"
     return {"device": device, "devices": torch.cuda.device_count(), "cores": os.cpu_count(), "versions": versions}
 
 
 def _free_port() -> int:
-    """Below those that connections get by themselves: one may be taken between now and its use."""
+    """A free port below those that the system gives to connections, which could take it before it is used."""
     while True:
         port = random.randrange(20000, 30000)
         with socket.socket() as probe, contextlib.suppress(OSError):

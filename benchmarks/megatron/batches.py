@@ -12,11 +12,12 @@ ROWS = 16
 TEMPERATURE = 0.7
 CLIP_NORM = 1.0
 OPTIMIZER = {"lr": 2e-2, "betas": (0.9, 0.95), "weight_decay": 0.1, "eps": 1e-3}
-"""With Adam's usual eps a gradient that is rounding error would move a weight as far as any other."""
+"""The eps is large: with Adam's usual one a gradient that is a rounding error would move a weight as far as any
+other."""
 
 
 def tokens_of(row: int, vocabulary: int, longest: int) -> tuple[np.ndarray, int]:
-    """Tokens of one of the compared sequences, and how many of them are the prompt."""
+    """Tokens of one of the compared sequences, and the number of tokens of its prompt."""
     random = np.random.default_rng(row)
     length = int(random.integers(longest // 16, longest))
     return random.integers(3, vocabulary, length), length // 4
@@ -46,34 +47,34 @@ def experts_of(tokens: int, layers: int, experts: int, per_token: int, seed: int
     return torch.from_numpy((first + steps) % experts)
 
 
-def compared(rank: int, size: int, vocabulary: int, longest: int, *, told: bool = False) -> list[MicroBatch]:
-    """This data-parallel rank's share of sixteen sequences of mixed lengths, in four micro-batches. `told`: with the
-    experts for each token, of eight two, in four layers."""
+def compared(rank: int, size: int, vocabulary: int, longest: int, *, replayed: bool = False) -> list[MicroBatch]:
+    """This data-parallel rank's share of sixteen sequences of mixed lengths, in four micro-batches. `replayed`:
+    with two of eight experts for each token, in four layers."""
     mine = list(range(rank, ROWS, size))
     each = len(mine) // 4
-    return [_packed(mine[i * each : (i + 1) * each], vocabulary, longest, told) for i in range(4)]
+    return [_packed(mine[i * each : (i + 1) * each], vocabulary, longest, replayed) for i in range(4)]
 
 
-def _packed(rows: list[int], vocabulary: int, longest: int, told: bool) -> MicroBatch:
+def _packed(rows: list[int], vocabulary: int, longest: int, replayed: bool) -> MicroBatch:
     chosen = [tokens_of(row, vocabulary, longest) for row in rows]
     lengths = tuple(len(tokens) for tokens, _ in chosen)
     responses = tuple(len(tokens) - prompt for tokens, prompt in chosen)
     tokens_p = torch.from_numpy(np.concatenate([tokens for tokens, _ in chosen]).astype(np.int64))
     experts = [experts_of(length, 4, 8, 2, row) for row, length in zip(rows, lengths, strict=True)]
-    return MicroBatch(tuple(rows), lengths, responses, tokens_p, torch.cat(experts).short() if told else None)
+    return MicroBatch(tuple(rows), lengths, responses, tokens_p, torch.cat(experts).short() if replayed else None)
 
 
 def even(microbatches: int, sequences: int, length: int, shape: ModelShape) -> list[MicroBatch]:
     """Micro-batches of equal sequences, a quarter of each the prompt; their tokens spread evenly over the experts."""
     random, tokens, experts = np.random.default_rng(0), sequences * length, shape.experts
-    told = experts_of(tokens, sum(experts.layers), experts.count, experts.per_token, 0).short() if experts else None
+    chosen = experts_of(tokens, sum(experts.layers), experts.count, experts.per_token, 0).short() if experts else None
     return [
         MicroBatch(
             tuple(range(sequences)),
             (length,) * sequences,
             (length - length // 4,) * sequences,
             torch.from_numpy(random.integers(3, shape.vocabulary, tokens)),
-            told,
+            chosen,
         )
         for _ in range(microbatches)
     ]

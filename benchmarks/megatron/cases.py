@@ -1,4 +1,4 @@
-"""What is measured: parts of launches of cases."""
+"""The cases that are measured, in launches, in parts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,31 +8,50 @@ from typing import Any
 from benchmarks.megatron import models
 
 Case = dict[str, Any]
+"""What the ranks read from cases.json: `kind` names the function that measures, the rest are its parameters."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """Two updates of a small model with Megatron, to be compared with others."""
+
+    model: str
+    options: dict[str, Any] = field(default_factory=dict)
+    """The job's `trainer.backend_options`."""
+    replayed: bool = False
+    """Whether the experts of each token are given, so that rounding sends no token to another expert."""
+
+    @property
+    def group(self) -> str:
+        """Trainings of the same group have the same model and batch, and are compared with each other."""
+        return "replayed" if self.replayed else self.model
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Cases that one group of ranks runs one after the other."""
+    """Cases that a group of ranks runs one after the other."""
 
     name: str
     gpus: tuple[int, ...]
     limit_s: float
     cases: list[Case] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
+    compared: bool = False
+    """Whether the results of its cases are compared with those of other cases."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where the program runs, and for how much time."""
+class Machine:
+    """The machine on which the program runs, and how thoroughly it measures."""
 
     scratch: Path
     cuda: bool
     quick: bool
     gpus: int
-    """How many there are; without CUDA, how many are played."""
+    """Number of GPUs; without CUDA, the number of simulated ones."""
 
-    def apart(self, count: int) -> tuple[int, ...]:
-        """`count` GPUs beside the first `count`, or those where there are no others."""
+    def other_gpus(self, count: int) -> tuple[int, ...]:
+        """`count` GPUs after the first `count`, or the first ones where there are no others."""
         first = count if self.gpus >= 2 * count else 0
         return tuple(range(first, first + count))
 
@@ -41,118 +60,120 @@ class Place:
         return "bfloat16" if self.cuda else "float32"
 
 
-ALONE: dict[str, tuple[str, dict[str, Any]]] = {
-    "dense": ("dense", {"fused_gradients": False}),
-    "dense, fused gradients": ("dense", {}),
-    "dense, again": ("dense", {"fused_gradients": False}),
-    "dense, recompute core_attn": ("dense", {"recompute": {"granularity": "selective"}}),
-    "dense, recompute full": ("dense", {"recompute": {"granularity": "full"}}),
-    "dense, optimizer offloaded between": ("dense", {"offload_optimizer": True, "release_gradients": True}),
-    "dense, moments in bfloat16": ("dense", {"optimizer_moments": "bfloat16"}),
-    "dense, offload 0.5": ("dense", {"optimizer_offload_fraction": 0.5}),
-    "dense, offload 1": ("dense", {"optimizer_offload_fraction": 1.0}),
-    "moe": ("moe", {"fused_gradients": False}),
-    "moe, again": ("moe", {"fused_gradients": False}),
-    "moe, fused gradients": ("moe", {}),
-    "told": ("moe", {}),
-    "told, recompute full": ("moe", {"recompute": {"granularity": "full"}}),
-    "moe, recompute moe_act": ("moe", {"recompute": {"granularity": "selective", "modules": ["moe_act"]}}),
-    "moe, recompute full": ("moe", {"recompute": {"granularity": "full"}}),
-    "moe, offload 1": ("moe", {"optimizer_offload_fraction": 1.0}),
-    "latent": ("latent", {}),
+ON_ONE_GPU: dict[str, Training] = {
+    "dense": Training("dense", {"fused_gradients": False}),
+    "dense, fused gradients": Training("dense", {}),
+    "dense, again": Training("dense", {"fused_gradients": False}),
+    "dense, recompute core_attn": Training("dense", {"recompute": {"granularity": "selective"}}),
+    "dense, recompute full": Training("dense", {"recompute": {"granularity": "full"}}),
+    "dense, optimizer offloaded between": Training("dense", {"offload_optimizer": True, "release_gradients": True}),
+    "dense, moments in bfloat16": Training("dense", {"optimizer_moments": "bfloat16"}),
+    "dense, offload 0.5": Training("dense", {"optimizer_offload_fraction": 0.5}),
+    "dense, offload 1": Training("dense", {"optimizer_offload_fraction": 1.0}),
+    "moe": Training("moe", {"fused_gradients": False}),
+    "moe, again": Training("moe", {"fused_gradients": False}),
+    "moe, fused gradients": Training("moe", {}),
+    "replayed": Training("moe", {}, replayed=True),
+    "replayed, recompute full": Training("moe", {"recompute": {"granularity": "full"}}, replayed=True),
+    "moe, recompute moe_act": Training("moe", {"recompute": {"granularity": "selective", "modules": ["moe_act"]}}),
+    "moe, recompute full": Training("moe", {"recompute": {"granularity": "full"}}),
+    "moe, offload 1": Training("moe", {"optimizer_offload_fraction": 1.0}),
+    "latent": Training("latent", {}),
 }
-"""On one GPU. `again` is the same once more: what a run differs from itself by. `told`: the experts of each token are
-given, so that rounding sends none elsewhere."""
+"""Trainings on one GPU. `again` repeats a training: it shows by how much two runs of the same training differ."""
 EXPERTS_WHOLE = {"expert_parallel": 2, "expert_tensor_parallel": 1}
-TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
-    "dense TP2": ("dense", {"tensor_parallel": 2}),
-    "dense PP2": ("dense", {"pipeline_parallel": 2}),
-    "dense CP2": ("dense", {"context_parallel": 2}),
-    "dense DP2": ("dense", {}),
-    "moe EP2": ("moe", {"expert_parallel": 2}),
-    "dense VPP2": ("dense", {"pipeline_parallel": 2, "virtual_pipeline": 2}),
-    "dense TP2, tokens not split": ("dense", {"tensor_parallel": 2, "sequence_parallel": False}),
-    "moe TP2 EP2": ("moe", {"tensor_parallel": 2, **EXPERTS_WHOLE}),
-    "moe CP2 EP2": ("moe", {"context_parallel": 2, "expert_parallel": 2}),
-    "moe PP2": ("moe", {"pipeline_parallel": 2}),
-    "moe DP2": ("moe", {}),
-    "dense DP2, offload 1": ("dense", {"optimizer_offload_fraction": 1.0}),
-    "dense DP2, own optimizer state": ("dense", {"distributed_optimizer": False}),
-    "told EP2": ("moe", {"expert_parallel": 2}),
-    "told TP2 EP2": ("moe", {"tensor_parallel": 2, **EXPERTS_WHOLE}),
-    "told CP2 EP2": ("moe", {"context_parallel": 2, "expert_parallel": 2}),
-    "told PP2": ("moe", {"pipeline_parallel": 2}),
-    "told DP2": ("moe", {}),
-    "latent TP2 EP2": ("latent", {"tensor_parallel": 2, **EXPERTS_WHOLE}),
+ON_TWO_GPUS: dict[str, Training] = {
+    "dense TP2": Training("dense", {"tensor_parallel": 2}),
+    "dense PP2": Training("dense", {"pipeline_parallel": 2}),
+    "dense CP2": Training("dense", {"context_parallel": 2}),
+    "dense DP2": Training("dense", {}),
+    "moe EP2": Training("moe", {"expert_parallel": 2}),
+    "dense VPP2": Training("dense", {"pipeline_parallel": 2, "virtual_pipeline": 2}),
+    "dense TP2, tokens not split": Training("dense", {"tensor_parallel": 2, "sequence_parallel": False}),
+    "moe TP2 EP2": Training("moe", {"tensor_parallel": 2, **EXPERTS_WHOLE}),
+    "moe CP2 EP2": Training("moe", {"context_parallel": 2, "expert_parallel": 2}),
+    "moe PP2": Training("moe", {"pipeline_parallel": 2}),
+    "moe DP2": Training("moe", {}),
+    "dense DP2, offload 1": Training("dense", {"optimizer_offload_fraction": 1.0}),
+    "dense DP2, own optimizer state": Training("dense", {"distributed_optimizer": False}),
+    "replayed EP2": Training("moe", {"expert_parallel": 2}, replayed=True),
+    "replayed TP2 EP2": Training("moe", {"tensor_parallel": 2, **EXPERTS_WHOLE}, replayed=True),
+    "replayed CP2 EP2": Training("moe", {"context_parallel": 2, "expert_parallel": 2}, replayed=True),
+    "replayed PP2": Training("moe", {"pipeline_parallel": 2}, replayed=True),
+    "replayed DP2": Training("moe", {}, replayed=True),
+    "latent TP2 EP2": Training("latent", {"tensor_parallel": 2, **EXPERTS_WHOLE}),
 }
-"""On two."""
-OF_FOUR: dict[str, tuple[str, dict[str, Any]]] = {
-    "dense TP2 PP2": ("dense", {"tensor_parallel": 2, "pipeline_parallel": 2}),
-    "dense TP2 CP2": ("dense", {"tensor_parallel": 2, "context_parallel": 2}),
-    "told TP2 EP2 PP2": ("moe", {"tensor_parallel": 2, "pipeline_parallel": 2, **EXPERTS_WHOLE}),
-    "told EP2 DP2": ("moe", {"expert_parallel": 2}),
-    "dense PP2 VPP2 DP2": ("dense", {"pipeline_parallel": 2, "virtual_pipeline": 2}),
-    "told EP4": ("moe", {"expert_parallel": 4}),
-    "told CP2 EP4": ("moe", {"context_parallel": 2, "expert_parallel": 4}),
-    "told TP2 EP4": ("moe", {"tensor_parallel": 2, **EXPERTS_WHOLE, "expert_parallel": 4}),
-    "latent TP2 EP2 PP2": ("latent", {"tensor_parallel": 2, "pipeline_parallel": 2, **EXPERTS_WHOLE}),
-    "latent TP2 EP2 DP2": ("latent", {"tensor_parallel": 2, **EXPERTS_WHOLE}),
-    "dense TP4": ("dense", {"tensor_parallel": 4}),
-    "dense CP4": ("dense", {"context_parallel": 4}),
-    "dense DP4": ("dense", {}),
-    "dense CP2 DP2": ("dense", {"context_parallel": 2}),
-    "dense PP4": ("dense", {"pipeline_parallel": 4}),
-    "moe TP2 EP2 PP2": ("moe", {"tensor_parallel": 2, "pipeline_parallel": 2, **EXPERTS_WHOLE}),
+"""Trainings on two GPUs."""
+ON_FOUR_GPUS: dict[str, Training] = {
+    "dense TP2 PP2": Training("dense", {"tensor_parallel": 2, "pipeline_parallel": 2}),
+    "dense TP2 CP2": Training("dense", {"tensor_parallel": 2, "context_parallel": 2}),
+    "replayed TP2 EP2 PP2": Training(
+        "moe", {"tensor_parallel": 2, "pipeline_parallel": 2, **EXPERTS_WHOLE}, replayed=True
+    ),
+    "replayed EP2 DP2": Training("moe", {"expert_parallel": 2}, replayed=True),
+    "dense PP2 VPP2 DP2": Training("dense", {"pipeline_parallel": 2, "virtual_pipeline": 2}),
+    "replayed EP4": Training("moe", {"expert_parallel": 4}, replayed=True),
+    "replayed CP2 EP4": Training("moe", {"context_parallel": 2, "expert_parallel": 4}, replayed=True),
+    "replayed TP2 EP4": Training("moe", {"tensor_parallel": 2, **EXPERTS_WHOLE, "expert_parallel": 4}, replayed=True),
+    "latent TP2 EP2 PP2": Training("latent", {"tensor_parallel": 2, "pipeline_parallel": 2, **EXPERTS_WHOLE}),
+    "latent TP2 EP2 DP2": Training("latent", {"tensor_parallel": 2, **EXPERTS_WHOLE}),
+    "dense TP4": Training("dense", {"tensor_parallel": 4}),
+    "dense CP4": Training("dense", {"context_parallel": 4}),
+    "dense DP4": Training("dense", {}),
+    "dense CP2 DP2": Training("dense", {"context_parallel": 2}),
+    "dense PP4": Training("dense", {"pipeline_parallel": 4}),
+    "moe TP2 EP2 PP2": Training("moe", {"tensor_parallel": 2, "pipeline_parallel": 2, **EXPERTS_WHOLE}),
 }
-"""On four. What the sizes leave over is data parallelism."""
-REFERENCES = ("dense", "moe", "told", "latent")
-"""Of ALONE: what is compared with."""
-GPU_ONLY = ("CP", "offload", "moe_act", "moments")
+"""Trainings on four GPUs. Ranks that the sizes do not use are data parallel."""
+REFERENCES = ("dense", "moe", "replayed", "latent")
+"""The trainings on one GPU with which those on several are compared."""
 
 ONE_PRODUCT = {"NVTE_USE_CUTLASS_GROUPED_GEMM": "1"}
-"""Forward and to the inputs, Transformer Engine on Hopper multiplies all experts in one launch; the weights' gradients,
-whose inner sizes differ, in one for each expert as always."""
+"""Makes Transformer Engine on Hopper compute the products of all experts in one launch, in the forward pass and for the
+gradients of the inputs. The gradients of the weights, whose inner sizes differ, still take one launch per expert."""
 OWN_QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
-"""CUDA's own: experts are multiplied in four streams, which one queue would put in a row."""
+"""CUDA's default: the products of the experts run in four streams, which a single queue would serialize."""
 
 
-def equal(place: Place) -> list[Launch]:
-    """The same batch by every topology of one and two GPUs, and by Hugging Face and FSDP2."""
+def equal(machine: Machine) -> list[Launch]:
+    """The same batch trained by every topology of one and two GPUs, by Hugging Face and by FSDP2."""
     others = [
-        *_by_hugging_face(place),
-        *(_compared(place, f"{kind}, fsdp2", kind, backend="fsdp2") for kind in ("dense", "moe")),
+        *_by_hugging_face(machine),
+        *(_compared(machine, f"{kind}, fsdp2", Training(kind), backend="fsdp2") for kind in ("dense", "moe")),
         {"name": "deepep", "kind": "deepep", "limit_s": 30.0},
     ]
     return [
-        Launch("equal-1", (0,), 130.0, _all_of(place, ALONE)),
-        Launch("equal-others", (1,), 130.0, others),
-        Launch("equal-2", place.apart(2), 150.0, _all_of(place, TOGETHER)),
+        Launch("equal-1", (0,), 130.0, _all_of(machine, ON_ONE_GPU), compared=True),
+        Launch("equal-others", (1,), 130.0, others, compared=True),
+        Launch("equal-2", machine.other_gpus(2), 150.0, _all_of(machine, ON_TWO_GPUS), compared=True),
     ]
 
 
-def equal_on_four(place: Place) -> list[Launch]:
-    """The same batch by the topologies of four GPUs, beside one GPU and Hugging Face."""
-    if place.gpus < 4:
+def equal_on_four(machine: Machine) -> list[Launch]:
+    """The same batch trained by the topologies of four GPUs, by one GPU and by Hugging Face."""
+    if machine.gpus < 4:
         return []
-    references = _all_of(place, {name: ALONE[name] for name in REFERENCES})
+    references = _all_of(machine, {name: ON_ONE_GPU[name] for name in REFERENCES})
     return [
-        Launch("equal-references", (0,), 80.0, references),
-        Launch("equal-hugging-face", (1,), 80.0, _by_hugging_face(place)),
-        Launch("equal-4", place.apart(4), 200.0, _all_of(place, OF_FOUR)),
+        Launch("equal-references", (0,), 80.0, references, compared=True),
+        Launch("equal-hugging-face", (1,), 80.0, _by_hugging_face(machine), compared=True),
+        Launch("equal-4", machine.other_gpus(4), 200.0, _all_of(machine, ON_FOUR_GPUS), compared=True),
     ]
 
 
-def _compared(place: Place, name: str, of: str, **more: Any) -> Case:
-    laptop = not place.cuda
-    if not (model := place.scratch / of).exists():
-        models.small_model(of, model, laptop=laptop)
+def _compared(machine: Machine, name: str, training: Training, **more: Any) -> Case:
+    laptop = not machine.cuda
+    if not (model := machine.scratch / training.model).exists():
+        models.small_model(training.model, model, laptop=laptop)
     return {
         "name": name,
         "kind": "compare",
         "model": str(model),
-        "file": str(place.scratch / "trained" / f"{name}.safetensors"),
-        "told": name.startswith("told"),
-        "dtype": place.dtype,
+        "group": training.group,
+        "file": str(machine.scratch / "trained" / training.group / f"{name}.safetensors"),
+        "options": training.options,
+        "replayed": training.replayed,
+        "dtype": machine.dtype,
         "vocabulary": 1024 * (1 if laptop else 4),
         "longest": 64 if laptop else 1024,
         "limit_s": 60.0,
@@ -160,97 +181,100 @@ def _compared(place: Place, name: str, of: str, **more: Any) -> Case:
     }
 
 
-def _all_of(place: Place, table: Mapping[str, tuple[str, dict[str, Any]]]) -> list[Case]:
-    return _possible(place, [_compared(place, name, of, options=options) for name, (of, options) in table.items()])
+def _all_of(machine: Machine, table: Mapping[str, Training]) -> list[Case]:
+    return _runnable(machine, [_compared(machine, name, training) for name, training in table.items()])
 
 
-def _by_hugging_face(place: Place) -> list[Case]:
-    kinds = {"dense": "dense", "moe": "moe", "latent": "latent", "told": "moe"}
-    return [_compared(place, f"{kind}, huggingface float32", of, kind="huggingface") for kind, of in kinds.items()]
+def _by_hugging_face(machine: Machine) -> list[Case]:
+    trainings = [Training("dense"), Training("moe"), Training("latent"), Training("moe", replayed=True)]
+    return [
+        _compared(machine, f"{training.group}, huggingface float32", training, kind="huggingface")
+        for training in trainings
+    ]
 
 
-def memory(place: Place) -> list[Launch]:
-    """Each saving against none, on one GPU."""
+def memory(machine: Machine) -> list[Launch]:
+    """Each way to save memory, compared with none, on one GPU."""
     dense = [
-        _speed(place, "qwen3-8b", 12, "none", {}),
-        _speed(place, "qwen3-8b", 12, "recompute core_attn", {"recompute": {"granularity": "selective"}}),
-        _speed(place, "qwen3-8b", 12, "recompute mlp", _selective("mlp", "layernorm")),
-        _speed(place, "qwen3-8b", 12, "recompute full", {"recompute": {"granularity": "full"}}),
-        _speed(place, "qwen3-8b", 12, "gradients added apart", {"fused_gradients": False}),
-        _speed(place, "qwen3-8b", 4, "none", {}),
-        _speed(place, "qwen3-8b", 4, "offload between", {"offload_optimizer": True, "release_gradients": True}),
-        _speed(place, "qwen3-8b", 4, "moments in bfloat16", {"optimizer_moments": "bfloat16"}),
-        _speed(place, "qwen3-8b", 4, "offload 0.5", {"optimizer_offload_fraction": 0.5}),
-        _speed(place, "qwen3-8b", 4, "offload 1", {"optimizer_offload_fraction": 1.0}),
+        _speed(machine, "qwen3-8b", 12, "none", {}),
+        _speed(machine, "qwen3-8b", 12, "recompute core_attn", {"recompute": {"granularity": "selective"}}),
+        _speed(machine, "qwen3-8b", 12, "recompute mlp", _selective("mlp", "layernorm")),
+        _speed(machine, "qwen3-8b", 12, "recompute full", {"recompute": {"granularity": "full"}}),
+        _speed(machine, "qwen3-8b", 12, "gradients added apart", {"fused_gradients": False}),
+        _speed(machine, "qwen3-8b", 4, "none", {}),
+        _speed(machine, "qwen3-8b", 4, "offload between", {"offload_optimizer": True, "release_gradients": True}),
+        _speed(machine, "qwen3-8b", 4, "moments in bfloat16", {"optimizer_moments": "bfloat16"}),
+        _speed(machine, "qwen3-8b", 4, "offload 0.5", {"optimizer_offload_fraction": 0.5}),
+        _speed(machine, "qwen3-8b", 4, "offload 1", {"optimizer_offload_fraction": 1.0}),
     ]
     full = {"recompute": {"granularity": "full"}}
     mixture = [
-        _speed(place, "qwen3-30b-a3b", 6, "none", {}),
-        _speed(place, "qwen3-30b-a3b", 6, "recompute moe_act", _selective("moe_act")),
-        _speed(place, "qwen3-30b-a3b", 6, "recompute full", full),
-        _speed(place, "qwen3-30b-a3b", 6, "gradients added apart", {"fused_gradients": False}),
-        _speed(place, "qwen3-30b-a3b", 6, "recompute full, 64k tokens", full, sequences=16),
+        _speed(machine, "qwen3-30b-a3b", 6, "none", {}),
+        _speed(machine, "qwen3-30b-a3b", 6, "recompute moe_act", _selective("moe_act")),
+        _speed(machine, "qwen3-30b-a3b", 6, "recompute full", full),
+        _speed(machine, "qwen3-30b-a3b", 6, "gradients added apart", {"fused_gradients": False}),
+        _speed(machine, "qwen3-30b-a3b", 6, "recompute full, 64k tokens", full, sequences=16),
     ]
     return [Launch("memory-dense", (0,), 130.0, dense), Launch("memory-moe", (1,), 130.0, mixture)]
 
 
-def mfu(place: Place) -> list[Launch]:
-    """As many layers as two GPUs hold."""
+def mfu(machine: Machine) -> list[Launch]:
+    """Models with as many layers as two GPUs hold."""
     full = {"recompute": {"granularity": "full"}}
     cases = [
-        _speed(place, "qwen3-30b-a3b", 10, "EP2", {"expert_parallel": 2}),
-        _speed(place, "qwen3-30b-a3b", 10, "EP2, recompute full, 64k", {"expert_parallel": 2, **full}, sequences=16),
-        _speed(place, "qwen3-8b", 36, "TP2", {"tensor_parallel": 2}, sequences=2),
-        _speed(place, "qwen3-8b", 36, "DP2, recompute full", full),
-        _speed(place, "qwen3-8b", 16, "CP2", {"context_parallel": 2}, sequences=1, length=32768),
-        _speed(place, "qwen3-8b", 36, "PP2", {"pipeline_parallel": 2, **full}, microbatches=8, sequences=1),
+        _speed(machine, "qwen3-30b-a3b", 10, "EP2", {"expert_parallel": 2}),
+        _speed(machine, "qwen3-30b-a3b", 10, "EP2, recompute full, 64k", {"expert_parallel": 2, **full}, sequences=16),
+        _speed(machine, "qwen3-8b", 36, "TP2", {"tensor_parallel": 2}, sequences=2),
+        _speed(machine, "qwen3-8b", 36, "DP2, recompute full", full),
+        _speed(machine, "qwen3-8b", 16, "CP2", {"context_parallel": 2}, sequences=1, length=32768),
+        _speed(machine, "qwen3-8b", 36, "PP2", {"pipeline_parallel": 2, **full}, microbatches=8, sequences=1),
     ]
     return [Launch("mfu-2", (0, 1), 170.0, cases)]
 
 
-def mfu_moe(place: Place) -> list[Launch]:
-    """A mixture of experts in micro-batches large enough for its kernels to outlast their launches: the host works as
-    long for 64 thousand tokens as for 16, and less the more ranks share the experts. For GPUs of 139 GiB."""
+def mfu_moe(machine: Machine) -> list[Launch]:
+    """A mixture of experts in micro-batches large enough that its kernels take longer than their launches: the host
+    works as long for 64 thousand tokens as for 16, and less with more expert-parallel ranks. For GPUs of 139 GiB."""
     shape = "qwen3-30b-a3b"
     two, four = {"expert_parallel": 2}, {"expert_parallel": 4}
     moe_act, full = _selective("moe_act"), {"recompute": {"granularity": "full"}}
     halves = [
-        _speed(place, shape, 8, "EP2, 64k tokens, one product", two, sequences=16, environment=ONE_PRODUCT),
-        _speed(place, shape, 8, "EP2, 64k tokens", two, sequences=16),
-        _speed(place, shape, 10, "EP2, 32k tokens, one product", two, sequences=8, environment=ONE_PRODUCT),
-        _speed(place, shape, 10, "EP2, 32k tokens", two, sequences=8),
-        _speed(place, shape, 10, "EP2, 16k tokens", two),
-        {**_speed(place, shape, 10, "EP2, 32k tokens, profile", two, sequences=8), "kind": "profile"},
+        _speed(machine, shape, 8, "EP2, 64k tokens, one product", two, sequences=16, environment=ONE_PRODUCT),
+        _speed(machine, shape, 8, "EP2, 64k tokens", two, sequences=16),
+        _speed(machine, shape, 10, "EP2, 32k tokens, one product", two, sequences=8, environment=ONE_PRODUCT),
+        _speed(machine, shape, 10, "EP2, 32k tokens", two, sequences=8),
+        _speed(machine, shape, 10, "EP2, 16k tokens", two),
+        {**_speed(machine, shape, 10, "EP2, 32k tokens, profile", two, sequences=8), "kind": "profile"},
     ]
-    if place.gpus < 4:
+    if machine.gpus < 4:
         return [Launch("mfu-moe-2", (0, 1), 130.0, halves, OWN_QUEUES)]
     quarters = [
-        _speed(place, shape, 10, "EP4, 64k tokens, one product", four, sequences=16, environment=ONE_PRODUCT),
-        _speed(place, shape, 12, "EP4, 64k tokens, recompute moe_act", {**four, **moe_act}, sequences=16),
-        _speed(place, shape, 12, "EP4, 32k tokens, one product", four, sequences=8, environment=ONE_PRODUCT),
-        _speed(place, shape, 12, "EP4, 32k tokens", four, sequences=8),
-        _speed(place, shape, 8, "EP2 DP2, 64k tokens", two, sequences=16),
-        _speed(place, shape, 24, "EP4, 32k tokens, recompute full", {**four, **full}, sequences=8),
+        _speed(machine, shape, 10, "EP4, 64k tokens, one product", four, sequences=16, environment=ONE_PRODUCT),
+        _speed(machine, shape, 12, "EP4, 64k tokens, recompute moe_act", {**four, **moe_act}, sequences=16),
+        _speed(machine, shape, 12, "EP4, 32k tokens, one product", four, sequences=8, environment=ONE_PRODUCT),
+        _speed(machine, shape, 12, "EP4, 32k tokens", four, sequences=8),
+        _speed(machine, shape, 8, "EP2 DP2, 64k tokens", two, sequences=16),
+        _speed(machine, shape, 24, "EP4, 32k tokens, recompute full", {**four, **full}, sequences=8),
     ]
     return [
         Launch("mfu-moe-2", (0, 1), 100.0, halves[::2], OWN_QUEUES),
         Launch("mfu-moe-2-beside", (2, 3), 100.0, halves[1::2], OWN_QUEUES),
-        Launch("mfu-moe-4", place.apart(4), 150.0, _possible(place, quarters), OWN_QUEUES),
+        Launch("mfu-moe-4", machine.other_gpus(4), 150.0, _runnable(machine, quarters), OWN_QUEUES),
     ]
 
 
-def experts(place: Place) -> list[Launch]:
-    """Where the time of a mixture of experts goes, and ways to make it less."""
-    profile = {**_speed(place, "qwen3-30b-a3b", 6, "profile", {}), "kind": "profile"}
+def experts(machine: Machine) -> list[Launch]:
+    """Where a mixture of experts spends its time, and ways to shorten it."""
+    profile = {**_speed(machine, "qwen3-30b-a3b", 6, "profile", {}), "kind": "profile"}
     plain = [
         profile,
-        _speed(place, "qwen3-30b-a3b", 6, "none", {}),
-        _speed(place, "qwen3-30b-a3b", 6, "32k tokens, recompute moe_act", _selective("moe_act"), sequences=8),
-        _speed(place, "qwen3-30b-a3b", 6, "gradients added apart", {"fused_gradients": False}),
+        _speed(machine, "qwen3-30b-a3b", 6, "none", {}),
+        _speed(machine, "qwen3-30b-a3b", 6, "32k tokens, recompute moe_act", _selective("moe_act"), sequences=8),
+        _speed(machine, "qwen3-30b-a3b", 6, "gradients added apart", {"fused_gradients": False}),
     ]
     one_product = [
-        _speed(place, "qwen3-30b-a3b", 6, "one product for all experts", {}),
-        _speed(place, "qwen3-30b-a3b", 6, "one product for all experts, apart", {"fused_gradients": False}),
+        _speed(machine, "qwen3-30b-a3b", 6, "one product for all experts", {}),
+        _speed(machine, "qwen3-30b-a3b", 6, "one product for all experts, apart", {"fused_gradients": False}),
         {**profile, "name": profile["name"] + ", one product for all experts"},
     ]
     return [
@@ -259,21 +283,21 @@ def experts(place: Place) -> list[Launch]:
     ]
 
 
-def logprob(place: Place) -> list[Launch]:
-    """Memory of scoring with a vocabulary of 152 thousand tokens."""
-    tokens = (4096, 16384, 65536) if place.cuda else (256, 1024)
-    vocabulary, hidden = (151936, 4096) if place.cuda else (4096, 64)
+def logprob(machine: Machine) -> list[Launch]:
+    """Memory of scoring tokens with a vocabulary of 152 thousand."""
+    tokens = (4096, 16384, 65536) if machine.cuda else (256, 1024)
+    vocabulary, hidden = (151936, 4096) if machine.cuda else (4096, 64)
     cases: list[Case] = []
     for count in tokens:
         sizes = {"tokens": count, "vocabulary": vocabulary, "hidden": hidden, "limit_s": 40.0}
-        chunks = (1024, 4096) if place.cuda else (64,)
+        chunks = (1024, 4096) if machine.cuda else (64,)
         cases += [
             {"name": f"{count} tokens, chunks of {chunk}", "kind": "scores", "whole": False, "chunk": chunk, **sizes}
             for chunk in chunks
         ]
-        passed = _speed(place, "qwen3-8b", 2, f"pass over {count} tokens", {}, sequences=count // 4096 or 1)
+        passed = _speed(machine, "qwen3-8b", 2, f"pass over {count} tokens", {}, sequences=count // 4096 or 1)
         cases.append({**passed, "kind": "pass", "limit_s": 60.0})
-    for count in tokens[:2]:  # the last would need more memory than there is
+    for count in tokens[:2]:  # the last needs more memory than a GPU has
         sizes = {"tokens": count, "vocabulary": vocabulary, "hidden": hidden, "limit_s": 40.0}
         cases.append({"name": f"{count} tokens, all logits", "kind": "scores", "whole": True, "chunk": 0, **sizes})
     return [Launch("logprob", (1,), 90.0, cases)]
@@ -290,8 +314,15 @@ PARTS = {
 }
 
 
-def _possible(place: Place, cases: list[Case]) -> list[Case]:
-    return [case for case in cases if place.cuda or not any(word in case["name"] for word in GPU_ONLY)]
+def _runnable(machine: Machine, cases: list[Case]) -> list[Case]:
+    """The cases that this machine can run."""
+    return [case for case in cases if machine.cuda or not _needs_gpu(case.get("options", {}))]
+
+
+def _needs_gpu(options: dict[str, Any]) -> bool:
+    only_on_gpus = {"offload_optimizer", "optimizer_offload_fraction", "optimizer_moments"}
+    recomputed = options.get("recompute", {}).get("modules", ())
+    return bool(only_on_gpus & options.keys()) or options.get("context_parallel", 1) > 1 or "moe_act" in recomputed
 
 
 def _selective(*modules: str) -> dict[str, Any]:
@@ -299,7 +330,7 @@ def _selective(*modules: str) -> dict[str, Any]:
 
 
 def _speed(
-    place: Place,
+    machine: Machine,
     shape: str,
     layers: int,
     name: str,
@@ -310,11 +341,11 @@ def _speed(
     length: int = 4096,
     environment: Mapping[str, str] | None = None,
 ) -> Case:
-    """`environment`: what libraries read anew at every call, set for the case."""
-    laptop = not place.cuda
+    """A case of `benchmarks.megatron.speed.speed`. `environment`: variables that libraries read at every call."""
+    laptop = not machine.cuda
     layers = min(layers, 4) if laptop else layers
-    folder = models.shape_folder(place.scratch / "shapes", shape, layers, laptop=laptop)
-    chunk = 4096 if place.cuda else 64
+    folder = models.shape_folder(machine.scratch / "shapes", shape, layers, laptop=laptop)
+    chunk = 4096 if machine.cuda else 64
     return {
         "name": f"{shape}, {layers} layers, {name}",
         "kind": "speed",
@@ -325,7 +356,7 @@ def _speed(
         "sequences": sequences,
         "length": 64 if laptop else length,
         "warmup": 1,
-        "steps": 2 if place.quick else 3,
+        "steps": 2 if machine.quick else 3,
         "limit_s": 75.0,
         "environment": dict(environment or {}),
     }

@@ -1,4 +1,4 @@
-"""The same two updates on the same batch, by any backend and topology; files that the caller compares."""
+"""Two updates on the same batch by any backend and topology, with files that the caller compares."""
 
 from functools import partial
 from pathlib import Path
@@ -39,8 +39,8 @@ def job_spec(case: dict[str, Any]) -> JobSpec:
 def trained(world: World, case: dict[str, Any]) -> dict[str, Any]:
     backend = build(job_spec(case), world.device)
     parallel = backend.data_parallel
-    told = case.get("told", False)
-    mine = batches.compared(parallel.rank, parallel.size, case["vocabulary"], case["longest"], told=told)
+    replayed = case.get("replayed", False)
+    mine = batches.compared(parallel.rank, parallel.size, case["vocabulary"], case["longest"], replayed=replayed)
     before = backend.logprobs(mine, temperature=batches.TEMPERATURE)
     found = _by_row(backend, mine, before)
     losses, norms = [], []
@@ -57,13 +57,13 @@ def trained(world: World, case: dict[str, Any]) -> dict[str, Any]:
 
 
 def plain(world: World, case: dict[str, Any]) -> dict[str, Any]:
-    """Hugging Face's model in float32 and torch's AdamW, one sequence at a time."""
+    """Trains the Hugging Face model in float32 with torch's AdamW, one sequence at a time."""
     from transformers import AutoModelForCausalLM
 
     device = world.device
     model: Any = AutoModelForCausalLM.from_pretrained(case["model"], dtype=torch.float32)
     model.to(device)
-    teller = Told(model) if case.get("told") else None
+    routing = GivenExperts(model) if case.get("replayed") else None
     optimizer = torch.optim.AdamW(model.parameters(), **batches.OPTIMIZER)  # type: ignore[arg-type]
     losses: list[float] = []
     norms: list[float] = []
@@ -72,8 +72,8 @@ def plain(world: World, case: dict[str, Any]) -> dict[str, Any]:
         optimizer.zero_grad()
         total = 0.0
         for row in range(batches.ROWS):
-            if teller is not None:
-                teller.row = row
+            if routing is not None:
+                routing.row = row
             scores = _scores(model, row, case, device)
             loss = batches.loss_of(*scores, (row,), (len(scores[0]),))
             loss.backward()
@@ -90,8 +90,8 @@ def plain(world: World, case: dict[str, Any]) -> dict[str, Any]:
     return {"losses": losses, "norms": norms}
 
 
-class Told:
-    """Routers of Qwen3-MoE that send the tokens of `row` where `batches.experts_of` says."""
+class GivenExperts:
+    """Makes the routers of a Qwen3-MoE send the tokens of `row` to the experts that `batches.experts_of` gives."""
 
     row = 0
 
@@ -110,14 +110,14 @@ def deepep(world: World, case: dict[str, Any]) -> dict[str, Any]:
     """Which dispatcher is taken, and what is said where DeepEP is not available."""
     from millrace.backends.megatron import Experts, MegatronOptions
     from millrace.errors import InvalidJob
-    from services.trainer.backends.megatron.experts.dispatch import _hindrance, dispatcher
+    from services.trainer.backends.megatron.experts.dispatch import deepep_obstacle, dispatcher
 
     taken = dispatcher(MegatronOptions(expert_parallel=2))
     try:
-        insisted = dispatcher(MegatronOptions(expert_parallel=2, experts=Experts(dispatcher="deepep")))
+        demanded = dispatcher(MegatronOptions(expert_parallel=2, experts=Experts(dispatcher="deepep")))
     except InvalidJob as error:
-        insisted = str(error)
-    return {"hindrance": _hindrance(), "auto": taken, "insisted": insisted}
+        demanded = str(error)
+    return {"obstacle": deepep_obstacle(), "auto": taken, "demanded": demanded}
 
 
 def _scores(model: Any, row: int, case: dict[str, Any], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -128,7 +128,7 @@ def _scores(model: Any, row: int, case: dict[str, Any], device: torch.device) ->
 
 
 def _by_row(backend: Backend, mine: list[Any], values: list[Tensor]) -> np.ndarray:
-    """Values of every response token of the whole batch, row after row."""
+    """The values of all response tokens of the whole batch, row after row."""
     found: dict[int, list[float]] = {}
     for microbatch, values_r in zip(mine, values, strict=True):
         parts = values_r.cpu().split(microbatch.response_lengths)

@@ -1,4 +1,4 @@
-"""The models that are measured: shapes of well-known ones, cut in layers, and small ones to compare numbers on."""
+"""The models that are measured: published shapes with fewer layers, and small models whose results are compared."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -25,11 +25,11 @@ LAPTOP = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
 }
-"""In place of those sizes, to try the program on a host without a GPU."""
+"""Sizes that replace those of a shape on a host without a GPU, to try the program."""
 
 
 def shape_folder(root: Path, name: str, layers: int, *, laptop: bool) -> Path:
-    """A folder with nothing but a config: `random_weights` stands in for the rest."""
+    """A folder with a config only: `random_weights` replaces reading the weights."""
     config = config_of(replace(shape_of(name), layers=layers))
     if laptop:
         config |= {key: value for key, value in LAPTOP.items() if key in config}
@@ -40,7 +40,7 @@ def shape_folder(root: Path, name: str, layers: int, *, laptop: bool) -> Path:
 
 
 def random_weights(folder: Path, layout: Mapping[str, Placement], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """In place of reading a folder: 8 billion numbers are drawn faster than read."""
+    """Replaces reading a folder: 8 billion numbers are drawn faster than read."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for name, placement in layout.items():
         weights = torch.empty(placement.shape, dtype=dtype, device=device)
@@ -95,7 +95,7 @@ def small_model(kind: str, folder: Path, *, laptop: bool) -> None:
             if "norm" in name:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
             elif "gate.weight" in name:
-                parameter.normal_(0.0, 0.3)  # experts far from alike: few tokens are near a tie
+                parameter.normal_(0.0, 0.3)  # experts that differ much: few tokens are near a tie
             else:
                 parameter.mul_(2.0)
     model.save_pretrained(folder)

@@ -1,9 +1,9 @@
-"""What runs on every rank: the cases of one launch, one after the other. Started by `benchmarks.megatron`.
+"""Runs the cases of one launch on every rank, one after the other. Started by `benchmarks.megatron`.
 
     torchrun ... -m benchmarks.megatron.rank FOLDER
 
 FOLDER/cases.json names the cases; rank 0 appends each one's figures to FOLDER/results.jsonl. A case that fails ends the
-process: what it left on the device would spoil the next.
+process, because what it leaves on the device would falsify the next case.
 """
 
 import faulthandler
@@ -29,7 +29,7 @@ KINDS: dict[str, Callable[[World, dict[str, Any]], dict[str, Any]]] = {
     "deepep": compare.deepep,
     "speed": speed.speed,
     "profile": speed.profiled,
-    "scores": speed.scores_alone,
+    "scores": speed.scoring_head,
     "pass": speed.logprob_pass,
 }
 
@@ -47,8 +47,8 @@ def main() -> None:
             answer = {"ok": True, **KINDS[case["kind"]](world, case)}
         except BaseException as error:
             traceback.print_exc()
-            told = "".join(traceback.format_exception(error))[-3000:]
-            _append(results, {"name": case["name"], "rank": world.rank, "ok": False, "error": told})
+            text = "".join(traceback.format_exception(error))[-3000:]
+            _append(results, {"name": case["name"], "rank": world.rank, "ok": False, "error": text})
             os._exit(1)
         faulthandler.cancel_dump_traceback_later()
         for name in changed:

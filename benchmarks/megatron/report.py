@@ -1,4 +1,4 @@
-"""What the cases found, compared and as tables."""
+"""The results of the cases: comparisons, and tables."""
 
 from pathlib import Path
 from typing import Any
@@ -8,20 +8,23 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 
-def compared(scratch: Path) -> dict[str, dict[str, float]]:
-    """Of every trained case, against Hugging Face's float32 and against one GPU with Megatron: log-probabilities and,
-    relative to how far the two updates moved the weights, the weights."""
-    trained = scratch / "trained"
-    found = {}
-    for kind, model in (("dense", "dense"), ("moe", "moe"), ("told", "moe"), ("latent", "latent")):
-        truth = trained / f"{kind}, huggingface float32"
+def compared(scratch: Path) -> dict[str, dict[str, Any]]:
+    """Every training compared with Hugging Face in float32 and with Megatron on one GPU.
+
+    Log-probabilities are compared by their difference, weights by their difference relative to the length of the way
+    that the two updates moved them. Keyed by the name of the case.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for group, model in (("dense", "dense"), ("moe", "moe"), ("replayed", "moe"), ("latent", "latent")):
+        trained = scratch / "trained" / group
+        truth = trained / f"{group}, huggingface float32"
         if not truth.with_suffix(".npy").exists():
             continue
         start, end = load_file(scratch / model / "model.safetensors"), load_file(truth / "model.safetensors")
-        alone = trained / f"{kind}.safetensors"
-        for file in sorted(trained.glob(f"{kind}*.safetensors")):
+        alone = trained / f"{group}.safetensors"
+        for file in sorted(trained.glob("*.safetensors")):
             after, logprobs = load_file(file), np.load(file.with_suffix(".npy"))
-            line = {"weights_vs_huggingface": _apart(after, end, start)}
+            line: dict[str, Any] = {"group": group, "weights_vs_huggingface": _apart(after, end, start)}
             line |= _logprobs("huggingface", logprobs, np.load(truth.with_suffix(".npy")))
             if alone.exists() and file != alone:
                 line["weights_vs_alone"] = _apart(after, load_file(alone), start)
@@ -36,7 +39,7 @@ def _logprobs(of: str, mine: np.ndarray, other: np.ndarray) -> dict[str, float]:
 
 
 def _apart(mine: dict[str, Tensor], other: dict[str, Tensor], start: dict[str, Tensor]) -> float:
-    """|mine − other| / |other − start| over all weights."""
+    """|mine − other| / |other − start| over all weights; NaN where the names differ."""
     names = mine.keys() & other.keys() & start.keys()
     if len(names) != len(mine):
         return float("nan")
@@ -46,7 +49,7 @@ def _apart(mine: dict[str, Tensor], other: dict[str, Tensor], start: dict[str, T
 
 
 def tables(found: dict[str, Any]) -> str:
-    """Markdown."""
+    """The results as Markdown."""
     lines = [str(found["host"]), ""]
     apart = found.get("equal", {})
     for launch, cases in found["launches"].items():
@@ -56,8 +59,8 @@ def tables(found: dict[str, Any]) -> str:
                 lines.append(f"- {case['name']}: FAILED: {case['error'].strip().splitlines()[-1][:300]}")
                 continue
             line = {**case, **apart.get(case["name"], {})}
-            told = {k: v for k, v in line.items() if k not in ("name", "ok", "rank")}
-            lines.append(f"- {case['name']}: " + ", ".join(f"{k} {_short(v)}" for k, v in told.items()))
+            values = {k: v for k, v in line.items() if k not in ("name", "ok", "rank", "group")}
+            lines.append(f"- {case['name']}: " + ", ".join(f"{k} {_short(v)}" for k, v in values.items()))
     return "\n".join(lines)
 
 

@@ -21,7 +21,8 @@ GIB = 1 << 30
 
 
 def speed(world: World, case: dict[str, Any]) -> dict[str, Any]:
-    """Steps of `microbatches` micro-batches of `sequences` times `length` tokens on each data-parallel rank."""
+    """Measures steps of `microbatches` micro-batches of `sequences` times `length` tokens on each data-parallel
+    rank."""
     backend, built_s = _built(world, case)
     shape = read_shape(Path(case["model"]))
     batch = batches.even(case["microbatches"], case["sequences"], case["length"], shape)
@@ -56,30 +57,31 @@ def speed(world: World, case: dict[str, Any]) -> dict[str, Any]:
 
 
 def profiled(world: World, case: dict[str, Any]) -> dict[str, Any]:
-    """One step under torch's profiler: how long the GPU was busy of it, and what the host and the GPU spent most on."""
+    """One step under torch's profiler: the time for which the GPU was busy, and on what host and GPU spent most
+    time."""
     from torch.profiler import ProfilerActivity, profile
 
     backend, _ = _built(world, case)
     batch = batches.even(case["microbatches"], case["sequences"], case["length"], read_shape(Path(case["model"])))
     for _ in range(2):
         _step(backend, batch)
-    alone_s = _step(backend, batch)
+    plain_s = _step(backend, batch)
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        watched_s = _step(backend, batch)
+        profiled_s = _step(backend, batch)
     table = profiler.key_averages()
     by_host = sorted(table, key=lambda row: -row.self_cpu_time_total)[:30]
     by_gpu = sorted(table, key=lambda row: -row.self_device_time_total)[:30]
     return {
-        "step_s": alone_s,
-        "watched_s": watched_s,
+        "step_s": plain_s,
+        "profiled_s": profiled_s,
         "gpu_s": sum(row.self_device_time_total for row in table) / 1e6,
         "host": {f"{row.key[:80]} x{row.count}": row.self_cpu_time_total / 1e6 for row in by_host},
         "gpu": {f"{row.key[:80]} x{row.count}": row.self_device_time_total / 1e6 for row in by_gpu},
     }
 
 
-def scores_alone(world: World, case: dict[str, Any]) -> dict[str, Any]:
-    """The scoring head over `tokens` hidden states, forward and backward; `whole` keeps all logits instead."""
+def scoring_head(world: World, case: dict[str, Any]) -> dict[str, Any]:
+    """The scoring head over `tokens` hidden states, forward and backward. With `whole` all logits are kept instead."""
     from services.trainer.backends.head import VocabularyPart, WantedTokens, scores
 
     tokens, vocabulary, hidden = case["tokens"], case["vocabulary"], case["hidden"]
@@ -176,7 +178,7 @@ def _step(backend: Backend, batch: list[Any]) -> tuple[float, float, float]:
 
 
 def _largest(value: float, world: World) -> float:
-    """Of all ranks."""
+    """The largest value of any rank."""
     total = torch.tensor([value], dtype=torch.float64, device=world.device)
     dist.all_reduce(total, dist.ReduceOp.MAX)
     return float(total)

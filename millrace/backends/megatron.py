@@ -118,7 +118,7 @@ DESCRIPTOR = BackendDescriptor(
         also_shown=("torch",),
         tested={"megatron-core": ("0.16.1",), "torch": TESTED_TORCH},
     ),
-    build="services.trainer.backends.megatron.backend:build",
+    build="services.trainer.backends.megatron.build:build",
     options=MegatronOptions,
     ranks_multiple=lambda options: options.ranks_multiple,
     check="millrace.megatron.rules:check_submission",

@@ -1,8 +1,8 @@
-"""Log-probabilities and entropy from hidden states, with the vocabulary split over ranks and the logits never whole.
+"""Log-probabilities and entropies from hidden states, for a vocabulary that is split over ranks, without all logits.
 
-Logits exist for a chunk of tokens and this rank's part of the vocabulary at a time, in the forward pass and once more
-in the backward pass. With z = logits/τ, p = softmax(z): ∂log p_y/∂z = 1_y − p and ∂H/∂z = −p·(log p + H). On GPUs what
-is done to each logit is one compiled kernel, so that they are read once in either pass.
+Logits exist for a chunk of tokens and this rank's part of the vocabulary at a time, in the forward pass and again in
+the backward pass. With z = logits/τ, p = softmax(z): ∂log p_y/∂z = 1_y − p and ∂H/∂z = −p·(log p + H). On GPUs
+the computation on each logit is one compiled kernel, so that logits are read once in each pass.
 """
 
 import functools
@@ -18,33 +18,35 @@ from torch.autograd.function import once_differentiable
 
 @dataclass(frozen=True)
 class WantedTokens:
-    """Which tokens to score: the one that follows each of the positions."""
+    """The tokens to score: the token after each of the positions."""
 
     positions_r: Tensor
-    """int64 [R], into the packed tokens."""
+    """Indices into the packed tokens, int64 [R]."""
     targets_r: Tensor
-    """int64 [R]."""
+    """Ids of the tokens to score, int64 [R]."""
     temperature: float
 
 
 @dataclass(frozen=True)
 class VocabularyPart:
-    """This rank's part: tokens `start` to `start + size`, the rows of its weight; what follows those is padding."""
+    """This rank's part of the vocabulary: tokens `start` to `start + size`, the first rows of its weight. The rows
+    after them are padding."""
 
     start: int
     size: int
     group: dist.ProcessGroup | None
-    """The ranks that hold the other parts; none where there are none."""
+    """The ranks that hold all parts; None where this rank holds the whole vocabulary."""
 
 
 def scores(
     hidden_rh: Tensor, weight_vh: Tensor, wanted: WantedTokens, vocabulary: VocabularyPart, chunk_tokens: int
 ) -> Tensor:
-    """float32 [2, R]: log-probabilities at the targets and entropies, nats, the same on every rank of the group.
+    """Log-probabilities at the targets and entropies, float32 [2, R], nats, the same on every rank of the group.
 
-    hidden_rh [R, H] and weight_vh [padded part of V, H] of one dtype. The gradient to hidden_rh is this rank's part.
+    hidden_rh [R, H] and weight_vh [padded part of V, H] of one dtype. The gradient of hidden_rh is this rank's part.
     """
-    return _Scores.apply(hidden_rh, weight_vh, wanted, vocabulary, chunk_tokens)
+    scores_2r: Tensor = _Scores.apply(hidden_rh, weight_vh, wanted, vocabulary, chunk_tokens)  # type: ignore[no-untyped-call]
+    return scores_2r
 
 
 class _Scores(torch.autograd.Function):
@@ -73,7 +75,7 @@ class _Scores(torch.autograd.Function):
         wanted, vocabulary, chunk_tokens = ctx.rest
         rows = weight_vh[: vocabulary.size]
         grad_hidden_rh = torch.empty_like(hidden_rh)
-        # float32, so that adding chunk to chunk costs no precision.
+        # float32: the sum over chunks would lose precision in the weight's dtype.
         grad_weight_vh = torch.zeros(weight_vh.shape, dtype=torch.float32, device=weight_vh.device)
         for part in _chunks(hidden_rh, chunk_tokens):
             here_r, column_r = _in_part(wanted.targets_r[part], vocabulary)
@@ -91,7 +93,7 @@ class _Scores(torch.autograd.Function):
 def _normalised(
     logits_rv: Tensor, wanted: WantedTokens, part: slice, vocabulary: VocabularyPart
 ) -> tuple[Tensor, Tensor]:
-    """log Σ exp z [R] over the whole vocabulary, and the scores [2, R]."""
+    """log Σ exp z over the whole vocabulary, [R], and the scores, [2, R]."""
     scale = 1.0 / wanted.temperature
     local_r, sums_2r = _fused(_part_sums)(logits_rv, scale)
     top_r = local_r.clone()
@@ -105,7 +107,7 @@ def _normalised(
 
 
 def _part_sums(logits_rv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """max z [R], and Σ exp(z − max) and Σ z·exp(z − max) [2, R], all float32."""
+    """max z, [R], and Σ exp(z − max) and Σ z·exp(z − max), [2, R], all float32."""
     z_rv = logits_rv.float() * scale
     top_r = z_rv.amax(dim=-1)
     weights_rv = (z_rv - top_r[:, None]).exp()
@@ -113,23 +115,28 @@ def _part_sums(logits_rv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
 
 
 def _logits_gradient(logits_rv: Tensor, known_4r: Tensor, column_r: Tensor, scale: float) -> Tensor:
-    """[R, V] in the logits' dtype. `known_4r`: normaliser, entropy, and the gradients of log-probability and entropy.
-    `column_r`: where the target is, negative where another rank has it."""
+    """The gradient of the logits, [R, V], in their dtype.
+
+    `known_4r`: normaliser, entropy, and the gradients of log-probability and entropy. `column_r`: the column of the
+    target, negative where another rank has it.
+    """
     normaliser, entropy, grad_logprob, grad_entropy = (known_r[:, None] for known_r in known_4r)
     log_p = logits_rv.float() * scale - normaliser
     grad_z = -log_p.exp() * (grad_logprob + grad_entropy * (log_p + entropy))
     hit = torch.arange(logits_rv.shape[1], device=logits_rv.device) == column_r[:, None]
-    return ((grad_z + torch.where(hit, grad_logprob, 0.0)) * scale).to(logits_rv.dtype)
+    grad_rv: Tensor = ((grad_z + torch.where(hit, grad_logprob, 0.0)) * scale).to(logits_rv.dtype)
+    return grad_rv
 
 
 @functools.cache
 def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function compiled to one kernel on GPUs, and unchanged elsewhere."""
     compiled: Callable[..., Any] = torch.compile(function, dynamic=True) if torch.cuda.is_available() else function
     return compiled
 
 
 def _in_part(targets_r: Tensor, vocabulary: VocabularyPart) -> tuple[Tensor, Tensor]:
-    """Whether each target is in this rank's part, and its column there, or some column where it is not."""
+    """Whether each target is in this rank's part, and its column there (any column where it is not)."""
     column_r = targets_r - vocabulary.start
     here_r = (column_r >= 0) & (column_r < vocabulary.size)
     return here_r, column_r.clamp(0, vocabulary.size - 1)

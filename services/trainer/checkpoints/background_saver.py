@@ -31,7 +31,7 @@ class BackgroundSaver:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="save")
         self._number = 0
         self.outcome: Future[pb.FinishSaveResponse] = Future()
-        """On rank 0: the outcome of the newest save, once it is on the disk. Raises InvalidState where it could not be
+        """Outcome of the newest save, known on rank 0 once it is on the disk. Raises InvalidState where it could not be
         written, Unavailable where a rank is lost."""
         self.outcome.set_result(pb.FinishSaveResponse())
 
@@ -77,7 +77,7 @@ class BackgroundSaver:
     def _wait_for_all(self, pending: PendingCheckpoint, number: int, deadline: float) -> None:
         """Waits until every rank has written its part. Raises InvalidState, Unavailable."""
         answers: dict[int, str | None] = {}
-        """By rank, the failure or None."""
+        """Failure of each rank that has reported, or None."""
         while missing := [rank for rank in range(self._world.size) if rank not in answers]:
             keys = {f"saved/{number}/{rank}": rank for rank in missing}
             self._store.wait(list(keys), POLL_S)

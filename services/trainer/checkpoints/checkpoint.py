@@ -48,10 +48,8 @@ class PendingCheckpoint:
         write(self._partial / "state" / _file(self._rank), boxes)
 
     def commit(self) -> int:
-        """On rank 0, once all ranks have written: puts the checkpoint in its place and returns its size in bytes.
-
-        Raises InvalidState.
-        """
+        """Puts the checkpoint in its place and returns its size in bytes. To be called on rank 0, once all ranks have
+        written. Raises InvalidState."""
         try:
             files = {file.name: file.stat().st_size for file in (self._partial / "state").iterdir()}
             for rank in range(self._description.ranks):

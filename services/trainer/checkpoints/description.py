@@ -19,11 +19,11 @@ class Description:
     updates: dict[str, int]
     """Number of optimizer updates of each model, by the prefix of the model's tensors."""
     kl_coefficient: float | None
-    """The adapted coefficient; None in checkpoints that do not tell it."""
+    """The adapted coefficient; None in older checkpoints."""
     ranks: int
     """Number of ranks that wrote the checkpoint."""
     model_folder: str
-    """Path of the job's model folder; empty in checkpoints that do not tell it."""
+    """Path of the job's model folder; empty in older checkpoints."""
     model: str
     """Hash of the manifest of the policy, hexadecimal: the checkpoint can be read into models with the same one."""
     files: dict[str, int] = field(default_factory=dict)

@@ -99,7 +99,7 @@ class Backend(TrainableModel, Protocol):
     cost: SequenceCost
     """Cost of a sequence by its length, for balancing."""
     critic: Critic | None
-    """None for a job without a critic."""
+    """The critic; None for a job without one."""
 
     def logprobs(
         self, microbatches: Sequence[MicroBatch], *, temperature: float, reference: bool = False

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 Offset = tuple[int, ...]
-"""Where a box begins in its tensor, in each dimension."""
+"""First index of a box in its tensor, in each dimension."""
 
 
 @dataclass
@@ -25,7 +25,7 @@ class LocalBoxes:
 
 
 NamedTensors = Mapping[str, Tensor | LocalBoxes]
-"""By name. A plain tensor is whole on this rank; a DTensor stands for its local shard."""
+"""Tensors by name. A plain tensor is whole on this rank; a DTensor represents its local shard."""
 
 
 def local_parts(tensor: Tensor | LocalBoxes) -> dict[Offset, Tensor]:

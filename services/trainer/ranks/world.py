@@ -29,7 +29,7 @@ class World:
     commands: tuple[str, int]
     """Host and port of the store of commands, which rank 0 serves."""
     served: TCPStore | None
-    """On rank 0 the served store, which lives as long as this object; None on other ranks."""
+    """The store that rank 0 serves, which lives as long as this object; None on other ranks."""
 
     @classmethod
     def join(cls) -> "World":

@@ -16,7 +16,7 @@ from millrace.wire.v1.work_pb2_grpc import WorkServicer, add_WorkServicer_to_ser
 
 
 class Script(FleetServicer, WorkServicer):
-    """What the coordinator holds and answers; tests change it and look at what came."""
+    """The state and the answers of the coordinator. Tests change them and look at the requests that came."""
 
     def __init__(self) -> None:
         self.groups: dict[str, common_pb2.Group] = {}

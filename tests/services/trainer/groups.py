@@ -33,8 +33,8 @@ def job_spec(model: Path, **parts: dict[str, Any]) -> JobSpec:
 def random_groups(
     prompts: int, samples: int, seed: int = 0, longest: int = 20, version: int = 0
 ) -> dict[str, common_pb2.Group]:
-    """By prompt id, with rewards 0 or 1 and behaviour log-probabilities near those of a random model; with the reward
-    of a greedy answer, and a second reward, `format`."""
+    """Groups by prompt id, with rewards 0 or 1 and behaviour log-probabilities near those of a random model; with the
+    reward of a greedy answer, and a second reward, `format`."""
     random, beside = np.random.default_rng(seed), np.random.default_rng(seed + 1000)
     groups = {}
     for row in range(prompts):

@@ -23,7 +23,7 @@ def token_scores(
 
 
 class _Scores(torch.autograd.Function):
-    """With p = softmax(z/τ): ∂log p_y/∂z = (1_y − p)/τ and ∂H/∂z = −p·(log p + H)/τ."""
+    """Gradients, with p = softmax(z/τ): ∂log p_y/∂z = (1_y − p)/τ and ∂H/∂z = −p·(log p + H)/τ."""
 
     @staticmethod
     def forward(ctx: Any, logits_rv: Tensor, targets_r: Tensor, temperature: float, entropy: bool) -> Any:

@@ -1,6 +1,5 @@
-"""The `megatron` backend: Megatron-Core behind the trainer's contract, on GPUs with Transformer Engine and, the same
-code, on hosts without CUDA."""
+"""The megatron backend: Megatron-Core, on GPUs with Transformer Engine, and the same code on hosts without CUDA."""
 
-from services.trainer.backends.megatron import cpu
+from services.trainer.backends.megatron.cpu import torch_calls
 
-cpu.install()  # every module here imports megatron, and this one is imported before any of them
+torch_calls.install()  # every module here imports megatron, and this one is imported before any of them

@@ -1,8 +1,7 @@
-"""The backend: a policy, its optimizer, a reference, and what the trainer asks of them."""
+"""The megatron backend: policy, optimizer and reference behind the protocol of a backend."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
-from millrace.backends.megatron import MegatronOptions, Recompute, parse
+from millrace.backends.megatron import MegatronOptions
 from millrace.errors import InvalidJob
-from millrace.megatron.architectures import read_shape
 from millrace.megatron.architectures.shape import ModelShape
 from millrace.megatron.flops import sequence_cost
-from millrace.megatron.rules import check
 from millrace.megatron.topology import Topology
 from millrace.megatron.weights import Layout, layout
 from millrace.spec import JobSpec
@@ -25,12 +22,11 @@ from millrace.weights.plans.manifest import Manifest, TensorInfo
 from millrace.weights.plans.memory import Memory
 from services.trainer.backends.megatron.experts import replay
 from services.trainer.backends.megatron.experts.dispatch import dispatcher
-from services.trainer.backends.megatron.experts.load_balance import LoadMeter, auxiliary_loss, replayed
+from services.trainer.backends.megatron.experts.load_balance import LoadMeter, auxiliary_loss, replayed_share
 from services.trainer.backends.megatron.model.chunks import ChunkPlan, Policy, build_chunks
 from services.trainer.backends.megatron.model.configuration import configuration
 from services.trainer.backends.megatron.model.layers import layers
 from services.trainer.backends.megatron.optimizer.optimizer import Updater, wrap
-from services.trainer.backends.megatron.parallel import process_groups
 from services.trainer.backends.megatron.parallel.schedule import Pipeline
 from services.trainer.backends.megatron.weights.export import GatherPlan
 from services.trainer.backends.megatron.weights.reading import read
@@ -41,36 +37,11 @@ from services.trainer.protocol.local_tensors import LocalBoxes, NamedTensors
 from services.trainer.protocol.microbatch import MicroBatch
 from services.trainer.ranks import collectives
 
-COLLECTIVE = timedelta(hours=24)
-"""Bounds a collective only in the last resort, as the trainer's own."""
-
-
-def build(spec: JobSpec, device: torch.device) -> "MegatronBackend":
-    """Raises InvalidJob, on every rank, for a model or options that it cannot run."""
-    with collectives.fail_together():
-        options = _options(spec)
-        shape = read_shape(Path(spec.model.path))
-        check(options, shape, dist.get_world_size(), cuda=device.type == "cuda")
-    topology = Topology(dist.get_world_size(), options)
-    process_groups.initialize(topology, seed=spec.trainer.seed, timeout=COLLECTIVE)
-    setup = ModelSetup(shape, topology, device)
-    backend = MegatronBackend(spec, setup)
-    if spec.algorithm.critic is not None:
-        from services.trainer.backends.megatron import critic
-
-        backend.critic = critic.build(spec, setup)
-    return backend
-
-
-def _options(spec: JobSpec) -> MegatronOptions:
-    options = parse(spec.trainer.backend_options)
-    if spec.trainer.activation_recompute and options.recompute.granularity == "none":
-        options = options.model_copy(update={"recompute": Recompute(granularity="full")})
-    return options
-
 
 @dataclass(frozen=True)
 class ModelSetup:
+    """The shape of a model, and how it is divided over the ranks."""
+
     shape: ModelShape
     topology: Topology
     device: torch.device
@@ -80,16 +51,17 @@ class ModelSetup:
         return self.topology.options
 
     def layout(self) -> Layout:
+        """Which part of which tensor of the model folder each parameter of this rank is."""
         return layout(self.shape, self.topology, dist.get_rank(), layers())
 
     def layers(self) -> list[range]:
-        """Which of the model's layers each chunk of this rank has."""
+        """The layers of the model that each chunk of this rank has."""
         stage, chunks = parallel_state.get_pipeline_model_parallel_rank(), range(self.options.virtual_pipeline)
         return [self.topology.layers_of(stage, chunk, self.shape.layers) for chunk in chunks]
 
 
 class MegatronBackend:
-    """See `services.trainer.protocol.backend.Backend`."""
+    """Implements `services.trainer.protocol.backend.Backend`."""
 
     critic: Critic | None = None
 
@@ -102,16 +74,16 @@ class MegatronBackend:
         self._gather_plan = GatherPlan.of(setup.shape, setup.topology, layers())
         self._folder = Path(spec.model.path)
         dtype = getattr(torch, spec.trainer.dtype)
-        self._chunks = self._built(dtype, train_router=setup.options.experts.train_router)
+        self._chunks = self._build_chunks(dtype, train_router=setup.options.experts.train_router)
         self._load = LoadMeter(self._chunks) if setup.shape.experts is not None else None
-        self._balance: dict[str, float] = {}
+        self._last_expert_metrics: dict[str, float] = {}
         wrapped = wrap(self._chunks, setup.options)
         self._updater = Updater(wrapped, spec.trainer.optimizer, setup.options)
         self._fill(self._chunks, self._updater)
         self._policy = Pipeline(wrapped, setup.options, self.device)
         self._reference: ReferencePolicy | None = None
         if spec.algorithm.kl is not None:
-            chunks = self._built(dtype, train_router=False)
+            chunks = self._build_chunks(dtype, train_router=False)
             self._fill(chunks, None)
             self._reference = ReferencePolicy(chunks, setup)
         self.parameters = self._count()
@@ -125,7 +97,7 @@ class MegatronBackend:
     def logprobs(
         self, microbatches: Sequence[MicroBatch], *, temperature: float, reference: bool = False
     ) -> list[Tensor]:
-        self._freshen()
+        self._update_parameters()
         if reference:
             assert self._reference is not None, "a reference policy is kept only for a job with algorithm.kl"
             return self._reference.logprobs(microbatches, temperature)
@@ -134,7 +106,7 @@ class MegatronBackend:
     def forward_backward(
         self, microbatches: Sequence[MicroBatch], loss_fn: LossFn[Output], *, temperature: float
     ) -> list[Output]:
-        self._freshen()
+        self._update_parameters()
         self._updater.expect_gradients()
         if self._load is not None:
             self._load.clear()
@@ -145,9 +117,9 @@ class MegatronBackend:
             return loss
 
         scored = self._policy.backward(microbatches, score, temperature=temperature)
-        self._balance = self._balanced(microbatches)
+        self._last_expert_metrics = self._expert_metrics(microbatches)
         for number, scores_2r in enumerate(scored):
-            if number not in outputs:  # another pipeline stage had the loss: what it gave follows from its scores
+            if number not in outputs:  # another pipeline stage computed the loss; the same scores give the same output
                 outputs[number] = loss_fn(microbatches[number], TokenScores(*scores_2r))[1]
         return [outputs[number] for number in range(len(microbatches))]
 
@@ -164,11 +136,11 @@ class MegatronBackend:
         return self._gather_plan.manifest(dtype)
 
     def export(self, dtype: str) -> Iterator[tuple[TensorInfo, Tensor | None]]:
-        self._freshen()
+        self._update_parameters()
         return self._gather_plan.export(self._tensors(), dtype, self.device)
 
     def shards(self, dtype: str) -> Memory:
-        self._freshen()
+        self._update_parameters()
         if dtype not in self._shards:
             self._shards[dtype] = shards(self._tensors(), self._layout, self._gather_plan.manifest(dtype))
         return self._shards[dtype]
@@ -177,35 +149,36 @@ class MegatronBackend:
         return [{**dict(chunk.named_buffers()), **dict(chunk.named_parameters())} for chunk in self._chunks]
 
     def state(self) -> NamedTensors:
-        self._freshen()
+        self._update_parameters()
         return self._state()
 
     def prepare_state(self, updates: int) -> NamedTensors:
         self._updater.make_room(updates)
-        # The parameters follow the master weights, which the caller is about to write.
+        # The caller is about to write the master weights; the parameters are copied from them later.
         self._stale = True
         return self._state()
 
     def memory(self) -> dict[str, float]:
         gib = 1 << 30
         metrics = {"perf/cpu_memory_used_gb": psutil.Process().memory_info().rss / gib}
-        metrics |= self._balance
+        metrics |= self._last_expert_metrics
         if self.device.type == "cuda":
             metrics["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated(self.device) / gib
             metrics["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved(self.device) / gib
         return metrics
 
-    def _balanced(self, microbatches: Sequence[MicroBatch]) -> dict[str, float]:
-        """Of the pass that has just ended, the same names on every rank."""
+    def _expert_metrics(self, microbatches: Sequence[MicroBatch]) -> dict[str, float]:
+        """Metrics of the experts in the pass that has just ended, with the same names on every rank."""
         experts, asked = self._setup.shape.experts, self._setup.options.experts
         if experts is None or self._load is None:
             return {}
-        metrics = {**self._load.metrics(), "moe/replayed": replayed(microbatches)}
+        metrics = {**self._load.metrics(), "moe/replayed": replayed_share(microbatches)}
         if asked.load_balancing != "none":
             metrics["moe/aux_loss"] = auxiliary_loss(asked.load_balancing, sum(experts.layers), len(microbatches))
         return metrics
 
-    def _freshen(self) -> None:
+    def _update_parameters(self) -> None:
+        """Copies the master weights to the parameters where the master weights were written from outside."""
         if self._stale:
             self._updater.master_weights_changed()
             self._stale = False
@@ -216,7 +189,7 @@ class MegatronBackend:
             tied_copy = last.output_layer.weight
         return state(self._chunks, self._layout, self._updater, tied_copy=tied_copy)
 
-    def _built(self, dtype: torch.dtype, *, train_router: bool) -> list[Policy]:
+    def _build_chunks(self, dtype: torch.dtype, *, train_router: bool) -> list[Policy]:
         shape, options = self._setup.shape, self._setup.options
         config = configuration(shape, options, dtype, dispatcher=dispatcher(options))
         chunks = build_chunks(ChunkPlan(shape, self._setup.topology, config, self.device))
@@ -230,8 +203,8 @@ class MegatronBackend:
         return chunks
 
     def _mark_split(self, chunks: list[Policy]) -> None:
-        """Tells Megatron which parameters differ between tensor-parallel ranks: the norm of the gradients counts the
-        others once. It would mark them while it draws random weights, which it is spared."""
+        """Marks the parameters that differ between tensor-parallel ranks: the norm of the gradients counts the others
+        once. Megatron marks them when it draws random weights, which is skipped here."""
         topology, rank = self._setup.topology, dist.get_rank()
         first = rank - topology.coordinates(rank).tensor
         group = range(first, first + self._setup.options.tensor_parallel)
@@ -243,37 +216,38 @@ class MegatronBackend:
 
     @torch.no_grad()
     def _fill(self, chunks: list[Policy], updater: Updater | None) -> None:
-        """Reads this rank's part of the model folder into parameters and, in float32, into the master weights."""
-        owned = {} if updater is None else {id(run.parameter): run for run in updater.owned()}
+        """Reads this rank's part of the model folder into the parameters and, as float32, into the master weights."""
+        ranges = {} if updater is None else {id(owned.parameter): owned for owned in updater.owned_ranges()}
         with collectives.fail_together():
             for chunk, placements in zip(chunks, self._layout, strict=True):
                 tensors = {**dict(chunk.named_buffers()), **dict(chunk.named_parameters())}
                 for name, values in read(self._folder, placements, torch.float32):
                     tensors[name].copy_(values)
-                    if run := owned.get(id(tensors[name])):
-                        run.master.copy_(values.view(-1)[run.first : run.first + run.master.numel()])
+                    if owned := ranges.get(id(tensors[name])):
+                        owned.master.copy_(values.view(-1)[owned.first : owned.first + owned.master.numel()])
 
     def _count(self) -> int:
-        biases = self._gather_plan.kept
+        """Number of trainable parameters of the whole policy."""
+        biases = self._gather_plan.float32_names
         return sum(tensor.numel for tensor in self._gather_plan.tensors if tensor.name not in biases)
 
 
 class ReferencePolicy:
-    """The policy as it was loaded, without gradients; in host memory between uses if the job says so."""
+    """The policy as it was loaded, without gradients; in host memory between its uses if the job says so."""
 
     def __init__(self, chunks: list[Policy], setup: ModelSetup) -> None:
         self._modules = nn.ModuleList(chunks).requires_grad_(False).eval()
         self._pipeline = Pipeline(chunks, setup.options, setup.device)
         self._device = setup.device
-        self._resting = torch.device("cpu") if setup.options.offload_reference else setup.device
-        self._modules.to(self._resting)
+        self._rest_device = torch.device("cpu") if setup.options.offload_reference else setup.device
+        self._modules.to(self._rest_device)
 
     def logprobs(self, microbatches: Sequence[MicroBatch], temperature: float) -> list[Tensor]:
         self._modules.to(self._device)
         try:
             return [scores_2r[0] for scores_2r in self._pipeline.forward(microbatches, temperature=temperature)]
         finally:
-            self._modules.to(self._resting)
+            self._modules.to(self._rest_device)
 
 
 def _data_parallel() -> DataParallel:
@@ -283,7 +257,7 @@ def _data_parallel() -> DataParallel:
 
 
 def _check_layout(chunk: nn.Module, placements: Mapping[str, Any]) -> None:
-    """The map and the model have to agree, or weights would land in the wrong place."""
+    """Checks that the weight map and the model have the same parameters. Raises InvalidJob."""
     built = {name: tuple(t.shape) for name, t in chunk.state_dict().items() if not name.endswith("_extra_state")}
     mapped = {name: placement.shape for name, placement in placements.items()}
     if built != mapped:

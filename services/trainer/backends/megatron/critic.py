@@ -1,10 +1,9 @@
-"""The critic: a second model beside the policy, of the same chunks with a value head, and its own optimizer."""
+"""The critic: a second model like the policy, with a value head and its own optimizer."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -22,11 +21,12 @@ from services.trainer.protocol.microbatch import MicroBatch
 from services.trainer.ranks import collectives
 
 UNUSED = 1.0
-"""Values know no temperature."""
+"""Temperature for the passes of the critic, where it has no effect."""
 
 
-def build(spec: JobSpec, setup: ModelSetup) -> "MegatronCritic":
-    """Beside a policy of `setup`. Raises InvalidJob, on every rank, for a critic's folder that it cannot use."""
+def build_critic(spec: JobSpec, setup: ModelSetup) -> "MegatronCritic":
+    """The critic for a policy of `setup`. Raises InvalidJob, on every rank, for a folder that is not one of a
+    critic."""
     chosen = spec.algorithm.critic
     assert chosen is not None
     folder = Path(chosen.path or spec.model.path)
@@ -37,23 +37,23 @@ def build(spec: JobSpec, setup: ModelSetup) -> "MegatronCritic":
             reason = f"it knows {shape.vocabulary} tokens and the policy {setup.shape.vocabulary}"
             raise refused(FIELD, str(folder), reason, "give a model with the policy's tokenizer.")
         stored_head(folder, shape.hidden)
-    alone = spec.model_copy(
+    critic_spec = spec.model_copy(
         update={
             "model": spec.model.model_copy(update={"path": str(folder)}),
             "algorithm": spec.algorithm.model_copy(update={"critic": None, "kl": None}),
             "trainer": spec.trainer.model_copy(update={"optimizer": chosen.optimizer}),
         }
     )
-    return MegatronCritic(MegatronBackend(alone, replace(setup, shape=shape.as_critic())), folder)
+    return MegatronCritic(MegatronBackend(critic_spec, replace(setup, shape=shape.as_critic())), folder)
 
 
 class MegatronCritic:
-    """See `services.trainer.protocol.backend.Critic`."""
+    """Implements `services.trainer.protocol.backend.Critic`."""
 
     def __init__(self, model: MegatronBackend, folder: Path) -> None:
         self._model = model
         self.folder = folder
-        self.config: Mapping[str, Any] = config_changes(
+        self.config: Mapping[str, object] = config_changes(
             json.loads((folder / "config.json").read_text()).get("architectures") or []
         )
 

@@ -34,7 +34,7 @@ class Disk:
         return sorted(path.name for path in (self.folder / "saved").iterdir() if not path.name.startswith("."))
 
     def left(self) -> list[Path]:
-        """What saves that were broken off have left."""
+        """Folders that interrupted saves have left."""
         return list((self.folder / "saved").glob(".*"))
 
 

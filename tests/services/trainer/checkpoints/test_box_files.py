@@ -42,7 +42,7 @@ def test_any_cut_is_read_from_any_other(
     files: int,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """Also where boxes of two cuts overlap, as shares of copies do."""
+    """Boxes of two cuts may overlap, as shares of copies do."""
     reader = store(tmp_path_factory.mktemp("boxes"), [*cut(*written), *cut(*again)], files)
     for offset, box in cut(*wanted):
         found = torch.full_like(box, -1)

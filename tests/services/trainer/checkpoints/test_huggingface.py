@@ -1,4 +1,4 @@
-"""What an export takes over from the model folder."""
+"""Tensors that an export copies from the model folder."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from services.trainer.checkpoints.huggingface import untrained
 TRAINED = {"model.embed_tokens.weight", "model.layers.0.mlp.weight", "model.layers.1.mlp.weight"}
 VISION = {"visual.blocks.5.weight", "vision_model.layers.5.weight"}
 DROPPED = {"model.layers.2.mlp.weight", "model.layers.2.shared_head.head.weight", "mtp.layers.0.weight"}
-"""Of heads that predict several tokens at once."""
+"""Tensors of heads that predict several tokens at once."""
 
 
 @pytest.fixture(params=["one file", "two files"])
@@ -34,7 +34,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("head", ["lm_head.weight", "score.weight", None])
 def test_what_is_not_trained_is_taken_over(folder: Path, head: str | None) -> None:
-    """Of a policy, a critic, and a policy whose head is tied."""
+    """The head is that of a policy, of a critic, or none: that of a policy is tied."""
     found = dict(untrained(folder, TRAINED | ({head} if head else set())))
     assert found.keys() == VISION
     names = sorted(TRAINED | VISION | DROPPED | {"lm_head.weight"})

@@ -1,4 +1,4 @@
-"""What one rank refuses when a job is configured, all refuse: none goes on and waits for it."""
+"""A configuration that one rank refuses is refused by all: no rank continues and waits for it."""
 
 from multiprocessing.queues import Queue
 from pathlib import Path

@@ -44,7 +44,7 @@ class Ranks:
         self.error: Exception | None = None
         self.aborted = threading.Event()
         self.outcome: Future[pb.FinishSaveResponse] = Future()
-        """Of a save, which goes on when the call is answered."""
+        """Outcome of a save, which continues after the call is answered."""
 
     def call(self, method: Any, request: Any, deadline_s: float) -> Any:
         self.requests.append(request)

@@ -1,4 +1,4 @@
-"""What a rank keeps of the job that it had."""
+"""Memory and weights of earlier jobs on a rank."""
 
 import gc
 import weakref
@@ -18,7 +18,7 @@ from tests.services.trainer.groups import job_spec
 
 
 class Model:
-    """As real ones, it is part of a cycle."""
+    """A model in a reference cycle, as real ones are."""
 
     parameters = 5
 

@@ -126,7 +126,7 @@ class Plain:
         return tokens_bt, torch.tensor(prompts), mask_bt
 
     def _logprobs(self, model: Any, tokens_bt: Tensor, prompts_b: Tensor, mask_bt: Tensor) -> tuple[Tensor, Tensor]:
-        """Of each response token, and the entropy there: rows that begin at the response."""
+        """Log-probabilities and entropies of the response tokens, in rows that begin at the response."""
         lengths_b = prompts_b + mask_bt.sum(-1)
         attention_bt = torch.arange(tokens_bt.shape[1])[None] < lengths_b[:, None]
         logits = model(input_ids=tokens_bt, attention_mask=attention_bt.long()).logits / self.spec.rollout.temperature

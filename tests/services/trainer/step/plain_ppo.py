@@ -14,7 +14,7 @@ from tests.services.trainer.step.plain_grpo import Plain
 
 @dataclass
 class PlainPpo(Plain):
-    """Beside the policy a decoder of its own with a linear head; `gamma` and `lam` of the advantages."""
+    """A policy, and a separate decoder with a linear head as critic; `gamma` and `lam` are those of the advantages."""
 
     gamma: float = 1.0
     lam: float = 1.0
@@ -106,7 +106,7 @@ class PlainPpo(Plain):
         told["actor/pg_loss"].append(loss.item())
 
     def _values(self, tokens_bt: Tensor, prompts_b: Tensor, mask_bt: Tensor) -> Tensor:
-        """Before each response token: rows that begin at the response."""
+        """Values before each response token, in rows that begin at the response."""
         lengths_b = prompts_b + mask_bt.sum(-1)
         attention_bt = torch.arange(tokens_bt.shape[1])[None] < lengths_b[:, None]
         hidden: Any = self.decoder(input_ids=tokens_bt, attention_mask=attention_bt.long()).last_hidden_state

@@ -86,7 +86,7 @@ def test_equals_plain_pytorch(
 def test_metrics_and_a_fit(
     one_rank: torch.device, control: ControlThread, served: ScriptedCoordinator, tied_model: Path
 ) -> None:
-    """On the same batch again and again, with rewards that its tokens tell, the critic learns to predict them."""
+    """The critic learns to predict the rewards of a batch that is trained repeatedly."""
     critic = {"clip": None, "warmup_steps": 30, "optimizer": {"lr": 3e-3}}
     spec = job_spec(tied_model, algorithm={"preset": "ppo", "kl": None, "critic": critic}, schedule={"steps": 40})
     _, step = local_step(spec, one_rank, control, served)

@@ -40,7 +40,7 @@ from tests.services.trainer.groups import job_spec, random_groups, refs
 pytestmark = pytest.mark.slow
 
 REWARDS = ((1, 0, 0, 0), (1, 1, 0, 0), (1, 1, 1, 0), (0.5, 0, 1, 0))
-"""Of four groups: every estimator has something to tell them apart by."""
+"""Rewards of four groups that every estimator can distinguish."""
 LOSSES: dict[str, dict[str, Any]] = {
     "gspo": {"aggregation": "seq-mean-token-mean"},
     "sapo": {"aggregation": "seq-mean-token-mean"},
@@ -49,13 +49,13 @@ LOSSES: dict[str, dict[str, Any]] = {
     "dppo_tv": {"old_logprobs": "rollout"},
     "dppo_kl": {"old_logprobs": "rollout"},
 }
-"""What goes with a policy loss; others take grpo and a mean over tokens."""
+"""Settings that a policy loss needs; other losses use grpo and a mean over tokens."""
 ESTIMATORS: dict[str, dict[str, Any]] = {
     "gae": {"critic": {"optimizer": {"weight_decay": 0.0}}},
     "gpg": {"policy_loss": {"name": "gpg"}},
     "passk": {"advantage": {"name": "passk", "options": {"k": 2}}},
 }
-"""What goes with an estimator; others take ppo's loss."""
+"""Settings that an estimator needs; other estimators use the loss of ppo."""
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
     **{
@@ -108,7 +108,7 @@ class Trainer:
 
 @pytest.fixture(scope="module")
 def running(tied_model: Path) -> Iterator[Trainer]:
-    """With a reference and a critic, which a job that asks for none leaves alone."""
+    """A trainer with a reference and a critic, which jobs without them do not use."""
     dist.init_process_group("cpu:gloo", store=dist.HashStore(), rank=0, world_size=1)
     control = ControlThread()
     try:
@@ -121,7 +121,7 @@ def running(tied_model: Path) -> Iterator[Trainer]:
 
 
 def scored_groups(backend: Backend, seed: int = 0) -> dict[str, common_pb2.Group]:
-    """As an engine would have made them whose log-probabilities differ a little from the trainer's."""
+    """Groups of an engine whose log-probabilities differ a little from the trainer's."""
     groups, noise = random_groups(4, 4, seed=seed), np.random.default_rng(seed)
     for group, rewards in zip(groups.values(), REWARDS, strict=True):
         prompt, samples = unpack_tokens(group.prompt_tokens), []
@@ -150,7 +150,7 @@ def test_a_step_moves_the_weights_and_with_learning_rate_0_nothing(name: str, ru
 
 
 def test_the_loss_of_the_contributors_page_trains(running: Trainer, tmp_path: Path) -> None:
-    """From a file of the user's own, named in the job."""
+    """The loss is in a file that the job names."""
     page = (Path(__file__).parents[4] / "CONTRIBUTING.md").read_text(encoding="utf-8")
     code = next(block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "def softened" in block)
     (tmp_path / "softened.py").write_text(code)
@@ -183,7 +183,8 @@ def mine(*, logprobs_bt: Tensor, advantages_bt: Tensor):
 
 
 def test_a_loss_that_fails_leaves_nothing_behind(running: Trainer, tmp_path: Path) -> None:
-    """In its first update: no weight has moved, and no gradient is left over. In its second the first has been made."""
+    """A failure in the first update: no weight has changed, and no gradient is left. In the second: the first is
+    made."""
     path = tmp_path / "mine.py"
 
     def fails_at(call: int | None) -> None:

@@ -24,7 +24,8 @@ from tests.services.trainer.step.plain_grpo import Plain
 
 Groups = dict[str, common_pb2.Group]
 OPTIMIZER = {"lr": 3e-3, "weight_decay": 0.1, "warmup_steps": 2, "clip_grad_norm": 0.5, "eps": 1e-4}
-"""With Adam's usual eps a gradient that is rounding error would move a weight as far as any other."""
+"""The eps is large: with Adam's usual one a gradient that is a rounding error would move a weight as far as any
+other."""
 
 JOBS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -105,7 +106,7 @@ def test_metrics(one_rank: torch.device, control: ControlThread, served: Scripte
 def test_the_kl_coefficient_follows_its_target(
     where: str, one_rank: torch.device, control: ControlThread, served: ScriptedCoordinator, tied_model: Path
 ) -> None:
-    """By the rule of arXiv 1909.08593, from what was observed; the loss is made with the coefficient that is told."""
+    """The rule of arXiv 1909.08593 is applied to the observed KL; the loss uses the coefficient that is reported."""
     algorithm = {"kl": {"name": "k2"}, "kl_in": where, "kl_coefficient": 0.2, "kl_target": 1e-3, "kl_horizon": 40}
     spec = job_spec(tied_model, algorithm=algorithm, trainer={"optimizer": OPTIMIZER})
     _, step = local_step(spec, one_rank, control, served)

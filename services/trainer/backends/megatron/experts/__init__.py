@@ -1,1 +1,1 @@
-"""Layers with experts: dispatch of tokens, balance, replayed routing."""
+"""Layers with experts: dispatch of tokens to them, load balance, and replay of the engine's routing."""

@@ -1,4 +1,4 @@
-"""Which dispatcher sends tokens to the experts: DeepEP where it works, else all-to-all."""
+"""The choice of the dispatcher that sends tokens to the experts: DeepEP where it works, else all-to-all."""
 
 import functools
 import importlib.util
@@ -16,19 +16,19 @@ def dispatcher(options: MegatronOptions) -> str:
     """`deepep` or `alltoall`. Raises InvalidJob where DeepEP is asked for and not available."""
     if options.experts.dispatcher == "alltoall" or options.expert_parallel == 1:
         return "alltoall"
-    hindrance = _hindrance()
-    if hindrance is None:
+    obstacle = deepep_obstacle()
+    if obstacle is None:
         return "deepep"
     if options.experts.dispatcher == "deepep":
-        raise refused("trainer.backend_options.experts.dispatcher", "deepep", hindrance, "set it to auto.")
+        raise refused("trainer.backend_options.experts.dispatcher", "deepep", obstacle, "set it to auto.")
     if torch.cuda.is_available():
-        log.warning("experts are dispatched by all-to-all", reason=hindrance)
+        log.warning("experts are dispatched by all-to-all", reason=obstacle)
     return "alltoall"
 
 
 @functools.cache
-def _hindrance() -> str | None:
-    """Why DeepEP cannot be used here."""
+def deepep_obstacle() -> str | None:
+    """Why DeepEP cannot be used here; None where it can."""
     if not torch.cuda.is_available():
         return "there is no GPU"
     if torch.cuda.get_device_capability()[0] < 9:

@@ -1,4 +1,4 @@
-"""How evenly the routers spread the tokens over the experts, and the auxiliary loss for that."""
+"""How evenly the routers distribute tokens over the experts, and the auxiliary loss for it."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ from services.trainer.protocol.microbatch import MicroBatch
 
 
 class LoadMeter:
-    """Counts, in training passes, the tokens that each router sends to each expert."""
+    """Counts the tokens that each router sends to each expert in training passes."""
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
         self._routers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)]
@@ -23,12 +23,15 @@ class LoadMeter:
             router.register_forward_hook(self._count)
 
     def clear(self) -> None:
+        """Sets all counts to 0."""
         self._counts = {}
 
     def metrics(self) -> dict[str, float]:
-        """moe/load_max: tokens of the busiest expert of any layer of this stage by the mean; moe/load_idle: share of
-        experts without a token. Over the whole batch: a collective of the ranks of the stage. 0 where it has no
-        experts."""
+        """Metrics over the whole batch; 0 where this pipeline stage has no experts. A collective of the stage's ranks.
+
+        moe/load_max: tokens of the busiest expert of any layer, divided by the layer's mean. moe/load_idle: share of
+        experts without a token.
+        """
         if not self._routers:
             return {"moe/load_max": 0.0, "moe/load_idle": 0.0}
         experts, device = self._routers[0].config.num_moe_experts, torch.cuda.current_device()
@@ -41,22 +44,27 @@ class LoadMeter:
     @torch.no_grad()
     def _count(self, router: TopKRouter, inputs: object, outputs: tuple[Tensor, Tensor]) -> None:
         if not outputs[0].requires_grad:
-            return  # scoring, or the first of two passes where activations are computed again
+            return  # scoring, or the first of two passes with recomputed activations
         _, chosen_te = outputs
         total = chosen_te.sum(dim=0)
         self._counts[router] = self._counts[router] + total if router in self._counts else total
 
 
-def replayed(batches: Sequence[MicroBatch]) -> float:
-    """Share of this rank's tokens whose experts the engine told."""
+def replayed_share(batches: Sequence[MicroBatch]) -> float:
+    """Share of this rank's tokens whose experts were chosen by the engine."""
     tokens = sum(len(batch.tokens_p) for batch in batches)
-    told = sum(int((batch.experts_plk[:, 0, 0] >= 0).sum()) for batch in batches if batch.experts_plk is not None)
-    return told / max(1, tokens)
+    replayed_tokens = sum(
+        int((batch.experts_plk[:, 0, 0] >= 0).sum()) for batch in batches if batch.experts_plk is not None
+    )
+    return replayed_tokens / max(1, tokens)
 
 
-def forget(chunks: Sequence[nn.Module]) -> None:
-    """After a pass. Megatron's dispatchers keep its probabilities, and with them a graph that leads through C++, which
-    Python's collector does not see, back to the model: that would outlive its job, with all its memory."""
+def free_dispatchers(chunks: Sequence[nn.Module]) -> None:
+    """Frees what Megatron's dispatchers keep of a pass.
+
+    They keep probabilities, whose graph leads through C++, which Python's garbage collector does not see, back to the
+    model: the model and all its memory would outlive the job.
+    """
     for dispatcher in (
         module.token_dispatcher for c in chunks for module in c.modules() if isinstance(module, MoELayer)
     ):
@@ -67,14 +75,14 @@ def forget(chunks: Sequence[nn.Module]) -> None:
 
 
 def auxiliary_loss(balancing: str, layers: int, microbatches: int) -> float:
-    """Mean over micro-batches, data-parallel ranks and the `layers` with experts, without its coefficient, since it was
-    last asked for. A collective of all ranks."""
+    """The auxiliary loss without its coefficient: its mean over micro-batches, data-parallel ranks and the `layers`
+    with experts, since the last call. A collective of all ranks."""
     tracked = get_moe_layer_wise_logging_tracker()
     total = torch.zeros(1, dtype=torch.float32, device=torch.cuda.current_device())
     for losses in tracked.values():
         total += losses["values"].sum()
     tracked.clear()
-    # Ranks that share a batch have parts of its loss; the global one has its parts on all ranks.
+    # Ranks that share a batch have parts of its loss. Of the global loss all ranks have a part.
     dist.all_reduce(total)
     batches = 1 if balancing == "global_aux_loss" else parallel_state.get_data_parallel_world_size()
     return float(total) / (batches * microbatches * layers)

@@ -1,8 +1,8 @@
-"""Router replay (arXiv 2510.11370): tokens go to the experts that the engine sent them to, weighted as the router here
-weighs them. What the engine did not tell of a token, the router chooses.
+"""Router replay (arXiv 2510.11370): tokens go to the experts to which the engine sent them, with the weights of the
+trainer's router. Where the engine reported no expert, the trainer's router chooses.
 
-The choices travel with a micro-batch's packing through all layers, so that a layer whose activations are computed again
-routes as it did the first time.
+The choices are passed through all layers with the packing of a micro-batch, so that a layer with recomputed activations
+routes the same in both passes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,17 +20,18 @@ from millrace.megatron.architectures.shape import ExpertShape
 
 
 @dataclass
-class PackedTokens(PackedSeqParams):
-    """Megatron's description of packed sequences, and the engine's choices for the tokens of this rank."""
+class PackedTokens(PackedSeqParams):  # type: ignore[misc]  # megatron has no types
+    """Megatron's description of packed sequences, with the engine's choices of experts for the tokens of this rank."""
 
     experts_ltk: Tensor | None = None
-    """int [MoE layers of the model, tokens, experts a token]; negative where the engine told nothing."""
+    """int [MoE layers of the model, tokens, experts per token]; negative where the engine reported nothing."""
 
 
 class ReplayedChoice:
-    """In the place of one router's own choice. What `megatron.core` calls a RouterReplay."""
+    """Replaces the choice of one router. Has the interface of megatron.core's RouterReplay."""
 
-    told_tk: Tensor | None = None
+    replayed_tk: Tensor | None = None
+    """The engine's choices for the layer, int64 [tokens, experts per token]; None: the router chooses."""
 
     def get_replay_topk(
         self,
@@ -41,14 +42,14 @@ class ReplayedChoice:
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
         values_tk, own_tk = default_compute_topk(scores_te, topk, num_groups=num_groups, group_topk=group_topk)
-        if self.told_tk is None:
+        if self.replayed_tk is None:
             return values_tk, own_tk
-        chosen_tk = torch.where(self.told_tk < 0, own_tk, self.told_tk)
+        chosen_tk = torch.where(self.replayed_tk < 0, own_tk, self.replayed_tk)
         return scores_te.gather(1, chosen_tk), chosen_tk
 
 
 def install(chunks: Sequence[nn.Module], layers: Sequence[range], experts: ExpertShape) -> None:
-    """`layers`: which of the model's layers each chunk has."""
+    """Installs replay in the routers of all chunks. `layers`: the layers of the model that each chunk has."""
     for chunk, mine in zip(chunks, layers, strict=True):
         for layer, module in zip(mine, chunk.decoder.layers, strict=True):  # type: ignore[union-attr, arg-type]
             if not experts.layers[layer]:
@@ -57,18 +58,22 @@ def install(chunks: Sequence[nn.Module], layers: Sequence[range], experts: Exper
             for router in (part for part in module.modules() if isinstance(part, TopKRouter)):
                 router.router_replay = choice
             order = sum(experts.layers[:layer])
-            module.register_forward_pre_hook(partial(_tell, choice, order), with_kwargs=True)
+            module.register_forward_pre_hook(partial(_set_choices, choice, order), with_kwargs=True)
 
 
-def _tell(choice: ReplayedChoice, order: int, layer: Any, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+def _set_choices(
+    choice: ReplayedChoice, order: int, layer: Any, inputs: tuple[Any, ...], named: Mapping[str, Any]
+) -> None:
+    """Hook before a layer's forward pass: gives its router the choices for the tokens of this rank."""
     packed = named.get("packed_seq_params")
-    told_ltk = packed.experts_ltk if isinstance(packed, PackedTokens) else None
-    choice.told_tk = None if told_ltk is None else _mine(told_ltk[order], layer.config.sequence_parallel).long()
+    replayed_ltk = packed.experts_ltk if isinstance(packed, PackedTokens) else None
+    split = layer.config.sequence_parallel
+    choice.replayed_tk = None if replayed_ltk is None else _own_part(replayed_ltk[order], split).long()
 
 
-def _mine(told_tk: Tensor, split: bool) -> Tensor:
-    """Of the tokens that tensor-parallel ranks share out between the matrices, this rank's."""
+def _own_part(replayed_tk: Tensor, split: bool) -> Tensor:
+    """This rank's part of the choices, where tensor-parallel ranks split the tokens (sequence parallelism)."""
     if not split:
-        return told_tk
-    size, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
-    return told_tk.chunk(size)[rank]
+        return replayed_tk
+    rank: int = parallel_state.get_tensor_model_parallel_rank()
+    return replayed_tk.chunk(parallel_state.get_tensor_model_parallel_world_size())[rank]

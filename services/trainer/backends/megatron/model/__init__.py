@@ -1,1 +1,1 @@
-"""The model's chunks on a rank: configuration, layers, head."""
+"""The parts of the model on a rank: configuration, layers, and the chunks of the pipeline."""

@@ -1,4 +1,4 @@
-"""The model's chunks on this rank: megatron-core's GPT with a head that scores tokens."""
+"""The chunks of the model on this rank: megatron-core's GPT with a head that scores tokens."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +22,7 @@ from services.trainer.backends.megatron.model.layers import block
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """What every chunk is built from."""
+    """What every chunk of a model is built from."""
 
     shape: ModelShape
     topology: Topology
@@ -30,7 +30,7 @@ class ChunkPlan:
     device: torch.device
 
 
-class Policy(GPTModel):
+class Policy(GPTModel):  # type: ignore[misc]  # megatron has no types
     """GPT whose `labels` are `WantedTokens`: then the last stage gives float32 [2, R], log-probabilities and entropies.
     Without them it gives logits [1, P, vocabulary part], as GPT does."""
 
@@ -58,7 +58,8 @@ class Policy(GPTModel):
 
     def _postprocess(self, *, hidden_states: Tensor, labels: WantedTokens | None = None, **rest: Any) -> Tensor:
         if labels is None or not self.post_process:
-            return super()._postprocess(hidden_states=hidden_states, labels=labels, **rest)
+            logits: Tensor = super()._postprocess(hidden_states=hidden_states, labels=labels, **rest)
+            return logits
         shared = self.share_embeddings_and_output_weights
         weight_vh = self.shared_embedding_or_output_weight() if shared else self.output_layer.weight
         if self.config.sequence_parallel:
@@ -68,7 +69,7 @@ class Policy(GPTModel):
         return scores(hidden_states[labels.positions_r, 0], weight_vh, labels, self.vocabulary, self.chunk_tokens)
 
     def _set_latent_norms(self, epsilon: float) -> None:
-        """Megatron gives every norm the model's epsilon; those on latents have one of their own."""
+        """Sets the epsilon of the norms on latents; Megatron gives every norm the model's epsilon."""
         for module in self.modules():
             if isinstance(module, MLASelfAttention):
                 for name in ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj"):
@@ -77,20 +78,21 @@ class Policy(GPTModel):
 
 
 class ValueHead(nn.Module):
-    """A linear layer of one output, whole on every rank of the last stage; it begins with 0."""
+    """A linear layer with one output, complete on every rank of the last stage, with initial weights 0."""
 
     def __init__(self, hidden: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1, hidden, dtype=dtype))
 
     def forward(self, hidden_rh: Tensor) -> Tensor:
-        """float32 [R]."""
-        return (hidden_rh @ self.weight[0]).float()
+        """Values, float32 [R]."""
+        values_r: Tensor = (hidden_rh @ self.weight[0]).float()
+        return values_r
 
 
 class ValueModel(Policy):
-    """The decoder with a value head. Where the policy gives log-probabilities and entropies it gives values and zeros,
-    so that both go through the same pipeline."""
+    """The decoder with a value head. Its last stage returns values and zeros where that of a policy returns
+    log-probabilities and entropies, so that both use the same pipeline."""
 
     def __init__(self, plan: ChunkPlan, chunk: int) -> None:
         super().__init__(plan, chunk)
@@ -101,14 +103,14 @@ class ValueModel(Policy):
         if labels is None or not self.post_process:
             return hidden_states
         if self.config.sequence_parallel:
-            # Every rank computes all values, so that a rank's share of the gradient is a slice of its own.
+            # Every rank computes all values, so a rank's share of the gradient is a slice of the whole gradient.
             hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
         values_r = self.output_layer(hidden_states[labels.positions_r, 0])
         return torch.stack([values_r, torch.zeros_like(values_r)])
 
 
 def build_chunks(plan: ChunkPlan) -> list[Policy]:
-    """One module for each chunk that this rank has, on the device, with weights that nobody set yet."""
+    """A module for each chunk of this rank, on the device, with uninitialized weights."""
     kind = ValueModel if plan.shape.value_head else Policy
     chunks = [kind(plan, chunk) for chunk in range(plan.topology.options.virtual_pipeline)]
     return [chunk.to(plan.device) for chunk in chunks]

@@ -1,4 +1,4 @@
-"""megatron-core's configuration, from the model's shape and the job's options."""
+"""The configuration of megatron-core from the model's shape and the job's options."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from millrace.megatron.architectures.shape import ExpertShape, LatentAttention, 
 def configuration(
     shape: ModelShape, options: MegatronOptions, dtype: torch.dtype, *, dispatcher: str = "alltoall"
 ) -> TransformerConfig:
-    """`dispatcher`: alltoall, or deepep where the caller found that it works."""
+    """The configuration. `dispatcher`: alltoall, or deepep where that works, see `experts.dispatch`."""
     cuda = torch.cuda.is_available()
     fields: dict[str, Any] = {
         **_sizes(shape),
@@ -23,7 +23,7 @@ def configuration(
         "bf16": dtype is torch.bfloat16,
         "params_dtype": dtype,
         "attention_backend": AttnBackend.auto,
-        # The weights come from a checkpoint; what is not in it is filled by hand.
+        # The weights are read from the model folder.
         "perform_initialization": False,
         "use_cpu_initialization": not cuda,
         "bias_activation_fusion": cuda,
@@ -52,7 +52,7 @@ def _sizes(shape: ModelShape) -> dict[str, Any]:
         "add_qkv_bias": shape.attention_bias,
         "gated_linear_unit": True,
         "activation_func": F.silu,
-        # A policy is trained with the probabilities that it sampled with.
+        # A policy is trained with the probabilities with which it sampled.
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
     }
@@ -76,7 +76,7 @@ def _parallelism(options: MegatronOptions, dtype: torch.dtype) -> dict[str, Any]
         "moe_token_dispatcher_type": "alltoall",
         "batch_p2p_comm": False,
         "overlap_p2p_comm": chunks > 1,
-        # Gloo still sends from that memory, which on GPUs waits for its stream.
+        # Gloo may still be sending from that memory; on GPUs it is freed in the order of the stream.
         "deallocate_pipeline_outputs": options.pipeline_parallel > 1 and torch.cuda.is_available(),
     }
 
@@ -103,14 +103,14 @@ def _experts(experts: ExpertShape, options: MegatronOptions, dispatcher: str, cu
         "moe_shared_expert_intermediate_size": experts.shared_ffn,
         "moe_router_topk": experts.per_token,
         "moe_router_score_function": experts.score,
-        # Softmax over the chosen experts only is softmax over all, chosen, and normalised.
+        # Softmax over the chosen experts equals softmax over all experts, restricted to the chosen and normalised.
         "moe_router_pre_softmax": experts.score == "sigmoid" or not experts.normalised,
         "moe_router_topk_scaling_factor": experts.scaling,
         "moe_router_num_groups": experts.groups,
         "moe_router_group_topk": experts.groups_per_token,
         "moe_router_enable_expert_bias": experts.bias,
         "moe_router_bias_update_rate": asked.bias_update_rate,
-        # The engine routes in float32 too; a token that goes elsewhere here is a mismatch.
+        # The engine routes in float32 too; a token that goes to other experts here would be a mismatch.
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": asked.load_balancing,
         "moe_aux_loss_coeff": asked.aux_loss_coefficient,

@@ -1,5 +1,8 @@
-"""Which modules the transformer is built of: Transformer Engine's on CUDA; elsewhere Megatron's own linear layers with
-the norm and the attention below, which, unlike Megatron's, take tokens split over ranks and packed sequences."""
+"""The modules of which the transformer is built.
+
+With CUDA they are those of Transformer Engine. Without it they are Megatron's linear layers with the norm and the
+attention below, which, unlike Megatron's, support tokens that are split over ranks and packed sequences.
+"""
 
 from typing import Any
 
@@ -28,15 +31,16 @@ NORM_NAMES = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
-"""Checkpoints call the norms as Transformer Engine does, so that either kind of layers reads the other's."""
+"""Names of the norms in state dicts: those of Transformer Engine, so that both kinds of layers have the same names."""
 
 
 def layers() -> Layers:
+    """The kind of layers that is used here."""
     return TRANSFORMER_ENGINE if torch.cuda.is_available() else LOCAL
 
 
 def block(config: TransformerConfig, shape: ModelShape, mine: range, chunk: int | None) -> TransformerBlockSubmodules:
-    """The layers `mine` of the model, of pipeline chunk `chunk`."""
+    """Specification of the layers `mine` of the model, for the pipeline chunk `chunk`."""
     if layers() is TRANSFORMER_ENGINE:
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=chunk)
     specs = [_layer(shape, experts=shape.has_experts(layer)) for layer in mine]
@@ -101,7 +105,8 @@ def _latent_attention() -> ModuleSpec:
 
 
 class Norm(torch.nn.RMSNorm):
-    """torch's RMSNorm, marked where each rank sees some of the tokens: then its gradient is summed over them."""
+    """torch's RMSNorm. It is marked where each rank sees a part of the tokens: its gradient is summed over ranks
+    then."""
 
     def __init__(self, *, config: TransformerConfig, hidden_size: int, eps: float, **unused: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
@@ -109,7 +114,8 @@ class Norm(torch.nn.RMSNorm):
 
 
 class WholeLinear(torch.nn.Module):
-    """A linear layer that every tensor-parallel rank has whole, over the tokens that the rank sees."""
+    """A linear layer that is not split: every tensor-parallel rank has all of it, and applies it to the tokens that it
+    sees."""
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **unused: Any) -> None:
         super().__init__()
@@ -121,7 +127,7 @@ class WholeLinear(torch.nn.Module):
 
 
 class PackedAttention(torch.nn.Module):
-    """Causal attention inside each sequence of a packed batch, by torch's own kernels, one sequence after the other."""
+    """Causal attention within each sequence of a packed batch, by torch's kernels, one sequence after the other."""
 
     def __init__(
         self,
@@ -138,7 +144,7 @@ class PackedAttention(torch.nn.Module):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, *, packed_seq_params: Any, **unused: Any
     ) -> Tensor:
-        """query [P, heads, d], key [P, groups, d], value [P, groups, v] → [P, heads · v]."""
+        """Attention of query [P, heads, d], key [P, groups, d], value [P, groups, v] → [P, heads · v]."""
         repeats = query.shape[1] // key.shape[1]
         if repeats > 1:
             key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))

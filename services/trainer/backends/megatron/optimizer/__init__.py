@@ -1,1 +1,1 @@
-"""Megatron's optimizer, and where its float32 state lies."""
+"""Megatron's optimizer, and access to its float32 state."""

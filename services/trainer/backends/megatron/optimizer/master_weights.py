@@ -1,5 +1,8 @@
-"""Where Megatron's optimizers keep the float32 weights and the moments: beside the parameters, in shares of the
-distributed optimizer, in Transformer Engine's Adam, or in host memory."""
+"""Access to the float32 weights (master weights) and moments of Megatron's optimizers.
+
+An optimizer keeps them next to the parameters, in shares of the distributed optimizer, in Transformer Engine's Adam, or
+in host memory.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,27 +17,29 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class OwnedRange:
-    """A run of a parameter whose optimizer state this rank keeps: all of it, or its share of the distributed one."""
+    """A range of a flattened parameter whose optimizer state this rank keeps: all of it, or a share of it."""
 
     parameter: nn.Parameter
     master: Tensor
-    """float32, flat: the weights that are updated; the parameter's own memory where that is float32."""
+    """The weights that are updated, float32, flat. They are the parameter's memory where that is float32."""
     first: int
-    """Where it begins in the flattened parameter."""
+    """Index in the flattened parameter at which the range begins."""
     inner: torch.optim.Optimizer
+    """The optimizer that updates the range."""
     key: Tensor
-    """What the inner optimizer calls it."""
+    """The tensor under which that optimizer keeps the state."""
 
     def moment(self, name: str) -> Tensor | None:
-        """None before the first update."""
+        """A moment, flat; None before the first update."""
         state = self.inner.state.get(self.key, {})
-        return state[name].view(-1) if name in state and not _untouched(self.inner) else None
+        return state[name].view(-1) if name in state and not _not_updated(self.inner) else None
 
 
-def owned(part: MegatronOptimizer) -> Iterator[OwnedRange]:
+def owned_ranges(part: MegatronOptimizer) -> Iterator[OwnedRange]:
+    """The ranges of all parameters of an optimizer whose state this rank keeps."""
     inner: Any = part.optimizer
     if isinstance(inner, HybridDeviceOptimizer):
-        yield from _owned_by_several(part)
+        yield from _hybrid_ranges(part)
     elif _has_masters(inner):
         for parameter, shard, first in _shards(part):
             yield OwnedRange(parameter, _master(inner, shard), first, inner, shard)
@@ -58,7 +63,7 @@ def owned(part: MegatronOptimizer) -> Iterator[OwnedRange]:
 
 
 def copy_to_parameters(part: MegatronOptimizer) -> None:
-    """The float32 weights to the parameters, or to this rank's share of them."""
+    """Copies the master weights to the parameters, or to this rank's share of them."""
     inner: Any = part.optimizer
     if isinstance(inner, HybridDeviceOptimizer):
         for parameter, master in inner.param_to_inner_param.items():
@@ -71,8 +76,8 @@ def copy_to_parameters(part: MegatronOptimizer) -> None:
 
 
 def to_host(part: MegatronOptimizer) -> None:
-    """Weights that are the optimizer's alone, and moments, to pinned host memory: the same tensors, elsewhere."""
-    for tensor in _apart(part):
+    """Moves separate master weights and moments to pinned host memory. The tensor objects stay the same."""
+    for tensor in _separate_tensors(part):
         if tensor.is_cuda:
             host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             host.copy_(tensor, non_blocking=True)
@@ -81,26 +86,28 @@ def to_host(part: MegatronOptimizer) -> None:
 
 
 def to_device(part: MegatronOptimizer) -> None:
-    for tensor in _apart(part):
+    """Moves them back."""
+    for tensor in _separate_tensors(part):
         tensor.data = tensor.data.to(torch.cuda.current_device(), non_blocking=True)
 
 
-def _apart(part: MegatronOptimizer) -> Iterator[Tensor]:
-    """What no parameter lies in."""
-    for run in owned(part):
-        if run.parameter.dtype is not torch.float32 and not _has_masters(run.inner):
-            yield run.key
-        yield from (value for value in run.inner.state.get(run.key, {}).values() if torch.is_tensor(value))
+def _separate_tensors(part: MegatronOptimizer) -> Iterator[Tensor]:
+    """Master weights and moments that are not the memory of a parameter."""
+    for owned in owned_ranges(part):
+        if owned.parameter.dtype is not torch.float32 and not _has_masters(owned.inner):
+            yield owned.key
+        yield from (value for value in owned.inner.state.get(owned.key, {}).values() if torch.is_tensor(value))
 
 
 def prepare(part: MegatronOptimizer) -> None:
-    """Before the weights are first written: those that Transformer Engine's Adam would create in its first update."""
+    """Creates the master weights that Transformer Engine's Adam would create in its first update. To be called before
+    master weights are written."""
     if _has_masters(part.optimizer):
         _create_masters(part.optimizer)
 
 
 def make_room(part: MegatronOptimizer, updates: int) -> None:
-    """Moments of zero, as after `updates` updates; weights that are to be written."""
+    """Sets the moments to 0 and the number of updates to `updates`, for a checkpoint to be read into."""
     for inner in _inner(part.optimizer):
         inner.state.clear()
         for group in inner.param_groups:
@@ -113,17 +120,17 @@ def make_room(part: MegatronOptimizer, updates: int) -> None:
 
 
 def _inner(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """The optimizers that compute: several where some are on the host."""
+    """The torch optimizers of an optimizer: several where a part of it runs on the host."""
     return optimizer.sub_optimizers if isinstance(optimizer, HybridDeviceOptimizer) else [optimizer]
 
 
 def _has_masters(inner: torch.optim.Optimizer) -> bool:
-    """Whether it is Transformer Engine's Adam with the float32 weights among its state."""
+    """Whether this is Transformer Engine's Adam, with the master weights in its state."""
     return getattr(inner, "master_weights", None) is True
 
 
 def _create_masters(inner: Any) -> None:
-    """And moments of zero, in their dtype, which else the first update would."""
+    """Creates master weights, and moments of 0 in their dtype, which the first update would create otherwise."""
     for parameter in (parameter for group in inner.param_groups for parameter in group["params"]):
         inner.initialize_state(parameter, False)
 
@@ -133,24 +140,24 @@ def _master(inner: torch.optim.Optimizer, parameter: Tensor) -> Tensor:
     return found.detach()
 
 
-def _untouched(inner: torch.optim.Optimizer) -> bool:
-    """Whether there has been no update, where that shows in nothing else."""
+def _not_updated(inner: torch.optim.Optimizer) -> bool:
+    """Whether there has been no update yet, for an optimizer whose state exists before the first update."""
     return _has_masters(inner) and not any("step" in group for group in inner.param_groups)
 
 
-def _owned_by_several(part: DistributedOptimizer) -> Iterator[OwnedRange]:
-    """Of an optimizer that is partly on the host: the master weights are its own."""
+def _hybrid_ranges(part: DistributedOptimizer) -> Iterator[OwnedRange]:
+    """The ranges of an optimizer that runs partly on the host, which has its own master weights."""
     hybrid = part.optimizer
-    homes = {
+    optimizer_of = {
         id(master): inner for inner in _inner(hybrid) for group in inner.param_groups for master in group["params"]
     }
     for parameter, shard, first in _shards(part):
         master = hybrid.param_to_inner_param[shard]
-        yield OwnedRange(parameter, master.detach(), first, homes[id(master)], master)
+        yield OwnedRange(parameter, master.detach(), first, optimizer_of[id(master)], master)
 
 
 def _shards(part: DistributedOptimizer) -> Iterator[tuple[nn.Parameter, Tensor, int]]:
-    """Each parameter, this rank's share of it in its own dtype, and where that begins."""
+    """Each parameter, this rank's share of it in the parameter's dtype, and where the share begins."""
     pairs = [
         *zip(part.model_fp32_groups, part.shard_fp32_groups, strict=True),
         *zip(part.model_float16_groups, part.shard_float16_groups, strict=True),
@@ -166,7 +173,8 @@ def _count_steps(inner: torch.optim.Optimizer, updates: int) -> None:
 
 
 def _zero_moments(inner: torch.optim.Optimizer, updates: int) -> None:
-    """Transformer Engine's Adam counts its steps in the group, torch's in each parameter's state."""
+    """Creates moments of 0. Transformer Engine's Adam counts its steps in the group, torch's in the state of each
+    parameter."""
     counts_in_groups = not isinstance(inner, torch.optim.AdamW)
     for group in inner.param_groups:
         if counts_in_groups:

@@ -1,5 +1,8 @@
-"""Data parallelism and the optimizer: Megatron's gradient buffers, its (distributed) Adam with float32 master weights,
-and the norm of the gradients over every rank's part of the model."""
+"""Data parallelism and the optimizer.
+
+Megatron's gradient buffers, its (distributed) Adam with float32 master weights, and the norm of the gradients over the
+parts of the model on all ranks.
+"""
 
 import math
 from collections.abc import Iterator
@@ -21,7 +24,7 @@ from services.trainer.backends.megatron.optimizer.master_weights import OwnedRan
 
 
 def wrap(chunks: list[Policy], options: MegatronOptions) -> list[DistributedDataParallel]:
-    """The chunks in data-parallel wrappers, which own the gradients."""
+    """The chunks in data-parallel wrappers, which hold the gradients."""
     config = chunks[0].config
     cuda = torch.cuda.is_available()
     ddp = DistributedDataParallelConfig(
@@ -34,7 +37,7 @@ def wrap(chunks: list[Policy], options: MegatronOptions) -> list[DistributedData
     for index, chunk in enumerate(chunks):
         wrapped.append(DistributedDataParallel(config, ddp, chunk, disable_bucketing=index > 0))
         for module in chunk.modules():
-            if hasattr(module, "fuse_wgrad_accumulation"):  # of Transformer Engine's linear layers
+            if hasattr(module, "fuse_wgrad_accumulation"):  # Transformer Engine's linear layers
                 module.fuse_wgrad_accumulation = options.fused_gradients
     config.finalize_model_grads_func = finalize_model_grads
     if ddp.overlap_grad_reduce:
@@ -44,7 +47,7 @@ def wrap(chunks: list[Policy], options: MegatronOptions) -> list[DistributedData
 
 
 class Updater:
-    """Megatron's optimizer, told by the trainer how large the gradients may be."""
+    """Megatron's optimizer. The trainer clips: it gives the factor by which gradients are scaled."""
 
     def __init__(self, chunks: list[DistributedDataParallel], chosen: Optimizer, options: MegatronOptions) -> None:
         self._chunks = chunks
@@ -65,7 +68,7 @@ class Updater:
                 optimizer_cpu_offload=offload,
                 optimizer_offload_fraction=options.optimizer_offload_fraction,
                 overlap_cpu_optimizer_d2h_h2d=offload,
-                # Else the float32 weights of what is offloaded would stay on the device beside those on the host.
+                # Without it the float32 weights of offloaded parameters would be on the device and on the host.
                 use_precision_aware_optimizer=offload or options.optimizer_moments != "float32",
                 exp_avg_dtype=getattr(torch, options.optimizer_moments),
                 exp_avg_sq_dtype=getattr(torch, options.optimizer_moments),
@@ -81,7 +84,7 @@ class Updater:
         self._reduced = False
         self._resting = False
         self._biases: list[tuple[Tensor, Tensor]] = []
-        """Of routers, each with what it was before the backward pass that moved it."""
+        """The biases of routers, each with a copy from before the backward pass that changes it."""
         self.updates = 0
         for part in self.parts:
             master_weights.prepare(part)
@@ -89,21 +92,22 @@ class Updater:
 
     @property
     def parts(self) -> list[MegatronOptimizer]:
-        """One for the dense parameters, one for the experts where this rank has any."""
+        """The optimizer of the dense parameters, and that of the experts where this rank has any."""
         return [part for part in self._optimizer.chained_optimizers if not getattr(part, "is_stub_optimizer", False)]
 
     def expect_gradients(self) -> None:
-        """Before a backward pass. Its end sums the gradients over the ranks, so that there is one before each step."""
+        """Prepares for a backward pass. The end of that pass sums the gradients over the ranks, so there is one
+        backward pass for each step. Raises InvalidState for a second one."""
         if self._reduced:
             raise InvalidState(
-                "There are gradients already, summed over the ranks.", "Step the optimizer or clear them first."
+                "there are gradients already, summed over the ranks.", "step the optimizer or clear them first."
             )
         self._wake()
-        self._biases = [(bias, bias.clone()) for bias in self._routers_biases()]
+        self._biases = [(bias, bias.clone()) for bias in self._router_biases()]
         self._reduced = True
 
     def norm(self) -> float:
-        """Of the gradients of all parameters, each counted once; the same on every rank."""
+        """Norm of the gradients of all parameters, each counted once; the same on every rank."""
         self._prepare()
         squares = {False: 0.0, True: 0.0}
         for part in self.parts:
@@ -113,6 +117,7 @@ class Updater:
         return math.sqrt(sum(_summed(square, self._norm_group(experts)) for experts, square in squares.items()))
 
     def step(self, *, lr: float, gradient_scale: float) -> None:
+        """Multiplies the gradients by the scale, updates the weights and clears the gradients."""
         self._prepare()
         for part in self.parts:
             if gradients := [g for parameter in part.get_parameters() if (g := _gradient(parameter)) is not None]:
@@ -125,7 +130,8 @@ class Updater:
         self.zero()
 
     def zero(self) -> None:
-        """Routers' biases, which the end of a backward pass moves, are again what they were where no step was taken."""
+        """Clears the gradients. Where no step was made, the biases of routers, which the end of a backward pass
+        changes, are restored."""
         for bias, before in self._biases:
             bias.copy_(before)
         self._biases = []
@@ -136,12 +142,12 @@ class Updater:
             self._rest()
         self._ready = self._reduced = False
 
-    def _routers_biases(self) -> Iterator[Tensor]:
+    def _router_biases(self) -> Iterator[Tensor]:
         for chunk in self._chunks:
             yield from (buffer for name, buffer in chunk.named_buffers() if name.endswith("router.expert_bias"))
 
     def _rest(self) -> None:
-        """Until the next backward pass."""
+        """Frees memory until the next backward pass, as the job says."""
         self._resting = True
         if self._options.offload_optimizer:
             for part in self.parts:
@@ -151,6 +157,7 @@ class Updater:
                 chunk.offload_grad_buffers()
 
     def _wake(self) -> None:
+        """Restores what `_rest` freed."""
         if self._options.release_gradients and self._resting:
             for chunk in self._chunks:
                 chunk.restore_grad_buffers()
@@ -159,12 +166,13 @@ class Updater:
                 master_weights.to_device(part)
         self._resting = False
 
-    def owned(self) -> Iterator[OwnedRange]:
+    def owned_ranges(self) -> Iterator[OwnedRange]:
+        """The ranges of all parameters whose optimizer state this rank keeps."""
         for part in self.parts:
-            yield from master_weights.owned(part)
+            yield from master_weights.owned_ranges(part)
 
     def master_weights_changed(self) -> None:
-        """After the master weights were written from outside: brings the parameters up to date on every rank."""
+        """Copies the master weights to the parameters on every rank, after they were written from outside."""
         for part in self.parts:
             master_weights.copy_to_parameters(part)
         if self._chunks[0].ddp_config.use_distributed_optimizer:
@@ -172,23 +180,27 @@ class Updater:
                 chunk.start_param_sync(force_sync=True)
 
     def make_room(self, updates: int) -> None:
-        """Moments of zero, as after `updates` updates, for a checkpoint to be read into."""
+        """Sets the moments to 0 and the number of updates to `updates`, for a checkpoint to be read into."""
         self.updates = updates
         for part in self.parts:
             master_weights.make_room(part, updates)
 
     def _prepare(self) -> None:
-        """Gradients to the master weights, once after each backward pass."""
+        """Copies the gradients to the master weights, once after each backward pass."""
         if not self._ready:
             self._optimizer.prepare_grads()
             self._ready = True
 
     def _norm_group(self, experts: bool) -> dist.ProcessGroup:
+        """The ranks over which squared gradients are summed."""
+        group: dist.ProcessGroup
         if self._chunks[0].ddp_config.use_distributed_optimizer:
-            return parallel_state.get_intra_distributed_optimizer_instance_group()
-        if experts:
-            return parallel_state.get_expert_tensor_model_pipeline_parallel_group()
-        return parallel_state.get_model_parallel_group()
+            group = parallel_state.get_intra_distributed_optimizer_instance_group()
+        elif experts:
+            group = parallel_state.get_expert_tensor_model_pipeline_parallel_group()
+        else:
+            group = parallel_state.get_model_parallel_group()
+        return group
 
 
 def _summed(value: float, group: dist.ProcessGroup) -> float:
@@ -198,7 +210,7 @@ def _summed(value: float, group: dist.ProcessGroup) -> float:
 
 
 def _square(gradients: list[Tensor]) -> float:
-    """The sum of their squares."""
+    """Sum of the squares of all gradients."""
     if not gradients:
         return 0.0
     norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32))
@@ -206,6 +218,6 @@ def _square(gradients: list[Tensor]) -> float:
 
 
 def _gradient(parameter: Tensor) -> Tensor | None:
-    """Where Megatron put it: beside the parameter if their dtypes differ."""
+    """The gradient of a parameter: Megatron keeps it in another attribute where its dtype is another."""
     beside: Tensor | None = getattr(parameter, "decoupled_grad", None)
     return beside if beside is not None else parameter.grad

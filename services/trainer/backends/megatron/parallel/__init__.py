@@ -1,1 +1,1 @@
-"""Process groups, context parallelism, packing and the pipeline schedule."""
+"""Process groups, packing of micro-batches, context parallelism and the pipeline schedule."""

@@ -1,4 +1,4 @@
-"""Context parallelism: each rank scores the tokens of its slices; the loss is over whole sequences."""
+"""Context parallelism: each rank scores the tokens of its slices, and the loss is computed over whole sequences."""
 
 from typing import Any
 
@@ -12,14 +12,20 @@ from services.trainer.backends.megatron.parallel.packing import PackedBatch
 
 
 def whole_scores(mine_2r: Tensor, packed: PackedBatch) -> Tensor:
-    """[2, R] of all context-parallel ranks, in the order of the micro-batch. Each rank's gradient stays its own: all of
-    them compute the same loss, and the gradients of their parts are summed with those of data parallelism."""
+    """The scores of all context-parallel ranks, [2, R], in the order of the micro-batch.
+
+    All ranks compute the same loss. Each keeps the gradient of its part; these are summed with the gradients of
+    data parallelism.
+    """
     if packed.order_r is None:
         return mine_2r
-    return _Gathered.apply(mine_2r, packed.counts)[:, packed.order_r]
+    by_rank_2r: Tensor = _Gathered.apply(mine_2r, packed.counts)  # type: ignore[no-untyped-call]
+    return by_rank_2r[:, packed.order_r]
 
 
 class _Gathered(torch.autograd.Function):
+    """Concatenates the scores of all ranks; the gradient of a rank is its slice."""
+
     @staticmethod
     def forward(ctx: Any, mine_2r: Tensor, counts: tuple[int, ...]) -> Tensor:
         group = parallel_state.get_context_parallel_group()

@@ -1,10 +1,10 @@
-"""A micro-batch as this rank runs it: packed sequences in Megatron's THD form, padded and split as the ranks need.
+"""A micro-batch as this rank runs it: packed sequences in Megatron's THD format, padded and split for the ranks.
 
-Tensor-parallel ranks share the tokens evenly, so the pack is padded to a multiple of their number with a sequence of
-its own, which is not scored; only routers see it. Context-parallel ranks each take two slices of every sequence, one
-from either end, so that causal attention costs them the same; for that every sequence is padded to a multiple of twice
-their number. Padding at a sequence's end belongs to the sequence: no token before it attends to it, and attention
-kernels leave no gap unwritten.
+Tensor-parallel ranks split the tokens evenly, so the pack is padded to a multiple of their number by a separate
+sequence, which is not scored; only routers see it. Each context-parallel rank takes two slices of every sequence, one
+from each end, so that causal attention costs every rank the same. For that every sequence is padded to a multiple of
+twice their number. Padding at the end of a sequence belongs to the sequence: no token before it attends to it, and
+attention kernels write all of their output.
 """
 
 from collections.abc import Sequence
@@ -19,24 +19,26 @@ from services.trainer.protocol.microbatch import MicroBatch
 
 @dataclass(frozen=True)
 class PackedBatch:
+    """The tokens of a micro-batch on this rank."""
+
     tokens_p: Tensor
-    """int64 [P on this rank]."""
+    """Token ids, int64 [P on this rank]."""
     parameters: PackedTokens
     positions_r: Tensor
-    """int64: of the response tokens that are scored here, the place on this rank of the token before each."""
+    """For each response token that is scored here, the place of the token before it on this rank, int64."""
     targets_r: Tensor
-    """int64: those response tokens."""
+    """Ids of the response tokens that are scored here, int64."""
     order_r: Tensor | None
-    """int64 [R]: of each response token of the micro-batch, its place in all context-parallel ranks' scores one after
-    the other. None where this rank scores all of them, in order."""
+    """For each response token of the micro-batch, its place in the concatenated scores of all context-parallel ranks,
+    int64 [R]. None where this rank scores all of them, in order."""
     counts: tuple[int, ...]
-    """Response tokens scored by each context-parallel rank."""
+    """Number of response tokens that each context-parallel rank scores."""
 
 
 def pack(
     batch: MicroBatch, *, multiple: int, context_rank: int, context_size: int, device: torch.device
 ) -> PackedBatch:
-    """`multiple`: what the number of tokens on a rank has to divide by."""
+    """Packs a micro-batch for this rank. The number of tokens on a rank is a multiple of `multiple`."""
     unit = 2 * context_size if context_size > 1 else 1
     padded = [-(-length // unit) * unit for length in batch.lengths]
     rest = -sum(padded) % (multiple * unit)
@@ -69,14 +71,14 @@ def pack(
 
 
 def _places(lengths: Sequence[int], padded: Sequence[int]) -> Tensor:
-    """int64 [tokens]: where each token lies among the padded ones."""
+    """The place of each token among the padded tokens, int64 [tokens]."""
     starts = torch.tensor([0, *padded]).cumsum(0).tolist()
     return torch.cat([torch.arange(start, start + n) for start, n in zip(starts, lengths, strict=False)])
 
 
 def _experts(batch: MicroBatch, places_p: Tensor, tokens: int, device: torch.device) -> Tensor | None:
-    """int [MoE layers, padded tokens, k]. Put in place on the device, as narrow as they came: for 48 layers of 65,536
-    tokens the host would take a third of a second, in which the device waits."""
+    """The engine's choices, int [MoE layers, padded tokens, k]. They are rearranged on the device, in their narrow
+    dtype: for 48 layers of 65,536 tokens the host would take a third of a second while the device waits."""
     if batch.experts_plk is None:
         return None
     _, layers, per_token = batch.experts_plk.shape
@@ -86,10 +88,10 @@ def _experts(batch: MicroBatch, places_p: Tensor, tokens: int, device: torch.dev
 
 
 def _parameters(padded: Sequence[int], device: torch.device, *, split: bool) -> PackedTokens:
-    """The sequences' ends, padding included. The pad sequence, if any, counts as a sequence."""
+    """Megatron's description of the sequences, with their padding. A sequence of padding counts as a sequence."""
     ends = torch.tensor([0, *padded]).cumsum(0).int().to(device)
     longest = max(padded)
-    # Context parallelism insists on the ends with padding; without it they would be compared in every layer.
+    # Context parallelism needs the ends with padding; without it they would only be compared in every layer.
     again = ends if split else None
     return PackedTokens(
         qkv_format="thd",
@@ -103,7 +105,7 @@ def _parameters(padded: Sequence[int], device: torch.device, *, split: bool) -> 
 
 
 def context_split(padded: Sequence[int], ranks: int) -> tuple[Tensor, Tensor]:
-    """Of each padded token, the context-parallel rank that has it and its place there, both int64.
+    """The context-parallel rank that has each padded token, and the token's place there, both int64.
 
     Slice i of 2·ranks and slice 2·ranks − 1 − i of every sequence belong to rank i.
     """

@@ -1,4 +1,4 @@
-"""The process groups of every parallel dimension, made anew for every job."""
+"""The process groups of every parallel dimension, which are created for every job."""
 
 from datetime import timedelta
 
@@ -7,18 +7,18 @@ from megatron.core import parallel_state, tensor_parallel
 
 from millrace.errors import InvalidState
 from millrace.megatron.topology import Topology
-from services.trainer.backends.megatron.cpu import patch_megatron
+from services.trainer.backends.megatron.cpu.megatron_calls import patch_megatron
 
 
 def initialize(topology: Topology, *, seed: int, timeout: timedelta) -> None:
-    """Builds the groups, and ends those of an earlier job.
+    """Creates the groups, and ends those of an earlier job. A collective, after torch.distributed is initialized.
 
-    Called on every rank, after torch.distributed. Raises InvalidState where the world has another size.
+    Raises InvalidState where the number of ranks is not that of the topology.
     """
     if dist.get_world_size() != topology.world_size:
         raise InvalidState(
-            f"The topology is of {topology.world_size} ranks, the trainer has {dist.get_world_size()}.",
-            "Build the topology from the trainer's world size.",
+            f"the topology is for {topology.world_size} ranks, the trainer has {dist.get_world_size()}.",
+            "build the topology from the trainer's world size.",
         )
     patch_megatron()
     _end()
@@ -37,7 +37,8 @@ def initialize(topology: Topology, *, seed: int, timeout: timedelta) -> None:
 
 
 def _end() -> None:
-    """Megatron only forgets its groups; each would keep its threads and connections for the rest of the rank's life."""
+    """Destroys the groups of an earlier job: Megatron only forgets them, and each would keep its threads and
+    connections as long as the rank lives."""
     groups = [group for group in parallel_state._global_process_group_list or () if group is not None]
     if parallel_state.is_initialized():
         parallel_state.destroy_model_parallel()

@@ -1,4 +1,4 @@
-"""Micro-batches through the pipeline, by Megatron's own schedules: one stage, 1F1B, or interleaved chunks."""
+"""Runs micro-batches through the pipeline by Megatron's schedules: one stage, 1F1B, or interleaved chunks."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,45 +13,48 @@ from torch import Tensor, nn
 from millrace.backends.megatron import MegatronOptions
 from millrace.errors import InvalidState
 from services.trainer.backends.head import WantedTokens
-from services.trainer.backends.megatron.experts.load_balance import forget
+from services.trainer.backends.megatron.experts.load_balance import free_dispatchers
 from services.trainer.backends.megatron.parallel.context import whole_scores
 from services.trainer.backends.megatron.parallel.packing import PackedBatch, pack
 from services.trainer.protocol.microbatch import MicroBatch
 
 ScoreFn = Callable[[int, Tensor], Tensor]
-"""Of a micro-batch by its number, and its scores [2, R], a loss. Called where the last layers are."""
+"""Computes the loss of a micro-batch from its number and its scores [2, R]. Called on the ranks with the last
+layers."""
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The chunks of one model on this rank, wrapped for training or bare."""
+    """The chunks of one model on this rank, with or without data-parallel wrappers."""
 
     chunks: Sequence[nn.Module]
     options: MegatronOptions
     device: torch.device
 
     def backward(self, microbatches: Sequence[MicroBatch], score: ScoreFn, *, temperature: float) -> list[Tensor]:
-        """Adds the gradient of the sum of the losses over micro-batches and data-parallel ranks; returns each
-        micro-batch's scores [2, R], without gradient, on every rank."""
+        """Adds the gradient of the sum of the losses over micro-batches and data-parallel ranks. Returns the scores of
+        each micro-batch, [2, R], without gradient, on every rank."""
         ranks = parallel_state.get_data_parallel_world_size()
         return self._run(microbatches, score, temperature, ranks)
 
     def forward(self, microbatches: Sequence[MicroBatch], *, temperature: float) -> list[Tensor]:
-        """Each micro-batch's scores [2, R] on every rank."""
+        """The scores of each micro-batch, [2, R], on every rank."""
         with torch.no_grad():
             return self._run(microbatches, None, temperature, 1)
 
     def _run(
         self, microbatches: Sequence[MicroBatch], score: ScoreFn | None, temperature: float, ranks: int
     ) -> list[Tensor]:
-        # Interleaved chunks take micro-batches in turns of as many as there are stages.
-        turns = self.options.pipeline_parallel if self.options.virtual_pipeline > 1 else 1
-        padding = [MicroBatch.pack([], [])] * (-len(microbatches) % turns)
+        # Interleaved chunks take micro-batches in groups of as many as there are stages.
+        group = self.options.pipeline_parallel if self.options.virtual_pipeline > 1 else 1
+        padding = [MicroBatch.pack([], [])] * (-len(microbatches) % group)
         batches = [*microbatches, *padding]
         scored: list[Tensor] = []
         numbered = list(enumerate(map(self._packed, batches)))
 
-        def step(numbers: Iterator[tuple[int, PackedBatch]], model: nn.Module) -> tuple[Tensor, Callable]:
+        def step(
+            numbers: Iterator[tuple[int, PackedBatch]], model: nn.Module
+        ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, None]]]:
             number, packed = next(numbers)
             wanted = WantedTokens(packed.positions_r, packed.targets_r, temperature)
             output = model(packed.tokens_p[None], None, None, labels=wanted, packed_seq_params=packed.parameters)
@@ -62,7 +65,7 @@ class Pipeline:
             scored.append(scores_2r.detach())
             if score is None or number >= len(microbatches):
                 return scores_2r.sum() * 0.0, None
-            # The schedule divides by the number of micro-batches and the gradient's reduction by that of ranks.
+            # The schedule divides by the number of micro-batches, and the reduction of the gradient by that of ranks.
             return score(number, scores_2r) * (len(batches) * ranks), None
 
         get_forward_backward_func()(
@@ -74,15 +77,15 @@ class Pipeline:
             micro_batch_size=1,
             forward_only=score is None,
         )
-        forget(self.chunks)
-        return self._everywhere(scored, microbatches)
+        free_dispatchers(self.chunks)
+        return self._on_every_stage(scored, microbatches)
 
     def _packed(self, batch: MicroBatch) -> PackedBatch:
         recompute = self.options.recompute
         if batch.experts_plk is not None and recompute.granularity == "selective" and "moe" in recompute.modules:
             raise InvalidState(
-                "Experts that are computed again on their own do not know which choices the engine made.",
-                "Set trainer.backend_options.recompute to full, or leave moe out of its modules.",
+                "experts that are recomputed separately do not get the engine's choices.",
+                "set trainer.backend_options.recompute to full, or leave moe out of its modules.",
             )
         return pack(
             batch,
@@ -92,8 +95,8 @@ class Pipeline:
             device=self.device,
         )
 
-    def _everywhere(self, scored: list[Tensor], microbatches: Sequence[MicroBatch]) -> list[Tensor]:
-        """From the last stage to the others."""
+    def _on_every_stage(self, scored: list[Tensor], microbatches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Sends the scores from the last stage to the others."""
         if self.options.pipeline_parallel == 1:
             return scored
         counts = [sum(batch.response_lengths) for batch in microbatches]
@@ -102,4 +105,5 @@ class Pipeline:
             flat = torch.cat(scored[: len(counts)], dim=1)
         last = parallel_state.get_pipeline_model_parallel_last_rank()
         dist.broadcast(flat, last, group=parallel_state.get_pipeline_model_parallel_group())
-        return list(flat.split(counts, dim=1))
+        parts: tuple[Tensor, ...] = flat.split(counts, dim=1)
+        return list(parts)

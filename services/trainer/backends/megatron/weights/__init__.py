@@ -1,1 +1,2 @@
-"""The model's tensors in Hugging Face terms: reading, exporting, shards, checkpoint state."""
+"""The tensors of the model folder: reading them, gathering them, the shards of a rank, and the state of a
+checkpoint."""

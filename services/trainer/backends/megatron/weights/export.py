@@ -1,4 +1,4 @@
-"""Every tensor whole on rank 0, in Hugging Face terms, gathered box by box from one rank that has each."""
+"""Gathers the tensors of the model folder on rank 0, box by box, each from one rank that holds it."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ from millrace.weights.plans.manifest import Manifest, TensorInfo
 
 @dataclass(frozen=True)
 class BoxSource:
-    """A box of a tensor, and the rank, chunk and parameter to take it from."""
+    """A box of a tensor, and the rank, chunk and parameter from which it is taken."""
 
     rank: int
     chunk: int
@@ -27,18 +27,21 @@ class BoxSource:
 
 @dataclass(frozen=True)
 class GatherPlan:
-    """Who gives which box of which tensor, in the manifest's order. The same on every rank, worked out without any."""
+    """Which rank gives which box of which tensor, in the manifest's order. Every rank computes the same plan, without
+    communication."""
 
     tensors: tuple[plan.Tensor, ...]
     sources: Mapping[str, Sequence[BoxSource]]
-    kept: frozenset[str]
-    """Names of tensors that stay float32 whatever is asked for."""
+    float32_names: frozenset[str]
+    """Names of tensors that stay float32, whichever dtype is asked for."""
 
     @classmethod
     def of(cls, shape: ModelShape, topology: Topology, layers: Layers) -> "GatherPlan":
-        """The lowest rank that has a box gives it."""
+        """The plan in which the lowest rank that holds a box gives it."""
         wanted = tensors(shape, topology, layers)
-        boxes: dict[str, dict[tuple, BoxSource]] = {tensor.name: {} for tensor in wanted}
+        boxes: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], BoxSource]] = {
+            tensor.name: {} for tensor in wanted
+        }
         for rank in range(topology.world_size):
             for chunk, placements in enumerate(layout(shape, topology, rank, layers)):
                 for name, placement in placements.items():
@@ -50,16 +53,18 @@ class GatherPlan:
             if covered != tensor.numel:
                 raise ValueError(f"the ranks hold {covered} of the {tensor.numel} numbers of {tensor.name}.")
         # A bias in less than float32 would send tokens to other experts.
-        kept = frozenset(t.name for t in wanted if t.name.endswith(shape.names.router_bias))
-        return cls(wanted, {name: list(found.values()) for name, found in boxes.items()}, kept)
+        float32_names = frozenset(t.name for t in wanted if t.name.endswith(shape.names.router_bias))
+        return cls(wanted, {name: list(found.values()) for name, found in boxes.items()}, float32_names)
 
     def manifest(self, dtype: str) -> Manifest:
+        """Names, shapes and dtypes of the tensors."""
         return Manifest(tuple(self._info(tensor, dtype) for tensor in self.tensors))
 
     def export(
         self, chunks: Sequence[Mapping[str, Tensor]], dtype: str, device: torch.device
     ) -> Iterator[tuple[TensorInfo, Tensor | None]]:
-        """`chunks` are this rank's parameters by name. A collective: every rank takes every item."""
+        """The tensors, whole on rank 0; None on other ranks. `chunks` are this rank's parameters by name. A collective:
+        every rank iterates to the end."""
         rank = dist.get_rank()
         for tensor in self.tensors:
             info = self._info(tensor, dtype)
@@ -80,7 +85,7 @@ class GatherPlan:
             yield info, whole
 
     def _info(self, tensor: plan.Tensor, dtype: str) -> TensorInfo:
-        return TensorInfo(tensor.name, tensor.shape, "float32" if tensor.name in self.kept else dtype)
+        return TensorInfo(tensor.name, tensor.shape, "float32" if tensor.name in self.float32_names else dtype)
 
 
 def _slices(offset: Sequence[int], extent: Sequence[int]) -> tuple[slice, ...]:

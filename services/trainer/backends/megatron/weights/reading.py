@@ -1,4 +1,4 @@
-"""Reading a model folder: of each safetensors file only the boxes that this rank holds."""
+"""Reads a model folder: only the boxes that this rank holds."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,8 +14,8 @@ VALUE_HEAD = Names().value_head
 
 
 def read(folder: Path, layout: Mapping[str, Placement], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Each parameter of the layout as the folder has it, in host memory, padding zero, and a value head that the folder
-    has not. One is in memory at a time.
+    """Each parameter of the layout with the values of the folder, in host memory, one at a time. Padding is 0, and so
+    is a value head that the folder does not have.
 
     Raises InvalidJob where a tensor is missing or has another shape than the config promises.
     """

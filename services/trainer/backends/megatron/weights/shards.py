@@ -1,4 +1,4 @@
-"""What this rank holds of the model, box by box in Hugging Face terms: for publications that gather nothing."""
+"""The boxes of the model folder's tensors that this rank holds, for publications that gather nothing."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,7 +11,7 @@ from millrace.weights.plans.memory import Memory
 
 
 def shards(chunks: Sequence[Mapping[str, Tensor]], placements: Placements, manifest: Manifest) -> Memory:
-    """Views of the parameters that train, by chunk and name, in no other memory."""
+    """Views of the parameters that train, without a copy. `chunks` are this rank's parameters by name."""
     number = {tensor.name: i for i, tensor in enumerate(manifest.tensors)}
     places: list[Place] = []
     buffers: list[Tensor] = []

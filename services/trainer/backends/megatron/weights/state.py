@@ -1,8 +1,8 @@
 """Model and optimizer as tensors of the model folder, for checkpoints.
 
-Every weight, moment and buffer is told in Hugging Face coordinates: this rank has boxes of it. Checkpoints store boxes,
-so any topology reads what any other wrote, with no gathering and no conversion: that holds for tensor, pipeline and
-expert parallelism and for the flat shares of the distributed optimizer alike.
+Every weight, moment and buffer is described in Hugging Face coordinates, in which this rank holds boxes of it.
+Checkpoints store boxes, so any topology reads what any other wrote, without gathering and conversion. That is true for
+tensor, pipeline and expert parallelism and for the flat shares of the distributed optimizer.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def named_tensors(chunks: Sequence[nn.Module], layout: Layout) -> Iterator[tuple[Tensor, Placement]]:
-    """Parameters and buffers that the layout knows, of bare chunks."""
+    """Parameters and buffers of chunks (without data-parallel wrappers), with their places in the model folder."""
     for chunk, placements in zip(chunks, layout, strict=True):
         tensors = {**dict(chunk.named_buffers()), **dict(chunk.named_parameters())}
         yield from ((tensors[name], placement) for name, placement in placements.items())
@@ -28,12 +28,12 @@ def named_tensors(chunks: Sequence[nn.Module], layout: Layout) -> Iterator[tuple
 def state(
     chunks: Sequence[nn.Module], layout: Layout, updater: Updater, *, tied_copy: Tensor | None
 ) -> dict[str, LocalBoxes]:
-    """`model.<name>` in float32, `exp_avg.<name>` and `exp_avg_sq.<name>` once there are moments; by the names of the
-    model folder. `tied_copy` is an output head that is the embedding of another stage."""
+    """`model.<name>` in float32, and `exp_avg.<name>` and `exp_avg_sq.<name>` after the first update; `<name>` is that
+    in the model folder. `tied_copy` is an output head that is a copy of the embedding of another stage."""
     placements = {id(tensor): placement for tensor, placement in named_tensors(chunks, layout)}
     found: dict[str, LocalBoxes] = {}
     seen = set()
-    for owned in updater.owned():
+    for owned in updater.owned_ranges():
         placement, saved_here = placements[id(owned.parameter)], owned.parameter is not tied_copy
         seen.add(id(owned.parameter))
         for kind, flat in _states(owned):

@@ -85,7 +85,7 @@ def saved_config(kind: str, options: dict[str, Any], folder: Path) -> Path:
 
 @pytest.mark.parametrize("kind", RIGHT)
 def test_packed_is_what_each_is_alone(kind: str, tmp_path: Path) -> None:
-    """In training, where noise and dropout would be."""
+    """The packed model is in training mode, which has noise and dropout."""
     folder, lengths = saved_config(kind, RIGHT[kind], tmp_path / kind), [13, 21, 9]
     torch.manual_seed(0)
     alone = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), attn_implementation="eager").eval()

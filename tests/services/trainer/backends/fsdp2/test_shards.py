@@ -1,4 +1,4 @@
-"""What a rank says it holds: laid together, the shards of all ranks are the whole tensors that are exported."""
+"""The shards that the ranks hold: together they are the whole tensors that are exported."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ KINDS = ("qwen2", "qwen3_moe", "mixtral")
 
 
 def check(folder: Path, backend: str = "fsdp2", dtype: str = "bfloat16", **options: object) -> None:
-    """On every rank. The messages of a plan are carried by the default process group."""
+    """Runs on every rank. The default process group carries the messages of a plan."""
     model = build(job_spec({"model": str(folder), "backend": backend, "options": options}), torch.device("cpu"))
     memory = model.shards(dtype)
     exported = dict(model.export(dtype))

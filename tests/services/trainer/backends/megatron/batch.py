@@ -13,7 +13,8 @@ TEMPERATURE = 0.7
 LEARNING_RATE = 1e-2
 CLIP_NORM = 0.5
 OPTIMIZER = {"lr": LEARNING_RATE, "betas": (0.9, 0.95), "weight_decay": 0.1, "eps": 1e-3}
-"""With Adam's usual eps a gradient that is rounding error would move a weight as far as any other."""
+"""The eps is large: with Adam's usual one a gradient that is a rounding error would move a weight as far as any
+other."""
 
 
 @dataclass(frozen=True)

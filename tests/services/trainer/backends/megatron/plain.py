@@ -24,9 +24,9 @@ class Run:
     losses: list[float]
     norms: list[float]
     logprobs: list[float]
-    """Of every response token, by row, before the first update."""
+    """Log-probability of every response token, by row, before the first update."""
     weights: dict[str, Tensor]
-    """After the last, by the names of the model folder."""
+    """Weights after the last update, by their names in the model folder."""
 
 
 def scores(model: PreTrainedModel, row: int) -> tuple[Tensor, Tensor]:

@@ -67,7 +67,7 @@ def vllm(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Callable[[
 
 @torch.no_grad()
 def plain(model: PreTrainedModel, sequence: Sequence[int], temperature: float) -> torch.Tensor:
-    """Of each token but the first."""
+    """Log-probability of each token but the first."""
     tokens = torch.tensor(sequence)
     logprobs_tv = (model(input_ids=tokens[None]).logits[0, :-1].float() / temperature).log_softmax(-1)
     return logprobs_tv.gather(1, tokens[1:, None])[:, 0]

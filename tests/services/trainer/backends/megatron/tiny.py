@@ -118,7 +118,7 @@ def save(kind: str, folder: Path, *, served: bool = False, **sizes: int) -> PreT
 
 
 def save_text_path(model: PreTrainedModel, folder: Path) -> None:
-    """Of a Qwen2.5-VL: what reads text is a Qwen2, whose positions have one axis."""
+    """Saves the text model of a Qwen2.5-VL as a Qwen2, whose positions have one axis."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     text = model.config.get_text_config()
