@@ -9,7 +9,6 @@ import gc
 import json
 import os
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,9 @@ from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from millrace.weights.plans.boxes import Boxes
 from services.rollout.engines.vllm.options import check_model, engine_arguments
 from services.rollout.lifeline import own_descendants
+from services.rollout.weights.in_worker.model import EngineModel
+from services.rollout.weights.in_worker.receiver import WeightReceiver
+from services.rollout.weights.worker_methods import Placed
 from tests.sender import Sender
 from tests.services.rollout.jobs import job_spec
 from tests.services.trainer.backends.megatron import batch
@@ -42,6 +44,11 @@ DECODED = 6
 Tensors = Mapping[str, torch.Tensor]
 
 
+def receiver_of(worker: Any) -> WeightReceiver:
+    """A receiver for the model of vLLM's worker, which runs in this process."""
+    return WeightReceiver(EngineModel(worker.rank, worker.get_model, worker.model_config.dtype))
+
+
 class Served:
     def __init__(self, model: str, dtype: str) -> None:
         spec = job_spec(Path(model), "vllm", rollout={"engine_options": OPTIONS, "dtype": dtype})
@@ -49,36 +56,32 @@ class Served:
         arguments.pop("enable_log_requests")
         self.llm = LLM(**arguments)
         check_model(self.llm.llm_engine.vllm_config)
+        self.receiver: WeightReceiver
+        (self.receiver,) = self.llm.collective_rpc(receiver_of)
         self.version = 0
         self.loaders: list[str] = []
-        """What went whole through vLLM's loader."""
-
-    def ask(self, method: str, *arguments: Any) -> dict[str, Any]:
-        (answer,) = self.llm.collective_rpc(method, args=arguments)
-        assert "failed" not in answer, answer
-        return answer
+        """Names of tensors that went whole through vLLM's loader."""
 
     def publish(self, tensors: Tensors) -> None:
         self.version += 1
         self._receive(Sender(tensors, version=self.version))
-        self.ask("millrace_apply")
 
     def publish_shards(self, tensors: Tensors) -> None:
         self.version += 1
         shards = Shards(tensors)
-        wanted = Boxes.decode(self.ask("millrace_describe", shards.manifest.to_proto().SerializeToString())["boxes"])
-        self._receive(ShardSender(shards, [wanted], version=self.version))
-        self.loaders = list(self.ask("millrace_apply")["loader_names"])
+        wanted = Boxes.decode(self.receiver.describe(shards.manifest.to_proto().SerializeToString()))
+        self.loaders = list(self._receive(ShardSender(shards, [wanted], version=self.version)).loader_names)
 
-    def _receive(self, sender: Sender | ShardSender) -> None:
-        self.ask("millrace_prepare", sender.request.encode())
-        if isinstance(sender, ShardSender):
-            self.ask("millrace_ready", True)
+    def _receive(self, sender: Sender | ShardSender) -> Placed:
+        """Receives a version into spare memory and puts it in place."""
+        assert self.receiver.prepare(sender.request.encode()) is not None
+        self.receiver.make_ready(True)
         sender.start()
-        self.ask("millrace_begin")
-        while not self.ask("millrace_progress")["done"]:
-            time.sleep(0.002)
+        self.receiver.begin()
+        while self.receiver.wait_received() is None:
+            pass
         sender.join()
+        return self.receiver.place()
 
     def held(self) -> dict[str, torch.Tensor]:
         """All that the model computes with."""
