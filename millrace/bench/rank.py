@@ -45,7 +45,7 @@ class Rank:
 
     @property
     def sends(self) -> bool:
-        return self.rank < self.senders
+        return self.rank < int(self.senders)
 
     def run(self) -> dict[str, Any]:
         memory = self._memory()
