@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, computed_field, model_validator
 
+from millrace.drops import DropReason
 from millrace.ids import LeaseId, MemberId, PromptId
 from millrace.rest import Figure, JobState
 
@@ -135,6 +136,7 @@ class PromptDropped(EventData):
     """A prompt produced no usable samples: its data row is bad, or a replica refused it."""
 
     kind: Literal[EventKind.PROMPT_DROPPED] = EventKind.PROMPT_DROPPED
+    reason: DropReason = Field(DropReason.UNSPECIFIED, description="Unspecified in event logs of release 0.1.")
     prompt: PromptId | None = Field(None, description="Known if the data row is bad.")
     lease: LeaseId | None = Field(None, description="Known if a replica refused the prompt.")
     member: MemberId | None = Field(None, description="The replica that refused the prompt.")
@@ -158,7 +160,7 @@ class GroupDropped(EventData):
     """Groups without a training signal were dropped."""
 
     kind: Literal[EventKind.GROUP_DROPPED] = EventKind.GROUP_DROPPED
-    reason: str
+    reason: DropReason
     prompts: Sequence[PromptId] = Field(description="The first 50.")
 
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, PlainSerializer
 
+from millrace.drops import DropReason
 from millrace.errors import Mistake
 
 Figure = Annotated[
@@ -63,7 +64,7 @@ class LedgerView(BaseModel):
     generated: int = Field(description="Complete groups that wait to be trained.")
     trained: int
     dropped: int
-    reasons: dict[str, int] = Field(description="Dropped prompts by reason.")
+    reasons: dict[DropReason, int] = Field(description="Dropped prompts by reason.")
 
 
 class MemberKind(StrEnum):

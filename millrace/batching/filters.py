@@ -1,31 +1,22 @@
 """Which groups are worth a step, and DAPO's punishment of answers that are about too long (arXiv 2503.14476)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from millrace.drops import Drop, DropReason
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """Whether a group is trained, and if not, the reason as the ledger keeps it."""
+def without_signal(rewards: Sequence[float], *, tolerance: float = 1e-9) -> Drop | None:
+    """Dynamic sampling: a group whose rewards are all equal is dropped, as every advantage in it is 0. None where the
+    group is kept.
 
-    keep: bool
-    reason: str = ""
-
-
-KEEP = Verdict(True)
-
-
-def signal(rewards: Sequence[float], *, tolerance: float = 1e-9) -> Verdict:
-    """Dynamic sampling: a group whose rewards are all equal has no signal, as every advantage in it is 0.
-
-    `tolerance` is the largest spread of rewards that counts as none.
+    `tolerance` is the largest difference of rewards that counts as none.
     """
     if not rewards:
-        return Verdict(False, "no signal: no sample was scored")
+        return Drop(DropReason.NO_SIGNAL, "no sample was scored")
     lowest, highest = min(rewards), max(rewards)
     if highest - lowest > tolerance:
-        return KEEP
-    return Verdict(False, f"no signal: all {len(rewards)} rewards are {highest:g}")
+        return None
+    return Drop(DropReason.NO_SIGNAL, f"all {len(rewards)} rewards are {highest:g}")
 
 
 def overlong_penalty(length: int, *, limit: int, buffer: int, penalty: float = 1.0) -> float:

@@ -7,6 +7,7 @@ from typing import Any, Literal, Protocol
 from jinja2 import TemplateError
 
 from millrace.data.row import PromptRow
+from millrace.drops import Drop, DropReason
 from millrace.errors import BadRow
 
 Overlong = Literal["drop", "truncate_left", "truncate_right", "truncate_middle"]
@@ -24,8 +25,8 @@ class Tokenizer(Protocol):
 class Rendered:
     token_ids: list[int]
     """Empty where the prompt is dropped."""
-    dropped: str | None = None
-    """Why, for the ledger: `prompt_too_long: 1200 > 1024 tokens`."""
+    dropped: Drop | None = None
+    """Why the prompt is dropped; None where it is not."""
     cut: int = 0
     """Tokens taken away."""
 
@@ -56,7 +57,7 @@ def fit(token_ids: list[int], max_tokens: int, overlong: Overlong) -> Rendered:
     if cut <= 0:
         return Rendered(token_ids)
     if overlong == "drop":
-        return Rendered([], dropped=f"prompt_too_long: {len(token_ids)} > {max_tokens} tokens")
+        return Rendered([], dropped=Drop(DropReason.PROMPT_TOO_LONG, f"{len(token_ids)} > {max_tokens} tokens"))
     if overlong == "truncate_left":
         return Rendered(token_ids[cut:], cut=cut)
     if overlong == "truncate_right":

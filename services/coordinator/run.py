@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from millrace.data import Order, Source
 from millrace.errors import InvalidState, Unavailable
 from millrace.events import Payload
+from millrace.ids import Purpose
 from millrace.rest import JobState
 from millrace.spec.job import JobSpec
 from millrace.telemetry.trackers import Tracker
@@ -22,7 +23,7 @@ from services.coordinator.publication.joining import Joining
 from services.coordinator.publication.publisher import Publisher
 from services.coordinator.state.job import JobRecord
 from services.coordinator.state.member import Weights
-from services.coordinator.store import Purpose, Store
+from services.coordinator.store import Store
 from services.coordinator.work.queue import Queue, Standing, Terms
 
 LOOK_EVERY_S = 1.0

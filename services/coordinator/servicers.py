@@ -5,10 +5,12 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 import grpc
 
 from millrace.errors import Fenced, InvalidState, NotFound
-from millrace.ids import Fence, JobId, LeaseId, MemberId, PromptId
+from millrace.ids import JobId, MemberId, PromptId
+from millrace.wire.enums import drop_of
 from millrace.wire.v1 import common_pb2, fleet_pb2, fleet_pb2_grpc, work_pb2, work_pb2_grpc
 from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.observe.prometheus import PrometheusMetrics
+from services.coordinator.state.lease import LeaseRef
 from services.coordinator.store import Store
 from services.coordinator.work.queue import Queue
 
@@ -59,29 +61,29 @@ class WorkServicer(work_pb2_grpc.WorkServicer):
     async def Extend(
         self, request: work_pb2.ExtendRequest, context: grpc.aio.ServicerContext
     ) -> work_pb2.ExtendResponse:
-        lost: set[tuple[str, str]] = set()
+        lost: set[tuple[str, LeaseRef]] = set()
         expires_s = 0.0
         for job_id, leases in _by_job(request.leases).items():
             try:
                 gone, expires_s = await self._queue.extend(MemberId(request.member_id), job_id, leases)
             except NotFound:
-                gone = {lease_id for lease_id, _ in leases}
-            lost |= {(job_id, lease_id) for lease_id in gone}
-        refs = [ref for ref in request.leases if (ref.job_id, ref.lease_id) in lost]
+                gone = set(leases)
+            lost |= {(job_id, lease) for lease in gone}
+        refs = [ref for ref in request.leases if (ref.job_id, LeaseRef.of(ref)) in lost]
         return work_pb2.ExtendResponse(expires_s=expires_s, lost=refs)
 
     async def Complete(
         self, request: work_pb2.CompleteRequest, context: grpc.aio.ServicerContext
     ) -> work_pb2.CompleteResponse:
-        member_id, job_id, lease = MemberId(request.member_id), JobId(request.ref.job_id), _lease(request.ref)
+        member_id, job_id, lease = MemberId(request.member_id), JobId(request.ref.job_id), LeaseRef.of(request.ref)
         try:
             match request.WhichOneof("answer"):
                 case "group":
                     await self._queue.complete(member_id, job_id, lease, request.group)
-                case "dropped":
-                    await self._queue.refuse(member_id, job_id, lease, request.dropped)
+                case "drop":
+                    await self._queue.refuse(member_id, job_id, lease, drop_of(request.drop))
                 case _:
-                    what = f"{member_id} answered lease {lease[0]} with nothing."
+                    what = f"{member_id} answered lease {lease.id} with nothing."
                     raise InvalidState(what, "send a group, or a reason why there is none.")
         except Fenced:
             self._prometheus.fenced(job_id)
@@ -115,12 +117,8 @@ def servicers(fleet: FleetServicer, work: WorkServicer) -> Mapping[str, Callable
     }
 
 
-def _lease(ref: work_pb2.LeaseRef) -> tuple[LeaseId, Fence]:
-    return LeaseId(ref.lease_id), Fence(ref.fence)
-
-
-def _by_job(refs: Sequence[work_pb2.LeaseRef]) -> dict[JobId, list[tuple[LeaseId, Fence]]]:
-    parts: dict[JobId, list[tuple[LeaseId, Fence]]] = {}
+def _by_job(refs: Sequence[work_pb2.LeaseRef]) -> dict[JobId, list[LeaseRef]]:
+    parts: dict[JobId, list[LeaseRef]] = {}
     for ref in refs:
-        parts.setdefault(JobId(ref.job_id), []).append(_lease(ref))
+        parts.setdefault(JobId(ref.job_id), []).append(LeaseRef.of(ref))
     return parts

@@ -19,7 +19,7 @@ from millrace.wire.v1 import fleet_pb2, rollout_pb2
 from services.rollout.engine import Engine, EngineDied, Load
 from services.rollout.engines import create
 from services.rollout.weights.receiver import PublicationReceiver
-from services.rollout.work.groups import Bench
+from services.rollout.work.groups import GroupGenerator
 from services.rollout.work.job import Job, import_transformers, parse_spec
 from services.rollout.work.leases import Leases
 
@@ -48,7 +48,7 @@ class Replica:
         self.engine: Engine | None = None
         self.job: Job | None = None
         self._receiver: PublicationReceiver | None = None
-        self._bench: Bench | None = None
+        self._generator: GroupGenerator | None = None
         self._engine_of = ""
         self._turn = asyncio.Lock()
 
@@ -123,16 +123,16 @@ class Replica:
         assert self.engine is not None and self.job is not None
         if not self.draining.is_set():
             self.state = rollout_pb2.ENGINE_STATE_SERVING
-            self.leases.serve(self.bench())
+            self.leases.serve(self.generator())
 
-    def bench(self) -> Bench:
-        """Raises InvalidState where there is no version to generate with."""
+    def generator(self) -> GroupGenerator:
+        """What generates groups for the current job. Raises InvalidState where no version is in place."""
         if self.engine is None or self.job is None or self.version is None:
             what = f"{self.member_id} holds no verified version and generates nothing."
             raise InvalidState(what, "configure it and publish a version to it.")
-        if self._bench is None or self._bench.job is not self.job:
-            self._bench = Bench(self.member_id, self.engine, self.job)
-        return self._bench
+        if self._generator is None or self._generator.job is not self.job:
+            self._generator = GroupGenerator(self.member_id, self.engine, self.job)
+        return self._generator
 
     def receiver(self, job_id: str) -> PublicationReceiver:
         """Raises InvalidState where the replica is not configured for that job."""

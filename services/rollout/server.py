@@ -96,16 +96,16 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         return trainer_pb2.FinishSendResponse()
 
     async def Generate(self, request: rollout_pb2.GenerateRequest, context: Context) -> rollout_pb2.GenerateResponse:
-        bench = self._replica.bench()
+        generator = self._replica.generator()
         try:
             json.loads(request.prompt)
         except ValueError as error:
             raise BadRow(f"the prompt is no JSON: {error}.", "send a list of messages, or a string.") from error
-        prompt = await bench.job.prompt(work_pb2.Lease(prompt_id="debug-0", prompt=request.prompt))
+        prompt = await generator.job.prompt(work_pb2.Lease(prompt_id="debug-0", prompt=request.prompt))
         if prompt.rendered.dropped is not None:
-            raise BadRow(f"{prompt.rendered.dropped}.", "send a shorter one.")
+            raise BadRow(f"the prompt is too long: {prompt.rendered.dropped.detail}.", "send a shorter one.")
         count = request.sampling.samples or 1
-        samples = await bench.samples(prompt, [sampling_of(request.sampling)] * count, lambda _: None)
+        samples = await generator.samples(prompt, [sampling_of(request.sampling)] * count, lambda _: None)
         return rollout_pb2.GenerateResponse(
             prompt_tokens=pack_tokens(prompt.rendered.token_ids), trajectories=[trajectory(s) for s in samples]
         )

@@ -2,27 +2,27 @@
 
 import pytest
 
-from millrace.batching.filters import overlong_penalty, signal
+from millrace.batching.filters import overlong_penalty, without_signal
+from millrace.drops import Drop, DropReason
 
 
 @pytest.mark.parametrize(
-    ("rewards", "reason"),
+    ("rewards", "detail"),
     [
-        ([1.0, 1.0, 1.0], "no signal: all 3 rewards are 1"),
-        ([0.0, 0.0], "no signal: all 2 rewards are 0"),
-        ([0.1 + 0.2, 0.3], "no signal: all 2 rewards are 0.3"),
-        ([0.5], "no signal: all 1 rewards are 0.5"),
-        ([], "no signal: no sample was scored"),
+        ([1.0, 1.0, 1.0], "all 3 rewards are 1"),
+        ([0.0, 0.0], "all 2 rewards are 0"),
+        ([0.1 + 0.2, 0.3], "all 2 rewards are 0.3"),
+        ([0.5], "all 1 rewards are 0.5"),
+        ([], "no sample was scored"),
     ],
 )
-def test_groups_without_signal_are_dropped_with_the_reason(rewards, reason):
-    verdict = signal(rewards)
-    assert (verdict.keep, verdict.reason) == (False, reason)
+def test_groups_without_signal_are_dropped_with_the_reason(rewards, detail):
+    assert without_signal(rewards) == Drop(DropReason.NO_SIGNAL, detail)
 
 
 def test_groups_with_signal_are_kept():
-    assert signal([0.0, 1.0, 0.0]).keep
-    assert signal([0.2, 0.2001]).keep
+    assert without_signal([0.0, 1.0, 0.0]) is None
+    assert without_signal([0.2, 0.2001]) is None
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from millrace.data import PromptRow
 from millrace.data.chat import Rendered, fit, render
+from millrace.drops import Drop, DropReason
 from millrace.errors import BadRow
 
 TEMPLATE = (
@@ -57,7 +58,7 @@ def test_a_text_is_asked_as_it_is(tokenizer: Any) -> None:
 
 def test_an_overlong_prompt_is_dropped_with_its_length(tokenizer: Any) -> None:
     rendered = render(row("x" * 12), tokenizer, max_tokens=10)
-    assert rendered == Rendered([], dropped="prompt_too_long: 12 > 10 tokens")
+    assert rendered == Rendered([], dropped=Drop(DropReason.PROMPT_TOO_LONG, "12 > 10 tokens"))
 
 
 def test_a_prompt_of_exactly_the_limit_stays(tokenizer: Any) -> None:

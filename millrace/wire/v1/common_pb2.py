@@ -24,23 +24,27 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18millrace/v1/common.proto\x12\x0bmillrace.v1\":\n\x0bVersionSpan\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\r\"\x8d\x02\n\nTrajectory\x12\x0e\n\x06tokens\x18\x01 \x01(\x0c\x12\x10\n\x08logprobs\x18\x02 \x01(\x0c\x12*\n\x08versions\x18\x03 \x03(\x0b\x32\x18.millrace.v1.VersionSpan\x12,\n\x0bstop_reason\x18\x04 \x01(\x0e\x32\x17.millrace.v1.StopReason\x12\x0c\n\x04text\x18\x05 \x01(\t\x12\x13\n\x06reward\x18\x06 \x01(\x01H\x00\x88\x01\x01\x12\x16\n\x0ereward_details\x18\x07 \x01(\t\x12\x16\n\x0ereward_failure\x18\x08 \x01(\t\x12%\n\x07\x65xperts\x18\t \x01(\x0b\x32\x14.millrace.v1.ExpertsB\t\n\x07_reward\"J\n\x07\x45xperts\x12\x0e\n\x06\x63hosen\x18\x01 \x01(\x0c\x12\x0e\n\x06layers\x18\x02 \x01(\r\x12\x11\n\tper_token\x18\x03 \x01(\r\x12\x0c\n\x04wide\x18\x04 \x01(\x08\"\xcd\x02\n\x05Group\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x11\n\tprompt_id\x18\x02 \x01(\t\x12%\n\x07purpose\x18\x03 \x01(\x0e\x32\x14.millrace.v1.Purpose\x12\x13\n\x0b\x64\x61ta_source\x18\x04 \x01(\t\x12\x15\n\rprompt_tokens\x18\x05 \x01(\x0c\x12\x13\n\x0bprompt_text\x18\x06 \x01(\t\x12\x14\n\x0cground_truth\x18\x07 \x01(\t\x12-\n\x0ctrajectories\x18\x08 \x03(\x0b\x32\x17.millrace.v1.Trajectory\x12\x11\n\tmember_id\x18\t \x01(\t\x12\x0e\n\x06\x65ngine\x18\n \x01(\t\x12\x12\n\ngenerate_s\x18\x0b \x01(\x01\x12\x0f\n\x07score_s\x18\x0c \x01(\x01\x12\x1a\n\rgreedy_reward\x18\r \x01(\x01H\x00\x88\x01\x01\x42\x10\n\x0e_greedy_reward*{\n\nStopReason\x12\x1b\n\x17STOP_REASON_UNSPECIFIED\x10\x00\x12\x1b\n\x17STOP_REASON_END_OF_TURN\x10\x01\x12\x1b\n\x17STOP_REASON_STOP_STRING\x10\x02\x12\x16\n\x12STOP_REASON_LENGTH\x10\x03*M\n\x07Purpose\x12\x17\n\x13PURPOSE_UNSPECIFIED\x10\x00\x12\x11\n\rPURPOSE_TRAIN\x10\x01\x12\x16\n\x12PURPOSE_EVALUATION\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18millrace/v1/common.proto\x12\x0bmillrace.v1\"?\n\x04\x44rop\x12\'\n\x06reason\x18\x01 \x01(\x0e\x32\x17.millrace.v1.DropReason\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\":\n\x0bVersionSpan\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\r\"\x8d\x02\n\nTrajectory\x12\x0e\n\x06tokens\x18\x01 \x01(\x0c\x12\x10\n\x08logprobs\x18\x02 \x01(\x0c\x12*\n\x08versions\x18\x03 \x03(\x0b\x32\x18.millrace.v1.VersionSpan\x12,\n\x0bstop_reason\x18\x04 \x01(\x0e\x32\x17.millrace.v1.StopReason\x12\x0c\n\x04text\x18\x05 \x01(\t\x12\x13\n\x06reward\x18\x06 \x01(\x01H\x00\x88\x01\x01\x12\x16\n\x0ereward_details\x18\x07 \x01(\t\x12\x16\n\x0ereward_failure\x18\x08 \x01(\t\x12%\n\x07\x65xperts\x18\t \x01(\x0b\x32\x14.millrace.v1.ExpertsB\t\n\x07_reward\"J\n\x07\x45xperts\x12\x0e\n\x06\x63hosen\x18\x01 \x01(\x0c\x12\x0e\n\x06layers\x18\x02 \x01(\r\x12\x11\n\tper_token\x18\x03 \x01(\r\x12\x0c\n\x04wide\x18\x04 \x01(\x08\"\xcd\x02\n\x05Group\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x11\n\tprompt_id\x18\x02 \x01(\t\x12%\n\x07purpose\x18\x03 \x01(\x0e\x32\x14.millrace.v1.Purpose\x12\x13\n\x0b\x64\x61ta_source\x18\x04 \x01(\t\x12\x15\n\rprompt_tokens\x18\x05 \x01(\x0c\x12\x13\n\x0bprompt_text\x18\x06 \x01(\t\x12\x14\n\x0cground_truth\x18\x07 \x01(\t\x12-\n\x0ctrajectories\x18\x08 \x03(\x0b\x32\x17.millrace.v1.Trajectory\x12\x11\n\tmember_id\x18\t \x01(\t\x12\x0e\n\x06\x65ngine\x18\n \x01(\t\x12\x12\n\ngenerate_s\x18\x0b \x01(\x01\x12\x0f\n\x07score_s\x18\x0c \x01(\x01\x12\x1a\n\rgreedy_reward\x18\r \x01(\x01H\x00\x88\x01\x01\x42\x10\n\x0e_greedy_reward*{\n\nStopReason\x12\x1b\n\x17STOP_REASON_UNSPECIFIED\x10\x00\x12\x1b\n\x17STOP_REASON_END_OF_TURN\x10\x01\x12\x1b\n\x17STOP_REASON_STOP_STRING\x10\x02\x12\x16\n\x12STOP_REASON_LENGTH\x10\x03*M\n\x07Purpose\x12\x17\n\x13PURPOSE_UNSPECIFIED\x10\x00\x12\x11\n\rPURPOSE_TRAIN\x10\x01\x12\x16\n\x12PURPOSE_EVALUATION\x10\x02*\x94\x03\n\nDropReason\x12\x1b\n\x17\x44ROP_REASON_UNSPECIFIED\x10\x00\x12\x17\n\x13\x44ROP_REASON_BAD_ROW\x10\x01\x12\x1a\n\x16\x44ROP_REASON_BAD_PROMPT\x10\x02\x12\x1f\n\x1b\x44ROP_REASON_PROMPT_TOO_LONG\x10\x03\x12\x1c\n\x18\x44ROP_REASON_BAD_LOGPROBS\x10\x04\x12\x1d\n\x19\x44ROP_REASON_REWARD_FAILED\x10\x05\x12 \n\x1c\x44ROP_REASON_INCOMPLETE_GROUP\x10\x06\x12\x1f\n\x1b\x44ROP_REASON_MALFORMED_GROUP\x10\x07\x12\x1e\n\x1a\x44ROP_REASON_REPLICA_FAILED\x10\x08\x12\x19\n\x15\x44ROP_REASON_NO_SIGNAL\x10\t\x12\x1d\n\x19\x44ROP_REASON_JOB_SUCCEEDED\x10\n\x12\x1a\n\x16\x44ROP_REASON_JOB_FAILED\x10\x0b\x12\x1d\n\x19\x44ROP_REASON_JOB_CANCELLED\x10\x0c\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'millrace.v1.common_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_STOPREASON']._serialized_start=785
-  _globals['_STOPREASON']._serialized_end=908
-  _globals['_PURPOSE']._serialized_start=910
-  _globals['_PURPOSE']._serialized_end=987
-  _globals['_VERSIONSPAN']._serialized_start=41
-  _globals['_VERSIONSPAN']._serialized_end=99
-  _globals['_TRAJECTORY']._serialized_start=102
-  _globals['_TRAJECTORY']._serialized_end=371
-  _globals['_EXPERTS']._serialized_start=373
-  _globals['_EXPERTS']._serialized_end=447
-  _globals['_GROUP']._serialized_start=450
-  _globals['_GROUP']._serialized_end=783
+  _globals['_STOPREASON']._serialized_start=850
+  _globals['_STOPREASON']._serialized_end=973
+  _globals['_PURPOSE']._serialized_start=975
+  _globals['_PURPOSE']._serialized_end=1052
+  _globals['_DROPREASON']._serialized_start=1055
+  _globals['_DROPREASON']._serialized_end=1459
+  _globals['_DROP']._serialized_start=41
+  _globals['_DROP']._serialized_end=104
+  _globals['_VERSIONSPAN']._serialized_start=106
+  _globals['_VERSIONSPAN']._serialized_end=164
+  _globals['_TRAJECTORY']._serialized_start=167
+  _globals['_TRAJECTORY']._serialized_end=436
+  _globals['_EXPERTS']._serialized_start=438
+  _globals['_EXPERTS']._serialized_end=512
+  _globals['_GROUP']._serialized_start=515
+  _globals['_GROUP']._serialized_end=848
 # @@protoc_insertion_point(module_scope)

@@ -19,6 +19,22 @@ class Purpose(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     PURPOSE_UNSPECIFIED: _ClassVar[Purpose]
     PURPOSE_TRAIN: _ClassVar[Purpose]
     PURPOSE_EVALUATION: _ClassVar[Purpose]
+
+class DropReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    DROP_REASON_UNSPECIFIED: _ClassVar[DropReason]
+    DROP_REASON_BAD_ROW: _ClassVar[DropReason]
+    DROP_REASON_BAD_PROMPT: _ClassVar[DropReason]
+    DROP_REASON_PROMPT_TOO_LONG: _ClassVar[DropReason]
+    DROP_REASON_BAD_LOGPROBS: _ClassVar[DropReason]
+    DROP_REASON_REWARD_FAILED: _ClassVar[DropReason]
+    DROP_REASON_INCOMPLETE_GROUP: _ClassVar[DropReason]
+    DROP_REASON_MALFORMED_GROUP: _ClassVar[DropReason]
+    DROP_REASON_REPLICA_FAILED: _ClassVar[DropReason]
+    DROP_REASON_NO_SIGNAL: _ClassVar[DropReason]
+    DROP_REASON_JOB_SUCCEEDED: _ClassVar[DropReason]
+    DROP_REASON_JOB_FAILED: _ClassVar[DropReason]
+    DROP_REASON_JOB_CANCELLED: _ClassVar[DropReason]
 STOP_REASON_UNSPECIFIED: StopReason
 STOP_REASON_END_OF_TURN: StopReason
 STOP_REASON_STOP_STRING: StopReason
@@ -26,6 +42,27 @@ STOP_REASON_LENGTH: StopReason
 PURPOSE_UNSPECIFIED: Purpose
 PURPOSE_TRAIN: Purpose
 PURPOSE_EVALUATION: Purpose
+DROP_REASON_UNSPECIFIED: DropReason
+DROP_REASON_BAD_ROW: DropReason
+DROP_REASON_BAD_PROMPT: DropReason
+DROP_REASON_PROMPT_TOO_LONG: DropReason
+DROP_REASON_BAD_LOGPROBS: DropReason
+DROP_REASON_REWARD_FAILED: DropReason
+DROP_REASON_INCOMPLETE_GROUP: DropReason
+DROP_REASON_MALFORMED_GROUP: DropReason
+DROP_REASON_REPLICA_FAILED: DropReason
+DROP_REASON_NO_SIGNAL: DropReason
+DROP_REASON_JOB_SUCCEEDED: DropReason
+DROP_REASON_JOB_FAILED: DropReason
+DROP_REASON_JOB_CANCELLED: DropReason
+
+class Drop(_message.Message):
+    __slots__ = ("reason", "detail")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    reason: DropReason
+    detail: str
+    def __init__(self, reason: _Optional[_Union[DropReason, str]] = ..., detail: _Optional[str] = ...) -> None: ...
 
 class VersionSpan(_message.Message):
     __slots__ = ("version", "start", "end")

@@ -60,30 +60,30 @@ class FleetServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Register(self, request, context):
-        """Makes the caller a member. Its weights are taken as unknown until a publication reaches it.
-        FAILED_PRECONDITION where the caller speaks another protocol version.
+        """Makes the caller a member. Its weights count as unknown until a publication reaches it.
+        FAILED_PRECONDITION (InvalidState) if the caller speaks another protocol version.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Heartbeat(self, request, context):
-        """Says that the caller is alive, every `heartbeat_s`. A member that is silent for `lost_after_s` is dead: its leases
-        go to others and it has to register anew. NOT_FOUND tells it to.
+        """Says that the caller is alive, every `heartbeat_s`. A member that is silent for `lost_after_s` is lost: its leases
+        are issued again and it has to register again. NOT_FOUND if the coordinator does not know the caller.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """No new leases to this member; it finishes what it holds and then leaves. Idempotent.
+        """The member gets no new leases; it finishes those that it holds, then leaves. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Leave(self, request, context):
-        """The member is gone; what it still held is issued again at once. Idempotent.
+        """The member is gone; its leases are issued again at once. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -111,8 +111,8 @@ class RolloutServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Configure(self, request, context):
-        """Gets the engine ready for a job: starts it, or keeps it where model and engine options are the same. Returns when
-        it could generate. The weights it starts with are not to be served: a publication follows. Idempotent.
+        """Makes the engine ready for a job: starts it, or keeps it if model and engine options are the same. Returns when the
+        engine can generate. The weights that it starts with are not served: a publication follows. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -126,7 +126,8 @@ class RolloutServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def PreparePublication(self, request, context):
-        """A publication, in order. Each phase is idempotent for the same reference; ABORTED (Fenced) for an older epoch.
+        """The phases of a publication, in order. Each is idempotent for the same reference; ABORTED (Fenced) for an older
+        epoch.
         PREPARE: checks the manifest against the engine, computes the plan, answers its hash.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -134,7 +135,7 @@ class RolloutServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def TransferPublication(self, request, context):
-        """TRANSFER: starts receiving beside generation and returns at once.
+        """TRANSFER: starts to receive and returns at once. Generation continues.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -148,53 +149,54 @@ class RolloutServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CommitPublication(self, request, context):
-        """COMMIT: pauses, keeping requests in flight, swaps, compares the engine's own tensors, resumes.
+        """COMMIT: pauses generation, keeps requests in flight, puts the new weights in place, resumes generation.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AbortPublication(self, request, context):
-        """Forgets an unfinished publication and frees what it held. The old version goes on being served.
+        """Ends an unfinished publication and frees its memory. The old version stays in service.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DescribeCopy(self, request, context):
-        """A copy of the version that this replica serves, to siblings that join: the phases of a sender, in order and
-        idempotent as the trainer's. It generates meanwhile; a publication that is prepared here ends the copy.
-        What can be copied: the manifest of the version that is served, and which part of it each worker of the engine
-        holds. Changes nothing. FAILED_PRECONDITION (InvalidState) where none is served.
+        """A copy: this replica sends the version that it serves to siblings that join. These are the phases of a sender, in
+        order and idempotent as those of the trainer. Generation continues; a publication that is prepared here ends the
+        copy.
+        What can be copied: the manifest of the version in service, and which part of it each worker of the engine holds.
+        Changes nothing. FAILED_PRECONDITION (InvalidState) if no version is in service.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PrepareCopy(self, request, context):
-        """PREPARE: the plan, and where the communicator meets. ABORTED (Fenced) where another version is served than the
-        reference names, or a newer publication has begun.
+        """PREPARE: answers plan hash, and where the communicator meets. ABORTED (Fenced) if this replica serves another
+        version than the reference names, or a newer publication has begun.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def TransferCopy(self, request, context):
-        """TRANSFER: sends beside generation; returns when the last byte is out, with the checksums of what was sent.
+        """TRANSFER: sends the weights. Returns when the last byte is sent, with the checksums of what was sent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FinishCopy(self, request, context):
-        """After COMMIT or a failure: ends what is under way, frees buffers and the communicator.
+        """After COMMIT or a failure: ends what is in progress, frees buffers and the communicator.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Generate(self, request, context):
-        """Generates outside any lease, for debugging and tests.
+        """Generates without a lease, for debugging and tests.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -207,7 +209,7 @@ class RolloutServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Takes no more leases, finishes what it holds, then leaves the fleet and exits.
+        """Takes no more leases, finishes those that it holds, then leaves the fleet and exits.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

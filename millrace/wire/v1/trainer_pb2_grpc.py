@@ -90,72 +90,73 @@ class TrainerServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Configure(self, request, context):
-        """Loads the job's model and optimizer on every rank, at version 0 or from `checkpoint`. Idempotent: the same job and
-        checkpoint again answers what is loaded now, which may be further on.
+        """Loads the job's model and optimizer on every rank, at version 0 or from `checkpoint`. Idempotent: the same request
+        again answers what is loaded now, which may be a later version.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Step(self, request, context):
-        """One step on one batch: fetch, old and reference log-probabilities, advantages, updates. Version + 1.
-        Idempotent by step number: asked again for the step in progress it waits for it, for the last one it answers
-        the same metrics. ABORTED where the step is not the next.
+        """One training step on one batch: fetch, old and reference log-probabilities, advantages, updates. The version grows
+        by one. Idempotent by step number: the same request again waits for the step in progress, or answers the metrics
+        of the last step. ABORTED (Fenced) if the step is not the next one. DATA_LOSS (PartialStep) if the step failed
+        after some updates were written: the trainer then holds no job.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DescribeWeights(self, request, context):
-        """What is published and which part of it each rank holds. Changes nothing.
+        """The manifest, and which part of it each rank holds. Changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PreparePublication(self, request, context):
-        """A publication of the weights held now, in order. Idempotent for the same reference.
-        PREPARE: manifest, plan, and where the communicator meets.
+        """The phases of a publication of the current weights, in order. Each is idempotent for the same reference.
+        PREPARE: answers manifest, plan hash, and where the communicator meets.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def TransferPublication(self, request, context):
-        """TRANSFER: gathers and sends; returns when the last byte is out, with the checksums of what was sent.
+        """TRANSFER: sends the weights. Returns when the last byte is sent, with the checksums of what was sent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FinishPublication(self, request, context):
-        """After COMMIT or a failure: frees buffers, closes the communicator where it failed.
+        """After COMMIT or a failure: frees buffers, and closes the communicator if it failed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Save(self, request, context):
-        """Begins a checkpoint of model, optimizer, scheduler and RNG at `path`. Answers once training may go on: by then the
-        state is copied to host memory (or written, where the job's schedule.save_in_background is false). It is there, whole,
-        when FinishSave has answered, and not before. Waits for the save before it. Asked again for the save in progress it
-        answers the same.
+        """Begins a checkpoint of model, optimizer, scheduler and random state at `path`. Returns as soon as training can
+        continue: the state is copied to host memory by then (or written, if the job's schedule.save_in_background is
+        false). The checkpoint is complete only when FinishSave has answered. Waits for the save before it. The same
+        request again, while the save is in progress, gets the same answer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FinishSave(self, request, context):
-        """Waits until the checkpoint that Save began at `path` is on the disk of every rank and in its place. NOT_FOUND where
-        this trainer began none there. FAILED_PRECONDITION where it could not be written, with the rank and the cause: there
-        is none then, and what was saved before is as it was.
+        """Waits until the checkpoint that Save began at `path` is on disk for every rank and has its final name. NOT_FOUND if
+        this trainer began none there. FAILED_PRECONDITION (InvalidState), with rank and cause, if it could not be written:
+        then there is no checkpoint at `path`, and earlier checkpoints are unchanged.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Load(self, request, context):
-        """Loads one, whatever number of ranks wrote it. Waits for a save in progress.
+        """Loads a checkpoint, written by any number of ranks. Waits for a save in progress.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

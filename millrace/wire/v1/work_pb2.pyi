@@ -8,14 +8,16 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class LeaseRef(_message.Message):
-    __slots__ = ("job_id", "lease_id", "fence")
+    __slots__ = ("job_id", "lease_id", "fence", "purpose")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     FENCE_FIELD_NUMBER: _ClassVar[int]
+    PURPOSE_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     lease_id: str
     fence: int
-    def __init__(self, job_id: _Optional[str] = ..., lease_id: _Optional[str] = ..., fence: _Optional[int] = ...) -> None: ...
+    purpose: _common_pb2.Purpose
+    def __init__(self, job_id: _Optional[str] = ..., lease_id: _Optional[str] = ..., fence: _Optional[int] = ..., purpose: _Optional[_Union[_common_pb2.Purpose, str]] = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("samples", "max_response_tokens", "temperature", "top_p", "top_k", "stop", "greedy_baseline")
@@ -94,16 +96,16 @@ class ExtendResponse(_message.Message):
     def __init__(self, expires_s: _Optional[float] = ..., lost: _Optional[_Iterable[_Union[LeaseRef, _Mapping]]] = ...) -> None: ...
 
 class CompleteRequest(_message.Message):
-    __slots__ = ("member_id", "ref", "group", "dropped")
+    __slots__ = ("member_id", "ref", "group", "drop")
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
     REF_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
-    DROPPED_FIELD_NUMBER: _ClassVar[int]
+    DROP_FIELD_NUMBER: _ClassVar[int]
     member_id: str
     ref: LeaseRef
     group: _common_pb2.Group
-    dropped: str
-    def __init__(self, member_id: _Optional[str] = ..., ref: _Optional[_Union[LeaseRef, _Mapping]] = ..., group: _Optional[_Union[_common_pb2.Group, _Mapping]] = ..., dropped: _Optional[str] = ...) -> None: ...
+    drop: _common_pb2.Drop
+    def __init__(self, member_id: _Optional[str] = ..., ref: _Optional[_Union[LeaseRef, _Mapping]] = ..., group: _Optional[_Union[_common_pb2.Group, _Mapping]] = ..., drop: _Optional[_Union[_common_pb2.Drop, _Mapping]] = ...) -> None: ...
 
 class CompleteResponse(_message.Message):
     __slots__ = ()

@@ -66,37 +66,38 @@ class WorkServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Lease(self, request, context):
-        """Claims prompts for as many samples as the caller can start now. Waits up to `wait_s` when there are none.
-        A member without verified current weights, or draining, gets none and `idle_reason` says so.
+        """Claims prompts for as many samples as the caller can start now. Waits up to `wait_s` if there are none.
+        A member that drains, or does not hold current verified weights, gets none; `idle_reason` says why.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Extend(self, request, context):
-        """Moves the deadlines of leases that the caller still works on. Those it has lost come back in `lost`: stop them.
+        """Extends the deadlines of leases that the caller still works on. Leases that it has lost come back in `lost`; the
+        caller stops working on them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Complete(self, request, context):
-        """Answers a lease with its group, or with the reason why there will be none. Idempotent for the same fencing token.
-        ABORTED (Fenced) where the lease has passed to somebody else.
+        """Answers a lease with its group, or with the reason why there is none. Idempotent for the same fencing token.
+        ABORTED (Fenced) if the lease is over: it expired, or another member holds it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Release(self, request, context):
-        """Gives leases back unanswered; they are issued again at once. For draining.
+        """Returns leases unanswered; their prompts are issued again at once. Used by a member that drains.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Fetch(self, request, context):
-        """The groups of the named prompts, in the order named. For trainer ranks.
+        """The groups of the named prompts, in the order named. Called by the trainer's ranks.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -12,6 +12,7 @@ import structlog
 
 from millrace import events
 from millrace.data import Source, open_source
+from millrace.drops import DropReason
 from millrace.errors import InvalidState, MillraceError
 from millrace.ids import JobId
 from millrace.rest import JobState
@@ -78,11 +79,11 @@ class Runner:
                 return await self._fail(job.id, None, job.failure)
             run = await self._opened(job)
             await self._train(run)
-            await self._end(run.job.id, run, JobState.SUCCEEDED, "finished", "the job is over")
+            await self._end(run.job.id, run, JobState.SUCCEEDED, "finished", DropReason.JOB_SUCCEEDED)
         except (StoreDown, Superseded):
             raise
         except Cancelled as cancelled:
-            await self._end(job.id, run, JobState.CANCELLED, str(cancelled), "the job was cancelled")
+            await self._end(job.id, run, JobState.CANCELLED, str(cancelled), DropReason.JOB_CANCELLED)
         except TrainerLost as lost:
             await self._set_back(job, run, lost)
         except MillraceError as error:
@@ -134,9 +135,9 @@ class Runner:
     async def _fail(self, job_id: JobId, run: Run | None, failure: str) -> None:
         """The reason is kept first: a crash on the way to the end is followed by the end, not by another try."""
         await self._parts.store.jobs.update(job_id, failure=failure)
-        await self._end(job_id, run, JobState.FAILED, failure, "the job failed")
+        await self._end(job_id, run, JobState.FAILED, failure, DropReason.JOB_FAILED)
 
-    async def _end(self, job_id: JobId, run: Run | None, state: JobState, message: str, reason: str) -> None:
+    async def _end(self, job_id: JobId, run: Run | None, state: JobState, message: str, reason: DropReason) -> None:
         """Closes the ledger, waits for a checkpoint in progress, leaves a report; then the job is in its last state."""
         job = await self._parts.store.jobs.get(job_id)
         await self._parts.store.prompts(job_id).close(job.step + 1, reason)

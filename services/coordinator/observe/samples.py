@@ -6,6 +6,7 @@ from typing import Any
 
 from millrace.ids import PromptId
 from millrace.rest import SampleView
+from millrace.wire.enums import PURPOSES
 from millrace.wire.v1 import common_pb2
 from services.coordinator.store.prompts import Prompts
 
@@ -14,7 +15,6 @@ STOPS = {
     common_pb2.STOP_REASON_STOP_STRING: "stop_string",
     common_pb2.STOP_REASON_LENGTH: "length",
 }
-PURPOSES = {common_pb2.PURPOSE_TRAIN: "train", common_pb2.PURPOSE_EVALUATION: "evaluation"}
 
 
 async def samples_in(prompts: Prompts, wanted: Sequence[PromptId], step: int) -> list[SampleView]:

@@ -2,11 +2,11 @@
 
 import asyncio
 import time
-from collections import Counter
 from dataclasses import dataclass
 
 from millrace import events
-from millrace.batching.filters import signal
+from millrace.batching.filters import without_signal
+from millrace.drops import DropReason
 from millrace.errors import InvalidState
 from millrace.ids import PromptId
 from services.coordinator.bell import waited
@@ -32,6 +32,14 @@ class Batch:
     waited_s: float
 
 
+@dataclass
+class Rejected:
+    """Number of groups that were complete and not admitted to this step."""
+
+    stale: int = 0
+    without_signal: int = 0
+
+
 @traced
 async def admit(run: Run) -> Batch:
     """A step's groups: the stalest that are complete. Those that came too late are generated again, those without
@@ -41,51 +49,52 @@ async def admit(run: Run) -> Batch:
     """
     started, wanted = time.monotonic(), run.spec.schedule.prompts_per_step
     admitted: dict[PromptId, Summary] = {}
-    thrown_away: Counter[str] = Counter()
+    rejected = Rejected()
     while True:
         ring = run.parts.queue.answered.next()
         await run.heed()
-        await _look(run, admitted, thrown_away)
+        await _look(run, admitted, rejected)
         if len(admitted) >= wanted:
             groups = sorted(admitted.values(), key=lambda summary: min(summary.oldest))[:wanted]
             return Batch(run.job.step + 1, groups, time.monotonic() - started)
-        await _check(run, thrown_away)
+        await _check(run, rejected)
         await issue(run)
         await waited(ring, LOOK_EVERY_S)
         await asyncio.sleep(GATHER_S)
 
 
-async def _look(run: Run, admitted: dict[PromptId, Summary], thrown_away: Counter[str]) -> None:
+async def _look(run: Run, admitted: dict[PromptId, Summary], rejected: Rejected) -> None:
     """Admits, sends back or drops every group that was not looked at yet."""
     unseen = [p for p in await run.prompts.generated() if p not in admitted]
     late: list[PromptId] = []
-    without_signal: dict[str, list[PromptId]] = {}
+    equal: list[PromptId] = []
     for summary in await run.prompts.summaries(unseen):
         if not 0 <= summary.staleness(run.job.version) <= run.spec.schedule.max_staleness:
             late.append(summary.prompt_id)
-        elif run.spec.algorithm.drop_groups_without_signal and not (verdict := signal(summary.rewards)).keep:
-            without_signal.setdefault(verdict.reason.partition(":")[0], []).append(summary.prompt_id)
+        elif run.spec.algorithm.drop_groups_without_signal and without_signal(summary.rewards):
+            equal.append(summary.prompt_id)
         else:
             admitted[summary.prompt_id] = summary
     if late:
-        thrown_away["stale"] += await run.prompts.regenerate(late, run.job.step + 1)
+        rejected.stale += await run.prompts.regenerate(late, run.job.step + 1)
         message = f"{len(late)} groups came too late for version {run.job.version}: their prompts are issued again"
         await run.tell(events.GroupStale(prompts=late[:50]), message)
-    for reason, prompts in without_signal.items():
-        thrown_away["without signal"] += await run.prompts.drop(prompts, run.job.step + 1, reason)
-        message = f"{len(prompts)} groups dropped: {reason}"
-        await run.tell(events.GroupDropped(reason=reason, prompts=prompts[:50]), message)
+    if equal:
+        reason = DropReason.NO_SIGNAL
+        rejected.without_signal += await run.prompts.drop(equal, run.job.step + 1, reason)
+        message = f"{len(equal)} groups dropped, as all rewards in each are equal"
+        await run.tell(events.GroupDropped(reason=reason, prompts=equal[:50]), message)
 
 
-async def _check(run: Run, thrown_away: Counter[str]) -> None:
+async def _check(run: Run, rejected: Rejected) -> None:
     """Raises where the job gets nowhere."""
     run.check_fleet()
     per_step, algorithm = run.spec.schedule.prompts_per_step, run.spec.algorithm
-    if thrown_away["without signal"] > algorithm.max_refills * per_step:
-        what = f"{thrown_away['without signal']} groups in a row had no signal: all rewards in each were equal."
+    if rejected.without_signal > algorithm.max_refills * per_step:
+        what = f"{rejected.without_signal} groups in a row had no signal: all rewards in each were equal."
         raise InvalidState(what, "make the task easier or harder, or raise algorithm.max_refills.")
-    if thrown_away["stale"] > STALE_ROUNDS * per_step:
-        what = f"{thrown_away['stale']} groups for step {run.job.step + 1} were staler than schedule.max_staleness."
+    if rejected.stale > STALE_ROUNDS * per_step:
+        what = f"{rejected.stale} groups for step {run.job.step + 1} were staler than schedule.max_staleness."
         raise InvalidState(what, "raise schedule.max_staleness, or lower schedule.prompts_per_step.")
     refusals = await run.prompts.refusals()
     if refusals.in_a_row >= max(REFUSALS_IN_A_ROW, 2 * per_step):

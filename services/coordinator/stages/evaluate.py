@@ -6,9 +6,9 @@ from collections import defaultdict
 
 from millrace import events
 from millrace.data import Source
-from millrace.ids import PromptId, Version
+from millrace.ids import Purpose, Version, evaluation_prompt
 from millrace.spec.model import Evaluation
-from millrace.wire.v1 import common_pb2, work_pb2
+from millrace.wire.v1 import work_pb2
 from services.coordinator.bell import waited
 from services.coordinator.observe.samples import samples_in
 from services.coordinator.observe.step_metrics import held_out, mean
@@ -16,7 +16,7 @@ from services.coordinator.run import LOOK_EVERY_S, Run
 from services.coordinator.stages.issue import AT_ONCE, draft
 from services.coordinator.stages.spans import traced
 from services.coordinator.state.group import Summary
-from services.coordinator.store import Draft
+from services.coordinator.state.lease import Draft
 
 NOTE = "evaluation"
 """Which evaluation is in progress."""
@@ -63,8 +63,7 @@ async def _issue(run: Run, wanted: Evaluation, count: int) -> None:
 
 
 def _drafts(source: Source, rows: range, version: Version, sampling: work_pb2.Sampling) -> list[Draft]:
-    purpose = common_pb2.PURPOSE_EVALUATION
-    return [draft(source, row, PromptId(f"e{version}-{row}"), purpose, sampling) for row in rows]
+    return [draft(source, evaluation_prompt(version, row), Purpose.EVALUATION, sampling) for row in rows]
 
 
 async def _answers(run: Run, count: int) -> list[Summary]:

@@ -6,15 +6,17 @@ from collections.abc import Sequence
 
 from millrace import events
 from millrace.data import PromptRow, Source
+from millrace.drops import Drop, DropReason
 from millrace.errors import BadRow, MillraceError
-from millrace.ids import PromptId
+from millrace.ids import PromptId, Purpose, row_of, training_prompt
 from millrace.spec.checking.choices import needs_greedy_baseline
 from millrace.spec.job import JobSpec
-from millrace.wire.v1 import common_pb2, work_pb2
+from millrace.wire.enums import PURPOSE_NUMBERS
+from millrace.wire.v1 import work_pb2
 from services.coordinator.run import Run
 from services.coordinator.stages.spans import traced, traceparent
+from services.coordinator.state.lease import Draft, DroppedPrompt, QueuedPrompt
 from services.coordinator.state.ledger import capacity
-from services.coordinator.store import Draft
 
 AT_ONCE = 256
 
@@ -57,24 +59,20 @@ async def _issue_some(run: Run, count: int) -> int:
             if run.job.cursor != cursor[1]:
                 what = f"the data cursor of {run.job.id} is not at {cursor[0]}: another coordinator works on this job."
                 raise MillraceError(what, "run one coordinator on one Redis.")
-    for bad in (draft for draft in drafts if draft.reason):
-        await run.tell(events.PromptDropped(prompt=bad.prompt_id), bad.reason)
+    for bad in (draft for draft in drafts if isinstance(draft, DroppedPrompt)):
+        await run.tell(events.PromptDropped(reason=bad.drop.reason, prompt=bad.prompt_id), str(bad.drop))
     return len(drafts)
 
 
 def _draw(run: Run, count: int) -> list[Draft]:
     """The next prompts of the data. Ends with the pass."""
     turn, place = divmod(run.job.cursor, len(run.source))
-    return _drafts(run, [PromptId(f"{turn}-{row}") for row in run.order(turn)[place : place + count]])
+    return _drafts(run, [training_prompt(turn, row) for row in run.order(turn)[place : place + count]])
 
 
 def _drafts(run: Run, prompts: Sequence[PromptId]) -> list[Draft]:
-    rows = [int(prompt_id.partition("-")[2]) for prompt_id in prompts]
     sampling = training_sampling(run.spec)
-    return [
-        draft(run.source, row, prompt_id, common_pb2.PURPOSE_TRAIN, sampling)
-        for prompt_id, row in zip(prompts, rows, strict=True)
-    ]
+    return [draft(run.source, prompt_id, Purpose.TRAIN, sampling) for prompt_id in prompts]
 
 
 def training_sampling(spec: JobSpec) -> work_pb2.Sampling:
@@ -90,15 +88,14 @@ def training_sampling(spec: JobSpec) -> work_pb2.Sampling:
     )
 
 
-def draft(
-    source: Source, row: int, prompt_id: PromptId, purpose: common_pb2.Purpose, sampling: work_pb2.Sampling
-) -> Draft:
-    """One row as a prompt. A row that cannot be used becomes a draft with a reason."""
+def draft(source: Source, prompt_id: PromptId, purpose: Purpose, sampling: work_pb2.Sampling) -> Draft:
+    """The prompt of one row of `source`: dropped where the row cannot be used."""
+    row = row_of(prompt_id)
     try:
         found: PromptRow = source[row]
         lease = work_pb2.Lease(
             prompt_id=prompt_id,
-            purpose=purpose,
+            purpose=PURPOSE_NUMBERS[purpose],
             sampling=sampling,
             data_source=found.data_source,
             prompt=json.dumps(found.prompt, ensure_ascii=False),
@@ -107,10 +104,14 @@ def draft(
             traceparent=traceparent(),
         )
     except BadRow as error:
-        return Draft(prompt_id, b"", f"bad_row: {error}")
+        return _bad_row(prompt_id, str(error))
     except UnicodeEncodeError as error:
         fix = r"write the whole character: \ud83d\ude42, not \ud83d alone."
-        return Draft(prompt_id, b"", f"bad_row: row {row} of the data holds half a character: {error}. Fix: {fix}")
+        return _bad_row(prompt_id, f"row {row} of the data holds half a character: {error}. Fix: {fix}")
     except RecursionError:
-        return Draft(prompt_id, b"", f"bad_row: row {row} of the data is nested too deeply. Fix: make it flatter.")
-    return Draft(prompt_id, lease.SerializeToString())
+        return _bad_row(prompt_id, f"row {row} of the data is nested too deeply. Fix: make it flatter.")
+    return QueuedPrompt(prompt_id, purpose, lease)
+
+
+def _bad_row(prompt_id: PromptId, detail: str) -> DroppedPrompt:
+    return DroppedPrompt(prompt_id, Drop(DropReason.BAD_ROW, detail))

@@ -1,11 +1,11 @@
-"""What the coordinator reads of a group: lengths, rewards, versions. Its tokens stay packed."""
+"""What the coordinator reads of a group: lengths, rewards, versions. The tokens stay packed."""
 
 import dataclasses
 import json
 from dataclasses import dataclass
 from typing import Self
 
-from millrace.errors import BadRow
+from millrace.drops import Drop, DropReason
 from millrace.ids import PromptId, Version
 from millrace.rewards.outcome import NOT_FINITE, fits
 from millrace.wire.v1 import common_pb2
@@ -29,14 +29,8 @@ class Summary:
     member_id: str
 
     @classmethod
-    def of(cls, group: common_pb2.Group, samples: int, *, greedy_baseline: bool = False) -> Self:
-        """Raises BadRow, its first word a reason for the ledger, where the group cannot be trained."""
-        if len(group.trajectories) != samples:
-            raise BadRow(f"incomplete_group: {len(group.trajectories)} trajectories instead of {samples}")
-        if greedy_baseline and not (group.HasField("greedy_reward") and fits(group.greedy_reward)):
-            raise BadRow("incomplete_group: there is no reward of a greedy answer")
-        for trajectory in group.trajectories:
-            _check(trajectory)
+    def of(cls, group: common_pb2.Group) -> Self:
+        """The summary of a group in which `fault` finds nothing."""
         stop = common_pb2.STOP_REASON_LENGTH
         return cls(
             prompt_id=PromptId(group.prompt_id),
@@ -52,7 +46,7 @@ class Summary:
         )
 
     def staleness(self, version: Version) -> int:
-        """Of the group's stalest trajectory, at the trainer's `version`."""
+        """Staleness of the group's stalest trajectory, at the trainer's `version`."""
         return version - min(self.oldest)
 
     def to_json(self) -> str:
@@ -63,15 +57,33 @@ class Summary:
         return cls(**json.loads(data))
 
 
-def _check(trajectory: common_pb2.Trajectory) -> None:
+def fault(group: common_pb2.Group, samples: int, *, greedy_baseline: bool = False) -> Drop | None:
+    """Why a group that should have `samples` trajectories cannot be trained; None where it can."""
+    if len(group.trajectories) != samples:
+        return _incomplete(f"{len(group.trajectories)} trajectories instead of {samples}")
+    if greedy_baseline and not (group.HasField("greedy_reward") and fits(group.greedy_reward)):
+        return _incomplete("there is no reward of a greedy answer")
+    return next((drop for trajectory in group.trajectories if (drop := _trajectory_fault(trajectory))), None)
+
+
+def _trajectory_fault(trajectory: common_pb2.Trajectory) -> Drop | None:
     if not trajectory.HasField("reward"):
-        raise BadRow(f"reward: {trajectory.reward_failure or 'none was given'}")
+        return Drop(DropReason.REWARD_FAILED, trajectory.reward_failure or "there is no reward")
     if not fits(trajectory.reward):
-        raise BadRow(f"reward: it is {trajectory.reward}, {NOT_FINITE}")
+        return Drop(DropReason.REWARD_FAILED, f"the reward is {trajectory.reward}, {NOT_FINITE}")
     tokens = len(trajectory.tokens) // 4
     if tokens == 0 or len(trajectory.logprobs) != len(trajectory.tokens):
-        raise BadRow(f"malformed_group: {tokens} tokens with {len(trajectory.logprobs) // 4} log-probabilities")
+        return _malformed(f"{tokens} tokens with {len(trajectory.logprobs) // 4} log-probabilities")
     spans = trajectory.versions
     joined = all(a.end == b.start for a, b in zip(spans, list(spans)[1:], strict=False))
     if not spans or spans[0].start != 0 or spans[-1].end != tokens or not joined:
-        raise BadRow(f"malformed_group: its version spans do not cover the {tokens} response tokens")
+        return _malformed(f"the version spans do not cover the {tokens} response tokens")
+    return None
+
+
+def _incomplete(detail: str) -> Drop:
+    return Drop(DropReason.INCOMPLETE_GROUP, detail)
+
+
+def _malformed(detail: str) -> Drop:
+    return Drop(DropReason.MALFORMED_GROUP, detail)

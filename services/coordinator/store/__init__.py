@@ -1,33 +1,29 @@
-"""Everything that the coordinator knows, in Redis. No other module speaks to it.
+"""Everything that the coordinator knows, in Redis. Only this folder talks to Redis.
 
-Keys begin with `millrace:`. Transitions are the Lua scripts of `scripts/`: atomic, and safe to repeat.
+All keys begin with `millrace:`. Transitions are the Lua scripts of `scripts/`: atomic, and safe to repeat.
 """
 
-from millrace.ids import JobId
+from millrace.ids import JobId, Purpose
 from services.coordinator.store.connection import Connection, StoreDown, Superseded
 from services.coordinator.store.jobs import Jobs
 from services.coordinator.store.members import Members
-from services.coordinator.store.prompts import Claim, Draft, Prompts, Purpose, Refusals, purpose_of
+from services.coordinator.store.prompts import Prompts, Refusals
 from services.coordinator.store.records import Records
 
 __all__ = [
-    "Claim",
-    "Draft",
     "Prompts",
-    "Purpose",
     "Records",
     "Refusals",
     "Store",
     "StoreDown",
     "Superseded",
-    "purpose_of",
 ]
 
 GENERATION = "millrace:coordinators"
 
 
 class Store:
-    """One Redis, by what is in it."""
+    """What one Redis holds, by subject."""
 
     def __init__(self, url: str) -> None:
         self.connection = Connection(url)
@@ -42,11 +38,11 @@ class Store:
         return Records(self.connection, job_id)
 
     async def take_over(self) -> None:
-        """From now on every other coordinator on this Redis is superseded."""
+        """Supersedes every other coordinator that works on this Redis."""
         self._generation = int(await self.connection.do("INCR", GENERATION))
 
     async def still_ours(self) -> None:
-        """Raises Superseded."""
+        """Raises Superseded where another coordinator has taken over."""
         newest = int(await self.connection.do("GET", GENERATION) or 0)
         if newest != self._generation:
             what = f"another coordinator was started on Redis at {self.connection.name}."

@@ -1,29 +1,30 @@
 """Prompts in Redis: the queue, the leases, the ledger and the groups of one job and purpose.
 
-The queue is a stream with the consumer group `replicas`; an entry is a prompt, its consumer the member that holds the
-lease, its idle time the lease's age. Entries whose holder lost them belong to the consumer `nobody` and are leased
-first. The training data's prompts are the job's ledger; evaluation has prompts of its own.
+The queue is a stream with the consumer group `replicas`. An entry is a QueuedPrompt, its consumer is the member that
+holds the lease, and its idle time is the age of the lease. Entries whose holder lost them belong to the consumer
+`nobody` and are leased first. Each purpose has its own queue and ledger.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal
 
-from redis.exceptions import ResponseError
-
+from millrace.drops import Drop, DropReason
 from millrace.errors import Fenced, InvalidState
-from millrace.ids import Fence, JobId, LeaseId, MemberId, PromptId
+from millrace.ids import Fence, JobId, LeaseId, MemberId, PromptId, Purpose
 from millrace.rest import LedgerView
 from services.coordinator.state.group import Summary
+from services.coordinator.state.lease import Claim, Draft, LeaseRef, QueuedPrompt
 from services.coordinator.state.ledger import Counts
 from services.coordinator.store.connection import TIMEOUT_S, Connection, text
 from services.coordinator.store.jobs import key
 
 UNDONE_AT_ONCE = 1000
-"""Prompts that one command takes back in a rewind: others wait for it."""
+"""Prompts that one command takes back in a rewind. Other commands wait for it."""
 ANSWERS_KEPT_S = 900
 """How long the answer to a repeated Complete is remembered."""
+LONGEST_DETAIL = 2000
+"""Characters of a drop's detail that are kept."""
 
 PARTS = (
     *("queue", "fence", "leased", "groups", "summaries", "generated", "waiting", "notes"),
@@ -32,148 +33,129 @@ PARTS = (
 """The keys of one ledger."""
 
 
-class Purpose(StrEnum):
-    TRAIN = "train"
-    EVALUATION = "evaluation"
-
-
-@dataclass(frozen=True)
-class Draft:
-    """A prompt before it is issued."""
-
-    prompt_id: PromptId
-    payload: bytes
-    """The serialized Lease message, without its lease."""
-    reason: str = ""
-    """Why it is dropped at once: its row cannot be used."""
-
-
-@dataclass(frozen=True)
-class Claim:
-    """A lease that was just given: `payload` is the serialized Lease message of its prompt."""
-
-    lease_id: LeaseId
-    fence: Fence
-    payload: bytes
-
-
 @dataclass(frozen=True)
 class Refusals:
-    """How many answers in a row brought no group, and what the last one said."""
+    """How many answers in a row gave no group, and the last of them."""
 
     in_a_row: int
-    last: str
+    last: Drop | None
+
+
+class Outcome(StrEnum):
+    """What a script says to the answer of a lease."""
+
+    DONE = "done"
+    AGAIN = "again"
+    """The same answer came before."""
+    FENCED = "fenced"
+    """The lease is over."""
+    MISMATCH = "mismatch"
+    """The group is of another prompt."""
 
 
 class Prompts:
+    """The prompts of one job and purpose. `step` is always the one that a prompt belongs to: the next to be trained. A
+    rewind takes back what was settled in later steps."""
+
     def __init__(self, connection: Connection, job_id: JobId, purpose: Purpose) -> None:
         self._redis = connection
         self._job = key(job_id)
+        self._purpose = purpose
         self._base = f"{self._job}:{purpose}"
-        self._prefix = "t" if purpose is Purpose.TRAIN else "e"
 
     # From the data to a lease.
 
-    # `step` is always the one that a prompt belongs to: the next to be trained. A rewind undoes what it led to.
-
     async def issue(self, drafts: Sequence[Draft], step: int, cursor: tuple[int, int] | None = None) -> bool:
         """Queues new prompts and moves the data cursor from `cursor[0]` to `cursor[1]`. False where it had moved."""
-        arguments = [*(cursor or ("", "")), step, *_flat(drafts)]
+        arguments = [*(cursor or ("", "")), step, *_encoded(drafts)]
         return int(await self._redis.run("issue", [self._base, self._job], arguments)) >= 0
 
     async def waiting(self, count: int) -> list[PromptId]:
-        """Prompts that are to be queued again, rewound or without their group; those of earlier steps in front."""
+        """Up to `count` prompts that are to be issued again: rewound, or without their group. Those of earlier steps
+        come first."""
         return [PromptId(text(p)) for p in await self._redis.do("ZRANGE", f"{self._base}:waiting", 0, count - 1)]
 
     async def reissue(self, drafts: Sequence[Draft], step: int) -> None:
         """Queues prompts that wait to be issued again."""
-        await self._redis.run("reissue", [self._base], [step, *_flat(drafts)])
+        await self._redis.run("reissue", [self._base], [step, *_encoded(drafts)])
 
     async def lease(self, member: MemberId, count: int, lineage: int) -> list[Claim]:
-        """None where the job is in another lineage than the member's weights by now."""
+        """Up to `count` leases for the member; none where the job has another lineage than the member's weights."""
         claims = await self._redis.run("lease", [self._base, self._job], [member, count, lineage])
-        return [Claim(LeaseId(self._prefix + text(entry)), Fence(fence), payload) for entry, fence, payload in claims]
+        return [
+            Claim(LeaseRef(self._purpose, LeaseId(text(entry)), Fence(fence)), QueuedPrompt.decode(fields))
+            for entry, fence, fields in claims
+        ]
 
-    async def extend(self, member: MemberId, leases: Sequence[tuple[LeaseId, Fence]]) -> set[LeaseId]:
-        """Starts the leases' deadlines anew; answers those that the member has lost."""
-        lost = await self._redis.run("extend", [self._base], [member, *self._entries(leases)])
-        return {LeaseId(self._prefix + text(entry)) for entry in lost}
+    async def extend(self, member: MemberId, leases: Sequence[LeaseRef]) -> set[LeaseRef]:
+        """Restarts the deadlines of the leases; answers those that the member has lost."""
+        lost = {text(entry) for entry in await self._redis.run("extend", [self._base], [member, *_entries(leases)])}
+        return {lease for lease in leases if lease.id in lost}
 
-    # From a lease back to the queue.
+    # From a lease back to the queue. Each answers the prompts that are queued again.
 
-    async def release(self, leases: Sequence[tuple[LeaseId, Fence]]) -> list[PromptId]:
-        return _prompts(await self._redis.run("release", [self._base], self._entries(leases)))
+    async def release(self, leases: Sequence[LeaseRef]) -> list[PromptId]:
+        return _prompts(await self._redis.run("release", [self._base], _entries(leases)))
 
     async def expire(self, lease_s: float) -> list[PromptId]:
+        """Ends the leases that were not extended for `lease_s`."""
         seconds, micros = await self._redis.do("TIME")
         until = seconds + micros / 1e6 + TIMEOUT_S
         return _prompts(await self._redis.run("expire", [self._base], [int(lease_s * 1000), until]))
 
     async def take_back(self, member: MemberId) -> list[PromptId]:
+        """Ends all leases of the member."""
         return _prompts(await self._redis.run("take_back", [self._base], [member]))
 
     # From a lease to a group or a reason.
 
-    async def complete(self, lease_id: LeaseId, fence: Fence, group: bytes, summary: Summary) -> bool:
-        """Answers a lease with its group. False where the same answer came before. Raises Fenced, InvalidState."""
-        return await self._answer(lease_id, fence, summary.prompt_id, "complete", 0, group, summary.to_json())
+    async def complete(self, lease: LeaseRef, group: bytes, summary: Summary) -> bool:
+        """Answers a lease with its serialized group. False where the same answer came before. Raises Fenced, and
+        InvalidState for the group of another prompt."""
+        arguments = [lease.id, lease.fence, summary.prompt_id, group, summary.to_json(), ANSWERS_KEPT_S]
+        outcome = Outcome(text(await self._redis.run("complete", [self._base], arguments)))
+        if outcome is Outcome.MISMATCH:
+            what = f"lease {lease.id} is not for prompt {summary.prompt_id}."
+            raise InvalidState(what, "answer each lease with its own group.")
+        return _is_new(lease, outcome)
 
-    async def refuse(self, lease_id: LeaseId, fence: Fence, step: int, reason: str) -> bool:
-        """Answers a lease with the reason why there is no group; the part before `:` is kept on the ledger."""
-        return await self._answer(lease_id, fence, "", "refuse", step, b"", reason[:2000] or "unknown")
-
-    async def _answer(
-        self,
-        lease_id: LeaseId,
-        fence: Fence,
-        prompt: str,
-        move: Literal["complete", "refuse"],
-        step: int,
-        body: bytes,
-        detail: str,
-    ) -> bool:
-        entry = lease_id.removeprefix(self._prefix)
-        arguments = [entry, fence, prompt, move, step, body, detail, ANSWERS_KEPT_S]
-        outcome = text(await self._redis.run("complete", [self._base], arguments))
-        if outcome == "fenced":
-            what = (
-                f"lease {lease_id} with fence {fence} is over: it expired, or its prompt has passed to another member."
-            )
-            raise Fenced(what, "throw its group away; nothing is lost.")
-        if outcome == "mismatch":
-            raise InvalidState(f"lease {lease_id} is not for prompt {prompt}.", "answer each lease with its own group.")
-        return outcome == "done"
+    async def refuse(self, lease: LeaseRef, step: int, drop: Drop) -> bool:
+        """Answers a lease with the reason why there is no group. False where the same answer came before. Raises
+        Fenced."""
+        detail = drop.detail[:LONGEST_DETAIL]
+        arguments = [lease.id, lease.fence, step, drop.reason, detail, ANSWERS_KEPT_S]
+        return _is_new(lease, Outcome(text(await self._redis.run("refuse", [self._base], arguments))))
 
     # From a group to the end.
 
-    async def drop(self, prompts: Sequence[PromptId], step: int, reason: str) -> int:
-        """Gives up generated prompts; answers how many."""
+    async def drop(self, prompts: Sequence[PromptId], step: int, reason: DropReason) -> int:
+        """Drops generated prompts; answers how many."""
         return int(await self._redis.run("drop", [self._base], [step, reason, *prompts])) if prompts else 0
 
     async def regenerate(self, prompts: Sequence[PromptId], step: int) -> int:
-        """Throws the groups of generated prompts away, which wait to be issued again; answers how many."""
+        """Deletes the groups of generated prompts, which wait to be issued again; answers how many."""
         return int(await self._redis.run("regenerate", [self._base], [step, *prompts])) if prompts else 0
 
     async def train(self, prompts: Sequence[PromptId], step: int, reward: float, row: str, samples: list[str]) -> bool:
-        """Marks `step` as trained on `prompts`, all in one go. False where it was marked before."""
+        """Marks `step` as trained on `prompts`, all at once. False where it was marked before."""
         arguments = [step, reward, row, len(samples), *samples, *prompts]
         return bool(await self._redis.run("train", [self._base, self._job], arguments))
 
     async def rewind(self, to: int) -> int:
-        """Undoes what came after step `to`; answers how many prompts wait to be issued again."""
+        """Takes back what came after step `to`; answers how many prompts wait to be issued again."""
         await self._redis.run("rewind", [self._base, self._job], [to])
         await self.undo()
         return int(await self._redis.do("ZCARD", f"{self._base}:waiting"))
 
     async def undo(self) -> bool:
-        """Finishes a rewind that was begun, by whomever; until then nothing else is done with the ledger. False where
-        there was none."""
+        """Finishes a rewind that was begun, perhaps by an earlier process. Until then nothing else may be done with the
+        ledger. False where no rewind was in progress."""
         found = False
         while await self._redis.run("undo", [self._base], [UNDONE_AT_ONCE]):
             found = True
         return found
 
-    async def close(self, step: int, reason: str) -> int:
+    async def close(self, step: int, reason: DropReason) -> int:
         """Drops what is in flight and deletes queue and groups; answers how many were dropped."""
         return int(await self._redis.run("close", [self._base], [step, reason]))
 
@@ -181,7 +163,7 @@ class Prompts:
         """Deletes this ledger."""
         await self._redis.do("DEL", *(f"{self._base}:{part}" for part in PARTS))
 
-    # Looking.
+    # Reading.
 
     async def counts(self) -> Counts:
         fields = await self._redis.do("HGETALL", f"{self._base}:counts")
@@ -198,50 +180,57 @@ class Prompts:
             generated=found.generated,
             trained=found.trained,
             dropped=found.dropped,
-            reasons={name.decode(): int(value) for name, value in reasons.items() if int(value)},
+            reasons={DropReason(name.decode()): int(value) for name, value in reasons.items() if int(value)},
         )
 
     async def refusals(self) -> Refusals:
-        in_a_row, last = await self._redis.do("HMGET", f"{self._base}:notes", "refused_in_a_row", "last_refusal")
-        return Refusals(int(in_a_row or 0), text(last))
+        names = ("refused_in_a_row", "last_refusal_reason", "last_refusal_detail")
+        in_a_row, reason, detail = await self._redis.do("HMGET", f"{self._base}:notes", *names)
+        return Refusals(int(in_a_row or 0), None if reason is None else Drop(DropReason(text(reason)), text(detail)))
 
     async def generated(self) -> list[PromptId]:
         """Prompts whose groups wait to be trained, in the order in which they were completed."""
         return [PromptId(text(p)) for p in await self._redis.do("ZRANGE", f"{self._base}:generated", 0, -1)]
 
     async def summaries(self, prompts: Sequence[PromptId]) -> list[Summary]:
-        """Of those prompts that still have a group."""
+        """Summaries of those of the prompts that still have a group."""
         if not prompts:
             return []
         found = await self._redis.do("HMGET", f"{self._base}:summaries", *prompts)
         return [Summary.from_json(summary) for summary in found if summary is not None]
 
     async def group(self, prompt: PromptId) -> bytes | None:
-        """The serialized Group message; None where there is none. One at a time: it may be tens of megabytes."""
+        """The serialized Group message; None where there is none. One at a time: it may have tens of megabytes."""
         found: bytes | None = await self._redis.read("HGET", f"{self._base}:groups", prompt)
         return found
 
     async def held(self) -> dict[MemberId, int]:
-        """Leases by the member that holds them."""
-        try:
-            pending = await self._redis.do("XPENDING", f"{self._base}:queue", "replicas")
-        except ResponseError as error:
-            if "NOGROUP" not in str(error):
-                raise
-            return {}  # there is no queue: nothing was issued yet, or the ledger is closed
-        consumers = pending["consumers"] if pending else []
-        return {MemberId(text(c["name"])): int(c["pending"]) for c in consumers if c["name"] != b"nobody"}
-
-    def _entries(self, leases: Sequence[tuple[LeaseId, Fence]]) -> list[str | int]:
-        return [part for lease_id, fence in leases for part in (lease_id.removeprefix(self._prefix), fence)]
+        """Number of leases that each member holds."""
+        found = await self._redis.run("held", [self._base])
+        return {MemberId(text(member)): int(count) for member, count in zip(found[::2], found[1::2], strict=True)}
 
 
-def purpose_of(lease_id: LeaseId) -> Purpose:
-    return Purpose.EVALUATION if lease_id.startswith("e") else Purpose.TRAIN
+def _is_new(lease: LeaseRef, outcome: Outcome) -> bool:
+    if outcome is Outcome.FENCED:
+        what = f"lease {lease.id} with fence {lease.fence} is over: it expired, or another member holds its prompt."
+        raise Fenced(what, "throw its group away; nothing is lost.")
+    return outcome is Outcome.DONE
 
 
-def _flat(drafts: Sequence[Draft]) -> list[str | bytes]:
-    return [part for draft in drafts for part in (draft.prompt_id, draft.payload, draft.reason[:2000])]
+def _entries(leases: Sequence[LeaseRef]) -> list[str | int]:
+    return [part for lease in leases for part in (lease.id, lease.fence)]
+
+
+def _encoded(drafts: Sequence[Draft]) -> list[str | bytes | int]:
+    """Arguments of the scripts, as `each_draft` in ledger.lua reads them."""
+    parts: list[str | bytes | int] = []
+    for draft in drafts:
+        if isinstance(draft, QueuedPrompt):
+            fields = draft.encode()
+            parts += [draft.prompt_id, "", "", len(fields), *fields]
+        else:
+            parts += [draft.prompt_id, draft.drop.reason, draft.drop.detail[:LONGEST_DETAIL], 0]
+    return parts
 
 
 def _prompts(found: Sequence[bytes]) -> list[PromptId]:

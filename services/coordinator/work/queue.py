@@ -11,8 +11,9 @@ from typing import Self
 import structlog
 
 from millrace import events
-from millrace.errors import BadRow, NotFound
-from millrace.ids import Fence, JobId, LeaseId, MemberId
+from millrace.drops import Drop
+from millrace.errors import NotFound
+from millrace.ids import JobId, MemberId, Purpose
 from millrace.spec.checking.choices import needs_greedy_baseline
 from millrace.spec.job import JobSpec
 from millrace.wire.v1 import common_pb2, work_pb2
@@ -21,15 +22,15 @@ from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.observe.events import Events
 from services.coordinator.observe.prometheus import PrometheusMetrics
 from services.coordinator.observe.samples import samples_of
-from services.coordinator.state.group import Summary
+from services.coordinator.state.group import Summary, fault
 from services.coordinator.state.job import ENDED
+from services.coordinator.state.lease import LeaseRef
 from services.coordinator.state.member import Member, Weights
-from services.coordinator.store import Prompts, Purpose, Store, StoreDown, purpose_of
+from services.coordinator.store import Prompts, Store, StoreDown
 
 log = structlog.get_logger(__name__)
 LONGEST_WAIT_S = 30.0
 EXPIRE_EVERY_S = 1.0
-Lease = tuple[LeaseId, Fence]
 
 
 @dataclass(frozen=True)
@@ -114,8 +115,8 @@ class Queue:
                 count = 1
             prompts = self._prompts(standing.weights.job_id, purpose)
             for claim in await prompts.lease(member.id, count, standing.weights.lineage):
-                lease = work_pb2.Lease.FromString(claim.payload)
-                lease.ref.CopyFrom(_ref(standing.weights.job_id, claim.lease_id, claim.fence))
+                lease = claim.row.lease
+                lease.ref.CopyFrom(claim.ref.message(standing.weights.job_id))
                 lease.expires_s = standing.terms.lease_s
                 leases.append(lease)
                 free_samples -= samples
@@ -132,38 +133,39 @@ class Queue:
 
     # Answers.
 
-    async def extend(self, member_id: MemberId, job_id: JobId, leases: Sequence[Lease]) -> tuple[set[LeaseId], float]:
-        """Moves the deadlines; answers the leases that the member has lost, and for how long it has the others."""
+    async def extend(
+        self, member_id: MemberId, job_id: JobId, leases: Sequence[LeaseRef]
+    ) -> tuple[set[LeaseRef], float]:
+        """Restarts the deadlines; answers the leases that the member has lost, and for how long it has the others."""
         terms = await self._terms(job_id)
-        lost: set[LeaseId] = set()
+        lost: set[LeaseRef] = set()
         for purpose, part in _by_purpose(leases).items():
             lost |= await self._prompts(job_id, purpose).extend(member_id, part)
         return lost, terms.lease_s
 
-    async def complete(self, member_id: MemberId, job_id: JobId, lease: Lease, group: common_pb2.Group) -> None:
-        """Takes a group in. One that cannot be trained is dropped with its reason. Raises Fenced, InvalidState."""
-        purpose, terms = purpose_of(lease[0]), await self._terms(job_id)
+    async def complete(self, member_id: MemberId, job_id: JobId, lease: LeaseRef, group: common_pb2.Group) -> None:
+        """Stores the group of a lease. A group that cannot be trained is dropped. Raises Fenced, InvalidState."""
+        purpose, terms = lease.purpose, await self._terms(job_id)
         group.member_id = group.member_id or member_id
-        try:
-            greedy = terms.greedy_baseline and purpose is Purpose.TRAIN
-            summary = Summary.of(group, terms.samples[purpose], greedy_baseline=greedy)
-        except BadRow as error:
-            await self.refuse(member_id, job_id, lease, error.what)
+        greedy = terms.greedy_baseline and purpose is Purpose.TRAIN
+        if drop := fault(group, terms.samples[purpose], greedy_baseline=greedy):
+            await self.refuse(member_id, job_id, lease, drop)
             await self._store.records(job_id).add_samples(samples_of(group, await self._next_step(job_id))[:1])
             return
-        new = await self._prompts(job_id, purpose).complete(*lease, group.SerializeToString(), summary)
+        new = await self._prompts(job_id, purpose).complete(lease, group.SerializeToString(), Summary.of(group))
         if new:
             self._prometheus.completed(job_id, group)
         self.answered.ring()
 
-    async def refuse(self, member_id: MemberId, job_id: JobId, lease: Lease, reason: str) -> None:
-        """The lease's prompt costs its group. Raises Fenced."""
+    async def refuse(self, member_id: MemberId, job_id: JobId, lease: LeaseRef, drop: Drop) -> None:
+        """Drops the prompt of a lease: there is no group. Raises Fenced."""
         step = await self._next_step(job_id)
-        if await self._prompts(job_id, purpose_of(lease[0])).refuse(*lease, step, reason):
-            await self._events.add(job_id, events.PromptDropped(lease=lease[0], member=member_id), reason[:500])
+        if await self._prompts(job_id, lease.purpose).refuse(lease, step, drop):
+            dropped = events.PromptDropped(reason=drop.reason, lease=lease.id, member=member_id)
+            await self._events.add(job_id, dropped, str(drop)[:500])
         self.answered.ring()
 
-    async def release(self, member_id: MemberId, job_id: JobId, leases: Sequence[Lease]) -> None:
+    async def release(self, member_id: MemberId, job_id: JobId, leases: Sequence[LeaseRef]) -> None:
         for purpose, part in _by_purpose(leases).items():
             await self._prompts(job_id, purpose).release(part)
         self.issued.ring()
@@ -251,12 +253,8 @@ async def _either(first: asyncio.Event, second: asyncio.Event, timeout_s: float)
             wait.cancel()
 
 
-def _by_purpose(leases: Sequence[Lease]) -> dict[Purpose, list[Lease]]:
-    parts: dict[Purpose, list[Lease]] = {}
+def _by_purpose(leases: Sequence[LeaseRef]) -> dict[Purpose, list[LeaseRef]]:
+    parts: dict[Purpose, list[LeaseRef]] = {}
     for lease in leases:
-        parts.setdefault(purpose_of(lease[0]), []).append(lease)
+        parts.setdefault(lease.purpose, []).append(lease)
     return parts
-
-
-def _ref(job_id: JobId, lease_id: LeaseId, fence: Fence) -> work_pb2.LeaseRef:
-    return work_pb2.LeaseRef(job_id=job_id, lease_id=lease_id, fence=fence)

@@ -1,4 +1,4 @@
-"""From a lease to its answer: tokens of the prompt, n samples beside each other, their scores, one group."""
+"""From a lease to its answer: the prompt's tokens, n samples generated concurrently, their scores, one group."""
 
 import asyncio
 import json
@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from millrace.drops import Drop, DropReason
 from millrace.errors import BadRow
 from millrace.ids import MemberId
 from millrace.rewards.outcome import BadOutcome, separate_rewards
@@ -19,47 +20,34 @@ from services.rollout.work.job import Job, Prompt
 
 
 @dataclass(frozen=True)
-class Dropped:
-    """There will be no group; the ledger gets the reason."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class Bench:
-    """What a group is made with."""
+class GroupGenerator:
+    """Generates and scores the groups of one job with one engine."""
 
     member_id: MemberId
     engine: Engine
     job: Job
 
     async def answer(
-        self, lease: work_pb2.Lease, arrived: float, sampled: Callable[[Sample], None]
-    ) -> common_pb2.Group | Dropped:
-        """The group of `lease`, which arrived at `arrived` (time.monotonic). `sampled` is called with each sample as it
-        ends. Cancelling aborts the samples in the engine."""
+        self, lease: work_pb2.Lease, arrived: float, on_sample: Callable[[Sample], None]
+    ) -> common_pb2.Group | Drop:
+        """The group of `lease`, or why there is none. `arrived`: time.monotonic() when the lease arrived. `on_sample`
+        is called with each sample as it ends. Cancelling aborts the samples in the engine. Raises EngineDied,
+        Unavailable where nothing can be scored any more."""
         try:
             prompt = await self.job.prompt(lease)
         except BadRow as error:
-            return Dropped(f"prompt: {error}")
+            return Drop(DropReason.BAD_PROMPT, str(error))
         if prompt.rendered.dropped is not None:
-            return Dropped(prompt.rendered.dropped)
-        samples = await self.samples(prompt, requests_of(lease.sampling), sampled)
+            return prompt.rendered.dropped
+        samples = await self.samples(prompt, requests_of(lease.sampling), on_sample)
         if not all(np.isfinite(sample.logprobs).all() for sample in samples):
-            return Dropped("engine: a log-probability is not finite")
+            return Drop(DropReason.BAD_LOGPROBS, "a log-probability is not finite")
         ended = time.monotonic()
-        row, answers = prompt.row, [sample.text for sample in samples]
-        scores = await self.job.scoring.score_group(row.data_source, answers, row.ground_truth, row.extra_info)
-        if failure := next((score.failure for score in scores if score.failure is not None), None):
-            return Dropped(f"reward: {failure}")
-        parts = self.job.spec.reward.parts if lease.purpose == common_pb2.PURPOSE_TRAIN else []
-        try:
-            for score in scores:
-                separate_rewards(score.score or 0.0, score.details, parts)
-        except BadOutcome as error:
-            return Dropped(f"reward: {error}")
+        scores = await self._scores(prompt, samples, lease.purpose)
+        if isinstance(scores, Drop):
+            return scores
         count = lease.sampling.samples
-        if lease.purpose != common_pb2.PURPOSE_TRAIN:  # nobody replays what is not trained
+        if lease.purpose != common_pb2.PURPOSE_TRAIN:  # the trainer replays expert routing only for what it trains
             samples = [replace(sample, experts=None) for sample in samples]
         group = self._group(lease, prompt, samples[:count], scores[:count])
         if lease.sampling.greedy_baseline:
@@ -68,14 +56,14 @@ class Bench:
         return group
 
     async def samples(
-        self, prompt: Prompt, requests: Sequence[Sampling], sampled: Callable[[Sample], None]
+        self, prompt: Prompt, requests: Sequence[Sampling], on_sample: Callable[[Sample], None]
     ) -> list[Sample]:
-        """One sample a request: each can be aborted and is versioned alone, and the engine's prefix cache shares the
-        prompt between them."""
+        """One sample for each request. Each is a request of its own to the engine, so that it can be aborted and gets
+        its own versions; the engine's prefix cache shares the prompt between them."""
 
         async def one(sampling: Sampling) -> Sample:
             sample = await self.engine.generate(prompt.rendered.token_ids, sampling)
-            sampled(sample)
+            on_sample(sample)
             return sample
 
         tasks = [asyncio.create_task(one(sampling)) for sampling in requests]
@@ -84,6 +72,21 @@ class Bench:
         finally:
             for task in tasks:
                 task.cancel()
+
+    async def _scores(
+        self, prompt: Prompt, samples: Sequence[Sample], purpose: common_pb2.Purpose
+    ) -> list[Scored] | Drop:
+        row, answers = prompt.row, [sample.text for sample in samples]
+        scores = await self.job.scoring.score_group(row.data_source, answers, row.ground_truth, row.extra_info)
+        if failure := next((score.failure for score in scores if score.failure is not None), None):
+            return Drop(DropReason.REWARD_FAILED, failure)
+        parts = self.job.spec.reward.parts if purpose == common_pb2.PURPOSE_TRAIN else []
+        try:
+            for score in scores:
+                separate_rewards(score.score or 0.0, score.details, parts)
+        except BadOutcome as error:
+            return Drop(DropReason.REWARD_FAILED, str(error))
+        return scores
 
     def _group(
         self, lease: work_pb2.Lease, prompt: Prompt, samples: list[Sample], scores: list[Scored]
@@ -103,13 +106,14 @@ class Bench:
 
 
 def requests_of(asked: work_pb2.Sampling) -> list[Sampling]:
-    """The group's, and behind them the greedy one of the baseline where one is asked for."""
+    """The requests for the group's samples, followed by the greedy one of the baseline where it is asked for."""
     sampling = sampling_of(asked)
     greedy = [replace(sampling, temperature=0.0, top_p=1.0, top_k=0)] if asked.greedy_baseline else []
     return [sampling] * asked.samples + greedy
 
 
 def sampling_of(sampling: work_pb2.Sampling) -> Sampling:
+    """The engine's sampling parameters for those on the wire."""
     return Sampling(
         max_response_tokens=sampling.max_response_tokens,
         temperature=sampling.temperature,
@@ -120,6 +124,7 @@ def sampling_of(sampling: work_pb2.Sampling) -> Sampling:
 
 
 def trajectory(sample: Sample, scored: Scored | None = None) -> common_pb2.Trajectory:
+    """A sample and its score as a message."""
     message = common_pb2.Trajectory(
         tokens=pack_tokens(sample.tokens),
         logprobs=pack_logprobs(sample.logprobs),

@@ -8,7 +8,7 @@ from typing import Any
 from millrace.data.chat import Rendered, render
 from millrace.data.row import PromptRow
 from millrace.errors import BadRow, InvalidJob
-from millrace.ids import JobId
+from millrace.ids import JobId, row_of
 from millrace.rewards import choose
 from millrace.spec import JobSpec, parse
 from millrace.wire.v1 import work_pb2
@@ -54,7 +54,7 @@ class Job:
     async def prompt(self, lease: work_pb2.Lease) -> Prompt:
         """Tokens of the lease's prompt. Raises BadRow where it does not go through the chat template."""
         row = PromptRow(
-            index=int(row) if (row := lease.prompt_id.rpartition("-")[2]).isdigit() else 0,
+            index=row_of(lease.prompt_id),
             data_source=lease.data_source,
             prompt=_decoded(lease.prompt, "prompt", lease),
             ground_truth=_decoded(lease.ground_truth, "ground_truth", lease),

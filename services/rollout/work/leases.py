@@ -1,7 +1,7 @@
-"""The pull loop: leases as many prompts as the engine has room for, keeps the leases alive, answers them.
+"""The pull loop: leases as many prompts as the engine has room for, extends the leases, answers them.
 
-Nobody pushes work. A lease that was lost is stopped in the engine; an answer is repeated until the coordinator has
-taken it, so that a coordinator that restarts costs nothing.
+Nobody pushes work to a replica. Work on a lease that was lost is stopped in the engine. An answer is repeated until the
+coordinator has taken it, so that a restart of the coordinator loses no group.
 """
 
 import asyncio
@@ -11,13 +11,15 @@ from dataclasses import dataclass
 
 import structlog
 
+from millrace.drops import Drop, DropReason
 from millrace.errors import Fenced, InvalidState, MillraceError, NotFound, Unavailable
 from millrace.ids import MemberId
 from millrace.wire.channel import Peer
+from millrace.wire.enums import drop_message
 from millrace.wire.methods import WorkRpc
 from millrace.wire.v1 import common_pb2, work_pb2
 from services.rollout.engine import EngineDied, Sample
-from services.rollout.work.groups import Bench, Dropped
+from services.rollout.work.groups import GroupGenerator
 
 log = structlog.get_logger(__name__)
 WAIT_S = 10.0
@@ -25,70 +27,76 @@ WAIT_S = 10.0
 RETRY_S = 1.0
 ANSWER_ATTEMPTS = 600
 """About 20 minutes of a coordinator that cannot be reached."""
+Key = tuple[str, "common_pb2.Purpose", str]
+"""Identity of a lease, whatever its fence: job, purpose, lease id."""
 
 
 @dataclass
-class Held:
-    """A lease in work."""
+class HeldLease:
+    """A lease that is being worked on."""
 
     lease: work_pb2.Lease
     task: asyncio.Task[None]
     expires_s: float
+    """Seconds for which the last extension holds."""
     sampling: int
     """Samples that have not ended."""
 
 
 class Leases:
+    """The leases that this replica holds. `run` works until it is cancelled."""
+
     def __init__(self, coordinator: Peer, member_id: MemberId) -> None:
         self.generated_tokens = 0
         """Response tokens since the process started."""
         self.on_forgotten: Callable[[], None] = lambda: None
         """Called when the coordinator does not know this member."""
         self.on_death: Callable[[EngineDied], None] = lambda _: None
-        """Called when the engine ended by itself."""
+        """Called when the engine has died."""
         self._coordinator = coordinator
         self._member_id = member_id
-        self._held: dict[tuple[str, str], Held] = {}
-        self._bench: Bench | None = None
+        self._held: dict[Key, HeldLease] = {}
+        self._generator: GroupGenerator | None = None
         self._changed = asyncio.Event()
         self._extend_soon = asyncio.Event()
 
-    def serve(self, bench: Bench | None) -> None:
-        """Makes groups with `bench` from now on; None takes no more leases. What is in work goes on."""
-        self._bench = bench
+    def serve(self, generator: GroupGenerator | None) -> None:
+        """Generates groups with `generator` from now on. With None no more leases are taken; work in progress
+        continues."""
+        self._generator = generator
         self._changed.set()
 
     async def run(self) -> None:
-        """Pulls and works, without end."""
+        """Pulls and extends leases until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._pull())
             tasks.create_task(self._extend())
 
     async def finish(self) -> None:
-        """Returns once nothing is in work."""
+        """Waits until no lease is held any more."""
         while self._held:
             await asyncio.wait([held.task for held in self._held.values()])
 
     async def release(self, reason: str) -> None:
-        """Stops everything in work and gives the leases back, to be issued again at once."""
+        """Stops all work in progress and returns the leases, so that they are issued again at once."""
         held = list(self._held.values())
         for one in held:
             one.task.cancel(reason)
         if not held:
             return
         await asyncio.wait([one.task for one in held])
-        log.info("leases given back", count=len(held), reason=reason)
+        log.info("leases returned", count=len(held), reason=reason)
         request = work_pb2.ReleaseRequest(member_id=self._member_id, leases=[one.lease.ref for one in held])
         try:
             await self._coordinator.call(WorkRpc.Release, request, attempts=3)
         except MillraceError as error:
-            log.warning("leases could not be given back; they expire", count=len(held), error=str(error))
+            log.warning("leases could not be returned; they expire", count=len(held), error=str(error))
 
     # Pulling.
 
     async def _pull(self) -> None:
         while True:
-            bench, free = await self._room()
+            generator, free = await self._room()
             request = work_pb2.LeaseRequest(member_id=self._member_id, free_samples=free, wait_s=WAIT_S)
             try:
                 reply = await self._coordinator.call(WorkRpc.Lease, request)
@@ -101,59 +109,60 @@ class Leases:
                 await asyncio.sleep(RETRY_S)
                 continue
             for lease in reply.leases:
-                self._take(lease, bench)
+                self._take(lease, generator)
 
-    async def _room(self) -> tuple[Bench, int]:
-        """Waits until the engine has a slot free, then answers how many samples to ask for: with one slot free there
-        is room for a whole group, whose rest waits in the engine so that no slot stays empty."""
+    async def _room(self) -> tuple[GroupGenerator, int]:
+        """Waits until the engine has a free slot, then answers for how many samples to ask: one free slot is room for
+        a whole group, whose other samples wait in the engine so that no slot stays empty."""
         while True:
             self._changed.clear()
-            if self._bench is not None:
-                bench, group = self._bench, self._bench.job.spec.rollout.samples_per_prompt
-                free = bench.engine.capacity - sum(held.sampling for held in self._held.values())
-                # Groups that wait for their scores hold no slot; without a bound a slow scorer would fill the memory.
-                if free > 0 and len(self._held) < 2 * bench.engine.capacity:
-                    return bench, free + group - 1
+            if self._generator is not None:
+                generator, group = self._generator, self._generator.job.spec.rollout.samples_per_prompt
+                free = generator.engine.capacity - sum(held.sampling for held in self._held.values())
+                # Groups that wait for their scores hold no slot. Without a bound a slow reward would fill the memory.
+                if free > 0 and len(self._held) < 2 * generator.engine.capacity:
+                    return generator, free + group - 1
             await self._changed.wait()
 
-    def _take(self, lease: work_pb2.Lease, bench: Bench) -> None:
-        key = (lease.ref.job_id, lease.ref.lease_id)
+    def _take(self, lease: work_pb2.Lease, generator: GroupGenerator) -> None:
+        key = _key(lease.ref)
         held = self._held.get(key)
-        if held is not None:  # our own lease, expired and claimed by us again: the older fence answers nothing any more
+        if held is not None:  # this replica's own lease expired and it claimed it again: the older fence is refused
             held.task.cancel("claimed again")
-        task = asyncio.create_task(self._work(lease, bench), name=f"lease {lease.ref.lease_id}")
-        self._held[key] = Held(lease, task, lease.expires_s, lease.sampling.samples + lease.sampling.greedy_baseline)
+        task = asyncio.create_task(self._work(lease, generator), name=f"lease {lease.ref.lease_id}")
+        requested = lease.sampling.samples + lease.sampling.greedy_baseline
+        self._held[key] = HeldLease(lease, task, lease.expires_s, requested)
         self._extend_soon.set()
         task.add_done_callback(lambda done: self._done(key, done))
 
     # Working.
 
-    async def _work(self, lease: work_pb2.Lease, bench: Bench) -> None:
-        if self._bench is not bench or lease.ref.job_id != bench.job.id:
-            await self._give_back(lease, "the replica serves something else now")
+    async def _work(self, lease: work_pb2.Lease, generator: GroupGenerator) -> None:
+        if self._generator is not generator or lease.ref.job_id != generator.job.id:
+            await self._return(lease, "the replica serves another job now")
             return
-        key = (lease.ref.job_id, lease.ref.lease_id)
+        key = _key(lease.ref)
 
-        def sampled(sample: Sample) -> None:
+        def on_sample(sample: Sample) -> None:
             self.generated_tokens += len(sample.tokens)
             self._held[key].sampling -= 1
             self._changed.set()
 
         try:
-            answer = await bench.answer(lease, time.monotonic(), sampled)
+            answer = await generator.answer(lease, time.monotonic(), on_sample)
         except EngineDied as error:
             self.on_death(error)
             return
         except MillraceError as error:
-            await self._give_back(lease, str(error))
+            await self._return(lease, str(error))
             return
         await self._answer(lease, answer)
 
-    async def _answer(self, lease: work_pb2.Lease, answer: common_pb2.Group | Dropped) -> None:
+    async def _answer(self, lease: work_pb2.Lease, answer: common_pb2.Group | Drop) -> None:
         request = work_pb2.CompleteRequest(member_id=self._member_id, ref=lease.ref)
-        if isinstance(answer, Dropped):
-            request.dropped = answer.reason
-            log.info("prompt dropped", prompt=lease.prompt_id, reason=answer.reason)
+        if isinstance(answer, Drop):
+            request.drop.CopyFrom(drop_message(answer))
+            log.info("prompt dropped", prompt=lease.prompt_id, reason=answer.reason, detail=answer.detail)
         else:
             request.group.CopyFrom(answer)
         try:
@@ -163,34 +172,34 @@ class Leases:
         except MillraceError as error:
             log.error("answer lost; the lease expires and the prompt is issued again", error=str(error))
 
-    async def _give_back(self, lease: work_pb2.Lease, reason: str) -> None:
-        log.warning("lease given back", prompt=lease.prompt_id, reason=reason)
+    async def _return(self, lease: work_pb2.Lease, reason: str) -> None:
+        log.warning("lease returned", prompt=lease.prompt_id, reason=reason)
         request = work_pb2.ReleaseRequest(member_id=self._member_id, leases=[lease.ref])
         try:
             await self._coordinator.call(WorkRpc.Release, request, attempts=3)
         except MillraceError as error:
             log.warning("the lease expires instead", prompt=lease.prompt_id, error=str(error))
 
-    def _done(self, key: tuple[str, str], task: asyncio.Task[None]) -> None:
+    def _done(self, key: Key, task: asyncio.Task[None]) -> None:
         held = self._held.get(key)
         if held is not None and held.task is task:
             del self._held[key]
         self._changed.set()
         if task.cancelled() or (error := task.exception()) is None:
             return
-        # A defect that this prompt brought to light: it must not take the others along, nor come back for ever.
-        log.error("a prompt failed", lease=key[1], exc_info=error)
+        # A bug that this prompt triggered. The replica continues with the others, and the prompt is not issued again.
+        log.error("a prompt failed", lease=key[2], exc_info=error)
         if held is not None:
-            reason = f"replica: {type(error).__name__}: {error}"
+            drop = Drop(DropReason.REPLICA_FAILED, f"{type(error).__name__}: {error}")
             self._extend_soon.set()
-            failed = asyncio.create_task(self._answer(held.lease, Dropped(reason)))
-            self._held[key] = Held(held.lease, failed, held.expires_s, 0)
+            failed = asyncio.create_task(self._answer(held.lease, drop))
+            self._held[key] = HeldLease(held.lease, failed, held.expires_s, 0)
             failed.add_done_callback(lambda _: self._held.pop(key, None))
 
-    # Keeping.
+    # Extending.
 
     async def _extend(self) -> None:
-        """Moves the deadlines of all leases, at a third of the shortest life."""
+        """Extends all leases, each time after a third of the shortest remaining time."""
         while True:
             self._extend_soon.clear()
             life_s = min((held.expires_s for held in self._held.values()), default=None)
@@ -215,10 +224,14 @@ class Leases:
 
     def _extended(self, reply: work_pb2.ExtendResponse) -> None:
         for ref in reply.lost:
-            held = self._held.get((ref.job_id, ref.lease_id))
+            held = self._held.get(_key(ref))
             if held is not None and held.lease.ref.fence == ref.fence:
                 log.info("lease lost", prompt=held.lease.prompt_id)
                 held.task.cancel("the lease was lost")
         if reply.expires_s > 0:
             for held in self._held.values():
                 held.expires_s = reply.expires_s
+
+
+def _key(ref: work_pb2.LeaseRef) -> Key:
+    return ref.job_id, ref.purpose, ref.lease_id

@@ -5,9 +5,11 @@ import json
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from millrace.ids import JobId
+from millrace.ids import JobId, PromptId, Purpose
 from millrace.rest import JobState
+from millrace.wire.v1 import work_pb2
 from services.coordinator.state.job import JobRecord
+from services.coordinator.state.lease import QueuedPrompt
 from services.coordinator.store import Store
 
 Answer = TypeVar("Answer")
@@ -35,3 +37,8 @@ def a_job(number: int = 1) -> JobRecord:
         spec_json=json.dumps({"output": f"/out/{number}"}),
         created_s=float(number),
     )
+
+
+def queued(prompt_id: str, purpose: Purpose = Purpose.TRAIN) -> QueuedPrompt:
+    """A prompt to issue."""
+    return QueuedPrompt(PromptId(prompt_id), purpose, work_pb2.Lease(prompt_id=prompt_id))

@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 
+from millrace.drops import DropReason
 from millrace.errors import InvalidJob
 from millrace.rest import JobState
 from millrace.wire.v1 import common_pb2
@@ -208,7 +209,7 @@ async def test_cancel_ends_a_running_a_paused_and_a_queued_job(cluster: Cluster,
     assert (await cluster.ended(jobs[0])).state is JobState.CANCELLED
     ledger = await cluster.ledger(jobs[0])
     assert ledger.issued == ledger.trained + ledger.dropped and ledger.reasons == {
-        "the job was cancelled": ledger.dropped
+        DropReason.JOB_CANCELLED: ledger.dropped
     }
     await cluster.reached(jobs[1], 1)
     await asyncio.to_thread(client.pause, jobs[1])
@@ -227,7 +228,7 @@ async def test_a_failed_reward_costs_its_group_only(cluster: Cluster, spec: dict
     job = await cluster.ended(await cluster.submit(spec))
     assert (job.state, job.step) == (JobState.SUCCEEDED, 12)
     ledger = await cluster.ledger(job.id)
-    assert ledger.reasons["reward"] >= 2 and ledger.issued == 48 + ledger.dropped
+    assert ledger.reasons[DropReason.REWARD_FAILED] >= 2 and ledger.issued == 48 + ledger.dropped
     assert all(count == 1 for count in trainer.every.values())
     samples = cluster.coordinator.client.samples(job.id, limit=1000)
     assert any(s.reward is None and s.reward_failure == "raised ValueError: no" for s in samples)
@@ -238,7 +239,7 @@ async def test_a_job_whose_groups_all_fail_says_why(cluster: Cluster, spec: dict
     await cluster.trainer(), await cluster.replica(reward=lambda *_: None)
     job = await cluster.ended(await cluster.submit(spec))
     assert job.state is JobState.FAILED
-    assert "produced no usable samples; the last one: reward: raised ValueError: no" in str(job.failure)
+    assert "produced no usable samples; the last one: reward_failed: raised ValueError: no" in str(job.failure)
     ledger = await cluster.ledger(job.id)
     assert ledger.issued == ledger.dropped
 
@@ -253,7 +254,7 @@ async def test_groups_without_signal_are_replaced_until_the_bound(cluster: Clust
     job = await cluster.ended(await cluster.submit(spec))
     assert job.state is JobState.SUCCEEDED
     ledger = await cluster.ledger(job.id)
-    assert ledger.reasons["no signal"] > 0 and ledger.trained == 24
+    assert ledger.reasons[DropReason.NO_SIGNAL] > 0 and ledger.trained == 24
     assert all(row.values["training/groups_without_signal"] == 0 for row in cluster.coordinator.client.metrics(job.id))
     replica.shape.reward = lambda *_: 1.0
     failed = await cluster.ended(await cluster.submit(named(spec, "flat")))
@@ -285,7 +286,7 @@ async def test_a_bad_row_costs_itself(cluster: Cluster, spec: dict[str, Any]) ->
     job = await cluster.ended(await cluster.submit(spec))
     assert (job.state, job.step) == (JobState.SUCCEEDED, 12)
     ledger = await cluster.ledger(job.id)
-    assert ledger.trained == 48 and 0 < ledger.reasons["bad_row"] <= 3
+    assert ledger.trained == 48 and 0 < ledger.reasons[DropReason.BAD_ROW] <= 3
     dropped = await cluster.events(job.id, "prompt.dropped")
     assert "train.jsonl" in dropped[0].message and "column reward_model.ground_truth" in dropped[0].message
 

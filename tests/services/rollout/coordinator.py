@@ -9,10 +9,12 @@ from typing import Any
 import grpc
 import torch
 
+from millrace.drops import Drop
 from millrace.errors import Fenced, InvalidState, NotFound
 from millrace.spec import JobSpec
 from millrace.weights.plans.gather_broadcast import gather_broadcast
 from millrace.wire.channel import PROTOCOL_VERSION, Peer
+from millrace.wire.enums import drop_of
 from millrace.wire.method import Request, Response, Unary
 from millrace.wire.methods import RolloutRpc
 from millrace.wire.server import Server
@@ -39,7 +41,7 @@ class Coordinator(fleet_pb2_grpc.FleetServicer, work_pb2_grpc.WorkServicer):
     waiting: list[work_pb2.Lease] = field(default_factory=list)
     leased: dict[str, work_pb2.Lease] = field(default_factory=dict)
     groups: dict[str, common_pb2.Group] = field(default_factory=dict)
-    dropped: dict[str, str] = field(default_factory=dict)
+    dropped: dict[str, Drop] = field(default_factory=dict)
     released: list[str] = field(default_factory=list)
     lost: set[str] = field(default_factory=set)
     members: dict[str, fleet_pb2.RegisterRequest] = field(default_factory=dict)
@@ -140,7 +142,7 @@ class Coordinator(fleet_pb2_grpc.FleetServicer, work_pb2_grpc.WorkServicer):
         if request.WhichOneof("answer") == "group":
             self.groups[lease.prompt_id] = request.group
         else:
-            self.dropped[lease.prompt_id] = request.dropped
+            self.dropped[lease.prompt_id] = drop_of(request.drop)
         return work_pb2.CompleteResponse()
 
     async def Release(
@@ -155,7 +157,7 @@ class Coordinator(fleet_pb2_grpc.FleetServicer, work_pb2_grpc.WorkServicer):
         """Puts a prompt on the queue and returns its id."""
         wanted = {"samples": 4, "max_response_tokens": 16, "temperature": 1.0, "top_p": 1.0} | sampling
         lease = work_pb2.Lease(
-            ref=work_pb2.LeaseRef(job_id=JOB, lease_id=f"lease-{number}", fence=1),
+            ref=work_pb2.LeaseRef(job_id=JOB, lease_id=f"lease-{number}", fence=1, purpose=common_pb2.PURPOSE_TRAIN),
             prompt_id=f"0-{number}",
             purpose=common_pb2.PURPOSE_TRAIN,
             sampling=work_pb2.Sampling(**wanted),

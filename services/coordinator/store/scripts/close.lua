@@ -1,5 +1,5 @@
--- Ends a ledger: what is in flight is dropped, and what only a running job needs is deleted.
--- KEYS: base. ARGV: step, reason. Answers how many prompts were dropped.
+-- Ends a ledger: drops what is in flight, and deletes what only a running job needs.
+-- KEYS: base. ARGV: step, DropReason. Answers how many prompts were dropped.
 local base, dropped = KEYS[1], 0
 
 local function drop(prompt)
@@ -8,7 +8,7 @@ local function drop(prompt)
   dropped = dropped + 1
 end
 
-for _, entry in ipairs(redis.call('XRANGE', base .. ':queue', '-', '+')) do drop(entry[2][2]) end
+for _, entry in ipairs(redis.call('XRANGE', base .. ':queue', '-', '+')) do drop(prompt_of(entry[2])) end
 for _, prompt in ipairs(redis.call('ZRANGE', base .. ':generated', 0, -1)) do drop(prompt) end
 for _, prompt in ipairs(redis.call('ZRANGE', base .. ':waiting', 0, -1)) do drop(prompt) end
 redis.call('HSET', base .. ':counts', 'waiting', 0)

@@ -1,7 +1,7 @@
 -- A new job, once per idempotency key. KEYS: job, jobs, idempotency key ('' for none).
--- ARGV: id, created_s, digest of the request, seconds for which the key is kept, number of the event's parts, these
--- parts, then field, value ...
--- Answers {id, digest} of the job that the key stands for: this one or an earlier one.
+-- ARGV: id, created_s, digest of the spec, seconds for which the key is kept, number of the event's fields, these
+-- fields, then field, value ...
+-- Answers {id, digest} of the job that has the key: this one or an earlier one.
 if KEYS[3] ~= '' then
   local known = redis.call('HMGET', KEYS[3], 'job', 'digest')
   if known[1] then return known end

@@ -1,4 +1,4 @@
--- Gives up generated prompts. KEYS: base. ARGV: step, reason, prompt ... Answers how many.
+-- Drops generated prompts. KEYS: base. ARGV: step, DropReason, prompt ... Answers how many were dropped.
 local base, dropped = KEYS[1], 0
 for i = 3, #ARGV do
   if redis.call('HGET', base .. ':state', ARGV[i]) == 'generated' and move(base, ARGV[i], 'drop') then

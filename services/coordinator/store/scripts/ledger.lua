@@ -1,7 +1,8 @@
--- Prepended to every script that moves prompts, after MOVES. `base` names one ledger: <job>:train or <job>:evaluation.
+-- Functions of all scripts that move prompts. The store puts the table MOVES (services/coordinator/state/ledger.py) and
+-- this file in front of each of them. `base` is the key prefix of one ledger: millrace:job:<job>:<purpose>.
 local GROUP, NOBODY = 'replicas', 'nobody'
 
--- Moves one prompt and its counters. Answers where it stood, or false where the move is not allowed from there.
+-- Moves one prompt and the counters. Answers the state it was in, or false if the move is not allowed from there.
 local function move(base, prompt, name)
   local rule = MOVES[name]
   local state = redis.call('HGET', base .. ':state', prompt) or 'none'
@@ -12,15 +13,23 @@ local function move(base, prompt, name)
   return state
 end
 
+-- Adds a prompt to the queue. ARGV[first] to ARGV[last] are the fields of its row (QueuedPrompt.encode).
 -- A ledger that is new, or was closed, has no queue yet.
-local function enqueue(base, prompt, payload)
+local function enqueue(base, first, last)
   if redis.call('EXISTS', base .. ':queue') == 0 then
     redis.call('XGROUP', 'CREATE', base .. ':queue', GROUP, '0', 'MKSTREAM')
   end
-  redis.call('XADD', base .. ':queue', '*', 'prompt', prompt, 'lease', payload)
+  redis.call('XADD', base .. ':queue', '*', unpack(ARGV, first, last))
 end
 
--- Ends a lease without an answer: nobody holds the entry, and its old fence is worth nothing.
+-- The prompt of a row in the queue.
+local function prompt_of(fields)
+  for i = 1, #fields, 2 do
+    if fields[i] == 'prompt' then return fields[i + 1] end
+  end
+end
+
+-- Ends a lease without an answer: its prompt goes back to the queue, and its fence is not valid any more.
 local function give_back(base, entry)
   local prompt = redis.call('HGET', base .. ':leased', entry)
   redis.call('XCLAIM', base .. ':queue', GROUP, NOBODY, 0, entry, 'JUSTID')
@@ -29,7 +38,7 @@ local function give_back(base, entry)
   return prompt
 end
 
--- Takes an entry out of the queue for good.
+-- Removes an entry from the queue for good.
 local function dequeue(base, entry)
   redis.call('XACK', base .. ':queue', GROUP, entry)
   redis.call('XDEL', base .. ':queue', entry)
@@ -37,14 +46,30 @@ local function dequeue(base, entry)
   redis.call('HDEL', base .. ':leased', entry)
 end
 
--- Forgets a prompt's group, after it was trained or given up.
+-- Ends a lease with the move `name`: 'complete' or 'refuse'. `expected`: the prompt that the answer is for, nil if the
+-- answer does not say it. The answer is remembered for `seconds`. Answers an outcome, and the prompt if it is 'done':
+-- 'done'; 'again' if the same answer came before; 'fenced' if the lease is over; 'mismatch' for another prompt's answer.
+local function answer(base, entry, fence, expected, name, seconds)
+  local answered = base .. ':answered:' .. entry
+  if redis.call('HGET', base .. ':fence', entry) ~= fence then
+    return redis.call('GET', answered) == fence and 'again' or 'fenced'
+  end
+  local prompt = redis.call('HGET', base .. ':leased', entry)
+  if expected and expected ~= prompt then return 'mismatch' end
+  if not move(base, prompt, name) then return 'fenced' end
+  dequeue(base, entry)
+  redis.call('SET', answered, fence, 'EX', seconds)
+  return 'done', prompt
+end
+
+-- Deletes a prompt's group, after it was trained or given up.
 local function forget(base, prompt)
   redis.call('HDEL', base .. ':groups', prompt)
   redis.call('HDEL', base .. ':summaries', prompt)
   redis.call('ZREM', base .. ':generated', prompt)
 end
 
--- A prompt that is to be generated again waits to be issued; the lowest `order` goes first.
+-- A prompt that is to be generated again waits to be issued; the one with the lowest `order` is issued first.
 local function wait(base, prompt, name, order)
   if not move(base, prompt, name) then return false end
   redis.call('ZADD', base .. ':waiting', order, prompt)
@@ -52,25 +77,47 @@ local function wait(base, prompt, name, order)
   return true
 end
 
--- Notes at which step a prompt was trained or dropped, and why it was dropped: what stands before the first colon.
+-- Notes the step at which a prompt was trained or dropped, and the DropReason if it was dropped.
 local function settle(base, prompt, step, reason)
   redis.call('ZADD', base .. ':settled', step, prompt)
   if reason then
-    local head = string.sub(string.match(reason, '^[^:]*'), 1, 80)
-    redis.call('HSET', base .. ':reason', prompt, head)
-    redis.call('HINCRBY', base .. ':reasons', head, 1)
+    redis.call('HSET', base .. ':reason', prompt, reason)
+    redis.call('HINCRBY', base .. ':reasons', reason, 1)
   end
 end
 
--- A prompt that brought no group through no doing of the coordinator's.
-local function refuse(base, prompt, step, reason)
+-- A prompt for which there is no group, because of its data, its reward or its replica.
+local function refuse(base, prompt, step, reason, detail)
   settle(base, prompt, step, reason)
   redis.call('HINCRBY', base .. ':notes', 'refused_in_a_row', 1)
-  redis.call('HSET', base .. ':notes', 'last_refusal', reason)
+  redis.call('HSET', base .. ':notes', 'last_refusal_reason', reason, 'last_refusal_detail', detail)
 end
 
--- Lets the job go back to step `to`: weights from before mean nothing, and what was in flight waits to be issued again.
--- What was settled since, which may be the whole pass, undo.lua does: until then it is noted that it has to be done.
+-- Reads the drafts at the end of ARGV, from index `i` on. Each is: prompt, DropReason ('' if it is not dropped), detail,
+-- number of fields of its row, these fields. Calls use(prompt, reason, detail, first, last) with the indices of the
+-- fields. Answers the number of drafts for which `use` answered true.
+local function each_draft(i, use)
+  local used = 0
+  while i <= #ARGV do
+    local last = i + 3 + tonumber(ARGV[i + 3])
+    if use(ARGV[i], ARGV[i + 1], ARGV[i + 2], i + 4, last) then used = used + 1 end
+    i = last + 1
+  end
+  return used
+end
+
+-- Puts an issued prompt into the queue, or drops it at once if its row of the data cannot be used.
+local function place(base, step, prompt, reason, detail, first, last)
+  if reason == '' then
+    enqueue(base, first, last)
+  else
+    move(base, prompt, 'drop')
+    refuse(base, prompt, step, reason, detail)
+  end
+end
+
+-- Takes the job back to step `to`. Weights from before are not valid any more, and what was in flight waits to be issued
+-- again. What was settled since may be the whole pass: undo.lua does that part, and until then a note says how far.
 local function rewind(base, job, to)
   local queue, step = base .. ':queue', tonumber(redis.call('HGET', job, 'step'))
 

@@ -1,10 +1,10 @@
--- Moves a job, or changes what is wanted of it.
--- KEYS: job; and its ledger where the state moves: with a start it goes back to the job's step, of a job that succeeded
--- only the counts stay, as it is never resumed. ARGV: the request's name, what has to be wanted
--- of the job ('any' for anything), number of states that it may be in, these states, number of the event's parts, these
--- parts, then field, value ... to set. Answers {moved, the state it was in, what was wanted of it}; nothing where there
--- is no such job. A cancellation that was asked for is never overwritten before the job has ended.
--- The last request that moved the job may be repeated: its answer may have been lost.
+-- Moves a job to another state, or changes the pending request to its loop (the field `wanted`).
+-- KEYS: job; and its ledger if the state changes: at a start the ledger goes back to the job's step; of a job that
+-- succeeded only the counts stay, as it is never resumed.
+-- ARGV: name of this call, value that `wanted` must have ('any' for any), number of states that the job may be in, these
+-- states, number of the event's fields, these fields, then field, value ... to set.
+-- Answers {moved, the state before, `wanted` before}; nothing if there is no such job. A pending cancellation is not
+-- overwritten before the job has ended. The last call that moved the job may be repeated: its answer may have been lost.
 local state = redis.call('HGET', KEYS[1], 'state')
 if not state then return nil end
 local wanted = redis.call('HGET', KEYS[1], 'wanted') or ''

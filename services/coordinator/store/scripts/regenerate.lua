@@ -1,5 +1,5 @@
--- Throws groups away that can no longer be trained; their prompts wait to be issued again.
--- KEYS: base. ARGV: step, prompt ... Answers how many.
+-- Deletes groups that cannot be trained any more; their prompts wait to be issued again.
+-- KEYS: base. ARGV: step, prompt ... Answers how many prompts wait.
 local base, waiting = KEYS[1], 0
 for i = 2, #ARGV do
   if redis.call('HGET', base .. ':state', ARGV[i]) == 'generated' and wait(base, ARGV[i], 'regenerate', ARGV[1]) then

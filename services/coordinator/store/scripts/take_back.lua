@@ -1,4 +1,4 @@
--- Takes back everything that a member holds. KEYS: base. ARGV: member. Answers the prompts that are queued again.
+-- Ends all leases of a member. KEYS: base. ARGV: member. Answers the prompts that are queued again.
 local base, member = KEYS[1], ARGV[1]
 local queue, prompts = base .. ':queue', {}
 if redis.call('EXISTS', queue) == 0 then return prompts end

@@ -1,6 +1,6 @@
--- Marks a step as trained: its prompts, the job's step and version, its metrics and samples, in one go.
+-- Marks a step as trained: its prompts, the job's step and version, its metrics and samples, all at once.
 -- KEYS: base, job. ARGV: step, reward, metrics row, number of samples, samples ..., prompts ...
--- Answers 1; 0 where the step was marked before.
+-- Answers 1; 0 if the step was marked before.
 local base, job, step = KEYS[1], KEYS[2], tonumber(ARGV[1])
 if tonumber(redis.call('HGET', job, 'step')) ~= step - 1 then return 0 end
 local first = 5 + tonumber(ARGV[4])

@@ -1,5 +1,5 @@
--- Goes on with a rewind: of what was settled after the step that it goes back to, up to `count` prompts wait to be issued
--- again. KEYS: base. ARGV: count. Answers 1, also where it has just come to the end; 0 where there is no rewind.
+-- Continues a rewind: of the prompts that were settled after the step that it goes back to, up to `count` wait to be
+-- issued again. KEYS: base. ARGV: count. Answers 1, also if that was the last part; 0 if no rewind is in progress.
 local base, count = KEYS[1], tonumber(ARGV[1])
 local to = redis.call('HGET', base .. ':notes', 'undoing_after')
 if not to then return 0 end

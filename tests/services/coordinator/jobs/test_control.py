@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
+from millrace.drops import DropReason
 from millrace.errors import InvalidState
 from millrace.events import JobMoved
-from millrace.ids import PromptId
 from millrace.rest import JobState
 from services.coordinator.bell import Bell
 from services.coordinator.jobs.control import Control
 from services.coordinator.observe.events import Events
 from services.coordinator.run import Cancelled, Run
 from services.coordinator.state.job import JobRecord
-from services.coordinator.store import Draft, Store
-from tests.services.coordinator.redis import a_job, with_store
+from services.coordinator.store import Store
+from tests.services.coordinator.redis import a_job, queued, with_store
 
 JOB = a_job()
 
@@ -180,12 +180,12 @@ def test_a_job_that_has_succeeded_is_not_continued(redis_url: str) -> None:
 def test_a_continued_job_that_is_cancelled_before_it_starts_stays_settled(redis_url: str) -> None:
     async def scenario(desk: Desk) -> None:
         prompts = desk.store.prompts(JOB.id)
-        await prompts.issue([Draft(PromptId(f"0-{n}"), b"lease") for n in range(4)], 1, (0, 4))
-        await prompts.close(1, "the job failed")
+        await prompts.issue([queued(f"0-{n}") for n in range(4)], 1, (0, 4))
+        await prompts.close(1, DropReason.JOB_FAILED)
         await desk.control.resume(JOB.id)
         assert (await desk.control.cancel(JOB.id)).state is JobState.CANCELLED
         view = await prompts.view()
-        assert (view.issued, view.dropped, view.reasons) == (4, 4, {"the job failed": 4})
+        assert (view.issued, view.dropped, view.reasons) == (4, 4, {DropReason.JOB_FAILED: 4})
         await desk.control.resume(JOB.id)
         await desk.store.jobs.move(JOB.id, JobState.STARTING, "starting")
         assert await prompts.undo()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from millrace.drops import Drop, DropReason
 from millrace.errors import InvalidState, NotFound
 from millrace.events import JobMoved
 from millrace.ids import PromptId
@@ -13,9 +14,10 @@ from millrace.rest import JobState
 from services.coordinator.jobs.runner import Runner
 from services.coordinator.observe.events import Events
 from services.coordinator.state.job import ACTIVE, ENDED, TRANSITIONS, JobRecord, before
-from services.coordinator.store import Draft, Store
+from services.coordinator.state.lease import DroppedPrompt
+from services.coordinator.store import Store
 from services.coordinator.store.connection import text
-from tests.services.coordinator.redis import a_job, with_store
+from tests.services.coordinator.redis import a_job, queued, with_store
 
 
 def test_every_state_is_reached_and_every_job_can_end() -> None:
@@ -101,10 +103,10 @@ def test_of_the_prompts_of_a_job_that_succeeded_only_the_counts_stay(end: JobSta
         await store.jobs.create(job)
         await store.jobs.update(job.id, state=JobState.RUNNING)
         prompts = store.prompts(job.id)
-        await prompts.issue([Draft(PromptId("0-0"), b"row"), Draft(PromptId("0-1"), b"", "bad_row: 1")], 1, (0, 2))
-        await prompts.close(1, "the job is over")
+        await prompts.issue([queued("0-0"), DroppedPrompt(PromptId("0-1"), Drop(DropReason.BAD_ROW, "1"))], 1, (0, 2))
+        await prompts.close(1, DropReason.JOB_SUCCEEDED)
         view = await prompts.view()
-        assert (view.issued, view.dropped, view.reasons) == (2, 2, {"bad_row": 1, "the job is over": 1})
+        assert (view.issued, view.dropped, view.reasons) == (2, 2, {DropReason.BAD_ROW: 1, DropReason.JOB_SUCCEEDED: 1})
         await store.jobs.move(job.id, end, "over")
         assert await prompts.view() == view
         kept = {text(name).rpartition(":")[2] for name in await store.connection.do("KEYS", "*:train:*")}

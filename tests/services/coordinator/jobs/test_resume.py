@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from millrace.drops import DropReason
 from millrace.errors import InvalidJob, InvalidState, Unavailable
 from millrace.rest import JobState, JobView
 from tests.services.coordinator.cluster import Cluster, scenario, until
@@ -26,7 +27,7 @@ async def failed(cluster: Cluster, spec: dict[str, Any], trainer: Any, after: in
     job = await cluster.ended(await cluster.submit(spec))
     assert (job.state, job.step) == (JobState.FAILED, after) and "disk" in str(job.failure)
     ledger = await cluster.ledger(job.id)
-    assert ledger.issued == ledger.trained + ledger.dropped and ledger.reasons["the job failed"] > 0
+    assert ledger.issued == ledger.trained + ledger.dropped and ledger.reasons[DropReason.JOB_FAILED] > 0
     return job
 
 

@@ -11,13 +11,15 @@ import pytest
 from millrace.data import open_source
 from millrace.data.row import PromptRow
 from millrace.data.write import write_rows
+from millrace.drops import DropReason
 from millrace.errors import MillraceError
-from millrace.ids import PromptId
+from millrace.ids import Purpose, training_prompt
 from millrace.spec import parse
-from millrace.wire.v1 import common_pb2, work_pb2
+from millrace.wire.v1 import work_pb2
 from services.coordinator.bell import Bell
 from services.coordinator.run import Run
 from services.coordinator.stages.issue import draft, issue
+from services.coordinator.state.lease import DroppedPrompt, QueuedPrompt
 from services.coordinator.store import GENERATION, Store, Superseded
 from tests.services.coordinator.redis import a_job, with_store
 
@@ -39,13 +41,16 @@ def test_a_row_that_no_lease_can_carry_is_a_bad_one(changes: dict, reason: str, 
     good = {"data_source": "sums \U0001f642", "prompt": "1 + 1", "reward_model": {"ground_truth": "2"}}
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (good, good | changes)))
     source = open_source([tmp_path / "a.jsonl"])
-    made = [
-        draft(source, row, PromptId(f"0-{row}"), common_pb2.PURPOSE_TRAIN, work_pb2.Sampling(samples=2))
-        for row in range(2)
-    ]
-    assert not made[0].reason and work_pb2.Lease.FromString(made[0].payload).data_source == "sums \U0001f642"
-    assert made[1].reason.startswith("bad_row: row 1 ") and reason in made[1].reason and "Fix:" in made[1].reason
-    assert made[1].reason.isascii() and not made[1].payload
+    made = [draft(source, training_prompt(0, row), Purpose.TRAIN, work_pb2.Sampling(samples=2)) for row in range(2)]
+    good_one, bad_one = made
+    assert isinstance(good_one, QueuedPrompt) and good_one.lease.data_source == "sums \U0001f642"
+    assert (
+        QueuedPrompt.decode([part.encode() if isinstance(part, str) else part for part in good_one.encode()])
+        == good_one
+    )
+    assert isinstance(bad_one, DroppedPrompt) and bad_one.drop.reason is DropReason.BAD_ROW
+    detail = bad_one.drop.detail
+    assert detail.startswith("row 1 ") and reason in detail and "Fix:" in detail and detail.isascii()
 
 
 async def a_run(store: Store, folder: Path) -> Run:

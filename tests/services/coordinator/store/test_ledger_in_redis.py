@@ -8,17 +8,20 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
+from millrace.drops import Drop, DropReason
 from millrace.errors import Fenced
-from millrace.ids import Fence, LeaseId, MemberId, PromptId
+from millrace.ids import Fence, LeaseId, MemberId, PromptId, Purpose
 from millrace.rest import JobState
 from services.coordinator.state.group import Summary
+from services.coordinator.state.lease import Claim, Draft, DroppedPrompt, LeaseRef
 from services.coordinator.state.ledger import Counts, Move, PromptState, after
-from services.coordinator.store import Claim, Draft, Prompts, Store
+from services.coordinator.store import Prompts, Store
 from services.coordinator.store import prompts as prompts_in_redis
-from tests.services.coordinator.redis import a_job
+from tests.services.coordinator.redis import a_job, queued
 
 MEMBERS = [MemberId("rollout-a"), MemberId("rollout-b")]
 JOB = a_job()
+NO_REWARD = Drop(DropReason.REWARD_FAILED, "raised ValueError")
 
 
 @dataclass
@@ -43,6 +46,10 @@ class Model:
         return {prompt for prompt, where in self.states.items() if where is state}
 
 
+def lease(lease_id: LeaseId, fence: Fence) -> LeaseRef:
+    return LeaseRef(Purpose.TRAIN, lease_id, fence)
+
+
 def summary(prompt: PromptId) -> Summary:
     return Summary(prompt, "sums", 3, [4], [1.0], [0], 0, 0.0, 0.0, "rollout-a")
 
@@ -60,7 +67,6 @@ class LedgerMachine(RuleBasedStateMachine):
         self.prompts: Prompts = self.store.prompts(JOB.id)
         self.model = Model()
         self.fences: dict[LeaseId, list[Fence]] = {}
-        self.payload_of: dict[PromptId, LeaseId] = {}
 
     def teardown(self) -> None:
         self.run(self.store.close())
@@ -71,14 +77,14 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(count=st.integers(1, 4), bad=st.booleans())
     def issue(self, count: int, bad: bool) -> None:
         first = len(self.model.states)
-        drafts = [Draft(PromptId(f"0-{first + n}"), f"0-{first + n}".encode()) for n in range(count)]
+        drafts: list[Draft] = [queued(f"0-{first + n}") for n in range(count)]
         if bad:
-            drafts[0] = Draft(drafts[0].prompt_id, b"", "bad_row")
+            drafts[0] = DroppedPrompt(drafts[0].prompt_id, Drop(DropReason.BAD_ROW, "it cannot be read"))
         assert self.run(self.prompts.issue(drafts, self.model.step, (first, first + count)))
         assert not self.run(self.prompts.issue(drafts, self.model.step, (first, first + count)))
         for draft in drafts:
             self.model.move(draft.prompt_id, Move.ISSUE)
-            if draft.reason:
+            if isinstance(draft, DroppedPrompt):
                 self.model.move(draft.prompt_id, Move.DROP)
                 self.model.settled[draft.prompt_id] = self.model.step
 
@@ -86,7 +92,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def reissue(self, count: int) -> None:
         waiting = self.run(self.prompts.waiting(count))
         assert len(waiting) == min(count, len(self.model.waiting))
-        self.run(self.prompts.reissue([Draft(p, p.encode()) for p in waiting], self.model.step))
+        self.run(self.prompts.reissue([queued(p) for p in waiting], self.model.step))
         self.model.waiting -= set(waiting)
         self.model.counts = Counts(**{**vars(self.model.counts), "waiting": len(self.model.waiting)})
 
@@ -98,11 +104,12 @@ class LedgerMachine(RuleBasedStateMachine):
         assert not self.run(self.prompts.lease(member, count, self.model.lineage - 1))
         assert len(claims) == min(count, self.model.counts.queued - self.model.counts.waiting)
         for claim in claims:
-            prompt = PromptId(claim.payload.decode())
-            assert all(claim.fence > old for old in self.fences.get(claim.lease_id, []))
-            self.fences.setdefault(claim.lease_id, []).append(claim.fence)
-            self.model.move(prompt, Move.LEASE)
-            self.model.leases[claim.lease_id] = (prompt, claim.fence, member)
+            assert claim.row == queued(claim.row.prompt_id)
+            lease_id, fence = claim.ref.id, claim.ref.fence
+            assert all(fence > old for old in self.fences.get(lease_id, []))
+            self.fences.setdefault(lease_id, []).append(fence)
+            self.model.move(claim.row.prompt_id, Move.LEASE)
+            self.model.leases[lease_id] = (claim.row.prompt_id, fence, member)
 
     def give_back(self, lease_id: LeaseId) -> PromptId:
         prompt, _, _ = self.model.leases.pop(lease_id)
@@ -114,8 +121,8 @@ class LedgerMachine(RuleBasedStateMachine):
     def release(self, data: st.DataObject) -> None:
         lease_id = data.draw(st.sampled_from(sorted(self.model.leases)))
         fence = self.model.leases[lease_id][1]
-        assert self.run(self.prompts.release([(lease_id, fence)])) == [self.give_back(lease_id)]
-        assert self.run(self.prompts.release([(lease_id, fence)])) == []
+        assert self.run(self.prompts.release([lease(lease_id, fence)])) == [self.give_back(lease_id)]
+        assert self.run(self.prompts.release([lease(lease_id, fence)])) == []
 
     @rule()
     def expire(self) -> None:
@@ -133,7 +140,8 @@ class LedgerMachine(RuleBasedStateMachine):
         fence = data.draw(st.sampled_from(self.fences[lease_id]))
         holds = lease_id in self.model.leases and self.model.leases[lease_id][1] == fence
         member = self.model.leases[lease_id][2] if holds else MEMBERS[0]
-        assert self.run(self.prompts.extend(member, [(lease_id, fence)])) == (set() if holds else {lease_id})
+        asked = lease(lease_id, fence)
+        assert self.run(self.prompts.extend(member, [asked])) == (set() if holds else {asked})
 
     # Answers.
 
@@ -148,7 +156,7 @@ class LedgerMachine(RuleBasedStateMachine):
             self.train_on(sorted(self.model.at(PromptState.GENERATED)))
 
     def complete(self, lease_id: LeaseId, fence: Fence, prompt: PromptId) -> None:
-        assert self.run(self.prompts.complete(lease_id, fence, b"group " + prompt.encode(), summary(prompt)))
+        assert self.run(self.prompts.complete(lease(lease_id, fence), b"group " + prompt.encode(), summary(prompt)))
         del self.model.leases[lease_id]
         self.model.answered[lease_id] = fence
         self.model.move(prompt, Move.COMPLETE)
@@ -162,9 +170,9 @@ class LedgerMachine(RuleBasedStateMachine):
         held = self.model.leases.get(lease_id)
         prompt = held[0] if held else PromptId("0-0")
         if group:
-            call = self.prompts.complete(lease_id, fence, b"group " + prompt.encode(), summary(prompt))
+            call = self.prompts.complete(lease(lease_id, fence), b"group " + prompt.encode(), summary(prompt))
         else:
-            call = self.prompts.refuse(lease_id, fence, self.model.step, "reward: raised ValueError")
+            call = self.prompts.refuse(lease(lease_id, fence), self.model.step, NO_REWARD)
         if held is not None and held[1] == fence:
             assert self.run(call)
             del self.model.leases[lease_id]
@@ -187,8 +195,8 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def drop(self, data: st.DataObject) -> None:
         prompt = data.draw(st.sampled_from(sorted(self.model.at(PromptState.GENERATED))))
-        assert self.run(self.prompts.drop([prompt], self.model.step, "no signal")) == 1
-        assert self.run(self.prompts.drop([prompt], self.model.step, "no signal")) == 0
+        assert self.run(self.prompts.drop([prompt], self.model.step, DropReason.NO_SIGNAL)) == 1
+        assert self.run(self.prompts.drop([prompt], self.model.step, DropReason.NO_SIGNAL)) == 0
         self.model.move(prompt, Move.DROP)
         self.model.settled[prompt] = self.model.step
 
@@ -240,7 +248,7 @@ class LedgerMachine(RuleBasedStateMachine):
             assert self.run(self.prompts.counts()).adds_up
             assert not self.run(self.prompts.lease(MEMBERS[0], 4, lineage))
         if job_ends:
-            self.run(self.prompts.close(to + 1, "the job failed"))
+            self.run(self.prompts.close(to + 1, DropReason.JOB_FAILED))
             self.drop_all()
             self.start()
         else:
@@ -250,7 +258,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule()
     def close(self) -> None:
-        assert self.run(self.prompts.close(self.model.step + 1, "the job failed: why")) == self.drop_all()
+        assert self.run(self.prompts.close(self.model.step + 1, DropReason.JOB_FAILED)) == self.drop_all()
 
     def drop_all(self) -> int:
         flying = {p for state in (PromptState.QUEUED, PromptState.LEASED) for p in self.model.at(state)}
@@ -338,15 +346,14 @@ def test_closing_drops_what_is_in_flight(redis_url: str) -> None:
         await store.jobs.create(JOB)
         prompts = store.prompts(JOB.id)
         names = [PromptId(f"0-{n}") for n in range(6)]
-        await prompts.issue([Draft(p, p.encode()) for p in names], 0, (0, 6))
+        await prompts.issue([queued(p) for p in names], 0, (0, 6))
         claims = await prompts.lease(MEMBERS[0], 3, 0)
-        first = PromptId(claims[0].payload.decode())
-        await prompts.complete(claims[0].lease_id, claims[0].fence, b"group", summary(first))
-        assert await prompts.close(0, "the job was cancelled") == 6
+        await prompts.complete(claims[0].ref, b"group", summary(claims[0].row.prompt_id))
+        assert await prompts.close(0, DropReason.JOB_CANCELLED) == 6
         view = await prompts.view()
-        assert (view.issued, view.dropped, view.reasons) == (6, 6, {"the job was cancelled": 6})
+        assert (view.issued, view.dropped, view.reasons) == (6, 6, {DropReason.JOB_CANCELLED: 6})
         try:
-            await prompts.complete(claims[1].lease_id, claims[1].fence, b"group", summary(names[1]))
+            await prompts.complete(claims[1].ref, b"group", summary(names[1]))
             raise AssertionError("an answer to a closed ledger was taken")
         except Fenced:
             pass

@@ -10,21 +10,23 @@ from typing import Any
 
 import pytest
 
+from millrace.drops import Drop, DropReason
 from millrace.errors import Fenced, NotFound
-from millrace.ids import Fence, JobId, LeaseId, MemberId, PromptId, Version
+from millrace.ids import JobId, MemberId, Purpose, Version
 from millrace.spec import parse
 from millrace.wire.channel import PROTOCOL_VERSION
-from millrace.wire.v1 import fleet_pb2, work_pb2
+from millrace.wire.v1 import fleet_pb2
 from services.coordinator.fleet.fleet import Fleet, Patience
 from services.coordinator.observe.events import Events
 from services.coordinator.observe.prometheus import PrometheusMetrics
 from services.coordinator.stages.issue import training_sampling
+from services.coordinator.state.lease import LeaseRef
 from services.coordinator.state.member import Configured, Member, Weights
-from services.coordinator.store import Draft, Purpose, Store, connection, prompts
+from services.coordinator.store import Store, connection, prompts
 from services.coordinator.work import queue
 from services.coordinator.work.queue import Queue, Standing, Terms
 from tests.services.coordinator.cluster import until
-from tests.services.coordinator.redis import a_job, with_store
+from tests.services.coordinator.redis import a_job, queued, with_store
 
 JOB = a_job()
 TERMS = Terms(lease_s=30.0, samples={Purpose.TRAIN: 4, Purpose.EVALUATION: 1})
@@ -85,8 +87,8 @@ class Desk:
         return member
 
     async def issue(self, count: int, purpose: Purpose = Purpose.TRAIN) -> None:
-        names = [PromptId(f"{'e' if purpose is Purpose.EVALUATION else ''}0-{n}") for n in range(count)]
-        drafts = [Draft(name, work_pb2.Lease(prompt_id=name).SerializeToString()) for name in names]
+        prefix = "e" if purpose is Purpose.EVALUATION else ""
+        drafts = [queued(f"{prefix}0-{n}", purpose) for n in range(count)]
         await self.store.prompts(JOB.id, purpose).issue(drafts, 0)
         self.queue.issued.ring()
 
@@ -186,13 +188,13 @@ def test_what_a_lost_member_held_goes_to_others(redis_url: str) -> None:
         first, _ = await desk.member(), await desk.member("rollout-b", 2)
         await desk.issue(2)
         (lease, _), _ = await desk.queue.lease(first.id, 8, 0.0)
-        ref = (LeaseId(lease.ref.lease_id), Fence(lease.ref.fence))
+        ref = LeaseRef.of(lease.ref)
         epoch = desk.fleet.epoch
         await desk.fleet.leave(first.id, "")
         assert desk.fleet.epoch == epoch + 1
         assert await desk.lease(8, name="rollout-b") == ["0-0", "0-1"]
-        with pytest.raises(Fenced, match=r"lease t\S+ with fence 1 is over"):
-            await desk.queue.refuse(first.id, JOB.id, ref, "reward: late")
+        with pytest.raises(Fenced, match=r"lease \S+ with fence 1 is over"):
+            await desk.queue.refuse(first.id, JOB.id, ref, Drop(DropReason.REWARD_FAILED, "late"))
 
     at_the_desk(redis_url, scenario)
 
@@ -202,11 +204,13 @@ def test_an_answer_is_taken_once(redis_url: str) -> None:
         await desk.member()
         await desk.issue(1)
         (lease,), _ = await desk.queue.lease(MemberId("rollout-a"), 8, 0.0)
-        ref: Any = (LeaseId(lease.ref.lease_id), Fence(lease.ref.fence))
+        ref = LeaseRef.of(lease.ref)
         for _ in range(2):
-            await desk.queue.refuse(MemberId("rollout-a"), JOB.id, ref, "prompt_too_long: 9 > 8 tokens")
+            await desk.queue.refuse(
+                MemberId("rollout-a"), JOB.id, ref, Drop(DropReason.PROMPT_TOO_LONG, "9 > 8 tokens")
+            )
         view = await desk.store.prompts(JOB.id).view()
-        assert (view.dropped, view.reasons) == (1, {"prompt_too_long": 1})
+        assert (view.dropped, view.reasons) == (1, {DropReason.PROMPT_TOO_LONG: 1})
 
     at_the_desk(redis_url, scenario)
 
@@ -230,7 +234,7 @@ def test_leases_that_nobody_could_extend_have_their_time_again(redis_url: str, m
         member = await desk.member()
         await desk.issue(1)
         (lease,), _ = await desk.queue.lease(member.id, 8, 0.0)
-        ref = (LeaseId(lease.ref.lease_id), Fence(lease.ref.fence))
+        ref = LeaseRef.of(lease.ref)
         await asyncio.sleep(1.1)
         async with expiring(desk, 1.0, monkeypatch):
             await asyncio.sleep(0.5)
@@ -267,7 +271,7 @@ def test_a_redis_that_stood_still_expires_nothing_at_once(redis_url: str, monkey
         async with expiring(desk, 1.0, monkeypatch):
             await asyncio.sleep(1.2)
             (lease,), _ = await desk.queue.lease(member.id, 8, 0.0)
-            ref = (LeaseId(lease.ref.lease_id), Fence(lease.ref.fence))
+            ref = LeaseRef.of(lease.ref)
             os.kill(pid, signal.SIGSTOP)
             try:
                 await asyncio.sleep(1.5)

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from millrace.drops import Drop, DropReason
 from millrace.errors import InvalidJob, InvalidState
 from millrace.wire.arrays import unpack_logprobs, unpack_tokens
 from millrace.wire.methods import RolloutRpc
@@ -88,7 +89,9 @@ def test_a_reward_without_its_parts_costs_the_group(returned: str, told: str, ti
             await stack.serve(job_spec(tied_model, reward=reward))
             prompt_id = stack.coordinator.issue(0, samples=2, max_response_tokens=4)
             await until(lambda: stack.coordinator.answered == 1)
-            return stack.coordinator.dropped[prompt_id]
+            drop = stack.coordinator.dropped[prompt_id]
+            assert drop.reason is DropReason.REWARD_FAILED
+            return drop.detail
 
     assert told in asyncio.run(scenario())
 
@@ -133,7 +136,7 @@ def test_prompts_that_will_not_do_are_dropped_with_the_reason(tied_model: Path, 
     reward = tmp_path / "reward.py"
     reward.write_text(REWARD)
 
-    async def scenario() -> tuple[dict[str, str], common_pb2.Group]:
+    async def scenario() -> tuple[dict[str, Drop], common_pb2.Group]:
         async with replica_stack() as stack:
             spec = job_spec(tied_model, reward={"function": f"{reward}:compute_score"})
             await stack.serve(spec)
@@ -146,9 +149,14 @@ def test_prompts_that_will_not_do_are_dropped_with_the_reason(tied_model: Path, 
 
     dropped, group = asyncio.run(scenario())
     assert set(dropped) == {"0-1", "0-2", "0-3"}
-    assert dropped["0-1"].startswith("prompt_too_long: ") and dropped["0-1"].endswith("> 200 tokens")
-    assert dropped["0-2"].startswith("prompt: row 2 of test does not go through the tokenizer")
-    assert dropped["0-3"].startswith("reward: raised ValueError: no such answer")
+    assert {prompt: drop.reason for prompt, drop in dropped.items()} == {
+        "0-1": DropReason.PROMPT_TOO_LONG,
+        "0-2": DropReason.BAD_PROMPT,
+        "0-3": DropReason.REWARD_FAILED,
+    }
+    assert dropped["0-1"].detail.endswith("> 200 tokens")
+    assert dropped["0-2"].detail.startswith("row 2 of test does not go through the tokenizer")
+    assert dropped["0-3"].detail.startswith("raised ValueError: no such answer")
     first = group.trajectories[0]
     assert first.reward == len(first.text)
     assert json.loads(first.reward_details) == {"kind": "test"}
@@ -288,7 +296,7 @@ def test_a_prompt_that_brings_out_a_defect_is_dropped_and_the_others_go_on(
             return stack.coordinator.dropped
 
     dropped = asyncio.run(scenario())
-    assert dropped == {"0-1": "replica: KeyError: 'nobody thought of this'"}
+    assert dropped == {"0-1": Drop(DropReason.REPLICA_FAILED, "KeyError: 'nobody thought of this'")}
 
 
 def test_an_engine_that_dies_ends_the_service_and_answers_nothing(tied_model: Path) -> None:

@@ -1,0 +1,46 @@
+"""Why prompts are given up: the reasons that the ledger counts."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class DropReason(StrEnum):
+    """DropReason of proto/millrace/v1/common.proto. The ledger, events, Prometheus and REST use these values."""
+
+    UNSPECIFIED = "unspecified"
+    """The reason is of another release, which has other ones."""
+    BAD_ROW = "bad_row"
+    """The row of the data cannot be read, or cannot be made into a prompt."""
+    BAD_PROMPT = "bad_prompt"
+    """The prompt does not go through the model's tokenizer or chat template."""
+    PROMPT_TOO_LONG = "prompt_too_long"
+    """The prompt has more than `data.max_prompt_tokens` tokens, and the job drops such prompts."""
+    BAD_LOGPROBS = "bad_logprobs"
+    """The engine answered a log-probability that is NaN or infinite."""
+    REWARD_FAILED = "reward_failed"
+    """The reward function failed, hung or crashed on one of the answers, or returned a value that cannot be used."""
+    INCOMPLETE_GROUP = "incomplete_group"
+    """The group has another number of trajectories than `samples_per_prompt`, or lacks the greedy reward."""
+    MALFORMED_GROUP = "malformed_group"
+    """The parts of a trajectory contradict each other: tokens, log-probabilities, version spans."""
+    REPLICA_FAILED = "replica_failed"
+    """The replica met a bug while it worked on this prompt."""
+    NO_SIGNAL = "no_signal"
+    """All rewards of the group are equal, so that every advantage is 0, and the job drops such groups."""
+    JOB_SUCCEEDED = "job_succeeded"
+    """The job had trained all of its steps while the prompt was still in flight."""
+    JOB_FAILED = "job_failed"
+    """The job failed while the prompt was still in flight."""
+    JOB_CANCELLED = "job_cancelled"
+    """The job was cancelled while the prompt was still in flight."""
+
+
+@dataclass(frozen=True)
+class Drop:
+    """A prompt is given up: the reason for the ledger, and the detail for people."""
+
+    reason: DropReason
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.detail}"

@@ -1,0 +1,45 @@
+"""Enums of the contracts as Python enums, and back."""
+
+from millrace.drops import Drop, DropReason
+from millrace.errors import InvalidState
+from millrace.ids import Purpose
+from millrace.wire.v1 import common_pb2
+
+PURPOSES = {
+    common_pb2.PURPOSE_TRAIN: Purpose.TRAIN,
+    common_pb2.PURPOSE_EVALUATION: Purpose.EVALUATION,
+}
+PURPOSE_NUMBERS = {purpose: number for number, purpose in PURPOSES.items()}
+
+DROP_REASONS = {
+    common_pb2.DROP_REASON_UNSPECIFIED: DropReason.UNSPECIFIED,
+    common_pb2.DROP_REASON_BAD_ROW: DropReason.BAD_ROW,
+    common_pb2.DROP_REASON_BAD_PROMPT: DropReason.BAD_PROMPT,
+    common_pb2.DROP_REASON_PROMPT_TOO_LONG: DropReason.PROMPT_TOO_LONG,
+    common_pb2.DROP_REASON_BAD_LOGPROBS: DropReason.BAD_LOGPROBS,
+    common_pb2.DROP_REASON_REWARD_FAILED: DropReason.REWARD_FAILED,
+    common_pb2.DROP_REASON_INCOMPLETE_GROUP: DropReason.INCOMPLETE_GROUP,
+    common_pb2.DROP_REASON_MALFORMED_GROUP: DropReason.MALFORMED_GROUP,
+    common_pb2.DROP_REASON_REPLICA_FAILED: DropReason.REPLICA_FAILED,
+    common_pb2.DROP_REASON_NO_SIGNAL: DropReason.NO_SIGNAL,
+    common_pb2.DROP_REASON_JOB_SUCCEEDED: DropReason.JOB_SUCCEEDED,
+    common_pb2.DROP_REASON_JOB_FAILED: DropReason.JOB_FAILED,
+    common_pb2.DROP_REASON_JOB_CANCELLED: DropReason.JOB_CANCELLED,
+}
+DROP_REASON_NUMBERS = {reason: number for number, reason in DROP_REASONS.items()}
+
+
+def purpose_of(number: common_pb2.Purpose) -> Purpose:
+    """Raises InvalidState where a message of another release names none that is known."""
+    if number not in PURPOSES:
+        what = f"purpose: {number}: neither training nor evaluation."
+        raise InvalidState(what, "run the same release of millrace everywhere.")
+    return PURPOSES[number]
+
+
+def drop_of(message: common_pb2.Drop) -> Drop:
+    return Drop(DROP_REASONS.get(message.reason, DropReason.UNSPECIFIED), message.detail)
+
+
+def drop_message(drop: Drop) -> common_pb2.Drop:
+    return common_pb2.Drop(reason=DROP_REASON_NUMBERS[drop.reason], detail=drop.detail)
