@@ -7,12 +7,12 @@ from numpy.typing import NDArray
 
 from millrace.wire.v1 import common_pb2
 
-NONE_TOLD = -1
-"""In the place of an expert, of a token of which the engine told nothing."""
+NOT_TOLD = -1
+"""Stands for an expert of a token for which the engine reported no routing."""
 
 
 def pack_tokens(tokens: Sequence[int] | NDArray[np.int32]) -> bytes:
-    """Token ids, int32."""
+    """Token ids as int32, little-endian."""
     return np.asarray(tokens, dtype="<i4").tobytes()
 
 
@@ -22,7 +22,7 @@ def unpack_tokens(data: bytes) -> NDArray[np.int32]:
 
 
 def pack_logprobs(logprobs: Sequence[float] | NDArray[np.float32]) -> bytes:
-    """Log-probabilities in nats, float32."""
+    """Log-probabilities in nats as float32, little-endian."""
     return np.asarray(logprobs, dtype="<f4").tobytes()
 
 
@@ -32,7 +32,7 @@ def unpack_logprobs(data: bytes) -> NDArray[np.float32]:
 
 
 def pack_experts(chosen_tlk: NDArray[np.integer]) -> common_pb2.Experts:
-    """Choices of the first T tokens, [T, layers, experts a token]."""
+    """Experts chosen for the first T tokens, [T, layers, experts per token]."""
     _, layers, per_token = chosen_tlk.shape
     wide = bool(chosen_tlk.max(initial=0) > 255)
     chosen = np.ascontiguousarray(chosen_tlk, dtype="<u2" if wide else "u1").tobytes()
@@ -40,12 +40,12 @@ def pack_experts(chosen_tlk: NDArray[np.integer]) -> common_pb2.Experts:
 
 
 def unpack_experts(experts: common_pb2.Experts, tokens: int) -> NDArray[np.int16]:
-    """int16 [tokens, layers, experts a token]; NONE_TOLD for those at the end that were not told. Raises ValueError
-    where these are not choices of at most so many tokens."""
+    """int16 [tokens, layers, experts per token]; NOT_TOLD for tokens at the end that the engine did not report. Raises
+    ValueError where `experts` are of more than `tokens` tokens."""
     shape = (-1, experts.layers, experts.per_token)
     told = np.frombuffer(experts.chosen, dtype="<u2" if experts.wide else "u1").reshape(shape)
     if len(told) > tokens:
-        raise ValueError(f"experts of {len(told)} tokens were told, of {tokens}")
-    whole = np.full((tokens, *told.shape[1:]), NONE_TOLD, np.int16)
+        raise ValueError(f"the engine reported experts of {len(told)} tokens, of {tokens}")
+    whole = np.full((tokens, *told.shape[1:]), NOT_TOLD, np.int16)
     whole[: len(told)] = told
     return whole

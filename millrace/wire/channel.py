@@ -18,7 +18,7 @@ from millrace.wire.status import error_of
 
 MAX_MESSAGE_BYTES = 1 << 30
 PROTOCOL_VERSION = 1
-"""Two services talk only if theirs are equal. Raised with every change of meaning on the wire."""
+"""Two services talk to each other only if theirs are equal. Raised with every change of meaning on the wire."""
 
 OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -26,7 +26,7 @@ OPTIONS = [
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.max_pings_without_data", 0),
-    # A server by itself ends a connection that pings more often than every five minutes: long calls would break.
+    # By default a server ends a connection that pings more often than every five minutes: long calls would break.
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 2_000),
@@ -34,7 +34,7 @@ OPTIONS = [
 
 
 def token() -> str:
-    """The secret that services share, from MILLRACE_TOKEN or the file that MILLRACE_TOKEN_FILE names; empty: none."""
+    """The secret that services share, from MILLRACE_TOKEN or the file that MILLRACE_TOKEN_FILE names. Empty: none."""
     if path := os.environ.get("MILLRACE_TOKEN_FILE"):
         with open(path, encoding="utf-8") as file:
             return file.read().strip()
@@ -52,8 +52,8 @@ class Peer:
         self._metadata = (("authorization", f"Bearer {secret}"),) if secret else ()
 
     async def call(self, method: Unary[Request, Response], request: Request, *, attempts: int = 1) -> Response:
-        """One unary call under its deadline. With `attempts` > 1 (idempotent calls only) an address that cannot be
-        reached is tried again, with growing waits of at most 2 s."""
+        """One unary call, within its deadline. With `attempts` > 1, for idempotent calls only, an address that cannot
+        be reached is tried again, after waits that grow to at most 2 s."""
         deadline_s = self.deadlines[method.key]
         for attempt in range(1, attempts + 1):
             try:
@@ -73,7 +73,7 @@ class Peer:
         raise AssertionError("attempts is at least 1")
 
     async def stream(self, method: Streaming[Request, Response], request: Request) -> AsyncIterator[Response]:
-        """The replies of one server-streaming call under its deadline."""
+        """The replies of one server-streaming call, within its deadline."""
         deadline_s = self.deadlines[method.key]
         call = self._channel.unary_stream(
             method.path,

@@ -1,8 +1,9 @@
-"""Every remote call's deadline, in one place. Seconds; a job's own deadlines override those marked with it."""
+"""Deadlines of all remote calls, in seconds. A job's `deadlines` override those marked with one of its fields."""
 
 from millrace.spec.schedule import Deadlines
 
 FINISH_S = 60.0
+"""After save_s the trainer has this long to say which rank was late."""
 DEADLINES_S: dict[str, float] = {
     "Fleet/Register": 10.0,
     "Fleet/Heartbeat": 5.0,
@@ -34,7 +35,7 @@ DEADLINES_S: dict[str, float] = {
     "Trainer/TransferPublication": 300.0,  # deadlines.publication_s
     "Trainer/FinishPublication": 30.0,
     "Trainer/Save": 3600.0,  # deadlines.save_s
-    "Trainer/FinishSave": 3660.0,  # deadlines.save_s, and FINISH_S for the trainer to say who was late
+    "Trainer/FinishSave": 3660.0,  # deadlines.save_s + FINISH_S
     "Trainer/Load": 1800.0,  # deadlines.configure_s
     "Trainer/GetStatus": 5.0,
     "Health/Check": 5.0,
@@ -42,7 +43,7 @@ DEADLINES_S: dict[str, float] = {
 
 
 def of_job(deadlines: Deadlines) -> dict[str, float]:
-    """The deadlines of calls made for a job."""
+    """The deadlines of calls that are made for a job."""
     return DEADLINES_S | {
         "Rollout/Configure": deadlines.configure_s,
         "Trainer/Configure": deadlines.configure_s,

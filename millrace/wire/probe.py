@@ -9,7 +9,7 @@ from millrace.wire.deadlines import DEADLINES_S
 
 
 def serving(address: str) -> tuple[bool, str]:
-    """Whether the server at `address` says that it serves, and its answer or why there is none."""
+    """Whether the server at `address` says that it serves; and its answer, or why there is none."""
     with grpc.insecure_channel(address) as channel:
         try:
             request = health_pb2.HealthCheckRequest()

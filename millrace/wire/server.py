@@ -1,4 +1,4 @@
-"""A gRPC server with what every service has: health, reflection, the shared token, typed errors, a draining stop."""
+"""The gRPC server of every service: health, reflection, the shared token, typed errors, a stop that drains."""
 
 import hmac
 import os
@@ -20,7 +20,8 @@ OPEN_SERVICES = ("/grpc.health.", "/grpc.reflection.")
 
 
 class Server:
-    """Serves `servicers` (full service name → what adds it to a server) at `host:port`; port 0 takes a free one."""
+    """Serves `servicers` at `host:port`; port 0 takes a free one. `servicers`: for each full service name, the function
+    that adds the service to a server. Raises Unavailable where the port is taken."""
 
     def __init__(self, servicers: Mapping[str, Callable[[grpc.aio.Server], None]], host: str, port: int) -> None:
         self._server = grpc.aio.server(interceptors=[_Token(), _Errors()], options=[*OPTIONS, ("grpc.so_reuseport", 0)])
@@ -35,21 +36,22 @@ class Server:
         except RuntimeError as error:
             raise Unavailable(
                 f"cannot listen on {host}:{port}: the address is taken or not this host's.",
-                "choose another port, or stop what holds it.",
+                "choose another port, or stop the process that uses it.",
             ) from error
 
     async def start(self) -> None:
+        """Takes calls from now on."""
         await self._server.start()
         await self.healthy(True)
 
     async def healthy(self, serving: bool) -> None:
-        """What the health service answers for this server as a whole and for each of its services."""
+        """Sets what the health service answers, for the whole server and for each of its services."""
         status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for name in ("", *self._names):
             await self._health.set(name, status)
 
     async def stop(self, grace_s: float = 5.0) -> None:
-        """Takes no new calls, waits for those in progress for at most `grace_s`, then ends them."""
+        """Takes no new calls, waits at most `grace_s` for those in progress, then ends them."""
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace_s)
 
@@ -65,7 +67,7 @@ def host_address() -> str:
 
 
 class _Token(grpc.aio.ServerInterceptor):
-    """Refuses callers without the shared token, where there is one. Health and reflection stay open."""
+    """Refuses callers without the shared token, where one is set. Health and reflection stay open."""
 
     def __init__(self) -> None:
         self._expected = f"Bearer {secret}" if (secret := token()) else ""
@@ -86,7 +88,8 @@ async def _refuse(request: Any, context: grpc.aio.ServicerContext) -> None:
 
 
 class _Errors(grpc.aio.ServerInterceptor):
-    """Turns a MillraceError of a handler into its status. Any other exception is a bug: logged, INTERNAL."""
+    """Turns a MillraceError of a handler into its status. Any other exception is a bug: gRPC logs it and answers
+    UNKNOWN."""
 
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails

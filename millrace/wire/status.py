@@ -1,4 +1,4 @@
-"""Errors on the wire: a `MillraceError` becomes a gRPC status and becomes the same error again at the caller."""
+"""Errors on the wire: a `MillraceError` becomes a gRPC status, and at the caller the same error again."""
 
 import grpc
 
@@ -29,7 +29,7 @@ def status_of(error: errors.MillraceError) -> tuple[grpc.StatusCode, str, tuple[
 
 
 def error_of(call: grpc.aio.AioRpcError, address: str, method: str, deadline_s: float) -> errors.MillraceError:
-    """What a failed call means to its caller, naming the method and the address."""
+    """The error of a failed call, for its caller. An error that is not the server's own names method and address."""
     trailing = dict(call.trailing_metadata() or ())
     kind = _BY_NAME.get(str(trailing.get(_NAME, "")))
     if kind is errors.PublicationFailed:
@@ -39,12 +39,10 @@ def error_of(call: grpc.aio.AioRpcError, address: str, method: str, deadline_s: 
         return kind(call.details() or "", bytes(trailing[_FIX]).decode())
     if call.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return errors.Unavailable(
-            f"{method} at {address} did not answer within {deadline_s:g} s.", f"look at {address}"
+            f"{method} at {address} did not answer within {deadline_s:g} s.", f"look at {address}."
         )
-    if call.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):  # a server that ends cancels its calls
-        return errors.Unavailable(
-            f"{address} cannot be reached for {method}: {call.details()}.", "see whether it runs."
-        )
+    if call.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):  # a server that stops cancels its calls
+        return errors.Unavailable(f"{address} cannot be reached for {method}: {call.details()}.", "check that it runs.")
     if call.code() is grpc.StatusCode.UNAUTHENTICATED:
         return errors.InvalidState(f"{address} refused {method}: {call.details()}", "set the same MILLRACE_TOKEN.")
     if call.code() is grpc.StatusCode.UNIMPLEMENTED:

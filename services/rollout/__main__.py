@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Annotated, NoReturn
 
 import structlog
@@ -28,13 +29,22 @@ log = structlog.get_logger(__name__)
 app = typer.Typer(pretty_exceptions_enable=False)
 
 
+class Ending(Enum):
+    """Why a replica ends."""
+
+    STOPPED = auto()
+    """A signal, or somebody asked it to drain."""
+    DIED = auto()
+    """The engine has died."""
+
+
 @dataclass(frozen=True)
 class Options:
     coordinator: str
     engine: str
     engine_release: str
     host: str
-    """By which others reach this replica."""
+    """Name or address by which other hosts reach this replica."""
     port: int
     patience_s: float
     drain_s: float
@@ -60,9 +70,9 @@ def main(
     ] = 600.0,
     version: VersionOption = False,
 ) -> None:
-    """Serves one engine to the fleet until it is told to stop."""
+    """Serves one engine to the fleet until it is told to stop. A second signal ends it without waiting for leases."""
     if host:
-        os.environ["MILLRACE_HOST"] = host  # copies to siblings are told it too
+        os.environ["MILLRACE_HOST"] = host  # copies to siblings use it too
     member_id = new_member_id("rollout")
     try:
         logs.configure("rollout", member_id)
@@ -77,8 +87,8 @@ def main(
 
 
 async def _process(member_id: MemberId, options: Options) -> NoReturn:
-    """Serves, and ends the process from within the event loop: asyncio.run would wait for every thread that it lent,
-    for one that never answers too."""
+    """Serves, and ends the process from inside the event loop: asyncio.run would wait for all of its threads, even for
+    one that never returns."""
     status = 1
     try:
         status = await _serve(member_id, options)
@@ -96,12 +106,12 @@ def _end(status: int) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
     finally:
-        # Engine libraries leave threads and destructors behind that have nothing to say any more.
+        # Threads and destructors of engine libraries could block or crash a normal exit.
         os._exit(status)
 
 
 async def _serve(member_id: MemberId, options: Options) -> int:
-    """Returns the exit status. Raises MillraceError where the replica cannot be a member."""
+    """Returns the exit status. Raises MillraceError where the coordinator refuses the replica."""
     coordinator = Peer(options.coordinator)
     leases = Leases(coordinator, member_id)
     replica = Replica(member_id, options.engine, options.engine_release, leases)
@@ -114,8 +124,7 @@ async def _serve(member_id: MemberId, options: Options) -> int:
     beating = asyncio.create_task(membership.run())
     pulling = asyncio.create_task(leases.run())
     try:
-        reason = await _until_ending(replica, stops, beating, pulling)
-        if reason == "stopped":
+        if await _until_ending(replica, stops, beating, pulling) is Ending.STOPPED:
             await drain(replica, membership, stops, options.drain_s)
     finally:
         pulling.cancel()
@@ -129,7 +138,7 @@ async def _serve(member_id: MemberId, options: Options) -> int:
 
 
 def _signals() -> asyncio.Queue[int]:
-    """SIGTERM and SIGINT as they come."""
+    """A queue that receives SIGTERM and SIGINT."""
     stops: asyncio.Queue[int] = asyncio.Queue()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stops.put_nowait, number)
@@ -138,8 +147,8 @@ def _signals() -> asyncio.Queue[int]:
 
 async def _until_ending(
     replica: Replica, stops: asyncio.Queue[int], beating: asyncio.Task[None], pulling: asyncio.Task[None]
-) -> str:
-    """Waits for the first reason to end: `stopped` (a signal or a drain) or `died`. Raises what ended a loop."""
+) -> Ending:
+    """Waits for the first reason to end. Raises the error that ended one of the two loops."""
     stopped = asyncio.create_task(stops.get())
     drained = asyncio.create_task(replica.draining.wait())
     died = asyncio.create_task(replica.died.wait())
@@ -149,11 +158,11 @@ async def _until_ending(
     for loop in (beating, pulling):
         if loop.done():
             loop.result()
-    return "died" if replica.died.is_set() else "stopped"
+    return Ending.DIED if replica.died.is_set() else Ending.STOPPED
 
 
 async def drain(replica: Replica, membership: Membership, stops: asyncio.Queue[int], drain_s: float) -> None:
-    """Finishes what is in work; a second signal or the deadline ends the wait, and the rest is given back."""
+    """Finishes the leases that are held. After a second signal, or after `drain_s`, the caller returns the rest."""
     replica.drain()
     await membership.drain()
     finished = asyncio.create_task(replica.leases.finish())

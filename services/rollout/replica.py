@@ -1,4 +1,4 @@
-"""One replica: which job it serves, with which engine, at which version."""
+"""One replica: the job that it serves, its engine, the version that is in place."""
 
 import asyncio
 import json
@@ -31,7 +31,7 @@ CONFIGURED = "configured"
 
 
 class Replica:
-    """Configured by the coordinator, it takes leases from the first version that it committed."""
+    """Configured by the coordinator. It takes leases as soon as a first version is committed."""
 
     def __init__(self, member_id: MemberId, engine_name: str, engine_release: str, leases: Leases) -> None:
         self.member_id = member_id
@@ -44,7 +44,7 @@ class Replica:
         self.draining = asyncio.Event()
         """Set once somebody asked this replica to drain."""
         self.died = asyncio.Event()
-        """Set once the engine ended by itself; `failure` says why."""
+        """Set once the engine has died; `failure` says why."""
         self.engine: Engine | None = None
         self.job: Job | None = None
         self._receiver: PublicationReceiver | None = None
@@ -53,7 +53,8 @@ class Replica:
         self._turn = asyncio.Lock()
 
     async def configure(self, job_id: JobId, spec_json: str) -> rollout_pb2.ConfigureRolloutResponse:
-        """Makes the engine ready for a job. The same job again answers at once and keeps its version."""
+        """Makes the engine ready for a job. For the job that is configured already it answers at once, and the version
+        stays in place. Raises InvalidJob, InvalidState while draining, EngineDied."""
         spec, started = parse_spec(spec_json), time.monotonic()
         async with self._turn:
             if self.draining.is_set():
@@ -114,7 +115,7 @@ class Replica:
             await engine.stop()
 
     def _on_version(self, version: Version | None) -> None:
-        """A commit ended: with `version` in place, or half-way and with none."""
+        """A commit ended: with `version` in place, or with None where it failed half-way."""
         self.version = version
         if version is None:
             self.state = rollout_pb2.ENGINE_STATE_WITHOUT_WEIGHTS
@@ -142,7 +143,8 @@ class Replica:
         return self._receiver
 
     async def describe(self, request: rollout_pb2.DescribeReceiveRequest) -> rollout_pb2.DescribeReceiveResponse:
-        """What each worker of the engine wants of a manifest. Raises PublicationFailed where it does not fit."""
+        """The part of a manifest that each worker of the engine wants. Raises PublicationFailed where the manifest does
+        not fit the engine."""
         self.receiver(request.job_id)
         assert self.engine is not None
         try:
@@ -153,7 +155,7 @@ class Replica:
         return rollout_pb2.DescribeReceiveResponse(layouts=sides.encode(boxes), gpu=self.engine.device != "cpu")
 
     def drain(self) -> None:
-        """No new leases; what is in work goes on. Idempotent."""
+        """Takes no new leases; work in progress continues. Idempotent."""
         if not self.draining.is_set():
             log.info("draining")
             self.state = rollout_pb2.ENGINE_STATE_DRAINING
@@ -161,6 +163,7 @@ class Replica:
             self.draining.set()
 
     def died_of(self, error: EngineDied) -> None:
+        """The engine has died: the replica fails."""
         if not self.died.is_set():
             log.error("the engine died", error=str(error))
             self.state, self.failure, self.version = rollout_pb2.ENGINE_STATE_FAILED, str(error), None
@@ -210,8 +213,8 @@ class Replica:
         )
 
     async def close(self) -> None:
-        """Ends everything, and gives back what is still held. An engine that is just starting is left to the caller to
-        kill."""
+        """Ends all work, returns the leases that are still held, stops the engine. An engine that does not stop within
+        CLOSE_S is left for the caller to kill."""
         try:
             async with asyncio.timeout(CLOSE_S), self._turn:
                 await self._leave_job("the replica ends")
@@ -221,7 +224,7 @@ class Replica:
 
 
 def _engine_key(spec: JobSpec) -> str:
-    """Two jobs with the same key can share a running engine."""
+    """What the engine depends on: two jobs with the same key can use one running engine."""
     rollout = spec.rollout
     return json.dumps(
         [

@@ -22,6 +22,8 @@ log = structlog.get_logger(__name__)
 
 
 class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
+    """Serves one replica."""
+
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -29,24 +31,24 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
     async def Configure(
         self, request: rollout_pb2.ConfigureRolloutRequest, context: Context
     ) -> rollout_pb2.ConfigureRolloutResponse:
-        return await self._whole(self._replica.configure(JobId(request.job_id), request.spec))
+        return await self._to_its_end(self._replica.configure(JobId(request.job_id), request.spec))
 
     async def DescribeWeights(
         self, request: rollout_pb2.DescribeReceiveRequest, context: Context
     ) -> rollout_pb2.DescribeReceiveResponse:
-        return await self._whole(self._replica.describe(request))
+        return await self._to_its_end(self._replica.describe(request))
 
     async def PreparePublication(
         self, request: rollout_pb2.PrepareReceiveRequest, context: Context
     ) -> rollout_pb2.PrepareReceiveResponse:
         receiver = self._replica.receiver(request.publication.job_id)
-        return rollout_pb2.PrepareReceiveResponse(plan_hash=await self._whole(receiver.prepare(request)))
+        return rollout_pb2.PrepareReceiveResponse(plan_hash=await self._to_its_end(receiver.prepare(request)))
 
     async def TransferPublication(
         self, request: rollout_pb2.TransferReceiveRequest, context: Context
     ) -> rollout_pb2.TransferReceiveResponse:
         receiver = self._replica.receiver(request.publication.job_id)
-        await self._whole(receiver.transfer(PublicationId.from_proto(request.publication)))
+        await self._to_its_end(receiver.transfer(PublicationId.from_proto(request.publication)))
         return rollout_pb2.TransferReceiveResponse()
 
     async def VerifyPublication(
@@ -54,45 +56,45 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
     ) -> rollout_pb2.VerifyReceiveResponse:
         receiver = self._replica.receiver(request.publication.job_id)
         checksums = tuple(request.checksums.values)
-        await self._whole(receiver.verify(PublicationId.from_proto(request.publication), checksums))
+        await self._to_its_end(receiver.verify(PublicationId.from_proto(request.publication), checksums))
         return rollout_pb2.VerifyReceiveResponse()
 
     async def CommitPublication(
         self, request: rollout_pb2.CommitReceiveRequest, context: Context
     ) -> rollout_pb2.CommitReceiveResponse:
         receiver = self._replica.receiver(request.publication.job_id)
-        report = await self._whole(receiver.commit(PublicationId.from_proto(request.publication)))
+        report = await self._to_its_end(receiver.commit(PublicationId.from_proto(request.publication)))
         return rollout_pb2.CommitReceiveResponse(report=report)
 
     async def AbortPublication(
         self, request: rollout_pb2.AbortReceiveRequest, context: Context
     ) -> rollout_pb2.AbortReceiveResponse:
         receiver = self._replica.receiver(request.publication.job_id)
-        await self._whole(receiver.abort(PublicationId.from_proto(request.publication), request.reason))
+        await self._to_its_end(receiver.abort(PublicationId.from_proto(request.publication), request.reason))
         return rollout_pb2.AbortReceiveResponse()
 
     async def DescribeCopy(
         self, request: trainer_pb2.DescribeSendRequest, context: Context
     ) -> trainer_pb2.DescribeSendResponse:
-        return await self._whole(self._replica.receiver(request.job_id).copies.describe())
+        return await self._to_its_end(self._replica.receiver(request.job_id).copies.describe())
 
     async def PrepareCopy(
         self, request: trainer_pb2.PrepareSendRequest, context: Context
     ) -> trainer_pb2.PrepareSendResponse:
         copies = self._replica.receiver(request.publication.job_id).copies
-        return await self._whole(copies.prepare(request))
+        return await self._to_its_end(copies.prepare(request))
 
     async def TransferCopy(
         self, request: trainer_pb2.TransferSendRequest, context: Context
     ) -> trainer_pb2.TransferSendResponse:
         copies = self._replica.receiver(request.publication.job_id).copies
-        return await self._whole(copies.transfer(PublicationId.from_proto(request.publication)))
+        return await self._to_its_end(copies.transfer(PublicationId.from_proto(request.publication)))
 
     async def FinishCopy(
         self, request: trainer_pb2.FinishSendRequest, context: Context
     ) -> trainer_pb2.FinishSendResponse:
         copies = self._replica.receiver(request.publication.job_id).copies
-        await self._whole(copies.finish(PublicationId.from_proto(request.publication)))
+        await self._to_its_end(copies.finish(PublicationId.from_proto(request.publication)))
         return trainer_pb2.FinishSendResponse()
 
     async def Generate(self, request: rollout_pb2.GenerateRequest, context: Context) -> rollout_pb2.GenerateResponse:
@@ -100,7 +102,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         try:
             json.loads(request.prompt)
         except ValueError as error:
-            raise BadRow(f"the prompt is no JSON: {error}.", "send a list of messages, or a string.") from error
+            raise BadRow(f"the prompt is not JSON: {error}.", "send a list of messages, or a string.") from error
         prompt = await generator.job.prompt(work_pb2.Lease(prompt_id="debug-0", prompt=request.prompt))
         if prompt.rendered.dropped is not None:
             raise BadRow(f"the prompt is too long: {prompt.rendered.dropped.detail}.", "send a shorter one.")
@@ -133,9 +135,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         self._replica.drain()
         return rollout_pb2.DrainRolloutResponse()
 
-    async def _whole(self, work: Coroutine[Any, Any, T]) -> T:
-        """Runs `work` to its end even where the caller goes away: a phase cut off half-way would leave the engine
-        paused, and a caller that comes back asks again."""
+    async def _to_its_end(self, work: Coroutine[Any, Any, T]) -> T:
+        """Runs `work` to its end even if the caller goes away. A phase cancelled half-way leaves the engine paused;
+        a caller that comes back repeats its call."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -148,11 +150,11 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
 
 def _tell_failure(task: asyncio.Task[Any]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
-        log.warning("a call failed after its caller had gone", error=str(error))
+        log.warning("a call failed after its caller had gone away", error=str(error))
 
 
 def servicers(replica: Replica) -> Mapping[str, Callable[[grpc.aio.Server], None]]:
-    """By full service name, as `millrace.wire.server.Server` takes them."""
+    """The replica's services by full name, for `millrace.wire.server.Server`."""
     servicer = RolloutServicer(replica)
     return {
         "millrace.v1.Rollout": lambda server: rollout_pb2_grpc.add_RolloutServicer_to_server(servicer, server),

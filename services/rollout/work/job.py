@@ -1,4 +1,4 @@
-"""What a replica holds of the job that it is configured for: spec, tokenizer, scoring processes."""
+"""The job that a replica is configured for: spec, tokenizer, scoring processes."""
 
 import asyncio
 import json
@@ -17,15 +17,17 @@ from services.rollout.scoring.pool import ScoringPool
 
 @dataclass(frozen=True)
 class Prompt:
-    """A lease's prompt, ready for the engine."""
+    """The prompt of a lease, ready for the engine."""
 
     row: PromptRow
     rendered: Rendered
     text: str
-    """As the model sees it, special tokens included."""
+    """The prompt as the model sees it, with special tokens."""
 
 
 class Job:
+    """The job, with its tokenizer loaded and its scoring processes running. `close` ends them."""
+
     def __init__(self, job_id: JobId, spec: JobSpec, tokenizer: Any, scoring: ScoringPool) -> None:
         self.id = job_id
         self.spec = spec
@@ -52,7 +54,7 @@ class Job:
         await self.scoring.close()
 
     async def prompt(self, lease: work_pb2.Lease) -> Prompt:
-        """Tokens of the lease's prompt. Raises BadRow where it does not go through the chat template."""
+        """The lease's prompt as tokens. Raises BadRow where it does not go through the tokenizer or chat template."""
         row = PromptRow(
             index=row_of(lease.prompt_id),
             data_source=lease.data_source,
@@ -75,15 +77,15 @@ class Job:
 
 
 def parse_spec(spec: str) -> JobSpec:
-    """From the JSON on the wire. Raises InvalidJob."""
+    """The job spec of a JSON text. Raises InvalidJob."""
     try:
         return parse(json.loads(spec))
     except ValueError as error:
-        raise InvalidJob(f"the job spec is no JSON: {error}.", "send it as the coordinator validated it.") from error
+        raise InvalidJob(f"the job spec is not JSON: {error}.", "send it as the coordinator validated it.") from error
 
 
 def import_transformers() -> None:
-    """Ahead of those that import it in threads of their own: its lazy modules fail where two load them at once."""
+    """Imports transformers before threads do: its lazy modules fail when two threads load them at the same time."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: F401
 
 
@@ -95,13 +97,13 @@ def _load_tokenizer(spec: JobSpec) -> Any:
     except (OSError, ValueError, KeyError) as error:
         what = f"model.path: the tokenizer in {spec.model.path} cannot be loaded: {error}."
         raise InvalidJob(
-            what, "save it beside the model; the folder must be at the same path for every service."
+            what, "save it in the model folder; every service needs that folder at the same path."
         ) from error
 
 
 def _decoded(value: str, field: str, lease: work_pb2.Lease) -> Any:
-    """A lease's JSON field; None where it is empty."""
+    """The value of a JSON field of the lease; None where the field is empty. Raises BadRow."""
     try:
         return json.loads(value) if value else None
     except ValueError as error:
-        raise BadRow(f"prompt {lease.prompt_id}: {field} is no JSON: {error}.", "fix the row.") from error
+        raise BadRow(f"prompt {lease.prompt_id}: {field} is not JSON: {error}.", "fix the row.") from error
