@@ -1,4 +1,4 @@
-"""`python -m services.coordinator`: REST for people, gRPC for the fleet, everything it knows in Redis."""
+"""`python -m services.coordinator`: REST for people, gRPC for the fleet, all state in Redis."""
 
 import asyncio
 import signal
@@ -69,7 +69,7 @@ async def _until_signalled(settings: Settings) -> None:
 
 
 def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:
-    """uvloop's where it is installed: about twice as fast on small calls."""
+    """uvloop's event loop where it is installed: about twice as fast for small calls."""
     try:
         import uvloop
     except ImportError:

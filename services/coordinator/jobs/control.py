@@ -15,7 +15,7 @@ from millrace.spec.checking import submission
 from millrace.spec.checking.changes import applied
 from services.coordinator.bell import Bell
 from services.coordinator.observe.events import Events
-from services.coordinator.state.job import ACTIVE, ENDED, JobRecord, refusal
+from services.coordinator.state.job import ACTIVE, ENDED, JobRecord, Wanted, refusal
 from services.coordinator.store import Store
 
 RUNS = [JobState.STARTING, JobState.RUNNING]
@@ -65,7 +65,7 @@ class Control:
             message, now = f"{job.name} was cancelled", time.time()
             await self._events.move(job.id, JobState.CANCELLED, message, only=[JobState.QUEUED], finished_s=now)
         except InvalidState:
-            await self._store.jobs.want(job_id, list(ACTIVE), "cancelled", wanted="cancel")
+            await self._store.jobs.want(job_id, list(ACTIVE), "cancelled", wanted=Wanted.CANCEL)
         return await self._asked(job_id)
 
     async def pause(self, job_id: str) -> JobRecord:
@@ -74,8 +74,8 @@ class Control:
         Raises NotFound, and InvalidState if the job does not run or is about to be cancelled.
         """
         job = await self._store.jobs.get(job_id)
-        if job.state is not JobState.PAUSED or job.wanted == "cancel":
-            await self._store.jobs.want(job_id, RUNS, "paused", wanted="pause")
+        if job.state is not JobState.PAUSED or job.wanted is Wanted.CANCEL:
+            await self._store.jobs.want(job_id, RUNS, "paused", wanted=Wanted.PAUSE)
         return await self._asked(job_id)
 
     async def resume(self, job_id: str, changes: Mapping[str, Any] | None = None) -> JobRecord:
@@ -91,7 +91,9 @@ class Control:
             what = f"{job_id} is {job.state}: only a job that failed or was cancelled can be resumed with changes."
             raise InvalidState(what, f"cancel it first: `millrace cancel {job_id}`.")
         elif job.state is JobState.PAUSED or not await self._pause_withdrawn(job.id):
-            await self._events.move(job.id, JobState.RUNNING, "running again", only=[JobState.PAUSED], wanted="")
+            await self._events.move(
+                job.id, JobState.RUNNING, "running again", only=[JobState.PAUSED], wanted=Wanted.NOTHING
+            )
         return await self._asked(job_id)
 
     async def _continue(self, job: JobRecord, changes: Mapping[str, Any]) -> None:
@@ -113,7 +115,7 @@ class Control:
         """Withdraws a pause that the loop has not carried out yet. False if the job is paused by now. Raises
         InvalidState."""
         try:
-            await self._store.jobs.want(job_id, RUNS, "resumed", pending="pause", wanted="")
+            await self._store.jobs.want(job_id, RUNS, "resumed", pending=Wanted.PAUSE, wanted=Wanted.NOTHING)
         except InvalidState:
             if (await self._store.jobs.get(job_id)).state is not JobState.PAUSED:
                 raise

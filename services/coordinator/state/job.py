@@ -1,9 +1,10 @@
-"""A job's states and their transitions as data, and what is kept of a job."""
+"""A job's states and their transitions as data, and its record."""
 
 import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import cached_property
 from typing import Any, Self
 
@@ -23,7 +24,15 @@ TRANSITIONS: Mapping[JobState, frozenset[JobState]] = {
 }
 ENDED = frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED})
 ACTIVE = frozenset({JobState.STARTING, JobState.RUNNING, JobState.PAUSED})
-"""A job in one of these holds the trainer."""
+"""A job in one of these states has the trainer."""
+
+
+class Wanted(StrEnum):
+    """A request to a job that its loop has not carried out yet."""
+
+    NOTHING = ""
+    PAUSE = "pause"
+    CANCEL = "cancel"
 
 
 def before(state: JobState) -> list[JobState]:
@@ -35,9 +44,9 @@ def no_such_job(job_id: str) -> NotFound:
     return NotFound(f"there is no job {job_id}.", "list the jobs with `millrace jobs` or GET /v1/jobs.")
 
 
-def refusal(job_id: str, state: JobState, asked: str, wanted: str = "") -> InvalidState:
-    """Why a job cannot be `asked` (paused, cancelled, ...) in `state`, or while `wanted` is pending."""
-    if wanted == "cancel" and state not in ENDED:
+def refusal(job_id: str, state: JobState, asked: str, wanted: Wanted = Wanted.NOTHING) -> InvalidState:
+    """The error for a job that cannot be `asked` (paused, cancelled, ...) in `state`, or while `wanted` is pending."""
+    if wanted is Wanted.CANCEL and state not in ENDED:
         what = f"{job_id} is {state} and about to be cancelled; it cannot be {asked}."
         return InvalidState(what, f"wait until it has ended; `millrace resume {job_id}` continues it then.")
     fix = f"wait until {job_id} can be {asked}."
@@ -53,9 +62,10 @@ _READ: Mapping[Any, Callable[[str], Any]] = {
     float: float,
     Version: int,
     JobState: JobState,
+    Wanted: Wanted,
     float | None: float,
 }
-"""How a field of the store becomes one of a record, by its type; all others are text."""
+"""How a field of the store is read, by its type in the record. All others are text."""
 
 
 @dataclass(frozen=True)
@@ -68,14 +78,14 @@ class JobRecord:
     spec_json: str
     created_s: float
     step: int = 0
-    """Steps trained: marked on the ledger."""
+    """Steps trained, according to the ledger."""
     steps: int = 0
     version: Version = Version(0)  # noqa: RUF009
     """The version that the trainer holds according to the ledger."""
     lineage: int = 0
-    """Grows with every start, and whenever the trainer goes back: the versions of another lineage mean nothing."""
+    """Grows with every start, and whenever the trainer goes back. Weights of another lineage are not valid."""
     configuration: str = ""
-    """Names the last time that a trainer loaded the job: one that holds it from another time stands elsewhere."""
+    """Names the last loading of the job by a trainer. A trainer that holds it from another loading loads it again."""
     cursor: int = 0
     """Prompts drawn from the data, over all passes."""
     rows: int = 0
@@ -87,8 +97,7 @@ class JobRecord:
     checkpoint_step: int = -1
     report: str | None = None
     failure: str | None = None
-    wanted: str = ""
-    """`pause` or `cancel`: what somebody asked for and the loop has not done yet."""
+    wanted: Wanted = Wanted.NOTHING
 
     @cached_property
     def spec(self) -> JobSpec:
@@ -100,7 +109,7 @@ class JobRecord:
 
     @property
     def output(self) -> str:
-        """The folder of its checkpoints, also where the spec is of another release."""
+        """The output folder. It is read without validating the spec, which may be of another release."""
         return str(json.loads(self.spec_json)["output"])
 
     @classmethod

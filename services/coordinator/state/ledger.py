@@ -1,4 +1,4 @@
-"""Where a prompt of a job can stand and every move between, as data. Pure: the store runs the same table in Redis.
+"""The states of a job's prompts and every move between them, as data. The store runs the same table in Redis.
 
 issued = queued + leased + generated + trained + dropped, after every move.
 """
@@ -12,36 +12,43 @@ from millrace.errors import InvalidState
 
 class PromptState(StrEnum):
     QUEUED = "queued"
-    """In the queue, leased by nobody."""
+    """In the queue, or waiting to be put there; leased by nobody."""
     LEASED = "leased"
-    """A replica works on it, under a deadline."""
+    """A replica works on it, until a deadline."""
     GENERATED = "generated"
     """Its group is complete and waits to be trained."""
     TRAINED = "trained"
+    """A step was trained on its group."""
     DROPPED = "dropped"
-    """Given up with a reason."""
+    """Given up, with a DropReason."""
 
 
 class Move(StrEnum):
+    """What changes the state of a prompt."""
+
     ISSUE = "issue"
+    """The coordinator puts the prompt into the queue."""
     LEASE = "lease"
+    """A replica claims it."""
     GIVE_BACK = "give_back"
     """The lease expired, was released, or its holder died or lost its weights."""
     COMPLETE = "complete"
+    """The replica answers with the group."""
     REFUSE = "refuse"
-    """The replica answers that there will be no group: the prompt is too long, its reward failed."""
+    """The replica answers that there is no group: the prompt is too long, its reward failed."""
     TRAIN = "train"
+    """A step was trained on the group."""
     DROP = "drop"
-    """The coordinator gives the prompt up: without signal, its job has ended."""
+    """The coordinator gives the prompt up: its group has no signal, or its job has ended."""
     REGENERATE = "regenerate"
-    """The group came too late to be trained; its prompt is issued again."""
+    """The group is too stale to be trained; its prompt is generated again."""
     REWIND = "rewind"
-    """The trainer went back to a checkpoint: what came after it has to be generated again."""
+    """The trainer went back to an earlier version: what came after it is generated again."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A move is allowed from `before` (None: not issued yet) and leads to `after`."""
+    """A move is allowed from the states `before` (None: not issued yet) and leads to `after`."""
 
     before: frozenset[PromptState | None]
     after: PromptState
@@ -68,15 +75,15 @@ def after(state: PromptState | None, move: Move) -> PromptState:
     """The state that `move` leads to. Raises InvalidState where it is not allowed from `state`."""
     rule = MOVES[move]
     if state not in rule.before:
-        stands = "was never issued" if state is None else f"is {state}"
+        condition = "was never issued" if state is None else f"is {state}"
         allowed = ", ".join(sorted(s or "not issued" for s in rule.before))
-        raise InvalidState(f"a prompt that {stands} cannot {move}.", f"{move} is for prompts that are {allowed}.")
+        raise InvalidState(f"a prompt that {condition} cannot {move}.", f"{move} is for prompts that are {allowed}.")
     return rule.after
 
 
 @dataclass(frozen=True)
 class Counts:
-    """How many prompts stand where."""
+    """Number of prompts in each state."""
 
     issued: int = 0
     queued: int = 0
@@ -85,11 +92,11 @@ class Counts:
     trained: int = 0
     dropped: int = 0
     waiting: int = 0
-    """Of those queued: rewound or to be regenerated, and not yet put into the queue again."""
+    """Those of `queued` that are not in the queue yet: rewound, or to be regenerated."""
 
     @property
     def in_flight(self) -> int:
-        """Prompts that replicas may be working on or have worked on, and that no step has trained."""
+        """Prompts that are in the queue, leased or generated."""
         return self.queued - self.waiting + self.leased + self.generated
 
     @property
@@ -97,7 +104,7 @@ class Counts:
         return self.issued == self.queued + self.leased + self.generated + self.trained + self.dropped
 
     def moved(self, state: PromptState | None, move: Move) -> "Counts":
-        """The counts after one prompt that stood at `state` made `move`."""
+        """The counts after `move` of one prompt that was in `state`. Raises InvalidState where it is not allowed."""
         to = after(state, move)
         changes = {"issued": self.issued + 1} if state is None else {state.value: getattr(self, state) - 1}
         changed = replace(self, **changes)
@@ -105,7 +112,7 @@ class Counts:
 
 
 def capacity(*, staleness: int, version: int, prompts_per_step: int, trained: int, in_flight: int) -> int:
-    """How many prompts may be issued now so that none of them has to be staler than the bound when it is trained."""
+    """How many prompts can be issued now without any of them exceeding the staleness bound when it is trained."""
     return max(0, (staleness + version + 1) * prompts_per_step - (trained + in_flight))
 
 

@@ -1,4 +1,4 @@
-"""One member of the fleet, and what the coordinator knows of it."""
+"""One member of the fleet, as the coordinator knows it."""
 
 import asyncio
 import time
@@ -18,7 +18,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Weights:
-    """A verified version. It means something only in its own job and lineage."""
+    """A verified weight version. Versions of another job or lineage are different weights."""
 
     job_id: JobId
     lineage: int
@@ -27,18 +27,18 @@ class Weights:
 
 @dataclass(frozen=True)
 class Configured:
-    """What a replica's engine is ready for."""
+    """The job that a replica's engine is ready for."""
 
     job_id: JobId
     world_size: int
     dtype: str
     spec: str = ""
-    """Digest of the job's spec then: a job that is continued may have another."""
+    """Digest of the job's spec at that time. A resumed job may have another one."""
 
 
 @dataclass(frozen=True)
 class Pulse:
-    """The last heartbeat. Samples running and waiting in the engine, and how many it could start."""
+    """The last heartbeat, with the numbers of samples that run, wait, and could be started."""
 
     at: float = field(default_factory=time.monotonic)
     running: int = 0
@@ -47,7 +47,7 @@ class Pulse:
     tokens: int = 0
     tokens_per_s: float = 0.0
     version: int = -1
-    """As the member says. What a replica may serve is its `weights`; of a trainer this is all that is known."""
+    """The version that the member reported. For a replica, `Member.weights` is what counts."""
 
     def next(self, beat: fleet_pb2.HeartbeatRequest) -> "Pulse":
         now = time.monotonic()
@@ -58,6 +58,8 @@ class Pulse:
 
 @dataclass
 class Member:
+    """A member. All but the heartbeat, failures and pending work is kept in the store."""
+
     id: MemberId
     kind: MemberKind
     address: str
@@ -76,10 +78,10 @@ class Member:
     pulse: Pulse = field(default_factory=Pulse)
     configuring: bool = False
     failures: int = 0
-    """In a row, of configurations and publications."""
+    """Configurations and publications that failed in a row."""
     retry_at: float = 0.0
     trouble: str = ""
-    """Why it could not be configured, the last time; empty once it could."""
+    """Why the last configuration failed. Empty after one that succeeded."""
     gone: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the member is lost or has left."""
 
@@ -98,7 +100,7 @@ class Member:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """What has to survive a restart of the coordinator."""
+        """The fields that survive a restart of the coordinator."""
         names = ("id", "kind", "address", "release", "engine", "engine_release", "world_size", "host", "device")
         tree: dict[str, Any] = {name: getattr(self, name) for name in (*names, "joined_s", "draining")}
         tree["configured"] = vars(self.configured) if self.configured else None
@@ -112,12 +114,12 @@ class Member:
         return cls(**{**tree, "kind": MemberKind(tree["kind"]), "configured": configured, "weights": weights})
 
     def ready_for(self, job_id: JobId) -> bool:
-        """Whether its engine could generate for the job, once it has the weights."""
+        """Whether its engine can generate for the job, as soon as it has the weights."""
         return self.configured is not None and self.configured.job_id == job_id and not self.gone.is_set()
 
     @property
     def due(self) -> bool:
-        """False for a while after it failed: it is left alone, longer each time."""
+        """False for a while after a failure, longer each time: the member is not tried again until then."""
         return time.monotonic() >= self.retry_at
 
     def holds(self, wanted: Weights) -> bool:

@@ -1,4 +1,4 @@
-"""The connection to Redis: commands, scripts, and what its loss means."""
+"""The connection to Redis: commands, scripts, and the errors of a Redis that cannot be used."""
 
 import asyncio
 import hashlib
@@ -26,39 +26,40 @@ SCRIPTS = Path(__file__).parent / "scripts"
 TIMEOUT_S = 5.0
 LARGE_S = 30.0
 LARGE_AT_ONCE = 2
-"""Answers that may be large are read by so many at a time, each within LARGE_S."""
+"""At most this many answers that may be large are read at a time, each within LARGE_S."""
 CONNECTIONS = 32
 LOST = (RedisConnectionError, RedisTimeoutError, OSError)
 REFUSES = (OutOfMemoryError, ReadOnlyError, ClusterDownError)
-REFUSALS = re.compile("(?:^|: -?)(?:OOM|MISCONF|BUSY|NOREPLICAS|READONLY|CLUSTERDOWN|MASTERDOWN) ")
-"""What says the same in text only: redis-py has no class for it, or a script met it."""
+REFUSAL_CODES = re.compile("(?:^|: -?)(?:OOM|MISCONF|BUSY|NOREPLICAS|READONLY|CLUSTERDOWN|MASTERDOWN) ")
+"""Error codes of the Redis protocol that mean the same, where redis-py has no class for them. The code is the first
+word of the error, or follows a colon where a command inside a script failed."""
 PROBE = "millrace:probe"
 
 
 class StoreDown(Unavailable):
-    """Redis does not answer, or takes nothing: its memory or disk is full, its replicas are gone. Nothing is lost:
-    whoever meets it waits for Redis and begins again from what it holds."""
+    """Redis does not answer, or takes no writes: its memory or disk is full, its replicas are gone. Nothing is lost:
+    the caller waits for Redis and starts again from what it holds."""
 
 
 class Superseded(MillraceError):
-    """Another coordinator was started on this Redis: the newest works, all others stop."""
+    """Another coordinator was started on this Redis. The newest one works, all others stop."""
 
 
 class Connection:
-    """One Redis. Its scripts are the transitions; each is atomic, and each may be repeated."""
+    """One Redis. The scripts are the transitions of ledgers and jobs: each is atomic, and each may be repeated."""
 
     def __init__(self, url: str) -> None:
         self.name = _without_password(url)
         self.up_since = -math.inf
-        """Of time.monotonic(): when Redis answered again after it had been down."""
+        """When Redis answered again after it had been down, in time.monotonic()."""
         self._down = False
         self._large = asyncio.Semaphore(LARGE_AT_ONCE)
         pool = BlockingConnectionPool.from_url(
             url,
             max_connections=CONNECTIONS,
             timeout=TIMEOUT_S,
-            # `_answer` sees to the time: redis-py would send inside asyncio.wait_for, which before Python 3.12 swallows
-            # a cancellation that comes as the sending is done. A job's loop that nobody waits for any more went on.
+            # `_answer` limits the time. redis-py would send inside asyncio.wait_for, which before Python 3.12 swallows
+            # a cancellation that comes just as the sending ends: a cancelled job loop would continue.
             socket_timeout=None,
             socket_connect_timeout=2.0,
             retry=Retry(NoBackoff(), 1, supported_errors=(RedisConnectionError,)),
@@ -109,18 +110,21 @@ class Connection:
             async with asyncio.timeout(within_s):
                 return await ask()
         except (*LOST, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and not closed(error):
+            if isinstance(error, RuntimeError) and not is_closed_transport(error):
                 raise
-            why, fix = str(error) or f"nothing for {within_s:g} s", "start it again; everything goes on from it."
+            why, fix = (
+                str(error) or f"nothing for {within_s:g} s",
+                "start it again; everything continues from what it holds.",
+            )
             raise StoreDown(f"Redis at {self.name} does not answer: {why}.", fix) from error
         except ResponseError as error:
-            if not isinstance(error, REFUSES) and not REFUSALS.search(str(error)):
+            if not isinstance(error, REFUSES) and not REFUSAL_CODES.search(str(error)):
                 raise
-            fix = "give it what it lacks; everything goes on from what it holds."
-            raise StoreDown(f"Redis at {self.name} takes nothing: {error}", fix) from error
+            fix = "remove the cause; everything continues from what it holds."
+            raise StoreDown(f"Redis at {self.name} takes no writes: {error}", fix) from error
 
     async def up(self) -> bool:
-        """Whether Redis answers, has loaded what it holds and takes more: one that is full answers a PING."""
+        """Whether Redis answers, has loaded its data and takes writes. A Redis that is full still answers a PING."""
         try:
             await self.do("SET", PROBE, "1")
         except (StoreDown, RedisError):
@@ -128,14 +132,14 @@ class Connection:
         return True
 
     async def wait_until_up(self) -> None:
-        """Returns once Redis is up; asks at growing intervals of at most 2 s."""
+        """Waits until Redis is up; asks at intervals that grow to at most 2 s."""
         pause_s = 0.1
         while not await self.up():
             await asyncio.sleep(pause_s)
             pause_s = min(2.0, pause_s * 2)
 
-    async def keeps(self) -> bool:
-        """Whether what it holds outlives it. True where it does not say: hosted ones forbid the question."""
+    async def is_persistent(self) -> bool:
+        """Whether Redis writes its data to disk. True where it does not say: hosted ones forbid the question."""
         try:
             answer = await self.do("CONFIG", "GET", "appendonly")
         except ResponseError:
@@ -143,7 +147,7 @@ class Connection:
         return b"no" not in answer
 
     async def evicts(self) -> bool:
-        """Whether it throws away what it holds where its memory is full. False where it does not say."""
+        """Whether Redis deletes data when its memory is full. False where it does not say."""
         try:
             answer = await self.do("CONFIG", "GET", "maxmemory*")
         except ResponseError:
@@ -157,9 +161,9 @@ class Connection:
         await self._redis.connection_pool.disconnect()
 
 
-def closed(error: RuntimeError) -> bool:
-    """Whether it is uvloop's word for a write to a connection whose other end has gone, as between the first commands
-    of a new connection; asyncio's own loop raises ConnectionResetError."""
+def is_closed_transport(error: RuntimeError) -> bool:
+    """Whether `error` is the one that uvloop raises for a write to a connection that the other end has closed. uvloop
+    has no class for it; asyncio's own loop raises ConnectionResetError."""
     return "handler is closed" in str(error)
 
 
@@ -169,4 +173,5 @@ def _without_password(url: str) -> str:
 
 
 def text(value: bytes | None) -> str:
+    """A value of Redis as text; empty where there is none."""
     return "" if value is None else value.decode()

@@ -3,20 +3,20 @@
 import time
 import uuid
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from millrace.errors import InvalidState
 from millrace.events import JobMoved, Payload
-from millrace.ids import JobId
+from millrace.ids import JobId, Purpose
 from millrace.rest import JobState
-from services.coordinator.state.job import JobRecord, before, no_such_job, refusal
+from services.coordinator.state.job import JobRecord, Wanted, before, no_such_job, refusal
 from services.coordinator.store.connection import Connection, text
 
 ALL = "millrace:jobs"
 REQUESTS_KEPT_S = 7 * 24 * 3600
-"""How long an idempotency key stands for its job."""
-ANYTHING = "any"
-"""Whatever is wanted of a job."""
+"""How long an idempotency key is remembered."""
+ANYTHING: Literal["any"] = "any"
+"""Any pending request to a job."""
 
 
 def key(job_id: str) -> str:
@@ -24,11 +24,13 @@ def key(job_id: str) -> str:
 
 
 class Jobs:
+    """All jobs."""
+
     def __init__(self, connection: Connection) -> None:
         self._redis = connection
 
     async def create(self, job: JobRecord, idempotency_key: str = "") -> tuple[JobId, bool]:
-        """The job that `idempotency_key` stands for, and whether it is new.
+        """Stores a new job, or finds the one that was stored with this key. Answers its id, and whether it is new.
 
         Raises InvalidState where the key was used for a different spec.
         """
@@ -40,11 +42,11 @@ class Jobs:
         known, known_digest = await self._redis.run("create_job", [key(job.id), ALL, name], arguments)
         if text(known_digest) != job.spec_digest:
             what = f"the idempotency key {idempotency_key!r} was used for {text(known)}, which has another spec."
-            raise InvalidState(what, "take a new key for a new job.")
+            raise InvalidState(what, "use a new key for a new job.")
         return JobId(text(known)), text(known) == job.id
 
     async def knows(self, idempotency_key: str) -> bool:
-        """Whether the key stands for a job."""
+        """Whether a job was created with this key."""
         return bool(idempotency_key and await self._redis.do("EXISTS", _request(idempotency_key)))
 
     async def get(self, job_id: str) -> JobRecord:
@@ -55,13 +57,14 @@ class Jobs:
         return _record(fields)
 
     async def all(self) -> list[JobRecord]:
-        """The oldest first."""
+        """All jobs, the oldest first."""
         ids = await self._redis.do("ZRANGE", ALL, 0, -1)
         if not ids:
             return []
         return [_record(f) for f in await self._redis.together(*(("HGETALL", key(text(i))) for i in ids)) if f]
 
     async def update(self, job_id: JobId, **fields: Any) -> None:
+        """Sets fields of the job's record."""
         await self._redis.do("HSET", key(job_id), *_flat(fields))
 
     async def move(
@@ -70,24 +73,31 @@ class Jobs:
         state: JobState,
         message: str,
         only: list[JobState] | None = None,
-        pending: str = ANYTHING,
+        pending: Wanted | Literal["any"] = ANYTHING,
         **fields: Any,
     ) -> None:
-        """Moves the job to `state` along TRANSITIONS, with `fields` and an event that says `message`, all in one go.
-        With a start its ledger goes back to its step: what an earlier end of the job dropped waits to be issued again,
-        once `Prompts.undo` is through. Of the ledger of a job that succeeded only the counts stay.
+        """Moves the job to `state` along TRANSITIONS, with `fields` and an event that says `message`, all at once.
 
-        Raises NotFound, and InvalidState where there is no such transition, it is in none of the states `only`,
-        something else than `pending` is wanted of it, or a cancellation would be overwritten.
+        At a start the ledger goes back to the job's step: what an earlier end of the job dropped waits to be issued
+        again, as soon as `Prompts.undo` has finished. Of the ledger of a job that succeeded only the counts stay.
+
+        Raises NotFound, and InvalidState where there is no such transition, the job is in none of the states `only`,
+        another request than `pending` is pending, or a cancellation would be overwritten.
         """
         event = event_parts(JobMoved(state=state), message)
         allowed = before(state) if only is None else only
         await self._change(job_id, allowed, pending, state, event, {"state": state} | fields)
 
     async def want(
-        self, job_id: str, allowed: list[JobState], asked: str, pending: str = ANYTHING, **fields: Any
+        self,
+        job_id: str,
+        allowed: list[JobState],
+        asked: str,
+        pending: Wanted | Literal["any"] = ANYTHING,
+        **fields: Any,
     ) -> None:
-        """Sets `fields` if the job is in one of the `allowed` states, and nothing else than `pending` is wanted of it.
+        """Sets `fields` if the job is in one of the `allowed` states and no other request than `pending` is pending.
+        `asked`: what the caller asks for, as it reads in the error: paused, cancelled, ...
 
         Raises NotFound, InvalidState.
         """
@@ -97,27 +107,27 @@ class Jobs:
         self,
         job_id: str,
         allowed: list[JobState],
-        pending: str,
+        pending: Wanted | Literal["any"],
         asked: str,
         event: list[str],
         fields: Mapping[str, Any],
     ) -> None:
         arguments = [uuid.uuid4().hex, pending, len(allowed), *allowed, len(event), *event, *_flat(fields)]
-        ledger = [f"{key(job_id)}:train"] if "state" in fields else []
+        ledger = [f"{key(job_id)}:{Purpose.TRAIN}"] if "state" in fields else []
         answer = await self._redis.run("move_job", [key(job_id), *ledger], arguments)
         if answer is None:
             raise no_such_job(job_id)
-        moved, state, wanted = answer[0], JobState(text(answer[1])), text(answer[2])
+        moved, state, wanted = answer[0], JobState(text(answer[1])), Wanted(text(answer[2]))
         if not moved:
             raise refusal(job_id, state, asked, wanted)
 
-    async def wanted(self, job_id: JobId) -> tuple[JobState, str]:
-        """The job's state, and what somebody asked of its loop: `pause`, `cancel` or nothing."""
+    async def wanted(self, job_id: JobId) -> tuple[JobState, Wanted]:
+        """The job's state, and the pending request to its loop."""
         state, wanted = await self._redis.do("HMGET", key(job_id), "state", "wanted")
-        return JobState(text(state)), text(wanted)
+        return JobState(text(state)), Wanted(text(wanted))
 
     async def next_attempt(self, job_id: JobId) -> int:
-        """A number for a publication, never given before in this job."""
+        """A number for a publication, unique within the job."""
         return int(await self._redis.do("HINCRBY", key(job_id), "attempts", 1))
 
 

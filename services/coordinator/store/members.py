@@ -1,4 +1,4 @@
-"""The fleet in Redis: who is a member, with which weights, and the epoch."""
+"""The fleet in Redis: members with their weights, and the epoch."""
 
 import json
 from collections.abc import Mapping
@@ -12,6 +12,8 @@ EPOCH = "millrace:fleet:epoch"
 
 
 class Members:
+    """The members of the fleet, each a JSON object."""
+
     def __init__(self, connection: Connection) -> None:
         self._redis = connection
 
@@ -23,13 +25,14 @@ class Members:
         await self._redis.do("HSET", MEMBERS, member_id, json.dumps(member))
 
     async def join(self, member_id: MemberId, member: Mapping[str, Any]) -> Epoch:
-        """Adds a member; the epoch grows."""
+        """Adds a member and raises the epoch."""
         put = ("HSET", MEMBERS, member_id, json.dumps(member))
         return Epoch(int((await self._redis.together(put, ("INCR", EPOCH)))[1]))
 
     async def remove(self, member_id: MemberId) -> Epoch:
-        """Removes a member; the epoch grows."""
+        """Removes a member and raises the epoch."""
         return Epoch(int((await self._redis.together(("HDEL", MEMBERS, member_id), ("INCR", EPOCH)))[1]))
 
     async def grow(self) -> Epoch:
+        """Raises the epoch."""
         return Epoch(int(await self._redis.do("INCR", EPOCH)))

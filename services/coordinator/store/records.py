@@ -1,4 +1,4 @@
-"""What is kept about a job beside its prompts: events, step metrics, samples, the batch in progress, checkpoints."""
+"""A job's records in Redis: events, step metrics, samples, the batch in progress, publications, checkpoints."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -15,6 +15,8 @@ EVENTS_KEPT = 10_000
 
 
 class Records:
+    """The records of one job."""
+
     def __init__(self, connection: Connection, job_id: JobId) -> None:
         self._redis = connection
         self._job = key(job_id)
@@ -22,13 +24,13 @@ class Records:
     # The event log.
 
     async def add_event(self, data: Payload, message: str) -> str:
-        """Answers the event's id."""
+        """Adds an event; answers its id."""
         parts = event_parts(data, message)
         added = await self._redis.do("XADD", f"{self._job}:events", "MAXLEN", "~", EVENTS_KEPT, "*", *parts)
         return text(added)
 
     async def events(self, after: str = "", count: int = 500) -> list[Event]:
-        """In order, those after the id `after`."""
+        """Up to `count` events after the id `after`, in order."""
         start = f"({after}" if after else "-"
         found = await self._redis.do("XRANGE", f"{self._job}:events", start, "+", "COUNT", count)
         return [_event(text(identity), fields) for identity, fields in found]
@@ -44,7 +46,7 @@ class Records:
         await self._redis.do("HSET", f"{self._job}:metrics", row.step, row.model_dump_json())
 
     async def rows(self, after: int, last: int) -> list[StepMetrics]:
-        """Of the steps after `after` up to `last`."""
+        """The rows of the steps after `after` up to `last`."""
         steps = range(after + 1, last + 1)
         found = await self._redis.do("HMGET", f"{self._job}:metrics", *steps) if steps else []
         return [StepMetrics.model_validate_json(row) for row in found if row is not None]
@@ -56,27 +58,27 @@ class Records:
             await self._redis.do("RPUSH", f"{self._job}:samples", *(s.model_dump_json() for s in samples))
 
     async def samples(self, limit: int, step: int | None = None) -> list[SampleView]:
-        """The newest first."""
+        """The newest samples first; those of `step` only, where it is given."""
         found = await self._redis.do("LRANGE", f"{self._job}:samples", 0 if step is not None else -limit, -1)
         samples = [SampleView.model_validate_json(sample) for sample in reversed(found)]
         return [s for s in samples if step is None or s.step == step][:limit]
 
-    # The batch that the trainer has or gets.
+    # The batch of the step in progress.
 
     async def set_batch(self, step: int, batch: Sequence[Summary], waited_s: float) -> None:
-        """Kept until the step is marked as trained, so that whoever comes after a crash sends the same batch again."""
+        """Keeps the batch until the step is marked as trained: after a crash the same batch is sent again."""
         tree = {"step": step, "waited_s": waited_s, "groups": [s.to_json() for s in batch]}
         await self._redis.do("SET", f"{self._job}:batch", json.dumps(tree))
 
     async def batch(self) -> tuple[int, list[Summary], float] | None:
-        """Step, groups and the seconds that were spent on waiting for them."""
+        """Step, groups and the seconds spent waiting for them; None where no step is in progress."""
         found = await self._redis.do("GET", f"{self._job}:batch")
         if found is None:
             return None
         tree = json.loads(found)
         return int(tree["step"]), [Summary.from_json(s) for s in tree["groups"]], float(tree["waited_s"])
 
-    # The evaluation in progress, and what publications took.
+    # Notes of the stages, and reports of publications.
 
     async def set_note(self, name: str, value: Any) -> None:
         await self._redis.do("HSET", f"{self._job}:kept", name, json.dumps(value))
@@ -95,7 +97,7 @@ class Records:
     # Checkpoints.
 
     async def add_checkpoint(self, step: int, cut: Mapping[str, Any]) -> None:
-        """`cut`: what belongs to the checkpoint of that step. The job's newest checkpoint is this one from now on."""
+        """Makes the checkpoint of `step` the job's newest. `cut`: the coordinator's state that belongs to it."""
         await self._redis.together(
             ("HSET", f"{self._job}:checkpoints", step, json.dumps(cut)),
             ("HSET", self._job, "checkpoint", cut["path"], "checkpoint_step", step),

@@ -25,7 +25,7 @@ def test_what_it_holds_outlives_it(tmp_path: Path) -> None:
         server = RedisServer(tmp_path)
         await server.start()
         store = Store(server.url)
-        assert await store.connection.keeps()
+        assert await store.connection.is_persistent()
         await store.connection.do("SET", "kept", "1")
         await store.close()
         await server.stop()

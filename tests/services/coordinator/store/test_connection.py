@@ -94,7 +94,7 @@ def test_a_redis_that_is_full_is_down_until_there_is_room(redis_url: str) -> Non
             )
             for write in writes:
                 with pytest.raises(
-                    StoreDown, match=r"takes nothing: .*command not allowed when used memory"
+                    StoreDown, match=r"takes no writes: .*command not allowed when used memory"
                 ) as refused:
                     await write()
                 assert "give it what it lacks" in refused.value.fix
