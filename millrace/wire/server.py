@@ -66,7 +66,7 @@ def host_address() -> str:
         return "127.0.0.1"
 
 
-class _Token(grpc.aio.ServerInterceptor):
+class _Token(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
     """Refuses callers without the shared token, where one is set. Health and reflection stay open."""
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ async def _refuse(request: Any, context: grpc.aio.ServicerContext) -> None:
     await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the caller's token is missing or wrong.")
 
 
-class _Errors(grpc.aio.ServerInterceptor):
+class _Errors(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
     """Turns a MillraceError of a handler into its status. Any other exception is a bug: gRPC logs it and answers
     UNKNOWN."""
 

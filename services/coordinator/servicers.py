@@ -1,4 +1,4 @@
-"""The coordinator's gRPC services: translation between the wire and fleet and queue."""
+"""The coordinator's gRPC services: translation between messages and the calls of fleet and queue."""
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
@@ -16,6 +16,8 @@ from services.coordinator.work.queue import Queue
 
 
 class FleetServicer(fleet_pb2_grpc.FleetServicer):
+    """Fleet of proto/millrace/v1/fleet.proto."""
+
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
 
@@ -48,6 +50,8 @@ class FleetServicer(fleet_pb2_grpc.FleetServicer):
 
 
 class WorkServicer(work_pb2_grpc.WorkServicer):
+    """Work of proto/millrace/v1/work.proto."""
+
     def __init__(self, queue: Queue, store: Store, prometheus: PrometheusMetrics) -> None:
         self._queue = queue
         self._store = store
@@ -110,7 +114,7 @@ class WorkServicer(work_pb2_grpc.WorkServicer):
 
 
 def servicers(fleet: FleetServicer, work: WorkServicer) -> Mapping[str, Callable[[grpc.aio.Server], None]]:
-    """By full service name, as `millrace.wire.server.Server` takes them."""
+    """The services by full name, for `millrace.wire.server.Server`."""
     return {
         "millrace.v1.Fleet": lambda server: fleet_pb2_grpc.add_FleetServicer_to_server(fleet, server),
         "millrace.v1.Work": lambda server: work_pb2_grpc.add_WorkServicer_to_server(work, server),

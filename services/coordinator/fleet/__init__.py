@@ -1,1 +1,1 @@
-"""Who is alive: members of the fleet, and the trainer's seat."""
+"""The members of the fleet, which of them are alive, and which trainer is in charge."""

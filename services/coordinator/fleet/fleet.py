@@ -1,4 +1,4 @@
-"""Who is a member, who is alive, and the epoch. Members and their weights are in the store, heartbeats in memory."""
+"""The members of the fleet: their weights, which of them are alive, and the epoch. Heartbeats are in memory only."""
 
 import asyncio
 import time
@@ -21,13 +21,17 @@ from services.coordinator.store import Store, StoreDown
 log = structlog.get_logger(__name__)
 PROBE_S = 1.0
 HUNG_AFTER = 6.0
-"""A silent member whose address still takes connections is busy rather than dead, for so many times lost_after_s."""
+"""A silent member whose address still takes connections counts as busy for this many times lost_after_s."""
 LOST_SHOWN_S = 120.0
+"""How long a lost member is still shown."""
 LONGEST_RETRY_S = 60.0
+"""Longest wait before a member that fails repeatedly is tried again."""
 
 
 @dataclass(frozen=True)
 class Patience:
+    """How often members send heartbeats, and after how much silence they are lost."""
+
     heartbeat_s: float = 1.0
     lost_after_s: float = 5.0
 
@@ -36,11 +40,13 @@ Gone = Callable[[Member, str], Awaitable[None]]
 
 
 class Fleet:
+    """All members. Each change of membership raises the epoch."""
+
     def __init__(self, store: Store, patience: Patience) -> None:
         self.patience = patience
         self.epoch = Epoch(0)
         self.bell = Bell()
-        """Rings with every change of the fleet."""
+        """Rings at every change of the fleet."""
         self.deadlines = dict(DEADLINES_S)
         self._store = store
         self._members: dict[MemberId, Member] = {}
@@ -49,19 +55,20 @@ class Fleet:
         self._on_gone: list[Gone] = []
 
     def on_gone(self, call: Gone) -> None:
-        """`call(member, why)` runs after a member was lost, has left, or was cut out for its weights."""
+        """From now on `call(member, why)` runs after a member was lost, has left, or was cut."""
         self._on_gone.append(call)
 
     async def load(self) -> None:
-        """Takes up the members that the store knows; those that are gone show it by their silence."""
+        """Reads the members from the store. Those that are gone will be found by their silence."""
         self.epoch, members = await self._store.members.all()
         known = sorted(map(Member.from_json, members.values()), key=lambda member: member.joined_s)
         self._members = {member.id: member for member in known}
 
-    # What members say.
+    # Calls of members.
 
     async def register(self, request: fleet_pb2.RegisterRequest) -> Epoch:
-        """Raises InvalidState for another protocol version or an unusable request."""
+        """Makes the caller a member; answers the epoch. Raises InvalidState for another protocol version or a request
+        that is not valid."""
         if request.protocol_version != PROTOCOL_VERSION:
             what = (
                 f"{request.member_id} at {request.address} (release {request.release}) speaks protocol "
@@ -70,7 +77,7 @@ class Fleet:
             raise InvalidState(what, "run the same release of millrace everywhere.")
         if request.kind not in KINDS or not request.member_id or ":" not in request.address:
             what = f"member {request.member_id!r} at {request.address!r} of kind {request.kind} cannot be registered."
-            raise InvalidState(what, "give an id, host:port and a kind.")
+            raise InvalidState(what, "send an id, host:port and a kind.")
         if (known := self._members.get(MemberId(request.member_id))) and known.address == request.address:
             known.pulse = Pulse()
             return self.epoch
@@ -86,14 +93,14 @@ class Fleet:
         return self.epoch
 
     def heartbeat(self, beat: fleet_pb2.HeartbeatRequest) -> Member:
-        """Raises NotFound where the member has to register anew."""
+        """Notes a heartbeat. Raises NotFound where the member has to register again."""
         member = self._members.get(MemberId(beat.member_id))
         if member is None:
-            raise NotFound(f"{beat.member_id} is no member: it was silent or never registered.", "register again.")
+            raise NotFound(f"{beat.member_id} is not a member: it was silent or never registered.", "register again.")
         member.pulse = member.pulse.next(beat)
         settled = time.monotonic() - member.weights_at > 3 * self.patience.heartbeat_s
         if member.kind is MemberKind.ROLLOUT and beat.version < 0 and member.weights is not None and settled:
-            log.warning("member says that it has no weights", member=member.id)
+            log.warning("member reports that it has no weights", member=member.id)
             member.weights = member.configured = None
             self.bell.ring()
         return member
@@ -110,10 +117,10 @@ class Fleet:
         if member := self._members.get(MemberId(member_id)):
             await self._remove(member, f"left: {reason}" if reason else "left")
 
-    # What the coordinator finds out.
+    # Finding lost members.
 
     async def watch(self) -> None:
-        """Finds the members that are silent for too long, for ever."""
+        """Removes members that are silent for too long, until cancelled."""
         while True:
             await asyncio.sleep(self.patience.heartbeat_s / 2)
             silent = [m for m in self._members.values() if self._silent_s(m) > self.patience.lost_after_s]
@@ -128,14 +135,14 @@ class Fleet:
         return time.monotonic() - member.pulse.at
 
     async def _verdict(self, member: Member) -> str:
-        """Why a silent member is lost; empty while it may only be busy."""
+        """Why a silent member counts as lost; empty while it may only be busy."""
         silent = f"silent for {self._silent_s(member):.1f} s"
         if why := await self._unreachable(member):
             return f"{silent}, and {why}"
         return silent if self._silent_s(member) > HUNG_AFTER * self.patience.lost_after_s else ""
 
     async def _unreachable(self, member: Member) -> str:
-        """Why its address takes no connection; empty where it does."""
+        """Why the member's address takes no connection; empty where it does."""
         host, _, port = member.address.rpartition(":")
         try:
             async with asyncio.timeout(PROBE_S):
@@ -155,8 +162,8 @@ class Fleet:
         await self._tell_gone(member, why)
 
     async def cut(self, member: Member, why: str) -> None:
-        """The member has to join again from the start, later each time; its leases go to others. One that cannot be
-        reached is lost."""
+        """Takes the member out of service after a failure: its leases go to others, and it has to be configured again,
+        after a wait that grows with each failure. A member that cannot be reached is removed."""
         await self.suspect(member)
         member.weights = member.configured = None
         member.failures += 1
@@ -172,55 +179,57 @@ class Fleet:
         self.bell.ring()
 
     async def suspect(self, member: Member) -> None:
-        """Looks at once whether a member that does not answer can be reached, rather than at its silence."""
+        """Removes a member that did not answer a call, if its address cannot be reached either."""
         if not member.gone.is_set() and (why := await self._unreachable(member)):
             await self._remove(member, f"it does not answer, and {why}")
 
     async def grow(self) -> None:
-        """The epoch grows: what was published before is older than anything that comes."""
+        """Raises the epoch: answers to earlier publications are refused from now on."""
         self.epoch = await self._store.members.grow()
 
     async def recall(self, job_id: JobId, spec: str) -> None:
-        """Replicas that were made ready for the job with another spec than this have to be again."""
+        """Replicas that were configured for the job with another spec have to be configured again."""
         for member in self.ready_for(job_id):
             if member.configured is not None and member.configured.spec != spec:
                 member.weights = member.configured = None
                 await self._store.members.put(member.id, member.to_json())
 
     async def configured(self, member: Member, configured: Configured) -> None:
+        """The member's engine is ready for a job. It has no weights yet."""
         member.configured, member.weights, member.failures, member.trouble = configured, None, 0, ""
         await self._store.members.put(member.id, member.to_json())
         self.bell.ring()
 
     async def hold(self, member: Member, weights: Weights) -> None:
-        """The member verified and serves these weights."""
+        """The member has verified these weights and serves them."""
         member.weights, member.weights_at, member.failures = weights, time.monotonic(), 0
         await self._store.members.put(member.id, member.to_json())
 
-    # Asking members.
+    # Reading, and calling members.
 
     def member(self, member_id: str) -> Member:
-        """Raises NotFound."""
+        """The member with this id. Raises NotFound."""
         if member := self._members.get(MemberId(member_id)):
             return member
         raise NotFound(f"{member_id} is not in the fleet.", "list the members with `millrace fleet` or GET /v1/fleet.")
 
     @property
     def trainer(self) -> Member | None:
-        """The trainer that registered first; others stand by until it is gone."""
+        """The trainer that registered first. Other trainers wait until it is gone."""
         trainers = (m for m in self._members.values() if m.kind is MemberKind.TRAINER and not m.draining)
         return next(trainers, None)
 
     @property
     def replicas(self) -> list[Member]:
-        """Those that are alive and do not drain."""
+        """Rollout replicas that are not draining."""
         return [m for m in self._members.values() if m.kind is MemberKind.ROLLOUT and not m.draining]
 
     def ready_for(self, job_id: JobId) -> list[Member]:
+        """Replicas that are configured for the job."""
         return [m for m in self.replicas if m.ready_for(job_id)]
 
     async def call(self, member: Member, method: Unary[Request, Response], request: Request) -> Response:
-        """A call that ends with Unavailable as soon as the member is lost."""
+        """Calls a member. Raises as Peer.call, and Unavailable as soon as the member is lost."""
         if member.id not in self._peers:
             self._peers[member.id] = Peer(member.address, self.deadlines)
         answer = asyncio.create_task(self._peers[member.id].call(method, request))
@@ -235,6 +244,7 @@ class Fleet:
             gone.cancel()
 
     def view(self, leases: dict[MemberId, int]) -> FleetView:
+        """The fleet as REST shows it. `leases`: how many each member holds."""
         now = time.monotonic()
         self._lost = {i: m for i, m in self._lost.items() if now - m.pulse.at < LOST_SHOWN_S}
         views = [m.view(leases.get(m.id, 0)) for m in (*self._members.values(), *self._lost.values())]

@@ -1,4 +1,4 @@
-"""The trainer as the loop sees it: whoever holds the seat, one call at a time."""
+"""The trainer that is in charge, for the job loop: one trainer, one call at a time."""
 
 import asyncio
 
@@ -12,49 +12,53 @@ from services.coordinator.state.member import Member
 
 
 class TrainerLost(Unavailable):
-    """The trainer is gone, or stands elsewhere than the ledger says: find out where it stands and go on from there."""
+    """The trainer is gone, was replaced, or holds another version than the ledger says. The job loop starts again and
+    finds out what the trainer holds."""
 
 
 class Trainer:
+    """Calls the trainer that was in charge at the last `take`, and no other."""
+
     def __init__(self, fleet: Fleet) -> None:
         self.turn = asyncio.Lock()
         """Held while the trainer steps, publishes, saves or loads, and until the ledger knows of it."""
         self._fleet = fleet
-        self._seated: Member | None = None
+        self._taken: Member | None = None
         self._held: tuple[Member, JobId, Version] | None = None
 
     def take(self) -> None:
-        """From here on it is whoever holds the seat now: nobody else is asked until this is called again. Raises
-        TrainerLost."""
-        self._seated = None
-        self._seated = self.member
+        """Chooses the trainer that is in charge now. Calls go to it alone, until `take` is called again. Raises
+        TrainerLost where there is none."""
+        self._taken = None
+        self._taken = self.member
 
     def release(self) -> None:
-        self._seated = self._held = None
+        """The job has ended: calls go to whichever trainer is in charge."""
+        self._taken = self._held = None
 
     @property
     def holds(self) -> tuple[JobId, Version] | None:
-        """What it certainly holds: None while that is not known, as of one that has just come."""
+        """Job and version that the trainer certainly holds. None while that is not known, as for a new trainer."""
         if self._held is None or self._held[0] is not self._fleet.trainer:
             return None
         return self._held[1:]
 
     @holds.setter
     def holds(self, held: tuple[JobId, Version] | None) -> None:
-        self._held = (self._seated or self.member, *held) if held is not None else None
+        self._held = (self._taken or self.member, *held) if held is not None else None
 
     @property
     def member(self) -> Member:
-        """Raises TrainerLost where there is none, and where the seat is another's by now."""
+        """The trainer in charge. Raises TrainerLost where there is none, or another one than at the last `take`."""
         member = self._fleet.trainer
         if member is None:
             raise TrainerLost("there is no trainer in the fleet.", "start one.")
-        if self._seated is not None and member is not self._seated:
-            raise TrainerLost(f"{member.id} is the trainer now, in place of {self._seated.id}.")
+        if self._taken is not None and member is not self._taken:
+            raise TrainerLost(f"{member.id} is the trainer now, in place of {self._taken.id}.")
         return member
 
     async def call(self, method: Unary[Request, Response], request: Request) -> Response:
-        """Raises TrainerLost where it cannot be reached or refuses because it stands elsewhere."""
+        """Calls the trainer. Raises TrainerLost where it cannot be reached or holds another job or version."""
         member = self.member
         try:
             return await self._fleet.call(member, method, request)

@@ -153,7 +153,7 @@ class ScoringPool:
             if not self._alive and self._starting == {asyncio.current_task()}:
                 self._give_up(Unavailable(f"no scoring process is left: {error.what}", error.fix))
         finally:
-            self._starting.discard(asyncio.current_task())  # type: ignore[arg-type]
+            self._starting.discard(asyncio.current_task())
 
     async def _start_one(self) -> ScoringProcess:
         """Loading fails for good; a process that ends meanwhile is tried again, at most START_ATTEMPTS times."""

@@ -97,7 +97,7 @@ def test_a_redis_that_is_full_is_down_until_there_is_room(redis_url: str) -> Non
                     StoreDown, match=r"takes no writes: .*command not allowed when used memory"
                 ) as refused:
                     await write()
-                assert "give it what it lacks" in refused.value.fix
+                assert "remove the cause" in refused.value.fix
             assert await store.connection.do("PING") and not await store.connection.up()
         finally:
             await store.connection.do("CONFIG", "SET", "maxmemory", "0")
