@@ -1,7 +1,7 @@
 """The job loop: how a job goes from its first version to its report.
 
-Every stage looks at what the store holds and does only what is missing, so the loop may be broken off at any point and
-begun again from the top: after a crash of the coordinator, of Redis or of the trainer.
+Every stage reads what the store holds and does only what is missing. So the loop may be interrupted at any point and
+started again from the top: after a crash of the coordinator, of Redis or of the trainer.
 """
 
 from services.coordinator.run import Run
@@ -16,21 +16,21 @@ from services.coordinator.stages.track import track
 
 
 async def train(run: Run) -> None:
-    """Carries out a job. Raises Cancelled, TrainerLost, StoreDown, and MillraceError where the job has failed."""
-    # Going back may have been broken off, and begins where a job that had ended is taken up again.
+    """Runs a job to its end. Raises Cancelled, TrainerLost, StoreDown, and MillraceError where the job fails."""
+    # A rewind may have been interrupted; and a resumed job begins with one.
     if await run.prompts.undo():
         await run.evaluation.forget()
         await run.parts.fleet.grow()
 
-    # The trainer loads the model, or says what it holds; ledger and trainer agree on the version after this.
+    # The trainer loads the model, or says what it holds. After this, ledger and trainer agree on the version.
     await configure(run)
     if batch := await interrupted(run):
         await step(run, batch)
 
     while True:
-        # What belongs to the version that the trainer holds now.
+        # For the version that the trainer holds now.
         await publish(run)
-        await run.heed()  # after the publication: who waits through a pause waits with the current weights
+        await run.heed()  # after the publication, so that replicas hold the current weights while the job is paused
         if not run.done:
             await issue(run)
         await checkpoint(run)
@@ -39,6 +39,6 @@ async def train(run: Run) -> None:
         if run.done:
             break
 
-        # The next version.
+        # From here to the next version.
         batch = await admit(run)
         await step(run, batch)

@@ -1,4 +1,4 @@
-"""One job while it is carried out: its record, its data, and the parts of the coordinator that it uses."""
+"""One job while it runs: its record, its data, and the coordinator's components that its stages use."""
 
 import asyncio
 import contextlib
@@ -24,18 +24,18 @@ from services.coordinator.publication.publisher import Publisher
 from services.coordinator.state.job import JobRecord, Wanted
 from services.coordinator.state.member import Weights
 from services.coordinator.store import Store
-from services.coordinator.work.queue import Queue, Standing, Terms
+from services.coordinator.work.queue import LeaseTerms, Queue, RunningJob
 
 LOOK_EVERY_S = 1.0
 
 
 class Cancelled(Exception):
-    """Somebody cancelled the job."""
+    """The job was cancelled."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The coordinator's parts. One of each."""
+    """The coordinator's components, one of each."""
 
     store: Store
     fleet: Fleet
@@ -45,26 +45,29 @@ class Parts:
     events: Events
     prometheus: PrometheusMetrics
     control: Bell
-    """Rings when somebody asks something of a job."""
+    """Rings at every request to a job: submit, cancel, pause, resume."""
     work_address: str
     """host:port of the Work service, as the trainer's ranks reach it."""
 
 
 @dataclass
-class Alone:
-    """How long no replica has served the job, configurations in progress not counted."""
+class TimeWithoutReplicas:
+    """How long no replica has served the job. Time in which a replica is being configured does not count."""
 
     seconds: float = 0.0
     looked_at: float = field(default_factory=time.monotonic)
 
-    def look(self, serving: bool, configuring: bool) -> float:
+    def update(self, serving: bool, configuring: bool) -> float:
+        """The time so far, in seconds."""
         now = time.monotonic()
-        passed, self.looked_at = min(now - self.looked_at, 2 * LOOK_EVERY_S), now  # a paused job does not look
+        passed, self.looked_at = min(now - self.looked_at, 2 * LOOK_EVERY_S), now  # a paused job does not call this
         self.seconds = 0.0 if serving else self.seconds + (0.0 if configuring else passed)
         return self.seconds
 
 
 class Run:
+    """A job that runs, from its start or resume to its end. Each stage of the loop gets it."""
+
     def __init__(self, job: JobRecord, parts: Parts, source: Source, evaluation_source: Source | None) -> None:
         self.job = job
         self.spec: JobSpec = job.spec
@@ -78,13 +81,13 @@ class Run:
         self.saving: asyncio.Task[float | None] | None = None
         """Waits for the checkpoint that the trainer is writing."""
         self.trackers: list[Tracker] | None = None
-        """Opened with the first row."""
-        self._terms = Terms.of(self.spec)
-        self._alone = Alone()
+        """Opened when the first row is sent."""
+        self._terms = LeaseTerms.of(self.spec)
+        self._without_replicas = TimeWithoutReplicas()
         self._order: tuple[int, Order] | None = None
 
     def order(self, turn: int) -> Order:
-        """Which row stands where in a pass; worked out once a pass."""
+        """The order of the rows in pass `turn`. Computed once for each pass."""
         if self._order is None or self._order[0] != turn:
             data = self.spec.data
             self._order = (turn, self.source.order(turn, data.seed, data.shuffle))
@@ -92,7 +95,7 @@ class Run:
 
     @property
     def steps(self) -> int:
-        """Steps to train."""
+        """Number of steps to train."""
         schedule = self.spec.schedule
         if schedule.steps is not None:
             return schedule.steps
@@ -100,18 +103,19 @@ class Run:
 
     @property
     def done(self) -> bool:
+        """Whether all steps are trained."""
         return self.job.step >= self.steps
 
     @property
     def weights(self) -> Weights:
-        """What the trainer holds according to the ledger."""
+        """The weights that the trainer holds, according to the ledger."""
         return Weights(self.job.id, self.job.lineage, self.job.version)
 
     async def refresh(self) -> None:
-        """Reads the job again and lets leases and joining follow it."""
+        """Reads the job's record again; leases and joining use its version from now on."""
         self.job = await self.parts.store.jobs.get(self.job.id)
         self.joining.job = self.job
-        self.parts.queue.standing = Standing(self.weights, self.spec.schedule.max_staleness, self._terms)
+        self.parts.queue.running_job = RunningJob(self.weights, self.spec.schedule.max_staleness, self._terms)
         self.parts.fleet.bell.ring()
 
     async def tell(self, data: Payload, message: str) -> None:
@@ -124,7 +128,7 @@ class Run:
         await self.records.set_row(step_row(self.job.step, values, earlier=earlier))
 
     async def heed(self) -> None:
-        """Does what was asked of the job: raises Cancelled, or stays here for as long as the job is paused.
+        """Carries out a pending request: raises Cancelled, or waits as long as the job is paused.
 
         Raises Superseded where another coordinator has taken over.
         """
@@ -132,7 +136,7 @@ class Run:
         state, wanted = await self.parts.store.jobs.wanted(self.job.id)
         if wanted is Wanted.PAUSE and state is JobState.RUNNING:
             message = f"paused after step {self.job.step}"
-            with contextlib.suppress(InvalidState):  # it was taken back, or the job cancelled, since
+            with contextlib.suppress(InvalidState):  # meanwhile the request was withdrawn, or the job cancelled
                 await self.parts.events.move(
                     self.job.id, JobState.PAUSED, message, pending=Wanted.PAUSE, wanted=Wanted.NOTHING
                 )
@@ -144,19 +148,20 @@ class Run:
             raise Cancelled(f"{self.job.id} was cancelled after step {self.job.step}")
 
     def close(self) -> None:
+        """Closes the trackers."""
         for tracker in self.trackers or []:
             tracker.close()
 
     def check_fleet(self) -> None:
-        """While groups are waited for. Raises TrainerLost where another trainer came, which replicas without weights
-        may wait for, and Unavailable where no replica has served the job for too long."""
+        """Called while groups are waited for. Raises TrainerLost where another trainer has taken over: replicas may be
+        waiting for its weights. Raises Unavailable where no replica has served the job for too long."""
         if self.parts.fleet.trainer is not None and self.parts.trainer.holds is None:
-            raise TrainerLost("another trainer has come.")
+            raise TrainerLost("another trainer has taken over.")
         replicas = self.parts.fleet.replicas
         serving = any(m.weights is not None and m.weights.job_id == self.job.id for m in replicas)
         limit_s = self.spec.deadlines.no_replica_s
-        if self._alone.look(serving, any(m.configuring for m in replicas)) > limit_s:
+        if self._without_replicas.update(serving, any(m.configuring for m in replicas)) > limit_s:
             what = f"no replica has served the job for {limit_s:g} s; {len(replicas)} are in the fleet."
             for trouble, number in Counter(m.trouble for m in replicas if m.trouble).items():
                 what += f" {number} could not be made ready: {trouble}"
-            raise Unavailable(what, "start replicas or look at why they fail, or raise deadlines.no_replica_s.")
+            raise Unavailable(what, "start replicas, see why they fail, or raise deadlines.no_replica_s.")

@@ -1,7 +1,7 @@
-"""Carries out jobs, one after another: takes the next, runs its loop, and settles how it ended.
+"""Runs jobs, one after another: takes the next, runs its loop, and records how it ended.
 
-Whatever breaks the loop off and is not the job's fault (Redis, the trainer, a restart of this process) is answered in
-one way: wait until it is back and begin the loop again from what the store holds.
+Where the loop is interrupted by something that is not the job's fault (Redis, the trainer, a restart of this process),
+the answer is always the same: wait until that is back, and start the loop again from what the store holds.
 """
 
 import asyncio
@@ -27,24 +27,26 @@ from services.coordinator.store import StoreDown, Superseded
 
 log = structlog.get_logger(__name__)
 SETBACKS = 5
-"""A job that loses its trainer so often without training a step in between fails."""
+"""A job that loses its trainer more often than this, without training a step in between, fails."""
 LOOK_EVERY_S = 5.0
 
 
 class Runner:
+    """Runs the jobs of the store."""
+
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._setbacks = 0
         self._reached: tuple[str, int] = ("", -1)
 
     async def run(self) -> None:
-        """For ever. Raises Superseded."""
+        """Runs jobs until cancelled. Raises Superseded."""
         while True:
             ring = self._parts.control.next()
             try:
                 await self._parts.store.still_ours()
                 if job := await self._next():
-                    await self._carry_out(job)
+                    await self._run_job(job)
                     continue
             except StoreDown as error:
                 log.warning("waiting for Redis", error=str(error))
@@ -53,7 +55,7 @@ class Runner:
             await waited(ring, LOOK_EVERY_S if self._parts.fleet.trainer else 1.0)
 
     async def _next(self) -> JobRecord | None:
-        """The job that had begun, otherwise the oldest that waits, once there is a trainer for it."""
+        """The job that has begun; else the oldest that is queued, if there is a trainer for it."""
         jobs = await self._parts.store.jobs.all()
         if begun := [job for job in jobs if job.state in ACTIVE]:
             return begun[0]
@@ -63,13 +65,13 @@ class Runner:
         message = "starting: trainer and replicas load the model"
         try:
             await self._parts.events.move(queued[0].id, JobState.STARTING, message)
-        except InvalidState:  # it was cancelled since
+        except InvalidState:  # it was cancelled meanwhile
             return None
         self._reached = ("", -1)
         return await self._parts.store.jobs.get(queued[0].id)
 
-    async def _carry_out(self, job: JobRecord) -> None:
-        """Comes back without an end where the trainer was lost: the job is still active then.
+    async def _run_job(self, job: JobRecord) -> None:
+        """Runs a job to its end, or until the trainer is lost: then the job is still active.
 
         Raises StoreDown, Superseded.
         """
@@ -92,11 +94,11 @@ class Runner:
             log.exception("a bug ended a job", job=job.id)
             await self._fail(job.id, run, f"a bug in the coordinator: {type(error).__name__}: {error}")
         finally:
-            self._parts.queue.standing = None
+            self._parts.queue.running_job = None
             self._parts.trainer.release()
 
     async def _opened(self, job: JobRecord) -> Run:
-        """Raises InvalidJob where the data has gone since the submission."""
+        """Opens the job's data. Raises InvalidJob where it has gone since the submission."""
         data, evaluation = job.spec.data, job.spec.evaluation
         source: Source = await asyncio.to_thread(open_source, data.files, data.procedural, data.procedural_options)
         held_out: Source | None = None
@@ -106,7 +108,7 @@ class Runner:
         return Run(job, self._parts, source, held_out)
 
     async def _train(self, run: Run) -> None:
-        """The loop, and beside it the replicas that join. The first to fail ends both."""
+        """Runs the job's loop and, at the same time, the joining of replicas. The first error ends both."""
         loop, joining = asyncio.create_task(train(run)), asyncio.create_task(run.joining.run())
         try:
             await asyncio.wait({loop, joining}, return_when=asyncio.FIRST_COMPLETED)
@@ -121,7 +123,7 @@ class Runner:
             await asyncio.to_thread(run.close)
 
     async def _set_back(self, job: JobRecord, run: Run | None, lost: TrainerLost) -> None:
-        """The loop begins again, a few times; a job that always loses its trainer at the same step fails."""
+        """Waits before the loop starts again. A job that loses its trainer repeatedly at the same step fails."""
         reached = (job.id, run.job.step if run else job.step)
         self._setbacks = self._setbacks + 1 if reached == self._reached else 1
         self._reached = reached
@@ -133,12 +135,12 @@ class Runner:
         await asyncio.sleep(0.5 * self._setbacks)
 
     async def _fail(self, job_id: JobId, run: Run | None, failure: str) -> None:
-        """The reason is kept first: a crash on the way to the end is followed by the end, not by another try."""
+        """Records the failure first: after a crash in the middle of this, the job is ended and not run again."""
         await self._parts.store.jobs.update(job_id, failure=failure)
         await self._end(job_id, run, JobState.FAILED, failure, DropReason.JOB_FAILED)
 
     async def _end(self, job_id: JobId, run: Run | None, state: JobState, message: str, reason: DropReason) -> None:
-        """Closes the ledger, waits for a checkpoint in progress, leaves a report; then the job is in its last state."""
+        """Closes the ledger, waits for a checkpoint in progress, writes the report; then moves the job to `state`."""
         job = await self._parts.store.jobs.get(job_id)
         await self._parts.store.prompts(job_id).close(job.step + 1, reason)
         if run is not None:

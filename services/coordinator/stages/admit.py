@@ -16,20 +16,21 @@ from services.coordinator.stages.spans import traced
 from services.coordinator.state.group import Summary
 
 GATHER_S = 0.01
-"""Answers that come so close together are looked at together."""
+"""Answers that arrive within this time are looked at together."""
 STALE_ROUNDS = 8
-"""A job whose groups go stale for so many times a step's prompts in a row fails."""
+"""A job fails when this many times a step's prompts became stale, without a step in between."""
 REFUSALS_IN_A_ROW = 32
-"""A job whose replicas answer so often in a row, and twice a step's prompts, that there is no group fails."""
+"""A job fails when this many prompts in a row, and at least twice a step's prompts, gave no group."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What a step is trained on."""
+    """The groups that a step is trained on."""
 
     step: int
     groups: list[Summary]
     waited_s: float
+    """How long the step waited for its groups."""
 
 
 @dataclass
@@ -42,10 +43,10 @@ class Rejected:
 
 @traced
 async def admit(run: Run) -> Batch:
-    """A step's groups: the stalest that are complete. Those that came too late are generated again, those without
-    signal dropped and replaced.
+    """The groups of the next step: of those that are complete, the stalest. Groups that came too late are generated
+    again; groups without signal are dropped and replaced, where the job asks for it.
 
-    Raises InvalidState where that goes on for too long, Unavailable where no replica serves, Cancelled.
+    Raises InvalidState where too many groups are rejected, Unavailable where no replica serves, Cancelled.
     """
     started, wanted = time.monotonic(), run.spec.schedule.prompts_per_step
     admitted: dict[PromptId, Summary] = {}
@@ -64,7 +65,7 @@ async def admit(run: Run) -> Batch:
 
 
 async def _look(run: Run, admitted: dict[PromptId, Summary], rejected: Rejected) -> None:
-    """Admits, sends back or drops every group that was not looked at yet."""
+    """Admits, sends back or drops every complete group that is not admitted yet."""
     unseen = [p for p in await run.prompts.generated() if p not in admitted]
     late: list[PromptId] = []
     equal: list[PromptId] = []
@@ -87,7 +88,7 @@ async def _look(run: Run, admitted: dict[PromptId, Summary], rejected: Rejected)
 
 
 async def _check(run: Run, rejected: Rejected) -> None:
-    """Raises where the job gets nowhere."""
+    """Raises InvalidState or Unavailable where the job makes no progress."""
     run.check_fleet()
     per_step, algorithm = run.spec.schedule.prompts_per_step, run.spec.algorithm
     if rejected.without_signal > algorithm.max_refills * per_step:

@@ -1,7 +1,7 @@
-"""Checkpoints: one cut through the trainer's state, the ledger and the data's position.
+"""Checkpoints: the trainer's state, with the ledger and the position in the data at the same step (the cut).
 
-The trainer goes on while it writes. The job counts a checkpoint as there once it is on the disk, and not before; until
-then its cut is kept as a note, so that a coordinator that comes after a crash learns how it ended.
+Training continues while the trainer writes. A checkpoint counts as soon as it is on disk, and not before. Until then
+its cut is kept as a note: after a crash, the next coordinator asks the trainer how the checkpoint ended.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ log = structlog.get_logger(__name__)
 NOTE = "saving"
 """The cut of the checkpoint that the trainer is writing."""
 BACKGROUND = "timing_s/save_checkpoint_background"
-"""From the beginning of a save until it is on the disk; in the row of the step after which that was noticed."""
+"""Seconds from the begin of a save until it is on disk, in the row of the step after which this was noticed."""
 
 
 class SaveFailed(MillraceError):
@@ -35,8 +35,8 @@ class SaveFailed(MillraceError):
 
 @traced
 async def checkpoint(run: Run) -> None:
-    """Begins to save the version that the trainer holds, where one is due and not saved yet; after the last step also
-    waits for it. One that fails costs the job the chance to go back to it, that of the last step the job.
+    """Begins a checkpoint of the version that the trainer holds, where one is due and not saved yet. After the last
+    step it also waits for the checkpoint. A checkpoint that fails is skipped; if the last one fails, the job fails.
 
     Raises TrainerLost, SaveFailed.
     """
@@ -60,7 +60,7 @@ async def checkpoint(run: Run) -> None:
 
 
 async def recover(run: Run) -> None:
-    """Learns what became of a checkpoint that was being written when the loop was broken off. Raises TrainerLost."""
+    """Finds out how a checkpoint ended that was being written when the loop was interrupted. Raises TrainerLost."""
     try:
         await _finish(run)
     except SaveFailed as error:
@@ -69,7 +69,7 @@ async def recover(run: Run) -> None:
 
 
 async def _begin(run: Run) -> None:
-    """The cut is noted first: whoever comes after a crash asks the trainer about it. Raises TrainerLost, SaveFailed."""
+    """Notes the cut, then asks the trainer to save. Raises TrainerLost, SaveFailed."""
     folder = str(Path(run.spec.output) / "checkpoints" / f"step-{run.job.step}")
     cut = await _cut(run, folder)
     await run.records.set_note(NOTE, cut)
@@ -92,10 +92,10 @@ async def _settle(run: Run) -> None:
 
 
 async def _finish(run: Run) -> float | None:
-    """Waits until the checkpoint that was begun, if any, is on the disk; then it is the job's newest. Answers the
-    seconds that it took, if the trainer that began it is still there.
+    """Waits until the checkpoint that was begun, if any, is on disk, and makes it the job's newest. Answers the seconds
+    that it took; None where no checkpoint was begun, or the trainer that began it is gone.
 
-    Raises SaveFailed; TrainerLost, with the checkpoint as open as before.
+    Raises SaveFailed. Raises TrainerLost, and then the checkpoint stays noted.
     """
     cut = await run.records.note(NOTE)
     if cut is None:
@@ -105,7 +105,7 @@ async def _finish(run: Run) -> float | None:
         request = trainer_pb2.FinishSaveRequest(job_id=run.job.id, path=cut["path"])
         saved = await run.parts.trainer.call(TrainerRpc.FinishSave, request)
     except NotFound as error:
-        # Another trainer began it. A checkpoint gets its name when it is whole.
+        # Another trainer began it. A checkpoint gets its name when it is complete.
         if not await asyncio.to_thread(Path(cut["path"]).is_dir):
             raise await _failed(run, cut, "the trainer was lost while it wrote it.") from error
     except InvalidState as error:
@@ -133,15 +133,15 @@ async def _failed(run: Run, cut: dict[str, Any], why: str) -> SaveFailed:
 
 
 async def _cut(run: Run, folder: str) -> dict[str, Any]:
-    """What of the coordinator belongs to this checkpoint. Which prompts were trained or dropped by then the ledger
-    tells from the step that it keeps of each."""
+    """The coordinator's state that belongs to the checkpoint of this step. For each prompt the ledger keeps the step at
+    which it was trained or dropped."""
     job, counts = run.job, await run.prompts.counts()
     cut = {"job": job.id, "step": job.step, "version": job.version, "path": folder, "cursor": job.cursor}
     return cut | {"rows": job.rows, "ledger": dataclasses.asdict(counts)}
 
 
 async def _prune(run: Run) -> None:
-    """Keeps the newest checkpoints and removes the others, folder and record."""
+    """Removes all but the newest checkpoints, folder and record."""
     kept = await run.records.checkpoints()
     for step in list(kept)[: -run.spec.schedule.keep_checkpoints]:
         try:
@@ -149,5 +149,5 @@ async def _prune(run: Run) -> None:
         except FileNotFoundError:
             pass
         except OSError as error:
-            log.warning("an old checkpoint stays", path=kept[step]["path"], error=str(error))
+            log.warning("an old checkpoint could not be removed", path=kept[step]["path"], error=str(error))
         await run.records.remove_checkpoint(step)

@@ -1,4 +1,4 @@
-"""Brings trainer and ledger to the same version."""
+"""Makes trainer and ledger agree on a version."""
 
 import secrets
 import time
@@ -19,8 +19,8 @@ from services.coordinator.stages.track import track_again
 
 @traced
 async def configure(run: Run) -> None:
-    """Loads the job's model where the trainer does not hold it. A trainer that lost what the ledger counts as trained
-    makes the ledger go back with it. Raises Unavailable, TrainerLost, and MillraceError where the two cannot agree."""
+    """Has the trainer load the job, where it does not hold it. If it then holds an earlier version than the ledger, the
+    ledger goes back. Raises Unavailable, TrainerLost, and MillraceError where the two cannot agree."""
     run.parts.fleet.deadlines.update(of_job(run.spec.deadlines))
     await _check_data(run)
     await _trainer_arrived(run)
@@ -45,7 +45,7 @@ async def _check_data(run: Run) -> None:
 
 
 async def _trainer_arrived(run: Run) -> None:
-    """Time in which the job is paused does not count. Raises Unavailable."""
+    """Waits for a trainer. Time in which the job is paused does not count. Raises Unavailable."""
     limit_s, spent_s = run.spec.deadlines.no_replica_s, 0.0
     while run.parts.fleet.trainer is None:
         ring = run.parts.fleet.bell.next()
@@ -59,10 +59,10 @@ async def _trainer_arrived(run: Run) -> None:
 
 
 async def _load(run: Run) -> Version:
-    """The version that the trainer holds, once it holds one of this job."""
+    """The version of this job that the trainer holds, after it was loaded where needed."""
     trainer, job = run.parts.trainer, run.job
     status = await trainer.status()
-    if await _stands_there(run, status):
+    if await _holds_job(run, status):
         return Version(status.version)
     source = f"checkpoint {job.checkpoint}" if job.checkpoint else run.spec.model.path
     await run.tell(events.TrainerConfiguring(member=trainer.member.id), f"{trainer.member.id} loads {source}")
@@ -80,8 +80,8 @@ async def _load(run: Run) -> Version:
     return Version(answer.version)
 
 
-async def _stands_there(run: Run, status: trainer_pb2.TrainerStatus) -> bool:
-    """Whether it went on from where the job was loaded last, and only as far as the ledger knows."""
+async def _holds_job(run: Run, status: trainer_pb2.TrainerStatus) -> bool:
+    """Whether the trainer holds the job from its last loading, at a version that the ledger knows."""
     job, saved = run.job, await run.records.batch()
     usable = status.state not in (trainer_pb2.TRAINER_STATE_FAILED, trainer_pb2.TRAINER_STATE_CONFIGURING)
     ours = (status.job_id, status.configuration) == (job.id, job.configuration)
@@ -90,11 +90,11 @@ async def _stands_there(run: Run, status: trainer_pb2.TrainerStatus) -> bool:
 
 
 async def _agree(run: Run, version: Version) -> None:
-    """Lets the ledger go back to the trainer's version, or leaves an interrupted step to be finished."""
+    """Takes the ledger back to the trainer's version, or leaves an interrupted step to be finished."""
     trainer, job = run.parts.trainer, run.job
     saved = await run.records.batch()
     if version < job.version:
-        run.parts.queue.standing = None  # what is leased from here on is for the trainer's version
+        run.parts.queue.running_job = None  # no leases until the ledger has the trainer's version
         await track_again(run, version)
         waiting = await run.prompts.rewind(version)
         await run.evaluation.forget()
@@ -103,6 +103,6 @@ async def _agree(run: Run, version: Version) -> None:
         await run.tell(events.JobRewound(version=version, lost=job.version, prompts=waiting), message)
         await run.refresh()
     elif version > job.version and not (saved and saved[0] == version == job.version + 1):
-        what = f"{trainer.member.id} holds version {version} of {job.id}, the ledger stands at {job.version}."
-        raise MillraceError(what, "restart the trainer: it goes on from the last checkpoint.")
+        what = f"{trainer.member.id} holds version {version} of {job.id}, the ledger is at {job.version}."
+        raise MillraceError(what, "restart the trainer: it continues from the last checkpoint.")
     trainer.holds = (job.id, run.job.version) if version <= job.version else None

@@ -19,13 +19,13 @@ from services.coordinator.state.group import Summary
 from services.coordinator.state.lease import Draft
 
 NOTE = "evaluation"
-"""Which evaluation is in progress."""
+"""Names the note that says which evaluation is in progress."""
 
 
 @traced
 async def evaluate(run: Run) -> None:
-    """Where one is due at this step and has no result yet. Raises Unavailable where no replica serves, TrainerLost,
-    Cancelled."""
+    """Evaluates the current version, where that is due at this step and has no result yet. Raises Unavailable where no
+    replica serves, TrainerLost, Cancelled."""
     wanted, source, step = run.spec.evaluation, run.evaluation_source, run.job.step
     if wanted is None or source is None:
         return
@@ -45,7 +45,7 @@ async def evaluate(run: Run) -> None:
 
 
 async def _issue(run: Run, wanted: Evaluation, count: int) -> None:
-    """Those already issued stay as they are."""
+    """Issues the evaluation's prompts. Those that were issued before stay as they are."""
     source, version = run.evaluation_source, run.job.version
     assert source is not None
     sampling = work_pb2.Sampling(
@@ -67,7 +67,7 @@ def _drafts(source: Source, rows: range, version: Version, sampling: work_pb2.Sa
 
 
 async def _answers(run: Run, count: int) -> list[Summary]:
-    """The groups, once every prompt was answered."""
+    """The summaries of the groups, as soon as every prompt was answered."""
     while True:
         ring = run.parts.queue.answered.next()
         await run.heed()

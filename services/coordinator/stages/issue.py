@@ -1,4 +1,4 @@
-"""Puts prompts into the queue while the staleness bound has room for them."""
+"""Puts prompts into the queue, as many as the staleness bound allows."""
 
 import asyncio
 import json
@@ -19,11 +19,12 @@ from services.coordinator.state.lease import Draft, DroppedPrompt, QueuedPrompt
 from services.coordinator.state.ledger import capacity
 
 AT_ONCE = 256
+"""Prompts that one command issues."""
 
 
 @traced
 async def issue(run: Run) -> None:
-    """Issues as many prompts as the capacity allows: those issued before come first, then the next of the data.
+    """Issues as many prompts as the capacity allows: first those to be issued again, then the next of the data.
 
     Raises Superseded.
     """
@@ -54,7 +55,7 @@ async def _issue_some(run: Run, count: int) -> int:
         moved = await run.prompts.issue(drafts, run.job.step + 1, cursor)
         await run.refresh()
         if not moved:
-            # This very call may have moved it: one whose answer was lost is made again.
+            # A call whose answer was lost is repeated, so this one may itself have moved the cursor before.
             await run.parts.store.still_ours()
             if run.job.cursor != cursor[1]:
                 what = f"the data cursor of {run.job.id} is not at {cursor[0]}: another coordinator works on this job."
@@ -65,7 +66,7 @@ async def _issue_some(run: Run, count: int) -> int:
 
 
 def _draw(run: Run, count: int) -> list[Draft]:
-    """The next prompts of the data. Ends with the pass."""
+    """The next prompts of the data, at most up to the end of the pass."""
     turn, place = divmod(run.job.cursor, len(run.source))
     return _drafts(run, [training_prompt(turn, row) for row in run.order(turn)[place : place + count]])
 
@@ -76,6 +77,7 @@ def _drafts(run: Run, prompts: Sequence[PromptId]) -> list[Draft]:
 
 
 def training_sampling(spec: JobSpec) -> work_pb2.Sampling:
+    """How replicas sample the prompts of the training data."""
     rollout = spec.rollout
     return work_pb2.Sampling(
         samples=rollout.samples_per_prompt,

@@ -1,4 +1,4 @@
-"""Brings the trainer's version to every replica that is ready for it."""
+"""Publishes the trainer's version to every replica that is ready for it."""
 
 from services.coordinator.observe.step_metrics import step_seconds
 from services.coordinator.publication.report import PublicationReport
@@ -10,7 +10,7 @@ PARTS = ("gen", "train", "update_weights", "step")
 
 @traced
 async def publish(run: Run) -> None:
-    """With no replica there is nothing to do: one that comes later is brought the version when it joins.
+    """Publishes the current version. Replicas that join later get it when they join.
 
     Raises TrainerLost, PublicationFailed.
     """
@@ -22,7 +22,7 @@ async def publish(run: Run) -> None:
 
 
 async def _record(run: Run, report: PublicationReport) -> None:
-    """The step's row is complete with its publication."""
+    """Adds the publication's metrics to the step's row, which is complete with them."""
     values = await run.records.row(run.job.step)
     if values is None or "timing_s/update_weights" in values:
         return

@@ -37,8 +37,8 @@ async def report(run: Run) -> None:
     except StoreDown:
         raise
     except Exception as error:
-        log.warning("there is no report", folder=str(folder), exc_info=error)
-        await run.tell(events.ReportFailed(), f"there is no report in {folder}: {type(error).__name__}: {error}")
+        log.warning("no report was written", folder=str(folder), exc_info=error)
+        await run.tell(events.ReportFailed(), f"no report was written to {folder}: {type(error).__name__}: {error}")
         return
     await run.parts.store.jobs.update(run.job.id, report=str(folder / "report.md"))
     await run.refresh()

@@ -1,4 +1,4 @@
-"""One step of the trainer on one batch, and its mark on the ledger."""
+"""One training step on one batch, and its entry in the ledger."""
 
 import time
 
@@ -14,7 +14,7 @@ from services.coordinator.stages.spans import traced
 
 
 async def interrupted(run: Run) -> Batch | None:
-    """The batch of a step that was sent and not marked: the trainer knows it and answers it again."""
+    """The batch of a step that was sent to the trainer and not marked as trained; None where there is none."""
     saved = await run.records.batch()
     if saved is None or saved[0] != run.job.step + 1:
         return None
@@ -23,7 +23,8 @@ async def interrupted(run: Run) -> Batch | None:
 
 @traced
 async def step(run: Run, batch: Batch) -> None:
-    """Sends the trainer references and lengths, and marks the batch as trained: metrics, samples and ledger at once."""
+    """Sends the trainer references to the groups and their lengths, then marks the batch as trained: metrics, samples
+    and ledger at once."""
     await run.records.set_batch(batch.step, batch.groups, batch.waited_s)
     trainer, started = run.parts.trainer, time.monotonic()
     async with trainer.turn:

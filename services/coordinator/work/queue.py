@@ -1,4 +1,4 @@
-"""Leases: who may work on what, until when. Replicas pull; nobody pushes."""
+"""Leases: which replica works on which prompt, until when. Replicas pull work; nobody pushes it."""
 
 import asyncio
 import math
@@ -34,14 +34,14 @@ EXPIRE_EVERY_S = 1.0
 
 
 @dataclass(frozen=True)
-class Terms:
-    """What holds for every lease of a job."""
+class LeaseTerms:
+    """What is the same for all leases of a job."""
 
     lease_s: float
     samples: Mapping[Purpose, int]
-    """Of one prompt."""
+    """Samples of one prompt."""
     greedy_baseline: bool = False
-    """Whether a prompt to train on has a greedy answer beside them."""
+    """Whether a prompt to train on also has one greedy answer."""
 
     @classmethod
     def of(cls, spec: JobSpec) -> Self:
@@ -50,18 +50,18 @@ class Terms:
         return cls(spec.rollout.lease_s, samples, needs_greedy_baseline(spec))
 
     def requests(self, purpose: Purpose) -> int:
-        """What an engine has to make for one prompt."""
+        """Number of requests to an engine for one prompt."""
         return self.samples[purpose] + (self.greedy_baseline and purpose is Purpose.TRAIN)
 
 
 @dataclass(frozen=True)
-class Standing:
-    """What leases depend on, of the job that runs."""
+class RunningJob:
+    """The job that runs, as far as leases depend on it."""
 
     weights: Weights
-    """What the trainer published last."""
+    """The version that the trainer holds."""
     max_staleness: int
-    terms: Terms
+    terms: LeaseTerms
 
     def allows(self, held: Weights | None, purpose: Purpose) -> bool:
         """Whether a member that holds `held` may generate for `purpose`."""
@@ -73,9 +73,11 @@ class Standing:
 
 
 class Queue:
+    """Gives leases to members, and takes their answers."""
+
     def __init__(self, store: Store, fleet: Fleet, events: Events, prometheus: PrometheusMetrics) -> None:
-        self.standing: Standing | None = None
-        """None while no job runs; the loop moves it on."""
+        self.running_job: RunningJob | None = None
+        """None while no job runs. The job loop sets it at every new version."""
         self.issued = Bell()
         """Rings when there may be something to lease."""
         self.answered = Bell()
@@ -90,7 +92,8 @@ class Queue:
     # Lease.
 
     async def lease(self, member_id: MemberId, free_samples: int, wait_s: float) -> tuple[list[work_pb2.Lease], str]:
-        """Leases for as many samples as the member has free, and why there are none. Waits for them up to `wait_s`."""
+        """Leases for as many samples as the member can start, or the reason why there are none. Waits for leases up to
+        `wait_s`. Raises NotFound where the caller is not a member."""
         deadline = time.monotonic() + min(wait_s, LONGEST_WAIT_S)
         while True:
             member = self._fleet.member(member_id)
@@ -102,29 +105,31 @@ class Queue:
             await _either(issued, changed, left_s)
 
     async def _lease_now(self, member: Member, free_samples: int) -> tuple[list[work_pb2.Lease], str]:
-        standing = self.standing
-        if reason := _why_idle(standing, member) or standing is None:
-            return [], str(reason)
+        job = self.running_job
+        if job is None:
+            return [], "no job runs"
+        if reason := _why_idle(job, member):
+            return [], reason
         leases: list[work_pb2.Lease] = []
         for purpose in (Purpose.EVALUATION, Purpose.TRAIN):
-            if not standing.allows(member.weights, purpose):
+            if not job.allows(member.weights, purpose):
                 continue
-            samples = standing.terms.requests(purpose)
+            samples = job.terms.requests(purpose)
             count = free_samples // samples
             if count == 0 and not leases and await self._runs_nothing(member):
                 count = 1
-            prompts = self._prompts(standing.weights.job_id, purpose)
-            for claim in await prompts.lease(member.id, count, standing.weights.lineage):
+            prompts = self._prompts(job.weights.job_id, purpose)
+            for claim in await prompts.lease(member.id, count, job.weights.lineage):
                 lease = claim.row.lease
-                lease.ref.CopyFrom(claim.ref.message(standing.weights.job_id))
-                lease.expires_s = standing.terms.lease_s
+                lease.ref.CopyFrom(claim.ref.message(job.weights.job_id))
+                lease.expires_s = job.terms.lease_s
                 leases.append(lease)
                 free_samples -= samples
-        self._prometheus.leased(standing.weights.job_id, len(leases))
+        self._prometheus.leased(job.weights.job_id, len(leases))
         return leases, "" if leases else "the queue is empty"
 
     def close(self) -> None:
-        """Whoever waits for leases is answered at once, from now on."""
+        """From now on every request for leases is answered at once."""
         self._closing = True
         self.issued.ring()
 
@@ -166,25 +171,26 @@ class Queue:
         self.answered.ring()
 
     async def release(self, member_id: MemberId, job_id: JobId, leases: Sequence[LeaseRef]) -> None:
+        """Ends leases unanswered: their prompts are leased again at once."""
         for purpose, part in _by_purpose(leases).items():
             await self._prompts(job_id, purpose).release(part)
         self.issued.ring()
 
     async def held(self) -> dict[MemberId, int]:
-        """Leases of the running job by the member that holds them."""
+        """Number of leases of the running job that each member holds."""
         held: Counter[MemberId] = Counter()
-        if standing := self.standing:
+        if job := self.running_job:
             for purpose in Purpose:
-                held.update(await self._prompts(standing.weights.job_id, purpose).held())
+                held.update(await self._prompts(job.weights.job_id, purpose).held())
         return dict(held)
 
     # Leases that end without an answer.
 
     async def take_back(self, member: Member, why: str) -> None:
-        """Everything that the member holds goes to others."""
-        if (standing := self.standing) is None:
+        """Ends all leases of the member: their prompts are leased to others."""
+        if (job := self.running_job) is None:
             return
-        job_id, prompts = standing.weights.job_id, []
+        job_id, prompts = job.weights.job_id, []
         for purpose in Purpose:
             prompts += await self._prompts(job_id, purpose).take_back(member.id)
         self.issued.ring()
@@ -192,55 +198,55 @@ class Queue:
         await self._events.add(job_id, events.MemberOut(member=member.id, prompts=prompts[:50]), message)
 
     async def expire(self) -> None:
-        """Takes back what was not extended in time, for ever. Every lease has its whole time again after nobody could
-        extend it: before this coordinator was there, or while Redis was down."""
+        """Ends leases that were not extended in time, until cancelled. After a time in which none could be extended,
+        before this coordinator started or while Redis was down, every lease has its whole time again."""
         begun = math.inf
         while True:
             await asyncio.sleep(EXPIRE_EVERY_S)
             try:
-                if standing := self.standing:
+                if job := self.running_job:
                     begun, now = min(begun, time.monotonic()), time.monotonic()
-                    if now - max(begun, self._store.connection.up_since) >= standing.terms.lease_s:
-                        await self._expire_now(standing)
+                    if now - max(begun, self._store.connection.up_since) >= job.terms.lease_s:
+                        await self._expire_now(job)
             except StoreDown:
                 await self._store.connection.wait_until_up()
 
-    async def _expire_now(self, standing: Standing) -> None:
-        job_id = standing.weights.job_id
+    async def _expire_now(self, job: RunningJob) -> None:
+        job_id = job.weights.job_id
         for purpose in Purpose:
-            if prompts := await self._prompts(job_id, purpose).expire(standing.terms.lease_s):
+            if prompts := await self._prompts(job_id, purpose).expire(job.terms.lease_s):
                 self.issued.ring()
                 self._prometheus.expired(job_id, len(prompts))
-                message = f"{len(prompts)} leases were not extended within {standing.terms.lease_s:g} s"
+                message = f"{len(prompts)} leases were not extended within {job.terms.lease_s:g} s"
                 await self._events.add(job_id, events.LeaseExpired(prompts=prompts[:50]), message)
 
     def _prompts(self, job_id: JobId, purpose: Purpose) -> Prompts:
         return self._store.prompts(job_id, purpose)
 
-    async def _terms(self, job_id: JobId) -> Terms:
-        """Also while the job's loop begins again after a restart: answers are taken then. Raises NotFound."""
-        if self.standing is not None and self.standing.weights.job_id == job_id:
-            return self.standing.terms
+    async def _terms(self, job_id: JobId) -> LeaseTerms:
+        """The lease terms of a job. Answers are also taken while its loop starts again after a restart. Raises NotFound
+        where there is no such job or it has ended."""
+        if self.running_job is not None and self.running_job.weights.job_id == job_id:
+            return self.running_job.terms
         job = await self._store.jobs.get(job_id)
         if job.state in ENDED:
-            raise NotFound(f"{job_id} has ended: it is {job.state}.", "throw what belongs to it away.")
-        return Terms.of(job.spec)
+            raise NotFound(f"{job_id} has ended: it is {job.state}.", "drop the work for it.")
+        return LeaseTerms.of(job.spec)
 
     async def _next_step(self, job_id: JobId) -> int:
-        """The step that what comes now belongs to."""
-        if self.standing is not None and self.standing.weights.job_id == job_id:
-            return self.standing.weights.version + 1
+        """The step to be trained next."""
+        if self.running_job is not None and self.running_job.weights.job_id == job_id:
+            return self.running_job.weights.version + 1
         return (await self._store.jobs.get(job_id)).step + 1
 
 
-def _why_idle(standing: Standing | None, member: Member) -> str:
-    if standing is None:
-        return "no job runs"
+def _why_idle(job: RunningJob, member: Member) -> str:
+    """Why the member gets no leases; empty where it may have some."""
     if member.draining:
         return f"{member.id} drains"
-    if not standing.allows(member.weights, Purpose.TRAIN):
+    if not job.allows(member.weights, Purpose.TRAIN):
         held = f"version {member.weights.version}" if member.weights else "no verified weights"
-        return f"{member.id} holds {held}, the job is at version {standing.weights.version}"
+        return f"{member.id} holds {held}, the job is at version {job.weights.version}"
     return ""
 
 

@@ -11,7 +11,7 @@ from tests.services.coordinator.redis import a_job
 
 
 def test_as_the_ledger_goes_back_nothing_is_leased_and_trackers_are_told_again() -> None:
-    queue, notes = SimpleNamespace(standing="the past that is given up"), {"tracked": 3}
+    queue, notes = SimpleNamespace(running_job="the past that is given up"), {"tracked": 3}
     seen: list[tuple[object, int]] = []
 
     async def nothing(*_: Any, **__: Any) -> None:
@@ -24,7 +24,7 @@ def test_as_the_ledger_goes_back_nothing_is_leased_and_trackers_are_told_again()
         notes[name] = value
 
     async def rewind(version: Version) -> int:
-        seen.append((queue.standing, notes["tracked"]))
+        seen.append((queue.running_job, notes["tracked"]))
         return 0
 
     run: Any = SimpleNamespace(

@@ -24,12 +24,12 @@ from services.coordinator.state.lease import LeaseRef
 from services.coordinator.state.member import Configured, Member, Weights
 from services.coordinator.store import Store, connection, prompts
 from services.coordinator.work import queue
-from services.coordinator.work.queue import Queue, Standing, Terms
+from services.coordinator.work.queue import LeaseTerms, Queue, RunningJob
 from tests.services.coordinator.cluster import until
 from tests.services.coordinator.redis import a_job, queued, with_store
 
 JOB = a_job()
-TERMS = Terms(lease_s=30.0, samples={Purpose.TRAIN: 4, Purpose.EVALUATION: 1})
+TERMS = LeaseTerms(lease_s=30.0, samples={Purpose.TRAIN: 4, Purpose.EVALUATION: 1})
 
 
 def weights(version: int, lineage: int = 0, job: str = JOB.id) -> Weights:
@@ -49,16 +49,16 @@ def weights(version: int, lineage: int = 0, job: str = JOB.id) -> Weights:
     ],
 )
 def test_leases_are_for_those_who_hold_the_version(held: Weights | None, train: bool, evaluate: bool) -> None:
-    standing = Standing(weights(5), max_staleness=1, terms=TERMS)
-    assert standing.allows(held, Purpose.TRAIN) is train
-    assert standing.allows(held, Purpose.EVALUATION) is evaluate
+    job = RunningJob(weights(5), max_staleness=1, terms=TERMS)
+    assert job.allows(held, Purpose.TRAIN) is train
+    assert job.allows(held, Purpose.EVALUATION) is evaluate
 
 
 def test_a_greedy_baseline_is_a_request_more() -> None:
     tree = {"name": "a job", "output": "/out", "model": {"path": "/model"}, "data": {"files": ["train.parquet"]}}
     for name, more in (("grpo", 0), ("remax", 1)):
         spec = parse({**tree, "algorithm": {"advantage": {"name": name}}})
-        terms, samples = Terms.of(spec), spec.rollout.samples_per_prompt
+        terms, samples = LeaseTerms.of(spec), spec.rollout.samples_per_prompt
         assert (terms.requests(Purpose.TRAIN), terms.samples[Purpose.TRAIN]) == (samples + more, samples)
         assert terms.requests(Purpose.EVALUATION) == terms.samples[Purpose.EVALUATION]
         assert training_sampling(spec).greedy_baseline is bool(more)
@@ -71,7 +71,7 @@ class Desk:
         self.store = store
         self.fleet = Fleet(store, Patience(1.0, 5.0))
         self.queue = Queue(store, self.fleet, Events(store), PrometheusMetrics())
-        self.queue.standing = Standing(weights(0), 0, TERMS)
+        self.queue.running_job = RunningJob(weights(0), 0, TERMS)
 
     async def member(self, name: str = "rollout-a", port: int = 1) -> Member:
         request = fleet_pb2.RegisterRequest(
@@ -159,7 +159,7 @@ def test_a_draining_member_and_one_without_weights_get_none(redis_url: str) -> N
         assert await desk.lease(8, wait_s=5.0) == [] and "drains" in desk.reason
         with pytest.raises(NotFound, match="rollout-z is not in the fleet"):
             await desk.lease(8, name="rollout-z")
-        desk.queue.standing = None
+        desk.queue.running_job = None
         assert await desk.lease(8) == [] and desk.reason == "no job runs"
 
     at_the_desk(redis_url, scenario)
@@ -218,7 +218,7 @@ def test_an_answer_is_taken_once(redis_url: str) -> None:
 @contextlib.asynccontextmanager
 async def expiring(desk: Desk, lease_s: float, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
     monkeypatch.setattr(queue, "EXPIRE_EVERY_S", 0.05)
-    desk.queue.standing = Standing(weights(0), 0, dataclasses.replace(TERMS, lease_s=lease_s))
+    desk.queue.running_job = RunningJob(weights(0), 0, dataclasses.replace(TERMS, lease_s=lease_s))
     task = asyncio.create_task(desk.queue.expire())
     try:
         yield
