@@ -15,7 +15,6 @@ import uvicorn
 from millrace.errors import InvalidState, Unavailable
 from millrace.wire.channel import token
 from millrace.wire.server import Server, host_address
-from services.coordinator.bell import Bell
 from services.coordinator.fleet.fleet import Fleet, Patience
 from services.coordinator.fleet.trainer import Trainer
 from services.coordinator.jobs.control import Control
@@ -25,8 +24,9 @@ from services.coordinator.observe.prometheus import PrometheusMetrics
 from services.coordinator.publication.publisher import Publisher
 from services.coordinator.redis_server import RedisServer
 from services.coordinator.rest.app import application
-from services.coordinator.run import Parts
 from services.coordinator.servicers import FleetServicer, WorkServicer, servicers
+from services.coordinator.stages.run import Parts
+from services.coordinator.state.bell import Bell
 from services.coordinator.store import Store
 from services.coordinator.work.queue import Queue
 

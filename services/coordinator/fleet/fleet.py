@@ -14,7 +14,7 @@ from millrace.wire.channel import PROTOCOL_VERSION, Peer
 from millrace.wire.deadlines import DEADLINES_S
 from millrace.wire.method import Request, Response, Unary
 from millrace.wire.v1 import fleet_pb2
-from services.coordinator.bell import Bell
+from services.coordinator.state.bell import Bell
 from services.coordinator.state.member import KINDS, Configured, Member, Pulse, Weights
 from services.coordinator.store import Store, StoreDown
 

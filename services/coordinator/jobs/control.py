@@ -13,8 +13,8 @@ from millrace.ids import JobId, new_job_id
 from millrace.rest import JobState
 from millrace.spec.checking import submission
 from millrace.spec.checking.changes import applied
-from services.coordinator.bell import Bell
 from services.coordinator.observe.events import Events
+from services.coordinator.state.bell import Bell
 from services.coordinator.state.job import ACTIVE, ENDED, JobRecord, Wanted, refusal
 from services.coordinator.store import Store
 

@@ -16,12 +16,12 @@ from millrace.drops import DropReason
 from millrace.errors import InvalidState, MillraceError
 from millrace.ids import JobId
 from millrace.rest import JobState
-from services.coordinator.bell import waited
 from services.coordinator.fleet.trainer import TrainerLost
-from services.coordinator.loop import train
-from services.coordinator.run import Cancelled, Parts, Run
+from services.coordinator.jobs.loop import train
 from services.coordinator.stages.checkpoint import recover
 from services.coordinator.stages.report import report
+from services.coordinator.stages.run import Cancelled, Parts, Run
+from services.coordinator.state.bell import waited
 from services.coordinator.state.job import ACTIVE, JobRecord
 from services.coordinator.store import StoreDown, Superseded
 

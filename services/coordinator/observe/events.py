@@ -9,7 +9,7 @@ import structlog
 from millrace.events import Event, EventKind, Payload
 from millrace.ids import JobId
 from millrace.rest import JobState
-from services.coordinator.bell import Bell, waited
+from services.coordinator.state.bell import Bell, waited
 from services.coordinator.store import Store
 
 log = structlog.get_logger(__name__)

@@ -14,12 +14,12 @@ from millrace.errors import MillraceError, PublicationFailed
 from millrace.ids import MemberId, Version
 from millrace.wire.methods import RolloutRpc
 from millrace.wire.v1 import rollout_pb2
-from services.coordinator.bell import waited
 from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.fleet.trainer import Trainer
 from services.coordinator.observe.events import Events
 from services.coordinator.publication.publisher import Publisher
 from services.coordinator.publication.transfer_setup import SiblingCannotSend
+from services.coordinator.state.bell import waited
 from services.coordinator.state.job import JobRecord
 from services.coordinator.state.member import Configured, Member, Weights
 from services.coordinator.store import Store

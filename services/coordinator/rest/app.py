@@ -15,7 +15,7 @@ from services.coordinator.jobs.control import Control
 from services.coordinator.rest import callers, fleet, jobs
 from services.coordinator.rest.problems import install
 from services.coordinator.rest.schema import Application, error_responses
-from services.coordinator.run import Parts
+from services.coordinator.stages.run import Parts
 from services.coordinator.state.job import ENDED
 
 PAGE = Path(__file__).parent / "page.html"

@@ -9,10 +9,10 @@ from millrace.batching.filters import without_signal
 from millrace.drops import DropReason
 from millrace.errors import InvalidState
 from millrace.ids import PromptId
-from services.coordinator.bell import waited
-from services.coordinator.run import LOOK_EVERY_S, Run
 from services.coordinator.stages.issue import issue
+from services.coordinator.stages.run import LOOK_EVERY_S, Run
 from services.coordinator.stages.spans import traced
+from services.coordinator.state.bell import waited
 from services.coordinator.state.group import Summary
 
 GATHER_S = 0.01

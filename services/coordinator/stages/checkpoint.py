@@ -18,7 +18,7 @@ from millrace import events
 from millrace.errors import InvalidState, MillraceError, NotFound
 from millrace.wire.methods import TrainerRpc
 from millrace.wire.v1 import trainer_pb2
-from services.coordinator.run import Run
+from services.coordinator.stages.run import Run
 from services.coordinator.stages.spans import traced
 
 log = structlog.get_logger(__name__)

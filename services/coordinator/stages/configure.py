@@ -10,11 +10,11 @@ from millrace.rest import JobState
 from millrace.wire.deadlines import of_job
 from millrace.wire.methods import TrainerRpc
 from millrace.wire.v1 import trainer_pb2
-from services.coordinator.bell import waited
-from services.coordinator.run import LOOK_EVERY_S, Run
 from services.coordinator.stages.checkpoint import recover
+from services.coordinator.stages.run import LOOK_EVERY_S, Run
 from services.coordinator.stages.spans import traced
 from services.coordinator.stages.track import track_again
+from services.coordinator.state.bell import waited
 
 
 @traced

@@ -9,12 +9,12 @@ from millrace.data import Source
 from millrace.ids import Purpose, Version, evaluation_prompt
 from millrace.spec.model import Evaluation
 from millrace.wire.v1 import work_pb2
-from services.coordinator.bell import waited
 from services.coordinator.observe.samples import samples_in
 from services.coordinator.observe.step_metrics import held_out, mean
-from services.coordinator.run import LOOK_EVERY_S, Run
 from services.coordinator.stages.issue import AT_ONCE, draft
+from services.coordinator.stages.run import LOOK_EVERY_S, Run
 from services.coordinator.stages.spans import traced
+from services.coordinator.state.bell import waited
 from services.coordinator.state.group import Summary
 from services.coordinator.state.lease import Draft
 

@@ -13,7 +13,7 @@ from millrace.spec.checking.choices import needs_greedy_baseline
 from millrace.spec.job import JobSpec
 from millrace.wire.enums import PURPOSE_NUMBERS
 from millrace.wire.v1 import work_pb2
-from services.coordinator.run import Run
+from services.coordinator.stages.run import Run
 from services.coordinator.stages.spans import traced, traceparent
 from services.coordinator.state.lease import Draft, DroppedPrompt, QueuedPrompt
 from services.coordinator.state.ledger import capacity

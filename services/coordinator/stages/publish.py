@@ -2,7 +2,7 @@
 
 from services.coordinator.observe.step_metrics import step_seconds
 from services.coordinator.publication.report import PublicationReport
-from services.coordinator.run import Run
+from services.coordinator.stages.run import Run
 from services.coordinator.stages.spans import traced
 
 PARTS = ("gen", "train", "update_weights", "step")

@@ -17,7 +17,7 @@ from millrace.telemetry.metrics.step.evaluation import EVALUATION_RESULTS
 from millrace.telemetry.metrics.step.mismatch import MISMATCH_SUMMARY
 from millrace.telemetry.metrics.step.timing import TIMING
 from services.coordinator.observe.step_metrics import mean
-from services.coordinator.run import Run
+from services.coordinator.stages.run import Run
 from services.coordinator.store import StoreDown
 
 log = structlog.get_logger(__name__)

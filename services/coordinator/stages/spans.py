@@ -5,7 +5,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from millrace.telemetry import tracing
-from services.coordinator.run import Run
+from services.coordinator.stages.run import Run
 
 Rest = ParamSpec("Rest")
 Answer = TypeVar("Answer")

@@ -8,8 +8,8 @@ from millrace.wire.methods import TrainerRpc
 from millrace.wire.v1 import trainer_pb2
 from services.coordinator.observe.samples import samples_in
 from services.coordinator.observe.step_metrics import batch_metrics, mean, step_row
-from services.coordinator.run import Run
 from services.coordinator.stages.admit import Batch
+from services.coordinator.stages.run import Run
 from services.coordinator.stages.spans import traced
 
 

@@ -15,7 +15,7 @@ from millrace import events
 from millrace.ids import Version
 from millrace.rest import StepMetrics
 from millrace.telemetry import trackers
-from services.coordinator.run import Run
+from services.coordinator.stages.run import Run
 
 Answer = TypeVar("Answer")
 log = structlog.get_logger(__name__)

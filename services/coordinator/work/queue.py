@@ -17,11 +17,11 @@ from millrace.ids import JobId, MemberId, Purpose
 from millrace.spec.checking.choices import needs_greedy_baseline
 from millrace.spec.job import JobSpec
 from millrace.wire.v1 import common_pb2, work_pb2
-from services.coordinator.bell import Bell, waited
 from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.observe.events import Events
 from services.coordinator.observe.prometheus import PrometheusMetrics
 from services.coordinator.observe.samples import samples_of
+from services.coordinator.state.bell import Bell, waited
 from services.coordinator.state.group import Summary, fault
 from services.coordinator.state.job import ENDED
 from services.coordinator.state.lease import LeaseRef

@@ -33,7 +33,7 @@ class Refuse:
 
 sys.meta_path.insert(0, Refuse())
 import services.coordinator.__main__
-import services.coordinator.loop
+import services.coordinator.jobs.loop
 from millrace.rl.registry.catalogue import AlgorithmKind, find
 find(AlgorithmKind.ADVANTAGE, "grpo")
 assert "torch" not in sys.modules and "transformers" not in sys.modules

@@ -12,10 +12,10 @@ from millrace.drops import DropReason
 from millrace.errors import InvalidState
 from millrace.events import JobMoved
 from millrace.rest import JobState
-from services.coordinator.bell import Bell
 from services.coordinator.jobs.control import Control
 from services.coordinator.observe.events import Events
-from services.coordinator.run import Cancelled, Run
+from services.coordinator.stages.run import Cancelled, Run
+from services.coordinator.state.bell import Bell
 from services.coordinator.state.job import JobRecord
 from services.coordinator.store import Store
 from tests.services.coordinator.redis import a_job, queued, with_store

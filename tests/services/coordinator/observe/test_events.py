@@ -14,7 +14,7 @@ from millrace.ids import JobId, PromptId
 from millrace.rest import JobState
 from services.coordinator.observe.events import Events
 from services.coordinator.rest.jobs import frame
-from services.coordinator.run import Run
+from services.coordinator.stages.run import Run
 from services.coordinator.store import Store
 from services.coordinator.store.records import Records
 from tests.services.coordinator.redis import with_store

@@ -16,9 +16,9 @@ from millrace.errors import MillraceError
 from millrace.ids import Purpose, training_prompt
 from millrace.spec import parse
 from millrace.wire.v1 import work_pb2
-from services.coordinator.bell import Bell
-from services.coordinator.run import Run
 from services.coordinator.stages.issue import draft, issue
+from services.coordinator.stages.run import Run
+from services.coordinator.state.bell import Bell
 from services.coordinator.state.lease import DroppedPrompt, QueuedPrompt
 from services.coordinator.store import GENERATION, Store, Superseded
 from tests.services.coordinator.redis import a_job, with_store

@@ -4,13 +4,13 @@ Every stage reads what the store holds and does only what is missing. So the loo
 started again from the top: after a crash of the coordinator, of Redis or of the trainer.
 """
 
-from services.coordinator.run import Run
 from services.coordinator.stages.admit import admit
 from services.coordinator.stages.checkpoint import checkpoint
 from services.coordinator.stages.configure import configure
 from services.coordinator.stages.evaluate import evaluate
 from services.coordinator.stages.issue import issue
 from services.coordinator.stages.publish import publish
+from services.coordinator.stages.run import Run
 from services.coordinator.stages.step import interrupted, step
 from services.coordinator.stages.track import track
 

@@ -13,7 +13,6 @@ from millrace.ids import Purpose
 from millrace.rest import JobState
 from millrace.spec.job import JobSpec
 from millrace.telemetry.trackers import Tracker
-from services.coordinator.bell import Bell, waited
 from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.fleet.trainer import Trainer, TrainerLost
 from services.coordinator.observe.events import Events
@@ -21,6 +20,7 @@ from services.coordinator.observe.prometheus import PrometheusMetrics
 from services.coordinator.observe.step_metrics import step_row
 from services.coordinator.publication.joining import Joining
 from services.coordinator.publication.publisher import Publisher
+from services.coordinator.state.bell import Bell, waited
 from services.coordinator.state.job import JobRecord, Wanted
 from services.coordinator.state.member import Weights
 from services.coordinator.store import Store
