@@ -1,1 +1,1 @@
-"""What people ask of jobs, and the runner that carries it out."""
+"""Requests to jobs, the runner that runs one job after another, and the loop of a job."""

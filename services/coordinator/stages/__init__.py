@@ -1,1 +1,1 @@
-"""The stages of the job loop, one file each, in the words of the design."""
+"""The stages of the job loop, one file each, and what they work with."""

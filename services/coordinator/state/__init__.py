@@ -1,1 +1,1 @@
-"""Jobs, members, groups and the ledger as data. No I/O."""
+"""Jobs, members, prompts, groups and the ledger as data. No I/O."""

@@ -1,1 +1,1 @@
-"""Who may work on what: leases and the queue."""
+"""Leases: which replica works on which prompt, until when."""

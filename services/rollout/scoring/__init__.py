@@ -1,1 +1,1 @@
-"""Scores groups in contained processes."""
+"""Scores groups with the job's reward function, in isolated processes."""

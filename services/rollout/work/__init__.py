@@ -1,1 +1,1 @@
-"""Leases, groups, and the job that a replica holds."""
+"""The job that a replica serves, its leases, and the groups that it answers them with."""
