@@ -1,6 +1,6 @@
-"""What a scoring process gives up before it runs a user's code: network, memory without bound, outliving its parent.
+"""Restrictions of a scoring process before it runs a user's code: no network, limited memory, no life after its parent.
 
-Each is the kernel's doing and Linux only. Where the kernel does not allow one, the caller is told and goes on.
+The kernel enforces each of them; they exist on Linux only. Where the kernel does not allow one, the caller is told.
 """
 
 import contextlib
@@ -16,13 +16,13 @@ CLONE_NEWUSER = 0x10000000
 CLONE_NEWNET = 0x40000000
 PR_SET_PDEATHSIG = 1
 MAPPED_LIBRARIES = 4 << 30
-"""Bytes of address space for files that are mapped: libraries count there, but take no memory of their own."""
+"""Bytes of address space for mapped files. Libraries count there, although they take little memory."""
 
 
 def leave_network() -> str | None:
-    """Moves into a network namespace of its own, without any interface. Call it before the first thread starts.
+    """Moves this process into a new network namespace without interfaces. Call it before the first thread starts.
 
-    Needs root, or user namespaces that are open to everybody. Returns why it could not.
+    Needs root, or user namespaces that every user may create. Returns why it failed, or None.
     """
     if not sys.platform.startswith("linux"):
         return f"{sys.platform} has no network namespaces"
@@ -31,7 +31,7 @@ def leave_network() -> str | None:
     user, group = os.getuid(), os.getgid()
     if code := _unshare(CLONE_NEWUSER | CLONE_NEWNET):
         return os.strerror(code)
-    # Lets the process see its user and group under their names; its rights are the same where that is not allowed.
+    # Maps user and group to themselves. Where that is not allowed, the process has the same rights under other ids.
     with contextlib.suppress(OSError):
         for file, line in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
             Path("/proc/self", file).write_text(line)
@@ -39,7 +39,7 @@ def leave_network() -> str | None:
 
 
 def _unshare(flags: int) -> int:
-    """0, or the error number."""
+    """Calls unshare(2): 0, or the error number."""
     return 0 if _libc().unshare(flags) == 0 else ctypes.get_errno()
 
 
@@ -48,18 +48,19 @@ def _libc() -> ctypes.CDLL:
 
 
 def die_with_parent(parent: int, lifeline: int) -> None:
-    """Has this process and its group killed when nobody holds the other end of the pipe `lifeline` any more.
+    """Has this process and its group killed when the other end of the pipe `lifeline` is closed everywhere.
 
-    The kernel does that, so it works while code holds the interpreter, and takes along what the user's code started.
-    Should somebody else have inherited the other end, the death of the thread that started this process does the same
-    as soon as the interpreter is free. Changing user namespaces forgets the latter, so call this after `leave_network`.
+    The kernel does it, so it works while the user's code blocks the interpreter, and it also ends what that code
+    started. If another process has inherited the other end, the death of the thread that started this process does the
+    same, as soon as the interpreter is free. A change of user namespaces clears the latter: call this after
+    `leave_network`.
     """
     if not sys.platform.startswith("linux"):
         return
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
-    # A handler, since SIGKILL here could end this process before the kernel has killed the others for the lifeline.
+    # A handler: SIGKILL as the signal could end this process before the kernel has killed the others of its group.
     signal.signal(signal.SIGRTMIN, lambda *_: os.killpg(os.getpgrp(), signal.SIGKILL))
     _libc().prctl(PR_SET_PDEATHSIG, signal.SIGRTMIN, 0, 0, 0)
     if os.getppid() != parent:
@@ -67,7 +68,7 @@ def die_with_parent(parent: int, lifeline: int) -> None:
 
 
 def limit_memory(megabytes: int) -> None:
-    """Bounds what this process can allocate beyond what it holds now. Asking for more raises MemoryError."""
+    """Limits what this process can allocate beyond its present size. Allocating more raises MemoryError."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if not sys.platform.startswith("linux"):
         return

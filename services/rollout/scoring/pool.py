@@ -1,7 +1,7 @@
-"""Scores groups in a pool of processes beside the engine.
+"""Scores groups in a pool of processes, while the engine generates.
 
-A call that hangs, crashes, raises, eats memory or returns what is not a number costs its own answer: the pool kills
-the process where it has to, starts another, and says in `Scored.failure` what happened.
+A call that hangs, crashes, raises, needs too much memory or does not return a number costs only its own answer: the
+pool kills the process where needed, starts another, and `Scored.failure` says what happened.
 """
 
 import asyncio
@@ -22,17 +22,19 @@ START_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True)
 class Scored:
+    """The score of one answer."""
+
     score: float | None
-    """Finite; None where there is a failure."""
+    """A finite number; None where scoring failed."""
     details: dict[str, Any] = field(default_factory=dict)
-    """What else the function returned."""
+    """Further values that the reward function returned."""
     seconds: float = 0.0
     failure: str | None = None
     """`timeout after 10 s`, `raised ValueError: ...`, `killed: memory limit 512 MB`, `returned nan`."""
 
 
 class ScoringPool:
-    """`workers` processes that each have the reward function loaded. `start` it, `close` it."""
+    """`workers` processes that each have the reward function loaded. Use it between `start` and `close`."""
 
     def __init__(
         self,
@@ -45,8 +47,8 @@ class ScoringPool:
         network: bool = False,
         start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
-        """`timeout_s` is for one call, `start_timeout_s` for loading the function. `memory_mb` is what one process may
-        allocate over what Python itself takes. Without `network` the function cannot reach any."""
+        """`timeout_s` limits one call, `start_timeout_s` the loading of the function. `memory_mb`: what one process may
+        allocate beyond the size of Python itself. Without `network` the function cannot reach any network."""
         self._setup = Setup(function, dict(options or {}), memory_mb, network)
         self._size = workers
         self._timeout_s = timeout_s
@@ -54,12 +56,13 @@ class ScoringPool:
         self._alive: set[ScoringProcess] = set()
         self._idle: asyncio.Queue[ScoringProcess | None] = asyncio.Queue()
         self._starting: set[asyncio.Task[None]] = set()
-        self._over: Unavailable | None = Unavailable("the scoring pool was not started.", "await start() first.")
+        self._over: Unavailable | None = Unavailable("the scoring pool was not started.", "start it first.")
         self.restarts = 0
-        """Processes that were replaced."""
+        """Number of processes that were replaced."""
 
     async def start(self) -> None:
-        """Raises InvalidJob where the function cannot be loaded, Unavailable where no process can be started."""
+        """Starts the processes. Raises InvalidJob where the function cannot be loaded, Unavailable where no process
+        can be started."""
         self._over, self._idle = None, asyncio.Queue()
         started = await asyncio.gather(*(self._start_one() for _ in range(self._size)), return_exceptions=True)
         for worker in started:
@@ -77,7 +80,7 @@ class ScoringPool:
     ) -> list[Scored]:
         """Scores the answers of one group, in their order, on as many processes as are free.
 
-        Raises Unavailable where the pool is closed or no process can be started any more.
+        Raises Unavailable where the pool is closed, or no process can be started any more.
         """
         rest = {"data_source": data_source, "ground_truth": ground_truth, "extra_info": dict(extra_info)}
         calls = (self._score({"solution_str": answer, **rest}) for answer in answers)
@@ -89,8 +92,8 @@ class ScoringPool:
         return scored
 
     async def close(self) -> None:
-        """Kills every process and waits until they are gone. Calls that wait or run raise or fail."""
-        self._give_up(Unavailable("the scoring pool is closed.", "start another."))
+        """Kills all processes and waits until they are gone. Calls in progress fail."""
+        self._give_up(Unavailable("the scoring pool is closed.", "start another one."))
         for task in self._starting:
             task.cancel()
         await asyncio.gather(*self._starting, return_exceptions=True)
@@ -113,7 +116,7 @@ class ScoringPool:
         while self._over is None:
             worker = await self._idle.get()
             if worker is None:
-                # The pool is over; whoever waits behind is woken in turn.
+                # The pool is closed. The None is put back for the next caller that waits.
                 self._idle.put_nowait(None)
             elif worker.alive:
                 return worker
@@ -122,7 +125,7 @@ class ScoringPool:
         raise self._over
 
     async def _ask(self, worker: ScoringProcess, arguments: Mapping[str, Any]) -> tuple[Scored, bool]:
-        """The answer, and whether the process can be asked again."""
+        """The score, and whether the process can be used again."""
         start = time.perf_counter()
         try:
             reply = await worker.ask(arguments, self._timeout_s)
@@ -156,7 +159,8 @@ class ScoringPool:
             self._starting.discard(asyncio.current_task())
 
     async def _start_one(self) -> ScoringProcess:
-        """Loading fails for good; a process that ends meanwhile is tried again, at most START_ATTEMPTS times."""
+        """Starts a process. A function that cannot be loaded is an error at once; a process that dies meanwhile is
+        tried again, at most START_ATTEMPTS times."""
         for attempt in range(1, START_ATTEMPTS + 1):
             try:
                 worker = await ScoringProcess.start(self._setup, self._start_timeout_s)
@@ -170,7 +174,7 @@ class ScoringPool:
                 return worker
         raise Unavailable(
             f"reward.function: no process could load {self._setup.function} in {START_ATTEMPTS} attempts: it {reason}.",
-            "see the replica's standard error; raise reward.memory_mb if what it imports is large.",
+            "see the replica's standard error; raise reward.memory_mb if the module imports large libraries.",
         )
 
     def _give_up(self, over: Unavailable) -> None:

@@ -1,4 +1,4 @@
-"""The pool's end of one scoring process."""
+"""One scoring process, as the pool uses it."""
 
 import asyncio
 import contextlib
@@ -16,10 +16,11 @@ import psutil
 from millrace.errors import InvalidJob
 
 LONGEST_LINE = 1 << 20
+"""Bytes of an answer."""
 EXIT_S = 1.0
-"""How long a process whose pipe is closed may take to be gone before it is killed."""
+"""A process that closed its pipe and has not ended after this time is killed."""
 MARK = "MILLRACE_SCORING_PROCESS"
-"""Environment variable by which what a scoring process started is known when it has left its group."""
+"""Environment variable that marks the descendants of a scoring process, also those that left its process group."""
 
 
 class WorkerDied(Exception):
@@ -28,7 +29,7 @@ class WorkerDied(Exception):
 
 @dataclass(frozen=True)
 class Setup:
-    """What a process is told first."""
+    """The first message to a process."""
 
     function: str
     options: Mapping[str, Any]
@@ -37,7 +38,7 @@ class Setup:
 
 
 class ScoringProcess:
-    """One process; asked one thing at a time. After WorkerDied, TimeoutError or a cancelled call it is to be killed."""
+    """One process, with one call at a time. After WorkerDied, TimeoutError or a cancelled call it has to be killed."""
 
     def __init__(self, spawned: "_Spawned", lifeline: int, memory_mb: int) -> None:
         self._spawned = spawned
@@ -45,10 +46,10 @@ class ScoringProcess:
         self._lifeline = lifeline
         self._memory_mb = memory_mb
         self._asked = 0
-        # At once when it ends: later its number may be another process's.
-        self._burial = asyncio.create_task(self._bury())
+        # Runs as soon as the process ends: later its pid may belong to another process.
+        self._cleanup = asyncio.create_task(self._clean_up())
         self.network: str | None = None
-        """Why the process could not be kept off the network; None where it is, or may reach it."""
+        """Why the process can reach the network although it should not; None otherwise."""
 
     @classmethod
     async def start(cls, setup: Setup, timeout_s: float) -> Self:
@@ -83,31 +84,31 @@ class ScoringProcess:
         return self._process.returncode is None
 
     async def ask(self, arguments: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-        """The process's answer to one call. Raises TimeoutError or WorkerDied."""
+        """The answer to one call. Raises TimeoutError, WorkerDied."""
         self._asked += 1
         reply = await self._exchange({"id": self._asked, **arguments}, timeout_s)
         if reply.get("id") != self._asked:
-            raise WorkerDied("broke the protocol: it answered something that it was not asked")
+            raise WorkerDied("broke the protocol: its answer is not to the last call")
         return reply
 
     def kill(self) -> None:
-        """The process and whatever it started, whether or not it has ended itself."""
-        if not self._burial.done():
+        """Kills the process and its process group."""
+        if not self._cleanup.done():
             _kill_group(self._process.pid)
 
     async def end(self) -> None:
-        """Kills, and waits until nothing is left."""
+        """Kills the process and waits until none of its descendants is left."""
         self.kill()
-        await asyncio.wait({self._burial})
+        await asyncio.wait({self._cleanup})
 
-    async def _bury(self) -> None:
-        # Not Process.wait: it returns once the pipes are closed, and what the process started may hold them.
+    async def _clean_up(self) -> None:
+        # Not Process.wait: it waits until the pipes are closed, and descendants of the process may hold them.
         await self._spawned.ended.wait()
         _kill_group(self._process.pid)
         os.close(self._lifeline)
         assert self._process.stdin is not None
         if not (requests := self._process.stdin.transport).is_closing():
-            requests.abort()  # what nobody reads any more is not waited for
+            requests.abort()  # close() would wait until the rest is read, and nobody reads it any more
         self._spawned.transport.close()
         await asyncio.to_thread(_kill_marked, self._spawned.mark)
 
@@ -142,7 +143,7 @@ class ScoringProcess:
 
 
 class _Streams(asyncio.subprocess.SubprocessStreamProtocol):
-    """Tells of the process's end when it comes, whoever holds its pipes."""
+    """Sets `ended` when the process ends, even while its descendants hold the pipes."""
 
     def __init__(self) -> None:
         super().__init__(LONGEST_LINE, asyncio.get_running_loop())
@@ -184,7 +185,7 @@ def _kill_group(leader: int) -> None:
 
 
 def _kill_marked(mark: str) -> None:
-    """What left the group: a session of its own takes a process out of that, but keeps the environment."""
+    """Kills descendants that left the process group: a process in a new session still has the environment variable."""
     for pid in psutil.pids():
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(pid)
@@ -202,7 +203,7 @@ def _accept(greeting: Mapping[str, Any], setup: Setup) -> str | None:
 
 
 def _environment() -> dict[str, str]:
-    """Without this system's own settings, which hold its secrets; and one thread a process in numeric libraries, as
-    there are several processes already."""
+    """The environment without Millrace's settings, which contain secrets. Numeric libraries use one thread, as there
+    are several processes."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("MILLRACE_")}
     return {**kept, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}

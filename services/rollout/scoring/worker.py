@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def _take_pipes() -> tuple[IO[bytes], IO[bytes]]:
-    """Keeps the two pipes for the protocol: what user code prints goes to standard error, what it reads is empty."""
+    """Keeps the two pipes for the protocol. User code prints to standard error, and its standard input is empty."""
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -84,7 +84,7 @@ def _score(function: ComputeScore, arguments: Mapping[str, Any]) -> dict[str, An
 
 
 def _told(error: BaseException) -> str:
-    """`raised ValueError: no digits (mine.py, line 12)`."""
+    """An exception of user code as text: `raised ValueError: no digits (mine.py, line 12)`."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
     text = f"raised {type(error).__name__}: {error}"
