@@ -25,7 +25,7 @@ from services.coordinator.publication.publisher import Publisher
 from services.coordinator.redis_server import RedisServer
 from services.coordinator.rest.app import application
 from services.coordinator.servicers import FleetServicer, WorkServicer, servicers
-from services.coordinator.stages.run import Parts
+from services.coordinator.stages.run import Components
 from services.coordinator.state.bell import Bell
 from services.coordinator.store import Store
 from services.coordinator.work.queue import Queue
@@ -85,7 +85,7 @@ class Coordinator:
         publisher = Publisher(store, fleet, trainer, events, prometheus)
         services = servicers(FleetServicer(fleet), WorkServicer(queue, store, prometheus))
         grpc = Server(services, self._settings.grpc_host, self._settings.grpc_port)
-        parts = Parts(
+        components = Components(
             store=store,
             fleet=fleet,
             trainer=trainer,
@@ -96,9 +96,9 @@ class Coordinator:
             control=control_bell,
             work_address=_work_address(self._settings.grpc_host, grpc.port),
         )
-        rest = _Rest(application(parts, Control(store, events, control_bell), self._settings.http_host))
+        rest = _Rest(application(components, Control(store, events, control_bell), self._settings.http_host))
         await grpc.start()
-        work = [asyncio.create_task(work) for work in (fleet.watch(), queue.expire(), Runner(parts).run())]
+        work = [asyncio.create_task(work) for work in (fleet.watch(), queue.expire(), Runner(components).run())]
         if self._redis is not None:
             work.append(asyncio.create_task(self._redis.watch()))
         serving = asyncio.create_task(rest.serve(sockets=[http]))

@@ -20,7 +20,7 @@ async def train(run: Run) -> None:
     # A rewind may have been interrupted; and a resumed job begins with one.
     if await run.prompts.undo():
         await run.evaluation.forget()
-        await run.parts.fleet.grow()
+        await run.components.fleet.grow()
 
     # The trainer loads the model, or says what it holds. After this, ledger and trainer agree on the version.
     await configure(run)

@@ -20,7 +20,7 @@ from services.coordinator.fleet.trainer import TrainerLost
 from services.coordinator.jobs.loop import train
 from services.coordinator.stages.checkpoint import recover
 from services.coordinator.stages.report import report
-from services.coordinator.stages.run import Cancelled, Parts, Run
+from services.coordinator.stages.run import Cancelled, Components, Run
 from services.coordinator.state.bell import waited
 from services.coordinator.state.job import ACTIVE, JobRecord
 from services.coordinator.store import StoreDown, Superseded
@@ -34,41 +34,41 @@ LOOK_EVERY_S = 5.0
 class Runner:
     """Runs the jobs of the store."""
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
+    def __init__(self, components: Components) -> None:
+        self._components = components
         self._setbacks = 0
         self._reached: tuple[str, int] = ("", -1)
 
     async def run(self) -> None:
         """Runs jobs until cancelled. Raises Superseded."""
         while True:
-            ring = self._parts.control.next()
+            ring = self._components.control.next()
             try:
-                await self._parts.store.still_ours()
+                await self._components.store.still_ours()
                 if job := await self._next():
                     await self._run_job(job)
                     continue
             except StoreDown as error:
                 log.warning("waiting for Redis", error=str(error))
-                await self._parts.store.connection.wait_until_up()
+                await self._components.store.connection.wait_until_up()
                 continue
-            await waited(ring, LOOK_EVERY_S if self._parts.fleet.trainer else 1.0)
+            await waited(ring, LOOK_EVERY_S if self._components.fleet.trainer else 1.0)
 
     async def _next(self) -> JobRecord | None:
         """The job that has begun; else the oldest that is queued, if there is a trainer for it."""
-        jobs = await self._parts.store.jobs.all()
+        jobs = await self._components.store.jobs.all()
         if begun := [job for job in jobs if job.state in ACTIVE]:
             return begun[0]
         queued = [job for job in jobs if job.state is JobState.QUEUED]
-        if not queued or self._parts.fleet.trainer is None:
+        if not queued or self._components.fleet.trainer is None:
             return None
         message = "starting: trainer and replicas load the model"
         try:
-            await self._parts.events.move(queued[0].id, JobState.STARTING, message)
+            await self._components.events.move(queued[0].id, JobState.STARTING, message)
         except InvalidState:  # it was cancelled meanwhile
             return None
         self._reached = ("", -1)
-        return await self._parts.store.jobs.get(queued[0].id)
+        return await self._components.store.jobs.get(queued[0].id)
 
     async def _run_job(self, job: JobRecord) -> None:
         """Runs a job to its end, or until the trainer is lost: then the job is still active.
@@ -94,8 +94,8 @@ class Runner:
             log.exception("a bug ended a job", job=job.id)
             await self._fail(job.id, run, f"a bug in the coordinator: {type(error).__name__}: {error}")
         finally:
-            self._parts.queue.running_job = None
-            self._parts.trainer.release()
+            self._components.queue.running_job = None
+            self._components.trainer.release()
 
     async def _opened(self, job: JobRecord) -> Run:
         """Opens the job's data. Raises InvalidJob where it has gone since the submission."""
@@ -105,7 +105,7 @@ class Runner:
         if evaluation is not None:
             options = (evaluation.files, evaluation.procedural, evaluation.procedural_options)
             held_out = await asyncio.to_thread(lambda: open_source(*options, field="evaluation"))
-        return Run(job, self._parts, source, held_out)
+        return Run(job, self._components, source, held_out)
 
     async def _train(self, run: Run) -> None:
         """Runs the job's loop and, at the same time, the joining of replicas. The first error ends both."""
@@ -131,22 +131,22 @@ class Runner:
             await self._fail(job.id, run, f"the trainer was lost {SETBACKS} times at step {reached[1] + 1}: {lost}")
             return
         told = events.TrainerLost(step=reached[1], setbacks=self._setbacks)
-        await self._parts.events.add(job.id, told, str(lost))
+        await self._components.events.add(job.id, told, str(lost))
         await asyncio.sleep(0.5 * self._setbacks)
 
     async def _fail(self, job_id: JobId, run: Run | None, failure: str) -> None:
         """Records the failure first: after a crash in the middle of this, the job is ended and not run again."""
-        await self._parts.store.jobs.update(job_id, failure=failure)
+        await self._components.store.jobs.update(job_id, failure=failure)
         await self._end(job_id, run, JobState.FAILED, failure, DropReason.JOB_FAILED)
 
     async def _end(self, job_id: JobId, run: Run | None, state: JobState, message: str, reason: DropReason) -> None:
         """Closes the ledger, waits for a checkpoint in progress, writes the report; then moves the job to `state`."""
-        job = await self._parts.store.jobs.get(job_id)
-        await self._parts.store.prompts(job_id).close(job.step + 1, reason)
+        job = await self._components.store.jobs.get(job_id)
+        await self._components.store.prompts(job_id).close(job.step + 1, reason)
         if run is not None:
             await run.evaluation.forget()
             with contextlib.suppress(TrainerLost):
                 await recover(run)
             await run.refresh()
             await report(run)
-        await self._parts.events.move(job_id, state, message, finished_s=time.time())
+        await self._components.events.move(job_id, state, message, finished_s=time.time())

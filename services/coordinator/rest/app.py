@@ -15,7 +15,7 @@ from services.coordinator.jobs.control import Control
 from services.coordinator.rest import callers, fleet, jobs
 from services.coordinator.rest.problems import install
 from services.coordinator.rest.schema import Application, error_responses
-from services.coordinator.stages.run import Parts
+from services.coordinator.stages.run import Components
 from services.coordinator.state.job import ENDED
 
 PAGE = Path(__file__).parent / "page.html"
@@ -30,7 +30,7 @@ class Health(BaseModel):
     status: str
 
 
-def application(parts: Parts, control: Control, name: str) -> FastAPI:
+def application(components: Components, control: Control, name: str) -> FastAPI:
     """The application of one coordinator. `name` is the host that it listens at."""
     app = Application(title="Millrace", version=__version__, description=ABOUT, redoc_url=None)
     install(app)
@@ -39,13 +39,13 @@ def application(parts: Parts, control: Control, name: str) -> FastAPI:
     if not secret:
         names = (name, os.environ.get("MILLRACE_HOST", ""), socket.gethostname())
         allowed.append(Depends(callers.no_foreign_page(names)))
-    app.include_router(jobs.routes(parts.store, control, parts.events), dependencies=allowed)
-    app.include_router(fleet.routes(parts.fleet, parts.queue), dependencies=allowed)
-    _operations(app, parts)
+    app.include_router(jobs.routes(components.store, control, components.events), dependencies=allowed)
+    app.include_router(fleet.routes(components.fleet, components.queue), dependencies=allowed)
+    _operations(app, components)
     return app
 
 
-def _operations(app: FastAPI, parts: Parts) -> None:
+def _operations(app: FastAPI, components: Components) -> None:
     @app.get("/", include_in_schema=False)
     async def page() -> FileResponse:
         return FileResponse(PAGE, media_type="text/html")
@@ -58,14 +58,14 @@ def _operations(app: FastAPI, parts: Parts) -> None:
     @app.get("/readyz", tags=["operations"], responses=error_responses({503: "Redis does not answer."}))
     async def readyz() -> Health:
         """Whether the coordinator can take jobs: whether it reaches its Redis."""
-        if not await parts.store.connection.up():
-            raise Unavailable(f"Redis at {parts.store.connection.name} does not answer.", "start Redis again.")
+        if not await components.store.connection.up():
+            raise Unavailable(f"Redis at {components.store.connection.name} does not answer.", "start Redis again.")
         return Health(status="ready")
 
     @app.get("/metrics", tags=["operations"], response_class=Response)
     async def metrics() -> Response:
         """Metrics in Prometheus's text format."""
-        all_jobs = await parts.store.jobs.all()
-        ledgers = {job.id: await parts.store.prompts(job.id).view() for job in all_jobs if job.state not in ENDED}
-        page = parts.prometheus.page(all_jobs, ledgers, parts.fleet.view({}))
+        all_jobs = await components.store.jobs.all()
+        ledgers = {job.id: await components.store.prompts(job.id).view() for job in all_jobs if job.state not in ENDED}
+        page = components.prometheus.page(all_jobs, ledgers, components.fleet.view({}))
         return Response(page, media_type="text/plain; version=0.0.4")

@@ -52,7 +52,7 @@ async def admit(run: Run) -> Batch:
     admitted: dict[PromptId, Summary] = {}
     rejected = Rejected()
     while True:
-        ring = run.parts.queue.answered.next()
+        ring = run.components.queue.answered.next()
         await run.heed()
         await _look(run, admitted, rejected)
         if len(admitted) >= wanted:

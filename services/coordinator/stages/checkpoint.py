@@ -75,8 +75,8 @@ async def _begin(run: Run) -> None:
     await run.records.set_note(NOTE, cut)
     request = trainer_pb2.SaveRequest(job_id=run.job.id, path=folder, huggingface=run.done)
     try:
-        async with run.parts.trainer.turn:
-            await run.parts.trainer.call(TrainerRpc.Save, request)
+        async with run.components.trainer.turn:
+            await run.components.trainer.call(TrainerRpc.Save, request)
     except InvalidState as error:
         raise await _failed(run, cut, str(error)) from error
     run.saving = asyncio.create_task(_finish(run))
@@ -103,7 +103,7 @@ async def _finish(run: Run) -> float | None:
     saved: trainer_pb2.FinishSaveResponse | None = None
     try:
         request = trainer_pb2.FinishSaveRequest(job_id=run.job.id, path=cut["path"])
-        saved = await run.parts.trainer.call(TrainerRpc.FinishSave, request)
+        saved = await run.components.trainer.call(TrainerRpc.FinishSave, request)
     except NotFound as error:
         # Another trainer began it. A checkpoint gets its name when it is complete.
         if not await asyncio.to_thread(Path(cut["path"]).is_dir):

@@ -21,18 +21,18 @@ from services.coordinator.state.bell import waited
 async def configure(run: Run) -> None:
     """Has the trainer load the job, where it does not hold it. If it then holds an earlier version than the ledger, the
     ledger goes back. Raises Unavailable, TrainerLost, and MillraceError where the two cannot agree."""
-    run.parts.fleet.deadlines.update(of_job(run.spec.deadlines))
+    run.components.fleet.deadlines.update(of_job(run.spec.deadlines))
     await _check_data(run)
     await _trainer_arrived(run)
-    run.parts.trainer.take()
+    run.components.trainer.take()
     await recover(run)
-    async with run.parts.trainer.turn:
+    async with run.components.trainer.turn:
         version = await _load(run)
         await _agree(run, version)
     await run.refresh()
     if run.job.state is JobState.STARTING:
         message = f"running: {run.steps} steps over {len(run.source)} rows"
-        await run.parts.events.move(run.job.id, JobState.RUNNING, message)
+        await run.components.events.move(run.job.id, JobState.RUNNING, message)
         await run.refresh()
 
 
@@ -41,16 +41,16 @@ async def _check_data(run: Run) -> None:
     if run.job.rows not in (0, rows):
         what = f"the data has {rows} rows and had {run.job.rows} when the job began."
         raise MillraceError(what, "restore the files as they were, or submit a new job.")
-    await run.parts.store.jobs.update(run.job.id, rows=rows, steps=run.steps)
+    await run.components.store.jobs.update(run.job.id, rows=rows, steps=run.steps)
 
 
 async def _trainer_arrived(run: Run) -> None:
     """Waits for a trainer. Time in which the job is paused does not count. Raises Unavailable."""
     limit_s, spent_s = run.spec.deadlines.no_replica_s, 0.0
-    while run.parts.fleet.trainer is None:
-        ring = run.parts.fleet.bell.next()
+    while run.components.fleet.trainer is None:
+        ring = run.components.fleet.bell.next()
         await run.heed()
-        if run.parts.fleet.trainer is None and spent_s > limit_s:
+        if run.components.fleet.trainer is None and spent_s > limit_s:
             what = f"no trainer joined the fleet within {limit_s:g} s."
             raise Unavailable(what, "start one, or raise deadlines.no_replica_s.")
         began = time.monotonic()
@@ -60,14 +60,14 @@ async def _trainer_arrived(run: Run) -> None:
 
 async def _load(run: Run) -> Version:
     """The version of this job that the trainer holds, after it was loaded where needed."""
-    trainer, job = run.parts.trainer, run.job
+    trainer, job = run.components.trainer, run.job
     status = await trainer.status()
     if await _holds_job(run, status):
         return Version(status.version)
     source = f"checkpoint {job.checkpoint}" if job.checkpoint else run.spec.model.path
     await run.tell(events.TrainerConfiguring(member=trainer.member.id), f"{trainer.member.id} loads {source}")
     configuration = secrets.token_hex(8)
-    await run.parts.store.jobs.update(job.id, configuration=configuration)
+    await run.components.store.jobs.update(job.id, configuration=configuration)
     request = trainer_pb2.ConfigureTrainerRequest(
         job_id=job.id, spec=job.spec_json, checkpoint=job.checkpoint or "", configuration=configuration
     )
@@ -91,14 +91,14 @@ async def _holds_job(run: Run, status: trainer_pb2.TrainerStatus) -> bool:
 
 async def _agree(run: Run, version: Version) -> None:
     """Takes the ledger back to the trainer's version, or leaves an interrupted step to be finished."""
-    trainer, job = run.parts.trainer, run.job
+    trainer, job = run.components.trainer, run.job
     saved = await run.records.batch()
     if version < job.version:
-        run.parts.queue.running_job = None  # no leases until the ledger has the trainer's version
+        run.components.queue.running_job = None  # no leases until the ledger has the trainer's version
         await track_again(run, version)
         waiting = await run.prompts.rewind(version)
         await run.evaluation.forget()
-        await run.parts.fleet.grow()
+        await run.components.fleet.grow()
         message = f"the trainer is back at version {version} of {job.version}; {waiting} prompts are issued again"
         await run.tell(events.JobRewound(version=version, lost=job.version, prompts=waiting), message)
         await run.refresh()

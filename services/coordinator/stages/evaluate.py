@@ -59,7 +59,7 @@ async def _issue(run: Run, wanted: Evaluation, count: int) -> None:
         rows = range(start, min(start + AT_ONCE, count))
         drafts = await asyncio.to_thread(_drafts, source, rows, version, sampling)
         await run.evaluation.issue(drafts, run.job.step + 1)
-        run.parts.queue.issued.ring()
+        run.components.queue.issued.ring()
 
 
 def _drafts(source: Source, rows: range, version: Version, sampling: work_pb2.Sampling) -> list[Draft]:
@@ -69,7 +69,7 @@ def _drafts(source: Source, rows: range, version: Version, sampling: work_pb2.Sa
 async def _answers(run: Run, count: int) -> list[Summary]:
     """The summaries of the groups, as soon as every prompt was answered."""
     while True:
-        ring = run.parts.queue.answered.next()
+        ring = run.components.queue.answered.next()
         await run.heed()
         counts = await run.evaluation.counts()
         if counts.generated + counts.dropped >= count:
@@ -89,7 +89,7 @@ async def _record(run: Run, groups: list[Summary], count: int, seconds: float) -
     if groups:
         reward = mean([r for group in groups for r in group.rewards])
         before = {"evaluation_before": reward} if run.job.step == 0 else {}
-        await run.parts.store.jobs.update(run.job.id, evaluation_last=reward, **before)
+        await run.components.store.jobs.update(run.job.id, evaluation_last=reward, **before)
         message = f"held-out reward {reward:.4g} at version {run.job.version} on {len(groups)} of {count} prompts"
     else:
         refusals = await run.evaluation.refusals()

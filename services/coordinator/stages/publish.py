@@ -14,10 +14,10 @@ async def publish(run: Run) -> None:
 
     Raises TrainerLost, PublicationFailed.
     """
-    async with run.parts.trainer.turn:
-        lacking = [m for m in run.parts.fleet.ready_for(run.job.id) if m.due and not m.holds(run.weights)]
-        report = await run.parts.publisher.publish(run.job, lacking)
-    run.parts.fleet.bell.ring()
+    async with run.components.trainer.turn:
+        lacking = [m for m in run.components.fleet.ready_for(run.job.id) if m.due and not m.holds(run.weights)]
+        report = await run.components.publisher.publish(run.job, lacking)
+    run.components.fleet.bell.ring()
     await _record(run, report)
 
 
@@ -27,9 +27,9 @@ async def _record(run: Run, report: PublicationReport) -> None:
     if values is None or "timing_s/update_weights" in values:
         return
     added = report.metrics()
-    replicas = [m for m in run.parts.fleet.replicas if m.weights is not None]
-    devices = run.parts.trainer.member.world_size + sum(m.world_size for m in replicas)
+    replicas = [m for m in run.components.fleet.replicas if m.weights is not None]
+    devices = run.components.trainer.member.world_size + sum(m.world_size for m in replicas)
     added |= step_seconds(values | added, devices)
     await run.add_to_row(added)
     values |= added
-    run.parts.prometheus.stepped(run.job.id, {part: values.get(f"timing_s/{part}", 0.0) for part in PARTS})
+    run.components.prometheus.stepped(run.job.id, {part: values.get(f"timing_s/{part}", 0.0) for part in PARTS})

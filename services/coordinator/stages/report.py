@@ -40,7 +40,7 @@ async def report(run: Run) -> None:
         log.warning("no report was written", folder=str(folder), exc_info=error)
         await run.tell(events.ReportFailed(), f"no report was written to {folder}: {type(error).__name__}: {error}")
         return
-    await run.parts.store.jobs.update(run.job.id, report=str(folder / "report.md"))
+    await run.components.store.jobs.update(run.job.id, report=str(folder / "report.md"))
     await run.refresh()
 
 

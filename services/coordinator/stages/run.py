@@ -34,7 +34,7 @@ class Cancelled(Exception):
 
 
 @dataclass(frozen=True)
-class Parts:
+class Components:
     """The coordinator's components, one of each."""
 
     store: Store
@@ -68,16 +68,20 @@ class TimeWithoutReplicas:
 class Run:
     """A job that runs, from its start or resume to its end. Each stage of the loop gets it."""
 
-    def __init__(self, job: JobRecord, parts: Parts, source: Source, evaluation_source: Source | None) -> None:
+    def __init__(
+        self, job: JobRecord, components: Components, source: Source, evaluation_source: Source | None
+    ) -> None:
         self.job = job
         self.spec: JobSpec = job.spec
-        self.parts = parts
+        self.components = components
         self.source = source
         self.evaluation_source = evaluation_source
-        self.prompts = parts.store.prompts(job.id, Purpose.TRAIN)
-        self.evaluation = parts.store.prompts(job.id, Purpose.EVALUATION)
-        self.records = parts.store.records(job.id)
-        self.joining = Joining(job, parts.store, parts.fleet, parts.trainer, parts.publisher, parts.events)
+        self.prompts = components.store.prompts(job.id, Purpose.TRAIN)
+        self.evaluation = components.store.prompts(job.id, Purpose.EVALUATION)
+        self.records = components.store.records(job.id)
+        self.joining = Joining(
+            job, components.store, components.fleet, components.trainer, components.publisher, components.events
+        )
         self.saving: asyncio.Task[float | None] | None = None
         """Waits for the checkpoint that the trainer is writing."""
         self.trackers: list[Tracker] | None = None
@@ -113,14 +117,14 @@ class Run:
 
     async def refresh(self) -> None:
         """Reads the job's record again; leases and joining use its version from now on."""
-        self.job = await self.parts.store.jobs.get(self.job.id)
+        self.job = await self.components.store.jobs.get(self.job.id)
         self.joining.job = self.job
-        self.parts.queue.running_job = RunningJob(self.weights, self.spec.schedule.max_staleness, self._terms)
-        self.parts.fleet.bell.ring()
+        self.components.queue.running_job = RunningJob(self.weights, self.spec.schedule.max_staleness, self._terms)
+        self.components.fleet.bell.ring()
 
     async def tell(self, data: Payload, message: str) -> None:
         """Adds an event to the job's log."""
-        await self.parts.events.add(self.job.id, data, message)
+        await self.components.events.add(self.job.id, data, message)
 
     async def add_to_row(self, values: dict[str, float]) -> None:
         """Adds metrics to the row of the current step."""
@@ -132,18 +136,18 @@ class Run:
 
         Raises Superseded where another coordinator has taken over.
         """
-        await self.parts.store.still_ours()
-        state, wanted = await self.parts.store.jobs.wanted(self.job.id)
+        await self.components.store.still_ours()
+        state, wanted = await self.components.store.jobs.wanted(self.job.id)
         if wanted is Wanted.PAUSE and state is JobState.RUNNING:
             message = f"paused after step {self.job.step}"
             with contextlib.suppress(InvalidState):  # meanwhile the request was withdrawn, or the job cancelled
-                await self.parts.events.move(
+                await self.components.events.move(
                     self.job.id, JobState.PAUSED, message, pending=Wanted.PAUSE, wanted=Wanted.NOTHING
                 )
-            state, wanted = await self.parts.store.jobs.wanted(self.job.id)
+            state, wanted = await self.components.store.jobs.wanted(self.job.id)
         while state is JobState.PAUSED and wanted is not Wanted.CANCEL:
-            await waited(self.parts.control.next(), LOOK_EVERY_S)
-            state, wanted = await self.parts.store.jobs.wanted(self.job.id)
+            await waited(self.components.control.next(), LOOK_EVERY_S)
+            state, wanted = await self.components.store.jobs.wanted(self.job.id)
         if wanted is Wanted.CANCEL:
             raise Cancelled(f"{self.job.id} was cancelled after step {self.job.step}")
 
@@ -155,9 +159,9 @@ class Run:
     def check_fleet(self) -> None:
         """Called while groups are waited for. Raises TrainerLost where another trainer has taken over: replicas may be
         waiting for its weights. Raises Unavailable where no replica has served the job for too long."""
-        if self.parts.fleet.trainer is not None and self.parts.trainer.holds is None:
+        if self.components.fleet.trainer is not None and self.components.trainer.holds is None:
             raise TrainerLost("another trainer has taken over.")
-        replicas = self.parts.fleet.replicas
+        replicas = self.components.fleet.replicas
         serving = any(m.weights is not None and m.weights.job_id == self.job.id for m in replicas)
         limit_s = self.spec.deadlines.no_replica_s
         if self._without_replicas.update(serving, any(m.configuring for m in replicas)) > limit_s:

@@ -26,7 +26,7 @@ async def step(run: Run, batch: Batch) -> None:
     """Sends the trainer references to the groups and their lengths, then marks the batch as trained: metrics, samples
     and ledger at once."""
     await run.records.set_batch(batch.step, batch.groups, batch.waited_s)
-    trainer, started = run.parts.trainer, time.monotonic()
+    trainer, started = run.components.trainer, time.monotonic()
     async with trainer.turn:
         trainer.holds = None
         answer = await trainer.call(TrainerRpc.Step, _request(run, batch))
@@ -44,7 +44,7 @@ def _request(run: Run, batch: Batch) -> trainer_pb2.StepRequest:
         for g in batch.groups
     ]
     return trainer_pb2.StepRequest(
-        job_id=run.job.id, step=batch.step, groups=groups, work_address=run.parts.work_address
+        job_id=run.job.id, step=batch.step, groups=groups, work_address=run.components.work_address
     )
 
 
@@ -58,7 +58,7 @@ async def _mark(run: Run, batch: Batch, answer: trainer_pb2.StepResponse, second
     if not await run.prompts.train(prompts, batch.step, reward, row.model_dump_json(), samples):
         return
     staleness = [run.job.version - oldest for g in batch.groups for oldest in g.oldest]
-    run.parts.prometheus.trained(run.job.id, staleness)
+    run.components.prometheus.trained(run.job.id, staleness)
     message = f"step {batch.step} of {run.steps}: reward {reward:.4g}"
     await run.tell(events.StepDone(step=batch.step, reward=reward, seconds=seconds), message)
 

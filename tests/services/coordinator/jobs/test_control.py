@@ -31,7 +31,7 @@ class Desk:
         self.bell = Bell()
         self.control = Control(store, Events(store), self.bell)
         self.loop: Any = SimpleNamespace(
-            job=JOB, parts=SimpleNamespace(store=store, events=Events(store), control=self.bell)
+            job=JOB, components=SimpleNamespace(store=store, events=Events(store), control=self.bell)
         )
 
     async def job(self) -> JobRecord:

@@ -89,8 +89,8 @@ def test_a_job_that_is_cancelled_while_it_is_taken_up_is_left_alone(redis_url: s
             return found
 
         store.jobs.all = then_cancelled  # type: ignore[method-assign]
-        parts: Any = SimpleNamespace(store=store, events=Events(store), fleet=SimpleNamespace(trainer=object()))
-        assert await Runner(parts)._next() is None
+        components: Any = SimpleNamespace(store=store, events=Events(store), fleet=SimpleNamespace(trainer=object()))
+        assert await Runner(components)._next() is None
         assert (await store.jobs.get(job.id)).state is JobState.CANCELLED
 
     with_store(redis_url, scenario)

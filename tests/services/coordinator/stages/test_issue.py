@@ -63,8 +63,8 @@ async def a_run(store: Store, folder: Path) -> Run:
     await store.take_over()
     await store.jobs.create(job)
     names = dict.fromkeys(("fleet", "trainer", "publisher", "events"), SimpleNamespace(bell=Bell()))
-    parts: Any = SimpleNamespace(store=store, queue=SimpleNamespace(issued=Bell()), **names)
-    return Run(job, parts, open_source([folder / "train.jsonl"]), None)
+    components: Any = SimpleNamespace(store=store, queue=SimpleNamespace(issued=Bell()), **names)
+    return Run(job, components, open_source([folder / "train.jsonl"]), None)
 
 
 def test_prompts_whose_issue_was_answered_to_nobody_are_issued_once(
