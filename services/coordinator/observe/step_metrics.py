@@ -11,7 +11,7 @@ from millrace.telemetry.metrics import catalogue
 from millrace.telemetry.metrics.declaration import Owner
 from millrace.telemetry.metrics.step.performance import TOTAL_TOKENS
 from millrace.telemetry.metrics.step.timing import STEP_SECONDS, UPDATE_WEIGHTS
-from services.coordinator.state.group import Summary
+from services.coordinator.state.group import GroupSummary
 
 
 def mean(values: Sequence[float]) -> float:
@@ -48,7 +48,7 @@ def _expected_last(ascending: Sequence[float], k: int) -> float:
     return sum(value * comb(below, k - 1) for below, value in enumerate(ascending)) / ways
 
 
-def batch_metrics(groups: Sequence[Summary], version: Version, spec: JobSpec) -> dict[str, float]:
+def batch_metrics(groups: Sequence[GroupSummary], version: Version, spec: JobSpec) -> dict[str, float]:
     """Rewards, lengths, staleness and durations of the `groups` that a step was trained on at `version`."""
     rewards = [r for g in groups for r in g.rewards]
     responses = [float(n) for g in groups for n in g.response_tokens]

@@ -13,7 +13,7 @@ from services.coordinator.stages.issue import issue
 from services.coordinator.stages.run import LOOK_EVERY_S, Run
 from services.coordinator.stages.spans import traced
 from services.coordinator.state.bell import waited
-from services.coordinator.state.group import Summary
+from services.coordinator.state.group import GroupSummary
 
 GATHER_S = 0.01
 """Answers that arrive within this time are looked at together."""
@@ -28,7 +28,7 @@ class Batch:
     """The groups that a step is trained on."""
 
     step: int
-    groups: list[Summary]
+    groups: list[GroupSummary]
     waited_s: float
     """How long the step waited for its groups."""
 
@@ -49,7 +49,7 @@ async def admit(run: Run) -> Batch:
     Raises InvalidState where too many groups are rejected, Unavailable where no replica serves, Cancelled.
     """
     started, wanted = time.monotonic(), run.spec.schedule.prompts_per_step
-    admitted: dict[PromptId, Summary] = {}
+    admitted: dict[PromptId, GroupSummary] = {}
     rejected = Rejected()
     while True:
         ring = run.components.queue.answered.next()
@@ -64,7 +64,7 @@ async def admit(run: Run) -> Batch:
         await asyncio.sleep(GATHER_S)
 
 
-async def _look(run: Run, admitted: dict[PromptId, Summary], rejected: Rejected) -> None:
+async def _look(run: Run, admitted: dict[PromptId, GroupSummary], rejected: Rejected) -> None:
     """Admits, sends back or drops every complete group that is not admitted yet."""
     unseen = [p for p in await run.prompts.generated() if p not in admitted]
     late: list[PromptId] = []

@@ -15,7 +15,7 @@ from services.coordinator.stages.issue import AT_ONCE, draft
 from services.coordinator.stages.run import LOOK_EVERY_S, Run
 from services.coordinator.stages.spans import traced
 from services.coordinator.state.bell import waited
-from services.coordinator.state.group import Summary
+from services.coordinator.state.group import GroupSummary
 from services.coordinator.state.lease import Draft
 
 NOTE = "evaluation"
@@ -66,7 +66,7 @@ def _drafts(source: Source, rows: range, version: Version, sampling: work_pb2.Sa
     return [draft(source, evaluation_prompt(version, row), Purpose.EVALUATION, sampling) for row in rows]
 
 
-async def _answers(run: Run, count: int) -> list[Summary]:
+async def _answers(run: Run, count: int) -> list[GroupSummary]:
     """The summaries of the groups, as soon as every prompt was answered."""
     while True:
         ring = run.components.queue.answered.next()
@@ -78,7 +78,7 @@ async def _answers(run: Run, count: int) -> list[Summary]:
         await waited(ring, LOOK_EVERY_S)
 
 
-async def _record(run: Run, groups: list[Summary], count: int, seconds: float) -> None:
+async def _record(run: Run, groups: list[GroupSummary], count: int, seconds: float) -> None:
     by_source: defaultdict[str, list[list[float]]] = defaultdict(list)
     for group in groups:
         by_source[group.data_source].append(list(group.rewards))

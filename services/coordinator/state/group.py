@@ -12,7 +12,7 @@ from millrace.wire.v1 import common_pb2
 
 
 @dataclass(frozen=True)
-class Summary:
+class GroupSummary:
     """A complete, scored group. Lists run over its trajectories."""
 
     prompt_id: PromptId

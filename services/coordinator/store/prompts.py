@@ -13,7 +13,7 @@ from millrace.drops import Drop, DropReason
 from millrace.errors import Fenced, InvalidState
 from millrace.ids import Fence, JobId, LeaseId, MemberId, PromptId, Purpose
 from millrace.rest import LedgerView
-from services.coordinator.state.group import Summary
+from services.coordinator.state.group import GroupSummary
 from services.coordinator.state.lease import Claim, Draft, LeaseRef, QueuedPrompt
 from services.coordinator.state.ledger import Counts
 from services.coordinator.store.connection import TIMEOUT_S, Connection, text
@@ -109,7 +109,7 @@ class Prompts:
 
     # From a lease to a group or a reason.
 
-    async def complete(self, lease: LeaseRef, group: bytes, summary: Summary) -> bool:
+    async def complete(self, lease: LeaseRef, group: bytes, summary: GroupSummary) -> bool:
         """Answers a lease with its serialized group. False where the same answer came before. Raises Fenced, and
         InvalidState for the group of another prompt."""
         arguments = [lease.id, lease.fence, summary.prompt_id, group, summary.to_json(), ANSWERS_KEPT_S]
@@ -192,12 +192,12 @@ class Prompts:
         """Prompts whose groups wait to be trained, in the order in which they were completed."""
         return [PromptId(text(p)) for p in await self._redis.do("ZRANGE", f"{self._base}:generated", 0, -1)]
 
-    async def summaries(self, prompts: Sequence[PromptId]) -> list[Summary]:
+    async def summaries(self, prompts: Sequence[PromptId]) -> list[GroupSummary]:
         """Summaries of those of the prompts that still have a group."""
         if not prompts:
             return []
         found = await self._redis.do("HMGET", f"{self._base}:summaries", *prompts)
-        return [Summary.from_json(summary) for summary in found if summary is not None]
+        return [GroupSummary.from_json(summary) for summary in found if summary is not None]
 
     async def group(self, prompt: PromptId) -> bytes | None:
         """The serialized Group message; None where there is none. One at a time: it may have tens of megabytes."""

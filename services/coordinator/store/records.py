@@ -7,7 +7,7 @@ from typing import Any
 from millrace.events import Event, Payload
 from millrace.ids import JobId
 from millrace.rest import SampleView, StepMetrics
-from services.coordinator.state.group import Summary
+from services.coordinator.state.group import GroupSummary
 from services.coordinator.store.connection import Connection, text
 from services.coordinator.store.jobs import event_parts, key
 
@@ -65,18 +65,18 @@ class Records:
 
     # The batch of the step in progress.
 
-    async def set_batch(self, step: int, batch: Sequence[Summary], waited_s: float) -> None:
+    async def set_batch(self, step: int, batch: Sequence[GroupSummary], waited_s: float) -> None:
         """Keeps the batch until the step is marked as trained: after a crash the same batch is sent again."""
         tree = {"step": step, "waited_s": waited_s, "groups": [s.to_json() for s in batch]}
         await self._redis.do("SET", f"{self._job}:batch", json.dumps(tree))
 
-    async def batch(self) -> tuple[int, list[Summary], float] | None:
+    async def batch(self) -> tuple[int, list[GroupSummary], float] | None:
         """Step, groups and the seconds spent waiting for them; None where no step is in progress."""
         found = await self._redis.do("GET", f"{self._job}:batch")
         if found is None:
             return None
         tree = json.loads(found)
-        return int(tree["step"]), [Summary.from_json(s) for s in tree["groups"]], float(tree["waited_s"])
+        return int(tree["step"]), [GroupSummary.from_json(s) for s in tree["groups"]], float(tree["waited_s"])
 
     # Notes of the stages, and reports of publications.
 

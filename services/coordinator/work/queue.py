@@ -22,7 +22,7 @@ from services.coordinator.observe.events import Events
 from services.coordinator.observe.prometheus import PrometheusMetrics
 from services.coordinator.observe.samples import samples_of
 from services.coordinator.state.bell import Bell, waited
-from services.coordinator.state.group import Summary, fault
+from services.coordinator.state.group import GroupSummary, fault
 from services.coordinator.state.job import ENDED
 from services.coordinator.state.lease import LeaseRef
 from services.coordinator.state.member import Member, Weights
@@ -157,7 +157,7 @@ class Queue:
             await self.refuse(member_id, job_id, lease, drop)
             await self._store.records(job_id).add_samples(samples_of(group, await self._next_step(job_id))[:1])
             return
-        new = await self._prompts(job_id, purpose).complete(lease, group.SerializeToString(), Summary.of(group))
+        new = await self._prompts(job_id, purpose).complete(lease, group.SerializeToString(), GroupSummary.of(group))
         if new:
             self._prometheus.completed(job_id, group)
         self.answered.ring()

@@ -10,7 +10,7 @@ from millrace.ids import PromptId, Version
 from millrace.spec import JobSpec
 from millrace.telemetry.metrics.catalogue import UndeclaredMetric
 from services.coordinator.observe.step_metrics import batch_metrics, held_out, step_row, step_seconds
-from services.coordinator.state.group import Summary
+from services.coordinator.state.group import GroupSummary
 
 REWARDS = st.integers(1, 6).flatmap(
     lambda n: st.lists(st.lists(st.floats(-5, 5), min_size=n, max_size=n), min_size=1, max_size=4)
@@ -37,8 +37,8 @@ def test_of_rewards_of_0_and_1_the_best_is_pass_at_k() -> None:
     assert found["val-aux/math/reward/best@2/mean"] == pytest.approx(0.25)
 
 
-def summary(prompt_tokens: int, response_tokens: list[int], rewards: list[float], oldest: list[int]) -> Summary:
-    return Summary(
+def summary(prompt_tokens: int, response_tokens: list[int], rewards: list[float], oldest: list[int]) -> GroupSummary:
+    return GroupSummary(
         prompt_id=PromptId("0-0"),
         data_source="math",
         prompt_tokens=prompt_tokens,

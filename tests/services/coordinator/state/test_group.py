@@ -9,7 +9,7 @@ from millrace.ids import Version
 from millrace.wire.arrays import pack_logprobs, pack_tokens
 from millrace.wire.v1 import common_pb2
 from services.coordinator.observe.samples import samples_of
-from services.coordinator.state.group import Summary, fault
+from services.coordinator.state.group import GroupSummary, fault
 
 
 def trajectory(spans: list[tuple[int, int, int]], reward: float | None = 1.0, tokens: int = 4) -> common_pb2.Trajectory:
@@ -41,11 +41,11 @@ def group(*trajectories: common_pb2.Trajectory) -> common_pb2.Group:
 def test_a_group_is_summed_up() -> None:
     made = group(trajectory([(3, 0, 2), (4, 2, 4)], 0.5), trajectory([(5, 0, 4)]))
     assert fault(made, samples=2) is None
-    summary = Summary.of(made)
+    summary = GroupSummary.of(made)
     assert (summary.prompt_tokens, summary.response_tokens, summary.rewards) == (3, [4, 4], [0.5, 1.0])
     assert (summary.oldest, summary.truncated) == ([3, 5], 2)
     assert summary.staleness(Version(5)) == 2
-    assert Summary.from_json(summary.to_json()) == summary
+    assert GroupSummary.from_json(summary.to_json()) == summary
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from millrace.drops import Drop, DropReason
 from millrace.errors import Fenced
 from millrace.ids import Fence, LeaseId, MemberId, PromptId, Purpose
 from millrace.rest import JobState
-from services.coordinator.state.group import Summary
+from services.coordinator.state.group import GroupSummary
 from services.coordinator.state.lease import Claim, Draft, DroppedPrompt, LeaseRef
 from services.coordinator.state.ledger import Counts, Move, PromptState, after
 from services.coordinator.store import Prompts, Store
@@ -50,8 +50,8 @@ def lease(lease_id: LeaseId, fence: Fence) -> LeaseRef:
     return LeaseRef(Purpose.TRAIN, lease_id, fence)
 
 
-def summary(prompt: PromptId) -> Summary:
-    return Summary(prompt, "sums", 3, [4], [1.0], [0], 0, 0.0, 0.0, "rollout-a")
+def summary(prompt: PromptId) -> GroupSummary:
+    return GroupSummary(prompt, "sums", 3, [4], [1.0], [0], 0, 0.0, 0.0, "rollout-a")
 
 
 class LedgerMachine(RuleBasedStateMachine):
