@@ -76,7 +76,7 @@ def test_a_redis_that_is_down_at_the_start_is_named(tmp_path: Path) -> None:
 def test_two_do_not_work_in_one_folder(tmp_path: Path) -> None:
     with running(tmp_path / "state"):
         told = refused(tmp_path / "state", "--http-port", "0", "--grpc-port", "0")
-    assert "another coordinator works in" in told
+    assert "another coordinator uses the state folder" in told
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_two_do_not_work_in_one_folder(tmp_path: Path) -> None:
 def test_an_address_for_all_without_a_token_is_warned_of(host: str, token: str, warned: bool, tmp_path: Path) -> None:
     environment = {"MILLRACE_TOKEN": token, "MILLRACE_TOKEN_FILE": ""}
     with running(tmp_path / "state", "--http-host", host, environment=environment) as process:
-        assert ("there is no token" in process.log()) == warned
+        assert ("no token is set" in process.log()) == warned
 
 
 def redis_of(process: CoordinatorProcess) -> psutil.Process:
