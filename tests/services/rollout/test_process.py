@@ -90,7 +90,8 @@ def test_another_protocol_version_is_told_and_ends_it() -> None:
 
 
 def test_what_cannot_work_is_told_and_ends_it() -> None:
-    assert "there is no engine 'tgi'. Fix: choose one of vllm, sglang, transformers" in refused(engine="tgi")
+    told = refused(engine="tgi")
+    assert '--engine: "tgi": there is no such engine. Fix: choose one of sglang, transformers, vllm' in told
     assert "the coordinator has not answered for" in refused("--patience-s", "0.5")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
