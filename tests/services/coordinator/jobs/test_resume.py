@@ -155,7 +155,7 @@ async def test_changes_that_will_not_do_leave_the_job_as_it_was(cluster: Cluster
     assert await cluster.job(job.id) == job
     await asyncio.to_thread(client.resume, job.id)
     await cluster.reached(job.id, 2)
-    with pytest.raises(InvalidState, match="only a job that failed or was cancelled is resumed with changes"):
+    with pytest.raises(InvalidState, match="only a job that failed or was cancelled can be resumed with changes"):
         await asyncio.to_thread(client.resume, job.id, {"schedule": {"steps": 9}})
     await asyncio.to_thread(client.cancel, job.id)
     await cluster.ended(job.id)
