@@ -30,7 +30,7 @@ from benchmarks.publication.benchmark import ANSWER, BASELINES, BROADCAST, MODES
 from benchmarks.publication.sender import RemoteRank, serve
 from benchmarks.shapes import config_of
 from demo.tokenizer import byte_tokenizer
-from millrace.bench.layouts import TrainerSide
+from millrace.bench.layouts import TrainerLayout
 from millrace.bench.publication import SHARING
 from millrace.bench.shapes import SHAPES, shape_of
 from millrace.local.devices import visible_devices
@@ -91,7 +91,7 @@ def _gpus() -> int:
 
 
 async def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    senders = TrainerSide(shape_of(options.shape), options.trainer).ranks
+    senders = TrainerLayout(shape_of(options.shape), options.trainer).ranks
     gpus = _gpus()
     modes = [mode for mode in options.modes.split(",") if mode]
     if unknown := set(modes) - MODES.keys() - BASELINES.keys() - {BROADCAST}:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from millrace.bench.layouts import TrainerSide, manifest
+from millrace.bench.layouts import TrainerLayout, manifest
 from millrace.bench.shapes import shape_of
 from millrace.bench.values import fill
 from millrace.weights.plans import wire_layouts as wire
@@ -32,7 +32,7 @@ class Rank:
             torch.cuda.set_device(self._device)
         self._rank = rank
         self._manifest = manifest(shape_of(shape))
-        self._memory = TrainerSide(shape_of(shape), trainer).memory(rank, self._manifest, self._device)
+        self._memory = TrainerLayout(shape_of(shape), trainer).memory(rank, self._manifest, self._device)
         self._whole: Memory | None = None
         self._planner = wire.Planner()
         self._session = PublicationSession()

@@ -1,4 +1,4 @@
-"""`millrace bench`: what can be measured with nothing but torch, and CuPy where there are GPUs."""
+"""`millrace bench`: measurements that need only torch, and CuPy on GPUs."""
 
 import typer
 

@@ -1,4 +1,4 @@
-"""The baseline: each tensor gathered whole on one rank, broadcast whole to every worker, cut there."""
+"""The baseline: each tensor is gathered whole on one rank, sent whole to every worker, and cut there."""
 
 import time
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from millrace.weights.transfer.checksum import checksum
 
 
 class Broadcast:
-    """One rank's. The communicator's ranks 0 .. senders − 1 hold shards; rank 0 gathers."""
+    """One rank's part. The communicator's ranks 0 .. senders − 1 hold shards; rank 0 gathers."""
 
     def __init__(
         self, memory: Memory, rank: int, senders: int, world: int, channel: Channel, layouts: Sequence[Boxes]
@@ -29,16 +29,19 @@ class Broadcast:
         self._cells: list[list[tuple[int, Boxes]]] = [[] for _ in memory.manifest.tensors]
         for row in range(len(cells)):
             self._cells[int(cells.tensor[row])].append((int(holder[row]), cells.take(np.array([row]))))
-        self._own: list[Layout] = []
+        self._layouts: list[Layout] = []
         if rank >= senders:
             boxes = memory.layout.boxes
             rows_of = [np.flatnonzero(boxes.tensor == i) for i in range(len(memory.manifest.tensors))]
             layout = memory.layout
-            self._own = [Layout(boxes.take(r), layout.buffer[r], layout.start[r], layout.strides[r]) for r in rows_of]
+            self._layouts = [
+                Layout(boxes.take(r), layout.buffer[r], layout.start[r], layout.strides[r]) for r in rows_of
+            ]
         self.bytes = memory.manifest.bytes if rank >= senders else 0
 
     def run(self, version: int) -> dict[str, float]:
-        """Received beside generation, then put in place: the pause is the putting."""
+        """One publication: received into separate memory, then put in place. The pause is the second part. Returns
+        seconds by name."""
         began = time.perf_counter()
         gather, sums = 0.0, 0.0
         whole: list[torch.Tensor] = []
@@ -62,7 +65,7 @@ class Broadcast:
                 checksum(tensor)
                 sums += time.perf_counter() - arrived
         moved = time.perf_counter()
-        for layout, tensor in zip(self._own, whole, strict=True):
+        for layout, tensor in zip(self._layouts, whole, strict=True):
             self._place(layout, tensor)
         if self._device.type == "cuda":
             torch.cuda.synchronize()
@@ -79,7 +82,7 @@ class Broadcast:
 
     def _gather(self, number: int, tensor: torch.Tensor | None, dtype: torch.dtype) -> None:
         exchanges: list[PendingExchange] = []
-        landing = []
+        received = []
         for index, (holder, cell) in enumerate(self._cells[number]):
             if holder not in (0, self._rank) and tensor is None:
                 continue
@@ -97,10 +100,10 @@ class Broadcast:
                 got = torch.empty(cell.extent[0].tolist(), dtype=dtype, device=self._device)
                 message = ChannelMessage(index, holder, got.view(-1).view(torch.uint8))
                 exchanges.append(self._channel.exchange((), [message], self._current()))
-                landing.append((cell, got))
+                received.append((cell, got))
         for exchange in exchanges:
             exchange.wait()
-        for cell, got in landing:
+        for cell, got in received:
             assert tensor is not None
             self._part(tensor, cell).copy_(got)
 

@@ -1,4 +1,4 @@
-"""The two sides of a bench: a trainer's ranks by Megatron's map or as FSDP2 has them, and an engine's workers."""
+"""The layouts that a benchmark uses: a trainer's ranks, as Megatron or FSDP2 shard a model, and an engine's workers."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ PADDED = 64
 
 
 def numbers(text: str) -> dict[str, int]:
-    """tp=2,ep=4 → {"tp": 2, "ep": 4}"""
+    """Parses sizes: "tp=2,ep=4" → {"tp": 2, "ep": 4}. Raises InvalidJob for another format."""
     try:
         return {name.strip(): int(value) for name, value in (part.split("=") for part in text.split(",") if part)}
     except ValueError as error:
@@ -50,8 +50,9 @@ def manifest(shape: ModelShape, dtype: str = "bfloat16") -> Manifest:
 
 
 @dataclass(frozen=True)
-class TrainerSide:
-    """tp, pp, vpp, ep, etp, cp and dp as Megatron has them; or fsdp: that many ranks, float32, split by rows."""
+class TrainerLayout:
+    """A trainer. `text` has Megatron's sizes tp, pp, vpp, ep, etp, cp and dp; or fsdp: that many ranks, in float32,
+    split by rows."""
 
     shape: ModelShape
     text: str
@@ -103,8 +104,9 @@ class TrainerSide:
 
 
 @dataclass(frozen=True)
-class ReplicaSide:
-    """tp: workers. ep=1: experts lie whole, each on one worker; otherwise each is split over all of them."""
+class ReplicaLayout:
+    """A replica. `text` has tp, the number of workers. With ep=1 each expert is whole on one worker; otherwise it is
+    split over all workers."""
 
     shape: ModelShape
     text: str
@@ -114,8 +116,8 @@ class ReplicaSide:
         return numbers(self.text).get("tp", 1)
 
     def memory(self, rank: int, published: Manifest, device: torch.device) -> Memory:
-        """As an engine has it: query, key and value fused, gate and up, all experts of a layer; learned by watching
-        the loader, as a replica does."""
+        """A worker's memory as an engine has it: query, key and value fused, gate and up, all experts of a layer. The
+        layout is learned from the loader, as a replica does."""
         if self.shape.latent is not None:
             raise InvalidJob("this bench's engine knows no latent attention.", "use millrace bench plan.")
         engine = Engine(self.shape, rank, self.ranks, bool(numbers(self.text).get("ep")), device)
@@ -162,7 +164,7 @@ class Engine:
             self._add(prefix + "down", s.hidden, s.ffn // ranks)
 
     def _experts(self) -> tuple[int, int]:
-        """How many lie here, and how much of each."""
+        """The number of experts on this worker, and the width of each that it has."""
         assert self.shape.experts is not None
         if self.whole_experts:
             return self.shape.experts.count // self.ranks, self.shape.experts.ffn

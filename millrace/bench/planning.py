@@ -1,4 +1,4 @@
-"""How long a plan takes, for layouts of any size. Nothing is sent."""
+"""`millrace bench plan`: how long computing a plan takes, for layouts of any size. Nothing is sent."""
 
 import time
 from typing import Annotated
@@ -18,14 +18,14 @@ from millrace.weights.plans.layout import most_dims
 def planning(
     shape: Annotated[str, typer.Option(help=", ".join(SHAPES))] = "deepseek-v3",
     trainer: Annotated[str, typer.Option(help="as tp=8,pp=8,ep=32")] = "tp=1,pp=8,ep=32,first=7,last=6",
-    ranks: Annotated[int, typer.Option(help="of the trainer")] = 256,
+    ranks: Annotated[int, typer.Option(help="ranks of the trainer")] = 256,
     replica: Annotated[
         str, typer.Option(help="as tp=32 or ep=32: how one replica's workers split the model")
     ] = "ep=32",
-    workers: Annotated[int, typer.Option(help="of one replica")] = 32,
+    workers: Annotated[int, typer.Option(help="workers of one replica")] = 32,
     replicas: Annotated[int, typer.Option()] = 8,
 ) -> None:
-    """Times the intersection of a trainer's boxes with those of replicas, and each rank's part of it."""
+    """Measure how long the plan of a publication takes, from a trainer's layout to those of replicas."""
     from millrace.bench.layouts import manifest
     from millrace.weights.plans.sharded import plan
 
@@ -58,7 +58,7 @@ def planning(
     planned = time.perf_counter()
     digest = made.hash.hex()[:12]
     hashed = time.perf_counter()
-    parts = [made.steps(rank) for rank in (0, ranks)]
+    steps = [made.steps(rank) for rank in (0, ranks)]
     ended = time.perf_counter()
     sent, got = made.egress()[:ranks], made.ingress()[ranks:]
     show(
@@ -66,8 +66,8 @@ def planning(
         f"{len(made.hops)} messages in {made.rounds} rounds, median {np.median(made.sizes) / 1e6:.1f} MB, plan {digest}"
     )
     show(
-        f"plan {planned - began:.2f} s, hash {hashed - planned:.2f} s, two ranks' parts {ended - hashed:.3f} s "
-        f"({len(parts[0])} and {len(parts[1])} rounds)"
+        f"plan {planned - began:.2f} s, hash {hashed - planned:.2f} s, two ranks' steps {ended - hashed:.3f} s "
+        f"({len(steps[0])} and {len(steps[1])} rounds)"
     )
     show(
         f"a trainer rank sends {sent.mean() / 1e9:.1f} GB, at most {sent.max() / 1e9:.1f}; "

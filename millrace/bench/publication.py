@@ -1,11 +1,11 @@
 """`millrace bench publication`: sharded publications and the baseline, in one run, between processes of this machine.
 
-One process a rank: on GPUs one each, over NCCL; on a CPU over Gloo. The weights are numbers that follow from where they
-belong, so that every worker checks for itself, element by element, that each lies in its place.
+Each rank is a process: on GPUs one GPU each, over NCCL; on a CPU over Gloo. Every weight is computed from its tensor
+and position, so that each worker can check every element that it received.
 
-With --share-gpus there may be more ranks than GPUs. NCCL takes no two ranks of one host on one GPU, so each round of
-ranks over the GPUs gets a host's name of its own (NCCL_HOSTID), and what goes between those goes over sockets: every
-byte takes its way, at another speed.
+With --share-gpus there may be more ranks than GPUs. NCCL refuses two ranks of one host on one GPU, so each set of ranks
+that covers the GPUs once gets a separate host name (NCCL_HOSTID). Messages between these sets use sockets: the bytes
+are the same, the speed is not.
 """
 
 import json
@@ -26,12 +26,13 @@ from rich.console import Console
 from rich.table import Table
 from torch.distributed import TCPStore
 
-from millrace.bench.layouts import ReplicaSide, TrainerSide
+from millrace.bench.layouts import ReplicaLayout, TrainerLayout
 from millrace.bench.shapes import SHAPES, shape_of
 from millrace.errors import InvalidJob, MillraceError
 
 MODES = ("shadow", "inplace", "broadcast")
 SHARING = "millrace-shares-gpus"
+"""Prefix of the host names with --share-gpus."""
 
 
 def publication(
@@ -39,13 +40,19 @@ def publication(
     trainer: Annotated[str, typer.Option(help="tp, pp, vpp, ep, etp, cp, dp as tp=2,ep=2; or fsdp=2")] = "tp=1",
     replica: Annotated[str, typer.Option(help="tp as tp=2; with ep=1 experts stay whole")] = "tp=1",
     replicas: Annotated[int, typer.Option(min=1)] = 1,
-    modes: Annotated[str, typer.Option(help="of shadow, inplace, broadcast")] = ",".join(MODES),
-    repeats: Annotated[int, typer.Option(min=1, help="timed publications a mode, after one that is not")] = 10,
-    message_mb: Annotated[int, typer.Option(min=1, help="about so much goes out of a rank in one round")] = 128,
-    device: Annotated[str, typer.Option(help="cuda, cpu; empty: cuda where there are enough GPUs")] = "",
-    share_gpus: Annotated[bool, typer.Option(help="several ranks a GPU: to check layouts, not for timings")] = False,
-    output: Annotated[Path | None, typer.Option(help="write the figures there, as JSON")] = None,
-    limit_s: Annotated[float, typer.Option(help="give up after so many seconds")] = 900.0,
+    modes: Annotated[str, typer.Option(help="any of shadow, inplace, broadcast, with commas between")] = ",".join(
+        MODES
+    ),
+    repeats: Annotated[
+        int, typer.Option(min=1, help="timed publications for each mode, after one that is not timed")
+    ] = 10,
+    message_mb: Annotated[int, typer.Option(min=1, help="MB that a rank sends in one round")] = 128,
+    device: Annotated[str, typer.Option(help="cuda or cpu; empty: cuda if there are enough GPUs")] = "",
+    share_gpus: Annotated[
+        bool, typer.Option(help="put several ranks on a GPU: to check layouts, not for timings")
+    ] = False,
+    output: Annotated[Path | None, typer.Option(help="write the figures to this file, as JSON")] = None,
+    limit_s: Annotated[float, typer.Option(help="seconds after which the run fails")] = 900.0,
 ) -> None:
     """Publish random weights of a model's shape from a trainer's layout to replicas', and time it."""
     console = Console()
@@ -74,19 +81,19 @@ def publication(
 
 
 def measured(asked: dict[str, Any], limit_s: float) -> dict[str, Any]:
-    """Runs the ranks; their figures together. Raises InvalidJob for what cannot be run here."""
+    """Runs the ranks and combines their figures. Raises InvalidJob for what cannot be run on this machine."""
     model = shape_of(asked["shape"])
     if unknown := set(asked["modes"]) - set(MODES):
-        raise InvalidJob(f"there is no mode {', '.join(sorted(unknown))}.", f"choose of {', '.join(MODES)}.")
-    senders = TrainerSide(model, asked["trainer"]).ranks
-    workers = ReplicaSide(model, asked["replica"]).ranks * asked["replicas"]
+        raise InvalidJob(f"there is no mode {', '.join(sorted(unknown))}.", f"choose from {', '.join(MODES)}.")
+    senders = TrainerLayout(model, asked["trainer"]).ranks
+    workers = ReplicaLayout(model, asked["replica"]).ranks * asked["replicas"]
     gpus = torch.cuda.device_count()
     enough = gpus >= (1 if asked.get("share_gpus") else senders + workers)
     kind = asked["device"] or ("cuda" if enough else "cpu")
     if kind == "cuda" and not enough:
         raise InvalidJob(
             f"{senders + workers} GPUs are needed, one a rank; there are {gpus}.",
-            "ask for fewer ranks, or with --share-gpus.",
+            "use fewer ranks, or --share-gpus.",
         )
     asked = {**asked, "device": kind, "gpus": gpus, "senders": senders, "workers": workers, "limit_s": limit_s}
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -100,7 +107,7 @@ def _run_ranks(asked: dict[str, Any], port: int, folder: Path, limit_s: float) -
     count = asked["senders"] + asked["workers"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     environment.setdefault("NCCL_DEBUG", "WARN")
-    environment.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast, which messages between two ranks have no use for
+    environment.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast, which messages between two ranks do not use
     if asked["device"] == "cpu":
         environment["OMP_NUM_THREADS"] = "1"
     logs = [folder / f"{rank}.log" for rank in range(count)]
@@ -116,7 +123,7 @@ def _run_ranks(asked: dict[str, Any], port: int, folder: Path, limit_s: float) -
         while any(process.poll() is None for process in ranks):
             failed = [i for i, process in enumerate(ranks) if process.poll() not in (None, 0)]
             if failed or time.monotonic() > until:
-                time.sleep(2.0)  # the others say more
+                time.sleep(2.0)  # for the other ranks' logs
                 told = "\n".join(f"rank {i}:\n{logs[i].read_text()[-5000:]}" for i in failed or range(count))
                 raise InvalidJob(f"ranks {failed or 'of this run'} did not end well:\n{told}", "see above.")
             time.sleep(0.1)
@@ -130,7 +137,7 @@ def _run_ranks(asked: dict[str, Any], port: int, folder: Path, limit_s: float) -
 
 
 def _together(asked: dict[str, Any], figures: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of each mode the slowest rank's figures; medians over the repeats."""
+    """The figures of each mode: those of the slowest rank, medians over the repeats."""
     workers = figures[asked["senders"] :]
     plan = figures[0]["plan"]
     link = min(f["link_gbs"] for f in workers if f["link_gbs"])
@@ -192,4 +199,4 @@ FIGURES: dict[str, Callable[[dict[str, Any]], str]] = {
     "peak above steady MB": lambda row: f"{row['peak_bytes'] / 1e6:.0f}",
     "boxes misplaced": lambda row: str(row["misplaced"]),
 }
-"""What is printed of each mode. Of seconds the median over the repeats, of the slowest rank."""
+"""Rows that are printed for each mode. Seconds are of the slowest rank, the median over the repeats."""

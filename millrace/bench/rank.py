@@ -14,7 +14,7 @@ import torch
 from torch.distributed import TCPStore
 
 from millrace.bench import broadcast
-from millrace.bench.layouts import ReplicaSide, TrainerSide, manifest
+from millrace.bench.layouts import ReplicaLayout, TrainerLayout, manifest
 from millrace.bench.shapes import shape_of
 from millrace.bench.values import fill, misplaced
 from millrace.weights.plans.boxes import Boxes
@@ -24,13 +24,17 @@ from millrace.weights.transfer.channels.channel import Channel, ChannelMessage
 from millrace.weights.transfer.channels.rendezvous import Rendezvous, join, nccl_id
 from millrace.weights.transfer.pipeline import ReceivePipeline, SendPipeline
 
-SAY_S = 3.0
-"""Before the run's limit a rank writes down where it stands."""
+DUMP_BEFORE_LIMIT_S = 3.0
+"""A rank writes its threads' stacks to its log this long before the run's limit."""
 LINK_MESSAGES = 8
+"""Messages in progress while the link is measured."""
 BASELINE_REPEATS = 3
+"""At most this many repeats of the baseline, which is slow."""
 
 
 class Rank:
+    """One rank of the benchmark: a sender, or a replica's worker."""
+
     def __init__(self, asked: dict[str, Any], rank: int, port: int) -> None:
         self._began = time.monotonic()
         self.asked, self.rank = asked, rank
@@ -49,12 +53,12 @@ class Rank:
 
     def run(self) -> dict[str, Any]:
         memory = self._memory()
-        self._say(f"{len(memory.manifest.tensors)} tensors lie here in {len(memory.buffers)} buffers")
+        self._say(f"{len(memory.manifest.tensors)} tensors are here in {len(memory.buffers)} buffers")
         made, planned = self._plan(memory)
         self._say(f"planned in {planned:.3f} s: {made.rounds} rounds")
         channel = self._join()
         self._say("joined")
-        figures: dict[str, Any] = {"link_gbs": self._link(channel), "plan": self._told(made, memory, planned)}
+        figures: dict[str, Any] = {"link_gbs": self._link(channel), "plan": self._plan_figures(made, memory, planned)}
         figures["modes"] = {}
         for mode in self.asked["modes"]:
             self._say(f"link {figures['link_gbs']:.1f} GB/s; {mode} begins")
@@ -64,19 +68,19 @@ class Rank:
         return figures
 
     def _say(self, what: str) -> None:
-        """Into this rank's log, which is shown where a run fails."""
+        """Writes to this rank's log, which is shown if the run fails."""
         print(f"{time.monotonic() - self._began:.1f} s: {what}", flush=True)
 
     def _memory(self) -> Memory:
         shape = shape_of(self.asked["shape"])
         published = manifest(shape)
         if self.sends:
-            return TrainerSide(shape, self.asked["trainer"]).memory(self.rank, published, self.device)
-        side = ReplicaSide(shape, self.asked["replica"])
+            return TrainerLayout(shape, self.asked["trainer"]).memory(self.rank, published, self.device)
+        side = ReplicaLayout(shape, self.asked["replica"])
         return side.memory((self.rank - self.senders) % side.ranks, published, self.device)
 
     def _plan(self, memory: Memory) -> tuple[ShardedPlan, float]:
-        """Worked out on each rank on its own, from what all tell, and timed; the hashes are compared."""
+        """Computes the plan from all ranks' layouts, and the seconds that takes; the ranks compare its hash."""
         self._store.set(f"layout/{self.rank}", memory.layout.boxes.encode())
         told = [Boxes.decode(self._store.get(f"layout/{rank}")) for rank in range(self.world)]
         began = time.perf_counter()
@@ -98,7 +102,7 @@ class Rank:
         return channel
 
     def barrier(self) -> None:
-        """Everybody is here. By the store, so that it takes no link."""
+        """Waits for all ranks. Through the store, so that no link is used."""
         self._barriers += 1
         key = f"barrier/{self._barriers}"
         if self._store.add(key, 1) == self.world:
@@ -106,8 +110,8 @@ class Rank:
         self._store.get(key + "/over")
 
     def _link(self, channel: Channel) -> float:
-        """GB/s into this worker with large messages, each worker from a sender of its own as far as there are some.
-        0 for ranks that get nothing."""
+        """GB/s into this worker with large messages, each worker from a separate sender as long as there are enough. 0
+        for ranks that receive nothing."""
         size = (1 << 30) if self.device.type == "cuda" else (1 << 23)
         data = torch.zeros(size, dtype=torch.uint8, device=self.device)
         count = min(self.senders, self.world - self.senders)
@@ -127,7 +131,7 @@ class Rank:
                 best = max(best, LINK_MESSAGES * size / (time.perf_counter() - began) / 1e9)
         return best if not self.sends else 0.0
 
-    def _told(self, made: ShardedPlan, memory: Memory, seconds: float) -> dict[str, Any]:
+    def _plan_figures(self, made: ShardedPlan, memory: Memory, seconds: float) -> dict[str, Any]:
         return {
             "seconds": seconds,
             "hash": made.hash.hex()[:12],
@@ -178,7 +182,8 @@ class Rank:
     def _publisher(
         self, mode: str, made: ShardedPlan, memory: Memory, channel: Channel
     ) -> tuple[Callable[[int], dict[str, float]], int, int]:
-        """What one publication is on this rank; its slots' bytes; the bytes that it gets."""
+        """The function that runs one publication on this rank, the size of its slots, and the bytes that it
+        receives."""
         if mode == "broadcast":
             received = 0 if self.sends else memory.manifest.bytes
             work = broadcast.Broadcast(memory, self.rank, self.senders, self.world, channel, self._layouts())
@@ -218,7 +223,7 @@ class Rank:
 
 def main() -> None:
     asked, rank, port, folder = json.loads(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
-    faulthandler.dump_traceback_later(max(1.0, asked["limit_s"] - SAY_S))
+    faulthandler.dump_traceback_later(max(1.0, asked["limit_s"] - DUMP_BEFORE_LIMIT_S))
     with torch.no_grad():
         figures = Rank(asked, rank, port).run()
     (folder / f"{rank}.json").write_text(json.dumps(figures))

@@ -1,4 +1,4 @@
-"""Shapes of published models, for weights of no meaning."""
+"""Shapes of published models, and small ones, for benchmarks with random weights."""
 
 from millrace.errors import InvalidJob
 from millrace.megatron.architectures.shape import ExpertShape, LatentAttention, ModelShape, Rope
@@ -24,7 +24,7 @@ def _qwen3(
     experts: tuple[int, int, int] | None = None,
     sizes: tuple[int, int, int] = PUBLISHED,
 ) -> ModelShape:
-    """With `experts` (how many, for a token, their width) in every layer, Qwen3-MoE."""
+    """A Qwen3 model, or Qwen3-MoE with `experts` (number, number for each token, width) in every layer."""
     return ModelShape(
         "qwen3_moe" if experts else "qwen3",
         layers,

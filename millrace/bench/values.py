@@ -1,4 +1,4 @@
-"""Weights that follow from where they belong: every element can be told, and checked, without the others."""
+"""Weights that are computed from their tensor and position, so that every element can be checked alone."""
 
 from collections.abc import Iterator
 
@@ -6,19 +6,19 @@ import torch
 
 from millrace.weights.plans.memory import Memory
 
-ROWS = 1 << 24
-"""Elements made at once."""
+CHUNK = 1 << 24
+"""Elements that are computed at once."""
 
 
 def fill(memory: Memory, version: int) -> None:
-    """Writes a version's weights where a layout says."""
+    """Writes a version's weights into all boxes of a rank's memory."""
     for view, (tensor, offset) in _views(memory):
         for first, part in _parts(view):
             part.copy_(_values(part, tensor, (offset[0] + first, *offset[1:]) if offset else offset, version))
 
 
 def misplaced(memory: Memory, version: int) -> int:
-    """Boxes of a layout that do not hold, bit for bit, what belongs there."""
+    """Number of boxes that are not bit for bit what belongs there in this version."""
     wrong = 0
     for view, (tensor, offset) in _views(memory):
         for first, part in _parts(view):
@@ -30,7 +30,7 @@ def misplaced(memory: Memory, version: int) -> int:
 
 
 def _views(memory: Memory) -> Iterator[tuple[torch.Tensor, tuple[int, tuple[int, ...]]]]:
-    """Each box where it lies, its tensor and offset."""
+    """Each box as a view of its buffer, with its tensor and offset."""
     layout, boxes = memory.layout, memory.layout.boxes
     columns = (boxes.tensor, boxes.offset, boxes.extent, layout.buffer, layout.start, layout.strides)
     for tensor, offset, extent, buffer, start, strides in zip(*(column.tolist() for column in columns), strict=True):
@@ -39,14 +39,14 @@ def _views(memory: Memory) -> Iterator[tuple[torch.Tensor, tuple[int, tuple[int,
 
 
 def _parts(view: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    rows = max(1, ROWS // max(1, view[0].numel())) if view.dim() else 1
+    rows = max(1, CHUNK // max(1, view[0].numel())) if view.dim() else 1
     for first in range(0, view.shape[0], rows):
         yield first, view[first : first + rows]
 
 
 def _values(like: torch.Tensor, tensor: int, offset: tuple[int, ...], version: int) -> torch.Tensor:
-    """bfloat16 numbers between 2^-7 and 2^-5, of either sign, such that neighbours differ; exact in float32. A model of
-    such weights computes: nothing overflows."""
+    """bfloat16 numbers between 2^-7 and 2^-5, of either sign; neighbours differ. They are exact in float32, and a model
+    with such weights does not overflow."""
     bits = torch.full((), tensor * 7919 + version * 101, dtype=torch.int32, device=like.device)
     for dim, (extent, first) in enumerate(zip(like.shape, offset, strict=True)):
         along = torch.arange(first, first + extent, dtype=torch.int32, device=like.device)

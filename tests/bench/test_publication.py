@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from millrace.bench import app
-from millrace.bench.layouts import ReplicaSide, TrainerSide
+from millrace.bench.layouts import ReplicaLayout, TrainerLayout
 from millrace.bench.publication import measured
 from millrace.bench.shapes import SHAPES
 from millrace.errors import InvalidJob
@@ -52,5 +52,5 @@ def test_what_cannot_be_run_is_refused() -> None:
     with pytest.raises(InvalidJob, match="no mode other"):
         measured({**asked, "modes": ["other"], "device": ""}, 1.0)
     with pytest.raises(InvalidJob, match="no layout"):
-        TrainerSide(SHAPES["tiny"], "tp:2").ranks  # noqa: B018
-    assert ReplicaSide(SHAPES["tiny"], "tp=4").ranks == 4
+        TrainerLayout(SHAPES["tiny"], "tp:2").ranks  # noqa: B018
+    assert ReplicaLayout(SHAPES["tiny"], "tp=4").ranks == 4
