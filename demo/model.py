@@ -127,7 +127,8 @@ def warmed(tokenizer: PreTrainedTokenizerFast, warm_up: WarmUp) -> Qwen3ForCausa
         optimizer.step()
         if step % warm_up.look_every == 0 and probability(model, unseen) >= warm_up.until:
             torch.nn.Module.to(model, "cpu")
-            return model.eval()
+            model.eval()
+            return model
     raise RuntimeError(
         f"the model of seed {warm_up.seed} did not warm up in {warm_up.max_steps} steps: take another seed"
     )

@@ -4,7 +4,7 @@ import os
 import shutil
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 import yaml
@@ -109,7 +109,7 @@ def _size(text: str) -> "Size":
 
     if text not in SIZES:
         raise InvalidJob(f"--size: there is no size {text!r}.", f"choose from {', '.join(SIZES)}.")
-    return cast("Size", text)
+    return text
 
 
 def job_spec(

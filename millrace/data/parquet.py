@@ -89,7 +89,7 @@ def _check_schema(schema: pa.Schema, path: str, field: str) -> None:
 def _is_text(kind: pa.DataType) -> bool:
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
-    return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+    return any(is_text(kind) for is_text in (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view))
 
 
 def _is_messages(kind: pa.DataType) -> bool:

@@ -4,7 +4,7 @@ import datetime
 import decimal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict, cast
 
 from millrace.errors import BadRow
 
@@ -112,8 +112,8 @@ class _Columns:
                 found = f"is {_kind(message[key])}, not a text" if key in message else "is missing"
                 raise self.bad(f"{column}.{key}", found, "write {role, content} with two texts.")
         # A Parquet column has all fields in all messages: those that a message does not have are null.
-        kept: Any = {str(k): self.plain(f"{column}.{k}", v) for k, v in message.items() if v is not None}
-        return kept
+        kept = {str(k): self.plain(f"{column}.{k}", v) for k, v in message.items() if v is not None}
+        return cast(Message, kept)
 
     def _required(self, column: str) -> Any:
         value = self._raw.get(column)

@@ -97,7 +97,7 @@ def _reaped(process: psutil.Process) -> bool:
     """Whether it has ended; an orphan that we adopted is ours to collect."""
     try:
         if process.ppid() == os.getpid():
-            return os.waitpid(process.pid, os.WNOHANG)[0] == process.pid
-        return process.status() == psutil.STATUS_ZOMBIE
+            return bool(os.waitpid(process.pid, os.WNOHANG)[0])
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
     except (psutil.NoSuchProcess, ChildProcessError):
         return True

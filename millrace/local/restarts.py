@@ -20,7 +20,7 @@ class Restarts:
             self._when.popleft()
         if len(self._when) >= self.limit:
             return None
-        wait_s = min(self.longest_wait_s, self.first_wait_s * 2 ** len(self._when))
+        wait_s = min(self.longest_wait_s, self.first_wait_s * 2.0 ** len(self._when))
         self._when.append(now_s)
         return wait_s
 

@@ -49,7 +49,7 @@ def compute_score(
 def _read_truth(truth: str) -> Sequence[Any]:
     """A group's answers share their ground truth, so it is read once."""
     text = _without_exponent(truth.strip().strip("$"))
-    values = parse(text if "\\boxed" in text else f"\\boxed{{{text}}}", ANYWHERE, parsing_timeout=None)
+    values: Sequence[Any] = parse(text if "\\boxed" in text else f"\\boxed{{{text}}}", ANYWHERE, parsing_timeout=None)
     if not text or not values:
         raise ValueError(f"the ground truth {truth!r} cannot be read as a number or an expression")
     return values

@@ -15,7 +15,7 @@ HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE = 4, 2, 32, 96
 
 async def engine_parameters(engine: Engine) -> dict[str, torch.Tensor]:
     if engine.name == "transformers":
-        return {name: p.detach().clone() for name, p in engine._model.named_parameters()}  # type: ignore[attr-defined]
+        return {name: p.detach().cpu().clone() for name, p in engine._model.named_parameters()}  # type: ignore[attr-defined]
     if engine.name == "sglang":
         return await asyncio.to_thread(_saved, engine._engine)  # type: ignore[attr-defined]
     (raw,) = await engine._llm.collective_rpc(_read)  # type: ignore[attr-defined]
