@@ -6,7 +6,7 @@ from millrace.megatron.architectures.shape import ModelShape
 
 
 def config_of(shape: ModelShape) -> dict[str, Any]:
-    """Its config.json."""
+    """The config.json of the shape."""
     config: dict[str, Any] = {
         "model_type": shape.architecture,
         "architectures": ["Qwen3MoeForCausalLM" if shape.experts else "Qwen3ForCausalLM"],

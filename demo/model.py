@@ -43,7 +43,7 @@ SIZES: dict[Size, dict[str, Any]] = {
     },
 }
 LEARNING_RATES: dict[Size, float] = {"small": 2e-3, "grown": 5e-4}
-"""Of the supervised run."""
+"""Settings of the supervised run."""
 Demonstration = tuple[list[int], int]
 """Token ids of prompt and answer, and how many of them are the prompt's."""
 

@@ -38,7 +38,7 @@ class Software:
     also_shown: tuple[str, ...] = ()
     """Further packages whose releases matter."""
     tested: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """By package, the releases that were run; `5.12` stands for every 5.12.x."""
+    """The releases that were run, by package; `5.12` stands for every 5.12.x."""
 
     @property
     def release(self) -> str:

@@ -61,7 +61,7 @@ def draw(path: Path, results: Sequence[Result]) -> None:
 
 
 def grouped(results: Sequence[Result]) -> dict[str, list[Result]]:
-    """By algorithm, in the order in which they come."""
+    """The results by algorithm, in the order in which they come."""
     groups: dict[str, list[Result]] = {}
     for result in results:
         groups.setdefault(result.algorithm, []).append(result)

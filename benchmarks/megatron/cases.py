@@ -264,7 +264,7 @@ def mfu_moe(machine: Machine) -> list[Launch]:
 
 
 def experts(machine: Machine) -> list[Launch]:
-    """Where a mixture of experts spends its time, and ways to shorten it."""
+    """Profiles: what a mixture of experts spends its time on, and ways to shorten it."""
     profile = {**_speed(machine, "qwen3-30b-a3b", 6, "profile", {}), "kind": "profile"}
     plain = [
         profile,

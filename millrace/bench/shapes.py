@@ -9,7 +9,7 @@ ROPE = Rope(theta=1e6)
 PUBLISHED = (128, 151936, 40960)
 """Size of a head, of the vocabulary, and of the context."""
 SMALL = (64, 1024, 512)
-"""As small as the kernels of engines on GPUs allow."""
+"""Sizes as small as the kernels of engines on GPUs allow."""
 TINY = (32, 259, 512)
 
 

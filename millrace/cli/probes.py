@@ -99,7 +99,7 @@ def examine() -> list[Finding]:
 
 
 def can(findings: Sequence[Finding], names: Sequence[str]) -> list[str]:
-    """Those of `names` that were found and work."""
+    """The names among `names` that were found and work."""
     return [f.name for f in findings if f.name in names and f.verdict in (Verdict.GOOD, Verdict.WARNING)]
 
 

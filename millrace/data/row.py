@@ -21,7 +21,7 @@ class Message(TypedDict):
 @dataclass(frozen=True)
 class PromptRow:
     index: int
-    """Its place in the source, from 0."""
+    """Number of the row in the source, from 0."""
     data_source: str
     prompt: list[Message] | str
     """Messages for the chat template, or a text that is asked as it is."""

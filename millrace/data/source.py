@@ -1,4 +1,4 @@
-"""Where prompts come from: files one after another, or a procedural task."""
+"""Sources of prompts: files one after another, or a procedural task."""
 
 from abc import ABC, abstractmethod
 from bisect import bisect_right

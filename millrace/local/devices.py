@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def visible_devices() -> list[str]:
-    """As CUDA_VISIBLE_DEVICES names them, or all that the driver shows; empty on a host without."""
+    """The CUDA devices as CUDA_VISIBLE_DEVICES names them, or all that the driver shows; empty on a host without."""
     if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return [device.strip() for device in named.split(",") if device.strip() not in ("", "-1")]
     # A container that is given the last two of eight has /dev/nvidia6 and 7, and CUDA calls them 0 and 1.

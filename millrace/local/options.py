@@ -20,14 +20,14 @@ class StackOptions:
     replicas: int = 1
     ranks: int = 1
     engine: str = "vllm"
-    """Of the replicas; of several, `vllm,sglang`, each replica takes the next."""
+    """Engine of the replicas; of several, `vllm,sglang`, each replica takes the next."""
     pythons: Mapping[str, str] = field(default_factory=dict)
     """Interpreter of the replicas with an engine, where it is not this one: engines whose requirements exclude each
     other have a virtual environment each."""
     gpus_per_replica: int = 1
     """For engines that the job's `engine_options` spread over several."""
     share_gpus: bool = False
-    """Where there are fewer than ranks and replicas want, several are on one."""
+    """Ranks and replicas share GPUs if there are fewer than they ask for."""
     http_port: int = 7700
     grpc_port: int = 7600
     http_host: str = "127.0.0.1"

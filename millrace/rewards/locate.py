@@ -49,7 +49,7 @@ def _file(place: str) -> Path:
     if not path.is_file():
         raise NotLocated(
             f"there is no file {path.absolute()}",
-            "give the whole path of a Python file: every service has a working folder of its own.",
+            "give the absolute path of a Python file: every service has a working folder of its own.",
         )
     return path
 

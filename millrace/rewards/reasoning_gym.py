@@ -17,7 +17,7 @@ with warnings.catch_warnings():
     from reasoning_gym.factory import DATASETS, create_dataset
 
 KEY = "reasoning_gym"
-"""Where in `extra_info` a row keeps {task, options, entry}."""
+"""The key of `extra_info` under which a row keeps {task, options, entry}."""
 
 TASKS = DATASETS
 

@@ -60,12 +60,12 @@ class Algorithm(StrictModel):
     kl_coefficient: float = Field(0.001, ge=0.0)
     """Weight of the KL in the loss or in the reward."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Where the KL counts: added to the loss, or subtracted from the reward of each token."""
+    """Use of the KL: added to the loss, or subtracted from the reward of each token."""
     kl_target: float | None = Field(None, gt=0.0)
     """Mean KL per token, in nats, that `kl_coefficient` is adjusted to reach, from step to step; null: the coefficient
     stays constant."""
     kl_horizon: int = Field(10000, ge=1)
-    """With `kl_target`: number of trajectories over which a deviation is corrected."""
+    """Number of trajectories over which a deviation from `kl_target` is corrected."""
     correction: Choice | None = Field(None, examples=[{"name": "tis_token"}])
     """How the mismatch between the engine's and the trainer's log-probabilities is corrected; null: it is only
     reported. Needs values of rollout.top_p and top_k that keep every token."""
@@ -81,12 +81,12 @@ class Algorithm(StrictModel):
     drop_groups_without_signal: bool = False
     """Whether groups whose rewards are all equal are dropped and replaced (DAPO's dynamic sampling)."""
     max_refills: int = Field(10, ge=0)
-    """With `drop_groups_without_signal`: most groups that are generated for each one that is trained, before the job
-    fails."""
+    """Most groups that are generated for each one that is trained before the job fails; for
+    `drop_groups_without_signal`."""
     overlong_buffer_tokens: int = Field(0, ge=0)
     """DAPO's soft penalty: number of tokens before max_response_tokens over which the penalty grows; 0: no penalty."""
     overlong_penalty: float = Field(1.0, ge=0.0)
-    """With `overlong_buffer_tokens`: penalty of an answer of full length."""
+    """Penalty of an answer of full length; for `overlong_buffer_tokens`."""
 
     @model_validator(mode="before")
     @classmethod

@@ -110,7 +110,7 @@ _KINDS = {
     "model": "a mapping",
     "model_attributes": "a mapping",
 }
-"""By the first part of pydantic's type of error."""
+"""Explanations by the first part of pydantic's type of error."""
 
 _BOUNDS = {
     "greater_than": ("gt", "is not more than {}", "more than {}"),
@@ -118,7 +118,7 @@ _BOUNDS = {
     "less_than": ("lt", "is not less than {}", "less than {}"),
     "less_than_equal": ("le", "is more than {}", "at most {}"),
 }
-"""By pydantic's type of error: the key of the bound, the reason and the fix."""
+"""Explanations by pydantic's type of error: the key of the bound, the reason and the fix."""
 
 _LENGTHS = {
     "string_too_short": ("min_length", "characters", "at least"),
@@ -126,7 +126,7 @@ _LENGTHS = {
     "too_short": ("min_length", "entries", "at least"),
     "too_long": ("max_length", "entries", "at most"),
 }
-"""By pydantic's type of error: the key of the bound, what is counted, and the fix."""
+"""Explanations by pydantic's type of error: the key of the bound, what is counted, and the fix."""
 
 
 def _reason_and_fix(error: ErrorDetails, field: FieldInfo | None) -> tuple[str, str]:

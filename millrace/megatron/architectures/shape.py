@@ -55,11 +55,11 @@ class LatentAttention:
     """None: queries are projected at once."""
     key_value_rank: int
     plain_dim: int
-    """Of a query or key head, the part without positions."""
+    """Size of the part of a query or key head without positions."""
     rotary_dim: int
     value_dim: int
     norm_epsilon: float = 1e-6
-    """Of the norms on the compressed queries, keys and values, whatever the model's other norms have."""
+    """Epsilon of the norms on the compressed queries, keys and values, whatever the model's other norms have."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class ModelShape:
     layers: int
     hidden: int
     ffn: int
-    """Of dense layers."""
+    """Width of the dense layers."""
     heads: int
     key_value_heads: int
     head_dim: int

@@ -15,7 +15,7 @@ from millrace.weights.plans.manifest import Manifest
 
 @dataclass(frozen=True)
 class Place:
-    """Where one box is in memory: the box of `extent` at `offset` in manifest tensor `tensor` is in buffer `buffer`
+    """Place of one box in memory: the box of `extent` at `offset` in manifest tensor `tensor` is in buffer `buffer`
     from element `start` on, with `strides` (elements), one for each dimension of the tensor."""
 
     tensor: int

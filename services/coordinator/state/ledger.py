@@ -12,11 +12,11 @@ from millrace.errors import InvalidState
 
 class PromptState(StrEnum):
     QUEUED = "queued"
-    """In the queue, or waiting to be put there; leased by nobody."""
+    """The prompt is in the queue, or waiting to be put there; leased by nobody."""
     LEASED = "leased"
     """A replica works on it, until a deadline."""
     GENERATED = "generated"
-    """Its group is complete and waits to be trained."""
+    """The prompt's group is complete and waits to be trained."""
     TRAINED = "trained"
     """A step was trained on its group."""
     DROPPED = "dropped"
@@ -92,7 +92,7 @@ class Counts:
     trained: int = 0
     dropped: int = 0
     waiting: int = 0
-    """Those of `queued` that are not in the queue yet: rewound, or to be regenerated."""
+    """The prompts of `queued` that are not in the queue yet: rewound, or to be regenerated."""
 
     @property
     def in_flight(self) -> int:

@@ -175,7 +175,7 @@ class _CommunicatorHost:
     def __init__(self) -> None:
         self._store: tuple[TCPStore, int] | None = None
         self._members: tuple[bytes, bool, tuple[str, ...]] | None = None
-        """Of the last communicator: hash of the plan, whether on GPUs, and each receiver with its first rank."""
+        """The last communicator: hash of the plan, whether on GPUs, and each receiver with its first rank."""
         self._nccl_id = b""
 
     def rendezvous(self, request: PrepareSendRequest, plan: ShardedPlan, joined: str) -> weights_pb2.Rendezvous:

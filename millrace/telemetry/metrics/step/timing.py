@@ -1,4 +1,4 @@
-"""Where the time of a step goes."""
+"""Metrics of the time that the parts of a step take."""
 
 from millrace.telemetry.metrics.declaration import Owner, StepMetric, Unit
 

@@ -19,7 +19,7 @@ POLL_EVERY_S = 0.05
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where a rank joins a communicator, and as which rank."""
+    """The address at which a rank joins a communicator, and its number there."""
 
     host: str
     port: int
