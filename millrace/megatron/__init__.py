@@ -1,4 +1,5 @@
-"""What can be said of a Megatron job without starting it: options, topology, rules, and each rank's layout in Hugging
-Face terms. Imports neither torch nor megatron: a bad configuration is refused where it is submitted, and a plan for a
-publication needs no rank's help. What runs is in `services/trainer/backends/megatron`.
+"""What is known of a Megatron job without starting it: topology, rules, and each rank's layout in Hugging Face names.
+
+Imports neither torch nor megatron, so a wrong configuration is refused at submission, and benchmarks can plan a
+publication without ranks. The code that trains is in `services/trainer/backends/megatron`.
 """

@@ -1,4 +1,4 @@
-"""What training a model costs, by published formulas: 6 FLOPs for each parameter that multiplies a token, and
+"""FLOPs of training a model, by published formulas: 6 for each parameter that multiplies a token, and
 6 · layers · heads · head dimension for each pair of tokens that attend to each other. Torch-free."""
 
 from millrace.batching.cost import SequenceCost
@@ -6,7 +6,7 @@ from millrace.megatron.architectures.shape import LatentAttention, ModelShape
 
 
 def sequence_cost(shape: ModelShape) -> SequenceCost:
-    """Training FLOPs by sequence length. Of experts those count that a token is sent to."""
+    """Training FLOPs by sequence length. Only the experts that a token is sent to count."""
     query_dim = shape.head_dim if shape.latent is None else shape.latent.plain_dim + shape.latent.rotary_dim
     value_dim = shape.head_dim if shape.latent is None else shape.latent.value_dim
     pair = 6.0 * shape.layers * shape.heads * (query_dim + value_dim) / 2
@@ -14,7 +14,7 @@ def sequence_cost(shape: ModelShape) -> SequenceCost:
 
 
 def active_parameters(shape: ModelShape) -> int:
-    """Parameters that multiply each token: the output head once, the embedding not at all."""
+    """Parameters that multiply each token: the output head counts once, the embedding does not count."""
     attention = _attention(shape) if shape.latent is None else _latent_attention(shape, shape.latent)
     total = shape.vocabulary * shape.hidden + shape.layers * attention
     for layer in range(shape.layers):

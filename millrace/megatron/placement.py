@@ -1,8 +1,8 @@
-"""How one parameter on one rank is put together from Hugging Face tensors: boxes of them, side by side.
+"""How one parameter on one rank is composed of boxes of Hugging Face tensors.
 
-Megatron fuses (query, key and value head by head; gate and up), splits over ranks and pads. All of that is box to box,
-so one description serves reading a checkpoint, writing one, gathering for a publication and planning a direct one.
-Torch-free.
+Megatron fuses tensors (query, key and value head by head; gate and up), splits them over ranks and pads them. All of
+this maps boxes to boxes, so one description is enough for reading and writing checkpoints and for both kinds of
+publication. Torch-free.
 """
 
 import math
@@ -25,7 +25,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Piece:
-    """The box of `extent` at `source` in `tensor` lies at `target` in the parameter."""
+    """The box of `extent` at `source` in `tensor` is at `target` in the parameter."""
 
     tensor: Tensor
     source: tuple[int, ...]
@@ -35,22 +35,24 @@ class Piece:
 
 @dataclass(frozen=True)
 class Placement:
-    """A parameter of `shape`. What no piece covers is padding."""
+    """A parameter of `shape`. Elements that no piece covers are padding."""
 
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
 
     @classmethod
     def whole(cls, name: str, *shape: int) -> Self:
+        """A parameter that is the whole tensor `name`."""
         zero = (0,) * len(shape)
         return cls(shape, (Piece(Tensor(name, shape), zero, zero, shape),))
 
     @classmethod
     def padding(cls, *shape: int) -> Self:
+        """A parameter of padding only."""
         return cls(shape, ())
 
     def narrow(self, dim: int, start: int, length: int) -> Self:
-        """The part from `start` of `length` along `dim`."""
+        """The part of `length` from `start` along `dim`."""
         shape = (*self.shape[:dim], length, *self.shape[dim + 1 :])
         cut = (_cut(piece, dim, start, start + length) for piece in self.pieces)
         return replace(self, shape=shape, pieces=tuple(piece for piece in cut if piece is not None))
@@ -65,7 +67,8 @@ class Placement:
 
 @dataclass(frozen=True)
 class Share:
-    """A box of a tensor that lies in a run of a flattened parameter: from `start`, counted in the run, in `strides`."""
+    """A box of a tensor inside a run of a flattened parameter: it begins `start` elements after the run's beginning and
+    has `strides`."""
 
     tensor: Tensor
     source: tuple[int, ...]
@@ -75,7 +78,7 @@ class Share:
 
 
 def shares(placement: Placement, first: int, last: int) -> Iterator[Share]:
-    """What of the tensors lies in [first, last) of the flattened parameter, of one or two dimensions."""
+    """The boxes of tensors that are in the run [first, last) of the flattened parameter of one or two dimensions."""
     width = placement.shape[1] if len(placement.shape) == 2 else 1
     at = first
     while at < last:
@@ -94,7 +97,7 @@ def shares(placement: Placement, first: int, last: int) -> Iterator[Share]:
 
 
 def stack(placements: Iterable[Placement]) -> Placement:
-    """One below the other, along dimension 0."""
+    """The placements concatenated along dimension 0."""
     rows = 0
     width: tuple[int, ...] = ()
     pieces: list[Piece] = []
@@ -105,7 +108,8 @@ def stack(placements: Iterable[Placement]) -> Placement:
 
 
 def _cut(piece: Piece, dim: int, start: int, stop: int) -> Piece | None:
-    """What of the piece lies in [start, stop) along `dim`, its target counted from `start`."""
+    """The part of the piece in [start, stop) along `dim`, with its target relative to `start`; None if there is
+    none."""
     first = max(piece.target[dim], start)
     last = min(piece.target[dim] + piece.extent[dim], stop)
     if first >= last:

@@ -1,6 +1,6 @@
 """Configurations that cannot run, each with the arithmetic and the fix. Pure and torch-free.
 
-They are found before any rank builds anything: those of the model where a job is submitted, those of the trainer (how
+They are found before any rank builds a model: those of the model when the job is submitted, those of the trainer (how
 many ranks, with or without CUDA) by the trainer.
 """
 
@@ -15,7 +15,7 @@ from millrace.spec import JobSpec
 
 
 def check_submission(spec: JobSpec) -> None:
-    """What can be said before the trainer is known. Raises InvalidJob that tells every rule that is broken."""
+    """The checks that need no trainer. Raises InvalidJob with every rule that is broken."""
     options, critic = parse(spec.trainer.backend_options), spec.algorithm.critic
     check(options, read_shape(Path(spec.model.path)), None, cuda=True)
     if critic is not None and critic.path is not None:
@@ -23,7 +23,7 @@ def check_submission(spec: JobSpec) -> None:
 
 
 def check(options: MegatronOptions, shape: ModelShape, world_size: int | None, *, cuda: bool) -> None:
-    """Raises InvalidJob that tells every rule that is broken."""
+    """Raises InvalidJob with every rule that is broken."""
     broken = broken_rules(options, shape, world_size, cuda=cuda)
     if broken:
         raise InvalidJob.of(broken)
@@ -167,7 +167,7 @@ def _optimizer(o: MegatronOptions) -> Iterator[Mistake]:
         fix = "set distributed_optimizer to true, or leave this out"
         yield _broken("optimizer_offload_fraction", o.optimizer_offload_fraction, reason, fix)
     if o.offload_optimizer and o.optimizer_offload_fraction:
-        reason = f"optimizer_offload_fraction {o.optimizer_offload_fraction} keeps state in host memory for good"
+        reason = f"optimizer_offload_fraction {o.optimizer_offload_fraction} keeps state in host memory permanently"
         yield _broken("offload_optimizer", True, reason, "set optimizer_offload_fraction to 0, or this to false")
     if o.optimizer_moments == "bfloat16" and (o.optimizer_offload_fraction or not o.distributed_optimizer):
         reason = "only the distributed optimizer on the GPU keeps them so"

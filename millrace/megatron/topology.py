@@ -1,7 +1,7 @@
-"""Which rank does what: sizes of the parallel dimensions, each rank's coordinates, and the layers of each stage.
+"""Sizes of the parallel dimensions, each rank's coordinates in them, and the layers of each pipeline stage.
 
-The orders are megatron-core's own (`tp-cp-ep-dp-pp`, tensor-parallel neighbours next to each other), so that a rank's
-layout can be told without starting it. Torch-free.
+The order of the dimensions is megatron-core's (`tp-cp-ep-dp-pp`, tensor-parallel neighbours next to each other), so
+that a rank's layout can be computed without starting it. Torch-free.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from millrace.backends.megatron import MegatronOptions
 
 @dataclass(frozen=True)
 class Coordinates:
-    """One rank's place in each dimension. The expert layers divide the same ranks in their own way."""
+    """One rank's index in each dimension. Expert layers divide the same ranks differently."""
 
     tensor: int
     context: int
@@ -24,7 +24,7 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class Topology:
-    """Raises ValueError where the sizes do not divide `world_size`."""
+    """The ranks of one job. Raises ValueError where the sizes do not divide `world_size`."""
 
     world_size: int
     options: MegatronOptions

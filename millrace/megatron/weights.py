@@ -1,9 +1,9 @@
-"""The weight map: every parameter of every rank in Hugging Face terms. Declarative and torch-free.
+"""The weight map: every parameter of every rank as boxes of Hugging Face tensors. Declarative and torch-free.
 
     layout(shape, topology, rank, TRANSFORMER_ENGINE)[chunk]["decoder.layers.0.self_attention.linear_qkv.weight"]
 
-is a Placement. Names and splits are those of megatron-core 0.16; a rank that builds its model checks its parameters
-against this map, so that a new release cannot move anything unseen.
+is a Placement. Names and splits are those of megatron-core 0.16. A rank that builds its model checks its parameters
+against this map, so that a change in a new release is noticed.
 """
 
 from collections.abc import Iterator
@@ -21,12 +21,12 @@ Named = Iterator[tuple[str, Placement]]
 
 @dataclass(frozen=True)
 class Layers:
-    """Which layers Megatron is built of: they name and split some parameters differently."""
+    """The layer implementation that Megatron uses; implementations name and split some parameters differently."""
 
     fused_norms: bool
-    """A norm before a linear layer is a parameter of that layer."""
+    """Whether a norm before a linear layer is a parameter of that layer."""
     grouped_experts: bool
-    """All experts of a rank are one module."""
+    """Whether all experts of a rank are one module."""
 
 
 TRANSFORMER_ENGINE = Layers(fused_norms=True, grouped_experts=True)
@@ -34,16 +34,16 @@ LOCAL = Layers(fused_norms=False, grouped_experts=False)
 
 
 def layout(shape: ModelShape, topology: Topology, rank: int, layers: Layers) -> Layout:
-    """What `rank` holds, chunk by chunk."""
+    """The placements of the parameters that `rank` holds, for each model chunk."""
     at = topology.coordinates(rank)
     chunks = range(topology.options.virtual_pipeline)
     return [dict(_Chunk(shape, topology, at, layers, chunk).parameters()) for chunk in chunks]
 
 
 def tensors(shape: ModelShape, topology: Topology, layers: Layers) -> tuple[Tensor, ...]:
-    """All tensors of the model folder that training holds, layer by layer. The same for every topology."""
-    alone = Topology(1, type(topology.options)())
-    (everything,) = layout(shape, alone, 0, layers)
+    """All tensors of the model folder that are trained, layer by layer; the same for every topology."""
+    one_rank = Topology(1, type(topology.options)())
+    (everything,) = layout(shape, one_rank, 0, layers)
     pieces = (piece.tensor for placement in everything.values() for piece in placement.pieces)
     return tuple(dict.fromkeys(pieces))
 
@@ -106,8 +106,8 @@ class _Chunk:
         )
 
     def _query_key_value(self, prefix: str, kind: str, *width: int) -> Placement:
-        """Group by group: its query heads, its key head, its value head. Split by rows, even inside a group where
-        there are fewer groups than tensor-parallel ranks."""
+        """Group by group: the query heads, the key head, the value head. Split by rows, also inside a group where there
+        are fewer groups than tensor-parallel ranks."""
         s = self.shape
         q, k, v = (
             Placement.whole(f"{prefix}self_attn.{name}_proj.{kind}", heads * s.head_dim, *width)

@@ -67,13 +67,18 @@ def test_the_published_configurations_are_taken(tmp_path, config, ranks, tensor,
             1,
             "float32 weights in host",
         ),
-        (configs.QWEN2, {"optimizer_offload_fraction": 0.5, "offload_optimizer": True}, 1, "in host memory for good"),
+        (
+            configs.QWEN2,
+            {"optimizer_offload_fraction": 0.5, "offload_optimizer": True},
+            1,
+            "in host memory permanently",
+        ),
         (configs.QWEN2, {"optimizer_moments": "bfloat16", "optimizer_offload_fraction": 0.5}, 1, "keeps them so"),
         (configs.QWEN2, {"recompute": {"granularity": "selective", "modules": ["moe"]}}, 1, "qwen2 has no experts"),
         (configs.QWEN2, {"recompute": {"granularity": "full", "layers": 25}}, 1, "a stage's chunk has about 24 layers"),
     ],
 )
-def test_what_cannot_work_is_told_with_the_arithmetic_and_a_fix(tmp_path, config, options, ranks, told):
+def test_what_cannot_run_is_refused_with_the_arithmetic_and_a_fix(tmp_path, config, options, ranks, told):
     rules = broken(config, options, ranks, tmp_path)
     assert any(told in rule for rule in rules), rules
     assert all(rule.startswith("trainer.backend_options.") and "Fix: " in rule for rule in rules)

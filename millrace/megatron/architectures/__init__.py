@@ -1,4 +1,5 @@
-"""Architectures: how each one's `config.json` reads. One file each, and one line in `ARCHITECTURES`. Torch-free."""
+"""Reads a model's shape from its `config.json`: one file for each architecture, and one line in `ARCHITECTURES`.
+Torch-free."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -17,11 +18,12 @@ ARCHITECTURES = {
     "mixtral": "mixtral",
     "deepseek_v3": "deepseek_v3",
 }
-"""`model_type` of a config → the module here whose `shape(config)` reads it. Moonlight calls itself deepseek_v3."""
+"""`model_type` of a config → the module here whose `shape(config)` reads it. Moonlight's type is deepseek_v3."""
 
 
 def read_shape(folder: Path, field: str = "model.path") -> ModelShape:
-    """Raises InvalidJob, which speaks of `field`, where there is no config, or one that this backend cannot build."""
+    """The shape of the model in `folder`. Raises InvalidJob about `field` where there is no config, or one that the
+    megatron backend cannot build."""
     path = folder / "config.json"
     try:
         config = json.loads(path.read_text())

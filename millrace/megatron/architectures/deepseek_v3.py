@@ -1,5 +1,5 @@
-"""DeepSeek-V3 and Moonlight: latent attention, sigmoid routing with a balancing bias, shared experts. Their heads for
-predicting several tokens are dropped."""
+"""DeepSeek-V3 and Moonlight: latent attention, sigmoid routing with a balancing bias, shared experts. Their layers for
+multi-token prediction are not loaded."""
 
 from collections.abc import Mapping
 from typing import Any

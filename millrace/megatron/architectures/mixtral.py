@@ -1,4 +1,4 @@
-"""Mixtral: every layer has experts, under names of its own."""
+"""Mixtral: every layer has experts, whose tensors have Mixtral's own names."""
 
 from collections.abc import Mapping
 from typing import Any

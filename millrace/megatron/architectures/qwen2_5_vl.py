@@ -1,5 +1,5 @@
-"""Qwen2.5-VL, the text path: a Qwen2 whose three position axes are the same for text. The vision tower is neither
-built nor trained nor published: engines keep the one they loaded."""
+"""Qwen2.5-VL for text only: a Qwen2, since its three position axes are equal for text. The vision tower is not built,
+trained or published: engines keep the one that they loaded."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Qwen3-MoE (30B-A3B, 235B-A22B): Qwen3's attention, experts without a shared one."""
+"""Qwen3-MoE (30B-A3B, 235B-A22B): Qwen3's attention and experts, without shared experts."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""What the configs of all architectures share: sizes, positions, and refusing what would be built wrong."""
+"""Functions for the configs of all architectures: sizes, positions, and refusing values that are not supported."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,7 +8,7 @@ from millrace.megatron.architectures.shape import Rope
 
 
 def sizes(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a ModelShape that every decoder of this family states in the same words."""
+    """The fields of a ModelShape that all these configs have under the same names."""
     refuse_unless(config, "hidden_act", "silu")
     heads = config["num_attention_heads"]
     return {
@@ -27,7 +27,8 @@ def sizes(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rope(config: Mapping[str, Any], kinds: tuple[str, ...] = ("default",)) -> Rope:
-    """From `rope_parameters`, or from the older `rope_theta` and `rope_scaling`. `kinds`: what the caller can build."""
+    """The rotary positions from `rope_parameters`, or from the older `rope_theta` and `rope_scaling`. Raises InvalidJob
+    for a type that is not in `kinds`, which the caller supports."""
     stated = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     kind = stated.get("rope_type") or stated.get("type") or "default"
     kind = "default" if kind == "mrope" else kind
@@ -50,7 +51,8 @@ def rope(config: Mapping[str, Any], kinds: tuple[str, ...] = ("default",)) -> Ro
 
 
 def refuse_unless(config: Mapping[str, Any], field: str, *built: Any) -> None:
-    """Raises InvalidJob where the config says something else than what is built. Leaving the field out will do."""
+    """Raises InvalidJob where the config has `field` with a value that is not one of `built`. The field may be
+    missing."""
     if field in config and config[field] not in built:
         raise InvalidJob(
             f"model.path: the config says {field} = {config[field]!r}, which the megatron backend cannot build.",

@@ -1,25 +1,24 @@
-"""A model's shape: what of a Hugging Face config decides how Megatron builds it and how its weights are laid out.
-
-`architectures/` reads it from `config.json`, one file an architecture. Torch-free.
+"""A model's shape: the part of a Hugging Face config that decides how Megatron builds the model and where its weights
+are. The other files of this folder read it from `config.json`. Torch-free.
 """
 
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 VOCABULARY_MULTIPLE = 16
-"""Rows of the vocabulary on each tensor-parallel rank come in multiples of this, as tensor cores like them."""
+"""The vocabulary is padded so that each tensor-parallel rank has a multiple of this many rows, for tensor cores."""
 
 
 @dataclass(frozen=True)
 class Names:
-    """What the tensors are called in the model folder. {layer} and {expert} count from 0."""
+    """Names of the tensors in the model folder. {layer} and {expert} count from 0."""
 
     embedding: str = "model.embed_tokens.weight"
     final_norm: str = "model.norm.weight"
     head: str = "lm_head.weight"
     value_head: str = "score.weight"
     layer: str = "model.layers.{layer}."
-    """Before every name below."""
+    """Prefix of every name below."""
     gate: str = "mlp.gate_proj.weight"
     up: str = "mlp.up_proj.weight"
     down: str = "mlp.down_proj.weight"
@@ -35,7 +34,7 @@ class Names:
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary positions; all but theta only for yarn."""
+    """Rotary position embedding. All fields but `theta` and `kind` are for yarn only."""
 
     theta: float
     kind: Literal["default", "yarn"] = "default"
@@ -52,43 +51,51 @@ class LatentAttention:
     """DeepSeek's multi-head latent attention (arXiv 2412.19437): sizes of its projections."""
 
     query_rank: int | None
-    """None: queries are projected at once."""
+    """Width of the compressed queries; None where queries are not compressed."""
     key_value_rank: int
     plain_dim: int
-    """Size of the part of a query or key head without positions."""
+    """Dimensions of a query or key head without positions."""
     rotary_dim: int
     value_dim: int
     norm_epsilon: float = 1e-6
-    """Epsilon of the norms on the compressed queries, keys and values, whatever the model's other norms have."""
+    """Epsilon of the norms on compressed queries, keys and values; the model's other norms may have another."""
 
 
 @dataclass(frozen=True)
 class ExpertShape:
+    """The experts of a mixture-of-experts model."""
+
     count: int
     per_token: int
+    """Experts that each token is sent to."""
     ffn: int
+    """Hidden size of one expert."""
     layers: tuple[bool, ...]
-    """Which of the model's layers have experts."""
+    """For each layer whether it has experts."""
     shared_ffn: int | None = None
     """Hidden size of all shared experts together."""
     score: Literal["softmax", "sigmoid"] = "softmax"
     normalised: bool = True
-    """Whether the chosen experts' weights are made to sum to one."""
+    """Whether the weights of the chosen experts are normalised to sum to 1."""
     bias: bool = False
-    """A bias on each expert's score that decides the choice but not the weight."""
+    """Whether each expert's score has a bias that affects the choice but not the weight."""
     scaling: float | None = None
+    """Factor on the weights of the chosen experts."""
     groups: int | None = None
+    """Groups of experts; only the experts of `groups_per_token` groups are considered for a token."""
     groups_per_token: int | None = None
 
 
 @dataclass(frozen=True)
 class ModelShape:
+    """The sizes and features of a decoder."""
+
     architecture: str
     """`model_type` of the config."""
     layers: int
     hidden: int
     ffn: int
-    """Width of the dense layers."""
+    """Hidden size of dense layers' feed-forward networks."""
     heads: int
     key_value_heads: int
     head_dim: int
@@ -97,18 +104,18 @@ class ModelShape:
     norm_epsilon: float
     rope: Rope
     tied: bool
-    """The output head is the embedding."""
+    """Whether the output head is the embedding."""
     attention_bias: bool = False
-    """On the query, key and value projections."""
+    """Whether the query, key and value projections have biases."""
     query_key_norm: bool = False
     latent: LatentAttention | None = None
     experts: ExpertShape | None = None
     value_head: bool = False
-    """One number a token in place of the logits: a critic."""
+    """Whether the output is one value for each token instead of logits: a critic."""
     names: Names = field(default_factory=Names)
 
     def as_critic(self) -> "ModelShape":
-        """The same decoder with a value head."""
+        """The same decoder with a value head instead of the output head."""
         return replace(self, tied=False, value_head=True)
 
     def has_experts(self, layer: int) -> bool:
