@@ -1,12 +1,12 @@
 """Prompt sources: Parquet and JSONL in verl's columns, and procedural tasks. No torch.
 
-`open_source` gives a `Source`: as many rows as `len` says, each a `PromptRow`, and an order for every pass. A file that
-cannot be used is refused when it is opened (InvalidJob), one bad row when it is read (BadRow). `chat` renders a row
-to tokens, `model_folder` looks whether a model can be used, `write` writes rows that `open_source` reads.
+`open_source` opens a `PromptSource`: rows by number, each a `PromptRow`, and an order for every pass. A file that
+cannot be used is refused when it is opened (InvalidJob), a bad row when it is read (BadRow). `chat` turns a row into
+tokens, `model_folder` checks the files of a model, `write` writes rows that `open_source` reads.
 """
 
 from millrace.data.order import Order
+from millrace.data.prompt_source import PromptSource, open_source
 from millrace.data.row import Message, PromptRow
-from millrace.data.source import Source, open_source
 
-__all__ = ["Message", "Order", "PromptRow", "Source", "open_source"]
+__all__ = ["Message", "Order", "PromptRow", "PromptSource", "open_source"]

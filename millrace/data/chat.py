@@ -1,4 +1,4 @@
-"""From a row to the tokens that an engine is asked: chat template, and what becomes of a prompt that is too long."""
+"""From a row to the tokens of its prompt: the chat template, and what happens to a prompt that is too long."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,12 +23,14 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True)
 class Rendered:
+    """A prompt as tokens."""
+
     token_ids: list[int]
     """Empty where the prompt is dropped."""
     dropped: Drop | None = None
     """Why the prompt is dropped; None where it is not."""
     cut: int = 0
-    """Tokens taken away."""
+    """Number of tokens that were cut off."""
 
 
 def render(
@@ -39,20 +41,20 @@ def render(
     overlong: Overlong = "drop",
     chat_template_options: Mapping[str, Any] | None = None,
 ) -> Rendered:
-    """Tokens of `row`'s prompt, ready for the answer to follow; at most `max_tokens` of them.
+    """The tokens of `row`'s prompt, at most `max_tokens`, after which the answer begins.
 
-    Messages go through the chat template with `chat_template_options`, a text is encoded as it is. `truncate_left`
-    takes tokens away at the beginning, `truncate_right` at the end, `truncate_middle` between. Raises BadRow where the
+    Messages go through the chat template with `chat_template_options`, plain text is encoded as it is. `truncate_left`
+    cuts at the beginning, `truncate_right` at the end, `truncate_middle` in the middle. Raises BadRow where the
     tokenizer or its template refuses the row.
     """
     token_ids = _tokens(row, tokenizer, chat_template_options or {})
     if not token_ids:
-        raise BadRow(f"row {row.index} of {row.data_source} renders to no tokens.", "fix the prompt or the template.")
+        raise BadRow(f"row {row.index} of {row.data_source} has an empty prompt.", "fix the prompt or the template.")
     return fit(token_ids, max_tokens, overlong)
 
 
 def fit(token_ids: list[int], max_tokens: int, overlong: Overlong) -> Rendered:
-    """`token_ids` where they fit, cut or dropped where they do not."""
+    """`token_ids` if they fit, otherwise cut or dropped."""
     cut = len(token_ids) - max_tokens
     if cut <= 0:
         return Rendered(token_ids)
@@ -74,6 +76,6 @@ def _tokens(row: PromptRow, tokenizer: Tokenizer, options: Mapping[str, Any]) ->
         return list(tokenizer.apply_chat_template(row.prompt, **arguments))
     except (TemplateError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
         raise BadRow(
-            f"row {row.index} of {row.data_source} does not go through the tokenizer: {type(error).__name__}: {error}.",
-            "fix the row's messages, data.chat_template_options, or the model's chat template.",
+            f"row {row.index} of {row.data_source}: the tokenizer refuses it: {error}.",
+            "correct the row's messages, data.chat_template_options, or the model's chat template.",
         ) from error

@@ -1,4 +1,4 @@
-"""JSON lines, plain or gzipped: an index of line starts in memory, the text on disk."""
+"""JSON lines, plain or gzipped: the text stays on disk, an index of where lines start is in memory."""
 
 import gzip
 import json
@@ -13,7 +13,7 @@ from millrace.errors import BadRow, refused
 
 
 class JsonlRows:
-    """One object a line; blank lines do not count. A gzipped file is unpacked once, to a nameless temporary file."""
+    """One object per line; blank lines are skipped. A gzipped file is unpacked once, to an unnamed temporary file."""
 
     def __init__(self, path: str, field: str) -> None:
         self._path = path
@@ -24,9 +24,9 @@ class JsonlRows:
             self._file = _unpacked(path) if path.endswith(".gz") else open(path, "rb")  # noqa: SIM115 lives as long as self
             self._index()
         except (OSError, EOFError, zlib.error) as error:
-            raise refused(
-                field, path, f"it cannot be read: {error}", "write the file again, or fix its rights."
-            ) from error
+            reason = getattr(error, "strerror", None) or str(error)
+            fix = "write the file again, or change its permissions."
+            raise refused(field, path, f"cannot be read: {reason}", fix) from error
 
     def _index(self) -> None:
         start = 0
@@ -40,15 +40,17 @@ class JsonlRows:
         return len(self._starts)
 
     def raw(self, row: int) -> Any:
+        """See `RowFile.raw`."""
         with self._reading:
             self._file.seek(self._starts[row])
             line = self._file.readline()
         try:
             return json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise BadRow(f"{self.place(row)} is not JSON: {error}.", "write one JSON object a line.") from error
+            raise BadRow(f"{self.place(row)}: is not JSON: {error}.", "write one JSON object per line.") from error
 
     def place(self, row: int) -> str:
+        """See `RowFile.place`."""
         return f"{self._path} line {self._line_numbers[row]}"
 
 

@@ -1,4 +1,4 @@
-"""Whether a Hugging Face model folder can be used, told from its files without loading any of them."""
+"""Whether a Hugging Face model folder can be used, as far as its files tell without being loaded."""
 
 import json
 from dataclasses import dataclass
@@ -16,25 +16,27 @@ FIELD = "model.path"
 
 @dataclass(frozen=True)
 class ModelFolder:
+    """A model folder that was checked."""
+
     path: Path
     architecture: str
-    """The first that config.json names: `Qwen3ForCausalLM`."""
+    """The first architecture in config.json, such as `Qwen3ForCausalLM`."""
     has_chat_template: bool
 
 
 def check_model_folder(path: str | Path, *, messages: bool = True) -> ModelFolder:
-    """Raises InvalidJob where the folder, its config, tokenizer or weights are missing or broken; with `messages` (the
-    data has messages rather than plain texts) also where there is no chat template."""
+    """Checks the folder. Raises InvalidJob if the folder, its config, tokenizer or weights are missing or broken; with
+    `messages` (prompts are messages rather than plain text) also if there is no chat template."""
     folder = _folder(path, FIELD)
     architectures = _json(folder / "config.json", folder).get("architectures")
     if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
         fix = 'add it, for example "architectures": ["Qwen3ForCausalLM"].'
-        raise refused(FIELD, str(path), "its config.json names no architecture", fix)
+        raise refused(FIELD, str(path), "config.json names no architecture", fix)
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise refused(
             FIELD,
             str(path),
-            f"it has no tokenizer: none of {', '.join(TOKENIZER_FILES)}",
+            f"has no tokenizer: none of {', '.join(TOKENIZER_FILES)}",
             "save the tokenizer into the same folder (tokenizer.save_pretrained).",
         )
     _check_weights(folder, FIELD)
@@ -44,13 +46,14 @@ def check_model_folder(path: str | Path, *, messages: bool = True) -> ModelFolde
             FIELD,
             str(path),
             "the prompts are messages and the model has no chat template",
-            "put a chat_template.jinja into the folder, or make the data's `prompt` a plain text.",
+            "put a chat_template.jinja into the folder, or make the data's `prompt` plain text.",
         )
     return ModelFolder(folder, architectures[0], has_chat_template)
 
 
 def check_weights_folder(path: str | Path, *, field: str) -> Path:
-    """A folder from which only config and weights are read. Raises InvalidJob that speaks of `field`."""
+    """Checks a folder of which only config and weights are read, and returns its path. Raises InvalidJob that names
+    `field`."""
     folder = _folder(path, field)
     _json(folder / "config.json", folder, field)
     _check_weights(folder, field)
@@ -58,17 +61,17 @@ def check_weights_folder(path: str | Path, *, field: str) -> Path:
 
 
 def vocabulary(folder: Path) -> int | None:
-    """How many tokens its config says that it knows; none where it does not say."""
+    """Number of tokens in the vocabulary by config.json; None if it does not say."""
     config = _json(folder / "config.json", folder)
     size = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
     return int(size) if size else None
 
 
 def context(folder: Path) -> int | None:
-    """The longest text, tokens, that its config allows; none where it does not say.
+    """Longest text, in tokens, by config.json; None if it does not say.
 
-    With scaled rotary positions the scaled length counts: some configs give that one as `max_position_embeddings`,
-    others the length before, so it is the longer of the two.
+    With scaled rotary positions the scaled length counts. Some configs give the scaled length as
+    `max_position_embeddings`, others the length before scaling, so the longer of the two is taken.
     """
     config = _json(folder / "config.json", folder)
     config = config | (config.get("text_config") or {})
@@ -85,7 +88,7 @@ def context(folder: Path) -> int | None:
 def _folder(path: str | Path, field: str) -> Path:
     folder = Path(path)
     if not folder.is_dir():
-        found = "it is a file" if folder.is_file() else f"there is no folder {folder.absolute()}"
+        found = "is a file" if folder.is_file() else f"there is no folder {folder.absolute()}"
         fix = "give the folder of a Hugging Face model; one from the hub has to be downloaded first (hf download)."
         raise refused(field, str(path), found, fix)
     return folder
@@ -97,10 +100,11 @@ def _check_weights(folder: Path, field: str) -> None:
             named = _json(folder / index, folder, field).get("weight_map")
             shards = set(named.values()) if isinstance(named, dict) else set()
             if missing := sorted(str(s) for s in shards if not (folder / str(s)).is_file()):
-                reason = f"{index} names {len(shards)} files and {len(missing)} are missing: {', '.join(missing[:3])}"
+                named_here = f"{index} names {len(shards)} files, and {len(missing)} of them are missing"
+                reason = f"{named_here}: {', '.join(missing[:3])}"
                 raise refused(field, str(folder), reason, "finish the download or the copy.")
     if not any(file.is_file() for pattern in WEIGHT_PATTERNS for file in folder.glob(pattern)):
-        reason = f"it has no weights: no {' and no '.join(WEIGHT_PATTERNS)}"
+        reason = f"has no weights: no {' and no '.join(WEIGHT_PATTERNS)}"
         raise refused(field, str(folder), reason, "save the model into the same folder (model.save_pretrained).")
 
 
@@ -116,10 +120,10 @@ def _json(file: Path, folder: Path, field: str = FIELD) -> dict[str, Any]:
         tree = json.loads(file.read_bytes())
     except FileNotFoundError as error:
         fix = "give the folder of a Hugging Face model, with config, tokenizer and weights."
-        raise refused(field, str(folder), f"it has no {file.name}", fix) from error
+        raise refused(field, str(folder), f"has no {file.name}", fix) from error
     except (OSError, ValueError) as error:
-        reason = f"its {file.name} cannot be read: {error}"
+        reason = f"{file.name} cannot be read: {error}"
         raise refused(field, str(folder), reason, "write or download the file again.") from error
     if not isinstance(tree, dict):
-        raise refused(field, str(folder), f"its {file.name} is not an object", "write or download the file again.")
+        raise refused(field, str(folder), f"{file.name} is not a JSON object", "write or download the file again.")
     return tree

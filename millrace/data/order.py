@@ -1,7 +1,7 @@
-"""The order of a pass: a permutation that is a function of seed, pass and length alone.
+"""The order of a pass: a permutation that depends only on the seed, the pass and the number of rows.
 
-The same on every machine, with every release of Python and numpy: rows are sorted by a hash of their number (splitmix64
-keyed by seed and pass), so a job resumed elsewhere finds the same row at the same place.
+The order is the same on every machine and with every release of Python and numpy, because rows are sorted by a hash of
+their number (splitmix64 keyed by seed and pass). A job that is resumed on another machine has the same order.
 """
 
 import hashlib
@@ -10,10 +10,11 @@ from functools import cached_property
 from typing import overload
 
 import numpy as np
+from numpy.typing import NDArray
 
 
 class Order(Sequence[int]):
-    """Row numbers 0 .. length - 1 in the order of one pass. Worked out when the first of them is asked for."""
+    """The row numbers 0 .. length - 1 in the order of one pass, computed at the first access."""
 
     def __init__(self, length: int, pass_number: int, seed: int, shuffle: bool) -> None:
         self._length = length
@@ -36,7 +37,7 @@ class Order(Sequence[int]):
         return (int(row) for row in self._rows)
 
     @cached_property
-    def _rows(self) -> "range | np.ndarray":
+    def _rows(self) -> range | NDArray[np.unsignedinteger]:
         if not self._shuffle:
             return range(self._length)
         key = int.from_bytes(hashlib.blake2b(self._key.encode(), digest_size=8).digest(), "little")
@@ -44,8 +45,8 @@ class Order(Sequence[int]):
         return order.astype(np.uint32 if self._length <= 2**32 else np.uint64)
 
 
-def _splitmix64(key: int, count: int) -> np.ndarray:
-    """The first `count` outputs, uint64, of the generator of Steele, Lea and Flood (2014) started at `key`."""
+def _splitmix64(key: int, count: int) -> NDArray[np.uint64]:
+    """The first `count` outputs of the generator splitmix64 (Steele, Lea and Flood, 2014), started at `key`."""
     with np.errstate(over="ignore"):
         z = np.uint64(key) + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

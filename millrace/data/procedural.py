@@ -1,13 +1,14 @@
-"""Procedural tasks: rows made on the spot, the same for the same task, options and number."""
+"""Procedural tasks: generated rows, which depend only on the task, its options and the number of the row."""
 
-import difflib
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from millrace.data.prompt_source import PromptSource
 from millrace.data.row import Message, PromptRow
-from millrace.data.source import Source
 from millrace.errors import BadRow, refused
 from millrace.extras import how_to_install
+from millrace.validation.names import choose, closest
 
 PREFIX = "reasoning_gym:"
 INSTRUCTION = (
@@ -17,9 +18,9 @@ INSTRUCTION = (
 """The scorer looks for the answer in that tag."""
 
 
-class ReasoningGym(Source):
-    """`reasoning_gym:<task>`. Of the options, `size` (rows, 1000), `seed` (0) and `system_prompt` (null for none) are
-    the source's, all others the task's. Rows are scored by the reward `reasoning_gym`."""
+class ReasoningGym(PromptSource):
+    """`reasoning_gym:<task>`. The options `size` (number of rows, default 1000), `seed` (default 0) and `system_prompt`
+    (null: none) belong to the source, all others to the task. Rows are scored by the reward `reasoning_gym`."""
 
     def __init__(self, name: str, options: Mapping[str, Any], field: str) -> None:
         if not name.startswith(PREFIX):
@@ -32,8 +33,8 @@ class ReasoningGym(Source):
             raise refused(f"{field}.procedural", name, f"reasoning-gym is not installed: {error}", fix) from error
         self._task = name.removeprefix(PREFIX)
         if self._task not in reasoning_gym.TASKS:
-            close = difflib.get_close_matches(self._task, reasoning_gym.TASKS, n=1, cutoff=0.4)
-            fix = f"did you mean reasoning_gym:{close[0]}?" if close else "see reasoning-gym's list of tasks."
+            near = closest(self._task, reasoning_gym.TASKS)
+            fix = f"did you mean `{PREFIX}{near}`?" if near is not None else "see reasoning-gym's list of tasks."
             raise refused(f"{field}.procedural", name, "reasoning-gym has no such task", fix)
         known = dict(options)
         size, seed = known.pop("size", 1000), known.pop("seed", 0)
@@ -41,11 +42,18 @@ class ReasoningGym(Source):
         self._options = known
         self._size = _whole(size, 1, f"{field}.procedural_options.size")
         seed = _whole(seed, 0, f"{field}.procedural_options.seed")
+        task_options = [each.name for each in dataclasses.fields(reasoning_gym.TASKS[self._task][1])]
+        for option in known:
+            if option not in task_options:
+                reason, fix = f"the task {self._task} has no such option", choose(option, task_options)
+                raise refused(f"{field}.procedural_options.{option}", known[option], reason, fix)
         try:
             self._data_set = reasoning_gym.create(self._task, {**known, "size": self._size, "seed": seed})
         except (TypeError, ValueError, AssertionError, KeyError) as error:
-            reason = f"the task {self._task} does not take them: {error or type(error).__name__}"
-            raise refused(f"{field}.procedural_options", dict(options), reason, "fix or remove that option.") from error
+            reason = f"the task {self._task} does not accept them: {error}"
+            raise refused(
+                f"{field}.procedural_options", dict(options), reason, "correct or remove that option."
+            ) from error
 
     def __len__(self) -> int:
         return self._size
@@ -61,7 +69,7 @@ class ReasoningGym(Source):
             packed = pack(entry)
         except TypeError as error:
             fix = "choose other options, or another task."
-            raise BadRow(f"{PREFIX}{self._task} row {index} cannot travel: {error}.", fix) from error
+            raise BadRow(f"{PREFIX}{self._task} row {index}: cannot be sent: {error}.", fix) from error
         messages: list[Message] = [{"role": "user", "content": entry["question"]}]
         if self._system_prompt is not None:
             messages.insert(0, {"role": "system", "content": self._system_prompt})
@@ -76,5 +84,5 @@ class ReasoningGym(Source):
 
 def _whole(value: Any, least: int, field: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise refused(field, value, f"it is a whole number, {least} or more", "give such a number.")
+        raise refused(field, value, f"is not a whole number of at least {least}", "give such a number.")
     return value

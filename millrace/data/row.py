@@ -1,4 +1,4 @@
-"""One row of the data: from what a file holds, in verl's columns, to a `PromptRow` of plain Python."""
+"""One row of the data: from verl's columns in a file to a `PromptRow` in plain Python types."""
 
 import datetime
 import decimal
@@ -6,13 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NotRequired, TypedDict, cast
 
-from millrace.errors import BadRow
+from millrace.errors import BadRow, wrong_value
+from millrace.validation.kinds import kind_of
 
 COLUMNS = ("data_source", "prompt", "reward_model", "ability", "extra_info")
 REQUIRED = ("data_source", "prompt", "reward_model")
 
 
 class Message(TypedDict):
+    """One message of a conversation."""
+
     role: str
     content: str
     name: NotRequired[str]
@@ -20,27 +23,30 @@ class Message(TypedDict):
 
 @dataclass(frozen=True)
 class PromptRow:
+    """One prompt, and what its answers are scored with."""
+
     index: int
-    """Number of the row in the source, from 0."""
+    """Number of the row in its source, from 0."""
     data_source: str
     prompt: list[Message] | str
-    """Messages for the chat template, or a text that is asked as it is."""
+    """Messages for the chat template, or plain text."""
     ground_truth: Any = None
-    """Whatever the scorer compares with, as JSON can say it."""
+    """What the scorer compares an answer with, in JSON's types."""
     reward_style: str = "rule"
     ability: str = ""
     extra_info: dict[str, Any] = field(default_factory=dict)
 
 
 def read_row(index: int, raw: Any, place: str) -> PromptRow:
-    """`place` names file and row for errors. Raises BadRow for the first column that is not what it has to be."""
+    """The row that a file holds as `raw`. `place` names file and row for errors. Raises BadRow for the first column
+    with a wrong value."""
     row = _Columns(raw, place)
     reward_model = row.mapping("reward_model")
     if "ground_truth" not in reward_model:
-        raise row.bad("reward_model.ground_truth", "is missing", "add it; null where the reward needs none.")
+        raise row.bad("reward_model.ground_truth", "is missing", "add it; null if the reward needs none.")
     style = reward_model.get("style")
     if style is not None and not isinstance(style, str):
-        raise row.bad("reward_model.style", f"is {_kind(style)}, not a text", "write rule or model.")
+        raise row.wrong("reward_model.style", style, "is not text", "write rule or model.")
     return PromptRow(
         index=index,
         data_source=row.text("data_source"),
@@ -53,45 +59,54 @@ def read_row(index: int, raw: Any, place: str) -> PromptRow:
 
 
 class _Columns:
-    """Reads the columns of one raw row; every complaint names file, row and column."""
+    """The columns of one raw row. Every error names file, row and column."""
 
     def __init__(self, raw: Any, place: str) -> None:
         self._place = place
         if not isinstance(raw, Mapping):
-            raise BadRow(f"{place} is {_kind(raw)}, not an object.", "write one object with verl's columns.")
+            raise BadRow(f"{place}: is {kind_of(raw)}, not an object.", "write one object with verl's columns.")
         self._raw = raw
 
-    def bad(self, column: str, found: str, fix: str) -> BadRow:
-        return BadRow(f"{self._place}, column {column}: {found}.", fix)
+    def bad(self, column: str, reason: str, fix: str) -> BadRow:
+        """The error for a column that has no value."""
+        return BadRow(f"{self._place}, column {column}: {reason}.", fix)
+
+    def wrong(self, column: str, value: Any, reason: str, fix: str) -> BadRow:
+        """The error for a column with a wrong value."""
+        return BadRow(wrong_value(f"{self._place}, column {column}", value, reason, fix).what, fix)
 
     def has(self, column: str) -> bool:
+        """Whether the column has a value other than null."""
         return self._raw.get(column) is not None
 
     def text(self, column: str) -> str:
+        """The text in a column. Raises BadRow."""
         value = self._required(column)
         if not isinstance(value, str):
-            raise self.bad(column, f"is {_kind(value)}, not a text", "write a text.")
+            raise self.wrong(column, value, "is not text", "write text.")
         return value
 
     def mapping(self, column: str) -> Mapping[str, Any]:
+        """The object in a column. Raises BadRow."""
         value = self._required(column)
         if not isinstance(value, Mapping):
-            raise self.bad(column, f"is {_kind(value)}, not an object", "write an object with named fields.")
+            raise self.wrong(column, value, "is not an object", "write an object with named fields.")
         return value
 
     def prompt(self) -> list[Message] | str:
+        """The prompt: messages, or plain text. Raises BadRow."""
         value = self._required("prompt")
         if isinstance(value, str):
             if not value:
-                raise self.bad("prompt", "is an empty text", "write what is asked.")
+                raise self.bad("prompt", "is empty", "write the prompt.")
             return value
         if not isinstance(value, list | tuple) or not value:
-            fix = "write a text, or a list of messages {role, content}."
-            raise self.bad("prompt", f"is {_kind(value)}, neither a text nor messages", fix)
+            fix = "write text, or a list of messages {role, content}."
+            raise self.wrong("prompt", value, "is neither text nor a list of messages", fix)
         return [self._message(f"prompt[{place}]", message) for place, message in enumerate(value)]
 
     def plain(self, column: str, value: Any) -> Any:
-        """`value` in JSON's types. Parquet also has times, decimals and bytes."""
+        """`value` in JSON's types. Parquet also has times, decimals and bytes. Raises BadRow for bytes."""
         if value is None or isinstance(value, str | int | float):
             return value
         if isinstance(value, Mapping):
@@ -102,16 +117,18 @@ class _Columns:
             return value.isoformat()
         if isinstance(value, decimal.Decimal):
             return str(value)
-        raise self.bad(column, f"is {_kind(value)}, which JSON cannot hold", "store it as a text or a number.")
+        raise self.wrong(column, value, f"is {kind_of(value)}, which JSON cannot hold", "store text or a number.")
 
     def _message(self, column: str, message: Any) -> Message:
         if not isinstance(message, Mapping):
-            raise self.bad(column, f"is {_kind(message)}, not a message", "write {role, content}.")
+            raise self.wrong(column, message, "is not a message", "write {role, content}.")
         for key in ("role", "content"):
-            if not isinstance(message.get(key), str):
-                found = f"is {_kind(message[key])}, not a text" if key in message else "is missing"
-                raise self.bad(f"{column}.{key}", found, "write {role, content} with two texts.")
-        # A Parquet column has all fields in all messages: those that a message does not have are null.
+            fix = "write {role, content}, both as text."
+            if key not in message:
+                raise self.bad(f"{column}.{key}", "is missing", fix)
+            if not isinstance(message[key], str):
+                raise self.wrong(f"{column}.{key}", message[key], "is not text", fix)
+        # A Parquet column has all fields in all messages: fields that a message does not have are null.
         kept = {str(k): self.plain(f"{column}.{k}", v) for k, v in message.items() if v is not None}
         return cast(Message, kept)
 
@@ -120,8 +137,3 @@ class _Columns:
         if value is None:
             raise self.bad(column, "is null" if column in self._raw else "is missing", "give it a value.")
         return value
-
-
-def _kind(value: Any) -> str:
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 80 else text[:77] + '...'}"

@@ -11,10 +11,11 @@ from millrace.data.row import PromptRow
 
 
 def write_rows(path: str | Path, rows: Iterable[PromptRow]) -> Path:
-    """Writes `rows` to `path`, whose ending tells the format: .parquet, .jsonl or .jsonl.gz. Appears whole or not.
+    """Writes `rows` to `path` in the format of its ending: .parquet, .jsonl or .jsonl.gz. The file appears once it is
+    complete. Returns `path`.
 
     Raises ValueError for another ending, for no rows, and for rows that do not fit into the columns of one Parquet
-    file (ground truths of several types, say); JSON lines take those.
+    file, such as ground truths of several types; JSON lines can hold those.
     """
     path = Path(path)
     columns = [_columns(row) for row in rows]
@@ -42,7 +43,7 @@ def _columns(row: PromptRow) -> dict[str, Any]:
         "prompt": row.prompt,
         "ability": row.ability,
         "reward_model": {"style": row.reward_style, "ground_truth": row.ground_truth},
-        # Parquet knows no object without fields.
+        # Parquet cannot store an object without fields.
         "extra_info": row.extra_info or {"index": row.index},
     }
 

@@ -83,7 +83,7 @@ def test_cutting_keeps_as_much_as_fits_and_the_order(length: int, limit: int, ov
 
 @pytest.mark.parametrize(
     ("prompt", "complaint"),
-    [([{"role": "tool", "content": "x"}], "no tools here"), ("", "no tokens")],
+    [([{"role": "tool", "content": "x"}], "no tools here"), ("", "an empty prompt")],
 )
 def test_what_the_tokenizer_refuses_costs_the_row(prompt: Any, complaint: str, tokenizer: Any) -> None:
     with pytest.raises(BadRow, match=complaint) as bad:

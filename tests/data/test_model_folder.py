@@ -42,16 +42,16 @@ def with_index(folder: Path) -> None:
 
 
 BREAKS: list[tuple[Callable[[Path], object], str]] = [
-    (lambda f: (f / "config.json").unlink(), "it has no config.json"),
+    (lambda f: (f / "config.json").unlink(), "has no config.json"),
     (lambda f: (f / "config.json").write_text("{"), "config.json cannot be read"),
-    (lambda f: (f / "config.json").write_text("[]"), "config.json is not an object"),
+    (lambda f: (f / "config.json").write_text("[]"), "config.json is not a JSON object"),
     (lambda f: (f / "config.json").write_text("{}"), "names no architecture"),
     (lambda f: (f / "config.json").write_text('{"architectures": []}'), "names no architecture"),
-    (lambda f: (f / "tokenizer.json").unlink(), "it has no tokenizer"),
+    (lambda f: (f / "tokenizer.json").unlink(), "has no tokenizer"),
     (lambda f: (f / "tokenizer_config.json").write_text("{}"), "the model has no chat template"),
     (lambda f: (f / "tokenizer_config.json").write_text("oops"), "tokenizer_config.json cannot be read"),
-    (lambda f: (f / "model.safetensors").unlink(), "it has no weights"),
-    (with_index, "names 2 files and 1 are missing: model-2.safetensors"),
+    (lambda f: (f / "model.safetensors").unlink(), "has no weights"),
+    (with_index, "names 2 files, and 1 of them are missing: model-2.safetensors"),
 ]
 
 
@@ -68,5 +68,5 @@ def test_what_is_missing_is_named(damage: Callable[[Path], object], reason: str,
 def test_no_folder_at_all(tmp_path: Path, folder: Path) -> None:
     with pytest.raises(InvalidJob, match=r"there is no folder .*nowhere.*hf download"):
         check_model_folder(tmp_path / "nowhere")
-    with pytest.raises(InvalidJob, match="it is a file"):
+    with pytest.raises(InvalidJob, match="is a file"):
         check_model_folder(folder / "config.json")

@@ -49,10 +49,14 @@ def test_tasks_can_be_mixed() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("reasoning_gym:spell_backwards", {}, "did you mean reasoning_gym:spell_backward?"),
+        ("reasoning_gym:spell_backwards", {}, "did you mean `reasoning_gym:spell_backward`"),
         ("reasoning_gym:", {}, "no such task"),
         ("gsm8k", {}, "no such kind of source"),
-        ("reasoning_gym:spell_backward", {"min_word_length": 3}, "unexpected keyword"),
+        (
+            "reasoning_gym:spell_backward",
+            {"min_word_length": 3},
+            "min_word_length: 3: the task .* has no such.*did you mean `min_word_len`",
+        ),
         ("reasoning_gym:spell_backward", {"min_word_len": 0}, "procedural_options: {.*min_word_len"),
         ("reasoning_gym:spell_backward", {"size": 0}, "procedural_options.size: 0: "),
         ("reasoning_gym:spell_backward", {"seed": "x"}, "procedural_options.seed"),

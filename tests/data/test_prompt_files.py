@@ -15,8 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from millrace.data import PromptRow, Source, open_source
-from millrace.data.parquet import HeldGroups, ParquetRows
+from millrace.data import PromptRow, PromptSource, open_source
+from millrace.data.parquet import ParquetRows, RowGroupCache
 from millrace.data.write import write_rows
 from millrace.errors import BadRow, InvalidJob
 
@@ -134,14 +134,14 @@ def test_blank_lines_and_a_byte_order_mark_do_not_count(tmp_path: Path) -> None:
 def test_parquet_holds_only_the_row_groups_last_used(tmp_path: Path) -> None:
     path = str(write_raw(tmp_path / "a.parquet", [raw_row(n) for n in range(40)], group=4))
     read: list[int] = []
-    held = HeldGroups(capacity=1)
-    rows = ParquetRows(path, "data.files", held)
+    cache = RowGroupCache(capacity=1)
+    rows = ParquetRows(path, "data.files", cache)
     inner = rows._read
     rows._read = lambda group: (read.append(group), inner(group))[1]  # type: ignore[method-assign]
     for row in (0, 3, 4, 7, 39, 0):
         assert rows.raw(row)["extra_info"]["index"] == row
     assert read == [0, 1, 9, 0]
-    assert len(held._groups) == 1
+    assert len(cache._groups) == 1
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -174,9 +174,9 @@ def refusal(path: Path | str) -> str:
 def test_paths_that_are_no_data_files(tmp_path: Path) -> None:
     assert f"there is no file {tmp_path / 'no.parquet'}" in refusal(tmp_path / "no.parquet")
     (tmp_path / "folder.parquet").mkdir()
-    assert "it is a folder" in refusal(tmp_path / "folder.parquet")
+    assert "is a folder" in refusal(tmp_path / "folder.parquet")
     (tmp_path / "a.csv").write_text("a,b")
-    assert "tells no format" in refusal(tmp_path / "a.csv")
+    assert "not that of a known format" in refusal(tmp_path / "a.csv")
 
 
 @pytest.mark.parametrize(
@@ -189,9 +189,9 @@ def test_paths_that_are_no_data_files(tmp_path: Path) -> None:
         ("a.jsonl.gz", gzip.compress(b"", mtime=0), "no rows"),
         ("a.jsonl.gz", b"not gzip", "cannot be read"),
         ("a.jsonl.gz", gzip.compress(b'{"prompt": 1}' * 100, mtime=0)[:-9], "cannot be read"),
-        ("a.jsonl", b"[1, 2]\n", "line 1 is list"),
-        ("a.jsonl", b'\n{"prompt": \n', "line 2 is not JSON"),
-        ("a.jsonl", b'{"a": "\xff"}\n', "line 1 is not JSON"),
+        ("a.jsonl", b"[1, 2]\n", "line 1: is a list, not an object"),
+        ("a.jsonl", b'\n{"prompt": \n', "line 2: is not JSON"),
+        ("a.jsonl", b'{"a": "\xff"}\n', "line 1: is not JSON"),
     ],
 )
 def test_broken_files(name: str, content: bytes, reason: str, tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_one_bad_file_among_good_ones(tmp_path: Path) -> None:
     [
         ({"prompt": "absent"}, "no column prompt; it has data_source"),
         ({"reward_model": "absent"}, "no column reward_model"),
-        ({"prompt": 3}, "column prompt is int64, neither a text nor a list of messages"),
+        ({"prompt": 3}, "column prompt is int64, neither text nor a list of messages"),
         ({"prompt": ["a", "b"]}, "column prompt is list<element: string>, neither"),
         ({"prompt": [{"role": "user"}]}, "column prompt is list<element: struct<role: string>>, neither"),
         ({"data_source": 3}, "column data_source is int64"),
@@ -233,7 +233,7 @@ def test_a_parquet_schema_that_cannot_hold_rows(changes: dict, reason: str, tmp_
 # --- what costs one row ------------------------------------------------------------------------------------------
 
 
-def bad_row(source: Source, index: int) -> str:
+def bad_row(source: PromptSource, index: int) -> str:
     with pytest.raises(BadRow) as bad:
         source[index]
     assert bad.value.fix
@@ -245,17 +245,20 @@ def bad_row(source: Source, index: int) -> str:
     [
         ({"prompt": "absent"}, "column prompt: is missing."),
         ({"prompt": None}, "column prompt: is null."),
-        ({"prompt": ""}, "column prompt: is an empty text."),
-        ({"prompt": []}, "column prompt: is list [], neither a text nor messages."),
-        ({"prompt": ["hi"]}, "column prompt[0]: is str 'hi', not a message."),
+        ({"prompt": ""}, "column prompt: is empty."),
+        ({"prompt": []}, "column prompt: []: is neither text nor a list of messages."),
+        ({"prompt": ["hi"]}, 'column prompt[0]: "hi": is not a message.'),
         ({"prompt": [{"role": "user"}]}, "column prompt[0].content: is missing."),
-        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "column prompt[0].content: is list"),
-        ({"data_source": 7}, "column data_source: is int 7, not a text."),
-        ({"reward_model": "rule"}, "column reward_model: is str 'rule', not an object."),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image"}]}]},
+            'prompt[0].content: [{"type": "image"}]: is not text',
+        ),
+        ({"data_source": 7}, "column data_source: 7: is not text."),
+        ({"reward_model": "rule"}, 'column reward_model: "rule": is not an object.'),
         ({"reward_model": {"style": "rule"}}, "column reward_model.ground_truth: is missing."),
-        ({"reward_model": {"style": 1, "ground_truth": 2}}, "column reward_model.style: is int 1, not a text."),
-        ({"extra_info": [1]}, "column extra_info: is list [1], not an object."),
-        ({"ability": 5}, "column ability: is int 5, not a text."),
+        ({"reward_model": {"style": 1, "ground_truth": 2}}, "column reward_model.style: 1: is not text."),
+        ({"extra_info": [1]}, "column extra_info: [1]: is not an object."),
+        ({"ability": 5}, "column ability: 5: is not text."),
     ],
 )
 def test_a_bad_row_is_found_when_it_is_read(changes: dict, complaint: str, tmp_path: Path) -> None:
@@ -269,17 +272,17 @@ def test_a_bad_line_is_found_when_it_is_read(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps(raw_row(0)) + "\n{oops\n" + "[" * 100_000 + "\n")
     source = open_source([path])
-    assert "line 2 is not JSON" in bad_row(source, 1)
-    assert "line 3 is not JSON" in bad_row(source, 2)
+    assert "line 2: is not JSON" in bad_row(source, 1)
+    assert "line 3: is not JSON" in bad_row(source, 2)
 
 
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
         ({"prompt": None}, "row 1, column prompt: is null."),
-        ({"prompt": [{"role": "user", "content": None}]}, "row 1, column prompt[0].content: is NoneType None"),
+        ({"prompt": [{"role": "user", "content": None}]}, "row 1, column prompt[0].content: null: is not text"),
         ({"reward_model": None}, "row 1, column reward_model: is null."),
-        ({"extra_info": {"blob": b"\xff"}}, "row 1, column extra_info.blob: is bytes"),
+        ({"extra_info": {"blob": b"\xff"}}, "is bytes, which JSON cannot hold"),
     ],
 )
 def test_a_bad_parquet_row_is_found_when_it_is_read(changes: dict, complaint: str, tmp_path: Path) -> None:
@@ -298,12 +301,12 @@ def test_a_damaged_row_group_costs_its_rows_only(tmp_path: Path) -> None:
     path.write_bytes(content)
     source = open_source([path])
     assert source[3].ability == "3" * 100
-    assert "row 5 cannot be read" in bad_row(source, 5)
+    assert "row 5: cannot be read" in bad_row(source, 5)
 
 
 def test_files_or_a_procedural_source_but_not_both() -> None:
     for files, procedural in (([], None), (["a.jsonl"], "reasoning_gym:spell_backward")):
-        with pytest.raises(InvalidJob, match="either files or a procedural source"):
+        with pytest.raises(InvalidJob, match=r"(both files and|neither files nor) a "):
             open_source(files, procedural)
 
 

@@ -11,7 +11,7 @@ import time
 import structlog
 
 from millrace import events
-from millrace.data import Source, open_source
+from millrace.data import PromptSource, open_source
 from millrace.drops import DropReason
 from millrace.errors import InvalidState, MillraceError
 from millrace.ids import JobId
@@ -100,8 +100,10 @@ class Runner:
     async def _opened(self, job: JobRecord) -> Run:
         """Opens the job's data. Raises InvalidJob where it has gone since the submission."""
         data, evaluation = job.spec.data, job.spec.evaluation
-        source: Source = await asyncio.to_thread(open_source, data.files, data.procedural, data.procedural_options)
-        held_out: Source | None = None
+        source: PromptSource = await asyncio.to_thread(
+            open_source, data.files, data.procedural, data.procedural_options
+        )
+        held_out: PromptSource | None = None
         if evaluation is not None:
             options = (evaluation.files, evaluation.procedural, evaluation.procedural_options)
             held_out = await asyncio.to_thread(lambda: open_source(*options, field="evaluation"))

@@ -5,7 +5,7 @@ import time
 from collections import defaultdict
 
 from millrace import events
-from millrace.data import Source
+from millrace.data import PromptSource
 from millrace.ids import Purpose, Version, evaluation_prompt
 from millrace.spec.model import Evaluation
 from millrace.wire.v1 import work_pb2
@@ -62,7 +62,7 @@ async def _issue(run: Run, wanted: Evaluation, count: int) -> None:
         run.components.queue.issued.ring()
 
 
-def _drafts(source: Source, rows: range, version: Version, sampling: work_pb2.Sampling) -> list[Draft]:
+def _drafts(source: PromptSource, rows: range, version: Version, sampling: work_pb2.Sampling) -> list[Draft]:
     return [draft(source, evaluation_prompt(version, row), Purpose.EVALUATION, sampling) for row in rows]
 
 

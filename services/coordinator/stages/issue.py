@@ -5,7 +5,7 @@ import json
 from collections.abc import Sequence
 
 from millrace import events
-from millrace.data import PromptRow, Source
+from millrace.data import PromptRow, PromptSource
 from millrace.drops import Drop, DropReason
 from millrace.errors import BadRow, MillraceError
 from millrace.ids import PromptId, Purpose, row_of, training_prompt
@@ -90,7 +90,7 @@ def training_sampling(spec: JobSpec) -> work_pb2.Sampling:
     )
 
 
-def draft(source: Source, prompt_id: PromptId, purpose: Purpose, sampling: work_pb2.Sampling) -> Draft:
+def draft(source: PromptSource, prompt_id: PromptId, purpose: Purpose, sampling: work_pb2.Sampling) -> Draft:
     """The prompt of one row of `source`: dropped where the row cannot be used."""
     row = row_of(prompt_id)
     try:

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
-from millrace.data import Order, Source
+from millrace.data import Order, PromptSource
 from millrace.errors import InvalidState, Unavailable
 from millrace.events import Payload
 from millrace.ids import Purpose
@@ -69,7 +69,7 @@ class Run:
     """A job that runs, from its start or resume to its end. Each stage of the loop gets it."""
 
     def __init__(
-        self, job: JobRecord, components: Components, source: Source, evaluation_source: Source | None
+        self, job: JobRecord, components: Components, source: PromptSource, evaluation_source: PromptSource | None
     ) -> None:
         self.job = job
         self.spec: JobSpec = job.spec

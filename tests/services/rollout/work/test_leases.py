@@ -155,7 +155,7 @@ def test_prompts_that_will_not_do_are_dropped_with_the_reason(tied_model: Path, 
         "0-3": DropReason.REWARD_FAILED,
     }
     assert dropped["0-1"].detail.endswith("> 200 tokens")
-    assert dropped["0-2"].detail.startswith("row 2 of test does not go through the tokenizer")
+    assert dropped["0-2"].detail.startswith("row 2 of test: the tokenizer refuses it")
     assert dropped["0-3"].detail.startswith("raised ValueError: no such answer")
     first = group.trajectories[0]
     assert first.reward == len(first.text)

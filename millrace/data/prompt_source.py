@@ -1,4 +1,4 @@
-"""Sources of prompts: files one after another, or a procedural task."""
+"""Where prompts come from: one or more files, or a procedural task."""
 
 from abc import ABC, abstractmethod
 from bisect import bisect_right
@@ -15,21 +15,22 @@ PARQUET = (".parquet", ".pq")
 JSONL = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 
 
-class Source(ABC):
-    """Rows by number. The same number is the same row for as long as the files, or task and options, are the same."""
+class PromptSource(ABC):
+    """Prompts by number. A number stands for the same row as long as the files, or the task and its options, are the
+    same."""
 
     @abstractmethod
     def __len__(self) -> int: ...
 
     @abstractmethod
     def __getitem__(self, index: int) -> PromptRow:
-        """Raises BadRow for a row that cannot be used, IndexError past the end. Safe to call from several threads."""
+        """The row with this number. Raises BadRow for an unusable row, IndexError past the end. Thread-safe."""
 
     def __iter__(self) -> Iterator[PromptRow]:
         return (self[index] for index in range(len(self)))
 
     def order(self, pass_number: int, seed: int, shuffle: bool) -> Order:
-        """Which row stands at which place in a pass: a function of these three and the length alone."""
+        """The row numbers of one pass in their order, which depends only on the arguments and on the number of rows."""
         return Order(len(self), pass_number, seed, shuffle)
 
 
@@ -39,10 +40,10 @@ class RowFile(Protocol):
     def __len__(self) -> int: ...
 
     def raw(self, row: int) -> Any:
-        """What the file holds there, as plain Python. Raises BadRow where it cannot be read."""
+        """The row as the file holds it, in plain Python types. Raises BadRow where it cannot be read."""
 
     def place(self, row: int) -> str:
-        """File and row, for errors."""
+        """The file and the row, for errors."""
 
 
 def open_source(
@@ -51,25 +52,24 @@ def open_source(
     procedural_options: Mapping[str, Any] | None = None,
     *,
     field: str = "data",
-) -> Source:
+) -> PromptSource:
     """Opens `files`, or `reasoning_gym:<task>` with its options (`size`, `seed` and those of the task).
 
-    `field` is the part of the job spec that errors speak of. Raises InvalidJob for files that are missing, empty or
-    not in verl's columns, and for a task or options that do not exist.
+    `field` is the section of the job spec that errors name. Raises InvalidJob for files that are missing, empty or
+    without verl's columns, and for a task or options that do not exist.
     """
     if bool(files) == bool(procedural):
-        raise refused(
-            f"{field}.files", [str(f) for f in files], "give either files or a procedural source", "keep one."
-        )
+        reason = "both files and a procedural source are given" if files else "neither files nor a source is given"
+        raise refused(f"{field}.files", [str(file) for file in files], reason, "give one of the two.")
     if procedural:
         from millrace.data.procedural import ReasoningGym
 
         return ReasoningGym(procedural, procedural_options or {}, field)
-    return FileSource(_open([str(file) for file in files], f"{field}.files"), f"{field}.files")
+    return PromptFiles(_open([str(file) for file in files], f"{field}.files"), f"{field}.files")
 
 
-class FileSource(Source):
-    """The rows of several files, the first file's first."""
+class PromptFiles(PromptSource):
+    """The rows of several files, one file after another."""
 
     def __init__(self, files: Sequence[RowFile], field: str) -> None:
         self._files = files
@@ -78,7 +78,7 @@ class FileSource(Source):
             try:
                 self[first]
             except BadRow as error:
-                raise InvalidJob(f"{field}: the first row is not valid: {error.what}", error.fix) from error
+                raise InvalidJob(f"{field}: {error.what}", error.fix) from error
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -96,27 +96,27 @@ def _open(paths: Sequence[str], field: str) -> list[RowFile]:
     for path in paths:
         if not path.endswith(PARQUET + JSONL):
             fix = f"name a file that ends in {', '.join(PARQUET + JSONL)}."
-            raise refused(field, path, "the ending of its name tells no format", fix)
+            raise refused(field, path, "the ending of the name is not that of a known format", fix)
         if not Path(path).is_file():
-            found = "it is a folder" if Path(path).is_dir() else f"there is no file {Path(path).absolute()}"
+            found = "is a folder" if Path(path).is_dir() else f"there is no file {Path(path).absolute()}"
             raise refused(field, path, found, "give the path of a data file that this service can read.")
     files = _open_formats(paths, field)
     for path, file in zip(paths, files, strict=True):
         if not len(file):
-            raise refused(field, path, "it has no rows", "leave it out, or write the data again.")
+            raise refused(field, path, "has no rows", "leave it out, or write the data again.")
     return files
 
 
 def _open_formats(paths: Sequence[str], field: str) -> list[RowFile]:
-    """Imports a format's library only where a file has that format."""
+    """The opened files. The library of a format is imported only where a file has that format."""
     files: list[RowFile] = []
-    held = None
+    cache = None
     for path in paths:
         if path.endswith(PARQUET):
-            from millrace.data.parquet import HeldGroups, ParquetRows
+            from millrace.data.parquet import ParquetRows, RowGroupCache
 
-            held = held or HeldGroups()
-            files.append(ParquetRows(path, field, held))
+            cache = cache or RowGroupCache()
+            files.append(ParquetRows(path, field, cache))
         else:
             from millrace.data.jsonl import JsonlRows
 
