@@ -251,7 +251,7 @@ def bad_row(source: PromptSource, index: int) -> str:
         ({"prompt": [{"role": "user"}]}, "column prompt[0].content: is missing."),
         (
             {"prompt": [{"role": "user", "content": [{"type": "image"}]}]},
-            'prompt[0].content: [{"type": "image"}]: is not text',
+            'column prompt[0].content: [{"type": "image"}]: is not text.',
         ),
         ({"data_source": 7}, "column data_source: 7: is not text."),
         ({"reward_model": "rule"}, 'column reward_model: "rule": is not an object.'),
