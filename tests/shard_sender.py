@@ -8,7 +8,7 @@ import torch
 
 from millrace.errors import PublicationFailed
 from millrace.ids import Version
-from millrace.weights.plans import wire_layouts as wire
+from millrace.weights.plans import wire_layouts
 from millrace.weights.plans.boxes import Boxes
 from millrace.weights.plans.layout import Layout, Place, row_major_strides
 from millrace.weights.plans.manifest import Manifest, TensorInfo
@@ -65,12 +65,12 @@ class ShardSender:
         timeout_s: float = TIMEOUT_S,
     ) -> None:
         self.shards = shards
-        sides = weights_pb2.Sides(
-            senders=wire.encode([memory.layout.boxes for memory in shards.ranks]),
-            receivers=wire.encode(wanted),
+        layouts = weights_pb2.Sides(
+            senders=wire_layouts.encode([memory.layout.boxes for memory in shards.ranks]),
+            receivers=wire_layouts.encode(wanted),
             message_bytes=16384,
         )
-        self.plan = wire.Planner().plan(shards.manifest, sides)
+        self.plan = wire_layouts.Planner().plan(shards.manifest, layouts)
         self._store, self.port = serve_store("127.0.0.1", self.plan.world_size, TIMEOUT_S)
         self.gate = threading.Event()
         self._hold_after, self._corrupt = hold_after, corrupt
@@ -84,7 +84,7 @@ class ShardSender:
             first_rank=len(shards.ranks),
             timeout_s=timeout_s,
             path=weights_pb2.PATH_SHARDED,
-            layouts=sides,
+            layouts=layouts,
             communicator=f"{job}/{version}/{epoch}/{attempt}",
             mode=mode,
         )

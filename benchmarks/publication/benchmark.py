@@ -13,7 +13,7 @@ from millrace.bench.shapes import shape_of
 from millrace.ids import MemberId
 from millrace.local.ports import free_port
 from millrace.weights.phases import PublicationId
-from millrace.weights.plans import wire_layouts as wire
+from millrace.weights.plans import wire_layouts
 from millrace.weights.plans.boxes import Boxes
 from millrace.weights.plans.gather_broadcast import gather_broadcast
 from millrace.weights.transfer.channels.gloo import serve_store
@@ -50,11 +50,11 @@ class PublicationBenchmark:
         began = time.perf_counter()
         receivers = await self.engine.describe(self._manifest)
         self.describe_s = time.perf_counter() - began
-        self._sides = weights_pb2.Sides(senders=wire.encode(senders), receivers=wire.encode(receivers))
+        self._sides = weights_pb2.Sides(senders=wire_layouts.encode(senders), receivers=wire_layouts.encode(receivers))
         self._world = len(senders) + len(receivers)
         self._store, self._port = serve_store("127.0.0.1", self._world, LIMIT_S)
         self._nccl_id = await self._of(0, "nccl_id")
-        self.plan = wire.Planner().plan(self._manifest, self._sides)
+        self.plan = wire_layouts.Planner().plan(self._manifest, self._sides)
 
     async def publish(self, version: int, mode: str) -> dict[str, float]:
         """All phases of one sharded publication; seconds by phase."""

@@ -12,7 +12,7 @@ import torch
 from millrace.bench.layouts import TrainerLayout, manifest
 from millrace.bench.shapes import shape_of
 from millrace.bench.values import fill
-from millrace.weights.plans import wire_layouts as wire
+from millrace.weights.plans import wire_layouts
 from millrace.weights.plans.layout import whole_layout
 from millrace.weights.plans.memory import Memory
 from millrace.weights.transfer.channels.gloo import GlooChannel
@@ -34,7 +34,7 @@ class Rank:
         self._manifest = manifest(shape_of(shape))
         self._memory = TrainerLayout(shape_of(shape), trainer).memory(rank, self._manifest, self._device)
         self._whole: Memory | None = None
-        self._planner = wire.Planner()
+        self._planner = wire_layouts.Planner()
         self._session = PublicationSession()
         self._sending: tuple[bytes, SendPipeline] | None = None
         self._group: Any = None

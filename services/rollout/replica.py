@@ -11,7 +11,7 @@ import millrace
 from millrace.errors import InvalidState, PublicationFailed
 from millrace.ids import JobId, MemberId, Version
 from millrace.spec import JobSpec
-from millrace.weights.plans import wire_layouts as sides
+from millrace.weights.plans import wire_layouts
 from millrace.weights.plans.manifest import Manifest
 from millrace.wire.channel import PROTOCOL_VERSION, Peer
 from millrace.wire.membership import Membership
@@ -152,7 +152,7 @@ class Replica:
         except ValueError as error:
             raise PublicationFailed(f"{error}.", "run the same release of millrace everywhere.") from error
         boxes = await self.engine.describe(manifest)
-        return rollout_pb2.DescribeReceiveResponse(layouts=sides.encode(boxes), gpu=self.engine.device != "cpu")
+        return rollout_pb2.DescribeReceiveResponse(layouts=wire_layouts.encode(boxes), gpu=self.engine.device != "cpu")
 
     def drain(self) -> None:
         """Takes no new leases; work in progress continues. Idempotent."""

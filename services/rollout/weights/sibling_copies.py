@@ -12,7 +12,7 @@ from torch.distributed import TCPStore
 from millrace.errors import Fenced, InvalidState, PublicationFailed
 from millrace.ids import MemberId
 from millrace.weights.phases import Phase, PublicationId, PublicationState
-from millrace.weights.plans import wire_layouts as wire
+from millrace.weights.plans import wire_layouts
 from millrace.weights.plans.manifest import Manifest
 from millrace.weights.plans.sharded import ShardedPlan
 from millrace.weights.transfer.channels.rendezvous import serve_store
@@ -69,7 +69,7 @@ class SiblingCopies:
         served = self._served()
         boxes = await self._engine.describe(served.manifest)
         return trainer_pb2.DescribeSendResponse(
-            manifest=served.manifest.to_proto(), layouts=wire.encode(boxes), gpu=self._engine.device != "cpu"
+            manifest=served.manifest.to_proto(), layouts=wire_layouts.encode(boxes), gpu=self._engine.device != "cpu"
         )
 
     async def prepare(self, request: trainer_pb2.PrepareSendRequest) -> trainer_pb2.PrepareSendResponse:
@@ -100,7 +100,7 @@ class SiblingCopies:
         self, request: trainer_pb2.PrepareSendRequest, served: ServedVersion, began: float
     ) -> _Prepared:
         manifest, key = served.manifest, PublicationId.from_proto(request.publication).key
-        plan = await asyncio.to_thread(wire.Planner().plan, manifest, request.sides)
+        plan = await asyncio.to_thread(wire_layouts.Planner().plan, manifest, request.sides)
         store, port = serve_store(host_address(), plan.world_size, request.deadline_s)
         transfer = TransferRequest(
             key=key,

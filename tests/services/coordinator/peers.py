@@ -15,7 +15,7 @@ from typing import Any
 
 from millrace.errors import Fenced, InvalidState, MillraceError, NotFound
 from millrace.ids import new_member_id
-from millrace.weights.plans import wire_layouts as sides
+from millrace.weights.plans import wire_layouts
 from millrace.weights.plans.boxes import Boxes
 from millrace.weights.plans.gather_broadcast import gather_broadcast
 from millrace.weights.plans.layout import most_dims, whole_layout
@@ -43,7 +43,7 @@ Fault = Callable[[object], Awaitable[None]]
 
 
 def _plan_hash(of: weights_pb2.Sides | None, world_size: int) -> bytes:
-    return gather_broadcast(MANIFEST, world_size).hash if of is None else sides.Planner().plan(MANIFEST, of).hash
+    return gather_broadcast(MANIFEST, world_size).hash if of is None else wire_layouts.Planner().plan(MANIFEST, of).hash
 
 
 class Faults(dict[str, Fault]):
@@ -228,7 +228,7 @@ class SimulatedTrainer(Member, trainer_pb2_grpc.TrainerServicer):
     async def DescribeWeights(self, request, context):
         await self.faults.strike("DescribeWeights", request)
         self._check(request.job_id)
-        return trainer_pb2.DescribeSendResponse(manifest=MANIFEST.to_proto(), layouts=sides.encode(HALVES))
+        return trainer_pb2.DescribeSendResponse(manifest=MANIFEST.to_proto(), layouts=wire_layouts.encode(HALVES))
 
     async def PreparePublication(self, request, context):
         await self.faults.strike("PreparePublication", request)
@@ -354,7 +354,9 @@ class SimulatedReplica(Member, rollout_pb2_grpc.RolloutServicer):
 
     async def DescribeWeights(self, request, context):
         await self.faults.strike("DescribeWeights", request)
-        layouts = sides.encode([whole_layout(Manifest.from_proto(request.manifest)).boxes] if self.describes else [])
+        layouts = wire_layouts.encode(
+            [whole_layout(Manifest.from_proto(request.manifest)).boxes] if self.describes else []
+        )
         return rollout_pb2.DescribeReceiveResponse(layouts=layouts)
 
     async def PreparePublication(self, request, context):
@@ -394,7 +396,7 @@ class SimulatedReplica(Member, rollout_pb2_grpc.RolloutServicer):
 
     async def DescribeCopy(self, request, context):
         await self.faults.strike("DescribeCopy", request)
-        layouts = sides.encode([whole_layout(MANIFEST).boxes] if self.describes else [])
+        layouts = wire_layouts.encode([whole_layout(MANIFEST).boxes] if self.describes else [])
         return trainer_pb2.DescribeSendResponse(manifest=MANIFEST.to_proto(), layouts=layouts)
 
     async def PrepareCopy(self, request, context):

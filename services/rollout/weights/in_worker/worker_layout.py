@@ -4,7 +4,7 @@ import itertools
 
 from millrace.errors import PublicationFailed
 from millrace.weights.loader.learn import LearnedLayout, learn_layout
-from millrace.weights.plans import wire_layouts as wire
+from millrace.weights.plans import wire_layouts
 from millrace.weights.plans.boxes import Boxes
 from millrace.weights.plans.manifest import Manifest
 from millrace.weights.plans.memory import Memory
@@ -39,7 +39,7 @@ class WorkerLayout:
 
     def check_receiver(self, request: TransferRequest, rank: int) -> None:
         """Raises PublicationFailed where `request` was planned for other boxes than this worker wants."""
-        receivers = wire.decode(request.layouts.receivers)
+        receivers = wire_layouts.decode(request.layouts.receivers)
         number = rank - (request.world_size - len(receivers))
         boxes = self.boxes(request.manifest)
         if not 0 <= number < len(receivers) or receivers[number].hash != boxes.hash:
@@ -48,7 +48,7 @@ class WorkerLayout:
     def sender_memory(self, request: TransferRequest, rank: int, served: str) -> Memory:
         """The memory with what publication `served` put in place, to be sent. Raises PublicationFailed where it is not
         here as it was published, and where the copy was planned for other boxes than this worker holds."""
-        learned, senders = self.of(request.manifest), wire.decode(request.layouts.senders)
+        learned, senders = self.of(request.manifest), wire_layouts.decode(request.layouts.senders)
         if learned.loader_tensors and self.holds != served:
             names = ", ".join(list(learned.loader_tensors)[:3])
             raise PublicationFailed(f"{names} are held only as the engine changed them.", "the trainer sends them.")

@@ -4,7 +4,7 @@ import pytest
 
 from millrace.errors import InvalidState, PublicationFailed
 from millrace.ids import Version
-from millrace.weights.plans import wire_layouts as wire
+from millrace.weights.plans import wire_layouts
 from millrace.weights.plans.gather_broadcast import gather_broadcast
 from millrace.weights.plans.layout import whole_layout
 from millrace.weights.plans.manifest import Manifest, TensorInfo
@@ -18,7 +18,9 @@ BROADCAST, SHARDED = weights_pb2.PATH_GATHER_BROADCAST, weights_pb2.PATH_SHARDED
 
 def request(path: int, workers: int) -> TransferRequest:
     boxes = whole_layout(MANIFEST).boxes
-    sides = weights_pb2.Sides(senders=wire.encode([boxes]), receivers=wire.encode([boxes] * workers), message_bytes=64)
+    sides = weights_pb2.Sides(
+        senders=wire_layouts.encode([boxes]), receivers=wire_layouts.encode([boxes] * workers), message_bytes=64
+    )
     return TransferRequest(
         "job/1/1/1",
         Version(1),
@@ -34,7 +36,7 @@ def request(path: int, workers: int) -> TransferRequest:
 
 
 def messages(path: int, workers: int = 2) -> ExpectedMessages:
-    return expected(request(path, workers), workers, wire.Planner())
+    return expected(request(path, workers), workers, wire_layouts.Planner())
 
 
 def sent(expected_messages: ExpectedMessages) -> list[int]:
@@ -60,7 +62,7 @@ def test_every_worker_has_to_get_what_was_sent(path: int) -> None:
 def test_both_paths_tell_the_bytes_and_the_plan() -> None:
     broadcast, shards = messages(BROADCAST, workers=1), messages(SHARDED, workers=1)
     assert broadcast.plan_hash == gather_broadcast(MANIFEST, 2).hash
-    assert shards.plan_hash == wire.Planner().plan(MANIFEST, request(SHARDED, 1).layouts).hash
+    assert shards.plan_hash == wire_layouts.Planner().plan(MANIFEST, request(SHARDED, 1).layouts).hash
     assert broadcast.bytes == shards.bytes == MANIFEST.bytes
     assert {name for number in shards.numbers for name in shards.tensors_of(number)} == {"a", "b"}
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from millrace.errors import InvalidState, PublicationFailed
-from millrace.weights.plans import wire_layouts as sides
+from millrace.weights.plans import wire_layouts
 from millrace.wire.method import Request, Response, Unary
 from millrace.wire.methods import RolloutRpc
 from millrace.wire.v1 import rollout_pb2, weights_pb2
@@ -81,7 +81,7 @@ async def coming(stack: Stack, version: int, mode: int = SHADOW, **options: Any)
     shards = Shards(export(random_model(tied=True, seed=version)))
     request = rollout_pb2.DescribeReceiveRequest(job_id=JOB, manifest=shards.manifest.to_proto())
     told = await stack.peer.call(RolloutRpc.DescribeWeights, request)
-    wanted = sides.decode(told.layouts)
+    wanted = wire_layouts.decode(told.layouts)
     return Coming(stack, ShardSender(shards, wanted, version=version, job=JOB, mode=mode, **options))  # type: ignore[arg-type]
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from millrace.errors import Fenced, InvalidState, PublicationFailed
-from millrace.weights.plans import wire_layouts as sides
+from millrace.weights.plans import wire_layouts
 from millrace.weights.transfer.channels.channel import Channel, ChannelMessage, PendingExchange
 from millrace.weights.transfer.pipeline import SendPipeline
 from millrace.wire.methods import RolloutRpc
@@ -89,7 +89,7 @@ class Copy:
         request = rollout_pb2.DescribeReceiveRequest(job_id=JOB, manifest=told.manifest)
         wanted = await self.late.peer.call(RolloutRpc.DescribeWeights, request)
         both = weights_pb2.Sides(senders=told.layouts, receivers=wanted.layouts, message_bytes=16384)
-        assert len(sides.decode(told.layouts)) == 1 and not told.gpu
+        assert len(wire_layouts.decode(told.layouts)) == 1 and not told.gpu
         receiver = weights_pb2.Receiver(member_id=self.late.replica.member_id, first_rank=1, world_size=1)
         send = trainer_pb2.PrepareSendRequest(
             publication=self.ref,

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from millrace.errors import PublicationFailed
 from millrace.ids import Version
 from millrace.weights.phases import PublicationId
-from millrace.weights.plans import wire_layouts as wire
+from millrace.weights.plans import wire_layouts
 from millrace.weights.plans.layout import Layout, Place, row_major_strides, whole_layout
 from millrace.weights.plans.manifest import Manifest
 from millrace.weights.plans.memory import Memory
@@ -50,8 +50,8 @@ class Worker:
         self.memory, self.staged, self.session = memory, staged, PublicationSession()
         self.failure: PublicationFailed | None = None
 
-    def start(self, rank: int, sides: weights_pb2.Sides, prepared: pb.PrepareSendResponse, key: str) -> None:
-        plan = wire.Planner().plan(self.memory.manifest, sides)
+    def start(self, rank: int, layouts: weights_pb2.Sides, prepared: pb.PrepareSendResponse, key: str) -> None:
+        plan = wire_layouts.Planner().plan(self.memory.manifest, layouts)
         assert plan.hash == prepared.plan_hash
         at = prepared.rendezvous
         rendezvous = Rendezvous(at.host, at.port, at.key, rank, at.world_size, b"", torch.device("cpu"), 20.0)
@@ -85,18 +85,18 @@ def case(world: World, asked: dict[str, Any]) -> dict[str, Any]:
     empty = [torch.zeros(t.shape, dtype=getattr(torch, t.dtype)) for t in manifest.tensors]
     workers = [Worker(halves(manifest, part), staged=bool(part)) for part in (0, 1)]
     workers.append(Worker(Memory(manifest, everything, empty), staged=True))
-    wanted = wire.encode([worker.memory.layout.boxes for worker in workers])
-    sides = weights_pb2.Sides(senders=told.layouts, receivers=wanted, message_bytes=65536)
+    wanted = wire_layouts.encode([worker.memory.layout.boxes for worker in workers])
+    layouts = weights_pb2.Sides(senders=told.layouts, receivers=wanted, message_bytes=65536)
     wrong: list[str] = []
     for version in (0, 1):
         ref = reference(version)
         request = pb.PrepareSendRequest(
-            publication=ref, path=weights_pb2.PATH_SHARDED, dtype="bfloat16", deadline_s=20.0, sides=sides
+            publication=ref, path=weights_pb2.PATH_SHARDED, dtype="bfloat16", deadline_s=20.0, sides=layouts
         )
         prepared = sender.prepare(request, backend, Version(version))
         if world.rank == 0:
             for i, worker in enumerate(workers):
-                worker.start(world.size + i, sides, prepared, PublicationId.from_proto(ref).key)
+                worker.start(world.size + i, layouts, prepared, PublicationId.from_proto(ref).key)
         sent = sender.transfer(pb.TransferSendRequest(publication=ref), backend, Version(version))
         exported = {info.name: tensor for info, tensor in backend.export("bfloat16")}
         if world.rank == 0:

@@ -14,7 +14,7 @@ import torch
 from millrace.errors import MillraceError, PublicationFailed, Unavailable
 from millrace.ids import new_member_id
 from millrace.weights.phases import PublicationId
-from millrace.weights.plans import wire_layouts as wire
+from millrace.weights.plans import wire_layouts
 from millrace.weights.plans.layout import whole_layout
 from millrace.weights.plans.manifest import Manifest
 from millrace.weights.plans.memory import Memory
@@ -49,8 +49,8 @@ class Worker:
         self.manifest = Manifest.from_proto(told.manifest)
         self.tensors = [torch.zeros(t.shape, dtype=getattr(torch, t.dtype)) for t in self.manifest.tensors]
         self.memory = Memory(self.manifest, whole_layout(self.manifest), self.tensors)
-        wanted = wire.encode([self.memory.layout.boxes])
-        self.sides = weights_pb2.Sides(senders=told.layouts, receivers=wanted, message_bytes=32768)
+        wanted = wire_layouts.encode([self.memory.layout.boxes])
+        self.layouts = weights_pb2.Sides(senders=told.layouts, receivers=wanted, message_bytes=32768)
         self.holding = threading.Event()
         self.failure: PublicationFailed | None = None
 
@@ -63,14 +63,14 @@ class Worker:
             receivers=[receiver],
             dtype="bfloat16",
             deadline_s=deadline_s,
-            sides=self.sides,
+            sides=self.layouts,
         )
         self.prepared: pb.PrepareSendResponse = self.calls.call(TrainerRpc.PreparePublication, request)
         return self.prepared
 
     def start(self, *, hold: bool = False, deadline_s: float = 20.0) -> None:
         """Receives in a thread. With `hold` it comes and takes nothing."""
-        plan = wire.Planner().plan(self.manifest, self.sides)
+        plan = wire_layouts.Planner().plan(self.manifest, self.layouts)
         assert plan.hash == self.prepared.plan_hash
         at = self.prepared.rendezvous
         rendezvous = Rendezvous(at.host, at.port, at.key, RANKS, at.world_size, b"", torch.device("cpu"), deadline_s)

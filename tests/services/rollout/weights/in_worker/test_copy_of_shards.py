@@ -11,7 +11,7 @@ from torch.distributed import TCPStore
 
 from millrace.errors import PublicationFailed
 from millrace.ids import Version
-from millrace.weights.plans import wire_layouts as wire
+from millrace.weights.plans import wire_layouts
 from millrace.weights.plans.boxes import Boxes
 from millrace.weights.transfer.channels.gloo import serve_store
 from millrace.wire.v1 import weights_pb2
@@ -103,9 +103,9 @@ class Copy:
     @classmethod
     def of(cls, source: Replica, target: Replica, timeout_s: float = 20.0) -> "Copy":
         sides = weights_pb2.Sides(
-            senders=wire.encode(source.boxes), receivers=wire.encode(target.boxes), message_bytes=512
+            senders=wire_layouts.encode(source.boxes), receivers=wire_layouts.encode(target.boxes), message_bytes=512
         )
-        plan = wire.Planner().plan(MANIFEST, sides)
+        plan = wire_layouts.Planner().plan(MANIFEST, sides)
         assert plan.rounds > 2
         store, port = serve_store("127.0.0.1", plan.world_size, timeout_s)
         outgoing = TransferRequest(
@@ -175,7 +175,9 @@ def test_tensors_that_the_engine_changed_are_no_source_after_another_path(replic
     source.served = "job-test/1/1/9"  # a gather and broadcast, of which the layout knows nothing
     with pytest.raises(PublicationFailed, match="norm, bias are held only as the engine changed them"):
         copy.begin()
-    other = replace(copy.outgoing, layouts=weights_pb2.Sides(senders=wire.encode([]), receivers=wire.encode([])))
+    other = replace(
+        copy.outgoing, layouts=weights_pb2.Sides(senders=wire_layouts.encode([]), receivers=wire_layouts.encode([]))
+    )
     source.served = source.layouts[0].holds
     with pytest.raises(PublicationFailed, match="planned for"):
         source.layouts[0].sender_memory(other, 0, source.served)

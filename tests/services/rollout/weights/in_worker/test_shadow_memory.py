@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from millrace.ids import Version
-from millrace.weights.plans import wire_layouts as sides
+from millrace.weights.plans import wire_layouts
 from millrace.weights.plans.layout import whole_layout
 from millrace.weights.plans.manifest import Manifest, TensorInfo
 from millrace.wire.v1 import weights_pb2
@@ -52,8 +52,8 @@ class Worker:
 
     def request(self, replicas: int, version: int) -> TransferRequest:
         both = weights_pb2.Sides(
-            senders=sides.encode([whole_layout(MANIFEST).boxes]),
-            receivers=sides.encode([self.layout.boxes(MANIFEST)] * replicas),
+            senders=wire_layouts.encode([whole_layout(MANIFEST).boxes]),
+            receivers=wire_layouts.encode([self.layout.boxes(MANIFEST)] * replicas),
         )
         return TransferRequest(
             key=f"job/{version}/1/1",
