@@ -2,9 +2,9 @@
 
     compute_score(data_source, solution_str, ground_truth, extra_info) -> float | {"score": float, ...}
 
-`load` turns a name (`math`, `module:function`, `file.py:function`) and options into such a callable, `check` looks at
-the same name without running any of the user's code, `choose` settles what `auto` means. One scorer is one file here
-and one line in `registry.BUILT_IN`.
+`load` turns a name (`math`, `module:function`, `file.py:function`) and options into such a callable, `check` checks the
+same name without running the user's code, `choose` resolves `auto`. A scorer is one file here and one line in
+`registry.BUILT_IN`.
 """
 
 from millrace.rewards.outcome import BadOutcome, Outcome, read_outcome

@@ -1,4 +1,4 @@
-"""Procedural entries as JSON and back, without loss: scorers tell tuples from lists and 1 from "1"."""
+"""Entries of procedural tasks as JSON and back, without loss: scorers distinguish tuples from lists and 1 from "1"."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +7,7 @@ TUPLE, SET, PAIRS = "__tuple__", "__set__", "__pairs__"
 
 
 def pack(value: Any) -> Any:
-    """`value` in JSON's types; `unpack` restores it. Raises TypeError for what has no such form."""
+    """`value` in JSON's types; `unpack` restores it. Raises TypeError for a value that JSON cannot represent."""
     if value is None or isinstance(value, bool):
         return value
     for kind in (int, float, str):
@@ -29,7 +29,7 @@ def pack(value: Any) -> Any:
 
 
 def unpack(value: Any) -> Any:
-    """The inverse of `pack`; JSON that was never packed stays as it is."""
+    """The inverse of `pack`. JSON that was never packed is returned unchanged."""
     if isinstance(value, list):
         return [unpack(v) for v in value]
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Exact match with the ground truth, after white space around both is stripped."""
+"""Exact match with the ground truth, ignoring white space around both."""
 
 import re
 from typing import Any
@@ -16,10 +16,11 @@ def compute_score(
     ignore_case: bool = False,
     extract: str | None = None,
 ) -> float | dict[str, Any]:
-    """1 where the answer equals the ground truth (or one of them, for a list), else 0.
+    """1 if the answer equals the ground truth (or one of a list of ground truths), otherwise 0.
 
-    `extract` is a regular expression: what its last match caught (its first group, if it has one) is compared instead
-    of the whole answer; no match scores 0. Raises ValueError for a row without ground truth.
+    `extract` is a regular expression: its last match in the answer, or the match's first group if it has one, is
+    compared instead of the whole answer; without a match the score is 0. Raises ValueError for a row without ground
+    truth.
     """
     truths = [_form(str(truth), ignore_case) for truth in truths_of(ground_truth)]
     if extract is None:
@@ -29,6 +30,7 @@ def compute_score(
 
 
 def check_options(ignore_case: bool = False, extract: str | None = None) -> None:
+    """Raises ValueError for a wrong value of an option."""
     flag("ignore_case", ignore_case)
     if extract is not None:
         compiled("extract", extract)

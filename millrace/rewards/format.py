@@ -1,4 +1,4 @@
-"""Whether the answer has the structure that was asked for; its content is not looked at."""
+"""Whether the answer has the required structure, whatever its content."""
 
 import re
 from typing import Any
@@ -16,12 +16,13 @@ def compute_score(
     *,
     pattern: str = THINK_THEN_ANSWER,
 ) -> float:
-    """1 where the stripped answer matches `pattern` from end to end (`.` matches line ends too), else 0.
+    """1 if the whole answer, without white space around it, matches `pattern` (`.` matches line ends too), otherwise 0.
 
-    The default asks for one `<think>` part and one `<answer>` part after it, and nothing else.
+    The default requires one `<think>` section, one `<answer>` section after it, and nothing else.
     """
     return float(compiled("pattern", pattern, re.DOTALL).fullmatch(solution_str.strip()) is not None)
 
 
 def check_options(pattern: str = THINK_THEN_ANSWER) -> None:
+    """Raises ValueError for a wrong value of an option."""
     compiled("pattern", pattern, re.DOTALL)

@@ -7,8 +7,8 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 
-class NotLocated(Exception):
-    """`reason` and `fix`: why there is no such function."""
+class FunctionNotFound(Exception):
+    """There is no such function; `reason` says why, and `fix` what to do."""
 
     def __init__(self, reason: str, fix: str) -> None:
         super().__init__(reason, fix)
@@ -29,25 +29,25 @@ class Target:
 
 
 def parse(name: str) -> Target:
-    """Raises NotLocated where `name` has not the form `<module or file>:<function>`."""
+    """Raises FunctionNotFound where `name` has not the form `<module or file>:<function>`."""
     place, _, function = name.rpartition(":")
     if not place or not function.isidentifier():
-        raise NotLocated(
-            "it is no built-in reward and has not the form module:function or file.py:function",
+        raise FunctionNotFound(
+            "is not a built-in reward, and does not have the form module:function or file.py:function",
             "name a built-in reward, or write for example /data/rewards/mine.py:compute_score.",
         )
     return Target(place, function)
 
 
 def source_file(target: Target) -> Path | None:
-    """The Python file that holds the target; None for a module that has no Python source. Raises NotLocated."""
+    """The Python file that holds the target; None for a module that has no Python source. Raises FunctionNotFound."""
     return _file(target.place) if target.is_file else _module_file(target.place)
 
 
 def _file(place: str) -> Path:
     path = Path(place).expanduser()
     if not path.is_file():
-        raise NotLocated(
+        raise FunctionNotFound(
             f"there is no file {path.absolute()}",
             "give the absolute path of a Python file: every service has a working folder of its own.",
         )
@@ -55,7 +55,8 @@ def _file(place: str) -> Path:
 
 
 def _module_file(name: str) -> Path | None:
-    """Walks the packages from the outside in by their folders, so that no `__init__` runs."""
+    """The file of a module. Packages are searched by their folders from the outermost inwards, so that no `__init__`
+    runs."""
     folders: list[str] | None = None
     spec = None
     parts = name.split(".")
@@ -63,7 +64,7 @@ def _module_file(name: str) -> Path | None:
         dotted = ".".join(parts[:depth])
         spec = _find(dotted, folders) if part.isidentifier() else None
         if spec is None:
-            raise NotLocated(
+            raise FunctionNotFound(
                 f"there is no module {dotted}",
                 "install the package that holds it, or name the file instead: /path/to/file.py:function.",
             )
@@ -73,7 +74,7 @@ def _module_file(name: str) -> Path | None:
 
 
 def _find(dotted: str, folders: list[str] | None) -> ModuleSpec | None:
-    """Asks every finder that Python would ask; at the top level the working folder comes last."""
+    """The module by the finders that Python would ask, in their order; at the top level the working folder is last."""
     for finder in sys.meta_path:
         if spec := finder.find_spec(dotted, folders):
             return spec
@@ -81,20 +82,21 @@ def _find(dotted: str, folders: list[str] | None) -> ModuleSpec | None:
 
 
 def parsed(path: Path) -> ast.Module:
-    """Raises NotLocated for what is not Python."""
+    """The syntax tree of a file. Raises FunctionNotFound for a file that is not Python."""
     try:
         return ast.parse(path.read_bytes(), filename=str(path))
     except (SyntaxError, ValueError, OSError) as error:
-        raise NotLocated(f"{path} is not readable as Python: {error}", "fix the file.") from error
+        raise FunctionNotFound(f"{path} is not readable as Python: {error}", "correct the file.") from error
 
 
 def functions(tree: ast.Module) -> list[str]:
+    """The names of all functions at the top level."""
     return [s.name for s in _top_level(tree) if isinstance(s, ast.FunctionDef | ast.AsyncFunctionDef)]
 
 
 def definition(path: Path, function: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
-    """The function's definition in `path`; None where the name is bound in a way that only running the file tells
-    (an assignment, an import, a decorator that may change the signature). Raises NotLocated."""
+    """The definition of `function` in `path`; None if only running the file can tell it: after an assignment, an import
+    or a decorator that may change the signature. Raises FunctionNotFound."""
     tree = parsed(path)
     found: ast.FunctionDef | ast.AsyncFunctionDef | None = None
     bound = False
@@ -106,12 +108,12 @@ def definition(path: Path, function: str) -> ast.FunctionDef | ast.AsyncFunction
     if not bound:
         there = functions(tree)
         have = f"it has {', '.join(there[:8])}" if there else "it defines no function"
-        raise NotLocated(f"{path} has no function {function}; {have}", "name a function of that file.")
+        raise FunctionNotFound(f"{path} has no function {function}; {have}", "name a function of that file.")
     return found
 
 
 def _top_level(tree: ast.Module) -> list[ast.stmt]:
-    """The statements that run when the file is imported, those under `if`, `try` and `with` included."""
+    """The statements that run when the file is imported, including those under `if`, `try` and `with`."""
     statements: list[ast.stmt] = []
     pending: list[ast.AST] = list(reversed(tree.body))
     while pending:

@@ -1,7 +1,7 @@
 """Mathematical equality by math-verify: 0.5, 1/2 and \\frac{1}{2} are the same answer.
 
-math-verify's own timeouts work through signals; they are off here, since the process that scores is killed from
-outside when it takes too long.
+math-verify's own timeouts use signals and are switched off, because a scoring process that takes too long is killed
+from outside.
 """
 
 import logging
@@ -30,11 +30,11 @@ def compute_score(
     *,
     require_boxed: bool = False,
 ) -> dict[str, Any]:
-    """1 where the answer equals the ground truth (or one of them, for a list), else 0.
+    """1 if the answer equals the ground truth (or one of a list of ground truths), otherwise 0.
 
-    The ground truth is a number, plain (`1/2`) or as LaTeX, with or without dollars or \\boxed. The answer is looked
-    for in \\boxed, after words like "final answer is", and at last anywhere; with `require_boxed` in \\boxed only.
-    Raises ValueError for a ground truth that cannot be read as mathematics: then no answer could be right.
+    The ground truth is a number, plain (`1/2`) or as LaTeX, with or without dollar signs or \\boxed. The answer is
+    searched in \\boxed, then after words like "final answer is", then anywhere; with `require_boxed` only in \\boxed.
+    Raises ValueError for a ground truth that cannot be read as mathematics, since no answer could be right.
     """
     gold = [value for truth in truths_of(ground_truth) for value in _read_truth(str(truth))]
     if require_boxed and "\\boxed" not in solution_str:
@@ -47,7 +47,7 @@ def compute_score(
 
 @lru_cache(maxsize=256)
 def _read_truth(truth: str) -> Sequence[Any]:
-    """A group's answers share their ground truth, so it is read once."""
+    """The ground truth as mathematics. It is cached, because all answers of a group have the same ground truth."""
     text = _without_exponent(truth.strip().strip("$"))
     values: Sequence[Any] = parse(text if "\\boxed" in text else f"\\boxed{{{text}}}", ANYWHERE, parsing_timeout=None)
     if not text or not values:
@@ -56,7 +56,7 @@ def _read_truth(truth: str) -> Sequence[Any]:
 
 
 def _without_exponent(text: str) -> str:
-    """1e-07, as JSON writes small and large numbers, would be read as 1 · e − 7."""
+    """A number without exponent: 1e-07, as JSON writes small numbers, would be read as 1 · e − 7."""
     if not re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d{1,3}", text):
         return text
     return format(Decimal(text), "f")

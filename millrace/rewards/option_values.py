@@ -1,13 +1,13 @@
-"""Checks of what a user may give as the value of a scorer's option."""
+"""Checks of the values of scorers' options."""
 
 import re
 from typing import Any
 
 
 def compiled(option: str, pattern: Any, flags: int = 0) -> re.Pattern[str]:
-    """Raises ValueError, naming the option, for what is not a regular expression."""
+    """The compiled `pattern`. Raises ValueError that names the option if it is not a regular expression."""
     if not isinstance(pattern, str):
-        raise ValueError(f"{option} is a regular expression, not {pattern!r}")
+        raise ValueError(f"{option} has to be a regular expression, not {pattern!r}")
     try:
         return re.compile(pattern, flags)
     except re.error as error:
@@ -15,6 +15,6 @@ def compiled(option: str, pattern: Any, flags: int = 0) -> re.Pattern[str]:
 
 
 def flag(option: str, value: Any) -> None:
-    """Raises ValueError, naming the option, for what is neither true nor false."""
+    """Raises ValueError that names the option if `value` is neither true nor false."""
     if not isinstance(value, bool):
-        raise ValueError(f"{option} is true or false, not {value!r}")
+        raise ValueError(f"{option} has to be true or false, not {value!r}")

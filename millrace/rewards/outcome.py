@@ -1,4 +1,4 @@
-"""What a scorer returned, read strictly: one finite number, small enough for float32, and plain details."""
+"""The result of a scorer, checked strictly: one finite number, small enough for float32, and plain details."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from typing import Any
 
 LONGEST_REPR = 200
 LARGEST = 1e15
-"""The trainer computes with rewards in float32: the squares of such, summed over a batch, are finite there."""
+"""Largest reward. The trainer computes in float32, where sums over a batch of squares up to this size are finite."""
 NOT_FINITE = f"not a number to compute with in float32; give a finite one of at most {LARGEST:.0e} in size"
 
 
@@ -19,13 +19,15 @@ class BadOutcome(ValueError):
 
 @dataclass(frozen=True)
 class Outcome:
+    """The score of an answer, and what a scorer says about it."""
+
     score: float
     details: dict[str, Any] = field(default_factory=dict)
-    """What else the scorer returned beside `score`, as JSON can say it."""
+    """Everything else that the scorer returned, in JSON's types."""
 
 
 def read_outcome(returned: Any) -> Outcome:
-    """Reads a number, a numpy or torch scalar, or a mapping with such a `score`. Raises BadOutcome for all else."""
+    """The outcome of a number, a numpy or torch scalar, or a mapping with such a `score`. Raises BadOutcome."""
     if not isinstance(returned, Mapping):
         return Outcome(_number(returned, ""))
     if "score" not in returned:
@@ -36,11 +38,11 @@ def read_outcome(returned: Any) -> Outcome:
 
 
 def separate_rewards(score: float, details: Mapping[str, Any], names: Sequence[str]) -> tuple[float, ...]:
-    """The numbers of these names in what a scorer returned beside its score, in order; `score` is the score itself.
-    Raises BadOutcome."""
+    """The numbers with these names among the details of a score, in order; `score` is the score itself. Raises
+    BadOutcome."""
     found = {"score": score, **details}
     if missing := [name for name in names if name not in found]:
-        raise BadOutcome(f"returned no {missing[0]!r} beside its score, which reward.parts names")
+        raise BadOutcome(f"returned no {missing[0]!r}, which reward.parts names")
     return tuple(_number(found[name], f"{name} ") for name in names)
 
 
@@ -59,12 +61,12 @@ def _number(value: Any, name: str) -> float:
 
 
 def fits(reward: float) -> bool:
-    """Whether a reward is a finite number, and one that can be computed with in float32."""
+    """Whether a reward is finite and small enough for float32."""
     return abs(reward) <= LARGEST
 
 
 def _item(value: Any) -> Any:
-    """The Python number in a numpy or torch scalar; the value itself where it holds more than one."""
+    """The Python number in a numpy or torch scalar; the value itself if it holds more than one."""
     try:
         return value.item()
     except (ValueError, RuntimeError, TypeError):
@@ -72,7 +74,7 @@ def _item(value: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """`value` as JSON can say it: what has no such form becomes its (shortened) representation."""
+    """`value` in JSON's types; a value that JSON cannot represent becomes its shortened text."""
     if value is None or isinstance(value, str | bool):
         return value
     if isinstance(value, int):

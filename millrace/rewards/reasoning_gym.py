@@ -1,4 +1,4 @@
-"""reasoning-gym's tasks and their own scorers. A row carries its task, options and entry in `extra_info`."""
+"""The tasks of reasoning-gym and their scorers. A row has its task, options and entry in `extra_info`."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from typing import Any
 from millrace.rewards.entry import unpack
 
 with warnings.catch_warnings():
-    # A library below it compares with `is` to a literal, which Python reports each time it compiles the file.
+    # A library that it imports compares with `is` to a literal, which Python reports when it compiles the file.
     warnings.simplefilter("ignore", SyntaxWarning)
     from reasoning_gym.composite import DatasetSpec
     from reasoning_gym.dataset import ProceduralDataset
@@ -22,7 +22,7 @@ KEY = "reasoning_gym"
 TASKS = DATASETS
 
 UNREADABLE = (ArithmeticError, AssertionError, AttributeError, LookupError, SyntaxError, TypeError, ValueError)
-"""What some tasks' scorers raise at an answer that they cannot parse. Such an answer is wrong, not the scorer."""
+"""What some scorers raise for an answer that they cannot parse. The answer is wrong then, not the scorer."""
 
 
 def compute_score(
@@ -33,11 +33,11 @@ def compute_score(
     *,
     tag: str | None = "answer",
 ) -> dict[str, Any]:
-    """The task's own score of the answer, 0 to 1 (some tasks give part of it for part of the answer).
+    """The task's own score of the answer, from 0 to 1; some tasks give partial scores.
 
-    The answer is what stands in the last `<tag>` of the text, 0 without one; with `tag: null` it is the whole text.
-    An answer at which the task's scorer raises is wrong: it scores 0 and the details say why it was `unreadable`.
-    Raises ValueError for a row that does not come from reasoning-gym.
+    The answer is the content of the last `<tag>` in the text; without one the score is 0. With `tag: null` the answer
+    is the whole text. If the task's scorer cannot read the answer, the score is 0 and `unreadable` in the details says
+    why. Raises ValueError for a row that does not come from reasoning-gym.
     """
     origin = (extra_info or {}).get(KEY)
     if not isinstance(origin, Mapping) or not {"task", "entry"} <= origin.keys():
@@ -54,7 +54,7 @@ def compute_score(
 
 
 def create(task: str, options: Mapping[str, Any]) -> ProceduralDataset:
-    """The task's data set. Raises ValueError, TypeError or AssertionError as reasoning-gym does for wrong options."""
+    """The data set of a task. Raises ValueError, TypeError or AssertionError like reasoning-gym for wrong options."""
     options = dict(options)
     if task == "composite":
         options["datasets"] = [DatasetSpec(**{"config": {}, **part}) for part in options.get("datasets") or []]

@@ -1,4 +1,4 @@
-"""Whether a regular expression is found in the answer."""
+"""Whether a regular expression matches the answer."""
 
 import re
 from typing import Any
@@ -17,10 +17,10 @@ def compute_score(
     whole: bool = False,
     ignore_case: bool = False,
 ) -> float:
-    """1 where `pattern` is found in the answer, else 0. Without `pattern` the ground truth is the pattern (or a list
-    of them, one of which has to be found). `whole`: the stripped answer has to match from end to end.
+    """1 if `pattern` matches somewhere in the answer, otherwise 0. Without `pattern` the ground truth is the pattern,
+    or a list of patterns of which one has to match. `whole`: the whole answer has to match, without white space around.
 
-    Raises ValueError for a row whose ground truth is needed as a pattern and is none.
+    Raises ValueError for a row whose ground truth is needed as a pattern and is not one.
     """
     flags = re.IGNORECASE if ignore_case else 0
     patterns = [pattern] if pattern is not None else truths_of(ground_truth)
@@ -30,6 +30,7 @@ def compute_score(
 
 
 def check_options(pattern: str | None = None, whole: bool = False, ignore_case: bool = False) -> None:
+    """Raises ValueError for a wrong value of an option."""
     flag("whole", whole)
     flag("ignore_case", ignore_case)
     if pattern is not None:

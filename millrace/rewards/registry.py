@@ -1,6 +1,5 @@
 """From a reward's name to the function that scores."""
 
-import difflib
 import functools
 import importlib
 import importlib.util
@@ -13,11 +12,14 @@ from typing import Any
 
 from millrace.errors import refused
 from millrace.extras import how_to_install
-from millrace.rewards.locate import NotLocated, Target, definition, functions, parse, parsed, source_file
-from millrace.rewards.signature import Signature
+from millrace.rewards.locate import FunctionNotFound, Target, definition, functions, parse, parsed, source_file
+from millrace.rewards.signature import ARGUMENTS, Signature
+from millrace.validation.kinds import kind_of
+from millrace.validation.names import closest
 
 ComputeScore = Callable[..., Any]
-"""Called with data_source, solution_str, ground_truth and extra_info by keyword; returns a number or {"score": ...}."""
+"""A scorer: called with data_source, solution_str, ground_truth and extra_info by keyword; returns a number or
+{"score": ...}."""
 
 BUILT_IN = {
     "exact": "millrace.rewards.exact",
@@ -26,8 +28,8 @@ BUILT_IN = {
     "reasoning_gym": "millrace.rewards.reasoning_gym",
     "regex": "millrace.rewards.regex",
 }
-"""Name to module; each has a `compute_score` whose keyword-only parameters are its options. One whose options can be
-wrong in ways that their names do not tell has a `check_options` too (raises ValueError) and imports nothing heavy."""
+"""The module of each built-in reward. It has a `compute_score` whose keyword-only parameters are its options. A module
+whose options can have wrong values also has a `check_options`, which raises ValueError, and imports nothing heavy."""
 
 FIELD = "reward.function"
 OPTIONS_FIELD = "reward.options"
@@ -35,9 +37,8 @@ WANTED = "compute_score(data_source, solution_str, ground_truth, extra_info=None
 
 
 def choose(name: str, *, procedural: bool, style: str = "rule") -> str:
-    """Settles `auto`: reasoning_gym for a procedural source, math for rows of style `rule`. Other names stay.
-
-    Raises InvalidJob where a row's `reward_model.style` has no reward of its own.
+    """The reward that `auto` stands for: reasoning_gym for a procedural source, math for rows of style `rule`. Other
+    names are returned unchanged. Raises InvalidJob for another style.
     """
     if name != "auto":
         return name
@@ -48,20 +49,20 @@ def choose(name: str, *, procedural: bool, style: str = "rule") -> str:
     raise refused(
         FIELD,
         name,
-        f"the data asks for rewards of style {style!r} and only `rule` has one of its own",
+        f"reward_model.style in the data is {style!r}, and only `rule` has a built-in reward",
         f"name a reward: {', '.join(BUILT_IN)}, or your own as file.py:function.",
     )
 
 
 def check(name: str, options: Mapping[str, Any] | None = None) -> None:
-    """Looks whether `load` can work, without running the user's code: the file is found and parsed, the function is
-    there and takes the four arguments and `options`. Raises InvalidJob."""
+    """Checks whether `load` would succeed, without running the user's code: the file is parsed, and the function has to
+    accept the four arguments and `options`. Raises InvalidJob."""
     options = options or {}
     try:
         target = _target(name)
         path = source_file(target)
         function = None if path is None else definition(path, target.function)
-    except NotLocated as error:
+    except FunctionNotFound as error:
         raise refused(FIELD, name, error.reason, error.fix) from error
     if function is not None:
         _fits(name, Signature.of_source(function), options)
@@ -70,23 +71,24 @@ def check(name: str, options: Mapping[str, Any] | None = None) -> None:
 
 
 def load(name: str, options: Mapping[str, Any] | None = None) -> ComputeScore:
-    """Imports the function and binds `options`. An `async def` is run to its end by an event loop that stays.
+    """The function with `options` bound. An `async def` runs to its end in an event loop that is kept between calls.
 
-    Call the result with keywords, outside any event loop. Raises InvalidJob for a missing file, module, function or
-    dependency, a wrong signature or wrong options. Anything else that the user's module raises while it is imported
-    comes through as it is.
+    The result is called with keywords, outside any event loop. Raises InvalidJob for a missing file, module, function
+    or dependency, a wrong signature or wrong options. Other exceptions of the user's module at import are passed on.
     """
     options = dict(options or {})
     try:
         target = _target(name)
         path = source_file(target)
-    except NotLocated as error:
+    except FunctionNotFound as error:
         raise refused(FIELD, name, error.reason, error.fix) from error
     module = _import(name, target, path)
     function = getattr(module, target.function, None)
     if not callable(function):
-        what = "no" if function is None else f"a {type(function).__name__} instead of a"
-        raise refused(FIELD, name, f"{target.place} has {what} function {target.function}", "name a function there.")
+        reason = f"{target.function} in {target.place} is {kind_of(function)}, not a function"
+        if function is None:
+            reason = f"{target.place} has no function {target.function}"
+        raise refused(FIELD, name, reason, "name a function of that file.")
     try:
         signature = Signature.of_callable(function)
     except (ValueError, TypeError):
@@ -95,14 +97,14 @@ def load(name: str, options: Mapping[str, Any] | None = None) -> ComputeScore:
     if name in BUILT_IN and hasattr(module, "check_options"):
         _check_built_in(module, options)
     bound = functools.partial(function, **options) if options else function
-    return bound if name in BUILT_IN else _to_the_end(bound)
+    return bound if name in BUILT_IN else _run_to_the_end(bound)
 
 
 def _target(name: str) -> Target:
     if name in BUILT_IN:
         return Target(BUILT_IN[name], "compute_score")
-    if close := difflib.get_close_matches(name, BUILT_IN, n=1):
-        raise NotLocated("there is no such reward", f"did you mean `{close[0]}`?")
+    if ":" not in name and (near := closest(name, BUILT_IN)) is not None:
+        raise FunctionNotFound("there is no such reward", f"did you mean `{near}`?")
     return parse(name)
 
 
@@ -114,15 +116,15 @@ def _import(name: str, target: Target, path: Path | None) -> ModuleType:
             sys.path.append(str(Path.cwd()))
         return importlib.import_module(target.place)
     except (ImportError, SyntaxError) as error:
-        what = f"importing it failed: {type(error).__name__}: {error}"
-        fix = "install what it imports beside the rollout replica, or fix the file."
+        what = f"cannot be imported: {error}"
+        fix = "install what it imports on the replicas' hosts, or correct the file."
         if name in BUILT_IN:
-            fix = f"install the scorers beside the rollout replica: {how_to_install('scoring')}."
+            fix = f"install the scorers on the replicas' hosts: {how_to_install('scoring')}."
         raise refused(FIELD, name, what, fix) from error
 
 
 def _import_file(path: Path) -> ModuleType:
-    """Imports a file under a name of its own. Its folder joins the search path, last, so that it finds its siblings."""
+    """The module of a file. Its folder is added to the search path, last, so that it can import other files there."""
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     module_name = f"millrace_reward_{path.stem}"
@@ -139,23 +141,24 @@ def _fits(name: str, signature: Signature, options: Mapping[str, Any]) -> None:
     if reason := signature.misfit():
         raise refused(FIELD, name, reason, f"define it as {WANTED}.")
     if reason := signature.misfit_of_options(options):
-        fix = f"it takes {', '.join(sorted(signature.named)) or 'nothing by keyword'}."
+        fix = f"its options are {', '.join(sorted(signature.named - set(ARGUMENTS))) or 'none'}."
         raise refused(OPTIONS_FIELD, dict(options), f"{name}: {reason}", fix)
     if unfilled := signature.unfilled(options):
         needed = ", ".join(unfilled)
         fix = f"define it as {WANTED}, or give {needed} in {OPTIONS_FIELD}."
-        raise refused(FIELD, name, f"it also needs {needed}, which {OPTIONS_FIELD} does not give", fix)
+        raise refused(FIELD, name, f"also needs {needed}, which {OPTIONS_FIELD} does not give", fix)
 
 
 def _check_built_in(module: ModuleType, options: Mapping[str, Any]) -> None:
     try:
         module.check_options(**options)
     except ValueError as error:
-        raise refused(OPTIONS_FIELD, dict(options), str(error), "fix that option.") from error
+        raise refused(OPTIONS_FIELD, dict(options), str(error), "correct that option.") from error
 
 
-def _to_the_end(function: Callable[..., Any]) -> ComputeScore:
-    """Runs what an `async def` returns. The event loop stays, so that the connections it opened can be used again."""
+def _run_to_the_end(function: Callable[..., Any]) -> ComputeScore:
+    """A function that also runs what an `async def` returns. The event loop is kept, so that open connections can be
+    used again."""
     runner: Any = None
 
     def run(**arguments: Any) -> Any:

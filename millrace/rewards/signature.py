@@ -1,4 +1,4 @@
-"""Whether a function can be called as a scorer, judged from its source or from the function itself."""
+"""Whether a function can be called as a scorer, by its source or by the function itself."""
 
 import ast
 import inspect
@@ -7,20 +7,23 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
-"""What every scorer is given, by keyword."""
+"""The arguments of every scorer, given by keyword."""
 
 
 @dataclass(frozen=True)
 class Signature:
+    """The parameters of a function."""
+
     named: frozenset[str]
     """Parameters that can be given by keyword."""
     required: frozenset[str]
-    """Parameters without a default, those that are positional only included."""
+    """Parameters without a default, including positional-only ones."""
     open: bool
-    """Whether it takes any keyword (`**kwargs`)."""
+    """Whether any keyword is accepted (`**kwargs`)."""
 
     @classmethod
     def of_source(cls, function: ast.FunctionDef | ast.AsyncFunctionDef) -> Self:
+        """The signature of a definition."""
         spec = function.args
         positional = [a.arg for a in (*spec.posonlyargs, *spec.args)]
         without_default = positional[: len(positional) - len(spec.defaults)]
@@ -30,7 +33,7 @@ class Signature:
 
     @classmethod
     def of_callable(cls, function: Callable[..., Any]) -> Self:
-        """Raises ValueError or TypeError where Python does not know the signature (some built-in functions)."""
+        """The signature of a function. Raises ValueError or TypeError if Python does not know it (some built-ins)."""
         kinds = inspect.Parameter
         parameters = inspect.signature(function).parameters.values()
         named = {p.name for p in parameters if p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)}
@@ -39,17 +42,17 @@ class Signature:
         return cls(frozenset(named), frozenset(required), any(p.kind is kinds.VAR_KEYWORD for p in parameters))
 
     def misfit(self) -> str | None:
-        """Why it cannot be called with the four arguments; None where it can."""
+        """Why the function cannot be called with the four arguments; None if it can."""
         missing = [] if self.open else [name for name in ARGUMENTS if name not in self.named]
-        return f"it does not take {', '.join(missing)} by keyword" if missing else None
+        return f"does not take {', '.join(missing)} by keyword" if missing else None
 
     def misfit_of_options(self, options: Mapping[str, Any]) -> str | None:
-        """Why `options` cannot be given to it; None where they can."""
+        """Why the function does not accept `options`; None if it does."""
         if clash := sorted(set(ARGUMENTS) & set(options)):
-            return f"the options {', '.join(clash)} have the names of arguments that every scorer is given"
+            return f"the options {', '.join(clash)} have the names of arguments of every scorer"
         unknown = [] if self.open else sorted(set(options) - self.named)
-        return f"it does not take the options {', '.join(unknown)}" if unknown else None
+        return f"does not take the options {', '.join(unknown)}" if unknown else None
 
     def unfilled(self, options: Mapping[str, Any]) -> list[str]:
-        """What it needs beside the four arguments and `options`."""
+        """Parameters that neither the four arguments nor `options` provide."""
         return sorted(self.required - set(ARGUMENTS) - set(options))

@@ -67,7 +67,7 @@ def test_separate_rewards_are_found_by_name() -> None:
     details = {"format": 0.5, "short": True, "text": "x", "bad": "nan"}
     assert separate_rewards(1.0, details, ["score", "short", "format"]) == (1.0, 1.0, 0.5)
     assert separate_rewards(1.0, details, []) == ()
-    for name, told in (("missing", "no 'missing' beside its score"), ("text", "text 'x', not a number")):
+    for name, told in (("missing", "no 'missing'"), ("text", "text 'x', not a number")):
         with pytest.raises(BadOutcome, match=f"returned {told}"):
             separate_rewards(1.0, details, [name])
     with pytest.raises(BadOutcome, match="bad 'nan', not a number"):
