@@ -205,6 +205,24 @@ def test_weight_metrics_by_hand():
     assert extremes == pytest.approx((0.25, 2.0))
 
 
+def test_metrics_of_weights_by_sequence_are_over_sequences_before_truncation() -> None:
+    """As in verl since 0.8: fractions are of sequences, not of tokens, and extremes are those of the ratio."""
+    log_ratio_bt = torch.tensor([[2.0, 2.0, 1.855], [-1.0, 0.0, 0.0], [0.1, 0.0, 0.0]], dtype=torch.float64)
+    mask_bt = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 0, 0]])
+    rollout_bt = torch.full_like(log_ratio_bt, -8.0)
+    inputs = {"train_logprobs_bt": rollout_bt + log_ratio_bt, "rollout_logprobs_bt": rollout_bt, "mask_bt": mask_bt}
+    weights_bt, _, metrics = correct("tis_sequence", **inputs)
+    assert weights_bt[0].tolist() == pytest.approx([2.0] * 3)
+    numbers = {name.removeprefix("rollout_corr/"): value for name, value in summarised(metrics).items()}
+    assert numbers["rollout_is_ratio_fraction_high"] == pytest.approx(1 / 3)  # 3/5 of the tokens
+    assert numbers["rollout_is_ratio_fraction_low"] == pytest.approx(1 / 3)
+    assert numbers["rollout_is_max"] == pytest.approx(math.exp(5.855), rel=1e-6)  # 349; truncated it is 2
+    assert numbers["rollout_is_min"] == pytest.approx(math.exp(-1))
+    assert numbers["rollout_is_mean"] == pytest.approx((3 * 2 + math.exp(-1) + math.exp(0.1)) / 5)
+    geometric = summarised(correct("tis_geometric", **inputs)[2])
+    assert geometric["rollout_corr/rollout_is_max"] == pytest.approx(math.exp(5.855 / 3), rel=1e-6)
+
+
 def test_rejection_bounds_are_on_the_ratio_itself():
     _, keep_bt, metrics = by_ratio("reject_token", [1.8, 0.6, 1.0], bounds=(0.5, 1.5))
     assert keep_bt[0].tolist() == [False, True, True]

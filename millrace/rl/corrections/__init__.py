@@ -1,7 +1,8 @@
 """Corrections of the mismatch between the engine's log-probabilities and the trainer's. Each correction is one file.
 
 A correction returns `(weights_bt, keep_bt, metrics_bt)`: bounded importance weights π_train/π_rollout (None means that
-all are 1), the tokens that stay in the loss, and the metrics of each token by name. Weights never carry a gradient.
+all are 1), the tokens that stay in the loss, and metrics by name. A metric of each token, [B, T], is averaged over the
+tokens, a metric of each sequence, [B], over the sequences. Weights never carry a gradient.
 """
 
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from millrace.rl.aggregation import BatchTotals, aggregate
+from millrace.rl.aggregation import BatchTotals
+from millrace.rl.metrics.combining import Rule, rule_of
 from millrace.rl.metrics.mismatch import PREFIX, mismatch_metrics, weight_metrics
 from millrace.rl.registry.catalogue import AlgorithmKind
 from millrace.rl.registry.functions import call_algorithm
@@ -45,20 +47,32 @@ def correct(
     train_bt = train_logprobs_bt.masked_fill(~mask_bt, 0)
     rollout_bt = rollout_logprobs_bt.masked_fill(~mask_bt, 0)
     inputs = {"train_logprobs_bt": train_bt, "rollout_logprobs_bt": rollout_bt, "mask_bt": mask_bt}
-    weights_bt, keep_bt, metrics_bt = call_algorithm(AlgorithmKind.CORRECTION, name, inputs, options)
+    weights_bt, keep_bt, reported = call_algorithm(AlgorithmKind.CORRECTION, name, inputs, options)
     keep_bt = keep_bt & mask_bt
     metrics = mismatch_metrics(train_bt, rollout_bt, mask_bt, totals)
     if weights_bt is None:
         weights_bt = torch.ones_like(train_bt)
         is_cut_bt = mask_bt & ~keep_bt
-        is_cut_b1 = is_cut_bt.any(dim=-1, keepdim=True)
-        metrics_bt = {**metrics_bt, "rollout_rs_masked_fraction": is_cut_bt}
-        cut_share = is_cut_b1.sum() / max(totals.sequences, 1)
-        metrics[f"{PREFIX}rollout_rs_seq_masked_fraction"] = cut_share.to(train_bt.dtype)
+        cut = {"rollout_rs_masked_fraction": is_cut_bt, "rollout_rs_seq_masked_fraction": is_cut_bt.any(dim=-1)}
+        reported = {**reported, **cut}
     else:
         weights_bt = weights_bt.expand_as(train_bt)
         metrics |= weight_metrics(weights_bt, mask_bt, totals)
-    for key, metric_bt in metrics_bt.items():
-        spread_bt = metric_bt.to(train_bt.dtype).expand_as(train_bt)
-        metrics[PREFIX + key] = aggregate("token-mean", spread_bt, mask_bt, totals=totals)
+    for key, values in reported.items():
+        metrics[PREFIX + key] = _reduced(rule_of(PREFIX + key), values.to(train_bt.dtype), mask_bt, totals)
     return weights_bt.masked_fill(~mask_bt, 0), keep_bt, metrics
+
+
+def _reduced(rule: Rule, values: Tensor, mask_bt: Tensor, totals: BatchTotals) -> Tensor:
+    """The contribution of a metric of tokens, [B, T], or of sequences, [B], to the batch's mean or extreme."""
+    if values.dim() == 1:
+        counts, count = mask_bt.any(dim=-1), totals.sequences
+    else:
+        counts, count, values = mask_bt, totals.tokens, values.expand_as(mask_bt)
+    match rule:
+        case Rule.MAXIMUM:
+            return values.masked_fill(~counts, -torch.inf).amax()
+        case Rule.MINIMUM:
+            return values.masked_fill(~counts, torch.inf).amin()
+        case Rule.SUM:
+            return values.masked_fill(~counts, 0).sum() / max(count, 1)

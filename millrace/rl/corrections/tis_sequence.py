@@ -15,5 +15,11 @@ def tis_sequence(
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Each token weighted by its sequence's ratio, truncated."""
     ratio_b1 = clamped((train_logprobs_bt - rollout_logprobs_bt).sum(dim=-1, keepdim=True)).exp()
-    metrics_b1 = {"rollout_is_ratio_fraction_high": ratio_b1 > cap, "rollout_is_ratio_fraction_low": ratio_b1 < 1 / cap}
-    return ratio_b1.clamp(max=cap), mask_bt, metrics_b1
+    ratio_b = ratio_b1.squeeze(-1)
+    metrics_b = {
+        "rollout_is_ratio_fraction_high": ratio_b > cap,
+        "rollout_is_ratio_fraction_low": ratio_b < 1 / cap,
+        "rollout_is_max": ratio_b,
+        "rollout_is_min": ratio_b,
+    }
+    return ratio_b1.clamp(max=cap), mask_bt, metrics_b

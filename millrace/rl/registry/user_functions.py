@@ -61,7 +61,7 @@ def check_returned(entry: AlgorithmEntry, returned: Any, inputs: Mapping[str, An
             right = _fits(loss, shape) and _reported(shares, shape) and (differentiable or loss.requires_grad)
         case AlgorithmKind.CORRECTION, (weights, keep, shares):
             right = (weights is None or _fits(weights, shape)) and _fits(keep, shape) and keep.dtype == torch.bool
-            right = right and _reported(shares, shape)
+            right = right and _reported(shares, shape, by_sequence=True)
         case _:
             right = False
     if not right:
@@ -87,10 +87,13 @@ def _fits(value: Any, shape: torch.Size) -> bool:
     return is_matrix and all(size in (1, full) for size, full in zip(value.shape, shape, strict=True))
 
 
-def _reported(shares: Any, shape: torch.Size) -> bool:
-    return isinstance(shares, Mapping) and all(
-        isinstance(name, str) and isinstance(share, Tensor) and (share.dim() == 0 or _fits(share, shape))
-        for name, share in shares.items()
+def _reported(metrics: Any, shape: torch.Size, *, by_sequence: bool = False) -> bool:
+    """Whether `metrics` has a tensor for each name: a scalar, one that fits [B, T], or with `by_sequence` also [B]."""
+    return isinstance(metrics, Mapping) and all(
+        isinstance(name, str)
+        and isinstance(metric, Tensor)
+        and (metric.dim() == 0 or _fits(metric, shape) or (by_sequence and metric.shape == shape[:1]))
+        for name, metric in metrics.items()
     )
 
 

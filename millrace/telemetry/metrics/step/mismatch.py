@@ -61,8 +61,18 @@ MISMATCH = (
     ),
     StepMetric("rollout_corr/rollout_is_mean", Unit.RATIO, TRAINER, "Mean of the correction's weights over tokens."),
     StepMetric("rollout_corr/rollout_is_std", Unit.RATIO, TRAINER, "Standard deviation of the weights; 0 if equal."),
-    StepMetric("rollout_corr/rollout_is_max", Unit.RATIO, TRAINER, "Largest weight of a token."),
-    StepMetric("rollout_corr/rollout_is_min", Unit.RATIO, TRAINER, "Smallest weight of a token."),
+    StepMetric(
+        "rollout_corr/rollout_is_max",
+        Unit.RATIO,
+        TRAINER,
+        "Largest weight of a token. For weights by response: the largest ratio of a response, before it is truncated.",
+    ),
+    StepMetric(
+        "rollout_corr/rollout_is_min",
+        Unit.RATIO,
+        TRAINER,
+        "Smallest weight of a token. For weights by response: the smallest ratio of a response.",
+    ),
     StepMetric(
         "rollout_corr/rollout_is_eff_sample_size",
         Unit.SHARE,
@@ -76,13 +86,13 @@ MISMATCH = (
         "rollout_corr/rollout_is_ratio_fraction_high",
         Unit.SHARE,
         TRAINER,
-        "Tokens whose ratio is above the correction's upper bound.",
+        "Tokens whose ratio is above the correction's upper bound; for weights by response, responses.",
     ),
     StepMetric(
         "rollout_corr/rollout_is_ratio_fraction_low",
         Unit.SHARE,
         TRAINER,
-        "Tokens whose ratio is below the correction's lower bound, or below 1/`cap`.",
+        "Tokens whose ratio is below the correction's lower bound, or 1/`cap`; for weights by response, responses.",
     ),
     StepMetric(
         "rollout_corr/rollout_is_oob_ratio", Unit.SHARE, TRAINER, "Tokens whose ratio is out of bounds (`icepop`)."
