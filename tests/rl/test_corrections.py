@@ -223,6 +223,23 @@ def test_metrics_of_weights_by_sequence_are_over_sequences_before_truncation() -
     assert geometric["rollout_corr/rollout_is_max"] == pytest.approx(math.exp(5.855 / 3), rel=1e-6)
 
 
+def test_a_token_far_off_counts_whole_in_sums_and_means_of_its_sequence() -> None:
+    """One token of 8 is 50 nats off, beyond the ±20 to which what is exponentiated is clamped."""
+    log_ratio_bt = torch.tensor([[-50.0] + [8.0] * 7], dtype=torch.float64)
+    rollout_bt = torch.full_like(log_ratio_bt, -60.0)
+    inputs = {"train_logprobs_bt": rollout_bt + log_ratio_bt, "rollout_logprobs_bt": rollout_bt}
+    inputs |= {"mask_bt": torch.ones_like(log_ratio_bt)}
+    ratio = math.exp((7 * 8 - 50) / 8)
+    weights_bt, _, metrics = correct("tis_geometric", cap=100.0, **inputs)
+    assert weights_bt[0].tolist() == pytest.approx([ratio] * 8)
+    assert correct("reject_geometric", bounds=(0.5, 1.01 * ratio), **inputs)[1].all()
+    assert correct("reject_sequence_mean", estimator="k1", bounds=(0.5, 1.01 * ratio), **inputs)[1].all()
+    numbers = summarised(metrics)
+    assert numbers["rollout_corr/kl"] == pytest.approx(-(7 * 8 - 50) / 8)
+    assert numbers["rollout_corr/chi2_seq"] == pytest.approx(math.exp(2 * 6) - 1)
+    assert numbers["rollout_corr/k3_kl"] == pytest.approx((7 * (math.exp(8) - 1 - 8) + 49) / 8)
+
+
 def test_rejection_bounds_are_on_the_ratio_itself():
     _, keep_bt, metrics = by_ratio("reject_token", [1.8, 0.6, 1.0], bounds=(0.5, 1.5))
     assert keep_bt[0].tolist() == [False, True, True]

@@ -346,6 +346,25 @@ def test_entropy_bonus_by_hand():
     assert entropy_bt.grad[0].tolist() == pytest.approx([-0.25, -0.25, 0.0])
 
 
+@pytest.mark.parametrize(
+    ("name", "options"), [("gspo", {}), ("gspo", {"per_token": True}), ("gmpo", {"clip_low": 60.0})]
+)
+def test_a_token_far_off_counts_whole_in_the_mean_of_its_sequence(name, options):
+    """One token of 8 is 50 nats off, beyond the ±20 of the clamp. With A < 0 nothing is clipped from above."""
+    log_ratio_bt = torch.tensor([[-50.0] + [8.0] * 7])
+    logprobs_bt = torch.full((1, 8), -60.0, requires_grad=True)
+    loss, _ = policy_loss(
+        name,
+        logprobs_bt=logprobs_bt,
+        old_logprobs_bt=(logprobs_bt - log_ratio_bt).detach(),
+        advantages_bt=-torch.ones(1, 8),
+        mask_bt=torch.ones(1, 8),
+        aggregation="seq-mean-token-mean",
+        **options,
+    )
+    assert loss.item() == pytest.approx(math.exp((7 * 8 - 50) / 8), rel=1e-5)
+
+
 def test_refusals():
     batch = make_batch()
     with pytest.raises(InvalidJob, match="no such policy loss"):

@@ -5,7 +5,7 @@ exp(mean log(π_train/π_rollout)) does not depend on length, so the bounds can 
 
 from torch import Tensor
 
-from millrace.rl.formulas.ratios import log_ratio, sequence_mean
+from millrace.rl.formulas.ratios import sequence_mean
 from millrace.rl.formulas.rejection import is_close
 from millrace.rl.registry.options import RatioBounds
 
@@ -14,5 +14,5 @@ def reject_geometric(
     *, train_logprobs_bt: Tensor, rollout_logprobs_bt: Tensor, mask_bt: Tensor, bounds: RatioBounds = (0.99, 1.01)
 ) -> tuple[None, Tensor, dict[str, Tensor]]:
     """Drops sequences by the geometric mean of their ratios."""
-    mean_b1 = sequence_mean(log_ratio(train_logprobs_bt, rollout_logprobs_bt), mask_bt)
+    mean_b1 = sequence_mean(train_logprobs_bt - rollout_logprobs_bt, mask_bt)
     return None, mask_bt & is_close("k1", mean_b1, bounds, 0.0), {}

@@ -7,7 +7,6 @@ from typing import Literal
 
 from torch import Tensor
 
-from millrace.rl.formulas.ratios import log_ratio
 from millrace.rl.formulas.rejection import divergences, is_close
 from millrace.rl.registry.options import Positive, RatioBounds
 
@@ -22,6 +21,6 @@ def reject_sequence_max(
     limit: Positive = 1.0,
 ) -> tuple[None, Tensor, dict[str, Tensor]]:
     """Drops sequences by their worst token."""
-    divergence_bt = divergences(estimator, log_ratio(train_logprobs_bt, rollout_logprobs_bt))
+    divergence_bt = divergences(estimator, train_logprobs_bt - rollout_logprobs_bt)
     is_close_bt = is_close(estimator, divergence_bt, bounds, limit) | ~mask_bt
     return None, mask_bt & is_close_bt.all(dim=-1, keepdim=True), {}

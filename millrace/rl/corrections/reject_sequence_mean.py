@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from millrace.rl.formulas.ratios import log_ratio, sequence_mean
+from millrace.rl.formulas.ratios import sequence_mean
 from millrace.rl.formulas.rejection import divergences, is_close
 from millrace.rl.registry.options import Positive, RatioBounds
 
@@ -23,6 +23,6 @@ def reject_sequence_mean(
     limit: Positive = 0.01,
 ) -> tuple[None, Tensor, dict[str, Tensor]]:
     """Drops sequences by the mean over their tokens."""
-    divergence_bt = divergences(estimator, log_ratio(train_logprobs_bt, rollout_logprobs_bt))
+    divergence_bt = divergences(estimator, train_logprobs_bt - rollout_logprobs_bt)
     mean_b1 = sequence_mean(divergence_bt, mask_bt)
     return None, mask_bt & is_close(estimator, mean_b1, bounds, limit), {}

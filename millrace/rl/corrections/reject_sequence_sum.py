@@ -8,7 +8,6 @@ from typing import Literal
 
 from torch import Tensor
 
-from millrace.rl.formulas.ratios import log_ratio
 from millrace.rl.formulas.rejection import divergences, is_close
 from millrace.rl.registry.options import Positive, RatioBounds
 
@@ -23,6 +22,6 @@ def reject_sequence_sum(
     limit: Positive = 1.0,
 ) -> tuple[None, Tensor, dict[str, Tensor]]:
     """Drops sequences by the sum over their tokens."""
-    divergence_bt = divergences(estimator, log_ratio(train_logprobs_bt, rollout_logprobs_bt))
+    divergence_bt = divergences(estimator, train_logprobs_bt - rollout_logprobs_bt)
     sum_b1 = divergence_bt.sum(dim=-1, keepdim=True)
     return None, mask_bt & is_close(estimator, sum_b1, bounds, limit), {}

@@ -7,7 +7,6 @@ from typing import Literal
 
 from torch import Tensor
 
-from millrace.rl.formulas.ratios import log_ratio
 from millrace.rl.formulas.rejection import divergences, is_close
 from millrace.rl.registry.options import Positive, RatioBounds
 
@@ -22,5 +21,5 @@ def reject_token(
     limit: Positive = 0.2,
 ) -> tuple[None, Tensor, dict[str, Tensor]]:
     """Drops tokens that are out of bounds."""
-    divergence_bt = divergences(estimator, log_ratio(train_logprobs_bt, rollout_logprobs_bt))
+    divergence_bt = divergences(estimator, train_logprobs_bt - rollout_logprobs_bt)
     return None, mask_bt & is_close(estimator, divergence_bt, bounds, limit), {}

@@ -6,7 +6,7 @@ uses the same ratio between policies. `tis_sequence` uses the product instead.
 
 from torch import Tensor
 
-from millrace.rl.formulas.ratios import log_ratio, sequence_mean
+from millrace.rl.formulas.ratios import clamped, sequence_mean
 from millrace.rl.registry.options import Positive
 
 
@@ -14,7 +14,7 @@ def tis_geometric(
     *, train_logprobs_bt: Tensor, rollout_logprobs_bt: Tensor, mask_bt: Tensor, cap: Positive = 2.0
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Each token weighted by the geometric mean of its sequence's ratios, truncated."""
-    ratio_b1 = sequence_mean(log_ratio(train_logprobs_bt, rollout_logprobs_bt), mask_bt).exp()
+    ratio_b1 = clamped(sequence_mean(train_logprobs_bt - rollout_logprobs_bt, mask_bt)).exp()
     ratio_b = ratio_b1.squeeze(-1)
     metrics_b = {
         "rollout_is_ratio_fraction_high": ratio_b > cap,

@@ -7,7 +7,10 @@ from millrace.rl.formulas.divergence import LOG_RATIO_LIMIT
 
 
 def log_ratio(logprobs_bt: Tensor, old_logprobs_bt: Tensor) -> Tensor:
-    """log(π/π_old) a token, clamped to ±20 so that its exponential stays finite in fp32."""
+    """[B, T]: log(π/π_old) of each token, clamped to ±20 so that its exponential stays finite in float32.
+
+    For sums and means over a sequence take the plain difference and clamp the result: see `clamped`.
+    """
     return clamped(logprobs_bt - old_logprobs_bt)
 
 

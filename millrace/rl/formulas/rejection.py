@@ -10,14 +10,16 @@ import math
 import torch
 from torch import Tensor
 
+from millrace.rl.formulas.ratios import clamped
+
 
 def divergences(estimator: str, log_ratio_bt: Tensor) -> Tensor:
-    """[B, T]: the estimate k1, k2 or k3 of each token."""
+    """[B, T]: the estimate k1, k2 or k3 of each token. Only what is exponentiated, in k3, is clamped."""
     if estimator == "k1":
         return log_ratio_bt
     if estimator == "k2":
         return log_ratio_bt.square() / 2
-    return torch.expm1(log_ratio_bt) - log_ratio_bt
+    return torch.expm1(clamped(log_ratio_bt)) - log_ratio_bt
 
 
 def is_close(estimator: str, divergence: Tensor, bounds: tuple[float, float], limit: float) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from millrace.rl.aggregation import BatchTotals, aggregate
-from millrace.rl.formulas.ratios import clamped, log_ratio, sequence_mean
+from millrace.rl.formulas.ratios import clamped, sequence_mean
 
 PREFIX = "rollout_corr/"
 
@@ -25,15 +25,15 @@ def mismatch_metrics(
     """
     mask_bt = mask_bt.bool()
     totals = totals or BatchTotals.of(mask_bt)
-    log_ratio_bt = log_ratio(train_logprobs_bt, rollout_logprobs_bt).masked_fill(~mask_bt, 0)
+    log_ratio_bt = (train_logprobs_bt - rollout_logprobs_bt).masked_fill(~mask_bt, 0)
     present_b = mask_bt.any(dim=-1)
     train_b = -sequence_mean(train_logprobs_bt, mask_bt)[:, 0]
     rollout_b = -sequence_mean(rollout_logprobs_bt, mask_bt)[:, 0]
     difference_b = train_b - rollout_b
     by_token = {
         "kl": -log_ratio_bt,
-        "k3_kl": torch.expm1(log_ratio_bt) - log_ratio_bt,
-        "chi2_token": torch.expm1(2 * log_ratio_bt),
+        "k3_kl": torch.expm1(clamped(log_ratio_bt)) - log_ratio_bt,
+        "chi2_token": torch.expm1(2 * clamped(log_ratio_bt)),
     }
     by_sequence = {
         "training_ppl": train_b.exp(),

@@ -8,7 +8,7 @@ differ within a sequence. verl always uses it; where A is constant in a sequence
 
 from torch import Tensor
 
-from millrace.rl.formulas.ratios import clipped_surrogate, log_ratio, sequence_mean
+from millrace.rl.formulas.ratios import clamped, clipped_surrogate, sequence_mean
 from millrace.rl.registry.options import Fraction, NonNegative
 
 
@@ -23,7 +23,7 @@ def gspo(
     per_token: bool = False,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The clipped surrogate of the sequence's ratio."""
-    sequence_log_ratio_b1 = sequence_mean(log_ratio(logprobs_bt, old_logprobs_bt), mask_bt)
+    sequence_log_ratio_b1 = clamped(sequence_mean(logprobs_bt - old_logprobs_bt, mask_bt))
     if per_token:
         sequence_log_ratio_b1 = sequence_log_ratio_b1.detach() + logprobs_bt - logprobs_bt.detach()
     return clipped_surrogate(sequence_log_ratio_b1.exp(), advantages_bt, clip_low, clip_high)
