@@ -69,6 +69,9 @@ class Algorithm(StrictModel):
     correction: Choice | None = Field(None, examples=[{"name": "tis_token"}])
     """How the mismatch between the engine's and the trainer's log-probabilities is corrected; null: it is only
     reported. Needs values of rollout.top_p and top_k that keep every token."""
+    count_rejected_sequences: bool = True
+    """Whether answers that the correction rejects whole still count in the divisor of the `seq-mean-*` aggregations, as
+    in verl and NeMo-RL. false: the mean is over the answers that are kept, which makes steps larger."""
     entropy_coefficient: float = Field(0.0, ge=0.0)
     """Weight of the entropy, which is subtracted from the loss."""
     old_logprobs: Literal["recompute", "rollout"] = "recompute"

@@ -36,8 +36,9 @@ def correct(
         contributions to the batch's metrics and combine with `combining.combined`.
 
     weights_bt: [B, T] in the log-probabilities' dtype, 0 where the mask is false; `policy_loss` takes them.
-    keep_bt: bool [B, T]. Tokens that are not kept leave the loss *and* its denominators: the caller has to use
-        `keep_bt` as the mask of the loss and to count the loss's totals from it.
+    keep_bt: bool [B, T], the mask of the loss from here on. Tokens that are not kept leave the loss and the count of
+        tokens in its totals. Whether sequences that are rejected whole still count is the caller's choice: in verl and
+        NeMo-RL they do.
     metrics: scalars named `rollout_corr/*`.
 
     Raises InvalidJob for an unknown name or option.

@@ -73,7 +73,8 @@ def update(
     trained_b = torch.zeros(len(batch.samples), dtype=torch.bool, device=batch.device)
     trained_b[[row for microbatch in microbatches for row in microbatch.rows]] = True
     mask_bt = batch.mask_bt & trained_b[:, None]
-    totals = _totals(inputs.mask_bt & trained_b[:, None], backend)
+    kept_bt = inputs.mask_bt & trained_b[:, None]
+    totals = _totals(kept_bt, mask_bt if spec.algorithm.count_rejected_sequences else kept_bt, backend)
     models = _model_updates(spec, backend, inputs, totals, step)
     try:
         for model_update in models:
@@ -139,9 +140,9 @@ def _add_gradient(
     model_update.metrics = {**summarised(shares), "grad_norm": model_update.norm, "lr": model_update.lr}
 
 
-def _totals(mask_bt: Tensor, backend: Backend) -> BatchTotals:
-    """Counts of the update's tokens that count, over all ranks."""
-    mine = BatchTotals.of(mask_bt)
+def _totals(kept_bt: Tensor, counted_bt: Tensor, backend: Backend) -> BatchTotals:
+    """Counts over all ranks: the update's tokens of `kept_bt`, and the sequences that have a token in `counted_bt`."""
+    mine = BatchTotals(BatchTotals.of(kept_bt).tokens, BatchTotals.of(counted_bt).sequences)
     if backend.data_parallel.group is None:
         return mine
     counts = torch.tensor([mine.tokens, mine.sequences])

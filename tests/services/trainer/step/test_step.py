@@ -131,6 +131,24 @@ def test_an_empty_response_trains_nothing(
     assert math.isfinite(step(1, groups)["actor/pg_loss"])
 
 
+def test_rejected_sequences_count_in_the_mean_over_sequences_unless_told_otherwise(
+    one_rank: torch.device, control: ControlThread, served: ScriptedCoordinator, tied_model: Path
+) -> None:
+    """As in verl and NeMo-RL the mean is over all sequences; with the option it is over those that are kept."""
+    losses, rejected = {}, 0.0
+    for counted in (True, False):
+        algorithm = {
+            "aggregation": "seq-mean-token-mean",
+            "correction": {"name": "reject_sequence_sum", "options": {"estimator": "k2", "limit": 4.0}},
+            "count_rejected_sequences": counted,
+        }
+        _, step = local_step(job_spec(tied_model, algorithm=algorithm), one_rank, control, served)
+        metrics = step(1, random_groups(4, 4))
+        losses[counted], rejected = metrics["actor/pg_loss"], metrics["rollout_corr/rollout_rs_seq_masked_fraction"]
+    assert 0.2 < rejected < 0.8 and abs(losses[False]) > 1e-3
+    assert losses[True] == pytest.approx(losses[False] * (1 - rejected), rel=1e-4)
+
+
 def poisoned_reward(groups: Groups) -> str:
     prompt_id = list(groups)[2]
     groups[prompt_id].trajectories[1].reward = float("nan")
