@@ -22,7 +22,7 @@ POLL_EVERY_S = 0.05
 LONGEST_S = 24 * 3600.0
 """Gloo's timeout where the channel has no deadline."""
 DISCONNECT_AFTER_S = 0.3
-"""From an abort until the connections are closed: the others get the failure signal before they see that."""
+"""Delay between an abort and closing the connections: the others get the failure signal before they see that."""
 NO_WAIT = timedelta(milliseconds=1)
 
 
