@@ -8,6 +8,7 @@ from rich.console import Console
 
 from demo.report import Outcome, print_outcome
 from demo.run import JOB, MARGIN, job_spec
+from millrace.drops import DropReason
 from millrace.rest import JobState, JobView, LedgerView, StepMetrics
 from millrace.spec import load
 
@@ -28,7 +29,9 @@ def outcome(after: float = 0.95, state: JobState = JobState.SUCCEEDED, trained: 
         report="/out/report.json",
         spec={},
     )
-    ledger = LedgerView(issued=961, queued=0, leased=0, generated=0, trained=trained, dropped=1, reasons={"stale": 1})
+    ledger = LedgerView(
+        issued=961, queued=0, leased=0, generated=0, trained=trained, dropped=1, reasons={DropReason.NO_SIGNAL: 1}
+    )
     rows = [StepMetrics(step=n, time_s=0.0, values={"publication/pause_s": 0.01 * n}) for n in (1, 3)]
     return Outcome(job, ledger, rows, MARGIN)
 
@@ -47,7 +50,7 @@ def test_the_summary_says_all_that_a_newcomer_wants_to_know() -> None:
     console = Console(record=True, width=200, highlight=False)
     print_outcome(outcome(), {"model and data": 20.0, "job": 60.0}, console)
     text = console.export_text()
-    for told in ("0.100 before, 0.950 after", "961 issued", "1 dropped (stale 1)", "20.0 ms a publication"):
+    for told in ("0.100 before, 0.950 after", "961 issued", "1 dropped (no_signal 1)", "20.0 ms a publication"):
         assert told in text
     assert "/out/checkpoint-60" in text and "/out/report.json" in text and "rose by 0.850, 0.30 is asked for" in text
 

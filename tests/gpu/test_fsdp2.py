@@ -5,7 +5,10 @@ import torch
 
 from services.trainer.backends.fsdp2.attention import Segments, attend, attend_varlen, varlen_fits
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a CUDA device"),
+]
 
 
 @pytest.mark.parametrize("window", [None, 100])

@@ -19,7 +19,7 @@ def test_it_goes_on_and_a_failure_is_told_once() -> None:
             await may_end.wait()
             raise RuntimeError("no memory is left")
 
-        call = asyncio.create_task(servicer._whole(starts_an_engine()))
+        call = asyncio.create_task(servicer._to_its_end(starts_an_engine()))
         await asyncio.sleep(0)
         call.cancel()
         await asyncio.wait([call])
