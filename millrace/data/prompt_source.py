@@ -1,4 +1,4 @@
-"""Where prompts come from: one or more files, or a procedural task."""
+"""Sources of prompts: one or more files, or a procedural task."""
 
 from abc import ABC, abstractmethod
 from bisect import bisect_right
