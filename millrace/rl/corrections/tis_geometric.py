@@ -6,7 +6,7 @@ uses the same ratio between policies. `tis_sequence` uses the product instead.
 
 from torch import Tensor
 
-from millrace.rl.formulas.ratios import clamped, sequence_mean
+from millrace.rl.formulas.ratios import clamped, sequence_mean, truncated_by_sequence
 from millrace.rl.registry.options import Positive
 
 
@@ -15,11 +15,5 @@ def tis_geometric(
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Each token weighted by the geometric mean of its sequence's ratios, truncated."""
     ratio_b1 = clamped(sequence_mean(train_logprobs_bt - rollout_logprobs_bt, mask_bt)).exp()
-    ratio_b = ratio_b1.squeeze(-1)
-    metrics_b = {
-        "rollout_is_ratio_fraction_high": ratio_b > cap,
-        "rollout_is_ratio_fraction_low": ratio_b < 1 / cap,
-        "rollout_is_max": ratio_b,
-        "rollout_is_min": ratio_b,
-    }
-    return ratio_b1.clamp(max=cap), mask_bt, metrics_b
+    weights_b1, metrics_b = truncated_by_sequence(ratio_b1, cap)
+    return weights_b1, mask_bt, metrics_b

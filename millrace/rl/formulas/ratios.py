@@ -47,3 +47,15 @@ def clipped_surrogate(
         loss_bt = torch.where(is_capped_bt, ceiling_bt, loss_bt)
         metrics_bt["dual_clip_fraction"] = is_capped_bt
     return loss_bt, metrics_bt
+
+
+def truncated_by_sequence(ratio_b1: Tensor, cap: float) -> tuple[Tensor, dict[str, Tensor]]:
+    """Weights min(ratio, cap) of whole sequences, [B, 1], and their metrics [B], which are taken before truncation."""
+    ratio_b = ratio_b1.squeeze(-1)
+    metrics_b = {
+        "rollout_is_ratio_fraction_high": ratio_b > cap,
+        "rollout_is_ratio_fraction_low": ratio_b < 1 / cap,
+        "rollout_is_max": ratio_b,
+        "rollout_is_min": ratio_b,
+    }
+    return ratio_b1.clamp(max=cap), metrics_b
