@@ -59,13 +59,16 @@ def _to_go(values: list[float], factor: float) -> list[float]:
     return [math.fsum(value * factor**n for n, value in enumerate(values[t:])) for t in range(len(values))]
 
 
-def grpo(answers, std=True, ddof=1, eps=1e-6, singleton="zero"):
+def grpo(answers, std=True, std_over="group", ddof=1, eps=1e-6, singleton="zero"):
+    every = [answer.reward for answer in answers if answer.length]
+
     def rule(answer, mates):
         rewards = [mate.reward for mate in mates]
-        if len(mates) == 1:
-            return answer.reward if singleton == "reward" else 0.0
-        centred = answer.reward - statistics.fmean(rewards)
-        return centred / (_std(rewards, ddof) + eps) if std else centred
+        alone = answer.reward if singleton == "reward" else 0.0
+        centred = alone if len(mates) == 1 else answer.reward - statistics.fmean(rewards)
+        if std_over == "batch":
+            return centred / (_std(every, ddof) + eps)
+        return centred / (_std(rewards, ddof) + eps) if std and len(mates) > 1 else centred
 
     return _each(answers, rule)
 

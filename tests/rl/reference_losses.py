@@ -93,6 +93,10 @@ def gpg(batch):
     return _tokens(batch, lambda x, _, __, a: -a * x)
 
 
+def dro(batch, beta=0.1):
+    return _tokens(batch, lambda x, _, old, a: -(a * x - 0.5 * beta * (x - old) ** 2))
+
+
 def _covariances(batch) -> Rows:
     flat_a = [a for s in batch for a in s.advantages]
     flat_x = [x for s in batch for x in s.frozen]

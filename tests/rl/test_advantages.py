@@ -35,6 +35,8 @@ CASES = [
     Case("grpo"),
     Case("grpo", {"std": False}),
     Case("grpo", {"ddof": 0, "eps": 1e-4, "singleton": "reward"}),
+    Case("grpo", {"std_over": "batch"}),
+    Case("grpo", {"std_over": "batch", "ddof": 0, "eps": 1e-4, "singleton": "reward"}),
     Case("grpo_passk"),
     Case("grpo_passk", {"std": False}),
     Case("passk", {"k": 1}),

@@ -46,6 +46,8 @@ CASES = [
     Case("gmpo"),
     Case("gmpo", {"clip_low": 0.1, "clip_high": 0.2}),
     Case("gpg"),
+    Case("dro"),
+    Case("dro", {"beta": 2.0}),
     Case("clip_cov", {"fraction": 0.9, "bounds": (0.05, 1.0)}),
     Case("kl_cov", {"fraction": 0.1, "coefficient": 0.5}),
     Case("dppo_tv", {"low": 0.05, "high": 0.1, "cap": 1.2}),
@@ -242,6 +244,9 @@ HALF, DOUBLE, TENFOLD = math.log(0.5), math.log(2.0), math.log(10.0)
         ("gmpo", 1.0, 1.0, {}, -math.exp(0.4), 0.0),
         ("gmpo", -1.0, 1.0, {}, -math.exp(-1), -math.exp(-1)),
         ("gpg", DOUBLE, 3.0, {}, -3 * (DOUBLE - 1), -3.0),
+        ("dro", 0.0, 2.0, {}, 2.0, -2.0),
+        ("dro", DOUBLE, 3.0, {"beta": 0.5}, -3 * (DOUBLE - 1) + DOUBLE**2 / 4, -3 + DOUBLE / 2),
+        ("dro", -50.0, -1.0, {}, -51.0 + 125.0, 1 - 5.0),  # the penalty pulls back, however far off
         ("kl_cov", DOUBLE, 1.0, {}, -2 + DOUBLE, -2 + 1),
         ("dppo_tv", 0.0, 1.0, {}, 1.0, -1.0),
         ("dppo_tv", DOUBLE, 1.0, {}, 0.0, 0.0),  # e^-1·(2 − 1) = 0.37 above 0.15
@@ -269,6 +274,7 @@ def test_values_by_hand(name, log_ratio, advantage, options, loss, gradient):
         ("sapo", DOUBLE, 1.0, {}, {"gate_slope": 1 / math.cosh(0.5) ** 2}),
         ("clip_cov", 0.0, 1.0, {"bounds": (-1.0, 1.0)}, {"cov_fraction": 1, "clip_fraction": 0}),
         ("clip_cov", DOUBLE, 1.0, {"bounds": (-1.0, 1.0)}, {"cov_fraction": 0, "clip_fraction": 1}),
+        ("dro", DOUBLE, 1.0, {"beta": 0.5}, {"quadratic_penalty": DOUBLE**2 / 4}),
         ("kl_cov", 0.0, 1.0, {}, {"cov_fraction": 1}),
         ("dppo_tv", DOUBLE, 1.0, {"cap": 1.5}, {"clip_fraction": 1, "cap_fraction": 1}),
         ("dppo_tv", DOUBLE, -1.0, {}, {"clip_fraction": 0, "cap_fraction": 0}),

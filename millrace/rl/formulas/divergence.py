@@ -3,7 +3,8 @@
 The estimates are, with d = log π_ref − log π (http://joschu.net/blog/kl-approx.html): k1 = −d, k2 = d²/2,
 k3 = e^d − d − 1, abs = |d|. As a *reward* penalty, k1 and k3 are unbiased estimates of KL(π‖π_ref). As a *loss*, the
 gradient matters: that of k1 is zero in expectation, that of k2 is the gradient of KL(π‖π_ref), that of k3 is the
-gradient of KL(π_ref‖π). The straight-through forms `k1+` and `k3+` have the value of k1 or k3 and the gradient of k2.
+gradient of KL(π_ref‖π). The straight-through forms `k1+`, `k3+` and `abs+` have the value of k1, k3 or abs and the
+gradient of k2, as verl's names that end in "+".
 """
 
 import torch

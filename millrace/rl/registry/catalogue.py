@@ -64,7 +64,7 @@ INPUTS: dict[AlgorithmKind, frozenset[str]] = {
 }
 """The tensors that a trainer can pass to each kind of algorithm."""
 
-KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k3+")
+KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k3+", "abs+")
 AGGREGATIONS = (
     "token-mean",
     "token-sum",

@@ -49,7 +49,7 @@ def exact_gradient(forward: bool) -> torch.Tensor:
 
 def test_as_a_loss_each_estimator_has_the_gradient_that_is_said():
     torch.testing.assert_close(expected_gradient("k1"), torch.zeros(4, dtype=torch.float64))
-    for name in ("k2", "k1+", "k3+"):
+    for name in ("k2", "k1+", "k3+", "abs+"):
         torch.testing.assert_close(expected_gradient(name), exact_gradient(forward=False))
     torch.testing.assert_close(expected_gradient("k3"), exact_gradient(forward=True))
 

@@ -36,6 +36,7 @@ LOSSES = (
         TRAINER,
         "Tokens that were selected for their covariance (`clip_cov`, `kl_cov`).",
     ),
+    StepMetric("actor/quadratic_penalty", Unit.LOSS, TRAINER, "Mean of beta/2·(log π/π_old)² (`dro`)."),
     StepMetric("actor/gate_slope", Unit.RATIO, TRAINER, "Mean slope of the gate, 1 where π = π_old (`sapo`)."),
     StepMetric(
         "actor/behaviour_weight", Unit.RATIO, TRAINER, "Mean of π_old/π_behaviour as applied (`decoupled_ppo`)."
