@@ -110,10 +110,13 @@ class MemberConfigured(EventData):
 
 
 class MemberFailed(EventData):
-    """A replica could not be configured for the job."""
+    """A replica could not be configured for the job, or refused it."""
 
     kind: Literal[EventKind.MEMBER_FAILED] = EventKind.MEMBER_FAILED
     member: MemberId
+    refused: bool = Field(
+        False, description="Whether it refused the job as invalid. The job fails if every connected replica does."
+    )
 
 
 class MemberJoining(EventData):

@@ -15,7 +15,7 @@ from millrace.wire.deadlines import DEADLINES_S
 from millrace.wire.method import Request, Response, Unary
 from millrace.wire.v1 import fleet_pb2
 from services.coordinator.state.bell import Bell
-from services.coordinator.state.member import KINDS, Configured, Member, Pulse, Weights
+from services.coordinator.state.member import KINDS, Configured, Member, Pulse, Unconfigured, Weights
 from services.coordinator.store import Store, StoreDown
 
 log = structlog.get_logger(__name__)
@@ -196,9 +196,15 @@ class Fleet:
 
     async def configured(self, member: Member, configured: Configured) -> None:
         """The member's engine is ready for a job. It has no weights yet."""
-        member.configured, member.weights, member.failures, member.trouble = configured, None, 0, ""
+        member.configured, member.weights, member.failures, member.unconfigured = configured, None, 0, None
         await self._store.members.put(member.id, member.to_json())
         self.bell.ring()
+
+    async def refused(self, member: Member, refusal: Unconfigured) -> None:
+        """The member refused a job as invalid. It has left the job before, and can be configured for another one."""
+        member.configured, member.weights, member.unconfigured = None, None, refusal
+        if not member.gone.is_set():
+            await self._store.members.put(member.id, member.to_json())
 
     async def hold(self, member: Member, weights: Weights) -> None:
         """The member has verified these weights and serves them."""

@@ -166,6 +166,7 @@ class Run:
         limit_s = self.spec.deadlines.no_replica_s
         if self._without_replicas.update(serving, any(m.configuring for m in replicas)) > limit_s:
             what = f"no replica has served the job for {limit_s:g} s; {len(replicas)} are in the fleet."
-            for trouble, number in Counter(m.trouble for m in replicas if m.trouble).items():
-                what += f" {number} could not be made ready: {trouble}"
+            failures = (m.failed_at(self.job.id, self.job.spec_digest) for m in replicas)
+            for error, number in Counter(str(failed.error) for failed in failures if failed is not None).items():
+                what += f" {number} could not be made ready: {error}"
             raise Unavailable(what, "start replicas, see why they fail, or raise deadlines.no_replica_s.")

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from millrace.errors import MillraceError
 from millrace.ids import JobId, MemberId, Version
 from millrace.rest import MemberKind, MemberState, MemberView
 from millrace.wire.v1 import fleet_pb2
@@ -34,6 +35,19 @@ class Configured:
     dtype: str
     spec: str = ""
     """Digest of the job's spec at that time. A resumed job may have another one."""
+
+
+@dataclass(frozen=True)
+class Unconfigured:
+    """Why a replica could not be configured for a job."""
+
+    job_id: JobId
+    spec: str
+    """Digest of the job's spec."""
+    error: MillraceError
+    refused: bool
+    """Whether the replica refused the job as invalid. Otherwise something failed that may work the next time."""
+    at: float = field(default_factory=time.monotonic)
 
 
 @dataclass(frozen=True)
@@ -80,8 +94,8 @@ class Member:
     failures: int = 0
     """Configurations and publications that failed in a row."""
     retry_at: float = 0.0
-    trouble: str = ""
-    """Why the last configuration failed. Empty after one that succeeded."""
+    unconfigured: Unconfigured | None = None
+    """Why the last configuration failed. None after one that succeeded."""
     gone: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the member is lost or has left."""
 
@@ -116,6 +130,11 @@ class Member:
     def ready_for(self, job_id: JobId) -> bool:
         """Whether its engine can generate for the job, as soon as it has the weights."""
         return self.configured is not None and self.configured.job_id == job_id and not self.gone.is_set()
+
+    def failed_at(self, job_id: JobId, spec: str) -> Unconfigured | None:
+        """Why it could not be configured for the job with this spec; None where that did not happen."""
+        last = self.unconfigured
+        return last if last is not None and (last.job_id, last.spec) == (job_id, spec) else None
 
     @property
     def due(self) -> bool:
@@ -164,5 +183,5 @@ class Member:
             tokens=self.pulse.tokens,
             tokens_per_s=self.pulse.tokens_per_s,
             silent_s=time.monotonic() - self.pulse.at,
-            trouble=self.trouble,
+            trouble=str(self.unconfigured.error) if self.unconfigured is not None else "",
         )

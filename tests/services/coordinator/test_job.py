@@ -9,10 +9,11 @@ from typing import Any
 import httpx
 
 from millrace.drops import DropReason
-from millrace.errors import InvalidJob
+from millrace.errors import InvalidJob, Unavailable
 from millrace.rest import JobState
 from millrace.wire.v1 import common_pb2
 from tests.services.coordinator.cluster import Cluster, scenario, until
+from tests.services.coordinator.peers import SimulatedReplica
 
 
 def named(spec: dict[str, Any], name: str) -> dict[str, Any]:
@@ -118,15 +119,83 @@ async def test_a_job_that_no_replica_can_be_made_ready_for_fails_with_the_reason
     cluster: Cluster, spec: dict[str, Any]
 ) -> None:
     await cluster.trainer()
-    refusal = InvalidJob("rollout.engine_options: ServerArgs has no max_runing.", "did you mean max_running?")
+    failure = Unavailable("vLLM did not start.", "free memory on the GPU.")
     for replica in [await cluster.replica(), await cluster.replica()]:
-        replica.faults.once("Configure", refusal, times=1000)
+        replica.faults.once("Configure", failure, times=1000)
     job_id = await cluster.submit(spec | {"deadlines": {"no_replica_s": 1.0}})
     job = await cluster.ended(job_id)
     assert job.state is JobState.FAILED
-    assert "2 are in the fleet." in str(job.failure) and f"could not be made ready: {refusal}" in str(job.failure)
+    assert "2 are in the fleet." in str(job.failure) and f"could not be made ready: {failure}" in str(job.failure)
     fleet = await asyncio.to_thread(cluster.coordinator.client.fleet)
-    assert str(refusal) in {member.trouble for member in fleet.replicas}
+    assert str(failure) in {member.trouble for member in fleet.replicas}
+
+
+REFUSAL = InvalidJob("rollout.engine_options.max_runing: vLLM has no such option.", "did you mean `max_running`?")
+
+
+async def refuse(replica: SimulatedReplica) -> SimulatedReplica:
+    """The replica accepts only the job named good."""
+
+    async def fault(request: Any) -> None:
+        if json.loads(request.spec)["name"] != "good":
+            raise REFUSAL
+
+    replica.faults["Configure"] = fault
+    return replica
+
+
+@scenario
+async def test_a_job_that_every_replica_refuses_fails_at_once_and_the_next_one_runs(
+    cluster: Cluster, spec: dict[str, Any]
+) -> None:
+    await cluster.trainer()
+    replicas = [await refuse(await cluster.replica()) for _ in range(2)]
+    bad, good = await cluster.submit(spec), await cluster.submit(named(spec, "good"))
+    job = await cluster.ended(bad, within_s=15.0)
+    assert (job.state, job.failure) == (JobState.FAILED, f"all 2 connected replicas refused the job: {REFUSAL}")
+    failed = await cluster.events(bad, "member.failed")
+    assert {event.data.member for event in failed} == {replica.id for replica in replicas}
+    assert all(event.data.refused for event in failed) and not await cluster.events(bad, "member.out")
+    assert (await cluster.ended(good)).state is JobState.SUCCEEDED
+
+
+@scenario
+async def test_a_job_that_one_replica_refuses_runs_on_the_others(cluster: Cluster, spec: dict[str, Any]) -> None:
+    await cluster.trainer(), await refuse(await cluster.replica())
+    serving = await cluster.replica()
+    job = await cluster.ended(await cluster.submit(spec))
+    assert job.state is JobState.SUCCEEDED and serving.leased
+
+
+@scenario
+async def test_a_replica_that_joins_soon_may_accept_what_the_others_refuse(
+    cluster: Cluster, spec: dict[str, Any]
+) -> None:
+    await cluster.trainer(), await refuse(await cluster.replica())
+    job_id = await cluster.submit(spec)
+    await until(lambda: cluster.events(job_id, "member.failed"))
+    await cluster.replica()
+    assert (await cluster.ended(job_id)).state is JobState.SUCCEEDED
+
+
+@scenario
+async def test_a_job_that_was_accepted_once_waits_for_another_replica(cluster: Cluster, spec: dict[str, Any]) -> None:
+    """A replica that comes after a loss, and lacks something on its host, does not end a job that has run."""
+    await cluster.trainer(step_s=0.05)
+    first = await cluster.replica(seconds=0.05)
+    job_id = await cluster.submit(spec)
+    await cluster.reached(job_id, 2)
+    await refuse(await cluster.replica())
+    await until(lambda: cluster.events(job_id, "member.failed"))
+    await first.die()
+    cluster.members.remove(first)
+    await until(lambda: cluster.events(job_id, "member.out"))
+    await asyncio.to_thread(cluster.coordinator.stop)
+    await asyncio.to_thread(cluster.coordinator.start)
+    refused = len(await cluster.events(job_id, "member.failed"))
+    await until(lambda: cluster.events(job_id, "member.failed"), lambda events: len(events) > refused)
+    await until(cluster.replica)  # its channel may remember for a moment that the coordinator was away
+    assert (await cluster.ended(job_id)).state is JobState.SUCCEEDED
 
 
 @scenario
