@@ -23,6 +23,9 @@ from services.trainer.backends.fsdp2.computable import check_computable, named
 from services.trainer.ranks import collectives
 
 FIELD = "model.path"
+_COMPILE_OPTIONS = {"triton.mix_order_reduction": False}
+"""Inductor chooses this fusion by the number of tokens: each range of micro-batch sizes would be compiled again, 10 s
+each. The fusion saves about 1 % of an update."""
 Module = TypeVar("Module", bound=nn.Module)
 
 
@@ -115,7 +118,7 @@ def shard_model(build: Callable[[], Module], read: Callable[[], dict[str, Tensor
         shard.set_gradient_divide_factor(1.0)
         shard.set_force_sum_reduction_for_comms(True)
     for layer in layers if sharding.compile else ():
-        layer.forward = torch.compile(layer.forward, dynamic=True)  # inside FSDP's hooks
+        layer.forward = torch.compile(layer.forward, dynamic=True, options=_COMPILE_OPTIONS)  # inside FSDP's hooks
     module.to_empty(device="cpu" if sharding.offload else mesh.device_type)
     if isinstance(module, PreTrainedModel):
         module.tie_weights()
