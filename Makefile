@@ -29,7 +29,7 @@ export MPLBACKEND ?= Agg
 export TOKENIZERS_PARALLELISM ?= false
 export VLLM_NO_USAGE_STATS ?= 1
 
-.PHONY: help install demo test tests test-all tests-all test-fast test-compose lint style types format proto bench bench-learning clean
+.PHONY: help install demo test tests test-all tests-all test-fast test-compose lint style types format proto bench bench-learning chaos clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -95,6 +95,11 @@ bench: $(INSTALLED) ## measures the coordinator and a replica on this machine, a
 
 bench-learning: $(INSTALLED) ## the demo's task with seven algorithms, three seeds each, into BENCHMARKS.md (LEARNING="--seeds 0")
 	$(BIN)/python -m benchmarks.learning $(LEARNING)
+
+SEEDS ?= 5
+chaos: export OMP_NUM_THREADS ?= 1
+chaos: $(INSTALLED) ## kills and stops processes of a real job at random instants, and checks what must hold (SEEDS=5)
+	$(RESOLVER) $(BIN)/python -m benchmarks.chaos --seeds $(SEEDS) $(CHAOS)
 
 clean: ## removes the environment and what tools left; state/ stays
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -15,6 +15,7 @@ MEGATRON = "services/trainer/backends/megatron"
 BUSY = (
     "e2e/test_elastic.py",
     "e2e/test_publication_faults.py",
+    "e2e/test_chaos.py",
     f"{MEGATRON}/test_parity.py",
     "services/rollout/engines/test_engines.py",
     "e2e/test_recovery.py",
