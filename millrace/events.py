@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, computed_field, model_validat
 
 from millrace.drops import DropReason
 from millrace.ids import LeaseId, MemberId, PromptId
-from millrace.rest import Figure, JobState
+from millrace.rest import Figure, JobState, WaitingFor
 
 PublicationPhase = Literal["prepare", "transfer", "verify", "commit"]
 Source = Literal["trainer", "sibling"]
@@ -25,6 +25,7 @@ Source = Literal["trainer", "sibling"]
 
 class EventKind(StrEnum):
     JOB_STATE = "job.state"
+    JOB_WAITING = "job.waiting"
     JOB_REWOUND = "job.rewound"
     TRAINER_CONFIGURING = "trainer.configuring"
     TRAINER_CONFIGURED = "trainer.configured"
@@ -59,6 +60,13 @@ class JobMoved(EventData):
 
     kind: Literal[EventKind.JOB_STATE] = EventKind.JOB_STATE
     state: JobState
+
+
+class JobWaiting(EventData):
+    """The job waits for something, and has done so for some seconds."""
+
+    kind: Literal[EventKind.JOB_WAITING] = EventKind.JOB_WAITING
+    reason: WaitingFor
 
 
 class JobRewound(EventData):
@@ -276,6 +284,7 @@ class OtherRelease(BaseModel):
 
 Payload = (
     JobMoved
+    | JobWaiting
     | JobRewound
     | TrainerConfiguring
     | TrainerConfigured

@@ -8,7 +8,7 @@ from enum import StrEnum
 from math import isfinite
 from typing import Annotated, Any
 
-from pydantic import BaseModel, Field, PlainSerializer
+from pydantic import BaseModel, Field, PlainSerializer, computed_field
 
 from millrace.drops import DropReason
 from millrace.errors import Mistake
@@ -37,10 +37,48 @@ ENDED = (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED)
 """A job in one of these states does nothing more, unless it is resumed."""
 
 
+class JobRequest(StrEnum):
+    """What was asked of a job and is not carried out yet."""
+
+    PAUSE = "pause"
+    CANCEL = "cancel"
+
+
+IN_PROGRESS = {JobRequest.PAUSE: "pausing", JobRequest.CANCEL: "cancelling"}
+
+
+class WaitingFor(StrEnum):
+    """What a job waits for."""
+
+    EARLIER_JOB = "earlier_job"
+    """Jobs run one after another, and another job's turn comes first."""
+    TRAINER = "trainer"
+    """No trainer is connected."""
+    TRAINER_LOADING = "trainer_loading"
+    """The trainer loads the model or a checkpoint."""
+    REPLICA = "replica"
+    """No rollout replica is connected."""
+    REPLICAS_PREPARING = "replicas_preparing"
+    """Replicas start their engines for the job, or receive the weights; none serves it yet."""
+    REPLICAS_REFUSED = "replicas_refused"
+    """Every connected replica refused the job as invalid."""
+    REPLICAS_FAILED = "replicas_failed"
+    """No connected replica could be made ready for the job; they are tried again."""
+    RESUME = "resume"
+    """Somebody paused the job."""
+
+
+class WaitingView(BaseModel):
+    reason: WaitingFor
+    message: str = Field(description="For people: what the job waits for, with the replicas' words.")
+
+
 class JobView(BaseModel):
     id: str
     name: str
     state: JobState
+    pending: JobRequest | None = Field(None, description="What was asked of the job and is not carried out yet.")
+    waiting: WaitingView | None = Field(None, description="What the job waits for; null while it works or has ended.")
     step: int = Field(description="Steps trained.")
     steps: int = Field(description="Steps that the job will train; 0 until its data is read.")
     version: int = Field(description="Weight version that the trainer holds.")
@@ -53,6 +91,13 @@ class JobView(BaseModel):
     report: str | None = Field(description="Path of the report that a finished job leaves in its output folder.")
     failure: str | None = Field(None, description="Why the job failed.")
     spec: dict[str, Any] = Field(description="The job spec with all defaults, as the release that took it wrote it.")
+
+    @computed_field(  # type: ignore[prop-decorator]  # mypy has no decorated properties (python/mypy#1362)
+        description="`state` for people: pausing or cancelling while the job does what was asked of it."
+    )
+    @property
+    def status(self) -> str:
+        return IN_PROGRESS[self.pending] if self.pending is not None else self.state
 
 
 class LedgerView(BaseModel):
@@ -76,7 +121,7 @@ class MemberState(StrEnum):
     IDLE = "idle"
     """No job needs it."""
     CONFIGURING = "configuring"
-    """The engine of the replica is being started for the job."""
+    """It loads the model of the job: a trainer, or a replica with its engine."""
     JOINING = "joining"
     """The engine of the replica is ready; it holds no verified version of the job's weights yet."""
     SERVING = "serving"

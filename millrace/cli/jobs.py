@@ -15,7 +15,7 @@ from millrace.cli.watch import follow
 from millrace.client import Client
 from millrace.errors import InvalidJob, Mistake
 from millrace.events import Event
-from millrace.rest import JobView, LedgerView, SampleView
+from millrace.rest import JobView, LedgerView, SampleView, WaitingFor
 
 SpecFile = Annotated[Path, typer.Argument(metavar="JOB.YAML", help="The job spec, YAML or JSON.", show_default=False)]
 
@@ -40,7 +40,7 @@ def submit(
     with Client(url) as client:
         job = client.submit(checked, key)
         if not watch:
-            print_json(job) if as_json else people().print(f"{job.id}  {styled(job.state)}  watch it: millrace watch")
+            print_json(job) if as_json else people().print(f"{job.id}  {styled(job.status)}  watch it: millrace watch")
             return
         raise typer.Exit(follow(client, job.id, as_json))
 
@@ -51,14 +51,20 @@ def jobs(url: Url = None, as_json: AsJson = False) -> None:
         found = sorted(client.jobs(), key=lambda job: -job.created_s)
     if as_json:
         return print_json(found)
-    rows = table("JOB", "NAME", "STATE", ">STEP", ">REWARD", ">HELD-OUT", ">AGE", ">TOOK")
+    rows = table("JOB", "NAME", "STATE", ">STEP", ">REWARD", ">HELD-OUT", ">AGE", ">TOOK", "WAITS FOR")
     for job in found:
         held_out = f"{number(job.evaluation_before)} → {number(job.evaluation_last)}"
         age = duration(time.time() - job.created_s)
         took = duration(job.finished_s - job.created_s) if job.finished_s else "–"
         step = f"{job.step}/{job.steps or '?'}"
-        rows.add_row(job.id, escape(job.name), styled(job.state), step, number(job.reward), held_out, age, took)
-    people().print(rows if found else "There are no jobs. Submit one with `millrace submit job.yaml`.")
+        waits = job.waiting.reason.replace("_", " ") if job.waiting else ""
+        figures = (step, number(job.reward), held_out, age, took)
+        rows.add_row(job.id, escape(job.name), styled(job.status), *figures, waits)
+    console = people()
+    console.print(rows if found else "There are no jobs. Submit one with `millrace submit job.yaml`.")
+    for job in found:
+        if job.waiting and job.waiting.reason is not WaitingFor.EARLIER_JOB:
+            console.print(f"{job.id} waits: {job.waiting.message}", style="yellow", markup=False)
 
 
 def show(
@@ -100,7 +106,8 @@ def show(
 def _facts(job: JobView, ledger: LedgerView) -> list[tuple[str, str]]:
     facts = [
         ("job", f"{job.id}  {escape(job.name)}"),
-        ("state", styled(job.state)),
+        ("state", styled(job.status)),
+        *([("waits", f"[yellow]{escape(job.waiting.message)}[/]")] if job.waiting else []),
         ("step", f"{job.step} of {job.steps or '?'}, weight version {job.version}"),
         ("reward", number(job.reward)),
         ("held-out", f"{number(job.evaluation_before)} → {number(job.evaluation_last)}"),
@@ -217,7 +224,7 @@ def cancel(job: JobName, url: Url = None, as_json: AsJson = False) -> None:
 
 
 def _print_state(job: JobView, as_json: bool) -> None:
-    print_json(job) if as_json else people().print(f"{job.id}  {styled(job.state)}")
+    print_json(job) if as_json else people().print(f"{job.id}  {styled(job.status)}")
 
 
 def fleet(url: Url = None, as_json: AsJson = False) -> None:

@@ -31,6 +31,8 @@ STATE_STYLE = {
     "starting": "yellow",
     "running": "cyan",
     "paused": "yellow",
+    "pausing": "yellow",
+    "cancelling": "red",
     "succeeded": "green",
     "failed": "red",
     "cancelled": "red",

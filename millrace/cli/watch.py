@@ -128,9 +128,11 @@ def panels(snapshot: Snapshot) -> list[Table | str]:
     """The tables below the progress bar."""
     job, ledger = snapshot.job, snapshot.ledger
     now = (
-        f"{styled(job.state)}  version {job.version}  reward {number(job.reward)}  "
+        f"{styled(job.status)}  version {job.version}  reward {number(job.reward)}  "
         f"held-out {number(job.evaluation_before)} → {number(job.evaluation_last)}"
     )
+    if job.waiting:
+        now += f"\n[yellow]waits: {escape(job.waiting.message)}[/]"
     ledger_row = table(">ISSUED", ">QUEUED", ">LEASED", ">GENERATED", ">TRAINED", ">DROPPED")
     counts = (ledger.issued, ledger.queued, ledger.leased, ledger.generated, ledger.trained, ledger.dropped)
     ledger_row.add_row(*map(str, counts))

@@ -19,6 +19,7 @@ from services.coordinator.fleet.fleet import Fleet, Patience
 from services.coordinator.fleet.trainer import Trainer
 from services.coordinator.jobs.control import Control
 from services.coordinator.jobs.runner import Runner
+from services.coordinator.jobs.waiting import JobViews, WaitingEvents
 from services.coordinator.observe.events import Events
 from services.coordinator.observe.prometheus import PrometheusMetrics
 from services.coordinator.publication.publisher import Publisher
@@ -27,6 +28,7 @@ from services.coordinator.rest.app import application
 from services.coordinator.servicers import FleetServicer, WorkServicer, servicers
 from services.coordinator.stages.run import Components
 from services.coordinator.state.bell import Bell
+from services.coordinator.state.waiting import Turn
 from services.coordinator.store import Store
 from services.coordinator.work.queue import Queue
 
@@ -92,13 +94,16 @@ class Coordinator:
             queue=queue,
             publisher=publisher,
             events=events,
+            turn=Turn(),
             prometheus=prometheus,
             control=control_bell,
             work_address=_work_address(self._settings.grpc_host, grpc.port),
         )
-        rest = _Rest(application(components, Control(store, events, control_bell), self._settings.http_host))
+        control = Control(store, events, control_bell, components.turn)
+        rest = _Rest(application(components, control, JobViews(components), self._settings.http_host))
         await grpc.start()
-        work = [asyncio.create_task(work) for work in (fleet.watch(), queue.expire(), Runner(components).run())]
+        watches = (fleet.watch(), queue.expire(), WaitingEvents(components).run())
+        work = [asyncio.create_task(work) for work in (*watches, Runner(components).run())]
         if self._redis is not None:
             work.append(asyncio.create_task(self._redis.watch()))
         serving = asyncio.create_task(rest.serve(sockets=[http]))

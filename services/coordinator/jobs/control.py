@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from millrace.errors import InvalidState, refused
+from millrace.events import JobWaiting
 from millrace.ids import JobId, new_job_id
-from millrace.rest import JobState
+from millrace.rest import JobState, WaitingFor
 from millrace.spec.checking import submission
 from millrace.spec.checking.changes import applied
 from services.coordinator.observe.events import Events
 from services.coordinator.state.bell import Bell
 from services.coordinator.state.job import ACTIVE, ENDED, JobRecord, Wanted, refusal
+from services.coordinator.state.waiting import Turn
 from services.coordinator.store import Store
 
 RUNS = [JobState.STARTING, JobState.RUNNING]
@@ -24,10 +26,11 @@ RUNS = [JobState.STARTING, JobState.RUNNING]
 class Control:
     """Changes what the store holds of a job, and wakes the job's loop, which carries the change out."""
 
-    def __init__(self, store: Store, events: Events, bell: Bell) -> None:
+    def __init__(self, store: Store, events: Events, bell: Bell, turn: Turn) -> None:
         self._store = store
         self._events = events
         self._bell = bell
+        self._turn = turn
         self._admitting = asyncio.Lock()
         """Held while the output folder of a job is compared with those of all others, until the job is queued."""
 
@@ -52,8 +55,16 @@ class Control:
                 await asyncio.to_thread(_check_output, spec.output, await self._store.jobs.all())
             job_id, new = await self._store.jobs.create(job, idempotency_key)
         if new:
+            await self._tell_queue(job)
             self._bell.ring()
         return await self._store.jobs.get(job_id), new
+
+    async def _tell_queue(self, job: JobRecord) -> None:
+        """Adds an event where the job's turn comes after that of another one."""
+        first = self._turn.job
+        if first is not None and first.id != job.id:
+            message = f"waits: its turn comes after {first.id} ({first.name})"
+            await self._events.add(job.id, JobWaiting(reason=WaitingFor.EARLIER_JOB), message)
 
     async def cancel(self, job_id: str) -> JobRecord:
         """Cancels the job: at once if it is queued, otherwise after what its loop is doing now. Idempotent until then.

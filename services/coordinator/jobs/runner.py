@@ -57,9 +57,11 @@ class Runner:
     async def _next(self) -> JobRecord | None:
         """The job that has begun; else the oldest that is queued, if there is a trainer for it."""
         jobs = await self._components.store.jobs.all()
-        if begun := [job for job in jobs if job.state in ACTIVE]:
-            return begun[0]
         queued = [job for job in jobs if job.state is JobState.QUEUED]
+        begun = [job for job in jobs if job.state in ACTIVE]
+        self._components.turn.job = next(iter((*begun, *queued)), None)
+        if begun:
+            return begun[0]
         if not queued or self._components.fleet.trainer is None:
             return None
         message = "starting: trainer and replicas load the model"
@@ -94,7 +96,7 @@ class Runner:
             log.exception("a bug ended a job", job=job.id)
             await self._fail(job.id, run, f"a bug in the coordinator: {type(error).__name__}: {error}")
         finally:
-            self._components.queue.running_job = None
+            self._components.queue.running_job = self._components.turn.job = None
             self._components.trainer.release()
 
     async def _opened(self, job: JobRecord) -> Run:

@@ -12,6 +12,7 @@ from millrace import __version__
 from millrace.errors import Unavailable
 from millrace.wire.channel import token
 from services.coordinator.jobs.control import Control
+from services.coordinator.jobs.waiting import JobViews
 from services.coordinator.rest import callers, fleet, jobs
 from services.coordinator.rest.problems import install
 from services.coordinator.rest.schema import Application, error_responses
@@ -30,7 +31,7 @@ class Health(BaseModel):
     status: str
 
 
-def application(components: Components, control: Control, name: str) -> FastAPI:
+def application(components: Components, control: Control, views: JobViews, name: str) -> FastAPI:
     """The application of one coordinator. `name` is the host that it listens at."""
     app = Application(title="Millrace", version=__version__, description=ABOUT, redoc_url=None)
     install(app)
@@ -39,7 +40,7 @@ def application(components: Components, control: Control, name: str) -> FastAPI:
     if not secret:
         names = (name, os.environ.get("MILLRACE_HOST", ""), socket.gethostname())
         allowed.append(Depends(callers.no_foreign_page(names)))
-    app.include_router(jobs.routes(components.store, control, components.events), dependencies=allowed)
+    app.include_router(jobs.routes(components.store, control, views, components.events), dependencies=allowed)
     app.include_router(fleet.routes(components.fleet, components.queue), dependencies=allowed)
     _operations(app, components)
     return app

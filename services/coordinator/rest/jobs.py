@@ -11,6 +11,7 @@ from fastapi.responses import StreamingResponse
 from millrace.events import Event, JobMoved
 from millrace.rest import JobView, LedgerView, SampleView, StepMetrics
 from services.coordinator.jobs.control import Control
+from services.coordinator.jobs.waiting import JobViews
 from services.coordinator.observe.events import Events
 from services.coordinator.rest import bodies
 from services.coordinator.rest.schema import SPEC_BODY, Responses, error_responses
@@ -50,7 +51,7 @@ async def _id(job_id: Annotated[str, Path()]) -> str:
 Id = Annotated[str, Depends(_id)]
 
 
-def routes(store: Store, control: Control, events: Events) -> APIRouter:
+def routes(store: Store, control: Control, views: JobViews, events: Events) -> APIRouter:
     router = APIRouter(prefix="/v1/jobs", tags=["jobs"], responses=ERRORS)
 
     @router.post("", status_code=201, openapi_extra=SPEC_BODY, responses=BODY_ERRORS)
@@ -65,34 +66,34 @@ def routes(store: Store, control: Control, events: Events) -> APIRouter:
         job, new = await control.submit(await bodies.tree(request), idempotency_key)
         response.status_code = 201 if new else 200
         response.headers["Location"] = f"/v1/jobs/{job.id}"
-        return job.view()
+        return views.of(job)
 
     @router.get("")
     async def list_jobs() -> list[JobView]:
         """All jobs, the newest first."""
-        return [job.view() for job in reversed(await store.jobs.all())]
+        return [views.of(job) for job in reversed(await store.jobs.all())]
 
     @router.get("/{job_id}")
     async def show(job_id: Id) -> JobView:
         """One job."""
-        return (await store.jobs.get(job_id)).view()
+        return views.of(await store.jobs.get(job_id))
 
     @router.delete("/{job_id}")
     async def cancel(job_id: Id) -> JobView:
         """Cancels the job; the step in progress is finished. Trained steps are kept; prompts in flight are dropped."""
-        return (await control.cancel(job_id)).view()
+        return views.of(await control.cancel(job_id))
 
     @router.post("/{job_id}/pause")
     async def pause(job_id: Id) -> JobView:
         """Pauses the job after the step in progress: nothing new is issued or trained, nothing is lost."""
-        return (await control.pause(job_id)).view()
+        return views.of(await control.pause(job_id))
 
     @router.post("/{job_id}/resume", responses=BODY_ERRORS)
     async def resume(job_id: Id, request: Request) -> JobView:
         """Continues a paused job where it stopped. A job that failed or was cancelled is queued again: it continues
         from the version that the trainer still holds, from its last checkpoint, or from the model. For such a job the
         body may hold fields of its spec, nested as there, with new values."""
-        return (await control.resume(job_id, await bodies.fields(request))).view()
+        return views.of(await control.resume(job_id, await bodies.fields(request)))
 
     _add_reading(router, store)
     _add_following(router, store, events)

@@ -71,7 +71,13 @@ async def _load(run: Run) -> Version:
     request = trainer_pb2.ConfigureTrainerRequest(
         job_id=job.id, spec=job.spec_json, checkpoint=job.checkpoint or "", configuration=configuration
     )
-    answer = await trainer.call(TrainerRpc.Configure, request)
+    member = trainer.member
+    member.configuring = True
+    try:
+        answer = await trainer.call(TrainerRpc.Configure, request)
+    finally:
+        member.configuring = False
+        run.components.fleet.bell.ring()
     await run.tell(
         events.TrainerConfigured(member=trainer.member.id, version=answer.version),
         f"{trainer.member.id} holds version {answer.version}: {answer.parameters:,} parameters on "

@@ -23,6 +23,7 @@ from services.coordinator.publication.publisher import Publisher
 from services.coordinator.state.bell import Bell, waited
 from services.coordinator.state.job import JobRecord, Wanted
 from services.coordinator.state.member import Weights
+from services.coordinator.state.waiting import Turn
 from services.coordinator.store import Store
 from services.coordinator.work.queue import LeaseTerms, Queue, RunningJob
 
@@ -43,6 +44,7 @@ class Components:
     queue: Queue
     publisher: Publisher
     events: Events
+    turn: Turn
     prometheus: PrometheusMetrics
     control: Bell
     """Rings at every request to a job: submit, cancel, pause, resume."""

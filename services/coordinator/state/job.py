@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from millrace.errors import InvalidState, NotFound
 from millrace.ids import JobId, Version
-from millrace.rest import JobState, JobView
+from millrace.rest import JobRequest, JobState, JobView, WaitingView
 from millrace.spec.job import JobSpec
 
 TRANSITIONS: Mapping[JobState, frozenset[JobState]] = {
@@ -117,11 +117,14 @@ class JobRecord:
         kinds = {name: _READ.get(field.type, str) for name, field in cls.__dataclass_fields__.items()}
         return cls(**{name: read(fields[name]) for name, read in kinds.items() if fields.get(name)})
 
-    def view(self) -> JobView:
+    def view(self, waiting: WaitingView | None) -> JobView:
+        """The job as REST shows it. `waiting`: what it waits for."""
         return JobView(
             id=self.id,
             name=self.name,
             state=self.state,
+            pending=JobRequest(self.wanted) if self.wanted and self.state not in ENDED else None,
+            waiting=waiting,
             step=self.step,
             steps=self.steps,
             version=self.version,

@@ -10,7 +10,7 @@ import httpx
 
 from millrace.drops import DropReason
 from millrace.errors import InvalidJob, Unavailable
-from millrace.rest import JobState
+from millrace.rest import JobRequest, JobState, WaitingFor
 from millrace.wire.v1 import common_pb2
 from tests.services.coordinator.cluster import Cluster, scenario, until
 from tests.services.coordinator.peers import SimulatedReplica
@@ -97,14 +97,34 @@ async def test_jobs_run_one_after_another(cluster: Cluster, spec: dict[str, Any]
 
 
 @scenario
-async def test_a_job_waits_for_a_trainer_and_a_replica(cluster: Cluster, spec: dict[str, Any]) -> None:
+async def test_a_job_says_what_it_waits_for(cluster: Cluster, spec: dict[str, Any]) -> None:
+    async def waits(job_id: str, reason: WaitingFor) -> None:
+        await until(lambda: cluster.job(job_id), lambda job: job.waiting is not None and job.waiting.reason is reason)
+
     job_id = await cluster.submit(spec)
-    await asyncio.sleep(0.5)
+    await waits(job_id, WaitingFor.TRAINER)
     assert (await cluster.job(job_id)).state is JobState.QUEUED
-    await cluster.trainer()
-    await until(lambda: cluster.job(job_id), lambda job: job.state is JobState.RUNNING)
-    await cluster.replica()
-    assert (await cluster.ended(job_id)).state is JobState.SUCCEEDED
+    await until(lambda: cluster.events(job_id, "job.waiting"))
+    trainer, loaded = await cluster.trainer(), asyncio.Event()
+
+    async def load(_: object) -> None:
+        await loaded.wait()
+
+    trainer.faults["Configure"] = load
+    await waits(job_id, WaitingFor.TRAINER_LOADING)
+    loaded.set()
+    await waits(job_id, WaitingFor.REPLICA)
+    behind = await cluster.submit(named(spec, "behind"))
+    await waits(behind, WaitingFor.EARLIER_JOB)
+    (told,) = await cluster.events(behind, "job.waiting")
+    assert told.data.reason is WaitingFor.EARLIER_JOB and job_id in told.message
+    await until(lambda: cluster.events(job_id, "job.waiting"), lambda events: len(events) == 2)
+    await cluster.replica(seconds=0.05)
+    await until(lambda: cluster.job(job_id), lambda job: job.state is JobState.RUNNING and job.waiting is None)
+    reasons = [event.data.reason for event in await cluster.events(job_id, "job.waiting")]
+    assert reasons == [WaitingFor.TRAINER, WaitingFor.REPLICA]
+    assert (await cluster.ended(job_id)).waiting is None
+    assert (await cluster.ended(behind)).state is JobState.SUCCEEDED
 
 
 @scenario
@@ -216,7 +236,8 @@ async def test_pause_stops_between_steps_and_resume_goes_on(cluster: Cluster, sp
     client = cluster.coordinator.client
     job_id = await cluster.submit(spec)
     await cluster.reached(job_id, 1)
-    await asyncio.to_thread(client.pause, job_id)
+    asked = await asyncio.to_thread(client.pause, job_id)
+    assert asked.pending is JobRequest.PAUSE and asked.status == "pausing"
     paused = await until(lambda: cluster.job(job_id), lambda job: job.state is JobState.PAUSED)
     await asyncio.sleep(0.8)
     assert (await cluster.job(job_id)).step == paused.step == trainer.version == replica.version < 6
@@ -274,8 +295,9 @@ async def test_cancel_ends_a_running_a_paused_and_a_queued_job(cluster: Cluster,
     await asyncio.to_thread(client.cancel, jobs[2])
     assert (await cluster.job(jobs[2])).state is JobState.CANCELLED
     await cluster.reached(jobs[0], 1)
-    await asyncio.to_thread(client.cancel, jobs[0])
-    assert (await cluster.ended(jobs[0])).state is JobState.CANCELLED
+    assert (await asyncio.to_thread(client.cancel, jobs[0])).status == "cancelling"
+    ended = await cluster.ended(jobs[0])
+    assert (ended.state, ended.status, ended.pending) == (JobState.CANCELLED, "cancelled", None)
     ledger = await cluster.ledger(jobs[0])
     assert ledger.issued == ledger.trained + ledger.dropped and ledger.reasons == {
         DropReason.JOB_CANCELLED: ledger.dropped

@@ -28,7 +28,7 @@ globalThis.location = {hash: "#job-1"};
 globalThis.sessionStorage = {getItem: name => kept[name] ?? null, setItem: (name, value) => { kept[name] = value; }};
 globalThis.setTimeout = (work, ms) => later(work, ms / 50);
 globalThis.setInterval = (work, ms) => { later(function again() { work(); later(again, ms / 50); }, ms / 50); };
-const job = {id: "job-1", name: "sums", state: "running", step: 1, steps: 2};
+const job = {id: "job-1", name: "sums", state: "running", status: "running", step: 1, steps: 2};
 const ledger = {trained: 0, generated: 0, leased: 0, queued: 0, dropped: 0, issued: 0, reasons: {}};
 let asked = 0, events = [];
 const data = {"/v1/jobs": () => [job], "/v1/fleet": () => ({epoch: 1, trainers: [], replicas: []}),

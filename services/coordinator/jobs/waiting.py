@@ -1,0 +1,66 @@
+"""What jobs wait for, told in their views and in the event log of the job whose turn it is."""
+
+import asyncio
+
+from millrace import events
+from millrace.errors import NotFound
+from millrace.rest import JobView, WaitingFor, WaitingView
+from services.coordinator.stages.run import Components
+from services.coordinator.state.bell import waited
+from services.coordinator.state.job import JobRecord
+from services.coordinator.state.waiting import waits_for
+from services.coordinator.store import StoreDown
+
+LOOK_EVERY_S = 1.0
+TOLD_AFTER_S = 2.0
+"""An event is added only for what has lasted so long."""
+
+
+class JobViews:
+    """Jobs as people look at them."""
+
+    def __init__(self, components: Components) -> None:
+        self._components = components
+
+    def of(self, job: JobRecord) -> JobView:
+        return job.view(self.waits_for(job))
+
+    def waits_for(self, job: JobRecord) -> WaitingView | None:
+        fleet = self._components.fleet
+        return waits_for(job, self._components.turn.job, fleet.trainer, fleet.replicas)
+
+
+class WaitingEvents:
+    """Adds an event whenever the job whose turn it is begins to wait for something else."""
+
+    def __init__(self, components: Components) -> None:
+        self._components = components
+        self._views = JobViews(components)
+        self._since: tuple[str, WaitingFor | None, float] = ("", None, 0.0)
+        self._told: tuple[str, WaitingFor | None] = ("", None)
+
+    async def run(self) -> None:
+        """Looks until it is cancelled."""
+        while True:
+            ring = self._components.fleet.bell.next()
+            try:
+                await self._look()
+            except StoreDown:
+                await self._components.store.connection.wait_until_up()
+            except NotFound:  # the job has ended, and was deleted since
+                pass
+            await waited(ring, LOOK_EVERY_S)
+
+    async def _look(self) -> None:
+        if (turn := self._components.turn.job) is None:
+            return
+        job = await self._components.store.jobs.get(turn.id)
+        found, now = self._views.waits_for(job), asyncio.get_running_loop().time()
+        state = (job.id, found.reason if found is not None else None)
+        if state != self._since[:2]:
+            self._since = (*state, now)
+        if state == self._told or now - self._since[2] < TOLD_AFTER_S:
+            return
+        self._told = state
+        if found is not None:
+            await self._components.events.add(job.id, events.JobWaiting(reason=found.reason), f"waits: {found.message}")

@@ -1,0 +1,54 @@
+"""What a job waits for, from its record, the job whose turn it is, and the fleet. Pure."""
+
+from collections.abc import Sequence
+
+from millrace.rest import JobState, WaitingFor, WaitingView
+from services.coordinator.state.job import ENDED, JobRecord
+from services.coordinator.state.member import Member
+
+
+class Turn:
+    """The job whose turn it is: the one that runs, or the first in the queue."""
+
+    job: JobRecord | None = None
+
+
+def waits_for(
+    job: JobRecord, turn: JobRecord | None, trainer: Member | None, replicas: Sequence[Member]
+) -> WaitingView | None:
+    """What `job` waits for; None while it works, or has ended. `turn` is the job whose turn it is; `replicas` are those
+    that do not drain."""
+    if job.state in ENDED:
+        return None
+    if job.state is JobState.PAUSED:
+        return WaitingView(reason=WaitingFor.RESUME, message=f"it is paused: `millrace resume {job.id}` continues it")
+    if job.state is JobState.QUEUED and turn is not None and turn.id != job.id:
+        message = f"its turn comes after {turn.id} ({turn.name})"
+        return WaitingView(reason=WaitingFor.EARLIER_JOB, message=message)
+    if trainer is None:
+        return WaitingView(reason=WaitingFor.TRAINER, message="no trainer is connected")
+    if job.state is JobState.QUEUED:
+        return None
+    if trainer.configuring:
+        return WaitingView(reason=WaitingFor.TRAINER_LOADING, message=f"{trainer.id} loads the model")
+    return _for_replicas(job, replicas)
+
+
+def _for_replicas(job: JobRecord, replicas: Sequence[Member]) -> WaitingView | None:
+    if not replicas:
+        return WaitingView(reason=WaitingFor.REPLICA, message="no rollout replica is connected")
+    if any(m.weights is not None and m.weights.job_id == job.id for m in replicas):
+        return None
+    failed = [found for m in replicas if (found := m.failed_at(job.id, job.spec_digest)) is not None]
+    refused = [each for each in failed if each.refused]
+    total, preparing = len(replicas), len(replicas) - len(failed)
+    parts = [f"not ready yet: {preparing} of {_replicas(total)}"] if preparing else []
+    for how, each in (("refused by", refused), ("could not be made ready:", [f for f in failed if not f.refused])):
+        if each:
+            parts.append(f"{how} {len(each)} of {_replicas(total)}: {each[0].error}")
+    reason = WaitingFor.REPLICAS_REFUSED if len(refused) == total else WaitingFor.REPLICAS_FAILED
+    return WaitingView(reason=WaitingFor.REPLICAS_PREPARING if preparing else reason, message="; ".join(parts))
+
+
+def _replicas(count: int) -> str:
+    return f"{count} replica{'s' if count != 1 else ''}"

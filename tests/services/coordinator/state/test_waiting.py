@@ -1,0 +1,95 @@
+"""What a job waits for, in each state of the fleet."""
+
+from dataclasses import replace
+
+import pytest
+
+from millrace.errors import InvalidJob, Unavailable
+from millrace.ids import JobId, MemberId, Version
+from millrace.rest import JobState, MemberKind, WaitingFor
+from services.coordinator.state.job import ENDED, JobRecord
+from services.coordinator.state.member import Configured, Member, Unconfigured, Weights
+from services.coordinator.state.waiting import waits_for
+from tests.services.coordinator.redis import a_job
+
+RUNNING = replace(a_job(1), state=JobState.RUNNING)
+QUEUED = a_job(2)
+
+
+def member(kind: MemberKind = MemberKind.ROLLOUT) -> Member:
+    return Member(MemberId(f"{kind}-1"), kind, "host:1", "", "vllm", "", 1, "host", "cpu")
+
+
+TRAINER = member(MemberKind.TRAINER)
+
+
+def refused(job: JobRecord = RUNNING) -> Member:
+    one, why = member(), InvalidJob("reward.function: no module named x.", "install it.")
+    one.unconfigured = Unconfigured(job.id, job.spec_digest, why, refused=True)
+    return one
+
+
+def failed() -> Member:
+    one = member()
+    one.unconfigured = Unconfigured(RUNNING.id, RUNNING.spec_digest, Unavailable("vLLM did not start."), refused=False)
+    return one
+
+
+def with_weights(job_id: JobId = RUNNING.id) -> Member:
+    one = member()
+    one.configured, one.weights = Configured(job_id, 1, "float32"), Weights(job_id, 0, Version(0))
+    return one
+
+
+@pytest.mark.parametrize(
+    ("replicas", "reason", "message"),
+    [
+        ([], WaitingFor.REPLICA, "no rollout replica is connected"),
+        ([member()], WaitingFor.REPLICAS_PREPARING, "not ready yet: 1 of 1 replica"),
+        ([with_weights(QUEUED.id)], WaitingFor.REPLICAS_PREPARING, "not ready yet: 1 of 1 replica"),
+        (
+            [member(), refused()],
+            WaitingFor.REPLICAS_PREPARING,
+            "not ready yet: 1 of 2 replicas; refused by 1 of 2 replicas: reward.function: no module named x. "
+            "Fix: install it.",
+        ),
+        (
+            [refused(), refused()],
+            WaitingFor.REPLICAS_REFUSED,
+            "refused by 2 of 2 replicas: reward.function: no module named x. Fix: install it.",
+        ),
+        (
+            [failed(), refused(QUEUED)],
+            WaitingFor.REPLICAS_PREPARING,
+            "not ready yet: 1 of 2 replicas; could not be made ready: 1 of 2 replicas: vLLM did not start.",
+        ),
+        ([failed()], WaitingFor.REPLICAS_FAILED, "could not be made ready: 1 of 1 replica: vLLM did not start."),
+    ],
+)
+def test_a_job_without_a_serving_replica_says_why(replicas: list[Member], reason: WaitingFor, message: str) -> None:
+    found = waits_for(RUNNING, RUNNING, TRAINER, replicas)
+    assert found is not None and (found.reason, found.message) == (reason, message)
+    assert waits_for(RUNNING, RUNNING, TRAINER, [*replicas, with_weights()]) is None
+
+
+def test_a_job_waits_for_its_trainer_first() -> None:
+    loading = member(MemberKind.TRAINER)
+    loading.configuring = True
+    for job in (QUEUED, RUNNING):
+        nobody = waits_for(job, job, None, [])
+        assert nobody is not None and nobody.reason is WaitingFor.TRAINER
+    found = waits_for(RUNNING, RUNNING, loading, [refused()])
+    assert found is not None and found.reason is WaitingFor.TRAINER_LOADING
+    assert waits_for(QUEUED, QUEUED, TRAINER, []) is None
+
+
+def test_a_queued_job_names_the_job_whose_turn_comes_first() -> None:
+    found = waits_for(QUEUED, RUNNING, None, [])
+    assert found is not None and found.reason is WaitingFor.EARLIER_JOB
+    assert found.message == f"its turn comes after {RUNNING.id} (sums)"
+
+
+def test_a_paused_job_waits_for_somebody_and_an_ended_one_for_nothing() -> None:
+    found = waits_for(replace(RUNNING, state=JobState.PAUSED), None, None, [])
+    assert found is not None and found.reason is WaitingFor.RESUME and f"millrace resume {RUNNING.id}" in found.message
+    assert [waits_for(replace(RUNNING, state=state), None, None, []) for state in ENDED] == [None] * 3
