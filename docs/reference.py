@@ -85,6 +85,8 @@ def _type(field: FieldInfo, headings: Headings) -> str:
     if (inner := model_in(field.annotation)) is not None:
         path = headings.get(inner, "")
         named = f"[`{path}`](#{path.replace('.', '')})" if path else "`{name, options}`"
+        if any(get_origin(each) is tuple for each in get_args(field.annotation)):
+            named += ", or a list of them"
         return f"{named}, or null" if type(None) in get_args(field.annotation) else named
     limits = [
         f"{sign} {getattr(limit, name):g}"

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, TypeAdapter, WrapValidator, model_validator
 
 from millrace.spec import presets
 from millrace.spec.trainer import Optimizer
@@ -20,6 +20,20 @@ class Choice(StrictModel):
     @classmethod
     def by_name_alone(cls, given: Any) -> Any:
         return {"name": given} if isinstance(given, str) else given
+
+
+MOST_CORRECTIONS = 8
+
+
+def _one_or_several(given: Any, _: Any) -> Any:
+    """A list is several functions, anything else is one."""
+    return (_SEVERAL if isinstance(given, list | tuple) else _ONE).validate_python(given)
+
+
+_ONE: TypeAdapter[Choice | None] = TypeAdapter(Choice | None)
+_SEVERAL: TypeAdapter[tuple[Choice, ...]] = TypeAdapter(
+    Annotated[tuple[Choice, ...], Field(min_length=1, max_length=MOST_CORRECTIONS)]
+)
 
 
 class Critic(StrictModel):
@@ -66,9 +80,15 @@ class Algorithm(StrictModel):
     stays constant."""
     kl_horizon: int = Field(10000, ge=1)
     """Number of trajectories over which a deviation from `kl_target` is corrected."""
-    correction: Choice | None = Field(None, examples=[{"name": "tis_token"}])
+    correction: Annotated[Choice | tuple[Choice, ...] | None, WrapValidator(_one_or_several)] = Field(
+        None, examples=[{"name": "tis_token"}]
+    )
     """How the mismatch between the engine's and the trainer's log-probabilities is corrected; null: it is only
-    reported. Needs values of rollout.top_p and top_k that keep every token."""
+    reported. A list applies several: one that gives weights, and any number that reject, of which a token has to pass
+    each. Needs values of rollout.top_p and top_k that keep every token."""
+    normalize_correction_weights: bool = False
+    """Whether the weights of the correction are divided by their mean over the step, so that they change no step's
+    size; over sequences for weights by sequence."""
     count_rejected_sequences: bool = True
     """Whether answers that the correction rejects whole still count in the divisor of the `seq-mean-*` aggregations, as
     in verl and NeMo-RL. false: the mean is over the answers that are kept, which makes steps larger."""
@@ -90,6 +110,13 @@ class Algorithm(StrictModel):
     """DAPO's soft penalty: number of tokens before max_response_tokens over which the penalty grows; 0: no penalty."""
     overlong_penalty: float = Field(1.0, ge=0.0)
     """Penalty of an answer of full length; for `overlong_buffer_tokens`."""
+
+    @property
+    def corrections(self) -> tuple[Choice, ...]:
+        """The corrections of `correction`, none, one or several."""
+        if self.correction is None or isinstance(self.correction, tuple):
+            return self.correction or ()
+        return (self.correction,)
 
     @model_validator(mode="before")
     @classmethod

@@ -62,6 +62,9 @@ def unwanted_numbers(tree: Mapping[str, Any], model: type[BaseModel], above: str
         inner = model_in(field.annotation)
         if inner is not None and isinstance(value, Mapping):
             found += unwanted_numbers(value, inner, path)
+        elif inner is not None and isinstance(value, list):
+            entries = [(f"{path}.{number}", entry) for number, entry in enumerate(value) if isinstance(entry, Mapping)]
+            found += [mistake for place, entry in entries for mistake in unwanted_numbers(entry, inner, place)]
         elif isinstance(value, bool):
             kinds = {field.annotation, *getattr(field.annotation, "__args__", ())}
             if kinds & {int, float} and bool not in kinds:

@@ -13,7 +13,7 @@ from millrace.rl.corrections import correct
 from millrace.rl.metrics.combining import combined, summarised
 from millrace.rl.metrics.mismatch import mismatch_metrics
 from millrace.rl.registry.catalogue import AlgorithmKind, find, names
-from tests.rl.batches import Batch, make_batch
+from tests.rl.batches import Batch, make_batch, ragged
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,13 @@ class Case:
 
 CASES = [
     Case("tis_token", {"cap": 1.2}),
+    Case("tis_token", {"cap": 1.2, "floor": 0.9}),
     Case("tis_sequence", {"cap": 1.2}),
+    Case("tis_sequence", {"cap": 1.2, "floor": 0.8}),
     Case("tis_geometric", {"cap": 1.05}),
+    Case("tis_geometric", {"cap": 1.05, "floor": 0.95}),
     Case("icepop", {"bounds": (0.8, 1.3)}),
+    Case("icepop_sequence", {"bounds": (0.6, 1.5)}),
     Case("reject_token", {"bounds": (0.8, 1.3)}),
     Case("reject_token", {"estimator": "k2", "limit": 0.05}),
     Case("reject_token", {"estimator": "k3", "limit": 0.05}),
@@ -53,17 +57,20 @@ def slowly(case: Case, ratios: list[float]) -> tuple[list[float], list[bool]]:
     """Weights and what is kept of one sequence of ratios π_train/π_rollout."""
     options = case.options
     cap, (low, high), limit = options.get("cap", 0), options.get("bounds", (0, 0)), options.get("limit", 0)
+    floor = options.get("floor", 0)
     product = math.prod(ratios)
     ones = [1.0] * len(ratios)
     match case.name:
         case "tis_token":
-            return [min(w, cap) for w in ratios], [True] * len(ratios)
+            return [max(min(w, cap), floor) for w in ratios], [True] * len(ratios)
         case "tis_sequence":
-            return [min(product, cap)] * len(ratios), [True] * len(ratios)
+            return [max(min(product, cap), floor)] * len(ratios), [True] * len(ratios)
         case "tis_geometric":
-            return [min(product ** (1 / len(ratios)), cap)] * len(ratios), [True] * len(ratios)
+            return [max(min(product ** (1 / len(ratios)), cap), floor)] * len(ratios), [True] * len(ratios)
         case "icepop":
             return [w if low <= w <= high else 0.0 for w in ratios], [True] * len(ratios)
+        case "icepop_sequence":
+            return [product if low <= product <= high else 0.0] * len(ratios), [True] * len(ratios)
         case "reject_geometric":
             return ones, [low <= product ** (1 / len(ratios)) <= high] * len(ratios)
     estimator = options.get("estimator", "k1")
@@ -84,13 +91,16 @@ def slowly(case: Case, ratios: list[float]) -> tuple[list[float], list[bool]]:
 
 
 def computed(case: Case, batch: Batch, **arguments):
+    return computed_all([case], batch, **arguments)
+
+
+def computed_all(cases: list[Case], batch: Batch, **arguments):
     return correct(
-        case.name,
+        [(case.name, case.options) for case in cases],
         train_logprobs_bt=batch.logprobs_bt,
         rollout_logprobs_bt=batch.old_logprobs_bt,
         mask_bt=batch.mask_bt,
         **arguments,
-        **case.options,
     )
 
 
@@ -109,7 +119,7 @@ def test_equals_the_definition(case, seed):
             assert weights_bt[row, mask].tolist() == pytest.approx(weights)
             assert keep_bt[row, mask].tolist() == keep
             kept += keep
-    assert any(kept) and (case.name in ("tis_token", "tis_sequence", "tis_geometric", "icepop") or not all(kept))
+    assert any(kept) and (not case.name.startswith("reject_") or not all(kept))
 
 
 @every_case
@@ -155,6 +165,103 @@ def test_every_correction_is_tested():
     assert {case.name for case in CASES} == set(names(AlgorithmKind.CORRECTION))
 
 
+WEIGHING = [case for case in CASES if not case.name.startswith("reject_")]
+REJECTING = [case for case in CASES if case.name.startswith("reject_")]
+
+
+@pytest.mark.parametrize("weighing", [None, *WEIGHING], ids=str)
+def test_several_corrections_give_the_weights_of_one_and_keep_what_all_keep(weighing):
+    """Each reads the tokens of the whole mask, as in verl, so the order does not matter."""
+    batch = make_batch(1, drift=0.3)
+    for first, second in zip(REJECTING, REJECTING[3:] + REJECTING[:3], strict=True):
+        cases = [first, *([weighing] if weighing else []), second]
+        weights_bt, keep_bt, metrics = computed_all(cases, batch)
+        alone = [computed(case, batch) for case in cases]
+        assert keep_bt.equal(alone[0][1] & alone[-1][1])
+        assert weights_bt.equal(alone[1][0] if weighing else batch.mask_bt.to(weights_bt.dtype))
+        shuffled = computed_all(cases[::-1], batch)
+        assert keep_bt.equal(shuffled[1]) and weights_bt.equal(shuffled[0])
+        numbers = summarised(metrics)
+        assert numbers == pytest.approx(summarised(shuffled[2]))
+        is_cut_bt = batch.mask_bt & ~keep_bt
+        assert numbers["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(
+            int(is_cut_bt.sum()) / int(batch.mask_bt.sum())
+        )
+        assert numbers["rollout_corr/rollout_rs_seq_masked_fraction"] == pytest.approx(int(is_cut_bt.any(-1).sum()) / 9)
+        if weighing:
+            of_weights = {name: value for name, value in summarised(alone[1][2]).items() if "rollout_is_" in name}
+            assert {name: numbers[name] for name in of_weights} == pytest.approx(of_weights)
+
+
+def test_each_rejection_reports_its_own_share_under_verls_name():
+    """Ratios 3, 1, 1 and 1, 1, 1: the first token is out of token_k1's bounds, its sequence of seq_sum_k2's limit."""
+    train_bt = torch.tensor([[3.0, 1.0, 1.0], [1.0, 1.0, 1.0]], dtype=torch.float64).log() - 3
+    inputs = {"train_logprobs_bt": train_bt, "rollout_logprobs_bt": torch.full_like(train_bt, -3.0)}
+    chosen = [("reject_token", {}), ("reject_sequence_sum", {"estimator": "k2", "limit": 0.5})]
+    _, keep_bt, metrics = correct(chosen, **inputs, mask_bt=torch.ones(2, 3))
+    assert keep_bt.tolist() == [[False] * 3, [True] * 3]
+    shares = {name.removeprefix("rollout_corr/rollout_rs_"): float(value) for name, value in metrics.items()}
+    assert {name: shares[name] for name in shares if name.endswith("masked_fraction")} == pytest.approx(
+        {
+            "token_k1_masked_fraction": 1 / 6,
+            "token_k1_seq_masked_fraction": 1 / 2,
+            "seq_sum_k2_masked_fraction": 1 / 2,
+            "seq_sum_k2_seq_masked_fraction": 1 / 2,
+            "masked_fraction": 1 / 2,
+            "seq_masked_fraction": 1 / 2,
+        }
+    )
+    bounds = [("reject_token", {"bounds": (0.5, 2.0)}), ("reject_token", {"bounds": (0.9, 4.0)})]
+    _, _, metrics = correct(bounds, **inputs, mask_bt=torch.ones(2, 3))
+    assert float(metrics["rollout_corr/rollout_rs_token_k1_masked_fraction"]) == pytest.approx(1 / 6)
+
+
+@pytest.mark.parametrize("case", WEIGHING, ids=str)
+def test_normalised_weights_have_mean_1_over_the_tokens_or_the_sequences_of_the_mask(case):
+    """As verl's rollout_is_batch_normalize: rejected tokens count in the mean, and metrics are those before it."""
+    batch = make_batch(2, drift=0.3)
+    plain_bt, _, metrics = computed(case, batch)
+    weights_bt, _, normalised = computed_all([case, REJECTING[0]], batch, normalize=True)
+    rows = [row for row in ragged(plain_bt, batch.mask_bt) if row]
+    by_token = case.name in ("tis_token", "icepop")
+    counted = [weight for row in rows for weight in row] if by_token else [row[0] for row in rows]
+    factor = statistics.fmean(counted)
+    assert abs(factor - 1) > 1e-3
+    assert float(normalised["rollout_corr/rollout_is_batch_norm_factor"]) == pytest.approx(factor)
+    torch.testing.assert_close(weights_bt * factor, plain_bt)
+    kept = {name: value for name, value in summarised(normalised).items() if name in summarised(metrics)}
+    assert kept == pytest.approx(summarised(metrics))
+
+
+def test_weights_that_are_all_0_stay_0_and_parts_are_not_normalised():
+    inputs = {"train_logprobs_bt": torch.zeros(1, 2), "rollout_logprobs_bt": torch.full((1, 2), -9.0)}
+    inputs["mask_bt"] = torch.ones(1, 2)
+    weights_bt, _, metrics = correct([("icepop", {})], **inputs, normalize=True)
+    assert not weights_bt.any() and float(metrics["rollout_corr/rollout_is_batch_norm_factor"]) == 1
+    with pytest.raises(ValueError, match="pass the whole batch"):
+        correct([("icepop", {})], **inputs, normalize=True, totals=BatchTotals(4, 2))
+
+
+def test_no_two_corrections_give_weights():
+    with pytest.raises(InvalidJob, match="'tis_token' and 'icepop' both give weights"):
+        computed_all([Case("tis_token"), Case("icepop")], make_batch())
+
+
+def test_icepop_by_sequence_by_hand():
+    """Products 0.125, 8 and 1: the first two are out of bounds, as a whole, though no token is."""
+    train_bt = torch.tensor([[0.5, 0.5, 0.5], [2.0, 2.0, 2.0], [2.0, 0.5, 1.0]], dtype=torch.float64).log() - 3
+    weights_bt, keep_bt, metrics = correct(
+        [("icepop_sequence", {})],
+        train_logprobs_bt=train_bt,
+        rollout_logprobs_bt=torch.full_like(train_bt, -3.0),
+        mask_bt=torch.tensor([[1, 1, 1], [1, 1, 1], [1, 1, 1]]),
+    )
+    assert weights_bt[:, 0].tolist() == pytest.approx([0.0, 0.0, 1.0]) and keep_bt.all()
+    numbers = {name.removeprefix("rollout_corr/rollout_is_"): value for name, value in summarised(metrics).items()}
+    assert (numbers["ratio_fraction_high"], numbers["ratio_fraction_low"]) == pytest.approx((1 / 3, 1 / 3))
+    assert (numbers["oob_ratio"], numbers["max"], numbers["min"]) == pytest.approx((2 / 3, 8.0, 0.125))
+
+
 def test_mismatch_metrics_by_hand():
     nan = math.nan
     train_bt = torch.tensor([[0.5, 0.25, 9.0], [0.1, 9.0, 9.0], [nan] * 3], dtype=torch.float64).log()
@@ -183,11 +290,10 @@ def test_mismatch_metrics_by_hand():
 def by_ratio(name: str, ratios: list[float], **options):
     train_bt = torch.tensor([ratios], dtype=torch.float64).log() - 3
     return correct(
-        name,
+        [(name, options)],
         train_logprobs_bt=train_bt,
         rollout_logprobs_bt=torch.full_like(train_bt, -3.0),
         mask_bt=torch.ones_like(train_bt),
-        **options,
     )
 
 
@@ -211,7 +317,7 @@ def test_metrics_of_weights_by_sequence_are_over_sequences_before_truncation() -
     mask_bt = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 0, 0]])
     rollout_bt = torch.full_like(log_ratio_bt, -8.0)
     inputs = {"train_logprobs_bt": rollout_bt + log_ratio_bt, "rollout_logprobs_bt": rollout_bt, "mask_bt": mask_bt}
-    weights_bt, _, metrics = correct("tis_sequence", **inputs)
+    weights_bt, _, metrics = correct([("tis_sequence", {})], **inputs)
     assert weights_bt[0].tolist() == pytest.approx([2.0] * 3)
     numbers = {name.removeprefix("rollout_corr/"): value for name, value in summarised(metrics).items()}
     assert numbers["rollout_is_ratio_fraction_high"] == pytest.approx(1 / 3)  # 3/5 of the tokens
@@ -219,7 +325,7 @@ def test_metrics_of_weights_by_sequence_are_over_sequences_before_truncation() -
     assert numbers["rollout_is_max"] == pytest.approx(math.exp(5.855), rel=1e-6)  # 349; truncated it is 2
     assert numbers["rollout_is_min"] == pytest.approx(math.exp(-1))
     assert numbers["rollout_is_mean"] == pytest.approx((3 * 2 + math.exp(-1) + math.exp(0.1)) / 5)
-    geometric = summarised(correct("tis_geometric", **inputs)[2])
+    geometric = summarised(correct([("tis_geometric", {})], **inputs)[2])
     assert geometric["rollout_corr/rollout_is_max"] == pytest.approx(math.exp(5.855 / 3), rel=1e-6)
 
 
@@ -230,10 +336,10 @@ def test_a_token_far_off_counts_whole_in_sums_and_means_of_its_sequence() -> Non
     inputs = {"train_logprobs_bt": rollout_bt + log_ratio_bt, "rollout_logprobs_bt": rollout_bt}
     inputs |= {"mask_bt": torch.ones_like(log_ratio_bt)}
     ratio = math.exp((7 * 8 - 50) / 8)
-    weights_bt, _, metrics = correct("tis_geometric", cap=100.0, **inputs)
+    weights_bt, _, metrics = correct([("tis_geometric", {"cap": 100.0})], **inputs)
     assert weights_bt[0].tolist() == pytest.approx([ratio] * 8)
-    assert correct("reject_geometric", bounds=(0.5, 1.01 * ratio), **inputs)[1].all()
-    assert correct("reject_sequence_mean", estimator="k1", bounds=(0.5, 1.01 * ratio), **inputs)[1].all()
+    assert correct([("reject_geometric", {"bounds": (0.5, 1.01 * ratio)})], **inputs)[1].all()
+    assert correct([("reject_sequence_mean", {"estimator": "k1", "bounds": (0.5, 1.01 * ratio)})], **inputs)[1].all()
     numbers = summarised(metrics)
     assert numbers["rollout_corr/kl"] == pytest.approx(-(7 * 8 - 50) / 8)
     assert numbers["rollout_corr/chi2_seq"] == pytest.approx(math.exp(2 * 6) - 1)
@@ -260,6 +366,7 @@ def test_product_and_geometric_mean_are_different_things():
         ("icepop", {"bounds": [1.5, 2.0]}, "enclose 1"),
         ("icepop", {"bounds": [0.5]}, "bounds"),
         ("tis_token", {"cap": 0.0}, "is not more than 0"),
+        ("tis_token", {"floor": 1.5}, "is more than 1"),
         ("reject_token", {"estimator": "k4"}, "'k1', 'k2' or 'k3'"),
     ],
 )

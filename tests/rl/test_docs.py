@@ -35,7 +35,7 @@ def written(default: object) -> str:
         case float() if 0 < default < 1e-4:
             return f"{default:.0e}".replace("e-0", "e-")
         case float():
-            return f"{default:.4f}".rstrip("0") if default < 1e-3 else str(default)
+            return f"{default:.4f}".rstrip("0") if 0 < default < 1e-3 else str(default)
     return str(default)
 
 

@@ -87,6 +87,16 @@ def test_files_in_yaml_and_json(tmp_path, suffix, dump):
         ("data.files", "train.parquet", "give a list, for example `files: [/data/train.parquet]`, or leave it out."),
         ("algorithm", "dapo", "give a mapping, for example `algorithm: {preset: grpo}`, or leave it out."),
         ("algorithm.correction", 2, "give a mapping, for example `correction: {name: tis_token}`, or leave it out."),
+        ("algorithm.correction", ["tis_token", 2], "algorithm.correction.1: 2: is not a mapping. Fix: give a mapping."),
+        ("algorithm.correction", {"nme": "tis_token"}, "algorithm.correction.nme: there is no such field."),
+        ("algorithm.correction", [{"nme": "tis_token"}], "algorithm.correction.0.name: is missing."),
+        ("algorithm.correction", [], "algorithm.correction: []: has fewer than 1 entries. Fix: give a mapping,"),
+        ("algorithm.correction", ["reject_token"] * 9, "has more than 8 entries"),
+        (
+            "algorithm.correction",
+            [{"name": "tis_token", "options": {"cap": math.inf}}],
+            "algorithm.correction.0.options: ",
+        ),
         ("rollout", None, "rollout: null: is not a mapping. Fix: give a mapping, for example"),
         ("rollout.engine_options", None, "for example `engine_options: {max_num_seqs: 256}`, or leave it out."),
         ("rollout.engine_options", {"vllm": None}, "rollout.engine_options.vllm: null: is not a mapping of vllm's"),
@@ -118,6 +128,17 @@ def test_every_mapping_and_list_has_an_example_that_is_valid():
 def test_a_function_may_be_given_by_its_name_alone():
     algorithm = parse(with_("algorithm", {"advantage": "rloo", "kl": "k3"})).algorithm
     assert algorithm.advantage.name == "rloo" and algorithm.kl is not None and algorithm.kl.name == "k3"
+
+
+def test_one_correction_or_a_list_of_them_is_kept_as_it_was_written():
+    several = ["tis_token", {"name": "reject_token", "options": {"limit": 0.1}}]
+    for written, names in (("tis_token", ["tis_token"]), (several, ["tis_token", "reject_token"]), (None, [])):
+        spec = parse(with_("algorithm.correction", written))
+        assert [correction.name for correction in spec.algorithm.corrections] == names
+        assert JobSpec.model_validate_json(spec.model_dump_json()) == spec
+        assert isinstance(
+            spec.model_dump(mode="json")["algorithm"]["correction"], type(written) if names[1:] else object
+        )
 
 
 def test_every_mistake_is_told_at_once():

@@ -6,7 +6,7 @@ exp(mean log(π_train/π_rollout)) does not depend on length, so the bounds can 
 from torch import Tensor
 
 from millrace.rl.formulas.ratios import sequence_mean
-from millrace.rl.formulas.rejection import is_close
+from millrace.rl.formulas.rejection import is_close, rejected
 from millrace.rl.registry.options import RatioBounds
 
 
@@ -15,4 +15,4 @@ def reject_geometric(
 ) -> tuple[None, Tensor, dict[str, Tensor]]:
     """Drops sequences by the geometric mean of their ratios."""
     mean_b1 = sequence_mean(train_logprobs_bt - rollout_logprobs_bt, mask_bt)
-    return None, mask_bt & is_close("k1", mean_b1, bounds, 0.0), {}
+    return rejected("seq_mean_k1", is_close("k1", mean_b1, bounds, 0.0), mask_bt)

@@ -7,7 +7,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from millrace.rl.formulas.rejection import divergences, is_close
+from millrace.rl.formulas.rejection import divergences, is_close, rejected
 from millrace.rl.registry.options import Positive, RatioBounds
 
 
@@ -23,4 +23,4 @@ def reject_sequence_max(
     """Drops sequences by their worst token."""
     divergence_bt = divergences(estimator, train_logprobs_bt - rollout_logprobs_bt)
     is_close_bt = is_close(estimator, divergence_bt, bounds, limit) | ~mask_bt
-    return None, mask_bt & is_close_bt.all(dim=-1, keepdim=True), {}
+    return rejected(f"seq_max_{estimator}", is_close_bt.all(dim=-1, keepdim=True), mask_bt)

@@ -9,7 +9,7 @@ from typing import Literal
 from torch import Tensor
 
 from millrace.rl.formulas.ratios import sequence_mean
-from millrace.rl.formulas.rejection import divergences, is_close
+from millrace.rl.formulas.rejection import divergences, is_close, rejected
 from millrace.rl.registry.options import Positive, RatioBounds
 
 
@@ -25,4 +25,4 @@ def reject_sequence_mean(
     """Drops sequences by the mean over their tokens."""
     divergence_bt = divergences(estimator, train_logprobs_bt - rollout_logprobs_bt)
     mean_b1 = sequence_mean(divergence_bt, mask_bt)
-    return None, mask_bt & is_close(estimator, mean_b1, bounds, limit), {}
+    return rejected(f"seq_mean_{estimator}", is_close(estimator, mean_b1, bounds, limit), mask_bt)

@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from millrace.rl.formulas.rejection import divergences, is_close
+from millrace.rl.formulas.rejection import divergences, is_close, rejected
 from millrace.rl.registry.options import Positive, RatioBounds
 
 
@@ -24,4 +24,4 @@ def reject_sequence_sum(
     """Drops sequences by the sum over their tokens."""
     divergence_bt = divergences(estimator, train_logprobs_bt - rollout_logprobs_bt)
     sum_b1 = divergence_bt.sum(dim=-1, keepdim=True)
-    return None, mask_bt & is_close(estimator, sum_b1, bounds, limit), {}
+    return rejected(f"seq_sum_{estimator}", is_close(estimator, sum_b1, bounds, limit), mask_bt)

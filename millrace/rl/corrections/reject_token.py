@@ -7,7 +7,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from millrace.rl.formulas.rejection import divergences, is_close
+from millrace.rl.formulas.rejection import divergences, is_close, rejected
 from millrace.rl.registry.options import Positive, RatioBounds
 
 
@@ -22,4 +22,4 @@ def reject_token(
 ) -> tuple[None, Tensor, dict[str, Tensor]]:
     """Drops tokens that are out of bounds."""
     divergence_bt = divergences(estimator, train_logprobs_bt - rollout_logprobs_bt)
-    return None, mask_bt & is_close(estimator, divergence_bt, bounds, limit), {}
+    return rejected(f"token_{estimator}", is_close(estimator, divergence_bt, bounds, limit), mask_bt)

@@ -49,13 +49,17 @@ def clipped_surrogate(
     return loss_bt, metrics_bt
 
 
-def truncated_by_sequence(ratio_b1: Tensor, cap: float) -> tuple[Tensor, dict[str, Tensor]]:
-    """Weights min(ratio, cap) of whole sequences, [B, 1], and their metrics [B], which are taken before truncation."""
+def truncated_by_sequence(ratio_b1: Tensor, cap: float, floor: float) -> tuple[Tensor, dict[str, Tensor]]:
+    """Weights of whole sequences, [B, 1]: the ratio between `floor` and `cap`; and the metrics of `bounds_metrics`."""
+    return ratio_b1.clamp(floor, cap), bounds_metrics(ratio_b1, floor or 1 / cap, cap)
+
+
+def bounds_metrics(ratio_b1: Tensor, low: float, high: float) -> dict[str, Tensor]:
+    """Metrics, [B], of ratios of whole sequences, [B, 1], before they are cut: what is outside `low` and `high`."""
     ratio_b = ratio_b1.squeeze(-1)
-    metrics_b = {
-        "rollout_is_ratio_fraction_high": ratio_b > cap,
-        "rollout_is_ratio_fraction_low": ratio_b < 1 / cap,
+    return {
+        "rollout_is_ratio_fraction_high": ratio_b > high,
+        "rollout_is_ratio_fraction_low": ratio_b < low,
         "rollout_is_max": ratio_b,
         "rollout_is_min": ratio_b,
     }
-    return ratio_b1.clamp(max=cap), metrics_b

@@ -22,6 +22,18 @@ def divergences(estimator: str, log_ratio_bt: Tensor) -> Tensor:
     return torch.expm1(clamped(log_ratio_bt)) - log_ratio_bt
 
 
+def rejected(criterion: str, is_kept_bt: Tensor, mask_bt: Tensor) -> tuple[None, Tensor, dict[str, Tensor]]:
+    """What a correction returns that rejects all but `is_kept_bt`, [B, T] or [B, 1].
+
+    `criterion` is verl's name of it, as "token_k1" or "seq_mean_k3": under that name it reports the share of the tokens
+    that it rejects, and the share of the sequences of which it rejects a token.
+    """
+    keep_bt = mask_bt & is_kept_bt
+    is_cut_bt = mask_bt & ~keep_bt
+    prefix = f"rollout_rs_{criterion}"
+    return None, keep_bt, {f"{prefix}_masked_fraction": is_cut_bt, f"{prefix}_seq_masked_fraction": is_cut_bt.any(-1)}
+
+
 def is_close(estimator: str, divergence: Tensor, bounds: tuple[float, float], limit: float) -> Tensor:
     """bool, the shape of `divergence`: whether it is within `bounds` (k1) or at most `limit` (k2, k3)."""
     if estimator != "k1":

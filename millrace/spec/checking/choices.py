@@ -1,7 +1,8 @@
 """Checks of the algorithm that a job chose: its functions exist, their options are valid, and the job has what they
 read. Reads a user's own files; needs no torch."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from itertools import product
 
 from millrace.errors import InvalidJob, Mistake, wrong_value
 from millrace.rl.registry.catalogue import AGGREGATIONS, KL_ESTIMATORS, AlgorithmEntry, AlgorithmKind, find
@@ -11,6 +12,8 @@ from millrace.validation.names import choose
 
 BEHAVIOUR = "behaviour_logprobs_bt"
 """Input of a policy loss: the log-probabilities of the engine."""
+Entries = dict[AlgorithmKind, list[tuple[str, AlgorithmEntry]]]
+"""The functions that a job names and that exist, by kind, each with the field of its name."""
 
 
 def check(spec: JobSpec) -> None:
@@ -33,7 +36,7 @@ def mistakes_of(spec: JobSpec) -> Iterator[Mistake]:
         yield _unknown("algorithm.kl.name", algorithm.kl.name, KL_ESTIMATORS)
     if algorithm.kl is not None and algorithm.kl.options:
         yield wrong_value("algorithm.kl.options", algorithm.kl.options, "a KL estimator has no options", "remove them.")
-    entries: dict[AlgorithmKind, AlgorithmEntry] = {}
+    entries: Entries = {kind: [] for kind in AlgorithmKind}
     for kind, choice, field in chosen(algorithm):
         try:
             entry = find(kind, choice.name, f"{field}.name")
@@ -41,10 +44,11 @@ def mistakes_of(spec: JobSpec) -> Iterator[Mistake]:
         except InvalidJob as error:
             yield from error.mistakes
             continue
-        entries[kind] = entry
-    if AlgorithmKind.ADVANTAGE in entries:
-        yield from _advantage(spec, entries[AlgorithmKind.ADVANTAGE])
+        entries[kind].append((f"{field}.name", entry))
+    for _, entry in entries[AlgorithmKind.ADVANTAGE]:
+        yield from _advantage(spec, entry)
     yield from _weighted_once(algorithm, entries)
+    yield from _correction_options(algorithm, entries)
     yield from _cut_distribution(spec, entries)
 
 
@@ -52,8 +56,9 @@ def chosen(algorithm: Algorithm) -> Iterator[tuple[AlgorithmKind, Choice, str]]:
     """The functions that a job names, each with its kind and its field."""
     yield AlgorithmKind.ADVANTAGE, algorithm.advantage, "algorithm.advantage"
     yield AlgorithmKind.POLICY_LOSS, algorithm.policy_loss, "algorithm.policy_loss"
-    if algorithm.correction is not None:
-        yield AlgorithmKind.CORRECTION, algorithm.correction, "algorithm.correction"
+    for number, correction in enumerate(algorithm.corrections):
+        place = f".{number}" if isinstance(algorithm.correction, tuple) else ""
+        yield AlgorithmKind.CORRECTION, correction, f"algorithm.correction{place}"
 
 
 def _advantage(spec: JobSpec, entry: AlgorithmEntry) -> Iterator[Mistake]:
@@ -104,30 +109,47 @@ def _separate_rewards(spec: JobSpec, entry: AlgorithmEntry) -> Iterator[Mistake]
         yield wrong_value("algorithm.kl_in", "reward", ignored, "put it into the loss.")
 
 
-def _weighted_once(algorithm: Algorithm, entries: Mapping[AlgorithmKind, AlgorithmEntry]) -> Iterator[Mistake]:
+def _weighted_once(algorithm: Algorithm, entries: Entries) -> Iterator[Mistake]:
     """No token is weighted twice for the engine's policy. What a user's own correction returns is unknown."""
-    correction, loss = entries.get(AlgorithmKind.CORRECTION), entries.get(AlgorithmKind.POLICY_LOSS)
-    if correction is None or loss is None or correction.is_user_defined or not correction.gives_weights:
-        return
-    field, fix = "algorithm.correction.name", "leave the correction out, choose one that rejects, for example"
-    if algorithm.old_logprobs == "rollout" and "old_logprobs_bt" in loss.inputs:
-        reason = (
-            "with algorithm.old_logprobs: rollout the ratio in the loss is this weight already; it would count twice"
-        )
-        yield wrong_value(field, correction.name, reason, f"{fix} reject_token, or set old_logprobs to recompute.")
-    if BEHAVIOUR in loss.inputs:
-        reason = f"the policy loss {loss.name!r} weights by the engine's log-probabilities itself; it would count twice"
-        yield wrong_value(field, correction.name, reason, f"{fix} reject_token, or choose the loss ppo.")
+    weighing = [
+        (field, correction)
+        for field, correction in entries[AlgorithmKind.CORRECTION]
+        if correction.gives_weights and not correction.is_user_defined
+    ]
+    for field, correction in weighing[1:]:
+        reason = f"{weighing[0][1].name} gives weights already; a token is weighted once"
+        yield wrong_value(field, correction.name, reason, "keep one of the two; the others may only reject.")
+    fix, twice = "leave the correction out, choose one that rejects, for example", "; it would count twice"
+    for (field, correction), (_, loss) in product(weighing, entries[AlgorithmKind.POLICY_LOSS]):
+        if algorithm.old_logprobs == "rollout" and "old_logprobs_bt" in loss.inputs:
+            reason = f"with algorithm.old_logprobs: rollout the ratio in the loss is this weight already{twice}"
+            yield wrong_value(field, correction.name, reason, f"{fix} reject_token, or set old_logprobs to recompute.")
+        if BEHAVIOUR in loss.inputs:
+            reason = f"the policy loss {loss.name!r} weights by the engine's log-probabilities itself{twice}"
+            yield wrong_value(field, correction.name, reason, f"{fix} reject_token, or choose the loss ppo.")
 
 
-def _cut_distribution(spec: JobSpec, entries: Mapping[AlgorithmKind, AlgorithmEntry]) -> Iterator[Mistake]:
+def _correction_options(algorithm: Algorithm, entries: Entries) -> Iterator[Mistake]:
+    """The bounds of a weight are in order, and there are weights to normalise where that is asked for."""
+    for _, choice, field in chosen(algorithm):
+        floor, cap = choice.options.get("floor"), choice.options.get("cap")
+        if isinstance(floor, int | float) and isinstance(cap, int | float) and floor > cap:
+            yield wrong_value(f"{field}.options.floor", floor, f"is above the cap, {cap:g}", "make it at most the cap.")
+    if algorithm.normalize_correction_weights and not any(
+        e.gives_weights for _, e in entries[AlgorithmKind.CORRECTION]
+    ):
+        reason = "there is no correction that gives weights"
+        fix = "choose one, for example `correction: tis_token`, or leave it out."
+        yield wrong_value("algorithm.normalize_correction_weights", True, reason, fix)
+
+
+def _cut_distribution(spec: JobSpec, entries: Entries) -> Iterator[Mistake]:
     """The engine's log-probabilities are compared with the trainer's only where both are over all tokens."""
     rollout, algorithm = spec.rollout, spec.algorithm
-    loss = entries.get(AlgorithmKind.POLICY_LOSS)
     compared = {
-        "leave algorithm.correction out": algorithm.correction is not None,
+        "leave algorithm.correction out": bool(algorithm.corrections),
         "set algorithm.old_logprobs to recompute": algorithm.old_logprobs == "rollout",
-        "choose the policy loss ppo": loss is not None and BEHAVIOUR in loss.inputs,
+        "choose the policy loss ppo": any(BEHAVIOUR in loss.inputs for _, loss in entries[AlgorithmKind.POLICY_LOSS]),
     }
     if not any(compared.values()):
         return

@@ -75,11 +75,10 @@ def _paths(spec: JobSpec) -> Iterator[tuple[str, str, str]]:
     place, colon, function = spec.reward.function.rpartition(":")
     if Target(place, function).is_file:
         yield "reward.function", place, colon + function
-    for name in ("advantage", "policy_loss", "correction"):
-        choice = getattr(spec.algorithm, name)
-        if choice is not None and ":" in choice.name:
+    for _, choice, field in choices.chosen(spec.algorithm):
+        if ":" in choice.name:
             place, colon, function = choice.name.rpartition(":")
-            yield f"algorithm.{name}.name", place, colon + function
+            yield f"{field}.name", place, colon + function
 
 
 def _data(spec: JobSpec) -> Iterator[Mistake]:

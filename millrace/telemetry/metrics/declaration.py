@@ -55,6 +55,10 @@ class Placeholder:
 
 
 PLACEHOLDERS = {
+    "criterion": Placeholder(
+        "verl's name of a rejection: `token`, `seq_sum`, `seq_mean` or `seq_max`, and `_k1`, `_k2` or `_k3`",
+        r"(?:token|seq_sum|seq_mean|seq_max)_k[123]",
+    ),
     "data_source": Placeholder("the `data_source` of the prompts, as the data files have it", r".*"),
     "engine": Placeholder("the name of a rollout engine", r"[a-z0-9_]+"),
     "k": Placeholder("a number of answers, at least 2", r"\d+"),

@@ -51,7 +51,7 @@ def passes_needed(spec: JobSpec, *, updates: int, policy_is_trained: bool = True
     read = {"old_logprobs_bt", "weights_bt"} & inputs
     read |= {"selected_bt"} & find(AlgorithmKind.POLICY_LOSS, algorithm.policy_loss.name).inputs
     in_reward = algorithm.kl is not None and algorithm.kl_in == "reward"
-    train = algorithm.correction is not None or (recomputed and (updates > 1 or bool(read) or in_reward))
+    train = bool(algorithm.corrections) or (recomputed and (updates > 1 or bool(read) or in_reward))
     squares = "sum_pi_squared_bt" in inputs
     return NeededPasses(
         train=train or squares or not policy_is_trained,

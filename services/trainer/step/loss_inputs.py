@@ -81,14 +81,14 @@ def make_loss_inputs(spec: JobSpec, batch: RankBatch, passes: ForwardResults) ->
     check_finite("rewards", rewards_bt, whole_mask_bt, batch.whole_labels)
     known = _advantage_inputs(spec, batch, passes, old_bt)
     keep_bt, metrics = whole_mask_bt, {}
-    if algorithm.correction is not None:
+    if algorithm.corrections:
         assert passes.train_bt is not None
         known["weights_bt"], keep_bt, shares = correct(
-            algorithm.correction.name,
+            [(correction.name, correction.options) for correction in algorithm.corrections],
             train_logprobs_bt=batch.gather(passes.train_bt),
             rollout_logprobs_bt=whole_rollout_bt,
             mask_bt=whole_mask_bt,
-            **algorithm.correction.options,
+            normalize=algorithm.normalize_correction_weights,
         )
         metrics = summarised(shares)
     advantages_bt, returns_bt = advantage(

@@ -70,9 +70,8 @@ class Clock:
 
 def reported(spec: JobSpec, metrics: dict[str, float]) -> dict[str, float]:
     """The step's `metrics`, each key checked against its declaration in `millrace/telemetry/metrics`."""
-    correction = spec.algorithm.correction
     functions = [find(AlgorithmKind.POLICY_LOSS, spec.algorithm.policy_loss.name)]
-    functions += [] if correction is None else [find(AlgorithmKind.CORRECTION, correction.name)]
+    functions += [find(AlgorithmKind.CORRECTION, correction.name) for correction in spec.algorithm.corrections]
     catalogue.check(metrics, [Owner.TRAINER], user_defined=any(function.is_user_defined for function in functions))
     return metrics
 

@@ -31,7 +31,7 @@ def used(kind: AlgorithmKind, name: str) -> Any:
     if kind is AlgorithmKind.ADVANTAGE:
         return advantage(name, token_rewards_bt=values_bt, mask_bt=mask_bt, group_b=torch.zeros(2))
     if kind is AlgorithmKind.CORRECTION:
-        return correct(name, train_logprobs_bt=values_bt, rollout_logprobs_bt=values_bt, mask_bt=mask_bt)
+        return correct([(name, {})], train_logprobs_bt=values_bt, rollout_logprobs_bt=values_bt, mask_bt=mask_bt)
     logprobs_bt = values_bt.clone().requires_grad_()
     tensors = {"old_logprobs_bt": values_bt, "advantages_bt": values_bt, "mask_bt": mask_bt}
     return policy_loss(name, logprobs_bt=logprobs_bt, **tensors)

@@ -64,7 +64,38 @@ MEGATRON = {"trainer": {"backend": "megatron"}}
                 f'algorithm.correction.name: "{name}": with algorithm.old_logprobs: rollout',
                 "recompute",
             )
-            for name in ("tis_token", "tis_sequence", "tis_geometric", "icepop")
+            for name in ("tis_token", "tis_sequence", "tis_geometric", "icepop", "icepop_sequence")
+        ),
+        (
+            {"correction": ["reject_token", "tis_token", "icepop"]},
+            {},
+            'algorithm.correction.2.name: "icepop": tis_token gives weights already',
+            "keep one of the two",
+        ),
+        (
+            {"old_logprobs": "rollout", "correction": ["reject_token", "icepop_sequence"]},
+            {},
+            'algorithm.correction.1.name: "icepop_sequence": with algorithm.old_logprobs: rollout',
+            "recompute",
+        ),
+        ({"correction": ["tis"]}, {}, 'algorithm.correction.0.name: "tis"', "tis_token"),
+        (
+            {"correction": ["tis_token", {"name": "reject_token", "options": {"limt": 1.0}}]},
+            {},
+            "algorithm.correction.1.options.limt: 1.0: ",
+            "did you mean `limit`?",
+        ),
+        (
+            {"correction": {"name": "tis_token", "options": {"cap": 0.5, "floor": 0.9}}},
+            {},
+            "algorithm.correction.options.floor: 0.9: is above the cap, 0.5",
+            "make it at most the cap.",
+        ),
+        (
+            {"correction": "reject_token", "normalize_correction_weights": True},
+            {},
+            "algorithm.normalize_correction_weights: true: there is no correction that gives weights",
+            "correction: tis_token",
         ),
         (
             {"policy_loss": "decoupled_ppo", "correction": "tis_token"},
@@ -154,6 +185,8 @@ def test_what_can_work_is_taken(tmp_path: Path) -> None:
         ({"old_logprobs": "rollout", "policy_loss": "gpg", "correction": "tis_token"}, {}),
         ({"policy_loss": "decoupled_ppo", "correction": "reject_token"}, {}),
         ({"policy_loss": "decoupled_ppo"}, {}),
+        ({"correction": ["tis_sequence", "reject_token", {"name": "reject_sequence_mean"}]}, {}),
+        ({"correction": "icepop", "normalize_correction_weights": True}, {}),
         ({}, CUT),
     ):
         choices.check(job(algorithm, **parts))

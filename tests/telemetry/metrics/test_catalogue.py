@@ -12,7 +12,15 @@ from millrace.telemetry.metrics.catalogue import STEP_METRICS, STRICT, Undeclare
 from millrace.telemetry.metrics.declaration import PLACEHOLDERS, Owner, StepMetric
 
 ROOT = Path(__file__).resolve().parents[3]
-EXAMPLES = {"data_source": "openai/gsm8k", "engine": "vllm", "k": "4", "n": "16", "name": "ours", "statistic": "max"}
+EXAMPLES = {
+    "criterion": "seq_mean_k3",
+    "data_source": "openai/gsm8k",
+    "engine": "vllm",
+    "k": "4",
+    "n": "16",
+    "name": "ours",
+    "statistic": "max",
+}
 PREFIXES = "|".join(sorted({metric.key.partition("/")[0] for metric in STEP_METRICS}))
 CODE_KEYS = re.compile(rf"""["']((?:{PREFIXES})/[\w@/-]+)["']""")
 PAGE_KEYS = re.compile(rf"`((?:{PREFIXES})/[\w@/-]+)`")

@@ -95,7 +95,10 @@ MISMATCH = (
         "Tokens whose ratio is below the correction's lower bound, or 1/`cap`; for weights by response, responses.",
     ),
     StepMetric(
-        "rollout_corr/rollout_is_oob_ratio", Unit.SHARE, TRAINER, "Tokens whose ratio is out of bounds (`icepop`)."
+        "rollout_corr/rollout_is_oob_ratio",
+        Unit.SHARE,
+        TRAINER,
+        "Tokens whose ratio is out of bounds (`icepop`, `icepop_sequence`).",
     ),
     StepMetric("rollout_corr/rollout_rs_masked_fraction", Unit.SHARE, TRAINER, "Tokens that were rejected."),
     StepMetric(
@@ -103,6 +106,24 @@ MISMATCH = (
         Unit.SHARE,
         TRAINER,
         "Responses of which at least one token was rejected.",
+    ),
+    StepMetric(
+        "rollout_corr/rollout_rs_{criterion}_masked_fraction",
+        Unit.SHARE,
+        TRAINER,
+        "Tokens that this rejection alone rejects.",
+    ),
+    StepMetric(
+        "rollout_corr/rollout_rs_{criterion}_seq_masked_fraction",
+        Unit.SHARE,
+        TRAINER,
+        "Responses of which this rejection alone rejects a token.",
+    ),
+    StepMetric(
+        "rollout_corr/rollout_is_batch_norm_factor",
+        Unit.RATIO,
+        TRAINER,
+        "Mean of the weights, by which they are divided (`algorithm.normalize_correction_weights`).",
     ),
     StepMetric(
         "rollout_corr/{name}",

@@ -67,6 +67,10 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         for name in names(AlgorithmKind.POLICY_LOSS)
     },
     **{f"correction {name}": {"correction": {"name": name}} for name in names(AlgorithmKind.CORRECTION)},
+    "corrections together": {
+        "correction": ["tis_sequence", "reject_token", "reject_sequence_mean"],
+        "normalize_correction_weights": True,
+    },
     **{f"aggregation {name}": {"aggregation": name} for name in AGGREGATIONS},
     **{f"kl {name} in the loss": {"kl": {"name": name}} for name in KL_ESTIMATORS},
     **{f"kl {name} in the reward": {"kl": {"name": name}, "kl_in": "reward"} for name in ("k1", "k2", "k3", "abs")},
