@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from millrace.data.quantization import block_scales
 from millrace.errors import refused
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
@@ -25,10 +26,12 @@ class ModelFolder:
 
 
 def check_model_folder(path: str | Path, *, messages: bool = True) -> ModelFolder:
-    """Checks the folder. Raises InvalidJob if the folder, its config, tokenizer or weights are missing or broken; with
-    `messages` (prompts are messages rather than plain text) also if there is no chat template."""
+    """Checks the folder. Raises InvalidJob if the folder, its config, tokenizer or weights are missing or broken, or
+    the weights are quantized in a way that cannot be read; with `messages` (prompts are messages rather than plain
+    text) also if there is no chat template."""
     folder = _folder(path, FIELD)
-    architectures = _json(folder / "config.json", folder).get("architectures")
+    config = _json(folder / "config.json", folder)
+    architectures = config.get("architectures")
     if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
         fix = 'add it, for example "architectures": ["Qwen3ForCausalLM"].'
         raise refused(FIELD, str(path), "config.json names no architecture", fix)
@@ -40,6 +43,7 @@ def check_model_folder(path: str | Path, *, messages: bool = True) -> ModelFolde
             "save the tokenizer into the same folder (tokenizer.save_pretrained).",
         )
     _check_weights(folder, FIELD)
+    block_scales(config, folder, FIELD)
     has_chat_template = _has_chat_template(folder)
     if messages and not has_chat_template:
         raise refused(
@@ -55,8 +59,9 @@ def check_weights_folder(path: str | Path, *, field: str) -> Path:
     """Checks a folder of which only config and weights are read, and returns its path. Raises InvalidJob that names
     `field`."""
     folder = _folder(path, field)
-    _json(folder / "config.json", folder, field)
+    config = _json(folder / "config.json", folder, field)
     _check_weights(folder, field)
+    block_scales(config, folder, field)
     return folder
 
 

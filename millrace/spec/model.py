@@ -9,7 +9,9 @@ from millrace.validation.model import StrictModel
 
 class Model(StrictModel):
     path: str
-    """Absolute path of a Hugging Face model folder: config, tokenizer and safetensors. The same for every service."""
+    """Absolute path of a Hugging Face model folder: config, tokenizer and safetensors. The same for every service.
+    Weights in DeepSeek's FP8 format are read as the unquantized weights that they stand for; what is trained, published
+    and written is not quantized. Other quantized weights are refused."""
     trust_remote_code: bool = False
     """Whether Python code in the model folder may run."""
 

@@ -1,12 +1,15 @@
 """A model folder is looked at file by file; each thing that is missing is named."""
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from millrace.data.model_folder import ModelFolder, check_model_folder
+from millrace.data.model_folder import ModelFolder, check_model_folder, check_weights_folder
+from millrace.data.quantization import BlockScales, block_scales, unquantized
 from millrace.errors import InvalidJob
 
 
@@ -63,6 +66,63 @@ def test_what_is_missing_is_named(damage: Callable[[Path], object], reason: str,
     assert reason in refused.value.what
     assert refused.value.what.startswith(f'model.path: "{folder}": ')
     assert refused.value.fix
+
+
+QUANTIZED: list[tuple[dict[str, Any], str]] = [
+    ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantized with gptq"),
+    ({"quantization_config": {"quant_method": "AWQ"}}, "quantized with awq"),
+    ({"quantization_config": {"load_in_4bit": True}}, "quantized with bitsandbytes"),
+    (
+        {"quantization_config": {"quant_method": "compressed-tensors", "format": "float-quantized"}},
+        "compressed-tensors",
+    ),
+    ({"quantization_config": {"quant_method": "mxfp4"}}, "quantized with mxfp4"),
+    ({"quantization_config": {"bits": 4}}, "a method that its config.json does not name"),
+    ({"quantization_config": {"quant_method": "fp8"}}, "fp8 without blocks"),
+    ({"quantization_config": {"quant_method": "fp8", "fmt": "e5m2", "weight_block_size": [128, 128]}}, "format e5m2"),
+    ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}}, r"weight_block_size \[128\]"),
+    ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [0, 128]}}, r"weight_block_size \[0, 128\]"),
+    ({"quantization_config": "fp8"}, "is not an object"),
+    ({"compression_config": {"format": "pack-quantized"}}, "compressed-tensors"),
+    ({"text_config": {"quantization_config": {"quant_method": "awq"}}}, r"awq \(in its text_config\)"),
+]
+
+
+@pytest.mark.parametrize(("entries", "reason"), QUANTIZED, ids=[reason for _, reason in QUANTIZED])
+def test_quantizations_that_cannot_be_read_are_refused_by_name(
+    entries: dict[str, Any], reason: str, folder: Path
+) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | entries))
+    for check in (check_model_folder, functools.partial(check_weights_folder, field="model.path")):
+        with pytest.raises(InvalidJob, match=rf"model\.path: .*{reason}") as refused:
+            check(folder)
+        assert refused.value.fix
+
+
+@pytest.mark.parametrize("file", ["hf_quant_config.json", "quantize_config.json"])
+def test_a_quantization_that_another_file_describes_is_refused_too(file: str, folder: Path) -> None:
+    (folder / file).write_text("{}")
+    with pytest.raises(InvalidJob, match=r"quantized with (modelopt|gptq)"):
+        check_model_folder(folder)
+
+
+def test_fp8_by_blocks_passes(folder: Path) -> None:
+    """The entry of DeepSeek-V3's release, and that of V3.1 with the format of its scales."""
+    config = json.loads((folder / "config.json").read_text())
+    stated = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
+    for entry in (stated, stated | {"scale_fmt": "ue8m0"}):
+        (folder / "config.json").write_text(json.dumps(config | {"quantization_config": entry}))
+        check_model_folder(folder)
+        assert block_scales({"quantization_config": entry}, folder) == BlockScales(128, 128)
+
+
+def test_what_is_written_has_the_config_of_unquantized_weights() -> None:
+    entry = {"quantization_config": {"quant_method": "fp8"}}
+    assert unquantized({"torch_dtype": "float16", **entry}) == {"torch_dtype": "float16"}
+    assert unquantized({"dtype": "float8_e4m3fn", **entry}) == {"dtype": "bfloat16"}
+    assert unquantized(entry) == {"dtype": "bfloat16"}
+    assert unquantized({"model_type": "qwen3"}) == {"model_type": "qwen3"}
 
 
 def test_no_folder_at_all(tmp_path: Path, folder: Path) -> None:

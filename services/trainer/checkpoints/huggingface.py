@@ -6,11 +6,13 @@ import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from millrace.data.quantization import unquantized
 from millrace.errors import InvalidState
 from millrace.weights.plans.manifest import TensorInfo
 from services.trainer.checkpoints.model_files import INDEX, SINGLE, ModelFiles
@@ -105,6 +107,7 @@ class SafetensorsWriter:
 
 def untrained(model: Path, given: Collection[str]) -> Iterator[tuple[str, Tensor]]:
     """The tensors of the folder `model` that are not among `given`, unchanged: those of a vision tower, for example.
+    Quantized ones come unquantized, in the folder's dtype.
 
     Left out are the language model's head, which is given unless it is tied or replaced by a critic's head, and heads
     that predict several tokens at once, which would not match the trained model any more. Nothing is yielded where the
@@ -114,12 +117,13 @@ def untrained(model: Path, given: Collection[str]) -> Iterator[tuple[str, Tensor
         return
     config = json.loads((model / "config.json").read_text())
     layers = {**config, **(config.get("text_config") or {})}.get("num_hidden_layers")
+    dtype = getattr(torch, dtype_of(model))
     with ModelFiles(model) as files:
         if not set(given) <= {*files, WEIGHT}:
             return
         for name in files:
             if name not in given and not _dropped(name, layers):
-                yield name, files.whole(name)
+                yield name, files.whole(name).to(dtype) if files.is_quantized(name) else files.whole(name)
 
 
 def _dropped(name: str, layers: int | None) -> bool:
@@ -129,14 +133,17 @@ def _dropped(name: str, layers: int | None) -> bool:
 
 
 def dtype_of(model: Path) -> str:
-    """Dtype of the weights of a model folder, by its config."""
-    config = json.loads((model / "config.json").read_text())
+    """Dtype of the weights of a model folder, by its config; of quantized weights that in which they are written."""
+    config = unquantized(json.loads((model / "config.json").read_text()))
     return str(config.get("dtype") or config.get("torch_dtype") or "float32")
 
 
 def copy_rest(model: Path, folder: Path) -> None:
-    """Copies all files of the folder `model` that are not weights."""
+    """Copies all files of the folder `model` that are not weights. The config is that of unquantized weights."""
     for pattern in COPIED:
         for file in model.glob(pattern):
             if not file.name.endswith(".safetensors.index.json") and not file.name.endswith(".bin.index.json"):
                 shutil.copyfile(file, folder / file.name)
+    config = json.loads((folder / "config.json").read_text())
+    if (written := unquantized(config)) != config:
+        (folder / "config.json").write_text(json.dumps(written, indent=2))

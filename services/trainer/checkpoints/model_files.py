@@ -1,4 +1,5 @@
-"""Reads the weights of a model folder, tensor by tensor."""
+"""Reads the weights of a model folder, tensor by tensor. Quantized tensors are read as unquantized ones, and their
+scales are hidden."""
 
 import json
 from collections.abc import Iterator
@@ -10,20 +11,29 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from millrace.data.quantization import SCALES, block_scales
 from millrace.errors import InvalidJob
+from services.trainer.checkpoints.block_scaled import BlockScaledTensor
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+QUANTIZED = ("F8", "F6", "F4")
+"""Beginnings of the names that safetensors has for dtypes of less than 16 bits."""
+BLOCK_SCALED = "F8_E4M3"
 
 
 class ModelFiles:
     """The safetensors files of a folder. Each is opened when it is first needed and closed with the context."""
 
     def __init__(self, folder: Path) -> None:
+        """Raises InvalidJob where the weights cannot be read."""
         self._folder = folder
         self._stack = ExitStack()
         self._open: dict[str, Any] = {}
         self._file_of = _index(folder)
+        config = folder / "config.json"
+        self.blocks = block_scales(json.loads(config.read_text()) if config.is_file() else {}, folder)
+        """The format of the quantized tensors; None where there are none."""
 
     def __enter__(self) -> "ModelFiles":
         return self
@@ -35,32 +45,70 @@ class ModelFiles:
 
     def __iter__(self) -> Iterator[str]:
         """The names of the tensors, file after file."""
-        return iter(sorted(self._file_of, key=lambda name: (self._file_of[name], name)))
+        return iter(sorted(filter(self.has, self._file_of), key=lambda name: (self._file_of[name], name)))
 
     def has(self, name: str) -> bool:
         """Whether the folder has a tensor of this name."""
-        return name in self._file_of
+        return name in self._file_of and not self._is_scale(name)
+
+    def is_quantized(self, name: str) -> bool:
+        """Whether the tensor is read as another one than is stored."""
+        return isinstance(self.tensor(name), BlockScaledTensor)
 
     def whole(self, name: str) -> Tensor:
-        """A complete tensor, in host memory."""
-        tensor: Tensor = self._file(self._file_of[name]).get_tensor(name)
+        """A complete tensor, in host memory. A quantized tensor comes as float32. Raises InvalidJob where it cannot be
+        read."""
+        stored = self.tensor(name)
+        tensor: Tensor
+        if isinstance(stored, BlockScaledTensor):
+            tensor = stored[...]
+        else:
+            tensor = self._file(self._file_of[name]).get_tensor(name)
         return tensor
 
     def slice_of(self, name: str, shape: tuple[int, ...]) -> Any:
-        """A safetensors slice of the tensor: indexing it reads the values. Raises InvalidJob where the tensor is
-        missing or has another shape."""
-        if name not in self._file_of:
+        """A safetensors slice of the tensor: indexing it reads the values, those of a quantized tensor as float32.
+        Raises InvalidJob where the tensor is missing or has another shape."""
+        if not self.has(name):
             raise InvalidJob(
                 f"model.path: {self._folder} has no tensor {name}, of shape {shape}, which its config asks for.",
                 "give a folder whose weights fit its config.json.",
             )
-        stored = self._file(self._file_of[name]).get_slice(name)
+        stored = self.tensor(name)
         if tuple(stored.get_shape()) != shape:
             raise InvalidJob(
                 f"model.path: {name} in {self._folder} is {tuple(stored.get_shape())}, the config asks for {shape}.",
                 "give a folder whose weights fit its config.json.",
             )
         return stored
+
+    def tensor(self, name: str) -> Any:
+        """A safetensors slice of the tensor whatever its shape, as `slice_of`. Raises InvalidJob where it cannot be
+        read."""
+        stored = self._stored(name)
+        dtype: str = stored.get_dtype()
+        if not dtype.startswith(QUANTIZED):
+            return stored
+        scales = name + SCALES
+        if dtype != BLOCK_SCALED or self.blocks is None or scales not in self._file_of:
+            reason = f"{name} in {self._folder} is {dtype} without scales that are known"
+            raise InvalidJob(f"model.path: {reason}.", "give a folder with unquantized weights, or DeepSeek's format.")
+        try:
+            return BlockScaledTensor(stored, self._stored(scales), self.blocks)
+        except ValueError as error:
+            what = f"model.path: {name} in {self._folder} has {error}."
+            raise InvalidJob(what, "give a folder whose weights fit its config.json.") from error
+
+    def check(self) -> None:
+        """Raises InvalidJob where a tensor is quantized in a way that cannot be read."""
+        for name in self:
+            self.tensor(name)
+
+    def _is_scale(self, name: str) -> bool:
+        return self.blocks is not None and name.endswith(SCALES) and name.removesuffix(SCALES) in self._file_of
+
+    def _stored(self, name: str) -> Any:
+        return self._file(self._file_of[name]).get_slice(name)
 
     def _file(self, name: str) -> Any:
         if name not in self._open:

@@ -1,13 +1,12 @@
 """The head of a critic in a model folder: a linear layer with one output and no bias, named `score` in transformers."""
 
-import json
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from millrace.errors import refused
+from services.trainer.checkpoints.model_files import INDEX, SINGLE, ModelFiles
 
 FIELD = "algorithm.critic.path"
 WEIGHT, BIAS = "score.weight", "score.bias"
@@ -17,10 +16,9 @@ def stored_head(folder: Path, hidden: int) -> Tensor | None:
     """The weight of the folder's head, [1, hidden]; None where the folder has no head. Raises InvalidJob where its head
     is not one of a critic."""
     found: dict[str, Tensor] = {}
-    for file in _files(folder):
-        with safe_open(file, "pt") as tensors:
-            stored = set(tensors.keys())
-            found |= {name: tensors.get_tensor(name) for name in (WEIGHT, BIAS) if name in stored}
+    if any((folder / file).is_file() for file in (INDEX, SINGLE)):
+        with ModelFiles(folder) as files:
+            found = {name: files.whole(name) for name in (WEIGHT, BIAS) if files.has(name)}
     weight = found.get(WEIGHT)
     if weight is not None and weight.shape != (1, hidden):
         reason = f"its {WEIGHT} is {tuple(weight.shape)}, not {(1, hidden)}: a critic says one number"
@@ -29,15 +27,6 @@ def stored_head(folder: Path, hidden: int) -> Tensor | None:
         fix = "give a model whose head has none, or one without a head."
         raise refused(FIELD, str(folder), f"its {BIAS} is not 0, and the critic's head has no bias", fix)
     return weight
-
-
-def _files(folder: Path) -> set[Path]:
-    """The files that may contain a part of the head."""
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        return set(folder.glob("*.safetensors"))
-    files = json.loads(index.read_text())["weight_map"]
-    return {folder / files[name] for name in (WEIGHT, BIAS) if name in files}
 
 
 def config_changes(architectures: list[str]) -> dict[str, object]:

@@ -1,9 +1,11 @@
 """From a job spec to SGLang's server arguments. Options with which samples or weights would be wrong are refused."""
 
 import dataclasses
+import json
 import secrets
 from typing import Any
 
+from millrace.data.quantization import engine_overrides
 from millrace.engines import ENGINES
 from millrace.errors import InvalidState, refused
 from millrace.spec import JobSpec
@@ -33,6 +35,7 @@ def server_arguments(spec: JobSpec) -> dict[str, Any]:
         "context_length": context(spec) + SLACK,
         "log_level": "warning",
         **options,
+        **config_overrides(spec.model.path, options.get("json_model_override_args")),
         "model_path": spec.model.path,
         "trust_remote_code": spec.model.trust_remote_code,
         "dtype": spec.rollout.dtype,
@@ -43,6 +46,13 @@ def server_arguments(spec: JobSpec) -> dict[str, Any]:
         # Replicas must not draw the same random numbers; the ranks of one replica must.
         "random_seed": secrets.randbits(30),
     }
+
+
+def config_overrides(model: str, asked: str | None) -> dict[str, str]:
+    """The argument of SGLang for changes of a model folder's config: those that the job asked for, and that parameters
+    are not quantized. Empty where there is nothing to change."""
+    changes = {**json.loads(asked or "{}"), **engine_overrides(model)}
+    return {"json_model_override_args": json.dumps(changes)} if changes else {}
 
 
 def context(spec: JobSpec) -> int:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from millrace.data.quantization import engine_overrides
 from millrace.errors import InvalidJob, PublicationFailed, refused
 from millrace.spec import JobSpec
 from millrace.weights.loader.stored import published_dtype, stored_tensors, views
@@ -66,6 +67,7 @@ def random_model(spec: JobSpec, device: str, attention: str) -> Any:
     trust, device = spec.model.trust_remote_code, device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         config = AutoConfig.from_pretrained(spec.model.path, trust_remote_code=trust)
+        config.update(engine_overrides(spec.model.path))
         others = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
         if others:
             reason = f"this engine cannot run layers of kind {', '.join(others)}"

@@ -6,6 +6,7 @@ import secrets
 from pathlib import Path
 from typing import Any
 
+from millrace.data.quantization import engine_overrides
 from millrace.engines import ENGINES
 from millrace.errors import InvalidState, refused
 from millrace.spec import JobSpec
@@ -48,6 +49,8 @@ def engine_arguments(spec: JobSpec) -> Any:
             raise refused("algorithm.router_replay", True, reason, "use the transformers engine, or leave it out.")
         arguments["enable_return_routed_experts"] = True
     arguments |= options
+    if overrides := engine_overrides(spec.model.path):
+        arguments["hf_overrides"] = {**arguments.get("hf_overrides", {}), **overrides}
     arguments |= {
         "model": spec.model.path,
         "trust_remote_code": spec.model.trust_remote_code,

@@ -93,7 +93,8 @@ class Fsdp2Critic(ShardedModel):
 
 def _read(source: Model, config: Any) -> dict[str, Tensor]:
     """The decoder as transformers loads it, and the folder's head, or zeros: an untrained critic predicts 0."""
-    decoder = {f"model.{name}": tensor for name, tensor in read_whole(AutoModel, source, config, FIELD).items()}
+    read = read_whole(AutoModel, source, config, dtype=torch.float32, field=FIELD)
+    decoder = {f"model.{name}": tensor for name, tensor in read.items()}
     hidden = config.get_text_config().hidden_size
     head = stored_head(Path(source.path), hidden)
     return {**decoder, WEIGHT: torch.zeros(1, hidden) if head is None else head}

@@ -1,6 +1,8 @@
 """A Hugging Face model sharded over the ranks: built without memory, then filled from rank 0, which reads the
 folder."""
 
+import copy
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +19,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from millrace.batching.cost import SequenceCost
+from millrace.data import quantization
 from millrace.errors import InvalidJob
 from millrace.spec.model import Model
 from services.trainer.backends.fsdp2.computable import check_computable, named
+from services.trainer.checkpoints.model_files import INDEX, SINGLE, ModelFiles
 from services.trainer.ranks import collectives
 
 FIELD = "model.path"
@@ -45,13 +49,16 @@ class Sharding:
 
 def load_config(model: Model, field: str = FIELD) -> Any:
     """The config of a model folder, without dropout and noise: a policy is trained with the probabilities with which it
-    sampled. `field` is the field of the job spec that names the folder. Raises InvalidJob."""
-    if not (Path(model.path) / "config.json").is_file():
+    sampled. It is that of unquantized weights. `field` is the field of the job spec that names the folder. Raises
+    InvalidJob."""
+    folder = Path(model.path)
+    if not (folder / "config.json").is_file():
         raise InvalidJob(
             f"{field}: {model.path} is not a Hugging Face model folder on the trainer's host: no config.json there.",
             "give a folder with config, tokenizer and safetensors that the trainer sees at this same path.",
         )
     try:
+        _block_scales(folder, field)
         config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InvalidJob(f"{field}: the config of {model.path} cannot be read: {error}", _FIX) from error
@@ -60,6 +67,7 @@ def load_config(model: Model, field: str = FIELD) -> Any:
             getattr(config, name), float
         ):
             setattr(config, name, 0.0)
+    vars(config).pop(quantization.KEY, None)
     return config
 
 
@@ -72,7 +80,7 @@ def policy(model: Model, config: Any, sharding: Sharding, *, dtype: torch.dtype)
     def build() -> PreTrainedModel:
         return build_unfilled(AutoModelForCausalLM, model, config, sharding, dtype=dtype)
 
-    return shard_model(build, lambda: read_whole(AutoModelForCausalLM, model, config), sharding)
+    return shard_model(build, lambda: read_whole(AutoModelForCausalLM, model, config, dtype=dtype), sharding)
 
 
 def build_unfilled(
@@ -126,23 +134,47 @@ def shard_model(build: Callable[[], Module], read: Callable[[], dict[str, Tensor
     return module.train()
 
 
-def read_whole(loader: Any, model: Model, config: Any, field: str = FIELD) -> dict[str, Tensor]:
-    """Parameters and buffers as transformers' `loader` reads them, in host memory, in the dtype of the folder."""
+def read_whole(loader: Any, model: Model, config: Any, *, dtype: torch.dtype, field: str = FIELD) -> dict[str, Tensor]:
+    """Parameters and buffers as transformers' `loader` reads them, in host memory: in the dtype of the folder, or,
+    where its weights are quantized, in `dtype`. Raises InvalidJob."""
     transformers_logging.disable_progress_bar()
+    read = _read_unquantized if _block_scales(Path(model.path), field) is None else _read_quantized
     try:
-        loaded, report = loader.from_pretrained(
-            model.path,
-            config=config,
-            dtype="auto",
-            trust_remote_code=model.trust_remote_code,
-            output_loading_info=True,
-        )
+        loaded, report = read(loader, model, config, dtype)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise InvalidJob(f"{field}: {model.path} cannot be loaded: {error}", _FIX) from error
     if absent := sorted(report["missing_keys"]):
         what = f"{field}: {model.path} lacks {len(absent)} of the model's tensors, the first {absent[0]}."
         raise InvalidJob(what, "give a folder whose safetensors hold the whole model.")
     return {**dict(loaded.named_parameters()), **dict(loaded.named_buffers())}
+
+
+def _block_scales(folder: Path, field: str) -> quantization.BlockScales | None:
+    return quantization.block_scales(json.loads((folder / "config.json").read_text()), folder, field)
+
+
+def _read_unquantized(loader: Any, model: Model, config: Any, dtype: torch.dtype) -> Any:
+    if any((Path(model.path) / file).is_file() for file in (INDEX, SINGLE)):
+        with ModelFiles(Path(model.path)) as files:
+            files.check()
+    return loader.from_pretrained(
+        model.path,
+        config=config,
+        dtype="auto",
+        trust_remote_code=model.trust_remote_code,
+        output_loading_info=True,
+    )
+
+
+def _read_quantized(loader: Any, model: Model, config: Any, dtype: torch.dtype) -> Any:
+    """Transformers gets the tensors of `ModelFiles` instead of the folder: on a GPU it would keep them quantized, and
+    elsewhere it refuses blocks that do not divide a tensor."""
+    config = copy.deepcopy(config)  # transformers writes the dtype into it
+    with torch.device("meta"):
+        kind = type(loader.from_config(config, trust_remote_code=model.trust_remote_code))
+    with ModelFiles(Path(model.path)) as files:
+        tensors = {name: files.tensor(name) for name in files}
+        return kind.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype, output_loading_info=True)
 
 
 def _layers(module: nn.Module) -> list[nn.Module]:

@@ -159,7 +159,7 @@ def test_refuses_what_is_no_model(one_rank: torch.device, tied_model: Path, tmp_
     for folder, words in (
         (tmp_path / "missing", "no config.json"),
         (unknown, "config"),
-        (damaged, "cannot be loaded"),
+        (damaged, "model.safetensors cannot be read"),
         (partial, "lacks 2 of the model's tensors, the first model.layers.0.self_attn.k_norm.weight"),
     ):
         with pytest.raises(InvalidJob, match=r"model\.path") as raised:

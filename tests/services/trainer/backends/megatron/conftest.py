@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.fp8 import save_quantized
 from tests.services.trainer.backends.megatron import tiny
 from tests.services.trainer.backends.megatron.launch import launch, once
 from tests.services.trainer.backends.megatron.plain import Run, train
@@ -29,6 +30,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def plain() -> Callable[..., Run]:
     """Kind → two steps of plain training."""
     return functools.cache(lambda kind, **how: train(tiny.random_model(kind).train(), steps=2, **how))
+
+
+@pytest.fixture(scope="session")
+def fp8_models(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The model deepseek_v3 with FP8 weights, and with the same weights in float32."""
+    root = tmp_path_factory.mktemp("fp8")
+    found = {"fp8": root / "fp8", "fp8 dequantized": root / "plain"}
+    save_quantized(models["deepseek_v3"], *found.values())
+    return found
 
 
 def cases_of(models: dict[str, Path], asked: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, Any]:
@@ -134,7 +144,9 @@ launched by themselves."""
 
 
 @pytest.fixture(scope="session")
-def ranks(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Any, Path]]:
+def ranks(
+    models: dict[str, Path], fp8_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., tuple[Any, Path]]:
     """Number of ranks → what `on_ranks` answers of that number's cases, and the folder of weights and checkpoints. With
     the name of a case in MATRIX: of the cases in MATRIX."""
 
@@ -153,6 +165,7 @@ def ranks(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
             return launch(count, folder, **calls), folder
         if count == 1:
             cases |= cases_of(models, OTHERWISE)
+            cases |= {name: {"model": str(path), "reference": True} for name, path in fp8_models.items()}
             cases["bias moved"]["break_off"] = True
             calls["train"]["cases"] = {**_fsdp2(models), **cases, **_bfloat16(models)}
             calls["head"] = calls["context_parallel_packing"] = {}

@@ -88,6 +88,17 @@ def test_bfloat16_trains_nearly_alike(kind: str, ranks: Ranks, plain: Callable[.
         torch.testing.assert_close(weights.float(), expected.weights[tensor].float(), atol=0.02, rtol=0.01, msg=tensor)
 
 
+def test_fp8_weights_train_as_the_weights_that_they_stand_for(ranks: Ranks) -> None:
+    answers, folder = ranks(1)
+    quantized, plain = (answers["train"][name] for name in ("fp8", "fp8 dequantized"))
+    for part in ("logprobs", "reference", "losses", "norms"):
+        assert quantized[part] == plain[part], part
+    assert plain["changed"] == []
+    found, expected = (load_file(folder / f"{name}.safetensors") for name in ("fp8", "fp8 dequantized"))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+
+
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("qwen2", "qwen3", "qwen2_5_vl")])
 def test_reports_how_the_tokens_spread_over_the_experts(kind: str, ranks: Ranks) -> None:
     memory = ranks(1)[0]["train"][kind]["memory"]
