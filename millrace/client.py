@@ -12,7 +12,6 @@ Every call has a deadline. While the coordinator does not answer, or does not re
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import secrets
 import time
@@ -203,19 +202,9 @@ class Client:
         return self._http
 
     def _secret(self) -> str:
-        from millrace.wire.channel import token
+        from millrace.wire.channel import sendable, token
 
-        try:
-            secret = token() if self._token is None else self._token
-            secret.encode("ascii")
-        except OSError as error:
-            file = f"{json.dumps(error.filename)}: {error.strerror}"
-            fix = "give a file that holds the token and can be read, or set MILLRACE_TOKEN instead."
-            raise errors.MillraceError(f"MILLRACE_TOKEN_FILE: {file}.", fix) from error
-        except UnicodeError as error:
-            fix = "set the same token of ASCII characters for all services and clients."
-            raise errors.MillraceError("MILLRACE_TOKEN: holds a character that is not ASCII.", fix) from error
-        return secret
+        return token() if self._token is None else sendable(self._token)
 
     def _ask(self, method: str, path: str, *, stream: bool = False, **parts: Any) -> httpx.Response:
         """One call, repeated while the coordinator is not available. Every call may be repeated: a submission carries

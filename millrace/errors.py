@@ -75,6 +75,15 @@ def refused(field: str, value: object, reason: str, fix: str) -> InvalidJob:
     return InvalidJob.of([wrong_value(field, value, reason, fix)])
 
 
+class InvalidRequest(MillraceError):
+    """A message of another service cannot be read, or a field of it has a wrong value."""
+
+
+def bad_field(field: str, value: object, reason: str, fix: str) -> InvalidRequest:
+    """The error for one field of a message with a wrong value. `reason` comes without a full stop, `fix` with one."""
+    return InvalidRequest(wrong_value(field, value, reason, fix).what, fix)
+
+
 class InvalidState(MillraceError):
     """The request does not fit the state of the object that it names (pausing a finished job)."""
 

@@ -189,7 +189,7 @@ def test_what_is_no_coordinator_is_told(coordinator: Coordinator, answer: Any) -
 
 def test_a_token_that_cannot_be_read_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MILLRACE_TOKEN_FILE", str(tmp_path / "token"))
-    wrong = "MILLRACE_TOKEN: holds a character that is not ASCII"
+    wrong = "MILLRACE_TOKEN: holds a space or a character that is not ASCII"
     missing = f'MILLRACE_TOKEN_FILE: "{tmp_path}/token": No such file or directory'
     for content, why in ((None, missing), ("gehéim".encode("latin-1"), wrong), ("gehéim".encode(), wrong)):
         if content is not None:

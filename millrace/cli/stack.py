@@ -33,6 +33,9 @@ def up(
     http_host: Annotated[str, typer.Option(help="Address of the REST API; 0.0.0.0 allows other hosts.")] = "127.0.0.1",
     http_port: Annotated[int, typer.Option(help="Port of the REST API; 0: a free port.")] = 7700,
     grpc_port: Annotated[int, typer.Option(help="Port at which the fleet registers; 0: a free port.")] = 7600,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", envvar="MILLRACE_INSECURE", help="Serve other hosts without a token.")
+    ] = False,
 ) -> None:
     """Start the whole system on this machine: coordinator with its Redis, trainer, replicas.
 
@@ -40,6 +43,9 @@ def up(
     A service that dies is started again, a limited number of times. Ctrl-C stops all services in order and leaves no
     process behind; a second Ctrl-C does not wait.
     """
+    from millrace.wire.address import require_token  # imports gRPC
+
+    require_token(http_host, insecure=insecure)
     options = StackOptions(
         state=str(state.resolve()),
         replicas=replicas,
@@ -51,5 +57,6 @@ def up(
         http_host=http_host,
         http_port=http_port or free_port(),
         grpc_port=grpc_port or free_port(),
+        insecure=insecure,
     )
     raise typer.Exit(guard((sys.executable, "-m", "millrace.local", "supervise", options.to_json())))

@@ -32,6 +32,8 @@ class StackOptions:
     grpc_port: int = 7600
     http_host: str = "127.0.0.1"
     """Address that REST is served on. The services talk to each other over the loopback."""
+    insecure: bool = False
+    """REST may be served to other hosts without a token."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """For all services, over the supervisor's own."""
 
@@ -89,6 +91,7 @@ def services(options: StackOptions, devices: Sequence[str] = ()) -> list[Service
     python = sys.executable
     ports = ("--http-port", str(options.http_port), "--grpc-port", str(options.grpc_port))
     state = ("--http-host", options.http_host, "--state-dir", str(options.folder / "coordinator"))
+    secure = ("--insecure",) if options.insecure else ()
     # One rank needs nobody who starts it and is up seconds earlier without.
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks), "-m")
     several = torchrun if options.ranks > 1 else ()
@@ -105,7 +108,7 @@ def services(options: StackOptions, devices: Sequence[str] = ()) -> list[Service
     return [
         Service(
             "coordinator",
-            (python, "-m", "services.coordinator", *ports, *state),
+            (python, "-m", "services.coordinator", *ports, *state, *secure),
             environment,
             vital=True,
             grace_s=15.0,

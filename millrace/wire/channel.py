@@ -5,18 +5,21 @@ reply = await coordinator.call(FleetRpc.Heartbeat, request)
 """
 
 import asyncio
+import json
 import os
 import random
+import re
 from collections.abc import AsyncIterator, Mapping
 
 import grpc
 
-from millrace.errors import Unavailable
+from millrace.errors import InvalidState, Unavailable
 from millrace.wire.deadlines import DEADLINES_S
 from millrace.wire.method import Request, Response, Streaming, Unary
 from millrace.wire.status import error_of
 
 MAX_MESSAGE_BYTES = 1 << 30
+"""Largest answer that a caller takes. What a server takes is its own choice."""
 PROTOCOL_VERSION = 1
 """Two services talk to each other only if theirs are equal. Raised with every change of meaning on the wire."""
 
@@ -28,17 +31,34 @@ OPTIONS = [
     ("grpc.http2.max_pings_without_data", 0),
     # By default a server ends a connection that pings more often than every five minutes: long calls would break.
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.max_metadata_size", 32 << 10),  # the texts of an error, escaped
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 2_000),
 ]
 
 
 def token() -> str:
-    """The secret that services share, from MILLRACE_TOKEN or the file that MILLRACE_TOKEN_FILE names. Empty: none."""
+    """The secret that services share, from MILLRACE_TOKEN or the file that MILLRACE_TOKEN_FILE names. Empty: none.
+
+    Raises InvalidState where the file cannot be read, and for a secret that cannot be sent.
+    """
+    secret = os.environ.get("MILLRACE_TOKEN", "")
     if path := os.environ.get("MILLRACE_TOKEN_FILE"):
-        with open(path, encoding="utf-8") as file:
-            return file.read().strip()
-    return os.environ.get("MILLRACE_TOKEN", "")
+        try:
+            with open(path, encoding="utf-8", errors="surrogateescape") as file:
+                secret = file.read().strip()
+        except OSError as error:
+            fix = "give a file that holds the token and can be read, or set MILLRACE_TOKEN instead."
+            raise InvalidState(f"MILLRACE_TOKEN_FILE: {json.dumps(path)}: {error.strerror}.", fix) from error
+    return sendable(secret)
+
+
+def sendable(secret: str) -> str:
+    """The secret, if it can be the value of a header. Raises InvalidState."""
+    if not re.fullmatch(r"[!-~]*", secret):
+        fix = "set the same token of ASCII characters for all services and clients: `openssl rand -hex 32` makes one."
+        raise InvalidState("MILLRACE_TOKEN: holds a space or a character that is not ASCII.", fix)
+    return secret
 
 
 class Peer:

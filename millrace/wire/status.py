@@ -7,6 +7,7 @@ from millrace import errors
 CODES: dict[type[errors.MillraceError], grpc.StatusCode] = {
     errors.InvalidJob: grpc.StatusCode.INVALID_ARGUMENT,
     errors.BadRow: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
     errors.InvalidState: grpc.StatusCode.FAILED_PRECONDITION,
     errors.Fenced: grpc.StatusCode.ABORTED,
     errors.NotFound: grpc.StatusCode.NOT_FOUND,
@@ -17,6 +18,9 @@ CODES: dict[type[errors.MillraceError], grpc.StatusCode] = {
     errors.MillraceError: grpc.StatusCode.INTERNAL,
 }
 _BY_NAME = {kind.__name__: kind for kind in CODES}
+LONGEST_WHAT, LONGEST_FIX = 3000, 3000
+"""Bytes of an error's texts on the wire: a status travels in HTTP/2 headers, whose size is limited, and a byte that is
+no ASCII takes three."""
 _NAME, _FIX, _CULPRITS = "millrace-error", "millrace-fix-bin", "millrace-culprits-bin"
 
 
@@ -24,8 +28,15 @@ def status_of(error: errors.MillraceError) -> tuple[grpc.StatusCode, str, tuple[
     """Code, details and trailing metadata for `error`."""
     kind = next(k for k in type(error).__mro__ if k in CODES)
     culprits = ",".join(getattr(error, "culprits", ()))
-    trailing = ((_NAME, kind.__name__), (_FIX, error.fix.encode()), (_CULPRITS, culprits.encode()))
-    return CODES[kind], error.what, trailing
+    fix = _shortened(error.fix, LONGEST_FIX).encode()
+    trailing = ((_NAME, kind.__name__), (_FIX, fix), (_CULPRITS, culprits.encode()))
+    return CODES[kind], _shortened(error.what, LONGEST_WHAT), trailing
+
+
+def _shortened(text: str, most: int) -> str:
+    """The text with at most `most` bytes of its UTF-8."""
+    data = text.encode("utf-8", "replace")
+    return data.decode() if len(data) <= most else data[:most].decode("utf-8", "ignore") + " …"
 
 
 def error_of(call: grpc.aio.AioRpcError, address: str, method: str, deadline_s: float) -> errors.MillraceError:
@@ -45,6 +56,8 @@ def error_of(call: grpc.aio.AioRpcError, address: str, method: str, deadline_s: 
         return errors.Unavailable(f"{address} cannot be reached for {method}: {call.details()}.", "check that it runs.")
     if call.code() is grpc.StatusCode.UNAUTHENTICATED:
         return errors.InvalidState(f"{address} refused {method}: {call.details()}", "set the same MILLRACE_TOKEN.")
+    if call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return errors.InvalidRequest(f"{address} refused {method}: {call.details()}", "send less.")
     if call.code() is grpc.StatusCode.UNIMPLEMENTED:
         return errors.InvalidState(f"{address} does not know {method}.", "run the same release of millrace everywhere.")
     return errors.MillraceError(f"{method} at {address} failed with {call.code().name}: {call.details()}")

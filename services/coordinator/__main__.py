@@ -10,6 +10,7 @@ import typer
 from millrace.errors import MillraceError
 from millrace.telemetry import logs, tracing
 from millrace.version import VersionOption
+from millrace.wire.address import InsecureOption, require_token
 from services.coordinator.fleet.fleet import Patience
 from services.coordinator.process import Coordinator, Settings
 
@@ -39,6 +40,7 @@ def main(
         float,
         typer.Option(envvar="MILLRACE_LOST_AFTER_S", help="Seconds of silence after which a member is lost."),
     ] = 5.0,
+    insecure: InsecureOption = False,
     version: VersionOption = False,
 ) -> None:
     """Starts the coordinator. SIGTERM and SIGINT stop it; jobs continue when it is started again."""
@@ -54,6 +56,7 @@ def main(
     try:
         logs.configure("coordinator")
         tracing.configure("coordinator")
+        require_token(http_host, grpc_host, insecure=insecure)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(_until_signalled(settings))
     except MillraceError as error:

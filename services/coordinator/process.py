@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import fcntl
-import ipaddress
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,8 +12,8 @@ import structlog
 import uvicorn
 
 from millrace.errors import InvalidState, Unavailable
-from millrace.wire.channel import token
-from millrace.wire.server import Server, host_address
+from millrace.wire.address import host_address
+from millrace.wire.server import Server
 from services.coordinator.fleet.fleet import Fleet, Patience
 from services.coordinator.fleet.trainer import Trainer
 from services.coordinator.jobs.control import Control
@@ -35,6 +34,9 @@ from services.coordinator.work.queue import Queue
 log = structlog.get_logger(__name__)
 REDIS_START_S = 10.0
 """How long the Redis of REDIS_URL may take to answer at start."""
+LARGEST_GROUP_BYTES = 512 << 20
+"""Largest group that a replica may send; Redis takes no larger value. 16 answers of 32,768 tokens with the routing of
+Qwen3-30B-A3B are 220 MB."""
 GRACE_S = 5.0
 """Time for calls in progress when the coordinator stops."""
 
@@ -86,7 +88,7 @@ class Coordinator:
         trainer, queue = Trainer(fleet), Queue(store, fleet, events, prometheus)
         publisher = Publisher(store, fleet, trainer, events, prometheus)
         services = servicers(FleetServicer(fleet), WorkServicer(queue, store, prometheus))
-        grpc = Server(services, self._settings.grpc_host, self._settings.grpc_port)
+        grpc = Server(services, self._settings.grpc_host, self._settings.grpc_port, LARGEST_GROUP_BYTES)
         components = Components(
             store=store,
             fleet=fleet,
@@ -108,7 +110,6 @@ class Coordinator:
             work.append(asyncio.create_task(self._redis.watch()))
         serving = asyncio.create_task(rest.serve(sockets=[http]))
         stopping = asyncio.create_task(stop.wait())
-        _warn_without_token(self._settings)
         log.info("coordinator started", http=http.getsockname()[:2], grpc=grpc.port, redis=store.connection.name)
         try:
             done, _ = await asyncio.wait({*work, serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -187,24 +188,6 @@ async def _redis_answers(store: Store) -> None:
         )
     if await store.connection.evicts():
         log.warning("Redis deletes data when its memory is full", fix="set maxmemory-policy noeviction")
-
-
-def _warn_without_token(settings: Settings) -> None:
-    """Warns where other hosts can reach this coordinator without a token: a job names code that is run."""
-    if not token() and not (_loopback(settings.http_host) and _loopback(settings.grpc_host)):
-        log.warning(
-            "no token is set: anybody who reaches these addresses may submit jobs and join the fleet",
-            http=settings.http_host,
-            grpc=settings.grpc_host,
-            fix="set MILLRACE_TOKEN, the same for all services and clients",
-        )
-
-
-def _loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _work_address(host: str, port: int) -> str:

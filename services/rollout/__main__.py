@@ -16,9 +16,10 @@ from millrace.errors import MillraceError
 from millrace.ids import MemberId, new_member_id
 from millrace.telemetry import logs
 from millrace.version import VersionOption
+from millrace.wire.address import InsecureOption, bind_address, host_address, require_token
 from millrace.wire.channel import Peer
 from millrace.wire.membership import Membership
-from millrace.wire.server import Server, host_address
+from millrace.wire.server import Server
 from services.rollout.engines import probe
 from services.rollout.lifeline import kill_descendants
 from services.rollout.replica import Replica
@@ -68,6 +69,7 @@ def main(
     drain_s: Annotated[
         float, typer.Option(envvar="MILLRACE_DRAIN_S", help="Seconds to finish its leases when it is stopped.")
     ] = 600.0,
+    insecure: InsecureOption = False,
     version: VersionOption = False,
 ) -> None:
     """Serves one engine to the fleet until it is told to stop. A second signal ends it without waiting for leases."""
@@ -76,6 +78,7 @@ def main(
     member_id = new_member_id("rollout")
     try:
         logs.configure("rollout", member_id)
+        require_token(bind_address(host_address()), insecure=insecure)
         found = probe(engine)
         if not found.ok:
             raise MillraceError(f"engine {engine} cannot run here: {found.why}")
@@ -115,8 +118,7 @@ async def _serve(member_id: MemberId, options: Options) -> int:
     coordinator = Peer(options.coordinator)
     leases = Leases(coordinator, member_id)
     replica = Replica(member_id, options.engine, options.engine_release, leases)
-    bind = options.host if options.host in ("127.0.0.1", "localhost", "::1") else "0.0.0.0"
-    server = Server(servicers(replica), bind, options.port)
+    server = Server(servicers(replica), bind_address(options.host), options.port)
     membership = replica.membership(coordinator, f"{options.host}:{server.port}", options.patience_s)
     leases.on_forgotten, leases.on_death = membership.forgotten, replica.died_of
     stops = _signals()

@@ -14,6 +14,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import signal
 import socket
+import sys
 from collections.abc import Callable
 from typing import Annotated
 
@@ -22,10 +23,11 @@ import torch.distributed as dist
 import typer
 from torch.distributed import DistError
 
+from millrace.errors import MillraceError
 from millrace.ids import MemberId, new_member_id
 from millrace.telemetry import logs
 from millrace.version import VersionOption
-from millrace.wire.server import host_address
+from millrace.wire.address import InsecureOption, bind_address, host_address, require_token
 from services.trainer.checkpoints.background_saver import BackgroundSaver
 from services.trainer.publication.sender import Sender
 from services.trainer.ranks.commands import CommandLoop, CommandSender
@@ -48,6 +50,7 @@ def main(
     host: Annotated[
         str, typer.Option(envvar="MILLRACE_HOST", help="Address at which others reach this host; empty: detected.")
     ] = "",
+    insecure: InsecureOption = False,
     version: VersionOption = False,
 ) -> None:
     """Serves one trainer in front of a group of ranks."""
@@ -56,6 +59,12 @@ def main(
     member_id = new_member_id("trainer")
     rank = os.environ.get("RANK", "0")
     logs.configure("trainer", member_id if rank == "0" else f"rank-{rank}")
+    try:
+        if rank == "0":  # the other ranks serve nobody
+            require_token(bind_address(host_address()), insecure=insecure)
+    except MillraceError as error:
+        print(f"trainer: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
     raise typer.Exit(run(coordinator, port, member_id))
 
 

@@ -21,6 +21,7 @@ from millrace.local.ports import free_port
 ROOT = Path(__file__).resolve().parents[2]
 COMPOSE = ["docker-compose"] if shutil.which("docker-compose") else ["docker", "compose"]
 STEPS = 40
+TOKEN = "the-token-of-this-test"
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(1800)]
 
@@ -34,6 +35,7 @@ class Project:
             "COMPOSE_PROJECT_NAME": f"millrace-test-{port}",
             "MILLRACE_HTTP_PORT": str(port),
             "OMP_NUM_THREADS": "1",
+            "MILLRACE_TOKEN": TOKEN,
         }
 
     def compose(self, *words: str, timeout_s: float = 300.0) -> str:
@@ -77,7 +79,7 @@ def serving(client: Client) -> list[Any]:
 
 def test_up_learn_scale_kill(project: Project) -> None:
     project.compose("up", "-d", "--build", timeout_s=1500)
-    client = Client(project.url)
+    client = Client(project.url, TOKEN)
     until("the coordinator answers", client.ready, 120)
     until("trainer and replica joined", lambda: client.fleet().trainers and client.fleet().replicas, 180)
 

@@ -110,6 +110,7 @@ def another_replica(tmp_path: Path) -> Iterator[Callable[[Stack, str], subproces
         def start(stack: Stack, engine: str) -> subprocess.Popen[bytes]:
             log = running.enter_context((tmp_path / "another.log").open("wb"))
             argv = (sys.executable, "-m", "services.rollout", "--coordinator", stack.coordinator, "--port", "0")
+            argv = (*argv, "--host", "127.0.0.1")
             replica = offspring.start((*argv, "--engine", engine), stack.options.environment, log)
             running.callback(replica.wait, 60)
             running.callback(replica.terminate)

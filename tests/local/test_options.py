@@ -18,7 +18,8 @@ def test_services_in_starting_order_with_their_options() -> None:
     assert [s.vital for s in made] == [True, True, False, False]
     assert StackOptions("/somewhere", http_host="0.0.0.0").url == "http://127.0.0.1:7700"
     coordinator, trainer, first, _ = (" ".join(s.argv) for s in made)
-    assert "services.coordinator --http-port 7700 --grpc-port 7601" in coordinator
+    assert "services.coordinator --http-port 7700 --grpc-port 7601" in coordinator and "--insecure" not in coordinator
+    assert "--insecure" in services(StackOptions("/somewhere", insecure=True))[0].argv
     assert "--nproc-per-node 3" in trainer and "--coordinator 127.0.0.1:7601" in trainer
     assert "--engine transformers" in first and "--coordinator 127.0.0.1:7601" in first
 

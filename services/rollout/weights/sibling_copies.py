@@ -16,7 +16,7 @@ from millrace.weights.plans import wire_layouts
 from millrace.weights.plans.manifest import Manifest
 from millrace.weights.plans.sharded import ShardedPlan
 from millrace.weights.transfer.channels.rendezvous import serve_store
-from millrace.wire.server import host_address
+from millrace.wire.address import host_address
 from millrace.wire.v1 import trainer_pb2, weights_pb2
 from services.rollout.weights.engine_weights import EngineWeights
 from services.rollout.weights.transfer_request import TransferRequest

@@ -16,7 +16,7 @@ from millrace.weights.plans.gather_broadcast import gather_broadcast
 from millrace.weights.plans.manifest import Manifest, TensorInfo
 from millrace.weights.transfer.channels.gloo import GlooChannel, serve_store
 from millrace.weights.transfer.checksum import checksum
-from millrace.wire.server import host_address
+from millrace.wire.address import host_address
 from millrace.wire.v1 import weights_pb2
 from millrace.wire.v1.trainer_pb2 import PrepareSendRequest, PrepareSendResponse, TransferSendResponse
 from services.trainer.protocol.backend import Backend

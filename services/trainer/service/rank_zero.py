@@ -12,6 +12,7 @@ import torch
 import millrace
 from millrace.errors import InvalidState, MillraceError
 from millrace.ids import MemberId
+from millrace.wire.address import bind_address
 from millrace.wire.channel import PROTOCOL_VERSION, Peer
 from millrace.wire.membership import Membership
 from millrace.wire.server import Server
@@ -24,8 +25,6 @@ from services.trainer.ranks.world import World
 from services.trainer.service.servicer import TrainerService
 
 log = structlog.get_logger(__name__)
-
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class RankZero:
@@ -70,9 +69,8 @@ class RankZero:
 
     async def _serve(self, host: str, port: int) -> None:
         """Serves until drained or failed. Raises Unavailable where the port is taken."""
-        name = "millrace.v1.Trainer"
-        bind = host if host in LOOPBACK else "0.0.0.0"
-        server = Server({name: lambda grpc: add_TrainerServicer_to_server(self._trainer, grpc)}, bind, port)
+        servicers = {"millrace.v1.Trainer": lambda grpc: add_TrainerServicer_to_server(self._trainer, grpc)}
+        server = Server(servicers, bind_address(host), port)
         await server.start()
         address = f"{host}:{server.port}"
         log.info("trainer serves", address=address, ranks=self._world.size, device=str(self._world.device))

@@ -79,13 +79,16 @@ def test_two_do_not_work_in_one_folder(tmp_path: Path) -> None:
     assert "another coordinator uses the state folder" in told
 
 
-@pytest.mark.parametrize(
-    ("host", "token", "warned"), [("0.0.0.0", "", True), ("0.0.0.0", "secret", False), ("127.0.0.1", "", False)]
-)
-def test_an_address_for_all_without_a_token_is_warned_of(host: str, token: str, warned: bool, tmp_path: Path) -> None:
-    environment = {"MILLRACE_TOKEN": token, "MILLRACE_TOKEN_FILE": ""}
-    with running(tmp_path / "state", "--http-host", host, environment=environment) as process:
-        assert ("no token is set" in process.log()) == warned
+def test_an_address_for_all_needs_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MILLRACE_TOKEN", "MILLRACE_TOKEN_FILE", "MILLRACE_INSECURE"):
+        monkeypatch.delenv(name, raising=False)
+    for option in ("--http-host", "--grpc-host"):
+        told = refused(tmp_path, option, "0.0.0.0", "--http-port", "0", "--grpc-port", "0")
+        assert "no token is set" in told and "0.0.0.0" in told and "Fix: set MILLRACE_TOKEN" in told
+    with running(tmp_path / "open", "--http-host", "0.0.0.0", "--insecure") as process:
+        assert process.log().count("no token is set") == 1
+    with running(tmp_path / "state", "--http-host", "0.0.0.0", environment={"MILLRACE_TOKEN": "secret"}) as process:
+        assert "no token is set" not in process.log()
 
 
 def redis_of(process: CoordinatorProcess) -> psutil.Process:

@@ -92,6 +92,7 @@ def test_another_protocol_version_is_told_and_ends_it() -> None:
 def test_what_cannot_work_is_told_and_ends_it() -> None:
     told = refused(engine="tgi")
     assert '--engine: "tgi": there is no such engine. Fix: choose one of sglang, transformers, vllm' in told
+    assert "no token is set, and other hosts can reach 0.0.0.0" in refused("--host", "10.0.0.1")
     assert "the coordinator has not answered for" in refused("--patience-s", "0.5")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -1,6 +1,8 @@
 """One trainer process: the fleet, draining, failing. Where it is about the start it is started by its command."""
 
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -80,6 +82,13 @@ def test_a_taken_port_is_told(served: ScriptedCoordinator, tmp_path: Path) -> No
     with trainer(served, tmp_path / "log", MILLRACE_PORT=port) as running:
         assert running.process.wait(60) == 1
         assert f"cannot listen on 127.0.0.1:{port}" in running.text() and "Traceback" not in running.text()
+
+
+def test_an_address_for_all_needs_a_token(served: ScriptedCoordinator, tmp_path: Path) -> None:
+    arguments = ("-m", "services.trainer", "--coordinator", served.address, "--host", "10.0.0.1")
+    told = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=60, check=False)
+    assert told.returncode == 1 and "no token is set, and other hosts can reach 0.0.0.0" in told.stderr
+    assert "Traceback" not in told.stderr
 
 
 def test_a_bad_model_leaves_it_ready_for_a_good_one(

@@ -1,0 +1,57 @@
+"""Addresses: how others reach this host, where a server listens, and who may reach a server without a token."""
+
+import ipaddress
+import os
+import socket
+from typing import Annotated
+
+import structlog
+import typer
+
+from millrace.errors import InvalidState
+from millrace.wire.channel import token
+
+log = structlog.get_logger(__name__)
+EVERYWHERE = "0.0.0.0"
+InsecureOption = Annotated[
+    bool,
+    typer.Option(
+        "--insecure", envvar="MILLRACE_INSECURE", help="Serve other hosts without a token: anybody there may call."
+    ),
+]
+
+
+def host_address() -> str:
+    """The name or address by which other hosts reach this one: MILLRACE_HOST, or the first address of its name."""
+    if host := os.environ.get("MILLRACE_HOST"):
+        return host
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return "127.0.0.1"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this host reaches a server that listens at `host`."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def bind_address(host: str) -> str:
+    """Where a member listens that others reach at `host`: the loopback for members of one host, else all addresses."""
+    return host if is_loopback(host) else EVERYWHERE
+
+
+def require_token(*hosts: str, insecure: bool) -> None:
+    """Refuses to serve other hosts without a token: a job names code that is run. `hosts`: where the service listens.
+    `insecure`: whoever starts the service wants that. Raises InvalidState."""
+    exposed = [host for host in dict.fromkeys(hosts) if not is_loopback(host)]
+    if not exposed or token():
+        return
+    what = f"no token is set, and other hosts can reach {', '.join(exposed)}: whoever does could run code here."
+    fix = "set MILLRACE_TOKEN, the same for all services and clients, or serve this host alone (127.0.0.1)"
+    if not insecure:
+        raise InvalidState(what, f"{fix}; --insecure starts without a token.")
+    log.warning(what, fix=fix)

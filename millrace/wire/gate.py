@@ -1,0 +1,146 @@
+"""What every call passes before its handler: the token is right, the message comes in time, the message can be read.
+
+gRPC reads the message of a unary call before it calls the handler. Here every call is taken as a stream, so that
+nothing is read for a caller without the token: what such a caller sends stays in the buffers of its connection.
+"""
+
+import asyncio
+import contextlib
+import hmac
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+import structlog
+from google.protobuf.message import DecodeError
+from grpc_health.v1 import health_pb2
+
+from millrace.errors import InvalidRequest, MillraceError, Unavailable
+from millrace.wire.status import status_of
+from millrace.wire.tally import Tally
+
+log = structlog.get_logger(__name__)
+HEALTH_CHECK = "/grpc.health.v1.Health/Check"
+"""The only method that needs no token: it answers for the whole server, whatever service the caller names."""
+RECEIVE_S = 60.0
+"""How long a caller may take to send the message of a call."""
+MOST_CALLS = 10_000
+"""Calls in progress at one server. Each costs at most a connection's window before its message is read."""
+
+
+class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
+    """Admits callers that have `token` (empty: every caller), and turns the errors of handlers into statuses."""
+
+    def __init__(self, token: str) -> None:
+        self.serving = False
+        """What the health check answers to callers without the token."""
+        self._expected = f"Bearer {token}".encode() if token else b""
+        self._calls = 0
+        self._tally = Tally()
+
+    async def intercept_service(
+        self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
+    ) -> Any:
+        if not self._admits(details):
+            if details.method == HEALTH_CHECK:
+                return grpc.stream_unary_rpc_method_handler(self._health)
+            return grpc.stream_unary_rpc_method_handler(self._refuse)
+        handler = await continuation(details)
+        return None if handler is None else self._guarded(handler, details.method)
+
+    def _admits(self, details: grpc.HandlerCallDetails) -> bool:
+        given = dict(details.invocation_metadata or ()).get("authorization", "")
+        return not self._expected or hmac.compare_digest(_bytes(given), self._expected)
+
+    async def _health(self, requests: object, context: grpc.aio.ServicerContext) -> bytes:
+        kinds = health_pb2.HealthCheckResponse
+        answer: bytes = kinds(status=kinds.SERVING if self.serving else kinds.NOT_SERVING).SerializeToString()
+        return answer
+
+    async def _refuse(self, requests: object, context: grpc.aio.ServicerContext) -> None:
+        self._tally.add("caller without the token refused", caller=context.peer())
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the caller's token is missing or wrong.")
+
+    def _guarded(self, handler: Any, method: str) -> Any:
+        """The handler of a method, with its message read and its errors answered here."""
+
+        async def one_reply(raw: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> Any:
+            async with self._call(context, method):
+                return await reply_once(await self._request(raw, handler), context)
+
+        async def replies(raw: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+            async with self._call(context, method):
+                async for reply in reply_often(await self._request(raw, handler), context):
+                    yield reply
+
+        write = handler.response_serializer
+        reply_often = handler.unary_stream or handler.stream_stream
+        if reply_often is not None:
+            return grpc.stream_stream_rpc_method_handler(replies, response_serializer=write)
+        reply_once = handler.unary_unary or handler.stream_unary
+        return grpc.stream_unary_rpc_method_handler(one_reply, response_serializer=write)
+
+    @contextlib.asynccontextmanager
+    async def _call(self, context: grpc.aio.ServicerContext, method: str) -> AsyncIterator[None]:
+        """One call in progress; an error ends it with a status."""
+        self._calls += 1
+        try:
+            yield
+        except grpc.aio.AbortError:
+            raise
+        except NotImplementedError:  # of the base class of a servicer
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{method} is not implemented here.")
+        except Exception as error:
+            await self._abort(context, error, method)
+        finally:
+            self._calls -= 1
+
+    async def _request(self, raw: AsyncIterator[bytes], handler: Any) -> Any:
+        """The message of the call; for a method that takes a stream, all its messages as they come."""
+        if self._calls > MOST_CALLS:
+            raise Unavailable(f"{MOST_CALLS} calls are in progress here.", "call again later.")
+        if handler.request_streaming:
+            return _messages(raw, handler.request_deserializer)
+        message = await _message(raw, handler.request_deserializer)
+        if message is None:
+            raise InvalidRequest("the call ended without a message.", "send one message.")
+        return message
+
+    async def _abort(self, context: grpc.aio.ServicerContext, error: Exception, method: str) -> None:
+        """Answers an error. One that is no MillraceError is a bug: its traceback is logged, but not once per call."""
+        if not isinstance(error, MillraceError):
+            self._tally.add("a bug in this service", key=f"bug {method}", exc_info=error, method=method)
+            error = MillraceError(f"{method} failed because of a bug in the service.", "report it with its log.")
+        elif isinstance(error, InvalidRequest):
+            self._tally.add("message refused", key=method, method=method, caller=context.peer(), error=str(error))
+        else:
+            log.warning("call refused", method=method, caller=context.peer(), error=str(error))
+        code, details, trailing = status_of(error)
+        await context.abort(code, details, trailing_metadata=trailing)
+
+
+async def _message(raw: AsyncIterator[bytes], parse: Callable[[bytes], Any]) -> Any:
+    """The next message of a call; None where the caller sends no more. Raises InvalidRequest where it cannot be read,
+    or does not come in time."""
+    try:
+        async with asyncio.timeout(RECEIVE_S):
+            data = await anext(raw, None)
+    except TimeoutError as error:
+        what = f"the message was not sent within {RECEIVE_S:g} s."
+        raise InvalidRequest(what, "send it faster, or send less.") from error
+    if data is None:
+        return None
+    try:
+        return parse(data)
+    except DecodeError as error:
+        what = f"a message of {len(data)} bytes is not the protobuf message of this method."
+        raise InvalidRequest(what, "run the same release of millrace everywhere.") from error
+
+
+async def _messages(raw: AsyncIterator[bytes], parse: Callable[[bytes], Any]) -> AsyncIterator[Any]:
+    while (message := await _message(raw, parse)) is not None:
+        yield message
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value if isinstance(value, bytes) else value.encode()
