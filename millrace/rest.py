@@ -84,8 +84,13 @@ class JobView(BaseModel):
     version: int = Field(description="Weight version that the trainer holds.")
     reward: float | None = Field(description="Mean reward of the last step's trajectories.")
     evaluation_before: float | None = Field(description="Held-out reward at version 0.")
-    evaluation_last: float | None = Field(description="Held-out reward of the last evaluation.")
+    evaluation_last: float | None = Field(
+        description="Held-out reward of the last evaluation after training began; null before there is one."
+    )
+    evaluation_step: int | None = Field(None, description="Step after which `evaluation_last` was measured.")
     created_s: float = Field(description="Unix time of the submission.")
+    queued_s: float = Field(0.0, description="Seconds that it has spent in the queue.")
+    ran_s: float = Field(0.0, description="Seconds from its start to its end, or until now; pauses count.")
     finished_s: float | None = Field(None, description="Unix time of the end.")
     checkpoint: str | None = Field(description="Folder of the last checkpoint.")
     report: str | None = Field(description="Path of the report that a finished job leaves in its output folder.")

@@ -86,7 +86,7 @@ def test_submit_show_list_and_cancel(url: str, client: Client, job_file: Path) -
     job = re.findall(r"job-[0-9a-f]{12}", submitted)[0]
     listed = millrace("jobs", url=url).stdout
     assert re.search(rf"{job} +words +(queued|starting) +0/", listed)
-    assert re.search(r"AGE +TOOK\n.* \d+s +–\n", listed)
+    assert re.search(r"AGE +QUEUED +RAN +WAITS FOR *\n.* \d+s +\d+s +– +trainer *\n", listed)
     shown = millrace("show", "last", url=url).stdout
     assert job in shown and "0 issued = 0 queued" in shown and "words" in shown
     assert "cancelled" in millrace("cancel", job, url=url).stdout or client.wait(job, 30).state == "cancelled"

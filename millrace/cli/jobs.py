@@ -10,7 +10,7 @@ import yaml
 from rich.markup import escape
 
 from millrace.cli.names import JobName, MemberName, job_id, member_id
-from millrace.cli.output import AsJson, Url, connect, duration, number, people, print_json, styled, table
+from millrace.cli.output import AsJson, Url, connect, duration, held_out, number, people, print_json, styled, table
 from millrace.cli.watch import follow
 from millrace.client import Client
 from millrace.errors import InvalidJob, Mistake
@@ -51,14 +51,13 @@ def jobs(url: Url = None, as_json: AsJson = False) -> None:
         found = sorted(client.jobs(), key=lambda job: -job.created_s)
     if as_json:
         return print_json(found)
-    rows = table("JOB", "NAME", "STATE", ">STEP", ">REWARD", ">HELD-OUT", ">AGE", ">TOOK", "WAITS FOR")
+    rows = table("JOB", "NAME", "STATE", ">STEP", ">REWARD", ">HELD-OUT", ">AGE", ">QUEUED", ">RAN", "WAITS FOR")
     for job in found:
-        held_out = f"{number(job.evaluation_before)} → {number(job.evaluation_last)}"
         age = duration(time.time() - job.created_s)
-        took = duration(job.finished_s - job.created_s) if job.finished_s else "–"
+        queued, took = duration(job.queued_s), duration(job.ran_s) if job.ran_s else "–"
         step = f"{job.step}/{job.steps or '?'}"
         waits = job.waiting.reason.replace("_", " ") if job.waiting else ""
-        figures = (step, number(job.reward), held_out, age, took)
+        figures = (step, number(job.reward), held_out(job), age, queued, took)
         rows.add_row(job.id, escape(job.name), styled(job.status), *figures, waits)
     console = people()
     console.print(rows if found else "There are no jobs. Submit one with `millrace submit job.yaml`.")
@@ -110,7 +109,8 @@ def _facts(job: JobView, ledger: LedgerView) -> list[tuple[str, str]]:
         *([("waits", f"[yellow]{escape(job.waiting.message)}[/]")] if job.waiting else []),
         ("step", f"{job.step} of {job.steps or '?'}, weight version {job.version}"),
         ("reward", number(job.reward)),
-        ("held-out", f"{number(job.evaluation_before)} → {number(job.evaluation_last)}"),
+        ("held-out", held_out(job)),
+        ("time", f"{duration(job.queued_s)} in the queue, then {duration(job.ran_s)}"),
         ("ledger", ledger_line(ledger)),
         ("model", escape(str(job.spec.get("model", {}).get("path", "")))),
         ("checkpoint", escape(job.checkpoint or "–")),

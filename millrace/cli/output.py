@@ -14,6 +14,7 @@ from rich.table import Table
 
 from millrace.client import Client
 from millrace.errors import InvalidJob, MillraceError
+from millrace.rest import JobView
 
 Url = Annotated[
     str | None,
@@ -107,6 +108,13 @@ def styled(state: str) -> str:
 
 def number(value: float | None, digits: int = 3) -> str:
     return "–" if value is None else f"{value:.{digits}f}"
+
+
+def held_out(job: JobView) -> str:
+    """`0.100 → 0.950`; only the first one before there is another."""
+    if job.evaluation_last is None:
+        return number(job.evaluation_before)
+    return f"{number(job.evaluation_before)} → {number(job.evaluation_last)}"
 
 
 def duration(seconds: float) -> str:

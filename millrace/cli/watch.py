@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 
 from millrace.cli.names import JobName, job_id
-from millrace.cli.output import AsJson, Url, number, people, print_json, styled, table
+from millrace.cli.output import AsJson, Url, held_out, number, people, print_json, styled, table
 from millrace.client import Client
 from millrace.events import Event, EventKind
 from millrace.rest import ENDED, FleetView, JobState, JobView, LedgerView, StepMetrics
@@ -127,10 +127,7 @@ def _move(progress: Progress, bar: TaskID, job: JobView) -> None:
 def panels(snapshot: Snapshot) -> list[Table | str]:
     """The tables below the progress bar."""
     job, ledger = snapshot.job, snapshot.ledger
-    now = (
-        f"{styled(job.status)}  version {job.version}  reward {number(job.reward)}  "
-        f"held-out {number(job.evaluation_before)} → {number(job.evaluation_last)}"
-    )
+    now = f"{styled(job.status)}  version {job.version}  reward {number(job.reward)}  held-out {held_out(job)}"
     if job.waiting:
         now += f"\n[yellow]waits: {escape(job.waiting.message)}[/]"
     ledger_row = table(">ISSUED", ">QUEUED", ">LEASED", ">GENERATED", ">TRAINED", ">DROPPED")
@@ -198,10 +195,7 @@ def step_line(row: StepMetrics, job: JobView) -> str:
 
 def _print_end(job: JobView) -> None:
     console = people()
-    console.print(
-        f"{job.id} {styled(job.state)} at step {job.step}; held-out reward {number(job.evaluation_before)} → "
-        f"{number(job.evaluation_last)}"
-    )
+    console.print(f"{job.id} {styled(job.state)} at step {job.step}; held-out reward {held_out(job)}")
     for name, value in (("checkpoint", job.checkpoint), ("report", job.report), ("failure", job.failure)):
         if value:
             with contextlib.suppress(BrokenPipeError):

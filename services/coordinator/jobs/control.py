@@ -74,7 +74,9 @@ class Control:
         job = await self._store.jobs.get(job_id)
         try:
             message, now = f"{job.name} was cancelled", time.time()
-            await self._events.move(job.id, JobState.CANCELLED, message, only=[JobState.QUEUED], finished_s=now)
+            await self._events.move(
+                job.id, JobState.CANCELLED, message, only=[JobState.QUEUED], finished_s=now, **job.clock(now)
+            )
         except InvalidState:
             await self._store.jobs.want(job_id, list(ACTIVE), "cancelled", wanted=Wanted.CANCEL)
         return await self._asked(job_id)
@@ -120,6 +122,7 @@ class Control:
                 cleared["configuration"] = ""  # no trainer has loaded this spec
         async with self._admitting:
             await asyncio.to_thread(_check_checkpoints, job, await self._store.jobs.all())
+            cleared |= job.clock(time.time())
             await self._events.move(job.id, JobState.QUEUED, _resumption(job, changes), **cleared)
 
     async def _pause_withdrawn(self, job_id: JobId) -> bool:

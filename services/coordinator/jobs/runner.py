@@ -66,7 +66,8 @@ class Runner:
             return None
         message = "starting: trainer and replicas load the model"
         try:
-            await self._components.events.move(queued[0].id, JobState.STARTING, message)
+            started = queued[0].clock(time.time())
+            await self._components.events.move(queued[0].id, JobState.STARTING, message, **started)
         except InvalidState:  # it was cancelled meanwhile
             return None
         self._reached = ("", -1)
@@ -152,5 +153,6 @@ class Runner:
             with contextlib.suppress(TrainerLost):
                 await recover(run)
             await run.refresh()
-            await report(run)
-        await self._components.events.move(job_id, state, message, finished_s=time.time())
+            await report(run, state, message)
+        now = time.time()
+        await self._components.events.move(job_id, state, message, finished_s=now, **job.clock(now))

@@ -80,7 +80,8 @@ class PrometheusMetrics:
         for gauge in gauges:
             gauge.on(self.registry).clear()
         for job in (job for job in jobs if job.state not in ENDED):
-            values = (job.step, job.version, job.reward, job.evaluation_last)
+            held_out = job.evaluation_before if job.evaluation_last is None else job.evaluation_last
+            values = (job.step, job.version, job.reward, held_out)
             for gauge, value in zip(gauges, values, strict=True):
                 if value is not None:
                     gauge.on(self.registry).labels(job=job.id).set(value)

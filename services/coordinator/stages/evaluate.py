@@ -88,8 +88,10 @@ async def _record(run: Run, groups: list[GroupSummary], count: int, seconds: flo
     await run.records.add_samples(await samples_in(run.evaluation, shown, run.job.step))
     if groups:
         reward = mean([r for group in groups for r in group.rewards])
-        before = {"evaluation_before": reward} if run.job.step == 0 else {}
-        await run.components.store.jobs.update(run.job.id, evaluation_last=reward, **before)
+        found: dict[str, float] = {"evaluation_before": reward} if run.job.step == 0 else {}
+        if run.job.step > 0 or run.done:
+            found |= {"evaluation_last": reward, "evaluation_step": run.job.step}
+        await run.components.store.jobs.update(run.job.id, **found)
         message = f"held-out reward {reward:.4g} at version {run.job.version} on {len(groups)} of {count} prompts"
     else:
         refusals = await run.evaluation.refusals()

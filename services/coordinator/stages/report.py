@@ -10,7 +10,7 @@ import structlog
 from pydantic_core import to_json
 
 from millrace import events
-from millrace.rest import StepMetrics
+from millrace.rest import JobState, StepMetrics
 from millrace.telemetry.metrics.catalogue import find
 from millrace.telemetry.metrics.step.batch import MEAN_SCORE
 from millrace.telemetry.metrics.step.evaluation import EVALUATION_RESULTS
@@ -25,14 +25,15 @@ LAST = 10
 """Number of steps over which the final reward is averaged."""
 
 
-async def report(run: Run) -> None:
-    """Writes both files and stores their path with the job. An error here does not make the job fail.
+async def report(run: Run, state: JobState, message: str) -> None:
+    """Writes both files and stores their path with the job. `state` is the one in which the job ends, `message` says
+    how. An error here does not make the job fail.
 
     Raises StoreDown.
     """
     folder = Path(run.spec.output)
     try:
-        contents = await _gather(run)
+        contents = await _gather(run, state, message)
         await asyncio.to_thread(_write, folder, contents)
     except StoreDown:
         raise
@@ -44,14 +45,24 @@ async def report(run: Run) -> None:
     await run.refresh()
 
 
-async def _gather(run: Run) -> dict[str, Any]:
+async def _gather(run: Run, state: JobState, message: str) -> dict[str, Any]:
     job, rows = run.job, await run.records.rows(0, run.job.step)
-    ledger = await run.prompts.view()
+    ledger, clock = await run.prompts.view(), job.clock(time.time())
     return {
-        "job": {"id": job.id, "name": job.name, "steps": job.step, "seconds": time.time() - job.created_s},
+        "job": {
+            "id": job.id,
+            "name": job.name,
+            "state": state,
+            "message": message,
+            "steps": job.step,
+            "steps_wanted": run.steps,
+            "seconds": clock["ran_s"],
+            "seconds_in_queue": clock["queued_s"],
+        },
         "reward": {
             "held_out_before": job.evaluation_before,
             "held_out_after": job.evaluation_last,
+            "held_out_after_step": job.evaluation_step if job.evaluation_last is not None else None,
             "training_first": _reward(rows[:1]),
             "training_last": _reward(rows[-LAST:]),
         },
@@ -125,9 +136,13 @@ def _replace(path: Path, text: str) -> None:
 def _markdown(contents: dict[str, Any]) -> str:
     job, reward, ledger = contents["job"], contents["reward"], contents["ledger"]
     lines = [f"# {job['name']}", ""]
-    lines += [f"`{job['id']}`, {job['steps']} steps in {job['seconds']:.0f} s from `{contents['model']}`.", ""]
-    lines += ["## Reward", "", "| | before | after |", "|---|---|---|"]
-    lines += [f"| held-out | {_figure(reward['held_out_before'])} | {_figure(reward['held_out_after'])} |"]
+    if job["state"] is not JobState.SUCCEEDED:
+        lines += [f"**The job {_ended(job['state'])}:** {job['message']}", ""]
+    steps = f"{job['steps']} of {job['steps_wanted']} steps"
+    lines += [f"`{job['id']}`, {steps} in {job['seconds']:.0f} s from `{contents['model']}`, "]
+    lines[-1] += f"after {job['seconds_in_queue']:.0f} s in the queue."
+    lines += ["", "## Reward", "", "| | before | after |", "|---|---|---|"]
+    lines += [f"| held-out | {_figure(reward['held_out_before'])} | {_held_out_after(job, reward)} |"]
     lines += [f"| training, first step and last {LAST} | {_figure(reward['training_first'])} | "]
     lines[-1] += f"{_figure(reward['training_last'])} |"
     lines += ["", "## Ledger", "", *_table({k: v for k, v in ledger.items() if k != "reasons"})]
@@ -138,6 +153,20 @@ def _markdown(contents: dict[str, Any]) -> str:
     lines += ["", "## Seconds per step", "", *_table(contents["seconds_per_step"])]
     lines += ["", "## Checkpoint", "", f"`{contents['checkpoint']}`" if contents["checkpoint"] else "none", ""]
     return "\n".join(lines)
+
+
+def _ended(state: JobState) -> str:
+    return "was cancelled" if state is JobState.CANCELLED else str(state)
+
+
+def _held_out_after(job: dict[str, Any], reward: dict[str, Any]) -> str:
+    """The held-out reward after training, with its step where that is not the last one of the job."""
+    if reward["held_out_after"] is None:
+        return (
+            "not evaluated" if reward["held_out_before"] is None else f"not evaluated: the job {_ended(job['state'])}"
+        )
+    found, step = _figure(reward["held_out_after"]), reward["held_out_after_step"]
+    return found if step == job["steps_wanted"] else f"{found} (after step {step})"
 
 
 def _table(values: dict[str, Any]) -> list[str]:

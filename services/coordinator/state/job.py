@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -92,6 +93,14 @@ class JobRecord:
     reward: float | None = None
     evaluation_before: float | None = None
     evaluation_last: float | None = None
+    """None until an evaluation after a step; of a job without steps that of its model."""
+    evaluation_step: int = -1
+    queued_s: float = 0.0
+    """Seconds in the queue up to `since_s`."""
+    ran_s: float = 0.0
+    """Seconds between starts and ends up to `since_s`."""
+    since_s: float = 0.0
+    """Unix time at which it was last queued or started, or ended; 0: it has been in the queue since `created_s`."""
     finished_s: float | None = None
     checkpoint: str | None = None
     checkpoint_step: int = -1
@@ -107,6 +116,13 @@ class JobRecord:
     def spec_digest(self) -> str:
         return hashlib.sha256(self.spec_json.encode()).hexdigest()
 
+    def clock(self, now_s: float) -> dict[str, float]:
+        """The fields `queued_s`, `ran_s` and `since_s` at the Unix time `now_s`, to be stored when the job moves to
+        another phase: queued, running, ended."""
+        passed = max(0.0, now_s - (self.since_s or self.created_s))
+        queued, ran = (passed if self.state is JobState.QUEUED else 0.0), (passed if self.state in ACTIVE else 0.0)
+        return {"queued_s": self.queued_s + queued, "ran_s": self.ran_s + ran, "since_s": now_s}
+
     @property
     def output(self) -> str:
         """The output folder. It is read without validating the spec, which may be of another release."""
@@ -119,6 +135,7 @@ class JobRecord:
 
     def view(self, waiting: WaitingView | None) -> JobView:
         """The job as REST shows it. `waiting`: what it waits for."""
+        clock = self.clock(time.time())
         return JobView(
             id=self.id,
             name=self.name,
@@ -131,7 +148,10 @@ class JobRecord:
             reward=self.reward,
             evaluation_before=self.evaluation_before,
             evaluation_last=self.evaluation_last,
+            evaluation_step=self.evaluation_step if self.evaluation_last is not None else None,
             created_s=self.created_s,
+            queued_s=clock["queued_s"],
+            ran_s=clock["ran_s"],
             finished_s=self.finished_s,
             checkpoint=self.checkpoint,
             report=self.report,

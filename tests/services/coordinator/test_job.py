@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from millrace.drops import DropReason
 from millrace.errors import InvalidJob, Unavailable
@@ -94,6 +95,11 @@ async def test_jobs_run_one_after_another(cluster: Cluster, spec: dict[str, Any]
     ended = [await cluster.ended(job_id) for job_id in jobs]
     assert [job.state for job in ended] == [JobState.SUCCEEDED] * 2
     assert ended[0].finished_s < ended[1].finished_s
+    assert ended[1].queued_s > 0.5 * ended[0].ran_s > 0
+    for job in ended:
+        assert job.ran_s + job.queued_s == pytest.approx(job.finished_s - job.created_s, abs=0.2)
+        told = json.loads((Path(job.spec["output"]) / "report.json").read_text())["job"]
+        assert (told["seconds"], told["seconds_in_queue"]) == pytest.approx((job.ran_s, job.queued_s), abs=0.5)
 
 
 @scenario
@@ -298,6 +304,10 @@ async def test_cancel_ends_a_running_a_paused_and_a_queued_job(cluster: Cluster,
     assert (await asyncio.to_thread(client.cancel, jobs[0])).status == "cancelling"
     ended = await cluster.ended(jobs[0])
     assert (ended.state, ended.status, ended.pending) == (JobState.CANCELLED, "cancelled", None)
+    assert ended.evaluation_before is not None and ended.evaluation_last is None
+    report = (Path(ended.spec["output"]) / "report.md").read_text()
+    assert f"**The job was cancelled:** {ended.id} was cancelled after step {ended.step}" in report
+    assert f"{ended.step} of 6 steps" in report and "not evaluated: the job was cancelled |" in report
     ledger = await cluster.ledger(jobs[0])
     assert ledger.issued == ledger.trained + ledger.dropped and ledger.reasons == {
         DropReason.JOB_CANCELLED: ledger.dropped

@@ -1,6 +1,7 @@
 """Job states, their transitions, and the store that keeps to them."""
 
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from services.coordinator.jobs.runner import Runner
 from services.coordinator.observe.events import Events
 from services.coordinator.state.job import ACTIVE, ENDED, TRANSITIONS, JobRecord, before
 from services.coordinator.state.lease import DroppedPrompt
+from services.coordinator.state.waiting import Turn
 from services.coordinator.store import Store
 from services.coordinator.store.connection import text
 from tests.services.coordinator.redis import a_job, queued, with_store
@@ -36,6 +38,16 @@ def test_every_state_is_reached_and_every_job_can_end() -> None:
 def test_a_job_that_holds_the_trainer_is_neither_waiting_nor_over() -> None:
     assert {JobState.QUEUED} | ACTIVE | ENDED == set(JobState)
     assert JobState.QUEUED not in ACTIVE
+
+
+def test_time_in_the_queue_and_time_of_running_are_counted_apart() -> None:
+    job = replace(a_job(), created_s=100.0)
+    assert job.clock(107.0) == {"queued_s": 7.0, "ran_s": 0.0, "since_s": 107.0}
+    job = replace(job, state=JobState.RUNNING, **job.clock(107.0))
+    job = replace(job, state=JobState.FAILED, **job.clock(110.0))
+    job = replace(job, state=JobState.QUEUED, **job.clock(200.0))  # what ended is neither queued nor running
+    job = replace(job, state=JobState.PAUSED, **job.clock(202.0))
+    assert job.clock(203.0) == {"queued_s": 9.0, "ran_s": 4.0, "since_s": 203.0}
 
 
 @pytest.mark.parametrize(("state", "to"), list(itertools.product(JobState, JobState)))
@@ -89,7 +101,8 @@ def test_a_job_that_is_cancelled_while_it_is_taken_up_is_left_alone(redis_url: s
             return found
 
         store.jobs.all = then_cancelled  # type: ignore[method-assign]
-        components: Any = SimpleNamespace(store=store, events=Events(store), fleet=SimpleNamespace(trainer=object()))
+        fleet = SimpleNamespace(trainer=object())
+        components: Any = SimpleNamespace(store=store, events=Events(store), fleet=fleet, turn=Turn())
         assert await Runner(components)._next() is None
         assert (await store.jobs.get(job.id)).state is JobState.CANCELLED
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from millrace.rest import JobState
 from services.coordinator.observe.events import Events
 from services.coordinator.stages.report import report
 from services.coordinator.store import Store, StoreDown
@@ -30,7 +31,7 @@ def test_a_report_that_cannot_be_made_is_told(redis_url: str, tmp_path: Path) ->
         run = a_run(store, tmp_path)
         await store.jobs.create(run.job)
         await store.connection.do("HSET", f"millrace:job:{run.job.id}:metrics", 1, "{}")
-        await report(run)
+        await report(run, JobState.SUCCEEDED, "finished")
         (told,) = [event for event in await run.records.events() if event.kind == "report.failed"]
         assert str(tmp_path) in told.message and "StepMetrics" in told.message
         assert (await store.jobs.get(run.job.id)).report is None
@@ -43,7 +44,7 @@ def test_without_redis_it_is_made_later(tmp_path: Path) -> None:
     async def scenario() -> None:
         store = Store(f"unix://{tmp_path}/nobody")
         with pytest.raises(StoreDown):
-            await report(a_run(store, tmp_path))
+            await report(a_run(store, tmp_path), JobState.SUCCEEDED, "finished")
         await store.close()
 
     asyncio.run(scenario())
