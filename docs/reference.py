@@ -23,6 +23,7 @@ from millrace.spec import JobSpec
 from millrace.spec.algorithm import Choice
 from millrace.validation import foreign_names
 from millrace.validation.fields import choices, model_in
+from millrace.validation.mistakes import number
 
 INTRODUCTION = """# The job spec
 
@@ -89,7 +90,7 @@ def _type(field: FieldInfo, headings: Headings) -> str:
             named += ", or a list of them"
         return f"{named}, or null" if type(None) in get_args(field.annotation) else named
     limits = [
-        f"{sign} {getattr(limit, name):g}"
+        f"{sign} {number(getattr(limit, name))}"
         for limit in field.metadata
         for name, sign in BOUNDS.items()
         if getattr(limit, name, None) is not None

@@ -6,8 +6,8 @@ is a `Mistake`, and has one format everywhere: `field: value: why. Fix: what to 
 """
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Self
 
 LONGEST_VALUE = 200
@@ -38,11 +38,14 @@ class Mistake:
     """What to write instead, with its full stop."""
     value: str = ""
     """What was written, as JSON; empty where the field is missing or unknown."""
+    line: int = 0
+    """Line of the file that holds the field, or the level above a missing one; 0 where that is unknown."""
 
     @property
     def what(self) -> str:
-        """`field: value: why.`"""
-        return f"{': '.join(part for part in (self.field, self.value, self.reason) if part)}."
+        """`field: value: why.`, with the line after the field where it is known."""
+        place = f"{self.field} (line {self.line})" if self.line and self.field else self.field
+        return f"{': '.join(part for part in (place, self.value, self.reason) if part)}."
 
     def __str__(self) -> str:
         return f"{self.what} Fix: {self.fix}" if self.fix else self.what
@@ -50,7 +53,14 @@ class Mistake:
 
 def wrong_value(field: str, value: object, reason: str, fix: str) -> Mistake:
     """The value of `field` is wrong. `reason` comes without a full stop, `fix` with one."""
-    return Mistake(field, reason, fix, json.dumps(value, default=str, skipkeys=True)[:LONGEST_VALUE])
+    return Mistake(field, reason, fix, _as_json(value)[:LONGEST_VALUE])
+
+
+def _as_json(value: object) -> str:
+    try:
+        return json.dumps(value, default=str, skipkeys=True)
+    except ValueError:
+        return "a number of thousands of digits"  # Python refuses to write it out
 
 
 class InvalidJob(MillraceError):
@@ -60,6 +70,8 @@ class InvalidJob(MillraceError):
         super().__init__(what, fix)
         self.mistakes = tuple(mistakes) or (Mistake("", what.removesuffix("."), fix),)
         """Everything that is wrong, each with its fix."""
+        self.heading = ""
+        """The line above the mistakes; empty where there is none."""
 
     @classmethod
     def of(cls, mistakes: Sequence[Mistake], heading: str = "") -> Self:
@@ -67,7 +79,16 @@ class InvalidJob(MillraceError):
         if len(mistakes) == 1 and not heading:
             return cls(mistakes[0].what, mistakes[0].fix, mistakes)
         indent = "  " if heading else ""
-        return cls("\n".join([*filter(None, [heading]), *(f"{indent}{each}" for each in mistakes)]), "", mistakes)
+        error = cls("\n".join([*filter(None, [heading]), *(f"{indent}{each}" for each in mistakes)]), "", mistakes)
+        error.heading = heading
+        return error
+
+    def located(self, line_of: Callable[[str], int]) -> "InvalidJob":
+        """The same error with the line of each field, as `line_of` knows it (0: unknown)."""
+        if not any(mistake.field for mistake in self.mistakes):
+            return self
+        found = [replace(mistake, line=mistake.line or line_of(mistake.field)) for mistake in self.mistakes]
+        return InvalidJob.of(found, self.heading)
 
 
 def refused(field: str, value: object, reason: str, fix: str) -> InvalidJob:

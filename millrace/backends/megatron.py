@@ -13,9 +13,11 @@ from pydantic import Field
 
 from millrace.descriptors import BackendDescriptor
 from millrace.software import TESTED_TORCH, Software
+from millrace.validation.limits import LARGEST_WEIGHT, MOST_RANKS
 from millrace.validation.mistakes import options
 from millrace.validation.model import StrictModel
 
+MOST_LAYERS = 10_000
 RecomputeModule = Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]
 
 
@@ -27,7 +29,7 @@ class Recompute(StrictModel):
     modules: tuple[RecomputeModule, ...] = Field(("core_attn",), examples=[["core_attn"]])
     method: Literal["uniform", "block"] = "uniform"
     """full only. uniform: every layer, in units of `layers`; block: the first `layers` layers of each stage."""
-    layers: int = Field(1, ge=1)
+    layers: int = Field(1, ge=1, le=MOST_LAYERS)
 
 
 class Experts(StrictModel):
@@ -37,8 +39,8 @@ class Experts(StrictModel):
     """auto: DeepEP where it is installed and works with this GPU, else alltoall."""
     load_balancing: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"] = "none"
     """An auxiliary loss pulls the router away from what the reward asks for, so it is off unless asked for."""
-    aux_loss_coefficient: float = Field(0.0, ge=0.0)
-    bias_update_rate: float = Field(0.0, ge=0.0)
+    aux_loss_coefficient: float = Field(0.0, ge=0.0, le=LARGEST_WEIGHT)
+    bias_update_rate: float = Field(0.0, ge=0.0, le=1.0)
     """DeepSeek-V3's balancing bias; 0 keeps the one that was loaded."""
     train_router: bool = True
 
@@ -46,18 +48,18 @@ class Experts(StrictModel):
 class MegatronOptions(StrictModel):
     """What `trainer.backend_options` may hold for this backend."""
 
-    tensor_parallel: int = Field(1, ge=1)
+    tensor_parallel: int = Field(1, ge=1, le=MOST_RANKS)
     sequence_parallel: bool = True
     """Split norms and residuals over the tensor-parallel ranks by tokens. Without effect at tensor_parallel 1."""
-    pipeline_parallel: int = Field(1, ge=1)
-    virtual_pipeline: int = Field(1, ge=1)
+    pipeline_parallel: int = Field(1, ge=1, le=MOST_RANKS)
+    virtual_pipeline: int = Field(1, ge=1, le=MOST_RANKS)
     """Model chunks on each pipeline stage (the interleaved schedule)."""
-    first_stage_layers: int | None = Field(None, ge=1)
-    last_stage_layers: int | None = Field(None, ge=1)
+    first_stage_layers: int | None = Field(None, ge=1, le=MOST_LAYERS)
+    last_stage_layers: int | None = Field(None, ge=1, le=MOST_LAYERS)
     """Layers on the first and the last stage where they differ from the others, which share the rest evenly."""
-    context_parallel: int = Field(1, ge=1)
-    expert_parallel: int = Field(1, ge=1)
-    expert_tensor_parallel: int | None = Field(None, ge=1)
+    context_parallel: int = Field(1, ge=1, le=MOST_RANKS)
+    expert_parallel: int = Field(1, ge=1, le=MOST_RANKS)
+    expert_tensor_parallel: int | None = Field(None, ge=1, le=MOST_RANKS)
     """Tensor parallelism inside an expert; null: as tensor_parallel."""
     distributed_optimizer: bool = True
     """Split optimizer state over the data-parallel ranks."""
@@ -75,7 +77,7 @@ class MegatronOptions(StrictModel):
     """bfloat16: as DeepSeek-V3 was trained (arXiv 2412.19437, 3.3.2); weights stay float32. On GPUs only."""
     offload_reference: bool = False
     """Keep the reference policy in host memory between uses."""
-    logprob_chunk_tokens: int = Field(1024, ge=16)
+    logprob_chunk_tokens: int = Field(1024, ge=16, le=1 << 20)
     """Tokens whose logits exist at the same time."""
 
     @property

@@ -8,6 +8,7 @@ from millrace.data.prompt_source import PromptSource
 from millrace.data.row import Message, PromptRow
 from millrace.errors import BadRow, refused
 from millrace.extras import how_to_install
+from millrace.validation.limits import LARGEST_SEED
 from millrace.validation.names import choose, closest
 
 PREFIX = "reasoning_gym:"
@@ -16,6 +17,8 @@ INSTRUCTION = (
     "Where the problem shows an example, write the answer in the form of the example's."
 )
 """The scorer looks for the answer in that tag."""
+MOST_ROWS = 10_000_000
+LARGEST_OPTION = 1_000_000
 
 
 class ReasoningGym(PromptSource):
@@ -38,10 +41,11 @@ class ReasoningGym(PromptSource):
             raise refused(f"{field}.procedural", name, "reasoning-gym has no such task", fix)
         known = dict(options)
         size, seed = known.pop("size", 1000), known.pop("seed", 0)
+        _check_numbers(known, f"{field}.procedural_options")
         self._system_prompt = known.pop("system_prompt", INSTRUCTION)
         self._options = known
-        self._size = _whole(size, 1, f"{field}.procedural_options.size")
-        seed = _whole(seed, 0, f"{field}.procedural_options.seed")
+        self._size = _whole(size, 1, MOST_ROWS, f"{field}.procedural_options.size")
+        seed = _whole(seed, 0, LARGEST_SEED, f"{field}.procedural_options.seed")
         task_options = [each.name for each in dataclasses.fields(reasoning_gym.TASKS[self._task][1])]
         for option in known:
             if option not in task_options:
@@ -82,7 +86,21 @@ class ReasoningGym(PromptSource):
         )
 
 
-def _whole(value: Any, least: int, field: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise refused(field, value, f"is not a whole number of at least {least}", "give such a number.")
+def _whole(value: Any, least: int, most: int, field: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise refused(field, value, f"is not a whole number from {least} to {most}", "give such a number.")
     return value
+
+
+def _check_numbers(value: Any, field: str) -> None:
+    """The numbers among a task's options are small enough for a row to be made at once: they are lengths, counts and
+    sizes of what it shows. Raises InvalidJob."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            _check_numbers(inner, f"{field}.{name}")
+    elif isinstance(value, list | tuple):
+        for place, inner in enumerate(value):
+            _check_numbers(inner, f"{field}.{place}")
+    elif isinstance(value, int | float) and abs(value) > LARGEST_OPTION:
+        reason = f"is larger than {LARGEST_OPTION}, and a row may take without end to make"
+        raise refused(field, value, reason, "give a smaller number.")

@@ -6,6 +6,7 @@ from pydantic import Field, TypeAdapter, WrapValidator, model_validator
 
 from millrace.spec import presets
 from millrace.spec.trainer import Optimizer
+from millrace.validation import limits
 from millrace.validation.fields import OneOf
 from millrace.validation.model import StrictModel
 
@@ -42,10 +43,10 @@ class Critic(StrictModel):
     path: str | None = None
     """Hugging Face folder that the critic starts from; null: the policy's folder. Without a value head of its own
     (`score`) in that folder, the head starts at 0."""
-    clip: float | None = Field(0.5, gt=0.0)
+    clip: float | None = Field(0.5, ge=limits.SMALLEST_POSITIVE, le=limits.LARGEST_NUMBER)
     """How far a value may move from its value before the step before the loss stops rewarding the move; null: no
     limit."""
-    warmup_steps: int = Field(0, ge=0)
+    warmup_steps: int = Field(0, ge=0, le=limits.MOST_STEPS)
     """Number of first steps that train only the critic."""
     optimizer: Optimizer = Field(Optimizer(lr=1e-5), examples=[{"lr": 1e-5}])
     """Optimizer of the critic."""
@@ -71,14 +72,14 @@ class Algorithm(StrictModel):
     """Value model, for advantages that read values (`gae`); null: no value model."""
     kl: Choice | None = Field(None, examples=[{"name": "k3"}])
     """Estimator of the KL to the reference policy, which is the model as it was loaded; null: no reference policy."""
-    kl_coefficient: float = Field(0.001, ge=0.0)
+    kl_coefficient: float = Field(0.001, ge=0.0, le=limits.LARGEST_WEIGHT)
     """Weight of the KL in the loss or in the reward."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Use of the KL: added to the loss, or subtracted from the reward of each token."""
-    kl_target: float | None = Field(None, gt=0.0)
+    kl_target: float | None = Field(None, ge=limits.SMALLEST_POSITIVE, le=limits.LARGEST_WEIGHT)
     """Mean KL per token, in nats, that `kl_coefficient` is adjusted to reach, from step to step; null: the coefficient
     stays constant."""
-    kl_horizon: int = Field(10000, ge=1)
+    kl_horizon: int = Field(10000, ge=1, le=1_000_000_000)
     """Number of trajectories over which a deviation from `kl_target` is corrected."""
     correction: Annotated[Choice | tuple[Choice, ...] | None, WrapValidator(_one_or_several)] = Field(
         None, examples=[{"name": "tis_token"}]
@@ -92,7 +93,7 @@ class Algorithm(StrictModel):
     count_rejected_sequences: bool = True
     """Whether answers that the correction rejects whole still count in the divisor of the `seq-mean-*` aggregations, as
     in verl and NeMo-RL. false: the mean is over the answers that are kept, which makes steps larger."""
-    entropy_coefficient: float = Field(0.0, ge=0.0)
+    entropy_coefficient: float = Field(0.0, ge=0.0, le=limits.LARGEST_WEIGHT)
     """Weight of the entropy, which is subtracted from the loss."""
     old_logprobs: Literal["recompute", "rollout"] = "recompute"
     """Log-probabilities of the old policy in the ratio. recompute: from the trainer's own pass before the first update.
@@ -103,12 +104,12 @@ class Algorithm(StrictModel):
     2510.11370), so that rounding in the router causes no mismatch."""
     drop_groups_without_signal: bool = False
     """Whether groups whose rewards are all equal are dropped and replaced (DAPO's dynamic sampling)."""
-    max_refills: int = Field(10, ge=0)
+    max_refills: int = Field(10, ge=0, le=10_000)
     """Most groups that are generated for each one that is trained before the job fails; for
     `drop_groups_without_signal`."""
-    overlong_buffer_tokens: int = Field(0, ge=0)
+    overlong_buffer_tokens: int = Field(0, ge=0, le=limits.MOST_TOKENS)
     """DAPO's soft penalty: number of tokens before max_response_tokens over which the penalty grows; 0: no penalty."""
-    overlong_penalty: float = Field(1.0, ge=0.0)
+    overlong_penalty: float = Field(1.0, ge=0.0, le=limits.LARGEST_WEIGHT)
     """Penalty of an answer of full length; for `overlong_buffer_tokens`."""
 
     @property

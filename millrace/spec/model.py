@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from millrace.validation import limits
 from millrace.validation.model import StrictModel
 
 
@@ -27,9 +28,9 @@ class Data(StrictModel):
     `system_prompt` (null: no system prompt)."""
     shuffle: bool = True
     """Whether each pass over the data has a new random order, drawn from `seed`."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, le=limits.LARGEST_SEED)
     """Seed of that order."""
-    max_prompt_tokens: int = Field(1024, ge=1)
+    max_prompt_tokens: int = Field(1024, ge=1, le=limits.MOST_TOKENS)
     """Longest prompt, in tokens, with its chat template."""
     overlong_prompts: Literal["drop", "truncate_left", "truncate_right", "truncate_middle"] = "drop"
     """What happens to a prompt longer than `max_prompt_tokens`: it is dropped and counted in the ledger, or cut at its
@@ -46,12 +47,12 @@ class Reward(StrictModel):
     the style rule."""
     options: dict[str, Any] = Field(default_factory=dict, examples=[{"require_boxed": True}])
     """Keyword arguments of the function."""
-    parts: list[str] = Field(default_factory=list, examples=[["score", "format"]])
+    parts: list[str] = Field(default_factory=list, max_length=64, examples=[["score", "format"]])
     """Names of further numbers that the function returns with its score, for advantages that normalise several rewards
     separately (`gdpo`). `score` names the score itself."""
-    timeout_s: float = Field(30.0, gt=0)
+    timeout_s: float = Field(30.0, ge=0.01, le=limits.LONGEST_S)
     """Longest time for one call, seconds. A call that takes longer is killed, and its group is dropped."""
-    memory_mb: int = Field(2048, ge=64)
+    memory_mb: int = Field(2048, ge=64, le=4_000_000)
     """Address space of one scoring process, MB, in addition to what Python itself takes."""
     workers: int = Field(2, ge=1, le=256)
     """Scoring processes in each replica."""
@@ -67,11 +68,11 @@ class Evaluation(StrictModel):
     """A procedural source instead of files, as in `data.procedural`."""
     procedural_options: dict[str, Any] = Field(default_factory=dict, examples=[{"size": 256}])
     """Options of that source, as in `data.procedural_options`."""
-    every_steps: int = Field(0, ge=0)
+    every_steps: int = Field(0, ge=0, le=limits.MOST_STEPS)
     """Steps between two evaluations; 0: only before the first step and after the last."""
-    prompts: int = Field(256, ge=1)
+    prompts: int = Field(256, ge=1, le=limits.MOST_IN_FLIGHT)
     """Largest number of held-out prompts; the first ones are taken."""
-    samples_per_prompt: int = Field(1, ge=1)
+    samples_per_prompt: int = Field(1, ge=1, le=limits.MOST_SAMPLES)
     """Answers to each prompt."""
-    temperature: float = Field(0.0, ge=0.0)
+    temperature: float = Field(0.0, ge=0.0, le=limits.HIGHEST_TEMPERATURE)
     """Sampling temperature; 0: greedy."""

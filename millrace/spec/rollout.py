@@ -6,6 +6,7 @@ from pydantic import Field, field_validator
 
 from millrace.engines import ENGINES, FIELD
 from millrace.errors import wrong_value
+from millrace.validation import limits
 from millrace.validation.mistakes import InvalidValue, in_one_line
 from millrace.validation.model import StrictModel
 
@@ -13,17 +14,17 @@ CachePolicy = Literal["recompute", "keep"]
 
 
 class Rollout(StrictModel):
-    samples_per_prompt: int = Field(8, ge=1)
+    samples_per_prompt: int = Field(8, ge=1, le=limits.MOST_SAMPLES)
     """Answers to each prompt: the size of a group."""
-    max_response_tokens: int = Field(1024, ge=1)
+    max_response_tokens: int = Field(1024, ge=1, le=limits.MOST_TOKENS)
     """Longest answer, in tokens. A longer one is cut."""
-    temperature: float = Field(1.0, gt=0.0)
+    temperature: float = Field(1.0, ge=limits.LOWEST_TEMPERATURE, le=limits.HIGHEST_TEMPERATURE)
     """Temperature of sampling, and of the log-probabilities that are trained on."""
-    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    top_p: float = Field(1.0, ge=0.001, le=1.0)
     """Nucleus sampling; 1 keeps every token."""
-    top_k: int = Field(0, ge=0)
+    top_k: int = Field(0, ge=0, le=1_000_000)
     """Number of most probable tokens to sample from; 0 keeps every token."""
-    stop: list[str] = Field(default_factory=list, examples=[["</answer>"]])
+    stop: list[str] = Field(default_factory=list, max_length=64, examples=[["</answer>"]])
     """Strings that end an answer, in addition to the tokenizer's end-of-turn tokens."""
     dtype: Literal["bfloat16", "float32", "float16"] = "bfloat16"
     """Data type of the engine's parameters, and so of the published weights."""
@@ -31,7 +32,7 @@ class Rollout(StrictModel):
     """What happens to running requests when new weights arrive. recompute: their keys and values are computed again
     with the new weights, so that every log-probability is the new model's. keep: they are kept, which is faster and
     slightly off-policy."""
-    lease_s: float = Field(60.0, gt=0)
+    lease_s: float = Field(60.0, ge=limits.SHORTEST_S, le=limits.LONGEST_S)
     """Seconds after which a replica loses a lease that it did not extend."""
     engine_options: dict[str, Any] = Field(default_factory=dict, examples=[{"max_num_seqs": 256}])
     """Options of the engine, which checks them: vLLM's AsyncEngineArgs, SGLang's ServerArgs. Options under an engine's
@@ -41,6 +42,12 @@ class Rollout(StrictModel):
         """The engine options for a replica with `engine`: the shared ones, and over them those under its name."""
         shared = {name: value for name, value in self.engine_options.items() if name not in ENGINES}
         return shared | (self.engine_options.get(engine) or {})
+
+    def field_of(self, engine: str, option: str) -> str:
+        """The path of an option of `engine` in the job spec: under the engine's name where it stands there."""
+        return (
+            f"{FIELD}.{engine}.{option}" if option in (self.engine_options.get(engine) or {}) else f"{FIELD}.{option}"
+        )
 
     @field_validator("engine_options")
     @classmethod

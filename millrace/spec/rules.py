@@ -7,15 +7,16 @@ What needs the machine (does the folder exist, does the reward function import) 
 from collections.abc import Iterator
 
 from millrace.backends import BACKENDS
-from millrace.engines import ENGINES, FIELD
+from millrace.engines import ENGINES
 from millrace.errors import Mistake, wrong_value
 from millrace.spec.algorithm import Algorithm
 from millrace.spec.job import JobSpec
+from millrace.validation import limits
 
 
 def broken_rules(spec: JobSpec) -> list[Mistake]:
     """Every rule that the spec breaks."""
-    return [*_data(spec), *_sizes(spec), *_algorithm(spec), *_optimizers(spec)]
+    return [*_data(spec), *_sizes(spec), *_amounts(spec), *_algorithm(spec), *_optimizers(spec)]
 
 
 def _broken(field: str, value: object, reason: str, fix: str) -> Mistake:
@@ -40,7 +41,7 @@ def _sizes(spec: JobSpec) -> Iterator[Mistake]:
     if spec.trainer.token_budget < longest:
         arithmetic = (
             f"one trajectory may have {spec.data.max_prompt_tokens} + {spec.rollout.max_response_tokens} = {longest} "
-            "tokens, more than a micro-batch holds"
+            "tokens (data.max_prompt_tokens + rollout.max_response_tokens), more than a micro-batch holds"
         )
         yield _broken("trainer.token_budget", spec.trainer.token_budget, arithmetic, f"raise it to at least {longest}")
     if spec.schedule.prompts_per_step % spec.trainer.updates_per_step:
@@ -54,8 +55,33 @@ def _sizes(spec: JobSpec) -> Iterator[Mistake]:
     for engine, descriptor in ENGINES.items():
         context = spec.rollout.options_of(engine).get(descriptor.context_option)
         if isinstance(context, int) and context < longest:
-            field, arithmetic = f"{FIELD}.{descriptor.context_option}", f"prompt and response may have {longest} tokens"
+            field = spec.rollout.field_of(engine, descriptor.context_option)
+            arithmetic = f"prompt and response may have {longest} tokens"
             yield _broken(field, context, arithmetic, f"raise it to at least {longest}")
+
+
+def _amounts(spec: JobSpec) -> Iterator[Mistake]:
+    """Products of numbers each of which may be large by itself."""
+    schedule, samples, evaluation = spec.schedule, spec.rollout.samples_per_prompt, spec.evaluation
+    if (in_flight := schedule.prompts_per_step * (schedule.max_staleness + 1)) > limits.MOST_IN_FLIGHT:
+        arithmetic = (
+            f"with max_staleness {schedule.max_staleness} up to {in_flight} prompts would be in flight, more than "
+            f"{limits.MOST_IN_FLIGHT}"
+        )
+        yield _broken("schedule.prompts_per_step", schedule.prompts_per_step, arithmetic, "lower one of the two")
+    if (trajectories := schedule.prompts_per_step * samples) > limits.MOST_TRAJECTORIES:
+        arithmetic = f"a step of {schedule.prompts_per_step} prompts would have {trajectories} trajectories"
+        fix = f"lower it or schedule.prompts_per_step, to {limits.MOST_TRAJECTORIES} together"
+        yield _broken("rollout.samples_per_prompt", samples, arithmetic, fix)
+    if evaluation is None:
+        return
+    if (trajectories := evaluation.prompts * evaluation.samples_per_prompt) > limits.MOST_TRAJECTORIES:
+        arithmetic = f"an evaluation of {evaluation.prompts} prompts would have {trajectories} answers"
+        fix = f"lower it or evaluation.prompts, to {limits.MOST_TRAJECTORIES} together"
+        yield _broken("evaluation.samples_per_prompt", evaluation.samples_per_prompt, arithmetic, fix)
+    if 0.0 < evaluation.temperature < limits.LOWEST_TEMPERATURE:
+        fix = f"set it to 0, which is greedy, or to at least {limits.LOWEST_TEMPERATURE}"
+        yield _broken("evaluation.temperature", evaluation.temperature, "engines do not sample at it", fix)
 
 
 def _algorithm(spec: JobSpec) -> Iterator[Mistake]:

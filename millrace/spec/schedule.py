@@ -5,41 +5,45 @@ from typing import Annotated
 from pydantic import Field
 
 from millrace.telemetry.trackers import TRACKERS
+from millrace.validation import limits
 from millrace.validation.fields import OneOf
 from millrace.validation.model import StrictModel
 
 
 class Schedule(StrictModel):
-    steps: int | None = Field(None, ge=0)
+    steps: int | None = Field(None, ge=0, le=limits.MOST_STEPS)
     """Steps to train; null: as many as `passes` over the data give. 0: the model is only evaluated."""
-    passes: int = Field(1, ge=1)
+    passes: int = Field(1, ge=1, le=limits.MOST_STEPS)
     """Passes over the data. With `steps`, the data is repeated as often as needed instead."""
-    prompts_per_step: int = Field(64, ge=1)
+    prompts_per_step: int = Field(64, ge=1, le=limits.MOST_IN_FLIGHT)
     """Groups that are trained in one step; a group is all answers to one prompt."""
-    max_staleness: int = Field(1, ge=0)
+    max_staleness: int = Field(1, ge=0, le=1000)
     """How many versions the oldest token of a trajectory may be behind the trainer; 0: strictly on-policy."""
-    save_every_steps: int = Field(0, ge=0)
+    save_every_steps: int = Field(0, ge=0, le=limits.MOST_STEPS)
     """Steps between two checkpoints. The last step is always saved; 0, or more than there are steps: only the last."""
-    keep_checkpoints: int = Field(2, ge=1)
+    keep_checkpoints: int = Field(2, ge=1, le=10_000)
     """Number of checkpoints that are kept, the newest ones."""
     save_in_background: bool = True
     """true: training continues while a checkpoint is written from a copy in host memory, which takes 12 bytes a
     parameter over all ranks. false: training waits for the disk."""
 
 
+Seconds = Annotated[float, Field(ge=limits.SHORTEST_S, le=limits.LONGEST_S)]
+
+
 class Deadlines(StrictModel):
     """Longest time, in seconds, for each remote operation. An operation that takes longer is named in an event, and is
     retried or fails the job. millrace/wire/deadlines.py has those that no job needs to change."""
 
-    configure_s: float = Field(1800.0, gt=0)
+    configure_s: Seconds = 1800.0
     """Loading the model, in the trainer and in an engine."""
-    step_s: float = Field(3600.0, gt=0)
+    step_s: Seconds = 3600.0
     """One step of the trainer."""
-    publication_s: float = Field(300.0, gt=0)
+    publication_s: Seconds = 300.0
     """Transferring new weights and verifying them."""
-    save_s: float = Field(3600.0, gt=0)
+    save_s: Seconds = 3600.0
     """Writing one checkpoint."""
-    no_replica_s: float = Field(1800.0, gt=0)
+    no_replica_s: Seconds = 1800.0
     """How long a job waits without any replica before it fails."""
 
 
@@ -48,5 +52,5 @@ class Tracking(StrictModel):
     """Experiment trackers. The `trackers` extra installs them on the coordinator's host: docs/running.md."""
     project: str = "millrace"
     """Project in Weights & Biases."""
-    samples_per_step: int = Field(4, ge=0)
+    samples_per_step: int = Field(4, ge=0, le=1000)
     """Groups of each step that are kept for GET /v1/jobs/{id}/samples."""

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from millrace.backends import BACKEND_NAMES
+from millrace.validation import limits
 from millrace.validation.fields import OneOf
 from millrace.validation.model import StrictModel
 
@@ -12,21 +13,21 @@ Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 class Optimizer(StrictModel):
-    lr: float = Field(1e-6, ge=0.0)
+    lr: float = Field(1e-6, ge=0.0, le=1.0)
     """Learning rate after warm-up."""
     betas: tuple[Beta, Beta] = Field((0.9, 0.95), examples=[[0.9, 0.95]])
     """AdamW's betas."""
-    eps: float = Field(1e-8, gt=0.0)
+    eps: float = Field(1e-8, ge=1e-20, le=1.0)
     """AdamW's epsilon."""
-    weight_decay: float = Field(0.01, ge=0.0)
+    weight_decay: float = Field(0.01, ge=0.0, le=limits.LARGEST_WEIGHT)
     """AdamW's weight decay."""
-    warmup_steps: int = Field(0, ge=0)
+    warmup_steps: int = Field(0, ge=0, le=limits.MOST_STEPS)
     """Steps over which the learning rate rises to `lr`."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     """Learning rate after warm-up; cosine and linear fall to `min_lr` at the job's last step."""
-    min_lr: float = Field(0.0, ge=0.0)
+    min_lr: float = Field(0.0, ge=0.0, le=1.0)
     """Learning rate at the end of `schedule`."""
-    clip_grad_norm: float = Field(1.0, gt=0.0)
+    clip_grad_norm: float = Field(1.0, ge=limits.SMALLEST_POSITIVE, le=limits.LARGEST_NUMBER)
     """Largest norm of the gradient. A gradient with a larger norm is scaled down to it."""
 
 
@@ -35,15 +36,15 @@ class Trainer(StrictModel):
     """Training backend. megatron: docs/megatron.md."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Data type of forward and backward passes. The master weights and the optimizer are float32."""
-    token_budget: int = Field(16384, ge=16)
+    token_budget: int = Field(16384, ge=16, le=10 * limits.MOST_TOKENS)
     """Tokens in one micro-batch on one rank: prompts and responses, packed."""
-    updates_per_step: int = Field(1, ge=1)
+    updates_per_step: int = Field(1, ge=1, le=limits.MOST_IN_FLIGHT)
     """Optimizer updates in a step, each on its share of the groups."""
     activation_recompute: bool = False
     """Whether activations are recomputed in the backward pass: less memory, about a third more work."""
     optimizer: Optimizer = Field(Optimizer(), examples=[{"lr": 1e-6}])
     """Optimizer of the policy."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, le=limits.LARGEST_SEED)
     """Seed of everything that a step draws at random."""
     backend_options: dict[str, Any] = Field(default_factory=dict, examples=[{"offload_reference": True}])
     """Options of the backend, which checks them."""

@@ -4,7 +4,7 @@
 name of a Python or pydantic type gets through it.
 """
 
-import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -52,8 +52,9 @@ def options(model: type[Model], given: Mapping[str, Any], above: str) -> Model:
 
 
 def unwanted_numbers(tree: Mapping[str, Any], model: type[BaseModel], above: str = "") -> list[Mistake]:
-    """The mistakes that pydantic accepts: `true` and `false` for a number, which Python counts as 1 and 0, and infinite
-    numbers or NaN in free options. A spec is kept and sent as JSON, which cannot hold those."""
+    """The mistakes that pydantic accepts: `true` and `false` for a number, which Python counts as 1 and 0, numbers that
+    are written as text, and in free options infinite numbers, NaN and whole numbers of more than 64 bits. A spec is
+    kept and sent as JSON, which cannot hold those."""
     found: list[Mistake] = []
     for name, value in tree.items():
         field, path = model.model_fields.get(str(name)), _path(above, [str(name)])
@@ -65,22 +66,28 @@ def unwanted_numbers(tree: Mapping[str, Any], model: type[BaseModel], above: str
         elif inner is not None and isinstance(value, list):
             entries = [(f"{path}.{number}", entry) for number, entry in enumerate(value) if isinstance(entry, Mapping)]
             found += [mistake for place, entry in entries for mistake in unwanted_numbers(entry, inner, place)]
-        elif isinstance(value, bool):
+        elif isinstance(value, bool | str):
             kinds = {field.annotation, *getattr(field.annotation, "__args__", ())}
-            if kinds & {int, float} and bool not in kinds:
+            if kinds & {int, float} and type(value) not in kinds:
                 wanted = _KINDS["int" if int in kinds else "float"]
-                found.append(wrong_value(path, value, f"is not {wanted}", f"give {wanted}."))
-        elif isinstance(value, Mapping) and not _is_finite(value):
-            found.append(wrong_value(path, value, "holds a number that is not finite", "give finite numbers."))
+                fix = f"give {wanted}." if isinstance(value, bool) else f"give {wanted}, without quotes."
+                found.append(wrong_value(path, value, f"is not {wanted}", fix))
+        elif isinstance(value, Mapping) and (reason := _unwanted_inside(value)):
+            found.append(wrong_value(path, value, f"holds a number that {reason}", "give finite numbers."))
     return found
 
 
-def _is_finite(values: Mapping[Any, Any]) -> bool:
-    try:
-        json.dumps(values, allow_nan=False, default=str, skipkeys=True)
-    except ValueError:
-        return False
-    return True
+def _unwanted_inside(value: Any) -> str:
+    """Why a number somewhere in `value` cannot be kept; empty where all can."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return next(filter(None, map(_unwanted_inside, value)), "")
+    if isinstance(value, float) and not math.isfinite(value):
+        return "is not finite"
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        return "needs more than 64 bits"
+    return ""
 
 
 def _explained(error: ErrorDetails, model: type[BaseModel] | None, above: str) -> Sequence[Mistake]:
@@ -136,7 +143,8 @@ def _reason_and_fix(error: ErrorDetails, field: FieldInfo | None) -> tuple[str, 
     kind, context = error["type"], error.get("ctx", {})
     if kind in _BOUNDS:
         key, reason, fix = _BOUNDS[kind]
-        return reason.format(f"{context[key]:g}"), f"give a number that is {fix.format(f'{context[key]:g}')}."
+        bound = number(context[key])
+        return reason.format(bound), f"give a number that is {fix.format(bound)}."
     if kind in _LENGTHS:
         key, counted, fix = _LENGTHS[kind]
         wrong = "fewer" if key == "min_length" else "more"
@@ -160,6 +168,11 @@ def _reason_and_fix(error: ErrorDetails, field: FieldInfo | None) -> tuple[str, 
 
 
 _ANOTHER = "give another value, or leave it out."
+
+
+def number(value: float) -> str:
+    """A bound as people write it: whole numbers with all their digits, others as short as they are exact enough."""
+    return f"{value:.0f}" if float(value).is_integer() and abs(value) < 1e15 else f"{value:g}"
 
 
 def _example(field: FieldInfo | None, location: Location) -> str:

@@ -70,3 +70,17 @@ def test_wrong_tasks_and_options_are_refused(name: str, options: dict, message: 
         open_source(procedural=name, procedural_options=options, field="evaluation")
     assert refused.value.what.startswith("evaluation.procedural")
     assert refused.value.fix
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"size": 2**63}, "size"),
+        ({"seed": 2**64}, "seed"),
+        ({"min_terms": 10**9}, "min_terms"),
+        ({"min_terms": -1e308}, "min_terms"),
+    ],
+)
+def test_numbers_with_which_a_row_would_take_without_end_are_refused(options: dict, field: str) -> None:
+    with pytest.raises(InvalidJob, match=rf"data\.procedural_options\.{field}: .*Fix: give "):
+        open_source(procedural="reasoning_gym:basic_arithmetic", procedural_options=options)

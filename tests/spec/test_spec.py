@@ -173,9 +173,9 @@ def leaves(part: type) -> int:
 @pytest.mark.parametrize(
     "text, told",
     [
-        ("rollout: {engine_options: &a {x: *a}}", "rollout.engine_options.x: contains itself"),
-        ("output: !!binary gICAgA==", "output: "),
-        ('name: "\\0"', 'name: "\\u0000": has '),
+        ("rollout: {engine_options: &a {x: *a}}", "rollout.engine_options.x (line 1): contains itself"),
+        ("output: !!binary gICAgA==", "output (line 1): "),
+        ('name: "\\0"', 'name (line 1): "\\u0000": has '),
         ("schedule: {steps: !!int ''}", "is neither YAML nor JSON"),
     ],
 )
@@ -199,7 +199,7 @@ def test_an_engine_gets_the_options_for_all_and_its_own():
     assert rollout.options_of("transformers") == {"dtype": "auto"}
     assert "sglang: 3: is not a mapping" in refusal(with_("rollout.engine_options", {"sglang": 3}))
     short = {"vllm": {"max_model_len": 8}}
-    assert "rollout.engine_options.max_model_len" in refusal(with_("rollout.engine_options", short))
+    assert "rollout.engine_options.vllm.max_model_len: 8: " in refusal(with_("rollout.engine_options", short))
 
 
 def test_a_group_of_one_has_no_signal_to_keep_it():

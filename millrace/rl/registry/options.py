@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
+from millrace.validation.limits import LARGEST_NUMBER, SMALLEST_POSITIVE
+
 
 def _ascending(bounds: tuple[float, float]) -> tuple[float, float]:
     if bounds[0] >= bounds[1]:
@@ -21,13 +23,13 @@ def _about_one(bounds: tuple[float, float]) -> tuple[float, float]:
 
 
 Flag = Annotated[bool, Field(strict=True)]
-Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-Integer = Annotated[int, Field(strict=True)]
-Count = Annotated[int, Field(strict=True, ge=1)]
+Number = Annotated[float, Field(strict=True, ge=-LARGEST_NUMBER, le=LARGEST_NUMBER, allow_inf_nan=False)]
+Integer = Annotated[int, Field(strict=True, ge=-int(LARGEST_NUMBER), le=int(LARGEST_NUMBER))]
+Count = Annotated[int, Field(strict=True, ge=1, le=int(LARGEST_NUMBER))]
 """A whole number, at least 1."""
-Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
-AboveOne = Annotated[float, Field(strict=True, gt=1, allow_inf_nan=False)]
+Positive = Annotated[float, Field(strict=True, ge=SMALLEST_POSITIVE, le=LARGEST_NUMBER, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(strict=True, ge=0, le=LARGEST_NUMBER, allow_inf_nan=False)]
+AboveOne = Annotated[float, Field(strict=True, gt=1, le=LARGEST_NUMBER, allow_inf_nan=False)]
 OpenFraction = Annotated[float, Field(strict=True, gt=0, lt=1)]
 """Between 0 and 1, both excluded."""
 Fraction = Annotated[float, Field(strict=True, ge=0, le=1)]

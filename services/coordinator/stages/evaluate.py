@@ -60,6 +60,7 @@ async def _issue(run: Run, wanted: Evaluation, count: int) -> None:
         drafts = await asyncio.to_thread(_drafts, source, rows, version, sampling)
         await run.evaluation.issue(drafts, run.job.step + 1)
         run.components.queue.issued.ring()
+        await run.heed()
 
 
 def _drafts(source: PromptSource, rows: range, version: Version, sampling: work_pb2.Sampling) -> list[Draft]:

@@ -26,7 +26,7 @@ AT_ONCE = 256
 async def issue(run: Run) -> None:
     """Issues as many prompts as the capacity allows: first those to be issued again, then the next of the data.
 
-    Raises Superseded.
+    A cancel or a pause is heeded between two commands. Raises Superseded, Cancelled.
     """
     schedule = run.spec.schedule
     counts = await run.prompts.counts()
@@ -40,9 +40,10 @@ async def issue(run: Run) -> None:
     still_needed = run.steps * schedule.prompts_per_step - counts.trained - counts.in_flight
     room = min(room, still_needed)
     while room > 0:
-        issued = await _issue_some(run, min(room, AT_ONCE))
-        room -= issued
+        room -= await _issue_some(run, min(room, AT_ONCE))
         run.components.queue.issued.ring()
+        if room > 0:
+            await run.heed()
 
 
 async def _issue_some(run: Run, count: int) -> int:

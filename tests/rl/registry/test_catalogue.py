@@ -92,7 +92,7 @@ def test_a_loss_from_a_users_own_file(tmp_path):
     )
     assert loss.item() == pytest.approx((3 - 6) / 2)
     assert metrics["positive"].item() == pytest.approx(0.5)
-    with pytest.raises(InvalidJob, match=r"algorithm\.policy_loss\.scale: -1\.0: is not more than 0"):
+    with pytest.raises(InvalidJob, match=r"algorithm\.policy_loss\.scale: -1\.0: is less than 1e-12"):
         find(AlgorithmKind.POLICY_LOSS, name).check({"scale": -1.0}, "algorithm.policy_loss")
 
 

@@ -17,8 +17,9 @@ from millrace.ids import Purpose, training_prompt
 from millrace.spec import parse
 from millrace.wire.v1 import work_pb2
 from services.coordinator.stages.issue import draft, issue
-from services.coordinator.stages.run import Run
+from services.coordinator.stages.run import Cancelled, Run
 from services.coordinator.state.bell import Bell
+from services.coordinator.state.job import Wanted
 from services.coordinator.state.lease import DroppedPrompt, QueuedPrompt
 from services.coordinator.store import GENERATION, Store, Superseded
 from tests.services.coordinator.redis import a_job, with_store
@@ -53,12 +54,12 @@ def test_a_row_that_no_lease_can_carry_is_a_bad_one(changes: dict, reason: str, 
     assert detail.startswith("row 1 ") and reason in detail and "Fix:" in detail and detail.isascii()
 
 
-async def a_run(store: Store, folder: Path) -> Run:
-    """With 8 prompts to issue."""
+async def a_run(store: Store, folder: Path, prompts_per_step: int = 4) -> Run:
+    """With 8 rows of data, and two steps' prompts to issue."""
     write_rows(folder / "train.jsonl", [PromptRow(n, "sums", f"{n} + 1", ground_truth=str(n + 1)) for n in range(8)])
     tree = {"name": "sums", "output": "/out", "model": {"path": "/model"}}
     tree |= {"data": {"files": [str(folder / "train.jsonl")]}}
-    tree |= {"schedule": {"steps": 2, "prompts_per_step": 4, "max_staleness": 1}}
+    tree |= {"schedule": {"steps": 2, "prompts_per_step": prompts_per_step, "max_staleness": 1}}
     job = dataclasses.replace(a_job(), spec_json=parse(tree).model_dump_json())
     await store.take_over()
     await store.jobs.create(job)
@@ -83,6 +84,19 @@ def test_prompts_whose_issue_was_answered_to_nobody_are_issued_once(
         await issue(run)
         counts = await run.prompts.counts()
         assert (counts.issued, counts.queued, run.job.cursor) == (8, 8, 8)
+
+    with_store(redis_url, scenario)
+
+
+def test_a_cancel_is_heeded_between_two_commands(redis_url: str, tmp_path: Path) -> None:
+    """One command issues at most the 8 rows of a pass, so 1,000 prompts take 125 commands."""
+
+    async def scenario(store: Store) -> None:
+        run = await a_run(store, tmp_path, prompts_per_step=500)
+        await store.jobs.update(run.job.id, wanted=Wanted.CANCEL)
+        with pytest.raises(Cancelled):
+            await issue(run)
+        assert (await run.prompts.counts()).issued == 8
 
     with_store(redis_url, scenario)
 
