@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import yaml
 from rich.markup import escape
 
 from millrace.cli.names import JobName, MemberName, job_id, member_id
@@ -192,7 +191,7 @@ def resume(
 
 def _tree(settings: Sequence[str]) -> dict[str, Any]:
     """`a.b=1` as {"a": {"b": 1}}; values are YAML. Raises InvalidJob."""
-    from millrace.spec.load import UNREADABLE
+    from millrace.spec.document import UNREADABLE, Document
 
     tree: dict[str, Any] = {}
     for setting in settings:
@@ -201,7 +200,7 @@ def _tree(settings: Sequence[str]) -> dict[str, Any]:
         if not given or not all((*above, name)):
             raise _wrong_setting(setting, "has no field and value", "write it as trainer.token_budget=8192.")
         try:
-            read = yaml.safe_load(value)
+            read = Document(value).tree
         except UNREADABLE as error:
             raise _wrong_setting(setting, f"the value is not YAML: {error}", "put the value in quotes.") from error
         group = tree

@@ -4,46 +4,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from millrace.errors import InvalidJob
+from millrace.spec.document import Document
 from millrace.spec.job import JobSpec
 from millrace.spec.rules import broken_rules
 from millrace.spec.storable import unstorable
 from millrace.validation.kinds import kind_of
 from millrace.validation.mistakes import explain, unwanted_numbers
 
-UNREADABLE = (
-    yaml.YAMLError,
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    RecursionError,
-    TypeError,
-    ValueError,
-)
-"""What PyYAML raises: its own errors, and others where a scalar does not fit its tag."""
 HEADING = "the job spec is not valid:"
 
 
 def load(path: str | Path) -> JobSpec:
-    """Reads a job spec from a YAML or JSON file. Raises InvalidJob."""
-    path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise InvalidJob(f"{path}: is not text in UTF-8.", "give the path of a YAML or JSON file.") from error
-    except OSError as error:
-        reason = error.strerror or "cannot be read"
-        raise InvalidJob(f"{path}: {reason}.", "give the path of a YAML or JSON file that can be read.") from error
-    try:
-        tree = yaml.safe_load(text)
-    except UNREADABLE as error:
-        place = getattr(error, "problem_mark", None)
-        fix = "correct the syntax." if place is None else f"correct the YAML syntax in line {place.line + 1}."
-        raise InvalidJob(f"{path}: is neither YAML nor JSON: {error}.", fix) from error
-    return parse(tree)
+    """Reads a job spec from a YAML or JSON file. Raises InvalidJob, with the lines of the fields."""
+    document = Document.of_file(Path(path))
+    with document.lines():
+        return parse(document.tree)
 
 
 def parse(tree: Any) -> JobSpec:

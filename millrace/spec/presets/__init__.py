@@ -5,7 +5,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
+from millrace.spec.document import Document
 
 HERE = Path(__file__).parent
 ABOUT_KL = ("kl_coefficient", "kl_in")
@@ -51,5 +51,5 @@ def _same_function(preset: Tree, given: Tree) -> bool:
 
 @cache
 def _read(name: str) -> Tree:
-    tree: Tree = yaml.safe_load((HERE / f"{name}.yaml").read_text(encoding="utf-8"))
+    tree: Tree = Document.of_file(HERE / f"{name}.yaml").tree
     return tree

@@ -5,21 +5,26 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import yaml
 from fastapi import Request
 
 from millrace.errors import InvalidJob
-from millrace.spec.load import UNREADABLE
+from millrace.spec.document import UNREADABLE, Document
 from millrace.validation.kinds import kind_of
 from services.coordinator.rest.problems import ContentTooLarge, UnsupportedMediaType
 
 MAX_BYTES = 16 << 20
+
+
+def _yaml(body: bytes) -> Any:
+    return Document(body).tree
+
+
 READERS: Mapping[str, Callable[[bytes], Any]] = {
     "application/json": json.loads,
-    "application/yaml": yaml.safe_load,
-    "application/x-yaml": yaml.safe_load,
-    "text/yaml": yaml.safe_load,
-    "text/x-yaml": yaml.safe_load,
+    "application/yaml": _yaml,
+    "application/x-yaml": _yaml,
+    "text/yaml": _yaml,
+    "text/x-yaml": _yaml,
 }
 """Keyed by content type. A web page can send none of these to another site unless that site allows it (CORS)."""
 

@@ -139,7 +139,8 @@ MANY = "a: &a [1,1,1,1,1,1,1,1,1,1]\n" + "\n".join(
     ],
 )
 def test_what_cannot_be_kept_is_refused(http: httpx.Client, written: str, told: str) -> None:
-    answer = http.post("/v1/jobs", content=written, headers={"Content-Type": "application/yaml"})
+    kind = "application/json" if written.startswith("{") else "application/yaml"
+    answer = http.post("/v1/jobs", content=written, headers={"Content-Type": kind})
     document = problem(answer, 422)
     assert told in document["detail"] and ("Fix: " in document["detail"] or document["fix"])
 
