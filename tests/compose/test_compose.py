@@ -32,6 +32,7 @@ class Project:
     def __init__(self, port: int) -> None:
         self.url = f"http://127.0.0.1:{port}"
         self._environment = os.environ | {
+            "COMPOSE_FILE": "deploy/docker-compose.yml",
             "COMPOSE_PROJECT_NAME": f"millrace-test-{port}",
             "MILLRACE_HTTP_PORT": str(port),
             "OMP_NUM_THREADS": "1",

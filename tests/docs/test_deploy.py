@@ -1,8 +1,11 @@
 """The containers are given the time that what runs in them may take to stop, and show themselves to this host alone."""
 
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
+import pytest
 import yaml
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
@@ -27,10 +30,36 @@ def test_rest_is_published_on_the_loopback_unless_told_otherwise() -> None:
     ]
 
 
-def test_the_file_that_git_tracks_holds_settings_of_compose_and_no_secret() -> None:
-    lines = (DEPLOY.parent / ".env").read_text().splitlines()
-    names = {line.partition("=")[0] for line in lines if line and not line.startswith("#")}
-    assert names == {"COMPOSE_FILE", "COMPOSE_PROJECT_NAME"}
+ROOT = DEPLOY.parent
+
+
+def settings(file: Path) -> dict[str, str]:
+    lines = file.read_text().splitlines()
+    return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
+
+
+def test_the_example_of_settings_names_the_compose_file_and_holds_no_secret() -> None:
+    example = settings(ROOT / ".env.example")
+    assert (ROOT / example["COMPOSE_FILE"]).is_file() and example["MILLRACE_TOKEN"] == ""
+    used = set(re.findall(r"\$\{(\w+)", (DEPLOY / "docker-compose.yml").read_text()))
+    assert set(example) - used == {"COMPOSE_FILE", "COMPOSE_PROJECT_NAME"}
+
+
+def test_git_and_images_leave_out_the_settings_with_the_token() -> None:
+    assert "/.env" in (ROOT / ".gitignore").read_text().splitlines()
+    assert ".env" in (ROOT / ".dockerignore").read_text().splitlines()
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
+def test_the_line_of_the_readme_makes_settings_with_a_token(tmp_path: Path) -> None:
+    (line,) = re.findall(r"^\(umask 077; .*?\)(?=  )", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert line in (ROOT / ".env.example").read_text()
+    shutil.copy(ROOT / ".env.example", tmp_path)
+    subprocess.run(["bash", "-c", line], cwd=tmp_path, check=True)
+    made = settings(tmp_path / ".env")
+    assert re.fullmatch("[0-9a-f]{64}", made["MILLRACE_TOKEN"])
+    assert made | {"MILLRACE_TOKEN": ""} == settings(ROOT / ".env.example")
+    assert (tmp_path / ".env").stat().st_mode & 0o077 == 0
 
 
 def test_no_container_starts_without_a_token() -> None:

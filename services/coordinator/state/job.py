@@ -116,7 +116,7 @@ class JobRecord:
     def spec_digest(self) -> str:
         return hashlib.sha256(self.spec_json.encode()).hexdigest()
 
-    def clock(self, now_s: float) -> dict[str, float]:
+    def clock(self, now_s: float) -> dict[str, Any]:
         """The fields `queued_s`, `ran_s` and `since_s` at the Unix time `now_s`, to be stored when the job moves to
         another phase: queued, running, ended."""
         passed = max(0.0, now_s - (self.since_s or self.created_s))
