@@ -25,6 +25,9 @@ from millrace.events import Event
 from millrace.rest import (
     ENDED,
     FleetView,
+    JobPage,
+    JobState,
+    JobSummary,
     JobView,
     LedgerView,
     MemberView,
@@ -43,6 +46,8 @@ if TYPE_CHECKING:
 
 DEFAULT_URL = "http://127.0.0.1:7700"
 TIMEOUT_S = 30.0
+PAGE_JOBS = 500
+"""Most jobs that one request lists."""
 STREAM_TIMEOUT_S = 60.0
 """Seconds without a line after which an event stream is opened again; the coordinator sends comments more often."""
 
@@ -92,9 +97,18 @@ class Client:
         headers = {"Idempotency-Key": key or secrets.token_hex(16)}
         return self._view(JobView, "POST", "/v1/jobs", json=tree, headers=headers)
 
-    def jobs(self) -> list[JobView]:
-        """All jobs, newest first."""
-        return self._views(JobView, "/v1/jobs")
+    def jobs(self, state: JobState | None = None, limit: int | None = None) -> list[JobSummary]:
+        """The jobs, or those in `state`, without their specs, the newest first. All of them, or at most `limit`."""
+        found: list[JobSummary] = []
+        query: dict[str, Any] = {"state": state} if state else {}
+        while limit is None or len(found) < limit:
+            most = PAGE_JOBS if limit is None else min(PAGE_JOBS, limit - len(found))
+            page = self._view(JobPage, "GET", "/v1/jobs", params={**query, "limit": most})
+            found += page.jobs
+            if page.next is None:
+                break
+            query["cursor"] = page.next
+        return found
 
     def job(self, job_id: str) -> JobView:
         """One job. Raises NotFound."""

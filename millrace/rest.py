@@ -73,29 +73,30 @@ class WaitingView(BaseModel):
     message: str = Field(description="For people: what the job waits for, with the replicas' words.")
 
 
-class JobView(BaseModel):
+class JobSummary(BaseModel):
+    """A job without its spec."""
+
     id: str
     name: str
     state: JobState
     pending: JobRequest | None = Field(None, description="What was asked of the job and is not carried out yet.")
     waiting: WaitingView | None = Field(None, description="What the job waits for; null while it works or has ended.")
     step: int = Field(description="Steps trained.")
-    steps: int = Field(description="Steps that the job will train; 0 until its data is read.")
+    steps: int = Field(0, description="Steps that the job will train; 0 until its data is read.")
     version: int = Field(description="Weight version that the trainer holds.")
-    reward: float | None = Field(description="Mean reward of the last step's trajectories.")
-    evaluation_before: float | None = Field(description="Held-out reward at version 0.")
+    reward: float | None = Field(None, description="Mean reward of the last step's trajectories.")
+    evaluation_before: float | None = Field(None, description="Held-out reward at version 0.")
     evaluation_last: float | None = Field(
-        description="Held-out reward of the last evaluation after training began; null before there is one."
+        None, description="Held-out reward of the last evaluation after training began; null before there is one."
     )
     evaluation_step: int | None = Field(None, description="Step after which `evaluation_last` was measured.")
     created_s: float = Field(description="Unix time of the submission.")
     queued_s: float = Field(0.0, description="Seconds that it has spent in the queue.")
     ran_s: float = Field(0.0, description="Seconds from its start to its end, or until now; pauses count.")
     finished_s: float | None = Field(None, description="Unix time of the end.")
-    checkpoint: str | None = Field(description="Folder of the last checkpoint.")
-    report: str | None = Field(description="Path of the report that a finished job leaves in its output folder.")
+    checkpoint: str | None = Field(None, description="Folder of the last checkpoint.")
+    report: str | None = Field(None, description="Path of the report that a finished job leaves in its output folder.")
     failure: str | None = Field(None, description="Why the job failed.")
-    spec: dict[str, Any] = Field(description="The job spec with all defaults, as the release that took it wrote it.")
 
     @computed_field(  # type: ignore[prop-decorator]  # mypy has no decorated properties (python/mypy#1362)
         description="`state` for people: pausing or cancelling while the job does what was asked of it."
@@ -103,6 +104,20 @@ class JobView(BaseModel):
     @property
     def status(self) -> str:
         return IN_PROGRESS[self.pending] if self.pending is not None else self.state
+
+
+class JobView(JobSummary):
+    """A job."""
+
+    spec: dict[str, Any] = Field(description="The job spec with all defaults, as the release that took it wrote it.")
+
+
+class JobPage(BaseModel):
+    """One page of the list of jobs, the newest first."""
+
+    jobs: list[JobSummary]
+    next: str | None = Field(description="`cursor` of the page that follows; null on the last page.")
+    total: int = Field(description="Number of jobs on all pages.")
 
 
 class LedgerView(BaseModel):

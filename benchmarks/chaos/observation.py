@@ -13,7 +13,8 @@ from redis.exceptions import RedisError, ResponseError
 from millrace.ids import JobId, Purpose
 from services.coordinator.redis_server import RedisServer
 from services.coordinator.state.ledger import Counts
-from services.coordinator.store.jobs import ALL, key
+from services.coordinator.store.index import ALL
+from services.coordinator.store.jobs import key
 from services.coordinator.store.prompts import PARTS
 
 DEADLINE_S = 2.0

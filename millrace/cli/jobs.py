@@ -14,8 +14,10 @@ from millrace.cli.watch import follow
 from millrace.client import Client
 from millrace.errors import InvalidJob, Mistake
 from millrace.events import Event
-from millrace.rest import JobView, LedgerView, SampleView, WaitingFor
+from millrace.rest import JobState, JobView, LedgerView, SampleView, WaitingFor
 
+LISTED = 50
+"""Jobs that `millrace jobs` lists unless told otherwise."""
 SpecFile = Annotated[Path, typer.Argument(metavar="JOB.YAML", help="The job spec, YAML or JSON.", show_default=False)]
 
 
@@ -44,10 +46,17 @@ def submit(
         raise typer.Exit(follow(client, job.id, as_json))
 
 
-def jobs(url: Url = None, as_json: AsJson = False) -> None:
-    """List the jobs, newest first."""
+def jobs(
+    every: Annotated[bool, typer.Option("--all", "-a", help="List all jobs; --limit does not count then.")] = False,
+    state: Annotated[JobState | None, typer.Option(help="List only jobs in this state.")] = None,
+    limit: Annotated[int, typer.Option(help="How many jobs to list at most.", min=1)] = LISTED,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the newest jobs, newest first."""
     with connect(url) as client:
-        found = sorted(client.jobs(), key=lambda job: -job.created_s)
+        found = client.jobs(state, None if every else limit + 1)
+    more, found = not every and len(found) > limit, found if every else found[:limit]
     if as_json:
         return print_json(found)
     rows = table("JOB", "NAME", "STATE", ">STEP", ">REWARD", ">HELD-OUT", ">AGE", ">QUEUED", ">RAN", "WAITS FOR")
@@ -59,7 +68,10 @@ def jobs(url: Url = None, as_json: AsJson = False) -> None:
         figures = (step, number(job.reward), held_out(job), age, queued, took)
         rows.add_row(job.id, escape(job.name), styled(job.status), *figures, waits)
     console = people()
-    console.print(rows if found else "There are no jobs. Submit one with `millrace submit job.yaml`.")
+    nothing = "There are no jobs. Submit one with `millrace submit job.yaml`."
+    console.print(rows if found else nothing if state is None else f"No job is {state}.")
+    if more:
+        console.print(f"Only the newest {limit} are listed. List all of them with --all.", style="dim")
     for job in found:
         if job.waiting and job.waiting.reason is not WaitingFor.EARLIER_JOB:
             console.print(f"{job.id} waits: {job.waiting.message}", style="yellow", markup=False)

@@ -22,9 +22,9 @@ def job_id(client: Client, given: str) -> str:
     """The id of the job that `given` names. Raises NotFound, and InvalidState if it could be several."""
     if re.fullmatch(r"job-[0-9a-f]{12}", given):
         return given
-    jobs = sorted(client.jobs(), key=lambda job: job.created_s)
-    if given == "last" and jobs:
-        return jobs[-1].id
+    if given == "last" and (newest := client.jobs(limit=1)):
+        return newest[0].id
+    jobs = client.jobs()[::-1]
     matching = [job.id for job in jobs if job.id.startswith((given, f"job-{given}")) or job.name == given]
     if not matching:
         known = ["last", *(job.name for job in jobs), *(job.id for job in jobs)] if jobs else []

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from millrace.client import Client
 from millrace.errors import InvalidJob, MillraceError
-from millrace.rest import JobView
+from millrace.rest import JobSummary
 
 Url = Annotated[
     str | None,
@@ -110,7 +110,7 @@ def number(value: float | None, digits: int = 3) -> str:
     return "–" if value is None else f"{value:.{digits}f}"
 
 
-def held_out(job: JobView) -> str:
+def held_out(job: JobSummary) -> str:
     """`0.100 → 0.950`; only the first one before there is another."""
     if job.evaluation_last is None:
         return number(job.evaluation_before)

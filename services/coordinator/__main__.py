@@ -12,6 +12,7 @@ from millrace.telemetry import logs, tracing
 from millrace.version import VersionOption
 from millrace.wire.address import InsecureOption, require_token
 from services.coordinator.fleet.fleet import Patience
+from services.coordinator.jobs.expiry import KEPT_JOBS
 from services.coordinator.process import Coordinator, Settings
 
 app = typer.Typer(pretty_exceptions_enable=False)
@@ -41,6 +42,15 @@ def main(
         typer.Option(envvar="MILLRACE_LOST_AFTER_S", help="Seconds of silence after which a member is lost."),
     ] = 5.0,
     insecure: InsecureOption = False,
+    keep_jobs: Annotated[
+        int,
+        typer.Option(
+            envvar="MILLRACE_KEEP_JOBS",
+            help="Jobs that have ended and are kept; of older ones only the output folders stay.",
+            min=0,
+            max=1_000_000,
+        ),
+    ] = KEPT_JOBS,
     version: VersionOption = False,
 ) -> None:
     """Starts the coordinator. SIGTERM and SIGINT stop it; jobs continue when it is started again."""
@@ -52,6 +62,7 @@ def main(
         state_dir.expanduser(),
         redis_url,
         Patience(heartbeat_s, lost_after_s),
+        keep_jobs,
     )
     try:
         logs.configure("coordinator")

@@ -17,6 +17,7 @@ from millrace.wire.server import Server
 from services.coordinator.fleet.fleet import Fleet, Patience
 from services.coordinator.fleet.trainer import Trainer
 from services.coordinator.jobs.control import Control
+from services.coordinator.jobs.expiry import KEPT_JOBS, expire_jobs
 from services.coordinator.jobs.runner import Runner
 from services.coordinator.jobs.waiting import JobViews, WaitingEvents
 from services.coordinator.observe.events import Events
@@ -51,6 +52,8 @@ class Settings:
     redis_url: str
     """Empty: the embedded Redis, in the state folder."""
     patience: Patience
+    keep_jobs: int = KEPT_JOBS
+    """Jobs that have ended and are kept."""
 
 
 class Coordinator:
@@ -104,7 +107,8 @@ class Coordinator:
         control = Control(store, events, control_bell, components.turn)
         rest = _Rest(application(components, control, JobViews(components), self._settings.http_host))
         await grpc.start()
-        watches = (fleet.watch(), queue.expire(), WaitingEvents(components).run())
+        old_jobs = expire_jobs(store, self._settings.keep_jobs)
+        watches = (fleet.watch(), queue.expire(), WaitingEvents(components).run(), old_jobs)
         work = [asyncio.create_task(work) for work in (*watches, Runner(components).run())]
         if self._redis is not None:
             work.append(asyncio.create_task(self._redis.watch()))

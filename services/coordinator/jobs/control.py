@@ -49,10 +49,11 @@ class Control:
             state=JobState.QUEUED,
             spec_json=spec.model_dump_json(),
             created_s=time.time(),
+            folder=await asyncio.to_thread(os.path.realpath, spec.output),
         )
         async with self._admitting:
             if not await self._store.jobs.knows(idempotency_key):
-                await asyncio.to_thread(_check_output, spec.output, await self._store.jobs.all())
+                await asyncio.to_thread(_check_output, spec.output, await self._store.index.with_output(job.folder))
             job_id, new = await self._store.jobs.create(job, idempotency_key)
         if new:
             await self._tell_queue(job)
@@ -121,7 +122,7 @@ class Control:
             if reload:
                 cleared["configuration"] = ""  # no trainer has loaded this spec
         async with self._admitting:
-            await asyncio.to_thread(_check_checkpoints, job, await self._store.jobs.all())
+            await asyncio.to_thread(_check_checkpoints, job, await self._store.index.with_output(job.folder))
             cleared |= job.clock(time.time())
             await self._events.move(job.id, JobState.QUEUED, _resumption(job, changes), **cleared)
 
@@ -141,9 +142,8 @@ class Control:
         return await self._store.jobs.get(job_id)
 
 
-def _check_output(output: str, jobs: Sequence[JobRecord]) -> None:
-    """Raises InvalidJob if another job writes to `output`, or left checkpoints there."""
-    users = _users(output, jobs)
+def _check_output(output: str, users: Sequence[JobRecord]) -> None:
+    """Raises InvalidJob if one of the `users`, the jobs with this output, writes there, or left checkpoints there."""
     for job in users:
         if job.state not in ENDED:
             raise refused("output", output, f"{job.id} is {job.state} and writes there", "give another folder.")
@@ -157,9 +157,10 @@ def _check_output(output: str, jobs: Sequence[JobRecord]) -> None:
     raise refused("output", output, reason, f"{', '.join(fixes)}, or remove them.")
 
 
-def _check_checkpoints(job: JobRecord, jobs: Sequence[JobRecord]) -> None:
-    """Raises InvalidState if another job writes to the output of `job` by now, or left checkpoints there."""
-    for other in _users(job.output, jobs):
+def _check_checkpoints(job: JobRecord, users: Sequence[JobRecord]) -> None:
+    """Raises InvalidState if another of the `users`, the jobs with the output of `job`, writes there by now, or left
+    checkpoints there."""
+    for other in users:
         if other.id == job.id:
             continue
         if other.state not in ENDED:
@@ -168,12 +169,6 @@ def _check_checkpoints(job: JobRecord, jobs: Sequence[JobRecord]) -> None:
         if other.checkpoint and Path(other.checkpoint).is_dir():
             what = f"{job.id} cannot be resumed: the checkpoints in its output, {job.output}, are those of {other.id}."
             raise InvalidState(what, "submit a new job with another folder.")
-
-
-def _users(output: str, jobs: Sequence[JobRecord]) -> list[JobRecord]:
-    """The jobs whose output is this folder, also by another path to it; oldest first."""
-    folder = os.path.realpath(output)
-    return [job for job in jobs if os.path.realpath(job.output) == folder]
 
 
 def _resumption(job: JobRecord, changes: Mapping[str, Any]) -> str:

@@ -56,22 +56,23 @@ class Runner:
 
     async def _next(self) -> JobRecord | None:
         """The job that has begun; else the oldest that is queued, if there is a trainer for it."""
-        jobs = await self._components.store.jobs.all()
-        queued = [job for job in jobs if job.state is JobState.QUEUED]
-        begun = [job for job in jobs if job.state in ACTIVE]
-        self._components.turn.job = next(iter((*begun, *queued)), None)
+        store, turn = self._components.store, self._components.turn
+        begun = await store.index.oldest(*ACTIVE)
+        first = begun or await store.index.oldest(JobState.QUEUED)
+        turn.job = await store.jobs.get(first) if first else None
         if begun:
-            return begun[0]
-        if not queued or self._components.fleet.trainer is None:
+            return turn.job
+        if turn.job is None or self._components.fleet.trainer is None:
             return None
+        queued = turn.job.id
         message = "starting: trainer and replicas load the model"
         try:
-            started = queued[0].clock(time.time())
-            await self._components.events.move(queued[0].id, JobState.STARTING, message, **started)
+            started = turn.job.clock(time.time())
+            await self._components.events.move(queued, JobState.STARTING, message, **started)
         except InvalidState:  # it was cancelled meanwhile
             return None
         self._reached = ("", -1)
-        return await self._components.store.jobs.get(queued[0].id)
+        return await store.jobs.get(queued)
 
     async def _run_job(self, job: JobRecord) -> None:
         """Runs a job to its end, or until the trainer is lost: then the job is still active.

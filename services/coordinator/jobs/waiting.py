@@ -1,10 +1,11 @@
 """What jobs wait for, told in their views and in the event log of the job whose turn it is."""
 
 import asyncio
+from dataclasses import replace
 
 from millrace import events
 from millrace.errors import NotFound
-from millrace.rest import JobView, WaitingFor, WaitingView
+from millrace.rest import JobSummary, JobView, WaitingFor, WaitingView
 from services.coordinator.stages.run import Components
 from services.coordinator.state.bell import waited
 from services.coordinator.state.job import JobRecord
@@ -24,6 +25,12 @@ class JobViews:
 
     def of(self, job: JobRecord) -> JobView:
         return job.view(self.waits_for(job))
+
+    def summary(self, job: JobRecord) -> JobSummary:
+        """The job in a list; `job` was read without its spec."""
+        turn = self._components.turn.job
+        whole = replace(job, spec_json=turn.spec_json) if turn is not None and turn.id == job.id else job
+        return job.summary(self.waits_for(whole))
 
     def waits_for(self, job: JobRecord) -> WaitingView | None:
         fleet = self._components.fleet

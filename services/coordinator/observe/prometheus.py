@@ -1,18 +1,31 @@
 """The page that the coordinator serves for Prometheus. Its metrics are declared in millrace/telemetry/metrics."""
 
+import time
 from collections import Counter
+from collections.abc import Mapping, Sequence
 
 from prometheus_client import generate_latest
 
 from millrace.ids import JobId
-from millrace.rest import FleetView, LedgerView
+from millrace.rest import FleetView, JobState, LedgerView
 from millrace.telemetry.metrics import prometheus as names
 from millrace.telemetry.metrics.prometheus import DeclaredRegistry
 from millrace.wire.v1 import common_pb2
 from services.coordinator.observe.samples import STOPS
-from services.coordinator.state.job import ENDED, JobRecord
+from services.coordinator.state.job import ACTIVE, JobRecord
+from services.coordinator.store import Store
 
 LEDGER = ("queued", "leased", "generated", "trained", "dropped")
+LATELY_S = 3600.0
+"""A job is on the page until this many seconds after its end."""
+LATELY = 20
+"""Most jobs on the page that have ended."""
+OF_A_JOB = (
+    *(names.LEASES, names.LEASES_EXPIRED, names.LEASES_FENCED, names.GROUPS, names.TRAJECTORIES),
+    *(names.RESPONSE_TOKENS, names.STALENESS, names.STEP_S, names.PAUSE_S),
+    *(names.PUBLICATIONS, names.PUBLICATION_S, names.PUBLICATION_BYTES),
+)
+"""Counters and histograms of single jobs. They are removed with their job from the page."""
 
 
 class PrometheusMetrics:
@@ -20,22 +33,28 @@ class PrometheusMetrics:
 
     def __init__(self) -> None:
         self.registry = DeclaredRegistry()
+        self._counted: set[JobId] = set()
+        """Jobs that may have counters."""
 
     def leased(self, job_id: JobId, count: int) -> None:
         """Counts leases that were given to replicas."""
         if count:
+            self._counted.add(job_id)
             names.LEASES.on(self.registry).labels(job=job_id).inc(count)
 
     def expired(self, job_id: JobId, count: int) -> None:
         """Counts leases whose replica did not extend them in time."""
+        self._counted.add(job_id)
         names.LEASES_EXPIRED.on(self.registry).labels(job=job_id).inc(count)
 
     def fenced(self, job_id: JobId) -> None:
         """Counts an answer that was refused because its lease had been given to another replica."""
+        self._counted.add(job_id)
         names.LEASES_FENCED.on(self.registry).labels(job=job_id).inc()
 
     def completed(self, job_id: JobId, group: common_pb2.Group) -> None:
         """Counts a group, its trajectories and its response tokens."""
+        self._counted.add(job_id)
         names.GROUPS.on(self.registry).labels(job=job_id).inc()
         for stop, count in Counter(t.stop_reason for t in group.trajectories).items():
             names.TRAJECTORIES.on(self.registry).labels(job=job_id, stop=STOPS.get(stop, "")).inc(count)
@@ -44,12 +63,14 @@ class PrometheusMetrics:
 
     def trained(self, job_id: JobId, staleness: list[int]) -> None:
         """Records the staleness, in versions, of each trajectory of a step."""
+        self._counted.add(job_id)
         histogram = names.STALENESS.on(self.registry).labels(job=job_id)
         for versions in staleness:
             histogram.observe(versions)
 
     def stepped(self, job_id: JobId, parts: dict[str, float]) -> None:
         """Records the durations of one step, in seconds by part: gen, train, update_weights, step."""
+        self._counted.add(job_id)
         for part, seconds in parts.items():
             names.STEP_S.on(self.registry).labels(job=job_id, part=part).observe(seconds)
 
@@ -57,6 +78,7 @@ class PrometheusMetrics:
         self, job_id: JobId, source: str, outcome: str, phases: dict[str, float], sent: int, pauses: list[float]
     ) -> None:
         """Records a publication. `source` is trainer or sibling, `sent` bytes; phases and pauses are in seconds."""
+        self._counted.add(job_id)
         names.PUBLICATIONS.on(self.registry).labels(job=job_id, source=source, outcome=outcome).inc()
         names.PUBLICATION_BYTES.on(self.registry).labels(job=job_id, source=source).inc(sent)
         for phase, seconds in phases.items():
@@ -64,22 +86,36 @@ class PrometheusMetrics:
         for pause_s in pauses:
             names.PAUSE_S.on(self.registry).labels(job=job_id).observe(pause_s)
 
-    def page(self, jobs: list[JobRecord], ledgers: dict[JobId, LedgerView], fleet: FleetView) -> bytes:
-        """The page, in Prometheus's text format. Jobs that have ended are only counted by their state."""
-        self._jobs(jobs)
+    async def page(self, store: Store, fleet: FleetView) -> bytes:
+        """The page, in Prometheus's text format. Jobs that are neither active nor have ended lately are only counted by
+        their state, so that the page does not grow with their number. Raises StoreDown."""
+        counts = await store.index.counts()
+        ids = [job_id for state in ACTIVE for job_id in await store.index.in_state(state, LATELY)]
+        ids += await store.index.finished_since(time.time() - LATELY_S, LATELY)
+        jobs = await store.index.without_specs(ids)
+        ledgers = {job.id: await store.prompts(job.id).view() for job in jobs if job.state in ACTIVE}
+        self._jobs(counts, jobs)
         self._ledgers(ledgers)
         self._fleet(fleet)
+        self._forget({job.id for job in jobs})
         return generate_latest(self.registry)
 
-    def _jobs(self, jobs: list[JobRecord]) -> None:
+    def _forget(self, shown: set[JobId]) -> None:
+        """Removes the counters and histograms of all jobs but those `shown`."""
+        for job_id in self._counted - shown:
+            for metric in OF_A_JOB:
+                metric.on(self.registry).remove_by_labels({"job": job_id})
+        self._counted &= shown
+
+    def _jobs(self, counts: Mapping[JobState, int], jobs: Sequence[JobRecord]) -> None:
         states = names.JOBS.on(self.registry)
         states.clear()
-        for state, count in Counter(job.state for job in jobs).items():
+        for state, count in counts.items():
             states.labels(state=state).set(count)
         gauges = (names.JOB_STEP, names.JOB_VERSION, names.JOB_REWARD, names.JOB_EVALUATION)
         for gauge in gauges:
             gauge.on(self.registry).clear()
-        for job in (job for job in jobs if job.state not in ENDED):
+        for job in jobs:
             held_out = job.evaluation_before if job.evaluation_last is None else job.evaluation_last
             values = (job.step, job.version, job.reward, held_out)
             for gauge, value in zip(gauges, values, strict=True):

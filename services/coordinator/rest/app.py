@@ -17,7 +17,6 @@ from services.coordinator.rest import callers, fleet, jobs
 from services.coordinator.rest.problems import install
 from services.coordinator.rest.schema import Application, error_responses
 from services.coordinator.stages.run import Components
-from services.coordinator.state.job import ENDED
 
 PAGE = Path(__file__).parent / "page.html"
 ABOUT = """Reinforcement-learning post-training of language models as three services.
@@ -65,8 +64,6 @@ def _operations(app: FastAPI, components: Components) -> None:
 
     @app.get("/metrics", tags=["operations"], response_class=Response)
     async def metrics() -> Response:
-        """Metrics in Prometheus's text format."""
-        all_jobs = await components.store.jobs.all()
-        ledgers = {job.id: await components.store.prompts(job.id).view() for job in all_jobs if job.state not in ENDED}
-        page = components.prometheus.page(all_jobs, ledgers, components.fleet.view({}))
+        """Metrics in Prometheus's text format, of the jobs that are active or have ended lately."""
+        page = await components.prometheus.page(components.store, components.fleet.view({}))
         return Response(page, media_type="text/plain; version=0.0.4")

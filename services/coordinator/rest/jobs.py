@@ -9,7 +9,7 @@ from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
 from millrace.events import Event, JobMoved
-from millrace.rest import JobView, LedgerView, SampleView, StepMetrics
+from millrace.rest import JobPage, JobState, JobView, LedgerView, SampleView, StepMetrics
 from services.coordinator.jobs.control import Control
 from services.coordinator.jobs.waiting import JobViews
 from services.coordinator.observe.events import Events
@@ -18,6 +18,8 @@ from services.coordinator.rest.schema import SPEC_BODY, Responses, error_respons
 from services.coordinator.state.job import ENDED, no_such_job
 from services.coordinator.store import Store
 
+CURSOR = r"^$|^\d{1,15}(\.\d{1,20})?$"
+"""A cursor of the list of jobs: the Unix time of a submission."""
 SILENCE_S = 15.0
 """Seconds after which a stream without events carries a comment, so that both sides know that it works."""
 
@@ -69,9 +71,14 @@ def routes(store: Store, control: Control, views: JobViews, events: Events) -> A
         return views.of(job)
 
     @router.get("")
-    async def list_jobs() -> list[JobView]:
-        """All jobs, the newest first."""
-        return [views.of(job) for job in reversed(await store.jobs.all())]
+    async def list_jobs(
+        state: Annotated[JobState | None, Query(description="Only jobs in this state.")] = None,
+        limit: Annotated[int, Query(ge=1, le=500, description="Most jobs on this page.")] = 50,
+        cursor: Annotated[str, Query(pattern=CURSOR, description="`next` of the page before.")] = "",
+    ) -> JobPage:
+        """One page of the list of jobs, the newest first, without their specs."""
+        page = await store.index.page(limit, state, cursor)
+        return JobPage(jobs=[views.summary(job) for job in page.jobs], next=page.next, total=page.total)
 
     @router.get("/{job_id}")
     async def show(job_id: Id) -> JobView:
@@ -140,7 +147,8 @@ def _add_following(router: APIRouter, store: Store, events: Events) -> None:
         job = await store.jobs.get(job_id)
 
         async def has_ended() -> bool:
-            return (await store.jobs.get(job.id)).state in ENDED
+            found = await store.index.without_specs([job.id])
+            return not found or found[0].state in ENDED  # one that ended long ago may be deleted
 
         async def stream() -> AsyncIterator[bytes]:
             only_past = not follow or await has_ended()

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from millrace.errors import InvalidState, NotFound
 from millrace.ids import JobId, Version
-from millrace.rest import JobRequest, JobState, JobView, WaitingView
+from millrace.rest import JobRequest, JobState, JobSummary, JobView, WaitingView
 from millrace.spec.job import JobSpec
 
 TRANSITIONS: Mapping[JobState, frozenset[JobState]] = {
@@ -26,6 +26,11 @@ TRANSITIONS: Mapping[JobState, frozenset[JobState]] = {
 ENDED = frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED})
 ACTIVE = frozenset({JobState.STARTING, JobState.RUNNING, JobState.PAUSED})
 """A job in one of these states has the trainer."""
+
+
+def lua_ended() -> str:
+    """`ENDED` as a Lua table: ENDED.failed = true."""
+    return "local ENDED = {" + ", ".join(f"{state} = true" for state in sorted(ENDED)) + "}\n"
 
 
 class Wanted(StrEnum):
@@ -76,8 +81,9 @@ class JobRecord:
     id: JobId
     name: str
     state: JobState
-    spec_json: str
     created_s: float
+    spec_json: str = ""
+    """Empty where the job was read for a list."""
     step: int = 0
     """Steps trained, according to the ledger."""
     steps: int = 0
@@ -107,6 +113,8 @@ class JobRecord:
     report: str | None = None
     failure: str | None = None
     wanted: Wanted = Wanted.NOTHING
+    folder: str = ""
+    """The output folder without symbolic links, as it was at the submission. Jobs are indexed by it."""
 
     @cached_property
     def spec(self) -> JobSpec:
@@ -133,10 +141,10 @@ class JobRecord:
         kinds = {name: _READ.get(field.type, str) for name, field in cls.__dataclass_fields__.items()}
         return cls(**{name: read(fields[name]) for name, read in kinds.items() if fields.get(name)})
 
-    def view(self, waiting: WaitingView | None) -> JobView:
-        """The job as REST shows it. `waiting`: what it waits for."""
+    def summary(self, waiting: WaitingView | None) -> JobSummary:
+        """The job in a list. `waiting`: what it waits for."""
         clock = self.clock(time.time())
-        return JobView(
+        return JobSummary(
             id=self.id,
             name=self.name,
             state=self.state,
@@ -156,5 +164,8 @@ class JobRecord:
             checkpoint=self.checkpoint,
             report=self.report,
             failure=self.failure,
-            spec=json.loads(self.spec_json),
         )
+
+    def view(self, waiting: WaitingView | None) -> JobView:
+        """The job as REST shows it. `waiting`: what it waits for."""
+        return JobView(**dict(self.summary(waiting)), spec=json.loads(self.spec_json))

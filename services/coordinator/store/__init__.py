@@ -5,6 +5,7 @@ All keys begin with `millrace:`. Transitions are the Lua scripts of `scripts/`: 
 
 from millrace.ids import JobId, Purpose
 from services.coordinator.store.connection import Connection, StoreDown, Superseded
+from services.coordinator.store.index import JobIndex
 from services.coordinator.store.jobs import Jobs
 from services.coordinator.store.members import Members
 from services.coordinator.store.prompts import Prompts, Refusals
@@ -28,6 +29,7 @@ class Store:
     def __init__(self, url: str) -> None:
         self.connection = Connection(url)
         self.jobs = Jobs(self.connection)
+        self.index = JobIndex(self.connection)
         self.members = Members(self.connection)
         self._generation = 0
 
@@ -38,8 +40,9 @@ class Store:
         return Records(self.connection, job_id)
 
     async def take_over(self) -> None:
-        """Supersedes every other coordinator that works on this Redis."""
+        """Supersedes every other coordinator that works on this Redis. Completes the index of its jobs."""
         self._generation = int(await self.connection.do("INCR", GENERATION))
+        await self.index.complete()
 
     async def still_ours(self) -> None:
         """Raises Superseded where another coordinator has taken over."""

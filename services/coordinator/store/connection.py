@@ -19,10 +19,13 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from millrace.errors import MillraceError, Unavailable
+from services.coordinator.state.job import lua_ended
 from services.coordinator.state.ledger import lua_table
 
 log = structlog.get_logger(__name__)
 SCRIPTS = Path(__file__).parent / "scripts"
+SHARED = ("ledger", "index")
+"""Files of functions that every script can use."""
 TIMEOUT_S = 5.0
 LARGE_S = 30.0
 LARGE_AT_ONCE = 2
@@ -66,8 +69,8 @@ class Connection:
             protocol=2,
         )
         self._redis = Redis.from_pool(pool)
-        prelude = lua_table() + (SCRIPTS / "ledger.lua").read_text()
-        sources = {p.stem: prelude + p.read_text() for p in SCRIPTS.glob("*.lua") if p.stem != "ledger"}
+        prelude = lua_table() + lua_ended() + "".join((SCRIPTS / f"{name}.lua").read_text() for name in SHARED)
+        sources = {p.stem: prelude + p.read_text() for p in SCRIPTS.glob("*.lua") if p.stem not in SHARED}
         self._scripts = {name: (hashlib.sha1(source.encode()).hexdigest(), source) for name, source in sources.items()}
 
     async def do(self, *command: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Jobs in Redis: one hash each, in the order of their submission."""
+"""Jobs in Redis: one hash each. index.py lists them."""
 
 import time
 import uuid
@@ -12,7 +12,6 @@ from millrace.rest import JobState
 from services.coordinator.state.job import JobRecord, Wanted, before, no_such_job, refusal
 from services.coordinator.store.connection import Connection, text
 
-ALL = "millrace:jobs"
 REQUESTS_KEPT_S = 7 * 24 * 3600
 """How long an idempotency key is remembered."""
 ANYTHING: Literal["any"] = "any"
@@ -36,10 +35,10 @@ class Jobs:
         """
         name = _request(idempotency_key) if idempotency_key else ""
         fields = {"id": job.id, "name": job.name, "state": job.state, "spec_json": job.spec_json, "step": 0}
-        fields |= {"created_s": job.created_s, "version": 0, "cursor": 0, "lineage": 0}
+        fields |= {"created_s": job.created_s, "version": 0, "cursor": 0, "lineage": 0, "folder": job.folder}
         event = event_parts(JobMoved(state=job.state), f"{job.name} was submitted")
         arguments = [job.id, job.created_s, job.spec_digest, REQUESTS_KEPT_S, len(event), *event, *_flat(fields)]
-        known, known_digest = await self._redis.run("create_job", [key(job.id), ALL, name], arguments)
+        known, known_digest = await self._redis.run("create_job", [key(job.id), name], arguments)
         if text(known_digest) != job.spec_digest:
             what = f"the idempotency key {idempotency_key!r} was used for {text(known)}, which has another spec."
             raise InvalidState(what, "use a new key for a new job.")
@@ -54,14 +53,7 @@ class Jobs:
         fields = await self._redis.do("HGETALL", key(job_id))
         if not fields:
             raise no_such_job(job_id)
-        return _record(fields)
-
-    async def all(self) -> list[JobRecord]:
-        """All jobs, the oldest first."""
-        ids = await self._redis.do("ZRANGE", ALL, 0, -1)
-        if not ids:
-            return []
-        return [_record(f) for f in await self._redis.together(*(("HGETALL", key(text(i))) for i in ids)) if f]
+        return record(fields)
 
     async def update(self, job_id: JobId, **fields: Any) -> None:
         """Sets fields of the job's record."""
@@ -147,5 +139,6 @@ def _flat(fields: Mapping[str, Any]) -> list[Any]:
     return [part for field in fields.items() for part in field]
 
 
-def _record(fields: Mapping[bytes, bytes]) -> JobRecord:
-    return JobRecord.of({name.decode(): value.decode() for name, value in fields.items()})
+def record(fields: Mapping[bytes, bytes | None]) -> JobRecord:
+    """The job whose hash has these fields."""
+    return JobRecord.of({name.decode(): text(value) for name, value in fields.items()})

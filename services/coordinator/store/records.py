@@ -12,6 +12,8 @@ from services.coordinator.store.connection import Connection, text
 from services.coordinator.store.jobs import event_parts, key
 
 EVENTS_KEPT = 10_000
+PARTS = ("events", "metrics", "samples", "batch", "kept", "publications", "checkpoints")
+"""The keys of one job's records."""
 
 
 class Records:

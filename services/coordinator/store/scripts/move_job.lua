@@ -23,7 +23,8 @@ end
 for i = 4, 3 + allowed do
   if ARGV[i] == state then
     redis.call('HSET', KEYS[1], 'moved_by', ARGV[1], unpack(ARGV, first))
-    local base, now = KEYS[2], redis.call('HMGET', KEYS[1], 'state', 'step')
+    local base, now = KEYS[2], redis.call('HMGET', KEYS[1], 'state', 'step', 'id')
+    if now[1] ~= state then index(now[3], state, now[1], unix_time()) end
     if base and now[1] == 'starting' then rewind(base, KEYS[1], tonumber(now[2])) end
     if base and now[1] == 'succeeded' then redis.call('UNLINK', base .. ':state', base .. ':settled', base .. ':reason') end
     if parts > 0 then redis.call('XADD', KEYS[1] .. ':events', '*', unpack(ARGV, 5 + allowed, first - 1)) end

@@ -10,7 +10,7 @@ import pytest
 from pydantic import BaseModel
 
 from millrace.events import Event, EventKind, JobMoved
-from millrace.rest import FleetView, JobState, JobView, LedgerView, MemberView, Problem, SampleView
+from millrace.rest import FleetView, JobPage, JobState, JobSummary, LedgerView, MemberView, Problem, SampleView
 from services.coordinator.rest.app import PAGE
 
 needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
@@ -31,7 +31,8 @@ globalThis.setInterval = (work, ms) => { later(function again() { work(); later(
 const job = {id: "job-1", name: "sums", state: "running", status: "running", step: 1, steps: 2};
 const ledger = {trained: 0, generated: 0, leased: 0, queued: 0, dropped: 0, issued: 0, reasons: {}};
 let asked = 0, events = [];
-const data = {"/v1/jobs": () => [job], "/v1/fleet": () => ({epoch: 1, trainers: [], replicas: []}),
+const data = {"/v1/jobs": () => ({jobs: [job], next: null, total: 1}),
+  "/v1/fleet": () => ({epoch: 1, trainers: [], replicas: []}),
   "/v1/jobs/job-1/ledger": () => ledger};
 const answer = (path, headers) => {
   if (!path.endsWith("/events")) return JSON.stringify((data[path] ?? (() => []))());
@@ -77,7 +78,8 @@ def test_a_job_that_is_resumed_is_followed_again() -> None:
 
 
 MODELS: dict[str, type[BaseModel]] = {
-    "job": JobView,
+    "page": JobPage,
+    "job": JobSummary,
     "fleet": FleetView,
     "member": MemberView,
     "ledger": LedgerView,

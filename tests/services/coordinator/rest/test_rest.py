@@ -62,11 +62,31 @@ def test_a_job_is_submitted_once_per_key(http: httpx.Client, spec: dict[str, Any
     assert job_id in other["detail"] and "new key" in other["fix"]
     elsewhere = spec | {"output": f"{spec['output']}-other"}
     assert http.post("/v1/jobs", json=elsewhere).json()["id"] != job_id
-    listed = [job["id"] for job in http.get("/v1/jobs").json()]
+    listed = [job["id"] for job in http.get("/v1/jobs").json()["jobs"]]
     assert listed.count(job_id) == 1
     assert http.get(f"/v1/jobs/{job_id}").json()["spec"]["schedule"]["prompts_per_step"] == 4
-    for job in http.get("/v1/jobs").json():
+    for job in http.get("/v1/jobs").json()["jobs"]:
         http.delete(f"/v1/jobs/{job['id']}")
+
+
+def test_jobs_are_listed_in_pages_without_their_specs(http: httpx.Client, spec: dict[str, Any]) -> None:
+    ids = [http.post("/v1/jobs", json=spec | {"output": f"{spec['output']}-{n}"}).json()["id"] for n in range(3)]
+    http.delete(f"/v1/jobs/{ids[1]}")
+    first = http.get("/v1/jobs", params={"limit": 2}).json()
+    assert [job["id"] for job in first["jobs"]] == ids[:0:-1] and "spec" not in first["jobs"][0]
+    second = http.get("/v1/jobs", params={"limit": 1, "cursor": first["next"]}).json()
+    assert [job["id"] for job in second["jobs"]] == ids[:1] and second["total"] == first["total"] >= 3
+    cancelled = http.get("/v1/jobs", params={"state": "cancelled", "limit": 1}).json()
+    assert [job["id"] for job in cancelled["jobs"]] == [ids[1]]
+    for query, name in (
+        ("limit=0", "limit"),
+        ("limit=501", "limit"),
+        ("state=asleep", "state"),
+        ("cursor=x", "cursor"),
+    ):
+        assert name in problem(http.get(f"/v1/jobs?{query}"), 422)["detail"]
+    for job_id in (ids[0], ids[2]):
+        http.delete(f"/v1/jobs/{job_id}")
 
 
 def test_a_spec_may_be_yaml(http: httpx.Client, spec: dict[str, Any]) -> None:

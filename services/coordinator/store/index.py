@@ -1,0 +1,125 @@
+"""The index of jobs in Redis: lists and pages without their specs, and the jobs that have ended long ago."""
+
+import asyncio
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+
+from millrace.ids import JobId, Purpose
+from millrace.rest import JobState
+from services.coordinator.state.job import JobRecord
+from services.coordinator.store import prompts, records
+from services.coordinator.store.connection import Connection, text
+from services.coordinator.store.jobs import key, record
+
+log = structlog.get_logger(__name__)
+ALL = "millrace:jobs"
+FINISHED = "millrace:finished"
+OUTPUT = "millrace:output:"
+FIELDS = tuple(name for name in JobRecord.__dataclass_fields__ if name != "spec_json")
+"""Fields of the jobs in a list."""
+NAMES = tuple(name.encode() for name in FIELDS)
+AT_ONCE = 100
+"""Jobs that one command reads, indexes or looks up."""
+
+
+@dataclass(frozen=True)
+class Page:
+    """One page of the list of jobs, the newest first. The jobs are without their specs."""
+
+    jobs: list[JobRecord]
+    next: str | None
+    """The cursor of the page that follows; None on the last page."""
+    total: int
+    """Jobs on all pages."""
+
+
+class JobIndex:
+    """Which jobs there are. The scripts that create, move and delete jobs keep it (index.lua)."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._redis = connection
+
+    async def page(self, limit: int, state: JobState | None = None, cursor: str = "") -> Page:
+        """Up to `limit` jobs, all or those in `state`, the newest first. `cursor` is `next` of the page before."""
+        name = _of_state(state) if state else ALL
+        start = f"({cursor}" if cursor else "+inf"
+        wanted = ("ZRANGE", name, start, "-inf", "BYSCORE", "REV", "LIMIT", 0, limit + 1, "WITHSCORES")
+        found, total = await self._redis.together(wanted, ("ZCARD", name))
+        more = len(found) > 2 * limit
+        jobs = await self.without_specs([text(i) for i in found[: 2 * limit : 2]])
+        return Page(jobs, text(found[2 * limit - 1]) if more else None, total)
+
+    async def without_specs(self, ids: Sequence[str]) -> list[JobRecord]:
+        """Those of the jobs that exist, without their specs."""
+        found: list[Any] = []
+        for first in range(0, len(ids), AT_ONCE):
+            found += await self._redis.together(
+                *(("HMGET", key(job_id), *FIELDS) for job_id in ids[first : first + AT_ONCE])
+            )
+        return [record(dict(zip(NAMES, values, strict=True))) for values in found if values[0]]
+
+    async def counts(self) -> dict[JobState, int]:
+        """The number of jobs in each state."""
+        found = await self._redis.together(*(("ZCARD", _of_state(state)) for state in JobState))
+        return dict(zip(JobState, found, strict=True))
+
+    async def oldest(self, *states: JobState) -> JobId | None:
+        """The job in one of `states` that was submitted first."""
+        commands = (("ZRANGE", _of_state(state), 0, 0, "WITHSCORES") for state in states)
+        found = [(float(one[1]), text(one[0])) for one in await self._redis.together(*commands) if one]
+        return JobId(min(found)[1]) if found else None
+
+    async def in_state(self, state: JobState, limit: int) -> list[JobId]:
+        """Up to `limit` jobs in `state`, the newest first."""
+        return [JobId(text(i)) for i in await self._redis.do("ZRANGE", _of_state(state), 0, limit - 1, "REV")]
+
+    async def with_output(self, folder: str) -> list[JobRecord]:
+        """The jobs whose output is `folder`, a path without symbolic links; the oldest first."""
+        ids = await self._redis.do("ZRANGE", f"{OUTPUT}{folder}", 0, -1)
+        found = await self._redis.together(*(("HGETALL", key(text(i))) for i in ids)) if ids else []
+        return [record(fields) for fields in found if fields]
+
+    # Jobs that have ended.
+
+    async def finished_since(self, since_s: float, limit: int) -> list[JobId]:
+        """Up to `limit` jobs that ended after the Unix time `since_s`, the last one first."""
+        found = await self._redis.do("ZRANGE", FINISHED, "+inf", since_s, "BYSCORE", "REV", "LIMIT", 0, limit)
+        return [JobId(text(i)) for i in found]
+
+    async def finished_beyond(self, keep: int) -> list[JobId]:
+        """Some of the jobs that ended before the last `keep` that did; the longest ago first."""
+        excess = int(await self._redis.do("ZCARD", FINISHED)) - keep
+        if excess <= 0:
+            return []
+        return [JobId(text(i)) for i in await self._redis.do("ZRANGE", FINISHED, 0, min(excess, AT_ONCE) - 1)]
+
+    async def delete(self, job_id: JobId) -> bool:
+        """Deletes a job that has ended, with everything stored for it. False where it was resumed or is gone."""
+        ledgers = [f"{key(job_id)}:{purpose}:{part}" for purpose in Purpose for part in prompts.PARTS]
+        owned = [*(f"{key(job_id)}:{part}" for part in records.PARTS), *ledgers]
+        return bool(await self._redis.run("delete_job", [key(job_id), *owned], [job_id]))
+
+    # Jobs of an earlier release.
+
+    async def complete(self) -> None:
+        """Adds the jobs that a release without an index has stored. May be interrupted and repeated."""
+        if int(await self._redis.do("ZCARD", ALL)) == sum((await self.counts()).values()):
+            return
+        ids = [text(i) for i in await self._redis.do("ZRANGE", ALL, 0, -1)]
+        for first in range(0, len(ids), AT_ONCE):
+            part = ids[first : first + AT_ONCE]
+            found = await self._redis.together(*(("HMGET", key(i), "spec_json", "folder") for i in part))
+            for job_id, (spec, folder) in zip(part, found, strict=True):
+                if spec:
+                    output = text(folder) or await asyncio.to_thread(os.path.realpath, json.loads(spec)["output"])
+                    await self._redis.run("index_job", [key(job_id)], [job_id, output])
+        log.info("the index of jobs is complete", jobs=len(ids))
+
+
+def _of_state(state: JobState) -> str:
+    return f"{ALL}:{state}"
