@@ -107,6 +107,19 @@ def test_json_is_for_programs(url: str, client: Client, job_file: Path) -> None:
     client.cancel(job["id"])
 
 
+def test_jobs_are_listed_by_state_and_number(url: str, client: Client, spec: dict[str, Any]) -> None:
+    ids = [client.submit({**spec, "output": f"{spec['output']}-{n}"}).id for n in range(2)]
+    for job_id in ids:
+        client.cancel(job_id)
+        client.wait(job_id, 30)
+    (newest,) = json.loads(millrace("jobs", "--limit", "1", "--json", url=url).stdout)
+    assert newest["id"] == ids[1] and "spec" not in newest
+    assert "Only the newest 1 are listed" in millrace("jobs", "--limit", "1", url=url).stdout
+    listed = json.loads(millrace("jobs", "--all", "--state", "cancelled", "--json", url=url).stdout)
+    assert [job["id"] for job in listed][:2] == ids[::-1]
+    assert millrace("jobs", "--state", "paused", url=url).stdout == "No job is paused.\n"
+
+
 def test_the_same_key_is_the_same_job(url: str, client: Client, spec: dict[str, Any]) -> None:
     elsewhere = {**spec, "output": f"{spec['output']}-other"}
     one, same, other = client.submit(spec, "k1"), client.submit(spec, "k1"), client.submit(elsewhere, "k2")
