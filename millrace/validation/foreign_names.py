@@ -83,6 +83,8 @@ FIELDS: dict[str, str] = {
     "rollout_is_batch_normalize": "algorithm.normalize_correction_weights",
     "vllm_importance_sampling_mode": "algorithm.correction",
     "scale_rewards": "algorithm.advantage.options.std_over",
+    "top_entropy_quantile": "algorithm.top_entropy_fraction",
+    "off_policy_mask_threshold": "algorithm.off_policy_limit",
     "use_rollout_routing_replay": "algorithm.router_replay",
     "filter_groups": "algorithm.drop_groups_without_signal",
     "dynamic_sampling_filter_path": "algorithm.drop_groups_without_signal",
