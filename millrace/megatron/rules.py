@@ -31,7 +31,7 @@ def _check_replay(spec: JobSpec, options: MegatronOptions, shape: ModelShape) ->
         raise refused("algorithm.router_replay", True, f"{shape.architecture} has no experts", "leave it out.")
     recompute = options.recompute
     if recompute.granularity == "selective" and "moe" in recompute.modules:
-        reason = "experts that are recomputed separately do not get the engine's choices, which algorithm.router_replay needs"
+        reason = "with algorithm.router_replay, experts recomputed separately would not get the engine's choices"
         fix = "set granularity to full, leave moe out of the modules, or leave algorithm.router_replay out."
         raise refused("trainer.backend_options.recompute.modules", list(recompute.modules), reason, fix)
 
