@@ -46,10 +46,9 @@ def _command(process: psutil.Process) -> str:
 
 
 def _ranks(stack: Stack) -> list[psutil.Process]:
-    """The processes that are forked from the one that the launcher started."""
+    """The trainer itself where it has one rank."""
     trainer = _service(stack, "trainer")
-    above = {process.pid for process in trainer}
-    return _below(trainer, lambda process: process.ppid() not in above)
+    return _below(trainer, lambda process: "RANK" in process.environ()) if stack.options.ranks > 1 else trainer
 
 
 FINDERS: dict[Target, Callable[[Stack], list[psutil.Process]]] = {

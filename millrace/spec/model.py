@@ -53,12 +53,17 @@ class Reward(StrictModel):
     timeout_s: float = Field(30.0, ge=0.01, le=limits.LONGEST_S)
     """Longest time for one call, seconds. A call that takes longer is killed, and its group is dropped."""
     memory_mb: int = Field(2048, ge=64, le=4_000_000)
-    """Address space of one scoring process, MB, in addition to what Python itself takes."""
+    """Memory of one scoring process and of all that it starts, MB, with the files that they write to /tmp, in addition
+    to what Python itself takes."""
     workers: int = Field(2, ge=1, le=256)
     """Scoring processes in each replica."""
     network: bool = False
     """Whether the function may use the network, for a reward server. If not, scoring processes run without network
-    where the kernel supports that; where it does not, the replica logs a warning."""
+    where the kernel supports that; `isolation` says what happens where it does not."""
+    isolation: Literal["auto", "required"] = "auto"
+    """How far scoring processes are separated from the replica: its processes, files, network and user. auto: as far as
+    the replica's machine allows; the replica's log and `millrace doctor` say what is missing. required: a replica whose
+    machine does not allow all of it refuses the job."""
 
 
 class Evaluation(StrictModel):

@@ -13,6 +13,7 @@ from typing import Any
 import structlog
 
 from millrace.errors import InvalidJob, Unavailable
+from millrace.sandbox.boundaries import Missing
 from services.rollout.scoring.process import ScoringProcess, Setup, WorkerDied
 
 log = structlog.get_logger(__name__)
@@ -45,11 +46,13 @@ class ScoringPool:
         timeout_s: float = 30.0,
         memory_mb: int = 2048,
         network: bool = False,
+        required: bool = False,
         start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
-        """`timeout_s` limits one call, `start_timeout_s` the loading of the function. `memory_mb`: what one process may
-        allocate beyond the size of Python itself. Without `network` the function cannot reach any network."""
-        self._setup = Setup(function, dict(options or {}), memory_mb, network)
+        """`timeout_s` limits one call, `start_timeout_s` the loading of the function. `memory_mb`: what one process
+        and all that it starts may allocate beyond the size of Python itself. Without `network` the function cannot
+        reach any network. `required`: a machine that does not give every boundary is refused."""
+        self._setup = Setup(function, dict(options or {}), memory_mb, network, required)
         self._size = workers
         self._timeout_s = timeout_s
         self._start_timeout_s = start_timeout_s
@@ -59,10 +62,12 @@ class ScoringPool:
         self._over: Unavailable | None = Unavailable("the scoring pool was not started.", "start it first.")
         self.restarts = 0
         """Number of processes that were replaced."""
+        self.missing: tuple[Missing, ...] = ()
+        """What does not separate the function from this replica, although it should."""
 
     async def start(self) -> None:
-        """Starts the processes. Raises InvalidJob where the function cannot be loaded, Unavailable where no process
-        can be started."""
+        """Starts the processes. Raises InvalidJob where the function cannot be loaded or a boundary that is required
+        is missing, Unavailable where no process can be started."""
         self._over, self._idle = None, asyncio.Queue()
         started = await asyncio.gather(*(self._start_one() for _ in range(self._size)), return_exceptions=True)
         for worker in started:
@@ -70,9 +75,12 @@ class ScoringPool:
                 await self.close()
                 raise worker
             self._idle.put_nowait(worker)
-        if (why := next(iter(self._alive)).network) is not None:
+        self.missing = next(iter(self._alive)).missing or ()
+        if self.missing:
             log.warning(
-                "reward functions can reach the network", reason=why, fix="allow user namespaces, or run as root"
+                "reward functions are not fully contained",
+                missing={str(each.boundary): each.reason for each in self.missing},
+                fix="allow user namespaces, or run the replica as root with CAP_SYS_ADMIN",
             )
 
     async def score_group(
@@ -136,7 +144,7 @@ class ScoringPool:
         if reply.get("out_of_memory"):
             return Scored(None, {}, reply["seconds"], f"killed: memory limit {self._setup.memory_mb} MB"), False
         if (failure := reply.get("failure")) is not None:
-            return Scored(None, {}, reply["seconds"], failure), True
+            return Scored(None, {}, reply["seconds"], failure), not reply.get("spoiled")
         return Scored(reply["score"], reply["details"], reply["seconds"]), True
 
     def _replace(self, worker: ScoringProcess) -> None:

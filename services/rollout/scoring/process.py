@@ -5,22 +5,47 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import sys
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Self
 
 import psutil
 
-from millrace.errors import InvalidJob
+from millrace.errors import InvalidJob, refused
+from millrace.rewards.locate import Target
+from millrace.sandbox.boundaries import Boundary, Missing, listed
+from millrace.sandbox.launch import verdict
+from millrace.sandbox.privileges import PROCESSES
+from millrace.sandbox.verdict import Limit, Verdict
 
 LONGEST_LINE = 1 << 20
 """Bytes of an answer."""
 EXIT_S = 1.0
 """A process that closed its pipe and has not ended after this time is killed."""
+KILL_S = 5.0
+"""A process that has not ended its sandbox after this time is killed itself."""
 MARK = "MILLRACE_SCORING_PROCESS"
-"""Environment variable that marks the descendants of a scoring process, also those that left its process group."""
+"""Environment variable that marks the descendants of a scoring process, for machines without PID namespaces."""
+PASSED_ON = (
+    "HF_HUB_OFFLINE",
+    "LANG",
+    "LC_ALL",
+    "LC_CTYPE",
+    "LD_LIBRARY_PATH",
+    "PATH",
+    "PYTHONDONTWRITEBYTECODE",
+    "PYTHONHASHSEED",
+    "PYTHONPATH",
+    "SSL_CERT_FILE",
+    "TOKENIZERS_PARALLELISM",
+    "TZ",
+    "VIRTUAL_ENV",
+)
+"""Environment variables of the replica that a reward function sees. Others may hold secrets."""
 
 
 class WorkerDied(Exception):
@@ -35,21 +60,25 @@ class Setup:
     options: Mapping[str, Any]
     memory_mb: int
     network: bool
+    required: bool
+    """Whether to refuse a machine that does not give every boundary."""
 
 
 class ScoringProcess:
     """One process, with one call at a time. After WorkerDied, TimeoutError or a cancelled call it has to be killed."""
 
-    def __init__(self, spawned: "_Spawned", lifeline: int, memory_mb: int) -> None:
+    def __init__(self, spawned: "_Spawned", control: socket.socket, memory_mb: int) -> None:
         self._spawned = spawned
         self._process = spawned.process
-        self._lifeline = lifeline
+        self._control = control
         self._memory_mb = memory_mb
         self._asked = 0
+        self._verdict: Verdict | None = None
+        self._over = asyncio.Event()
         # Runs as soon as the process ends: later its pid may belong to another process.
         self._cleanup = asyncio.create_task(self._clean_up())
-        self.network: str | None = None
-        """Why the process can reach the network although it should not; None otherwise."""
+        self.missing: tuple[Missing, ...] | None = None
+        """The boundaries that this machine does not give; None until the function is loaded."""
 
     @classmethod
     async def start(cls, setup: Setup, timeout_s: float) -> Self:
@@ -57,17 +86,19 @@ class ScoringProcess:
 
         Raises InvalidJob where the function cannot be loaded or takes too long to, WorkerDied where the process ends.
         """
-        theirs, ours = os.pipe()
+        ours, theirs = socket.socketpair()
         try:
-            worker = cls(await _spawn(theirs), ours, setup.memory_mb)
+            worker = cls(await _spawn(theirs.fileno()), ours, setup.memory_mb)
         except BaseException:
-            os.close(ours)
+            ours.close()
             raise
         finally:
-            os.close(theirs)
+            number = theirs.fileno()
+            theirs.close()
         try:
-            told = {**asdict(setup), "parent": os.getpid(), "lifeline": theirs}
-            worker.network = _accept(await worker._exchange(told, timeout_s), setup)
+            whole = {**asdict(setup), "function": _absolute(setup.function), "parent": os.getpid(), "control": number}
+            greeting = await worker._exchange({**whole, "paths": _more_paths(), "hidden": _hidden_paths()}, timeout_s)
+            worker.missing = _accept(greeting, setup)
         except TimeoutError as error:
             await worker.end()
             raise InvalidJob(
@@ -92,25 +123,35 @@ class ScoringProcess:
         return reply
 
     def kill(self) -> None:
-        """Kills the process and its process group."""
-        if not self._cleanup.done():
-            _kill_group(self._process.pid)
+        """Has everything in the sandbox killed, and the processes that guard it."""
+        if self._over.is_set():
+            return
+        with contextlib.suppress(OSError):
+            self._control.shutdown(socket.SHUT_RDWR)
+        asyncio.get_running_loop().call_later(KILL_S, self._kill_group)
 
     async def end(self) -> None:
         """Kills the process and waits until none of its descendants is left."""
         self.kill()
         await asyncio.wait({self._cleanup})
 
+    def _kill_group(self) -> None:
+        if not self._over.is_set():
+            _kill_group(self._process.pid)
+
     async def _clean_up(self) -> None:
         # Not Process.wait: it waits until the pipes are closed, and descendants of the process may hold them.
         await self._spawned.ended.wait()
         _kill_group(self._process.pid)
-        os.close(self._lifeline)
+        self._verdict = verdict(self._control)
+        self._control.close()
+        self._over.set()
         assert self._process.stdin is not None
         if not (requests := self._process.stdin.transport).is_closing():
             requests.abort()  # close() would wait until the rest is read, and nobody reads it any more
         self._spawned.transport.close()
-        await asyncio.to_thread(_kill_marked, self._spawned.mark)
+        if self.missing is None or any(each.boundary is Boundary.PROCESSES for each in self.missing):
+            await asyncio.to_thread(_kill_marked, self._spawned.mark)
 
     async def _exchange(self, message: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -131,15 +172,19 @@ class ScoringProcess:
     async def _how_it_ended(self) -> str:
         try:
             async with asyncio.timeout(EXIT_S):
-                await self._spawned.ended.wait()
+                await self._over.wait()
         except TimeoutError:
             return "closed its pipe"
         status = self._process.returncode
         assert status is not None
-        if status >= 0:
-            return f"exited with status {status}"
-        name = signal.Signals(-status).name
-        return f"killed: {name}, under a memory limit of {self._memory_mb} MB"
+        ended = self._verdict or (Verdict(status=status) if status >= 0 else Verdict(signal=-status))
+        if ended.limit is Limit.MEMORY:
+            return f"killed: memory limit {self._memory_mb} MB"
+        if ended.limit is Limit.PROCESSES:
+            return f"killed: more than {PROCESSES} processes"
+        if ended.signal is None:
+            return f"exited with status {ended.status}"
+        return f"killed: {signal.Signals(ended.signal).name}, under a memory limit of {self._memory_mb} MB"
 
 
 class _Streams(asyncio.subprocess.SubprocessStreamProtocol):
@@ -162,7 +207,7 @@ class _Spawned:
     mark: str
 
 
-async def _spawn(lifeline: int) -> _Spawned:
+async def _spawn(control: int) -> _Spawned:
     loop, mark = asyncio.get_running_loop(), uuid.uuid4().hex
     transport, streams = await loop.subprocess_exec(
         _Streams,
@@ -172,7 +217,7 @@ async def _spawn(lifeline: int) -> _Spawned:
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=None,
-        pass_fds=(lifeline,),
+        pass_fds=(control,),
         start_new_session=True,
         env={**_environment(), MARK: mark},
     )
@@ -193,17 +238,48 @@ def _kill_marked(mark: str) -> None:
                 process.kill()
 
 
-def _accept(greeting: Mapping[str, Any], setup: Setup) -> str | None:
-    if refused := greeting.get("refused"):
-        raise InvalidJob(refused["what"], refused["fix"])
+def _accept(greeting: Mapping[str, Any], setup: Setup) -> tuple[Missing, ...]:
+    """The boundaries that are missing. Raises InvalidJob where the function cannot be used."""
+    if told := greeting.get("refused"):
+        raise InvalidJob(told["what"], told["fix"])
     if failure := greeting.get("failure"):
         raise InvalidJob(f"reward.function: {setup.function} {failure} when it was imported.", "fix its module.")
-    network: str | None = greeting.get("network")
-    return network
+    if lacking := greeting.get("uncontained"):
+        raise refused(
+            "reward.isolation",
+            "required",
+            f"this replica's machine does not give {listed(_missing(lacking))}",
+            "allow user namespaces, or run the replica as root with CAP_SYS_ADMIN; `millrace doctor` shows the state.",
+        )
+    return _missing(greeting.get("missing", []))
+
+
+def _missing(told: Sequence[Sequence[str]]) -> tuple[Missing, ...]:
+    return tuple(Missing(Boundary(boundary), reason) for boundary, reason in told)
+
+
+def _absolute(function: str) -> str:
+    """The name of a function with the whole path of its file: the sandbox has another working folder and home."""
+    target = Target(*function.rpartition(":")[::2])
+    return f"{Path(target.place).expanduser().absolute()}:{target.function}" if target.is_file else function
+
+
+def _more_paths() -> list[str]:
+    """What the operator lets every reward function read."""
+    return [path for path in os.environ.get("MILLRACE_REWARD_PATHS", "").split(os.pathsep) if path]
+
+
+def _hidden_paths() -> list[str]:
+    """Where the services keep their state and secrets."""
+    named = os.environ.get("MILLRACE_HIDDEN_PATHS", "").split(os.pathsep)
+    own = (os.environ.get("MILLRACE_TOKEN_FILE", ""), str(Path("~/.millrace").expanduser()))
+    return [path for path in (*named, *own) if path]
 
 
 def _environment() -> dict[str, str]:
-    """The environment without Millrace's settings, which contain secrets. Numeric libraries use one thread, as there
-    are several processes."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("MILLRACE_")}
-    return {**kept, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    """A few named variables, and those that the operator names. Numeric libraries use one thread, as there are several
+    processes."""
+    named = os.environ.get("MILLRACE_REWARD_ENVIRONMENT", "").replace(",", " ").split()
+    kept = {name: os.environ[name] for name in (*PASSED_ON, *named) if name in os.environ}
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    return {"HOME": "/tmp", **threads, **kept}

@@ -1,9 +1,11 @@
 """One scoring process: reads JSON lines on its standard input, answers each on what was its standard output.
 
-First line in: {function, options, memory_mb, network, parent, lifeline}. First line out: {"ready": true, "network": why
-it could not be left, or null}, or {"refused": {what, fix}}, or {"failure": text}. From then on one request at a time,
-{id, data_source, solution_str, ground_truth, extra_info}; the answer is {id, seconds} and {score, details}, {failure}
-or {out_of_memory}. It ends when its input does.
+First line in: the fields of `Setup`, {parent, control}. First line out: {"ready": true, "missing": [[boundary, reason],
+...]}, or {"refused": {what, fix}}, or {"failure": text}, or {"uncontained": [[boundary, reason], ...]} where the job
+requires every boundary. From then on one request at a time, {id, data_source, solution_str, ground_truth, extra_info};
+the answer is {id, seconds} and {score, details}, {failure} or {out_of_memory}. It ends when its input does.
+
+The function is loaded and runs inside a sandbox (`millrace.sandbox`).
 """
 
 import json
@@ -11,14 +13,18 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from millrace.errors import InvalidJob
+from millrace.rewards.locate import FunctionNotFound, parse, source_file
 from millrace.rewards.outcome import BadOutcome, read_outcome
 from millrace.rewards.registry import ComputeScore, load
-from services.rollout.scoring.isolation import die_with_parent, leave_network, limit_memory
+from millrace.sandbox.boundaries import Missing
+from millrace.sandbox.first import Wanted
+from millrace.sandbox.launch import confine
+from millrace.sandbox.view import view
 
 LONGEST_DETAILS = 16 << 10
 LONGEST_FAILURE = 500
@@ -27,15 +33,9 @@ LONGEST_FAILURE = 500
 def main() -> None:
     requests, replies = _take_pipes()
     setup = json.loads(requests.readline())
-    network = None if setup["network"] else leave_network()
-    die_with_parent(setup["parent"], setup["lifeline"])
-    limit_memory(setup["memory_mb"])
-    function = _load(setup, replies)
-    if function is None:
-        return
-    _reply(replies, {"ready": True, "network": network})
-    for line in requests:
-        _reply(replies, _answer(function, line))
+    seen = view([*_code(setup["function"]), *map(Path, setup["paths"])], setup["hidden"])
+    wanted = Wanted(seen, setup["memory_mb"], setup["network"], (requests.fileno(), replies.fileno()))
+    confine(wanted, setup["parent"], setup["control"], lambda missing: _serve(setup, requests, replies, missing))
 
 
 def _take_pipes() -> tuple[IO[bytes], IO[bytes]]:
@@ -46,6 +46,32 @@ def _take_pipes() -> tuple[IO[bytes], IO[bytes]]:
     os.dup2(2, 1)
     sys.stdout = sys.stderr
     return requests, replies
+
+
+def _code(function: str) -> list[Path]:
+    """What the sandbox has to see for the function: its file, or the package that holds its module."""
+    try:
+        target = parse(function)
+        file = source_file(target)
+    except FunctionNotFound:
+        return []  # a built-in reward, or one that `load` refuses
+    if file is None:
+        return []
+    inner = 0 if target.is_file else target.place.count(".") + (file.name == "__init__.py")
+    return [file.parents[inner - 1] if inner else file]
+
+
+def _serve(setup: Mapping[str, Any], requests: Iterable[bytes], replies: IO[bytes], missing: Sequence[Missing]) -> None:
+    told = [[each.boundary, each.reason] for each in missing]
+    if told and setup["required"]:
+        _reply(replies, {"uncontained": told})
+        return
+    function = _load(setup, replies)
+    if function is None:
+        return
+    _reply(replies, {"ready": True, "missing": told})
+    for line in requests:
+        _reply(replies, _answer(function, line))
 
 
 def _load(setup: Mapping[str, Any], replies: IO[bytes]) -> ComputeScore | None:
@@ -64,7 +90,16 @@ def _answer(function: ComputeScore, line: bytes) -> dict[str, Any]:
     number = request.pop("id")
     start = time.perf_counter()
     reply = _score(function, request)
+    if "failure" in reply and _left_processes():
+        reply["spoiled"] = True
     return {"id": number, "seconds": time.perf_counter() - start, **reply}
+
+
+def _left_processes() -> bool:
+    """Whether the function has started processes that still run. After a failure they would be in the way of the next
+    call."""
+    alone = {"1", str(os.getpid())}
+    return os.getppid() == 1 and any(name.isdigit() and name not in alone for name in os.listdir("/proc"))
 
 
 def _score(function: ComputeScore, arguments: Mapping[str, Any]) -> dict[str, Any]:

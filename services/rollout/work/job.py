@@ -46,6 +46,7 @@ class Job:
             timeout_s=reward.timeout_s,
             memory_mb=reward.memory_mb,
             network=reward.network,
+            required=reward.isolation == "required",
         )
         await scoring.start()
         return cls(job_id, spec, tokenizer, scoring)

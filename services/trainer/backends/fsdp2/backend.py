@@ -74,18 +74,10 @@ class Fsdp2Backend(ShardedModel):
     ) -> list[Tensor]:
         model = self._reference if reference else self._model
         assert model is not None, "a reference policy is kept only for a job with algorithm.kl"
-        return [scores.logprobs_r for scores in self._forward(model, microbatches, temperature, entropy=False)]
-
-    def scores(self, microbatches: Sequence[MicroBatch], *, temperature: float) -> list[TokenScores]:
-        return self._forward(self._model, microbatches, temperature, entropy=True)
-
-    @torch.no_grad()
-    def _forward(
-        self, model: nn.Module, microbatches: Sequence[MicroBatch], temperature: float, *, entropy: bool
-    ) -> list[TokenScores]:
-        scores = [self._scores(model, batch, temperature, entropy=entropy) for batch in microbatches]
+        with torch.no_grad():
+            values = [self._scores(model, batch, temperature, entropy=False).logprobs_r for batch in microbatches]
         model.reshard()  # type: ignore[operator]  # the root waits for a backward pass, which does not come
-        return scores
+        return values
 
     def forward_backward(
         self, microbatches: Sequence[MicroBatch], loss_fn: LossFn[Output], *, temperature: float

@@ -1,0 +1,172 @@
+"""The first process of a sandbox: makes its boundaries, starts the code in them, counts, collects what ended."""
+
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from millrace.sandbox import census, privileges, syscalls, tree
+from millrace.sandbox.boundaries import Boundary, Missing
+from millrace.sandbox.verdict import Limit, Verdict
+from millrace.sandbox.view import View
+
+Work = Callable[[Sequence[Missing]], None]
+"""The code to run inside. It is told which boundaries are missing."""
+LOOK_S = 0.05
+"""Shortest time between two counts."""
+SHARE_OF_TIME = 50
+"""Between two counts passes at least so many times the time that a count takes."""
+BUG = 70
+"""Exit status of a first process with a bug."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a sandbox is to be."""
+
+    view: View
+    memory_mb: int
+    """Memory of all processes and files together, beyond what Python itself takes."""
+    network: bool
+    """Whether the network of the machine can be reached."""
+    kept: tuple[int, ...]
+    """Descriptors, besides 0 and 1, that the code keeps."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the process that starts the sandbox has made already."""
+
+    number: int
+    """Of the sandbox on this machine."""
+    processes: bool
+    """The first process has a PID namespace."""
+    users: bool
+    """The first process has a user namespace."""
+    missing: tuple[Missing, ...]
+
+
+def run(wanted: Wanted, given: Given, control: int, output: int, work: Work) -> NoReturn:
+    """Runs `work` with its standard output and error in `output`, and tells how it ended over the socket `control`."""
+    try:
+        syscalls.end_with_parent(signal.SIGKILL)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        size = privileges.Size.now()
+        user, missing = _separate(wanted, given)
+        code = os.fork()
+        if code == 0:
+            _become_code(wanted, given, user, size, output)
+            work(missing)
+            os._exit(0)
+        for descriptor in wanted.kept:
+            os.close(descriptor)
+        _tell(control, _watch(code, wanted.memory_mb, _members(given, missing)))
+        os._exit(0)
+    except BaseException:
+        import traceback
+
+        os.write(output, traceback.format_exc().encode())
+        os._exit(BUG)
+
+
+def _tell(control: int, verdict: Verdict) -> None:
+    with socket.socket(fileno=control) as channel, contextlib.suppress(BrokenPipeError):
+        channel.send(verdict.encode())
+
+
+def _separate(wanted: Wanted, given: Given) -> tuple[int | None, list[Missing]]:
+    """Enters the namespaces. Returns the user that the code becomes, None for the same, and what is missing."""
+    missing = list(given.missing)
+    flags = {Boundary.IPC: syscalls.CLONE_NEWIPC | syscalls.CLONE_NEWUTS, Boundary.NETWORK: syscalls.CLONE_NEWNET}
+    if wanted.network:
+        del flags[Boundary.NETWORK]
+    for boundary, flag in flags.items():
+        try:
+            syscalls.unshare(flag)
+        except OSError as error:
+            missing.append(Missing(boundary, str(error.strerror)))
+    changes = privileges.may_change_user() and not given.users
+    user = privileges.own_user(wanted.view, given.number, own_tree=True) if changes else None
+    try:
+        syscalls.unshare(syscalls.CLONE_NEWNS)
+        other = isinstance(user, int)
+        missing += tree.enter(wanted.view, _scratch_mb(wanted), processes=given.processes, as_other_user=other)
+    except OSError as error:
+        missing.append(Missing(Boundary.FILES, str(error.strerror)))
+        if given.processes:
+            missing.append(Missing(Boundary.LIMITS, "needs a tree of files of its own"))
+        user = privileges.own_user(wanted.view, given.number, own_tree=False) if changes else None
+    if isinstance(user, Missing):
+        return None, [*missing, user]
+    return user, missing
+
+
+def _become_code(wanted: Wanted, given: Given, user: int | None, size: privileges.Size, output: int) -> None:
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    others = set(map(int, os.listdir("/proc/self/fd"))) if os.path.isdir("/proc/self") else set(range(3, 256))
+    for descriptor in others - {0, 1, 2, *wanted.kept}:
+        try:
+            os.close(descriptor)
+        except OSError:
+            continue
+    os.setsid()
+    counted = user is not None or (given.users and privileges.kernel_counts_by_namespace())
+    privileges.limit(wanted.memory_mb, size, _scratch_mb(wanted), count_processes=counted)
+    privileges.become(user)
+    syscalls.end_with_parent(signal.SIGKILL)
+    os.chdir("/tmp")
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, set())
+
+
+def _scratch_mb(wanted: Wanted) -> int:
+    """Size of each folder that can be written: both together cannot reach the limit by themselves."""
+    return max(1, wanted.memory_mb // 2)
+
+
+def _members(given: Given, missing: Sequence[Missing]) -> census.Members | None:
+    if any(each.boundary is Boundary.LIMITS for each in missing):
+        return None
+    return census.inside if given.processes else census.descendants
+
+
+def _watch(code: int, memory_mb: int, members: census.Members | None) -> Verdict:
+    """Waits until the code ends or a limit is passed. SIGCHLD is blocked."""
+    own_tree = members is census.inside
+    most = (memory_mb << 20) + (tree.used_bytes() if own_tree else 0)
+    most += census.memory_bytes([os.getpid()]) if members is not None else 0
+    while True:
+        if (ended := _collect(code)) is not None:
+            return ended
+        begun = time.monotonic()
+        if members is not None:
+            pids = members()
+            files = tree.used_bytes() if own_tree else 0
+            if census.memory_bytes(pids, most - files) + files > most:
+                return Verdict(limit=Limit.MEMORY)
+            if len(pids) > privileges.PROCESSES:
+                return Verdict(limit=Limit.PROCESSES)
+        pause_s = max(LOOK_S, SHARE_OF_TIME * (time.monotonic() - begun))
+        signal.sigtimedwait({signal.SIGCHLD}, pause_s)
+
+
+def _collect(code: int) -> Verdict | None:
+    """Collects all children that have ended, orphans too. Returns how the code ended, None while it runs."""
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return Verdict(signal=signal.SIGKILL)
+        if pid == 0:
+            return None
+        if pid == code:
+            ended = os.waitstatus_to_exitcode(status)
+            return Verdict(status=ended) if ended >= 0 else Verdict(signal=-ended)
