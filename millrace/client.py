@@ -236,7 +236,7 @@ class Client:
                 if response.is_success:
                     return response
                 response.read()
-                failure = _error_of(response)
+                failure = self._unauthorized() if response.status_code == 401 else _error_of(response)
                 if response.status_code not in TEMPORARY:
                     raise failure
             except httpx.RequestError as error:
@@ -245,6 +245,13 @@ class Client:
                 raise failure
             time.sleep(wait_s)
             wait_s = min(2 * wait_s, 1.0)
+
+    def _unauthorized(self) -> errors.InvalidState:
+        """The error where the coordinator refuses the token."""
+        fix = "set MILLRACE_TOKEN, or MILLRACE_TOKEN_FILE, to the secret that the coordinator was started with."
+        if not self._secret():
+            return errors.InvalidState(f"MILLRACE_TOKEN: is not set, and {self.url} asks for a token.", fix)
+        return errors.InvalidState(f"MILLRACE_TOKEN: is not the token of the coordinator at {self.url}.", fix)
 
     def _view(self, kind: type[View], method: str, path: str, **parts: Any) -> View:
         answer = self._ask(method, path, **parts)
@@ -313,7 +320,6 @@ TEMPORARY = (502, 503, 504)
 
 ERRORS: dict[int, type[errors.MillraceError]] = {
     400: errors.InvalidJob,
-    401: errors.InvalidState,
     403: errors.InvalidState,
     404: errors.NotFound,
     409: errors.InvalidState,

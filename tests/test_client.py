@@ -134,6 +134,14 @@ def test_a_problem_becomes_the_error_that_it_was(
     assert type(raised.value) is kind and raised.value.fix == "do this."
 
 
+@pytest.mark.parametrize(("token", "why"), [("", "is not set"), ("wrong", "is not the token of the coordinator")])
+def test_a_refused_token_is_told_by_the_variable_that_holds_it(coordinator: Coordinator, token: str, why: str) -> None:
+    coordinator.answers[PATH] = [problem(401, "unauthorized")]
+    with Client(coordinator.url, token=token) as client, pytest.raises(InvalidState, match=why) as told:
+        client.job(JOB["id"])
+    assert "MILLRACE_TOKEN_FILE" in told.value.fix and "Authorization" not in str(told.value)
+
+
 def test_an_answer_that_is_no_problem_document_is_told_as_it_is(coordinator: Coordinator) -> None:
     coordinator.answers[PATH] = [(418, ["a teapot"])]
     with Client(coordinator.url) as client, pytest.raises(MillraceError, match=r"answered 418.*teapot"):
