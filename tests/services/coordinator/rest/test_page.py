@@ -10,7 +10,17 @@ import pytest
 from pydantic import BaseModel
 
 from millrace.events import Event, EventKind, JobMoved
-from millrace.rest import FleetView, JobPage, JobState, JobSummary, LedgerView, MemberView, Problem, SampleView
+from millrace.rest import (
+    FleetView,
+    JobPage,
+    JobState,
+    JobSummary,
+    LedgerView,
+    MemberState,
+    MemberView,
+    Problem,
+    SampleView,
+)
 from services.coordinator.rest.app import PAGE
 
 needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
@@ -103,3 +113,34 @@ def test_the_page_knows_every_state_and_only_kinds_of_events_that_exist() -> Non
     assert kinds and kinds <= set(EventKind)
     (actions,) = re.findall(r"const actions = \{(.*?)\};", SCRIPT, re.DOTALL)
     assert set(re.findall(r"(\w+): \[", actions)) == set(JobState)
+
+
+COLOURS = {
+    name: themes
+    for name, *themes in re.findall(r"--(\w+): light-dark\((#[0-9a-f]{6}), (#[0-9a-f]{6})\)", PAGE.read_text())
+}
+"""The page's colours by name, each for the light and for the dark theme."""
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance of `#rrggbb` (WCAG 2.2)."""
+    parts = [int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5)]
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+@pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
+@pytest.mark.parametrize("name", ["ink", "soft", "water", "good", "bad", "warm"])
+def test_text_is_readable_on_every_background(name: str, theme: int) -> None:
+    for background in ("paper", "card", "wash"):
+        found = sorted(luminance(COLOURS[each][theme]) for each in (name, background))
+        assert (found[1] + 0.05) / (found[0] + 0.05) >= 4.5, background
+
+
+def test_the_colours_of_the_ledger_are_no_background_of_a_state() -> None:
+    """A job's state has its name as its class, and `queued` is also a part of the ledger."""
+    (style,) = re.findall(r"<style>(.*?)</style>", PAGE.read_text(), re.DOTALL)
+    rules = re.findall(r"([^{}]+)\{([^{}]*)\}", style)
+    words = {*JobState, *MemberState, "pausing", "cancelling"}
+    filled = [selector.strip() for selector, body in rules if "background" in body]
+    assert not [each for each in filled for part in each.split(",") if part.strip().removeprefix(".") in words]
