@@ -6,8 +6,8 @@ from statistics import fmean
 from rich.console import Console
 from rich.table import Table
 
-from millrace.cli.jobs import ledger_line
 from millrace.cli.output import number, people
+from millrace.cli.show import ledger_line
 from millrace.client import Client
 from millrace.rest import JobState, JobView, LedgerView, StepMetrics
 

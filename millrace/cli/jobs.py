@@ -1,4 +1,4 @@
-"""Commands that call the coordinator: submit, jobs, show, events, pause, resume, cancel, fleet, drain."""
+"""Commands that call the coordinator: submit, jobs, events, pause, resume, cancel, fleet, drain."""
 
 import time
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from millrace.cli.watch import follow
 from millrace.client import Client
 from millrace.errors import InvalidJob, Mistake
 from millrace.events import Event
-from millrace.rest import JobState, JobView, LedgerView, SampleView, WaitingFor
+from millrace.rest import JobState, JobView, WaitingFor
 
 LISTED = 50
 """Jobs that `millrace jobs` lists unless told otherwise."""
@@ -75,79 +75,6 @@ def jobs(
     for job in found:
         if job.waiting and job.waiting.reason is not WaitingFor.EARLIER_JOB:
             console.print(f"{job.id} waits: {job.waiting.message}", style="yellow", markup=False)
-
-
-def show(
-    job: JobName,
-    samples: Annotated[int, typer.Option(help="How many sampled answers to print.", min=0)] = 0,
-    url: Url = None,
-    as_json: AsJson = False,
-) -> None:
-    """Show one job: its state, its prompts, the metrics of its last step, and where its files are."""
-    with connect(url) as client:
-        view = client.job(job_id(client, job))
-        ledger = client.ledger(view.id)
-        metrics = client.metrics(view.id, after_step=max(0, view.step - 1))
-        answers = client.samples(view.id, limit=samples) if samples else []
-    if as_json:
-        return print_json(
-            {
-                "job": view.model_dump(mode="json"),
-                "ledger": ledger.model_dump(),
-                "last_step": metrics[-1].model_dump(mode="json")["values"] if metrics else {},
-                "samples": [answer.model_dump(mode="json") for answer in answers],
-            }
-        )
-    console = people()
-    rows = table("", "")
-    for name, value in _facts(view, ledger):
-        rows.add_row(f"[bold]{name}[/]", value)
-    console.print(rows)
-    if metrics:
-        console.print(f"\n[bold]step {metrics[-1].step}[/]")
-        rows = table("", ">")
-        for name, amount in sorted(metrics[-1].values.items()):
-            rows.add_row(f"  {name}", f"{amount:.6g}")
-        console.print(rows)
-    for answer in answers:
-        _print_sample(answer)
-
-
-def _facts(job: JobView, ledger: LedgerView) -> list[tuple[str, str]]:
-    facts = [
-        ("job", f"{job.id}  {escape(job.name)}"),
-        ("state", styled(job.status)),
-        *([("waits", f"[yellow]{escape(job.waiting.message)}[/]")] if job.waiting else []),
-        ("step", f"{job.step} of {job.steps or '?'}, weight version {job.version}"),
-        ("reward", number(job.reward)),
-        ("held-out", held_out(job)),
-        ("time", f"{duration(job.queued_s)} in the queue, then {duration(job.ran_s)}"),
-        ("ledger", ledger_line(ledger)),
-        ("model", escape(str(job.spec.get("model", {}).get("path", "")))),
-        ("checkpoint", escape(job.checkpoint or "–")),
-        ("report", escape(job.report or "–")),
-    ]
-    return [*facts, ("failure", f"[red]{escape(job.failure)}[/]")] if job.failure else facts
-
-
-def ledger_line(ledger: LedgerView) -> str:
-    """`512 issued = 0 queued + 4 leased + 8 generated + 496 trained + 4 dropped (overlong 4)`."""
-    states = ("queued", "leased", "generated", "trained", "dropped")
-    reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(ledger.reasons.items()))
-    counts = f"{ledger.issued} issued = " + " + ".join(f"{getattr(ledger, state)} {state}" for state in states)
-    return f"{counts} ({reasons})" if reasons else counts
-
-
-def _print_sample(sample: SampleView) -> None:
-    console = people()
-    versions = ", ".join(map(str, sample.versions))
-    reward = number(sample.reward) if sample.reward_failure is None else escape(sample.reward_failure)
-    console.print(
-        f"\n[bold]step {sample.step}, prompt {sample.prompt_id}[/]: reward {reward}, {sample.tokens} tokens of "
-        f"version {versions}, ended by {sample.stop_reason}"
-    )
-    console.print(sample.prompt, style="dim", markup=False)
-    console.print(sample.answer, markup=False)
 
 
 def events(

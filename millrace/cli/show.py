@@ -1,0 +1,131 @@
+"""`millrace show`: one job on one screen."""
+
+import itertools
+from collections.abc import Mapping
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from millrace.cli.names import JobName, job_id
+from millrace.cli.output import AsJson, Url, connect, duration, held_out, number, people, print_json, styled, table
+from millrace.rest import JobView, LedgerView, SampleView
+
+MAIN_METRICS = (
+    "critic/score/mean",
+    "critic/rewards/mean",
+    "training/groups_without_signal",
+    "training/staleness/mean",
+    "response_length/mean",
+    "response_length/clip_ratio",
+    "actor/pg_loss",
+    "actor/grad_norm",
+    "actor/ppo_kl",
+    "actor/pg_clipfrac",
+    "actor/entropy",
+    "actor/lr",
+    "critic/vf_loss",
+    "critic/vf_explained_var",
+    "rollout_corr/kl",
+    "training/rollout_probs_diff_mean",
+    "timing_s/step",
+    "timing_s/gen",
+    "timing_s/update_actor",
+    "timing_s/update_weights",
+    "publication/pause_s",
+    "perf/throughput",
+    "perf/mfu/actor",
+    "perf/max_memory_allocated_gb",
+)
+"""What to look at first: learning, answers, the update, engine against trainer, speed."""
+
+
+def show(
+    job: JobName,
+    samples: Annotated[int, typer.Option(help="How many sampled answers to print.", min=0)] = 0,
+    every: Annotated[bool, typer.Option("--all", "-a", help="Print every metric of the last step.")] = False,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show one job: its state, its prompts, the metrics of its last step that matter most, and where its files are."""
+    with connect(url) as client:
+        view = client.job(job_id(client, job))
+        ledger = client.ledger(view.id)
+        metrics = client.metrics(view.id, after_step=max(0, view.step - 1))
+        answers = client.samples(view.id, limit=samples) if samples else []
+    if as_json:
+        return print_json(
+            {
+                "job": view.model_dump(mode="json"),
+                "ledger": ledger.model_dump(),
+                "last_step": metrics[-1].model_dump(mode="json")["values"] if metrics else {},
+                "samples": [answer.model_dump(mode="json") for answer in answers],
+            }
+        )
+    console = people()
+    rows = table("", "")
+    for name, value in _facts(view, ledger):
+        rows.add_row(f"[bold]{name}[/]", value)
+    console.print(rows)
+    if metrics:
+        console.print(f"\n[bold]step {metrics[-1].step}[/]")
+        values = metrics[-1].values
+        console.print(every_metric(values) if every else main_metrics(values))
+    for answer in answers:
+        _print_sample(answer)
+
+
+def main_metrics(values: Mapping[str, float]) -> Table:
+    """The metrics of MAIN_METRICS that a step has, two to a line."""
+    rows = table("", ">", "", ">")
+    cells = [(f"  {name}", f"{values[name]:.6g}") for name in MAIN_METRICS if name in values]
+    for left, right in itertools.zip_longest(cells[::2], cells[1::2], fillvalue=("", "")):
+        rows.add_row(*left, *right)
+    if others := len(values) - len(cells):
+        rows.add_row(f"  [dim]--all shows {others} more[/]")
+    return rows
+
+
+def every_metric(values: Mapping[str, float]) -> Table:
+    rows = table("", ">")
+    for name, amount in sorted(values.items()):
+        rows.add_row(f"  {name}", f"{amount:.6g}")
+    return rows
+
+
+def _facts(job: JobView, ledger: LedgerView) -> list[tuple[str, str]]:
+    facts = [
+        ("job", f"{job.id}  {escape(job.name)}"),
+        ("state", styled(job.status)),
+        *([("waits", f"[yellow]{escape(job.waiting.message)}[/]")] if job.waiting else []),
+        ("step", f"{job.step} of {job.steps or '?'}, weight version {job.version}"),
+        ("reward", number(job.reward)),
+        ("held-out", held_out(job)),
+        ("time", f"{duration(job.queued_s)} in the queue, then {duration(job.ran_s)}"),
+        ("ledger", ledger_line(ledger)),
+        ("model", escape(str(job.spec.get("model", {}).get("path", "")))),
+        ("checkpoint", escape(job.checkpoint or "–")),
+        ("report", escape(job.report or "–")),
+    ]
+    return [*facts, ("failure", f"[red]{escape(job.failure)}[/]")] if job.failure else facts
+
+
+def ledger_line(ledger: LedgerView) -> str:
+    """`512 issued = 0 queued + 4 leased + 8 generated + 496 trained + 4 dropped (overlong 4)`."""
+    states = ("queued", "leased", "generated", "trained", "dropped")
+    reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(ledger.reasons.items()))
+    counts = f"{ledger.issued} issued = " + " + ".join(f"{getattr(ledger, state)} {state}" for state in states)
+    return f"{counts} ({reasons})" if reasons else counts
+
+
+def _print_sample(sample: SampleView) -> None:
+    console = people()
+    versions = ", ".join(map(str, sample.versions))
+    reward = number(sample.reward) if sample.reward_failure is None else escape(sample.reward_failure)
+    console.print(
+        f"\n[bold]step {sample.step}, prompt {sample.prompt_id}[/]: reward {reward}, {sample.tokens} tokens of "
+        f"version {versions}, ended by {sample.stop_reason}"
+    )
+    console.print(sample.prompt, style="dim", markup=False)
+    console.print(sample.answer, markup=False)
