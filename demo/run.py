@@ -51,6 +51,9 @@ def demo(
     ] = None,
     backend: Annotated[str, typer.Option(help=f"Training backend: {' or '.join(BACKEND_NAMES)}.")] = "fsdp2",
     size: Annotated[str, typer.Option(help="Of the model: small, or grown, for GPUs.")] = "small",
+    lora: Annotated[
+        int | None, typer.Option(metavar="RANK", help="Train adapters of this rank instead of all weights.", min=1)
+    ] = None,
     share_gpus: Annotated[bool, typer.Option(help="As of millrace up.")] = False,
     state: Annotated[Path, typer.Option(help="Folder for the model, the data, logs and results.")] = Path("state/demo"),
     keep_state: Annotated[bool, typer.Option(help="Keep the stack's Redis data and logs after success.")] = False,
@@ -73,7 +76,7 @@ def demo(
         grpc_port=free_port(),
         environment={name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()},
     )
-    spec = prepared(state, seed, steps, backend, _size(size))
+    spec = prepared(state, seed, steps, backend, _size(size), lora)
     made_s = time.monotonic() - begun
     print(
         f"starting coordinator, trainer and {replicas} {engine} replica(s); logs: {options.folder / 'logs'}", flush=True
@@ -90,14 +93,16 @@ def demo(
     raise typer.Exit(0 if outcome.learned else 1)
 
 
-def prepared(state: Path, seed: int, steps: int, backend: str = "fsdp2", size: "Size" = "small") -> JobSpec:
+def prepared(
+    state: Path, seed: int, steps: int, backend: str = "fsdp2", size: "Size" = "small", lora: int | None = None
+) -> JobSpec:
     """Makes model and data, and the job about them."""
     from demo.model import WarmUp, made_model
     from demo.task import write_data
 
     print(f"making the model (once a seed) and the data in {state}", flush=True)
     made_model(model_folder(state, seed, size), WarmUp(seed=seed, size=size))
-    return job_spec(state, seed, steps, write_data(state / f"data-{seed}", seed), backend, size)
+    return job_spec(state, seed, steps, write_data(state / f"data-{seed}", seed), backend, size, lora)
 
 
 def model_folder(state: Path, seed: int, size: "Size" = "small") -> Path:
@@ -113,9 +118,16 @@ def _size(text: str) -> "Size":
 
 
 def job_spec(
-    state: Path, seed: int, steps: int, data: tuple[Path, Path], backend: str = "fsdp2", size: "Size" = "small"
+    state: Path,
+    seed: int,
+    steps: int,
+    data: tuple[Path, Path],
+    backend: str = "fsdp2",
+    size: "Size" = "small",
+    lora: int | None = None,
 ) -> JobSpec:
-    """The job of `job.yaml` with this run's folders; `data` is what to train on and what to hold out."""
+    """The job of `job.yaml` with this run's folders; `data` is what to train on and what to hold out. Adapters have a
+    ten times higher learning rate than all weights."""
     tree = yaml.safe_load(JOB.read_text())
     if size == "grown":
         tree = _merged(tree, yaml.safe_load(GROWN.read_text()))
@@ -123,6 +135,9 @@ def job_spec(
     tree["data"] |= {"files": [str(data[0])], "seed": seed}
     tree["evaluation"]["files"] = [str(data[1])]
     tree["trainer"] |= {"seed": seed, "backend": backend}
+    if lora is not None:
+        tree["model"]["lora"] = {"rank": lora, "alpha": lora}
+        tree["trainer"]["optimizer"]["lr"] *= 10
     tree["schedule"]["steps"] = steps
     tree["trainer"]["optimizer"]["warmup_steps"] = min(steps, tree["trainer"]["optimizer"]["warmup_steps"])
     tree["output"] = str(state / time.strftime(f"output-{seed}-%Y%m%d-%H%M%S"))

@@ -68,6 +68,8 @@ class BackendDescriptor(Generic[Options]):
     all. The module must import neither torch nor the backend."""
     replays_experts: bool = False
     """Whether `algorithm.router_replay` can be used."""
+    trains_adapters: bool = False
+    """Whether `model.lora` can be used."""
     page: str = ""
     """The page of the documentation with its options; empty for a table in docs/job.md."""
 

@@ -43,4 +43,5 @@ DESCRIPTOR = BackendDescriptor(
     ),
     build="services.trainer.backends.fsdp2.backend:build",
     options=Fsdp2Options,
+    trains_adapters=True,
 )

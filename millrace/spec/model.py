@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from millrace.spec.lora import Lora
 from millrace.validation import limits
 from millrace.validation.model import StrictModel
 
@@ -15,6 +16,8 @@ class Model(StrictModel):
     and written is not quantized. Other quantized weights are refused."""
     trust_remote_code: bool = False
     """Whether Python code in the model folder may run."""
+    lora: Lora | None = Field(None, examples=[{"rank": 32, "alpha": 32}])
+    """Train adapters (LoRA) and leave the model's weights as they are. null: all weights are trained."""
 
 
 class Data(StrictModel):

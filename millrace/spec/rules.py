@@ -16,7 +16,7 @@ from millrace.validation import limits
 
 def broken_rules(spec: JobSpec) -> list[Mistake]:
     """Every rule that the spec breaks."""
-    return [*_data(spec), *_sizes(spec), *_amounts(spec), *_algorithm(spec), *_optimizers(spec)]
+    return [*_data(spec), *_sizes(spec), *_amounts(spec), *_algorithm(spec), *_optimizers(spec), *_lora(spec)]
 
 
 def _broken(field: str, value: object, reason: str, fix: str) -> Mistake:
@@ -111,6 +111,18 @@ def _algorithm(spec: JobSpec) -> Iterator[Mistake]:
         reason = "the rewards in a group of one answer are always equal, so every group would be dropped"
         fix = "raise it to at least 2, or set algorithm.drop_groups_without_signal to false"
         yield _broken("rollout.samples_per_prompt", spec.rollout.samples_per_prompt, reason, fix)
+
+
+def _lora(spec: JobSpec) -> Iterator[Mistake]:
+    if spec.model.lora is None:
+        return
+    if not BACKENDS[spec.trainer.backend].trains_adapters:
+        able = " or ".join(name for name, backend in BACKENDS.items() if backend.trains_adapters)
+        reason = f"the backend {spec.trainer.backend} cannot train adapters"
+        yield _broken("model.lora", spec.model.lora.rank, reason, f"set trainer.backend to {able}, or leave it out")
+    if spec.publication.path == "sharded":
+        reason = "adapters are merged with the gathered weights, so nothing is published from shards"
+        yield _broken("publication.path", "sharded", reason, "leave it out")
 
 
 def _optimizers(spec: JobSpec) -> Iterator[Mistake]:

@@ -13,6 +13,7 @@ import shutil
 import uuid
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from millrace.errors import InvalidState, MillraceError
 from millrace.ids import JobId, Version
+from services.trainer.checkpoints.adapter_folder import write_adapter
 from services.trainer.checkpoints.box_files import BoxReader, assign_writers, key, write
 from services.trainer.checkpoints.description import FILE, FORMAT, Description
 from services.trainer.checkpoints.huggingface import write_folder
@@ -81,9 +83,9 @@ def prepare(
     """Takes the present state, to be written to `path`. A collective.
 
     `copied`: the state is copied to host memory, so that training may continue before it is written; else it stays
-    where it is. `model` is the job's model folder. With `huggingface` the folder `path`/huggingface is written at once,
-    and `path`/critic, from which another job's critic can start. Raises InvalidState where the folder cannot be
-    written.
+    where it is. `model` is the job's model folder. With `huggingface` the folder `path`/huggingface is written at once
+    (for a job with `model.lora`: `path`/adapter, as PEFT stores it), and `path`/critic, from which another job's critic
+    can start. Raises InvalidState where the folder cannot be written.
     """
     target, rank = Path(path), dist.get_rank()
     token = collectives.gather_bytes(uuid.uuid4().hex.encode() if rank == 0 else b"")[0].decode()
@@ -99,9 +101,13 @@ def prepare(
         ranks=collectives.world_size(),
         model_folder=model,
         model=backend.manifest("float32").hash.hex(),
+        adapter=_adapter(backend),
     )
     if huggingface:
-        write_folder(partial / "huggingface", backend.export, Path(model))
+        if backend.adapter is not None:
+            write_adapter(partial / "adapter", backend.adapter, Path(model))
+        else:
+            write_folder(partial / "huggingface", backend.export, Path(model))
         if (critic := backend.critic) is not None:
             write_folder(partial / "critic", critic.export, critic.folder, critic.config)
     boxes = _own_boxes(backend)
@@ -141,6 +147,11 @@ def load(path: str, backend: Backend) -> Description:
         if description.model != backend.manifest("float32").hash.hex():
             raise InvalidState(f"{path} is a checkpoint of another model than the job's.", _FIX)
         updates = description.updates
+        if description.adapter != _adapter(backend):
+            what = (
+                f"{path} was trained with {_named(description.adapter)}, this job trains {_named(_adapter(backend))}."
+            )
+            raise InvalidState(what, "give the job the model.lora of the job that saved it.")
         if lacking := models(backend).keys() - updates.keys():
             what = f"{path} is a checkpoint without {', '.join(sorted(lacking)).rstrip('.')}, which this job trains."
             raise InvalidState(what, _FIX)
@@ -151,6 +162,14 @@ def load(path: str, backend: Backend) -> Description:
                 for offset, part in local_parts(tensor).items():
                     stored.fill(f"{prefix}{name}", offset, part)
     return description
+
+
+def _adapter(backend: Backend) -> dict[str, Any] | None:
+    return None if backend.adapter is None else backend.adapter.settings.to_json()
+
+
+def _named(adapter: dict[str, Any] | None) -> str:
+    return "all weights" if adapter is None else f"adapters of rank {adapter['rank']} and alpha {adapter['alpha']}"
 
 
 def open_checkpoint(folder: Path) -> tuple[Description, BoxReader]:

@@ -3,6 +3,7 @@
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from millrace.ids import JobId, Version
 
@@ -26,6 +27,8 @@ class Description:
     """Path of the job's model folder; empty in older checkpoints."""
     model: str
     """Hash of the manifest of the policy, hexadecimal: the checkpoint can be read into models with the same one."""
+    adapter: dict[str, Any] | None = None
+    """The settings of the adapter that was trained (`AdapterSettings`); None where all weights were."""
     files: dict[str, int] = field(default_factory=dict)
     """Size in bytes of each file in `state/`, by name."""
 
@@ -50,5 +53,6 @@ class Description:
             ranks=fields["ranks"],
             model_folder=fields.get("model_folder", ""),
             model=fields["model"],
+            adapter=fields.get("adapter"),
             files=fields["files"],
         )

@@ -24,7 +24,9 @@ from millrace.weights.loader.stored import pieces, published_dtype, stored_tenso
 from services.trainer.checkpoints import huggingface
 from services.trainer.checkpoints.box_files import BoxReader
 from services.trainer.checkpoints.checkpoint import open_checkpoint
+from services.trainer.checkpoints.description import Description
 from services.trainer.checkpoints.model_files import ModelFiles
+from services.trainer.protocol.adapter import LORA_A, LORA_B, MAGNITUDE, AdapterSettings, merged, tensor_name
 
 WEIGHTS = "model."
 """Prefix of the names of weights in a checkpoint."""
@@ -77,7 +79,8 @@ def write(
     try:
         with Progress(disable=not sys.stderr.isatty(), transient=True) as progress:
             task = progress.add_task("tensors", total=None)
-            for name, tensor in _all_tensors(stored, model, dtype or huggingface.dtype_of(model), trust_remote_code):
+            chosen = dtype or huggingface.dtype_of(model)
+            for name, tensor in _all_tensors(description, stored, model, chosen, trust_remote_code):
                 shards.add(name, tensor)
                 count += 1
                 progress.update(task, completed=count, description=name)
@@ -91,8 +94,13 @@ def write(
     return count
 
 
-def _all_tensors(stored: BoxReader, folder: Path, dtype: str, trust: bool) -> Iterator[tuple[str, Tensor]]:
+def _all_tensors(
+    description: Description, stored: BoxReader, folder: Path, dtype: str, trust: bool
+) -> Iterator[tuple[str, Tensor]]:
     """The tensors of the checkpoint, and those of the model folder that are not trained."""
+    if description.adapter is not None:
+        yield from _merged_tensors(AdapterSettings(**description.adapter), stored, folder, getattr(torch, dtype))
+        return
     given = set[str]()
     for name, tensor in _trained_tensors(stored, folder, dtype, trust):
         given.add(name)
@@ -125,6 +133,29 @@ def _trained_tensors(stored: BoxReader, folder: Path, dtype: str, trust: bool) -
     with ModelFiles(folder) as files:
         for name, (extent, kept) in untrained.items():
             yield name, files.slice_of(name, extent)[:].to(getattr(torch, kept))
+
+
+def _merged_tensors(
+    settings: AdapterSettings, stored: BoxReader, folder: Path, dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of the model folder, those of layers with an adapter merged with it. Linear layers have the same
+    names in the module, where the adapter was trained, and in the folder."""
+    ending, layers = f".{LORA_A}.default.weight", huggingface.layer_count(folder)
+    trained = [name.removeprefix(WEIGHTS) for name in stored.names if name.startswith(WEIGHTS)]
+    adapted = {name.removesuffix(ending) for name in trained if name.endswith(ending)}
+    with ModelFiles(folder) as files:
+        if lacking := [layer for layer in sorted(adapted) if not files.has(f"{layer}.weight")]:
+            what = f"{folder} has no tensor {lacking[0]}.weight, for which the checkpoint has an adapter."
+            raise InvalidState(what, "name the folder of the job's model with --model.")
+        for name in files:
+            if huggingface.predicts_ahead(name, layers):
+                continue
+            whole, layer = files.whole(name), name.removesuffix(".weight")
+            if layer in adapted:
+                lora_a, lora_b = (stored.whole(WEIGHTS + tensor_name(layer, part)) for part in (LORA_A, LORA_B))
+                magnitude = stored.whole(WEIGHTS + tensor_name(layer, MAGNITUDE)) if settings.dora else None
+                whole = merged(whole, lora_a, lora_b, settings.scale, magnitude)
+            yield name, whole.to(dtype).contiguous() if whole.is_floating_point() else whole
 
 
 def _module(folder: Path, trust: bool) -> nn.Module | None:

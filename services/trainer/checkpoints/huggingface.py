@@ -115,21 +115,28 @@ def untrained(model: Path, given: Collection[str]) -> Iterator[tuple[str, Tensor
     """
     if not any((model / file).is_file() for file in (INDEX, SINGLE)):
         return
-    config = json.loads((model / "config.json").read_text())
-    layers = {**config, **(config.get("text_config") or {})}.get("num_hidden_layers")
+    layers = layer_count(model)
     dtype = getattr(torch, dtype_of(model))
     with ModelFiles(model) as files:
         if not set(given) <= {*files, WEIGHT}:
             return
         for name in files:
-            if name not in given and not _dropped(name, layers):
+            if name not in given and "lm_head" not in name.split(".") and not predicts_ahead(name, layers):
                 yield name, files.whole(name).to(dtype) if files.is_quantized(name) else files.whole(name)
 
 
-def _dropped(name: str, layers: int | None) -> bool:
-    parts, layer = name.split("."), LAYER.search(name)
+def layer_count(model: Path) -> int | None:
+    """Number of the language model's layers, by the config of its folder."""
+    config = json.loads((model / "config.json").read_text())
+    layers: int | None = {**config, **(config.get("text_config") or {})}.get("num_hidden_layers")
+    return layers
+
+
+def predicts_ahead(name: str, layers: int | None) -> bool:
+    """Whether a tensor belongs to a head that predicts several tokens at once."""
+    layer = LAYER.search(name)
     beyond = layer is not None and layers is not None and int(layer[1]) >= layers
-    return beyond or "lm_head" in parts or any(part.startswith("mtp") for part in parts)
+    return beyond or any(part.startswith("mtp") for part in name.split("."))
 
 
 def dtype_of(model: Path) -> str:

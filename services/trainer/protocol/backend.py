@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 from millrace.batching.cost import SequenceCost
 from millrace.weights.plans.manifest import Manifest, TensorInfo
 from millrace.weights.plans.memory import Memory
+from services.trainer.protocol.adapter import Adapter
 from services.trainer.protocol.local_tensors import NamedTensors
 from services.trainer.protocol.microbatch import MicroBatch
 
@@ -100,6 +101,8 @@ class Backend(TrainableModel, Protocol):
     """Cost of a sequence by its length, for balancing."""
     critic: Critic | None
     """The critic; None for a job without one."""
+    adapter: Adapter | None
+    """What is trained of the policy in place of its weights; None where all weights are trained."""
 
     def logprobs(
         self, microbatches: Sequence[MicroBatch], *, temperature: float, reference: bool = False

@@ -14,7 +14,7 @@ from millrace.wire.v1.trainer_pb2 import GroupRef
 BYTES = 256
 
 
-def job_spec(model: Path, **parts: dict[str, Any]) -> JobSpec:
+def job_spec(model: Path, /, **parts: dict[str, Any]) -> JobSpec:
     """A small float32 job; `parts` override, one level deep: trainer={"token_budget": 64}."""
     tree: dict[str, Any] = {
         "name": "test",

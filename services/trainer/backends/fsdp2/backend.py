@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from millrace.spec import JobSpec
 from millrace.weights.plans.manifest import Manifest, TensorInfo
 from millrace.weights.plans.memory import Memory
 from services.trainer.backends.fsdp2 import attention, export, head, shards
+from services.trainer.backends.fsdp2.adapted import ModuleAdapter, adapters_off
 from services.trainer.backends.fsdp2.attention import packing
 from services.trainer.backends.fsdp2.critic import Fsdp2Critic
 from services.trainer.backends.fsdp2.logits import token_scores
@@ -53,12 +55,14 @@ class Fsdp2Backend(ShardedModel):
         self.data_parallel = DataParallel(mesh.get_rank(), mesh.size(), group)
         sharding = Sharding(mesh, chosen, compute, compile=_compiles(options, device))
         self._attention = sharding.attention
-        model: Any = policy(spec.model, config, sharding, dtype=torch.float32)
+        self.adapter: ModuleAdapter | None = None
+        self._dropout = False
+        model: Any = self._policy(spec, config, sharding, options)
         if spec.trainer.activation_recompute:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self._shards: dict[str, Memory | None] = {}
         self._reference: PreTrainedModel | None = None
-        if spec.algorithm.kl is not None:
+        if spec.algorithm.kl is not None and self.adapter is None:
             offloadable = replace(sharding, offload=options.offload_reference)
             self._reference = policy(spec.model, config, offloadable, dtype=compute).requires_grad_(False)
         super().__init__(model, spec.trainer.optimizer, device)
@@ -69,15 +73,42 @@ class Fsdp2Backend(ShardedModel):
         if spec.algorithm.critic is not None:
             self.critic = Fsdp2Critic(spec, sharding, vocabulary=config.get_text_config().vocab_size)
 
+    def _policy(self, spec: JobSpec, config: Any, sharding: Sharding, options: Fsdp2Options) -> PreTrainedModel:
+        if (chosen := spec.model.lora) is None:
+            return policy(spec.model, config, sharding, dtype=torch.float32)
+        from services.trainer.backends.fsdp2 import lora  # importing PEFT takes seconds
+
+        with collectives.fail_together():
+            lora.check(chosen, options.offload_reference)
+            described = lora.configuration(chosen)
+        model = lora.policy(spec.model, config, described, sharding, spec.trainer.seed)
+        self._dropout = chosen.dropout > 0
+        self.adapter = ModuleAdapter(model, lora.settings_of(described), described, self.data_parallel.rank)
+        return model
+
     def logprobs(
         self, microbatches: Sequence[MicroBatch], *, temperature: float, reference: bool = False
     ) -> list[Tensor]:
-        model = self._reference if reference else self._model
+        model, without_adapter = self._model, reference and self.adapter is not None
+        if reference and not without_adapter:
+            model = self._reference
         assert model is not None, "a reference policy is kept only for a job with algorithm.kl"
-        with torch.no_grad():
+        off = adapters_off(model) if without_adapter else nullcontext()
+        with torch.no_grad(), off, self._without_dropout():
             values = [self._scores(model, batch, temperature, entropy=False).logprobs_r for batch in microbatches]
         model.reshard()  # type: ignore[operator]  # the root waits for a backward pass, which does not come
         return values
+
+    @contextmanager
+    def _without_dropout(self) -> Iterator[None]:
+        """A policy samples without dropout, so its log-probabilities are computed without."""
+        if self._dropout:
+            self._model.eval()
+        try:
+            yield
+        finally:
+            if self._dropout:
+                self._model.train()
 
     def forward_backward(
         self, microbatches: Sequence[MicroBatch], loss_fn: LossFn[Output], *, temperature: float
@@ -117,7 +148,7 @@ class Fsdp2Backend(ShardedModel):
         tokens = 8
         batch = MicroBatch((0,), (tokens,), (tokens - 1,), torch.arange(tokens))
         wanted = WantedTokens(batch.predicting_r.to(self.device), batch.targets_r.to(self.device), 1.0)
-        with torch.no_grad():
+        with torch.no_grad(), self._without_dropout():
             expected_r, _ = token_scores(self._logits(self._model, batch), wanted.targets_r, 1.0, entropy=False)
             scores_2r = self._model(wanted=wanted, **self._inputs(batch))
         self._model.reshard()
@@ -135,9 +166,11 @@ class Fsdp2Backend(ShardedModel):
         return export.manifest(self._model, dtype)
 
     def export(self, dtype: str) -> Iterator[tuple[TensorInfo, Tensor | None]]:
-        return export.export(self._model, dtype, self.data_parallel.rank)
+        return export.export(self._model, dtype, self.data_parallel.rank, self.adapter)
 
     def shards(self, dtype: str) -> Memory | None:
+        if self.adapter is not None:
+            return None  # what is published is in no memory: each weight is merged with its adapter when it is gathered
         if dtype not in self._shards:
             self._shards[dtype] = shards.shards(self._model, dtype)
         return self._shards[dtype]

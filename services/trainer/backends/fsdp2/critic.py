@@ -54,7 +54,7 @@ class Fsdp2Critic(ShardedModel):
         def build() -> ValueModel:
             return ValueModel(build_unfilled(AutoModel, source, config, sharding, dtype=torch.float32, field=FIELD))
 
-        module: Any = shard_model(build, lambda: _read(source, config), sharding)
+        module: Any = shard_model(build, lambda _: _read(source, config), sharding)
         if spec.trainer.activation_recompute:
             module.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.folder = Path(source.path)

@@ -27,7 +27,7 @@ from services.trainer.checkpoints.model_files import INDEX, SINGLE, ModelFiles
 from services.trainer.ranks import collectives
 
 FIELD = "model.path"
-_COMPILE_OPTIONS = {"triton.mix_order_reduction": False}
+_COMPILE_OPTIONS: dict[str, Any] = {"triton.mix_order_reduction": False}
 """Inductor chooses this fusion by the number of tokens: each range of micro-batch sizes would be compiled again, 10 s
 each. The fusion saves about 1 % of an update."""
 Module = TypeVar("Module", bound=nn.Module)
@@ -80,7 +80,7 @@ def policy(model: Model, config: Any, sharding: Sharding, *, dtype: torch.dtype)
     def build() -> PreTrainedModel:
         return build_unfilled(AutoModelForCausalLM, model, config, sharding, dtype=dtype)
 
-    return shard_model(build, lambda: read_whole(AutoModelForCausalLM, model, config, dtype=dtype), sharding)
+    return shard_model(build, lambda _: read_whole(AutoModelForCausalLM, model, config, dtype=dtype), sharding)
 
 
 def build_unfilled(
@@ -103,9 +103,9 @@ def build_unfilled(
     return module
 
 
-def shard_model(build: Callable[[], Module], read: Callable[[], dict[str, Tensor]], sharding: Sharding) -> Module:
+def shard_model(build: Callable[[], Module], read: Callable[[Module], dict[str, Tensor]], sharding: Sharding) -> Module:
     """The module that `build` makes, sharded over the ranks and filled with the parameters and buffers that `read`
-    returns on rank 0.
+    returns for it on rank 0.
 
     Raises InvalidJob on every rank where one cannot build the model or rank 0 cannot read the weights.
     """
@@ -115,7 +115,7 @@ def shard_model(build: Callable[[], Module], read: Callable[[], dict[str, Tensor
         with torch.device("meta"):
             module = build()
         if mesh.get_rank() == 0:
-            source = read()
+            source = read(module)
     precision = MixedPrecisionPolicy(param_dtype=sharding.compute, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy() if sharding.offload else OffloadPolicy()
     layers = _layers(module)

@@ -17,7 +17,7 @@ class ShardedModel:
 
     def __init__(self, module: nn.Module, chosen: Optimizer, device: torch.device) -> None:
         self._model: Any = module
-        self._trained = dict(module.named_parameters())
+        self._trained = {name: each for name, each in module.named_parameters() if each.requires_grad}
         self._device = device
         self._optimizer = torch.optim.AdamW(
             self._trained.values(),

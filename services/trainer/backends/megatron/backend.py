@@ -64,6 +64,7 @@ class MegatronBackend:
     """Implements `services.trainer.protocol.backend.Backend`."""
 
     critic: Critic | None = None
+    adapter: None = None
 
     def __init__(self, spec: JobSpec, setup: ModelSetup) -> None:
         self.device = setup.device

@@ -30,10 +30,16 @@ def weights(backend: Backend) -> dict[str, torch.Tensor]:
     return {info.name: tensor.clone() for info, tensor in backend.export("float32") if tensor is not None}
 
 
+@pytest.mark.parametrize("lora", [None, {"rank": 4}], ids=["all weights", "adapters"])
 def test_resuming_is_bit_for_bit(
-    one_rank: torch.device, control: ControlThread, served: ScriptedCoordinator, tied_model: Path, tmp_path: Path
+    one_rank: torch.device,
+    control: ControlThread,
+    served: ScriptedCoordinator,
+    tied_model: Path,
+    tmp_path: Path,
+    lora: dict[str, int] | None,
 ) -> None:
-    spec = job_spec(tied_model, trainer=TRAINER)
+    spec = job_spec(tied_model, trainer=TRAINER, model={"lora": lora})
     backend, step = local_step(spec, one_rank, control, served)
     for number in (1, 2):
         step(number, random_groups(4, 4, seed=number))
@@ -196,6 +202,31 @@ def test_transformers_reads_the_export(
     chat = [{"role": "user", "content": "hello"}]
     expected = AutoTokenizer.from_pretrained(folder).apply_chat_template(chat, tokenize=False)
     assert tokenizer.apply_chat_template(chat, tokenize=False) == expected
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_an_export_of_an_adapter_is_merged(
+    one_rank: torch.device,
+    control: ControlThread,
+    served: ScriptedCoordinator,
+    untied_model: Path,
+    tmp_path: Path,
+    dora: bool,
+) -> None:
+    spec = job_spec(untied_model, trainer=TRAINER, model={"lora": {"rank": 4, "dora": dora}})
+    backend, step = local_step(spec, one_rank, control, served)
+    step(1, random_groups(4, 4, seed=1))
+    save(tmp_path / "saved", backend, 1, huggingface_from=untied_model)
+    assert {path.name for path in (tmp_path / "saved").iterdir()} == {"adapter", "state", "trainer.json"}
+    export.write(tmp_path / "saved", tmp_path / "exported")
+    published = weights(backend)
+    exported = load_file(tmp_path / "exported" / "model.safetensors")
+    assert exported.keys() == published.keys()
+    for name, tensor in published.items():
+        torch.testing.assert_close(exported[name], tensor, atol=1e-6, rtol=1e-6)
+    plain = build(job_spec(untied_model), one_rank)
+    with pytest.raises(InvalidState, match="trained with adapters of rank 4"):
+        checkpoint.load(str(tmp_path / "saved"), plain)
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3"])

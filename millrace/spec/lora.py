@@ -1,0 +1,32 @@
+"""Adapters that are trained in place of the model's own weights."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from millrace.validation.model import StrictModel
+
+ModuleName = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class Lora(StrictModel):
+    rank: int = Field(32, ge=1, le=4096)
+    """Rank of the adapters. Ranks under 32 learn more slowly."""
+    alpha: float = Field(32.0, gt=0.0, le=1e6)
+    """The adapter's output is scaled by alpha/rank."""
+    dropout: float = Field(0.0, ge=0.0, lt=1.0)
+    """Share of the adapter's inputs that an update sets to zero."""
+    target_modules: Literal["all-linear"] | list[ModuleName] = Field("all-linear", examples=[["q_proj", "v_proj"]])
+    """Names of the layers that get an adapter, or the ends of their names. all-linear: every linear layer except the
+    model's head and the routers of experts."""
+    exclude_modules: list[ModuleName] = Field(default_factory=list, examples=[["down_proj"]])
+    """Layers among them that get none."""
+    init: Literal["kaiming", "gaussian"] = "kaiming"
+    """First values of the matrix A. B begins with zeros, so that the model begins as it is in its folder."""
+    dora: bool = False
+    """Whether direction and magnitude of a weight are trained apart (DoRA, arXiv 2402.09353)."""
+    rslora: bool = False
+    """Whether the scale is alpha/√rank (arXiv 2312.03732)."""
+    adapter_path: str | None = None
+    """Absolute path of a PEFT folder whose adapter is trained further. Its adapter_config.json takes the place of the
+    options above except `dropout`."""

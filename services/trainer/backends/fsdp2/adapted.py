@@ -1,0 +1,95 @@
+"""A module with PEFT's adapters, read without PEFT: which of its tensors are adapters, and its weights with the
+adapters added."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from millrace.weights.loader.stored import stored_tensors
+from services.trainer.protocol.adapter import LORA_A, LORA_B, MAGNITUDE, AdapterSettings, merged, tensor_name
+
+BASE = ".base_layer."
+"""Part of the names of tensors that belong to a layer with an adapter, and not to the adapter."""
+PEFT_PREFIX = "base_model.model."
+"""Prefix of the tensors in a PEFT folder."""
+
+
+@dataclass(frozen=True)
+class LayerAdapter:
+    """The adapter of one layer, as this rank holds it."""
+
+    lora_a_ri: Tensor
+    lora_b_or: Tensor
+    magnitude_o: Tensor | None
+
+    def merged(self, whole_oi: Tensor, scale: float) -> Tensor:
+        """The layer's gathered weight with the adapter added, float32 [out, in]. A collective."""
+        magnitude_o = None if self.magnitude_o is None else gathered(self.magnitude_o)
+        return merged(whole_oi, gathered(self.lora_a_ri), gathered(self.lora_b_or), scale, magnitude_o)
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """The whole tensor, on every rank. A collective."""
+    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def is_adapter(name: str) -> bool:
+    """Whether the parameter of this name belongs to an adapter."""
+    return any(f".{part}." in name for part in (LORA_A, LORA_B, MAGNITUDE))
+
+
+def stored_name(name: str) -> str:
+    """Name in a PEFT folder of an adapter's tensor, by its name in the module."""
+    if f".{MAGNITUDE}." in name:
+        return PEFT_PREFIX + name.removesuffix(".default.weight")
+    return PEFT_PREFIX + name.replace(".default.", ".")
+
+
+def model_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor, LayerAdapter | None]]:
+    """The tensors that a model folder stores, by the names that they have in a module without adapters; each with the
+    adapter of its layer, if there is one."""
+    parts = {name: parameter for name, parameter in module.named_parameters() if is_adapter(name)}
+    for name, tensor in stored_tensors(module):
+        if is_adapter(name):
+            continue
+        layer, adapter = name.removesuffix(f"{BASE}weight"), None
+        if layer != name:
+            adapter = LayerAdapter(
+                parts[tensor_name(layer, LORA_A)],
+                parts[tensor_name(layer, LORA_B)],
+                parts.get(tensor_name(layer, MAGNITUDE)),
+            )
+        yield name.replace(BASE, "."), tensor, adapter
+
+
+@contextmanager
+def adapters_off(module: nn.Module) -> Iterator[None]:
+    """Computes without the adapters: with the model as it was before training."""
+    adapted: list[Any] = [part for part in module.modules() if hasattr(part, "base_layer")]
+    for layer in adapted:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in adapted:
+            layer.enable_adapters(True)
+
+
+class ModuleAdapter:
+    """Implements `services.trainer.protocol.adapter.Adapter`."""
+
+    def __init__(self, module: nn.Module, settings: AdapterSettings, config: Any, rank: int) -> None:
+        self.settings = settings
+        self.config = config
+        self._module = module
+        self._rank = rank
+
+    def export(self) -> Iterator[tuple[str, Tensor | None]]:
+        for name, parameter in self._module.named_parameters():
+            if is_adapter(name):
+                whole = gathered(parameter)
+                yield stored_name(name), whole.float().contiguous() if self._rank == 0 else None
