@@ -13,12 +13,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from millrace.backends import BACKENDS
 from millrace.engines import ENGINES
+from millrace.errors import Unavailable
 from millrace.local.devices import visible_devices
+from millrace.sandbox import probe as sandbox_probe
+from millrace.sandbox.boundaries import Boundary, Missing, listed
 from millrace.software import Software
 
 IMPORT_TIMEOUT_S = 180.0
@@ -53,8 +57,10 @@ class Finding:
     verdict: Verdict
     found: str
     fix: str = ""
+    missing: tuple[Missing, ...] = ()
+    """What the kernel does not give to separate reward functions from a replica."""
 
-    def to_dict(self) -> dict[str, str]:
+    def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
@@ -93,7 +99,7 @@ def examine() -> list[Finding]:
     """All findings, in the order in which they are shown. Takes as long as the slowest import."""
     probes: list[Callable[[], Finding]] = [python, machine, devices]
     probes += [functools.partial(usable, needed) for needed in SOFTWARE]
-    probes += [redis_server, docker, compose]
+    probes += [sandbox, redis_server, docker, compose]
     with ThreadPoolExecutor(max_workers=max(2, (os.cpu_count() or 2) // 2)) as pool:
         return list(pool.map(lambda probe: probe(), probes))
 
@@ -146,6 +152,19 @@ def usable(needed: Needed) -> Finding:
     untested = [package for package, release in releases.items() if not software.was_tested(package, release)]
     tested = "; ".join(f"{package} was tested with {', '.join(software.tested[package])}" for package in untested)
     return Finding(needed.name, needed.need, Verdict.WARNING if untested else Verdict.GOOD, found, tested)
+
+
+def sandbox() -> Finding:
+    """How far reward functions are separated from the replica that runs them: a sandbox is started."""
+    try:
+        missing = tuple(sandbox_probe.missing())
+    except Unavailable as error:
+        return Finding("sandbox", Need.GENERATE, Verdict.BROKEN, error.what, error.fix)
+    if not missing:
+        return Finding("sandbox", Need.GENERATE, Verdict.GOOD, f"reward functions have their own {', '.join(Boundary)}")
+    found = f"reward functions are not separated in {listed(missing)}"
+    fix = "allow user namespaces, or run replicas as root with CAP_SYS_ADMIN: docs/running.md has more"
+    return Finding("sandbox", Need.GENERATE, Verdict.MISSING, found, fix, missing)
 
 
 def _import_failure(modules: Sequence[str]) -> str:

@@ -127,6 +127,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
             engine=replica.engine_name,
             engine_release=replica.engine_release,
             failure=replica.failure,
+            missing_boundaries=_missing_boundaries(replica),
         )
 
     async def Drain(
@@ -146,6 +147,13 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         except asyncio.CancelledError:
             task.add_done_callback(_tell_failure)
             raise
+
+
+def _missing_boundaries(replica: Replica) -> list[rollout_pb2.MissingBoundary]:
+    missing = replica.job.scoring.missing if replica.job else ()
+    return [
+        rollout_pb2.MissingBoundary(boundary=f"BOUNDARY_{each.boundary.name}", reason=each.reason) for each in missing
+    ]
 
 
 def _tell_failure(task: asyncio.Task[Any]) -> None:

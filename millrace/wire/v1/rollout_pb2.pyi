@@ -20,6 +20,16 @@ class EngineState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ENGINE_STATE_SERVING: _ClassVar[EngineState]
     ENGINE_STATE_DRAINING: _ClassVar[EngineState]
     ENGINE_STATE_FAILED: _ClassVar[EngineState]
+
+class Boundary(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    BOUNDARY_UNSPECIFIED: _ClassVar[Boundary]
+    BOUNDARY_PROCESSES: _ClassVar[Boundary]
+    BOUNDARY_FILES: _ClassVar[Boundary]
+    BOUNDARY_NETWORK: _ClassVar[Boundary]
+    BOUNDARY_IPC: _ClassVar[Boundary]
+    BOUNDARY_USER: _ClassVar[Boundary]
+    BOUNDARY_LIMITS: _ClassVar[Boundary]
 ENGINE_STATE_UNSPECIFIED: EngineState
 ENGINE_STATE_IDLE: EngineState
 ENGINE_STATE_STARTING: EngineState
@@ -27,6 +37,21 @@ ENGINE_STATE_WITHOUT_WEIGHTS: EngineState
 ENGINE_STATE_SERVING: EngineState
 ENGINE_STATE_DRAINING: EngineState
 ENGINE_STATE_FAILED: EngineState
+BOUNDARY_UNSPECIFIED: Boundary
+BOUNDARY_PROCESSES: Boundary
+BOUNDARY_FILES: Boundary
+BOUNDARY_NETWORK: Boundary
+BOUNDARY_IPC: Boundary
+BOUNDARY_USER: Boundary
+BOUNDARY_LIMITS: Boundary
+
+class MissingBoundary(_message.Message):
+    __slots__ = ("boundary", "reason")
+    BOUNDARY_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    boundary: Boundary
+    reason: str
+    def __init__(self, boundary: _Optional[_Union[Boundary, str]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class ConfigureRolloutRequest(_message.Message):
     __slots__ = ("job_id", "spec", "epoch")
@@ -159,7 +184,7 @@ class RolloutStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class RolloutStatus(_message.Message):
-    __slots__ = ("member_id", "state", "job_id", "version", "running", "waiting", "free", "generated_tokens", "engine", "engine_release", "failure")
+    __slots__ = ("member_id", "state", "job_id", "version", "running", "waiting", "free", "generated_tokens", "engine", "engine_release", "failure", "missing_boundaries")
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
@@ -171,6 +196,7 @@ class RolloutStatus(_message.Message):
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     ENGINE_RELEASE_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
+    MISSING_BOUNDARIES_FIELD_NUMBER: _ClassVar[int]
     member_id: str
     state: EngineState
     job_id: str
@@ -182,7 +208,8 @@ class RolloutStatus(_message.Message):
     engine: str
     engine_release: str
     failure: str
-    def __init__(self, member_id: _Optional[str] = ..., state: _Optional[_Union[EngineState, str]] = ..., job_id: _Optional[str] = ..., version: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., free: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., engine: _Optional[str] = ..., engine_release: _Optional[str] = ..., failure: _Optional[str] = ...) -> None: ...
+    missing_boundaries: _containers.RepeatedCompositeFieldContainer[MissingBoundary]
+    def __init__(self, member_id: _Optional[str] = ..., state: _Optional[_Union[EngineState, str]] = ..., job_id: _Optional[str] = ..., version: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., free: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., engine: _Optional[str] = ..., engine_release: _Optional[str] = ..., failure: _Optional[str] = ..., missing_boundaries: _Optional[_Iterable[_Union[MissingBoundary, _Mapping]]] = ...) -> None: ...
 
 class DrainRolloutRequest(_message.Message):
     __slots__ = ()

@@ -1,0 +1,45 @@
+"""Which boundaries this machine gives: a sandbox is started, in a process of its own, and says what it misses."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from millrace.errors import Unavailable
+from millrace.sandbox.boundaries import Boundary, Missing
+from millrace.sandbox.first import Wanted
+from millrace.sandbox.launch import confine
+from millrace.sandbox.view import view
+
+TIMEOUT_S = 30.0
+MEMORY_MB = 64
+
+
+def missing() -> list[Missing]:
+    """The boundaries that a sandbox started by this process would not have. Raises Unavailable where none starts."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        number = theirs.fileno()
+        command = [sys.executable, "-m", "millrace.sandbox.probe", str(os.getpid()), str(number)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, pass_fds=(number,))
+            told = json.loads(done.stdout)
+        except (subprocess.TimeoutExpired, ValueError) as error:
+            what = f"a sandbox did not start: {error}."
+            raise Unavailable(what, "run `python -m millrace.sandbox.probe` and look at its errors.") from error
+    return [Missing(Boundary(boundary), reason) for boundary, reason in told]
+
+
+def _main(parent: int, control: int) -> None:
+    answer = os.dup(1)
+
+    def tell(missing: Sequence[Missing]) -> None:
+        os.write(answer, json.dumps([[each.boundary, each.reason] for each in missing]).encode())
+
+    confine(Wanted(view(), MEMORY_MB, network=False, kept=(answer,)), parent, control, tell)
+
+
+if __name__ == "__main__":
+    _main(int(sys.argv[1]), int(sys.argv[2]))
