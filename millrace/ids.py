@@ -50,6 +50,11 @@ def evaluation_prompt(version: Version, row: int) -> PromptId:
     return PromptId(f"e{version}-{row}")
 
 
+def pass_of(prompt_id: str) -> int:
+    """The pass over the training data that the prompt is from, counted from 0. Raises ValueError for another id."""
+    return int(prompt_id.partition("-")[0])
+
+
 def row_of(prompt_id: str) -> int:
     """Index of the prompt's row in its data. Raises ValueError for what is no prompt id."""
     return int(prompt_id.rpartition("-")[2])

@@ -25,6 +25,7 @@ class Unit(StrEnum):
     GIBIBYTES = "GiB"
     LEARNING_RATE = "learning rate"
     LOSS = "loss"
+    MILLISECONDS = "ms"
     NATS = "nats"
     NATS_SQUARED = "nats²"
     NORM = "norm"
@@ -64,7 +65,12 @@ PLACEHOLDERS = {
     "k": Placeholder("a number of answers, at least 2", r"\d+"),
     "n": Placeholder("`evaluation.samples_per_prompt`", r"\d+"),
     "name": Placeholder("a name that the user's own function reports", r".+"),
+    "part": Placeholder(
+        "`gen`, `ref`, `values`, `adv`, `update_critic` or `update_actor`",
+        r"gen|ref|values|adv|update_critic|update_actor",
+    ),
     "statistic": Placeholder("`mean`, `max` or `min`", r"mean|max|min"),
+    "variable": Placeholder("`reward`, the reward function's score, or `acc`, which it gives besides", r"reward|acc"),
 }
 
 

@@ -2,15 +2,14 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from math import comb
 
-from millrace.ids import Version
+from millrace.ids import Version, pass_of
 from millrace.rest import StepMetrics
 from millrace.spec.job import JobSpec
 from millrace.telemetry.metrics import catalogue
 from millrace.telemetry.metrics.declaration import Owner
 from millrace.telemetry.metrics.step.performance import TOTAL_TOKENS
-from millrace.telemetry.metrics.step.timing import STEP_SECONDS, UPDATE_WEIGHTS
+from millrace.telemetry.metrics.step.timing import PER_TOKEN, STEP_SECONDS, UPDATE_WEIGHTS
 from services.coordinator.state.group import GroupSummary
 
 
@@ -24,30 +23,6 @@ def spread(name: str, values: Sequence[float]) -> dict[str, float]:
     return {f"{name}/mean": mean(values), f"{name}/max": float(max(values)), f"{name}/min": float(min(values))}
 
 
-def held_out(source: str, rewards: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Metrics of one evaluation of the data source `source`. `rewards` has the rewards of each prompt's answers.
-
-    Gives the mean reward and, for k = 2, 4, ... and the largest number n of answers, the expected best and worst reward
-    among k different answers; for rewards of 0 and 1 the best is pass@k (arXiv 2107.03374). verl draws the k answers
-    with replacement instead.
-    """
-    most = max(len(each) for each in rewards)
-    found = {f"val-core/{source}/reward/mean@{most}": mean([reward for each in rewards for reward in each])}
-    for k in sorted({most, *(2**i for i in range(1, most.bit_length()))} - {1}):
-        enough = [sorted(each) for each in rewards if len(each) >= k]
-        best = mean([_expected_last(each, k) for each in enough])
-        worst = -mean([_expected_last([-reward for reward in reversed(each)], k) for each in enough])
-        found[f"val-{'core' if k == most else 'aux'}/{source}/reward/best@{k}/mean"] = best
-        found[f"val-aux/{source}/reward/worst@{k}/mean"] = worst
-    return found
-
-
-def _expected_last(ascending: Sequence[float], k: int) -> float:
-    """Expected largest of k different values drawn from `ascending`, at least k values in ascending order."""
-    ways = comb(len(ascending), k)
-    return sum(value * comb(below, k - 1) for below, value in enumerate(ascending)) / ways
-
-
 def batch_metrics(groups: Sequence[GroupSummary], version: Version, spec: JobSpec) -> dict[str, float]:
     """Rewards, lengths, staleness and durations of the `groups` that a step was trained on at `version`."""
     rewards = [r for g in groups for r in g.rewards]
@@ -59,14 +34,32 @@ def batch_metrics(groups: Sequence[GroupSummary], version: Version, spec: JobSpe
     return {
         **spread("critic/score", rewards),
         **spread("response_length", responses),
+        "response/aborted_ratio": mean([float(n == 0) for n in responses]),
         "response_length/clip_ratio": mean([float(n >= longest_response) for n in responses]),
         **spread("prompt_length", prompts),
         "prompt_length/clip_ratio": mean([float(n >= longest_prompt) for n in prompts]),
         **spread("training/staleness", staleness),
+        "training/epoch": float(max(pass_of(g.prompt_id) for g in groups)),
         "training/groups_without_signal": float(sum(max(g.rewards) == min(g.rewards) for g in groups)),
         **spread("timing_s/generate", [g.generate_s for g in groups]),
         **spread("timing_s/score", [g.score_s for g in groups]),
+        "timing_s/reward": max(g.score_s for g in groups),
         TOTAL_TOKENS: tokens,
+    }
+
+
+def milliseconds_per_token(values: Mapping[str, float], groups: Sequence[GroupSummary]) -> dict[str, float]:
+    """`timing_per_token_ms/<part>` of each part of a step in PER_TOKEN that `values` has, as verl counts tokens.
+
+    Generation is divided by the response tokens of the `groups`, every other part by prompt and response tokens, a
+    prompt counted once for each of its responses.
+    """
+    responses = sum(n for g in groups for n in g.response_tokens)
+    tokens = responses + sum(g.prompt_tokens * len(g.response_tokens) for g in groups)
+    return {
+        f"timing_per_token_ms/{part}": values[f"timing_s/{part}"] * 1e3 / max(responses if part == "gen" else tokens, 1)
+        for part in PER_TOKEN
+        if f"timing_s/{part}" in values
     }
 
 

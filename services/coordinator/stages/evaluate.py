@@ -9,8 +9,9 @@ from millrace.data import PromptSource
 from millrace.ids import Purpose, Version, evaluation_prompt
 from millrace.spec.model import Evaluation
 from millrace.wire.v1 import work_pb2
+from services.coordinator.observe.evaluation import held_out
 from services.coordinator.observe.samples import samples_in
-from services.coordinator.observe.step_metrics import held_out, mean
+from services.coordinator.observe.step_metrics import mean
 from services.coordinator.stages.issue import AT_ONCE, draft
 from services.coordinator.stages.run import LOOK_EVERY_S, Run
 from services.coordinator.stages.spans import traced
@@ -79,11 +80,16 @@ async def _answers(run: Run, count: int) -> list[GroupSummary]:
         await waited(ring, LOOK_EVERY_S)
 
 
-async def _record(run: Run, groups: list[GroupSummary], count: int, seconds: float) -> None:
-    by_source: defaultdict[str, list[list[float]]] = defaultdict(list)
+def _metrics(groups: list[GroupSummary]) -> dict[str, float]:
+    """The metrics of every data source. The draws of majorities may take seconds."""
+    by_source: defaultdict[str, list[GroupSummary]] = defaultdict(list)
     for group in groups:
-        by_source[group.data_source].append(list(group.rewards))
-    values = {name: value for source, rewards in by_source.items() for name, value in held_out(source, rewards).items()}
+        by_source[group.data_source].append(group)
+    return {name: value for source, own in by_source.items() for name, value in held_out(source, own).items()}
+
+
+async def _record(run: Run, groups: list[GroupSummary], count: int, seconds: float) -> None:
+    values = await asyncio.to_thread(_metrics, groups)
     values |= {"val-aux/scored_prompts": float(len(groups)), "timing_s/testing": seconds}
     shown = [group.prompt_id for group in groups[: run.spec.tracking.samples_per_step]]
     await run.records.add_samples(await samples_in(run.evaluation, shown, run.job.step))

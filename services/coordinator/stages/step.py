@@ -7,7 +7,7 @@ from millrace.errors import MillraceError
 from millrace.wire.methods import TrainerRpc
 from millrace.wire.v1 import trainer_pb2
 from services.coordinator.observe.samples import samples_in
-from services.coordinator.observe.step_metrics import batch_metrics, mean, step_row
+from services.coordinator.observe.step_metrics import batch_metrics, mean, milliseconds_per_token, step_row
 from services.coordinator.stages.admit import Batch
 from services.coordinator.stages.run import Run
 from services.coordinator.stages.spans import traced
@@ -52,6 +52,7 @@ async def _mark(run: Run, batch: Batch, answer: trainer_pb2.StepResponse, second
     reward = mean([r for g in batch.groups for r in g.rewards])
     values = batch_metrics(batch.groups, run.job.version, run.spec)
     values |= {"timing_s/gen": batch.waited_s, "timing_s/train": seconds}
+    values |= milliseconds_per_token({**answer.metrics, **values}, batch.groups)
     row = step_row(batch.step, values, trainer=answer.metrics)
     prompts = [g.prompt_id for g in batch.groups]
     samples = await _samples(run, batch)

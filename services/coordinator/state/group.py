@@ -1,14 +1,20 @@
 """What the coordinator reads of a group: lengths, rewards, versions. The tokens stay packed."""
 
 import dataclasses
+import hashlib
 import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self, TypeVar
 
 from millrace.drops import Drop, DropReason
 from millrace.ids import PromptId, Version
 from millrace.rewards.outcome import NOT_FINITE, fits
 from millrace.wire.v1 import common_pb2
+
+Details = Mapping[str, Any]
+Value = TypeVar("Value")
+VOTE_DIGITS = 16
 
 
 @dataclass(frozen=True)
@@ -27,11 +33,17 @@ class GroupSummary:
     generate_s: float
     score_s: float
     member_id: str
+    accuracies: list[float] | None = None
+    """`acc` of each answer to a held-out prompt; None where the reward function did not give every answer one."""
+    votes: list[str] | None = None
+    """A digest of `pred` of each answer to a held-out prompt; None where not every answer has one."""
 
     @classmethod
     def of(cls, group: common_pb2.Group) -> Self:
         """The summary of a group in which `fault` finds nothing."""
         stop = common_pb2.STOP_REASON_LENGTH
+        held_out = group.purpose == common_pb2.PURPOSE_EVALUATION
+        details = [_details(t.reward_details) for t in group.trajectories] if held_out else []
         return cls(
             prompt_id=PromptId(group.prompt_id),
             data_source=group.data_source,
@@ -43,6 +55,8 @@ class GroupSummary:
             generate_s=group.generate_s,
             score_s=group.score_s,
             member_id=group.member_id,
+            accuracies=_of_every(_accuracy, details),
+            votes=_of_every(_vote, details),
         )
 
     def staleness(self, version: Version) -> int:
@@ -55,6 +69,36 @@ class GroupSummary:
     @classmethod
     def from_json(cls, data: bytes | str) -> Self:
         return cls(**json.loads(data))
+
+
+def _details(text: str) -> Details:
+    """What the reward function returned besides the score; empty where that is no JSON object."""
+    try:
+        details = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        return {}
+    return details if isinstance(details, dict) else {}
+
+
+def _of_every(read: Callable[[Details], Value | None], details: Sequence[Details]) -> list[Value] | None:
+    """What `read` finds in the details of each answer; None where one lacks it, or there are no answers."""
+    found = [value for each in details if (value := read(each)) is not None]
+    return found if found and len(found) == len(details) else None
+
+
+def _accuracy(details: Details) -> float | None:
+    value = details.get("acc")
+    return float(value) if isinstance(value, bool | int | float) and fits(value) else None
+
+
+def _vote(details: Details) -> str | None:
+    """A digest, as a prediction may be a whole answer."""
+    if "pred" not in details:
+        return None
+    try:
+        return hashlib.sha256(json.dumps(details["pred"], sort_keys=True).encode()).hexdigest()[:VOTE_DIGITS]
+    except RecursionError:
+        return None
 
 
 def fault(group: common_pb2.Group, samples: int, *, greedy_baseline: bool = False) -> Drop | None:

@@ -7,6 +7,7 @@ the trajectories of all ranks: what is exact only over the whole batch is comput
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -81,7 +82,24 @@ class BatchDivision:
             "batch/microbatches": float(sum(r.microbatches for r in reports)),
             "batch/waste": 1 - sum(lengths) / tokens,
             "batch/imbalance": sum(r.lockstep_imbalance for r in reports) / len(reports),
+            **self._tokens_by_rank(backend.data_parallel.size),
         }
+
+    def _tokens_by_rank(self, ranks: int) -> dict[str, float]:
+        """`global_seqlen/*`, verl's metrics of the tokens of a rank: dealt out in order, and as they are balanced."""
+        lengths = [ref.tokens for ref in self.trajectories]
+        edges = [len(lengths) * rank // ranks for rank in range(ranks + 1)]
+        in_order = [sum(lengths[first:last]) for first, last in pairwise(edges)]
+        balanced = [sum(lengths[index] for index in self.indices(rank)) for rank in range(ranks)]
+        values = {
+            "min": min(in_order),
+            "max": max(in_order),
+            "minmax_diff": max(in_order) - min(in_order),
+            "balanced_min": min(balanced),
+            "balanced_max": max(balanced),
+            "mean": sum(lengths) / ranks,
+        }
+        return {f"global_seqlen/{name}": float(value) for name, value in values.items()}
 
 
 class RankBatch:

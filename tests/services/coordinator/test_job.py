@@ -34,7 +34,8 @@ async def test_a_job_runs_to_its_report(cluster: Cluster, spec: dict[str, Any]) 
     assert (ledger.issued, ledger.trained, ledger.queued, ledger.leased, ledger.generated) == (24, 24, 0, 0, 0)
     rows = cluster.coordinator.client.metrics(job.id)
     assert [row.step for row in rows] == [1, 2, 3, 4, 5, 6]
-    for name in ("critic/score/mean", "response_length/clip_ratio", "timing_s/update_weights", "actor/grad_norm"):
+    owned = ("critic/score/mean", "response_length/clip_ratio", "timing_s/update_weights", "actor/grad_norm")
+    for name in (*owned, "training/epoch", "timing_s/reward", "timing_per_token_ms/gen", "response/aborted_ratio"):
         assert all(name in row.values for row in rows), name
     parts = ("timing_s/gen", "timing_s/train", "timing_s/update_weights")
     assert all(row.values["timing_s/step"] == sum(row.values[part] for part in parts) for row in rows)

@@ -19,6 +19,8 @@ EXAMPLES = {
     "k": "4",
     "n": "16",
     "name": "ours",
+    "part": "gen",
+    "variable": "acc",
     "statistic": "max",
 }
 PREFIXES = "|".join(sorted({metric.key.partition("/")[0] for metric in STEP_METRICS}))

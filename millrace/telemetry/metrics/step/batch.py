@@ -9,6 +9,12 @@ MEAN_SCORE = "critic/score/mean"
 BATCH = (
     StepMetric("training/global_step", Unit.STEP, COORDINATOR, "The number of the step; 0 is before training."),
     StepMetric(
+        "training/epoch",
+        Unit.COUNT,
+        COORDINATOR,
+        "The pass over the data that the step's prompts are from, counted from 0; of two passes the later.",
+    ),
+    StepMetric(
         "critic/score/{statistic}", Unit.REWARD, COORDINATOR, "Reward of a trajectory as the reward function gave it."
     ),
     StepMetric(
@@ -30,6 +36,12 @@ BATCH = (
         "1 − Var(return − value) / Var(return): 1 for a perfect critic, 0 or less for a useless one.",
     ),
     StepMetric("response_length/{statistic}", Unit.TOKENS, COORDINATOR, "Length of a response."),
+    StepMetric(
+        "response/aborted_ratio",
+        Unit.SHARE,
+        COORDINATOR,
+        "Responses without a token, as in verl. It is 0: a group with such a response is dropped (`malformed_group`).",
+    ),
     StepMetric(
         "response_length/clip_ratio",
         Unit.SHARE,
@@ -55,6 +67,17 @@ BATCH = (
         COORDINATOR,
         "Groups of the step whose rewards are all equal.",
     ),
+    StepMetric(
+        "global_seqlen/min",
+        Unit.TOKENS,
+        TRAINER,
+        "Tokens of the data-parallel rank that would have fewest if the trajectories were dealt out in their order.",
+    ),
+    StepMetric("global_seqlen/max", Unit.TOKENS, TRAINER, "Tokens of the rank that would then have most."),
+    StepMetric("global_seqlen/minmax_diff", Unit.TOKENS, TRAINER, "The difference of the two."),
+    StepMetric("global_seqlen/balanced_min", Unit.TOKENS, TRAINER, "Tokens of the rank that has fewest."),
+    StepMetric("global_seqlen/balanced_max", Unit.TOKENS, TRAINER, "Tokens of the rank that has most."),
+    StepMetric("global_seqlen/mean", Unit.TOKENS, TRAINER, "Mean over the ranks."),
     StepMetric("batch/microbatches", Unit.COUNT, TRAINER, "Micro-batches of a rank, over all updates of the step."),
     StepMetric(
         "batch/waste", Unit.SHARE, TRAINER, "Part of the token budget of all micro-batches that holds no token."

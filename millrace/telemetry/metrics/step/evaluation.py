@@ -1,36 +1,57 @@
-"""Rewards on held-out prompts, by data source. `reward` is the score of the job's reward function."""
+"""Answers to held-out prompts, by data source. Where the reward function gives every answer an `acc`, `val-core` has
+that and `val-aux` the reward, as in verl."""
 
 from millrace.telemetry.metrics.declaration import Owner, StepMetric, Unit
 
 COORDINATOR = Owner.COORDINATOR
 
+_MEAN = "Mean of the n answers to a prompt, then over the prompts."
+_BEST = "Expected best among k different answers; of rewards of 0 and 1 it is pass@k (arXiv 2107.03374)."
+_MAJORITY = (
+    "Value of the answer with the most frequent `pred` among k answers: mean of 1000 draws with replacement, as in"
+    " verl, where the reward function gives every answer a `pred`."
+)
+
 EVALUATION_RESULTS = (
-    StepMetric(
-        "val-core/{data_source}/reward/mean@{n}", Unit.REWARD, COORDINATOR, "Mean reward of the n answers to a prompt."
-    ),
-    StepMetric(
-        "val-core/{data_source}/reward/best@{k}/mean",
-        Unit.REWARD,
-        COORDINATOR,
-        "Expected best reward among all n answers (k = n); for rewards of 0 and 1 it is pass@n.",
-    ),
+    StepMetric("val-core/{data_source}/{variable}/mean@{n}", Unit.REWARD, COORDINATOR, _MEAN),
+    StepMetric("val-core/{data_source}/{variable}/best@{k}/mean", Unit.REWARD, COORDINATOR, f"{_BEST} Here k = n."),
+    StepMetric("val-core/{data_source}/{variable}/maj@{k}/mean", Unit.REWARD, COORDINATOR, f"{_MAJORITY} Here k = n."),
 )
 """The metrics that a job's report shows for each evaluation."""
 
 EVALUATION = (
     *EVALUATION_RESULTS,
     StepMetric(
-        "val-aux/{data_source}/reward/best@{k}/mean",
+        "val-core/{data_source}/{variable}/maj@{k}/std",
         Unit.REWARD,
         COORDINATOR,
-        "Expected best reward among k different answers, for the powers of 2 below n; for rewards of 0 and 1 it is"
-        " pass@k (arXiv 2107.03374).",
+        "Standard deviation over those draws, then the mean over the prompts. Here k = n.",
+    ),
+    StepMetric("val-aux/{data_source}/{variable}/mean@{n}", Unit.REWARD, COORDINATOR, _MEAN),
+    StepMetric(
+        "val-aux/{data_source}/{variable}/std@{n}",
+        Unit.REWARD,
+        COORDINATOR,
+        "Standard deviation of the n answers to a prompt (divisor n), then the mean over the prompts.",
     ),
     StepMetric(
-        "val-aux/{data_source}/reward/worst@{k}/mean",
+        "val-aux/{data_source}/{variable}/best@{k}/mean",
         Unit.REWARD,
         COORDINATOR,
-        "Expected worst reward among k different answers.",
+        f"{_BEST} For the powers of 2 below n, and n where the variable is not that of `val-core`.",
+    ),
+    StepMetric(
+        "val-aux/{data_source}/{variable}/worst@{k}/mean",
+        Unit.REWARD,
+        COORDINATOR,
+        "Expected worst among k different answers.",
+    ),
+    StepMetric("val-aux/{data_source}/{variable}/maj@{k}/mean", Unit.REWARD, COORDINATOR, _MAJORITY),
+    StepMetric(
+        "val-aux/{data_source}/{variable}/maj@{k}/std",
+        Unit.REWARD,
+        COORDINATOR,
+        "Standard deviation over those draws, then the mean over the prompts.",
     ),
     StepMetric("val-aux/scored_prompts", Unit.COUNT, COORDINATOR, "Held-out prompts that were scored."),
 )

@@ -8,6 +8,8 @@ STEP_SECONDS = "timing_s/step"
 UPDATE_WEIGHTS = "timing_s/update_weights"
 """The last of the values that a finished step always has."""
 TESTING = "timing_s/testing"
+PER_TOKEN = ("gen", "ref", "values", "adv", "update_critic", "update_actor")
+"""The parts of a step that `timing_per_token_ms/{part}` is reported of."""
 
 TIMING = (
     StepMetric(
@@ -34,6 +36,19 @@ TIMING = (
         "Generating a group, from the lease's arrival at the replica until its last sample ended; over the groups.",
     ),
     StepMetric("timing_s/score/{statistic}", SECONDS, REPLICA, "Scoring a group after that; over the groups."),
+    StepMetric(
+        "timing_s/reward",
+        SECONDS,
+        REPLICA,
+        "The same as `timing_s/score/max`: groups are scored while others are generated, so a step waits for the last"
+        " one at most.",
+    ),
+    StepMetric(
+        "timing_per_token_ms/{part}",
+        Unit.MILLISECONDS,
+        COORDINATOR,
+        "`timing_s/{part}` over the response tokens (`gen`) or over all tokens (the others), as in verl.",
+    ),
     StepMetric("timing_s/fetch", SECONDS, TRAINER, "Fetching the groups and dividing them over the ranks."),
     StepMetric(
         "timing_s/old_log_prob",

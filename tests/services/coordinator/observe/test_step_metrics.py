@@ -1,45 +1,32 @@
-"""Metrics of a batch and of held-out prompts, and the row that they go into."""
-
-from itertools import combinations
+"""Metrics of a batch, and the row that they go into."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from millrace.ids import PromptId, Version
 from millrace.spec import JobSpec
 from millrace.telemetry.metrics.catalogue import UndeclaredMetric
-from services.coordinator.observe.step_metrics import batch_metrics, held_out, step_row, step_seconds
+from services.coordinator.observe.step_metrics import batch_metrics, milliseconds_per_token, step_row, step_seconds
 from services.coordinator.state.group import GroupSummary
 
-REWARDS = st.integers(1, 6).flatmap(
-    lambda n: st.lists(st.lists(st.floats(-5, 5), min_size=n, max_size=n), min_size=1, max_size=4)
-)
+SPEC = {
+    "name": "sums",
+    "output": "/runs/1",
+    "model": {"path": "/models/1"},
+    "data": {"procedural": "reasoning_gym:sums", "max_prompt_tokens": 5},
+    "rollout": {"max_response_tokens": 8},
+    "schedule": {"steps": 1},
+}
 
 
-@given(REWARDS)
-def test_best_and_worst_of_k_are_means_over_all_choices(rewards: list[list[float]]) -> None:
-    n = len(rewards[0])
-    found = held_out("math", rewards)
-    assert found.pop(f"val-core/math/reward/mean@{n}") == pytest.approx(sum(map(sum, rewards)) / len(rewards) / n)
-    for k in {2, 4, n} & set(range(2, n + 1)):
-        choices = [list(combinations(each, k)) for each in rewards]
-        best, worst = (sum(sum(map(of, each)) / len(each) for each in choices) / len(choices) for of in (max, min))
-        part = "core" if k == n else "aux"
-        assert found.pop(f"val-{part}/math/reward/best@{k}/mean") == pytest.approx(best, abs=1e-9)
-        assert found.pop(f"val-aux/math/reward/worst@{k}/mean") == pytest.approx(worst, abs=1e-9)
-    assert not found
-
-
-def test_of_rewards_of_0_and_1_the_best_is_pass_at_k() -> None:
-    found = held_out("math", [[1.0, 0.0, 0.0, 0.0], [0.0] * 4])
-    assert found["val-core/math/reward/best@4/mean"] == 0.5
-    assert found["val-aux/math/reward/best@2/mean"] == pytest.approx(0.25)
-
-
-def summary(prompt_tokens: int, response_tokens: list[int], rewards: list[float], oldest: list[int]) -> GroupSummary:
+def summary(
+    prompt_tokens: int,
+    response_tokens: list[int],
+    rewards: list[float],
+    oldest: list[int],
+    prompt_id: PromptId = PromptId("0-0"),  # noqa: B008
+) -> GroupSummary:
     return GroupSummary(
-        prompt_id=PromptId("0-0"),
+        prompt_id=prompt_id,
         data_source="math",
         prompt_tokens=prompt_tokens,
         response_tokens=response_tokens,
@@ -53,23 +40,30 @@ def summary(prompt_tokens: int, response_tokens: list[int], rewards: list[float]
 
 
 def test_lengths_rewards_and_staleness_of_a_batch() -> None:
-    spec = JobSpec.model_validate(
-        {
-            "name": "sums",
-            "output": "/runs/1",
-            "model": {"path": "/models/1"},
-            "data": {"procedural": "reasoning_gym:sums", "max_prompt_tokens": 5},
-            "rollout": {"max_response_tokens": 8},
-            "schedule": {"steps": 1},
-        }
-    )
+    spec = JobSpec.model_validate(SPEC)
     groups = [summary(5, [8, 2], [1.0, 0.0], [3, 4]), summary(3, [8, 8], [0.5, 0.5], [4, 4])]
     found = batch_metrics(groups, Version(4), spec)
     assert (found["critic/score/mean"], found["critic/score/max"], found["critic/score/min"]) == (0.5, 1.0, 0.0)
     assert (found["response_length/mean"], found["response_length/clip_ratio"]) == (6.5, 0.75)
     assert (found["prompt_length/mean"], found["prompt_length/clip_ratio"]) == (4.0, 0.5)
     assert (found["training/staleness/mean"], found["training/groups_without_signal"]) == (0.25, 1.0)
+    assert (found["training/epoch"], found["timing_s/reward"], found["response/aborted_ratio"]) == (0.0, 0.5, 0.0)
     assert found["perf/total_num_tokens"] == 8 + 2 + 8 + 8 + 2 * 5 + 2 * 3
+
+
+def test_the_epoch_is_the_later_pass_and_empty_responses_are_counted() -> None:
+    groups = [summary(5, [8, 0], [1.0, 0.0], [3, 4], PromptId(f"{turn}-7")) for turn in (11, 2)]
+    found = batch_metrics(groups, Version(4), JobSpec.model_validate(SPEC))
+    assert (found["training/epoch"], found["response/aborted_ratio"]) == (11.0, 0.5)
+
+
+def test_milliseconds_per_token_are_of_response_tokens_for_generation_and_of_all_for_the_rest() -> None:
+    groups = [summary(5, [8, 2], [1.0, 0.0], [3, 4]), summary(3, [10], [0.5], [4])]
+    found = milliseconds_per_token({"timing_s/gen": 2.0, "timing_s/update_actor": 3.3, "timing_s/fetch": 1.0}, groups)
+    assert found == pytest.approx(
+        {"timing_per_token_ms/gen": 2000 / 20, "timing_per_token_ms/update_actor": 3300 / (20 + 2 * 5 + 3)}
+    )
+    assert step_row(3, found).values["timing_per_token_ms/gen"] == 100.0
 
 
 def test_a_row_keeps_what_it_had_and_refuses_what_nobody_declared() -> None:

@@ -1,5 +1,6 @@
 """What is read of a group, and which groups are refused."""
 
+import json
 import math
 
 import pytest
@@ -46,6 +47,41 @@ def test_a_group_is_summed_up() -> None:
     assert (summary.oldest, summary.truncated) == ([3, 5], 2)
     assert summary.staleness(Version(5)) == 2
     assert GroupSummary.from_json(summary.to_json()) == summary
+
+
+def evaluated(*details: str) -> GroupSummary:
+    made = group(*(trajectory([(1, 0, 4)]) for _ in details))
+    made.purpose = common_pb2.PURPOSE_EVALUATION
+    for one, text in zip(made.trajectories, details, strict=True):
+        one.reward_details = text
+    return GroupSummary.of(made)
+
+
+def test_accuracies_and_votes_of_held_out_answers_are_kept() -> None:
+    found = evaluated('{"acc": true, "pred": "8"}', '{"acc": 0.5, "pred": {"b": 1, "a": 2}}', '{"acc": 0, "pred": "8"}')
+    assert found.accuracies == [1.0, 0.5, 0.0]
+    assert found.votes is not None and found.votes[0] == found.votes[2] != found.votes[1]
+    assert evaluated('{"pred": {"a": 2, "b": 1}}').votes == found.votes[1:2]
+    assert len(evaluated(f'{{"pred": "{"x" * 100000}"}}').to_json()) < 500
+    assert GroupSummary.from_json(found.to_json()) == found
+    older = {key: value for key, value in json.loads(found.to_json()).items() if key not in ("accuracies", "votes")}
+    assert GroupSummary.from_json(json.dumps(older)).votes is None
+
+
+@pytest.mark.parametrize(
+    "details",
+    ["", "null", "[1]", "{", '{"acc": "yes"}', '{"acc": NaN}', '{"acc": 1e300}', '{"acc": null}', "[" * 10000],
+)
+def test_what_one_answer_lacks_none_has(details: str) -> None:
+    found = evaluated('{"acc": 1, "pred": 3}', details)
+    assert found.accuracies is None and found.votes is None
+
+
+def test_of_training_groups_no_details_are_read() -> None:
+    one = trajectory([(1, 0, 4)])
+    one.reward_details = '{"acc": 1, "pred": 3}'
+    found = GroupSummary.of(group(one))
+    assert found.accuracies is None and found.votes is None
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,15 @@
 """The step's metrics."""
 
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
 import torch
 
+from millrace.batching.cost import SequenceCost
 from millrace.engines import ENGINE_NAMES
+from services.trainer.protocol.backend import Backend, DataParallel
+from services.trainer.step.batch import BatchDivision, TrajectoryRef
 from services.trainer.step.metrics import mismatch_by_part
 
 VLLM, SGLANG = ENGINE_NAMES.index("vllm"), ENGINE_NAMES.index("sglang")
@@ -28,3 +34,20 @@ def test_one_engine_needs_no_telling_apart(engine_b: list[int]) -> None:
     train_bt = torch.tensor([[-1.0], [-2.0]])
     told = mismatch_by_part(train_bt, train_bt, train_bt < 0, train_bt < 0, torch.tensor(engine_b))
     assert not [name for name in told if name.endswith(ENGINE_NAMES)]
+
+
+def test_tokens_of_the_ranks_in_order_and_balanced() -> None:
+    """As verl's: contiguous shares of the batch as it came, and the shares that the ranks train."""
+    lengths = [10, 20, 30, 40, 5, 6]
+    refs = tuple(TrajectoryRef(f"0-{number}", 0, number, 0, length) for number, length in enumerate(lengths))
+    division = BatchDivision(refs, ([[[0], [3]], [[1, 2]]], [[[4]], [[5]]]), token_budget=100)
+    backend = SimpleNamespace(cost=SequenceCost(1.0, 0.0), data_parallel=DataParallel(0, 2, None))
+    found = division.metrics(cast(Backend, backend))
+    assert {name: value for name, value in found.items() if name.startswith("global_seqlen/")} == {
+        "global_seqlen/min": 51.0,
+        "global_seqlen/max": 60.0,
+        "global_seqlen/minmax_diff": 9.0,
+        "global_seqlen/balanced_min": 55.0,
+        "global_seqlen/balanced_max": 56.0,
+        "global_seqlen/mean": 55.5,
+    }

@@ -94,6 +94,8 @@ def test_metrics(one_rank: torch.device, control: ControlThread, served: Scripte
     assert metrics["critic/rewards/mean"] == pytest.approx(sum(t.reward for t in trajectories) / 16)
     tokens = sum(ref.prompt_tokens * 4 + sum(ref.response_tokens) for ref in refs(groups))
     assert metrics["batch/waste"] == pytest.approx(1 - tokens / (128 * metrics["batch/microbatches"]))
+    everything = {"min", "max", "balanced_min", "balanced_max", "mean"}
+    assert {metrics[f"global_seqlen/{name}"] for name in everything} == {tokens}
     assert metrics["actor/ppo_kl"] == 0.0 and metrics["actor/ratio_max"] == 1.0
     actor = {f"actor/{name}" for name in ("entropy", "pg_clipfrac", "lr", "pg_loss")}
     parts = {f"timing_s/{name}" for name in ("fetch", "old_log_prob", "ref", "adv", "update_actor")}
