@@ -4,7 +4,8 @@
 
 Random weights of a published shape, cut in layers; about 130,000 tokens an update, drawn anew for each. `mixed`:
 lengths geometric with mean 430, at most 3,072; `even`: sequences of 4,096. Prints seconds of forward and backward,
-of the optimizer, MFU (of the GPU's published rate in bf16) and the peak of memory. Needs `gpu-megatron` installed.
+of the optimizer, MFU (of the GPU's published rate in bf16, counted as if all weights were trained) and the peak of
+memory. Needs `gpu-megatron` installed.
 """
 
 import argparse
@@ -46,6 +47,9 @@ class Case:
     backend: str
     lengths: str
     budget: int
+    lora: int | None = None
+    """Rank of the adapters; None trains all weights."""
+    recompute: bool = False
 
 
 def micro_batches(case: Case, vocabulary: int, seed: int) -> list[MicroBatch]:
@@ -76,9 +80,16 @@ def loss(batch: MicroBatch, scores: TokenScores) -> tuple[Tensor, None]:
 
 
 def job_spec(case: Case) -> JobSpec:
-    trainer = {"backend": case.backend, "dtype": "bfloat16", "token_budget": case.budget, "optimizer": {"lr": 1e-6}}
+    trainer = {
+        "backend": case.backend,
+        "dtype": "bfloat16",
+        "token_budget": case.budget,
+        "activation_recompute": case.recompute,
+        "optimizer": {"lr": 1e-6},
+    }
+    model = {"path": str(case.folder), "lora": case.lora and {"rank": case.lora, "alpha": case.lora}}
     rollout, data = {"max_response_tokens": LONGEST}, {"procedural": "reasoning_gym:spell_backward"}
-    about = {"name": "bench", "output": "/unused", "model": {"path": str(case.folder)}}
+    about = {"name": "bench", "output": "/unused", "model": model}
     return parse({**about, "data": data, "rollout": rollout, "trainer": trainer})
 
 
@@ -97,6 +108,9 @@ def measured(case: Case, world: World, updates: int) -> dict[str, Any]:
         "backend": case.backend,
         "lengths": case.lengths,
         "budget": case.budget,
+        "lora": case.lora,
+        "recompute": case.recompute,
+        "trained_parameters": backend.parameters,
         "first_update_s": round(sum(times[0]), 2),
         "forward_backward_s": [round(parts[0], 3) for parts in times[1:]],
         "optimizer_s": [round(parts[1], 3) for parts in times[1:]],
@@ -120,10 +134,11 @@ def update(backend: Backend, batches: list[MicroBatch]) -> tuple[float, float]:
 
 def draw_weights() -> None:
     """Both backends draw weights instead of reading a folder that would have to be written first."""
+    from services.trainer.backends.fsdp2 import lora as fsdp2_lora
     from services.trainer.backends.megatron import backend as megatron
 
     megatron.read = random_weights
-    fsdp2_model.read_whole = lambda *_, **__: {}
+    fsdp2_model.read_whole = fsdp2_lora.read_whole = lambda *_, **__: {}
     fsdp2_model._fill = _filled
 
 
@@ -147,7 +162,8 @@ def cases(options: argparse.Namespace, root: Path) -> Iterator[Case]:
     for lengths in options.lengths.split(","):
         for budget in options.budgets.split(","):
             for backend in options.backends.split(","):
-                yield Case(root, backend, lengths, int(budget))
+                for rank in options.lora.split(","):
+                    yield Case(root, backend, lengths, int(budget), int(rank) or None, options.recompute)
 
 
 def main() -> None:
@@ -158,6 +174,8 @@ def main() -> None:
     parser.add_argument("--backends", default="fsdp2,megatron")
     parser.add_argument("--lengths", default="mixed", help="of mixed, even")
     parser.add_argument("--budgets", default="16384", help="tokens a micro-batch")
+    parser.add_argument("--lora", default="0", help="ranks of adapters; 0 trains all weights")
+    parser.add_argument("--recompute", action="store_true", help="recompute activations in the backward pass")
     parser.add_argument("--updates", type=int, default=4, help="timed ones, after one that is not")
     options = parser.parse_args()
     alone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}

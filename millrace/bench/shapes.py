@@ -48,6 +48,7 @@ SHAPES: dict[str, ModelShape] = {
     "small-moe": _qwen3(2, 256, 512, 4, 2, experts=(8, 2, 128), sizes=SMALL),
     "qwen3-1.7b": _qwen3(28, 2048, 6144, 16, 8, tied=True),
     "qwen3-8b": _qwen3(36, 4096, 12288, 32, 8),
+    "qwen3-32b": _qwen3(64, 5120, 25600, 64, 8),
     "qwen3-30b-a3b": _qwen3(48, 2048, 6144, 32, 4, experts=(128, 8, 768)),
     "deepseek-v3": ModelShape(
         "deepseek_v3",

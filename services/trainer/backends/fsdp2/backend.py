@@ -96,7 +96,7 @@ class Fsdp2Backend(ShardedModel):
         off = adapters_off(model) if without_adapter else nullcontext()
         with torch.no_grad(), off, self._without_dropout():
             values = [self._scores(model, batch, temperature, entropy=False).logprobs_r for batch in microbatches]
-        model.reshard()  # type: ignore[operator]  # the root waits for a backward pass, which does not come
+        model.reshard()  # the root waits for a backward pass, which does not come
         return values
 
     @contextmanager
