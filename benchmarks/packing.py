@@ -22,11 +22,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from millrace.batching.balance import equal_partition, partition
-from millrace.batching.cost import SequenceCost
+from millrace.batching.cost import AttentionLayer, SequenceCost
 from millrace.batching.plan import Plan, plan_microbatches
 from millrace.batching.report import lognormal_lengths, report, unplanned
 
-QWEN3_8B = SequenceCost.of_model(matmul_parameters=7.57e9, layers=36, heads=32, head_dim=128)
+QWEN3_8B = SequenceCost.of_model(7.57e9, [AttentionLayer(32 * 128, 32 * 128)] * 36)
 VERL_WORKLOAD = SequenceCost(24576.0, 1.0)
 
 

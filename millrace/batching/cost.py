@@ -1,33 +1,87 @@
-"""The cost of a sequence: matrix products grow with its length, attention with the square of its length."""
+"""The cost of a sequence: matrix products grow with its length, attention with the pairs of tokens that attend to each
+other. Torch-free."""
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
+
+PASSES = 3.0
+"""Forward and backward in terms of the forward pass: a backward pass computes two products for each of the forward."""
+
+
+@dataclass(frozen=True)
+class AttentionLayer:
+    """The attention of one layer."""
+
+    query_width: int
+    """Query heads times the dimensions of one query or key."""
+    value_width: int
+    """Query heads times the dimensions of one value."""
+    window: int | None = None
+    """Tokens that a token sees, itself included; None: all before it."""
+
+    @classmethod
+    def of_config(cls, config: Mapping[str, Any], layer: int) -> Self:
+        """The attention of a layer, by the entries of a Hugging Face config (of its text part). With latent attention
+        (arXiv 2412.19437) a query has a part with positions and one without, and values may have another size."""
+        by_layer = config.get("num_attention_heads_per_layer")
+        heads = by_layer[layer] if by_layer else config["num_attention_heads"]
+        plain = config.get("head_dim") or config["hidden_size"] // heads
+        query, value = plain, config.get("v_head_dim") or plain
+        if config.get("kv_lora_rank"):
+            query = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
+        kinds = config.get("layer_types")
+        slides = kinds[layer] == "sliding_attention" if kinds else config.get("use_sliding_window") is not False
+        return cls(heads * query, heads * value, (config.get("sliding_window") or None) if slides else None)
 
 
 @dataclass(frozen=True)
 class SequenceCost:
-    """Cost of a sequence of s tokens: per_token · s + per_token_pair · s². For planning only the ratio matters."""
+    """Cost of a sequence of s tokens: per_token · s + per_token_pair · s², and the same for windows. For planning only
+    the ratio matters.
+
+    In a model's FLOPs causal attention counts half of the square: s² / 2 pairs of tokens. With a window of w tokens
+    they are s · w - w² / 2.
+    """
 
     per_token: float = 1.0
     per_token_pair: float = 0.0
+    windows: tuple[tuple[int, float], ...] = ()
+    """(w, cost of a pair): as `per_token_pair`, for layers whose tokens see w tokens, themselves included."""
 
     def __post_init__(self) -> None:
-        if self.per_token < 0 or self.per_token_pair < 0 or self.per_token + self.per_token_pair == 0:
-            raise ValueError(f"{self} gives no positive cost: neither part may be negative, nor both zero.")
+        parts = [self.per_token, self.per_token_pair, *(cost for _, cost in self.windows)]
+        if min(parts) < 0 or sum(parts) == 0:
+            raise ValueError(f"{self} gives no positive cost: no part may be negative, nor all zero.")
 
     @classmethod
-    def of_model(cls, *, matmul_parameters: float, layers: int, heads: int, head_dim: int) -> Self:
-        """Training FLOPs of a causal transformer: 6 · parameters a token, 6 · layers · heads · head_dim a token pair.
+    def of_model(cls, matmul_parameters: float, attention: Iterable[AttentionLayer]) -> Self:
+        """FLOPs of training a causal transformer on a sequence, forward and backward.
 
-        `matmul_parameters` are those that multiply each token: attention, MLP or active experts, the output head.
+        `matmul_parameters` are those that multiply each token: attention's projections, MLP, router, shared experts and
+        as many experts as a token is sent to, and the output head; each costs 2 FLOPs a token and pass. Attention costs
+        2 FLOPs for each pair of tokens and each element of a query and of a value.
         """
-        return cls(6.0 * matmul_parameters, 6.0 * layers * heads * head_dim)
+        pairs: Counter[int | None] = Counter()
+        for layer in attention:
+            pairs[layer.window] += layer.query_width + layer.value_width
+        return cls(
+            2 * PASSES * matmul_parameters,
+            PASSES * pairs.pop(None, 0),
+            tuple((window, PASSES * width) for window, width in sorted(pairs.items()) if window is not None),
+        )
 
     def of(self, length: int) -> float:
         """Cost of a sequence of `length` tokens."""
-        return self.per_token * length + self.per_token_pair * length * length
+        seen = sum(cost * _square(length, window) for window, cost in self.windows)
+        return self.per_token * length + self.per_token_pair * length * length + seen
 
     def total(self, lengths: Iterable[int]) -> float:
         """Cost of the sequences of one micro-batch, which do not attend to each other."""
         return sum(map(self.of, lengths))
+
+
+def _square(length: int, window: int) -> int:
+    """Twice the pairs of tokens that attend to each other: the square of the length without a window."""
+    return length * length if length <= window else (2 * length - window) * window

@@ -1,7 +1,6 @@
-"""FLOPs of training a model, by published formulas: 6 for each parameter that multiplies a token, and
-6 · layers · heads · head dimension for each pair of tokens that attend to each other. Torch-free."""
+"""FLOPs of training a model that the megatron backend builds, by the formula of `SequenceCost.of_model`. Torch-free."""
 
-from millrace.batching.cost import SequenceCost
+from millrace.batching.cost import AttentionLayer, SequenceCost
 from millrace.megatron.architectures.shape import LatentAttention, ModelShape
 
 
@@ -9,14 +8,15 @@ def sequence_cost(shape: ModelShape) -> SequenceCost:
     """Training FLOPs by sequence length. Only the experts that a token is sent to count."""
     query_dim = shape.head_dim if shape.latent is None else shape.latent.plain_dim + shape.latent.rotary_dim
     value_dim = shape.head_dim if shape.latent is None else shape.latent.value_dim
-    pair = 6.0 * shape.layers * shape.heads * (query_dim + value_dim) / 2
-    return SequenceCost(6.0 * active_parameters(shape), pair)
+    layer = AttentionLayer(shape.heads * query_dim, shape.heads * value_dim)
+    return SequenceCost.of_model(active_parameters(shape), [layer] * shape.layers)
 
 
 def active_parameters(shape: ModelShape) -> int:
-    """Parameters that multiply each token: the output head counts once, the embedding does not count."""
+    """Parameters that multiply each token: the output head counts, or a critic's; the embedding does not."""
     attention = _attention(shape) if shape.latent is None else _latent_attention(shape, shape.latent)
-    total = shape.vocabulary * shape.hidden + shape.layers * attention
+    outputs = 1 if shape.value_head else shape.vocabulary
+    total = outputs * shape.hidden + shape.layers * attention
     for layer in range(shape.layers):
         experts = shape.experts
         if experts is None or not experts.layers[layer]:

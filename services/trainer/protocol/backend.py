@@ -52,6 +52,9 @@ class DataParallel:
 class TrainableModel(Protocol):
     """A model and its optimizer."""
 
+    cost: SequenceCost
+    """FLOPs of training on a sequence by its length: for balancing, and for the utilisation of the devices."""
+
     def gradient_norm(self) -> float:
         """Norm of the gradients added so far, the same on every rank; infinite or NaN where a gradient is."""
 
@@ -97,8 +100,6 @@ class Backend(TrainableModel, Protocol):
     data_parallel: DataParallel
     parameters: int
     """Number of trainable parameters of the whole policy."""
-    cost: SequenceCost
-    """Cost of a sequence by its length, for balancing."""
     critic: Critic | None
     """The critic; None for a job without one."""
     adapter: Adapter | None

@@ -72,6 +72,9 @@ def train_step(
         coefficient.follow(spec, mean, len(division.trajectories))
     lengths = [trajectory.tokens for trajectory in division.trajectories]
     timings = clock.metrics()
+    costs = {"actor": backend.cost}
+    if backend.critic is not None:
+        costs["critic"] = backend.critic.cost
     metrics = {
         **mismatch_by_part(of_trainer, of_engine, counted, same_bt, batch.whole_engine_b),
         **metrics,
@@ -80,6 +83,6 @@ def train_step(
         **division.metrics(backend),
         **collectives.maxima(backend.memory()),
         **timings,
-        **utilisation(backend.cost, backend.device, lengths, timings, collectives.world_size()),
+        **utilisation(costs, backend.device, lengths, timings, collectives.world_size()),
     }
     return reported(spec, metrics)

@@ -17,11 +17,13 @@ PEAK_TFLOPS = {
     "GB200": 2500.0,
     "B300": 2250.0,
     "B200": 2250.0,
-    "GH200": 989.0,
-    "H200": 989.0,
+    "GH200": 989.4,
+    "H200 NVL": 835.0,
+    "H200": 989.4,
+    "H100 NVL": 835.0,
     "H100 PCIe": 756.0,
-    "H100": 989.0,
-    "H800": 989.0,
+    "H100": 989.4,
+    "H800": 989.4,
     "H20": 148.0,
     "A100": 312.0,
     "A800": 312.0,
@@ -29,25 +31,36 @@ PEAK_TFLOPS = {
     "L40": 181.0,
     "L20": 119.5,
 }
-"""Published dense bf16 rates, by a part of the device's name, longer names first. The rate of any other device is
-measured."""
+"""Published bf16 rates without sparsity, by a part of the device's name, longer names first: H100 and H200 alone are
+those with SXM. The rate of any other device is measured."""
 
 IDLE_S = 1e-4
 """A part of the step that took less had nothing to do."""
-PARTS = {"update_actor": ("actor", 1.0), "old_log_prob": ("actor_infer", 1 / 3), "ref": ("ref", 1 / 3)}
-"""Timing → metric, and the share of the training FLOPs: a forward pass is a third of forward and backward."""
+PARTS = {
+    "update_actor": ("actor", "actor", 1.0),
+    "old_log_prob": ("actor_infer", "actor", 1 / 3),
+    "ref": ("ref", "actor", 1 / 3),
+    "update_critic": ("critic", "critic", 1.0),
+}
+"""Timing → metric, the model, and the share of its training FLOPs: a forward pass is a third of forward and
+backward."""
 
 
 def utilisation(
-    cost: SequenceCost, device: torch.device, lengths: Sequence[int], timings: Mapping[str, float], ranks: int
+    costs: Mapping[str, SequenceCost],
+    device: torch.device,
+    lengths: Sequence[int],
+    timings: Mapping[str, float],
+    ranks: int,
 ) -> dict[str, float]:
-    """`perf/mfu/<part>` for each part of the step, from `timing_s/<part>` and the lengths of all its sequences."""
-    flops = cost.total(lengths)
+    """`perf/mfu/<part>` for each part of the step, from `timing_s/<part>` and the lengths of all its sequences. `costs`
+    are those of the step's models, `actor` and `critic`."""
     metrics = {}
-    for timing, (part, share) in PARTS.items():
+    for timing, (part, model, share) in PARTS.items():
         seconds = timings.get(f"timing_s/{timing}", 0.0)
         if seconds > IDLE_S:
-            metrics[f"perf/mfu/{part}"] = share * flops / seconds / ranks / peak_flops(device)
+            flops = share * costs[model].total(lengths)
+            metrics[f"perf/mfu/{part}"] = flops / seconds / ranks / peak_flops(device)
     return metrics
 
 

@@ -18,6 +18,7 @@ PERFORMANCE = (
     StepMetric("perf/mfu/actor", Unit.SHARE, TRAINER, "Model FLOPs utilisation of the policy's updates."),
     StepMetric("perf/mfu/actor_infer", Unit.SHARE, TRAINER, "Of the policy's forward pass before the updates."),
     StepMetric("perf/mfu/ref", Unit.SHARE, TRAINER, "Of the reference's forward pass."),
+    StepMetric("perf/mfu/critic", Unit.SHARE, TRAINER, "Of the critic's updates."),
     StepMetric("perf/cpu_memory_used_gb", Unit.GIBIBYTES, TRAINER, "Resident host memory of the rank that has most."),
     StepMetric(
         "perf/max_memory_allocated_gb",

@@ -23,8 +23,9 @@ from services.trainer.backends.fsdp2 import attention, export, head, shards
 from services.trainer.backends.fsdp2.adapted import ModuleAdapter, adapters_off
 from services.trainer.backends.fsdp2.attention import packing
 from services.trainer.backends.fsdp2.critic import Fsdp2Critic
+from services.trainer.backends.fsdp2.flops import sequence_cost
 from services.trainer.backends.fsdp2.logits import token_scores
-from services.trainer.backends.fsdp2.model import Sharding, load_config, policy, sequence_cost
+from services.trainer.backends.fsdp2.model import Sharding, load_config, policy
 from services.trainer.backends.fsdp2.sharded_model import ShardedModel
 from services.trainer.backends.head import WantedTokens
 from services.trainer.protocol.backend import DataParallel, LossFn, Output, TokenScores

@@ -15,6 +15,7 @@ from millrace.spec.model import Model
 from millrace.weights.plans.manifest import TensorInfo
 from services.trainer.backends.fsdp2 import export
 from services.trainer.backends.fsdp2.attention import packing
+from services.trainer.backends.fsdp2.flops import sequence_cost
 from services.trainer.backends.fsdp2.model import Sharding, build_unfilled, load_config, read_whole, shard_model
 from services.trainer.backends.fsdp2.sharded_model import ShardedModel
 from services.trainer.checkpoints.value_head import FIELD, WEIGHT, config_changes, stored_head
@@ -58,6 +59,7 @@ class Fsdp2Critic(ShardedModel):
         if spec.trainer.activation_recompute:
             module.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.folder = Path(source.path)
+        self.cost = sequence_cost(config, module.model, module.score)
         self.config: Mapping[str, object] = config_changes(config.architectures)
         self._attention, self._rank = sharding.attention, sharding.mesh.get_rank()
         super().__init__(module, chosen.optimizer, torch.device(sharding.mesh.device_type))

@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from millrace.batching.cost import SequenceCost
 from millrace.data import quantization
 from millrace.errors import InvalidJob
 from millrace.spec.model import Model
@@ -200,22 +199,3 @@ def _fill(module: nn.Module, source: dict[str, Tensor], mesh: DeviceMesh) -> Non
         if mesh.size() > 1:
             dist.broadcast(whole, 0)
         tensor.copy_(whole)
-
-
-def sequence_cost(config: Any, module: nn.Module) -> SequenceCost:
-    """Training FLOPs by sequence length. Only the active experts count, and of the embeddings only the head."""
-    text = config.get_text_config()
-    experts = next(
-        (n for key in ("num_experts", "num_local_experts", "n_routed_experts") if (n := getattr(text, key, 0))), 1
-    )
-    active = getattr(text, "num_experts_per_tok", None) or experts
-    embedding = module.get_input_embeddings().weight  # type: ignore[operator]
-    tied = module.get_output_embeddings() is not None and text.tie_word_embeddings  # type: ignore[operator]
-    matmul = 0.0
-    for name, parameter in module.named_parameters():
-        if parameter.dim() >= 2 and (parameter is not embedding or tied):
-            matmul += parameter.numel() * (active / experts if ".experts." in name else 1.0)
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return SequenceCost.of_model(
-        matmul_parameters=matmul, layers=text.num_hidden_layers, heads=text.num_attention_heads, head_dim=head_dim
-    )

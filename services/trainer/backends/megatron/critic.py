@@ -53,6 +53,7 @@ class MegatronCritic:
     def __init__(self, model: MegatronBackend, folder: Path) -> None:
         self._model = model
         self.folder = folder
+        self.cost = model.cost
         self.config: Mapping[str, object] = config_changes(
             json.loads((folder / "config.json").read_text()).get("architectures") or []
         )

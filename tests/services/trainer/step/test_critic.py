@@ -97,6 +97,7 @@ def test_metrics_and_a_fit(
     assert found[-1]["critic/vf_explained_var"] > 0.5
     assert found[-1]["critic/vf_loss"] < found[0]["critic/vf_loss"] / 2
     assert found[0]["critic/returns/max"] == 1.0 and math.isfinite(found[0]["timing_s/update_critic"])
+    assert found[0]["perf/mfu/critic"] > 0
 
 
 @pytest.mark.slow

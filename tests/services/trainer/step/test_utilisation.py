@@ -12,16 +12,29 @@ CPU = torch.device("cpu")
 
 def test_counts_tokens_and_pairs_and_a_third_for_forward_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "peak_flops", lambda device: 1000.0)
-    # Two ranks; 3 and 5 tokens at 10 FLOPs each and 2 a pair: 80 + 2 · (9 + 25) = 148.
+    # Two ranks; 3 and 5 tokens at 10 FLOPs each and 2 a pair: 80 + 2 · (9 + 25) = 148. The critic's: 8 · 8 = 64.
     told = {"timing_s/update_actor": 0.5, "timing_s/ref": 0.1, "timing_s/old_log_prob": 6e-7, "timing_s/step": 9.0}
-    found = utilisation(SequenceCost(10.0, 2.0), CPU, [3, 5], told, 2)
-    assert found == {
+    told["timing_s/update_critic"] = 0.25
+    costs = {"actor": SequenceCost(10.0, 2.0), "critic": SequenceCost(8.0)}
+    assert utilisation(costs, CPU, [3, 5], told, 2) == {
         "perf/mfu/actor": pytest.approx(148 / 0.5 / 2 / 1000),
         "perf/mfu/ref": pytest.approx(148 / 3 / 0.1 / 2 / 1000),
+        "perf/mfu/critic": pytest.approx(64 / 0.25 / 2 / 1000),
     }
 
 
-@pytest.mark.parametrize(("name", "tflops"), [("NVIDIA H200", 989), ("NVIDIA H20", 148), ("NVIDIA GB200", 2500)])
+PEAKS = {
+    "NVIDIA H200": 989.4,
+    "NVIDIA H200 NVL": 835,
+    "NVIDIA H100 80GB HBM3": 989.4,
+    "NVIDIA H100 NVL": 835,
+    "NVIDIA H100 PCIe": 756,
+    "NVIDIA H20": 148,
+    "NVIDIA GB200": 2500,
+}
+
+
+@pytest.mark.parametrize(("name", "tflops"), PEAKS.items())
 def test_knows_devices_by_name(name: str, tflops: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     peak_flops.cache_clear()
