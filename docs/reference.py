@@ -183,6 +183,7 @@ def with_names(written: str) -> str:
         here = " or ".join(f"`{path}`" for path in foreign_names.paths(name))
         rows.append(_row(f"`{name}`", here, foreign_names.unit_note(name)))
     rows += [_row(f"`{name}`", f"`{here}`", "") for name, here in foreign_names.VALUES.items()]
+    rows += [_row(f"`{name}`", "–", reason) for name, reason in foreign_names.ABSENT.items()]
     above, mark, _ = written.partition(NAMES)
     return "\n".join([above + mark, "", *rows]) + "\n"
 

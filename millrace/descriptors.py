@@ -24,8 +24,13 @@ class EngineDescriptor:
     software: Software
     implementation: str
     """`module:class` of the `services.rollout.engine.Engine`."""
+    options_class: str
+    """`module:class` of the engine's options, whose annotated fields are the names that `rollout.engine_options` may
+    have. Its source is read; nothing is imported."""
     options_example: Mapping[str, Any]
     """Valid `rollout.engine_options`, as an error shows them."""
+    option_bounds: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """The smallest and largest value of options that are sizes."""
     reserved_options: Mapping[str, str] = field(default_factory=dict)
     """Options of the engine that a job cannot set: the field of the job with the same effect, or empty where the
     replica itself sets the option."""

@@ -147,8 +147,10 @@ class MemberState(StrEnum):
     SERVING = "serving"
     DRAINING = "draining"
     """It gets no new work and leaves when it has finished what it has."""
+    LEFT = "left"
+    """It was drained and left a short time ago."""
     LOST = "lost"
-    """It died or left a short time ago."""
+    """It died, or left without being drained, a short time ago."""
 
 
 class MemberView(BaseModel):

@@ -46,9 +46,10 @@ def _command(process: psutil.Process) -> str:
 
 
 def _ranks(stack: Stack) -> list[psutil.Process]:
-    """The trainer itself where it has one rank."""
+    """The processes that are forked from the one that the launcher started."""
     trainer = _service(stack, "trainer")
-    return _below(trainer, lambda process: "RANK" in process.environ()) if stack.options.ranks > 1 else trainer
+    above = {process.pid for process in trainer}
+    return _below(trainer, lambda process: process.ppid() not in above)
 
 
 FINDERS: dict[Target, Callable[[Stack], list[psutil.Process]]] = {

@@ -47,7 +47,6 @@ class Shape:
     @property
     def targets(self) -> list[Target]:
         absent = set() if "vllm" in self.engine else {Target.ENGINE}
-        absent |= set() if self.ranks > 1 else {Target.LAUNCHER}
         return [target for target in Target if target not in absent]
 
 

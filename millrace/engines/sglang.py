@@ -13,7 +13,18 @@ DESCRIPTOR = EngineDescriptor(
         tested={"sglang": ("0.5.16",), "torch": TESTED_TORCH},
     ),
     implementation="services.rollout.engines.sglang.engine:SglangEngine",
+    options_class="sglang.srt.server_args:ServerArgs",
     options_example={"max_running_requests": 256},
+    option_bounds={
+        "max_running_requests": (1, 1_000_000),
+        "max_total_tokens": (1, 1_000_000_000),
+        "max_prefill_tokens": (1, 1_000_000_000),
+        "context_length": (1, 100_000_000),
+        "tp_size": (1, 1024),
+        "ep_size": (1, 1024),
+        "page_size": (1, 65_536),
+        "mem_fraction_static": (0.01, 1.0),
+    },
     reserved_options={
         "model_path": "model.path",
         "tokenizer_path": "model.path",

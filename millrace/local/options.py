@@ -92,9 +92,6 @@ def services(options: StackOptions, devices: Sequence[str] = ()) -> list[Service
     ports = ("--http-port", str(options.http_port), "--grpc-port", str(options.grpc_port))
     state = ("--http-host", options.http_host, "--state-dir", str(options.folder / "coordinator"))
     secure = ("--insecure",) if options.insecure else ()
-    # One rank needs nobody who starts it and is up seconds earlier without.
-    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks), "-m")
-    several = torchrun if options.ranks > 1 else ()
     environment = {**LOCAL, **options.environment}
     wanted = [options.ranks, *[options.gpus_per_replica] * options.replicas]
     trained_on, *generated_on = share_out(devices, wanted, shared=options.share_gpus)
@@ -115,7 +112,7 @@ def services(options: StackOptions, devices: Sequence[str] = ()) -> list[Service
         ),
         Service(
             "trainer",
-            (python, "-m", *several, "services.trainer", "--coordinator", coordinator, "--port", "0"),
+            (python, "-m", "services.trainer.launch", "--ranks", str(options.ranks), "--coordinator", coordinator),
             {**environment, **trained_on},
             vital=True,
             grace_s=20.0,

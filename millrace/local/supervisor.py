@@ -18,6 +18,8 @@ from millrace.local.journal import Journal, say
 from millrace.local.options import Service, StackOptions
 from millrace.local.ports import check_free
 from millrace.local.restarts import Restarts
+from millrace.rest import MemberState
+from millrace.wire.membership import DRAINED_FILE
 
 LOOK_S = 0.2
 """How often a process is looked at: it costs nothing and nobody notices the difference."""
@@ -60,7 +62,7 @@ class Supervisor:
         return 1 if self.failure is not None else 0
 
     async def keep(self, service: Service) -> None:
-        """Runs `service` until the stack stops, however often it dies, within the bound."""
+        """Runs `service` until the stack stops or somebody drains it, however often it dies, within the bound."""
         restarts = Restarts()
         while not self.stopping.is_set():
             started_s = time.monotonic()
@@ -71,6 +73,11 @@ class Supervisor:
                 await asyncio.sleep(LOOK_S)
             del self.running[service.name]
             self.clear_orphans()
+            if self.drained_file(service).exists():
+                self.write_state()
+                then = "it is not started again. The next `millrace up` starts it."
+                say("millrace", f"{service.name} was drained and has left the fleet; {then}")
+                return
             lived_s = time.monotonic() - started_s
             wait_s = restarts.wait_s(time.monotonic())
             self.tell_death(service, process.returncode, lived_s, wait_s, restarts)
@@ -82,11 +89,18 @@ class Supervisor:
                     await self.stopping.wait()
 
     def start(self, service: Service) -> subprocess.Popen[bytes]:
+        drained = self.drained_file(service)
+        drained.unlink(missing_ok=True)
+        environment = {**service.environment, DRAINED_FILE: str(drained)}
         with self.journals[service.name].opened(service.argv) as output:
-            process = offspring.start(service.argv, service.environment, output)
+            process = offspring.start(service.argv, environment, output)
         self.running[service.name] = process
         self.write_state()
         return process
+
+    def drained_file(self, service: Service) -> Path:
+        """The file that the service makes when somebody drains it."""
+        return self.options.folder.resolve() / f"{service.name}.drained"
 
     def clear_orphans(self) -> None:
         """What a dead service left behind (its Redis, its engine, its ranks) must not meet its successor."""
@@ -139,7 +153,7 @@ class Supervisor:
             while not self.stopping.is_set():
                 with contextlib.suppress(Unavailable):
                     fleet = await asyncio.to_thread(client.fleet)
-                    replicas = [m for m in fleet.replicas if m.state != "lost"]
+                    replicas = [m for m in fleet.replicas if m.state not in (MemberState.LEFT, MemberState.LOST)]
                     if fleet.trainers and len(replicas) >= self.options.replicas:
                         break
                 await asyncio.sleep(LOOK_S)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from millrace.backends.megatron import MegatronOptions, parse
-from millrace.errors import InvalidJob, Mistake, wrong_value
+from millrace.errors import InvalidJob, Mistake, refused, wrong_value
 from millrace.megatron.architectures import read_shape
 from millrace.megatron.architectures.shape import ModelShape
 from millrace.spec import JobSpec
@@ -17,9 +17,23 @@ from millrace.spec import JobSpec
 def check_submission(spec: JobSpec) -> None:
     """The checks that need no trainer. Raises InvalidJob with every rule that is broken."""
     options, critic = parse(spec.trainer.backend_options), spec.algorithm.critic
-    check(options, read_shape(Path(spec.model.path)), None, cuda=True)
+    check(options, shape := read_shape(Path(spec.model.path)), None, cuda=True)
+    _check_replay(spec, options, shape)
     if critic is not None and critic.path is not None:
         check(options, read_shape(Path(critic.path), "algorithm.critic.path"), None, cuda=True)
+
+
+def _check_replay(spec: JobSpec, options: MegatronOptions, shape: ModelShape) -> None:
+    """Raises InvalidJob where the job replays the engine's experts and the trainer could not do so."""
+    if not spec.algorithm.router_replay:
+        return
+    if shape.experts is None:
+        raise refused("algorithm.router_replay", True, f"{shape.architecture} has no experts", "leave it out.")
+    recompute = options.recompute
+    if recompute.granularity == "selective" and "moe" in recompute.modules:
+        reason = "with algorithm.router_replay, experts recomputed separately would not get the engine's choices"
+        fix = "set granularity to full, leave moe out of the modules, or leave algorithm.router_replay out."
+        raise refused("trainer.backend_options.recompute.modules", list(recompute.modules), reason, fix)
 
 
 def check(options: MegatronOptions, shape: ModelShape, world_size: int | None, *, cuda: bool) -> None:

@@ -66,6 +66,13 @@ class Algorithm(StrictModel):
         examples=[{"name": "ppo", "options": {"clip_high": 0.28}}],
     )
     """How the loss of each token is computed."""
+    top_entropy_fraction: float = Field(1.0, gt=0.0, le=1.0)
+    """Share of the step's tokens, those of the highest entropy, whose policy loss counts; that of the others is 0
+    (arXiv 2506.01939, which uses 0.2). 1: all tokens."""
+    off_policy_limit: float | None = Field(None, gt=0.0, le=100.0)
+    """Tokens with a negative advantage have no policy loss in answers whose mean log-probability by the engine is more
+    than so many nats a token above that by the policy (DeepSeek-V3.2, arXiv 2512.02556); null: no limit. Needs values
+    of rollout.top_p and top_k that keep every token."""
     aggregation: str = "token-mean"
     """How the losses of all tokens become one number."""
     critic: Critic | None = Field(None, examples=[{"clip": 0.5}])

@@ -83,6 +83,8 @@ FIELDS: dict[str, str] = {
     "rollout_is_batch_normalize": "algorithm.normalize_correction_weights",
     "vllm_importance_sampling_mode": "algorithm.correction",
     "scale_rewards": "algorithm.advantage.options.std_over",
+    "top_entropy_quantile": "algorithm.top_entropy_fraction",
+    "off_policy_mask_threshold": "algorithm.off_policy_limit",
     "use_rollout_routing_replay": "algorithm.router_replay",
     "filter_groups": "algorithm.drop_groups_without_signal",
     "dynamic_sampling_filter_path": "algorithm.drop_groups_without_signal",
@@ -136,6 +138,20 @@ FIELDS: dict[str, str] = {
     "experiment_name": "name",
     "output_dir": "output",
     "default_local_dir": "output",
+    "fsdp_config": "trainer.backend_options",
+    "megatron": "trainer.backend_options",
+    "ref": "algorithm.kl, trainer.backend_options.offload_reference",
+    "param_offload": "trainer.backend_options.offload_reference",
+    "optimizer_offload": "trainer.backend_options.offload_optimizer",
+    "offload_optim": "trainer.backend_options.offload_optimizer",
+    "offload_fraction": "trainer.backend_options.optimizer_offload_fraction",
+    "last_layer": "trainer.backend_options.last_stage_layers",
+    "ulysses_sequence_parallel_size": "trainer.backend_options.context_parallel",
+    "max_num_batched_tokens": "rollout.engine_options.max_num_batched_tokens",
+    "max_token_len_per_gpu": "trainer.token_budget",
+    "log_prob_max_token_len_per_gpu": "trainer.token_budget",
+    "log_prob_micro_batch_size_per_gpu": "trainer.token_budget",
+    "entropy_from_logits_chunk_size": "trainer.backend_options.logprob_chunk_tokens",
 }
 """Another framework's name of a field, and the path of the same field in a job spec; some have several paths."""
 
@@ -145,6 +161,55 @@ VALUES: dict[str, str] = {
     "vanilla": "ppo",
 }
 """Another framework's name of a function, and the name of the same function in a job spec."""
+
+_LORA = "there is no LoRA here: all parameters are trained and published"
+_BRIDGE = "the megatron backend reads and publishes Hugging Face tensors itself"
+_HOSTS = "how many hosts and GPUs there are is said where the services are started: docs/running.md"
+_ENTROPY = "logits exist for trainer.backend_options.logprob_chunk_tokens tokens at a time, in both passes"
+_MTP = "heads that predict several tokens at once are not trained"
+ABSENT: dict[str, str] = {
+    "lora": _LORA,
+    "lora_rank": _LORA,
+    "lora_alpha": _LORA,
+    "lora_adapter_path": _LORA,
+    "lora_dropout": _LORA,
+    "lora_a_init_method": _LORA,
+    "lora_b_init_method": _LORA,
+    "target_modules": _LORA,
+    "exclude_modules": _LORA,
+    "adapter_path": _LORA,
+    "dropout_position": _LORA,
+    "lora.type": _LORA,
+    "lora.rank": _LORA,
+    "lora.alpha": _LORA,
+    "lora.dropout": _LORA,
+    "lora.merge": _LORA,
+    "load_format": "replicas get their weights from the trainer before the first request",
+    "use_shm": "replicas get their weights from the trainer before the first request",
+    "layered_summon": "weights are published in pieces, and no rank gathers them whole",
+    "hybrid_engine": "generation and training have GPUs of their own",
+    "fsdp_size": "FSDP2 shards over all ranks of the trainer",
+    "forward_prefetch": "FSDP2 gathers each layer ahead of its use by itself",
+    "reshard_after_forward": "FSDP2 frees each layer after its forward pass",
+    "use_mbridge": _BRIDGE,
+    "vanilla_mbridge": _BRIDGE,
+    "use_dist_checkpointing": "any number of ranks in any topology reads the model folder",
+    "dist_checkpointing_path": "any number of ranks in any topology reads the model folder",
+    "enable_activation_offload": "activations are computed again instead: trainer.activation_recompute",
+    "use_remove_padding": "sequences are always packed, without padding",
+    "use_dynamic_bsz": "micro-batches are always filled up to trainer.token_budget tokens",
+    "log_prob_use_dynamic_bsz": "micro-batches are always filled up to trainer.token_budget tokens",
+    "entropy_from_logits_with_chunking": _ENTROPY,
+    "entropy_checkpointing": _ENTROPY,
+    "mtp": _MTP,
+    "enable_mtp": _MTP,
+    "nnodes": _HOSTS,
+    "n_gpus_per_node": _HOSTS,
+    "rollout.name": "the engine is chosen where a replica is started: `--engine vllm`",
+    "rollout.engine": "the engine is chosen where a replica is started: `--engine vllm`",
+}
+"""Settings of other frameworks that have no counterpart, and why. A name with a dot is one below a section of that
+name."""
 
 _SIZE = "there it is the size of one update's share of the batch, here the number of updates in a step: batch / size"
 _SAMPLES = "there it is a number of samples, here of tokens"
@@ -171,6 +236,11 @@ def paths(name: str) -> list[str]:
     """The paths in a job spec of what another framework calls `name`; empty for an unknown name."""
     found = FIELDS.get(name.lower())
     return found.split(", ") if found is not None else []
+
+
+def why_absent(section: str, name: str) -> str:
+    """Why there is nothing like the setting `name`, below `section`, of another framework; empty for another name."""
+    return ABSENT.get(f"{section}.{name}".lower()) or ABSENT.get(name.lower(), "")
 
 
 def unit_note(name: str) -> str:

@@ -5,7 +5,7 @@ name of a Python or pydantic type gets through it.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import yaml
@@ -97,11 +97,29 @@ def _explained(error: ErrorDetails, model: type[BaseModel] | None, above: str) -
     path, location = _path(above, error["loc"]), error["loc"]
     field = field_at(model, location) if model is not None else None
     if error["type"] == "extra_forbidden":
-        return [Mistake(path, "there is no such field", _nearest_field(model, location))]
+        return [
+            Mistake(_path(above, place), "there is no such field", _nearest_field(model, place))
+            for place in [location, *_known_inside(location, error["input"])][:MOST_INSIDE]
+        ]
     if error["type"] == "missing":
         return [Mistake(path, "is missing", _example(field, location) or "add it.")]
     reason, fix = _reason_and_fix(error, field)
     return [wrong_value(path, error["input"], reason, fix)]
+
+
+MOST_INSIDE = 20
+"""Mistakes that are told of one unknown section."""
+
+
+def _known_inside(location: Location, value: Any) -> Iterator[Location]:
+    """The settings below an unknown section that other frameworks have: a file that was written for one of them."""
+    if not isinstance(value, Mapping) or foreign_names.why_absent("", str(location[-1])):
+        return
+    for name, inner in value.items():
+        place = (*location, str(name))
+        if foreign_names.paths(str(name)) or foreign_names.why_absent(str(location[-1]), str(name)):
+            yield place
+        yield from _known_inside(place, inner)
 
 
 def _path(above: str, location: Location) -> str:
@@ -191,17 +209,21 @@ def in_one_line(fields: Mapping[Any, Any]) -> str:
 
 def _nearest_field(root: type[BaseModel] | None, location: Location) -> str:
     """The fix that names the field that was probably meant: of this level, of another framework, of another level."""
-    level, written = model_at(root, location[:-1]) if root is not None else None, str(location[-1])
-    if root is None or level is None:
+    if root is None:
         return "remove it."
+    level = model_at(root, location[:-1])
+    # A setting of a command line keeps its sections in its name: `actor_rollout_ref.rollout.n`.
+    *sections, written = ".".join(map(str, location)).removeprefix("+").split(".")
     unit = f" The number counts something else: {note}." if (note := foreign_names.unit_note(written)) else ""
-    names = list(level.model_fields)
+    names = list(level.model_fields) if level is not None else []
     if (here := foreign_names.name_here(written, names)) is not None:
         return f"did you mean `{here}`?{unit}"
+    if reason := foreign_names.why_absent(sections[-1] if sections else "", written):
+        return f"remove it: {reason}."
     if paths := foreign_names.paths(written):
         return f"here that is {' or '.join(f'`{path}`' for path in paths)}.{unit}"
     if (near := closest(written, names)) is not None:
         return f"did you mean `{near}`?"
     if same := [path for path in every_path(root) if path.rpartition(".")[2] == written]:
         return f"did you mean `{same[0]}`?"
-    return f"remove it; the fields here are {', '.join(names)}."
+    return f"remove it; the fields here are {', '.join(names)}." if names else "remove it."

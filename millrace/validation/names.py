@@ -9,13 +9,13 @@ SIMILAR = 0.6
 """Least similarity, from 0 to 1, of a name that is suggested (`difflib.SequenceMatcher.ratio`)."""
 
 
-def closest(name: str, known: Collection[str]) -> str | None:
+def closest(name: str, known: Collection[str], similar: float = SIMILAR) -> str | None:
     """The known name that somebody probably meant who wrote `name`: the one that another framework calls so, or the
-    one with the most similar spelling. None where no name is similar."""
+    one with the most similar spelling, of at least this similarity. None where no name is similar."""
     if (here := foreign_names.name_here(name, known)) is not None:
         return here
     lowered = {each.lower(): each for each in known}
-    return next((lowered[near] for near in difflib.get_close_matches(name.lower(), lowered, 1, SIMILAR)), None)
+    return next((lowered[near] for near in difflib.get_close_matches(name.lower(), lowered, 1, similar)), None)
 
 
 def choose(name: str, known: Collection[str]) -> str:

@@ -2,8 +2,10 @@
 
 import asyncio
 import math
+import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import structlog
 
@@ -15,6 +17,9 @@ from millrace.wire.methods import FleetRpc
 from millrace.wire.v1 import fleet_pb2
 
 log = structlog.get_logger(__name__)
+DRAINED_FILE = "MILLRACE_DRAINED_FILE"
+"""Environment variable with the path of a file that a member makes when somebody drains it. Whoever started the member
+learns from it, when the member has ended, that it is not to be started again."""
 FIRST_RETRY_S = 0.2
 LONGEST_RETRY_S = 1.0
 
@@ -44,6 +49,8 @@ class Membership:
         self._patience_s = patience_s
         self._heartbeat_s = 1.0
         self._registered = False
+        self._leaving = False
+        """Whether this member drains by its own decision, for example after SIGTERM."""
 
     def forgotten(self) -> None:
         """The coordinator does not know this member: before the next heartbeat it registers again, with the same id."""
@@ -69,11 +76,17 @@ class Membership:
                 self._registered = False
                 continue
             if reply.drain:
+                self._note_drained()
                 self._on_drain()
             await asyncio.sleep(self._heartbeat_s)
 
+    def _note_drained(self) -> None:
+        if not self._leaving and (path := os.environ.get(DRAINED_FILE)):
+            Path(path).touch()
+
     async def drain(self) -> None:
         """Tells the coordinator, if it can be reached, that this member takes no more work."""
+        self._leaving = True
         await self._try(FleetRpc.Drain, fleet_pb2.DrainRequest(member_id=self._member_id))
 
     async def leave(self, reason: str) -> None:

@@ -1,6 +1,6 @@
-"""Runs the trainer: `python -m services.trainer` for one rank, `torchrun --nproc-per-node N -m services.trainer` for
-several. SIGTERM drains: the running step is finished, a checkpoint in progress is written, the trainer leaves the
-fleet, and the exit status is 0.
+"""Runs the trainer. `python -m services.trainer` is one rank; `python -m services.trainer.launch --ranks N` starts all
+of one host, and `torchrun --nproc-per-node N -m services.trainer` those of several hosts. SIGTERM drains: the running
+step is finished, a checkpoint in progress is written, the trainer leaves the fleet, and the exit status is 0.
 
 torchrun gives its ranks 30 seconds to drain; `--shutdown-timeout` gives them more.
 """
@@ -56,16 +56,21 @@ def main(
     """Serves one trainer in front of a group of ranks."""
     if host:
         os.environ["MILLRACE_HOST"] = host
-    member_id = new_member_id("trainer")
-    rank = os.environ.get("RANK", "0")
-    logs.configure("trainer", member_id if rank == "0" else f"rank-{rank}")
     try:
-        if rank == "0":  # the other ranks serve nobody
+        if os.environ.get("RANK", "0") == "0":  # the other ranks serve nobody
             require_token(bind_address(host_address()), insecure=insecure)
     except MillraceError as error:
         print(f"trainer: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
-    raise typer.Exit(run(coordinator, port, member_id))
+    raise typer.Exit(serve(coordinator, port))
+
+
+def serve(coordinator: str, port: int) -> int:
+    """Runs one rank, as the environment says which; returns the exit status."""
+    member_id = new_member_id("trainer")
+    rank = os.environ.get("RANK", "0")
+    logs.configure("trainer", member_id if rank == "0" else f"rank-{rank}")
+    return run(coordinator, port, member_id)
 
 
 def run(coordinator: str, port: int, member_id: MemberId) -> int:

@@ -39,12 +39,34 @@ def eventually(what: Callable[[], object], within_s: float = 20.0) -> None:
         time.sleep(0.05)
 
 
+MEMBER = """
+import asyncio, sys
+from millrace.wire.channel import PROTOCOL_VERSION, Peer
+from millrace.wire.membership import Membership
+from millrace.wire.v1 import fleet_pb2
+
+async def serve(coordinator, name):
+    drained = asyncio.Event()
+    def registration():
+        return fleet_pb2.RegisterRequest(member_id=name, kind=fleet_pb2.MEMBER_KIND_ROLLOUT, address="127.0.0.1:9",
+                                         protocol_version=PROTOCOL_VERSION)
+    beat = lambda: fleet_pb2.HeartbeatRequest(member_id=name)
+    member = Membership(Peer(coordinator), name, registration, beat, drained.set)
+    beating = asyncio.create_task(member.run())
+    await drained.wait()
+    beating.cancel()
+    await member.leave("drained")
+
+asyncio.run(serve(*sys.argv[1:3]))
+"""
+"""A replica as the fleet sees it, without an engine: python -c MEMBER COORDINATOR ID. It leaves when it is drained."""
+
 SUPERVISING = """
 import sys
 from millrace.local.options import Service, StackOptions
 from millrace.local.supervisor import supervise
 
-state, http_port, grpc_port, mark, stubborn = sys.argv[1:]
+state, http_port, grpc_port, mark, stubborn, member = sys.argv[1:]
 python = sys.executable
 ports = ("--http-port", http_port, "--grpc-port", grpc_port)
 coordinator = (python, "-m", "services.coordinator", *ports, "--state-dir", state + "/coordinator")
@@ -52,10 +74,11 @@ options = StackOptions(state, http_port=int(http_port), grpc_port=int(grpc_port)
 raise SystemExit(supervise(options, [
     Service("coordinator", coordinator, {}, True, 10.0),
     Service("trainer", (python, "-c", stubborn, mark, stubborn), {}, True, 1.0),
+    Service("rollout-0", (python, "-c", member, "127.0.0.1:" + grpc_port, "rollout-1a2b3c4d", mark), {}, False, 5.0),
 ]))
 """
 
 
 def supervising(state: Path, http_port: int, grpc_port: int, mark: str) -> tuple[str, ...]:
-    """A supervisor of a real coordinator and of a trainer that does not want to stop."""
-    return (sys.executable, "-c", SUPERVISING, str(state), str(http_port), str(grpc_port), mark, STUBBORN)
+    """A supervisor of a real coordinator, of a trainer that does not want to stop, and of a member of the fleet."""
+    return (sys.executable, "-c", SUPERVISING, str(state), str(http_port), str(grpc_port), mark, STUBBORN, MEMBER)

@@ -20,7 +20,7 @@ def test_services_in_starting_order_with_their_options() -> None:
     coordinator, trainer, first, _ = (" ".join(s.argv) for s in made)
     assert "services.coordinator --http-port 7700 --grpc-port 7601" in coordinator and "--insecure" not in coordinator
     assert "--insecure" in services(StackOptions("/somewhere", insecure=True))[0].argv
-    assert "--nproc-per-node 3" in trainer and "--coordinator 127.0.0.1:7601" in trainer
+    assert "services.trainer.launch --ranks 3" in trainer and "--coordinator 127.0.0.1:7601" in trainer
     assert "--engine transformers" in first and "--coordinator 127.0.0.1:7601" in first
 
 
@@ -42,11 +42,6 @@ def test_an_engine_may_have_an_interpreter_of_its_own(tmp_path: Path) -> None:
             pythons([wrong])
     with pytest.raises(InvalidState, match=r'--(engine|python): "tgi": there is no such engine'):
         StackOptions("/somewhere", pythons={"tgi": str(other)})
-
-
-def test_one_rank_is_started_directly() -> None:
-    trainer = services(StackOptions("/somewhere"))[1]
-    assert trainer.argv[1:3] == ("-m", "services.trainer")
 
 
 def test_each_rank_and_each_replica_gets_a_device_of_its_own() -> None:

@@ -42,7 +42,7 @@ class Running:
 
     def wait_until_up(self) -> None:
         eventually(lambda: {"coordinator", "trainer"} <= set(self.pids()), 60)
-        eventually(lambda: len(self.services()) >= 4)  # coordinator, Redis, trainer and its child
+        eventually(lambda: len(self.services()) >= 5)  # coordinator, Redis, trainer and its child, a member
 
     def told(self) -> dict[str, Any]:
         path = self.state / "stack.json"
@@ -132,6 +132,23 @@ def test_what_a_dead_service_left_behind_is_ended_before_it_starts_again(stack: 
     os.kill(trainer, signal.SIGKILL)
     eventually(lambda: stack.pids().get("trainer", trainer) != trainer, 30)
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_drained_member_is_not_started_again_and_a_killed_one_is(stack: Running) -> None:
+    with Client(stack.told()["url"], patience_s=20) as client:
+        eventually(lambda: client.fleet().replicas)
+        killed = stack.pids()["rollout-0"]
+        os.kill(killed, signal.SIGTERM)
+        eventually(lambda: stack.pids().get("rollout-0", killed) != killed)
+        eventually(lambda: [member.state for member in client.fleet().replicas] == ["idle"])
+        (member,) = client.fleet().replicas
+        assert client.drain(member.id).state == "draining"
+        eventually(lambda: [member.state for member in client.fleet().replicas] == ["left"])
+        eventually(lambda: "rollout-0" not in stack.pids())
+    stack.guard.send_signal(signal.SIGINT)
+    status, console = stack.end()
+    assert status == 0 and "rollout-0 was drained and has left the fleet; it is not started again" in console
+    assert console.count("it is started again") == 1
 
 
 def test_a_second_stack_on_the_same_folder_is_refused(stack: Running) -> None:

@@ -10,7 +10,7 @@ from millrace.rl.registry import catalogue
 from millrace.rl.registry.catalogue import KL_ESTIMATORS, AlgorithmKind
 from millrace.spec import JobSpec, parse
 from millrace.spec.checking import choices
-from millrace.validation.foreign_names import FIELDS, UNITS, VALUES, name_here, paths
+from millrace.validation.foreign_names import ABSENT, FIELDS, UNITS, VALUES, name_here, paths
 
 SMALLEST = {"name": "a job", "output": "/out", "model": {"path": "/model"}, "data": {"files": ["train.parquet"]}}
 OPTIONS = {
@@ -33,7 +33,7 @@ def is_there(place: str) -> bool:
         part = next((kind for kind in kinds if hasattr(kind, "model_fields")), None)
     else:
         return True
-    if "backend_options" in steps:
+    if "backend_options" in steps[:-1]:
         return steps[-1] in MegatronOptions.model_fields
     return "engine_options" in steps or steps[-1] in OPTIONS.get(".".join(steps[:-2]), ())
 
@@ -46,6 +46,111 @@ def test_each_field_of_another_framework_leads_to_one_here(name: str) -> None:
 @pytest.mark.parametrize("name", VALUES)
 def test_each_function_of_another_framework_leads_to_one_here(name: str) -> None:
     assert name_here(name, (*KL_ESTIMATORS, *catalogue.names(AlgorithmKind.POLICY_LOSS))) == VALUES[name]
+
+
+SETTINGS = (
+    "actor_rollout_ref.model.lora_rank",
+    "actor_rollout_ref.model.lora_alpha",
+    "actor_rollout_ref.model.target_modules",
+    "actor_rollout_ref.rollout.load_format",
+    "actor_rollout_ref.rollout.layered_summon",
+    "actor_rollout_ref.model.lora_adapter_path",
+    "actor_rollout_ref.model.lora.merge",
+    "actor_rollout_ref.model.use_shm",
+    "data.train_batch_size",
+    "actor_rollout_ref.actor.optim.lr",
+    "actor_rollout_ref.actor.fsdp_config.fsdp_size",
+    "actor_rollout_ref.actor.fsdp_config.param_offload",
+    "actor_rollout_ref.actor.fsdp_config.optimizer_offload",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size",
+    "actor_rollout_ref.rollout.name",
+    "actor_rollout_ref.rollout.gpu_memory_utilization",
+    "actor_rollout_ref.rollout.n",
+    "actor_rollout_ref.rollout.max_num_seqs",
+    "actor_rollout_ref.rollout.max_model_len",
+    "actor_rollout_ref.rollout.max_num_batched_tokens",
+    "actor_rollout_ref.ref.fsdp_config.param_offload",
+    "actor_rollout_ref.actor.ulysses_sequence_parallel_size",
+    "actor_rollout_ref.actor.megatron.use_mbridge",
+    "actor_rollout_ref.actor.megatron.vanilla_mbridge",
+    "actor_rollout_ref.model.lora.type",
+    "actor_rollout_ref.model.lora.rank",
+    "actor_rollout_ref.model.lora.alpha",
+    "actor_rollout_ref.model.lora.dropout",
+    "actor_rollout_ref.model.lora.dropout_position",
+    "actor_rollout_ref.model.lora.target_modules",
+    "actor_rollout_ref.model.lora.exclude_modules",
+    "actor_rollout_ref.model.lora.lora_A_init_method",
+    "actor_rollout_ref.model.lora.lora_B_init_method",
+    "actor_rollout_ref.model.lora.adapter_path",
+    "actor_rollout_ref.actor.strategy",
+    "actor_rollout_ref.ref.strategy",
+    "critic.strategy",
+    "actor_rollout_ref.model.enable_gradient_checkpointing",
+    "actor_rollout_ref.model.enable_activation_offload",
+    "critic.model.enable_activation_offload",
+    "actor_rollout_ref.model.use_remove_padding",
+    "actor_rollout_ref.actor.use_dynamic_bsz",
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+    "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
+    "actor_rollout_ref.actor.entropy_checkpointing",
+    "actor_rollout_ref.ref.entropy_from_logits_with_chunking",
+    "actor_rollout_ref.ref.entropy_from_logits_chunk_size",
+    "actor_rollout_ref.ref.ulysses_sequence_parallel_size",
+    "NNODES",
+    "TP",
+    "PP",
+    "EP",
+    "OFFLOAD_FRACTION",
+    "OFFLOAD_OPTIM",
+    "LAST_LAYER",
+    "trainer.nnodes",
+    "trainer.n_gpus_per_node",
+    "MTP",
+    "actor_rollout_ref.actor.megatron.dist_checkpointing_path",
+    "actor_rollout_ref.actor.megatron.use_dist_checkpointing",
+)
+"""The settings of verl's pages on saving memory and on large mixtures of experts, by their names there."""
+UNKNOWN = ("remove it.", "remove it; the fields here are")
+
+
+def fixes(tree: dict[str, Any]) -> dict[str, str]:
+    with pytest.raises(InvalidJob) as refused:
+        parse({**SMALLEST, **tree})
+    return {mistake.field: mistake.fix for mistake in refused.value.mistakes}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_setting_for_memory_is_known_wherever_it_is_put(setting: str) -> None:
+    """In verl's tree, in one line as on its command line, and by its name in the sections of a job spec."""
+    *sections, name = setting.split(".")
+    tree: dict[str, Any] = {name: 1}
+    for section in reversed(sections):
+        tree = {section: tree}
+    if (nested := fixes(tree)).keys() - {setting, *(setting.rpartition(".")[:1])}:
+        assert not all(fix.startswith(UNKNOWN) for fix in nested.values())
+    told = next(fix for field, fix in reversed(nested.items()) if setting.startswith(field))
+    assert told and not told.startswith(UNKNOWN)
+    for fix in fixes({setting: 1}).values():
+        assert not fix.startswith(UNKNOWN)
+    if sections[-1:] == ["lora"] or name == "name":
+        return  # words that mean something else by themselves
+    for section in ("trainer", "rollout", "model", "algorithm"):
+        for fix in fixes({section: {**SMALLEST.get(section, {}), name: 1}}).values():
+            assert not fix.startswith(UNKNOWN), (section, fix)
+
+
+def test_a_file_for_verl_is_told_setting_by_setting() -> None:
+    told = fixes({"actor_rollout_ref": {"actor": {"optim": {"lr": 3e-5}, "unheard_of": 1}, "rollout": {"n": 5}}})
+    assert told["actor_rollout_ref.actor.optim.lr"] == "here that is `trainer.optimizer.lr`."
+    assert told["actor_rollout_ref.rollout.n"] == "here that is `rollout.samples_per_prompt`."
+    assert "actor_rollout_ref.actor.unheard_of" not in told and len(told) < 10
+
+
+def test_what_is_absent_has_no_other_name_here() -> None:
+    assert not ABSENT.keys() & FIELDS.keys()
 
 
 def test_fields_that_count_something_else_are_known() -> None:

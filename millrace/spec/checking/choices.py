@@ -148,6 +148,7 @@ def _cut_distribution(spec: JobSpec, entries: Entries) -> Iterator[Mistake]:
     rollout, algorithm = spec.rollout, spec.algorithm
     compared = {
         "leave algorithm.correction out": bool(algorithm.corrections),
+        "leave algorithm.off_policy_limit out": algorithm.off_policy_limit is not None,
         "set algorithm.old_logprobs to recompute": algorithm.old_logprobs == "rollout",
         "choose the policy loss ppo": any(BEHAVIOUR in loss.inputs for _, loss in entries[AlgorithmKind.POLICY_LOSS]),
     }

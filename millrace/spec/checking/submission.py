@@ -21,7 +21,7 @@ from millrace.rewards import check as check_reward
 from millrace.rewards import choose
 from millrace.rewards.locate import Target
 from millrace.spec import JobSpec, parse
-from millrace.spec.checking import choices
+from millrace.spec.checking import choices, engine_options
 from millrace.telemetry.trackers import check_trackers
 from millrace.validation.mistakes import options as checked_options
 
@@ -137,7 +137,7 @@ def _critic_folder(model: str, critic: str) -> None:
 
 def _rest(spec: JobSpec) -> Iterator[Mistake]:
     yield from _attempt(_backend, spec)
-    yield from engines.mistakes_of(spec.rollout.engine_options)
+    yield from engine_options.mistakes_of(spec.rollout.engine_options)
     yield from _attempt(check_trackers, spec.tracking.trackers)
     yield from _attempt(_output, Path(spec.output))
 

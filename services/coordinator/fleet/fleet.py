@@ -115,6 +115,7 @@ class Fleet:
 
     async def leave(self, member_id: str, reason: str) -> None:
         if member := self._members.get(MemberId(member_id)):
+            member.left = True
             await self._remove(member, f"left: {reason}" if reason else "left")
 
     # Finding lost members.

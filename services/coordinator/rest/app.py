@@ -13,7 +13,7 @@ from millrace.errors import Unavailable
 from millrace.wire.channel import token
 from services.coordinator.jobs.control import Control
 from services.coordinator.jobs.waiting import JobViews
-from services.coordinator.rest import callers, fleet, jobs
+from services.coordinator.rest import callers, documentation, fleet, jobs
 from services.coordinator.rest.problems import install
 from services.coordinator.rest.schema import Application, error_responses
 from services.coordinator.stages.run import Components
@@ -32,7 +32,7 @@ class Health(BaseModel):
 
 def application(components: Components, control: Control, views: JobViews, name: str) -> FastAPI:
     """The application of one coordinator. `name` is the host that it listens at."""
-    app = Application(title="Millrace", version=__version__, description=ABOUT, redoc_url=None)
+    app = Application(title="Millrace", version=__version__, description=ABOUT, docs_url=None, redoc_url=None)
     install(app)
     secret = token()
     allowed = [Depends(callers.bearer(secret))]
@@ -42,6 +42,7 @@ def application(components: Components, control: Control, views: JobViews, name:
     app.include_router(jobs.routes(components.store, control, views, components.events), dependencies=allowed)
     app.include_router(fleet.routes(components.fleet, components.queue), dependencies=allowed)
     _operations(app, components)
+    documentation.add(app)
     return app
 
 

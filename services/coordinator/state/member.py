@@ -96,6 +96,8 @@ class Member:
     retry_at: float = 0.0
     unconfigured: Unconfigured | None = None
     """Why the last configuration failed. None after one that succeeded."""
+    left: bool = False
+    """Whether it said that it leaves."""
     gone: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the member is lost or has left."""
 
@@ -147,7 +149,7 @@ class Member:
     @property
     def state(self) -> MemberState:
         if self.gone.is_set():
-            return MemberState.LOST
+            return MemberState.LEFT if self.left and self.draining else MemberState.LOST
         if self.draining:
             return MemberState.DRAINING
         if self.configuring:

@@ -1,10 +1,38 @@
 """Checks of options that are the same for every engine."""
 
-from collections.abc import Set
+from collections.abc import Callable, Mapping, Set
+from dataclasses import replace
+from typing import Any, TypeVar
 
 from millrace.engines import ENGINES, FIELD, reserved_option
 from millrace.errors import InvalidJob, Mistake
+from millrace.spec import JobSpec
 from millrace.validation.names import closest
+
+Checked = TypeVar("Checked")
+
+
+def check_names(spec: JobSpec, engine: str, known: Set[str], options: str) -> None:
+    """Raises InvalidJob for an option of `engine` that the replica sets itself, or that is none of `known`. `options`
+    is the engine's class of options, for the fix. Errors name the path of the option in the job spec."""
+
+    def check(given: Mapping[str, Any]) -> None:
+        for name in given:
+            check_name(engine, name, known, options)
+
+    with_whole_paths(spec, engine, check)
+
+
+def with_whole_paths(spec: JobSpec, engine: str, check: Callable[[Mapping[str, Any]], Checked]) -> Checked:
+    """What `check` returns for the options of `engine`. Its errors name an option below rollout.engine_options; here
+    they get the path where the option stands in the job spec, which may be under the engine's name."""
+    try:
+        return check(spec.rollout.options_of(engine))
+    except InvalidJob as error:
+        paths = [spec.rollout.field_of(engine, each.field.removeprefix(f"{FIELD}.")) for each in error.mistakes]
+        raise InvalidJob.of(
+            [replace(each, field=path) for each, path in zip(error.mistakes, paths, strict=True)]
+        ) from error
 
 
 def check_name(engine: str, name: str, known: Set[str], options: str) -> None:

@@ -110,6 +110,9 @@ class Backend(TrainableModel, Protocol):
     ) -> list[Tensor]:
         """Log-probabilities of policy or reference: float32 [R] for each micro-batch, without gradient."""
 
+    def scores(self, microbatches: Sequence[MicroBatch], *, temperature: float) -> list[TokenScores]:
+        """Log-probabilities and entropies of the policy for each micro-batch, without gradient."""
+
     def forward_backward(
         self, microbatches: Sequence[MicroBatch], loss_fn: LossFn[Output], *, temperature: float
     ) -> list[Output]:

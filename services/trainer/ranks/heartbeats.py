@@ -112,5 +112,5 @@ class Heartbeats:
                 self._on_drain()
 
     def _orphaned(self) -> bool:
-        """Whether torchrun was killed: it does not end its ranks then."""
-        return "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != self._parent
+        """Whether the launcher or torchrun was killed: then nobody ends the ranks."""
+        return "LOCAL_WORLD_SIZE" in os.environ and os.getppid() != self._parent

@@ -27,6 +27,8 @@ class ForwardResults:
     """Values of the critic."""
     sum_pi_squared_bt: Tensor | None = None
     """Σ π² over the vocabulary, under the weights that the step begins with."""
+    entropy_bt: Tensor | None = None
+    """Entropies, nats, under the weights that the step begins with."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class NeededPasses:
     reference: bool
     values: bool
     sum_pi_squared: bool
+    entropies: bool = False
 
 
 def passes_needed(spec: JobSpec, *, updates: int, policy_is_trained: bool = True) -> NeededPasses:
@@ -52,12 +55,13 @@ def passes_needed(spec: JobSpec, *, updates: int, policy_is_trained: bool = True
     read |= {"selected_bt"} & find(AlgorithmKind.POLICY_LOSS, algorithm.policy_loss.name).inputs
     in_reward = algorithm.kl is not None and algorithm.kl_in == "reward"
     train = bool(algorithm.corrections) or (recomputed and (updates > 1 or bool(read) or in_reward))
-    squares = "sum_pi_squared_bt" in inputs
+    squares, entropies = "sum_pi_squared_bt" in inputs, algorithm.top_entropy_fraction < 1
     return NeededPasses(
-        train=train or squares or not policy_is_trained,
+        train=train or squares or entropies or not policy_is_trained,
         reference=algorithm.kl is not None,
         values=algorithm.critic is not None,
         sum_pi_squared=squares,
+        entropies=entropies,
     )
 
 
@@ -69,13 +73,15 @@ def run_passes(spec: JobSpec, backend: Backend, batch: RankBatch, needed: Needed
         what = "log-probabilities of the reference" if reference else "log-probabilities"
         return _scored(batch, what, lambda batches: backend.logprobs(batches, temperature=at, reference=reference))
 
-    train_bt = ref_bt = values_bt = squares_bt = None
+    train_bt = ref_bt = values_bt = squares_bt = entropy_bt = None
     with clock("old_log_prob"):
-        if needed.train:
+        if needed.entropies:
+            train_bt, entropy_bt = _scored_with_entropies(batch, backend, temperature)
+        elif needed.train:
             train_bt = logprobs(temperature)
-            if needed.sum_pi_squared:
-                # With Z(τ) = Σ exp(logits/τ), Σ π² is Z(τ/2)/Z(τ)²: a token's log-probabilities at τ and τ/2 give it.
-                squares_bt = (2 * train_bt - logprobs(temperature / 2)).exp()
+        if train_bt is not None and needed.sum_pi_squared:
+            # With Z(τ) = Σ exp(logits/τ), Σ π² is Z(τ/2)/Z(τ)²: a token's log-probabilities at τ and τ/2 give it.
+            squares_bt = (2 * train_bt - logprobs(temperature / 2)).exp()
     with clock("ref"):
         if needed.reference:
             ref_bt = logprobs(temperature, reference=True)
@@ -83,7 +89,20 @@ def run_passes(spec: JobSpec, backend: Backend, batch: RankBatch, needed: Needed
         assert backend.critic is not None
         with clock("values"):
             values_bt = _scored(batch, "values", backend.critic.values)
-    return ForwardResults(train_bt, ref_bt, values_bt, squares_bt)
+    return ForwardResults(train_bt, ref_bt, values_bt, squares_bt, entropy_bt)
+
+
+def _scored_with_entropies(batch: RankBatch, backend: Backend, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies of all of this rank's rows, from one pass. Raises NonFinite as `_scored`."""
+    entropies: list[Tensor] = []
+
+    def score(microbatches: Sequence[MicroBatch]) -> list[Tensor]:
+        scores = backend.scores(microbatches, temperature=temperature)
+        entropies.extend(each.entropy_r for each in scores if each.entropy_r is not None)
+        return [each.logprobs_r for each in scores]
+
+    train_bt = _scored(batch, "log-probabilities", score)
+    return train_bt, _scored(batch, "entropies", lambda _: entropies)
 
 
 def _scored(batch: RankBatch, what: str, score: Callable[[Sequence[MicroBatch]], list[Tensor]]) -> Tensor:

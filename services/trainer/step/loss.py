@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from millrace.rl.aggregation import BatchTotals, aggregate
 from millrace.rl.formulas import segments
 from millrace.rl.formulas.divergence import kl
+from millrace.rl.masks import off_policy
 from millrace.rl.policy_losses import entropy_bonus, policy_loss
 from millrace.rl.value_loss import value_loss
 from millrace.spec import JobSpec
@@ -43,13 +45,14 @@ class ActorLoss:
         entropy_bt = segments.unpack(scores.entropy_r, batch.response_lengths)
         optional = {"behaviour_logprobs_bt": inputs.rollout_bt, "selected_bt": inputs.selected_bt}
         horizon = self.spec.rollout.max_response_tokens
+        weights_bt, off_policy_share = self._weights(inputs, logprobs_bt)
         loss, metrics = policy_loss(
             algorithm.policy_loss.name,
             logprobs_bt=logprobs_bt,
             old_logprobs_bt=logprobs_bt.detach() if inputs.old_bt is None else inputs.old_bt,
             advantages_bt=inputs.advantages_bt,
             mask_bt=inputs.mask_bt,
-            weights_bt=inputs.weights_bt,
+            weights_bt=weights_bt,
             entropy_bt=entropy_bt,
             aggregation=algorithm.aggregation,
             totals=self.totals,
@@ -57,6 +60,7 @@ class ActorLoss:
             **{name: tensor for name, tensor in optional.items() if tensor is not None},
             **algorithm.policy_loss.options,
         )
+        metrics |= off_policy_share
         if algorithm.entropy_coefficient:
             loss = loss + entropy_bonus(
                 entropy_bt,
@@ -73,6 +77,17 @@ class ActorLoss:
             )
             loss, metrics["kl_loss"] = loss + algorithm.kl_coefficient * kl_loss, kl_loss.detach()
         return loss, LossOutput(logprobs_r, metrics)
+
+    def _weights(self, inputs: LossInputs, logprobs_bt: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """The weights of the tokens' losses, 0 for what `off_policy_limit` masks, and the share of what it masks."""
+        limit = self.spec.algorithm.off_policy_limit
+        if limit is None:
+            return inputs.weights_bt, {}
+        mask_bt = inputs.mask_bt
+        is_off_bt = off_policy(logprobs_bt, inputs.rollout_bt, inputs.advantages_bt, mask_bt, limit)
+        weights_bt = torch.ones_like(inputs.advantages_bt) if inputs.weights_bt is None else inputs.weights_bt
+        share = aggregate("token-mean", is_off_bt.to(weights_bt.dtype), mask_bt, totals=self.totals)
+        return weights_bt.masked_fill(is_off_bt, 0), {"off_policy_fraction": share}
 
 
 @dataclass(frozen=True)

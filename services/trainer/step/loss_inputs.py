@@ -10,6 +10,7 @@ from torch import Tensor
 from millrace.rl.advantages import advantage
 from millrace.rl.checks import check_finite
 from millrace.rl.corrections import correct
+from millrace.rl.masks import high_entropy
 from millrace.rl.metrics.combining import summarised
 from millrace.rl.policy_losses import selected_tokens
 from millrace.rl.registry.catalogue import AlgorithmKind, find
@@ -36,7 +37,7 @@ class LossInputs:
     ref_bt: Tensor | None
     """Log-probabilities under the reference."""
     weights_bt: Tensor | None
-    """Importance weights of the correction."""
+    """Importance weights of the correction, and 0 where the policy loss of a token does not count."""
     selected_bt: Tensor | None
     """The tokens that the policy loss treats differently."""
     values_bt: Tensor | None = None
@@ -101,13 +102,14 @@ def make_loss_inputs(spec: JobSpec, batch: RankBatch, passes: ForwardResults) ->
     )
     check_finite("advantages", advantages_bt, whole_mask_bt, batch.whole_labels)
     check_finite("returns", returns_bt, whole_mask_bt, batch.whole_labels)
+    weights_bt, masked = _loss_weights(spec, batch, passes, known.get("weights_bt"), keep_bt)
     inputs = LossInputs(
         mask_bt=batch.own_rows(keep_bt),
         advantages_bt=batch.own_rows(advantages_bt),
         rollout_bt=batch.rollout_bt,
         old_bt=old_bt,
         ref_bt=passes.ref_bt,
-        weights_bt=batch.own_rows(known["weights_bt"]) if "weights_bt" in known else None,
+        weights_bt=None if weights_bt is None else batch.own_rows(weights_bt),
         selected_bt=_selected_tokens(spec, batch, known.get("old_logprobs_bt"), advantages_bt, keep_bt),
         values_bt=passes.values_bt,
         returns_bt=None if passes.values_bt is None else batch.own_rows(returns_bt),
@@ -119,7 +121,7 @@ def make_loss_inputs(spec: JobSpec, batch: RankBatch, passes: ForwardResults) ->
         values_bt=known.get("values_bt"),
         returns_bt=returns_bt,
     )
-    return inputs, metrics | statistics
+    return inputs, metrics | masked | statistics
 
 
 def _advantage_inputs(
@@ -140,6 +142,18 @@ def _advantage_inputs(
         greedy = [(nan if sample.greedy_reward is None else sample.greedy_reward,) for sample in batch.samples]
         known["greedy_rewards_b"] = _rows(batch, greedy, 1, "rewards of greedy answers").squeeze(1)
     return known
+
+
+def _loss_weights(
+    spec: JobSpec, batch: RankBatch, passes: ForwardResults, weights_bt: Tensor | None, keep_bt: Tensor
+) -> tuple[Tensor | None, dict[str, float]]:
+    """The weights of the policy loss for the whole batch: a correction's, and 0 for tokens of low entropy. With metrics
+    of the choice."""
+    if passes.entropy_bt is None:
+        return weights_bt, {}
+    selected_bt, threshold = high_entropy(batch.gather(passes.entropy_bt), keep_bt, spec.algorithm.top_entropy_fraction)
+    weights_bt = selected_bt.float() if weights_bt is None else weights_bt * selected_bt
+    return weights_bt, {"actor/top_entropy_threshold": threshold}
 
 
 def _rows(batch: RankBatch, values: Sequence[tuple[float, ...]], width: int, what: str) -> Tensor:

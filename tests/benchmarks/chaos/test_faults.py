@@ -25,6 +25,5 @@ def test_no_service_is_ended_so_often_that_the_stack_gives_it_up() -> None:
 
 
 def test_only_processes_that_there_are_become_targets() -> None:
-    assert Target.ENGINE not in Shape().targets and Target.LAUNCHER in Shape().targets
+    assert Target.ENGINE not in Shape().targets
     assert Target.ENGINE in Shape(engine="transformers,vllm").targets
-    assert Target.LAUNCHER not in Shape(ranks=1).targets

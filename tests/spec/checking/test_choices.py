@@ -105,6 +105,12 @@ MEGATRON = {"trainer": {"backend": "megatron"}}
         ),
         ({"correction": "reject_token"}, CUT, "rollout.top_p: 0.9: ", "leave algorithm.correction out."),
         ({"old_logprobs": "rollout"}, CUT, "rollout.top_k: 20: ", "set it to 0, or set algorithm.old_logp"),
+        (
+            {"off_policy_limit": 0.5},
+            CUT,
+            "rollout.top_p: 0.9: ",
+            "set it to 1, or leave algorithm.off_policy_limit out.",
+        ),
         ({"policy_loss": "decoupled_ppo"}, CUT, "rollout.top_p: 0.9: ", "set it to 1, or choose the policy"),
     ],
 )

@@ -10,6 +10,7 @@ from millrace.data.row import PromptRow
 from millrace.data.write import write_rows
 from millrace.errors import InvalidJob
 from millrace.spec.checking import submission
+from tests.megatron.configs import QWEN3_30B_A3B
 
 
 def model_folder(folder: Path, tokens: int = 259, tokenizer: bool = True) -> Path:
@@ -132,6 +133,52 @@ def test_options_that_nobody_would_take(part: dict[str, Any], told: str, tmp_pat
     with pytest.raises(InvalidJob) as refusal:
         submission.check(job(tmp_path, {}) | part)
     assert told in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (
+            {"vllm": {"max_num_seqz": 4}},
+            "rollout.engine_options.vllm.max_num_seqz: vLLM has no such option. Fix: did you mean `max_num_seqs`?",
+        ),
+        ({"max_num_seqz": 4}, "rollout.engine_options.max_num_seqz: there is no such option of "),
+        ({"max_num_seqs": -1}, "rollout.engine_options.max_num_seqs: -1: is not from 1 to 65536. Fix: give a number"),
+        ({"vllm": {"max_num_seqs": 2**60}}, "rollout.engine_options.vllm.max_num_seqs: 1152921504606846976: is not fr"),
+        ({"vllm": {"max_num_seqs": "64"}}, 'rollout.engine_options.vllm.max_num_seqs: "64": is not a whole number.'),
+        ({"vllm": {"enforce_eager": 1}}, "rollout.engine_options.vllm.enforce_eager: 1: is not true or false."),
+        ({"gpu_memory_utilization": 90}, "rollout.engine_options.gpu_memory_utilization: 90: is not from 0.01 to 1."),
+        ({"transformers": {"max_num_seqs": 0}}, "rollout.engine_options.transformers.max_num_seqs: 0: is not from 1"),
+    ],
+)
+def test_options_of_engines_are_checked_by_the_source_of_those_that_are_here(
+    options: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    with pytest.raises(InvalidJob) as refusal:
+        submission.check(job(tmp_path, {}) | {"rollout": {"engine_options": options}})
+    assert told in str(refusal.value)
+
+
+def test_an_option_of_an_engine_that_is_not_here_is_left_to_it(tmp_path: Path) -> None:
+    tree = job(tmp_path, {})
+    for name, value in {"max_running_requests": 5, "schedule_policy": "fcfs", "tp_size": 2}.items():
+        submission.check(tree | {"rollout": {"engine_options": {name: value}}})
+
+
+@pytest.mark.parametrize("modules", [["core_attn"], ["moe"]])
+def test_experts_are_not_replayed_where_they_are_recomputed_by_themselves(modules: list[str], tmp_path: Path) -> None:
+    """The trainer refused it at its first step."""
+    tree = job(tmp_path, {})
+    config = QWEN3_30B_A3B | {"architectures": ["Qwen3MoeForCausalLM"]}
+    (Path(tree["model"]["path"]) / "config.json").write_text(json.dumps(config))
+    recompute = {"granularity": "selective", "modules": modules}
+    tree |= {"trainer": {"backend": "megatron", "backend_options": {"recompute": recompute}}}
+    tree |= {"algorithm": {"router_replay": True}}
+    if modules == ["core_attn"]:
+        submission.check(tree)
+        return
+    with pytest.raises(InvalidJob, match=r"backend_options\.recompute\.modules: .*router_replay.*Fix: set granularity"):
+        submission.check(tree)
 
 
 def test_options_are_left_to_whom_they_belong_to(tmp_path: Path) -> None:

@@ -36,6 +36,15 @@ LOSSES = (
         TRAINER,
         "Tokens that were selected for their covariance (`clip_cov`, `kl_cov`).",
     ),
+    StepMetric(
+        "actor/top_entropy_threshold",
+        Unit.NATS,
+        TRAINER,
+        "Smallest entropy of a token whose policy loss counts (`algorithm.top_entropy_fraction`).",
+    ),
+    StepMetric(
+        "actor/off_policy_fraction", Unit.SHARE, TRAINER, "Tokens that `algorithm.off_policy_limit` leaves out."
+    ),
     StepMetric("actor/quadratic_penalty", Unit.LOSS, TRAINER, "Mean of beta/2·(log π/π_old)² (`dro`)."),
     StepMetric("actor/gate_slope", Unit.RATIO, TRAINER, "Mean slope of the gate, 1 where π = π_old (`sapo`)."),
     StepMetric(

@@ -9,7 +9,7 @@ from millrace.data.quantization import engine_overrides
 from millrace.engines import ENGINES
 from millrace.errors import InvalidState, refused
 from millrace.spec import JobSpec
-from services.rollout.engines.options import check_name
+from services.rollout.engines.options import check_names
 
 MARK = "millrace_version"
 """Key under which SGLang returns the version marks, one for each token."""
@@ -29,8 +29,7 @@ def server_arguments(spec: JobSpec) -> dict[str, Any]:
 
     options = spec.rollout.options_of("sglang")
     known = {field.name for field in dataclasses.fields(ServerArgs)}
-    for name in options:
-        check_name("sglang", name, known, "ServerArgs")
+    check_names(spec, "sglang", known, "ServerArgs")
     return {
         "context_length": context(spec) + SLACK,
         "log_level": "warning",

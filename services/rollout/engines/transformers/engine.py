@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from millrace.engines import ENGINES
+from millrace.engines import ENGINES, FIELD
 from millrace.errors import InvalidState
 from millrace.ids import Version
 from millrace.spec import JobSpec
 from millrace.spec.rollout import CachePolicy
 from millrace.validation.mistakes import options as checked_options
 from services.rollout.engine import EngineDied, Load, Sample, Sampling, compute_threads, end_of_turn
+from services.rollout.engines.options import with_whole_paths
 from services.rollout.engines.versioned import VersionedEngine
 from services.rollout.weights.workers import InProcessWorker
 
@@ -33,7 +34,7 @@ class Options(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    max_num_seqs: int = Field(32, ge=1)
+    max_num_seqs: int = Field(32, ge=1, le=65_536)
     """Samples decoded at once."""
     device: str = ""
     """cpu, cuda, cuda:1; empty takes the first GPU where there is one."""
@@ -177,4 +178,4 @@ def _settle(ended: "asyncio.Future[Sample | None]", sample: Sample | None) -> No
 
 
 def _options(spec: JobSpec) -> Options:
-    return checked_options(Options, spec.rollout.options_of("transformers"), "rollout.engine_options")
+    return with_whole_paths(spec, "transformers", lambda given: checked_options(Options, given, FIELD))

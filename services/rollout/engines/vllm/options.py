@@ -10,7 +10,7 @@ from millrace.data.quantization import engine_overrides
 from millrace.engines import ENGINES
 from millrace.errors import InvalidState, refused
 from millrace.spec import JobSpec
-from services.rollout.engines.options import check_name
+from services.rollout.engines.options import check_names
 from services.rollout.engines.vllm.cpu_weights import experts_kernel
 
 CPU_KV_CACHE_BYTES = 1 << 30
@@ -30,8 +30,7 @@ def engine_arguments(spec: JobSpec) -> Any:
 
     options = spec.rollout.options_of("vllm")
     known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
-    for name in options:
-        check_name("vllm", name, known, "AsyncEngineArgs")
+    check_names(spec, "vllm", known, "AsyncEngineArgs")
     arguments: dict[str, Any] = {
         "max_model_len": spec.data.max_prompt_tokens + spec.rollout.max_response_tokens,
         "disable_log_stats": True,

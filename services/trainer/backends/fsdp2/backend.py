@@ -94,11 +94,20 @@ class Fsdp2Backend(ShardedModel):
         if reference and not without_adapter:
             model = self._reference
         assert model is not None, "a reference policy is kept only for a job with algorithm.kl"
-        off = adapters_off(model) if without_adapter else nullcontext()
-        with torch.no_grad(), off, self._without_dropout():
-            values = [self._scores(model, batch, temperature, entropy=False).logprobs_r for batch in microbatches]
-        model.reshard()  # the root waits for a backward pass, which does not come
-        return values
+        with adapters_off(model) if without_adapter else nullcontext():
+            return [scores.logprobs_r for scores in self._forward(model, microbatches, temperature, entropy=False)]
+
+    def scores(self, microbatches: Sequence[MicroBatch], *, temperature: float) -> list[TokenScores]:
+        return self._forward(self._model, microbatches, temperature, entropy=True)
+
+    @torch.no_grad()
+    def _forward(
+        self, model: nn.Module, microbatches: Sequence[MicroBatch], temperature: float, *, entropy: bool
+    ) -> list[TokenScores]:
+        with self._without_dropout():
+            scores = [self._scores(model, batch, temperature, entropy=entropy) for batch in microbatches]
+        model.reshard()  # type: ignore[operator]  # the root waits for a backward pass, which does not come
+        return scores
 
     @contextmanager
     def _without_dropout(self) -> Iterator[None]:

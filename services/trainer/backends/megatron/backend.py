@@ -104,6 +104,10 @@ class MegatronBackend:
             return self._reference.logprobs(microbatches, temperature)
         return [scores_2r[0] for scores_2r in self._policy.forward(microbatches, temperature=temperature)]
 
+    def scores(self, microbatches: Sequence[MicroBatch], *, temperature: float) -> list[TokenScores]:
+        self._update_parameters()
+        return [TokenScores(*scores_2r) for scores_2r in self._policy.forward(microbatches, temperature=temperature)]
+
     def forward_backward(
         self, microbatches: Sequence[MicroBatch], loss_fn: LossFn[Output], *, temperature: float
     ) -> list[Output]:

@@ -44,6 +44,14 @@ JOBS: dict[str, dict[str, Any]] = {
         "trainer": {"activation_recompute": True},
     },
     "tokens picked over the whole batch": {"algorithm": {"policy_loss": {"name": "kl_cov"}}},
+    "tokens of high entropy, off-policy answers": {
+        "algorithm": {
+            "top_entropy_fraction": 0.3,
+            "off_policy_limit": 0.05,
+            "correction": ["tis_token", "reject_token"],
+        },
+        "trainer": {"updates_per_step": 2},
+    },
     "several rewards": {"algorithm": {"advantage": {"name": "gdpo"}}, "reward": {"parts": ["score", "format"]}},
     "greedy baseline": {"algorithm": {"advantage": {"name": "remax"}}},
     "squared probabilities": {"algorithm": {"advantage": {"name": "optimal_token_baseline"}}},

@@ -4,6 +4,7 @@ does. One model for all; the steps are the trainer's own."""
 import json
 import math
 import re
+import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,6 +72,8 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "correction": ["tis_sequence", "reject_token", "reject_sequence_mean"],
         "normalize_correction_weights": True,
     },
+    "tokens of high entropy": {"top_entropy_fraction": 0.2, "correction": "tis_token"},
+    "off-policy answers": {"off_policy_limit": 1e-4},
     **{f"aggregation {name}": {"aggregation": name} for name in AGGREGATIONS},
     **{f"kl {name} in the loss": {"kl": {"name": name}} for name in KL_ESTIMATORS},
     **{f"kl {name} in the reward": {"kl": {"name": name}, "kl_in": "reward"} for name in ("k1", "k2", "k3", "abs")},
@@ -213,6 +216,57 @@ def test_a_loss_that_fails_leaves_nothing_behind(running: Trainer, tmp_path: Pat
     fails_at(calls)
     with pytest.raises(PartialStep, match=told):
         running.step(moving, groups)
+
+
+@dataclass
+class Scored:
+    """A trajectory: its advantage by grpo, and log-probability and entropy of each of its tokens."""
+
+    advantage: float
+    logprobs: list[float]
+    entropies: list[float]
+
+
+def scored(running: Trainer, groups: dict[str, common_pb2.Group]) -> Iterator[Scored]:
+    """The trajectories of all groups, each scored alone."""
+    for group, rewards in zip(groups.values(), REWARDS, strict=True):
+        prompt = unpack_tokens(group.prompt_tokens)
+        for trajectory, reward in zip(group.trajectories, rewards, strict=True):
+            response = unpack_tokens(trajectory.tokens)
+            sample = Sample("", prompt, response, np.zeros(len(response), np.float32), 0.0)
+            (scores,) = running.backend.scores([MicroBatch.pack([sample], [0])], temperature=1.0)
+            assert scores.entropy_r is not None
+            advantage = (reward - statistics.fmean(rewards)) / (statistics.stdev(rewards) + 1e-6)
+            yield Scored(advantage, scores.logprobs_r.tolist(), scores.entropy_r.tolist())
+
+
+def test_only_tokens_of_high_entropy_have_a_policy_loss(running: Trainer) -> None:
+    """All tokens stay in the divisor. With one update π = π_old, so the loss of a token is −A."""
+    groups = scored_groups(running.backend, seed=3)
+    metrics = running.step(running.spec({"top_entropy_fraction": 0.3}, lr=0.0), groups)
+    tokens = [(each.advantage, entropy) for each in scored(running, groups) for entropy in each.entropies]
+    kept = sorted(tokens, key=lambda token: -token[1])[: int(0.3 * (len(tokens) - 1)) + 1]
+    assert metrics["actor/pg_loss"] == pytest.approx(-sum(a for a, _ in kept) / len(tokens), rel=1e-4, abs=1e-6)
+    assert metrics["actor/top_entropy_threshold"] == pytest.approx(kept[-1][1], rel=1e-5)
+    assert metrics["actor/entropy"] == pytest.approx(statistics.fmean(entropy for _, entropy in tokens), rel=1e-5)
+
+
+def test_bad_answers_that_the_policy_has_left_have_no_policy_loss(running: Trainer) -> None:
+    """The engine gave every second answer 0.5 nats a token more than the policy does now."""
+    groups = scored_groups(running.backend, seed=4)
+    trajectories = [trajectory for group in groups.values() for trajectory in group.trajectories]
+    answers = list(scored(running, groups))
+    for number, (trajectory, answer) in enumerate(zip(trajectories, answers, strict=True)):
+        trajectory.logprobs = pack_logprobs([logprob + 0.5 * (number % 2) for logprob in answer.logprobs])
+    total = sum(len(answer.logprobs) for answer in answers)
+    for limit, masks in ((0.4, True), (0.6, False)):
+        metrics = running.step(running.spec({"off_policy_limit": limit}, lr=0.0), groups)
+        masked = [answer for answer in answers[1::2] if masks and answer.advantage < 0]
+        share = sum(len(answer.logprobs) for answer in masked) / total
+        loss = -sum(each.advantage * len(each.logprobs) for each in answers if each not in masked) / total
+        assert metrics["actor/off_policy_fraction"] == pytest.approx(share, abs=1e-7)
+        assert metrics["actor/pg_loss"] == pytest.approx(loss, rel=1e-4, abs=1e-6)
+        assert (share > 0.1) is masks
 
 
 def squared_probabilities(folder: Path, backend: Backend, group: common_pb2.Group) -> list[list[tuple[float, float]]]:
