@@ -12,9 +12,12 @@ from typing import Annotated
 import typer
 
 from benchmarks.chaos import table
+from benchmarks.chaos.faults import Target
 from benchmarks.chaos.trial import Outcome, Shape, Struck, trial
 from millrace.cli.output import print_error
-from millrace.errors import MillraceError
+from millrace.errors import InvalidState, MillraceError
+
+NAMES = {target.name.lower(): target for target in Target}
 
 
 def chaos(
@@ -24,13 +27,15 @@ def chaos(
     engine: Annotated[str, typer.Option(help="Engine of the replicas, several with commas.")] = "transformers",
     replicas: Annotated[int, typer.Option(min=1)] = 2,
     ranks: Annotated[int, typer.Option(help="Of the trainer.", min=1)] = 2,
+    only: Annotated[str, typer.Option(help=f"Of {', '.join(NAMES)}, with commas; empty: all.")] = "",
     patience_s: Annotated[float, typer.Option(help="Longest time until the next step.", min=1.0)] = 180.0,
     state: Annotated[Path, typer.Option(help="Folder for logs, Redis, jobs and checkpoints.")] = Path("state/chaos"),
 ) -> None:
     """Prints a line for each fault and the seconds of each kind."""
-    shape = Shape(faults, engine, replicas, ranks, patience_s)
+    shape = Shape(faults, engine, replicas, ranks, patience_s, _targets(only))
     folder = state.resolve() / time.strftime("%Y%m%d-%H%M%S")
     options = [f"--faults {faults} --engine {engine} --replicas {replicas} --ranks {ranks}"]
+    options += [f"--only {only}"] if only else []
     struck: list[Struck] = []
     failed: list[int] = []
     for seed in range(first, first + seeds):
@@ -44,6 +49,12 @@ def chaos(
     print(f"\n{len(struck)} faults, {seeds - len(failed)} of {seeds} jobs without a finding\n", flush=True)
     print(table.by_kind(struck), flush=True)
     raise typer.Exit(1 if failed else 0)
+
+
+def _targets(names: str) -> tuple[Target, ...]:
+    if unknown := [name for name in names.split(",") if name and name not in NAMES]:
+        raise InvalidState(f"there are no processes named {unknown[0]!r}.", f"choose from {', '.join(NAMES)}.")
+    return tuple(NAMES[name] for name in names.split(",")) if names else tuple(Target)
 
 
 def _outcome(seed: int, folder: Path, shape: Shape) -> Outcome:

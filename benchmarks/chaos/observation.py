@@ -10,6 +10,7 @@ from typing import Any
 from redis import Redis
 from redis.exceptions import RedisError, ResponseError
 
+from millrace.events import EventKind
 from millrace.ids import JobId, Purpose
 from services.coordinator.redis_server import RedisServer
 from services.coordinator.state.ledger import Counts
@@ -18,6 +19,16 @@ from services.coordinator.store.jobs import key
 from services.coordinator.store.prompts import PARTS
 
 DEADLINE_S = 2.0
+MILESTONES = (
+    EventKind.TRAINER_LOST,
+    EventKind.TRAINER_CONFIGURING,
+    EventKind.TRAINER_CONFIGURED,
+    EventKind.MEMBER_OUT,
+    EventKind.MEMBER_JOINED,
+    EventKind.MEMBER_CONFIGURED,
+    EventKind.PUBLICATION_DONE,
+)
+"""Events between a fault and the next step, in the order in which they usually come."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +103,19 @@ class Observer:
         if any(isinstance(answer, Exception) for answer in answers[:-1]):
             return None
         return _observation(answers)
+
+    def milestones(self, job_id: JobId, since_s: float) -> dict[str, float]:
+        """Event kind → seconds from `since_s`, a Unix time, to the first event of this kind after it."""
+        found: dict[str, float] = {}
+        try:
+            events = self._redis.xrange(f"{key(job_id)}:events", f"{int(since_s * 1000)}-0")
+        except (RedisError, OSError):
+            return found
+        for _, fields in events:
+            kind, seconds = fields[b"kind"].decode(), float(fields[b"time_s"]) - since_s
+            if kind in MILESTONES:
+                found.setdefault(kind, seconds)
+        return found
 
     def values(self) -> list[bytes]:
         """Every string that Redis holds, whatever its type."""

@@ -1,9 +1,11 @@
 """What people read: a line for each fault, and the seconds of each kind of fault over all trials."""
 
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
 
+from benchmarks.chaos.observation import MILESTONES
 from benchmarks.chaos.trial import Outcome, Struck
 
 HEADER = f"{'fault':<9}{'target':<20}{'instant':>9}{'stopped':>9}{'recovery':>10}  verdict"
@@ -36,15 +38,25 @@ def failure(outcome: Outcome, command: str) -> str:
 
 def by_kind(struck: Iterable[Struck]) -> str:
     """A Markdown table: seconds until the next step, by fault and target."""
-    kinds: dict[tuple[str, str], list[float]] = {}
+    kinds: dict[tuple[str, str], list[Struck]] = {}
     for one in struck:
-        kinds.setdefault((one.fault.target, one.fault.act), []).append(
-            float("inf") if one.recovery_s is None else one.recovery_s
-        )
-    rows = ["| target | fault | times | median | slowest |", "|---|---|---|---|---|"]
-    for (target, act), seconds in sorted(kinds.items()):
-        rows.append(f"| {target} | {act} | {len(seconds)} | {median(seconds):.1f} s | {max(seconds):.1f} s |")
+        kinds.setdefault((one.fault.target, one.fault.act), []).append(one)
+    rows = ["| target | fault | times | median | slowest | on the way, median |", "|---|---|---|---|---|---|"]
+    for (target, act), faults in sorted(kinds.items()):
+        seconds = [math.inf if one.recovery_s is None else one.recovery_s for one in faults]
+        figures = f"{len(seconds)} | {median(seconds):.1f} s | {max(seconds):.1f} s | {_milestones(faults)}"
+        rows.append(f"| {target} | {act} | {figures} |")
     return "\n".join(rows)
+
+
+def _milestones(faults: Sequence[Struck]) -> str:
+    """Each event that came on the way to the next step in at least half of the faults."""
+    told = []
+    for kind in MILESTONES:
+        seconds = [one.milestones[kind] for one in faults if kind in one.milestones]
+        if 2 * len(seconds) >= len(faults):
+            told.append(f"{kind} {median(seconds):.1f}")
+    return ", ".join(told)
 
 
 def repeating(seed: int, options: Sequence[str], state: Path) -> str:

@@ -1,6 +1,7 @@
 """One seed: a stack, a job, its faults, and what was found."""
 
 import contextlib
+import math
 import os
 import secrets
 import signal
@@ -43,11 +44,13 @@ class Shape:
     ranks: int = 2
     patience_s: float = 180.0
     """A fault after which no step is completed for so long is a failure."""
+    only: tuple[Target, ...] = tuple(Target)
+    """The kinds of processes to strike, of those that there are."""
 
     @property
     def targets(self) -> list[Target]:
         absent = set() if "vllm" in self.engine else {Target.ENGINE}
-        return [target for target in Target if target not in absent]
+        return [target for target in self.only if target not in absent]
 
 
 @dataclass
@@ -60,6 +63,8 @@ class Struck:
     pid: int
     recovery_s: float | None = None
     """Seconds until the next step was completed; None where none was."""
+    milestones: dict[str, float] = field(default_factory=dict)
+    """Event kind → seconds until the first such event, of those on the way to the next step."""
     found: list[str] = field(default_factory=list)
     """What contradicted a line of "What always holds" between this fault and the next."""
 
@@ -165,8 +170,11 @@ class _Trial:
             self._watch.terms = replace(terms, lost_groups=terms.lost_groups + 1)
         with contextlib.suppress(psutil.NoSuchProcess):
             victim.send_signal(NUMBERS[fault.act])
+        struck_s = time.time()
         stopped = victim if fault.act is Act.STOP else None
         struck.recovery_s = self._watch.recovery(struck.found, stopped, fault.stopped_s)
+        milestones = self._watch.observer.milestones(self._watch.job_id, struck_s)
+        struck.milestones = {k: s for k, s in milestones.items() if s <= (struck.recovery_s or math.inf)}
         return struck
 
     def _victim(self, fault: Fault) -> psutil.Process:

@@ -1,6 +1,6 @@
 """Faults at random instants in a real job, as `make chaos` does them: three seeds, few faults each.
 
-Whatever a seed finds is repeated with `python -m benchmarks.chaos --first SEED --seeds 1`.
+Whatever a seed finds is repeated with `python -m benchmarks.chaos --first SEED --seeds 1 --faults 3`.
 """
 
 from pathlib import Path
@@ -8,17 +8,23 @@ from pathlib import Path
 import pytest
 
 from benchmarks.chaos import table
+from benchmarks.chaos.faults import Act, Target, draw, staleness
 from benchmarks.chaos.trial import Shape, trial
 
 pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.timeout(600)]
 
-FAULTS = 3
-SEEDS = (4, 6, 7)
-"""Their first three faults strike Redis, a replica, a scorer, a trainer's rank and launcher, and the coordinator."""
+SHAPE = Shape(faults=3)
+SEEDS = (46, 77, 81)
+
+
+def test_the_seeds_kill_every_kind_of_process_at_every_staleness() -> None:
+    drawn = [fault for seed in SEEDS for fault in draw(seed, SHAPE.faults, SHAPE.targets)]
+    assert {fault.target for fault in drawn if fault.act is Act.KILL} == set(Target) - {Target.ENGINE}
+    assert {fault.act for fault in drawn} == set(Act) and {staleness(seed) for seed in SEEDS} == {0, 1, 2}
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_what_always_holds_holds_under_faults(seed: int, tmp_path: Path) -> None:
-    outcome = trial(seed, tmp_path, Shape(faults=FAULTS), lambda struck: print(table.line(struck)))
-    assert len(outcome.struck) == FAULTS and outcome.steps > FAULTS
-    assert outcome.sound, table.failure(outcome, table.repeating(seed, [f"--faults {FAULTS}"], Path("state/chaos")))
+    outcome = trial(seed, tmp_path, SHAPE, lambda struck: print(table.line(struck)))
+    assert outcome.sound, table.failure(outcome, table.repeating(seed, ["--faults 3"], Path("state/chaos")))
+    assert len(outcome.struck) == SHAPE.faults and outcome.steps > SHAPE.faults
