@@ -315,8 +315,8 @@ def _events(lines: Iterator[str]) -> Iterator[Event]:
             data = []
 
 
-TEMPORARY = (502, 503, 504)
-"""Statuses while Redis, or a proxy before the coordinator, is not available."""
+TEMPORARY = (429, 502, 503, 504)
+"""Statuses while the coordinator has too much to do, or Redis or a proxy is not available."""
 
 ERRORS: dict[int, type[errors.MillraceError]] = {
     400: errors.InvalidJob,
@@ -326,6 +326,7 @@ ERRORS: dict[int, type[errors.MillraceError]] = {
     413: errors.InvalidJob,
     415: errors.InvalidJob,
     422: errors.InvalidJob,
+    429: errors.Unavailable,
     502: errors.Unavailable,
     503: errors.Unavailable,
     504: errors.Unavailable,

@@ -205,10 +205,48 @@ class SampleView(BaseModel):
     member: str = Field(description="Id of the replica that generated the answer.")
 
 
+class ProblemType(StrEnum):
+    """What went wrong, as the URI of a problem document."""
+
+    INVALID_JOB = "urn:millrace:problem:invalid-job"
+    """The job spec, or a change of one, has mistakes."""
+    INVALID_REQUEST = "urn:millrace:problem:invalid-request"
+    """A parameter of the path, of the query or of a header has a wrong value."""
+    INVALID_STATE = "urn:millrace:problem:invalid-state"
+    """The state of the job or member does not allow the request."""
+    FENCED = "urn:millrace:problem:fenced"
+    """Something newer has replaced what the request names."""
+    NOT_FOUND = "urn:millrace:problem:not-found"
+    """There is no such job, member or path."""
+    METHOD_NOT_ALLOWED = "urn:millrace:problem:method-not-allowed"
+    """The path does not take this method; the header `Allow` names those that it takes."""
+    UNAUTHORIZED = "urn:millrace:problem:unauthorized"
+    """The token is missing or wrong."""
+    FORBIDDEN = "urn:millrace:problem:forbidden"
+    """The request comes from a web page of another site."""
+    REQUEST_TIMEOUT = "urn:millrace:problem:request-timeout"
+    """The body was not sent in time."""
+    CONTENT_TOO_LARGE = "urn:millrace:problem:content-too-large"
+    """The body is too large for a job spec."""
+    UNSUPPORTED_MEDIA_TYPE = "urn:millrace:problem:unsupported-media-type"
+    """The body is neither JSON nor YAML."""
+    TOO_MANY_REQUESTS = "urn:millrace:problem:too-many-requests"
+    """Too many requests are in progress; repeat it after `Retry-After` seconds."""
+    UNAVAILABLE = "urn:millrace:problem:unavailable"
+    """Redis, or another service that is needed, does not answer; repeat it later."""
+    INTERNAL = "urn:millrace:problem:internal"
+    """The coordinator failed, because of a bug or of an error that has no type of its own."""
+    OTHER = "about:blank"
+    """What the status says, and no more."""
+
+
 class Problem(BaseModel):
     """An error, as RFC 9457 describes it, with what to do next."""
 
-    type: str
+    type: str = Field(
+        description=f"URI that says what went wrong: {', '.join(f'`{each}`' for each in ProblemType)}.",
+        json_schema_extra={"format": "uri"},
+    )
     title: str
     status: int
     detail: str

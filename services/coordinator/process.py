@@ -25,6 +25,7 @@ from services.coordinator.observe.prometheus import PrometheusMetrics
 from services.coordinator.publication.publisher import Publisher
 from services.coordinator.redis_server import RedisServer
 from services.coordinator.rest.app import application
+from services.coordinator.rest.connections import PatientProtocol
 from services.coordinator.servicers import FleetServicer, WorkServicer, servicers
 from services.coordinator.stages.run import Components
 from services.coordinator.state.bell import Bell
@@ -136,7 +137,13 @@ class _Rest(uvicorn.Server):
 
     def __init__(self, app: object) -> None:
         super().__init__(
-            uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=int(GRACE_S))  # type: ignore[arg-type]
+            uvicorn.Config(
+                app,  # type: ignore[arg-type]
+                http=PatientProtocol,
+                log_config=None,
+                access_log=False,
+                timeout_graceful_shutdown=int(GRACE_S),
+            )
         )
 
     @contextlib.contextmanager

@@ -14,8 +14,9 @@ from millrace.wire.channel import token
 from services.coordinator.jobs.control import Control
 from services.coordinator.jobs.waiting import JobViews
 from services.coordinator.rest import callers, documentation, fleet, jobs
+from services.coordinator.rest.crowd import MOST_REQUESTS, InProgress
 from services.coordinator.rest.problems import install
-from services.coordinator.rest.schema import Application, error_responses
+from services.coordinator.rest.schema import CALLERS, EVERYWHERE, Application, Responses, error_responses
 from services.coordinator.stages.run import Components
 
 PAGE = Path(__file__).parent / "page.html"
@@ -26,21 +27,31 @@ trainers and replicas that runs it. Errors are problem documents with a `fix`: w
 """
 
 
+METRICS: Responses = {
+    200: {"description": "The metrics.", "content": {"text/plain; version=0.0.4": {"schema": {"type": "string"}}}}
+}
+
+
 class Health(BaseModel):
     status: str
 
 
 def application(components: Components, control: Control, views: JobViews, name: str) -> FastAPI:
     """The application of one coordinator. `name` is the host that it listens at."""
-    app = Application(title="Millrace", version=__version__, description=ABOUT, docs_url=None, redoc_url=None)
+    app = Application(
+        title="Millrace", version=__version__, description=ABOUT, docs_url=None, redoc_url=None, responses=EVERYWHERE
+    )
     install(app)
+    app.add_middleware(InProgress, most=MOST_REQUESTS)
     secret = token()
     allowed = [Depends(callers.bearer(secret))]
     if not secret:
         names = (name, os.environ.get("MILLRACE_HOST", ""), socket.gethostname())
         allowed.append(Depends(callers.no_foreign_page(names)))
-    app.include_router(jobs.routes(components.store, control, views, components.events), dependencies=allowed)
-    app.include_router(fleet.routes(components.fleet, components.queue), dependencies=allowed)
+    app.include_router(
+        jobs.routes(components.store, control, views, components.events), dependencies=allowed, responses=CALLERS
+    )
+    app.include_router(fleet.routes(components.fleet, components.queue), dependencies=allowed, responses=CALLERS)
     _operations(app, components)
     documentation.add(app)
     return app
@@ -63,7 +74,12 @@ def _operations(app: FastAPI, components: Components) -> None:
             raise Unavailable(f"Redis at {components.store.connection.name} does not answer.", "start Redis again.")
         return Health(status="ready")
 
-    @app.get("/metrics", tags=["operations"], response_class=Response)
+    @app.get(
+        "/metrics",
+        tags=["operations"],
+        response_class=Response,
+        responses=METRICS | error_responses({503: "Redis does not answer."}),
+    )
     async def metrics() -> Response:
         """Metrics in Prometheus's text format, of the jobs that are active or have ended lately."""
         page = await components.prometheus.page(components.store, components.fleet.view({}))

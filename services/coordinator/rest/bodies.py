@@ -10,9 +10,11 @@ from fastapi import Request
 from millrace.errors import InvalidJob
 from millrace.spec.document import UNREADABLE, Document
 from millrace.validation.kinds import kind_of
-from services.coordinator.rest.problems import ContentTooLarge, UnsupportedMediaType
+from services.coordinator.rest.problems import ContentTooLarge, RequestTimeout, UnsupportedMediaType
 
 MAX_BYTES = 16 << 20
+RECEIVE_S = 30.0
+"""How long a caller may take to send a body."""
 
 
 def _yaml(body: bytes) -> Any:
@@ -32,14 +34,18 @@ READERS: Mapping[str, Callable[[bytes], Any]] = {
 async def tree(request: Request) -> Any:
     """The body as plain mappings, lists and values.
 
-    Raises UnsupportedMediaType, ContentTooLarge, and InvalidJob where the body cannot be parsed.
+    Raises UnsupportedMediaType, ContentTooLarge, RequestTimeout, and InvalidJob where the body cannot be parsed.
     """
     kind = request.headers.get("content-type", "")
     read = READERS.get(kind.partition(";")[0].strip().lower())
     if read is None:
         fix = "send `Content-Type: application/json`, or `application/yaml`."
         raise UnsupportedMediaType(f"Content-Type: {json.dumps(kind)}: is neither JSON nor YAML.", fix)
-    body = await _whole(request)
+    try:
+        async with asyncio.timeout(RECEIVE_S):
+            body = await _whole(request)
+    except TimeoutError as error:
+        raise RequestTimeout(f"the body was not sent within {RECEIVE_S:g} s.", "send it faster.") from error
     try:
         return await asyncio.to_thread(read, body)
     except UNREADABLE as error:

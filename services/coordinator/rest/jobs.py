@@ -14,7 +14,7 @@ from services.coordinator.jobs.control import Control
 from services.coordinator.jobs.waiting import JobViews
 from services.coordinator.observe.events import Events
 from services.coordinator.rest import bodies
-from services.coordinator.rest.schema import SPEC_BODY, Responses, error_responses
+from services.coordinator.rest.schema import CHANGES_BODY, SPEC_BODY, Responses, error_responses
 from services.coordinator.state.job import ENDED, no_such_job
 from services.coordinator.store import Store
 
@@ -24,16 +24,19 @@ SILENCE_S = 15.0
 """Seconds after which a stream without events carries a comment, so that both sides know that it works."""
 
 
-ERRORS = error_responses(
-    {404: "No such job.", 409: "The job's state does not allow it.", 503: "Redis does not answer."}
-)
+ERRORS = error_responses({404: "No such job.", 409: "The job's state does not allow it."})
 BODY_ERRORS = error_responses(
     {
+        408: "The body was not sent in time.",
         413: "The body is too large for a job spec.",
         415: "The body is neither JSON nor YAML.",
         422: "The body has mistakes.",
     }
 )
+SUBMITTED: Responses = {
+    200: {"model": JobView, "description": "The job of an earlier call with this `Idempotency-Key`."},
+    **BODY_ERRORS,
+}
 EVENTS: Responses = {200: {"model": Event, "description": "The `data` of each server-sent event is this document."}}
 
 
@@ -43,9 +46,13 @@ class EventStream(StreamingResponse):
     media_type = "text/event-stream"
 
 
-async def _id(job_id: Annotated[str, Path()]) -> str:
+JOB_ID = r"^job-[0-9a-f]{12}$"
+LARGEST_STEP = 2**31 - 1
+
+
+async def _id(job_id: Annotated[str, Path(json_schema_extra={"pattern": JOB_ID})]) -> str:
     """A job's id. The store makes keys of it, so nothing else may get there."""
-    if not re.fullmatch(r"job-[0-9a-f]{12}", job_id):
+    if not re.fullmatch(JOB_ID, job_id):
         raise no_such_job(job_id)
     return job_id
 
@@ -56,7 +63,7 @@ Id = Annotated[str, Depends(_id)]
 def routes(store: Store, control: Control, views: JobViews, events: Events) -> APIRouter:
     router = APIRouter(prefix="/v1/jobs", tags=["jobs"], responses=ERRORS)
 
-    @router.post("", status_code=201, openapi_extra=SPEC_BODY, responses=BODY_ERRORS)
+    @router.post("", status_code=201, openapi_extra=SPEC_BODY, responses=SUBMITTED)
     async def submit(
         request: Request,
         response: Response,
@@ -95,7 +102,7 @@ def routes(store: Store, control: Control, views: JobViews, events: Events) -> A
         """Pauses the job after the step in progress: nothing new is issued or trained, nothing is lost."""
         return views.of(await control.pause(job_id))
 
-    @router.post("/{job_id}/resume", responses=BODY_ERRORS)
+    @router.post("/{job_id}/resume", openapi_extra=CHANGES_BODY, responses=BODY_ERRORS)
     async def resume(job_id: Id, request: Request) -> JobView:
         """Continues a paused job where it stopped. A job that failed or was cancelled is queued again: it continues
         from the version that the trainer still holds, from its last checkpoint, or from the model. For such a job the
@@ -110,7 +117,8 @@ def routes(store: Store, control: Control, views: JobViews, events: Events) -> A
 def _add_reading(router: APIRouter, store: Store) -> None:
     @router.get("/{job_id}/metrics")
     async def metrics(
-        job_id: Id, after: Annotated[int, Query(ge=-1, description="Only rows of steps after this one.")] = -1
+        job_id: Id,
+        after: Annotated[int, Query(ge=-1, le=LARGEST_STEP, description="Only rows of steps after this one.")] = -1,
     ) -> list[StepMetrics]:
         """The job's step metrics under verl's names, one row a step; step 0 has the evaluation before training."""
         job = await store.jobs.get(job_id)
@@ -119,7 +127,7 @@ def _add_reading(router: APIRouter, store: Store) -> None:
     @router.get("/{job_id}/samples")
     async def samples(
         job_id: Id,
-        step: Annotated[int | None, Query(ge=0, description="Only samples of this step.")] = None,
+        step: Annotated[int | None, Query(ge=0, le=LARGEST_STEP, description="Only samples of this step.")] = None,
         limit: Annotated[int, Query(ge=1, le=1000)] = 20,
     ) -> list[SampleView]:
         """Prompts with their answers, rewards and weight versions, newest first."""

@@ -40,17 +40,59 @@ SPEC_BODY = {
     }
 }
 """The body of a submission. The route reads the body itself, so FastAPI does not know its type."""
+CHANGES_BODY = {
+    "requestBody": {
+        "required": False,
+        "content": {
+            "application/json": {"schema": {"type": "object"}},
+            "application/yaml": {"schema": {"type": "string"}},
+        },
+    }
+}
+"""The body of a request to resume a job: some of the fields of its spec."""
+
+
+HEADERS = {
+    401: {"WWW-Authenticate": {"required": True, "schema": {"type": "string", "const": "Bearer"}}},
+    405: {
+        "Allow": {
+            "required": True,
+            "description": "The methods that this path takes.",
+            "schema": {"type": "string"},
+        }
+    },
+    429: {"Retry-After": {"required": True, "description": "Seconds.", "schema": {"type": "integer", "minimum": 0}}},
+}
+"""Headers of error answers by status."""
 
 
 def error_responses(descriptions: Mapping[int, str]) -> Responses:
     """Error answers of a route, from what each status means there."""
-    return {status: {"model": Problem, "description": text} for status, text in descriptions.items()}
+    return {
+        status: {"model": Problem, "description": text} | ({"headers": HEADERS[status]} if status in HEADERS else {})
+        for status, text in descriptions.items()
+    }
+
+
+EVERYWHERE = error_responses({405: "The path does not take this method."})
+"""Error answers of every path."""
+CALLERS = error_responses(
+    {
+        401: "The token is missing or wrong.",
+        403: "The request comes from a web page of another site.",
+        429: "Too many requests are in progress.",
+        503: "Redis does not answer.",
+    }
+)
+"""Error answers of every path that asks who the caller is."""
 
 
 class Application(FastAPI):
     """FastAPI with an OpenAPI document that says how errors and event streams are really sent."""
 
     def openapi(self) -> dict[str, Any]:
+        if self.openapi_schema:
+            return self.openapi_schema
         document = super().openapi()
         for path in document["paths"].values():
             for operation in path.values():
@@ -65,6 +107,9 @@ def _correct(status: str, answer: dict[str, Any]) -> None:
     if int(status) >= 400:
         answer["content"] = {PROBLEM_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}}
         return
-    for content in answer.get("content", {}).values():
-        if "$ref" in content.get("schema", {}):  # FastAPI adds "type": "string" to the model of a stream
-            content["schema"] = {"$ref": content["schema"]["$ref"]}
+    if stream := answer.get("content", {}).get("text/event-stream"):
+        document = {"$ref": stream["schema"]["$ref"]}  # FastAPI adds "type": "string"
+        text = {"type": "string"}
+        data = text | {"contentMediaType": "application/json", "contentSchema": document}
+        parts = {"id": text, "event": text, "data": data}
+        stream["schema"] = {"type": "object", "required": [*parts], "properties": parts}

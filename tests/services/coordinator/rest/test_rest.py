@@ -351,8 +351,8 @@ def test_health_docs_and_page(http: httpx.Client) -> None:
     for path, verbs in paths.items():
         for verb, operation in verbs.items():
             assert operation.get("description") or operation.get("summary"), (verb, path)
-    stream = paths["/v1/jobs/{job_id}/events"]["get"]["responses"]["200"]["content"]
-    assert stream == {"text/event-stream": {"schema": {"$ref": "#/components/schemas/Event"}}}
+    stream = paths["/v1/jobs/{job_id}/events"]["get"]["responses"]["200"]["content"]["text/event-stream"]["schema"]
+    assert stream["properties"]["data"]["contentSchema"] == {"$ref": "#/components/schemas/Event"}
     missing = paths["/v1/jobs/{job_id}/events"]["get"]["responses"]["404"]["content"]
     assert missing == {"application/problem+json": {"schema": {"$ref": "#/components/schemas/Problem"}}}
     schemas = document.json()["components"]["schemas"]
