@@ -14,10 +14,8 @@ from millrace.validation.foreign_names import ABSENT, FIELDS, UNITS, VALUES, nam
 
 SMALLEST = {"name": "a job", "output": "/out", "model": {"path": "/model"}, "data": {"files": ["train.parquet"]}}
 OPTIONS = {
-    "algorithm.policy_loss": {o.name for o in catalogue.find(AlgorithmKind.POLICY_LOSS, "ppo").options},
-    "algorithm.advantage": {
-        o.name for name in ("grpo", "gae") for o in catalogue.find(AlgorithmKind.ADVANTAGE, name).options
-    },
+    f"algorithm.{field}": {o.name for name in catalogue.names(kind) for o in catalogue.find(kind, name).options}
+    for field, kind in (("policy_loss", AlgorithmKind.POLICY_LOSS), ("advantage", AlgorithmKind.ADVANTAGE))
 }
 
 
@@ -45,7 +43,8 @@ def test_each_field_of_another_framework_leads_to_one_here(name: str) -> None:
 
 @pytest.mark.parametrize("name", VALUES)
 def test_each_function_of_another_framework_leads_to_one_here(name: str) -> None:
-    assert name_here(name, (*KL_ESTIMATORS, *catalogue.names(AlgorithmKind.POLICY_LOSS))) == VALUES[name]
+    here = [one for kind in (AlgorithmKind.POLICY_LOSS, AlgorithmKind.ADVANTAGE) for one in catalogue.names(kind)]
+    assert name_here(name, (*KL_ESTIMATORS, *here)) == VALUES[name]
 
 
 SETTINGS = (
@@ -113,6 +112,49 @@ SETTINGS = (
     "actor_rollout_ref.actor.megatron.use_dist_checkpointing",
 )
 """The settings of verl's pages on saving memory and on large mixtures of experts, by their names there."""
+ALGORITHM = (
+    "algorithm.rollout_correction.rollout_is",
+    "algorithm.rollout_correction.rollout_is_threshold",
+    "algorithm.rollout_correction.rollout_is_batch_normalize",
+    "algorithm.rollout_correction.rollout_rs",
+    "algorithm.rollout_correction.rollout_rs_threshold",
+    "algorithm.rollout_correction.bypass_mode",
+    "algorithm.rollout_correction.loss_type",
+    "algorithm.adv_estimator",
+    "algorithm.norm_adv_by_std_in_grpo",
+    "algorithm.gamma",
+    "algorithm.lam",
+    "algorithm.use_kl_in_reward",
+    "algorithm.kl_penalty",
+    "algorithm.kl_ctrl.kl_coef",
+    "algorithm.kl_ctrl.horizon",
+    "algorithm.kl_ctrl.target_kl",
+    "algorithm.use_pf_ppo",
+    "algorithm.pf_ppo",
+    "algorithm.filter_groups.max_num_gen_batches",
+    "actor_rollout_ref.actor.ppo_epochs",
+    "actor_rollout_ref.actor.clip_ratio",
+    "actor_rollout_ref.actor.clip_ratio_low",
+    "actor_rollout_ref.actor.clip_ratio_high",
+    "actor_rollout_ref.actor.clip_ratio_c",
+    "actor_rollout_ref.actor.tau_pos",
+    "actor_rollout_ref.actor.tau_neg",
+    "actor_rollout_ref.actor.policy_loss.loss_mode",
+    "actor_rollout_ref.actor.policy_loss.clip_cov_ratio",
+    "actor_rollout_ref.actor.policy_loss.clip_cov_lb",
+    "actor_rollout_ref.actor.policy_loss.kl_cov_ratio",
+    "actor_rollout_ref.actor.policy_loss.ppo_kl_coef",
+    "actor_rollout_ref.actor.policy_loss.dro_beta",
+    "actor_rollout_ref.actor.loss_agg_mode",
+    "actor_rollout_ref.actor.loss_scale_factor",
+    "actor_rollout_ref.actor.entropy_coeff",
+    "actor_rollout_ref.actor.calculate_entropy",
+    "actor_rollout_ref.actor.use_kl_loss",
+    "actor_rollout_ref.actor.kl_loss_coef",
+    "actor_rollout_ref.actor.kl_loss_type",
+    "critic.cliprange_value",
+)
+"""verl's settings of its algorithms, by their names there."""
 UNKNOWN = ("remove it.", "remove it; the fields here are")
 
 
@@ -140,6 +182,17 @@ def test_a_setting_for_memory_is_known_wherever_it_is_put(setting: str) -> None:
     for section in ("trainer", "rollout", "model", "algorithm"):
         for fix in fixes({section: {**SMALLEST.get(section, {}), name: 1}}).values():
             assert not fix.startswith(UNKNOWN), (section, fix)
+
+
+@pytest.mark.parametrize("setting", ALGORITHM)
+def test_a_setting_of_an_algorithm_is_known_in_verls_tree_and_in_one_line(setting: str) -> None:
+    *sections, name = setting.split(".")
+    tree: dict[str, Any] = {name: 1}
+    for section in reversed(sections):
+        tree = {section: tree}
+    for given in (tree, {setting: 1}):
+        told = fixes(given)
+        assert told and not any(fix.startswith(UNKNOWN) for fix in told.values()), told
 
 
 def test_a_file_for_verl_is_told_setting_by_setting() -> None:
