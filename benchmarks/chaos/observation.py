@@ -83,6 +83,15 @@ class Observer:
         except (RedisError, OSError):
             return None
 
+    def step_began_s(self, job_id: JobId, step: int) -> float | None:
+        """Unix time at which a step that is trained was sent to the trainer; None while Redis does not answer."""
+        try:
+            row = self._redis.hget(f"{key(job_id)}:metrics", str(step))
+        except (RedisError, OSError):
+            return None
+        tree = json.loads(row) if row else None
+        return float(tree["time_s"] - tree["values"]["timing_s/train"]) if tree else None
+
     def observe(self, job_id: JobId) -> Observation | None:
         """None while Redis does not answer."""
         job, base = key(job_id), f"{key(job_id)}:{Purpose.TRAIN}"

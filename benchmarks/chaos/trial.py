@@ -62,7 +62,7 @@ class Struck:
     """Seconds since the job's first step."""
     pid: int
     recovery_s: float | None = None
-    """Seconds until the next step was completed; None where none was."""
+    """Seconds until a step that began after the fault was completed; None where none was."""
     milestones: dict[str, float] = field(default_factory=dict)
     """Event kind → seconds until the first such event, of those on the way to the next step."""
     found: list[str] = field(default_factory=list)
@@ -160,7 +160,7 @@ class _Trial:
             self._end(observer, job_id)
 
     def _strike(self, fault: Fault) -> Struck:
-        """One fault: from the wait before it until the next step is completed and nothing is stopped any more."""
+        """One fault: from the wait before it until a new step is completed and nothing is stopped any more."""
         time.sleep(fault.after_s)
         victim = self._victim(fault)
         struck = Struck(fault, time.monotonic() - self._began, victim.pid)

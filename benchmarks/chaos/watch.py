@@ -26,12 +26,13 @@ class Watch:
     """How long is waited for the next step."""
 
     def recovery(self, found: list[str], stopped: psutil.Process | None = None, stopped_s: float = 0.0) -> float | None:
-        """The seconds until the next step is completed; None where none is within the patience.
+        """The seconds until a step that begins from now on is completed; None where none is within the patience.
 
         Returns when `stopped` goes on as well: after `stopped_s`, or as soon as somebody has ended it.
         """
-        began = observed = time.monotonic()
-        lowest, recovered = self.observer.step(self.job_id), None
+        began, began_unix_s = time.monotonic(), time.time()
+        observed, recovered = began, None
+        last = self.observer.step(self.job_id)
         while recovered is None or stopped is not None:
             time.sleep(LOOK_S)
             now = time.monotonic()
@@ -40,9 +41,11 @@ class Watch:
                     stopped.send_signal(signal.SIGCONT)
                 stopped = None
             step = self.observer.step(self.job_id)
-            if step is not None:
-                recovered = now - began if recovered is None and lowest is not None and step > lowest else recovered
-                lowest = step if lowest is None else min(lowest, step)  # a rewind goes back
+            if step is not None and step != last:  # a rewind goes back
+                step_began_s = self.observer.step_began_s(self.job_id, step) if step > (last or 0) else None
+                if recovered is None and step_began_s is not None and step_began_s >= began_unix_s:
+                    recovered = now - began
+                last = step
             if now - observed > OBSERVE_S:
                 observed = now
                 self.check(found)
