@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, computed_field, model_validat
 
 from millrace.drops import DropReason
 from millrace.ids import LeaseId, MemberId, PromptId
-from millrace.rest import Figure, JobState, WaitingFor
+from millrace.rest import Figure, JobState, WaitingFor, WarningCause
 
 PublicationPhase = Literal["prepare", "transfer", "verify", "commit"]
 Source = Literal["trainer", "sibling"]
@@ -40,6 +40,7 @@ class EventKind(StrEnum):
     GROUP_STALE = "group.stale"
     GROUP_DROPPED = "group.dropped"
     STEP_DONE = "step.done"
+    TRAINING_WARNING = "training.warning"
     PUBLICATION_DONE = "publication.done"
     PUBLICATION_FAILED = "publication.failed"
     EVALUATION_DONE = "evaluation.done"
@@ -184,6 +185,17 @@ class StepDone(EventData):
     seconds: Figure = Field(description="Duration of the trainer's step, without the wait for groups.")
 
 
+class TrainingWarning(EventData):
+    """Training goes wrong for several steps. Told once for each time that the trouble begins."""
+
+    kind: Literal[EventKind.TRAINING_WARNING] = EventKind.TRAINING_WARNING
+    cause: WarningCause
+    metric: str = Field(description="Step metric that shows it.")
+    value: Figure = Field(description="Its value in the last step; a count of groups as a share of them.")
+    limit: Figure = Field(description="What the value is compared with; for equal rewards their largest difference.")
+    steps: int = Field(description="For how many steps in a row.")
+
+
 class MemberTransfer(BaseModel):
     """What one member moved in a publication, and how long each part took there."""
 
@@ -299,6 +311,7 @@ Payload = (
     | GroupStale
     | GroupDropped
     | StepDone
+    | TrainingWarning
     | PublicationDone
     | PublicationFailed
     | EvaluationDone

@@ -73,6 +73,26 @@ class WaitingView(BaseModel):
     message: str = Field(description="For people: what the job waits for, with the replicas' words.")
 
 
+class WarningCause(StrEnum):
+    """What is likely wrong with the training of a job."""
+
+    EQUAL_REWARDS = "equal_rewards"
+    """All rewards of several steps are equal."""
+    NO_SIGNAL = "no_signal"
+    """Nearly all groups of several steps have equal rewards each, so their advantages are 0."""
+    LOGPROB_MISMATCH = "logprob_mismatch"
+    """Engine and trainer give tokens different log-probabilities."""
+    RESPONSES_CUT = "responses_cut"
+    """Nearly all responses are as long as they may be."""
+
+
+class WarningView(BaseModel):
+    cause: WarningCause
+    step: int = Field(description="Step after which the job was warned.")
+    message: str = Field(description="For people: the figure, what it means, and its likely cause.")
+    over: bool = Field(False, description="Whether the trouble was gone in a later step.")
+
+
 class JobSummary(BaseModel):
     """A job without its spec."""
 
@@ -81,6 +101,7 @@ class JobSummary(BaseModel):
     state: JobState
     pending: JobRequest | None = Field(None, description="What was asked of the job and is not carried out yet.")
     waiting: WaitingView | None = Field(None, description="What the job waits for; null while it works or has ended.")
+    warnings: list[WarningView] = Field([], description="What is wrong with its training; the newest last.")
     step: int = Field(description="Steps trained.")
     steps: int = Field(0, description="Steps that the job will train; 0 until its data is read.")
     version: int = Field(description="Weight version that the trainer holds.")

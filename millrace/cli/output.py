@@ -14,7 +14,7 @@ from rich.table import Table
 
 from millrace.client import Client
 from millrace.errors import InvalidJob, MillraceError
-from millrace.rest import JobSummary
+from millrace.rest import JobSummary, WarningView
 
 Url = Annotated[
     str | None,
@@ -115,6 +115,11 @@ def held_out(job: JobSummary) -> str:
     if job.evaluation_last is None:
         return number(job.evaluation_before)
     return f"{number(job.evaluation_before)} → {number(job.evaluation_last)}"
+
+
+def warning_line(warning: WarningView) -> str:
+    """`after step 12: response_length/clip_ratio is 1 …`."""
+    return f"after step {warning.step}: {warning.message}"
 
 
 def duration(seconds: float) -> str:

@@ -9,7 +9,19 @@ from rich.markup import escape
 from rich.table import Table
 
 from millrace.cli.names import JobName, job_id
-from millrace.cli.output import AsJson, Url, connect, duration, held_out, number, people, print_json, styled, table
+from millrace.cli.output import (
+    AsJson,
+    Url,
+    connect,
+    duration,
+    held_out,
+    number,
+    people,
+    print_json,
+    styled,
+    table,
+    warning_line,
+)
 from millrace.rest import JobView, LedgerView, SampleView
 
 MAIN_METRICS = (
@@ -99,6 +111,7 @@ def _facts(job: JobView, ledger: LedgerView) -> list[tuple[str, str]]:
         ("job", f"{job.id}  {escape(job.name)}"),
         ("state", styled(job.status)),
         *([("waits", f"[yellow]{escape(job.waiting.message)}[/]")] if job.waiting else []),
+        *(("warning", f"[yellow]{escape(warning_line(warning))}[/]") for warning in job.warnings),
         ("step", f"{job.step} of {job.steps or '?'}, weight version {job.version}"),
         ("reward", number(job.reward)),
         ("held-out", held_out(job)),

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 
 from millrace.cli.names import JobName, job_id
-from millrace.cli.output import AsJson, Url, held_out, number, people, print_json, styled, table
+from millrace.cli.output import AsJson, Url, held_out, number, people, print_json, styled, table, warning_line
 from millrace.client import Client
 from millrace.events import Event, EventKind
 from millrace.rest import ENDED, FleetView, JobState, JobView, LedgerView, StepMetrics
@@ -130,6 +130,8 @@ def panels(snapshot: Snapshot) -> list[Table | str]:
     now = f"{styled(job.status)}  version {job.version}  reward {number(job.reward)}  held-out {held_out(job)}"
     if job.waiting:
         now += f"\n[yellow]waits: {escape(job.waiting.message)}[/]"
+    for warning in job.warnings:
+        now += f"\n[yellow]warning {escape(warning_line(warning))}[/]"
     ledger_row = table(">ISSUED", ">QUEUED", ">LEASED", ">GENERATED", ">TRAINED", ">DROPPED")
     counts = (ledger.issued, ledger.queued, ledger.leased, ledger.generated, ledger.trained, ledger.dropped)
     ledger_row.add_row(*map(str, counts))

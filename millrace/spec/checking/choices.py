@@ -27,6 +27,11 @@ def needs_greedy_baseline(spec: JobSpec) -> bool:
     return "greedy_rewards_b" in find(AlgorithmKind.ADVANTAGE, spec.algorithm.advantage.name).inputs
 
 
+def compares_within_groups(spec: JobSpec) -> bool:
+    """Whether the job's advantage is 0 for a group whose rewards are equal: it compares the answers to one prompt."""
+    return "group_b" in find(AlgorithmKind.ADVANTAGE, spec.algorithm.advantage.name).required_inputs
+
+
 def mistakes_of(spec: JobSpec) -> Iterator[Mistake]:
     """Every mistake in the choice of the algorithm."""
     algorithm = spec.algorithm

@@ -66,6 +66,7 @@ async def _gather(run: Run, state: JobState, message: str) -> dict[str, Any]:
             "training_first": _reward(rows[:1]),
             "training_last": _reward(rows[-LAST:]),
         },
+        "warnings": [warning.model_dump(mode="json") for warning in job.warnings],
         "ledger": ledger.model_dump(),
         "publications": _publications(await run.records.publications()),
         "mismatch": _mismatch(rows),
@@ -145,6 +146,11 @@ def _markdown(contents: dict[str, Any]) -> str:
     lines += [f"| held-out | {_figure(reward['held_out_before'])} | {_held_out_after(job, reward)} |"]
     lines += [f"| training, first step and last {LAST} | {_figure(reward['training_first'])} | "]
     lines[-1] += f"{_figure(reward['training_last'])} |"
+    if contents["warnings"]:
+        lines += ["", "## Warnings", ""]
+    for warning in contents["warnings"]:
+        over = ", over since" if warning["over"] else ""
+        lines += [f"* after step {warning['step']}{over}: {warning['message']}"]
     lines += ["", "## Ledger", "", *_table({k: v for k, v in ledger.items() if k != "reasons"})]
     if ledger["reasons"]:
         lines += ["", "Dropped:", "", *_table(ledger["reasons"])]

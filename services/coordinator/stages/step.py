@@ -11,6 +11,7 @@ from services.coordinator.observe.step_metrics import batch_metrics, mean, milli
 from services.coordinator.stages.admit import Batch
 from services.coordinator.stages.run import Run
 from services.coordinator.stages.spans import traced
+from services.coordinator.stages.warn import warn
 
 
 async def interrupted(run: Run) -> Batch | None:
@@ -62,6 +63,7 @@ async def _mark(run: Run, batch: Batch, answer: trainer_pb2.StepResponse, second
     run.components.prometheus.trained(run.job.id, staleness)
     message = f"step {batch.step} of {run.steps}: reward {reward:.4g}"
     await run.tell(events.StepDone(step=batch.step, reward=reward, seconds=seconds), message)
+    await warn(run, row)
 
 
 async def _samples(run: Run, batch: Batch) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from millrace.errors import InvalidState, NotFound
 from millrace.ids import JobId, Version
-from millrace.rest import JobRequest, JobState, JobSummary, JobView, WaitingView
+from millrace.rest import JobRequest, JobState, JobSummary, JobView, WaitingView, WarningView
 from millrace.spec.job import JobSpec
 
 TRANSITIONS: Mapping[JobState, frozenset[JobState]] = {
@@ -112,6 +112,8 @@ class JobRecord:
     checkpoint_step: int = -1
     report: str | None = None
     failure: str | None = None
+    warnings_json: str = "[]"
+    """A list of WarningView."""
     wanted: Wanted = Wanted.NOTHING
     folder: str = ""
     """The output folder without symbolic links, as it was at the submission. Jobs are indexed by it."""
@@ -132,6 +134,11 @@ class JobRecord:
         return {"queued_s": self.queued_s + queued, "ran_s": self.ran_s + ran, "since_s": now_s}
 
     @property
+    def warnings(self) -> list[WarningView]:
+        """What the job was warned of, oldest first."""
+        return [WarningView.model_validate(tree) for tree in json.loads(self.warnings_json)]
+
+    @property
     def output(self) -> str:
         """The output folder. It is read without validating the spec, which may be of another release."""
         return str(json.loads(self.spec_json)["output"])
@@ -150,6 +157,7 @@ class JobRecord:
             state=self.state,
             pending=JobRequest(self.wanted) if self.wanted and self.state not in ENDED else None,
             waiting=waiting,
+            warnings=[warning for warning in self.warnings if not warning.over],
             step=self.step,
             steps=self.steps,
             version=self.version,

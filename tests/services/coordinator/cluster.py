@@ -14,6 +14,11 @@ from tests.services.coordinator.peers import Member, Shape, SimulatedReplica, Si
 ENDED = (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED)
 
 
+def named(spec: dict[str, Any], name: str) -> dict[str, Any]:
+    """The same job under another name, with an output of its own."""
+    return spec | {"name": name, "output": f"{spec['output']}-{name}"}
+
+
 class Cluster:
     def __init__(self, coordinator: CoordinatorProcess) -> None:
         self.coordinator = coordinator

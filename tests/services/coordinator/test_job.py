@@ -10,16 +10,10 @@ import httpx
 import pytest
 
 from millrace.drops import DropReason
-from millrace.errors import InvalidJob, Unavailable
-from millrace.rest import JobRequest, JobState, WaitingFor
+from millrace.errors import Unavailable
+from millrace.rest import JobRequest, JobState, WarningCause
 from millrace.wire.v1 import common_pb2
-from tests.services.coordinator.cluster import Cluster, scenario, until
-from tests.services.coordinator.peers import SimulatedReplica
-
-
-def named(spec: dict[str, Any], name: str) -> dict[str, Any]:
-    """The same job under another name, with an output of its own."""
-    return spec | {"name": name, "output": f"{spec['output']}-{name}"}
+from tests.services.coordinator.cluster import Cluster, named, scenario, until
 
 
 @scenario
@@ -104,37 +98,6 @@ async def test_jobs_run_one_after_another(cluster: Cluster, spec: dict[str, Any]
 
 
 @scenario
-async def test_a_job_says_what_it_waits_for(cluster: Cluster, spec: dict[str, Any]) -> None:
-    async def waits(job_id: str, reason: WaitingFor) -> None:
-        await until(lambda: cluster.job(job_id), lambda job: job.waiting is not None and job.waiting.reason is reason)
-
-    job_id = await cluster.submit(spec)
-    await waits(job_id, WaitingFor.TRAINER)
-    assert (await cluster.job(job_id)).state is JobState.QUEUED
-    await until(lambda: cluster.events(job_id, "job.waiting"))
-    trainer, loaded = await cluster.trainer(), asyncio.Event()
-
-    async def load(_: object) -> None:
-        await loaded.wait()
-
-    trainer.faults["Configure"] = load
-    await waits(job_id, WaitingFor.TRAINER_LOADING)
-    loaded.set()
-    await waits(job_id, WaitingFor.REPLICA)
-    behind = await cluster.submit(named(spec, "behind"))
-    await waits(behind, WaitingFor.EARLIER_JOB)
-    (told,) = await cluster.events(behind, "job.waiting")
-    assert told.data.reason is WaitingFor.EARLIER_JOB and job_id in told.message
-    await until(lambda: cluster.events(job_id, "job.waiting"), lambda events: len(events) == 2)
-    await cluster.replica(seconds=0.05)
-    await until(lambda: cluster.job(job_id), lambda job: job.state is JobState.RUNNING and job.waiting is None)
-    reasons = [event.data.reason for event in await cluster.events(job_id, "job.waiting")]
-    assert reasons == [WaitingFor.TRAINER, WaitingFor.REPLICA]
-    assert (await cluster.ended(job_id)).waiting is None
-    assert (await cluster.ended(behind)).state is JobState.SUCCEEDED
-
-
-@scenario
 async def test_a_job_without_replicas_fails_in_time(cluster: Cluster, spec: dict[str, Any]) -> None:
     await cluster.trainer()
     job = await cluster.ended(await cluster.submit(spec | {"deadlines": {"no_replica_s": 1.0}}))
@@ -155,74 +118,6 @@ async def test_a_job_that_no_replica_can_be_made_ready_for_fails_with_the_reason
     assert "2 are in the fleet." in str(job.failure) and f"could not be made ready: {failure}" in str(job.failure)
     fleet = await asyncio.to_thread(cluster.coordinator.client.fleet)
     assert str(failure) in {member.trouble for member in fleet.replicas}
-
-
-REFUSAL = InvalidJob("rollout.engine_options.max_runing: vLLM has no such option.", "did you mean `max_running`?")
-
-
-async def refuse(replica: SimulatedReplica) -> SimulatedReplica:
-    """The replica accepts only the job named good."""
-
-    async def fault(request: Any) -> None:
-        if json.loads(request.spec)["name"] != "good":
-            raise REFUSAL
-
-    replica.faults["Configure"] = fault
-    return replica
-
-
-@scenario
-async def test_a_job_that_every_replica_refuses_fails_at_once_and_the_next_one_runs(
-    cluster: Cluster, spec: dict[str, Any]
-) -> None:
-    await cluster.trainer()
-    replicas = [await refuse(await cluster.replica()) for _ in range(2)]
-    bad, good = await cluster.submit(spec), await cluster.submit(named(spec, "good"))
-    job = await cluster.ended(bad, within_s=15.0)
-    assert (job.state, job.failure) == (JobState.FAILED, f"all 2 connected replicas refused the job: {REFUSAL}")
-    failed = await cluster.events(bad, "member.failed")
-    assert {event.data.member for event in failed} == {replica.id for replica in replicas}
-    assert all(event.data.refused for event in failed) and not await cluster.events(bad, "member.out")
-    assert (await cluster.ended(good)).state is JobState.SUCCEEDED
-
-
-@scenario
-async def test_a_job_that_one_replica_refuses_runs_on_the_others(cluster: Cluster, spec: dict[str, Any]) -> None:
-    await cluster.trainer(), await refuse(await cluster.replica())
-    serving = await cluster.replica()
-    job = await cluster.ended(await cluster.submit(spec))
-    assert job.state is JobState.SUCCEEDED and serving.leased
-
-
-@scenario
-async def test_a_replica_that_joins_soon_may_accept_what_the_others_refuse(
-    cluster: Cluster, spec: dict[str, Any]
-) -> None:
-    await cluster.trainer(), await refuse(await cluster.replica())
-    job_id = await cluster.submit(spec)
-    await until(lambda: cluster.events(job_id, "member.failed"))
-    await cluster.replica()
-    assert (await cluster.ended(job_id)).state is JobState.SUCCEEDED
-
-
-@scenario
-async def test_a_job_that_was_accepted_once_waits_for_another_replica(cluster: Cluster, spec: dict[str, Any]) -> None:
-    """A replica that comes after a loss, and lacks something on its host, does not end a job that has run."""
-    await cluster.trainer(step_s=0.05)
-    first = await cluster.replica(seconds=0.05)
-    job_id = await cluster.submit(spec)
-    await cluster.reached(job_id, 2)
-    await refuse(await cluster.replica())
-    await until(lambda: cluster.events(job_id, "member.failed"))
-    await first.die()
-    cluster.members.remove(first)
-    await until(lambda: cluster.events(job_id, "member.out"))
-    await asyncio.to_thread(cluster.coordinator.stop)
-    await asyncio.to_thread(cluster.coordinator.start)
-    refused = len(await cluster.events(job_id, "member.failed"))
-    await until(lambda: cluster.events(job_id, "member.failed"), lambda events: len(events) > refused)
-    await until(cluster.replica)  # its channel may remember for a moment that the coordinator was away
-    assert (await cluster.ended(job_id)).state is JobState.SUCCEEDED
 
 
 @scenario
@@ -361,6 +256,19 @@ async def test_groups_without_signal_are_replaced_until_the_bound(cluster: Clust
     replica.shape.reward = lambda *_: 1.0
     failed = await cluster.ended(await cluster.submit(named(spec, "flat")))
     assert failed.state is JobState.FAILED and "had no signal" in str(failed.failure)
+
+
+@scenario
+async def test_equal_rewards_are_warned_of_once_and_reported(cluster: Cluster, spec: dict[str, Any]) -> None:
+    await cluster.trainer(), await cluster.replica(reward=lambda *_: 1.0)
+    job = await cluster.ended(await cluster.submit(spec))
+    assert job.state is JobState.SUCCEEDED and job.step == 6
+    (told,) = await cluster.events(job.id, "training.warning")
+    assert (told.data.cause, told.data.value, told.data.steps) == (WarningCause.EQUAL_REWARDS, 1.0, 3)
+    ((cause, step),) = [(warning.cause, warning.step) for warning in job.warnings]
+    assert (cause, step) == (WarningCause.EQUAL_REWARDS, 3)
+    report = (Path(spec["output"]) / "report.md").read_text()
+    assert f"## Warnings\n\n* after step 3: {told.message}" in report
 
 
 @scenario

@@ -4,7 +4,10 @@ from millrace.telemetry.metrics.declaration import Owner, StepMetric, Unit
 
 COORDINATOR, TRAINER = Owner.COORDINATOR, Owner.TRAINER
 
-MEAN_SCORE = "critic/score/mean"
+SCORE = "critic/score"
+MEAN_SCORE = f"{SCORE}/mean"
+RESPONSES_CUT = "response_length/clip_ratio"
+GROUPS_WITHOUT_SIGNAL = "training/groups_without_signal"
 
 BATCH = (
     StepMetric("training/global_step", Unit.STEP, COORDINATOR, "The number of the step; 0 is before training."),
@@ -43,7 +46,7 @@ BATCH = (
         "Responses without a token, as in verl. It is 0: a group with such a response is dropped (`malformed_group`).",
     ),
     StepMetric(
-        "response_length/clip_ratio",
+        RESPONSES_CUT,
         Unit.SHARE,
         COORDINATOR,
         "Responses that are as long as `rollout.max_response_tokens` allows.",
@@ -62,7 +65,7 @@ BATCH = (
         "Version that the trainer held less the oldest version among a trajectory's tokens.",
     ),
     StepMetric(
-        "training/groups_without_signal",
+        GROUPS_WITHOUT_SIGNAL,
         Unit.COUNT,
         COORDINATOR,
         "Groups of the step whose rewards are all equal.",

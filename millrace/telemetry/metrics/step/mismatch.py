@@ -8,7 +8,9 @@ from millrace.telemetry.metrics.declaration import Owner, StepMetric, Unit
 
 TRAINER = Owner.TRAINER
 
-SPLIT = ("training/rollout_probs_diff_mean", "rollout_corr/kl", "rollout_corr/k3_kl")
+K3_KL = "rollout_corr/k3_kl"
+K3_KL_SAME_VERSION = f"{K3_KL}/same_version"
+SPLIT = ("training/rollout_probs_diff_mean", "rollout_corr/kl", K3_KL)
 """Keys whose metric is also reported for parts of the batch: see `MISMATCH_SUMMARY`."""
 
 

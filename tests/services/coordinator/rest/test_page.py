@@ -20,6 +20,7 @@ from millrace.rest import (
     MemberView,
     Problem,
     SampleView,
+    WarningView,
 )
 from services.coordinator.rest.app import PAGE
 
@@ -38,7 +39,7 @@ globalThis.location = {hash: "#job-1"};
 globalThis.sessionStorage = {getItem: name => kept[name] ?? null, setItem: (name, value) => { kept[name] = value; }};
 globalThis.setTimeout = (work, ms) => later(work, ms / 50);
 globalThis.setInterval = (work, ms) => { later(function again() { work(); later(again, ms / 50); }, ms / 50); };
-const job = {id: "job-1", name: "sums", state: "running", status: "running", step: 1, steps: 2};
+const job = {id: "job-1", name: "sums", state: "running", status: "running", warnings: [], step: 1, steps: 2};
 const ledger = {trained: 0, generated: 0, leased: 0, queued: 0, dropped: 0, issued: 0, reasons: {}};
 let asked = 0, events = [];
 const data = {"/v1/jobs": () => ({jobs: [job], next: null, total: 1}),
@@ -97,6 +98,7 @@ MODELS: dict[str, type[BaseModel]] = {
     "event": Event,
     "event.data": JobMoved,
     "problem": Problem,
+    "warning": WarningView,
 }
 """What the script's variables hold."""
 
