@@ -1,33 +1,51 @@
-"""How many groups a second go through the coordinator: leased, completed, fetched, marked as trained.
+"""What the coordinator costs: processor time for each trajectory that is leased, completed, fetched and marked as trained,
+and seconds of a publication's control.
 
     python -m benchmarks.coordinator --replicas 2 --samples 8 --tokens 1000
+    python -m benchmarks.coordinator --replicas 1000 --processes 4 --prompts-per-replica 4
 
 Everything is real but the engines and the training: a coordinator with its Redis, and simulated replicas and a trainer
-in processes of their own that speak gRPC with it. Prints one JSON object. All of them share this machine's cores.
+in processes of their own that speak gRPC with it. Prints one JSON object. All of them share this machine's cores, so
+processor time says more than seconds.
 """
 
 import argparse
 import asyncio
+import functools
 import json
 import multiprocessing
 import os
 import platform
 import random
+import statistics
 import tempfile
+import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
 import psutil
 
 from millrace.data.row import PromptRow
 from millrace.data.write import write_rows
-from millrace.rest import JobState
+from millrace.errors import MillraceError
+from millrace.rest import ENDED, JobState
+from millrace.weights.plans import wire_layouts
 from millrace.wire.arrays import pack_logprobs, pack_tokens
-from millrace.wire.v1 import common_pb2, work_pb2
+from millrace.wire.methods import FleetRpc, WorkRpc
+from millrace.wire.v1 import common_pb2, fleet_pb2, rollout_pb2, weights_pb2, work_pb2
 from tests.services.coordinator.conftest import CoordinatorProcess, running
-from tests.services.coordinator.peers import Shape, SimulatedReplica, SimulatedTrainer
+from tests.services.coordinator.peers import MANIFEST, Shape, SimulatedReplica, SimulatedTrainer
 
 WARM_UP_STEPS = 2
+
+
+HEARTBEAT_S = 1.0
+WAIT_S = 10.0
+"""How long a replica's request for leases waits; as in `services/rollout/work/leases.py`."""
+PATIENCE = ("--heartbeat-s", str(HEARTBEAT_S), "--lost-after-s", "60")
+"""Options of the coordinator: on a busy machine nobody is lost."""
 
 
 class FastReplica(SimulatedReplica):
@@ -50,15 +68,73 @@ class FastReplica(SimulatedReplica):
             reward=self._chance.random(),
         )
 
+    async def PreparePublication(
+        self, request: rollout_pb2.PrepareReceiveRequest, context: grpc.aio.ServicerContext
+    ) -> rollout_pb2.PrepareReceiveResponse:
+        """As every replica computes the same plan, each process computes it once."""
+        if not request.HasField("manifest"):
+            return rollout_pb2.PrepareReceiveResponse(plan_hash=request.plan_hash)
+        return rollout_pb2.PrepareReceiveResponse(plan_hash=_plan_hash(request.sides.SerializeToString()))
 
-def serve(member: type[SimulatedReplica] | type[SimulatedTrainer], *arguments: Any) -> None:
-    """A member in this process, until it is killed."""
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            beat = fleet_pb2.HeartbeatRequest(
+                member_id=self.id, version=self.version, tokens=self.tokens, running=self.running
+            )
+            try:
+                await self.coordinator.call(FleetRpc.Heartbeat, beat)
+            except MillraceError:
+                await self.register()
+
+    async def _pull(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                free = self.shape.capacity - self.running
+                if free < self.shape.samples:
+                    await asyncio.sleep(0.01)
+                    continue
+                request = work_pb2.LeaseRequest(member_id=self.id, free_samples=free, wait_s=WAIT_S)
+                try:
+                    answer = await self.coordinator.call(WorkRpc.Lease, request)
+                except MillraceError:
+                    await asyncio.sleep(0.5)
+                    continue
+                for lease in answer.leases:
+                    self.running += lease.sampling.samples
+                    tasks.create_task(self._answer(lease))
+
+    async def _extend(self) -> None:
+        """Groups are answered long before their leases expire."""
+        await asyncio.Event().wait()
+
+
+@functools.lru_cache(maxsize=4)
+def _plan_hash(layouts: bytes) -> bytes:
+    return wire_layouts.Planner().plan(MANIFEST, weights_pb2.Sides.FromString(layouts)).hash
+
+
+@dataclass
+class FastShape(Shape):
+    """See `Shape`."""
+
+    samples: int = 8
+    """Of one prompt: a replica asks for leases when it has room for these."""
+
+
+def serve(count: int, member: type[SimulatedReplica] | type[SimulatedTrainer], *arguments: Any) -> None:
+    """`count` members in this process, until it is killed."""
 
     async def forever() -> None:
-        await member(*arguments).start()
+        for _ in range(count):
+            await member(*arguments).start()
         await asyncio.Event().wait()
 
     asyncio.run(forever())
+
+
+def _asked(number: int) -> list[dict[str, str]]:
+    return [{"role": "user", "content": f"question {number} " * 20}]
 
 
 def job(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
@@ -66,8 +142,9 @@ def job(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     model.mkdir()
     (model / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"]}))
     (model / "tokenizer.json").write_text("{}")
+    (model / "chat_template.jinja").write_text("{{ messages }}")
     (model / "model.safetensors").write_bytes(b"")
-    rows = [PromptRow(n, "bench", f"question {n} " * 20, ground_truth=str(n)) for n in range(options.prompts * 4)]
+    rows = [PromptRow(n, "bench", _asked(n), ground_truth=str(n)) for n in range(options.prompts * 4)]
     write_rows(folder / "rows.parquet", rows)
     longest = options.tokens + 1024
     return {
@@ -85,29 +162,57 @@ def job(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 def measure(coordinator: CoordinatorProcess, spec: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     before = _processor_s(coordinator)
     submitted = coordinator.client.submit(spec)
-    done = coordinator.client.wait(submitted.id, 600.0)
-    if done.state is not JobState.SUCCEEDED:
-        raise SystemExit(f"{done.failure}\n{coordinator.log()}")
-    spent = {name: seconds - before[name] for name, seconds in _processor_s(coordinator).items()}
-    thousands = options.steps * options.prompts * options.samples / 1000
-    rows = coordinator.client.metrics(submitted.id)[WARM_UP_STEPS - 1 :]
-    groups = options.prompts * (len(rows) - 1)
-    seconds = rows[-1].time_s - rows[0].time_s
+    warm = _spent_until(coordinator, submitted.id, WARM_UP_STEPS)
+    done = _spent_until(coordinator, submitted.id, options.steps)
+    final = coordinator.client.wait(submitted.id, 600.0)
+    if final.state is not JobState.SUCCEEDED:
+        raise SystemExit(f"{final.failure}\n{coordinator.log()}")
+    steps = done.step - warm.step
+    trajectories = steps * options.prompts * options.samples
+    rows = [row for row in coordinator.client.metrics(submitted.id) if row.step > WARM_UP_STEPS]
+    publications = [row.values["timing_s/update_weights"] for row in rows]
+    reached = [row.values["publication/replicas"] for row in rows]
+    seconds = (rows[-1].time_s - rows[0].time_s) / (len(rows) - 1)
     return {
-        "groups_per_s": groups / seconds,
-        "trajectories_per_s": groups * options.samples / seconds,
-        "tokens_per_s": groups * options.samples * options.tokens / seconds,
-        "processor_s_per_1000_trajectories": {name: seconds / thousands for name, seconds in spent.items()},
-        "seconds": seconds,
-        "steps": len(rows) - 1,
+        "replicas": options.replicas,
         "prompts_per_step": options.prompts,
         "samples_per_prompt": options.samples,
         "tokens_per_trajectory": options.tokens,
-        "replicas": options.replicas,
+        "steps": steps,
+        "processor_s_per_1000_trajectories": {
+            name: (spent - warm.spent[name]) / trajectories * 1000 for name, spent in done.spent.items()
+        },
+        "processor_s_per_step": sum(done.spent.values()) / steps - sum(warm.spent.values()) / steps,
+        "processor_s_until_warm": sum(warm.spent.values()) - sum(before.values()),
+        "publication_s": statistics.median(publications),
+        "publication_slowest_s": max(publications),
+        "replicas_published_to": min(reached),
+        "seconds_per_step": seconds,
+        "groups_per_s": options.prompts / seconds,
+        "trajectories_per_s": options.prompts * options.samples / seconds,
         "cores": len(os.sched_getaffinity(0)),
         "load_before": options.load,
         "python": platform.python_version(),
     }
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Processor seconds spent by process, when the job had trained `step` steps."""
+
+    step: int
+    spent: dict[str, float]
+
+
+def _spent_until(coordinator: CoordinatorProcess, job_id: str, step: int) -> Spent:
+    deadline = time.monotonic() + 900.0
+    while True:
+        job = coordinator.client.job(job_id)
+        if job.step >= step or job.state in ENDED:
+            return Spent(job.step, _processor_s(coordinator))
+        if time.monotonic() > deadline:
+            raise SystemExit(f"step {job.step} of {step} after 900 s\n{coordinator.log()[-5000:]}")
+        time.sleep(0.1)
 
 
 def _processor_s(coordinator: CoordinatorProcess) -> dict[str, float]:
@@ -118,30 +223,52 @@ def _processor_s(coordinator: CoordinatorProcess) -> dict[str, float]:
     return {name: sum(each.cpu_times()[:2]) for name, each in (("coordinator", process), ("redis", redis))}
 
 
-def main() -> None:
+def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--processes", type=int, default=2, help="that the replicas share")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--prompts", type=int, default=128, help="a step")
+    parser.add_argument("--prompts-per-replica", type=int, help="a step, instead of --prompts")
     parser.add_argument("--samples", type=int, default=8, help="of one prompt")
     parser.add_argument("--tokens", type=int, default=1000, help="of one trajectory")
     options = parser.parse_args()
     options.load = os.getloadavg()[0]
+    if options.prompts_per_replica:
+        options.prompts = options.prompts_per_replica * options.replicas
+    return options
+
+
+def main() -> None:
+    options = _options()
     context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as name, running(Path(name) / "state") as coordinator:
-        shape = Shape(tokens=options.tokens, capacity=16 * options.samples)
-        members = [context.Process(target=serve, args=(SimulatedTrainer, coordinator.address))]
+    with tempfile.TemporaryDirectory() as name, running(Path(name) / "state", *PATIENCE) as coordinator:
+        shape = FastShape(tokens=options.tokens, capacity=16 * options.samples, samples=options.samples)
+        share, extra = divmod(options.replicas, options.processes)
+        shares = [share + (n < extra) for n in range(options.processes)]
+        members = [context.Process(target=serve, args=(1, SimulatedTrainer, coordinator.address))]
         members += [
-            context.Process(target=serve, args=(FastReplica, coordinator.address, shape))
-            for _ in range(options.replicas)
+            context.Process(target=serve, args=(count, FastReplica, coordinator.address, shape))
+            for count in shares
+            if count
         ]
         try:
             for member in members:
                 member.start()
+            _joined(coordinator, options.replicas)
             print(json.dumps(measure(coordinator, job(Path(name), options), options), indent=2))
         finally:
             for member in (m for m in members if m.is_alive()):
                 member.kill()
+
+
+def _joined(coordinator: CoordinatorProcess, replicas: int) -> None:
+    """Waits until all members are in the fleet."""
+    deadline = time.monotonic() + 600.0
+    while len((fleet := coordinator.client.fleet()).replicas) < replicas or not fleet.trainers:
+        if time.monotonic() > deadline:
+            raise SystemExit(f"{len(fleet.replicas)} of {replicas} replicas joined\n{coordinator.log()[-5000:]}")
+        time.sleep(1.0)
 
 
 if __name__ == "__main__":

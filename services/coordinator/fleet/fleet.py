@@ -53,10 +53,15 @@ class Fleet:
         self._lost: dict[MemberId, Member] = {}
         self._peers: dict[MemberId, Peer] = {}
         self._on_gone: list[Gone] = []
+        self._on_drain: list[Callable[[Member], None]] = []
 
     def on_gone(self, call: Gone) -> None:
         """From now on `call(member, why)` runs after a member was lost, has left, or was cut."""
         self._on_gone.append(call)
+
+    def on_drain(self, call: Callable[[Member], None]) -> None:
+        """From now on `call(member)` runs as soon as a member drains."""
+        self._on_drain.append(call)
 
     async def load(self) -> None:
         """Reads the members from the store. Those that are gone will be found by their silence."""
@@ -110,6 +115,8 @@ class Fleet:
         member = self.member(member_id)
         member.draining = True
         await self._store.members.put(member.id, member.to_json())
+        for call in self._on_drain:
+            call(member)
         self.bell.ring()
         return member
 

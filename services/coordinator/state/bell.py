@@ -1,6 +1,7 @@
 """Waking tasks that wait for a change, without polling."""
 
 import asyncio
+from collections.abc import Callable
 
 
 class Bell:
@@ -13,10 +14,17 @@ class Bell:
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
+        self._calls: list[Callable[[], None]] = []
+
+    def on_ring(self, call: Callable[[], None]) -> None:
+        """From now on every ring calls `call`."""
+        self._calls.append(call)
 
     def ring(self) -> None:
         self._event.set()
         self._event = asyncio.Event()
+        for call in self._calls:
+            call()
 
     def next(self) -> asyncio.Event:
         return self._event

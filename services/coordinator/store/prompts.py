@@ -204,6 +204,10 @@ class Prompts:
         found: bytes | None = await self._redis.read("HGET", f"{self._base}:groups", prompt)
         return found
 
+    async def holds_any(self, member: MemberId) -> bool:
+        """Whether the member holds a lease."""
+        return bool(await self._redis.run("holds_any", [self._base], [member]))
+
     async def held(self) -> dict[MemberId, int]:
         """Number of leases that each member holds."""
         found = await self._redis.run("held", [self._base])

@@ -21,12 +21,13 @@ from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.observe.events import Events
 from services.coordinator.observe.prometheus import PrometheusMetrics
 from services.coordinator.observe.samples import samples_of
-from services.coordinator.state.bell import Bell, waited
+from services.coordinator.state.bell import Bell
 from services.coordinator.state.group import GroupSummary, fault
 from services.coordinator.state.job import ENDED
 from services.coordinator.state.lease import LeaseRef
 from services.coordinator.state.member import Member, Weights
 from services.coordinator.store import Prompts, Store, StoreDown
+from services.coordinator.work.line import Line
 
 log = structlog.get_logger(__name__)
 LONGEST_WAIT_S = 30.0
@@ -72,6 +73,17 @@ class RunningJob:
         return behind == 0 if purpose is Purpose.EVALUATION else 0 <= behind <= self.max_staleness
 
 
+@dataclass(frozen=True)
+class Offer:
+    """What a member can lease."""
+
+    leases: list[work_pb2.Lease]
+    idle_reason: str
+    """Why there are no leases."""
+    exhausted: bool = False
+    """Whether there would have been leases had there been a prompt of any purpose."""
+
+
 class Queue:
     """Gives leases to members, and takes their answers."""
 
@@ -87,6 +99,10 @@ class Queue:
         self._events = events
         self._prometheus = prometheus
         self._closing = False
+        self._line = Line(self._may_look)
+        for bell in (self.issued, fleet.bell):
+            bell.on_ring(self._line.ring)
+        fleet.on_drain(lambda member: self._line.wake(member.id))
         fleet.on_gone(self.take_back)
 
     # Lease.
@@ -95,29 +111,45 @@ class Queue:
         """Leases for as many samples as the member can start, or the reason why there are none. Waits for leases up to
         `wait_s`. Raises NotFound where the caller is not a member."""
         deadline = time.monotonic() + min(wait_s, LONGEST_WAIT_S)
-        while True:
-            member = self._fleet.member(member_id)
-            issued, changed = self.issued.next(), self._fleet.bell.next()
-            leases, idle_reason = await self._lease_now(member, free_samples)
+        rings, offer = self._line.rings, await self._offer(self._fleet.member(member_id), free_samples)
+        while not offer.leases and not self._closing and not self._fleet.member(member_id).draining:
             left_s = deadline - time.monotonic()
-            if leases or left_s <= 0 or member.draining or self._closing:
-                return leases, idle_reason
-            await _either(issued, changed, left_s)
+            if left_s <= 0 or not await self._line.wait(member_id, rings, left_s):
+                break
+            rings, exhausted = self._line.rings, False
+            try:
+                offer = await self._offer(self._fleet.member(member_id), free_samples)
+                exhausted = offer.exhausted
+            finally:
+                self._line.looked(rings, found=bool(offer.leases), exhausted=exhausted)
+        return offer.leases, offer.idle_reason
 
-    async def _lease_now(self, member: Member, free_samples: int) -> tuple[list[work_pb2.Lease], str]:
+    def _may_look(self, member_id: MemberId) -> bool:
+        """Whether a member that waits could get leases, or is to be told that it is none any more."""
+        job = self.running_job
+        try:
+            return job is not None and not _why_idle(job, self._fleet.member(member_id))
+        except NotFound:
+            return True
+
+    async def _offer(self, member: Member, free_samples: int) -> Offer:
+        """What the member can lease now."""
         job = self.running_job
         if job is None:
-            return [], "no job runs"
+            return Offer([], "no job runs")
         if reason := _why_idle(job, member):
-            return [], reason
+            return Offer([], reason)
         leases: list[work_pb2.Lease] = []
+        exhausted = True
         for purpose in (Purpose.EVALUATION, Purpose.TRAIN):
             if not job.allows(member.weights, purpose):
+                exhausted = False
                 continue
             samples = job.terms.requests(purpose)
             count = free_samples // samples
             if count == 0 and not leases and await self._runs_nothing(member):
                 count = 1
+            exhausted = exhausted and count > 0
             prompts = self._prompts(job.weights.job_id, purpose)
             for claim in await prompts.lease(member.id, count, job.weights.lineage):
                 lease = claim.row.lease
@@ -126,15 +158,20 @@ class Queue:
                 leases.append(lease)
                 free_samples -= samples
         self._prometheus.leased(job.weights.job_id, len(leases))
-        return leases, "" if leases else "the queue is empty"
+        return Offer(leases, "" if leases else "the queue is empty", exhausted)
 
     def close(self) -> None:
         """From now on every request for leases is answered at once."""
         self._closing = True
-        self.issued.ring()
+        self._line.wake_all()
 
     async def _runs_nothing(self, member: Member) -> bool:
-        return member.pulse.running + member.pulse.waiting == 0 and member.id not in await self.held()
+        if member.pulse.running + member.pulse.waiting or (job := self.running_job) is None:
+            return False
+        for purpose in Purpose:
+            if await self._prompts(job.weights.job_id, purpose).holds_any(member.id):
+                return False
+        return True
 
     # Answers.
 
@@ -188,6 +225,7 @@ class Queue:
 
     async def take_back(self, member: Member, why: str) -> None:
         """Ends all leases of the member: their prompts are leased to others."""
+        self._line.wake(member.id)
         if (job := self.running_job) is None:
             return
         job_id, prompts = job.weights.job_id, []
@@ -248,15 +286,6 @@ def _why_idle(job: RunningJob, member: Member) -> str:
         held = f"version {member.weights.version}" if member.weights else "no verified weights"
         return f"{member.id} holds {held}, the job is at version {job.weights.version}"
     return ""
-
-
-async def _either(first: asyncio.Event, second: asyncio.Event, timeout_s: float) -> None:
-    waits = [asyncio.create_task(waited(event, timeout_s)) for event in (first, second)]
-    try:
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for wait in waits:
-            wait.cancel()
 
 
 def _by_purpose(leases: Sequence[LeaseRef]) -> dict[Purpose, list[LeaseRef]]:
