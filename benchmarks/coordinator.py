@@ -1,5 +1,5 @@
-"""What the coordinator costs: processor time for each trajectory that is leased, completed, fetched and marked as trained,
-and seconds of a publication's control.
+"""What the coordinator costs: processor time for each trajectory that is leased, completed, fetched and marked as
+trained, and seconds of a publication's control.
 
     python -m benchmarks.coordinator --replicas 2 --samples 8 --tokens 1000
     python -m benchmarks.coordinator --replicas 1000 --processes 4 --prompts-per-replica 4

@@ -10,6 +10,7 @@ import os
 import random
 import re
 from collections.abc import AsyncIterator, Mapping
+from typing import Any
 
 import grpc
 
@@ -70,18 +71,23 @@ class Peer:
         self._channel = grpc.aio.insecure_channel(address, options=OPTIONS)
         secret = token()
         self._metadata = (("authorization", f"Bearer {secret}"),) if secret else ()
+        self._calls: dict[str, Any] = {}
+        """The channel's callable for each method."""
 
     async def call(self, method: Unary[Request, Response], request: Request, *, attempts: int = 1) -> Response:
         """One unary call, within its deadline. With `attempts` > 1, for idempotent calls only, an address that cannot
         be reached is tried again, after waits that grow to at most 2 s."""
         deadline_s = self.deadlines[method.key]
+        if method.key not in self._calls:
+            self._calls[method.key] = self._channel.unary_unary(
+                method.path,
+                request_serializer=method.request.SerializeToString,
+                response_deserializer=method.response.FromString,
+            )
+        call = self._calls[method.key]
         for attempt in range(1, attempts + 1):
             try:
-                reply: Response = await self._channel.unary_unary(
-                    method.path,
-                    request_serializer=method.request.SerializeToString,
-                    response_deserializer=method.response.FromString,
-                )(request, timeout=deadline_s, metadata=self._metadata)
+                reply: Response = await call(request, timeout=deadline_s, metadata=self._metadata)
                 return reply
             except grpc.aio.UsageError as failure:  # the channel was closed before the call began
                 raise Unavailable(f"the channel to {self.address} was closed before {method.key}.") from failure

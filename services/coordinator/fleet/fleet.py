@@ -214,10 +214,11 @@ class Fleet:
         if not member.gone.is_set():
             await self._store.members.put(member.id, member.to_json())
 
-    async def hold(self, member: Member, weights: Weights) -> None:
-        """The member has verified these weights and serves them."""
-        member.weights, member.weights_at, member.failures = weights, time.monotonic(), 0
-        await self._store.members.put(member.id, member.to_json())
+    async def hold(self, weights: Weights, *members: Member) -> None:
+        """The members have verified these weights and serve them."""
+        for member in members:
+            member.weights, member.weights_at, member.failures = weights, time.monotonic(), 0
+        await self._store.members.put_all({member.id: member.to_json() for member in members})
 
     # Reading, and calling members.
 
@@ -244,18 +245,19 @@ class Fleet:
 
     async def call(self, member: Member, method: Unary[Request, Response], request: Request) -> Response:
         """Calls a member. Raises as Peer.call, and Unavailable as soon as the member is lost."""
+        lost = Unavailable(f"{member.id} at {member.address} was lost during {method.name}.", "start it again.")
+        if member.gone.is_set():
+            raise lost
         if member.id not in self._peers:
             self._peers[member.id] = Peer(member.address, self.deadlines)
-        answer = asyncio.create_task(self._peers[member.id].call(method, request))
-        gone = asyncio.create_task(member.gone.wait())
         try:
-            await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if answer.done() and not answer.cancelled():  # closing the channel of a lost member cancels its calls
-                return answer.result()
-            raise Unavailable(f"{member.id} at {member.address} was lost during {method.name}.", "start it again.")
-        finally:
-            answer.cancel()
-            gone.cancel()
+            return await self._peers[member.id].call(method, request)
+        except asyncio.CancelledError:
+            # Closing the channel of a lost member cancels its calls. The caller may be cancelled, too.
+            caller = asyncio.current_task()
+            if member.gone.is_set() and caller is not None and not caller.cancelling():
+                raise lost from None
+            raise
 
     def view(self, leases: dict[MemberId, int]) -> FleetView:
         """The fleet as REST shows it. `leases`: how many each member holds."""

@@ -13,6 +13,8 @@ from services.coordinator.state.waiting import waits_for
 from services.coordinator.store import StoreDown
 
 LOOK_EVERY_S = 1.0
+GATHER_S = 0.2
+"""Changes of the fleet within this time are looked at together."""
 TOLD_AFTER_S = 2.0
 """An event is added only for what has lasted so long."""
 
@@ -56,7 +58,8 @@ class WaitingEvents:
                 await self._components.store.connection.wait_until_up()
             except NotFound:  # the job has ended, and was deleted since
                 pass
-            await waited(ring, LOOK_EVERY_S)
+            if await waited(ring, LOOK_EVERY_S):
+                await asyncio.sleep(GATHER_S)
 
     async def _look(self) -> None:
         if (turn := self._components.turn.job) is None:

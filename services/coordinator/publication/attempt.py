@@ -67,6 +67,10 @@ class Attempt:
             culprits=list(culprits),
         )
 
+    def lost(self) -> tuple[str, ...]:
+        """The ids of the receivers that are gone."""
+        return tuple(m.id for m in self.receivers if m.gone.is_set())
+
     def culprits(self, error: PublicationFailed) -> list[Member]:
         """The receivers among the culprits that the error names."""
         return [m for m in self.receivers if m.id in error.culprits or m.address in error.culprits]

@@ -65,10 +65,10 @@ async def _transfer(attempt: Attempt) -> trainer_pb2.TransferSendResponse:
     await attempt.ask_all(RolloutRpc.TransferPublication, lambda _: receive)
     send = trainer_pb2.TransferSendRequest(publication=attempt.ref)
     sending = asyncio.create_task(attempt.ask_sender(attempt.sender.methods.transfer, send))
-    losses = [asyncio.create_task(m.gone.wait(), name=m.id) for m in attempt.receivers]
+    loss = asyncio.create_task(_loss(attempt))
     try:
-        await asyncio.wait({sending, *losses}, return_when=asyncio.FIRST_COMPLETED)
-        if lost := tuple(task.get_name() for task in losses if task.done()):
+        await asyncio.wait({sending, loss}, return_when=asyncio.FIRST_COMPLETED)
+        if lost := attempt.lost():
             raise PublicationFailed(f"{', '.join(lost)} was lost while receiving.", "start it again.", lost)
         return sending.result()
     except PublicationFailed as error:
@@ -76,8 +76,14 @@ async def _transfer(attempt: Attempt) -> trainer_pb2.TransferSendResponse:
             raise
         raise PublicationFailed(error.what, error.fix, await attempt.suspects()) from error
     finally:
-        for task in (sending, *losses):
+        for task in (sending, loss):
             task.cancel()
+
+
+async def _loss(attempt: Attempt) -> None:
+    """Returns as soon as a receiver is lost."""
+    while not attempt.lost():
+        await attempt.fleet.bell.next().wait()
 
 
 async def _verify(attempt: Attempt, sent: trainer_pb2.TransferSendResponse) -> None:
@@ -90,7 +96,6 @@ async def _commit(job: JobRecord, attempt: Attempt) -> list[weights_pb2.MemberRe
     request = rollout_pb2.CommitReceiveRequest(publication=attempt.ref)
     limit_s = max(attempt.left_s, min(job.spec.deadlines.publication_s, COMMIT_S))
     answers = await attempt.ask_remaining(RolloutRpc.CommitPublication, request, limit_s)
-    for member in attempt.receivers:
-        if member.id in answers and not member.gone.is_set():
-            await attempt.fleet.hold(member, Weights(job.id, job.lineage, job.version))
+    serving = [member for member in attempt.receivers if member.id in answers and not member.gone.is_set()]
+    await attempt.fleet.hold(Weights(job.id, job.lineage, job.version), *serving)
     return [answer.report for answer in answers.values()]

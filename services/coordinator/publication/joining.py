@@ -28,6 +28,8 @@ from services.coordinator.store import Store
 
 log = structlog.get_logger(__name__)
 LOOK_EVERY_S = 1.0
+GATHER_S = 0.05
+"""Changes of the fleet within this time are looked at together: each look costs as much as there are replicas."""
 REFUSED_RETRY_S = 60.0
 """After this time a replica that refused the job is asked again: what was missing on its host may be there by then."""
 ACCEPTED = "accepted"
@@ -73,7 +75,8 @@ class Joining:
                     catching_up = catching_up.result()
                 if catching_up is None and self._without_weights():
                     catching_up = asyncio.create_task(self._catch_up())
-                await waited(ring, LOOK_EVERY_S)
+                if await waited(ring, LOOK_EVERY_S):
+                    await asyncio.sleep(GATHER_S)
         finally:
             for task in (*configurations, *([catching_up] if catching_up else [])):
                 task.cancel()

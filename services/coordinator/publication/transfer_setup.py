@@ -82,6 +82,15 @@ class TransferSetup:
         )
 
 
+@dataclass(frozen=True)
+class JoinedLayouts:
+    """What the members told, and the layouts of all ranks that follow from it."""
+
+    sender: trainer_pb2.DescribeSendResponse
+    receivers: Sequence[rollout_pb2.DescribeReceiveResponse]
+    layouts: weights_pb2.Sides
+
+
 class MemberLayouts:
     """The layouts of the members, from which it chooses each attempt's setup. Each member is asked once: a layout stays
     the same as long as member, job and manifest do."""
@@ -91,6 +100,7 @@ class MemberLayouts:
         """Member, job and dtype that were asked for, and the answer."""
         self._receivers: dict[str, tuple[str, bytes, rollout_pb2.DescribeReceiveResponse]] = {}
         """For each member: job and hash of the manifest that were asked for, and the answer."""
+        self._last_joined: JoinedLayouts | None = None
         self.agreed_plans: dict[str, bytes] = {}
         """Hash of the plan that each receiver agreed to last; it is enough to name that plan."""
 
@@ -115,14 +125,24 @@ class MemberLayouts:
                 return _gather_broadcast(attempt, dtype)
             what = f"{', '.join(unable)} cannot take part in a sharded publication of this job."
             raise PublicationFailed(what, 'set publication.path to "auto".', tuple(unable))
-        wanted = wire_layouts.joined([receivers[m.id].layouts for m in attempt.receivers])
-        layouts = weights_pb2.Sides(senders=sender.layouts, receivers=wanted)
+        layouts = self._joined(sender, [receivers[m.id] for m in attempt.receivers])
         ranks = len(sender.layouts.of_rank)
         return TransferSetup(weights_pb2.PATH_SHARDED, ranks, dtype, layouts, sender.manifest, sender.gpu)
 
+    def _joined(
+        self, sender: trainer_pb2.DescribeSendResponse, receivers: list[rollout_pb2.DescribeReceiveResponse]
+    ) -> weights_pb2.Sides:
+        """The layouts of all ranks. They are joined again only where a member has come, gone or changed."""
+        known = self._last_joined
+        if known is None or known.sender is not sender or not _same(known.receivers, receivers):
+            wanted = wire_layouts.joined([told.layouts for told in receivers])
+            layouts = weights_pb2.Sides(senders=sender.layouts, receivers=wanted)
+            known = self._last_joined = JoinedLayouts(sender, receivers, layouts)
+        return known.layouts
+
     def forget(self) -> None:
         """Forgets all answers, after a failure: a member that failed may hold something else now."""
-        self._sender, self._receivers, self.agreed_plans = None, {}, {}
+        self._sender, self._last_joined, self._receivers, self.agreed_plans = None, None, {}, {}
 
     async def _described_sender(self, attempt: Attempt, dtype: str) -> trainer_pb2.DescribeSendResponse:
         key = (attempt.sender.id, attempt.ref.job_id, dtype)
@@ -138,9 +158,19 @@ class MemberLayouts:
         known = {i: told for i, (of, digest, told) in self._receivers.items() if (of, digest) == (job, manifest.hash)}
         new = [m for m in attempt.receivers if m.id not in known]
         request = rollout_pb2.DescribeReceiveRequest(job_id=job, manifest=manifest)
+        distinct = {told.SerializeToString(deterministic=True): told for told in known.values()} if new else {}
         for member, told in (await attempt.ask_all(RolloutRpc.DescribeWeights, lambda _: request, new)).items():
-            self._receivers[member], known[member] = (job, manifest.hash, told), told
+            # Most members have the same layouts, which may be large: they are kept once.
+            shared = distinct.setdefault(told.SerializeToString(deterministic=True), told)
+            self._receivers[member], known[member] = (job, manifest.hash, shared), shared
         return known
+
+
+def _same(
+    some: Sequence[rollout_pb2.DescribeReceiveResponse], others: Sequence[rollout_pb2.DescribeReceiveResponse]
+) -> bool:
+    """Whether these are the same objects. Comparing what they hold would cost as much as joining them."""
+    return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
 
 
 def _gather_broadcast(attempt: Attempt, dtype: str) -> TransferSetup:

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from millrace import events
 from millrace.batching.filters import without_signal
@@ -34,11 +34,15 @@ class Batch:
 
 
 @dataclass
-class Rejected:
-    """Number of groups that were complete and not admitted to this step."""
+class Gathered:
+    """The complete groups that were looked at for this step."""
 
+    admitted: dict[PromptId, GroupSummary] = field(default_factory=dict)
     stale: int = 0
+    """Groups that came too late."""
     without_signal: int = 0
+    last: int = 0
+    """Number of the last group that was looked at, in the order of completion."""
 
 
 @traced
@@ -49,24 +53,23 @@ async def admit(run: Run) -> Batch:
     Raises InvalidState where too many groups are rejected, Unavailable where no replica serves, Cancelled.
     """
     started, wanted = time.monotonic(), run.spec.schedule.prompts_per_step
-    admitted: dict[PromptId, GroupSummary] = {}
-    rejected = Rejected()
+    gathered = Gathered()
     while True:
         ring = run.components.queue.answered.next()
         await run.heed()
-        await _look(run, admitted, rejected)
-        if len(admitted) >= wanted:
-            groups = sorted(admitted.values(), key=lambda summary: min(summary.oldest))[:wanted]
+        await _look(run, gathered)
+        if len(gathered.admitted) >= wanted:
+            groups = sorted(gathered.admitted.values(), key=lambda summary: min(summary.oldest))[:wanted]
             return Batch(run.job.step + 1, groups, time.monotonic() - started)
-        await _check(run, rejected)
+        await _check(run, gathered)
         await issue(run)
         await waited(ring, LOOK_EVERY_S)
         await asyncio.sleep(GATHER_S)
 
 
-async def _look(run: Run, admitted: dict[PromptId, GroupSummary], rejected: Rejected) -> None:
-    """Admits, sends back or drops every complete group that is not admitted yet."""
-    unseen = [p for p in await run.prompts.generated() if p not in admitted]
+async def _look(run: Run, gathered: Gathered) -> None:
+    """Admits, sends back or drops every complete group that was not looked at yet."""
+    unseen, gathered.last = await run.prompts.generated(gathered.last)
     late: list[PromptId] = []
     equal: list[PromptId] = []
     for summary in await run.prompts.summaries(unseen):
@@ -75,27 +78,27 @@ async def _look(run: Run, admitted: dict[PromptId, GroupSummary], rejected: Reje
         elif run.spec.algorithm.drop_groups_without_signal and without_signal(summary.rewards):
             equal.append(summary.prompt_id)
         else:
-            admitted[summary.prompt_id] = summary
+            gathered.admitted[summary.prompt_id] = summary
     if late:
-        rejected.stale += await run.prompts.regenerate(late, run.job.step + 1)
+        gathered.stale += await run.prompts.regenerate(late, run.job.step + 1)
         message = f"{len(late)} groups came too late for version {run.job.version}: their prompts are issued again"
         await run.tell(events.GroupStale(prompts=late[:50]), message)
     if equal:
         reason = DropReason.NO_SIGNAL
-        rejected.without_signal += await run.prompts.drop(equal, run.job.step + 1, reason)
+        gathered.without_signal += await run.prompts.drop(equal, run.job.step + 1, reason)
         message = f"{len(equal)} groups dropped, as all rewards in each are equal"
         await run.tell(events.GroupDropped(reason=reason, prompts=equal[:50]), message)
 
 
-async def _check(run: Run, rejected: Rejected) -> None:
+async def _check(run: Run, gathered: Gathered) -> None:
     """Raises InvalidState or Unavailable where the job makes no progress."""
     run.check_fleet()
     per_step, algorithm = run.spec.schedule.prompts_per_step, run.spec.algorithm
-    if rejected.without_signal > algorithm.max_refills * per_step:
-        what = f"{rejected.without_signal} groups in a row had no signal: all rewards in each were equal."
+    if gathered.without_signal > algorithm.max_refills * per_step:
+        what = f"{gathered.without_signal} groups in a row had no signal: all rewards in each were equal."
         raise InvalidState(what, "make the task easier or harder, or raise algorithm.max_refills.")
-    if rejected.stale > STALE_ROUNDS * per_step:
-        what = f"{rejected.stale} groups for step {run.job.step + 1} were staler than schedule.max_staleness."
+    if gathered.stale > STALE_ROUNDS * per_step:
+        what = f"{gathered.stale} groups for step {run.job.step + 1} were staler than schedule.max_staleness."
         raise InvalidState(what, "raise schedule.max_staleness, or lower schedule.prompts_per_step.")
     refusals = await run.prompts.refusals()
     if refusals.in_a_row >= max(REFUSALS_IN_A_ROW, 2 * per_step):

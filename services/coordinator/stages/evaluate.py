@@ -75,7 +75,7 @@ async def _answers(run: Run, count: int) -> list[GroupSummary]:
         await run.heed()
         counts = await run.evaluation.counts()
         if counts.generated + counts.dropped >= count:
-            return await run.evaluation.summaries(await run.evaluation.generated())
+            return await run.evaluation.summaries((await run.evaluation.generated())[0])
         run.check_fleet()
         await waited(ring, LOOK_EVERY_S)
 

@@ -24,6 +24,11 @@ class Members:
     async def put(self, member_id: MemberId, member: Mapping[str, Any]) -> None:
         await self._redis.do("HSET", MEMBERS, member_id, json.dumps(member))
 
+    async def put_all(self, members: Mapping[MemberId, Mapping[str, Any]]) -> None:
+        if members:
+            fields = [part for i, member in members.items() for part in (i, json.dumps(member))]
+            await self._redis.do("HSET", MEMBERS, *fields)
+
     async def join(self, member_id: MemberId, member: Mapping[str, Any]) -> Epoch:
         """Adds a member and raises the epoch."""
         put = ("HSET", MEMBERS, member_id, json.dumps(member))

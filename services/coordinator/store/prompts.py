@@ -188,9 +188,12 @@ class Prompts:
         in_a_row, reason, detail = await self._redis.do("HMGET", f"{self._base}:notes", *names)
         return Refusals(int(in_a_row or 0), None if reason is None else Drop(DropReason(text(reason)), text(detail)))
 
-    async def generated(self) -> list[PromptId]:
-        """Prompts whose groups wait to be trained, in the order in which they were completed."""
-        return [PromptId(text(p)) for p in await self._redis.do("ZRANGE", f"{self._base}:generated", 0, -1)]
+    async def generated(self, after: int = 0) -> tuple[list[PromptId], int]:
+        """Prompts whose groups wait to be trained, of those that were completed after the first `after`, in the order
+        of completion; and `after` for the next call."""
+        name = f"{self._base}:generated"
+        found = await self._redis.do("ZRANGE", name, f"({after}", "+inf", "BYSCORE", "WITHSCORES")
+        return [PromptId(text(p)) for p in found[::2]], int(found[-1]) if found else after
 
     async def summaries(self, prompts: Sequence[PromptId]) -> list[GroupSummary]:
         """Summaries of those of the prompts that still have a group."""

@@ -110,7 +110,7 @@ async def _with_everything(store: Store, job_id: JobId) -> None:
         summary = GroupSummary(done.row.prompt_id, "sums", 3, [4], [1.0], [0], 0, 0.0, 0.0, "rollout-a")
         await ledger.complete(done.ref, b"group", summary)
         await ledger.refuse(refused.ref, 1, Drop(DropReason.REWARD_FAILED, "no"))
-    await prompts.regenerate(await prompts.generated(), 1)
+    await prompts.regenerate((await prompts.generated())[0], 1)
     await records.add_event(TrainerLost(step=1, setbacks=1), "lost")
     await records.set_row(StepMetrics(step=1, time_s=1.0, values={}))
     sample = dict.fromkeys(("prompt_id", "purpose", "prompt", "answer", "ground_truth", "stop_reason", "member"), "")

@@ -309,7 +309,9 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @invariant()
     def groups_are_those_of_the_generated(self) -> None:
-        generated = self.run(self.prompts.generated())
+        generated, last = self.run(self.prompts.generated())
+        assert self.run(self.prompts.generated(last)) == ([], last)
+        assert self.run(self.prompts.generated(last - 1))[0] == generated[-1:] or not generated
         assert set(generated) == self.model.at(PromptState.GENERATED)
         assert all(self.run(self.prompts.group(p)) == b"group " + p.encode() for p in generated)
         assert {s.prompt_id for s in self.run(self.prompts.summaries(generated))} == set(generated)
@@ -323,6 +325,7 @@ class LedgerMachine(RuleBasedStateMachine):
         held = self.run(self.prompts.held())
         for member in MEMBERS:
             assert held.get(member, 0) == sum(m == member for _, _, m in self.model.leases.values())
+            assert self.run(self.prompts.holds_any(member)) == bool(held.get(member))
 
 
 @pytest.mark.slow

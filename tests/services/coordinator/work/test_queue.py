@@ -83,7 +83,7 @@ class Desk:
         await self.fleet.register(request)
         member = self.fleet.member(name)
         await self.fleet.configured(member, Configured(JOB.id, 1, "float32"))
-        await self.fleet.hold(member, weights(0))
+        await self.fleet.hold(weights(0), member)
         return member
 
     async def issue(self, count: int, purpose: Purpose = Purpose.TRAIN) -> None:
@@ -154,7 +154,7 @@ def test_a_draining_member_and_one_without_weights_get_none(redis_url: str) -> N
         await desk.issue(1)
         member.weights = None
         assert await desk.lease(8) == [] and "no verified weights" in desk.reason
-        await desk.fleet.hold(member, weights(0))
+        await desk.fleet.hold(weights(0), member)
         await desk.fleet.drain(member.id)
         assert await desk.lease(8, wait_s=5.0) == [] and "drains" in desk.reason
         with pytest.raises(NotFound, match="rollout-z is not in the fleet"):
@@ -176,7 +176,7 @@ def test_whoever_waits_is_woken_by_new_prompts_and_by_new_weights(redis_url: str
         await desk.issue(2)
         waiting = asyncio.create_task(desk.lease(8, wait_s=60.0))
         await asyncio.sleep(0.1)
-        await desk.fleet.hold(member, weights(0))
+        await desk.fleet.hold(weights(0), member)
         desk.fleet.bell.ring()
         assert await asyncio.wait_for(waiting, 10.0) == ["0-1"]
 
