@@ -19,10 +19,11 @@ import platform
 import random
 import statistics
 import tempfile
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import grpc
 import psutil
@@ -39,6 +40,7 @@ from tests.services.coordinator.conftest import CoordinatorProcess, running
 from tests.services.coordinator.peers import MANIFEST, Shape, SimulatedReplica, SimulatedTrainer
 
 WARM_UP_STEPS = 2
+METER_S = 0.05
 
 
 HEARTBEAT_S = 1.0
@@ -160,19 +162,17 @@ def job(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure(coordinator: CoordinatorProcess, spec: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
-    before = _processor_s(coordinator)
-    submitted = coordinator.client.submit(spec)
-    warm = _spent_until(coordinator, submitted.id, WARM_UP_STEPS)
-    done = _spent_until(coordinator, submitted.id, options.steps)
-    final = coordinator.client.wait(submitted.id, 600.0)
-    if final.state is not JobState.SUCCEEDED:
-        raise SystemExit(f"{final.failure}\n{coordinator.log()}")
-    steps = done.step - warm.step
+    with Meter(coordinator) as meter:
+        submitted = coordinator.client.submit(spec)
+        while (done := coordinator.client.job(submitted.id)).state not in ENDED:
+            time.sleep(2.0)
+    if done.state is not JobState.SUCCEEDED:
+        raise SystemExit(f"{done.failure}\n{coordinator.log()[-5000:]}")
+    rows = [row for row in coordinator.client.metrics(submitted.id) if row.step >= WARM_UP_STEPS]
+    steps, start, end = len(rows) - 1, meter.at(rows[0].time_s), meter.at(rows[-1].time_s)
     trajectories = steps * options.prompts * options.samples
-    rows = [row for row in coordinator.client.metrics(submitted.id) if row.step > WARM_UP_STEPS]
-    publications = [row.values["timing_s/update_weights"] for row in rows]
-    reached = [row.values["publication/replicas"] for row in rows]
-    seconds = (rows[-1].time_s - rows[0].time_s) / (len(rows) - 1)
+    publications = [row.values["timing_s/update_weights"] for row in rows[:-1]]
+    seconds = (rows[-1].time_s - rows[0].time_s) / steps
     return {
         "replicas": options.replicas,
         "prompts_per_step": options.prompts,
@@ -180,13 +180,13 @@ def measure(coordinator: CoordinatorProcess, spec: dict[str, Any], options: argp
         "tokens_per_trajectory": options.tokens,
         "steps": steps,
         "processor_s_per_1000_trajectories": {
-            name: (spent - warm.spent[name]) / trajectories * 1000 for name, spent in done.spent.items()
+            name: (end[name] - start[name]) / trajectories * 1000 for name in ("coordinator", "redis")
         },
-        "processor_s_per_step": sum(done.spent.values()) / steps - sum(warm.spent.values()) / steps,
-        "processor_s_until_warm": sum(warm.spent.values()) - sum(before.values()),
+        "processor_s_per_step": sum(end[name] - start[name] for name in end) / steps,
+        "processor_s_until_warm": sum(start.values()) - sum(meter.at(0.0).values()),
         "publication_s": statistics.median(publications),
         "publication_slowest_s": max(publications),
-        "replicas_published_to": min(reached),
+        "replicas_published_to": min(row.values["publication/replicas"] for row in rows[:-1]),
         "seconds_per_step": seconds,
         "groups_per_s": options.prompts / seconds,
         "trajectories_per_s": options.prompts * options.samples / seconds,
@@ -196,23 +196,31 @@ def measure(coordinator: CoordinatorProcess, spec: dict[str, Any], options: argp
     }
 
 
-@dataclass(frozen=True)
-class Spent:
-    """Processor seconds spent by process, when the job had trained `step` steps."""
+class Meter:
+    """Processor seconds of the coordinator and its Redis over time, read from outside."""
 
-    step: int
-    spent: dict[str, float]
+    def __init__(self, coordinator: CoordinatorProcess) -> None:
+        self._coordinator = coordinator
+        self._read: list[tuple[float, dict[str, float]]] = []
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
 
+    def _watch(self) -> None:
+        while not self._over.wait(METER_S):
+            self._read.append((time.time(), _processor_s(self._coordinator)))
 
-def _spent_until(coordinator: CoordinatorProcess, job_id: str, step: int) -> Spent:
-    deadline = time.monotonic() + 900.0
-    while True:
-        job = coordinator.client.job(job_id)
-        if job.step >= step or job.state in ENDED:
-            return Spent(job.step, _processor_s(coordinator))
-        if time.monotonic() > deadline:
-            raise SystemExit(f"step {job.step} of {step} after 900 s\n{coordinator.log()[-5000:]}")
-        time.sleep(0.1)
+    def at(self, time_s: float) -> dict[str, float]:
+        """The last reading before the Unix time `time_s`, or the first one."""
+        return next((spent for at, spent in reversed(self._read) if at <= time_s), self._read[0][1])
+
+    def __enter__(self) -> Self:
+        self._read.append((time.time(), _processor_s(self._coordinator)))
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
 
 
 def _processor_s(coordinator: CoordinatorProcess) -> dict[str, float]:
