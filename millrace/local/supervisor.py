@@ -19,11 +19,14 @@ from millrace.local.options import Service, StackOptions
 from millrace.local.ports import check_free
 from millrace.local.restarts import Restarts
 from millrace.rest import MemberState
-from millrace.wire.membership import DRAINED_FILE
+from millrace.wire.membership import DRAINED_FILE, LIFE_FILE
 
 LOOK_S = 0.2
 """How often a process is looked at: it costs nothing and nobody notices the difference."""
 COORDINATOR_READY_S = 60.0
+SILENT_S = 120.0
+"""A replica that has sent no heartbeat for so long is killed and started again. The coordinator has given it up long
+before."""
 
 
 class Supervisor:
@@ -70,6 +73,10 @@ class Supervisor:
             while process.poll() is None:
                 if self.stopping.is_set():
                     return
+                if not service.vital and self.stands_still(service):
+                    say("millrace", f"{service.name} has not sent a heartbeat for {SILENT_S:g} s and is killed.")
+                    self.life_file(service).unlink()
+                    process.kill()
                 await asyncio.sleep(LOOK_S)
             del self.running[service.name]
             self.clear_orphans()
@@ -89,9 +96,10 @@ class Supervisor:
                     await self.stopping.wait()
 
     def start(self, service: Service) -> subprocess.Popen[bytes]:
-        drained = self.drained_file(service)
-        drained.unlink(missing_ok=True)
-        environment = {**service.environment, DRAINED_FILE: str(drained)}
+        drained, life = self.drained_file(service), self.life_file(service)
+        for file in (drained, life):
+            file.unlink(missing_ok=True)
+        environment = {**service.environment, DRAINED_FILE: str(drained), LIFE_FILE: str(life)}
         with self.journals[service.name].opened(service.argv) as output:
             process = offspring.start(service.argv, environment, output)
         self.running[service.name] = process
@@ -101,6 +109,17 @@ class Supervisor:
     def drained_file(self, service: Service) -> Path:
         """The file that the service makes when somebody drains it."""
         return self.options.folder.resolve() / f"{service.name}.drained"
+
+    def life_file(self, service: Service) -> Path:
+        """The file that the service touches before each heartbeat."""
+        return self.options.folder.resolve() / f"{service.name}.life"
+
+    def stands_still(self, service: Service) -> bool:
+        """Whether the service has begun to send heartbeats and has stopped to, without having ended."""
+        try:
+            return time.monotonic() - self.life_file(service).stat().st_mtime > SILENT_S
+        except FileNotFoundError:
+            return False
 
     def clear_orphans(self) -> None:
         """What a dead service left behind (its Redis, its engine, its ranks) must not meet its successor."""

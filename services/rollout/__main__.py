@@ -21,6 +21,7 @@ from millrace.wire.channel import Peer
 from millrace.wire.membership import Membership
 from millrace.wire.server import Server
 from services.rollout.engines import probe
+from services.rollout.health import watch
 from services.rollout.lifeline import kill_descendants
 from services.rollout.replica import Replica
 from services.rollout.server import servicers
@@ -49,6 +50,7 @@ class Options:
     port: int
     patience_s: float
     drain_s: float
+    stall_s: float
 
 
 @app.command()
@@ -69,6 +71,10 @@ def main(
     drain_s: Annotated[
         float, typer.Option(envvar="MILLRACE_DRAIN_S", help="Seconds to finish its leases when it is stopped.")
     ] = 600.0,
+    stall_s: Annotated[
+        float,
+        typer.Option(envvar="MILLRACE_STALL_S", min=0.1, help="Seconds that the engine may take for one batch."),
+    ] = 300.0,
     insecure: InsecureOption = False,
     version: VersionOption = False,
 ) -> None:
@@ -82,7 +88,7 @@ def main(
         found = probe(engine)
         if not found.ok:
             raise MillraceError(f"engine {engine} cannot run here: {found.why}")
-        options = Options(coordinator, engine, found.release, host_address(), port, patience_s, drain_s)
+        options = Options(coordinator, engine, found.release, host_address(), port, patience_s, drain_s, stall_s)
     except MillraceError as error:
         print(f"rollout: {error}", file=sys.stderr)
         _end(1)
@@ -125,11 +131,13 @@ async def _serve(member_id: MemberId, options: Options) -> int:
     await server.start()
     beating = asyncio.create_task(membership.run())
     pulling = asyncio.create_task(leases.run())
+    watching = asyncio.create_task(watch(replica, options.stall_s, replica.died_of))
     try:
         if await _until_ending(replica, stops, beating, pulling) is Ending.STOPPED:
             await drain(replica, membership, stops, options.drain_s)
     finally:
         pulling.cancel()
+        watching.cancel()
         await server.healthy(False)
         await replica.close()
         beating.cancel()

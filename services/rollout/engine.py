@@ -104,6 +104,10 @@ class Engine(EngineWeights, Protocol):
     def load(self) -> Load:
         """Raises EngineDied where the engine has ended."""
 
+    async def finish_batch(self) -> None:
+        """Returns when what generates has come to the end of a batch, at once where it has nothing to do. It never
+        does where the engine stands still. Raises Unavailable where a worker does not answer in time."""
+
 
 class EngineDied(MillraceError):
     """The engine's process or thread ended; the replica leaves the fleet and exits."""

@@ -170,6 +170,11 @@ class Replica:
             self.leases.serve(None)
             self.died.set()
 
+    @property
+    def ready_engine(self) -> Engine | None:
+        """The engine, while it is neither starting nor stopping; None otherwise."""
+        return None if self.job is None or self._turn.locked() else self.engine
+
     def load(self) -> tuple[Load, int]:
         """Samples in the engine, and how many more it could start now."""
         if self.engine is None:

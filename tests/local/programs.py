@@ -62,16 +62,17 @@ asyncio.run(serve(*sys.argv[1:3]))
 """A replica as the fleet sees it, without an engine: python -c MEMBER COORDINATOR ID. It leaves when it is drained."""
 
 SUPERVISING = """
-import sys
+import os, sys
+from millrace.local import supervisor
 from millrace.local.options import Service, StackOptions
-from millrace.local.supervisor import supervise
 
 state, http_port, grpc_port, mark, stubborn, member = sys.argv[1:]
 python = sys.executable
 ports = ("--http-port", http_port, "--grpc-port", grpc_port)
 coordinator = (python, "-m", "services.coordinator", *ports, "--state-dir", state + "/coordinator")
 options = StackOptions(state, http_port=int(http_port), grpc_port=int(grpc_port))
-raise SystemExit(supervise(options, [
+supervisor.SILENT_S = float(os.environ.get("TEST_SILENT_S", supervisor.SILENT_S))
+raise SystemExit(supervisor.supervise(options, [
     Service("coordinator", coordinator, {}, True, 10.0),
     Service("trainer", (python, "-c", stubborn, mark, stubborn), {}, True, 1.0),
     Service("rollout-0", (python, "-c", member, "127.0.0.1:" + grpc_port, "rollout-1a2b3c4d", mark), {}, False, 5.0),

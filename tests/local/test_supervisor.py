@@ -151,6 +151,25 @@ def test_a_drained_member_is_not_started_again_and_a_killed_one_is(stack: Runnin
     assert console.count("it is started again") == 1
 
 
+def test_a_member_that_stands_still_is_killed_and_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TEST_SILENT_S", "3")
+    running = Running(tmp_path / "state")
+    try:
+        running.wait_until_up()
+        with Client(running.told()["url"], patience_s=20) as client:
+            eventually(lambda: [member.state for member in client.fleet().replicas] == ["idle"])
+            stopped = running.pids()["rollout-0"]
+            os.kill(stopped, signal.SIGSTOP)
+            eventually(lambda: running.pids().get("rollout-0", stopped) != stopped, 40)
+            assert not psutil.pid_exists(stopped)
+        running.guard.send_signal(signal.SIGINT)
+        assert "rollout-0 has not sent a heartbeat for 3 s and is killed" in running.end()[1]
+    finally:
+        running.close()
+
+
 def test_a_second_stack_on_the_same_folder_is_refused(stack: Running) -> None:
     with held_port() as http, held_port() as grpc:
         argv = supervising(stack.state, http, grpc, stack.mark)

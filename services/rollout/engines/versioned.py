@@ -105,6 +105,10 @@ class VersionedEngine(ABC):
         running = min(len(self._running), self.capacity)
         return Load(running, len(self._running) - running)
 
+    async def finish_batch(self) -> None:
+        """See `Engine`."""
+        await self._ask(WorkerMethods.finish_batch)
+
     def _decode(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 

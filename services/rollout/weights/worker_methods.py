@@ -63,7 +63,8 @@ class Sent:
 
 
 class WorkerMethods(Protocol):
-    """The methods, in the order in which a publication calls them. Each raises PublicationFailed where it fails."""
+    """The methods, in the order in which a publication calls them, and one that shows that the worker computes. Each
+    raises PublicationFailed where it fails."""
 
     def describe(self, manifest: bytes) -> bytes:
         """The boxes that this worker wants of a manifest, as `Boxes.encode` writes them."""
@@ -103,6 +104,11 @@ class WorkerMethods(Protocol):
     def end_send(self) -> None:
         """Ends what `prepare_send` began: nothing reads the parameters to send them after this. Idempotent."""
 
+    def finish_batch(self) -> None:
+        """Does nothing. Its answer shows that the thread that generates has come to the end of a batch."""
 
-BETWEEN_BATCHES: frozenset[Callable[..., Any]] = frozenset({WorkerMethods.describe, WorkerMethods.place})
-"""Methods that run the model's own loader: only the thread that generates may call them, between two batches."""
+
+BETWEEN_BATCHES: frozenset[Callable[..., Any]] = frozenset(
+    {WorkerMethods.describe, WorkerMethods.place, WorkerMethods.finish_batch}
+)
+"""Methods that only the thread that generates may call, between two batches: two run the model's own loader."""

@@ -147,6 +147,24 @@ def test_sigterm_finishes_what_it_holds_and_leaves(tied_model: Path) -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.matrix  # tests/services/rollout/test_health.py covers it with a thread that stands still
+def test_a_replica_ends_whose_vllm_is_stopped(tied_model: Path) -> None:
+    async def scenario() -> None:
+        async with running("--stall-s", "8", engine="vllm") as replica:
+            await replica.serve(job_spec(tied_model, "vllm"))
+            replica.coordinator.issue(0, max_response_tokens=20)
+            await until(lambda: replica.coordinator.answered == 1)
+            below = replica.below
+            for process in below:
+                if "EngineCore" in " ".join(process.cmdline()) + process.name():
+                    process.suspend()
+            assert await asyncio.wait_for(replica.process.wait(), 60) == 1
+            assert "has not finished a batch for 8 s" in "".join(replica.coordinator.left.values())
+            assert not any(process.is_running() for process in below)
+
+    asyncio.run(scenario())
+
+
 def test_a_second_signal_gives_leases_back(tied_model: Path) -> None:
     async def scenario() -> None:
         async with running() as replica:

@@ -144,6 +144,14 @@ class TransformersEngine(VersionedEngine):
             raise EngineDied(f"the decode loop ended: {self._decoding.exception()}")
         return Load(*self._decode_loop.counts())
 
+    async def finish_batch(self) -> None:
+        """See `Engine`. The loop pauses for a moment: between two tokens."""
+        pause = self._decode_loop.pause()
+        try:
+            await asyncio.to_thread(self._decode_loop.wait_paused, pause)
+        finally:
+            self._decode_loop.resume(pause)
+
     # What VersionedEngine asks of its subclasses.
 
     def _started(self) -> bool:

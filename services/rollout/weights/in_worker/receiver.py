@@ -136,6 +136,9 @@ class WeightReceiver:
         if outgoing is not None:
             outgoing.close()
 
+    def finish_batch(self) -> None:
+        """See `WorkerMethods`."""
+
     def close(self) -> None:
         """Ends every transfer, leaves the communicator and frees all memory."""
         self.abort()
