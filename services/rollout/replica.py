@@ -10,6 +10,7 @@ import structlog
 import millrace
 from millrace.errors import InvalidState, PublicationFailed
 from millrace.ids import JobId, MemberId, Version
+from millrace.local.devices import device_name
 from millrace.spec import JobSpec
 from millrace.weights.plans import wire_layouts
 from millrace.weights.plans.manifest import Manifest
@@ -203,7 +204,7 @@ class Replica:
             engine_release=self.engine_release,
             world_size=(self.engine.world_size if self.engine else 0) or 1,
             host=socket.gethostname(),
-            device=self.engine.device if self.engine else "",
+            device=self.engine.device if self.engine else device_name(),
         )
 
     def _heartbeat(self) -> fleet_pb2.HeartbeatRequest:
