@@ -30,9 +30,14 @@ INTRODUCTION = """# The job spec
 This page is made by `python docs/reference.py > docs/job.md` from the models in `millrace/spec`: edit the docstring of
 a field, not this page.
 
-A job is one YAML or JSON file. `millrace validate job.yaml` lists every mistake in it, each as `field: value: why. Fix:
-what to do.` Write absolute paths, because each service has its own working folder;
-[running.md](running.md#on-several-hosts) says which service reads which file."""
+A job is one YAML or JSON file. `millrace validate job.yaml` lists every mistake in it, each as `field (line): value:
+why. Fix: what to do.` It reads every row of the data, makes tokens of a sample of the prompts and says how many would
+be dropped, has the reward score rows in the processes in which a replica would (a function of your own is called for
+the first row of each data_source), and builds the model as the trainer would, without its weights. A submission checks
+the fields, the options, the files and the first row of each.
+
+Write absolute paths, because each service has its own working folder; [running.md](running.md#on-several-hosts) says
+which service reads which file."""
 PLAIN = {bool: "true or false", int: "whole number", float: "number", str: "text", Any: "anything"}
 BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 FROM_VERL = Path(__file__).with_name("from-verl.md")

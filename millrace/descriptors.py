@@ -71,6 +71,10 @@ class BackendDescriptor(Generic[Options]):
     check: str = ""
     """`module:function`, called with the job spec at submission; raises InvalidJob. Empty where the options alone say
     all. The module must import neither torch nor the backend."""
+    model_check: str = ""
+    """A module that is run with the job spec on its standard input, and prints as JSON what is wrong with the model for
+    this backend: `millrace validate` runs it, where the backend's software is installed. Empty where `check` says
+    all."""
     replays_experts: bool = False
     """Whether `algorithm.router_replay` can be used."""
     trains_adapters: bool = False

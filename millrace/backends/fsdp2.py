@@ -44,4 +44,5 @@ DESCRIPTOR = BackendDescriptor(
     build="services.trainer.backends.fsdp2.backend:build",
     options=Fsdp2Options,
     trains_adapters=True,
+    model_check="services.trainer.backends.fsdp2.model_check",
 )

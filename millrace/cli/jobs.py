@@ -35,11 +35,15 @@ def submit(
     The fields of the spec are checked here first, then the coordinator checks them again with the files that they name.
     With --watch, Ctrl-C only detaches: the job continues. Status 1 if the watched job does not succeed.
     """
-    from millrace.spec import load
+    from millrace.spec import parse
+    from millrace.spec.document import Document
 
-    checked = load(spec)
+    document = Document.of_file(spec)
+    with document.lines():
+        checked = parse(document.tree)
     with Client(url) as client:
-        job = client.submit(checked, key)
+        with document.lines():
+            job = client.submit(checked, key)
         if not watch:
             print_json(job) if as_json else people().print(f"{job.id}  {styled(job.status)}  watch it: millrace watch")
             return

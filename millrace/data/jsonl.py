@@ -7,6 +7,7 @@ import tempfile
 import threading
 import zlib
 from array import array
+from collections.abc import Iterator
 from typing import IO, Any
 
 from millrace.errors import BadRow, refused
@@ -48,6 +49,14 @@ class JsonlRows:
             return json.loads(line)
         except (ValueError, RecursionError) as error:
             raise BadRow(f"{self.place(row)}: is not JSON: {error}.", "write one JSON object per line.") from error
+
+    def scan(self) -> Iterator[Any | BadRow]:
+        """See `RowFile.scan`."""
+        for row in range(len(self)):
+            try:
+                yield self.raw(row)
+            except BadRow as error:
+                yield error
 
     def place(self, row: int) -> str:
         """See `RowFile.place`."""

@@ -12,6 +12,16 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt
 WEIGHT_PATTERNS = ("*.safetensors", "*.bin")
 WEIGHT_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 SCALING = ("factor", "original_max_position_embeddings")
+OTHER_HEADS = (
+    "ForMaskedLM",
+    "ForSequenceClassification",
+    "ForTokenClassification",
+    "ForQuestionAnswering",
+    "ForMultipleChoice",
+    "ForImageClassification",
+    "ForPreTraining",
+)
+"""Endings of the names of architectures that give no distribution of the next token."""
 FIELD = "model.path"
 
 
@@ -35,6 +45,9 @@ def check_model_folder(path: str | Path, *, messages: bool = True) -> ModelFolde
     if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
         fix = 'add it, for example "architectures": ["Qwen3ForCausalLM"].'
         raise refused(FIELD, str(path), "config.json names no architecture", fix)
+    if architectures[0].endswith(OTHER_HEADS):
+        reason = f"{architectures[0]} does not generate text"
+        raise refused(FIELD, str(path), reason, "give a language model, for example a Qwen3ForCausalLM.")
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise refused(
             FIELD,

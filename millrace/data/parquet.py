@@ -3,7 +3,7 @@
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import accumulate
 from typing import Any
 
@@ -14,6 +14,7 @@ from millrace.data.row import COLUMNS, REQUIRED
 from millrace.errors import BadRow, refused
 
 CACHE_BYTES = 256 << 20
+ROWS_AT_ONCE = 1024
 
 
 class RowGroupCache:
@@ -66,6 +67,21 @@ class ParquetRows:
             return table.slice(row - start, 1).to_pylist()[0]
         except (pa.ArrowException, OSError, ValueError) as error:
             raise BadRow(f"{self.place(row)}: cannot be read: {error}.", "write the file again.") from error
+
+    def scan(self) -> Iterator[Any | BadRow]:
+        """See `RowFile.scan`. Reads in batches; after a batch that cannot be read, the rest row by row."""
+        read = 0
+        try:
+            for batch in self._file.iter_batches(ROWS_AT_ONCE, columns=self._columns, use_threads=False):
+                rows = batch.to_pylist()
+                read += len(rows)
+                yield from rows
+        except (pa.ArrowException, OSError, ValueError):
+            for row in range(read, len(self)):
+                try:
+                    yield self.raw(row)
+                except BadRow as error:
+                    yield error
 
     def place(self, row: int) -> str:
         """See `RowFile.place`."""

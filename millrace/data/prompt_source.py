@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from millrace.data.order import Order
 from millrace.data.row import PromptRow, read_row
-from millrace.errors import BadRow, InvalidJob, refused
+from millrace.errors import BadRow, InvalidJob, Mistake, refused
 
 PARQUET = (".parquet", ".pq")
 JSONL = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
@@ -29,6 +29,14 @@ class PromptSource(ABC):
     def __iter__(self) -> Iterator[PromptRow]:
         return (self[index] for index in range(len(self)))
 
+    def scan(self) -> Iterator[PromptRow | BadRow]:
+        """Every row in the order of its number, or why it is unusable. Reads a file from its beginning to its end."""
+        for index in range(len(self)):
+            try:
+                yield self[index]
+            except BadRow as error:
+                yield error
+
     def order(self, pass_number: int, seed: int, shuffle: bool) -> Order:
         """The row numbers of one pass in their order, which depends only on the arguments and on the number of rows."""
         return Order(len(self), pass_number, seed, shuffle)
@@ -44,6 +52,9 @@ class RowFile(Protocol):
 
     def place(self, row: int) -> str:
         """The file and the row, for errors."""
+
+    def scan(self) -> Iterator[Any | BadRow]:
+        """Every row in order as `raw` gives it, or why it cannot be read."""
 
 
 def open_source(
@@ -78,7 +89,18 @@ class PromptFiles(PromptSource):
             try:
                 self[first]
             except BadRow as error:
-                raise InvalidJob(f"{field}: {error.what}", error.fix) from error
+                raise InvalidJob.of([Mistake(field, error.what.removesuffix("."), error.fix)]) from error
+
+    def scan(self) -> Iterator[PromptRow | BadRow]:
+        """See `PromptSource.scan`."""
+        index = 0
+        for file in self._files:
+            for row, raw in enumerate(file.scan()):
+                try:
+                    yield raw if isinstance(raw, BadRow) else read_row(index, raw, file.place(row))
+                except BadRow as error:
+                    yield error
+                index += 1
 
     def __len__(self) -> int:
         return self._ends[-1]

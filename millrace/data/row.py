@@ -2,6 +2,7 @@
 
 import datetime
 import decimal
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NotRequired, TypedDict, cast
@@ -40,7 +41,13 @@ class PromptRow:
 def read_row(index: int, raw: Any, place: str) -> PromptRow:
     """The row that a file holds as `raw`. `place` names file and row for errors. Raises BadRow for the first column
     with a wrong value."""
-    row = _Columns(raw, place)
+    try:
+        return _read(index, _Columns(raw, place))
+    except RecursionError as error:
+        raise BadRow(f"{place}: is nested too deeply.", "make it flatter.") from error
+
+
+def _read(index: int, row: "_Columns") -> PromptRow:
     reward_model = row.mapping("reward_model")
     if "ground_truth" not in reward_model:
         raise row.bad("reward_model.ground_truth", "is missing", "add it; null if the reward needs none.")
@@ -56,6 +63,21 @@ def read_row(index: int, raw: Any, place: str) -> PromptRow:
         ability=row.text("ability") if row.has("ability") else "",
         extra_info=row.plain("extra_info", row.mapping("extra_info")) if row.has("extra_info") else {},
     )
+
+
+def json_texts(row: PromptRow) -> tuple[str, str, str]:
+    """The prompt, the ground truth and the extra_info of a row as JSON, as they are sent to a replica. Raises BadRow
+    for what cannot be sent."""
+    try:
+        texts = [json.dumps(value, ensure_ascii=False) for value in (row.prompt, row.ground_truth, row.extra_info)]
+        for text in (row.data_source, *texts):
+            text.encode()
+    except UnicodeEncodeError as error:
+        fix = r"write the whole character: \ud83d\ude42, not \ud83d alone."
+        raise BadRow(f"row {row.index} of the data holds half a character: {error}.", fix) from error
+    except RecursionError as error:
+        raise BadRow(f"row {row.index} of the data is nested too deeply.", "make it flatter.") from error
+    return texts[0], texts[1], texts[2]
 
 
 class _Columns:

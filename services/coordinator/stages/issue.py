@@ -1,11 +1,11 @@
 """Puts prompts into the queue, as many as the staleness bound allows."""
 
 import asyncio
-import json
 from collections.abc import Sequence
 
 from millrace import events
 from millrace.data import PromptRow, PromptSource
+from millrace.data.row import json_texts
 from millrace.drops import Drop, DropReason
 from millrace.errors import BadRow, MillraceError
 from millrace.ids import PromptId, Purpose, row_of, training_prompt
@@ -96,23 +96,19 @@ def draft(source: PromptSource, prompt_id: PromptId, purpose: Purpose, sampling:
     row = row_of(prompt_id)
     try:
         found: PromptRow = source[row]
+        prompt, ground_truth, extra_info = json_texts(found)
         lease = work_pb2.Lease(
             prompt_id=prompt_id,
             purpose=PURPOSE_NUMBERS[purpose],
             sampling=sampling,
             data_source=found.data_source,
-            prompt=json.dumps(found.prompt, ensure_ascii=False),
-            ground_truth=json.dumps(found.ground_truth, ensure_ascii=False),
-            extra_info=json.dumps(found.extra_info, ensure_ascii=False),
+            prompt=prompt,
+            ground_truth=ground_truth,
+            extra_info=extra_info,
             traceparent=traceparent(),
         )
     except BadRow as error:
         return _bad_row(prompt_id, str(error))
-    except UnicodeEncodeError as error:
-        fix = r"write the whole character: \ud83d\ude42, not \ud83d alone."
-        return _bad_row(prompt_id, f"row {row} of the data holds half a character: {error}. Fix: {fix}")
-    except RecursionError:
-        return _bad_row(prompt_id, f"row {row} of the data is nested too deeply. Fix: make it flatter.")
     return QueuedPrompt(prompt_id, purpose, lease)
 
 

@@ -1,0 +1,173 @@
+"""Everything that `millrace validate` looks at and a submission does not: every row, prompts as tokens, the reward
+function, the model as the backend builds it. Takes seconds to minutes, and runs the user's reward function."""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from millrace.data import PromptRow, PromptSource, open_source
+from millrace.data.chat import render
+from millrace.data.row import json_texts
+from millrace.errors import BadRow, InvalidJob, Mistake, wrong_value
+from millrace.rewards import BUILT_IN, choose
+from millrace.spec.checking.trials import SHOWN, RewardTrial, model_mistakes
+from millrace.spec.job import JobSpec
+
+SAMPLE = 2000
+"""Rows, at equal distances, whose prompts become tokens and whose ground truths a built-in reward reads."""
+GENERATED = 100
+"""Rows of a procedural source that are made."""
+FUNCTION_ROWS = 4
+"""Rows for which a user's function is called: the first of each data_source."""
+Progress = Callable[[Iterable[Any], str, int], Iterable[Any]]
+"""Passes things on and shows how far it is: called with them, with what they are, and with their number."""
+
+
+@dataclass
+class Section:
+    """What the rows of `data` or of `evaluation` showed."""
+
+    name: str
+    source: PromptSource
+    procedural: bool
+    rows: int = 0
+    unusable: int = 0
+    sample: list[PromptRow] = field(default_factory=list)
+    first_of_source: dict[str, PromptRow] = field(default_factory=dict)
+    mistakes: list[Mistake] = field(default_factory=list)
+
+    @property
+    def field(self) -> str:
+        """The field that names the rows."""
+        return f"{self.name}.procedural" if self.procedural else f"{self.name}.files"
+
+    def add(self, index: int, reason: str, fix: str) -> None:
+        """Notes that a row cannot be used."""
+        self.unusable += 1
+        if self.unusable <= SHOWN:
+            self.mistakes.append(Mistake(self.field, f"row {index}: {reason.removesuffix('.')}", fix))
+
+
+def look(spec: JobSpec, progress: Progress) -> list[str]:
+    """What was found, for people, in the order of the job spec. Raises InvalidJob with every mistake."""
+    mistakes, notes = list(_output(spec)), []
+    sections = [_read(spec, section, progress) for section in _sections(spec)]
+    for section in sections:
+        mistakes += section.mistakes
+        if section.unusable > SHOWN:
+            reason = f"{section.unusable - SHOWN} more rows cannot be used"
+            mistakes.append(Mistake(section.field, reason, "correct them too, or leave them out."))
+        usable = section.rows - section.unusable
+        notes.append(f"{section.name}: {usable} of {section.rows} rows can be used")
+    if not mistakes:
+        mistakes += _prompts(spec, sections, progress, notes)
+        for section in sections:
+            mistakes += _rewards(spec, section, notes)
+        mistakes += model_mistakes(spec)
+    if mistakes:
+        raise InvalidJob.of(list(dict.fromkeys(mistakes)), "the job cannot run:")
+    return notes
+
+
+def _output(spec: JobSpec) -> Iterator[Mistake]:
+    """The coordinator takes no job whose output holds checkpoints of another."""
+    checkpoints = Path(spec.output) / "checkpoints"
+    if any(checkpoints.glob("step-*")):
+        reason = f"{checkpoints} holds checkpoints of an earlier job, which this one would replace"
+        fix = "give another folder, resume that job with `millrace resume JOB`, or remove them."
+        yield wrong_value("output", spec.output, reason, fix)
+
+
+def _sections(spec: JobSpec) -> Iterator[Section]:
+    for name, part in (("data", spec.data), ("evaluation", spec.evaluation)):
+        if part is not None:
+            source = open_source(part.files, part.procedural, part.procedural_options, field=name)
+            yield Section(name, source, part.procedural is not None)
+
+
+def _read(spec: JobSpec, section: Section, progress: Progress) -> Section:
+    """Reads every row, and keeps a sample."""
+    total = min(len(section.source), GENERATED) if section.procedural else len(section.source)
+    distance = max(1, total // SAMPLE)
+    rows = progress(section.source.scan(), f"rows of {section.name}", total)
+    for index, row in zip(range(total), rows, strict=False):
+        section.rows += 1
+        try:
+            if isinstance(row, BadRow):
+                raise row
+            json_texts(row)
+            choose(spec.reward.function, procedural=section.procedural, style=row.reward_style)
+        except (BadRow, InvalidJob) as error:
+            section.add(index, error.what, error.fix)
+            continue
+        if index % distance == 0:
+            section.sample.append(row)
+        if len(section.first_of_source) < FUNCTION_ROWS:
+            section.first_of_source.setdefault(row.data_source, row)
+    if not section.sample and not section.mistakes:
+        section.mistakes.append(Mistake(section.field, "has no rows", "add some."))
+    return section
+
+
+def _prompts(spec: JobSpec, sections: list[Section], progress: Progress, notes: list[str]) -> list[Mistake]:
+    """Makes tokens of the sampled prompts: which the chat template refuses, and how many are too long."""
+    try:
+        tokenizer = _tokenizer(spec)
+    except ImportError:
+        notes.append("prompts: not looked at, because transformers is not installed here")
+        return []
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        fix = "save the tokenizer into the model folder (tokenizer.save_pretrained)."
+        reason = f"its tokenizer cannot be loaded: {str(error)[:300]}"
+        return [wrong_value("model.path", spec.model.path, reason, fix)]
+    mistakes: list[Mistake] = []
+    for section in sections:
+        lengths, refused = [], Section(section.name, section.source, section.procedural)
+        for row in progress(section.sample, f"prompts of {section.name}", len(section.sample)):
+            options = spec.data.chat_template_options
+            try:
+                rendered = render(row, tokenizer, max_tokens=sys.maxsize, chat_template_options=options)
+                lengths.append(len(rendered.token_ids))
+            except BadRow as error:
+                refused.add(row.index, error.what, error.fix)
+        mistakes += refused.mistakes
+        if lengths:
+            mistakes += _lengths(spec, section, lengths, notes)
+    return mistakes
+
+
+def _tokenizer(spec: JobSpec) -> Any:
+    from transformers import AutoTokenizer
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()  # it warns of prompts that are longer than the model's context
+    return AutoTokenizer.from_pretrained(spec.model.path, trust_remote_code=spec.model.trust_remote_code)
+
+
+def _lengths(spec: JobSpec, section: Section, lengths: list[int], notes: list[str]) -> list[Mistake]:
+    most, drops = spec.data.max_prompt_tokens, spec.data.overlong_prompts == "drop"
+    over = sum(length > most for length in lengths)
+    if over == len(lengths) and drops:
+        reason = f"every prompt of {section.name} would be dropped: the shortest has {min(lengths)} tokens"
+        fix = f"raise it, to {max(lengths)} for all, or set data.overlong_prompts."
+        return [wrong_value("data.max_prompt_tokens", most, reason, fix)]
+    then = "dropped" if drops else "cut"
+    notes.append(
+        f"prompts of {section.name}: {len(lengths)} looked at, the longest has {max(lengths)} tokens; {over} "
+        f"({over / len(lengths):.1%}) are longer than data.max_prompt_tokens ({most}) and would be {then}"
+    )
+    return []
+
+
+def _rewards(spec: JobSpec, section: Section, notes: list[str]) -> list[Mistake]:
+    """Scores rows with their own ground truths: a user's function few of them, a built-in reward the whole sample."""
+    name = choose(spec.reward.function, procedural=section.procedural)
+    rows = section.sample if name in BUILT_IN else list(section.first_of_source.values())
+    trial = RewardTrial(spec, name, section.name, rows)
+    if mistakes := list(trial.mistakes()):
+        return mistakes
+    given = "" if trial.score is None else f"; the first one's ground truth as an answer gives {trial.score:g}"
+    notes.append(f"reward of {section.name}: {name} scored {trial.scored} of {len(rows)} rows{given}")
+    return []

@@ -1,0 +1,132 @@
+"""Checks that run in processes of their own: the reward function on a few rows, and the model in the backend.
+
+What is run belongs to the services; only the names of their modules are known here.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from millrace.backends import BACKENDS
+from millrace.data.row import PromptRow
+from millrace.errors import Mistake, wrong_value
+from millrace.rewards import BUILT_IN, BadOutcome
+from millrace.rewards.outcome import separate_rewards
+from millrace.spec.job import JobSpec
+
+REWARD = "services.rollout.trial"
+START_S = 120.0
+"""Seconds in which a process starts and imports what it needs."""
+BUDGET_S = 60.0
+"""Seconds for all rows of a built-in reward. What was not scored by then is not looked at."""
+LONGEST_S = 600.0
+SHOWN = 5
+"""Rows of which a mistake is told; the others are counted."""
+FIELD = "reward.function"
+
+
+class RewardTrial:
+    """Rows that are scored once with their own ground truth as the answer."""
+
+    def __init__(self, spec: JobSpec, function: str, section: str, rows: Sequence[PromptRow]) -> None:
+        """`function` is the reward's name, `section` the section of the job spec that has the rows."""
+        self.rows = rows
+        self.scored = 0
+        """Rows whose ground truth the reward could use."""
+        self.score: float | None = None
+        """The reward of the first of `rows`."""
+        self._spec, self._function, self._section = spec, function, section
+        self._built_in = function in BUILT_IN
+
+    def mistakes(self) -> Iterator[Mistake]:
+        """Runs the trial; the mistakes that it finds."""
+        calls = self._spec.reward.timeout_s * len(self.rows)
+        limit_s = START_S + (min(calls, BUDGET_S) if self._built_in else min(calls, LONGEST_S - START_S))
+        first = {"spec": self._spec.model_dump(mode="json"), "function": self._function}
+        results, ended = _run(REWARD, [first, *map(_request, self.rows)], limit_s)
+        failed = 0
+        for result in results:
+            if "mistakes" in result:
+                yield from (Mistake(**each) for each in result["mistakes"])
+                return
+            found = list(self._of_row(result))
+            failed += bool(found)
+            self.scored += not found
+            yield from found if failed <= SHOWN else ()
+        if failed > SHOWN:
+            yield Mistake(self._field, f"{failed - SHOWN} more rows fail like these", "correct them too.")
+        if not results:
+            fix = "try the function by itself; nothing slow belongs to its file's top level."
+            yield wrong_value(FIELD, self._function, f"could not be tried: {ended}", fix)
+
+    @property
+    def _field(self) -> str:
+        return f"{self._section}.files" if self._built_in else FIELD
+
+    def _of_row(self, result: Mapping[str, Any]) -> Iterator[Mistake]:
+        row = result["row"]
+        if (failure := result.get("failure")) is None:
+            if row == self.rows[0].index:
+                self.score = result["score"]
+            try:
+                separate_rewards(result["score"], result["details"], self._spec.reward.parts)
+            except BadOutcome as error:
+                fix = "return it beside the score, or leave it out."
+                yield wrong_value("reward.parts", self._spec.reward.parts, f"for row {row} the function {error}", fix)
+        elif self._built_in:
+            fix = "correct the row's reward_model.ground_truth, or name another reward in reward.function."
+            yield Mistake(self._field, f"row {row}: the reward {self._function} cannot use it: it {failure}", fix)
+        else:
+            reason = f"for row {row}, with its ground truth as the answer, it failed: {failure}"
+            yield wrong_value(FIELD, self._function, reason, "correct the function: such groups are dropped.")
+
+
+def _request(row: PromptRow) -> dict[str, Any]:
+    truth = row.ground_truth
+    answer = truth if isinstance(truth, str) else "" if truth is None else json.dumps(truth, ensure_ascii=False)
+    told = {"row": row.index, "data_source": row.data_source, "answer": answer}
+    return {**told, "ground_truth": truth, "extra_info": row.extra_info}
+
+
+def model_mistakes(spec: JobSpec) -> list[Mistake]:
+    """What is wrong with the model for the job's backend; empty where the backend is not installed here."""
+    backend = BACKENDS[spec.trainer.backend]
+    if not backend.model_check or not backend.software.probe().ok:
+        return []
+    results, ended = _run(backend.model_check, [spec.model_dump(mode="json")], START_S)
+    if not results:
+        fix = "look at the model's config.json."
+        return [wrong_value("model.path", spec.model.path, f"could not be built as a trainer builds it: {ended}", fix)]
+    return [Mistake(**each) for each in results[-1]["mistakes"]]
+
+
+def _run(module: str, lines: Sequence[Mapping[str, Any]], limit_s: float) -> tuple[list[dict[str, Any]], str]:
+    """The lines of JSON that a module prints when it gets `lines`, and how it ended if that was not well. After
+    `limit_s` it is killed with all that it started."""
+    with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as errors:
+        asked.writelines(json.dumps(line).encode() + b"\n" for line in lines)
+        asked.seek(0)
+        argv = [sys.executable, "-m", module]
+        process = subprocess.Popen(argv, stdin=asked, stdout=subprocess.PIPE, stderr=errors, start_new_session=True)
+        ended = ""
+        try:
+            printed, _ = process.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            printed, _ = process.communicate()
+            ended = f"it took longer than {limit_s:g} s"
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            raise
+        if not ended and process.returncode:
+            errors.seek(0)
+            last = errors.read().decode(errors="replace").strip().rpartition("\n")[2]
+            ended = f"its process ended with status {process.returncode}: {last[:300]}"
+    whole = [line for line in printed.splitlines(keepends=True) if line.endswith(b"\n") and line.startswith(b"{")]
+    return [json.loads(line) for line in whole], ended

@@ -1,0 +1,73 @@
+"""Scores a few rows of a job's data, in the processes in which a replica scores its groups.
+
+`python -m services.rollout.trial` reads JSON lines on its standard input: first {spec, function}, the job spec and the
+reward that is meant, then rows, {row, data_source, answer, ground_truth, extra_info}. It prints a line a row, in the
+order in which they are scored: {row, score, details}, or {row, failure}. Where the function cannot be loaded it prints
+{mistakes} alone.
+"""
+
+import asyncio
+import json
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any
+
+from millrace.errors import InvalidJob, MillraceError, Mistake
+from millrace.spec import JobSpec, parse
+from millrace.telemetry import logs
+from services.rollout.scoring.pool import Scored, ScoringPool
+
+PROCESSES = 2
+
+
+async def score(spec: JobSpec, function: str, rows: list[dict[str, Any]]) -> None:
+    """Prints the result of every row. Raises InvalidJob, Unavailable."""
+    reward = spec.reward
+    pool = ScoringPool(
+        function,
+        reward.options,
+        workers=min(PROCESSES, len(rows)),
+        timeout_s=reward.timeout_s,
+        memory_mb=reward.memory_mb,
+        network=reward.network,
+    )
+    await pool.start()
+    try:
+        waiting = iter(rows)
+        await asyncio.gather(*(_score_some(pool, waiting) for _ in range(PROCESSES)))
+    finally:
+        await pool.close()
+
+
+async def _score_some(pool: ScoringPool, waiting: Iterable[dict[str, Any]]) -> None:
+    for row in waiting:
+        answer, truth = row["answer"], row["ground_truth"]
+        (scored,) = await pool.score_group(row["data_source"], [answer], truth, row["extra_info"])
+        _print({"row": row["row"], **_result(scored)})
+
+
+def _result(scored: Scored) -> dict[str, Any]:
+    if scored.failure is not None:
+        return {"failure": scored.failure}
+    return {"score": scored.score, "details": scored.details}
+
+
+def _print(line: dict[str, Any]) -> None:
+    print(json.dumps(line), flush=True)
+
+
+def main() -> None:
+    """Scores what is on the standard input."""
+    logs.configure("trial")
+    first, *rows = (json.loads(line) for line in sys.stdin)
+    try:
+        asyncio.run(score(parse(first["spec"]), first["function"], rows))
+    except InvalidJob as error:
+        _print({"mistakes": [asdict(mistake) for mistake in error.mistakes]})
+    except MillraceError as error:
+        _print({"mistakes": [asdict(Mistake("", error.what.removesuffix("."), error.fix))]})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""Whether this backend computes a job's model, told before a trainer loads it.
+
+`python -m services.trainer.backends.fsdp2.model_check` reads a job spec as JSON on its standard input, builds the model
+from its config without memory for its weights, and prints `{"mistakes": [{field, reason, fix, value}, …]}`.
+"""
+
+import json
+import sys
+from dataclasses import asdict
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from millrace.backends.fsdp2 import parse
+from millrace.errors import InvalidJob
+from millrace.spec import JobSpec
+from millrace.spec import parse as parse_spec
+from services.trainer.backends.fsdp2 import attention
+from services.trainer.backends.fsdp2.computable import check_computable
+from services.trainer.backends.fsdp2.model import FIELD, load_config
+
+FLASH = "flash_attention_2"
+NAMES = {"auto": FLASH, "varlen": attention.VARLEN, "segments": attention.SEGMENTS}
+"""Attention implementations that are assumed here. The trainer's host may have flash-attn where this one has not."""
+
+
+def check(spec: JobSpec) -> None:
+    """Raises InvalidJob for a model that the backend would refuse on any host."""
+    config = load_config(spec.model)
+    asked = parse(spec.trainer.backend_options).attention
+    try:
+        with torch.device("meta"):
+            module = AutoModelForCausalLM.from_config(config, trust_remote_code=spec.model.trust_remote_code)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        reason = " ".join(str(error).split())[:300]
+        what = f"{FIELD}: {spec.model.path} cannot be built as a language model: {reason}"
+        raise InvalidJob(what, "give a model of an architecture that this release of transformers knows.") from error
+    check_computable(module, NAMES.get(asked, asked), spec.model.path, FIELD)
+
+
+def main() -> None:
+    """Prints the mistakes."""
+    try:
+        check(parse_spec(json.load(sys.stdin)))
+    except InvalidJob as error:
+        print(json.dumps({"mistakes": [asdict(mistake) for mistake in error.mistakes]}))
+    else:
+        print(json.dumps({"mistakes": []}))
+
+
+if __name__ == "__main__":
+    main()

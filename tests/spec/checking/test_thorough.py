@@ -1,0 +1,152 @@
+"""What `millrace validate` finds beyond the fields: in every row, in prompts as tokens, in the reward and the model."""
+
+import gzip
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millrace.data.row import PromptRow
+from millrace.data.write import write_rows
+from millrace.spec import parse
+from millrace.spec.checking import thorough
+from millrace.spec.checking.trials import RewardTrial, model_mistakes
+from tests.models import CHATML, byte_tokenizer
+
+pytestmark = pytest.mark.slow
+
+
+def spec_of(folder: Path, file: str, reward: dict[str, Any] | None = None, **data: Any) -> Any:
+    tree = {"name": "sums", "output": str(folder / "out"), "model": {"path": str(folder)}}
+    tree |= {"data": {"files": [str(folder / file)], **data}, "reward": reward or {"function": "exact"}}
+    return parse(tree)
+
+
+def rows(count: int, truth: Callable[[int], Any] = str) -> list[PromptRow]:
+    asked = [[{"role": "user", "content": f"{n} + 0 ="}] for n in range(count)]
+    return [PromptRow(n, "sums", prompt, ground_truth=truth(n)) for n, prompt in enumerate(asked)]  # type: ignore[arg-type]
+
+
+def plain(things: Iterable[Any], what: str, count: int) -> Iterable[Any]:
+    return things
+
+
+def read(spec: Any) -> thorough.Section:
+    (section,) = thorough._sections(spec)
+    return thorough._read(spec, section, plain)
+
+
+BAD = [
+    {"data_source": "sums", "reward_model": {"ground_truth": "1"}},
+    {"data_source": "sums", "prompt": "1", "reward_model": {}},
+    {"data_source": 3, "prompt": "1", "reward_model": {"ground_truth": "1"}},
+    {"data_source": "sums", "prompt": [{"role": "user"}], "reward_model": {"ground_truth": "1"}},
+    {"data_source": "sums", "prompt": "1 \ud83d", "reward_model": {"ground_truth": "1"}},
+    {"data_source": "sums", "prompt": "1", "reward_model": {"ground_truth": "1", "style": 4}},
+    [],
+]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_every_row_of_json_lines_is_read_and_named_by_number_and_line(packed: bool, tmp_path: Path) -> None:
+    good = {"data_source": "sums", "prompt": "1", "reward_model": {"ground_truth": "1"}}
+    text = "\n\n".join(map(json.dumps, [good, *BAD, good])).encode()
+    name = "train.jsonl.gz" if packed else "train.jsonl"
+    (tmp_path / name).write_bytes(gzip.compress(text) if packed else text)
+    found = read(spec_of(tmp_path, name))
+    assert (found.rows, found.unusable, len(found.sample)) == (9, 7, 2)
+    told = [str(mistake) for mistake in found.mistakes]
+    assert len(told) == 5 and all(line.startswith("data.files: row ") and "Fix: " in line for line in told)
+    assert "row 1: " in told[0] and f"{name} line 3, column prompt: is missing" in told[0]
+    assert "row 5: " in told[4] and "holds half a character" in told[4]
+
+
+def test_every_row_of_a_parquet_file_is_read_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("millrace.data.parquet.ROWS_AT_ONCE", 7)
+    several = rows(30)
+    object.__setattr__(several[17], "prompt", [])
+    write_rows(tmp_path / "train.parquet", several)
+    found = read(spec_of(tmp_path, "train.parquet"))
+    assert (found.rows, found.unusable) == (30, 1)
+    assert "row 17: " in str(found.mistakes[0]) and "column prompt" in str(found.mistakes[0])
+    assert [row.index for row in found.sample] == [n for n in range(30) if n != 17]
+
+
+def test_the_sample_of_many_rows_is_spread_over_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(thorough, "SAMPLE", 10)
+    write_rows(tmp_path / "train.jsonl", rows(100))
+    assert [row.index for row in read(spec_of(tmp_path, "train.jsonl")).sample] == list(range(0, 100, 10))
+
+
+def test_prompts_that_would_be_dropped_are_counted(tmp_path: Path) -> None:
+    byte_tokenizer(CHATML).save_pretrained(tmp_path)
+    several = [PromptRow(n, "sums", "x" * n, ground_truth="1") for n in range(1, 11)]
+    write_rows(tmp_path / "train.jsonl", several)
+
+    def told(**data: Any) -> tuple[list[str], list[str]]:
+        spec, notes = spec_of(tmp_path, "train.jsonl", **data), []
+        mistakes = thorough._prompts(spec, [read(spec)], plain, notes)
+        return [str(mistake) for mistake in mistakes], notes
+
+    mistakes, notes = told(max_prompt_tokens=8)
+    assert mistakes == [] and "10 looked at, the longest has 10 tokens; 2 (20.0%) are longer" in notes[0]
+    assert "(8) and would be dropped" in notes[0]
+    assert "would be cut" in told(max_prompt_tokens=8, overlong_prompts="truncate_left")[1][0]
+    (tmp_path / "train.jsonl").unlink()
+    write_rows(tmp_path / "train.jsonl", several[5:])
+    (mistake,), _ = told(max_prompt_tokens=4)
+    assert mistake.startswith("data.max_prompt_tokens: 4: every prompt of data would be dropped: the shortest has 6")
+
+
+def trial(folder: Path, function: str, tried: list[PromptRow], **reward: Any) -> tuple[RewardTrial, list[str]]:
+    made = RewardTrial(spec_of(folder, "x.jsonl", {"function": function, **reward}), function, "data", tried)
+    return made, [str(mistake) for mistake in made.mistakes()]
+
+
+def test_ground_truths_that_a_built_in_reward_cannot_read_are_named(tmp_path: Path) -> None:
+    made, told = trial(tmp_path, "math", rows(12, lambda n: "" if n > 4 else str(n)))
+    assert len(told) == 6 and made.scored == 5 and made.score == 1.0
+    assert told[0].startswith("data.files: row 5: the reward math cannot use it: it raised ValueError: the ground")
+    assert "Fix: correct the row's reward_model.ground_truth" in told[0]
+    assert told[5].startswith("data.files: 2 more rows fail like these.")
+
+
+FUNCTION = "def f(data_source, solution_str, ground_truth, extra_info=None):\n    "
+FAILING = {
+    "import nothing_here\n" + FUNCTION + "return 1": "No module named 'nothing_here'",
+    "1 / 0\n" + FUNCTION + "return 1": "ZeroDivisionError",
+    FUNCTION + "return extra_info['nope']": "row 0, with its ground truth as the answer, it failed: raised KeyError",
+    FUNCTION + "return 'well'": "it failed: returned 'well', not a number",
+    FUNCTION + "import time; time.sleep(600)": "timeout after 1 s",
+    FUNCTION + "import os; os._exit(3)": "exited with status 3",
+}
+
+
+@pytest.mark.parametrize(("source", "words"), FAILING.items())
+def test_a_function_that_fails_is_told_without_running_here(source: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(source)
+    _, told = trial(tmp_path, f"{tmp_path}/mine.py:f", rows(1), timeout_s=1)
+    assert len(told) == 1 and told[0].startswith("reward.function: ") and words in told[0] and "Fix: " in told[0]
+
+
+def test_parts_that_a_function_does_not_return_are_told(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(FUNCTION + "return {'score': 1, 'length': 2}")
+    assert trial(tmp_path, f"{tmp_path}/mine.py:f", rows(1), parts=["score", "length"])[1] == []
+    _, told = trial(tmp_path, f"{tmp_path}/mine.py:f", rows(1), parts=["score", "form"])
+    assert told[0].startswith('reward.parts: ["score", "form"]: for row 0 the function returned no \'form\'')
+
+
+def test_a_model_that_the_backend_computes_wrong_is_told_before_a_trainer_has_it(tmp_path: Path) -> None:
+    config = {"model_type": "mamba", "architectures": ["MambaForCausalLM"], "hidden_size": 32, "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (mistake,) = model_mistakes(spec_of(tmp_path, "x.jsonl"))
+    assert mistake.field == "model.path"
+    assert "packed sequences come out wrong in its layers of linear_attention" in str(mistake)
+
+
+def test_an_output_with_checkpoints_of_another_job_is_told(tmp_path: Path) -> None:
+    (tmp_path / "out" / "checkpoints" / "step-3").mkdir(parents=True)
+    (mistake,) = thorough._output(spec_of(tmp_path, "x.jsonl"))
+    assert "holds checkpoints of an earlier job" in mistake.reason and "millrace resume" in mistake.fix
