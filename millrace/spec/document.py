@@ -175,4 +175,4 @@ def _check_size(text: str | bytes) -> None:
             depth -= 1
         if depth > DEEPEST or count > MOST_EVENTS:
             reason = f"more than {DEEPEST} levels" if depth > DEEPEST else f"more than {MOST_EVENTS} values"
-            raise ConstructorError(None, None, f"it has {reason}", event.start_mark)
+            raise ConstructorError(None, None, f"it has {reason}", event.start_mark)  # type: ignore[arg-type]

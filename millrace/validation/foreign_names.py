@@ -179,8 +179,23 @@ FIELDS: dict[str, str] = {
     "log_prob_max_token_len_per_gpu": "trainer.token_budget",
     "log_prob_micro_batch_size_per_gpu": "trainer.token_budget",
     "entropy_from_logits_chunk_size": "trainer.backend_options.logprob_chunk_tokens",
+    "lora": "model.lora",
+    "lora_rank": "model.lora.rank",
+    "lora_alpha": "model.lora.alpha",
+    "lora_dropout": "model.lora.dropout",
+    "lora_adapter_path": "model.lora.adapter_path",
+    "lora_a_init_method": "model.lora.init",
+    "lora_r": "model.lora.rank",
+    "lora_target_modules": "model.lora.target_modules",
+    "target_modules": "model.lora.target_modules",
+    "exclude_modules": "model.lora.exclude_modules",
+    "adapter_path": "model.lora.adapter_path",
+    "lora.rank": "model.lora.rank",
+    "lora.alpha": "model.lora.alpha",
+    "lora.dropout": "model.lora.dropout",
 }
-"""Another framework's name of a field, and the path of the same field in a job spec; some have several paths."""
+"""Another framework's name of a field, and the path of the same field in a job spec; some have several paths. A name
+with a dot is one below a section of that name."""
 
 VALUES: dict[str, str] = {
     "low_var_kl": "k3",
@@ -193,29 +208,16 @@ VALUES: dict[str, str] = {
 }
 """Another framework's name of a function, and the name of the same function in a job spec."""
 
-_LORA = "there is no LoRA here: all parameters are trained and published"
 _BRIDGE = "the megatron backend reads and publishes Hugging Face tensors itself"
 _HOSTS = "how many hosts and GPUs there are is said where the services are started: docs/running.md"
 _ENTROPY = "logits exist for trainer.backend_options.logprob_chunk_tokens tokens at a time, in both passes"
 _ONCE = "a batch is trained once: trainer.updates_per_step cuts it into the shares of several updates"
 _MTP = "heads that predict several tokens at once are not trained"
 ABSENT: dict[str, str] = {
-    "lora": _LORA,
-    "lora_rank": _LORA,
-    "lora_alpha": _LORA,
-    "lora_adapter_path": _LORA,
-    "lora_dropout": _LORA,
-    "lora_a_init_method": _LORA,
-    "lora_b_init_method": _LORA,
-    "target_modules": _LORA,
-    "exclude_modules": _LORA,
-    "adapter_path": _LORA,
-    "dropout_position": _LORA,
-    "lora.type": _LORA,
-    "lora.rank": _LORA,
-    "lora.alpha": _LORA,
-    "lora.dropout": _LORA,
-    "lora.merge": _LORA,
+    "lora_b_init_method": "the matrix B of an adapter begins with zeros",
+    "dropout_position": "dropout comes before the adapter",
+    "lora.type": "an adapter is plain LoRA, or DoRA with model.lora.dora",
+    "lora.merge": "adapters are merged with the weights before they are published",
     "load_format": "replicas get their weights from the trainer before the first request",
     "use_shm": "replicas get their weights from the trainer before the first request",
     "layered_summon": "weights are published in pieces, and no rank gathers them whole",
@@ -274,9 +276,9 @@ def name_here(name: str, known: Collection[str]) -> str | None:
     return here[0] if len(here) == 1 else None
 
 
-def paths(name: str) -> list[str]:
-    """The paths in a job spec of what another framework calls `name`; empty for an unknown name."""
-    found = FIELDS.get(name.lower())
+def paths(name: str, section: str = "") -> list[str]:
+    """The paths in a job spec of what another framework calls `name`, below `section`; empty for an unknown name."""
+    found = FIELDS.get(f"{section}.{name}".lower()) or FIELDS.get(name.lower())
     return found.split(", ") if found is not None else []
 
 

@@ -117,7 +117,8 @@ def _known_inside(location: Location, value: Any) -> Iterator[Location]:
         return
     for name, inner in value.items():
         place = (*location, str(name))
-        if foreign_names.paths(str(name)) or foreign_names.why_absent(str(location[-1]), str(name)):
+        named = str(name), str(location[-1])
+        if foreign_names.paths(*named) or foreign_names.why_absent(*reversed(named)):
             yield place
         yield from _known_inside(place, inner)
 
@@ -218,9 +219,10 @@ def _nearest_field(root: type[BaseModel] | None, location: Location) -> str:
     names = list(level.model_fields) if level is not None else []
     if (here := foreign_names.name_here(written, names)) is not None:
         return f"did you mean `{here}`?{unit}"
-    if reason := foreign_names.why_absent(sections[-1] if sections else "", written):
+    section = sections[-1] if sections else ""
+    if reason := foreign_names.why_absent(section, written):
         return f"remove it: {reason}."
-    if paths := foreign_names.paths(written):
+    if paths := foreign_names.paths(written, section):
         return f"here that is {' or '.join(f'`{path}`' for path in paths)}.{unit}"
     if (near := closest(written, names)) is not None:
         return f"did you mean `{near}`?"
