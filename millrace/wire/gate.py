@@ -15,11 +15,13 @@ import structlog
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 
-from millrace.errors import InvalidRequest, MillraceError, Unavailable
+from millrace.errors import Fenced, InvalidRequest, MillraceError, NotFound, Unavailable
 from millrace.wire.status import status_of
 from millrace.wire.tally import Tally
 
 log = structlog.get_logger(__name__)
+EXPECTED = (Fenced, NotFound)
+"""Refusals that belong to the protocol. When a job is cancelled, every answer that is still on its way gets one."""
 HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 """The only method that needs no token: it answers for the whole server, whatever service the caller names."""
 RECEIVE_S = 60.0
@@ -114,7 +116,8 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no typ
         elif isinstance(error, InvalidRequest):
             self._tally.add("message refused", key=method, method=method, caller=context.peer(), error=str(error))
         else:
-            log.warning("call refused", method=method, caller=context.peer(), error=str(error))
+            tell = log.info if isinstance(error, EXPECTED) else log.warning
+            tell("call refused", method=method, caller=context.peer(), error=str(error))
         code, details, trailing = status_of(error)
         await context.abort(code, details, trailing_metadata=trailing)
 

@@ -5,6 +5,7 @@ import asyncio
 import grpc
 import numpy as np
 import pytest
+import structlog.testing
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from millrace import errors
@@ -217,3 +218,22 @@ def test_a_call_outlasts_many_keepalive_pings(monkeypatch):
         return await heartbeat(peer)
 
     assert asyncio.run(served(behaviour, use)).epoch == 9
+
+
+@pytest.mark.parametrize(
+    ("error", "level"),
+    [(errors.Fenced("late."), "info"), (NotFound("ended."), "info"), (InvalidState("no version."), "warning")],
+)
+def test_refusals_that_belong_to_the_protocol_are_no_warnings(error: MillraceError, level: str) -> None:
+    """A cancelled job has one for each answer on its way, and `millrace up` repeats warnings on its console."""
+
+    async def refuse(request):
+        raise error
+
+    async def use(peer, server):
+        with pytest.raises(type(error)):
+            await heartbeat(peer)
+
+    with structlog.testing.capture_logs() as lines:
+        asyncio.run(served(refuse, use))
+    assert [line["log_level"] for line in lines if line["event"] == "call refused"] == [level]
