@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -142,8 +143,10 @@ def _trained(world: World, file: Path, case: Case) -> dict[str, Any]:
     batches = batch.microbatches(
         parallel.rank, parallel.size, case.get("microbatches", 4), told=case.get("told", False)
     )
-    before = backend.logprobs(batches, temperature=batch.TEMPERATURE)
-    answer: dict[str, Any] = {"logprobs": _by_row(backend, batches, before), "losses": [], "norms": []}
+    before = backend.scores(batches, temperature=batch.TEMPERATURE)
+    logprobs = _by_row(backend, batches, [scores.logprobs_r for scores in before])
+    entropies = _by_row(backend, batches, [scores.entropy_r for scores in before])
+    answer: dict[str, Any] = {"logprobs": logprobs, "entropies": entropies, "losses": [], "norms": []}
     if case.get("break_off"):
         backend.forward_backward(batches, batch.loss_fn, temperature=batch.TEMPERATURE)
         backend.zero_gradients()
@@ -189,10 +192,11 @@ def _changed(backend: Backend, model: Path, dtype: str) -> list[str]:
     return sorted(missing | {name for name, t in stored.items() if not torch.equal(t, whole[name])})
 
 
-def _by_row(backend: Backend, batches: list[Any], values: list[Tensor]) -> list[float]:
+def _by_row(backend: Backend, batches: list[Any], values: Sequence[Tensor | None]) -> list[float]:
     """Values of every response token of the whole batch, row after row, on every rank."""
     found: dict[int, list[float]] = {}
     for microbatch, values_r in zip(batches, values, strict=True):
+        assert values_r is not None
         parts = values_r.split(microbatch.response_lengths)
         found |= {row: part.tolist() for row, part in zip(microbatch.rows, parts, strict=True)}
     everyone: list[Any] = [found]

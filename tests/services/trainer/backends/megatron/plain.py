@@ -25,6 +25,8 @@ class Run:
     norms: list[float]
     logprobs: list[float]
     """Log-probability of every response token, by row, before the first update."""
+    entropies: list[float]
+    """Entropy at every response token, likewise."""
     weights: dict[str, Tensor]
     """Weights after the last update, by their names in the model folder."""
 
@@ -42,7 +44,7 @@ def train(model: PreTrainedModel, steps: int, *, balance: float = 0.0, told: boo
     """`balance` is the coefficient of the auxiliary loss of mixtures of experts, over four micro-batches. `told`:
     tokens go to the experts of `experts_told`."""
     optimizer = torch.optim.AdamW(model.parameters(), **OPTIMIZER)
-    losses, norms, logprobs = [], [], []
+    losses, norms, logprobs, entropies = [], [], [], []
     routed = Routed(model) if balance else None
     teller = Told(model) if told else None
     for step in range(steps):
@@ -59,8 +61,8 @@ def train(model: PreTrainedModel, steps: int, *, balance: float = 0.0, told: boo
         optimizer.step()
         losses.append(float(loss.detach()))
         if step == 0:
-            logprobs = torch.cat([logprobs_r for logprobs_r, _ in scored]).tolist()
-    return Run(losses, norms, logprobs, stored(model))
+            logprobs, entropies = (torch.cat(parts).tolist() for parts in zip(*scored, strict=True))
+    return Run(losses, norms, logprobs, entropies, stored(model))
 
 
 class Told:

@@ -47,6 +47,7 @@ def test_trains_like_plain_pytorch(count: int, name: str, ranks: Ranks, plain: C
     how = {"balance": BALANCE} if name.startswith("balanced") else {"told": True} if name.startswith("told") else {}
     expected = plain(CASES[count][name][0], **how)
     assert answer["logprobs"] == pytest.approx(expected.logprobs, abs=2e-5)
+    assert answer["entropies"] == pytest.approx(expected.entropies, abs=2e-5)
     assert answer["losses"] == pytest.approx(expected.losses, rel=2e-5)
     assert answer["norms"] == pytest.approx(expected.norms, rel=2e-5)
     trained = load_file(folder / f"{name}.safetensors")
