@@ -50,6 +50,8 @@ class Case:
     lora: int | None = None
     """Rank of the adapters; None trains all weights."""
     recompute: bool = False
+    options: str = "{}"
+    """Options of the backend, as JSON."""
 
 
 def micro_batches(case: Case, vocabulary: int, seed: int) -> list[MicroBatch]:
@@ -85,6 +87,7 @@ def job_spec(case: Case) -> JobSpec:
         "dtype": "bfloat16",
         "token_budget": case.budget,
         "activation_recompute": case.recompute,
+        "backend_options": json.loads(case.options),
         "optimizer": {"lr": 1e-6},
     }
     model = {"path": str(case.folder), "lora": case.lora and {"rank": case.lora, "alpha": case.lora}}
@@ -110,6 +113,7 @@ def measured(case: Case, world: World, updates: int) -> dict[str, Any]:
         "budget": case.budget,
         "lora": case.lora,
         "recompute": case.recompute,
+        "options": case.options,
         "trained_parameters": backend.parameters,
         "first_update_s": round(sum(times[0]), 2),
         "forward_backward_s": [round(parts[0], 3) for parts in times[1:]],
@@ -163,7 +167,9 @@ def cases(options: argparse.Namespace, root: Path) -> Iterator[Case]:
         for budget in options.budgets.split(","):
             for backend in options.backends.split(","):
                 for rank in options.lora.split(","):
-                    yield Case(root, backend, lengths, int(budget), int(rank) or None, options.recompute)
+                    yield Case(
+                        root, backend, lengths, int(budget), int(rank) or None, options.recompute, options.options
+                    )
 
 
 def main() -> None:
@@ -176,6 +182,7 @@ def main() -> None:
     parser.add_argument("--budgets", default="16384", help="tokens a micro-batch")
     parser.add_argument("--lora", default="0", help="ranks of adapters; 0 trains all weights")
     parser.add_argument("--recompute", action="store_true", help="recompute activations in the backward pass")
+    parser.add_argument("--options", default="{}", help="trainer.backend_options, as JSON; for one backend")
     parser.add_argument("--updates", type=int, default=4, help="timed ones, after one that is not")
     options = parser.parse_args()
     alone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}

@@ -7,6 +7,7 @@ from pydantic import Field
 
 from millrace.descriptors import BackendDescriptor
 from millrace.software import TESTED_TORCH, TESTED_TRANSFORMERS, Software
+from millrace.validation import limits
 from millrace.validation.mistakes import options
 from millrace.validation.model import StrictModel
 
@@ -23,6 +24,13 @@ class Fsdp2Options(StrictModel):
     half a minute at the first step. null: on GPUs where a C compiler is installed."""
     logprob_chunk_tokens: int = Field(1024, ge=16, le=1 << 20)
     """Tokens whose logits exist at a time."""
+    fsdp_size: int | None = Field(None, ge=1, le=limits.MOST_RANKS)
+    """Ranks that share one sharded copy of the model (HSDP); every group of so many ranks holds a copy. With the number
+    of GPUs of a host, weights are gathered within hosts and only gradients cross them. null: one copy over all
+    ranks."""
+    offload_parameters: bool = False
+    """Keep weights, gradients and optimizer of policy and critic in host memory. Each layer's weights are copied to the
+    GPU when they are needed; the optimizer runs on the CPU."""
     offload_reference: bool = False
     """Keep the reference policy in host memory and copy each layer when it is needed."""
 
@@ -43,6 +51,7 @@ DESCRIPTOR = BackendDescriptor(
     ),
     build="services.trainer.backends.fsdp2.backend:build",
     options=Fsdp2Options,
+    ranks_multiple=lambda options: options.fsdp_size or 1,
     trains_adapters=True,
     model_check="services.trainer.backends.fsdp2.model_check",
 )

@@ -38,8 +38,15 @@ ATTENTION_FIELD = "trainer.backend_options.attention"
 def build(spec: JobSpec, device: torch.device) -> "Fsdp2Backend":
     """The backend with its model loaded. Raises InvalidJob, on every rank, for a model or options that it cannot
     run."""
-    options = parse(spec.trainer.backend_options)
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("data",))
+    options, ranks = parse(spec.trainer.backend_options), dist.get_world_size()
+    size = options.fsdp_size or ranks
+    if ranks % size:
+        reason = f"{ranks} ranks do not divide into groups of {size}"
+        raise refused("trainer.backend_options.fsdp_size", size, reason, "choose a divisor of the number of ranks.")
+    if size == ranks:
+        mesh = init_device_mesh(device.type, (ranks,), mesh_dim_names=("shards",))
+    else:
+        mesh = init_device_mesh(device.type, (ranks // size, size), mesh_dim_names=("copies", "shards"))
     return Fsdp2Backend(spec, options, device, mesh)
 
 
@@ -52,10 +59,12 @@ class Fsdp2Backend(ShardedModel):
             config = load_config(spec.model)
             chosen = _attention(options, config.get_text_config(), compute, device)
         self.device = device
-        group = mesh.get_group() if mesh.size() > 1 else None
+        group = dist.group.WORLD if mesh.size() > 1 else None
         self.data_parallel = DataParallel(mesh.get_rank(), mesh.size(), group)
-        sharding = Sharding(mesh, chosen, compute, compile=_compiles(options, device))
-        self._attention = sharding.attention
+        sharding = Sharding(
+            mesh, chosen, compute, offload=options.offload_parameters, compile=_compiles(options, device)
+        )
+        self._attention, self._offloaded = sharding.attention, sharding.offload
         self.adapter: ModuleAdapter | None = None
         self._dropout = False
         model: Any = self._policy(spec, config, sharding, options)
@@ -176,11 +185,14 @@ class Fsdp2Backend(ShardedModel):
         return export.manifest(self._model, dtype)
 
     def export(self, dtype: str) -> Iterator[tuple[TensorInfo, Tensor | None]]:
-        return export.export(self._model, dtype, self.data_parallel.rank, self.adapter)
+        whole = export.export(self._model, dtype, self.data_parallel.rank, self.adapter)
+        return ((info, None if tensor is None else tensor.to(self.device)) for info, tensor in whole)
 
     def shards(self, dtype: str) -> Memory | None:
         if self.adapter is not None:
             return None  # what is published is in no memory: each weight is merged with its adapter when it is gathered
+        if self._offloaded and self.device.type == "cuda":
+            return None  # a GPU's channel sends from its own memory only
         if dtype not in self._shards:
             self._shards[dtype] = shards.shards(self._model, dtype)
         return self._shards[dtype]

@@ -116,7 +116,7 @@ def shard_model(build: Callable[[], Module], read: Callable[[Module], dict[str, 
         if mesh.get_rank() == 0:
             source = read(module)
     precision = MixedPrecisionPolicy(param_dtype=sharding.compute, reduce_dtype=torch.float32)
-    offload = CPUOffloadPolicy() if sharding.offload else OffloadPolicy()
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if sharding.offload else OffloadPolicy()
     layers = _layers(module)
     parts: list[nn.Module] = [*layers, module]
     for part in parts:

@@ -25,7 +25,7 @@ class ShardedModel:
             betas=chosen.betas,
             eps=chosen.eps,
             weight_decay=chosen.weight_decay,
-            fused=device.type == "cuda",
+            fused=all(parameter.device.type == "cuda" for parameter in self._trained.values()),
         )
         self.updates = 0
 
