@@ -35,10 +35,10 @@ class ModelFolder:
     has_chat_template: bool
 
 
-def check_model_folder(path: str | Path, *, messages: bool = True) -> ModelFolder:
+def check_model_folder(path: str | Path, *, messages: bool = True, weights: bool = True) -> ModelFolder:
     """Checks the folder. Raises InvalidJob if the folder, its config, tokenizer or weights are missing or broken, or
     the weights are quantized in a way that cannot be read; with `messages` (prompts are messages rather than plain
-    text) also if there is no chat template."""
+    text) also if there is no chat template. Without `weights` those are not looked for."""
     folder = _folder(path, FIELD)
     config = _json(folder / "config.json", folder)
     architectures = config.get("architectures")
@@ -55,7 +55,8 @@ def check_model_folder(path: str | Path, *, messages: bool = True) -> ModelFolde
             f"has no tokenizer: none of {', '.join(TOKENIZER_FILES)}",
             "save the tokenizer into the same folder (tokenizer.save_pretrained).",
         )
-    _check_weights(folder, FIELD)
+    if weights:
+        _check_weights(folder, FIELD)
     block_scales(config, folder, FIELD)
     has_chat_template = _has_chat_template(folder)
     if messages and not has_chat_template:
@@ -68,12 +69,13 @@ def check_model_folder(path: str | Path, *, messages: bool = True) -> ModelFolde
     return ModelFolder(folder, architectures[0], has_chat_template)
 
 
-def check_weights_folder(path: str | Path, *, field: str) -> Path:
+def check_weights_folder(path: str | Path, *, field: str, weights: bool = True) -> Path:
     """Checks a folder of which only config and weights are read, and returns its path. Raises InvalidJob that names
-    `field`."""
+    `field`. Without `weights` those are not looked for."""
     folder = _folder(path, field)
     config = _json(folder / "config.json", folder, field)
-    _check_weights(folder, field)
+    if weights:
+        _check_weights(folder, field)
     block_scales(config, folder, field)
     return folder
 
@@ -107,7 +109,7 @@ def _folder(path: str | Path, field: str) -> Path:
     folder = Path(path)
     if not folder.is_dir():
         found = "is a file" if folder.is_file() else f"there is no folder {folder.absolute()}"
-        fix = "give the folder of a Hugging Face model; one from the hub has to be downloaded first (hf download)."
+        fix = "give the folder of a Hugging Face model, or the name of one on the hub, owner/name."
         raise refused(field, str(path), found, fix)
     return folder
 

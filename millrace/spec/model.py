@@ -11,7 +11,9 @@ from millrace.validation.model import StrictModel
 
 class Model(StrictModel):
     path: str
-    """Absolute path of a Hugging Face model folder: config, tokenizer and safetensors. The same for every service.
+    """Absolute path of a Hugging Face model folder: config, tokenizer and safetensors. The same for every service. Or
+    the name of a model on the Hugging Face hub, `owner/name` or `owner/name@revision`: it is pinned to a commit when
+    the job is submitted, and each host downloads it into its cache, with the HF_TOKEN of its environment.
     Weights in DeepSeek's FP8 format are read as the unquantized weights that they stand for; what is trained, published
     and written is not quantized. Other quantized weights are refused."""
     trust_remote_code: bool = False
@@ -23,7 +25,8 @@ class Model(StrictModel):
 class Data(StrictModel):
     files: list[str] = Field(default_factory=list, examples=[["/data/train.parquet"]])
     """Absolute paths of Parquet or JSONL files in verl's columns: data_source, prompt, reward_model{style,
-    ground_truth}, extra_info."""
+    ground_truth}, extra_info. Or files of data sets on the hub, `hf://datasets/owner/name/file` or
+    `hf://datasets/owner/name@revision/file`."""
     procedural: str | None = None
     """`reasoning_gym:<task>` instead of files: prompts are generated."""
     procedural_options: dict[str, Any] = Field(default_factory=dict, examples=[{"size": 1000}])

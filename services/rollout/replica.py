@@ -8,6 +8,7 @@ import time
 import structlog
 
 import millrace
+from millrace import hub
 from millrace.errors import InvalidState, PublicationFailed
 from millrace.ids import JobId, MemberId, Version
 from millrace.local.devices import device_name
@@ -56,8 +57,10 @@ class Replica:
     async def configure(self, job_id: JobId, spec_json: str) -> rollout_pb2.ConfigureRolloutResponse:
         """Makes the engine ready for a job. For the job that is configured already it answers at once, and the version
         stays in place. Raises InvalidJob, InvalidState while draining, EngineDied."""
-        spec, started = parse_spec(spec_json), time.monotonic()
+        started = time.monotonic()
         async with self._turn:
+            # An engine loads no weights: the first publication brings them.
+            spec = await asyncio.to_thread(hub.local, parse_spec(spec_json))
             if self.draining.is_set():
                 raise InvalidState(f"{self.member_id} drains.", "configure another replica.")
             if self.job is None or (self.job.id, self.job.spec) != (job_id, spec):

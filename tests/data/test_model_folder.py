@@ -126,7 +126,7 @@ def test_what_is_written_has_the_config_of_unquantized_weights() -> None:
 
 
 def test_no_folder_at_all(tmp_path: Path, folder: Path) -> None:
-    with pytest.raises(InvalidJob, match=r"there is no folder .*nowhere.*hf download"):
+    with pytest.raises(InvalidJob, match=r"there is no folder .*nowhere.*owner/name"):
         check_model_folder(tmp_path / "nowhere")
     with pytest.raises(InvalidJob, match="is a file"):
         check_model_folder(folder / "config.json")

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from millrace import engines
+from millrace import engines, hub
 from millrace.backends import BACKENDS, FIELD
 from millrace.data import open_source
 from millrace.data.model_folder import check_model_folder, check_weights_folder, context, vocabulary
 from millrace.descriptors import imported
-from millrace.errors import InvalidJob, Mistake, refused, wrong_value
+from millrace.errors import InvalidJob, Mistake, Unavailable, refused, wrong_value
 from millrace.rewards import check as check_reward
 from millrace.rewards import choose
 from millrace.rewards.locate import Target
@@ -27,9 +27,17 @@ from millrace.validation.mistakes import options as checked_options
 
 
 def check(tree: Any) -> JobSpec:
-    """The spec in `tree`, once it is clear that it can run here. Raises InvalidJob with every mistake. Reads files."""
+    """The spec in `tree`, once it is clear that it can run here. Names on the hub are pinned to a commit. Raises
+    InvalidJob with every mistake. Reads files, and downloads those that are named on the hub, but for weights."""
     spec = parse(tree)
-    mistakes = list(_too_long(spec)) or [*_relative(spec), *_data(spec), *_algorithm(spec), *_rest(spec)]
+    if too_long := list(_too_long(spec)):
+        raise InvalidJob.of(too_long, "the job cannot run:")
+    try:
+        spec = hub.pinned(spec)
+        here = hub.local(spec, data=True)
+    except Unavailable as error:
+        raise InvalidJob(error.what, error.fix) from error
+    mistakes = [*_relative(here), *_data(here, spec), *_algorithm(here, spec), *_rest(here)]
     if mistakes:
         raise InvalidJob.of(mistakes, "the job cannot run:")
     return spec
@@ -81,8 +89,9 @@ def _paths(spec: JobSpec) -> Iterator[tuple[str, str, str]]:
             yield f"{field}.name", place, colon + function
 
 
-def _data(spec: JobSpec) -> Iterator[Mistake]:
-    """The data, the rewards that its rows ask for, and the model with the chat template that its prompts need."""
+def _data(spec: JobSpec, named_spec: JobSpec) -> Iterator[Mistake]:
+    """The data, the rewards that its rows ask for, and the model with the chat template that its prompts need. In
+    `named_spec` they may have names on the hub, of which the weights are not here."""
     mistakes: list[Mistake] = []
     data, evaluation = spec.data, spec.evaluation
     named = [("data", data.files, data.procedural, data.procedural_options)]
@@ -97,7 +106,8 @@ def _data(spec: JobSpec) -> Iterator[Mistake]:
         except InvalidJob as error:
             mistakes += error.mistakes
     yield from dict.fromkeys(mistakes)
-    unusable = list(_attempt(check_model_folder, spec.model.path, messages=messages))
+    weights = named_spec.model.path == spec.model.path
+    unusable = list(_attempt(check_model_folder, spec.model.path, messages=messages, weights=weights))
     yield from unusable or _attempt(_context, spec)
     for name in sorted(rewards):
         yield from _attempt(check_reward, name, spec.reward.options)
@@ -118,17 +128,17 @@ def _context(spec: JobSpec) -> None:
         raise refused("rollout.max_response_tokens", response, reason, fix)
 
 
-def _algorithm(spec: JobSpec) -> Iterator[Mistake]:
+def _algorithm(spec: JobSpec, named_spec: JobSpec) -> Iterator[Mistake]:
     yield from choices.mistakes_of(spec)
     critic = spec.algorithm.critic
     if critic is not None and critic.path is not None:
-        yield from _attempt(_critic_folder, spec.model.path, critic.path)
+        yield from _attempt(_critic_folder, spec.model.path, critic.path, critic == named_spec.algorithm.critic)
 
 
-def _critic_folder(model: str, critic: str) -> None:
+def _critic_folder(model: str, critic: str, weights: bool) -> None:
     """The critic's folder, with the policy's tokens: it judges the policy's text token by token. Raises InvalidJob."""
     field = "algorithm.critic.path"
-    folder = check_weights_folder(critic, field=field)
+    folder = check_weights_folder(critic, field=field, weights=weights)
     sizes = [vocabulary(path) for path in (Path(model), folder)]
     if None not in sizes and sizes[0] != sizes[1]:
         reason = f"has a vocabulary of {sizes[1]} tokens, the policy's has {sizes[0]}"

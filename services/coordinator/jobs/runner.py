@@ -10,7 +10,7 @@ import time
 
 import structlog
 
-from millrace import events
+from millrace import events, hub
 from millrace.data import PromptSource, open_source
 from millrace.drops import DropReason
 from millrace.errors import InvalidState, MillraceError
@@ -102,8 +102,10 @@ class Runner:
             self._components.trainer.release()
 
     async def _opened(self, job: JobRecord) -> Run:
-        """Opens the job's data. Raises InvalidJob where it has gone since the submission."""
-        data, evaluation = job.spec.data, job.spec.evaluation
+        """Opens the job's data. Raises InvalidJob where it has gone since the submission, Unavailable where it is on
+        the hub and not in the cache, and the hub does not answer."""
+        here = await asyncio.to_thread(hub.local, job.spec, data=True)
+        data, evaluation = here.data, here.evaluation
         source: PromptSource = await asyncio.to_thread(
             open_source, data.files, data.procedural, data.procedural_options
         )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import structlog
 import torch
 
+from millrace import hub
 from millrace.errors import InvalidState, PartialStep
 from millrace.ids import JobId, Version
 from millrace.rl.registry import functions as registry
@@ -67,7 +68,7 @@ class Worker:
         self._sender.close()
         self._free_job()
         with collectives.fail_together():
-            spec = JobSpec.model_validate_json(request.spec)
+            spec = hub.local(JobSpec.model_validate_json(request.spec), weights=True)
             choices.check(spec)
             registry.load_algorithms((kind, choice.name) for kind, choice, _ in choices.chosen(spec.algorithm))
         backend = build(spec, self._world.device)
