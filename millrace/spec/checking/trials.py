@@ -48,7 +48,7 @@ class RewardTrial:
         calls = self._spec.reward.timeout_s * len(self.rows)
         limit_s = START_S + (min(calls, BUDGET_S) if self._built_in else min(calls, LONGEST_S - START_S))
         first = {"spec": self._spec.model_dump(mode="json"), "function": self._function}
-        results, ended = _run(REWARD, [first, *map(_request, self.rows)], limit_s)
+        results, ended = _run(REWARD, [first, *map(self._request, self.rows)], limit_s)
         failed = 0
         for result in results:
             if "mistakes" in result:
@@ -63,6 +63,14 @@ class RewardTrial:
         if not results:
             fix = "try the function by itself; nothing slow belongs to its file's top level."
             yield wrong_value(FIELD, self._function, f"could not be tried: {ended}", fix)
+
+    def _request(self, row: PromptRow) -> dict[str, Any]:
+        truth = row.ground_truth
+        answer = truth if isinstance(truth, str) else "" if truth is None else json.dumps(truth, ensure_ascii=False)
+        if self._function == "reasoning_gym":
+            answer = f"<answer>{answer}</answer>"  # where its prompts ask for the answer
+        told = {"row": row.index, "data_source": row.data_source, "answer": answer}
+        return {**told, "ground_truth": truth, "extra_info": row.extra_info}
 
     @property
     def _field(self) -> str:
@@ -84,13 +92,6 @@ class RewardTrial:
         else:
             reason = f"for row {row}, with its ground truth as the answer, it failed: {failure}"
             yield wrong_value(FIELD, self._function, reason, "correct the function: such groups are dropped.")
-
-
-def _request(row: PromptRow) -> dict[str, Any]:
-    truth = row.ground_truth
-    answer = truth if isinstance(truth, str) else "" if truth is None else json.dumps(truth, ensure_ascii=False)
-    told = {"row": row.index, "data_source": row.data_source, "answer": answer}
-    return {**told, "ground_truth": truth, "extra_info": row.extra_info}
 
 
 def model_mistakes(spec: JobSpec) -> list[Mistake]:

@@ -307,3 +307,15 @@ async def test_rows_that_are_all_bad_fail_the_job(cluster: Cluster, spec: dict[s
     spoil(spec, good=1, bad=99)
     job = await cluster.ended(await cluster.submit(spec))
     assert job.state is JobState.FAILED and "bad_row" in str(job.failure)
+
+
+@scenario
+async def test_a_job_with_the_most_prompts_in_flight_heeds_a_cancel(cluster: Cluster, spec: dict[str, Any]) -> None:
+    """A million prompts are issued 48 at a time, the rows of a pass."""
+    await cluster.trainer()
+    spec["schedule"] |= {"prompts_per_step": 500_000, "max_staleness": 1}
+    job_id = await cluster.submit(spec)
+    await until(lambda: cluster.ledger(job_id), lambda ledger: ledger.issued > 0)
+    await asyncio.to_thread(cluster.coordinator.client.cancel, job_id)
+    job = await cluster.ended(job_id, within_s=30)
+    assert job.state is JobState.CANCELLED and (await cluster.ledger(job_id)).issued < 500_000
