@@ -34,7 +34,7 @@ log = structlog.get_logger(__name__)
 CONTEXT = multiprocessing.get_context("forkserver")
 PRELOADED = [
     "services.trainer.__main__",  # first: it sets what torch reads when it is loaded
-    "services.trainer.backends.fsdp2",
+    "services.trainer.backends.fsdp2.backend",
     "transformers.models.qwen2.modeling_qwen2",
     "transformers.models.qwen3.modeling_qwen3",
 ]
