@@ -1,5 +1,6 @@
 """From YAML or JSON to a `JobSpec`, with every mistake told as field, value, reason and fix."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,15 @@ def load(path: str | Path) -> JobSpec:
     document = Document.of_file(Path(path))
     with document.lines():
         return parse(document.tree)
+
+
+def received(text: str) -> JobSpec:
+    """The job spec that another service sent as JSON. Raises InvalidJob."""
+    try:
+        tree = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidJob(f"the job spec is not JSON: {error}.", "send it as the coordinator validated it.") from error
+    return parse(tree)
 
 
 def parse(tree: Any) -> JobSpec:

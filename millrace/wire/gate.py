@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 
 from millrace.errors import Fenced, InvalidRequest, MillraceError, NotFound, Unavailable
+from millrace.wire.field_rules import check
 from millrace.wire.status import status_of
 from millrace.wire.tally import Tally
 
@@ -106,6 +107,7 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no typ
         message = await _message(raw, handler.request_deserializer)
         if message is None:
             raise InvalidRequest("the call ended without a message.", "send one message.")
+        check(message)
         return message
 
     async def _abort(self, context: grpc.aio.ServicerContext, error: Exception, method: str) -> None:
@@ -115,9 +117,11 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no typ
             error = MillraceError(f"{method} failed because of a bug in the service.", "report it with its log.")
         elif isinstance(error, InvalidRequest):
             self._tally.add("message refused", key=method, method=method, caller=context.peer(), error=str(error))
+        elif isinstance(error, EXPECTED):
+            log.info("call refused", method=method, caller=context.peer(), error=str(error))
         else:
-            tell = log.info if isinstance(error, EXPECTED) else log.warning
-            tell("call refused", method=method, caller=context.peer(), error=str(error))
+            key = f"{method} {type(error).__name__}"
+            self._tally.add("call refused", key=key, method=method, caller=context.peer(), error=str(error))
         code, details, trailing = status_of(error)
         await context.abort(code, details, trailing_metadata=trailing)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import structlog
 
-from millrace.errors import InvalidState, MillraceError, NotFound, Unavailable
+from millrace.errors import InvalidRequest, InvalidState, MillraceError, NotFound, Unavailable
 from millrace.ids import MemberId
 from millrace.wire.channel import Peer
 from millrace.wire.method import Request, Response, Unary
@@ -103,7 +103,7 @@ class Membership:
             _show_life()
             try:
                 return await self._coordinator.call(method, request)
-            except (InvalidState, NotFound):
+            except (InvalidRequest, InvalidState, NotFound):
                 raise
             except MillraceError as error:
                 waited_s = time.monotonic() - since

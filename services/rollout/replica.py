@@ -12,7 +12,7 @@ from millrace import hub
 from millrace.errors import InvalidState, PublicationFailed
 from millrace.ids import JobId, MemberId, Version
 from millrace.local.devices import device_name
-from millrace.spec import JobSpec
+from millrace.spec import JobSpec, received
 from millrace.weights.plans import wire_layouts
 from millrace.weights.plans.manifest import Manifest
 from millrace.wire.channel import PROTOCOL_VERSION, Peer
@@ -22,7 +22,7 @@ from services.rollout.engine import Engine, EngineDied, Load
 from services.rollout.engines import create
 from services.rollout.weights.receiver import PublicationReceiver
 from services.rollout.work.groups import GroupGenerator
-from services.rollout.work.job import Job, import_transformers, parse_spec
+from services.rollout.work.job import Job, import_transformers
 from services.rollout.work.leases import Leases
 
 log = structlog.get_logger(__name__)
@@ -60,7 +60,7 @@ class Replica:
         started = time.monotonic()
         async with self._turn:
             # An engine loads no weights: the first publication brings them.
-            spec = await asyncio.to_thread(hub.local, parse_spec(spec_json))
+            spec = await asyncio.to_thread(hub.local, received(spec_json))
             if self.draining.is_set():
                 raise InvalidState(f"{self.member_id} drains.", "configure another replica.")
             if self.job is None or (self.job.id, self.job.spec) != (job_id, spec):

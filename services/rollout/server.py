@@ -101,7 +101,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         generator = self._replica.generator()
         try:
             json.loads(request.prompt)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise BadRow(f"the prompt is not JSON: {error}.", "send a list of messages, or a string.") from error
         prompt = await generator.job.prompt(work_pb2.Lease(prompt_id="debug-0", prompt=request.prompt))
         if prompt.rendered.dropped is not None:

@@ -44,8 +44,8 @@ class Fleet(fleet_pb2_grpc.FleetServicer):
             await asyncio.sleep(30)
         return fleet_pb2.HeartbeatResponse(epoch=len(request.member_id))
 
-    async def Register(self, request, context):
-        raise InvalidRequest(request.member_id, request.member_id)
+    async def Leave(self, request, context):
+        raise InvalidRequest(request.reason, request.reason)
 
 
 def served(use: Callable[[int], Awaitable[None]], largest_bytes: int = 512 * MIB) -> None:
@@ -188,7 +188,7 @@ def test_a_long_error_arrives_shortened() -> None:
     async def use(port: int) -> None:
         peer = Peer(f"127.0.0.1:{port}")
         with pytest.raises(InvalidRequest) as told:
-            await peer.call(FleetRpc.Register, fleet_pb2.RegisterRequest(member_id="\u00e9" * 100_000))
+            await peer.call(FleetRpc.Leave, fleet_pb2.LeaveRequest(reason="\u00e9" * 100_000))
         assert told.value.what.startswith("\u00e9" * 1000) and told.value.what.endswith(" …")
         await peer.close()
 

@@ -14,6 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
+LARGEST_LAYOUT_BYTES = 1 << 29
+"""Of the layout of one rank, uncompressed: four million boxes of matrices have 168 MB."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,9 +85,12 @@ class Boxes:
             raise ValueError("a layout has no bytes.")
         dims = data[0]
         try:
-            flat = np.frombuffer(zlib.decompress(data[1:]), "<i8")
+            reader = zlib.decompressobj()
+            flat = np.frombuffer(reader.decompress(data[1:], LARGEST_LAYOUT_BYTES), "<i8")
         except zlib.error as error:
             raise ValueError(f"a layout's bytes are damaged: {error}.") from error
+        if not reader.eof:
+            raise ValueError(f"a layout ends too soon, or has more than {LARGEST_LAYOUT_BYTES} bytes.")
         columns = flat.reshape(1 + 2 * dims, -1).cumsum(axis=1).T
         offset, extent = columns[:, 1 : 1 + dims], columns[:, 1 + dims :]
         return cls(columns[:, 0].copy(), np.ascontiguousarray(offset), np.ascontiguousarray(extent))

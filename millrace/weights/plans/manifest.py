@@ -61,6 +61,9 @@ class Manifest:
 def _read(data: bytes) -> Manifest:
     """Cached: the same manifest comes with every version of a job, and for a model with experts this takes 0.1 s."""
     proto = weights_pb2.Manifest.FromString(data)
+    for tensor in proto.tensors:
+        if tensor.dtype not in ITEM_BYTES or any(size < 0 for size in tensor.shape):
+            raise ValueError(f"the manifest has a tensor of dtype {tensor.dtype!r} and shape {list(tensor.shape)}")
     manifest = Manifest(tuple(TensorInfo(t.name, tuple(t.shape), t.dtype) for t in proto.tensors))
     if manifest.hash != proto.hash:
         raise ValueError(f"the manifest's hash is {proto.hash.hex()[:12]}, its tensors give {manifest.hash.hex()[:12]}")

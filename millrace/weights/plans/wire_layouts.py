@@ -2,11 +2,15 @@
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from millrace.errors import PublicationFailed
 from millrace.weights.plans.boxes import Boxes
 from millrace.weights.plans.manifest import Manifest
 from millrace.weights.plans.sharded import MESSAGE_BYTES, ShardedPlan, plan
 from millrace.wire.v1 import weights_pb2
+
+LARGEST_MESSAGE_BYTES = 1 << 40
 
 
 def encode(ranks: Sequence[Boxes]) -> weights_pb2.Layouts:
@@ -19,6 +23,21 @@ def encode(ranks: Sequence[Boxes]) -> weights_pb2.Layouts:
             layouts.distinct.append(boxes.encode())
         layouts.of_rank.append(number[boxes.hash])
     return layouts
+
+
+def _checked(many: Sequence[Boxes], manifest: Manifest) -> Sequence[Boxes]:
+    """The boxes of each rank, if they lie in tensors of the manifest. Raises PublicationFailed."""
+    shapes = [tensor.shape for tensor in manifest.tensors]
+    dims = max([*map(len, shapes), *(boxes.dims for boxes in many)], default=0)
+    ends = np.array([(*shape, *[1] * (dims - len(shape))) for shape in shapes], np.int64).reshape(len(shapes), dims)
+    for boxes in {id(each): each for each in many}.values():
+        fits = bool(((boxes.tensor >= 0) & (boxes.tensor < len(shapes))).all())
+        if fits and len(boxes):
+            inside = (boxes.offset >= 0) & (boxes.extent >= 1)
+            fits = bool((inside & (boxes.extent <= ends[boxes.tensor, : boxes.dims] - boxes.offset)).all())
+        if not fits:
+            raise PublicationFailed("a layout has boxes outside of the manifest's tensors.", "publish again.")
+    return many
 
 
 def decode(layouts: weights_pb2.Layouts) -> list[Boxes]:
@@ -54,7 +73,10 @@ class Planner:
         """Raises PublicationFailed where a receiver wants something that no sender holds."""
         encoded = layouts.SerializeToString(deterministic=True)
         if self._latest is None or self._latest[:2] != (manifest.hash, encoded):
-            message_bytes = layouts.message_bytes or MESSAGE_BYTES
-            made = plan(manifest, decode(layouts.senders), decode(layouts.receivers), message_bytes)
+            message_bytes = min(layouts.message_bytes or MESSAGE_BYTES, LARGEST_MESSAGE_BYTES)
+            senders, receivers = (_checked(decode(side), manifest) for side in (layouts.senders, layouts.receivers))
+            if not senders or not receivers:
+                raise PublicationFailed("the layouts name no sender, or no receiver.", "publish again.")
+            made = plan(manifest, senders, receivers, message_bytes)
             self._latest = (manifest.hash, encoded, made)
         return self._latest[2]

@@ -48,5 +48,5 @@ def _sample(group: common_pb2.Group, trajectory: common_pb2.Trajectory, step: in
 def _json(data: str) -> Any:
     try:
         return json.loads(data) if data else None
-    except ValueError:
+    except (ValueError, RecursionError):
         return data

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
@@ -107,6 +108,10 @@ def fault(group: common_pb2.Group, samples: int, *, greedy_baseline: bool = Fals
         return _incomplete(f"{len(group.trajectories)} trajectories instead of {samples}")
     if greedy_baseline and not (group.HasField("greedy_reward") and fits(group.greedy_reward)):
         return _incomplete("there is no reward of a greedy answer")
+    if not group.prompt_tokens or len(group.prompt_tokens) % 4:
+        return _malformed(f"{len(group.prompt_tokens)} bytes of prompt tokens, which have 4 each")
+    if not all(math.isfinite(seconds) and seconds >= 0 for seconds in (group.generate_s, group.score_s)):
+        return _malformed(f"seconds of {group.generate_s} and {group.score_s}")
     return next((drop for trajectory in group.trajectories if (drop := _trajectory_fault(trajectory))), None)
 
 
@@ -116,11 +121,19 @@ def _trajectory_fault(trajectory: common_pb2.Trajectory) -> Drop | None:
     if not fits(trajectory.reward):
         return Drop(DropReason.REWARD_FAILED, f"the reward is {trajectory.reward}, {NOT_FINITE}")
     tokens = len(trajectory.tokens) // 4
+    if len(trajectory.tokens) % 4:
+        return _malformed(f"{len(trajectory.tokens)} bytes of tokens, which have 4 each")
     if tokens == 0 or len(trajectory.logprobs) != len(trajectory.tokens):
         return _malformed(f"{tokens} tokens with {len(trajectory.logprobs) // 4} log-probabilities")
     spans = trajectory.versions
     joined = all(a.end == b.start for a, b in zip(spans, list(spans)[1:], strict=False))
-    if not spans or spans[0].start != 0 or spans[-1].end != tokens or not joined:
+    if (
+        not spans
+        or spans[0].start != 0
+        or spans[-1].end != tokens
+        or not joined
+        or any(s.start >= s.end for s in spans)
+    ):
         return _malformed(f"the version spans do not cover the {tokens} response tokens")
     return None
 

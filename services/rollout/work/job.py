@@ -10,7 +10,7 @@ from millrace.data.row import PromptRow
 from millrace.errors import BadRow, InvalidJob
 from millrace.ids import JobId, row_of
 from millrace.rewards import choose
-from millrace.spec import JobSpec, parse
+from millrace.spec import JobSpec
 from millrace.wire.v1 import work_pb2
 from services.rollout.scoring.pool import ScoringPool
 
@@ -77,14 +77,6 @@ class Job:
         return Prompt(row, rendered, str(self._tokenizer.decode(rendered.token_ids)))
 
 
-def parse_spec(spec: str) -> JobSpec:
-    """The job spec of a JSON text. Raises InvalidJob."""
-    try:
-        return parse(json.loads(spec))
-    except ValueError as error:
-        raise InvalidJob(f"the job spec is not JSON: {error}.", "send it as the coordinator validated it.") from error
-
-
 def import_transformers() -> None:
     """Imports transformers before threads do: its lazy modules fail when two threads load them at the same time."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: F401
@@ -106,5 +98,5 @@ def _decoded(value: str, field: str, lease: work_pb2.Lease) -> Any:
     """The value of a JSON field of the lease; None where the field is empty. Raises BadRow."""
     try:
         return json.loads(value) if value else None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadRow(f"prompt {lease.prompt_id}: {field} is not JSON: {error}.", "fix the row.") from error

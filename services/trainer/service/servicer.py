@@ -1,7 +1,6 @@
 """The Trainer service: which call may come when, and which call repeats one that runs or is done."""
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -10,9 +9,9 @@ from typing import Protocol, TypeVar
 import grpc
 from google.protobuf.message import Message
 
-from millrace.errors import Fenced, InvalidJob, MillraceError, NotFound, PartialStep
+from millrace.errors import Fenced, MillraceError, NotFound, PartialStep
 from millrace.ids import JobId, Version
-from millrace.spec import JobSpec, parse
+from millrace.spec import JobSpec, received
 from millrace.weights.phases import Phase, PublicationId, PublicationState
 from millrace.wire.deadlines import DEADLINES_S, of_job
 from millrace.wire.method import Unary
@@ -134,7 +133,7 @@ class TrainerService(TrainerServicer):
         job = self._job
         asked = (request.job_id, request.checkpoint, request.configuration)
         if job is None or (job.job_id, job.checkpoint, job.configuration) != asked:
-            spec = _spec(request.spec)
+            spec = received(request.spec)
             key, reason = CallKey("Configure", ConfiguredJob, asked), f"{request.job_id} is loaded"
             job = await self._take_over(key, lambda: self._configure(request, spec), reason)
         return pb.ConfigureTrainerResponse(version=job.version, world_size=self._world_size, parameters=job.parameters)
@@ -346,10 +345,3 @@ class TrainerService(TrainerServicer):
             self._failure = self._lock.closed = str(error)
             self._on_failed(self._failure)
             raise
-
-
-def _spec(text: str) -> JobSpec:
-    try:
-        return parse(json.loads(text))
-    except json.JSONDecodeError as error:
-        raise InvalidJob(f"the job spec is not JSON: {error}.", "send it as the coordinator validated it.") from error

@@ -44,8 +44,11 @@ def _sample(ref: TrajectoryRef, group: common_pb2.Group, reward_parts: Sequence[
     if ref.sample >= len(group.trajectories):
         raise _differs(ref, f"its group has only {len(group.trajectories)} samples")
     trajectory = group.trajectories[ref.sample]
-    prompt, response = unpack_tokens(group.prompt_tokens), unpack_tokens(trajectory.tokens)
-    logprobs = unpack_logprobs(trajectory.logprobs)
+    try:
+        prompt, response = unpack_tokens(group.prompt_tokens), unpack_tokens(trajectory.tokens)
+        logprobs = unpack_logprobs(trajectory.logprobs)
+    except ValueError as error:
+        raise _differs(ref, "its arrays have half an element") from error
     if not len(prompt):
         raise _differs(ref, "its prompt has no token")
     if (len(prompt), len(response)) != (ref.prompt_tokens, ref.response_tokens):
@@ -61,6 +64,8 @@ def _sample(ref: TrajectoryRef, group: common_pb2.Group, reward_parts: Sequence[
         parts = separate_rewards(trajectory.reward, details, reward_parts)
     except BadOutcome as error:
         raise _differs(ref, f"its scorer {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise _differs(ref, "its reward details are not JSON") from error
     experts = None
     if trajectory.HasField("experts"):
         try:

@@ -147,8 +147,8 @@ def test_before_configure_nothing_else_works(idle: Running) -> None:
     assert idle.calls.status().state == pb.TRAINER_STATE_IDLE and idle.calls.status().version == -1
     for call in (
         lambda: idle.calls.step(1, GROUPS, "nowhere:1"),
-        lambda: idle.calls.begin_save("somewhere"),
-        lambda: idle.calls.load("somewhere"),
+        lambda: idle.calls.begin_save("/somewhere"),
+        lambda: idle.calls.load("/somewhere"),
         lambda: idle.calls.prepare(reference(0), 1, "float32"),
         lambda: idle.calls.transfer(reference(0)),
     ):
@@ -163,7 +163,7 @@ def test_configure_again_answers_what_is_loaded(ready: Running, tmp_path: Path) 
     again = ready.calls.configure(job_spec(tmp_path / "model"))
     assert (again.version, again.world_size, again.parameters) == (1, 1, 5)
     assert ready.ranks.count(pb.ConfigureTrainerRequest) == 1
-    assert ready.calls.configure(job_spec(tmp_path / "model"), checkpoint="elsewhere").version == 7
+    assert ready.calls.configure(job_spec(tmp_path / "model"), checkpoint="/elsewhere").version == 7
     assert ready.calls.status().version == 7
 
 
@@ -253,34 +253,34 @@ def test_a_partial_step_costs_the_weights(ready: Running, tmp_path: Path) -> Non
         ready.calls.step(1, GROUPS, "nowhere:1")
     status = ready.calls.status()
     assert (status.job_id, status.version, status.state) == ("", -1, pb.TRAINER_STATE_IDLE)
-    for call in (lambda: ready.calls.begin_save("here"), lambda: ready.calls.prepare(reference(0), 1, "float32")):
+    for call in (lambda: ready.calls.begin_save("/here"), lambda: ready.calls.prepare(reference(0), 1, "float32")):
         with pytest.raises(Fenced, match="holds no job"):
             call()
-    assert ready.calls.configure(job_spec(tmp_path / "model"), checkpoint="saved").version == 7
+    assert ready.calls.configure(job_spec(tmp_path / "model"), checkpoint="/saved").version == 7
     assert ready.calls.step(8, GROUPS, "nowhere:1").version == 8
 
 
 def test_busy_ranks_refuse_other_work(ready: Running) -> None:
     ready.ranks.gate.clear()
-    saving = ready.begin(ready.calls.begin_save, "here")
+    saving = ready.begin(ready.calls.begin_save, "/here")
     assert ready.calls.status().state == pb.TRAINER_STATE_SAVING
     with pytest.raises(InvalidState, match="busy with Save"):
         ready.calls.step(1, GROUPS, "nowhere:1")
-    again = ready.begin(ready.calls.begin_save, "here")
+    again = ready.begin(ready.calls.begin_save, "/here")
     ready.ranks.gate.set()
     saving.result(10), again.result(10)
     assert ready.ranks.count(pb.SaveRequest) == 1
 
 
 def test_a_checkpoint_is_there_when_finish_says_so(ready: Running) -> None:
-    with pytest.raises(NotFound, match="trainer-1 began no checkpoint at here"):
-        ready.calls.finish_save("here")
-    ready.calls.begin_save("here")
-    ready.calls.begin_save("here")
+    with pytest.raises(NotFound, match="trainer-1 began no checkpoint at /here"):
+        ready.calls.finish_save("/here")
+    ready.calls.begin_save("/here")
+    ready.calls.begin_save("/here")
     assert ready.ranks.count(pb.SaveRequest) == 1
-    finishing = [ready.begin(ready.calls.finish_save, "here") for _ in range(2)]
+    finishing = [ready.begin(ready.calls.finish_save, "/here") for _ in range(2)]
     assert ready.calls.step(1, GROUPS, "nowhere:1").version == 1
-    following = ready.begin(ready.calls.begin_save, "there")
+    following = ready.begin(ready.calls.begin_save, "/there")
     assert ready.ranks.count(pb.SaveRequest) == 1 and not any(call.done() for call in finishing)
     ready.ranks.outcome.set_result(pb.FinishSaveResponse(version=0, bytes=7))
     assert [call.result(10).bytes for call in finishing] == [7, 7]
@@ -289,22 +289,22 @@ def test_a_checkpoint_is_there_when_finish_says_so(ready: Running) -> None:
 
 
 def test_a_save_that_failed_is_told_and_can_be_asked_for_again(ready: Running) -> None:
-    ready.calls.begin_save("here")
+    ready.calls.begin_save("/here")
     ready.ranks.outcome.set_exception(InvalidState("rank 1 on node-b (pid 7): No space left on device."))
     for _ in range(2):
         with pytest.raises(InvalidState, match="rank 1 on node-b"):
-            ready.calls.finish_save("here")
-    ready.calls.begin_save("here")
+            ready.calls.finish_save("/here")
+    ready.calls.begin_save("/here")
     ready.ranks.outcome.set_result(pb.FinishSaveResponse())
-    ready.calls.finish_save("here")
+    ready.calls.finish_save("/here")
     assert ready.ranks.count(pb.SaveRequest) == 2
 
 
 @pytest.mark.parametrize("what", ["load", "configure", "drain"])
 def test_who_needs_the_ranks_otherwise_waits_for_a_save(ready: Running, what: str, tmp_path: Path) -> None:
-    ready.calls.begin_save("here")
+    ready.calls.begin_save("/here")
     calls = {
-        "load": lambda: ready.calls.load("there"),
+        "load": lambda: ready.calls.load("/there"),
         "configure": lambda: ready.calls.configure(job_spec(tmp_path / "model"), job="job-2"),
         "drain": ready.drain,
     }
@@ -320,11 +320,11 @@ def test_another_job_is_refused_by_name(ready: Running) -> None:
 
 
 def test_load_moves_the_version(ready: Running) -> None:
-    assert ready.calls.load("there").version == 3
+    assert ready.calls.load("/there").version == 3
     assert ready.calls.step(4, GROUPS, "nowhere:1").version == 4
     ready.ranks.error = InvalidState("it is damaged.")
     with pytest.raises(InvalidState):
-        ready.calls.load("there")
+        ready.calls.load("/there")
     assert ready.calls.status().state == pb.TRAINER_STATE_IDLE
 
 
@@ -344,7 +344,7 @@ def test_draining_finishes_the_step_and_takes_nothing_new(ready: Running) -> Non
     stepping = ready.begin(ready.calls.step, 1, GROUPS, "nowhere:1")
     draining = ready.begin(ready.drain)
     with pytest.raises(Unavailable, match="draining"):
-        ready.calls.begin_save("here")
+        ready.calls.begin_save("/here")
     assert not draining.done()
     ready.ranks.gate.set()
     draining.result(10)
