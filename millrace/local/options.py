@@ -92,7 +92,7 @@ def services(options: StackOptions, devices: Sequence[str] = ()) -> list[Service
     ports = ("--http-port", str(options.http_port), "--grpc-port", str(options.grpc_port))
     state = ("--http-host", options.http_host, "--state-dir", str(options.folder / "coordinator"))
     secure = ("--insecure",) if options.insecure else ()
-    environment = {**LOCAL, **options.environment}
+    environment = {**LOCAL, "MILLRACE_STACK_STATE": str(options.folder.absolute()), **options.environment}
     wanted = [options.ranks, *[options.gpus_per_replica] * options.replicas]
     trained_on, *generated_on = share_out(devices, wanted, shared=options.share_gpus)
 

@@ -1,6 +1,7 @@
 """The memory and the number of all processes of a sandbox, as its first process sees them in /proc."""
 
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,9 +16,26 @@ def inside() -> list[int]:
 
 def descendants() -> list[int]:
     """All descendants of this process, where it has no PID namespace."""
-    import psutil
+    if not Path(f"/proc/self/task/{os.getpid()}/children").exists():  # a kernel without CONFIG_PROC_CHILDREN
+        import psutil
 
-    return [child.pid for child in psutil.Process().children(recursive=True)]
+        return [child.pid for child in psutil.Process().children(recursive=True)]
+    found, pending = [], [os.getpid()]
+    while pending:
+        children = _children(pending.pop())
+        found += children
+        pending += children
+    return found
+
+
+def _children(pid: int) -> list[int]:
+    """The children of all threads of a process; none where it has ended."""
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+        texts = [Path(f"/proc/{pid}/task/{thread}/children").read_text() for thread in threads]
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+    return [int(child) for text in texts for child in text.split()]
 
 
 Members = Callable[[], list[int]]

@@ -36,7 +36,7 @@ def enter(view: View, scratch_mb: int, *, processes: bool, as_other_user: bool) 
             if as_other_user and path in view.code and _is_kept_from_others(path):
                 _copy_code(path)
             else:
-                _show(path, syscalls.READ_ONLY | syscalls.NO_SETUID | syscalls.NO_DEVICES)
+                _show(path)
         _hide(view)
         _make_devices()
         _make_links(view)
@@ -67,8 +67,9 @@ def _mount_memory(folder: str, options: str) -> None:
     syscalls.mount("tmpfs", folder, syscalls.MS_NOSUID | syscalls.MS_NODEV, options)
 
 
-def _show(path: str, attributes: int) -> None:
-    """Mounts the tree at `path` at the same place of the new tree."""
+def _show(path: str) -> None:
+    """Mounts the tree at `path` at the same place of the new tree, read-only."""
+    devices = 0 if is_within(path, "/dev") else syscalls.NO_DEVICES
     target = STAGE + path
     if os.path.isdir(path):
         os.makedirs(target, exist_ok=True)
@@ -77,7 +78,7 @@ def _show(path: str, attributes: int) -> None:
         Path(target).touch()
     copy = syscalls.copy_of_tree(path)
     try:
-        syscalls.restrict(copy, attributes)
+        syscalls.restrict(copy, syscalls.READ_ONLY | syscalls.NO_SETUID | devices)
         syscalls.attach(copy, target)
     finally:
         os.close(copy)
@@ -121,7 +122,7 @@ def _hide(view: View) -> None:
 def _make_devices() -> None:
     for name in DEVICES:
         if os.path.exists(f"/dev/{name}"):
-            _show(f"/dev/{name}", syscalls.READ_ONLY | syscalls.NO_SETUID)
+            _show(f"/dev/{name}")
     os.symlink("/proc/self/fd", f"{STAGE}/dev/fd")
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         os.symlink(f"/proc/self/fd/{number}", f"{STAGE}/dev/{name}")

@@ -272,7 +272,8 @@ def _more_paths() -> list[str]:
 def _hidden_paths() -> list[str]:
     """Where the services keep their state and secrets."""
     named = os.environ.get("MILLRACE_HIDDEN_PATHS", "").split(os.pathsep)
-    own = (os.environ.get("MILLRACE_TOKEN_FILE", ""), str(Path("~/.millrace").expanduser()))
+    state = (os.environ.get("MILLRACE_STACK_STATE", ""), str(Path("~/.millrace").expanduser()))
+    own = (os.environ.get("MILLRACE_TOKEN_FILE", ""), *state)
     return [path for path in (*named, *own) if path]
 
 
