@@ -365,7 +365,7 @@ def test_product_and_geometric_mean_are_different_things():
         ("icepop", {"bounds": [2.0, 0.5]}, "lower bound has to be below"),
         ("icepop", {"bounds": [1.5, 2.0]}, "enclose 1"),
         ("icepop", {"bounds": [0.5]}, "bounds"),
-        ("tis_token", {"cap": 0.0}, "is not more than 0"),
+        ("tis_token", {"cap": 0.0}, "cap: 0.0: is less than"),
         ("tis_token", {"floor": 1.5}, "is more than 1"),
         ("reject_token", {"estimator": "k4"}, "'k1', 'k2' or 'k3'"),
     ],
