@@ -24,9 +24,9 @@ from millrace.client import Client
 from millrace.errors import InvalidJob, MillraceError
 from millrace.ids import JobId
 from millrace.local.options import StackOptions
-from millrace.local.ports import free_port
 from millrace.local.stack import Stack
 from millrace.rest import JobState
+from tests.ports import held_port
 
 LOOK_S = 0.1
 MARK = "MILLRACE_CHAOS"
@@ -93,21 +93,28 @@ def trial(seed: int, folder: Path, shape: Shape, tell: Callable[[Struck], None] 
     outcome = Outcome(seed, staleness(seed), folder)
     folder.mkdir(parents=True, exist_ok=True)
     spec = job(folder, outcome.max_staleness)
-    options = StackOptions(
-        str(folder / "state"),
-        replicas=shape.replicas,
-        ranks=shape.ranks,
-        engine=shape.engine,
-        http_port=free_port(),
-        grpc_port=free_port(),
-        environment={"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"},
-    )
     with _environment({MARK: mark, "MILLRACE_TOKEN": token}), _nothing_left(mark, outcome.found):
-        with Stack(options) as stack, stack.client(patience_s=60.0) as client:
+        with _stack(folder, shape) as stack, stack.client(patience_s=60.0) as client:
             _Trial(stack, client, shape, outcome, tell).run(spec)
         outcome.found += nothing_forbidden([folder], [], token)
     outcome.seconds = time.monotonic() - began
     return outcome
+
+
+@contextlib.contextmanager
+def _stack(folder: Path, shape: Shape) -> Iterator[Stack]:
+    with held_port() as http, held_port() as grpc:
+        options = StackOptions(
+            str(folder / "state"),
+            replicas=shape.replicas,
+            ranks=shape.ranks,
+            engine=shape.engine,
+            http_port=http,
+            grpc_port=grpc,
+            environment={"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"},
+        )
+        with Stack(options) as stack:
+            yield stack
 
 
 @contextlib.contextmanager
