@@ -26,6 +26,7 @@ def validate(
     another one. If the spec is not valid, the command prints every mistake with its line and fix, and ends with
     status 1.
     """
+    from millrace import hub
     from millrace.spec import parse
     from millrace.spec.checking import submission, thorough
     from millrace.spec.document import Document
@@ -34,7 +35,8 @@ def validate(
     with document.lines():
         checked = parse(document.tree)
         if not fields_only:
-            notes = thorough.look(submission.check(checked.model_dump(mode="json")), _progress)
+            pinned = submission.check(checked.model_dump(mode="json"))
+            notes = thorough.look(hub.local(pinned, data=True), _progress)
     if as_json:
         return print_json(checked)
     for note in notes:

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from millrace.backends.fsdp2 import Fsdp2Options
 from millrace.backends.megatron import MegatronOptions
 from millrace.errors import InvalidJob
 from millrace.rl.registry import catalogue
@@ -32,7 +33,7 @@ def is_there(place: str) -> bool:
     else:
         return True
     if "backend_options" in steps[:-1]:
-        return steps[-1] in MegatronOptions.model_fields
+        return steps[-1] in MegatronOptions.model_fields or steps[-1] in Fsdp2Options.model_fields
     return "engine_options" in steps or steps[-1] in OPTIONS.get(".".join(steps[:-2]), ())
 
 
