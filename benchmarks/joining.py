@@ -33,7 +33,7 @@ from millrace.bench.shapes import SHAPES, shape_of
 from millrace.client import Client
 from millrace.engines import ENGINE_NAMES
 from millrace.events import PublicationDone
-from millrace.local import offspring
+from millrace.local import child_processes
 from millrace.local.devices import visible_devices
 from millrace.local.options import StackOptions
 from millrace.local.ports import free_port
@@ -173,7 +173,7 @@ def followed(
             visible = {"CUDA_VISIBLE_DEVICES": devices[0]} if devices else {}
             environment = {**stack.options.environment, "MILLRACE_HOST": "127.0.0.1", **visible}
             with log.open("wb") as output:
-                joiner = offspring.start((*argv, "--engine", options.engine), environment, output)
+                joiner = child_processes.start((*argv, "--engine", options.engine), environment, output)
             engine_up = _wait(lambda: _logged_at(log, CONFIGURED), until)
             joined = JoinTimes(engine_up, _wait(lambda: _logged_at(log, VERSION_COMMITTED), until))
         last = _step(client, job_id) + options.steps

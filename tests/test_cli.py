@@ -20,7 +20,7 @@ from millrace import __version__
 from millrace.cli import app
 from millrace.client import Client
 from millrace.errors import InvalidJob, InvalidState, NotFound
-from millrace.local import offspring
+from millrace.local import child_processes
 from millrace.wire.channel import PROTOCOL_VERSION
 from tests.local.programs import eventually
 from tests.models import save_tiny_model
@@ -38,7 +38,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         ports = ("--http-port", str(http), "--grpc-port", "0")
         argv = (sys.executable, "-m", "services.coordinator", *ports, "--state-dir", str(folder))
         with (folder / "log").open("wb") as log:
-            process = offspring.start(argv, {}, log, signal.SIGKILL)
+            process = child_processes.start(argv, {}, log, signal.SIGKILL)
         with Client(f"http://127.0.0.1:{http}") as client:
             eventually(client.ready, 30)
         yield f"http://127.0.0.1:{http}"

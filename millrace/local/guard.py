@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Sequence
 from types import FrameType
 
-from millrace.local import offspring
+from millrace.local import child_processes
 from millrace.local.journal import say
 
 
@@ -19,8 +19,8 @@ def guard(supervising: Sequence[str]) -> int:
 
     A second signal does not wait for an orderly stop. Whatever happens, no process below the guard is left.
     """
-    offspring.adopt_orphans()
-    supervisor = offspring.start(supervising, {}, output=None)
+    child_processes.adopt_orphans()
+    supervisor = child_processes.start(supervising, {}, output=None)
     asked = 0
 
     def ask_to_stop(_number: int, _frame: FrameType | None) -> None:
@@ -34,7 +34,7 @@ def guard(supervising: Sequence[str]) -> int:
         status = _wait(supervisor)
         if status < 0:
             say("millrace", f"the supervisor was ended by {signal.Signals(-status).name}; its services are stopped.")
-        if left := offspring.sweep():
+        if left := child_processes.sweep():
             say("millrace", f"processes {left} do not end.")
             return 1
         return status if status >= 0 else 1

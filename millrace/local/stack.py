@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from millrace.client import Client
 from millrace.errors import Unavailable
-from millrace.local import offspring
+from millrace.local import child_processes
 from millrace.local.options import StackOptions
 
 
@@ -28,7 +28,7 @@ class Stack:
         self._console.parent.mkdir(parents=True, exist_ok=True)
         argv = (sys.executable, "-m", "millrace.local", "guard", self.options.to_json())
         with self._console.open("wb") as console:
-            self._guard = offspring.start(argv, {}, console)
+            self._guard = child_processes.start(argv, {}, console)
         deadline = time.monotonic() + self._ready_s
         try:
             while not self._state().get("complete"):

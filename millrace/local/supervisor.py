@@ -13,7 +13,7 @@ from pathlib import Path
 
 from millrace.client import Client
 from millrace.errors import InvalidState, MillraceError, Unavailable
-from millrace.local import offspring
+from millrace.local import child_processes
 from millrace.local.journal import Journal, say
 from millrace.local.options import Service, StackOptions
 from millrace.local.ports import check_free
@@ -45,7 +45,7 @@ class Supervisor:
     async def run(self) -> int:
         """Until SIGTERM or SIGINT (0), or until a service that the stack cannot do without keeps dying (1)."""
         check_free({"--http-port": self.options.http_port, "--grpc-port": self.options.grpc_port})
-        offspring.adopt_orphans()
+        child_processes.adopt_orphans()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.add_signal_handler(number, self.stopping.set)
@@ -101,7 +101,7 @@ class Supervisor:
             file.unlink(missing_ok=True)
         environment = {**service.environment, DRAINED_FILE: str(drained), LIFE_FILE: str(life)}
         with self.journals[service.name].opened(service.argv) as output:
-            process = offspring.start(service.argv, environment, output)
+            process = child_processes.start(service.argv, environment, output)
         self.running[service.name] = process
         self.write_state()
         return process
@@ -123,7 +123,7 @@ class Supervisor:
 
     def clear_orphans(self) -> None:
         """What a dead service left behind (its Redis, its engine, its ranks) must not meet its successor."""
-        if left := offspring.sweep(keep=[process.pid for process in self.running.values()]):
+        if left := child_processes.sweep(keep=[process.pid for process in self.running.values()]):
             say("millrace", f"processes {left} do not end; they hold memory and may hold ports.")
 
     def tell_death(

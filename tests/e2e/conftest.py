@@ -13,7 +13,7 @@ import pytest
 from millrace.client import Client
 from millrace.data.row import PromptRow
 from millrace.data.write import write_rows
-from millrace.local import offspring
+from millrace.local import child_processes
 from millrace.local.options import StackOptions
 from millrace.local.stack import Stack
 from tests.models import save_tiny_model
@@ -111,7 +111,7 @@ def another_replica(tmp_path: Path) -> Iterator[Callable[[Stack, str], subproces
             log = running.enter_context((tmp_path / "another.log").open("wb"))
             argv = (sys.executable, "-m", "services.rollout", "--coordinator", stack.coordinator, "--port", "0")
             argv = (*argv, "--host", "127.0.0.1")
-            replica = offspring.start((*argv, "--engine", engine), stack.options.environment, log)
+            replica = child_processes.start((*argv, "--engine", engine), stack.options.environment, log)
             running.callback(replica.wait, 60)
             running.callback(replica.terminate)
             return replica

@@ -11,12 +11,12 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSI
 
 PARENT = """
 import signal, sys, time
-from millrace.local import offspring
-offspring.adopt_orphans()
-child = offspring.start((sys.executable, "-c", *sys.argv[2:]), {}, None, signal.Signals[sys.argv[1]])
+from millrace.local import child_processes
+child_processes.adopt_orphans()
+child = child_processes.start((sys.executable, "-c", *sys.argv[2:]), {}, None, signal.Signals[sys.argv[1]])
 print("up", flush=True)
 sys.stdin.readline()
-left = offspring.sweep(grace_s=0.3)
+left = child_processes.sweep(grace_s=0.3)
 print("left", left, flush=True)
 """
 
