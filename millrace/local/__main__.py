@@ -5,8 +5,8 @@ import sys
 from millrace.errors import MillraceError
 from millrace.local.devices import visible_devices
 from millrace.local.guard import guard
-from millrace.local.journal import say
 from millrace.local.options import StackOptions, services
+from millrace.local.service_log import say
 from millrace.local.supervisor import supervise
 
 

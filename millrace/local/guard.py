@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from types import FrameType
 
 from millrace.local import child_processes
-from millrace.local.journal import say
+from millrace.local.service_log import say
 
 
 def guard(supervising: Sequence[str]) -> int:

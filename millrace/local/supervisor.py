@@ -14,10 +14,10 @@ from pathlib import Path
 from millrace.client import Client
 from millrace.errors import InvalidState, MillraceError, Unavailable
 from millrace.local import child_processes
-from millrace.local.journal import Journal, say
 from millrace.local.options import Service, StackOptions
 from millrace.local.ports import check_free
 from millrace.local.restarts import Restarts
+from millrace.local.service_log import ServiceLog, say
 from millrace.rest import MemberState
 from millrace.wire.membership import DRAINED_FILE, LIFE_FILE
 
@@ -35,7 +35,7 @@ class Supervisor:
     def __init__(self, options: StackOptions, services: Sequence[Service]) -> None:
         self.options = options
         self.services = services
-        self.journals = {s.name: Journal(options.folder / "logs", s.name) for s in self.services}
+        self.logs = {s.name: ServiceLog(options.folder / "logs", s.name) for s in self.services}
         self.running: dict[str, subprocess.Popen[bytes]] = {}
         self.given_up: set[str] = set()
         self.complete = False
@@ -100,7 +100,7 @@ class Supervisor:
         for file in (drained, life):
             file.unlink(missing_ok=True)
         environment = {**service.environment, DRAINED_FILE: str(drained), LIFE_FILE: str(life)}
-        with self.journals[service.name].opened(service.argv) as output:
+        with self.logs[service.name].opened(service.argv) as output:
             process = child_processes.start(service.argv, environment, output)
         self.running[service.name] = process
         self.write_state()
@@ -135,10 +135,10 @@ class Supervisor:
             if wait_s is not None
             else f"it died {restarts.limit + 1} times and is not started again"
         )
-        journal = self.journals[service.name]
+        log = self.logs[service.name]
         if status > 0:
-            say(service.name, "\n".join(journal.last_lines(12)))
-        say("millrace", f"{service.name} {how} after {lived_s:.0f} s; {then}. Its log: {journal.path}")
+            say(service.name, "\n".join(log.last_lines(12)))
+        say("millrace", f"{service.name} {how} after {lived_s:.0f} s; {then}. Its log: {log.path}")
 
     def give_up(self, service: Service) -> None:
         self.given_up.add(service.name)
@@ -146,7 +146,7 @@ class Supervisor:
         if service.vital or replicas <= self.given_up:
             self.failure = Unavailable(
                 f"{service.name} keeps dying and the stack is of no use without it.",
-                f"look at {self.journals[service.name].path}, and run `millrace doctor`.",
+                f"look at {self.logs[service.name].path}, and run `millrace doctor`.",
             )
             self.stopping.set()
 
@@ -156,7 +156,7 @@ class Supervisor:
         with Client(self.options.url, patience_s=0) as client:
             while not self.stopping.is_set() and not await asyncio.to_thread(client.ready):
                 if time.monotonic() > deadline:
-                    path = self.journals["coordinator"].path
+                    path = self.logs["coordinator"].path
                     self.failure = Unavailable(
                         f"the coordinator is not ready after {COORDINATOR_READY_S:g} s.", f"look at {path}."
                     )
@@ -186,8 +186,8 @@ class Supervisor:
     async def echo(self) -> None:
         """Repeats the services' warnings and errors on the console."""
         while not self.stopping.is_set():
-            for name, journal in self.journals.items():
-                for line in journal.loud_lines() if journal.path.exists() else ():
+            for name, log in self.logs.items():
+                for line in log.loud_lines() if log.path.exists() else ():
                     say(name, line)
             await asyncio.sleep(LOOK_S)
 

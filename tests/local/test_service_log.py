@@ -1,6 +1,6 @@
 from pathlib import Path
 
-from millrace.local.journal import Journal, loud, readable
+from millrace.local.service_log import ServiceLog, loud, readable
 
 
 def test_only_warnings_and_worse_reach_the_console() -> None:
@@ -21,22 +21,22 @@ def test_a_trace_keeps_its_lines() -> None:
 
 
 def test_lines_are_told_once_and_only_when_they_are_whole(tmp_path: Path) -> None:
-    journal = Journal(tmp_path, "trainer")
-    with journal.opened(("trainer",)) as file:
+    log = ServiceLog(tmp_path, "trainer")
+    with log.opened(("trainer",)) as file:
         file.write(b"ERROR one\nERROR tw")
         file.flush()
-        assert list(journal.loud_lines()) == ["ERROR one"]
+        assert list(log.loud_lines()) == ["ERROR one"]
         file.write(b"o\n")
         file.flush()
-        assert list(journal.loud_lines()) == ["ERROR two"]
-        assert list(journal.loud_lines()) == []
+        assert list(log.loud_lines()) == ["ERROR two"]
+        assert list(log.loud_lines()) == []
 
 
 def test_the_last_lines_are_those_of_the_last_life(tmp_path: Path) -> None:
-    journal = Journal(tmp_path, "trainer")
-    with journal.opened(("trainer",)) as file:
+    log = ServiceLog(tmp_path, "trainer")
+    with log.opened(("trainer",)) as file:
         file.write(b"old\n")
-    with journal.opened(("trainer",)) as file:
+    with log.opened(("trainer",)) as file:
         file.write(b'new\n{"level": "error", "event": "port taken"}\n')
-    assert journal.last_lines(5) == ["new", "ERROR port taken"]
-    assert "old" in journal.path.read_text()
+    assert log.last_lines(5) == ["new", "ERROR port taken"]
+    assert "old" in log.path.read_text()

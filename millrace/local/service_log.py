@@ -12,7 +12,7 @@ LOUD = ("warning", "error", "critical")
 TAIL_BYTES = 16_384
 
 
-class Journal:
+class ServiceLog:
     """The log file of one service, read as it grows."""
 
     def __init__(self, folder: Path, name: str) -> None:
