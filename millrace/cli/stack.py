@@ -7,9 +7,9 @@ from typing import Annotated
 import typer
 
 from millrace.engines import ENGINE_NAMES
-from millrace.local.guard import guard
 from millrace.local.options import StackOptions, pythons
 from millrace.local.ports import free_port
+from millrace.local.watchdog import watchdog
 
 
 def up(
@@ -59,4 +59,4 @@ def up(
         grpc_port=grpc_port or free_port(),
         insecure=insecure,
     )
-    raise typer.Exit(guard((sys.executable, "-m", "millrace.local", "supervise", options.to_json())))
+    raise typer.Exit(watchdog((sys.executable, "-m", "millrace.local", "supervise", options.to_json())))

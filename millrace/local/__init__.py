@@ -2,7 +2,7 @@
 
 Three processes stand between a terminal and the services, so that no single SIGKILL leaves anything behind:
 
-    guard       (`millrace up`, guard.py)  waits; when the supervisor is gone it ends every process below itself
+    watchdog    (`millrace up`, watchdog.py) waits; when the supervisor is gone it ends every process below itself
     supervisor  (supervisor.py)            starts, watches, restarts and stops the services in order
     services    coordinator (with its Redis), trainer (launcher and ranks), replicas (with their engines)
 

@@ -1,18 +1,18 @@
-"""`python -m millrace.local guard|supervise <options as JSON>`: how the stack's own processes start each other."""
+"""`python -m millrace.local watchdog|supervise <options as JSON>`: how the stack's own processes start each other."""
 
 import sys
 
 from millrace.errors import MillraceError
 from millrace.local.devices import visible_devices
-from millrace.local.guard import guard
 from millrace.local.options import StackOptions, services
 from millrace.local.service_log import say
 from millrace.local.supervisor import supervise
+from millrace.local.watchdog import watchdog
 
 
 def main(role: str, text: str) -> int:
-    if role == "guard":
-        return guard((sys.executable, "-m", "millrace.local", "supervise", text))
+    if role == "watchdog":
+        return watchdog((sys.executable, "-m", "millrace.local", "supervise", text))
     options = StackOptions.from_json(text)
     try:
         return supervise(options, services(options, visible_devices()))

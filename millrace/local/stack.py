@@ -22,17 +22,17 @@ class Stack:
         self.options = options
         self._ready_s = ready_s
         self._console = Path(options.state) / "logs" / "console.log"
-        self._guard: subprocess.Popen[bytes] | None = None
+        self._watchdog: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
         self._console.parent.mkdir(parents=True, exist_ok=True)
-        argv = (sys.executable, "-m", "millrace.local", "guard", self.options.to_json())
+        argv = (sys.executable, "-m", "millrace.local", "watchdog", self.options.to_json())
         with self._console.open("wb") as console:
-            self._guard = child_processes.start(argv, {}, console)
+            self._watchdog = child_processes.start(argv, {}, console)
         deadline = time.monotonic() + self._ready_s
         try:
             while not self._state().get("complete"):
-                if self._guard.poll() is not None:
+                if self._watchdog.poll() is not None:
                     raise self._failed("did not start")
                 if time.monotonic() > deadline:
                     raise self._failed(f"was not complete within {self._ready_s:g} s")
@@ -65,14 +65,14 @@ class Stack:
 
     def stop(self, within_s: float = 90.0) -> None:
         """Ends everything. Idempotent."""
-        if self._guard is None or self._guard.poll() is not None:
+        if self._watchdog is None or self._watchdog.poll() is not None:
             return
-        self._guard.send_signal(signal.SIGTERM)
+        self._watchdog.send_signal(signal.SIGTERM)
         try:
-            self._guard.wait(within_s)
+            self._watchdog.wait(within_s)
         except subprocess.TimeoutExpired:
-            self._guard.send_signal(signal.SIGTERM)  # the second one does not wait for an orderly stop
-            self._guard.wait(30.0)
+            self._watchdog.send_signal(signal.SIGTERM)  # the second one does not wait for an orderly stop
+            self._watchdog.wait(30.0)
 
     def _state(self) -> dict[str, Any]:
         """What the supervisor wrote last, if it is the one of this stack's life."""
@@ -80,7 +80,7 @@ class Stack:
             state = json.loads((Path(self.options.state) / "stack.json").read_text())
         except FileNotFoundError:
             return {}
-        return state if self._guard is not None and state["guard"] == self._guard.pid else {}
+        return state if self._watchdog is not None and state["watchdog"] == self._watchdog.pid else {}
 
     def _failed(self, how: str) -> Unavailable:
         told = self._console.read_text(errors="replace")[-3000:]

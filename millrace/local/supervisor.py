@@ -224,7 +224,7 @@ class Supervisor:
             "url": self.options.url,
             "grpc": f"127.0.0.1:{self.options.grpc_port}",
             "complete": self.complete,
-            "guard": os.getppid(),
+            "watchdog": os.getppid(),
             "supervisor": os.getpid(),
             "processes": {name: process.pid for name, process in self.running.items()},
         }

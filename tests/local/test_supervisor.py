@@ -25,19 +25,19 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="subreapers and PR_SET_PDEATHSIG are Linux's"),
 ]
 
-GUARDING = "import sys; from millrace.local.guard import guard; raise SystemExit(guard(sys.argv[1:]))"
+WATCHING = "import sys; from millrace.local.watchdog import watchdog; raise SystemExit(watchdog(sys.argv[1:]))"
 
 
 class Running:
-    """A guarded stack in `state`, its console, and what is left of it."""
+    """A watched stack in `state`, its console, and what is left of it."""
 
     def __init__(self, state: Path) -> None:
         self.state, self.mark = state, secrets.token_hex(8)
         self._held = contextlib.ExitStack()
         self.http_port, self.grpc_port = (self._held.enter_context(held_port()) for _ in range(2))
         argv = supervising(state, self.http_port, self.grpc_port, self.mark)
-        self.guard = subprocess.Popen(
-            (sys.executable, "-c", GUARDING, *argv), stderr=subprocess.PIPE, text=True, start_new_session=True
+        self.watchdog = subprocess.Popen(
+            (sys.executable, "-c", WATCHING, *argv), stderr=subprocess.PIPE, text=True, start_new_session=True
         )
 
     def wait_until_up(self) -> None:
@@ -52,8 +52,8 @@ class Running:
         return dict(self.told().get("processes", {}))
 
     def services(self) -> list[psutil.Process]:
-        """Processes of the stack below guard and supervisor."""
-        ours = {self.guard.pid, self.told().get("supervisor")}
+        """Processes of the stack below watchdog and supervisor."""
+        ours = {self.watchdog.pid, self.told().get("supervisor")}
         coordinator_and_redis = [p for p in psutil.process_iter(["cmdline", "cwd"]) if self._works_in_state(p)]
         found = {p.pid: p for p in (*alive(self.mark), *coordinator_and_redis) if p.pid not in ours}
         return [p for p in found.values() if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
@@ -64,14 +64,14 @@ class Running:
         return state in " ".join(process.info["cmdline"] or []) or (process.info["cwd"] or "").startswith(state)
 
     def end(self) -> tuple[int, str]:
-        """Status and console of the guard after it ended by itself."""
-        _, console = self.guard.communicate(timeout=60)
-        return self.guard.returncode, console
+        """Status and console of the watchdog after it ended by itself."""
+        _, console = self.watchdog.communicate(timeout=60)
+        return self.watchdog.returncode, console
 
     def close(self) -> None:
-        if self.guard.poll() is None:
-            self.guard.terminate()
-            self.guard.communicate(timeout=60)
+        if self.watchdog.poll() is None:
+            self.watchdog.terminate()
+            self.watchdog.communicate(timeout=60)
         self._held.close()
 
 
@@ -87,7 +87,7 @@ def stack(tmp_path: Path) -> Iterator[Running]:
 
 def test_one_interrupt_takes_all_down_in_order(stack: Running) -> None:
     assert Client(stack.told()["url"]).ready()
-    stack.guard.send_signal(signal.SIGINT)
+    stack.watchdog.send_signal(signal.SIGINT)
     status, console = stack.end()
     assert status == 0
     assert "trainer did not stop within 1 s and is killed" in console
@@ -97,19 +97,19 @@ def test_one_interrupt_takes_all_down_in_order(stack: Running) -> None:
 
 
 def test_a_second_interrupt_does_not_wait(stack: Running) -> None:
-    stack.guard.send_signal(signal.SIGINT)
+    stack.watchdog.send_signal(signal.SIGINT)
     time.sleep(0.3)  # less than the trainer may take to stop
-    stack.guard.send_signal(signal.SIGINT)
+    stack.watchdog.send_signal(signal.SIGINT)
     status, console = stack.end()
     assert status == 1 and "the supervisor was ended by SIGKILL" in console
     assert stack.services() == []
 
 
-@pytest.mark.parametrize("who", ["supervisor", "guard"])
+@pytest.mark.parametrize("who", ["supervisor", "watchdog"])
 def test_no_process_is_left_when_one_of_the_two_is_killed(stack: Running, who: str) -> None:
-    victim = stack.told()["supervisor"] if who == "supervisor" else stack.guard.pid
+    victim = stack.told()["supervisor"] if who == "supervisor" else stack.watchdog.pid
     os.kill(victim, signal.SIGKILL)
-    stack.guard.communicate(timeout=60)
+    stack.watchdog.communicate(timeout=60)
     eventually(lambda: not stack.services(), 30)
 
 
@@ -145,7 +145,7 @@ def test_a_drained_member_is_not_started_again_and_a_killed_one_is(stack: Runnin
         assert client.drain(member.id).state == "draining"
         eventually(lambda: [member.state for member in client.fleet().replicas] == ["left"])
         eventually(lambda: "rollout-0" not in stack.pids())
-    stack.guard.send_signal(signal.SIGINT)
+    stack.watchdog.send_signal(signal.SIGINT)
     status, console = stack.end()
     assert status == 0 and "rollout-0 was drained and has left the fleet; it is not started again" in console
     assert console.count("it is started again") == 1
@@ -164,7 +164,7 @@ def test_a_member_that_stands_still_is_killed_and_started_again(
             os.kill(stopped, signal.SIGSTOP)
             eventually(lambda: running.pids().get("rollout-0", stopped) != stopped, 40)
             assert not psutil.pid_exists(stopped)
-        running.guard.send_signal(signal.SIGINT)
+        running.watchdog.send_signal(signal.SIGINT)
         assert "rollout-0 has not sent a heartbeat for 3 s and is killed" in running.end()[1]
     finally:
         running.close()

@@ -1,7 +1,7 @@
 """The process between the terminal and the supervisor.
 
 It does nothing but wait, so that it is still there when the supervisor is not: then it ends every process that the
-supervisor left. If the guard itself is killed, the kernel tells the supervisor, which stops the stack.
+supervisor left. If the watchdog itself is killed, the kernel tells the supervisor, which stops the stack.
 """
 
 import contextlib
@@ -14,10 +14,10 @@ from millrace.local import child_processes
 from millrace.local.service_log import say
 
 
-def guard(supervising: Sequence[str]) -> int:
+def watchdog(supervising: Sequence[str]) -> int:
     """Runs the command `supervising` until SIGINT, SIGTERM or SIGHUP, or until it fails; returns its exit status.
 
-    A second signal does not wait for an orderly stop. Whatever happens, no process below the guard is left.
+    A second signal does not wait for an orderly stop. Whatever happens, no process below the watchdog is left.
     """
     child_processes.adopt_orphans()
     supervisor = child_processes.start(supervising, {}, output=None)
