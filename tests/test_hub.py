@@ -151,7 +151,10 @@ def test_no_way_to_the_hub_is_said_at_submission(tmp_path: Path, offline: bool) 
     told = asked(CHECK, nobody, tmp_path, offline=offline)
     assert told["type"] == "InvalidJob" and told["what"].startswith("model.path: hf://someone/tiny: ")
     assert "cannot be reached" in told["what"] and "hf download someone/tiny" in told["fix"]
-    told = asked("hub.local(spec)", nobody, tmp_path, PINNED, offline)
+
+
+def test_a_service_that_cannot_reach_the_hub_may_be_asked_again(tmp_path: Path) -> None:
+    told = asked("hub.local(spec)", Hub(endpoint="http://127.0.0.1:9"), tmp_path, PINNED, offline=True)
     assert told["type"] == "Unavailable"
 
 
