@@ -72,9 +72,7 @@ def train_step(
         coefficient.follow(spec, mean, len(division.trajectories))
     lengths = [trajectory.tokens for trajectory in division.trajectories]
     timings = clock.metrics()
-    costs = {"actor": backend.cost}
-    if backend.critic is not None:
-        costs["critic"] = backend.critic.cost
+    costs = {"actor": backend.cost} | ({} if backend.critic is None else {"critic": backend.critic.cost})
     metrics = {
         **mismatch_by_part(of_trainer, of_engine, counted, same_bt, batch.whole_engine_b),
         **metrics,
