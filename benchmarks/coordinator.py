@@ -207,14 +207,14 @@ class Meter:
 
     def _watch(self) -> None:
         while not self._over.wait(METER_S):
-            self._read.append((time.time(), _processor_s(self._coordinator)))
+            self._read.append((time.time(), processor_s(self._coordinator)))
 
     def at(self, time_s: float) -> dict[str, float]:
         """The last reading before the Unix time `time_s`, or the first one."""
         return next((spent for at, spent in reversed(self._read) if at <= time_s), self._read[0][1])
 
     def __enter__(self) -> Self:
-        self._read.append((time.time(), _processor_s(self._coordinator)))
+        self._read.append((time.time(), processor_s(self._coordinator)))
         self._thread.start()
         return self
 
@@ -223,7 +223,7 @@ class Meter:
         self._thread.join()
 
 
-def _processor_s(coordinator: CoordinatorProcess) -> dict[str, float]:
+def processor_s(coordinator: CoordinatorProcess) -> dict[str, float]:
     """Processor time that the coordinator and its Redis took so far: a figure that a busy machine does not spoil."""
     assert coordinator.process is not None
     process = psutil.Process(coordinator.process.pid)
