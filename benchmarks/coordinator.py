@@ -30,11 +30,14 @@ import psutil
 
 from millrace.data.row import PromptRow
 from millrace.data.write import write_rows
-from millrace.errors import MillraceError
+from millrace.errors import MillraceError, NotFound
 from millrace.rest import ENDED, JobState
 from millrace.weights.plans import wire_layouts
+from millrace.wire import channel
 from millrace.wire.arrays import pack_logprobs, pack_tokens
+from millrace.wire.channel import PROTOCOL_VERSION
 from millrace.wire.methods import FleetRpc, WorkRpc
+from millrace.wire.server import Server
 from millrace.wire.v1 import common_pb2, fleet_pb2, rollout_pb2, weights_pb2, work_pb2
 from tests.services.coordinator.conftest import CoordinatorProcess, running
 from tests.services.coordinator.peers import MANIFEST, Shape, SimulatedReplica, SimulatedTrainer
@@ -51,14 +54,48 @@ PATIENCE = ("--heartbeat-s", str(HEARTBEAT_S), "--lost-after-s", "60")
 
 
 class FastReplica(SimulatedReplica):
-    """Answers at once with random tokens that were made beforehand; versions and rewards are each group's own."""
+    """Answers at once with random tokens that were made beforehand; versions and rewards are each group's own.
 
-    def __init__(self, coordinator: str, shape: Shape) -> None:
+    The replicas of one process share the gRPC server of the first, at loopback addresses of their own, and its version.
+    """
+
+    def __init__(self, coordinator: str, shape: Shape, first: Self | None = None, number: int = 0) -> None:
+        self._first = first or self
+        self._held = -1
+        self._number = number
         super().__init__(coordinator, shape)
         chance = random.Random(os.getpid())
         self._tokens = pack_tokens([chance.randrange(150_000) for _ in range(shape.tokens)])
         self._logprobs = pack_logprobs([-chance.random() for _ in range(shape.tokens)])
         self._text = "".join(chance.choice("abcdefghij     ") for _ in range(4 * shape.tokens))
+
+    @property
+    def version(self) -> int:
+        return self._first._held
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self._first._held = version
+
+    async def start(self) -> None:
+        if self._first is self:
+            self.server = Server(self.servicers(), "0.0.0.0", 0)
+            await self.server.start()
+        await self.register()
+        self._tasks = [asyncio.create_task(work) for work in (self._beat(), self._pull())]
+
+    async def register(self) -> None:
+        request = fleet_pb2.RegisterRequest(
+            member_id=self.id,
+            kind=self.kind,
+            address=f"127.0.{self._number // 250}.{self._number % 250 + 1}:{self._first.server.port}",
+            protocol_version=PROTOCOL_VERSION,
+            engine=self.engine,
+            world_size=1,
+            host="bench",
+            device="cpu",
+        )
+        await self.coordinator.call(FleetRpc.Register, request)
 
     def _trajectory(self, lease: work_pb2.Lease) -> common_pb2.Trajectory:
         return common_pb2.Trajectory(
@@ -86,8 +123,10 @@ class FastReplica(SimulatedReplica):
             )
             try:
                 await self.coordinator.call(FleetRpc.Heartbeat, beat)
-            except MillraceError:
+            except NotFound:
                 await self.register()
+            except MillraceError:
+                continue
 
     async def _pull(self) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -106,10 +145,6 @@ class FastReplica(SimulatedReplica):
                     self.running += lease.sampling.samples
                     tasks.create_task(self._answer(lease))
 
-    async def _extend(self) -> None:
-        """Groups are answered long before their leases expire."""
-        await asyncio.Event().wait()
-
 
 @functools.lru_cache(maxsize=4)
 def _plan_hash(layouts: bytes) -> bytes:
@@ -124,12 +159,27 @@ class FastShape(Shape):
     """Of one prompt: a replica asks for leases when it has room for these."""
 
 
-def serve(count: int, member: type[SimulatedReplica] | type[SimulatedTrainer], *arguments: Any) -> None:
-    """`count` members in this process, until it is killed."""
+def train(coordinator: str) -> None:
+    """A trainer in this process, until it is killed."""
 
     async def forever() -> None:
-        for _ in range(count):
-            await member(*arguments).start()
+        await SimulatedTrainer(coordinator).start()
+        await asyncio.Event().wait()
+
+    asyncio.run(forever())
+
+
+def generate(coordinator: str, shape: Shape, count: int) -> None:
+    """`count` replicas in this process, until it is killed."""
+
+    # Channels of one process to the same address share a connection; replicas have one each.
+    channel.OPTIONS.append(("grpc.use_local_subchannel_pool", 1))
+
+    async def forever() -> None:
+        first = FastReplica(coordinator, shape)
+        await first.start()
+        for number in range(1, count):
+            await FastReplica(coordinator, shape, first, number).start()
         await asyncio.Event().wait()
 
     asyncio.run(forever())
@@ -254,11 +304,9 @@ def main() -> None:
         shape = FastShape(tokens=options.tokens, capacity=16 * options.samples, samples=options.samples)
         share, extra = divmod(options.replicas, options.processes)
         shares = [share + (n < extra) for n in range(options.processes)]
-        members = [context.Process(target=serve, args=(1, SimulatedTrainer, coordinator.address))]
+        members = [context.Process(target=train, args=(coordinator.address,))]
         members += [
-            context.Process(target=serve, args=(count, FastReplica, coordinator.address, shape))
-            for count in shares
-            if count
+            context.Process(target=generate, args=(coordinator.address, shape, count)) for count in shares if count
         ]
         try:
             for member in members:
