@@ -4,7 +4,7 @@ import os
 import shutil
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 import yaml
@@ -19,6 +19,7 @@ from millrace.local.options import StackOptions, pythons
 from millrace.local.ports import free_port
 from millrace.local.stack import Stack
 from millrace.spec import JobSpec, parse
+from millrace.spec.merging import merged
 
 if TYPE_CHECKING:
     from demo.model import Size
@@ -130,7 +131,7 @@ def job_spec(
     ten times higher learning rate than all weights."""
     tree = yaml.safe_load(JOB.read_text())
     if size == "grown":
-        tree = _merged(tree, yaml.safe_load(GROWN.read_text()))
+        tree = merged(tree, yaml.safe_load(GROWN.read_text()))
     tree["model"]["path"] = str(model_folder(state, seed, size))
     tree["data"] |= {"files": [str(data[0])], "seed": seed}
     tree["evaluation"]["files"] = [str(data[1])]
@@ -142,9 +143,3 @@ def job_spec(
     tree["trainer"]["optimizer"]["warmup_steps"] = min(steps, tree["trainer"]["optimizer"]["warmup_steps"])
     tree["output"] = str(state / time.strftime(f"output-{seed}-%Y%m%d-%H%M%S"))
     return parse(tree)
-
-
-def _merged(tree: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """`tree` with what `other` says differently, part by part."""
-    both = {name: _merged(tree[name], part) for name, part in other.items() if isinstance(part, dict) and name in tree}
-    return {**tree, **other, **both}

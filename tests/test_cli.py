@@ -178,6 +178,19 @@ def test_a_cancelled_job_is_resumed_as_its_refusal_says(url: str, client: Client
         assert told in millrace("resume", job, "--set", wrong, url=url, status=1).stderr
 
 
+def test_submit_and_validate_put_values_over_those_of_the_file(url: str, client: Client, job_file: Path) -> None:
+    told = millrace("submit", str(job_file), "--set", "trainer.token_budget=4k", url="http://127.0.0.1:9", status=1)
+    assert 'trainer.token_budget: "4k": ' in told.stderr and "(line" not in told.stderr
+    changes = ("--set", "schedule.steps=7", "--set", "trainer.optimizer.lr=2e-5", "--set", "name=set")
+    checked = json.loads(millrace("validate", str(job_file), *changes, "--fields-only", "--json").stdout)
+    assert (checked["name"], checked["schedule"]["steps"]) == ("set", 7)
+    job = client.job(json.loads(millrace("submit", str(job_file), *changes, "--json", url=url).stdout)["id"])
+    schedule = job.spec["schedule"]
+    assert (job.name, schedule["steps"], schedule["prompts_per_step"]) == ("set", 7, 4)
+    assert job.spec["trainer"]["optimizer"]["lr"] == 2e-5
+    client.cancel(job.id)
+
+
 def test_a_bad_file_never_reaches_the_coordinator(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text("name: x\nmodle: {path: y}\n")
     told = millrace("submit", str(tmp_path / "job.yaml"), url="http://127.0.0.1:9", status=1).stderr

@@ -1,18 +1,17 @@
 """Commands that call the coordinator: submit, jobs, events, pause, resume, cancel, fleet, drain."""
 
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.markup import escape
 
 from millrace.cli.names import JobName, MemberName, job_id, member_id
 from millrace.cli.output import AsJson, Url, connect, duration, held_out, number, people, print_json, styled, table
+from millrace.cli.settings import Settings, changes_of
 from millrace.cli.watch import follow
 from millrace.client import Client
-from millrace.errors import InvalidJob, Mistake
 from millrace.events import Event
 from millrace.rest import JobState, JobView, WaitingFor
 
@@ -27,18 +26,21 @@ def submit(
     key: Annotated[
         str | None, typer.Option(help="Idempotency key: two submissions with the same key give one job.")
     ] = None,
+    settings: Settings = None,
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
     """Submit a job.
 
-    The fields of the spec are checked here first, then the coordinator checks them again with the files that they name.
+    The fields of the spec, with the values of --set in place of the file's, are checked here first; then the
+    coordinator checks them again with the files that they name.
     With --watch, Ctrl-C only detaches: the job continues. Status 1 if the watched job does not succeed.
     """
     from millrace.spec import parse
     from millrace.spec.document import Document
 
     document = Document.of_file(spec)
+    document.change(changes_of(settings))
     with document.lines():
         checked = parse(document.tree)
     with Client(url) as client:
@@ -112,14 +114,7 @@ def pause(job: JobName, url: Url = None, as_json: AsJson = False) -> None:
 
 def resume(
     job: JobName,
-    changes: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="FIELD=VALUE",
-            help="New value of a field of the job spec, for example trainer.token_budget=8192. Can be repeated.",
-        ),
-    ] = None,
+    settings: Settings = None,
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
@@ -129,34 +124,7 @@ def resume(
     there is none, and may get new values for fields of its spec with --set.
     """
     with connect(url) as client:
-        _print_state(client.resume(job_id(client, job), _tree(changes or [])), as_json)
-
-
-def _tree(settings: Sequence[str]) -> dict[str, Any]:
-    """`a.b=1` as {"a": {"b": 1}}; values are YAML. Raises InvalidJob."""
-    from millrace.spec.document import UNREADABLE, Document
-
-    tree: dict[str, Any] = {}
-    for setting in settings:
-        path, given, value = setting.partition("=")
-        *above, name = path.split(".")
-        if not given or not all((*above, name)):
-            raise _wrong_setting(setting, "has no field and value", "write it as trainer.token_budget=8192.")
-        try:
-            read = Document(value).tree
-        except UNREADABLE as error:
-            raise _wrong_setting(setting, f"the value is not YAML: {error}", "put the value in quotes.") from error
-        group = tree
-        for part in above:
-            group = group.setdefault(part, {})
-            if not isinstance(group, dict):
-                raise _wrong_setting(setting, f"{part} has a value already", "give the group or its fields, not both.")
-        group[name] = read
-    return tree
-
-
-def _wrong_setting(setting: str, reason: str, fix: str) -> InvalidJob:
-    return InvalidJob.of([Mistake("--set", reason, fix, setting)])
+        _print_state(client.resume(job_id(client, job), changes_of(settings)), as_json)
 
 
 def cancel(job: JobName, url: Url = None, as_json: AsJson = False) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from millrace.cli.output import AsJson, people, print_json
+from millrace.cli.settings import Settings, changes_of
 
 WORTH_SHOWING = 10_000
 """Rows from which on a terminal shows how far the reading is."""
@@ -17,6 +18,7 @@ def validate(
     fields_only: Annotated[
         bool, typer.Option("--fields-only", help="Do not check the files that the spec names.")
     ] = False,
+    settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
     """Check a job spec: its fields, and the model, data and reward that it names.
@@ -32,6 +34,7 @@ def validate(
     from millrace.spec.document import Document
 
     document, notes = Document.of_file(spec), []
+    document.change(changes_of(settings))
     with document.lines():
         checked = parse(document.tree)
         if not fields_only:

@@ -7,7 +7,7 @@ hundred bytes of them can stand for gigabytes.
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,6 +16,7 @@ from yaml.constructor import ConstructorError
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from millrace.errors import InvalidJob
+from millrace.spec.merging import leaves, merged
 
 MOST_CHARACTERS = 1_000_000
 MOST_EVENTS = 300_000
@@ -122,6 +123,7 @@ class Document:
             """The value of the text: mappings, lists, texts, numbers."""
         finally:
             loader.dispose()
+        self._changed: tuple[str, ...] = ()
 
     @classmethod
     def of_file(cls, path: Path) -> "Document":
@@ -138,8 +140,16 @@ class Document:
             fix = "correct the syntax." if place is None else f"correct the YAML syntax in line {place.line + 1}."
             raise InvalidJob(f"{path}: is neither YAML nor JSON: {error}.", fix) from error
 
+    def change(self, changes: Mapping[str, Any]) -> None:
+        """Puts new values of fields over those of the text, once. Such a field has no line any more."""
+        if isinstance(self.tree, Mapping):
+            self.tree = merged(self.tree, changes)
+            self._changed = tuple(path for path, _ in leaves(changes))
+
     def line_of(self, field: str) -> int:
         """The line of a field, from 1, or of the nearest level above it that is there; 0 where there is none."""
+        if any(f"{field}.".startswith(f"{path}.") for path in self._changed):
+            return 0
         line, level = 0, self._root
         for step in field.split("."):
             if isinstance(level, MappingNode):

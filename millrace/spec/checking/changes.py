@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from millrace.errors import InvalidJob
+from millrace.spec.merging import merged
 
 CHANGEABLE = {
     "deadlines": False,
@@ -28,13 +29,10 @@ CHANGEABLE = {
 the model where there is none."""
 
 
-OPTIONS = ("rollout.engine_options", "trainer.backend_options")
-"""Mappings of names that are not the spec's own: null takes one out."""
-
-
 def applied(tree: Mapping[str, Any], changes: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
     """The spec's tree with the changes in it, and whether the trainer has to load it anew. Of a group the fields that
-    are not named stay; null takes one of OPTIONS out. Raises InvalidJob for a field that has to stay."""
+    are not named stay; null removes an option of an engine or backend. Raises InvalidJob for a field that has to
+    stay."""
     anew = False
     for path in _paths(changes):
         allowed = next((name for name in CHANGEABLE if path == name or path.startswith(f"{name}.")), None)
@@ -42,7 +40,7 @@ def applied(tree: Mapping[str, Any], changes: Mapping[str, Any]) -> tuple[dict[s
             what = f"{path}: a job that is continued keeps it."
             raise InvalidJob(what, f"submit a new job, or change one of {', '.join(CHANGEABLE)}.")
         anew |= CHANGEABLE[allowed]
-    return _merged(tree, changes), anew
+    return merged(tree, changes), anew
 
 
 def _paths(changes: Mapping[str, Any], above: str = "") -> Iterator[str]:
@@ -51,16 +49,3 @@ def _paths(changes: Mapping[str, Any], above: str = "") -> Iterator[str]:
             yield from _paths(value, f"{above}{name}.")
         else:
             yield above + name
-
-
-def _merged(tree: Mapping[str, Any], changes: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    merged = dict(tree)
-    for name, value in changes.items():
-        held = merged.get(name)
-        if isinstance(value, Mapping) and isinstance(held, Mapping):
-            merged[name] = _merged(held, value, f"{above}{name}.")
-        elif value is None and above.startswith(tuple(f"{group}." for group in OPTIONS)):
-            merged.pop(name, None)
-        else:
-            merged[name] = value
-    return merged

@@ -1,0 +1,31 @@
+"""New values of fields, put into the tree of a job spec."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+OPTIONS = ("rollout.engine_options", "trainer.backend_options")
+"""Mappings of names that are not the spec's own: null takes one out."""
+
+
+def merged(tree: Mapping[str, Any], changes: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """The tree with the changes in it. Fields of a group that the changes do not name stay as they are; null removes
+    one of OPTIONS. `above` is the path of `tree` in the whole spec, with a dot at its end."""
+    both = dict(tree)
+    for name, value in changes.items():
+        held = both.get(name)
+        if isinstance(value, Mapping) and isinstance(held, Mapping):
+            both[name] = merged(held, value, f"{above}{name}.")
+        elif value is None and above.startswith(tuple(f"{group}." for group in OPTIONS)):
+            both.pop(name, None)
+        else:
+            both[name] = value
+    return both
+
+
+def leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Path and value of every field that holds no further fields: `("trainer.optimizer.lr", 1e-6)`."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{above}{name}.")
+        else:
+            yield above + name, value

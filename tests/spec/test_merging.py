@@ -1,0 +1,36 @@
+from millrace.spec.document import Document
+from millrace.spec.merging import leaves, merged
+
+
+def test_fields_that_the_changes_do_not_name_stay() -> None:
+    tree = {"schedule": {"steps": 2, "prompts_per_step": 4}, "data": {"files": ["a", "b"]}}
+    changed = merged(tree, {"schedule": {"steps": 7}, "data": {"files": ["c"]}, "output": "/o"})
+    assert changed == {
+        "schedule": {"steps": 7, "prompts_per_step": 4},
+        "data": {"files": ["c"]},
+        "output": "/o",
+    }
+    assert tree["schedule"] == {"steps": 2, "prompts_per_step": 4}
+
+
+def test_null_removes_an_option_and_is_a_value_elsewhere() -> None:
+    tree = {"rollout": {"engine_options": {"vllm": {"a": 1}, "b": 2}}, "evaluation": {"files": []}}
+    changed = merged(tree, {"rollout": {"engine_options": {"vllm": {"a": None}}}, "evaluation": None})
+    assert changed == {"rollout": {"engine_options": {"vllm": {}, "b": 2}}, "evaluation": None}
+
+
+def test_leaves_are_the_fields_without_fields() -> None:
+    assert dict(leaves({"a": {"b": 1, "c": {}}, "d": [{"e": 2}]})) == {"a.b": 1, "a.c": {}, "d": [{"e": 2}]}
+
+
+def test_a_field_that_was_changed_has_no_line() -> None:
+    document = Document("name: x\nschedule:\n  steps: 2\n  prompts_per_step: 4\n")
+    document.change({"schedule": {"steps": 7}})
+    assert document.tree["schedule"] == {"steps": 7, "prompts_per_step": 4}
+    assert [document.line_of(field) for field in ("name", "schedule.steps", "schedule.prompts_per_step")] == [1, 0, 4]
+
+
+def test_a_text_that_is_no_mapping_stays_as_it_is() -> None:
+    document = Document("[1, 2]")
+    document.change({"name": "x"})
+    assert document.tree == [1, 2]
