@@ -5,8 +5,9 @@ cannot be used is refused when it is opened (InvalidJob), a bad row when it is r
 tokens, `model_folder` checks the files of a model, `write` writes rows that `open_source` reads.
 """
 
+from millrace.data.open_source import open_source
 from millrace.data.order import Order
-from millrace.data.prompt_source import PromptSource, open_source
+from millrace.data.prompt_source import PromptSource
 from millrace.data.row import Message, PromptRow
 
 __all__ = ["Message", "Order", "PromptRow", "PromptSource", "open_source"]

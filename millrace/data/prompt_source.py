@@ -1,18 +1,11 @@
-"""Sources of prompts: one or more files, or a procedural task."""
+"""What prompts come from: rows by number, and an order for every pass."""
 
 from abc import ABC, abstractmethod
-from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
-from pathlib import Path
-from typing import Any, Protocol
+from collections.abc import Iterator
 
 from millrace.data.order import Order
-from millrace.data.row import PromptRow, read_row
-from millrace.errors import BadRow, InvalidJob, Mistake, refused
-
-PARQUET = (".parquet", ".pq")
-JSONL = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
+from millrace.data.row import PromptRow
+from millrace.errors import BadRow
 
 
 class PromptSource(ABC):
@@ -40,107 +33,3 @@ class PromptSource(ABC):
     def order(self, pass_number: int, seed: int, shuffle: bool) -> Order:
         """The row numbers of one pass in their order, which depends only on the arguments and on the number of rows."""
         return Order(len(self), pass_number, seed, shuffle)
-
-
-class RowFile(Protocol):
-    """One open file of rows."""
-
-    def __len__(self) -> int: ...
-
-    def raw(self, row: int) -> Any:
-        """The row as the file holds it, in plain Python types. Raises BadRow where it cannot be read."""
-
-    def place(self, row: int) -> str:
-        """The file and the row, for errors."""
-
-    def scan(self) -> Iterator[Any | BadRow]:
-        """Every row in order as `raw` gives it, or why it cannot be read."""
-
-
-def open_source(
-    files: Sequence[str | Path] = (),
-    procedural: str | None = None,
-    procedural_options: Mapping[str, Any] | None = None,
-    *,
-    field: str = "data",
-) -> PromptSource:
-    """Opens `files`, or `reasoning_gym:<task>` with its options (`size`, `seed` and those of the task).
-
-    `field` is the section of the job spec that errors name. Raises InvalidJob for files that are missing, empty or
-    without verl's columns, and for a task or options that do not exist.
-    """
-    if bool(files) == bool(procedural):
-        reason = "both files and a procedural source are given" if files else "neither files nor a source is given"
-        raise refused(f"{field}.files", [str(file) for file in files], reason, "give one of the two.")
-    if procedural:
-        from millrace.data.procedural import ReasoningGym
-
-        return ReasoningGym(procedural, procedural_options or {}, field)
-    return PromptFiles(_open([str(file) for file in files], f"{field}.files"), f"{field}.files")
-
-
-class PromptFiles(PromptSource):
-    """The rows of several files, one file after another."""
-
-    def __init__(self, files: Sequence[RowFile], field: str) -> None:
-        self._files = files
-        self._ends = list(accumulate(len(file) for file in files))
-        for first in [0, *self._ends[:-1]]:
-            try:
-                self[first]
-            except BadRow as error:
-                raise InvalidJob.of([Mistake(field, error.what.removesuffix("."), error.fix)]) from error
-
-    def scan(self) -> Iterator[PromptRow | BadRow]:
-        """See `PromptSource.scan`."""
-        index = 0
-        for file in self._files:
-            for row, raw in enumerate(file.scan()):
-                try:
-                    yield raw if isinstance(raw, BadRow) else read_row(index, raw, file.place(row))
-                except BadRow as error:
-                    yield error
-                index += 1
-
-    def __len__(self) -> int:
-        return self._ends[-1]
-
-    def __getitem__(self, index: int) -> PromptRow:
-        if not 0 <= index < len(self):
-            raise IndexError(f"row {index} of {len(self)}")
-        which = bisect_right(self._ends, index)
-        file = self._files[which]
-        row = index - (self._ends[which - 1] if which else 0)
-        return read_row(index, file.raw(row), file.place(row))
-
-
-def _open(paths: Sequence[str], field: str) -> list[RowFile]:
-    for path in paths:
-        if not path.endswith(PARQUET + JSONL):
-            fix = f"name a file that ends in {', '.join(PARQUET + JSONL)}."
-            raise refused(field, path, "the ending of the name is not that of a known format", fix)
-        if not Path(path).is_file():
-            found = "is a folder" if Path(path).is_dir() else f"there is no file {Path(path).absolute()}"
-            raise refused(field, path, found, "give the path of a data file that this service can read.")
-    files = _open_formats(paths, field)
-    for path, file in zip(paths, files, strict=True):
-        if not len(file):
-            raise refused(field, path, "has no rows", "leave it out, or write the data again.")
-    return files
-
-
-def _open_formats(paths: Sequence[str], field: str) -> list[RowFile]:
-    """The opened files. The library of a format is imported only where a file has that format."""
-    files: list[RowFile] = []
-    cache = None
-    for path in paths:
-        if path.endswith(PARQUET):
-            from millrace.data.parquet import ParquetRows, RowGroupCache
-
-            cache = cache or RowGroupCache()
-            files.append(ParquetRows(path, field, cache))
-        else:
-            from millrace.data.jsonl import JsonlRows
-
-            files.append(JsonlRows(path, field))
-    return files
