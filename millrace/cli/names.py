@@ -28,7 +28,7 @@ def job_id(client: Client, given: str) -> str:
     matching = [job.id for job in jobs if job.id.startswith((given, f"job-{given}")) or job.name == given]
     if not matching:
         known = ["last", *(job.name for job in jobs), *(job.id for job in jobs)] if jobs else []
-        raise _not_found("job", given, known, f"`millrace jobs` lists the jobs at {client.url}.")
+        raise not_found("job", given, known, f"`millrace jobs` lists the jobs at {client.url}.")
     return _only(given, matching)
 
 
@@ -38,7 +38,7 @@ def member_id(client: Client, given: str) -> str:
     known = [member.id for member in (*fleet.trainers, *fleet.replicas)]
     matching = [each for each in known if each.startswith(given)]
     if not matching:
-        raise _not_found("member", given, known, "`millrace fleet` lists the members.")
+        raise not_found("member", given, known, "`millrace fleet` lists the members.")
     return _only(given, matching)
 
 
@@ -48,7 +48,8 @@ def _only(given: str, matching: list[str]) -> str:
     return matching[0]
 
 
-def _not_found(kind: str, given: str, known: Collection[str], listing: str) -> NotFound:
+def not_found(kind: str, given: str, known: Collection[str], listing: str) -> NotFound:
+    """The error for a name that is not among those that are known; `listing` says what lists them."""
     near = closest(given, known)
     suggestion = f"did you mean `{near}`? " if near is not None else ""
     return NotFound(f"there is no {kind} {given!r}.", suggestion + listing)

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import mmap
 import sys
 import time
 from collections.abc import Iterator
@@ -12,6 +13,43 @@ LOUD = ("warning", "error", "critical")
 TAIL_BYTES = 16_384
 
 
+class GrowingFile:
+    """A text file that another process appends to, read from the byte `read_to` on, line by line."""
+
+    def __init__(self, path: Path, read_to: int = 0) -> None:
+        self.path = path
+        self._read_to = read_to
+        self._rest = b""
+
+    def new_lines(self) -> list[str]:
+        """The lines that were completed since the last call."""
+        with self.path.open("rb") as file:
+            file.seek(self._read_to)
+            new = file.read()
+        self._read_to += len(new)
+        *lines, self._rest = (self._rest + new).split(b"\n")
+        return [line.decode(errors="replace") for line in lines]
+
+    @property
+    def unfinished(self) -> str:
+        """What was read of the line that is not complete yet."""
+        return self._rest.decode(errors="replace")
+
+
+def start_of_last_lines(path: Path, count: int) -> int:
+    """The byte at which the last `count` lines of a file begin."""
+    with path.open("rb") as file:
+        if not (size := path.stat().st_size):
+            return 0
+        with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as text:
+            at = size - 1 if text[-1:] == b"\n" else size
+            for _ in range(count):
+                at = text.rfind(b"\n", 0, at)
+                if at < 0:
+                    return 0
+            return min(at + 1, size)
+
+
 class ServiceLog:
     """The log file of one service, read as it grows."""
 
@@ -19,8 +57,7 @@ class ServiceLog:
         folder.mkdir(parents=True, exist_ok=True)
         self.name = name
         self.path = folder / f"{name}.log"
-        self._read_to = self.path.stat().st_size if self.path.exists() else 0
-        self._rest = b""
+        self._growing = GrowingFile(self.path, self.path.stat().st_size if self.path.exists() else 0)
         self._life_from = 0
 
     def opened(self, argv: tuple[str, ...]) -> IO[bytes]:
@@ -33,13 +70,8 @@ class ServiceLog:
 
     def loud_lines(self) -> Iterator[str]:
         """What was written since the last call and deserves a person's attention."""
-        with self.path.open("rb") as file:
-            file.seek(self._read_to)
-            new = file.read()
-        self._read_to += len(new)
-        *lines, self._rest = (self._rest + new).split(b"\n")
-        for line in lines:
-            if told := loud(line.decode(errors="replace")):
+        for line in self._growing.new_lines():
+            if told := loud(line):
                 yield told
 
     def last_lines(self, count: int) -> list[str]:
@@ -58,15 +90,16 @@ def loud(line: str) -> str:
     return line if line.startswith(("ERROR ", "CRITICAL ")) else ""
 
 
-def readable(line: str) -> str:
-    """One of our JSON lines as a person reads it; any other line as it is."""
+def readable(line: str, *, with_time: bool = False) -> str:
+    """One of our JSON lines as a person reads it, with its time if wanted; any other line as it is."""
     event = _event(line)
     if event is None:
         return line
     trace = event.pop("exception", "")
     level, message = str(event.pop("level", "")).upper(), event.pop("event", "")
     details = " ".join(f"{k}={v}" for k, v in event.items() if k not in ("timestamp", "logger", "service"))
-    told = " ".join(part for part in (level, str(message), details) if part)
+    at = str(event.get("timestamp", "")) if with_time else ""
+    told = " ".join(part for part in (at, level, str(message), details) if part)
     return f"{told}\n{trace}" if trace else told
 
 
@@ -83,10 +116,14 @@ def _event(line: str) -> dict[str, object] | None:
 COLOURS = {"coordinator": 36, "trainer": 35, "millrace": 1}
 
 
+def sender(name: str, *, coloured: bool) -> str:
+    """The name of a service as it stands before each of its lines."""
+    return f"\x1b[{COLOURS.get(name, 32)}m{name:>11} |\x1b[0m" if coloured else f"{name:>11} |"
+
+
 def say(name: str, text: str) -> None:
     """Prints `text` with its sender before each line. A console that went away is no reason to fail."""
-    colour = COLOURS.get(name, 32)
-    prefix = f"\x1b[{colour}m{name:>11} |\x1b[0m" if sys.stderr.isatty() else f"{name:>11} |"
+    prefix = sender(name, coloured=sys.stderr.isatty())
     with contextlib.suppress(OSError, ValueError):
         for line in text.splitlines():
             print(prefix, line, file=sys.stderr, flush=True)
