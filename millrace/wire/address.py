@@ -13,6 +13,12 @@ from millrace.wire.channel import token
 
 log = structlog.get_logger(__name__)
 EVERYWHERE = "0.0.0.0"
+CoordinatorOption = Annotated[
+    str, typer.Option(envvar="MILLRACE_COORDINATOR", help="host:port of the coordinator's gRPC server.")
+]
+HostOption = Annotated[
+    str, typer.Option(envvar="MILLRACE_HOST", help="Address at which others reach this host; empty: detected.")
+]
 InsecureOption = Annotated[
     bool,
     typer.Option(

@@ -16,7 +16,14 @@ from millrace.errors import MillraceError
 from millrace.ids import MemberId, new_member_id
 from millrace.telemetry import logs
 from millrace.version import VersionOption
-from millrace.wire.address import InsecureOption, bind_address, host_address, require_token
+from millrace.wire.address import (
+    CoordinatorOption,
+    HostOption,
+    InsecureOption,
+    bind_address,
+    host_address,
+    require_token,
+)
 from millrace.wire.channel import Peer
 from millrace.wire.membership import Membership
 from millrace.wire.server import Server
@@ -55,13 +62,9 @@ class Options:
 
 @app.command()
 def main(
-    coordinator: Annotated[
-        str, typer.Option(envvar="MILLRACE_COORDINATOR", help="host:port of the coordinator's gRPC server.")
-    ],
+    coordinator: CoordinatorOption,
     engine: Annotated[str, typer.Option(envvar="MILLRACE_ENGINE", help=f"One of {', '.join(ENGINE_NAMES)}.")] = "vllm",
-    host: Annotated[
-        str, typer.Option(envvar="MILLRACE_HOST", help="Address at which others reach this host; empty: detected.")
-    ] = "",
+    host: HostOption = "",
     port: Annotated[
         int, typer.Option(envvar="MILLRACE_PORT", help="Port of the replica's gRPC server; 0: a free port.")
     ] = 0,

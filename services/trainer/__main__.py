@@ -27,7 +27,14 @@ from millrace.errors import MillraceError
 from millrace.ids import MemberId, new_member_id
 from millrace.telemetry import logs
 from millrace.version import VersionOption
-from millrace.wire.address import InsecureOption, bind_address, host_address, require_token
+from millrace.wire.address import (
+    CoordinatorOption,
+    HostOption,
+    InsecureOption,
+    bind_address,
+    host_address,
+    require_token,
+)
 from services.trainer.checkpoints.background_saver import BackgroundSaver
 from services.trainer.publication.sender import Sender
 from services.trainer.ranks.commands import CommandLoop, CommandSender
@@ -41,15 +48,11 @@ log = structlog.get_logger(__name__)
 
 
 def main(
-    coordinator: Annotated[
-        str, typer.Option(envvar="MILLRACE_COORDINATOR", help="host:port of the coordinator's gRPC server.")
-    ],
+    coordinator: CoordinatorOption,
     port: Annotated[
         int, typer.Option(envvar="MILLRACE_PORT", help="Port of the trainer's gRPC server; 0: a free port.")
     ] = 0,
-    host: Annotated[
-        str, typer.Option(envvar="MILLRACE_HOST", help="Address at which others reach this host; empty: detected.")
-    ] = "",
+    host: HostOption = "",
     insecure: InsecureOption = False,
     version: VersionOption = False,
 ) -> None:

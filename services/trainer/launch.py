@@ -27,7 +27,14 @@ from millrace.local.ports import free_port
 from millrace.local.restarts import Restarts
 from millrace.telemetry import logs
 from millrace.version import VersionOption
-from millrace.wire.address import InsecureOption, bind_address, host_address, require_token
+from millrace.wire.address import (
+    CoordinatorOption,
+    HostOption,
+    InsecureOption,
+    bind_address,
+    host_address,
+    require_token,
+)
 
 log = structlog.get_logger(__name__)
 
@@ -142,16 +149,12 @@ def _rank(environment: Mapping[str, str], coordinator: str, port: int) -> None:
 
 
 def main(
-    coordinator: Annotated[
-        str, typer.Option(envvar="MILLRACE_COORDINATOR", help="host:port of the coordinator's gRPC server.")
-    ],
+    coordinator: CoordinatorOption,
     ranks: Annotated[int, typer.Option(envvar="MILLRACE_RANKS", help="Number of ranks, one a GPU.", min=1)] = 1,
     port: Annotated[
         int, typer.Option(envvar="MILLRACE_PORT", help="Port of the trainer's gRPC server; 0: a free port.")
     ] = 0,
-    host: Annotated[
-        str, typer.Option(envvar="MILLRACE_HOST", help="Address at which others reach this host; empty: detected.")
-    ] = "",
+    host: HostOption = "",
     insecure: InsecureOption = False,
     version: VersionOption = False,
 ) -> None:
