@@ -94,6 +94,15 @@ def test_submit_show_list_and_cancel(url: str, client: Client, job_file: Path) -
     assert "words was submitted" in events and "cancelled" in events
 
 
+def test_jobs_are_compared_by_what_differs(url: str, client: Client, spec: dict[str, Any]) -> None:
+    one, other = (client.submit({**spec, "name": name, "output": f"{spec['output']}-{name}"}) for name in ("a1", "b1"))
+    compared = json.loads(millrace("compare", "a1", "b1", "--json", url=url).stdout)
+    assert compared["jobs"] == [one.id, other.id] and set(compared["spec"]) == {"name", "output"}
+    assert "Neither job has trained a step." in millrace("compare", "a1", "a1", url=url).stdout
+    for job in (one, other):
+        client.cancel(job.id)
+
+
 def test_json_is_for_programs(url: str, client: Client, job_file: Path) -> None:
     job = json.loads(millrace("submit", str(job_file), "--json", url=url).stdout)
     assert job["id"] in [row["id"] for row in json.loads(millrace("jobs", "--json", url=url).stdout)]

@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from millrace.cli import doctor, jobs, logs, show, stack, validate, watch
+from millrace.cli import compare, doctor, jobs, logs, show, stack, validate, watch
 from millrace.cli.output import ErrorReporting
 from millrace.errors import InvalidState
 from millrace.extras import how_to_install
@@ -59,6 +59,7 @@ app.command("submit", rich_help_panel=JOBS)(jobs.submit)
 app.command("watch", rich_help_panel=JOBS)(watch.watch)
 app.command("jobs", rich_help_panel=JOBS)(jobs.jobs)
 app.command("show", rich_help_panel=JOBS)(show.show)
+app.command("compare", rich_help_panel=JOBS)(compare.compare)
 app.command("events", rich_help_panel=JOBS)(jobs.events)
 app.command("pause", rich_help_panel=JOBS)(jobs.pause)
 app.command("resume", rich_help_panel=JOBS)(jobs.resume)
