@@ -22,6 +22,7 @@ from millrace.client import Client
 from millrace.errors import InvalidJob, InvalidState, NotFound
 from millrace.local import child_processes
 from millrace.wire.channel import PROTOCOL_VERSION
+from tests.cli.test_completion import offered
 from tests.local.programs import eventually
 from tests.models import save_tiny_model
 from tests.ports import held_port
@@ -92,6 +93,14 @@ def test_submit_show_list_and_cancel(url: str, client: Client, job_file: Path) -
     assert "cancelled" in millrace("cancel", job, url=url).stdout or client.wait(job, 30).state == "cancelled"
     events = millrace("events", job, url=url).stdout
     assert "words was submitted" in events and "cancelled" in events
+
+
+def test_a_shell_completes_jobs(url: str, client: Client, spec: dict[str, Any]) -> None:
+    job = client.submit({**spec, "name": "completed"}).id
+    assert offered(f"millrace show --url {url} {job[:7]}")[0] == job
+    assert offered(f"millrace compare --url {url} last compl") == ["completed"]
+    assert offered("millrace cancel la", MILLRACE_URL=url) == ["last"]
+    client.cancel(job)
 
 
 def test_jobs_are_compared_by_what_differs(url: str, client: Client, spec: dict[str, Any]) -> None:

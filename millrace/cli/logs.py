@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from millrace.cli import completion
 from millrace.cli.names import not_found
 from millrace.errors import NotFound
 from millrace.local.service_log import GrowingFile, readable, sender, start_of_last_lines
@@ -19,7 +20,11 @@ MOST_LINES = 1_000_000
 def logs(
     service: Annotated[
         str | None,
-        typer.Argument(metavar="[SERVICE]", help="coordinator, trainer, rollout-0, …; without it, all of them."),
+        typer.Argument(
+            metavar="[SERVICE]",
+            help="coordinator, trainer, rollout-0, …; without it, all of them.",
+            autocompletion=completion.services,
+        ),
     ] = None,
     follow: Annotated[bool, typer.Option("--follow/--no-follow", "-f/ ", help="Wait for new lines.")] = False,
     lines: Annotated[

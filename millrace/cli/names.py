@@ -6,15 +6,27 @@ from typing import Annotated
 
 import typer
 
+from millrace.cli import completion
 from millrace.client import Client
 from millrace.errors import InvalidState, NotFound
 from millrace.validation.names import closest
 
 JobName = Annotated[
-    str, typer.Argument(metavar="JOB", help="A job's id, the beginning of one, its name, or `last` for the newest job.")
+    str,
+    typer.Argument(
+        metavar="JOB",
+        help="A job's id, the beginning of one, its name, or `last` for the newest job.",
+        autocompletion=completion.jobs,
+    ),
 ]
 MemberName = Annotated[
-    str, typer.Argument(metavar="MEMBER", help="A member's id, or the beginning of one.", show_default=False)
+    str,
+    typer.Argument(
+        metavar="MEMBER",
+        help="A member's id, or the beginning of one.",
+        show_default=False,
+        autocompletion=completion.members,
+    ),
 ]
 
 
