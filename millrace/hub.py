@@ -116,6 +116,17 @@ def local(spec: JobSpec, *, weights: bool = False, data: bool = False) -> JobSpe
     return changed
 
 
+def file_here(text: str, field: str) -> str:
+    """The path on this host of a data file that is named by path or on the hub. Raises InvalidJob about `field`, and
+    Unavailable where the hub does not answer."""
+    name = HubName.of_file(text, field)
+    if name is not None:
+        return _downloaded(name, field, weights=False)
+    if not os.path.isfile(text):
+        raise refused(field, text, "there is no such file", FILE_FIX)
+    return text
+
+
 Change = Callable[[HubName | None, str, str], str]
 
 

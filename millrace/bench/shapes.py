@@ -46,6 +46,7 @@ SHAPES: dict[str, ModelShape] = {
     "tiny-moe": _qwen3(2, 64, 96, 4, 2, experts=(8, 2, 32), sizes=TINY),
     "small": _qwen3(2, 256, 512, 4, 2, tied=True, sizes=SMALL),
     "small-moe": _qwen3(2, 256, 512, 4, 2, experts=(8, 2, 128), sizes=SMALL),
+    "qwen3-0.6b": _qwen3(28, 1024, 3072, 16, 8, tied=True),
     "qwen3-1.7b": _qwen3(28, 2048, 6144, 16, 8, tied=True),
     "qwen3-8b": _qwen3(36, 4096, 12288, 32, 8),
     "qwen3-32b": _qwen3(64, 5120, 25600, 64, 8),

@@ -14,9 +14,10 @@ LINKED = (
     "CHANGELOG.md",
     "SECURITY.md",
     "presets/README.md",
+    "recipes/README.md",
     *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
 )
-ROOMS = "proto|millrace|services|deploy|demo|docs|tests|presets|benchmarks"
+ROOMS = "proto|millrace|services|deploy|demo|docs|tests|presets|recipes|benchmarks"
 LOOKS_LIKE_A_PATH = re.compile(rf"`((?:{ROOMS})/[\w./-]*)`|\]\(([\w./-]+)\)")
 
 

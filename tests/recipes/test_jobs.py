@@ -1,0 +1,74 @@
+"""Every recipe's job is valid, fits its GPUs, and passes `millrace validate` with a folder of the published shape."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+from benchmarks.shapes import config_of
+from millrace.backends.megatron import parse as megatron_options
+from millrace.bench.shapes import shape_of
+from millrace.cli import app
+from millrace.errors import InvalidJob
+from millrace.megatron.architectures import read_shape
+from millrace.megatron.rules import broken_rules
+from millrace.spec import load
+from millrace.spec.checking import choices
+from recipes.catalogue import HERE, RECIPES, Recipe, recipe
+from recipes.data_sets import DATA_SETS, converted
+from tests.models import byte_tokenizer
+from tests.recipes.published import dapo_file, gsm8k_file
+
+COVERING = ("qwen3-8b-megatron",)
+"""Checked by `make test`, as `tests/e2e/test_recipes.py` has one with FSDP2; the others by `make test-all`."""
+ALL = [pytest.param(each, marks=[] if each in COVERING else pytest.mark.matrix) for each in RECIPES]
+
+
+def model_folder(folder: Path, shape: str) -> Path:
+    """Config of the published sizes, and a tokenizer. No weights are read before a trainer loads them."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config_of(shape_of(shape))))
+    byte_tokenizer().save_pretrained(folder)
+    save_file({"none": torch.zeros(1)}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("each", RECIPES.values(), ids=list(RECIPES))
+def test_a_recipe_is_valid_and_fits_its_gpus(each: Recipe, tmp_path: Path) -> None:
+    spec = load(each.file)
+    choices.check(spec)
+    assert spec.name == each.name and spec.output == f"/data/runs/{each.name}"
+    assert spec.data.files == [f"/data/{each.data}/train.parquet"]
+    assert f"on {each.gpus} trainer GPU" in each.file.read_text().splitlines()[0]
+    assert spec.rollout.engine_options["max_model_len"] == (
+        spec.data.max_prompt_tokens + spec.rollout.max_response_tokens
+    )
+    if spec.trainer.backend == "megatron":
+        (tmp_path / "config.json").write_text(json.dumps(config_of(shape_of(each.shape))))
+        options = megatron_options(spec.trainer.backend_options)
+        assert broken_rules(options, read_shape(tmp_path), each.gpus, cuda=True) == []
+
+
+def test_every_file_of_the_folder_is_a_recipe_that_is_found_by_its_name() -> None:
+    assert {file.stem for file in HERE.glob("*.yaml")} == set(RECIPES)
+    with pytest.raises(InvalidJob, match=r"choose one of qwen3-0\.6b-fsdp2"):
+        recipe("qwen3-0.6b")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALL)
+def test_validate_accepts_a_recipe_with_the_published_config(name: str, tmp_path: Path) -> None:
+    chosen = recipe(name)
+    write = gsm8k_file if chosen.data == "gsm8k" else dapo_file
+    source = str(write(tmp_path / "published.parquet"))
+    for target in (chosen.train_file(tmp_path), chosen.test_file(tmp_path)):
+        converted(source, DATA_SETS[chosen.data].rows, target)
+    job = tmp_path / "job.yaml"
+    job.write_text(yaml.safe_dump(chosen.tree(tmp_path, str(model_folder(tmp_path / "model", chosen.shape)))))
+    done = CliRunner().invoke(app, ["validate", str(job)])
+    assert done.exit_code == 0, (done.output, done.exception)
+    assert "model, data and reward are usable" in " ".join(done.output.split())
