@@ -1,5 +1,6 @@
-"""`python -m demo`: makes model and data, starts the stack, trains, and says whether the model learned."""
+"""`millrace demo`: makes model and data, starts the stack, trains, and says whether the model learned."""
 
+import errno
 import os
 import shutil
 import time
@@ -14,7 +15,7 @@ from millrace.backends import BACKEND_NAMES
 from millrace.cli.watch import show_live
 from millrace.client import Client
 from millrace.engines import ENGINE_NAMES
-from millrace.errors import InvalidJob
+from millrace.errors import InvalidJob, InvalidState
 from millrace.local.options import StackOptions, pythons
 from millrace.local.ports import free_port
 from millrace.local.stack import Stack
@@ -56,7 +57,10 @@ def demo(
         int | None, typer.Option(metavar="RANK", help="Train adapters of this rank instead of all weights.", min=1)
     ] = None,
     share_gpus: Annotated[bool, typer.Option(help="As of millrace up.")] = False,
-    state: Annotated[Path, typer.Option(help="Folder for the model, the data, logs and results.")] = Path("state/demo"),
+    state: Annotated[
+        Path,
+        typer.Option(help="Folder for the model, the data, logs and results; by default below the current folder."),
+    ] = Path("state/demo"),
     keep_state: Annotated[bool, typer.Option(help="Keep the stack's Redis data and logs after success.")] = False,
 ) -> None:
     """A small language model learns to turn words round, through the three services. Needs no network and no GPU.
@@ -64,7 +68,7 @@ def demo(
     Status 0 only if the reward on held-out words rose by the margin that the README states.
     """
     begun = time.monotonic()
-    state = state.resolve()
+    state = _writable(state)
     options = StackOptions(
         # A stack's state is not shared between runs: each demo begins with an empty ledger.
         state=str(state / time.strftime("stack-%Y%m%d-%H%M%S")),
@@ -104,6 +108,19 @@ def prepared(
     print(f"making the model (once a seed) and the data in {state}", flush=True)
     made_model(model_folder(state, seed, size), WarmUp(seed=seed, size=size))
     return job_spec(state, seed, steps, write_data(state / f"data-{seed}", seed), backend, size, lora)
+
+
+def _writable(folder: Path) -> Path:
+    """The absolute path of `folder`, which is made if it is not there. Raises InvalidState."""
+    folder = folder.resolve()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        fix = "name a folder that you may write to with --state, or run the demo in one."
+        raise InvalidState(f"--state: {folder}: {error.strerror}.", fix) from error
+    return folder
 
 
 def model_folder(state: Path, seed: int, size: "Size" = "small") -> Path:

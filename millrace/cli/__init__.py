@@ -28,6 +28,9 @@ PASSED_ON: dict[str, Any] = {
 }
 """Settings of a command that passes its options, also --help, to another program."""
 
+DEMO_NEEDS = ("demo", "pyarrow", "torch", "transformers")
+"""Packages that the demo imports; which engine and backend it needs, its options say."""
+
 
 @app.callback()
 def main(version: VersionOption = False) -> None:
@@ -40,6 +43,17 @@ def bench(context: typer.Context) -> None:
     from millrace.bench import app as benches  # imports torch
 
     benches(context.args, prog_name="millrace bench")
+
+
+@app.command("demo", rich_help_panel=LOCAL, **PASSED_ON)
+def demo(context: typer.Context) -> None:
+    """See a small language model learn, through all three services, in some minutes on two CPU cores."""
+    if missing := [package for package in DEMO_NEEDS if importlib.util.find_spec(package) is None]:
+        what = f"the demo needs packages that are not installed here: {', '.join(missing)}."
+        raise InvalidState(what, "run `make demo` in the checkout, which installs them, or `make install` once.")
+    from demo.run import app as demonstration
+
+    demonstration(context.args, prog_name="millrace demo")
 
 
 @app.command("export", rich_help_panel=JOBS, **PASSED_ON)
