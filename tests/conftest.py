@@ -37,6 +37,7 @@ TOGETHER = {
     f"{MEGATRON}/test_checkpoint.py": f"{MEGATRON}/test_parity.py",
     f"{MEGATRON}/test_pieces.py": f"{MEGATRON}/test_parity.py",
     f"{MEGATRON}/test_critic.py": f"{MEGATRON}/test_job.py",
+    "e2e/test_recipes.py": "e2e/test_algorithms.py",
     "e2e/test_replay.py": "e2e/test_algorithms.py",
 }
 """Files that share a session's fixture which takes long to make: file → the file with which it runs."""

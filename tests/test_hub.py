@@ -119,6 +119,14 @@ def test_every_service_reads_the_pinned_commit_and_downloads_it_once(hub: Hub, t
     assert hub.downloads() == before
 
 
+def test_one_data_file_is_downloaded_by_its_name(hub: Hub, tmp_path: Path) -> None:
+    script = f"open(hub.file_here({DATA!r}, 'source')).read()"
+    assert [json.loads(asked(script, hub, tmp_path)) for _ in range(2)] == [ROW, ROW]
+    assert hub.downloads() == ["train.jsonl"]
+    missing = asked("hub.file_here('hf://datasets/someone/sums/none.jsonl', 'source')", hub, tmp_path)
+    assert missing["type"] == "InvalidJob" and "the data set has no such file" in missing["what"]
+
+
 def test_a_revision_may_be_named(hub: Hub, tmp_path: Path) -> None:
     spec = asked("hub.pinned(spec).model.path", hub, tmp_path, {"model": "someone/tiny@v2"})
     assert spec == f"hf://someone/tiny@{LATER}"
