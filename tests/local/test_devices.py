@@ -1,3 +1,4 @@
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,9 @@ def test_devices_have_the_name_that_the_driver_gives_them(tmp_path: Path, monkey
 def test_a_replica_names_its_device_before_its_engine_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The coordinator tells it when the replica joins a job: `rollout-1 (vllm, cpu) joins`."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    peer, member_id = Peer("127.0.0.1:9"), MemberId("rollout-1")
-    replica = Replica(member_id, "vllm", "", Leases(peer, member_id))
-    assert replica._registration("127.0.0.1:8").device == "cpu"
+
+    async def device() -> str:
+        peer, member_id = Peer("127.0.0.1:9"), MemberId("rollout-1")
+        return Replica(member_id, "vllm", "", Leases(peer, member_id))._registration("127.0.0.1:8").device
+
+    assert asyncio.run(device()) == "cpu"

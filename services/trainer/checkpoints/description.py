@@ -27,10 +27,10 @@ class Description:
     """Path of the job's model folder; empty in older checkpoints."""
     model: str
     """Hash of the manifest of the policy, hexadecimal: the checkpoint can be read into models with the same one."""
-    adapter: dict[str, Any] | None = None
-    """The settings of the adapter that was trained (`AdapterSettings`); None where all weights were."""
     files: dict[str, int] = field(default_factory=dict)
     """Size in bytes of each file in `state/`, by name."""
+    adapter: dict[str, Any] | None = None
+    """The settings of the adapter that was trained (`AdapterSettings`); None where all weights were."""
 
     def write(self, folder: Path) -> None:
         """Raises OSError."""

@@ -38,7 +38,8 @@ ATTENTION_FIELD = "trainer.backend_options.attention"
 def build(spec: JobSpec, device: torch.device) -> "Fsdp2Backend":
     """The backend with its model loaded. Raises InvalidJob, on every rank, for a model or options that it cannot
     run."""
-    options, ranks = parse(spec.trainer.backend_options), dist.get_world_size()
+    options = parse(spec.trainer.backend_options)
+    ranks = dist.get_world_size()
     size = options.fsdp_size or ranks
     if ranks % size:
         reason = f"{ranks} ranks do not divide into groups of {size}"

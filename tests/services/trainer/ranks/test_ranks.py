@@ -82,7 +82,7 @@ def test_two_ranks_equal_one(
     schedule = {"prompts_per_step": prompts}
     spec = job_spec(untied_model, **{**parts, "trainer": trainer, "schedule": schedule})
     backend, step = local_step(spec, one_rank, control, served)
-    job = f"job-{name}-{samples}"
+    job = f"job-{name}-{samples}".replace(", ", "-").replace(" ", "-")
     two_ranks.calls.configure(spec, job=job)
     for number in (1, 2, 3):
         groups = random_groups(prompts, samples, seed=number)
