@@ -1,19 +1,22 @@
 """`python -m recipes`: converts the data, checks the job, starts the local stack on this host's GPUs, and trains."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 import yaml
 
-from millrace.cli.output import number
+from millrace import hub
+from millrace.cli.settings import Settings, changes_of
 from millrace.cli.watch import show_live
 from millrace.client import Client
 from millrace.local.options import StackOptions, pythons
 from millrace.local.stack import Stack
 from millrace.rest import JobState
-from millrace.spec import JobSpec, parse
+from millrace.spec import parse
 from millrace.spec.checking import submission, thorough
+from millrace.spec.merging import merged
 from recipes.catalogue import RECIPES, Recipe, recipe
 from recipes.data_sets import DATA_SETS, converted, data_set
 from recipes.expected import expected, table_row
@@ -53,9 +56,10 @@ def prepare(
     model: Model = None,
     train: Train = None,
     test: Test = None,
+    settings: Settings = None,
 ) -> None:
     """Converts the data unless it is there, writes FOLDER/NAME.yaml, and checks it as `millrace validate` does."""
-    path = prepared(recipe(name), folder.resolve(), model, train, test)
+    path = prepared(recipe(name), folder.resolve(), model, train, test, changes_of(settings))
     print(f"submit it with: millrace submit {path} --watch", flush=True)
 
 
@@ -72,10 +76,12 @@ def run(
     python: Annotated[
         list[str] | None, typer.Option(metavar="ENGINE=PATH", help="As of millrace up; as often as needed.")
     ] = None,
+    settings: Settings = None,
 ) -> None:
-    """The same, and then the whole job on this host. Ends with status 0 if the job succeeded."""
+    """Does what `prepare` does, starts a local stack, and trains. Ends with status 0 if the job succeeded."""
     chosen = recipe(name)
-    spec = parse(yaml.safe_load(prepared(chosen, folder.resolve(), model, train, test).read_text()))
+    job = prepared(chosen, folder.resolve(), model, train, test, changes_of(settings))
+    spec = parse(yaml.safe_load(job.read_text()))
     options = StackOptions(
         state=str(folder.resolve() / "stack"),
         replicas=replicas,
@@ -86,33 +92,29 @@ def run(
     needs = expected(chosen)
     print(f"expected of a trainer's GPU: {needs.memory_gb:.0f} GB; logs: {options.folder / 'logs'}", flush=True)
     with Stack(options) as stack, Client(stack.url) as client:
-        raise typer.Exit(_trained(client, spec))
+        ended = show_live(client, client.submit(spec).id)
+    raise typer.Exit(0 if ended.state is JobState.SUCCEEDED else 1)
 
 
 def prepared(
-    chosen: Recipe, folder: Path, model: str | None = None, train: str | None = None, test: str | None = None
+    chosen: Recipe,
+    folder: Path,
+    model: str | None = None,
+    train: str | None = None,
+    test: str | None = None,
+    changes: Mapping[str, Any] | None = None,
 ) -> Path:
-    """The file of the job, checked with all that it names. Data that was converted before is kept, unless another
-    source is given. Raises InvalidJob, BadRow, Unavailable."""
+    """The file of the job, checked with all that it names, with `changes` of its fields. Data that was converted
+    before is kept, unless another source is given. Raises InvalidJob, BadRow, Unavailable."""
     source = data_set(chosen.data)
     files = ((train, source.train, chosen.train_file(folder)), (test, source.test, chosen.test_file(folder)))
     for given, published, target in files:
         if given is not None or not target.exists():
             print(f"{target}: {converted(given or published, source.rows, target)} rows", flush=True)
-    tree: dict[str, Any] = chosen.tree(folder, model)
-    for note in thorough.look(submission.check(tree), lambda things, what, count: things):
+    tree: dict[str, Any] = merged(chosen.tree(folder, model), changes or {})
+    here = hub.local(submission.check(tree), data=True)
+    for note in thorough.look(here, lambda things, what, count: things):
         print(note, flush=True)
     path = folder / f"{chosen.name}.yaml"
     path.write_text(yaml.safe_dump(tree, sort_keys=False))
     return path
-
-
-def _trained(client: Client, spec: JobSpec) -> int:
-    job = client.submit(spec)
-    show_live(client, job.id)
-    ended = client.job(job.id)
-    print(
-        f"held-out reward: {number(ended.evaluation_before)} before, {number(ended.evaluation_last)} after", flush=True
-    )
-    print(f"report: {ended.report or '–'}; checkpoint: {ended.checkpoint or '–'}", flush=True)
-    return 0 if ended.state is JobState.SUCCEEDED else 1

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from millrace.client import Client
+from millrace.spec.merging import merged
 from recipes.catalogue import recipe
 from recipes.run import prepared
 from tests.e2e.conftest import adds_up, finished
@@ -19,7 +20,12 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 SMALLER: dict[str, Any] = {
     "data": {"max_prompt_tokens": 400},
-    "rollout": {"samples_per_prompt": 2, "max_response_tokens": 16, "dtype": "float32"},
+    "rollout": {
+        "samples_per_prompt": 2,
+        "max_response_tokens": 16,
+        "dtype": "float32",
+        "engine_options": {"max_model_len": None, "max_num_seqs": 16},
+    },
     "trainer": {"dtype": "float32", "token_budget": 2048, "optimizer": {"warmup_steps": 1}},
     "schedule": {"steps": 2, "prompts_per_step": 2},
     "evaluation": {"prompts": 2, "samples_per_prompt": 1, "every_steps": 1},
@@ -36,11 +42,6 @@ OF_ONE = {
 }
 
 
-def merged(tree: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    parts = {name: merged(tree.get(name, {}), part) for name, part in other.items() if isinstance(part, dict)}
-    return {**tree, **other, **parts}
-
-
 @pytest.mark.parametrize("name", ["qwen3-0.6b-fsdp2", pytest.param("qwen3-8b-megatron", marks=pytest.mark.matrix)])
 def test_a_recipe_trains_two_steps(name: str, client: Client, model: Path, tmp_path: Path) -> None:
     chosen = recipe(name)
@@ -49,11 +50,9 @@ def test_a_recipe_trains_two_steps(name: str, client: Client, model: Path, tmp_p
     config = json.loads((long / "config.json").read_text())
     (long / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 40960}))
 
-    job = prepared(chosen, tmp_path, str(long), source, source)
+    job = prepared(chosen, tmp_path, str(long), source, source, merged(SMALLER, OF_ONE[name]))
 
-    tree = merged(merged(yaml.safe_load(job.read_text()), SMALLER), OF_ONE[name])
-    tree["rollout"]["engine_options"] = {"max_num_seqs": 16}
-    submitted = client.submit(tree)
+    submitted = client.submit(yaml.safe_load(job.read_text()))
     view = finished(client, submitted.id)
     adds_up(client, view, groups_per_step=2)
     assert view.evaluation_before is not None and view.evaluation_last is not None

@@ -1,6 +1,9 @@
 """Every recipe's job is valid, fits its GPUs, and passes `millrace validate` with a folder of the published shape."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,7 +23,8 @@ from millrace.spec import load
 from millrace.spec.checking import choices
 from recipes.catalogue import HERE, RECIPES, Recipe, recipe
 from recipes.data_sets import DATA_SETS, converted
-from tests.models import byte_tokenizer
+from tests.hub_server import COMMIT, Repository, serving
+from tests.models import byte_tokenizer, save_tiny_model
 from tests.recipes.published import dapo_file, gsm8k_file
 
 COVERING = ("qwen3-8b-megatron",)
@@ -72,3 +76,20 @@ def test_validate_accepts_a_recipe_with_the_published_config(name: str, tmp_path
     done = CliRunner().invoke(app, ["validate", str(job)])
     assert done.exit_code == 0, (done.output, done.exception)
     assert "model, data and reward are usable" in " ".join(done.output.split())
+
+
+@pytest.mark.slow
+def test_a_job_is_prepared_with_a_model_of_the_hub_and_with_other_values(tmp_path: Path) -> None:
+    source = str(gsm8k_file(tmp_path / "published.parquet"))
+    argv = [sys.executable, "-m", "recipes", "prepare", "qwen3-0.6b-fsdp2", str(tmp_path), "--model", "someone/tiny"]
+    argv += ["--train", source, "--test", source, "--set", "data.max_prompt_tokens=300"]
+    argv += ["--set", "rollout.max_response_tokens=99"]
+    files = {file.name: file.read_bytes() for file in save_tiny_model(tmp_path / "tiny", tied=True).iterdir()}
+    with serving() as hub:
+        hub.repositories = {"models/someone/tiny": Repository({COMMIT: files}, {"main": COMMIT})}
+        found = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
+        done = subprocess.run(argv, env={**os.environ, **found}, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    spec = load(tmp_path / "qwen3-0.6b-fsdp2.yaml")
+    assert (spec.model.path, spec.data.max_prompt_tokens, spec.rollout.max_response_tokens) == ("someone/tiny", 300, 99)
+    assert "model.safetensors" not in hub.downloads()
