@@ -209,6 +209,8 @@ def redis_process(cluster: Cluster) -> psutil.Process:
 
 @scenario
 async def test_the_embedded_redis_is_killed(cluster: Cluster, spec: dict[str, Any]) -> None:
+    """Where the disk is slow, Redis forgets what it answered in its last two seconds (`appendfsync everysec`). The job
+    then goes on from the last step that Redis knows: a prompt may be trained again, but not twice in that lineage."""
     trainer, _ = await cluster.trainer(step_s=0.1), await cluster.replica(seconds=0.02)
     job_id = await cluster.submit(spec)
     for step in (2, 4):
@@ -217,7 +219,6 @@ async def test_the_embedded_redis_is_killed(cluster: Cluster, spec: dict[str, An
         await asyncio.sleep(0.2)
     job = await cluster.ended(job_id)
     assert (job.state, job.failure) == (JobState.SUCCEEDED, None)
-    assert set(trainer.every.values()) == {1}
     await trained_once(cluster, job_id, trainer)
 
 
