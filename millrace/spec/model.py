@@ -69,7 +69,8 @@ class Reward(StrictModel):
     isolation: Literal["auto", "required"] = "auto"
     """How far scoring processes are separated from the replica: its processes, files, network and user. auto: as far as
     the replica's machine allows; the replica's log and `millrace doctor` say what is missing. required: a replica whose
-    machine does not allow all of it refuses the job."""
+    machine does not allow all of it refuses the job, and `millrace validate` does not call the function on such a
+    machine."""
 
 
 class Evaluation(StrictModel):

@@ -23,15 +23,7 @@ PROCESSES = 2
 
 async def score(spec: JobSpec, function: str, rows: list[dict[str, Any]]) -> None:
     """Prints the result of every row. Raises InvalidJob, Unavailable."""
-    reward = spec.reward
-    pool = ScoringPool(
-        function,
-        reward.options,
-        workers=min(PROCESSES, len(rows)),
-        timeout_s=reward.timeout_s,
-        memory_mb=reward.memory_mb,
-        network=reward.network,
-    )
+    pool = ScoringPool.of_job(spec.reward, function, min(PROCESSES, len(rows)))
     await pool.start()
     try:
         waiting = iter(rows)

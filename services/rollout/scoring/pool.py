@@ -14,6 +14,7 @@ import structlog
 
 from millrace.errors import InvalidJob, Unavailable
 from millrace.sandbox.boundaries import Missing
+from millrace.spec.model import Reward
 from services.rollout.scoring.process import ScoringProcess, Setup, WorkerDied
 
 log = structlog.get_logger(__name__)
@@ -64,6 +65,19 @@ class ScoringPool:
         """Number of processes that were replaced."""
         self.missing: tuple[Missing, ...] = ()
         """What does not separate the function from this replica, although it should."""
+
+    @classmethod
+    def of_job(cls, reward: Reward, function: str, workers: int) -> "ScoringPool":
+        """A pool that obeys a job's `reward`. `function`: the name of the reward that is meant."""
+        return cls(
+            function,
+            reward.options,
+            workers=workers,
+            timeout_s=reward.timeout_s,
+            memory_mb=reward.memory_mb,
+            network=reward.network,
+            required=reward.isolation == "required",
+        )
 
     async def start(self) -> None:
         """Starts the processes. Raises InvalidJob where the function cannot be loaded or a boundary that is required

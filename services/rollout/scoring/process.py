@@ -248,8 +248,8 @@ def _accept(greeting: Mapping[str, Any], setup: Setup) -> tuple[Missing, ...]:
         raise refused(
             "reward.isolation",
             "required",
-            f"this replica's machine does not give {listed(_missing(lacking))}",
-            "allow user namespaces, or run the replica as root with CAP_SYS_ADMIN; `millrace doctor` shows the state.",
+            f"this machine does not give {listed(_missing(lacking))}",
+            "allow user namespaces, or run as root with CAP_SYS_ADMIN; `millrace doctor` shows the state.",
         )
     return _missing(greeting.get("missing", []))
 

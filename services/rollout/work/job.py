@@ -39,15 +39,8 @@ class Job:
         """Loads the tokenizer and starts the scoring processes. Raises InvalidJob."""
         tokenizer = await asyncio.to_thread(_load_tokenizer, spec)
         reward = spec.reward
-        scoring = ScoringPool(
-            choose(reward.function, procedural=bool(spec.data.procedural)),
-            reward.options,
-            workers=reward.workers,
-            timeout_s=reward.timeout_s,
-            memory_mb=reward.memory_mb,
-            network=reward.network,
-            required=reward.isolation == "required",
-        )
+        function = choose(reward.function, procedural=bool(spec.data.procedural))
+        scoring = ScoringPool.of_job(reward, function, reward.workers)
         await scoring.start()
         return cls(job_id, spec, tokenizer, scoring)
 

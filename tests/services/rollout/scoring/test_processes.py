@@ -56,20 +56,45 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("required", [False, True])
-def test_what_the_kernel_does_not_give_is_told_once_or_refused(required: bool, obedient: str) -> None:
-    code = ONE_GROUP.replace("FUNCTION", repr(obedient)).replace("REQUIRED", repr(required))
+def without_networks(code: str) -> subprocess.CompletedProcess[str]:
+    """Runs Python code where the kernel gives no network namespaces."""
     # In a user namespace of its own the limit is that namespace's alone.
     shell = 'echo 0 > /proc/sys/user/max_net_namespaces && exec "$0" -c "$1"'
     command = ["unshare", "--user", "--map-root-user", "sh", "-c", shell, sys.executable, code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     if "unshare failed" in done.stderr or "max_net_namespaces" in done.stderr:
         pytest.skip(f"no user namespace to try it in: {done.stderr}")
+    return done
+
+
+@pytest.mark.parametrize("required", [False, True])
+def test_what_the_kernel_does_not_give_is_told_once_or_refused(required: bool, obedient: str) -> None:
+    done = without_networks(ONE_GROUP.replace("FUNCTION", repr(obedient)).replace("REQUIRED", repr(required)))
     if required:
         assert "reward.isolation" in done.stdout and "network (unshare: No space left on device)" in done.stdout
         return
     assert "[None, 3.0, 4.0] 1" in done.stdout and "network" in done.stdout, done.stderr
     assert (done.stdout + done.stderr).count("reward functions are not fully contained") == 1
+
+
+VALIDATED = """
+from millrace.data.row import PromptRow
+from millrace.spec import parse
+from millrace.spec.checking.trials import RewardTrial
+
+reward = {"function": FUNCTION, "isolation": "required"}
+job = {"name": "j", "output": "/o", "model": {"path": "/m"}, "data": {"files": ["/d.jsonl"]}, "reward": reward}
+for mistake in RewardTrial(parse(job), FUNCTION, "data", [PromptRow(0, "d", "p", ground_truth="t")]).mistakes():
+    print(mistake)
+"""
+
+
+def test_validate_calls_no_function_without_the_boundaries_that_the_job_requires(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("raise RuntimeError('called')\n")
+    done = without_networks(VALIDATED.replace("FUNCTION", repr(f"{tmp_path}/mine.py:f")))
+    assert done.stdout.startswith('reward.isolation: "required": this machine does not give'), done.stderr
+    assert "network (unshare: No space left on device)" in done.stdout and "Fix: " in done.stdout
+    assert "called" not in done.stdout
 
 
 @pytest.mark.parametrize(
