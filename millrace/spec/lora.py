@@ -17,8 +17,9 @@ class Lora(StrictModel):
     dropout: float = Field(0.0, ge=0.0, lt=1.0)
     """Share of the adapter's inputs that an update sets to zero."""
     target_modules: Literal["all-linear"] | list[ModuleName] = Field("all-linear", examples=[["q_proj", "v_proj"]])
-    """Names of the layers that get an adapter, or the ends of their names. all-linear: every linear layer except the
-    model's head and the routers of experts."""
+    """Names of the layers that get an adapter, or the ends of their names; Megatron's names of fused layers, such as
+    linear_qkv, mean the layers in them. all-linear: every linear layer except the model's head and the routers of
+    experts."""
     exclude_modules: list[ModuleName] = Field(default_factory=list, examples=[["down_proj"]])
     """Layers among them that get none."""
     init: Literal["kaiming", "gaussian"] = "kaiming"

@@ -88,13 +88,14 @@ class Fsdp2Backend(ShardedModel):
         if (chosen := spec.model.lora) is None:
             return policy(spec.model, config, sharding, dtype=torch.float32)
         from services.trainer.backends.fsdp2 import lora  # importing PEFT takes seconds
+        from services.trainer.backends.lora import configuration, settings_of
 
         with collectives.fail_together():
             lora.check(chosen, options.offload_reference)
-            described = lora.configuration(chosen)
+            described = configuration(chosen)
         model = lora.policy(spec.model, config, described, sharding, spec.trainer.seed)
         self._dropout = chosen.dropout > 0
-        self.adapter = ModuleAdapter(model, lora.settings_of(described), described, self.data_parallel.rank)
+        self.adapter = ModuleAdapter(model, settings_of(described), described, self.data_parallel.rank)
         return model
 
     def logprobs(

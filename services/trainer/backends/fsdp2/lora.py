@@ -1,6 +1,5 @@
 """LoRA by PEFT's layers: the parameters of the model folder are frozen, and only the adapters are trained."""
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,8 +8,6 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import Linear
 from peft.tuners.tuners_utils import BaseTunerLayer
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -19,48 +16,11 @@ from millrace.spec.lora import Lora
 from millrace.spec.model import Model
 from services.trainer.backends.fsdp2.adapted import BASE, is_adapter, stored_name
 from services.trainer.backends.fsdp2.model import Sharding, build_unfilled, read_whole, shard_model
-from services.trainer.protocol.adapter import LORA_A, MAGNITUDE, AdapterSettings
+from services.trainer.backends.lora import FIELD, first_a, stored_values
+from services.trainer.protocol.adapter import LORA_A, MAGNITUDE
 
-FIELD = "model.lora"
 ROUTERS = ("router", "gate")
 """Last parts of the names of layers that send tokens to experts. They are never adapted."""
-_WEIGHTS = "adapter_model.safetensors"
-
-
-def configuration(lora: Lora) -> LoraConfig:
-    """The adapter that the job asks for: as `lora` says, or as the folder `lora.adapter_path` does. Raises
-    InvalidJob."""
-    if lora.adapter_path is None:
-        return LoraConfig(
-            r=lora.rank,
-            lora_alpha=lora.alpha,  # type: ignore[arg-type]  # any number works, and PEFT reads and writes any
-            lora_dropout=lora.dropout,
-            target_modules=lora.target_modules,
-            exclude_modules=lora.exclude_modules or None,
-            use_rslora=lora.rslora,
-            use_dora=lora.dora,
-            init_lora_weights="gaussian" if lora.init == "gaussian" else True,
-            task_type="CAUSAL_LM",
-        )
-    field, fix = f"{FIELD}.adapter_path", "give a folder that PEFT wrote: adapter_config.json and safetensors."
-    try:
-        config = LoraConfig.from_pretrained(lora.adapter_path)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise refused(field, lora.adapter_path, f"it cannot be read: {error}", fix) from error
-    if not isinstance(config, LoraConfig) or config.bias != "none" or config.rank_pattern or config.alpha_pattern:
-        reason = "it is not an adapter of LoRA with one rank for all layers and without biases"
-        raise refused(field, lora.adapter_path, reason, fix)
-    for name, found in (("rank", config.r), ("alpha", config.lora_alpha)):
-        if name in lora.model_fields_set and getattr(lora, name) != found:
-            reason = f"the adapter in {lora.adapter_path} has {found}"
-            raise refused(f"{FIELD}.{name}", getattr(lora, name), reason, "leave it out.")
-    config.lora_dropout, config.inference_mode = lora.dropout, False
-    return config
-
-
-def settings_of(config: LoraConfig) -> AdapterSettings:
-    """How the adapters of this configuration are added to their weights."""
-    return AdapterSettings(config.r, float(config.lora_alpha), config.use_rslora, config.use_dora)
 
 
 def inject(module: PreTrainedModel, config: LoraConfig) -> None:
@@ -117,41 +77,25 @@ def source(
 @torch.no_grad()
 def _initial(module: nn.Module, filled: Mapping[str, Tensor], config: LoraConfig, seed: int) -> dict[str, Tensor]:
     """PEFT's first values, drawn from `seed`: with them the model computes the same as without adapters."""
-    generator = torch.Generator().manual_seed(seed)
     values: dict[str, Tensor] = {}
-    for name, parameter in sorted(module.named_parameters()):
+    for name, parameter in module.named_parameters():
         if not is_adapter(name):
             continue
-        values[name] = value = torch.zeros(parameter.shape)
-        if f".{LORA_A}." in name and config.init_lora_weights == "gaussian":
-            value.normal_(0.0, 1 / config.r, generator=generator)
-        elif f".{LORA_A}." in name:
-            nn.init.kaiming_uniform_(value, a=math.sqrt(5), generator=generator)
+        if f".{LORA_A}." in name:
+            values[name] = first_a(stored_name(name), tuple(parameter.shape), config, seed)
         elif f".{MAGNITUDE}." in name:
             weight_oi = filled[name.replace(f".{MAGNITUDE}.default.", BASE)]
-            torch.linalg.vector_norm(weight_oi.float(), dim=1, out=value)
+            values[name] = torch.linalg.vector_norm(weight_oi.float(), dim=1)
+        else:
+            values[name] = torch.zeros(parameter.shape)
     return values
 
 
 def _stored(module: nn.Module, folder: Path) -> dict[str, Tensor]:
     """The values in a PEFT folder. Raises InvalidJob where they are not those of the module's adapters."""
-    field, fix = f"{FIELD}.adapter_path", "give an adapter of this model."
-    try:
-        stored = load_file(folder / _WEIGHTS)
-    except (OSError, SafetensorError) as error:
-        raise refused(field, str(folder), f"{_WEIGHTS} cannot be read: {error}", fix) from error
-    values = {}
-    for name, parameter in module.named_parameters():
-        if not is_adapter(name):
-            continue
-        value = stored.pop(stored_name(name), None)
-        if value is None or value.shape != parameter.shape:
-            reason = f"its {stored_name(name)} should have shape {tuple(parameter.shape)}"
-            raise refused(field, str(folder), reason, fix)
-        values[name] = value.float()
-    if stored:
-        raise refused(field, str(folder), f"it has {next(iter(stored))}, which this model has no layer for", fix)
-    return values
+    parameters = {name: parameter for name, parameter in module.named_parameters() if is_adapter(name)}
+    stored = stored_values(folder, {stored_name(name): tuple(p.shape) for name, p in parameters.items()})
+    return {name: stored[stored_name(name)] for name in parameters}
 
 
 def policy(model: Model, config: Any, adapter: LoraConfig, sharding: Sharding, seed: int) -> PreTrainedModel:

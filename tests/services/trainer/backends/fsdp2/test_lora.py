@@ -136,6 +136,15 @@ def test_an_adapter_is_trained_further(one_rank: torch.device, untied_model: Pat
     torch.testing.assert_close(second.logprobs([batch], temperature=1.0)[0], expected_r, atol=1e-6, rtol=1e-6)
 
 
+def test_the_first_values_of_a_layer_do_not_depend_on_the_others(one_rank: torch.device, untied_model: Path) -> None:
+    """Megatron's names of fused layers name the layers in them."""
+    everywhere = dict(backend_with(untied_model, one_rank, {"rank": 4}).adapter.export())
+    chosen = {"rank": 4, "target_modules": ["linear_qkv", "down_proj"], "exclude_modules": ["k_proj"]}
+    some = dict(backend_with(untied_model, one_rank, chosen).adapter.export())
+    assert {name.split(".")[-3] for name in some} == {"q_proj", "v_proj", "down_proj"}
+    assert all(torch.equal(tensor, everywhere[name]) for name, tensor in some.items())
+
+
 def test_dropout_only_during_updates(one_rank: torch.device, untied_model: Path) -> None:
     drawn = samples(LENGTHS)
     batch = MicroBatch.pack(drawn, range(len(drawn)))
