@@ -79,6 +79,8 @@ class BackendDescriptor(Generic[Options]):
     """Whether `algorithm.router_replay` can be used."""
     trains_adapters: bool = False
     """Whether `model.lora` can be used."""
+    publishes_adapters: bool = False
+    """Whether `model.lora.merge: false` can be used."""
     page: str = ""
     """The page of the documentation with its options; empty for a table in docs/job.md."""
 

@@ -21,6 +21,11 @@ class Model(StrictModel):
     lora: Lora | None = Field(None, examples=[{"rank": 32, "alpha": 32}])
     """Train adapters (LoRA) and leave the model's weights as they are. null: all weights are trained."""
 
+    @property
+    def publishes_adapter(self) -> bool:
+        """Whether replicas get the model's own weights once, and the adapter alone with each version."""
+        return self.lora is not None and not self.lora.merge
+
 
 class Data(StrictModel):
     files: list[str] = Field(default_factory=list, examples=[["/data/train.parquet"]])

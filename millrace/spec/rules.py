@@ -11,6 +11,7 @@ from millrace.engines import ENGINES
 from millrace.errors import Mistake, wrong_value
 from millrace.spec.algorithm import Algorithm
 from millrace.spec.job import JobSpec
+from millrace.spec.lora import Lora
 from millrace.validation import limits
 
 
@@ -120,9 +121,22 @@ def _lora(spec: JobSpec) -> Iterator[Mistake]:
         able = " or ".join(name for name, backend in BACKENDS.items() if backend.trains_adapters)
         reason = f"the backend {spec.trainer.backend} cannot train adapters"
         yield _broken("model.lora", spec.model.lora.rank, reason, f"set trainer.backend to {able}, or leave it out")
-    if spec.publication.path == "sharded":
+    if not spec.model.lora.merge:
+        yield from _adapter_alone(spec.model.lora, spec.trainer.backend)
+    elif spec.publication.path == "sharded":
         reason = "adapters are merged with the gathered weights, so nothing is published from shards"
         yield _broken("publication.path", "sharded", reason, "leave it out")
+
+
+def _adapter_alone(lora: Lora, backend: str) -> Iterator[Mistake]:
+    """What prevents replicas from getting the adapter alone."""
+    if lora.dora:
+        reason = "engines cannot serve DoRA, which changes the length of each row of a weight"
+    elif not BACKENDS[backend].publishes_adapters:
+        reason = f"the backend {backend} publishes merged weights only"
+    else:
+        return
+    yield _broken("model.lora.merge", False, reason, "set it to true")
 
 
 def _optimizers(spec: JobSpec) -> Iterator[Mistake]:

@@ -194,6 +194,7 @@ FIELDS: dict[str, str] = {
     "lora.rank": "model.lora.rank",
     "lora.alpha": "model.lora.alpha",
     "lora.dropout": "model.lora.dropout",
+    "lora.merge": "model.lora.merge",
 }
 """Another framework's name of a field, and the path of the same field in a job spec; some have several paths. A name
 with a dot is one below a section of that name."""
@@ -218,7 +219,6 @@ ABSENT: dict[str, str] = {
     "lora_b_init_method": "the matrix B of an adapter begins with zeros",
     "dropout_position": "dropout comes before the adapter",
     "lora.type": "an adapter is plain LoRA, or DoRA with model.lora.dora",
-    "lora.merge": "adapters are merged with the weights before they are published",
     "load_format": "replicas get their weights from the trainer before the first request",
     "use_shm": "replicas get their weights from the trainer before the first request",
     "layered_summon": "weights are published in pieces, and no rank gathers them whole",

@@ -64,14 +64,16 @@ class ConfigureRolloutRequest(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., spec: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class ConfigureRolloutResponse(_message.Message):
-    __slots__ = ("world_size", "dtype", "seconds")
+    __slots__ = ("world_size", "dtype", "seconds", "has_base")
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
+    HAS_BASE_FIELD_NUMBER: _ClassVar[int]
     world_size: int
     dtype: str
     seconds: float
-    def __init__(self, world_size: _Optional[int] = ..., dtype: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
+    has_base: bool
+    def __init__(self, world_size: _Optional[int] = ..., dtype: _Optional[str] = ..., seconds: _Optional[float] = ..., has_base: bool = ...) -> None: ...
 
 class DescribeReceiveRequest(_message.Message):
     __slots__ = ("job_id", "manifest")

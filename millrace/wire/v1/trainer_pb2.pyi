@@ -87,12 +87,14 @@ class StepResponse(_message.Message):
     def __init__(self, version: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class DescribeSendRequest(_message.Message):
-    __slots__ = ("job_id", "dtype")
+    __slots__ = ("job_id", "dtype", "content")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     dtype: str
-    def __init__(self, job_id: _Optional[str] = ..., dtype: _Optional[str] = ...) -> None: ...
+    content: _weights_pb2.Content
+    def __init__(self, job_id: _Optional[str] = ..., dtype: _Optional[str] = ..., content: _Optional[_Union[_weights_pb2.Content, str]] = ...) -> None: ...
 
 class DescribeSendResponse(_message.Message):
     __slots__ = ("manifest", "layouts", "gpu")
@@ -105,7 +107,7 @@ class DescribeSendResponse(_message.Message):
     def __init__(self, manifest: _Optional[_Union[_weights_pb2.Manifest, _Mapping]] = ..., layouts: _Optional[_Union[_weights_pb2.Layouts, _Mapping]] = ..., gpu: bool = ...) -> None: ...
 
 class PrepareSendRequest(_message.Message):
-    __slots__ = ("publication", "path", "receivers", "dtype", "deadline_s", "sides", "gpu")
+    __slots__ = ("publication", "path", "receivers", "dtype", "deadline_s", "sides", "gpu", "content")
     PUBLICATION_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
     RECEIVERS_FIELD_NUMBER: _ClassVar[int]
@@ -113,6 +115,7 @@ class PrepareSendRequest(_message.Message):
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
     SIDES_FIELD_NUMBER: _ClassVar[int]
     GPU_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
     publication: _weights_pb2.PublicationRef
     path: _weights_pb2.Path
     receivers: _containers.RepeatedCompositeFieldContainer[_weights_pb2.Receiver]
@@ -120,7 +123,8 @@ class PrepareSendRequest(_message.Message):
     deadline_s: float
     sides: _weights_pb2.Sides
     gpu: bool
-    def __init__(self, publication: _Optional[_Union[_weights_pb2.PublicationRef, _Mapping]] = ..., path: _Optional[_Union[_weights_pb2.Path, str]] = ..., receivers: _Optional[_Iterable[_Union[_weights_pb2.Receiver, _Mapping]]] = ..., dtype: _Optional[str] = ..., deadline_s: _Optional[float] = ..., sides: _Optional[_Union[_weights_pb2.Sides, _Mapping]] = ..., gpu: bool = ...) -> None: ...
+    content: _weights_pb2.Content
+    def __init__(self, publication: _Optional[_Union[_weights_pb2.PublicationRef, _Mapping]] = ..., path: _Optional[_Union[_weights_pb2.Path, str]] = ..., receivers: _Optional[_Iterable[_Union[_weights_pb2.Receiver, _Mapping]]] = ..., dtype: _Optional[str] = ..., deadline_s: _Optional[float] = ..., sides: _Optional[_Union[_weights_pb2.Sides, _Mapping]] = ..., gpu: bool = ..., content: _Optional[_Union[_weights_pb2.Content, str]] = ...) -> None: ...
 
 class PrepareSendResponse(_message.Message):
     __slots__ = ("manifest", "rendezvous", "plan_hash")

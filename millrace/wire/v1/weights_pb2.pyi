@@ -7,6 +7,13 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class Content(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    CONTENT_UNSPECIFIED: _ClassVar[Content]
+    CONTENT_MODEL: _ClassVar[Content]
+    CONTENT_BASE: _ClassVar[Content]
+    CONTENT_ADAPTER: _ClassVar[Content]
+
 class Path(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     PATH_UNSPECIFIED: _ClassVar[Path]
@@ -28,6 +35,10 @@ class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     PHASE_COMMIT: _ClassVar[Phase]
     PHASE_DONE: _ClassVar[Phase]
     PHASE_ABORTED: _ClassVar[Phase]
+CONTENT_UNSPECIFIED: Content
+CONTENT_MODEL: Content
+CONTENT_BASE: Content
+CONTENT_ADAPTER: Content
 PATH_UNSPECIFIED: Path
 PATH_GATHER_BROADCAST: Path
 PATH_SHARDED: Path
@@ -53,12 +64,14 @@ class TensorSpec(_message.Message):
     def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ...) -> None: ...
 
 class Manifest(_message.Message):
-    __slots__ = ("tensors", "hash")
+    __slots__ = ("tensors", "hash", "content")
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     HASH_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
     tensors: _containers.RepeatedCompositeFieldContainer[TensorSpec]
     hash: bytes
-    def __init__(self, tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., hash: _Optional[bytes] = ...) -> None: ...
+    content: Content
+    def __init__(self, tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., hash: _Optional[bytes] = ..., content: _Optional[_Union[Content, str]] = ...) -> None: ...
 
 class Box(_message.Message):
     __slots__ = ("tensor", "offset", "extent")

@@ -5,12 +5,15 @@ X.lora_magnitude_vector.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from millrace.weights.plans.manifest import Content
+from services.trainer.protocol.published import Published
 
 LORA_A, LORA_B, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude_vector"
 
@@ -40,6 +43,9 @@ class Adapter(Protocol):
     settings: AdapterSettings
     config: Any
     """The `peft.LoraConfig` that describes the adapter."""
+    parts: Mapping[Content, Published]
+    """What can be published apart from the merged model: Content.BASE and Content.ADAPTER. Empty where the adapter can
+    only be merged."""
 
     def export(self) -> Iterator[tuple[str, Tensor | None]]:
         """Every tensor of the adapter by its name in the module: whole on rank 0, float32, on the device; None on other

@@ -13,11 +13,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from millrace.batching.cost import SequenceCost
-from millrace.weights.plans.manifest import Manifest, TensorInfo
-from millrace.weights.plans.memory import Memory
+from millrace.errors import InvalidState
+from millrace.weights.plans.manifest import Content, TensorInfo
 from services.trainer.protocol.adapter import Adapter
 from services.trainer.protocol.local_tensors import NamedTensors
 from services.trainer.protocol.microbatch import MicroBatch
+from services.trainer.protocol.published import Published
 
 
 @dataclass(frozen=True)
@@ -93,8 +94,9 @@ class Critic(TrainableModel, Protocol):
         """The same as `Backend.export`: the decoder and its head, `score`."""
 
 
-class Backend(TrainableModel, Protocol):
-    """The policy, with the reference and the critic that the job's algorithm needs."""
+class Backend(TrainableModel, Published, Protocol):
+    """The policy, with the reference and the critic that the job's algorithm needs. What it publishes itself is the
+    tensors of the model folder (`Content.MODEL`), with the adapter merged into them."""
 
     device: torch.device
     data_parallel: DataParallel
@@ -120,16 +122,6 @@ class Backend(TrainableModel, Protocol):
         `loss_fn` for each micro-batch. The backend decides the order of the micro-batches (pipeline stages) and scales
         the losses as its schedule needs."""
 
-    def manifest(self, dtype: str) -> Manifest:
-        """Names, shapes and dtypes of the tensors that `export` yields, in its order."""
-
-    def export(self, dtype: str) -> Iterator[tuple[TensorInfo, Tensor | None]]:
-        """The tensors of the model folder, one after the other: whole on rank 0, on `device`; None on other ranks."""
-
-    def shards(self, dtype: str) -> Memory | None:
-        """The boxes of the manifest's tensors that this rank holds, as views of the memory that trains. None where a
-        tensor is not made of boxes of the model's parameters. Not a collective."""
-
     def memory(self) -> dict[str, float]:
         """Metrics of this rank's memory, under verl's names."""
 
@@ -138,3 +130,14 @@ def models(backend: Backend) -> dict[str, TrainableModel]:
     """The models that a step trains, by the prefix of their tensors in a checkpoint."""
     critic = {} if backend.critic is None else {"critic.": backend.critic}
     return {"": backend, **critic}
+
+
+def published(backend: Backend, content: Content) -> Published:
+    """The tensors of `content`. Raises InvalidState where the job has no adapter that can be published alone."""
+    if content is Content.MODEL:
+        return backend
+    parts = backend.adapter.parts if backend.adapter is not None else {}
+    if content not in parts:
+        what = f"this trainer has no {content.name.lower()} to publish apart from the model."
+        raise InvalidState(what, "set model.lora.merge to true.")
+    return parts[content]

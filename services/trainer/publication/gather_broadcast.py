@@ -13,13 +13,14 @@ from torch.distributed import TCPStore
 from millrace.errors import PublicationFailed
 from millrace.weights.phases import PublicationId
 from millrace.weights.plans.gather_broadcast import gather_broadcast
-from millrace.weights.plans.manifest import Manifest, TensorInfo
+from millrace.weights.plans.manifest import Content, Manifest, TensorInfo
 from millrace.weights.transfer.channels.gloo import GlooChannel, serve_store
 from millrace.weights.transfer.checksum import checksum
 from millrace.wire.address import host_address
 from millrace.wire.v1 import weights_pb2
 from millrace.wire.v1.trainer_pb2 import PrepareSendRequest, PrepareSendResponse, TransferSendResponse
-from services.trainer.protocol.backend import Backend
+from services.trainer.protocol.backend import Backend, published
+from services.trainer.protocol.published import Published
 
 log = structlog.get_logger(__name__)
 
@@ -33,6 +34,7 @@ class Prepared:
 
     publication: PublicationId
     dtype: str
+    source: Published
     manifest: Manifest
     world_size: int
     """Ranks of the communicator: this sender and all receivers."""
@@ -66,14 +68,18 @@ class GatherBroadcastTransfer:
         """See `OutgoingTransfer`."""
         began = time.monotonic()
         self.close()
-        publication, manifest = PublicationId.from_proto(request.publication), backend.manifest(request.dtype)
+        publication, source = (
+            PublicationId.from_proto(request.publication),
+            published(backend, Content.of(request.content)),
+        )
+        manifest = source.manifest(request.dtype)
         world_size = 1 + sum(receiver.world_size for receiver in request.receivers)
         host, store, port = host_address(), None, 0
         if self._rank == 0 and world_size > 1:
             store, port = serve_store(host, world_size, request.deadline_s)
         seconds = time.monotonic() - began
         deadline = began + request.deadline_s
-        self._prepared = Prepared(publication, request.dtype, manifest, world_size, deadline, seconds, store)
+        self._prepared = Prepared(publication, request.dtype, source, manifest, world_size, deadline, seconds, store)
         self._watchdog = threading.Timer(request.deadline_s, self.abort, ["its deadline has passed"])
         self._watchdog.daemon = True
         self._watchdog.start()
@@ -90,7 +96,7 @@ class GatherBroadcastTransfer:
         broadcast = self._broadcast = _Broadcast(prepared)
         try:
             self._channel = broadcast.join() if self._rank == 0 else None
-            for info, tensor in broadcast.gathered(backend.export(prepared.dtype)):
+            for info, tensor in broadcast.gathered(prepared.source.export(prepared.dtype)):
                 if tensor is not None:
                     broadcast.send(info, tensor, self._channel)
         except PublicationFailed:

@@ -10,6 +10,7 @@ from torch.distributed import TCPStore
 from millrace.errors import InvalidState, PublicationFailed
 from millrace.weights.phases import PublicationId
 from millrace.weights.plans import wire_layouts
+from millrace.weights.plans.manifest import Content
 from millrace.weights.plans.memory import Memory
 from millrace.weights.plans.sharded import ShardedPlan
 from millrace.weights.transfer.channels.gloo import serve_store
@@ -25,20 +26,21 @@ from millrace.wire.v1.trainer_pb2 import (
     PrepareSendResponse,
     TransferSendResponse,
 )
-from services.trainer.protocol.backend import Backend
+from services.trainer.protocol.backend import Backend, published
 from services.trainer.ranks import collectives
 
 
 def describe(request: DescribeSendRequest, backend: Backend) -> DescribeSendResponse:
     """What is published, and which boxes of it each rank holds; no layouts where a rank cannot describe its memory in
     boxes. A collective."""
-    memory = backend.shards(request.dtype)
+    source = published(backend, Content.of(request.content))
+    memory = source.shards(request.dtype)
     own = b"" if memory is None else wire_layouts.encode([memory.layout.boxes]).SerializeToString()
     of_ranks = collectives.gather_bytes(own)
     layouts = weights_pb2.Layouts()
     if all(of_ranks):
         layouts = wire_layouts.joined([weights_pb2.Layouts.FromString(data) for data in of_ranks])
-    manifest = (memory.manifest if memory is not None else backend.manifest(request.dtype)).to_proto()
+    manifest = (memory.manifest if memory is not None else source.manifest(request.dtype)).to_proto()
     return DescribeSendResponse(manifest=manifest, layouts=layouts, gpu=backend.device.type == "cuda")
 
 
@@ -83,7 +85,7 @@ class ShardedTransfer:
         began = time.monotonic()
         self._prepared = None
         with collectives.fail_together():
-            memory = backend.shards(request.dtype)
+            memory = published(backend, Content.of(request.content)).shards(request.dtype)
             if memory is None:
                 raise InvalidState("this model's shards are not boxes of its tensors.", "gather and broadcast it.")
             plan = self._planner.plan(memory.manifest, request.sides)

@@ -21,6 +21,7 @@ class StoredModel:
 
     rank = 0
     padded: frozenset[str] = frozenset()
+    adapter = None
 
     def __init__(self, model: Any, spec: JobSpec) -> None:
         """Raises InvalidJob where the folder stores a tensor in another way than the model keeps it in memory."""

@@ -10,10 +10,11 @@ import torch
 from millrace.errors import PublicationFailed
 from millrace.weights.loader.copies import LoaderCopies, record_copies
 from millrace.weights.plans.coverage import covered_elements
+from millrace.weights.plans.manifest import Content
 from millrace.weights.plans.views import Strided
 from millrace.weights.transfer.channels.gloo import GlooChannel
 from millrace.weights.transfer.checksum import checksum
-from services.rollout.weights.in_worker.model import WorkerModel
+from services.rollout.weights.in_worker.model import LoadedPart, WorkerModel, part_of
 from services.rollout.weights.transfer_request import TransferRequest
 from services.rollout.weights.worker_methods import Placed, Prepared, Received
 
@@ -103,7 +104,7 @@ class IncomingBroadcast:
 class ComparingLoader:
     """Writes whole tensors through the engine's own loader, and compares the parameters with them each time."""
 
-    def __init__(self, model: WorkerModel) -> None:
+    def __init__(self, model: LoadedPart) -> None:
         self._model = model
         self._copies: LoaderCopies | None = None
         self._manifest_hash = b""
@@ -159,7 +160,8 @@ class GatherBroadcastPath:
     """See `IncomingPath`. Keeps what it has learned of the engine's loader."""
 
     def __init__(self, model: WorkerModel) -> None:
-        self._loader = ComparingLoader(model)
+        self._model = model
+        self._loaders: dict[Content, ComparingLoader] = {}
 
     def prepare(self, request: TransferRequest, rank: int) -> Prepared:
         """See `IncomingPath`. Tensors are always received into CPU memory first."""
@@ -167,4 +169,7 @@ class GatherBroadcastPath:
 
     def transfer(self, request: TransferRequest, rank: int, *, shadow: bool) -> IncomingBroadcast:
         """See `IncomingPath`. Memory is taken tensor by tensor as they arrive."""
-        return IncomingBroadcast(request, rank, self._loader)
+        content = request.manifest.content
+        if content not in self._loaders:
+            self._loaders[content] = ComparingLoader(part_of(self._model, content))
+        return IncomingBroadcast(request, rank, self._loaders[content])

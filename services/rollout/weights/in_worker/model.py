@@ -7,19 +7,12 @@ from typing import Any, Protocol
 import torch
 
 from millrace.errors import PublicationFailed
-from millrace.weights.plans.manifest import Manifest
+from millrace.weights.plans.manifest import Content, Manifest
 from services.rollout.weights.in_worker.derived_tensors import DerivedTensors
 
 
-class WorkerModel(Protocol):
-    """What the receiver needs of a worker's model."""
-
-    rank: int
-    """Rank of the worker in its engine."""
-
-    @property
-    def parameters(self) -> Mapping[str, torch.Tensor]:
-        """Every parameter by name."""
+class LoadedPart(Protocol):
+    """What a publication of one content writes in a worker: the model's own parameters, or the adapter's."""
 
     @property
     def loaded(self) -> Mapping[str, torch.Tensor]:
@@ -36,7 +29,32 @@ class WorkerModel(Protocol):
         """Raises PublicationFailed for a manifest that the loader would take wrongly without an error."""
 
     def update_derived(self) -> None:
-        """Computes again what the engine derives from its parameters. Only while generation is paused."""
+        """Computes again what the engine derives from these tensors. Only while generation is paused."""
+
+
+class WorkerModel(LoadedPart, Protocol):
+    """What the receiver needs of a worker's model. It is itself the part of the model's own parameters."""
+
+    rank: int
+    """Rank of the worker in its engine."""
+
+    @property
+    def parameters(self) -> Mapping[str, torch.Tensor]:
+        """Every parameter by name, those of the adapter included."""
+
+    @property
+    def adapter(self) -> LoadedPart | None:
+        """The adapter that every request uses, zero at first; its tensors are named as in Content.ADAPTER. None where
+        the engine was started without one."""
+
+
+def part_of(model: WorkerModel, content: Content) -> LoadedPart:
+    """The part of the model that a publication of `content` writes. Raises PublicationFailed where there is none."""
+    if content is not Content.ADAPTER:
+        return model
+    if (adapter := model.adapter) is None:
+        raise PublicationFailed("this engine has no place for an adapter.", "set model.lora.merge to true.")
+    return adapter
 
 
 class EngineModel:
@@ -45,6 +63,7 @@ class EngineModel:
     def __init__(self, rank: int, get_model: Callable[[], Any], dtype: torch.dtype) -> None:
         """`dtype` is the one that the engine was configured for."""
         self.rank = rank
+        self.adapter: LoadedPart | None = None
         self._get_model = get_model
         self._dtype = dtype
 

@@ -15,7 +15,7 @@ from millrace.weights.transfer.checksum import checksum
 from millrace.wire.v1 import weights_pb2
 from services.rollout.weights.in_worker.gather_broadcast import GatherBroadcastPath
 from services.rollout.weights.in_worker.incoming import IncomingPath, IncomingTransfer
-from services.rollout.weights.in_worker.model import WorkerModel
+from services.rollout.weights.in_worker.model import LoadedPart, WorkerModel, part_of
 from services.rollout.weights.in_worker.outgoing import OutgoingTransfer
 from services.rollout.weights.in_worker.sharded import ShardedPath
 from services.rollout.weights.in_worker.worker_layout import WorkerLayout
@@ -41,6 +41,8 @@ class WeightReceiver:
         self._prepared: TransferRequest | None = None
         """Prepared, and not made ready yet."""
         self._incoming: IncomingTransfer | None = None
+        self._written_part: LoadedPart = model
+        """The part of the model that `_incoming` writes."""
         self._memory_to_send: Memory | None = None
         self._outgoing: OutgoingTransfer | None = None
         self._turn = threading.RLock()
@@ -50,7 +52,7 @@ class WeightReceiver:
         """See `WorkerMethods`."""
         with self._turn:
             decoded = Manifest.from_proto(weights_pb2.Manifest.FromString(manifest))
-            self._model.check(decoded)
+            part_of(self._model, decoded.content).check(decoded)
             return self._layout.boxes(decoded).encode()
 
     def prepare(self, request: bytes) -> Prepared | None:
@@ -60,7 +62,7 @@ class WeightReceiver:
             if (decoded := TransferRequest.decode(request, self._known_plan)) is None:
                 return None
             if not decoded.plan_hash or decoded.plan_hash != self._known_plan.plan_hash:
-                self._model.check(decoded.manifest)
+                part_of(self._model, decoded.manifest.content).check(decoded.manifest)
                 self._known_plan = decoded.known_plan
             prepared = self._paths[decoded.path].prepare(decoded, self._rank_in(decoded))
             self._prepared = decoded
@@ -73,6 +75,7 @@ class WeightReceiver:
             if request is None:
                 raise nothing_prepared()
             self._incoming = self._paths[request.path].transfer(request, self._rank_in(request), shadow=shadow)
+            self._written_part = part_of(self._model, request.manifest.content)
 
     def begin(self) -> None:
         """See `WorkerMethods`."""
@@ -94,7 +97,7 @@ class WeightReceiver:
             if incoming is None:
                 raise nothing_prepared()
             placed = incoming.place()
-            self._model.update_derived()
+            self._written_part.update_derived()
             return placed
 
     def abort(self) -> None:

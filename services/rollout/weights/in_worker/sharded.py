@@ -11,7 +11,7 @@ from millrace.weights.plans.sharded import ShardedPlan
 from millrace.weights.plans.wire_layouts import Planner
 from millrace.weights.transfer.pipeline import ReceivePipeline
 from millrace.weights.transfer.session import PublicationSession
-from services.rollout.weights.in_worker.model import WorkerModel
+from services.rollout.weights.in_worker.model import WorkerModel, part_of
 from services.rollout.weights.in_worker.transfer_thread import TransferThread
 from services.rollout.weights.in_worker.worker_layout import WorkerLayout
 from services.rollout.weights.transfer_request import TransferRequest
@@ -60,24 +60,25 @@ class IncomingShards:
     def place(self) -> Placed:
         """See `IncomingTransfer`. Without `shadow` the messages lie in place already, compared. What goes through the
         engine's loader is loaded here."""
-        learned = self._layout.of(self._request.manifest)
-        self._layout.holds = ""
+        manifest = self._request.manifest
+        learned = self._layout.of(manifest)
+        self._layout.being_written(manifest)
         apply_s, compare_s = self.pipeline.apply() if self._shadow else (0.0, 0.0)
         began = time.perf_counter()
         with torch.no_grad():
             for write in learned.constant_writes:
                 write()
             if learned.loader_tensors:
-                self._model.load(iter(learned.loader_tensors.items()))
+                part_of(self._model, manifest.content).load(iter(learned.loader_tensors.items()))
         apply_s += time.perf_counter() - began
-        self._layout.holds = self._request.key
+        self._layout.written(manifest, self._request.key)
         return Placed(
             apply_s=apply_s,
             compare_s=compare_s,
             loader_tensors=len(learned.loader_tensors),
             loader_bytes=learned.loader_bytes,
             staging_bytes=self.pipeline.slot_bytes,
-            loader_names=self._layout.loader_names(self._request.manifest),
+            loader_names=self._layout.loader_names(manifest),
         )
 
     def close(self) -> None:

@@ -6,9 +6,9 @@ from millrace.errors import PublicationFailed
 from millrace.weights.loader.learn import LearnedLayout, learn_layout
 from millrace.weights.plans import wire_layouts
 from millrace.weights.plans.boxes import Boxes
-from millrace.weights.plans.manifest import Manifest
+from millrace.weights.plans.manifest import Content, Manifest
 from millrace.weights.plans.memory import Memory
-from services.rollout.weights.in_worker.model import WorkerModel
+from services.rollout.weights.in_worker.model import WorkerModel, part_of
 from services.rollout.weights.transfer_request import TransferRequest
 
 MAX_NAMES = 64
@@ -16,22 +16,36 @@ MAX_NAMES = 64
 
 
 class WorkerLayout:
-    """Learned from the model's loader once for each manifest."""
+    """Learned from the model's loader once for each manifest; the latest manifest of each content is kept."""
 
     def __init__(self, model: WorkerModel) -> None:
         self._model = model
-        self._learned: tuple[bytes, LearnedLayout] | None = None
+        self._learned: dict[Content, tuple[bytes, LearnedLayout]] = {}
         """Hash of the manifest, and the layout that was learned for it."""
-        self.holds = ""
-        """Key of the publication whose bytes the layout's buffers hold whole; empty for none."""
+        self._holds: dict[Content, str] = {}
+        """Key of the publication whose bytes the layout's buffers hold whole; missing for none."""
 
     def of(self, manifest: Manifest) -> LearnedLayout:
         """Raises PublicationFailed where the loader refuses the manifest."""
-        if self._learned is None or self._learned[0] != manifest.hash:
-            self.holds = ""
-            learned = learn_layout(self._model.load, manifest, self._model.loaded, self._model.padded)
-            self._learned = (manifest.hash, learned)
-        return self._learned[1]
+        known = self._learned.get(manifest.content)
+        if known is None or known[0] != manifest.hash:
+            self.being_written(manifest)
+            part = part_of(self._model, manifest.content)
+            known = (manifest.hash, learn_layout(part.load, manifest, part.loaded, part.padded))
+            self._learned[manifest.content] = known
+        return known[1]
+
+    def being_written(self, manifest: Manifest) -> None:
+        """From now on the layout's buffers hold no publication whole."""
+        self._holds.pop(manifest.content, None)
+
+    def written(self, manifest: Manifest, key: str) -> None:
+        """From now on the layout's buffers hold the publication `key`."""
+        self._holds[manifest.content] = key
+
+    def holds(self, content: Content) -> str:
+        """Key of the publication that the layout's buffers hold whole; empty for none."""
+        return self._holds.get(content, "")
 
     def boxes(self, manifest: Manifest) -> Boxes:
         """The boxes that this worker wants."""
@@ -49,7 +63,7 @@ class WorkerLayout:
         """The memory with what publication `served` put in place, to be sent. Raises PublicationFailed where it is not
         here as it was published, and where the copy was planned for other boxes than this worker holds."""
         learned, senders = self.of(request.manifest), wire_layouts.decode(request.layouts.senders)
-        if learned.loader_tensors and self.holds != served:
+        if learned.loader_tensors and self.holds(request.manifest.content) != served:
             names = ", ".join(list(learned.loader_tensors)[:3])
             raise PublicationFailed(f"{names} are held only as the engine changed them.", "the trainer sends them.")
         if not 0 <= rank < len(senders) or senders[rank].hash != learned.memory.layout.boxes.hash:

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from millrace.weights.loader.stored import stored_tensors
+from millrace.weights.plans.manifest import Content
 from services.trainer.protocol.adapter import LORA_A, LORA_B, MAGNITUDE, AdapterSettings, merged, tensor_name
+from services.trainer.protocol.published import Published
 
 BASE = ".base_layer."
 """Part of the names of tensors that belong to a layer with an adapter, and not to the adapter."""
@@ -85,6 +87,7 @@ class ModuleAdapter:
     def __init__(self, module: nn.Module, settings: AdapterSettings, config: Any, rank: int) -> None:
         self.settings = settings
         self.config = config
+        self.parts: dict[Content, Published] = {}
         self._module = module
         self._rank = rank
 

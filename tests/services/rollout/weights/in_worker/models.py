@@ -11,6 +11,8 @@ from millrace.weights.plans.manifest import Manifest
 class LoaderModel:
     """A `WorkerModel` of parameters and the loader that writes them."""
 
+    adapter = None
+
     def __init__(
         self,
         load: Callable[[Iterable[tuple[str, torch.Tensor]]], Any],

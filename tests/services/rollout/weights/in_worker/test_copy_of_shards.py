@@ -13,6 +13,7 @@ from millrace.errors import PublicationFailed
 from millrace.ids import Version
 from millrace.weights.plans import wire_layouts
 from millrace.weights.plans.boxes import Boxes
+from millrace.weights.plans.manifest import Content
 from millrace.weights.transfer.channels.gloo import serve_store
 from millrace.wire.v1 import weights_pb2
 from services.rollout.weights.in_worker.outgoing import OutgoingTransfer
@@ -178,7 +179,7 @@ def test_tensors_that_the_engine_changed_are_no_source_after_another_path(replic
     other = replace(
         copy.outgoing, layouts=weights_pb2.Sides(senders=wire_layouts.encode([]), receivers=wire_layouts.encode([]))
     )
-    source.served = source.layouts[0].holds
+    source.served = source.layouts[0].holds(Content.MODEL)
     with pytest.raises(PublicationFailed, match="planned for"):
         source.layouts[0].sender_memory(other, 0, source.served)
 
