@@ -31,6 +31,10 @@ class Fsdp2Options(StrictModel):
     offload_parameters: bool = False
     """Keep weights, gradients and optimizer of policy and critic in host memory. Each layer's weights are copied to the
     GPU when they are needed; the optimizer runs on the CPU."""
+    offload_activations: bool = False
+    """Keep what a forward pass saves for its backward pass in host memory: copied there while the next layer is
+    computed, and back one layer before it is needed. With `trainer.activation_recompute` these are only the inputs of
+    the layers."""
     offload_reference: bool = False
     """Keep the reference policy in host memory and copy each layer when it is needed."""
 

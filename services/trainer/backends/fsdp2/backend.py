@@ -25,7 +25,8 @@ from services.trainer.backends.fsdp2.attention import packing
 from services.trainer.backends.fsdp2.critic import Fsdp2Critic
 from services.trainer.backends.fsdp2.flops import sequence_cost
 from services.trainer.backends.fsdp2.logits import token_scores
-from services.trainer.backends.fsdp2.model import Sharding, load_config, policy
+from services.trainer.backends.fsdp2.model import Sharding, decoder_layers, load_config, policy
+from services.trainer.backends.fsdp2.offload.activations import ActivationOffload
 from services.trainer.backends.fsdp2.sharded_model import ShardedModel
 from services.trainer.backends.head import WantedTokens
 from services.trainer.protocol.backend import DataParallel, LossFn, Output, TokenScores
@@ -78,11 +79,13 @@ class Fsdp2Backend(ShardedModel):
             self._reference = policy(spec.model, config, offloadable, dtype=compute).requires_grad_(False)
         super().__init__(model, spec.trainer.optimizer, device)
         self._chunked = self._scores_in_chunks(options.logprob_chunk_tokens)
+        if options.offload_activations:
+            ActivationOffload(device).install(self._model, decoder_layers(self._model))
         self.parameters = sum(parameter.numel() for parameter in self._trained.values())
         self.cost = sequence_cost(config, self._model)
         self.critic: Fsdp2Critic | None = None
         if spec.algorithm.critic is not None:
-            self.critic = Fsdp2Critic(spec, sharding, vocabulary=config.get_text_config().vocab_size)
+            self.critic = Fsdp2Critic(spec, sharding, options, config.get_text_config().vocab_size)
 
     def _policy(self, spec: JobSpec, config: Any, sharding: Sharding, options: Fsdp2Options) -> PreTrainedModel:
         if (chosen := spec.model.lora) is None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel
 
+from millrace.backends.fsdp2 import Fsdp2Options
 from millrace.errors import refused
 from millrace.spec import JobSpec
 from millrace.spec.model import Model
@@ -16,7 +17,15 @@ from millrace.weights.plans.manifest import TensorInfo
 from services.trainer.backends.fsdp2 import export
 from services.trainer.backends.fsdp2.attention import packing
 from services.trainer.backends.fsdp2.flops import sequence_cost
-from services.trainer.backends.fsdp2.model import Sharding, build_unfilled, load_config, read_whole, shard_model
+from services.trainer.backends.fsdp2.model import (
+    Sharding,
+    build_unfilled,
+    decoder_layers,
+    load_config,
+    read_whole,
+    shard_model,
+)
+from services.trainer.backends.fsdp2.offload.activations import ActivationOffload
 from services.trainer.backends.fsdp2.sharded_model import ShardedModel
 from services.trainer.checkpoints.value_head import FIELD, WEIGHT, config_changes, stored_head
 from services.trainer.protocol.backend import Output, ValueLossFn
@@ -42,7 +51,7 @@ class ValueModel(nn.Module):
 class Fsdp2Critic(ShardedModel):
     """Implements `services.trainer.protocol.backend.Critic`."""
 
-    def __init__(self, spec: JobSpec, sharding: Sharding, vocabulary: int) -> None:
+    def __init__(self, spec: JobSpec, sharding: Sharding, options: Fsdp2Options, vocabulary: int) -> None:
         chosen = spec.algorithm.critic
         assert chosen is not None
         source = spec.model.model_copy(update={"path": chosen.path or spec.model.path})
@@ -58,6 +67,8 @@ class Fsdp2Critic(ShardedModel):
         module: Any = shard_model(build, lambda _: _read(source, config), sharding)
         if spec.trainer.activation_recompute:
             module.model.gradient_checkpointing_enable({"use_reentrant": False})
+        if options.offload_activations:
+            ActivationOffload(torch.device(sharding.mesh.device_type)).install(module, decoder_layers(module))
         self.folder = Path(source.path)
         self.cost = sequence_cost(config, module.model, module.score)
         self.config: Mapping[str, object] = config_changes(config.architectures)

@@ -117,7 +117,7 @@ def shard_model(build: Callable[[], Module], read: Callable[[Module], dict[str, 
             source = read(module)
     precision = MixedPrecisionPolicy(param_dtype=sharding.compute, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if sharding.offload else OffloadPolicy()
-    layers = _layers(module)
+    layers = decoder_layers(module)
     parts: list[nn.Module] = [*layers, module]
     for part in parts:
         shard = fully_shard(part, mesh=mesh, mp_policy=precision, offload_policy=offload)
@@ -176,7 +176,7 @@ def _read_quantized(loader: Any, model: Model, config: Any, dtype: torch.dtype) 
         return kind.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype, output_loading_info=True)
 
 
-def _layers(module: nn.Module) -> list[nn.Module]:
+def decoder_layers(module: nn.Module) -> list[nn.Module]:
     """The decoder layers: each is gathered and freed as a unit."""
     kinds = {kind for part in module.modules() for kind in getattr(part, "_no_split_modules", None) or ()}
     layers = [part for part in module.modules() if type(part).__name__ in kinds]
