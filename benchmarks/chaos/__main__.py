@@ -1,11 +1,13 @@
-"""`python -m benchmarks.chaos`: the faults of several seeds, one stack after another.
+"""`python -m benchmarks.chaos`: the faults of several seeds, one stack after another, or several side by side.
 
 Ends with status 1 where a line of "What always holds" did not hold, or a job did not go on.
 """
 
+import multiprocessing
 import sys
 import time
-import traceback
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +15,7 @@ import typer
 
 from benchmarks.chaos import table
 from benchmarks.chaos.faults import Target
-from benchmarks.chaos.trial import Outcome, Shape, Struck, trial
+from benchmarks.chaos.trial import Outcome, Shape, Struck, attempted
 from millrace.cli.output import print_error
 from millrace.errors import InvalidState, MillraceError
 
@@ -30,6 +32,7 @@ def chaos(
     only: Annotated[str, typer.Option(help=f"Of {', '.join(NAMES)}, with commas; empty: all.")] = "",
     patience_s: Annotated[float, typer.Option(help="Longest time until the next step.", min=1.0)] = 180.0,
     state: Annotated[Path, typer.Option(help="Folder for logs, Redis, jobs and checkpoints.")] = Path("state/chaos"),
+    at_once: Annotated[int, typer.Option(help="Stacks side by side; a stack keeps two cores busy.", min=1)] = 1,
 ) -> None:
     """Prints a line for each fault and the seconds of each kind."""
     shape = Shape(faults, engine, replicas, ranks, patience_s, _targets(only))
@@ -38,14 +41,12 @@ def chaos(
     options += [f"--only {only}"] if only else []
     struck: list[Struck] = []
     failed: list[int] = []
-    for seed in range(first, first + seeds):
-        print(f"\nseed {seed}\n{table.HEADER}", flush=True)
-        outcome = _outcome(seed, folder / f"seed-{seed}", shape)
+    for outcome in _outcomes(range(first, first + seeds), folder, shape, at_once):
         struck += outcome.struck
         print(table.summary(outcome), flush=True)
         if not outcome.sound:
-            failed.append(seed)
-            print(table.failure(outcome, table.repeating(seed, options, state)), flush=True)
+            failed.append(outcome.seed)
+            print(table.failure(outcome, table.repeating(outcome.seed, options, state)), flush=True)
     print(f"\n{len(struck)} faults, {seeds - len(failed)} of {seeds} jobs without a finding\n", flush=True)
     print(table.by_kind(struck), flush=True)
     raise typer.Exit(1 if failed else 0)
@@ -57,14 +58,20 @@ def _targets(names: str) -> tuple[Target, ...]:
     return tuple(NAMES[name] for name in names.split(",")) if names else tuple(Target)
 
 
-def _outcome(seed: int, folder: Path, shape: Shape) -> Outcome:
-    outcome = Outcome(seed, -1, folder)
-    try:
-        return trial(seed, folder, shape, lambda struck: print(table.line(struck), flush=True))
-    except Exception as error:  # the other seeds are still of use
-        traceback.print_exc()
-        outcome.found.append(f"{type(error).__name__}: {error}")
-        return outcome
+def _outcomes(seeds: range, folder: Path, shape: Shape, at_once: int) -> Iterator[Outcome]:
+    """The outcome of each seed as it comes. The faults of one stack at a time are printed as they happen, those of
+    stacks side by side when their trial has ended."""
+    if at_once == 1:
+        for seed in seeds:
+            print(f"\nseed {seed}\n{table.HEADER}", flush=True)
+            yield attempted(seed, folder / f"seed-{seed}", shape, lambda struck: print(table.line(struck), flush=True))
+        return
+    with ProcessPoolExecutor(at_once, multiprocessing.get_context("spawn")) as pool:
+        running = [pool.submit(attempted, seed, folder / f"seed-{seed}", shape) for seed in seeds]
+        for future in as_completed(running):
+            outcome = future.result()
+            print("\n".join([f"\nseed {outcome.seed}", table.HEADER, *map(table.line, outcome.struck)]), flush=True)
+            yield outcome
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import os
 import secrets
 import signal
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -99,6 +100,15 @@ def trial(seed: int, folder: Path, shape: Shape, tell: Callable[[Struck], None] 
         outcome.found += nothing_forbidden([folder], [], token)
     outcome.seconds = time.monotonic() - began
     return outcome
+
+
+def attempted(seed: int, folder: Path, shape: Shape, tell: Callable[[Struck], None] = lambda struck: None) -> Outcome:
+    """The outcome of `trial`; an exception becomes a finding, because the other seeds are still of use."""
+    try:
+        return trial(seed, folder, shape, tell)
+    except Exception as error:
+        traceback.print_exc()
+        return Outcome(seed, -1, folder, found=[f"{type(error).__name__}: {error}"])
 
 
 @contextlib.contextmanager
