@@ -40,6 +40,10 @@ class EngineDescriptor:
     """Options whose product is the number of GPUs of one replica."""
     position_options: frozenset[str] = frozenset()
     """Options that change how many positions the model has."""
+    memory_option: str = ""
+    """The option that says which share of a GPU the engine takes; empty where it takes what it needs."""
+    memory_share: float = 1.0
+    """The share that it takes without that option."""
     context_option: str = ""
     """The option that limits prompt and response together, tokens; empty where there is none."""
     other_problem: Callable[[], str] = field(default=lambda: "")
@@ -81,6 +85,9 @@ class BackendDescriptor(Generic[Options]):
     """Whether `model.lora` can be used."""
     publishes_adapters: bool = False
     """Whether `model.lora.merge: false` can be used."""
+    memory: str = ""
+    """`module:function`, called with the job spec, the model's shape, the number of ranks and the tokens of a
+    micro-batch; returns a `millrace.memory.ledger.Prediction`."""
     page: str = ""
     """The page of the documentation with its options; empty for a table in docs/job.md."""
 

@@ -57,5 +57,6 @@ DESCRIPTOR = BackendDescriptor(
     options=Fsdp2Options,
     ranks_multiple=lambda options: options.fsdp_size or 1,
     trains_adapters=True,
+    memory="millrace.memory.fsdp2:predict",
     model_check="services.trainer.backends.fsdp2.model_check",
 )

@@ -124,6 +124,7 @@ DESCRIPTOR = BackendDescriptor(
     options=MegatronOptions,
     ranks_multiple=lambda options: options.ranks_multiple,
     check="millrace.megatron.rules:check_submission",
+    memory="millrace.memory.megatron:predict",
     replays_experts=True,
     page="docs/megatron.md#options",
 )

@@ -44,5 +44,7 @@ DESCRIPTOR = EngineDescriptor(
     },
     unreserved_options=frozenset({"enable_return_routed_experts"}),
     size_options=("tp_size",),
+    memory_option="mem_fraction_static",
+    memory_share=0.88,
     position_options=frozenset({"json_model_override_args"}),
 )

@@ -58,6 +58,8 @@ DESCRIPTOR = EngineDescriptor(
     unreserved_options=frozenset({"kv_cache_dtype", "nnodes", "skip_tokenizer_init"}),
     size_options=("tensor_parallel_size", "pipeline_parallel_size"),
     position_options=frozenset({"hf_overrides", "rope_scaling", "rope_parameters"}),
+    memory_option="gpu_memory_utilization",
+    memory_share=0.9,
     context_option="max_model_len",
     other_problem=plugin_missing,
 )

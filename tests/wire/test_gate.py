@@ -14,7 +14,7 @@ from millrace.wire.channel import Peer
 from millrace.wire.methods import FleetRpc
 from millrace.wire.server import Server
 from millrace.wire.v1 import fleet_pb2, fleet_pb2_grpc
-from tests.memory import Peak
+from tests.peak_memory import Peak
 from tests.wire.http2 import call
 
 HEARTBEAT = "/millrace.v1.Fleet/Heartbeat"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from millrace.wire.v1 import rollout_pb2, trainer_pb2, weights_pb2, work_pb2
-from tests.memory import Peak
+from tests.peak_memory import Peak
 from tests.services.rollout.coordinator import JOB, configure, status
 from tests.services.rollout.jobs import job_spec
 from tests.services.rollout.stack import replica_stack

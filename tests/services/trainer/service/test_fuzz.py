@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 from millrace.errors import InvalidRequest
 from millrace.wire.v1 import trainer_pb2 as pb
 from millrace.wire.v1 import weights_pb2
-from tests.memory import Peak
+from tests.peak_memory import Peak
 from tests.services.trainer.calls import JOB
 from tests.services.trainer.coordinator import ScriptedCoordinator
 from tests.services.trainer.groups import job_spec

@@ -1,0 +1,139 @@
+"""Sizes of a decoder's layers: parameters, and what autograd keeps of each token. Counted in elements, not bytes."""
+
+from dataclasses import dataclass
+
+from millrace.megatron.architectures.shape import ModelShape
+from millrace.spec.lora import Lora
+
+Matrix = tuple[int, int]
+"""Inputs and outputs of a linear layer."""
+
+
+def linear_layers(shape: ModelShape, layer: int) -> dict[str, Matrix]:
+    """The linear layers of one decoder layer by their names in Hugging Face's models; routed experts are not among
+    them."""
+    hidden, latent = shape.hidden, shape.latent
+    if latent is None:
+        query, key = shape.heads * shape.head_dim, shape.key_value_heads * shape.head_dim
+        found = {
+            "q_proj": (hidden, query),
+            "k_proj": (hidden, key),
+            "v_proj": (hidden, key),
+            "o_proj": (query, hidden),
+        }
+    else:
+        query = shape.heads * (latent.plain_dim + latent.rotary_dim)
+        value = shape.heads * latent.value_dim
+        found = {
+            "kv_a_proj_with_mqa": (hidden, latent.key_value_rank + latent.rotary_dim),
+            "kv_b_proj": (latent.key_value_rank, shape.heads * latent.plain_dim + value),
+            "o_proj": (value, hidden),
+        }
+        if latent.query_rank is None:
+            found["q_proj"] = (hidden, query)
+        else:
+            found |= {"q_a_proj": (hidden, latent.query_rank), "q_b_proj": (latent.query_rank, query)}
+    ffn = _dense_ffn(shape, layer)
+    if ffn:
+        found |= {"gate_proj": (hidden, ffn), "up_proj": (hidden, ffn), "down_proj": (ffn, hidden)}
+    return found
+
+
+def _dense_ffn(shape: ModelShape, layer: int) -> int:
+    """Width of the feed-forward network that every token passes: the layer's own, or that of shared experts."""
+    if shape.experts is None or not shape.has_experts(layer):
+        return shape.ffn
+    return shape.experts.shared_ffn or 0
+
+
+@dataclass(frozen=True)
+class LayerParameters:
+    """Number of parameters of one decoder layer."""
+
+    dense: float
+    """All but the routed experts."""
+    experts: float
+    """All routed experts together."""
+
+    @property
+    def total(self) -> float:
+        return self.dense + self.experts
+
+
+def layer_parameters(shape: ModelShape, layer: int) -> LayerParameters:
+    dense = sum(inputs * outputs for inputs, outputs in linear_layers(shape, layer).values()) + 2 * shape.hidden
+    experts = shape.experts
+    if experts is None or not shape.has_experts(layer):
+        return LayerParameters(dense, 0)
+    return LayerParameters(dense + shape.hidden * experts.count, 3 * shape.hidden * experts.ffn * experts.count)
+
+
+def head_parameters(shape: ModelShape) -> int:
+    """Parameters of the output head, or of a critic's."""
+    return (1 if shape.value_head else shape.vocabulary) * shape.hidden
+
+
+def vocabulary_parameters(shape: ModelShape) -> int:
+    """Parameters of embedding and output head; a tied head is counted once."""
+    return shape.vocabulary * shape.hidden + (0 if shape.tied else head_parameters(shape))
+
+
+def parameters(shape: ModelShape) -> float:
+    """Number of parameters of the whole model."""
+    return vocabulary_parameters(shape) + sum(layer_parameters(shape, layer).total for layer in range(shape.layers))
+
+
+def adapter_parameters(shape: ModelShape, lora: Lora) -> float:
+    """Number of parameters of the adapters of all layers: rank · (inputs + outputs) of each adapted matrix, with DoRA
+    one more for each output."""
+    total = 0
+    for layer in range(shape.layers):
+        for name, (inputs, outputs) in linear_layers(shape, layer).items():
+            if _adapted(name, lora):
+                total += lora.rank * (inputs + outputs) + (outputs if lora.dora else 0)
+    return total
+
+
+def _adapted(name: str, lora: Lora) -> bool:
+    if any(name in excluded for excluded in lora.exclude_modules):
+        return False
+    return lora.target_modules == "all-linear" or any(target.endswith(name) for target in lora.target_modules)
+
+
+@dataclass(frozen=True)
+class KeptElements:
+    """Elements that autograd keeps of one token in one layer."""
+
+    residual: float
+    """The layer's input, the residual between its halves, and the outputs of both norms."""
+    attention: float
+    """Projections, queries and keys after their norms and positions, values, and the output."""
+    ffn: float
+    """Gate, up and their product, of the dense network or of the shared experts."""
+    sent: float
+    """Inputs of the routed experts, once for each expert that the token is sent to."""
+    experts: float
+    """Gate, up and their product inside these experts."""
+
+    @property
+    def total(self) -> float:
+        return self.residual + self.attention + self.ffn + self.sent + self.experts
+
+
+def kept_elements(shape: ModelShape, layer: int) -> KeptElements:
+    ffn, experts = 3 * _dense_ffn(shape, layer), shape.experts
+    if experts is None or not shape.has_experts(layer):
+        return KeptElements(4 * shape.hidden, _attention(shape), ffn, 0, 0)
+    times = experts.per_token
+    return KeptElements(4 * shape.hidden, _attention(shape), ffn, times * shape.hidden, 3 * times * experts.ffn)
+
+
+def _attention(shape: ModelShape) -> float:
+    """Queries three times (projected, with positions, and the output in their place), keys and values three times."""
+    if shape.latent is None:
+        return 3 * shape.heads * shape.head_dim + 3 * shape.key_value_heads * shape.head_dim
+    latent = shape.latent
+    query = shape.heads * (latent.plain_dim + latent.rotary_dim)
+    value = shape.heads * latent.value_dim
+    compressed = 2 * (latent.query_rank or 0) + 2 * latent.key_value_rank + latent.rotary_dim
+    return compressed + 4 * query + 2 * value

@@ -1,0 +1,105 @@
+"""The settings that would lower a job's peak, each with what it saves: the difference of two predictions."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from millrace.backends import BACKENDS
+from millrace.errors import InvalidJob, InvalidState
+from millrace.megatron.architectures.shape import ModelShape
+from millrace.memory.ledger import peak
+from millrace.memory.prediction import predict
+from millrace.spec import JobSpec, parse
+from millrace.spec.merging import merged
+
+OPTIONS = "trainer.backend_options"
+SMALLEST_CHUNK = 256
+MOST_TOGETHER = 6
+"""Settings that are put together."""
+LEAST = 0.01
+"""Share of the peak under which a saving is not worth a line."""
+
+
+@dataclass(frozen=True)
+class Saving:
+    """What one setting would save."""
+
+    field: str
+    value: Any
+    bytes: float
+    """By how much the peak of the fullest rank falls."""
+    total: float
+    """That peak afterwards."""
+
+    def __str__(self) -> str:
+        value = str(self.value).lower() if isinstance(self.value, bool) else self.value
+        return f"{self.field}: {value}"
+
+
+def savings(spec: JobSpec, shape: ModelShape, ranks: int, tokens: int | None = None) -> list[Saving]:
+    """Each setting that the job does not have yet and that lowers the peak, the one that saves most first. None of them
+    changes what is trained. `tokens`: of a micro-batch, if not the whole token budget."""
+    tokens = tokens or spec.trainer.token_budget
+    before, found = peak(predict(spec, shape, ranks, tokens)).total, []
+    for field, value in _candidates(spec, tokens):
+        changed = _with(spec, field, value)
+        if changed is None:
+            continue
+        try:
+            budget = min(tokens, changed.trainer.token_budget)
+            after = peak(predict(changed, shape, ranks, budget)).total
+        except (InvalidState, InvalidJob):
+            continue
+        if before - after > LEAST * before:
+            found.append(Saving(field, value, before - after, after))
+    return sorted(found, key=lambda saving: -saving.bytes)
+
+
+def together(spec: JobSpec, shape: ModelShape, ranks: int, limit: float) -> tuple[list[Saving], float]:
+    """The settings that bring the peak under `limit` bytes: at each turn the one that saves most of those that are
+    left. Returns them and the peak with all of them; that is over the limit where even all of them do not help."""
+    chosen: list[Saving] = []
+    total = peak(predict(spec, shape, ranks)).total
+    while total > limit and (found := savings(spec, shape, ranks)):
+        best = found[0]
+        changed = _with(spec, best.field, best.value)
+        assert changed is not None
+        spec, total = changed, best.total
+        chosen.append(best)
+        if len(chosen) == MOST_TOGETHER:
+            break
+    return chosen, total
+
+
+def _candidates(spec: JobSpec, tokens: int) -> Iterator[tuple[str, Any]]:
+    """Settings to try, those of the job's backend only."""
+    longest = spec.data.max_prompt_tokens + spec.rollout.max_response_tokens
+    if (half := max(tokens // 2, longest)) < tokens:
+        yield "trainer.token_budget", half
+    if not spec.trainer.activation_recompute:
+        yield "trainer.activation_recompute", True
+    known, given = BACKENDS[spec.trainer.backend].options.model_fields, spec.trainer.backend_options
+    for name, value in _options(given):
+        if name in known and given.get(name, known[name].default) != value:
+            yield f"{OPTIONS}.{name}", value
+
+
+def _options(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name in ("offload_parameters", "offload_reference", "offload_optimizer", "release_gradients"):
+        yield name, True
+    yield "optimizer_offload_fraction", 1.0
+    yield "optimizer_moments", "bfloat16"
+    yield "logprob_chunk_tokens", max(SMALLEST_CHUNK, given.get("logprob_chunk_tokens", 1024) // 4)
+    for name in ("tensor_parallel", "expert_parallel", "pipeline_parallel", "context_parallel"):
+        yield name, 2 * given.get(name, 1)
+
+
+def _with(spec: JobSpec, field: str, value: Any) -> JobSpec | None:
+    """The spec with another value of a field; None where a job cannot have it."""
+    change: Any = value
+    for name in reversed(field.split(".")):
+        change = {name: change}
+    try:
+        return parse(merged(spec.model_dump(mode="json"), change))
+    except InvalidJob:
+        return None

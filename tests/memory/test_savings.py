@@ -1,0 +1,47 @@
+"""Which settings are proposed, and that each saves what it says."""
+
+import pytest
+
+from millrace.memory.ledger import peak
+from millrace.memory.prediction import predict
+from millrace.memory.savings import savings, together
+from tests.memory.jobs import cut, job
+
+SHAPE = cut("qwen3-8b", 12)
+
+
+def test_a_saving_is_the_difference_that_the_setting_makes() -> None:
+    found = {saving.field: saving for saving in savings(job(), SHAPE, 1)}
+    before = peak(predict(job(), SHAPE, 1)).total
+    again = peak(predict(job(activation_recompute=True), SHAPE, 1)).total
+    recompute = found["trainer.activation_recompute"]
+    assert (recompute.bytes, recompute.total) == (before - again, again)
+    sizes = [saving.bytes for saving in savings(job(), SHAPE, 1)]
+    assert sizes == sorted(sizes, reverse=True) and len(sizes) >= 3
+
+
+def test_what_the_job_has_already_and_what_its_backend_does_not_know_is_not_proposed() -> None:
+    fsdp2 = savings(job(options={"offload_parameters": True}, activation_recompute=True), SHAPE, 1)
+    fields = {saving.field for saving in fsdp2}
+    assert not fields & {"trainer.activation_recompute", "trainer.backend_options.offload_parameters"}
+    assert "trainer.backend_options.tensor_parallel" not in fields
+
+
+def test_parallelism_is_proposed_only_where_there_are_gpus_for_it() -> None:
+    field = "trainer.backend_options.tensor_parallel"
+    assert field not in {saving.field for saving in savings(job("megatron"), SHAPE, 1)}
+    assert field in {saving.field for saving in savings(job("megatron"), SHAPE, 2)}
+
+
+def test_the_token_budget_is_never_proposed_below_the_longest_sequence() -> None:
+    spec = job(rollout={"max_response_tokens": 12_000})
+    proposed = {saving.field: saving.value for saving in savings(spec, SHAPE, 1)}
+    assert proposed["trainer.token_budget"] == spec.data.max_prompt_tokens + 12_000 > 16384 // 2
+
+
+def test_settings_are_put_together_until_the_job_fits() -> None:
+    limit = 40e9
+    chosen, total = together(job(), cut("qwen3-8b", 36), 1, limit)
+    assert len(chosen) >= 2 and total <= limit
+    tree = job("fsdp2", {"offload_parameters": True}, activation_recompute=True)
+    assert total == pytest.approx(peak(predict(tree, cut("qwen3-8b", 36), 1)).total)

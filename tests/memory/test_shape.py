@@ -1,0 +1,51 @@
+"""Reading the sizes of any decoder."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.shapes import config_of
+from millrace.bench.shapes import shape_of
+from millrace.errors import InvalidJob
+from millrace.memory.layers import adapter_parameters, parameters
+from millrace.memory.shape import decoder_shape
+from millrace.spec.lora import Lora
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
+
+
+def folder(path: Path, config: object) -> Path:
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def test_an_architecture_that_only_transformers_knows(tmp_path: Path) -> None:
+    assert parameters(decoder_shape(folder(tmp_path, LLAMA))) == pytest.approx(8.03e9, rel=0.001)
+    nested = {"model_type": "gemma3", "text_config": LLAMA}
+    assert parameters(decoder_shape(folder(tmp_path, nested))) == pytest.approx(8.03e9, rel=0.001)
+
+
+def test_an_architecture_that_the_megatron_backend_builds_is_read_whole(tmp_path: Path) -> None:
+    shape = decoder_shape(folder(tmp_path, config_of(shape_of("qwen3-30b-a3b"))))
+    assert shape.experts is not None and parameters(shape) == pytest.approx(30.5e9, rel=0.005)
+
+
+@pytest.mark.parametrize("config", [{"model_type": "other"}, [1]])
+def test_a_config_without_sizes_is_refused(config: object, tmp_path: Path) -> None:
+    with pytest.raises(InvalidJob, match=r"config\.json"):
+        decoder_shape(folder(tmp_path, config))
+
+
+def test_adapters_of_rank_32_have_the_parameters_that_were_measured() -> None:
+    assert adapter_parameters(shape_of("qwen3-8b"), Lora(rank=32)) == pytest.approx(87e6, rel=0.01)
+    part = Lora(rank=32, target_modules=["q_proj", "v_proj"])
+    assert adapter_parameters(shape_of("qwen3-8b"), part) == 36 * 32 * (4096 + 4096 + 4096 + 1024)
