@@ -88,6 +88,8 @@ class BackendDescriptor(Generic[Options]):
     memory: str = ""
     """`module:function`, called with the job spec, the model's shape, the number of ranks and the tokens of a
     micro-batch; returns a `millrace.memory.ledger.Prediction`."""
+    role_options: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """For `reference` and `critic` the options that it may have with a value of its own."""
     page: str = ""
     """The page of the documentation with its options; empty for a table in docs/job.md."""
 

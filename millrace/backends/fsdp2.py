@@ -29,14 +29,13 @@ class Fsdp2Options(StrictModel):
     of GPUs of a host, weights are gathered within hosts and only gradients cross them. null: one copy over all
     ranks."""
     offload_parameters: bool = False
-    """Keep weights, gradients and optimizer of policy and critic in host memory. Each layer's weights are copied to the
-    GPU when they are needed; the optimizer runs on the CPU."""
+    """Keep weights, gradients and optimizer in host memory, of every model unless `trainer.reference` or
+    `trainer.critic` says otherwise. Each layer's weights are copied to the GPU when they are needed; the optimizer runs
+    on the CPU."""
     offload_activations: bool = False
     """Keep what a forward pass saves for its backward pass in host memory: copied there while the next layer is
     computed, and back one layer before it is needed. With `trainer.activation_recompute` these are only the inputs of
     the layers."""
-    offload_reference: bool = False
-    """Keep the reference policy in host memory and copy each layer when it is needed."""
 
 
 def parse(backend_options: Mapping[str, Any]) -> Fsdp2Options:
@@ -56,6 +55,10 @@ DESCRIPTOR = BackendDescriptor(
     build="services.trainer.backends.fsdp2.backend:build",
     options=Fsdp2Options,
     ranks_multiple=lambda options: options.fsdp_size or 1,
+    role_options={
+        "reference": frozenset({"logprob_chunk_tokens", "compile_layers", "fsdp_size", "offload_parameters"}),
+        "critic": frozenset({"compile_layers", "fsdp_size", "offload_parameters", "offload_activations"}),
+    },
     trains_adapters=True,
     memory="millrace.memory.fsdp2:predict",
     model_check="services.trainer.backends.fsdp2.model_check",

@@ -125,6 +125,12 @@ DESCRIPTOR = BackendDescriptor(
     ranks_multiple=lambda options: options.ranks_multiple,
     check="millrace.megatron.rules:check_submission",
     memory="millrace.memory.megatron:predict",
+    role_options={
+        "reference": frozenset({"offload_reference", "logprob_chunk_tokens"}),
+        "critic": frozenset(
+            {"recompute", "optimizer_offload_fraction", "offload_optimizer", "release_gradients", "optimizer_moments"}
+        ),
+    },
     replays_experts=True,
     page="docs/megatron.md#options",
 )

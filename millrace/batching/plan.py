@@ -34,12 +34,7 @@ def plan_microbatches(
     """
     if ranks < 1 or any(length < 1 for length in lengths):
         raise ValueError(f"{ranks} ranks and lengths {min(lengths, default=1)} and more: both have to be at least 1.")
-    longest = max(lengths, default=0)
-    if longest > token_budget:
-        raise InvalidJob(
-            f"trainer.token_budget = {token_budget}: sequence {list(lengths).index(longest)} has {longest} tokens.",
-            f"Raise the token budget to at least {longest}, or allow shorter prompts or responses.",
-        )
+    _check_longest(lengths, token_budget)
     costs = [(cost or SequenceCost()).of(length) for length in lengths]
     step = _Step(lengths, costs, ranks, token_budget)
     fewest = max(1, -(-sum(lengths) // (ranks * token_budget)))
@@ -50,6 +45,27 @@ def plan_microbatches(
             break
     duration = _duration_in_lockstep if lockstep else _duration_without_lockstep
     return min(plans, key=lambda plan: duration(step.loads(plan)))
+
+
+def repack(plan: Plan, lengths: Sequence[int], *, token_budget: int, cost: SequenceCost) -> Plan:
+    """The plan's sequences on the same ranks, in micro-batches of another token budget: as few as this method finds,
+    the same number on every rank. Deterministic. Raises InvalidJob as `plan_microbatches`."""
+    shares = [sorted(index for members in batches for index in members) for batches in plan]
+    _check_longest([lengths[index] for share in shares for index in share], token_budget)
+    step = _Step(lengths, [cost.of(length) for length in lengths], len(plan), token_budget)
+    tokens = max(sum(lengths[index] for index in share) for share in shares)
+    most = max(1, *(len(pack([lengths[index] for index in share], token_budget)) for share in shares))
+    plans = (step.of_shares(shares, rounds) for rounds in range(max(1, -(-tokens // token_budget)), most + 1))
+    return next(plan for plan in plans if plan is not None)
+
+
+def _check_longest(lengths: Sequence[int], token_budget: int) -> None:
+    longest = max(lengths, default=0)
+    if longest > token_budget:
+        raise InvalidJob(
+            f"trainer.token_budget = {token_budget}: sequence {list(lengths).index(longest)} has {longest} tokens.",
+            f"Raise the token budget to at least {longest}, or allow shorter prompts or responses.",
+        )
 
 
 def _duration_in_lockstep(loads: Loads) -> float:
@@ -71,9 +87,14 @@ class _Step:
 
     def ranks_first(self, rounds: int) -> Plan | None:
         """Assigns sequences to ranks by cost, then each rank's to micro-batches: the ranks' costs differ least."""
-        shares, plan = partition(self.costs, self.ranks), []
+        shares = partition(self.costs, self.ranks)
         if len(self.lengths) >= rounds * self.ranks and min(map(len, shares)) < rounds:
             return None  # a rank would run padding while another has sequences to spare
+        return self.of_shares(shares, rounds)
+
+    def of_shares(self, shares: Sequence[Sequence[int]], rounds: int) -> Plan | None:
+        """The ranks' sequences in `rounds` micro-batches each."""
+        plan = []
         for members in shares:
             bins = self._bins(members, rounds)
             if bins is None:

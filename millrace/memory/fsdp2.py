@@ -15,11 +15,15 @@ from millrace.memory.layers import (
 from millrace.memory.ledger import Ledger, Part, Phase, Prediction, fullest
 from millrace.memory.staging import sender_bytes
 from millrace.spec import JobSpec
+from millrace.spec.trainer import ROLES
 
 FLOAT32 = 4
 MOMENTS = 2 * FLOAT32
 PREFETCHED = 2
 """Layers that are whole at a time: the one that computes and the one that is gathered ahead."""
+
+ON_DEVICE = 2
+"""Layers whose activations are on the device with `offload_activations`."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +73,11 @@ class Fsdp2Memory:
 
     def placed(self, kept: dict[Part, float], passing: dict[Part, float]) -> Ledger:
         """The ledger with what is offloaded in host memory."""
-        offloaded = {Part.WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER, Part.ADAPTER, Part.CRITIC}
-        offloaded = offloaded if self.options.offload_parameters else set()
-        if self.options.offload_reference:
-            offloaded = offloaded | {Part.REFERENCE}
+        policy = {Part.WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER, Part.ADAPTER}
+        offloaded = policy if self.options.offload_parameters else set()
+        for role, part in zip(ROLES, (Part.REFERENCE, Part.CRITIC), strict=True):
+            if parse(self.spec.trainer.of(role).backend_options).offload_parameters:
+                offloaded = offloaded | {part}
         return Ledger(
             {**{part: size for part, size in kept.items() if part not in offloaded}, **passing},
             {part: size for part, size in kept.items() if part in offloaded},
@@ -99,6 +104,8 @@ class Fsdp2Memory:
         one_layer = max(kept)
         if self.spec.trainer.activation_recompute:
             kept = [self.element * self.tokens * self.shape.hidden for _ in kept]
+        if self.options.offload_activations:
+            kept = kept[-ON_DEVICE:]
         vocabulary, chunk = self.shape.vocabulary, min(self.options.logprob_chunk_tokens, self.tokens)
         head = {
             Part.GATHERED: root + whole / PREFETCHED,

@@ -13,6 +13,8 @@ from millrace.spec import JobSpec, parse
 from millrace.spec.merging import merged
 
 OPTIONS = "trainer.backend_options"
+PLACE = "offload_parameters"
+"""The option of fsdp2 that puts a model into host memory."""
 SMALLEST_CHUNK = 256
 MOST_TOGETHER = 6
 """Settings that are put together."""
@@ -82,10 +84,13 @@ def _candidates(spec: JobSpec, tokens: int) -> Iterator[tuple[str, Any]]:
     for name, value in _options(given):
         if name in known and given.get(name, known[name].default) != value:
             yield f"{OPTIONS}.{name}", value
+    in_host = spec.trainer.of("reference").backend_options.get(PLACE, False)
+    if PLACE in known and spec.algorithm.kl is not None and spec.model.lora is None and not in_host:
+        yield f"trainer.reference.backend_options.{PLACE}", True
 
 
 def _options(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for name in ("offload_parameters", "offload_reference", "offload_optimizer", "release_gradients"):
+    for name in (PLACE, "offload_activations", "offload_reference", "offload_optimizer", "release_gradients"):
         yield name, True
     yield "optimizer_offload_fraction", 1.0
     yield "optimizer_moments", "bfloat16"

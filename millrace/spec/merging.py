@@ -3,7 +3,12 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-OPTIONS = ("rollout.engine_options", "trainer.backend_options")
+OPTIONS = (
+    "rollout.engine_options",
+    "trainer.backend_options",
+    "trainer.reference.backend_options",
+    "trainer.critic.backend_options",
+)
 """Mappings of names that are not the spec's own: null takes one out."""
 
 

@@ -12,12 +12,21 @@ from millrace.errors import Mistake, wrong_value
 from millrace.spec.algorithm import Algorithm
 from millrace.spec.job import JobSpec
 from millrace.spec.lora import Lora
+from millrace.spec.trainer import CriticRun, ReferenceRun
 from millrace.validation import limits
 
 
 def broken_rules(spec: JobSpec) -> list[Mistake]:
     """Every rule that the spec breaks."""
-    return [*_data(spec), *_sizes(spec), *_amounts(spec), *_algorithm(spec), *_optimizers(spec), *_lora(spec)]
+    return [
+        *_data(spec),
+        *_sizes(spec),
+        *_amounts(spec),
+        *_algorithm(spec),
+        *_roles(spec),
+        *_optimizers(spec),
+        *_lora(spec),
+    ]
 
 
 def _broken(field: str, value: object, reason: str, fix: str) -> Mistake:
@@ -83,6 +92,36 @@ def _amounts(spec: JobSpec) -> Iterator[Mistake]:
     if 0.0 < evaluation.temperature < limits.LOWEST_TEMPERATURE:
         fix = f"set it to 0, which is greedy, or to at least {limits.LOWEST_TEMPERATURE}"
         yield _broken("evaluation.temperature", evaluation.temperature, "engines do not sample at it", fix)
+
+
+def _roles(spec: JobSpec) -> Iterator[Mistake]:
+    """What is said of reference and critic belongs to a model that the job has, and to what may differ for it."""
+    runs: dict[str, tuple[ReferenceRun | CriticRun, bool, str]] = {
+        "reference": (spec.trainer.reference, spec.algorithm.kl is not None, "algorithm.kl"),
+        "critic": (spec.trainer.critic, spec.algorithm.critic is not None, "algorithm.critic"),
+    }
+    longest = spec.data.max_prompt_tokens + spec.rollout.max_response_tokens
+    for role, (run, exists, made_by) in runs.items():
+        field = f"trainer.{role}"
+        given = next(iter(run.model_dump(exclude_defaults=True)), None)
+        if not exists and given is not None:
+            reason = f"the job has no {role}, because it has no {made_by}"
+            yield _broken(f"{field}.{given}", getattr(run, given), reason, f"leave it out, or set {made_by}")
+        if run.token_budget is not None and run.token_budget < longest:
+            arithmetic = (
+                f"one trajectory may have {longest} tokens (data.max_prompt_tokens + rollout.max_response_tokens)"
+            )
+            yield _broken(f"{field}.token_budget", run.token_budget, arithmetic, f"raise it to at least {longest}")
+        allowed = BACKENDS[spec.trainer.backend].role_options.get(role, frozenset())
+        for option, value in run.backend_options.items():
+            if option not in allowed:
+                reason = f"the {role} has the policy's value of every option except {', '.join(sorted(allowed))}"
+                yield _broken(f"{field}.backend_options.{option}", value, reason, "leave it out")
+    if spec.model.lora is not None and spec.trainer.reference.backend_options:
+        reason = "with model.lora the reference is the policy without its adapter, and no model of its own"
+        yield _broken(
+            "trainer.reference.backend_options", spec.trainer.reference.backend_options, reason, "leave it out"
+        )
 
 
 def _algorithm(spec: JobSpec) -> Iterator[Mistake]:

@@ -1,10 +1,11 @@
 """How the model is trained."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field
 
-from millrace.backends import BACKEND_NAMES
+from millrace.backends import BACKEND_NAMES, FIELD
+from millrace.spec.merging import merged
 from millrace.validation import limits
 from millrace.validation.fields import OneOf
 from millrace.validation.model import StrictModel
@@ -31,6 +32,34 @@ class Optimizer(StrictModel):
     """Largest norm of the gradient. A gradient with a larger norm is scaled down to it."""
 
 
+class ReferenceRun(StrictModel):
+    """How the reference policy is run where that differs from the policy."""
+
+    token_budget: int | None = Field(None, ge=16, le=10 * limits.MOST_TOKENS)
+    """Tokens in one of its micro-batches on one rank; null: `trainer.token_budget`. A pass without gradients has memory
+    for more."""
+    backend_options: dict[str, Any] = Field(default_factory=dict, examples=[{"offload_parameters": True}])
+    """Options of the backend that have another value for it; null: the backend's default. The others are those of
+    `trainer.backend_options`."""
+
+
+class CriticRun(StrictModel):
+    """How the critic is run where that differs from the policy."""
+
+    token_budget: int | None = Field(None, ge=16, le=10 * limits.MOST_TOKENS)
+    """Tokens in one of its micro-batches on one rank. It has no logits, so it may be larger. null:
+    `trainer.token_budget`."""
+    activation_recompute: bool | None = None
+    """As `trainer.activation_recompute`; null: its value."""
+    backend_options: dict[str, Any] = Field(default_factory=dict, examples=[{"offload_activations": True}])
+    """Options of the backend that have another value for it; null: the backend's default. The others are those of
+    `trainer.backend_options`."""
+
+
+Role = Literal["reference", "critic"]
+ROLES: tuple[Role, ...] = ("reference", "critic")
+
+
 class Trainer(StrictModel):
     backend: Annotated[str, OneOf(BACKEND_NAMES)] = "fsdp2"
     """Training backend. megatron: docs/megatron.md."""
@@ -46,5 +75,16 @@ class Trainer(StrictModel):
     """Optimizer of the policy."""
     seed: int = Field(0, ge=0, le=limits.LARGEST_SEED)
     """Seed of everything that a step draws at random."""
-    backend_options: dict[str, Any] = Field(default_factory=dict, examples=[{"offload_reference": True}])
+    backend_options: dict[str, Any] = Field(default_factory=dict, examples=[{"offload_parameters": True}])
     """Options of the backend, which checks them."""
+    reference: ReferenceRun = Field(ReferenceRun(), examples=[{"token_budget": 32768}])
+    """How the reference policy of `algorithm.kl` is run."""
+    critic: CriticRun = Field(CriticRun(), examples=[{"token_budget": 32768}])
+    """How the model of `algorithm.critic` is run."""
+
+    def of(self, role: Role) -> Self:
+        """This section as it holds for a role: with the role's own values in place of the policy's."""
+        own: ReferenceRun | CriticRun = getattr(self, role)
+        values = own.model_dump(include={"token_budget", "activation_recompute"}, exclude_none=True)
+        options = merged(self.backend_options, own.backend_options, f"{FIELD}.")
+        return self.model_copy(update={**values, "backend_options": options})

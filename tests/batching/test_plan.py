@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from millrace.batching.cost import SequenceCost
-from millrace.batching.plan import plan_microbatches
+from millrace.batching.plan import plan_microbatches, repack
 from millrace.batching.report import compared, lognormal_lengths, report, unplanned
 from millrace.errors import InvalidJob
 
@@ -40,6 +40,24 @@ def test_what_holds_of_every_plan(lengths, ranks, slack, lockstep):
         loads = [ATTENTION.total(lengths[index] for index in microbatch) for microbatch in bins]
         assert loads == pytest.approx(sorted(loads, reverse=True))
     assert plan == plan_microbatches(lengths, ranks=ranks, token_budget=budget, cost=ATTENTION, lockstep=lockstep)
+
+
+@settings(deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 60), max_size=30),
+    ranks=st.integers(1, 4),
+    budget=st.integers(60, 200),
+    other=st.integers(60, 400),
+)
+def test_another_budget_on_the_same_ranks(lengths, ranks, budget, other):
+    plan = plan_microbatches(lengths, ranks=ranks, token_budget=budget, cost=ATTENTION)
+    found = repack(plan, lengths, token_budget=other, cost=ATTENTION)
+    shares = [[sorted(index for members in bins for index in members) for bins in each] for each in (plan, found)]
+    assert shares[0] == shares[1]
+    assert len({len(bins) for bins in found}) == 1
+    assert all(sum(lengths[index] for index in members) <= other for bins in found for members in bins)
+    if other >= sum(lengths):
+        assert len(found[0]) == 1
 
 
 @settings(deadline=None)

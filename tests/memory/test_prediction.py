@@ -75,10 +75,18 @@ def test_ranks_divide_what_they_share() -> None:
 def test_offloaded_parts_are_in_host_memory() -> None:
     shape = cut("qwen3-8b", 12)
     plain = predict(job(algorithm={"kl": {"name": "k1"}}), shape, 1)[Phase.UPDATE]
-    options = {"offload_parameters": True, "offload_reference": True}
+    options = {"offload_parameters": True}
     offloaded = predict(job(options=options, algorithm={"kl": {"name": "k1"}}), shape, 1)[Phase.UPDATE]
     assert set(offloaded.host) == {Part.WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER, Part.REFERENCE}
     assert sum(offloaded.host.values()) == pytest.approx(plain.total - offloaded.total)
+
+
+def test_two_layers_of_offloaded_activations_are_on_the_gpu() -> None:
+    shape = cut("qwen3-8b", 12)
+    kept, offloaded = (
+        predict(job(options={"offload_activations": on}), shape, 1)[Phase.UPDATE].device for on in (False, True)
+    )
+    assert offloaded[Part.ACTIVATIONS] == pytest.approx(kept[Part.ACTIVATIONS] / 6)
 
 
 def test_gradients_exist_during_an_update_only() -> None:

@@ -43,5 +43,5 @@ def test_settings_are_put_together_until_the_job_fits() -> None:
     limit = 40e9
     chosen, total = together(job(), cut("qwen3-8b", 36), 1, limit)
     assert len(chosen) >= 2 and total <= limit
-    tree = job("fsdp2", {"offload_parameters": True}, activation_recompute=True)
+    tree = job("fsdp2", {"offload_parameters": True, "offload_activations": True})
     assert total == pytest.approx(peak(predict(tree, cut("qwen3-8b", 36), 1)).total)

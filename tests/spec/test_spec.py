@@ -77,6 +77,14 @@ def test_files_in_yaml_and_json(tmp_path, suffix, dump):
         ("rollout.engine_options", {"max_model_len": 512}, "raise it to at least 2048"),
         ("algorithm.overlong_buffer_tokens", 5000, "the buffer is longer than a response, 1024 tokens"),
         ("algorithm.kl_in", "reward", "there is no KL"),
+        ("trainer.reference.token_budget", 4096, "trainer.reference.token_budget: 4096: the job has no reference"),
+        ("trainer.critic", {"token_budget": 100}, "trainer.critic.token_budget: 100: one trajectory may have 2048"),
+        ("trainer.critic", {"token_budget": 100}, "the job has no critic, because it has no algorithm.critic"),
+        (
+            "trainer.reference",
+            {"backend_options": {"attention": "sdpa"}},
+            'trainer.reference.backend_options.attention: "sdpa": the reference has the policy',
+        ),
         ("algorithm.kl_coefficient", 0.01, "algorithm.kl_coefficient: 0.01: there is no KL for it to weigh"),
         ("trainer.optimizer.betas", [0.9, 1.0], "trainer.optimizer.betas.1: 1.0: "),
         ("trainer.optimizer.betas", [0.9, 1.0], "give a number that is less than 1."),
@@ -188,7 +196,24 @@ def test_what_yaml_can_say_and_no_job(tmp_path, text, told):
 
 
 def test_the_tree_is_small_and_every_unclear_leaf_is_explained():
-    assert leaves(JobSpec) < 120
+    assert leaves(JobSpec) < 130
+
+
+def test_a_role_has_the_policys_values_and_its_own():
+    tree = with_("algorithm", {"preset": "ppo"})
+    tree["trainer"] = {
+        "token_budget": 4096,
+        "backend_options": {"offload_parameters": True, "logprob_chunk_tokens": 64},
+        "reference": {"token_budget": 8192, "backend_options": {"offload_parameters": None}},
+        "critic": {"activation_recompute": True, "backend_options": {"offload_activations": True}},
+    }
+    trainer = parse(tree).trainer
+    reference, critic = trainer.of("reference"), trainer.of("critic")
+    assert (reference.token_budget, reference.activation_recompute) == (8192, False)
+    assert reference.backend_options == {"logprob_chunk_tokens": 64}
+    assert (critic.token_budget, critic.activation_recompute) == (4096, True)
+    assert critic.backend_options == {**trainer.backend_options, "offload_activations": True}
+    assert trainer.of("reference").optimizer == trainer.optimizer
 
 
 def test_an_engine_gets_the_options_for_all_and_its_own():

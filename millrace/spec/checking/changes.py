@@ -24,6 +24,8 @@ CHANGEABLE = {
     "trainer.activation_recompute": True,
     "trainer.backend_options": True,
     "trainer.optimizer": True,
+    "trainer.reference": True,
+    "trainer.critic": True,
 }
 """Fields, or groups of them, and whether the trainer has to load the job anew for it: from its last checkpoint, or from
 the model where there is none."""

@@ -22,6 +22,7 @@ from millrace.rewards import choose
 from millrace.rewards.locate import Target
 from millrace.spec import JobSpec, parse
 from millrace.spec.checking import choices, engine_options
+from millrace.spec.trainer import ROLES
 from millrace.telemetry.trackers import check_trackers
 from millrace.validation.mistakes import options as checked_options
 
@@ -155,6 +156,10 @@ def _rest(spec: JobSpec) -> Iterator[Mistake]:
 def _backend(spec: JobSpec) -> None:
     backend = BACKENDS[spec.trainer.backend]
     checked_options(backend.options, spec.trainer.backend_options, FIELD)
+    for role in ROLES:
+        own = getattr(spec.trainer, role).backend_options
+        given = {name: value for name, value in own.items() if value is not None}
+        checked_options(backend.options, given, f"trainer.{role}.backend_options")
     if backend.check:
         imported(backend.check)(spec)
 

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millrace.batching.plan import Plan, plan_microbatches
+from millrace.batching.cost import SequenceCost
+from millrace.batching.plan import Plan, plan_microbatches, repack
 from millrace.batching.report import report
 from millrace.engines import ENGINE_NAMES
 from millrace.rl.formulas import segments
@@ -73,6 +74,11 @@ class BatchDivision:
         """Indices of a rank's trajectories, ascending."""
         return sorted(index for plan in self.updates for batch in plan[rank] for index in batch)
 
+    def repacked(self, token_budget: int, cost: SequenceCost) -> tuple[Plan, ...]:
+        """For each update the same trajectories on the same ranks, in micro-batches of another token budget."""
+        lengths = [ref.tokens for ref in self.trajectories]
+        return tuple(repack(plan, lengths, token_budget=token_budget, cost=cost) for plan in self.updates)
+
     def metrics(self, backend: Backend) -> dict[str, float]:
         """How well the micro-batches are filled and the ranks balanced."""
         lengths = [ref.tokens for ref in self.trajectories]
@@ -114,11 +120,9 @@ class RankBatch:
         self.device = device
         self._data_parallel = data_parallel
         mine = division.indices(data_parallel.rank)
-        row_of = {index: row for row, index in enumerate(mine)}
-        self.updates = [
-            [MicroBatch.pack(samples, [row_of[index] for index in batch]) for batch in plan[data_parallel.rank]]
-            for plan in division.updates
-        ]
+        self._row_of = {index: row for row, index in enumerate(mine)}
+        self.updates = self._packed(division.updates)
+        """For each update the policy's micro-batches."""
         self.lengths = [division.trajectories[index].response_tokens for index in mine]
         self.labels = [division.trajectories[index].label for index in mine]
         self.mask_bt = self.pad(torch.ones(sum(self.lengths), dtype=torch.bool, device=device))
@@ -129,6 +133,19 @@ class RankBatch:
         """The tokens that were sampled with the weights of this version, bool [rows, longest]."""
         versions = [np.full(len(s.response), -1) if s.versions is None else s.versions for s in self.samples]
         return self.pad(torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *versions])).to(self.device) == version)
+
+    def repacked(self, token_budget: int, cost: SequenceCost) -> list[list[MicroBatch]]:
+        """For each update the micro-batches of a model with another token budget than the policy's."""
+        if token_budget == self.division.token_budget:
+            return self.updates
+        return self._packed(self.division.repacked(token_budget, cost))
+
+    def _packed(self, plans: Sequence[Plan]) -> list[list[MicroBatch]]:
+        rank = self._data_parallel.rank
+        return [
+            [MicroBatch.pack(self.samples, [self._row_of[index] for index in batch]) for batch in plan[rank]]
+            for plan in plans
+        ]
 
     @property
     def _whole_lengths(self) -> list[int]:

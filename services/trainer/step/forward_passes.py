@@ -70,8 +70,13 @@ def run_passes(spec: JobSpec, backend: Backend, batch: RankBatch, needed: Needed
     temperature = spec.rollout.temperature
 
     def logprobs(at: float, reference: bool = False) -> Tensor:
-        what = "log-probabilities of the reference" if reference else "log-probabilities"
-        return _scored(batch, what, lambda batches: backend.logprobs(batches, temperature=at, reference=reference))
+        what, updates = "log-probabilities", batch.updates
+        if reference:
+            what += " of the reference"
+            updates = batch.repacked(spec.trainer.of("reference").token_budget, backend.cost)
+        return _scored(
+            batch, what, updates, lambda batches: backend.logprobs(batches, temperature=at, reference=reference)
+        )
 
     train_bt = ref_bt = values_bt = squares_bt = entropy_bt = None
     with clock("old_log_prob"):
@@ -86,9 +91,11 @@ def run_passes(spec: JobSpec, backend: Backend, batch: RankBatch, needed: Needed
         if needed.reference:
             ref_bt = logprobs(temperature, reference=True)
     if needed.values:
-        assert backend.critic is not None
+        critic = backend.critic
+        assert critic is not None
         with clock("values"):
-            values_bt = _scored(batch, "values", backend.critic.values)
+            updates = batch.repacked(spec.trainer.of("critic").token_budget, critic.cost)
+            values_bt = _scored(batch, "values", updates, critic.values)
     return ForwardResults(train_bt, ref_bt, values_bt, squares_bt, entropy_bt)
 
 
@@ -101,14 +108,19 @@ def _scored_with_entropies(batch: RankBatch, backend: Backend, temperature: floa
         entropies.extend(each.entropy_r for each in scores if each.entropy_r is not None)
         return [each.logprobs_r for each in scores]
 
-    train_bt = _scored(batch, "log-probabilities", score)
-    return train_bt, _scored(batch, "entropies", lambda _: entropies)
+    train_bt = _scored(batch, "log-probabilities", batch.updates, score)
+    return train_bt, _scored(batch, "entropies", batch.updates, lambda _: entropies)
 
 
-def _scored(batch: RankBatch, what: str, score: Callable[[Sequence[MicroBatch]], list[Tensor]]) -> Tensor:
-    """The scores of all of this rank's rows, [rows, longest]. Raises NonFinite on every rank where one score is NaN or
-    infinite."""
-    microbatches = [microbatch for microbatches in batch.updates for microbatch in microbatches]
+def _scored(
+    batch: RankBatch,
+    what: str,
+    updates: Sequence[Sequence[MicroBatch]],
+    score: Callable[[Sequence[MicroBatch]], list[Tensor]],
+) -> Tensor:
+    """The scores of all of this rank's rows, [rows, longest], from the micro-batches of all updates. Raises NonFinite
+    on every rank where one score is NaN or infinite."""
+    microbatches = [microbatch for microbatches in updates for microbatch in microbatches]
     scored_bt = batch.from_microbatches(microbatches, score(microbatches))
     with collectives.fail_together():
         check_finite(what, scored_bt, batch.mask_bt, batch.labels)

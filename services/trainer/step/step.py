@@ -50,9 +50,9 @@ def train_step(
     with clock("adv"):
         inputs, metrics = make_loss_inputs(spec, batch, scored)
     updates: list[UpdateResult] = []
-    for microbatches in batch.updates:
+    for number in range(len(batch.updates)):
         try:
-            updates.append(update(spec, backend, batch, microbatches, inputs, request.step, clock))
+            updates.append(update(spec, backend, batch, number, inputs, request.step, clock))
         except (InvalidJob, NonFinite) as error:
             if updates:
                 raise PartialStep(error.what, f"{GIVEN_UP} {error.fix}") from error

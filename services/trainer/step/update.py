@@ -48,6 +48,7 @@ class ModelUpdate:
     model: TrainableModel
     optimizer: Optimizer
     lr: float
+    microbatches: Sequence[MicroBatch]
     scores: str
     """What its forward pass computes for each token, in words."""
     backward: Callable[[Sequence[MicroBatch]], list[LossOutput]]
@@ -60,26 +61,26 @@ def update(
     spec: JobSpec,
     backend: Backend,
     batch: RankBatch,
-    microbatches: Sequence[MicroBatch],
+    number: int,
     inputs: LossInputs,
     step: int,
     clock: Clock,
 ) -> UpdateResult:
-    """Forward and backward over the micro-batches, then one step of each optimizer.
+    """Forward and backward over the micro-batches of the step's update `number`, then one step of each optimizer.
 
     Raises NonFinite where a log-probability, a value or a gradient is NaN or infinite, and InvalidJob where a user's
     own loss fails: no weight has changed then.
     """
     trained_b = torch.zeros(len(batch.samples), dtype=torch.bool, device=batch.device)
-    trained_b[[row for microbatch in microbatches for row in microbatch.rows]] = True
+    trained_b[[row for microbatch in batch.updates[number] for row in microbatch.rows]] = True
     mask_bt = batch.mask_bt & trained_b[:, None]
     kept_bt = inputs.mask_bt & trained_b[:, None]
     totals = _totals(kept_bt, mask_bt if spec.algorithm.count_rejected_sequences else kept_bt, backend)
-    models = _model_updates(spec, backend, inputs, totals, step)
+    models = _model_updates(spec, backend, batch, number, inputs, totals, step)
     try:
         for model_update in models:
             with clock(f"update_{model_update.name}"):
-                _add_gradient(model_update, batch, microbatches, mask_bt, backend)
+                _add_gradient(model_update, batch, mask_bt, backend)
     except (InvalidJob, NonFinite):
         for model_update in models:
             model_update.model.zero_gradients()
@@ -93,18 +94,26 @@ def update(
 
 
 def _model_updates(
-    spec: JobSpec, backend: Backend, inputs: LossInputs, totals: BatchTotals, step: int
+    spec: JobSpec,
+    backend: Backend,
+    batch: RankBatch,
+    number: int,
+    inputs: LossInputs,
+    totals: BatchTotals,
+    step: int,
 ) -> list[ModelUpdate]:
     """The update of the critic, and, after the critic's warm-up, of the policy."""
     critic, chosen, models = backend.critic, spec.algorithm.critic, []
     if critic is not None and chosen is not None:
         value_loss = CriticLoss(spec, inputs, totals)
+        own_batches = batch.repacked(spec.trainer.of("critic").token_budget, critic.cost)[number]
         models.append(
             ModelUpdate(
                 "critic",
                 critic,
                 chosen.optimizer,
                 critic_learning_rate(spec, step),
+                own_batches,
                 "values",
                 lambda microbatches: critic.forward_backward(microbatches, value_loss),
             )
@@ -118,6 +127,7 @@ def _model_updates(
             backend,
             spec.trainer.optimizer,
             learning_rate(spec, step),
+            batch.updates[number],
             "log-probabilities",
             lambda microbatches: backend.forward_backward(microbatches, loss, temperature=temperature),
         )
@@ -125,17 +135,16 @@ def _model_updates(
     return models
 
 
-def _add_gradient(
-    model_update: ModelUpdate, batch: RankBatch, microbatches: Sequence[MicroBatch], mask_bt: Tensor, backend: Backend
-) -> None:
+def _add_gradient(model_update: ModelUpdate, batch: RankBatch, mask_bt: Tensor, backend: Backend) -> None:
     """Computes a model's gradient. Raises NonFinite with the trajectory named, on every rank the same."""
+    microbatches = model_update.microbatches
     outputs = model_update.backward(microbatches)
     model_update.scored_bt = batch.from_microbatches(microbatches, [output.scored_r for output in outputs])
     with collectives.fail_together():
         check_finite(model_update.scores, model_update.scored_bt, mask_bt, batch.labels)
     model_update.norm = model_update.model.gradient_norm()
     if not math.isfinite(model_update.norm):
-        raise _non_finite_gradient(model_update, batch, microbatches)
+        raise _non_finite_gradient(model_update, batch)
     shares = over_ranks([output.metrics for output in outputs], backend.data_parallel.group)
     model_update.metrics = {**summarised(shares), "grad_norm": model_update.norm, "lr": model_update.lr}
 
@@ -150,9 +159,9 @@ def _totals(kept_bt: Tensor, counted_bt: Tensor, backend: Backend) -> BatchTotal
     return BatchTotals(*counts.tolist())
 
 
-def _non_finite_gradient(model_update: ModelUpdate, batch: RankBatch, microbatches: Sequence[MicroBatch]) -> NonFinite:
+def _non_finite_gradient(model_update: ModelUpdate, batch: RankBatch) -> NonFinite:
     """The error that names the trajectory whose gradient is not finite: every rank runs its sequences one by one."""
-    rows = [row for microbatch in microbatches for row in microbatch.rows]
+    rows = [row for microbatch in model_update.microbatches for row in microbatch.rows]
     whose = f"gradients of the {'policy' if model_update.name == 'actor' else model_update.name}"
     for turn in range(int(collectives.maxima({"rows": len(rows)})["rows"])):
         mine = rows[turn : turn + 1]

@@ -14,9 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import PreTrainedModel
 from transformers.utils import is_flash_attn_2_available
 
+from millrace.backends import FIELD
 from millrace.backends.fsdp2 import Fsdp2Options, parse
 from millrace.errors import InvalidJob, refused
 from millrace.spec import JobSpec
+from millrace.spec.trainer import Role
 from millrace.weights.plans.manifest import Manifest, TensorInfo
 from millrace.weights.plans.memory import Memory
 from services.trainer.backends.fsdp2 import attention, export, head, shards
@@ -33,23 +35,26 @@ from services.trainer.protocol.backend import DataParallel, LossFn, Output, Toke
 from services.trainer.protocol.microbatch import MicroBatch
 from services.trainer.ranks import collectives
 
-ATTENTION_FIELD = "trainer.backend_options.attention"
+ATTENTION_FIELD = f"{FIELD}.attention"
 
 
 def build(spec: JobSpec, device: torch.device) -> "Fsdp2Backend":
     """The backend with its model loaded. Raises InvalidJob, on every rank, for a model or options that it cannot
     run."""
     options = parse(spec.trainer.backend_options)
+    return Fsdp2Backend(spec, options, device, _mesh(options, device, FIELD))
+
+
+def _mesh(options: Fsdp2Options, device: torch.device, field: str) -> DeviceMesh:
+    """The ranks as groups that share one sharded copy each. Raises InvalidJob about `field`, which has the options."""
     ranks = dist.get_world_size()
     size = options.fsdp_size or ranks
     if ranks % size:
         reason = f"{ranks} ranks do not divide into groups of {size}"
-        raise refused("trainer.backend_options.fsdp_size", size, reason, "choose a divisor of the number of ranks.")
+        raise refused(f"{field}.fsdp_size", size, reason, "choose a divisor of the number of ranks.")
     if size == ranks:
-        mesh = init_device_mesh(device.type, (ranks,), mesh_dim_names=("shards",))
-    else:
-        mesh = init_device_mesh(device.type, (ranks // size, size), mesh_dim_names=("copies", "shards"))
-    return Fsdp2Backend(spec, options, device, mesh)
+        return init_device_mesh(device.type, (ranks,), mesh_dim_names=("shards",))
+    return init_device_mesh(device.type, (ranks // size, size), mesh_dim_names=("copies", "shards"))
 
 
 class Fsdp2Backend(ShardedModel):
@@ -74,18 +79,22 @@ class Fsdp2Backend(ShardedModel):
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self._shards: dict[str, Memory | None] = {}
         self._reference: PreTrainedModel | None = None
+        reference = parse(spec.trainer.of("reference").backend_options)
         if spec.algorithm.kl is not None and self.adapter is None:
-            offloadable = replace(sharding, offload=options.offload_reference)
-            self._reference = policy(spec.model, config, offloadable, dtype=compute).requires_grad_(False)
+            own = _role_sharding(sharding, reference, "reference")
+            self._reference = policy(spec.model, config, own, dtype=compute).requires_grad_(False)
         super().__init__(model, spec.trainer.optimizer, device)
-        self._chunked = self._scores_in_chunks(options.logprob_chunk_tokens)
+        self._chunked = self._scores_in_chunks(options.logprob_chunk_tokens, reference.logprob_chunk_tokens)
         if options.offload_activations:
             ActivationOffload(device).install(self._model, decoder_layers(self._model))
         self.parameters = sum(parameter.numel() for parameter in self._trained.values())
         self.cost = sequence_cost(config, self._model)
         self.critic: Fsdp2Critic | None = None
         if spec.algorithm.critic is not None:
-            self.critic = Fsdp2Critic(spec, sharding, options, config.get_text_config().vocab_size)
+            as_critic = spec.model_copy(update={"trainer": spec.trainer.of("critic")})
+            own_options = parse(as_critic.trainer.backend_options)
+            own = _role_sharding(sharding, own_options, "critic")
+            self.critic = Fsdp2Critic(as_critic, own, own_options, config.get_text_config().vocab_size)
 
     def _policy(self, spec: JobSpec, config: Any, sharding: Sharding, options: Fsdp2Options) -> PreTrainedModel:
         if (chosen := spec.model.lora) is None:
@@ -94,7 +103,6 @@ class Fsdp2Backend(ShardedModel):
         from services.trainer.backends.lora import configuration, settings_of
 
         with collectives.fail_together():
-            lora.check(chosen, options.offload_reference)
             described = configuration(chosen)
         model = lora.policy(spec.model, config, described, sharding, spec.trainer.seed)
         self._dropout = chosen.dropout > 0
@@ -163,11 +171,12 @@ class Fsdp2Backend(ShardedModel):
         logits_rv: Tensor = logits_1rv[0]
         return logits_rv
 
-    def _scores_in_chunks(self, chunk_tokens: int) -> bool:
+    def _scores_in_chunks(self, *chunk_tokens: int) -> bool:
         """Whether token scores can be computed from hidden states, see `head`. A few tokens are scored in both ways to
-        check that: a model may change its logits in more ways than its config tells."""
+        check that: a model may change its logits in more ways than its config tells. `chunk_tokens`: of policy and
+        reference."""
         models = [model for model in (self._model, self._reference) if model is not None]
-        if not all([head.install(model, chunk_tokens) for model in models]):
+        if not all([head.install(model, tokens) for model, tokens in zip(models, chunk_tokens, strict=False)]):
             return False
         tokens = 8
         batch = MicroBatch((0,), (tokens,), (tokens - 1,), torch.arange(tokens))
@@ -223,6 +232,14 @@ def _attention(options: Fsdp2Options, config: Any, compute: torch.dtype, device:
         reason = "flash-attn is not installed here"
         raise refused(ATTENTION_FIELD, options.attention, reason, "install it on every trainer host, or leave it out.")
     return {"segments": attention.SEGMENTS, "varlen": attention.VARLEN}.get(options.attention, options.attention)
+
+
+def _role_sharding(policy: Sharding, options: Fsdp2Options, role: Role) -> Sharding:
+    """How the reference or the critic, which has these options, is sharded beside the policy."""
+    device = torch.device(policy.mesh.device_type)
+    mesh = _mesh(options, device, f"trainer.{role}.backend_options")
+    mesh = policy.mesh if mesh.shape == policy.mesh.shape else mesh
+    return replace(policy, mesh=mesh, offload=options.offload_parameters, compile=_compiles(options, device))
 
 
 def _compiles(options: Fsdp2Options, device: torch.device) -> bool:

@@ -11,7 +11,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from millrace.errors import InvalidJob, refused
+from millrace.errors import refused
 from millrace.spec.lora import Lora
 from millrace.spec.model import Model
 from services.trainer.backends.fsdp2.adapted import BASE, is_adapter, stored_name
@@ -115,10 +115,3 @@ def policy(model: Model, config: Any, adapter: LoraConfig, sharding: Sharding, s
         )
 
     return shard_model(build, read, sharding)
-
-
-def check(lora: Lora | None, offload_reference: bool) -> None:
-    """Raises InvalidJob for backend options that contradict LoRA."""
-    if lora is not None and offload_reference:
-        reason = "with model.lora the reference is the model without its adapter, and takes no memory"
-        raise InvalidJob(f"trainer.backend_options.offload_reference: true: {reason}.", "leave it out.")

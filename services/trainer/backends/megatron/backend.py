@@ -1,7 +1,7 @@
 """The megatron backend: policy, optimizer and reference behind the protocol of a backend."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
-from millrace.backends.megatron import MegatronOptions
+from millrace.backends.megatron import MegatronOptions, parse
 from millrace.errors import InvalidJob
 from millrace.megatron.architectures.shape import ModelShape
 from millrace.megatron.flops import sequence_cost
@@ -86,7 +86,8 @@ class MegatronBackend:
         if spec.algorithm.kl is not None:
             chunks = self._build_chunks(dtype, train_router=False)
             self._fill(chunks, None)
-            self._reference = ReferencePolicy(chunks, setup)
+            own = parse(spec.trainer.of("reference").backend_options)
+            self._reference = ReferencePolicy(chunks, replace(setup, topology=replace(setup.topology, options=own)))
         self.parameters = self._count()
         self._stale = False
         self._shards: dict[str, Memory] = {}

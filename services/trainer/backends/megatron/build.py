@@ -1,5 +1,6 @@
 """Builds the megatron backend of a job: process groups, policy, and the critic of a job that has one."""
 
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -32,7 +33,9 @@ def build(spec: JobSpec, device: torch.device) -> MegatronBackend:
     setup = ModelSetup(shape, topology, device)
     backend = MegatronBackend(spec, setup)
     if spec.algorithm.critic is not None:
-        backend.critic = build_critic(spec, setup)
+        as_critic = spec.model_copy(update={"trainer": spec.trainer.of("critic")})
+        own = replace(setup, topology=replace(topology, options=_options(as_critic)))
+        backend.critic = build_critic(as_critic, own)
     return backend
 
 

@@ -40,7 +40,11 @@ JOBS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({"kl": None, "kl_in": "loss"}, {}),
     "kl in the reward, lambda, several updates": (
         {"lam": 0.9, "gamma": 0.95, "kl_coefficient": 0.1},
-        {"updates_per_step": 2},
+        {
+            "updates_per_step": 2,
+            "reference": {"token_budget": 160, "backend_options": {"offload_parameters": True}},
+            "critic": {"token_budget": 96, "activation_recompute": True},
+        },
     ),
 }
 
@@ -81,6 +85,45 @@ def test_equals_plain_pytorch(
     critic = whole(backend)
     for name, parameter in [*plain.decoder.named_parameters(prefix="model"), *plain.head.named_parameters("score")]:
         torch.testing.assert_close(critic[f"critic.model.{name}"], parameter.detach(), atol=2e-5, rtol=1e-4)
+
+
+def test_reference_and_critic_have_their_own_token_budget(
+    one_rank: torch.device,
+    control: ControlThread,
+    served: ScriptedCoordinator,
+    tied_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every role sees all sequences, in micro-batches of its own budget."""
+    budgets = {"actor": 64, "reference": 128, "critic": 400}
+    roles = {role: {"token_budget": budgets[role]} for role in ("reference", "critic")}
+    spec = job_spec(tied_model, algorithm=algorithm(), trainer={"token_budget": 64, "optimizer": OPTIMIZER, **roles})
+    backend: Any
+    backend, step = local_step(spec, one_rank, control, served)
+    seen: dict[str, list[int]] = {}
+
+    def watch(owner: Any, name: str) -> None:
+        own = getattr(owner, name)
+
+        def watched(batches: Any, *arguments: Any, **named: Any) -> Any:
+            role = "critic" if owner is backend.critic else "reference" if named.get("reference") else "actor"
+            seen.setdefault(f"{role}.{name}", []).extend(len(batch.tokens_p) for batch in batches)
+            return own(batches, *arguments, **named)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    for owner, name in [(backend, "logprobs"), (backend, "forward_backward")]:
+        watch(owner, name)
+    for name in ("values", "forward_backward"):
+        watch(backend.critic, name)
+    step(1, random_groups(4, 4))
+    tokens = sum(seen["actor.forward_backward"])
+    assert all(sum(sizes) == tokens for sizes in seen.values())
+    for call, sizes in seen.items():
+        assert max(sizes) <= budgets[call.partition(".")[0]]
+    calls = ("actor.forward_backward", "reference.logprobs", "critic.values", "critic.forward_backward")
+    counts = [len(seen[call]) for call in calls]
+    assert counts[0] > counts[1] > counts[2] == counts[3] > 0
 
 
 def test_metrics_and_a_fit(

@@ -168,7 +168,6 @@ def test_dropout_only_during_updates(one_rank: torch.device, untied_model: Path)
         ({"target_modules": ["q_prj"]}, {}, "model.lora.target_modules"),
         ({"target_modules": ["embed_tokens"]}, {}, "model.lora.target_modules"),
         ({"adapter_path": "/nowhere"}, {}, "model.lora.adapter_path"),
-        ({}, {"offload_reference": True}, "trainer.backend_options.offload_reference"),
     ],
 )
 def test_refused(
