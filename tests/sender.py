@@ -7,7 +7,7 @@ import torch
 
 from millrace.errors import PublicationFailed
 from millrace.ids import Version
-from millrace.weights.plans.manifest import Manifest, TensorInfo
+from millrace.weights.plans.manifest import Content, Manifest, TensorInfo
 from millrace.weights.transfer.channels.gloo import GlooChannel, serve_store
 from millrace.weights.transfer.checksum import checksum
 from millrace.wire.v1 import weights_pb2
@@ -38,10 +38,12 @@ class Sender:
         attempt: int = 0,
         receivers: int = 1,
         hold_after: int | None = None,
+        content: Content = Content.MODEL,
     ) -> None:
         self.tensors = tensors
         self.manifest = Manifest(
-            tuple(TensorInfo(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in tensors.items())
+            tuple(TensorInfo(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in tensors.items()),
+            content,
         )
         self.checksums = tuple(checksum(t) for t in tensors.values())
         self.world_size = receivers + 1

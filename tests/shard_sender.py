@@ -11,7 +11,7 @@ from millrace.ids import Version
 from millrace.weights.plans import wire_layouts
 from millrace.weights.plans.boxes import Boxes
 from millrace.weights.plans.layout import Layout, Place, row_major_strides
-from millrace.weights.plans.manifest import Manifest, TensorInfo
+from millrace.weights.plans.manifest import Content, Manifest, TensorInfo
 from millrace.weights.plans.memory import Memory
 from millrace.weights.transfer.channels.channel import Channel, ChannelMessage, PendingExchange
 from millrace.weights.transfer.channels.gloo import serve_store
@@ -27,9 +27,10 @@ TIMEOUT_S = 30.0
 class Shards:
     """`tensors` as a trainer has them: split by rows over `ranks` where there are rows, in float32."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], ranks: int = 2) -> None:
+    def __init__(self, tensors: Mapping[str, torch.Tensor], ranks: int = 2, content: Content = Content.MODEL) -> None:
         self.manifest = Manifest(
-            tuple(TensorInfo(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in tensors.items())
+            tuple(TensorInfo(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in tensors.items()),
+            content,
         )
         self.ranks = [self._of_rank(list(tensors.values()), rank, ranks) for rank in range(ranks)]
 

@@ -6,6 +6,18 @@ from pydantic import Field
 
 from millrace.validation.model import StrictModel
 
+MEGATRON_NAMES: dict[str, tuple[str, ...]] = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc2": ("down_proj",),
+    "linear_q_proj": ("q_proj",),
+    "linear_q_down_proj": ("q_a_proj",),
+    "linear_q_up_proj": ("q_b_proj",),
+    "linear_kv_down_proj": ("kv_a_proj_with_mqa",),
+    "linear_kv_up_proj": ("kv_b_proj",),
+}
+"""Megatron's names of layers, and those that the layers in them have in a model folder."""
 ModuleName = Annotated[str, Field(min_length=1, max_length=256)]
 
 
@@ -34,3 +46,8 @@ class Lora(StrictModel):
     merge: bool = True
     """Whether replicas get whole weights with the adapter merged into them. false: a replica gets the model's own
     weights once and the adapter alone after each step, which needs an engine that serves adapters."""
+
+
+def folder_names(names: list[str]) -> list[str]:
+    """The names that layers have in a model folder, where some are Megatron's."""
+    return [found for name in names for found in MEGATRON_NAMES.get(name, (name,))]

@@ -1,7 +1,9 @@
 """Checks of options that are the same for every engine."""
 
+import json
 from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from millrace.engines import ENGINES, FIELD, reserved_option
@@ -45,3 +47,8 @@ def check_name(engine: str, name: str, known: Set[str], options: str) -> None:
         title, near = descriptor.software.title, closest(name, known)
         fix = f"did you mean `{near}`?" if near is not None else f"see the fields of {title}'s {options}."
         raise InvalidJob.of([Mistake(f"{FIELD}.{name}", f"{title} has no such option", fix)])
+
+
+def has_latents(model: str) -> bool:
+    """Whether a model folder's attention is on latents (DeepSeek-V2 and later models)."""
+    return bool(json.loads((Path(model) / "config.json").read_text()).get("kv_lora_rank"))

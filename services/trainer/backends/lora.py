@@ -12,23 +12,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from millrace.errors import refused
-from millrace.spec.lora import Lora
+from millrace.spec.lora import Lora, folder_names
 from services.trainer.protocol.adapter import AdapterSettings
 
 FIELD = "model.lora"
 WEIGHTS = "adapter_model.safetensors"
-MEGATRON_NAMES: dict[str, tuple[str, ...]] = {
-    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
-    "linear_proj": ("o_proj",),
-    "linear_fc1": ("gate_proj", "up_proj"),
-    "linear_fc2": ("down_proj",),
-    "linear_q_proj": ("q_proj",),
-    "linear_q_down_proj": ("q_a_proj",),
-    "linear_q_up_proj": ("q_b_proj",),
-    "linear_kv_down_proj": ("kv_a_proj_with_mqa",),
-    "linear_kv_up_proj": ("kv_b_proj",),
-}
-"""Megatron's names of layers, and those that the layers in them have in a model folder."""
 
 
 def configuration(lora: Lora) -> LoraConfig:
@@ -39,8 +27,8 @@ def configuration(lora: Lora) -> LoraConfig:
             r=lora.rank,
             lora_alpha=lora.alpha,  # type: ignore[arg-type]  # any number works, and PEFT reads and writes any
             lora_dropout=lora.dropout,
-            target_modules="all-linear" if lora.target_modules == "all-linear" else _folder_names(lora.target_modules),
-            exclude_modules=_folder_names(lora.exclude_modules) or None,
+            target_modules="all-linear" if lora.target_modules == "all-linear" else folder_names(lora.target_modules),
+            exclude_modules=folder_names(lora.exclude_modules) or None,
             use_rslora=lora.rslora,
             use_dora=lora.dora,
             init_lora_weights="gaussian" if lora.init == "gaussian" else True,
@@ -60,10 +48,6 @@ def configuration(lora: Lora) -> LoraConfig:
             raise refused(f"{FIELD}.{name}", getattr(lora, name), reason, "leave it out.")
     config.lora_dropout, config.inference_mode = lora.dropout, False
     return config
-
-
-def _folder_names(names: list[str]) -> list[str]:
-    return [found for name in names for found in MEGATRON_NAMES.get(name, (name,))]
 
 
 def settings_of(config: LoraConfig) -> AdapterSettings:

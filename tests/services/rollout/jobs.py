@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.spec import JobSpec, parse
+from millrace.spec.lora import Lora
 
 ENGINE_OPTIONS = {
     "vllm": {"max_num_seqs": 16, "kv_cache_memory_bytes": 1 << 27, "gpu_memory_utilization": 0.1},
@@ -38,3 +39,10 @@ def job_spec(model: Path, engine: str = "transformers", **changes: dict[str, Any
     for part, fields in changes.items():
         tree[part] = tree.get(part, {}) | fields
     return parse(tree)
+
+
+def adapter_job(model: Path, engine: str, *, rank: int = 8, targets: str | list[str] = "all-linear") -> JobSpec:
+    """The same job with an adapter that is published apart from the weights."""
+    spec = job_spec(model, engine)
+    lora = Lora(rank=rank, target_modules=targets, merge=False)  # type: ignore[arg-type]
+    return spec.model_copy(update={"model": spec.model.model_copy(update={"lora": lora})})

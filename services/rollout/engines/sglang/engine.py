@@ -33,7 +33,9 @@ from services.rollout.engine import (
     VersionSpan,
     end_of_turn,
 )
+from services.rollout.engines.adapter import AdapterShape, adapter_shape, check_placed
 from services.rollout.engines.sglang import options as sglang_options
+from services.rollout.engines.sglang.adapter import NAME, lora_reference
 from services.rollout.engines.sglang.options import MARK
 from services.rollout.engines.sglang.worker_methods import SglangMethods
 from services.rollout.engines.versioned import VersionedEngine, samples_that_fit
@@ -76,6 +78,8 @@ class SglangEngine(VersionedEngine):
         self._death: asyncio.Future[str]
         """Resolved once a process of SGLang has ended by itself, with how that was noticed."""
         self._watch: asyncio.Task[None] | None = None
+        self._adapter: AdapterShape | None = None
+        """The adapter of every request; None where replicas get whole weights."""
 
     async def start(self, spec: JobSpec) -> None:
         if warning := SOFTWARE.release_warning(self.release):
@@ -94,6 +98,10 @@ class SglangEngine(VersionedEngine):
         first, *others = await self._workers.wait_for_workers(self._engine.server_args.tp_size, CONNECT_S)
         self.world_size, self.dtype, self.device = 1 + len(others), first.dtype, first.device
         self.capacity = samples_that_fit(first.max_requests, first.cache_tokens, self._context)
+        if self._adapter is not None:
+            unplaced = await self._ask(SglangMethods.add_adapter, self._adapter.encode())
+            check_placed(self._adapter, SOFTWARE.title, unplaced)
+            await self._manager.lora_registry.register(lora_reference())
         await self._while_alive(self._warm_up())
         self._watch = asyncio.create_task(self._watch_processes(self._engine.get_all_child_pids()))
 
@@ -107,8 +115,14 @@ class SglangEngine(VersionedEngine):
             input_ids=[[number % WARM_UP_TOKENS] * (1 + number % longest) for number in range(requests)],
             sampling_params={"max_new_tokens": 2, "ignore_eos": True},
             return_logprob=True,
+            lora_path=self._lora_path,
         )
         await self._last_output(request)
+
+    @property
+    def _lora_path(self) -> str | None:
+        """The name by which requests ask SGLang for the adapter."""
+        return None if self._adapter is None else NAME
 
     def _handle_outputs(self) -> None:
         """Starts SGLang's handling of outputs. SGLang would start it with the first request, and handle this process's
@@ -132,7 +146,8 @@ class SglangEngine(VersionedEngine):
 
         try:
             with logs.root_logger_restored():
-                engine = ReplicaEngine(**sglang_options.server_arguments(spec))
+                self._adapter = adapter_shape(spec)
+                engine = ReplicaEngine(**sglang_options.server_arguments(spec, self._adapter))
         except (ValueError, TypeError, OSError, AssertionError) as error:
             what = f"SGLang refused model.path {spec.model.path} with rollout.engine_options: {error}."
             raise InvalidJob(what, "fix the named option; SGLang's log above says more.") from error
@@ -193,6 +208,7 @@ class SglangEngine(VersionedEngine):
             rid=request_id,
             # This request must not reuse keys and values of an older version.
             extra_key=self._cache_key,
+            lora_path=self._lora_path,
         )
         self._running.add(request_id)
         try:

@@ -9,7 +9,9 @@ from millrace.data.quantization import engine_overrides
 from millrace.engines import ENGINES
 from millrace.errors import InvalidState, refused
 from millrace.spec import JobSpec
-from services.rollout.engines.options import check_names
+from services.rollout.engines.adapter import AdapterShape, not_served
+from services.rollout.engines.options import check_names, has_latents
+from services.rollout.engines.sglang.adapter import SLOTS
 
 MARK = "millrace_version"
 """Key under which SGLang returns the version marks, one for each token."""
@@ -17,8 +19,9 @@ SLACK = 8
 """Tokens by which SGLang's context is longer than the job's: it ends a response a few tokens before its context."""
 
 
-def server_arguments(spec: JobSpec) -> dict[str, Any]:
-    """Keyword arguments of `sglang.Engine`. Raises InvalidJob for an option that SGLang does not take."""
+def server_arguments(spec: JobSpec, adapter: AdapterShape | None = None) -> dict[str, Any]:
+    """Keyword arguments of `sglang.Engine`, for a job and the adapter that every request uses. Raises InvalidJob for an
+    option that SGLang does not take."""
     if spec.rollout.dtype == "float32":
         reason = "SGLang's kernels are for bfloat16 and float16"
         raise refused("rollout.dtype", "float32", reason, "set rollout.dtype to bfloat16, or use another engine.")
@@ -35,6 +38,7 @@ def server_arguments(spec: JobSpec) -> dict[str, Any]:
         "log_level": "warning",
         **options,
         **config_overrides(spec.model.path, options.get("json_model_override_args")),
+        **({} if adapter is None else _adapter_arguments(spec, adapter)),
         "model_path": spec.model.path,
         "trust_remote_code": spec.model.trust_remote_code,
         "dtype": spec.rollout.dtype,
@@ -44,6 +48,18 @@ def server_arguments(spec: JobSpec) -> dict[str, Any]:
         "sampling_backend": "pytorch",
         # Replicas must not draw the same random numbers; the ranks of one replica must.
         "random_seed": secrets.randbits(30),
+    }
+
+
+def _adapter_arguments(spec: JobSpec, adapter: AdapterShape) -> dict[str, Any]:
+    """Server arguments for a place for the adapter, of its rank. Raises InvalidJob for one that SGLang cannot serve."""
+    if has_latents(spec.model.path):
+        raise not_served("SGLang computes with kv_b_proj folded into other weights, without its adapter")
+    return {
+        "enable_lora": True,
+        "max_lora_rank": adapter.rank,
+        "lora_target_modules": adapter.kinds,
+        "max_loras_per_batch": SLOTS,
     }
 
 

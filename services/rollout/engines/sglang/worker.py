@@ -10,18 +10,21 @@ import queue
 import time
 from typing import Any
 
+from services.rollout.engines.adapter import AdapterShape
+from services.rollout.engines.sglang.adapter import AdapterSlot
 from services.rollout.engines.sglang.options import MARK
+from services.rollout.engines.sglang.worker_methods import SGLANG_BETWEEN_BATCHES
 from services.rollout.weights.in_worker.model import EngineModel
 from services.rollout.weights.in_worker.receiver import WeightReceiver
+from services.rollout.weights.in_worker.without_adapters import without_adapters
 from services.rollout.weights.worker_messages import Introduction, Reply, Request, carry_out
-from services.rollout.weights.worker_methods import BETWEEN_BATCHES
 from services.rollout.weights.worker_rpc import SOCKET, WorkerRpcServer
 
 PAUSED_LOOK_S = 0.0005
 """Time between two looks of a paused scheduler at its requests. Otherwise it would look all the time, and the thread
 that receives weights meanwhile would wait for the interpreter's lock at every step."""
 NO_VERSION = -1
-METHODS_BETWEEN_BATCHES = frozenset(method.__name__ for method in BETWEEN_BATCHES)
+METHODS_BETWEEN_BATCHES = frozenset(method.__name__ for method in SGLANG_BETWEEN_BATCHES)
 
 
 class Label:
@@ -108,15 +111,31 @@ class SglangReceiver(WeightReceiver):
     """Receives into the model of one scheduler. Implements `SglangMethods`."""
 
     def __init__(self, scheduler: Any, rank: int) -> None:
-        runner = scheduler.tp_worker.model_runner
-        super().__init__(EngineModel(rank, lambda: runner.model, runner.dtype))
         self._scheduler = scheduler
+        self._runner = scheduler.tp_worker.model_runner
+        self._engine_model = EngineModel(rank, self._base, self._runner.dtype)
+        super().__init__(self._engine_model)
+
+    def _base(self) -> Any:
+        """The model without the adapter."""
+        if self._engine_model.adapter is None:
+            return self._runner.model
+        from sglang.srt.lora.layers import BaseLayerWithLoRA
+
+        return without_adapters(self._runner.model, BaseLayerWithLoRA)
+
+    def add_adapter(self, shape: str) -> list[str]:
+        """See `SglangMethods`."""
+        slot = AdapterSlot(self._runner.lora_manager, AdapterShape.decode(shape), self._runner.dtype)
+        self._engine_model.adapter = slot
+        return slot.unplaced
 
     def label(self, version: int, cache_key: str) -> None:
         """See `SglangMethods`."""
         LABEL.version, LABEL.cache_key = version, cache_key
         for waiting in self._scheduler.waiting_queue:
-            waiting.extra_key = cache_key
+            # SGLang adds the adapter's id to the key of every request.
+            waiting.extra_key = cache_key + (getattr(waiting, "lora_id", None) or "")
 
 
 class SchedulerRpc:

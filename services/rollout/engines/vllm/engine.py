@@ -35,8 +35,10 @@ from services.rollout.engine import (
     compute_threads,
     end_of_turn,
 )
+from services.rollout.engines.adapter import AdapterShape, adapter_shape, check_placed
 from services.rollout.engines.versioned import VersionedEngine, samples_that_fit
 from services.rollout.engines.vllm import options as vllm_options
+from services.rollout.engines.vllm.adapter import lora_request
 from services.rollout.engines.vllm.versions import VersionMarks
 from services.rollout.engines.vllm.workers import VllmWorkers
 from services.rollout.lifeline import kill_descendants, own_descendants
@@ -69,6 +71,9 @@ class VllmEngine(VersionedEngine):
         self._replayed: list[int] | None = None
         """Layers whose experts are reported; None where the job does not ask for them."""
         self._cores: set[int] = set()
+        self._adapter: AdapterShape | None = None
+        """The adapter of every request; None where replicas get whole weights."""
+        self._lora_request: Any = None
 
     async def start(self, spec: JobSpec) -> None:
         if warning := SOFTWARE.release_warning(self.release):
@@ -83,7 +88,9 @@ class VllmEngine(VersionedEngine):
         self.capacity = samples_that_fit(config.scheduler_config.max_num_seqs, tokens, longest)
         self.world_size = config.parallel_config.world_size
         self.dtype = str(config.model_config.dtype).removeprefix("torch.")
-        await self._workers.connect(self._llm, path, self.world_size, CONNECT_S)
+        unplaced = await self._workers.connect(self._llm, path, self._adapter, self.world_size, CONNECT_S)
+        if self._adapter is not None:
+            check_placed(self._adapter, SOFTWARE.title, unplaced)
 
     def _build(self, spec: JobSpec) -> Any:
         """Starts the engine's processes and returns the AsyncLLM. Takes seconds to minutes; runs in `_thread`."""
@@ -102,7 +109,8 @@ class VllmEngine(VersionedEngine):
             os.environ.setdefault("OMP_NUM_THREADS", str(compute_threads()))
         others = {child.pid for child in psutil.Process().children()}
         try:
-            arguments = vllm_options.engine_arguments(spec)
+            self._adapter = adapter_shape(spec)
+            arguments = vllm_options.engine_arguments(spec, self._adapter)
             config = arguments.create_engine_config()
             vllm_options.check_model(config)
             llm = AsyncLLM.from_vllm_config(config, disable_log_stats=arguments.disable_log_stats)
@@ -114,6 +122,7 @@ class VllmEngine(VersionedEngine):
             raise Unavailable(what, "its log above names the cause; memory and CUDA devices first.") from error
         self._cores = {child.pid for child in psutil.Process().children()} - others
         self._tokenizer = llm.get_tokenizer()
+        self._lora_request = None if self._adapter is None else lora_request()
         named = llm.model_config.try_get_generation_config().get("eos_token_id")
         self._end_of_turn = end_of_turn(named, self._tokenizer)
         if spec.algorithm.router_replay and (experts := read_shape(Path(spec.model.path)).experts):
@@ -158,7 +167,8 @@ class VllmEngine(VersionedEngine):
             self._marks.began(request_id, self._version)
         try:
             final = None
-            async for output in self._llm.generate(prompt, self._parameters(sampling), request_id):
+            asking = self._llm.generate(prompt, self._parameters(sampling), request_id, lora_request=self._lora_request)
+            async for output in asking:
                 final = output
             if self._marks is not None:
                 self._marks.ended(request_id)

@@ -1,16 +1,15 @@
 """From a job spec to vLLM's engine arguments. Options with which samples or weights would be wrong are refused."""
 
 import dataclasses
-import json
 import secrets
-from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from millrace.data.quantization import engine_overrides
 from millrace.engines import ENGINES
 from millrace.errors import InvalidState, refused
 from millrace.spec import JobSpec
-from services.rollout.engines.options import check_names
+from services.rollout.engines.adapter import AdapterShape, not_served
+from services.rollout.engines.options import check_names, has_latents
 from services.rollout.engines.vllm.cpu_weights import experts_kernel
 
 CPU_KV_CACHE_BYTES = 1 << 30
@@ -23,8 +22,9 @@ ON_LATENTS: dict[str, Any] = {
 """Arguments that vLLM's CPU build needs for attention on latents."""
 
 
-def engine_arguments(spec: JobSpec) -> Any:
-    """AsyncEngineArgs for `spec`. Raises InvalidJob for an option that vLLM does not take."""
+def engine_arguments(spec: JobSpec, adapter: AdapterShape | None = None) -> Any:
+    """AsyncEngineArgs for a job and the adapter that every request uses. Raises InvalidJob for an option that vLLM does
+    not take."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
 
@@ -50,6 +50,8 @@ def engine_arguments(spec: JobSpec) -> Any:
     arguments |= options
     if overrides := engine_overrides(spec.model.path):
         arguments["hf_overrides"] = {**arguments.get("hf_overrides", {}), **overrides}
+    if adapter is not None:
+        arguments |= _adapter_arguments(spec, adapter)
     arguments |= {
         "model": spec.model.path,
         "trust_remote_code": spec.model.trust_remote_code,
@@ -64,9 +66,23 @@ def engine_arguments(spec: JobSpec) -> Any:
     return AsyncEngineArgs(**arguments)
 
 
-def has_latents(model: str) -> bool:
-    """Whether a model folder's attention is on latents (DeepSeek-V2 and later models)."""
-    return bool(json.loads((Path(model) / "config.json").read_text()).get("kv_lora_rank"))
+def _adapter_arguments(spec: JobSpec, adapter: AdapterShape) -> dict[str, Any]:
+    """Arguments for one slot of the adapter's rank, or of the next larger one that vLLM has kernels for. Raises
+    InvalidJob for an adapter that vLLM cannot serve."""
+    from vllm.config.lora import MaxLoRARanks
+
+    if has_latents(spec.model.path):
+        raise not_served("vLLM computes with kv_b_proj folded into other weights, without its adapter")
+    ranks = [rank for rank in get_args(MaxLoRARanks) if rank >= adapter.rank]
+    if not ranks:
+        raise not_served(f"vLLM serves ranks up to {max(get_args(MaxLoRARanks))}, and the adapter has {adapter.rank}")
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": min(ranks),
+        # Layers with an adapter compute more, even where it is zero.
+        "lora_target_modules": adapter.kinds,
+    }
 
 
 def check_model(config: Any) -> None:

@@ -3,28 +3,45 @@
 from collections.abc import Callable
 from typing import Any
 
+from services.rollout.engines.adapter import AdapterShape
+from services.rollout.engines.vllm.adapter import AdapterSlot
 from services.rollout.weights.in_worker.model import EngineModel
 from services.rollout.weights.in_worker.receiver import WeightReceiver
+from services.rollout.weights.in_worker.without_adapters import without_adapters
 from services.rollout.weights.worker_messages import Introduction, carry_out, decode_request, encode
 from services.rollout.weights.worker_rpc import WorkerRpcServer
 
 
 class WorkerExtension:
-    """A base class that vLLM adds to its Worker (`worker_extension_cls`). It uses the Worker's `rank`, `model_config`
-    and `get_model`. The prefix of its names keeps them apart from the Worker's."""
+    """A base class that vLLM adds to its Worker (`worker_extension_cls`). It uses the Worker's `rank`, `model_config`,
+    `model_runner` and `get_model`. The prefix of its names keeps them apart from the Worker's."""
 
     rank: int
     model_config: Any
+    model_runner: Any
     get_model: Callable[[], Any]
     _millrace_receiver: WeightReceiver
     _millrace_server: WorkerRpcServer
 
-    def millrace_connect(self, path: str) -> None:
-        """Connects this worker to the replica, whose socket is at `path`."""
-        model = EngineModel(self.rank, self.get_model, self.model_config.dtype)
+    def millrace_connect(self, path: str, adapter: str) -> list[str]:
+        """Connects this worker to the replica, whose socket is at `path`, and makes a place for an adapter of the shape
+        `adapter` (`AdapterShape.encode`; empty for none). Answers the names of the layers that have no place here."""
+        model = self._millrace_model(AdapterShape.decode(adapter) if adapter else None)
         receiver = self._millrace_receiver = WeightReceiver(model)
         introduction = Introduction(self.rank)
         self._millrace_server = WorkerRpcServer(path, introduction, lambda request: carry_out(receiver, request))
+        return model.adapter.unplaced if isinstance(model.adapter, AdapterSlot) else []
+
+    def _millrace_model(self, shape: AdapterShape | None) -> EngineModel:
+        if shape is None:
+            return EngineModel(self.rank, self.get_model, self.model_config.dtype)
+        from vllm.lora.layers import BaseLayerWithLoRA
+
+        model = EngineModel(
+            self.rank, lambda: without_adapters(self.get_model(), BaseLayerWithLoRA), self.model_config.dtype
+        )
+        model.adapter = AdapterSlot(self.model_runner.lora_manager, shape, self.model_config.dtype)
+        return model
 
     def millrace_call(self, request: bytes) -> bytes:
         """Carries out a request in the thread that generates."""

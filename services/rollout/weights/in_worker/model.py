@@ -70,12 +70,17 @@ class EngineModel:
     @property
     def parameters(self) -> Mapping[str, torch.Tensor]:
         """See `WorkerModel`."""
+        return {**self._own, **(self.adapter.loaded if self.adapter is not None else {})}
+
+    @property
+    def _own(self) -> Mapping[str, torch.Tensor]:
+        """The model's own parameters."""
         return dict(self._get_model().named_parameters())
 
     @cached_property
     def loaded(self) -> Mapping[str, torch.Tensor]:
         """See `WorkerModel`."""
-        return {name: tensor for name, tensor in self.parameters.items() if name not in self._derived.names}
+        return {name: tensor for name, tensor in self._own.items() if name not in self._derived.names}
 
     @cached_property
     def padded(self) -> frozenset[str]:
@@ -95,7 +100,7 @@ class EngineModel:
         """See `WorkerModel`. The dtypes have to be the engine's."""
         held = str(self._dtype).removeprefix("torch.")
         # Some parameters stay float32 whatever the model's dtype is, as a router's bias.
-        kept = {_last_part(name) for name, p in self.parameters.items() if p.dtype == torch.float32}
+        kept = {_last_part(name) for name, p in self._own.items() if p.dtype == torch.float32}
         tensors = (t for t in manifest.tensors if not (t.dtype == "float32" and _last_part(t.name) in kept))
         if other := {t.dtype for t in tensors} - {held}:
             what = f"the manifest has tensors of {', '.join(sorted(other))}; the engine holds {held}."

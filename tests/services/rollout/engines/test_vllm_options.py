@@ -8,11 +8,11 @@ import pytest
 from millrace.engines import ENGINES
 from millrace.errors import InvalidJob, InvalidState
 from services.rollout.engines import probe
+from services.rollout.engines.options import has_latents
 from services.rollout.engines.vllm.options import (
     check_api,
     check_model,
     engine_arguments,
-    has_latents,
 )
 from tests.models import byte_tokenizer
 from tests.services.rollout.jobs import job_spec
