@@ -60,6 +60,7 @@ DESCRIPTOR = BackendDescriptor(
         "critic": frozenset({"compile_layers", "fsdp_size", "offload_parameters", "offload_activations"}),
     },
     trains_adapters=True,
+    publishes_adapters=True,
     memory="millrace.memory.fsdp2:predict",
     model_check="services.trainer.backends.fsdp2.model_check",
 )

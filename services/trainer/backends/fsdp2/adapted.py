@@ -1,7 +1,7 @@
 """A module with PEFT's adapters, read without PEFT: which of its tensors are adapters, and its weights with the
 adapters added."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -84,10 +84,17 @@ def adapters_off(module: nn.Module) -> Iterator[None]:
 class ModuleAdapter:
     """Implements `services.trainer.protocol.adapter.Adapter`."""
 
-    def __init__(self, module: nn.Module, settings: AdapterSettings, config: Any, rank: int) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        settings: AdapterSettings,
+        config: Any,
+        rank: int,
+        parts: Mapping[Content, Published],
+    ) -> None:
         self.settings = settings
         self.config = config
-        self.parts: dict[Content, Published] = {}
+        self.parts = parts
         self._module = module
         self._rank = rank
 

@@ -29,6 +29,7 @@ from services.trainer.backends.fsdp2.flops import sequence_cost
 from services.trainer.backends.fsdp2.logits import token_scores
 from services.trainer.backends.fsdp2.model import Sharding, decoder_layers, load_config, policy
 from services.trainer.backends.fsdp2.offload.activations import ActivationOffload
+from services.trainer.backends.fsdp2.parts import parts
 from services.trainer.backends.fsdp2.sharded_model import ShardedModel
 from services.trainer.backends.head import WantedTokens
 from services.trainer.protocol.backend import DataParallel, LossFn, Output, TokenScores
@@ -106,7 +107,9 @@ class Fsdp2Backend(ShardedModel):
             described = configuration(chosen)
         model = lora.policy(spec.model, config, described, sharding, spec.trainer.seed)
         self._dropout = chosen.dropout > 0
-        self.adapter = ModuleAdapter(model, settings_of(described), described, self.data_parallel.rank)
+        settings, rank = settings_of(described), self.data_parallel.rank
+        parted = parts(model, settings, self.device, rank, readable=self._readable)
+        self.adapter = ModuleAdapter(model, settings, described, rank, parted)
         return model
 
     def logprobs(
@@ -205,11 +208,16 @@ class Fsdp2Backend(ShardedModel):
     def shards(self, dtype: str) -> Memory | None:
         if self.adapter is not None:
             return None  # what is published is in no memory: each weight is merged with its adapter when it is gathered
-        if self._offloaded and self.device.type == "cuda":
-            return None  # a GPU's channel sends from its own memory only
+        if not self._readable:
+            return None
         if dtype not in self._shards:
             self._shards[dtype] = shards.shards(self._model, dtype)
         return self._shards[dtype]
+
+    @property
+    def _readable(self) -> bool:
+        """Whether publications can send from the parameters' memory: a GPU's channel sends from its own only."""
+        return not (self._offloaded and self.device.type == "cuda")
 
     def memory(self) -> dict[str, float]:
         gib = 1 << 30

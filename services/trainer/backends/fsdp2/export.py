@@ -7,18 +7,18 @@ import torch
 from torch import Tensor, nn
 
 from millrace.weights.loader.stored import pieces, published_dtype
-from millrace.weights.plans.manifest import Manifest, TensorInfo
+from millrace.weights.plans.manifest import Content, Manifest, TensorInfo
 from services.trainer.backends.fsdp2.adapted import ModuleAdapter, gathered, model_tensors
 
 
-def manifest(module: nn.Module, dtype: str) -> Manifest:
+def manifest(module: nn.Module, dtype: str, content: Content = Content.MODEL) -> Manifest:
     """The manifest of what `export` yields. It is computed from shapes, without communication and memory."""
     infos = []
     for name, tensor, _ in model_tensors(module):
         whole = torch.empty(tensor.shape, device="meta")
         kept = published_dtype(module, name, dtype)
         infos += [_info(piece, shape, kept) for piece, shape in pieces(module, name, whole).items()]
-    return Manifest(tuple(infos))
+    return Manifest(tuple(infos), content)
 
 
 def export(

@@ -1,34 +1,62 @@
 """The boxes of the model folder's tensors that this rank holds, for publications that gather nothing."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from millrace.weights.loader.stored import stored_tensors, views
+from millrace.weights.loader.stored import views
 from millrace.weights.plans.layout import Layout, Place, row_major_strides
+from millrace.weights.plans.manifest import Content, Manifest
 from millrace.weights.plans.memory import Memory
 from millrace.weights.plans.views import ViewedBox, viewed_box
+from services.trainer.backends.fsdp2.adapted import model_tensors
 from services.trainer.backends.fsdp2.export import manifest
 
 
-def shards(module: nn.Module, dtype: str) -> Memory | None:
-    """Views of the shards that train, without a copy. None where a tensor of the model folder is not made of boxes of
-    the model's parameters."""
-    published = manifest(module, dtype)
+def shards(module: nn.Module, dtype: str, content: Content = Content.MODEL) -> Memory | None:
+    """Views of the shards of the model's own tensors, without a copy. None where a tensor of the model folder is not
+    made of boxes of the model's parameters."""
+    published = manifest(module, dtype, content)
     number = {tensor.name: i for i, tensor in enumerate(published.tensors)}
     places: list[Place] = []
     buffers: list[Tensor] = []
-    for name, tensor in stored_tensors(module):
+    for name, tensor, _ in model_tensors(module):
         found = _boxes(module, name, tensor)
         if found is None:
             return None
         boxes = {number[piece]: box for piece, box in found.items()}
         places += _places(tensor, boxes, {i: len(published.tensors[i].shape) for i in boxes}, len(buffers))
-        buffers.append(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
-    return Memory(published, Layout.of(places, published), [buffer.detach() for buffer in buffers])
+        buffers.append(local(tensor).detach())
+    return Memory(published, Layout.of(places, published), buffers)
+
+
+def copied_shards(published: Manifest, tensors: Sequence[Tensor], device: torch.device) -> Memory:
+    """Memory on `device` for a copy of this rank's shards of `tensors`, in the manifest's dtypes; it is not filled. The
+    manifest has one tensor for each of `tensors`."""
+    places: list[Place] = []
+    buffers: list[Tensor] = []
+    for number, (info, tensor) in enumerate(zip(published.tensors, tensors, strict=True)):
+        extents, offsets = _local_box(tensor)
+        places.append(Place(number, offsets, extents, number, 0, row_major_strides(extents)))
+        buffers.append(torch.empty(extents, dtype=getattr(torch, info.dtype), device=device))
+    return Memory(published, Layout.of(places, published), buffers)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor."""
+    part: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return part
+
+
+def _local_box(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Extent and offset of this rank's part of a tensor."""
+    if not isinstance(tensor, DTensor):
+        return tuple(tensor.shape), (0,) * tensor.dim()
+    extents, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(extents), tuple(offsets)
 
 
 def _boxes(module: nn.Module, name: str, tensor: Tensor) -> dict[str, ViewedBox] | None:
@@ -47,12 +75,8 @@ def _boxes(module: nn.Module, name: str, tensor: Tensor) -> dict[str, ViewedBox]
 
 def _places(tensor: Tensor, pieces: dict[int, ViewedBox], dims_of: dict[int, int], buffer: int) -> Iterator[Place]:
     """The parts of each stored tensor that are in this rank's part of the parameter."""
-    extents, offsets = tuple(tensor.shape), (0,) * tensor.dim()
-    if isinstance(tensor, DTensor):
-        extents, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    strides = tuple((tensor.to_local() if isinstance(tensor, DTensor) else tensor).stride()) or row_major_strides(
-        extents
-    )
+    extents, offsets = _local_box(tensor)
+    strides = tuple(local(tensor).stride()) or row_major_strides(extents)
     for number, piece in pieces.items():
         low = [max(a, b) for a, b in zip(piece.offset, offsets, strict=True)]
         high = [min(a + n, b + m) for a, n, b, m in zip(piece.offset, piece.extent, offsets, extents, strict=True)]

@@ -6,11 +6,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from millrace.spec.lora import Lora
 from millrace.weights.plans.boxes import Boxes
 from millrace.weights.plans.layout import whole_layout
+from millrace.weights.plans.manifest import Content
 from millrace.weights.plans.memory import Memory, pack, pieces_in_message, unpack
 from millrace.weights.plans.sharded import plan
 from services.trainer.backends import build
+from services.trainer.protocol.backend import published
+from services.trainer.protocol.published import Published
 from services.trainer.ranks import collectives
 from tests.forked import CONTEXT
 from tests.services.trainer.backends.megatron import tiny
@@ -22,9 +26,14 @@ KINDS = ("qwen2", "qwen3_moe", "mixtral")
 def check(folder: Path, backend: str = "fsdp2", dtype: str = "bfloat16", **options: object) -> None:
     """Runs on every rank. The default process group carries the messages of a plan."""
     model = build(job_spec({"model": str(folder), "backend": backend, "options": options}), torch.device("cpu"))
-    memory = model.shards(dtype)
-    exported = dict(model.export(dtype))
-    assert memory is not None and memory.manifest.hash == model.manifest(dtype).hash
+    check_published(model, dtype)
+
+
+def check_published(source: Published, dtype: str) -> None:
+    """The shards of all ranks together are what is exported. A collective."""
+    memory = source.shards(dtype)
+    exported = dict(source.export(dtype))
+    assert memory is not None and memory.manifest.hash == source.manifest(dtype).hash
     manifest, target = memory.manifest, whole_layout(memory.manifest)
     everyone = [Boxes.decode(data) for data in collectives.gather_bytes(memory.layout.boxes.encode())]
     made = plan(manifest, everyone, [target.boxes], 4096)
@@ -48,11 +57,26 @@ def check(folder: Path, backend: str = "fsdp2", dtype: str = "bfloat16", **optio
             assert torch.equal(tensor, by_name[info.name]), info.name
 
 
+def check_adapter(folder: Path, targets: list[str] | None = None) -> None:
+    """The model without its adapter, and the adapter alone, before and after its values changed. A collective."""
+    spec = job_spec({"model": str(folder), "backend": "fsdp2", "options": {}})
+    lora = Lora(rank=3, alpha=6.0, target_modules=targets or "all-linear", merge=False)
+    model = build(spec.model_copy(update={"model": spec.model.model_copy(update={"lora": lora})}), torch.device("cpu"))
+    with torch.no_grad():
+        for round_ in range(2):
+            for tensor in model.state().values():
+                tensor.add_(0.25 + round_)
+            for content in (Content.BASE, Content.ADAPTER):
+                for dtype in ("bfloat16", "float32"):
+                    check_published(published(model, content), dtype)
+
+
 def on_rank(rank: int, store: str, folders: list[Path]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("cpu:gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
     for folder in folders:
         check(folder)
+    check_adapter(folders[0])
     dist.destroy_process_group()
 
 
@@ -67,6 +91,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 def test_one_rank(one_rank: torch.device, folders: list[Path]) -> None:
     for folder in folders:
         check(folder)
+    check_adapter(folders[0])
+    check_adapter(folders[1], ["q_proj", "o_proj"])
 
 
 @pytest.mark.slow
