@@ -70,9 +70,12 @@ class Replica:
                 except Exception as error:
                     self.state, self.failure = rollout_pb2.ENGINE_STATE_FAILED, str(error)
                     raise
-            assert self.engine is not None
+            assert self.engine is not None and self._receiver is not None
             return rollout_pb2.ConfigureRolloutResponse(
-                world_size=self.engine.world_size, dtype=self.engine.dtype, seconds=time.monotonic() - started
+                world_size=self.engine.world_size,
+                dtype=self.engine.dtype,
+                seconds=time.monotonic() - started,
+                has_base=self._receiver.has_base,
             )
 
     async def _enter_job(self, job_id: JobId, spec: JobSpec) -> None:

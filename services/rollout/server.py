@@ -11,6 +11,7 @@ import structlog
 from millrace.errors import BadRow
 from millrace.ids import JobId
 from millrace.weights.phases import PublicationId
+from millrace.weights.plans.manifest import Content
 from millrace.wire.arrays import pack_tokens
 from millrace.wire.v1 import rollout_pb2, rollout_pb2_grpc, trainer_pb2, work_pb2
 from services.rollout.replica import Replica
@@ -76,7 +77,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
     async def DescribeCopy(
         self, request: trainer_pb2.DescribeSendRequest, context: Context
     ) -> trainer_pb2.DescribeSendResponse:
-        return await self._to_its_end(self._replica.receiver(request.job_id).copies.describe())
+        copies = self._replica.receiver(request.job_id).copies
+        return await self._to_its_end(copies.describe(Content.of(request.content)))
 
     async def PrepareCopy(
         self, request: trainer_pb2.PrepareSendRequest, context: Context

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property, lru_cache
 
+from millrace.errors import InvalidState
 from millrace.wire.v1 import weights_pb2
 
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "int64": 8, "int32": 4, "uint8": 1}
@@ -36,8 +37,12 @@ class Content(Enum):
 
     @classmethod
     def of(cls, value: "weights_pb2.Content") -> "Content":
-        """The content that a message names. Raises ValueError for one that this release does not know."""
-        return cls(value or weights_pb2.CONTENT_MODEL)
+        """The content that a message names. Raises InvalidState for one that this release does not know."""
+        try:
+            return cls(value or weights_pb2.CONTENT_MODEL)
+        except ValueError:
+            what = f"this release publishes no content {value}."
+            raise InvalidState(what, "run the same release of millrace everywhere.") from None
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,8 @@ class Manifest:
 
     @classmethod
     def from_proto(cls, proto: weights_pb2.Manifest) -> "Manifest":
-        """Raises ValueError where the hash is not that of the tensors: another release computes it differently."""
+        """Raises ValueError where the hash is not that of the tensors: another release computes it differently.
+        Raises InvalidState for an unknown content."""
         return _read(proto.SerializeToString(deterministic=True))
 
 

@@ -163,23 +163,24 @@ class VersionedEngine(ABC):
             checksum_s=max(answer.checksum_s for answer in answers),
         )
 
-    async def commit(self, version: Version, cache_policy: CachePolicy) -> CommitReport:
+    async def commit(self, version: Version | None, cache_policy: CachePolicy) -> CommitReport:
         """See `EngineWeights`. From here on an abort does not end the pause."""
         incoming, began = self._incoming, self._half_written_since or time.perf_counter()
         self._incoming, self._half_written_since = None, 0.0
-        whole = False
+        served = False
         try:
             if incoming is None:
                 raise nothing_prepared()
             await self._enter_pause(cache_policy)
             placed = await self._ask(WorkerMethods.place, paused=True)
             _check_placed(placed)
-            self._weight_changes += 1
-            await self._label(version, _cache_key(version, self._weight_changes))
-            self._version = version
-            whole = True
+            if version is not None:
+                self._weight_changes += 1
+                await self._label(version, _cache_key(version, self._weight_changes))
+                self._version = version
+                served = True
         finally:
-            if not whole:
+            if not served:
                 await self._drop_version()
             await self._leave_pause()
         return CommitReport(

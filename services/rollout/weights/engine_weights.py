@@ -87,8 +87,9 @@ class EngineWeights(Protocol):
     async def received(self) -> ReceiveReport:
         """Waits for the last byte. Raises PublicationFailed where it does not come."""
 
-    async def commit(self, version: Version, cache_policy: CachePolicy) -> CommitReport:
-        """Pauses, keeping requests in flight, puts the received version in place, compares, resumes."""
+    async def commit(self, version: Version | None, cache_policy: CachePolicy) -> CommitReport:
+        """Pauses, keeping requests in flight, puts what was received in place, compares, resumes. `version` is served
+        from then on; None: nothing is, because what was received is only the base of an adapter."""
 
     async def abort_receive(self) -> None:
         """Ends what `prepare` began and frees its memory. Idempotent."""

@@ -11,11 +11,12 @@ from millrace.errors import InvalidState, PublicationFailed
 from millrace.ids import MemberId, Version
 from millrace.spec.rollout import CachePolicy
 from millrace.weights.phases import Phase, PublicationId, PublicationState
+from millrace.weights.plans.manifest import Content
 from millrace.weights.plans.wire_layouts import Planner
 from millrace.wire.v1 import rollout_pb2, weights_pb2
 from services.rollout.weights.engine_weights import CommitReport, EngineWeights, ReceiveReport
 from services.rollout.weights.expected import ExpectedMessages, expected
-from services.rollout.weights.sibling_copies import ServedVersion, SiblingCopies
+from services.rollout.weights.sibling_copies import ServedContent, ServedVersion, SiblingCopies
 from services.rollout.weights.transfer_request import NO_PLAN, TransferRequest
 
 log = structlog.get_logger(__name__)
@@ -60,7 +61,7 @@ class PublicationReceiver:
         self._committing: PublicationId | None = None
         self._closed = False
         self._turn = asyncio.Lock()
-        self._served: ServedVersion | None = None
+        self._in_place: dict[Content, ServedContent] = {}
         self.copies = SiblingCopies(engine, member_id, self._turn, self._copyable)
         """Copies of the served version to siblings."""
         self._prepared: _Prepared | None = None
@@ -92,6 +93,7 @@ class PublicationReceiver:
                 return b""
             self._preparing = publication
             try:
+                self._check_base(transfer.manifest.content)
                 await self.copies.give_way(publication)
                 messages = self._agreed(request, transfer)
                 transfer = replace(transfer, plan_hash=messages.plan_hash)
@@ -106,6 +108,17 @@ class PublicationReceiver:
             self._prepared = _Prepared(transfer, messages, time.perf_counter() - started)
             self._expire_after(request.deadline_s, publication)
             return messages.plan_hash
+
+    @property
+    def has_base(self) -> bool:
+        """Whether the base of the job's adapter is in place, so that publications need to bring the adapter only."""
+        return Content.BASE in self._in_place
+
+    def _check_base(self, content: Content) -> None:
+        """Raises PublicationFailed for an adapter whose base is not here."""
+        if content is Content.ADAPTER and not self.has_base:
+            what = f"{self._member_id} does not hold the base of the adapter."
+            raise PublicationFailed(what, "publish the base to it first.", (self._member_id,))
 
     def _agreed(self, request: rollout_pb2.PrepareReceiveRequest, transfer: TransferRequest) -> ExpectedMessages:
         """The messages that this replica receives. Raises PublicationFailed where the sender has another plan."""
@@ -154,17 +167,21 @@ class PublicationReceiver:
                 raise PublicationFailed(f"publication {publication.key} was aborted before its commit.")
             self._stop_clock()
             self._committing, whole = publication, False
+            assert self._prepared is not None
+            content = self._prepared.request.manifest.content
             try:
-                committed = await self._engine.commit(publication.version, self._cache_policy)
+                version = None if content is Content.BASE else publication.version
+                committed = await self._engine.commit(version, self._cache_policy)
                 whole = True
             except PublicationFailed as error:
                 raise self._with_culprit(error) from error
             finally:
                 self._committing = None
                 self._state = state if whole else self._state.fail()
-                self._serve(publication if whole else None)
+                self._placed(content, publication if whole else None)
             self._report = self._member_report(committed)
-            log.info(VERSION_COMMITTED, version=publication.version, pause_s=round(committed.pause_s, 4))
+            pause_s = round(committed.pause_s, 4)
+            log.info(VERSION_COMMITTED, version=publication.version, content=content.name.lower(), pause_s=pause_s)
             return self._report
 
     async def abort(self, publication: PublicationId, reason: str) -> None:
@@ -201,19 +218,32 @@ class PublicationReceiver:
         """Ends the transfer. Where a part of it is in place already, nothing can be served any more."""
         half_written = self._engine.half_written
         await self._engine.abort_receive()
-        if half_written:
-            self._serve(None)
+        if half_written and self._prepared is not None:
+            self._placed(self._prepared.request.manifest.content, None)
 
-    def _serve(self, publication: PublicationId | None) -> None:
-        """From now on `publication` is in place; None: no whole version."""
-        self._served = None
+    def _placed(self, content: Content, publication: PublicationId | None) -> None:
+        """From now on `publication` is in place; None: parts of two versions are. An adapter leaves its base as it
+        is; whatever else is written leaves nothing of what was there."""
+        if content is Content.ADAPTER:
+            self._in_place.pop(content, None)
+        else:
+            self._in_place.clear()
         if publication is not None and self._prepared is not None:
-            self._served = ServedVersion(publication, self._prepared.request.manifest)
-        self._on_version(publication.version if publication is not None else None)
+            self._in_place[content] = ServedContent(publication, self._prepared.request.manifest)
+        served = self._served
+        self._on_version(served.version if served is not None else None)
+
+    @property
+    def _served(self) -> PublicationId | None:
+        """The publication whose version is served."""
+        found = self._in_place.get(Content.MODEL) or self._in_place.get(Content.ADAPTER)
+        return None if found is None else found.publication
 
     def _copyable(self) -> ServedVersion | None:
         """The version that is served, unless a publication is about to change it."""
-        return None if self._state.phase in UNFINISHED else self._served
+        if self._state.phase in UNFINISHED or (served := self._served) is None:
+            return None
+        return ServedVersion(served.job, served.version, dict(self._in_place))
 
     def _with_culprit(self, error: PublicationFailed) -> PublicationFailed:
         """The same error, with this member as the culprit where none is named."""

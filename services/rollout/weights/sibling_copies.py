@@ -3,17 +3,17 @@
 import asyncio
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import structlog
 from torch.distributed import TCPStore
 
 from millrace.errors import Fenced, InvalidState, PublicationFailed
-from millrace.ids import MemberId
+from millrace.ids import JobId, MemberId, Version
 from millrace.weights.phases import Phase, PublicationId, PublicationState
 from millrace.weights.plans import wire_layouts
-from millrace.weights.plans.manifest import Manifest
+from millrace.weights.plans.manifest import Content, Manifest
 from millrace.weights.plans.sharded import ShardedPlan
 from millrace.weights.transfer.channels.rendezvous import serve_store
 from millrace.wire.address import host_address
@@ -25,12 +25,20 @@ log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class ServedVersion:
-    """A version that may be copied."""
+class ServedContent:
+    """What one publication has put in place."""
 
     publication: PublicationId
-    """The publication that put it in place."""
     manifest: Manifest
+
+
+@dataclass(frozen=True)
+class ServedVersion:
+    """A version that may be copied: the model, or an adapter and its base."""
+
+    job: JobId
+    version: Version
+    contents: Mapping[Content, ServedContent]
 
 
 @dataclass(frozen=True)
@@ -64,9 +72,10 @@ class SiblingCopies:
         self._deadline: asyncio.TimerHandle | None = None
         self._expiry: asyncio.Task[None] | None = None
 
-    async def describe(self) -> trainer_pb2.DescribeSendResponse:
-        """The manifest, and the boxes of each worker. Raises InvalidState where nothing can be copied now."""
-        served = self._served()
+    async def describe(self, content: Content) -> trainer_pb2.DescribeSendResponse:
+        """The manifest of `content`, and the boxes of each worker. Raises InvalidState where it cannot be copied
+        now."""
+        _, served = self._served(content)
         boxes = await self._engine.describe(served.manifest)
         return trainer_pb2.DescribeSendResponse(
             manifest=served.manifest.to_proto(), layouts=wire_layouts.encode(boxes), gpu=self._engine.device != "cpu"
@@ -79,10 +88,10 @@ class SiblingCopies:
             state = self._state.advance(publication, Phase.PREPARE)
             if state is self._state and self._prepared is not None:
                 return self._prepared.answer
-            served = self._served()
-            if (publication.job, publication.version) != (served.publication.job, served.publication.version):
-                key = served.publication.key
-                what = f"copy {publication.key} is of another version than {self._member_id} serves: {key}."
+            version, served = self._served(Content.of(request.content))
+            if (publication.job, publication.version) != (version.job, version.version):
+                serves = f"{version.job}/{version.version}"
+                what = f"copy {publication.key} is of another version than {self._member_id} serves: {serves}."
                 raise Fenced(what, "copy from another replica, or publish the version.")
             if request.path != weights_pb2.PATH_SHARDED:
                 raise InvalidState(f"a replica sends by no path {request.path}.", "let the trainer publish.")
@@ -97,14 +106,15 @@ class SiblingCopies:
             return prepared.answer
 
     async def _make_ready(
-        self, request: trainer_pb2.PrepareSendRequest, served: ServedVersion, began: float
+        self, request: trainer_pb2.PrepareSendRequest, served: ServedContent, began: float
     ) -> _Prepared:
-        manifest, key = served.manifest, PublicationId.from_proto(request.publication).key
+        manifest, copy = served.manifest, PublicationId.from_proto(request.publication)
+        key = copy.key
         plan = await asyncio.to_thread(wire_layouts.Planner().plan, manifest, request.sides)
         store, port = serve_store(host_address(), plan.world_size, request.deadline_s)
         transfer = TransferRequest(
             key=key,
-            version=served.publication.version,
+            version=copy.version,
             manifest=manifest,
             host=host_address(),
             port=port,
@@ -187,11 +197,12 @@ class SiblingCopies:
             if not sending.cancelled() and (error := sending.exception()) is not None:
                 log.warning("a copy ended early", error=str(error))
 
-    def _served(self) -> ServedVersion:
-        if (served := self._copyable()) is None:
+    def _served(self, content: Content) -> tuple[ServedVersion, ServedContent]:
+        """The version that is served, and the part of it that `content` names."""
+        if (served := self._copyable()) is None or content not in served.contents:
             what = f"{self._member_id} serves no version that can be copied now."
             raise InvalidState(what, "copy from another replica, or publish the version.")
-        return served
+        return served, served.contents[content]
 
     def _expire_after(self, seconds: float, publication: PublicationId) -> None:
         """Ends the copy after `seconds`, even where nobody calls again."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from millrace.weights.plans.manifest import Content
 from millrace.wire.v1 import rollout_pb2, trainer_pb2, weights_pb2, work_pb2
 from tests.peak_memory import Peak
 from tests.services.rollout.coordinator import JOB, configure, status
@@ -58,7 +59,7 @@ def test_odd_messages(tied_model: Path, each: int, capfd: pytest.CaptureFixture[
             spec = job_spec(tied_model)
             await stack.serve(spec)
             receiver = stack.replica.receiver(JOB)
-            served = receiver.copies._served()
+            _, served = receiver.copies._served(Content.MODEL)
             messages = valid(spec.model_dump_json(), served.manifest.to_proto())
             tried = [method for method in methods_of("Rollout") if method.name != "Drain"]
             peak = Peak()

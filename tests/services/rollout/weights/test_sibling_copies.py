@@ -12,6 +12,7 @@ import torch
 
 from millrace.errors import Fenced, InvalidState, PublicationFailed
 from millrace.weights.plans import wire_layouts
+from millrace.weights.plans.manifest import Content
 from millrace.weights.transfer.channels.channel import Channel, ChannelMessage, PendingExchange
 from millrace.weights.transfer.pipeline import SendPipeline
 from millrace.wire.methods import RolloutRpc
@@ -80,12 +81,22 @@ def play(model: Path, scenario: Scenario) -> None:
 class Copy:
     """A copy, phase by phase, as the coordinator has it made."""
 
-    def __init__(self, sibling: Stack, late: Stack, *, version: int = 1, attempt: int = 5, deadline_s: float = 20.0):
-        self.sibling, self.late, self.deadline_s = sibling, late, deadline_s
+    def __init__(
+        self,
+        sibling: Stack,
+        late: Stack,
+        *,
+        version: int = 1,
+        attempt: int = 5,
+        deadline_s: float = 20.0,
+        content: Content = Content.MODEL,
+    ):
+        self.sibling, self.late, self.deadline_s, self.content = sibling, late, deadline_s, content.value
         self.ref = weights_pb2.PublicationRef(job_id=JOB, version=version, epoch=1, attempt=attempt)
 
     async def prepare(self) -> None:
-        told = await self.sibling.peer.call(RolloutRpc.DescribeCopy, trainer_pb2.DescribeSendRequest(job_id=JOB))
+        describe = trainer_pb2.DescribeSendRequest(job_id=JOB, content=self.content)
+        told = await self.sibling.peer.call(RolloutRpc.DescribeCopy, describe)
         request = rollout_pb2.DescribeReceiveRequest(job_id=JOB, manifest=told.manifest)
         wanted = await self.late.peer.call(RolloutRpc.DescribeWeights, request)
         both = weights_pb2.Sides(senders=told.layouts, receivers=wanted.layouts, message_bytes=16384)
@@ -98,6 +109,7 @@ class Copy:
             dtype="float32",
             deadline_s=self.deadline_s,
             sides=both,
+            content=self.content,
         )
         prepared = await self.sibling.peer.call(RolloutRpc.PrepareCopy, send)
         assert prepared.rendezvous.passing
