@@ -21,6 +21,8 @@ from millrace.rest import Figure, JobState, WaitingFor, WarningCause
 PublicationPhase = Literal["prepare", "transfer", "verify", "commit"]
 Source = Literal["trainer", "sibling"]
 """Who sends the weights: the trainer, or a replica that serves them already."""
+PublishedContent = Literal["model", "base", "adapter"]
+"""What a publication consists of, as `Content` of the manifest."""
 
 
 class EventKind(StrEnum):
@@ -223,6 +225,11 @@ class PublicationDone(EventData):
     version: int
     epoch: int
     attempt: int
+    content: PublishedContent = Field(
+        "model",
+        description="model: the whole model. adapter: the adapter alone. base: the model without its adapter, which a"
+        " replica gets once and does not serve until the adapter follows.",
+    )
     source: Source
     failures: int = Field(description="Failed attempts before this one.")
     seconds: Figure = Field(description="Duration of the whole publication, failed attempts included.")

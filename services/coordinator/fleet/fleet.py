@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import structlog
 
@@ -218,6 +218,13 @@ class Fleet:
         """The members have verified these weights and serve them."""
         for member in members:
             member.weights, member.weights_at, member.failures = weights, time.monotonic(), 0
+        await self._store.members.put_all({member.id: member.to_json() for member in members})
+
+    async def hold_base(self, *members: Member) -> None:
+        """The members have verified the base of their job's adapter. They do not serve it alone."""
+        for member in members:
+            if member.configured is not None:
+                member.configured = replace(member.configured, has_base=True)
         await self._store.members.put_all({member.id: member.to_json() for member in members})
 
     # Reading, and calling members.

@@ -11,6 +11,7 @@ import structlog
 from millrace import events
 from millrace.errors import MillraceError, PublicationFailed
 from millrace.weights.phases import PublicationId
+from millrace.weights.plans.manifest import Content
 from millrace.wire.method import Request, Response, Unary
 from millrace.wire.methods import RolloutRpc
 from millrace.wire.v1 import rollout_pb2, trainer_pb2, weights_pb2
@@ -31,6 +32,8 @@ class Attempt:
     """The state of one attempt. Its calls name the member that fails as the culprit."""
 
     ref: weights_pb2.PublicationRef
+    content: Content
+    """What is sent."""
     receivers: list[Member]
     deadline: float
     """A time of the event loop's clock."""

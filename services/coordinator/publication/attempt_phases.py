@@ -3,6 +3,7 @@
 import asyncio
 
 from millrace.errors import PublicationFailed
+from millrace.weights.plans.manifest import Content
 from millrace.wire.methods import RolloutRpc
 from millrace.wire.v1 import rollout_pb2, trainer_pb2, weights_pb2
 from services.coordinator.publication.attempt import Attempt
@@ -97,5 +98,8 @@ async def _commit(job: JobRecord, attempt: Attempt) -> list[weights_pb2.MemberRe
     limit_s = max(attempt.left_s, min(job.spec.deadlines.publication_s, COMMIT_S))
     answers = await attempt.ask_remaining(RolloutRpc.CommitPublication, request, limit_s)
     serving = [member for member in attempt.receivers if member.id in answers and not member.gone.is_set()]
-    await attempt.fleet.hold(Weights(job.id, job.lineage, job.version), *serving)
+    if attempt.content is Content.BASE:
+        await attempt.fleet.hold_base(*serving)
+    else:
+        await attempt.fleet.hold(Weights(job.id, job.lineage, job.version), *serving)
     return [answer.report for answer in answers.values()]

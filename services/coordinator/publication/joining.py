@@ -122,7 +122,7 @@ class Joining:
             await self._configuration_failed(member, error)
         else:
             await self._accept()
-            made = Configured(self.job.id, answer.world_size, answer.dtype, self.job.spec_digest)
+            made = Configured(self.job.id, answer.world_size, answer.dtype, self.job.spec_digest, answer.has_base)
             await self._fleet.configured(member, made)
             message = f"{member.id} ({member.engine}) is ready for the job after {time.monotonic() - started:.1f} s"
             payload = events.MemberConfigured(member=member.id, engine=member.engine)

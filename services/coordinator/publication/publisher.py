@@ -6,9 +6,10 @@ that fails later is taken out alone. It joins again with a publication, or a cop
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from millrace.errors import PublicationFailed
+from millrace.weights.plans.manifest import Content
 from millrace.wire.v1 import weights_pb2
 from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.fleet.trainer import Trainer, TrainerLost
@@ -24,6 +25,7 @@ from services.coordinator.state.job import JobRecord
 from services.coordinator.state.member import Member
 from services.coordinator.store import Store
 
+Layouts = Mapping[Content, MemberLayouts]
 BLAMELESS_FAILURES = 3
 """A publication fails for good after so many attempts that failed without a receiver as the culprit."""
 
@@ -39,7 +41,7 @@ class Publisher:
         self._trainer = trainer
         self._events = events
         self._prometheus = prometheus
-        self._layouts = MemberLayouts()
+        self._layouts = _no_layouts()
         self.publishing = False
         """Whether the trainer is sending."""
         self._copying: asyncio.Task[PublicationReport] | None = None
@@ -59,7 +61,7 @@ class Publisher:
                 self._copying.cancel()
                 await asyncio.wait([self._copying])
             sender = TrainerSender(self._trainer)
-            return await self._run(job, receivers, sender, self._layouts, BLAMELESS_FAILURES)
+            return await self._send(job, receivers, sender, self._layouts, BLAMELESS_FAILURES)
         finally:
             self.publishing = False
 
@@ -70,7 +72,7 @@ class Publisher:
         if self.publishing or self._copying is not None:
             return None
         sender = SiblingSender(sibling, self._fleet)
-        copying = self._copying = asyncio.create_task(self._run(job, receivers, sender, MemberLayouts(), 1))
+        copying = self._copying = asyncio.create_task(self._send(job, receivers, sender, _no_layouts(), 1))
         try:
             await asyncio.wait([copying])
             return None if copying.cancelled() else copying.result()
@@ -78,22 +80,46 @@ class Publisher:
             copying.cancel()
             self._copying = None
 
+    async def _send(
+        self, job: JobRecord, receivers: Sequence[Member], sender: Sender, layouts: Layouts, tries: int
+    ) -> PublicationReport:
+        """Brings the version to `receivers`: the model; or the adapter, to receivers without its base after the base.
+        Those that have the base do not wait for the others. The report is that of the model, or of the adapter of those
+        who got it first, with the seconds of all."""
+        if not job.spec.model.publishes_adapter:
+            return await self._run(job, Content.MODEL, receivers, sender, layouts, tries)
+        started = time.monotonic()
+        having, lacking = [m for m in receivers if _has_base(m)], [m for m in receivers if not _has_base(m)]
+        reports = []
+        if having:
+            reports.append(await self._run(job, Content.ADAPTER, having, sender, layouts, tries))
+        if lacking:
+            await self._run(job, Content.BASE, lacking, sender, layouts, tries)
+            reports.append(await self._run(job, Content.ADAPTER, lacking, sender, layouts, tries))
+        return reports[0].lasting(time.monotonic() - started)
+
     async def _run(
-        self, job: JobRecord, receivers: Sequence[Member], sender: Sender, layouts: MemberLayouts, tries: int
+        self,
+        job: JobRecord,
+        content: Content,
+        receivers: Sequence[Member],
+        sender: Sender,
+        layouts: Layouts,
+        tries: int,
     ) -> PublicationReport:
         """Attempts until one succeeds, or no receiver is left. The last of `tries` failures without a culprit is
         raised."""
         started, failures, blameless = time.monotonic(), 0, 0
-        while left := [m for m in receivers if m.ready_for(job.id)]:
-            attempt = await self._new_attempt(job, left, sender)
+        while left := [m for m in receivers if _can_receive(m, job, content)]:
+            attempt = await self._new_attempt(job, content, left, sender)
             try:
-                reports = await run_phases(job, attempt, layouts)
+                reports = await run_phases(job, attempt, layouts[content])
             except TrainerLost as error:
                 await attempt.abort(left, error.what)
                 raise
             except PublicationFailed as error:
                 culprits = attempt.culprits(error)
-                layouts.forget()
+                layouts[content].forget()
                 await self._attempt_failed(job, attempt, error, culprits)
                 failures += 1
                 blameless += not culprits
@@ -109,11 +135,11 @@ class Publisher:
                 return await self._succeeded(job, attempt, reports, time.monotonic() - started, failures)
         return PublicationReport.without_receivers(job.version)
 
-    async def _new_attempt(self, job: JobRecord, receivers: list[Member], sender: Sender) -> Attempt:
+    async def _new_attempt(self, job: JobRecord, content: Content, receivers: list[Member], sender: Sender) -> Attempt:
         number = await self._store.jobs.next_attempt(job.id)
         ref = weights_pb2.PublicationRef(job_id=job.id, version=job.version, epoch=self._fleet.epoch, attempt=number)
         deadline = asyncio.get_running_loop().time() + job.spec.deadlines.publication_s
-        return Attempt(ref, receivers, deadline, self._fleet, sender, self._background)
+        return Attempt(ref, content, receivers, deadline, self._fleet, sender, self._background)
 
     async def _attempt_failed(
         self, job: JobRecord, attempt: Attempt, error: PublicationFailed, culprits: Sequence[Member]
@@ -142,8 +168,23 @@ class Publisher:
             await self._fleet.cut(member, why)
         await attempt.finish("; ".join(f"{member} failed in {why}" for member, (_, why) in attempt.cut.items()))
         source = attempt.sender.source
-        report = PublicationReport.of(attempt.ref, source, reports, attempt.phase_seconds, seconds, failures)
+        report = PublicationReport.of(
+            attempt.ref, attempt.content, source, reports, attempt.phase_seconds, seconds, failures
+        )
         await self._store.records(job.id).add_publication(report.to_json())
         self._prometheus.published(job.id, source, "done", attempt.phase_seconds, report.bytes, report.pauses)
         await self._events.add(job.id, report.done, str(report))
         return report
+
+
+def _no_layouts() -> Layouts:
+    return {content: MemberLayouts() for content in Content}
+
+
+def _has_base(member: Member) -> bool:
+    return member.configured is not None and member.configured.has_base
+
+
+def _can_receive(member: Member, job: JobRecord, content: Content) -> bool:
+    """Whether the member still takes part: it may have failed and been configured again meanwhile."""
+    return member.ready_for(job.id) and (content is not Content.ADAPTER or _has_base(member))

@@ -1,12 +1,24 @@
 """What one publication moved, and how long each member took."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from millrace.events import MemberTransfer, PublicationDone, Source
+from millrace.events import MemberTransfer, PublicationDone, PublishedContent, Source
 from millrace.ids import MemberId, Version
+from millrace.weights.plans.manifest import Content
 from millrace.wire.v1 import weights_pb2
+
+CONTENTS: Mapping[Content, PublishedContent] = {
+    Content.MODEL: "model",
+    Content.BASE: "base",
+    Content.ADAPTER: "adapter",
+}
+WORDS: Mapping[PublishedContent, str] = {
+    "model": "",
+    "base": "the model without its adapter for ",
+    "adapter": "the adapter of ",
+}
 
 
 @dataclass(frozen=True)
@@ -29,6 +41,7 @@ class PublicationReport:
     def of(
         cls,
         ref: weights_pb2.PublicationRef,
+        content: Content,
         source: Source,
         reports: Sequence[weights_pb2.MemberReport],
         phases: Mapping[str, float],
@@ -42,6 +55,7 @@ class PublicationReport:
                 version=ref.version,
                 epoch=ref.epoch,
                 attempt=ref.attempt,
+                content=CONTENTS[content],
                 source=source,
                 failures=failures,
                 seconds=seconds,
@@ -49,6 +63,10 @@ class PublicationReport:
                 members=[_member_transfer(report) for report in reports],
             )
         )
+
+    def lasting(self, seconds: float) -> Self:
+        """The same report of a publication that took so long altogether."""
+        return replace(self, done=self.done.model_copy(update={"seconds": seconds}))
 
     @property
     def receivers(self) -> Sequence[MemberTransfer]:
@@ -88,9 +106,10 @@ class PublicationReport:
     def __str__(self) -> str:
         longest = max(self.pauses, default=0.0)
         origin = f" from {self.done.members[0].member}" if self.done.source == "sibling" else ""
+        what = f"{WORDS[self.done.content]}version {self.done.version}"
         return (
-            f"version {self.done.version} reached {len(self.receivers)} replica(s){origin} in {self.done.seconds:.3f} "
-            f"s: {self.bytes / 1e6:.1f} MB, longest pause {longest:.3f} s"
+            f"{what} reached {len(self.receivers)} replica(s){origin} in {self.done.seconds:.3f} s: "
+            f"{self.bytes / 1e6:.1f} MB, longest pause {longest:.3f} s"
         )
 
 

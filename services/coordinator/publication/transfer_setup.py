@@ -56,6 +56,7 @@ class TransferSetup:
             deadline_s=attempt.sender_s,
             sides=self.layouts,
             gpu=self.gpu,
+            content=attempt.content.value,
         )
 
     def prepare_receive(
@@ -92,8 +93,8 @@ class JoinedLayouts:
 
 
 class MemberLayouts:
-    """The layouts of the members, from which it chooses each attempt's setup. Each member is asked once: a layout stays
-    the same as long as member, job and manifest do."""
+    """The members' layouts for one content, from which it chooses each attempt's setup. Each member is asked once: a
+    layout stays the same as long as member, job and manifest do."""
 
     def __init__(self) -> None:
         self._sender: tuple[str, str, str, trainer_pb2.DescribeSendResponse] | None = None
@@ -147,7 +148,9 @@ class MemberLayouts:
     async def _described_sender(self, attempt: Attempt, dtype: str) -> trainer_pb2.DescribeSendResponse:
         key = (attempt.sender.id, attempt.ref.job_id, dtype)
         if self._sender is None or self._sender[:3] != key:
-            request = trainer_pb2.DescribeSendRequest(job_id=attempt.ref.job_id, dtype=dtype)
+            request = trainer_pb2.DescribeSendRequest(
+                job_id=attempt.ref.job_id, dtype=dtype, content=attempt.content.value
+            )
             self._sender = (*key, await attempt.ask_sender(attempt.sender.methods.describe, request))
         return self._sender[3]
 

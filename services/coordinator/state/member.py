@@ -35,6 +35,8 @@ class Configured:
     dtype: str
     spec: str = ""
     """Digest of the job's spec at that time. A resumed job may have another one."""
+    has_base: bool = False
+    """Whether the engine holds the base of the job's adapter: publications bring it the adapter only."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from millrace.weights.plans import wire_layouts
 from millrace.weights.plans.boxes import Boxes
 from millrace.weights.plans.gather_broadcast import gather_broadcast
 from millrace.weights.plans.layout import most_dims, whole_layout
-from millrace.weights.plans.manifest import Manifest, TensorInfo
+from millrace.weights.plans.manifest import Content, Manifest, TensorInfo
 from millrace.wire.arrays import pack_logprobs, pack_tokens
 from millrace.wire.channel import PROTOCOL_VERSION, Peer
 from millrace.wire.methods import FleetRpc, WorkRpc
@@ -42,8 +42,13 @@ HALVES = [Boxes.of([(0, (start,), (4,))], most_dims(MANIFEST)) for start in (0, 
 Fault = Callable[[object], Awaitable[None]]
 
 
-def _plan_hash(of: weights_pb2.Sides | None, world_size: int) -> bytes:
-    return gather_broadcast(MANIFEST, world_size).hash if of is None else wire_layouts.Planner().plan(MANIFEST, of).hash
+def _manifest(content: "weights_pb2.Content") -> Manifest:
+    """Every content has the same tensor here."""
+    return Manifest(MANIFEST.tensors, Content.of(content))
+
+
+def _plan_hash(of: weights_pb2.Sides | None, world_size: int, manifest: Manifest) -> bytes:
+    return gather_broadcast(manifest, world_size).hash if of is None else wire_layouts.Planner().plan(manifest, of).hash
 
 
 class Faults(dict[str, Fault]):
@@ -171,6 +176,8 @@ class SimulatedTrainer(Member, trainer_pb2_grpc.TrainerServicer):
         self.last: trainer_pb2.StepResponse | None = None
         self.paths: list[int] = []
         """Of every publication that was prepared."""
+        self.sent: list[tuple[Content, list[str]]] = []
+        """Of every publication that was prepared: what, and to whom."""
         self._stepping = asyncio.Lock()
 
     def servicers(self) -> Mapping[str, Callable[..., None]]:
@@ -228,7 +235,8 @@ class SimulatedTrainer(Member, trainer_pb2_grpc.TrainerServicer):
     async def DescribeWeights(self, request, context):
         await self.faults.strike("DescribeWeights", request)
         self._check(request.job_id)
-        return trainer_pb2.DescribeSendResponse(manifest=MANIFEST.to_proto(), layouts=wire_layouts.encode(HALVES))
+        manifest = _manifest(request.content).to_proto()
+        return trainer_pb2.DescribeSendResponse(manifest=manifest, layouts=wire_layouts.encode(HALVES))
 
     async def PreparePublication(self, request, context):
         await self.faults.strike("PreparePublication", request)
@@ -239,11 +247,13 @@ class SimulatedTrainer(Member, trainer_pb2_grpc.TrainerServicer):
         first = len(HALVES) if sharded else 1
         assert [receiver.first_rank for receiver in request.receivers][:1] == [first]
         self.paths.append(request.path)
+        manifest = _manifest(request.content)
+        self.sent.append((manifest.content, [receiver.member_id for receiver in request.receivers]))
         world_size = first + sum(receiver.world_size for receiver in request.receivers)
         return trainer_pb2.PrepareSendResponse(
-            manifest=MANIFEST.to_proto(),
+            manifest=manifest.to_proto(),
             rendezvous=weights_pb2.Rendezvous(host="127.0.0.1", port=1, world_size=world_size),
-            plan_hash=_plan_hash(request.sides if sharded else None, world_size),
+            plan_hash=_plan_hash(request.sides if sharded else None, world_size, manifest),
         )
 
     async def TransferPublication(self, request, context):
@@ -333,7 +343,9 @@ class SimulatedReplica(Member, rollout_pb2_grpc.RolloutServicer):
         self.finished: list[tuple[int, str]] = []
         """Attempts of copies that were called over, and the failures."""
         self.dying: asyncio.Task[None] | None = None
-        self._incoming = -1
+        self.in_place: set[Content] = set()
+        """The contents that were committed since it was configured for this job."""
+        self._incoming, self._content = -1, Content.MODEL
         self._chance = random.Random(0)
 
     def servicers(self) -> Mapping[str, Callable[..., None]]:
@@ -349,8 +361,10 @@ class SimulatedReplica(Member, rollout_pb2_grpc.RolloutServicer):
         await self.faults.strike("Configure", request)
         self.configured.append(request.job_id)
         if self.configured[-2:-1] != [request.job_id]:
-            self.version = -1
-        return rollout_pb2.ConfigureRolloutResponse(world_size=1, dtype=self.dtype, seconds=0.0)
+            self.version, self.in_place = -1, set()
+        return rollout_pb2.ConfigureRolloutResponse(
+            world_size=1, dtype=self.dtype, seconds=0.0, has_base=Content.BASE in self.in_place
+        )
 
     async def DescribeWeights(self, request, context):
         await self.faults.strike("DescribeWeights", request)
@@ -365,7 +379,10 @@ class SimulatedReplica(Member, rollout_pb2_grpc.RolloutServicer):
         self.told_whole.append(whole)
         if whole:
             sharded = request.path == weights_pb2.PATH_SHARDED
-            self.agreed = _plan_hash(request.sides if sharded else None, request.rendezvous.world_size)
+            manifest = Manifest.from_proto(request.manifest)
+            self._content = manifest.content
+            assert self._content is not Content.ADAPTER or Content.BASE in self.in_place
+            self.agreed = _plan_hash(request.sides if sharded else None, request.rendezvous.world_size, manifest)
         elif request.plan_hash != self.agreed:
             return rollout_pb2.PrepareReceiveResponse()
         return rollout_pb2.PrepareReceiveResponse(plan_hash=self.plan_hash or self.agreed)
@@ -382,8 +399,10 @@ class SimulatedReplica(Member, rollout_pb2_grpc.RolloutServicer):
 
     async def CommitPublication(self, request, context):
         await self.faults.strike("CommitPublication", request)
-        self.version = self._incoming
-        self.publications.append(self.version)
+        self.in_place.add(self._content)
+        if self._content is not Content.BASE:
+            self.version = self._incoming
+            self.publications.append(self.version)
         report = weights_pb2.MemberReport(member_id=self.id, bytes=MANIFEST.bytes, apply_s=0.01, pause_s=0.005)
         report.loader_names.append("model.norm.weight")
         return rollout_pb2.CommitReceiveResponse(report=report)
@@ -397,7 +416,8 @@ class SimulatedReplica(Member, rollout_pb2_grpc.RolloutServicer):
     async def DescribeCopy(self, request, context):
         await self.faults.strike("DescribeCopy", request)
         layouts = wire_layouts.encode([whole_layout(MANIFEST).boxes] if self.describes else [])
-        return trainer_pb2.DescribeSendResponse(manifest=MANIFEST.to_proto(), layouts=layouts)
+        assert Content.of(request.content) in self.in_place
+        return trainer_pb2.DescribeSendResponse(manifest=_manifest(request.content).to_proto(), layouts=layouts)
 
     async def PrepareCopy(self, request, context):
         await self.faults.strike("PrepareCopy", request)
@@ -406,9 +426,9 @@ class SimulatedReplica(Member, rollout_pb2_grpc.RolloutServicer):
         assert [receiver.first_rank for receiver in request.receivers][:1] == [1]
         world_size = 1 + sum(receiver.world_size for receiver in request.receivers)
         return trainer_pb2.PrepareSendResponse(
-            manifest=MANIFEST.to_proto(),
+            manifest=_manifest(request.content).to_proto(),
             rendezvous=weights_pb2.Rendezvous(host="127.0.0.1", port=1, world_size=world_size, passing=True),
-            plan_hash=_plan_hash(request.sides, world_size),
+            plan_hash=_plan_hash(request.sides, world_size, _manifest(request.content)),
         )
 
     async def TransferCopy(self, request, context):
