@@ -21,7 +21,7 @@ from millrace.spec import JobSpec
 from millrace.spec.trainer import Role
 from millrace.weights.plans.manifest import Manifest, TensorInfo
 from millrace.weights.plans.memory import Memory
-from services.trainer.backends.fsdp2 import attention, export, head, shards
+from services.trainer.backends.fsdp2 import attention, head
 from services.trainer.backends.fsdp2.adapted import ModuleAdapter, adapters_off
 from services.trainer.backends.fsdp2.attention import packing
 from services.trainer.backends.fsdp2.critic import Fsdp2Critic
@@ -29,7 +29,8 @@ from services.trainer.backends.fsdp2.flops import sequence_cost
 from services.trainer.backends.fsdp2.logits import token_scores
 from services.trainer.backends.fsdp2.model import Sharding, decoder_layers, load_config, policy
 from services.trainer.backends.fsdp2.offload.activations import ActivationOffload
-from services.trainer.backends.fsdp2.parts import parts
+from services.trainer.backends.fsdp2.published import export, shards
+from services.trainer.backends.fsdp2.published.parts import parts
 from services.trainer.backends.fsdp2.sharded_model import ShardedModel
 from services.trainer.backends.head import WantedTokens
 from services.trainer.protocol.backend import DataParallel, LossFn, Output, TokenScores

@@ -14,7 +14,6 @@ from millrace.errors import refused
 from millrace.spec import JobSpec
 from millrace.spec.model import Model
 from millrace.weights.plans.manifest import TensorInfo
-from services.trainer.backends.fsdp2 import export
 from services.trainer.backends.fsdp2.attention import packing
 from services.trainer.backends.fsdp2.flops import sequence_cost
 from services.trainer.backends.fsdp2.model import (
@@ -26,6 +25,7 @@ from services.trainer.backends.fsdp2.model import (
     shard_model,
 )
 from services.trainer.backends.fsdp2.offload.activations import ActivationOffload
+from services.trainer.backends.fsdp2.published import export
 from services.trainer.backends.fsdp2.sharded_model import ShardedModel
 from services.trainer.checkpoints.value_head import FIELD, WEIGHT, config_changes, stored_head
 from services.trainer.protocol.backend import Output, ValueLossFn

@@ -13,7 +13,7 @@ from millrace.weights.plans.manifest import Content, Manifest
 from millrace.weights.plans.memory import Memory
 from millrace.weights.plans.views import ViewedBox, viewed_box
 from services.trainer.backends.fsdp2.adapted import model_tensors
-from services.trainer.backends.fsdp2.export import manifest
+from services.trainer.backends.fsdp2.published.export import manifest
 
 
 def shards(module: nn.Module, dtype: str, content: Content = Content.MODEL) -> Memory | None:
