@@ -132,5 +132,6 @@ DESCRIPTOR = BackendDescriptor(
         ),
     },
     replays_experts=True,
+    trains_adapters=True,
     page="docs/megatron.md#options",
 )

@@ -4,12 +4,13 @@ from millrace.batching.cost import AttentionLayer, SequenceCost
 from millrace.megatron.architectures.shape import LatentAttention, ModelShape
 
 
-def sequence_cost(shape: ModelShape) -> SequenceCost:
-    """Training FLOPs by sequence length. Only the experts that a token is sent to count."""
+def sequence_cost(shape: ModelShape, adapters: int = 0) -> SequenceCost:
+    """Training FLOPs by sequence length. Only the experts that a token is sent to count. `adapters` is the number of
+    parameters of adapters."""
     query_dim = shape.head_dim if shape.latent is None else shape.latent.plain_dim + shape.latent.rotary_dim
     value_dim = shape.head_dim if shape.latent is None else shape.latent.value_dim
     layer = AttentionLayer(shape.heads * query_dim, shape.heads * value_dim)
-    return SequenceCost.of_model(active_parameters(shape), [layer] * shape.layers)
+    return SequenceCost.of_model(active_parameters(shape) + adapters, [layer] * shape.layers)
 
 
 def active_parameters(shape: ModelShape) -> int:

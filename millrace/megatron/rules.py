@@ -19,6 +19,8 @@ def check_submission(spec: JobSpec) -> None:
     options, critic = parse(spec.trainer.backend_options), spec.algorithm.critic
     check(options, shape := read_shape(Path(spec.model.path)), None, cuda=True)
     _check_replay(spec, options, shape)
+    if mistakes := [*_adapters(spec, options)]:
+        raise InvalidJob.of(mistakes)
     if critic is not None and critic.path is not None:
         check(options, read_shape(Path(critic.path), "algorithm.critic.path"), None, cuda=True)
 
@@ -34,6 +36,21 @@ def _check_replay(spec: JobSpec, options: MegatronOptions, shape: ModelShape) ->
         reason = "with algorithm.router_replay, experts recomputed separately would not get the engine's choices"
         fix = "set granularity to full, leave moe out of the modules, or leave algorithm.router_replay out."
         raise refused("trainer.backend_options.recompute.modules", list(recompute.modules), reason, fix)
+
+
+def _adapters(spec: JobSpec, o: MegatronOptions) -> Iterator[Mistake]:
+    """What a job with an adapter cannot have."""
+    if (lora := spec.model.lora) is None:
+        return
+    if lora.dora:
+        fix = "leave it out, or set trainer.backend to fsdp2."
+        yield wrong_value("model.lora.dora", True, "the megatron backend trains no magnitudes of weights", fix)
+    if o.offload_reference:
+        reason = "with model.lora the reference is the model without its adapter, and takes no memory"
+        yield _broken("offload_reference", True, reason, "leave it out")
+    if o.experts.bias_update_rate:
+        reason = "with model.lora routers stay as they are"
+        yield _broken("experts.bias_update_rate", o.experts.bias_update_rate, reason, "set it to 0")
 
 
 def check(options: MegatronOptions, shape: ModelShape, world_size: int | None, *, cuda: bool) -> None:

@@ -151,3 +151,22 @@ def test_a_critic_of_another_folder_is_held_against_the_options_too(tmp_path):
     tree["algorithm"]["critic"]["path"] = str(tmp_path / "nothing")
     with pytest.raises(InvalidJob, match=r"algorithm\.critic\.path: .*config\.json cannot be read"):
         check_submission(parse_job(tree))
+
+
+def test_what_a_job_with_an_adapter_cannot_have(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(configs.DEEPSEEK_V3))
+    options = {"experts": {"bias_update_rate": 0.001}, "expert_parallel": 8, "offload_reference": True}
+    tree = {
+        "name": "test",
+        "output": str(tmp_path / "output"),
+        "model": {"path": str(tmp_path), "lora": {"rank": 32}},
+        "data": {"procedural": "reasoning_gym:spell_backward"},
+        "trainer": {"backend": "megatron", "backend_options": {"expert_parallel": 8}},
+    }
+    check_submission(parse_job(tree))
+    tree["model"]["lora"]["dora"] = True
+    tree["trainer"]["backend_options"] = options
+    with pytest.raises(InvalidJob) as refused:
+        check_submission(parse_job(tree))
+    fields = ["model.lora.dora", "offload_reference", "experts.bias_update_rate"]
+    assert [mistake.field.removeprefix("trainer.backend_options.") for mistake in refused.value.mistakes] == fields

@@ -16,6 +16,8 @@ from millrace.weights.plans.manifest import Content
 from services.trainer.protocol.published import Published
 
 LORA_A, LORA_B, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude_vector"
+PEFT_PREFIX = "base_model.model."
+"""Prefix of the tensors in a PEFT folder."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,13 @@ def merged(weight_oi: Tensor, lora_a_ri: Tensor, lora_b_or: Tensor, scale: float
         return total_oi
     factor_o: Tensor = magnitude_o.float() / torch.linalg.vector_norm(total_oi, dim=1)
     return total_oi * factor_o[:, None]
+
+
+def stored_name(name: str) -> str:
+    """Name in a PEFT folder of an adapter's tensor, by its name in the module."""
+    if f".{MAGNITUDE}." in name:
+        return PEFT_PREFIX + name.removesuffix(".default.weight")
+    return PEFT_PREFIX + name.replace(".default.", ".")
 
 
 def tensor_name(layer: str, part: str) -> str:

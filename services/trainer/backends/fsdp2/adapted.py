@@ -11,13 +11,19 @@ from torch.distributed.tensor import DTensor
 
 from millrace.weights.loader.stored import stored_tensors
 from millrace.weights.plans.manifest import Content
-from services.trainer.protocol.adapter import LORA_A, LORA_B, MAGNITUDE, AdapterSettings, merged, tensor_name
+from services.trainer.protocol.adapter import (
+    LORA_A,
+    LORA_B,
+    MAGNITUDE,
+    AdapterSettings,
+    merged,
+    stored_name,
+    tensor_name,
+)
 from services.trainer.protocol.published import Published
 
 BASE = ".base_layer."
 """Part of the names of tensors that belong to a layer with an adapter, and not to the adapter."""
-PEFT_PREFIX = "base_model.model."
-"""Prefix of the tensors in a PEFT folder."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +48,6 @@ def gathered(tensor: Tensor) -> Tensor:
 def is_adapter(name: str) -> bool:
     """Whether the parameter of this name belongs to an adapter."""
     return any(f".{part}." in name for part in (LORA_A, LORA_B, MAGNITUDE))
-
-
-def stored_name(name: str) -> str:
-    """Name in a PEFT folder of an adapter's tensor, by its name in the module."""
-    if f".{MAGNITUDE}." in name:
-        return PEFT_PREFIX + name.removesuffix(".default.weight")
-    return PEFT_PREFIX + name.replace(".default.", ".")
 
 
 def model_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor, LayerAdapter | None]]:

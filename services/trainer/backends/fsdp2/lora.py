@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from millrace.errors import refused
 from millrace.spec.lora import Lora
 from millrace.spec.model import Model
-from services.trainer.backends.fsdp2.adapted import BASE, is_adapter, stored_name
+from services.trainer.backends.fsdp2.adapted import BASE, is_adapter
 from services.trainer.backends.fsdp2.model import Sharding, build_unfilled, read_whole, shard_model
 from services.trainer.backends.lora import FIELD, first_a, stored_values
-from services.trainer.protocol.adapter import LORA_A, MAGNITUDE
+from services.trainer.protocol.adapter import LORA_A, MAGNITUDE, stored_name
 
 ROUTERS = ("router", "gate")
 """Last parts of the names of layers that send tokens to experts. They are never adapted."""

@@ -1,9 +1,9 @@
 """The megatron backend: policy, optimizer and reference behind the protocol of a backend."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
@@ -20,6 +20,8 @@ from millrace.megatron.weights import Layout, layout
 from millrace.spec import JobSpec
 from millrace.weights.plans.manifest import Manifest, TensorInfo
 from millrace.weights.plans.memory import Memory
+from services.trainer.backends.megatron.adapters.layer import AdapterMode
+from services.trainer.backends.megatron.adapters.policy import PolicyAdapter
 from services.trainer.backends.megatron.experts import replay
 from services.trainer.backends.megatron.experts.dispatch import dispatcher
 from services.trainer.backends.megatron.experts.load_balance import LoadMeter, auxiliary_loss, replayed_share
@@ -37,6 +39,9 @@ from services.trainer.protocol.local_tensors import LocalBoxes, NamedTensors
 from services.trainer.protocol.microbatch import MicroBatch
 from services.trainer.ranks import collectives
 
+if TYPE_CHECKING:  # importing PEFT takes seconds
+    from services.trainer.backends.megatron.adapters.plan import AdapterPlan
+
 
 @dataclass(frozen=True)
 class ModelSetup:
@@ -45,14 +50,20 @@ class ModelSetup:
     shape: ModelShape
     topology: Topology
     device: torch.device
+    adapter: "AdapterPlan | None" = None
+    """The adapter that is trained in place of the weights; None where these are trained."""
 
     @property
     def options(self) -> MegatronOptions:
         return self.topology.options
 
-    def layout(self) -> Layout:
-        """Which part of which tensor of the model folder each parameter of this rank is."""
-        return layout(self.shape, self.topology, dist.get_rank(), layers())
+    def layout(self, rank: int) -> Layout:
+        """Which part of which tensor of the model folder each parameter of a rank is."""
+        return layout(self.shape, self.topology, rank, layers())
+
+    def trained_layout(self, rank: int) -> Layout:
+        """The same of the parameters that are trained: those of the adapter, where there is one."""
+        return self.layout(rank) if self.adapter is None else self.adapter.layout(self.layout(rank))
 
     def layers(self) -> list[range]:
         """The layers of the model that each chunk of this rank has."""
@@ -64,26 +75,35 @@ class MegatronBackend:
     """Implements `services.trainer.protocol.backend.Backend`."""
 
     critic: Critic | None = None
-    adapter: None = None
 
     def __init__(self, spec: JobSpec, setup: ModelSetup) -> None:
         self.device = setup.device
         self.data_parallel = _data_parallel()
-        self.cost = sequence_cost(setup.shape)
+        self.cost = sequence_cost(setup.shape, 0 if setup.adapter is None else setup.adapter.parameters)
+        self.adapter: PolicyAdapter | None = None
+        self._adapter_mode = AdapterMode()
         self._setup = setup
-        self._layout = setup.layout()
+        self._layout = setup.layout(dist.get_rank())
+        self._trained_layout = setup.trained_layout(dist.get_rank())
         self._gather_plan = GatherPlan.of(setup.shape, setup.topology, layers())
         self._folder = Path(spec.model.path)
         dtype = getattr(torch, spec.trainer.dtype)
         self._chunks = self._build_chunks(dtype, train_router=setup.options.experts.train_router)
+        if (plan := setup.adapter) is not None:
+            self._adapter_mode = plan.attach(self._chunks, self._layout)
+            ranks = range(setup.topology.world_size)
+            self.adapter = PolicyAdapter(plan, self._chunks, [setup.trained_layout(rank) for rank in ranks])
+        self._mark_split(self._chunks)
         self._load = LoadMeter(self._chunks) if setup.shape.experts is not None else None
         self._last_expert_metrics: dict[str, float] = {}
         wrapped = wrap(self._chunks, setup.options)
         self._updater = Updater(wrapped, spec.trainer.optimizer, setup.options)
         self._fill(self._chunks, self._updater)
+        if setup.adapter is not None:
+            self._fill_adapter(setup.adapter)
         self._policy = Pipeline(wrapped, setup.options, self.device)
         self._reference: ReferencePolicy | None = None
-        if spec.algorithm.kl is not None:
+        if spec.algorithm.kl is not None and self.adapter is None:
             chunks = self._build_chunks(dtype, train_router=False)
             self._fill(chunks, None)
             own = parse(spec.trainer.of("reference").backend_options)
@@ -100,6 +120,9 @@ class MegatronBackend:
         self, microbatches: Sequence[MicroBatch], *, temperature: float, reference: bool = False
     ) -> list[Tensor]:
         self._update_parameters()
+        if reference and self.adapter is not None:
+            with self._adapter_mode.off():
+                return self.logprobs(microbatches, temperature=temperature)
         if reference:
             assert self._reference is not None, "a reference policy is kept only for a job with algorithm.kl"
             return self._reference.logprobs(microbatches, temperature)
@@ -122,7 +145,8 @@ class MegatronBackend:
             loss, outputs[number] = loss_fn(microbatches[number], TokenScores(*scores_2r))
             return loss
 
-        scored = self._policy.backward(microbatches, score, temperature=temperature)
+        with self._adapter_mode.training():
+            scored = self._policy.backward(microbatches, score, temperature=temperature)
         self._last_expert_metrics = self._expert_metrics(microbatches)
         for number, scores_2r in enumerate(scored):
             if number not in outputs:  # another pipeline stage computed the loss; the same scores give the same output
@@ -145,13 +169,17 @@ class MegatronBackend:
         self._update_parameters()
         return self._gather_plan.export(self._tensors(), dtype, self.device)
 
-    def shards(self, dtype: str) -> Memory:
+    def shards(self, dtype: str) -> Memory | None:
+        if self.adapter is not None:
+            return None  # what is published is in no memory: each weight is merged with its adapter when it is gathered
         self._update_parameters()
         if dtype not in self._shards:
             self._shards[dtype] = shards(self._tensors(), self._layout, self._gather_plan.manifest(dtype))
         return self._shards[dtype]
 
-    def _tensors(self) -> list[dict[str, Tensor]]:
+    def _tensors(self) -> Sequence[Mapping[str, Tensor]]:
+        if self.adapter is not None:
+            return self.adapter.merged()
         return [{**dict(chunk.named_buffers()), **dict(chunk.named_parameters())} for chunk in self._chunks]
 
     def state(self) -> NamedTensors:
@@ -193,7 +221,7 @@ class MegatronBackend:
         last, tied_copy = self._chunks[-1], None
         if self._setup.shape.tied and self._setup.options.pipeline_parallel > 1 and last.post_process:
             tied_copy = last.output_layer.weight
-        return state(self._chunks, self._layout, self._updater, tied_copy=tied_copy)
+        return state(self._chunks, self._trained_layout, self._updater, tied_copy=tied_copy)
 
     def _build_chunks(self, dtype: torch.dtype, *, train_router: bool) -> list[Policy]:
         shape, options = self._setup.shape, self._setup.options
@@ -205,35 +233,39 @@ class MegatronBackend:
                 parameter.requires_grad_(train_router or not name.endswith("router.weight"))
         if shape.experts is not None and not shape.value_head:
             replay.install(chunks, self._setup.layers(), shape.experts)
-        self._mark_split(chunks)
         return chunks
 
     def _mark_split(self, chunks: list[Policy]) -> None:
-        """Marks the parameters that differ between tensor-parallel ranks: the norm of the gradients counts the others
-        once. Megatron marks them when it draws random weights, which is skipped here."""
+        """Marks the trained parameters that differ between tensor-parallel ranks: the norm of the gradients counts the
+        others once. Megatron marks them when it draws random weights, which is skipped here."""
         topology, rank = self._setup.topology, dist.get_rank()
         first = rank - topology.coordinates(rank).tensor
         group = range(first, first + self._setup.options.tensor_parallel)
-        peers = [layout(self._setup.shape, topology, peer, layers()) for peer in group if peer != rank]
-        for index, chunk in enumerate(chunks):
-            for name, parameter in chunk.named_parameters():
-                split = any(peer[index][name] != self._layout[index][name] for peer in peers)
-                setattr(parameter, "tensor_model_parallel", split)  # noqa: B010
+        peers = [self._setup.trained_layout(peer) for peer in group if peer != rank]
+        for index, (chunk, placements) in enumerate(zip(chunks, self._trained_layout, strict=True)):
+            parameters = dict(chunk.named_parameters())
+            for name in placements.keys() & parameters.keys():
+                split = any(peer[index].get(name) != placements[name] for peer in peers)
+                setattr(parameters[name], "tensor_model_parallel", split)  # noqa: B010
 
     @torch.no_grad()
     def _fill(self, chunks: list[Policy], updater: Updater | None) -> None:
         """Reads this rank's part of the model folder into the parameters and, as float32, into the master weights."""
-        ranges = {} if updater is None else {id(owned.parameter): owned for owned in updater.owned_ranges()}
         with collectives.fail_together():
             for chunk, placements in zip(chunks, self._layout, strict=True):
-                tensors = {**dict(chunk.named_buffers()), **dict(chunk.named_parameters())}
-                for name, values in read(self._folder, placements, torch.float32):
-                    tensors[name].copy_(values)
-                    if owned := ranges.get(id(tensors[name])):
-                        owned.master.copy_(values.view(-1)[owned.first : owned.first + owned.master.numel()])
+                _copy(read(self._folder, placements, torch.float32), chunk, updater)
+
+    @torch.no_grad()
+    def _fill_adapter(self, plan: "AdapterPlan") -> None:
+        """Gives the adapter its first values."""
+        with collectives.fail_together():
+            for chunk, values in zip(self._chunks, plan.first_values(self._trained_layout), strict=True):
+                _copy(values, chunk, self._updater)
 
     def _count(self) -> int:
         """Number of trainable parameters of the whole policy."""
+        if self._setup.adapter is not None:
+            return self._setup.adapter.parameters
         biases = self._gather_plan.float32_names
         return sum(tensor.numel for tensor in self._gather_plan.tensors if tensor.name not in biases)
 
@@ -254,6 +286,16 @@ class ReferencePolicy:
             return [scores_2r[0] for scores_2r in self._pipeline.forward(microbatches, temperature=temperature)]
         finally:
             self._modules.to(self._rest_device)
+
+
+def _copy(values: Iterable[tuple[str, Tensor]], chunk: nn.Module, updater: Updater | None) -> None:
+    """Copies values to the parameters and buffers of a chunk and, as float32, to the master weights."""
+    ranges = {} if updater is None else {id(owned.parameter): owned for owned in updater.owned_ranges()}
+    tensors = {**dict(chunk.named_buffers()), **dict(chunk.named_parameters())}
+    for name, value in values:
+        tensors[name].copy_(value)
+        if owned := ranges.get(id(tensors[name])):
+            owned.master.copy_(value.reshape(-1)[owned.first : owned.first + owned.master.numel()])
 
 
 def _data_parallel() -> DataParallel:

@@ -14,6 +14,7 @@ from millrace.megatron.topology import Topology
 from millrace.spec import JobSpec
 from services.trainer.backends.megatron.backend import MegatronBackend, ModelSetup
 from services.trainer.backends.megatron.critic import build_critic
+from services.trainer.backends.megatron.model.layers import layers
 from services.trainer.backends.megatron.parallel import process_groups
 from services.trainer.ranks import collectives
 
@@ -28,9 +29,14 @@ def build(spec: JobSpec, device: torch.device) -> MegatronBackend:
         options = _options(spec)
         shape = read_shape(Path(spec.model.path))
         check(options, shape, dist.get_world_size(), cuda=device.type == "cuda")
+        adapter = None
+        if spec.model.lora is not None:
+            from services.trainer.backends.megatron.adapters.plan import AdapterPlan  # importing PEFT takes seconds
+
+            adapter = AdapterPlan.of(spec.model.lora, shape, layers(), spec.trainer.seed)
     topology = Topology(dist.get_world_size(), options)
     process_groups.initialize(topology, seed=spec.trainer.seed, timeout=COLLECTIVE)
-    setup = ModelSetup(shape, topology, device)
+    setup = ModelSetup(shape, topology, device, adapter)
     backend = MegatronBackend(spec, setup)
     if spec.algorithm.critic is not None:
         as_critic = spec.model_copy(update={"trainer": spec.trainer.of("critic")})

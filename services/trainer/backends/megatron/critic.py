@@ -39,12 +39,12 @@ def build_critic(spec: JobSpec, setup: ModelSetup) -> "MegatronCritic":
         stored_head(folder, shape.hidden)
     critic_spec = spec.model_copy(
         update={
-            "model": spec.model.model_copy(update={"path": str(folder)}),
+            "model": spec.model.model_copy(update={"path": str(folder), "lora": None}),
             "algorithm": spec.algorithm.model_copy(update={"critic": None, "kl": None}),
             "trainer": spec.trainer.model_copy(update={"optimizer": chosen.optimizer}),
         }
     )
-    return MegatronCritic(MegatronBackend(critic_spec, replace(setup, shape=shape.as_critic())), folder)
+    return MegatronCritic(MegatronBackend(critic_spec, replace(setup, shape=shape.as_critic(), adapter=None)), folder)
 
 
 class MegatronCritic:

@@ -38,7 +38,8 @@ def wrap(chunks: list[Policy], options: MegatronOptions) -> list[DistributedData
         wrapped.append(DistributedDataParallel(config, ddp, chunk, disable_bucketing=index > 0))
         for module in chunk.modules():
             if hasattr(module, "fuse_wgrad_accumulation"):  # Transformer Engine's linear layers
-                module.fuse_wgrad_accumulation = options.fused_gradients
+                trained = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+                module.fuse_wgrad_accumulation = options.fused_gradients and trained
     config.finalize_model_grads_func = finalize_model_grads
     if ddp.overlap_grad_reduce:
         several = len(wrapped) > 1

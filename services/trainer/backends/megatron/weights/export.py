@@ -11,7 +11,7 @@ from torch import Tensor
 from millrace.megatron import placement as plan
 from millrace.megatron.architectures.shape import ModelShape
 from millrace.megatron.topology import Topology
-from millrace.megatron.weights import Layers, layout, tensors
+from millrace.megatron.weights import Layers, Layout, layout, tensors
 from millrace.weights.plans.manifest import Manifest, TensorInfo
 
 
@@ -37,13 +37,24 @@ class GatherPlan:
 
     @classmethod
     def of(cls, shape: ModelShape, topology: Topology, layers: Layers) -> "GatherPlan":
-        """The plan in which the lowest rank that holds a box gives it."""
+        """The plan for the tensors of the model folder."""
         wanted = tensors(shape, topology, layers)
+        layouts = [layout(shape, topology, rank, layers) for rank in range(topology.world_size)]
+        # A bias in less than float32 would send tokens to other experts.
+        float32_names = frozenset(t.name for t in wanted if t.name.endswith(shape.names.router_bias))
+        return cls.of_layouts(wanted, layouts, float32_names)
+
+    @classmethod
+    def of_layouts(
+        cls, wanted: Sequence[plan.Tensor], layouts: Sequence[Layout], float32_names: frozenset[str] = frozenset()
+    ) -> "GatherPlan":
+        """The plan for tensors of which every rank holds the boxes of its layout. The lowest rank that holds a box
+        gives it. Raises ValueError where a part of a tensor is on no rank."""
         boxes: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], BoxSource]] = {
             tensor.name: {} for tensor in wanted
         }
-        for rank in range(topology.world_size):
-            for chunk, placements in enumerate(layout(shape, topology, rank, layers)):
+        for rank, chunks in enumerate(layouts):
+            for chunk, placements in enumerate(chunks):
                 for name, placement in placements.items():
                     for piece in placement.pieces:
                         box = (piece.source, piece.extent)
@@ -52,9 +63,7 @@ class GatherPlan:
             covered = sum(math.prod(extent) for _, extent in boxes[tensor.name])
             if covered != tensor.numel:
                 raise ValueError(f"the ranks hold {covered} of the {tensor.numel} numbers of {tensor.name}.")
-        # A bias in less than float32 would send tokens to other experts.
-        float32_names = frozenset(t.name for t in wanted if t.name.endswith(shape.names.router_bias))
-        return cls(wanted, {name: list(found.values()) for name, found in boxes.items()}, float32_names)
+        return cls(tuple(wanted), {name: list(found.values()) for name, found in boxes.items()}, float32_names)
 
     def manifest(self, dtype: str) -> Manifest:
         """Names, shapes and dtypes of the tensors."""

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from millrace.spec import JobSpec, parse
 from services.trainer.backends import build
 from services.trainer.checkpoints import checkpoint
+from services.trainer.checkpoints.adapter_folder import write_adapter
 from services.trainer.protocol.backend import Backend
 from services.trainer.ranks.world import World
 from tests.services.trainer.backends.megatron import batch
@@ -32,7 +33,7 @@ def job_spec(case: Case) -> JobSpec:
         {
             "name": "test",
             "output": "/unused",
-            "model": {"path": case["model"]},
+            "model": {"path": case["model"], "lora": case.get("lora")},
             "data": {"procedural": "reasoning_gym:spell_backward", "max_prompt_tokens": 64},
             "rollout": {"max_response_tokens": 64},
             "algorithm": {"kl": {"name": "k3"}} if case.get("reference") else {},
@@ -152,6 +153,7 @@ def _trained(world: World, file: Path, case: Case) -> dict[str, Any]:
         backend.zero_gradients()
     if "resume" not in case:
         answer["changed"] = _changed(backend, Path(case["model"]), case.get("export", "float32"))
+    frozen = _frozen(backend)
     begun: list[checkpoint.PendingCheckpoint] = []
     for step in range(case.get("steps", 2)):
         loss, norm = _update(backend, batches)
@@ -164,11 +166,23 @@ def _trained(world: World, file: Path, case: Case) -> dict[str, Any]:
     if case.get("reference"):
         kept = backend.logprobs(batches, temperature=batch.TEMPERATURE, reference=True)
         answer["reference"] = _by_row(backend, batches, kept)
+    if backend.adapter is not None:
+        write_adapter(file.with_suffix(""), backend.adapter, Path(case["model"]))
+        answer["frozen"] = all(
+            torch.equal(before, after) for before, after in zip(frozen, _frozen(backend), strict=True)
+        )
+        answer["after"] = _by_row(backend, batches, backend.logprobs(batches, temperature=batch.TEMPERATURE))
     answer["memory"] = backend.memory()
     answer["parameters"] = backend.parameters
     answer["updates"] = backend.updates
     _write(backend, file, case.get("export", "float32"))
     return answer
+
+
+def _frozen(backend: Any) -> list[Tensor]:
+    """Copies of the parameters that this rank has and does not train; none of a job that trains all weights."""
+    chunks = [] if backend.adapter is None else getattr(backend, "_chunks", [])
+    return [parameter.clone() for chunk in chunks for parameter in chunk.parameters() if not parameter.requires_grad]
 
 
 def _update(backend: Backend, batches: list[Any]) -> tuple[float, float]:

@@ -1,0 +1,129 @@
+"""LoRA on Megatron's layers: in every topology the same adapter as FSDP2 trains with PEFT's layers from the same seed.
+
+Three updates in float32. Tolerances: log-probabilities 2e-5, the loss and the gradient's norm 2e-5 of their size, the
+adapter 1e-4 (a hundredth of the learning rate).
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.services.trainer.backends.megatron.launch import launch, once
+from tests.services.trainer.backends.megatron.plain import scores
+
+LATENT = ["linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj", "linear_proj"]
+LORA: dict[str, dict[str, Any]] = {
+    "qwen3": {"rank": 4, "alpha": 8},
+    "qwen3_moe": {
+        **{"rank": 3, "alpha": 6, "rslora": True, "init": "gaussian"},
+        **{"target_modules": ["linear_qkv", "o_proj"], "exclude_modules": ["k_proj"]},
+    },
+    "deepseek_v3": {"rank": 4, "alpha": 8, "target_modules": LATENT},
+}
+"""Kind of model → the adapter that it is trained with. Without k_proj some rows of linear_qkv have none."""
+FULL = {"recompute": {"granularity": "full"}}
+SELECTIVE = {"recompute": {"granularity": "selective", "modules": ["core_attn", "mlp"]}}
+CASES: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {
+    1: {
+        "alone": ("qwen3", {}),
+        "recomputed": ("qwen3", FULL),
+        "MoE": ("qwen3_moe", SELECTIVE),
+        "MLA": ("deepseek_v3", {}),
+    },
+    2: {
+        "TP2": ("qwen3", {"tensor_parallel": 2}),
+        "TP2 without sequence parallelism": ("qwen3", {"tensor_parallel": 2, "sequence_parallel": False}),
+        "PP2": ("qwen3", {"pipeline_parallel": 2, **FULL}),
+        "DP2": ("qwen3", {}),
+        "MoE EP2": ("qwen3_moe", {"expert_parallel": 2, "distributed_optimizer": False}),
+        "MLA TP2": ("deepseek_v3", {"tensor_parallel": 2}),
+    },
+    4: {
+        "TP4 with two key-value heads": ("qwen3", {"tensor_parallel": 4}),
+        "MoE TP2 EP2 PP2": (
+            "qwen3_moe",
+            {"tensor_parallel": 2, "expert_parallel": 2, "expert_tensor_parallel": 1, "pipeline_parallel": 2},
+        ),
+        "MLA TP2 VPP2": ("deepseek_v3", {"tensor_parallel": 2, "pipeline_parallel": 2, "virtual_pipeline": 2}),
+    },
+}
+"""Number of ranks → case → kind of model, and options."""
+Trained = Callable[[int], tuple[dict[str, Any], Path]]
+
+pytestmark = pytest.mark.timeout(700)
+"""The first test of each number of ranks waits for their launch."""
+
+
+@pytest.fixture(scope="module")
+def trained(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """Number of ranks → what its cases answer, and the folder of their adapters."""
+
+    @once
+    def run(count: int) -> tuple[dict[str, Any], Path]:
+        folder = tmp_path_factory.mktemp(f"lora-{count}")
+        cases = {name: case(kind, options) for name, (kind, options) in CASES[count].items()}
+        if count == 1:  # the other backend, before Megatron is imported
+            cases = {f"fsdp2 {kind}": {**case(kind, {}), "backend": "fsdp2"} for kind in LORA} | cases
+        return launch(count, folder, train={"cases": cases})["train"], folder
+
+    def case(kind: str, options: dict[str, Any]) -> dict[str, Any]:
+        return {"model": str(models[kind]), "options": options, "lora": LORA[kind], "steps": 3, "reference": True}
+
+    return run
+
+
+ON_RANKS = pytest.mark.parametrize(
+    ("count", "name"),
+    [
+        pytest.param(count, name, marks=[pytest.mark.matrix] * (count == 4), id=f"{count} ranks, {name}")
+        for count, cases in CASES.items()
+        for name in cases
+    ],
+)
+
+
+@ON_RANKS
+def test_trains_the_adapter_that_fsdp2_trains(count: int, name: str, trained: Trained) -> None:
+    (answers, folder), (alone, others) = trained(count), trained(1)
+    kind = CASES[count][name][0]
+    answer, expected = answers[name], alone[f"fsdp2 {kind}"]
+    for part in ("logprobs", "entropies", "reference"):
+        assert answer[part] == pytest.approx(expected[part], abs=2e-5), part
+    assert answer["after"] == pytest.approx(expected["after"], abs=2e-4)
+    for part in ("losses", "norms"):
+        assert answer[part] == pytest.approx(expected[part], rel=2e-5), part
+    assert answer["parameters"] == expected["parameters"]
+    found, wanted = (load_file(at / "adapter_model.safetensors") for at in (folder / name, others / f"fsdp2 {kind}"))
+    assert found.keys() == wanted.keys()
+    for tensor, values in wanted.items():
+        torch.testing.assert_close(found[tensor], values, atol=1e-4, rtol=0, msg=tensor)
+    assert answer["frozen"] and answer["reference"] == pytest.approx(answer["logprobs"], abs=2e-5)
+    assert max(abs(a - b) for a, b in zip(answer["after"], answer["logprobs"], strict=True)) > 0.1
+
+
+@ON_RANKS
+def test_exports_merged_weights(count: int, name: str, trained: Trained) -> None:
+    answers, folder = trained(count)
+    assert answers[name]["changed"] == []  # before the first update
+    merged, expected = (
+        load_file(at)
+        for at in (folder / f"{name}.safetensors", trained(1)[1] / f"fsdp2 {CASES[count][name][0]}.safetensors")
+    )
+    for tensor, values in expected.items():
+        torch.testing.assert_close(merged[tensor], values, atol=2e-4, rtol=0, msg=tensor)
+
+
+def test_its_folder_is_one_of_pefts(trained: Trained, models: dict[str, Path]) -> None:
+    answers, folder = trained(2)
+    for name in ("TP2", "MoE EP2", "MLA TP2"):
+        base = AutoModelForCausalLM.from_pretrained(models[CASES[2][name][0]], dtype=torch.float32)
+        model = PeftModel.from_pretrained(base, folder / name).eval()
+        with torch.no_grad():
+            logprobs = torch.cat([scores(model, row)[0] for row in range(16)]).tolist()
+        assert logprobs == pytest.approx(answers[name]["after"], abs=5e-5), name
