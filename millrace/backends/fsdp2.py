@@ -1,6 +1,7 @@
 """FSDP2: torch's fully sharded data parallelism. The backend is in `services/trainer/backends/fsdp2`."""
 
 from collections.abc import Mapping
+from math import lcm
 from typing import Any, Literal
 
 from pydantic import Field
@@ -28,6 +29,11 @@ class Fsdp2Options(StrictModel):
     """Ranks that share one sharded copy of the model (HSDP); every group of so many ranks holds a copy. With the number
     of GPUs of a host, weights are gathered within hosts and only gradients cross them. null: one copy over all
     ranks."""
+    sequence_parallel_size: int = Field(1, ge=1, le=limits.MOST_RANKS)
+    """Ranks that share each micro-batch (Ulysses, arXiv 2309.14509): each has a slice of its tokens, and in attention a
+    share of its heads. Activations of long sequences are divided by it. trainer.token_budget counts the tokens of the
+    whole micro-batch. It divides the number of attention heads and the number of ranks; key-value heads may be
+    fewer."""
     offload_parameters: bool = False
     """Keep weights, gradients and optimizer in host memory, of every model unless `trainer.reference` or
     `trainer.critic` says otherwise. Each layer's weights are copied to the GPU when they are needed; the optimizer runs
@@ -54,11 +60,12 @@ DESCRIPTOR = BackendDescriptor(
     ),
     build="services.trainer.backends.fsdp2.backend:build",
     options=Fsdp2Options,
-    ranks_multiple=lambda options: options.fsdp_size or 1,
+    ranks_multiple=lambda options: lcm(options.fsdp_size or 1, options.sequence_parallel_size),
     role_options={
         "reference": frozenset({"logprob_chunk_tokens", "compile_layers", "fsdp_size", "offload_parameters"}),
         "critic": frozenset({"compile_layers", "fsdp_size", "offload_parameters", "offload_activations"}),
     },
+    check="millrace.fsdp2.sequence_parallel:check_submission",
     trains_adapters=True,
     publishes_adapters=True,
     memory="millrace.memory.fsdp2:predict",

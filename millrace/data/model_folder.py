@@ -80,6 +80,12 @@ def check_weights_folder(path: str | Path, *, field: str, weights: bool = True) 
     return folder
 
 
+def text_config(folder: Path, field: str = FIELD) -> dict[str, Any]:
+    """The entries of config.json, with those of the text part in their place. Raises InvalidJob that names `field`."""
+    config = _json(folder / "config.json", folder, field)
+    return config | (config.get("text_config") or {})
+
+
 def vocabulary(folder: Path) -> int | None:
     """Number of tokens in the vocabulary by config.json; None if it does not say."""
     config = _json(folder / "config.json", folder)
@@ -93,8 +99,7 @@ def context(folder: Path) -> int | None:
     With scaled rotary positions the scaled length counts. Some configs give the scaled length as
     `max_position_embeddings`, others the length before scaling, so the longer of the two is taken.
     """
-    config = _json(folder / "config.json", folder)
-    config = config | (config.get("text_config") or {})
+    config = text_config(folder)
     length = config.get("max_position_embeddings")
     if not isinstance(length, int):
         return None

@@ -175,7 +175,7 @@ FIELDS: dict[str, str] = {
     "offload_optim": "trainer.backend_options.offload_optimizer",
     "offload_fraction": "trainer.backend_options.optimizer_offload_fraction",
     "last_layer": "trainer.backend_options.last_stage_layers",
-    "ulysses_sequence_parallel_size": "trainer.backend_options.context_parallel",
+    "ulysses_sequence_parallel_size": "trainer.backend_options.sequence_parallel_size",
     "max_num_batched_tokens": "rollout.engine_options.max_num_batched_tokens",
     "max_token_len_per_gpu": "trainer.token_budget",
     "log_prob_max_token_len_per_gpu": "trainer.token_budget, trainer.reference.token_budget",
@@ -260,6 +260,7 @@ name."""
 
 _SIZE = "there it is the size of one update's share of the batch, here the number of updates in a step: batch / size"
 _SAMPLES = "there it is a number of samples, here of tokens"
+_GPU = "there it is times ulysses_sequence_parallel_size, here it is the whole micro-batch that such ranks share"
 UNITS: dict[str, str] = {
     "mini_batch_size": _SIZE,
     "ppo_mini_batch_size": _SIZE,
@@ -267,6 +268,9 @@ UNITS: dict[str, str] = {
     "micro_batch_size_per_gpu": _SAMPLES,
     "ppo_micro_batch_size": _SAMPLES,
     "ppo_micro_batch_size_per_gpu": _SAMPLES,
+    "ppo_max_token_len_per_gpu": _GPU,
+    "max_token_len_per_gpu": _GPU,
+    "log_prob_max_token_len_per_gpu": _GPU,
 }
 """Fields whose number counts something else in a job spec: what it counts there and here."""
 

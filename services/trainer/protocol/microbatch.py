@@ -1,11 +1,12 @@
 """A micro-batch: sequences packed one after the other, of which the response tokens are trained."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -61,6 +62,22 @@ class MicroBatch:
         tokens_p = torch.from_numpy(np.concatenate(parts).astype(np.int64)) if parts else torch.zeros(1).long()
         lengths = tuple(len(sample.prompt) + len(sample.response) for sample in chosen) or (1,)
         return cls(tuple(rows), lengths, tuple(len(sample.response) for sample in chosen), tokens_p, _experts(chosen))
+
+    def padded(self, multiple: int) -> "MicroBatch":
+        """The micro-batch with as many tokens as a multiple: the added ones are a sequence without a response, at the
+        end."""
+        missing = -len(self.tokens_p) % multiple
+        if not missing:
+            return self
+        responses = self.response_lengths or (0,) * len(self.lengths)
+        chosen = self.experts_plk
+        return replace(
+            self,
+            lengths=(*self.lengths, missing),
+            response_lengths=(*responses, 0),
+            tokens_p=F.pad(self.tokens_p, (0, missing)),
+            experts_plk=None if chosen is None else F.pad(chosen, (0, 0, 0, 0, 0, missing), value=-1),
+        )
 
     @cached_property
     def positions_p(self) -> Tensor:

@@ -6,9 +6,10 @@ The projections and the MLP run on packed tokens in both. A mask over the packed
 micro-batch instead of the squares of its sequences.
 """
 
+import functools
 import importlib.util
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
+from services.trainer.backends.fsdp2.sequence_parallel import HeadExchange, RankTokens
 from services.trainer.protocol.microbatch import MicroBatch
+
+Attention = Callable[..., tuple[Tensor, None]]
+"""An implementation behind the attention interface of transformers."""
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -66,8 +71,17 @@ class Segments:
         return cls(tuple(buckets), place_p.to(device))
 
 
-def packing(attention: str, batch: MicroBatch, device: torch.device) -> dict[str, Any]:
-    """Arguments of a model's forward pass that tell where sequences begin; `sdpa` finds that in the positions."""
+def model_inputs(
+    attention: str, tokens: RankTokens, exchange: HeadExchange | None, device: torch.device
+) -> dict[str, Any]:
+    """Arguments of a model's forward pass for this rank's tokens of a micro-batch."""
+    inputs = {"input_ids": tokens.tokens_t[None], "position_ids": tokens.places_t[None], "use_cache": False}
+    shared = {} if exchange is None else {"exchange": exchange}
+    return {**inputs, **shared, **_packing(attention, tokens.whole, device)}
+
+
+def _packing(attention: str, batch: MicroBatch, device: torch.device) -> dict[str, Any]:
+    """Arguments that tell where sequences begin; `sdpa` finds that in the positions."""
     if attention == SEGMENTS:
         return {"segments": Segments.of(batch.lengths, device)}
     if attention == VARLEN:
@@ -99,6 +113,29 @@ def varlen_fits(config: Any, compute: torch.dtype, device: torch.device) -> bool
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     latent = getattr(config, "kv_lora_rank", None)  # with it keys and values of a head differ in size
     return not latent and head <= LARGEST_HEAD
+
+
+def exchanged(attention: Attention) -> Attention:
+    """The attention with the keyword `exchange`: with it the given tokens are this rank's slice, and attention is over
+    those of all ranks."""
+
+    @functools.wraps(attention)
+    def whole(
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        exchange: HeadExchange | None = None,
+        **named: Any,
+    ) -> tuple[Tensor, None]:
+        if exchange is None:
+            return attention(module, query, key, value, attention_mask, **named)
+        out, _ = attention(module, *exchange.to_heads(query, key, value), attention_mask, **named)
+        return exchange.to_tokens(out), None
+
+    return whole
 
 
 def attend_varlen(
@@ -164,5 +201,5 @@ def _causal(index: Tensor, window: int | None) -> dict[str, Any]:
     return {"attn_mask": (behind >= 0) & (behind < window)}
 
 
-AttentionInterface.register(SEGMENTS, attend)
-AttentionInterface.register(VARLEN, attend_varlen)
+AttentionInterface.register(SEGMENTS, exchanged(attend))
+AttentionInterface.register(VARLEN, exchanged(attend_varlen))

@@ -17,13 +17,13 @@ from transformers.utils import is_flash_attn_2_available
 from millrace.backends import FIELD
 from millrace.backends.fsdp2 import Fsdp2Options, parse
 from millrace.errors import InvalidJob, refused
+from millrace.fsdp2.sequence_parallel import CONFIG_ENTRIES, check
 from millrace.spec import JobSpec
 from millrace.spec.trainer import Role
 from millrace.weights.plans.manifest import Manifest, TensorInfo
 from millrace.weights.plans.memory import Memory
 from services.trainer.backends.fsdp2 import attention, head
 from services.trainer.backends.fsdp2.adapted import ModuleAdapter, adapters_off
-from services.trainer.backends.fsdp2.attention import packing
 from services.trainer.backends.fsdp2.critic import Fsdp2Critic
 from services.trainer.backends.fsdp2.flops import sequence_cost
 from services.trainer.backends.fsdp2.logits import token_scores
@@ -31,13 +31,16 @@ from services.trainer.backends.fsdp2.model import Sharding, decoder_layers, load
 from services.trainer.backends.fsdp2.offload.activations import ActivationOffload
 from services.trainer.backends.fsdp2.published import export, shards
 from services.trainer.backends.fsdp2.published.parts import parts
+from services.trainer.backends.fsdp2.sequence_parallel import RankTokens, divide_ranks
 from services.trainer.backends.fsdp2.sharded_model import ShardedModel
 from services.trainer.backends.head import WantedTokens
-from services.trainer.protocol.backend import DataParallel, LossFn, Output, TokenScores
+from services.trainer.protocol.backend import LossFn, Output, TokenScores
 from services.trainer.protocol.microbatch import MicroBatch
 from services.trainer.ranks import collectives
 
 ATTENTION_FIELD = f"{FIELD}.attention"
+CHECKED = 8
+"""Tokens that are scored in two ways when a model is built."""
 
 
 def build(spec: JobSpec, device: torch.device) -> "Fsdp2Backend":
@@ -51,29 +54,38 @@ def _mesh(options: Fsdp2Options, device: torch.device, field: str) -> DeviceMesh
     """The ranks as groups that share one sharded copy each. Raises InvalidJob about `field`, which has the options."""
     ranks = dist.get_world_size()
     size = options.fsdp_size or ranks
-    if ranks % size:
-        reason = f"{ranks} ranks do not divide into groups of {size}"
-        raise refused(f"{field}.fsdp_size", size, reason, "choose a divisor of the number of ranks.")
+    for name, group in (("fsdp_size", size), ("sequence_parallel_size", options.sequence_parallel_size)):
+        if ranks % group:
+            reason = f"{ranks} ranks do not divide into groups of {group}"
+            raise refused(f"{field}.{name}", group, reason, "choose a divisor of the number of ranks.")
     if size == ranks:
         return init_device_mesh(device.type, (ranks,), mesh_dim_names=("shards",))
     return init_device_mesh(device.type, (ranks // size, size), mesh_dim_names=("copies", "shards"))
 
 
 class Fsdp2Backend(ShardedModel):
-    """Implements `services.trainer.protocol.backend.Backend`. All ranks are data parallel."""
+    """Implements `services.trainer.protocol.backend.Backend`. Ranks are data parallel, in groups that share each
+    micro-batch."""
 
     def __init__(self, spec: JobSpec, options: Fsdp2Options, device: torch.device, mesh: DeviceMesh) -> None:
         compute = getattr(torch, spec.trainer.dtype)
         with collectives.fail_together():
             config = load_config(spec.model)
-            chosen = _attention(options, config.get_text_config(), compute, device)
+            text = config.get_text_config()
+            chosen = _attention(options, text, compute, device)
+            check(options, {name: getattr(text, name, None) for name in CONFIG_ENTRIES})
         self.device = device
-        group = dist.group.WORLD if mesh.size() > 1 else None
-        self.data_parallel = DataParallel(mesh.get_rank(), mesh.size(), group)
+        self._sequence, self.data_parallel = divide_ranks(options.sequence_parallel_size)
         sharding = Sharding(
-            mesh, chosen, compute, offload=options.offload_parameters, compile=_compiles(options, device)
+            mesh,
+            chosen,
+            compute,
+            self._sequence,
+            offload=options.offload_parameters,
+            compile=_compiles(options, device),
         )
         self._attention, self._offloaded = sharding.attention, sharding.offload
+        self._rank = mesh.get_rank()
         self.adapter: ModuleAdapter | None = None
         self._dropout = False
         model: Any = self._policy(spec, config, sharding, options)
@@ -108,9 +120,9 @@ class Fsdp2Backend(ShardedModel):
             described = configuration(chosen)
         model = lora.policy(spec.model, config, described, sharding, spec.trainer.seed)
         self._dropout = chosen.dropout > 0
-        settings, rank = settings_of(described), self.data_parallel.rank
-        parted = parts(model, settings, self.device, rank, readable=self._readable)
-        self.adapter = ModuleAdapter(model, settings, described, rank, parted)
+        settings = settings_of(described)
+        parted = parts(model, settings, self.device, self._rank, readable=self._readable)
+        self.adapter = ModuleAdapter(model, settings, described, self._rank, parted)
         return model
 
     def logprobs(
@@ -121,17 +133,15 @@ class Fsdp2Backend(ShardedModel):
             model = self._reference
         assert model is not None, "a reference policy is kept only for a job with algorithm.kl"
         with adapters_off(model) if without_adapter else nullcontext():
-            return [scores.logprobs_r for scores in self._forward(model, microbatches, temperature, entropy=False)]
+            return [scores.logprobs_r for scores in self._forward(model, microbatches, temperature)]
 
     def scores(self, microbatches: Sequence[MicroBatch], *, temperature: float) -> list[TokenScores]:
-        return self._forward(self._model, microbatches, temperature, entropy=True)
+        return self._forward(self._model, microbatches, temperature)
 
     @torch.no_grad()
-    def _forward(
-        self, model: nn.Module, microbatches: Sequence[MicroBatch], temperature: float, *, entropy: bool
-    ) -> list[TokenScores]:
+    def _forward(self, model: nn.Module, microbatches: Sequence[MicroBatch], temperature: float) -> list[TokenScores]:
         with self._without_dropout():
-            scores = [self._scores(model, batch, temperature, entropy=entropy) for batch in microbatches]
+            scores = [self._scores(model, batch, temperature) for batch in microbatches]
         model.reshard()  # type: ignore[operator]  # the root waits for a backward pass, which does not come
         return scores
 
@@ -151,7 +161,7 @@ class Fsdp2Backend(ShardedModel):
     ) -> list[Output]:
         outputs = []
         for batch in microbatches:
-            scores = self._scores(self._model, batch, temperature, entropy=True)
+            scores = self._scores(self._model, batch, temperature)
             try:
                 loss, output = loss_fn(batch, scores)
             except InvalidJob:  # a user's own loss: the job may continue once it is fixed
@@ -161,19 +171,23 @@ class Fsdp2Backend(ShardedModel):
             outputs.append(output)
         return outputs
 
-    def _scores(self, model: nn.Module, batch: MicroBatch, temperature: float, *, entropy: bool) -> TokenScores:
-        targets_r = batch.targets_r.to(self.device)
-        if not self._chunked:
-            return TokenScores(*token_scores(self._logits(model, batch), targets_r, temperature, entropy=entropy))
-        wanted = WantedTokens(batch.predicting_r.to(self.device), targets_r, temperature)
-        logprobs_r, entropy_r = model(wanted=wanted, **self._inputs(batch)).unbind()
-        return TokenScores(logprobs_r, entropy_r if entropy else None)
+    def _scores(self, model: nn.Module, batch: MicroBatch, temperature: float) -> TokenScores:
+        tokens = self._sequence.tokens(batch, self.device)
+        with self._sequence.own_random_numbers(self.device) if self._dropout else nullcontext():
+            score = self._from_hidden_states if self._chunked else self._from_logits
+            scores_2r = self._sequence.whole_scores(score(model, tokens, temperature), tokens)
+        return TokenScores(*scores_2r.unbind())
 
-    def _logits(self, model: nn.Module, batch: MicroBatch) -> Tensor:
-        """Logits of the response tokens, [R, V], in the dtype of the forward pass."""
-        logits_1rv = model(logits_to_keep=batch.predicting_r.to(self.device), **self._inputs(batch)).logits
-        logits_rv: Tensor = logits_1rv[0]
-        return logits_rv
+    def _from_hidden_states(self, model: nn.Module, tokens: RankTokens, temperature: float) -> Tensor:
+        """Log-probabilities and entropies of the tokens that this rank scores, [2, R of this rank]."""
+        wanted = WantedTokens(tokens.positions_r, tokens.targets_r, temperature)
+        scores_2r: Tensor = model(wanted=wanted, **self._inputs(tokens))
+        return scores_2r
+
+    def _from_logits(self, model: nn.Module, tokens: RankTokens, temperature: float) -> Tensor:
+        """The same from the model's logits, which exist for all these tokens at a time."""
+        logits_1rv = model(logits_to_keep=tokens.positions_r, **self._inputs(tokens)).logits
+        return token_scores(logits_1rv[0], tokens.targets_r, temperature)
 
     def _scores_in_chunks(self, *chunk_tokens: int) -> bool:
         """Whether token scores can be computed from hidden states, see `head`. A few tokens are scored in both ways to
@@ -182,28 +196,22 @@ class Fsdp2Backend(ShardedModel):
         models = [model for model in (self._model, self._reference) if model is not None]
         if not all([head.install(model, tokens) for model, tokens in zip(models, chunk_tokens, strict=False)]):
             return False
-        tokens = 8
-        batch = MicroBatch((0,), (tokens,), (tokens - 1,), torch.arange(tokens))
-        wanted = WantedTokens(batch.predicting_r.to(self.device), batch.targets_r.to(self.device), 1.0)
+        batch = MicroBatch((0,), (CHECKED,), (CHECKED - 1,), torch.arange(CHECKED))
+        tokens = self._sequence.tokens(batch, self.device)
         with torch.no_grad(), self._without_dropout():
-            expected_r, _ = token_scores(self._logits(self._model, batch), wanted.targets_r, 1.0, entropy=False)
-            scores_2r = self._model(wanted=wanted, **self._inputs(batch))
+            expected_2r = self._sequence.whole_scores(self._from_logits(self._model, tokens, 1.0), tokens)
+            scores_2r = self._sequence.whole_scores(self._from_hidden_states(self._model, tokens, 1.0), tokens)
         self._model.reshard()
-        return head.agrees(scores_2r, expected_r)
+        return head.agrees(scores_2r, expected_2r[0])
 
-    def _inputs(self, batch: MicroBatch) -> dict[str, Any]:
-        return {
-            "input_ids": batch.tokens_p[None].to(self.device),
-            "position_ids": batch.positions_p[None].to(self.device),
-            "use_cache": False,
-            **packing(self._attention, batch, self.device),
-        }
+    def _inputs(self, tokens: RankTokens) -> dict[str, Any]:
+        return attention.model_inputs(self._attention, tokens, self._sequence.exchange, self.device)
 
     def manifest(self, dtype: str) -> Manifest:
         return export.manifest(self._model, dtype)
 
     def export(self, dtype: str) -> Iterator[tuple[TensorInfo, Tensor | None]]:
-        whole = export.export(self._model, dtype, self.data_parallel.rank, self.adapter)
+        whole = export.export(self._model, dtype, self._rank, self.adapter)
         return ((info, None if tensor is None else tensor.to(self.device)) for info, tensor in whole)
 
     def shards(self, dtype: str) -> Memory | None:
@@ -233,7 +241,8 @@ def _attention(options: Fsdp2Options, config: Any, compute: torch.dtype, device:
     """Name in transformers of the attention that the job uses, for a model with this config (of the text part)."""
     fits = attention.varlen_fits(config, compute, device)
     if options.attention == "auto":
-        return "flash_attention_2" if is_flash_attn_2_available() else attention.VARLEN if fits else attention.SEGMENTS
+        flash = is_flash_attn_2_available() and options.sequence_parallel_size == 1
+        return "flash_attention_2" if flash else attention.VARLEN if fits else attention.SEGMENTS
     if options.attention == "varlen" and not fits:
         reason = "torch's kernel needs a GPU, bfloat16 or float16, heads of at most 256 and no latent attention"
         raise refused(ATTENTION_FIELD, options.attention, reason, "leave the option out.")

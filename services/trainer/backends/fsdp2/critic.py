@@ -14,7 +14,7 @@ from millrace.errors import refused
 from millrace.spec import JobSpec
 from millrace.spec.model import Model
 from millrace.weights.plans.manifest import TensorInfo
-from services.trainer.backends.fsdp2.attention import packing
+from services.trainer.backends.fsdp2.attention import model_inputs
 from services.trainer.backends.fsdp2.flops import sequence_cost
 from services.trainer.backends.fsdp2.model import (
     Sharding,
@@ -43,7 +43,7 @@ class ValueModel(nn.Module):
 
     def forward(self, positions_r: Tensor, **inputs: Any) -> Tensor:
         """Values at the chosen positions of one packed row, float32 [R]."""
-        hidden_rh = self.model(use_cache=False, **inputs).last_hidden_state[0, positions_r]
+        hidden_rh = self.model(**inputs).last_hidden_state[0, positions_r]
         values_r: Tensor = self.score(hidden_rh).float().sum(dim=-1)  # a sum of one number: FSDP allows no view
         return values_r
 
@@ -73,6 +73,7 @@ class Fsdp2Critic(ShardedModel):
         self.cost = sequence_cost(config, module.model, module.score)
         self.config: Mapping[str, object] = config_changes(config.architectures)
         self._attention, self._rank = sharding.attention, sharding.mesh.get_rank()
+        self._sequence = sharding.sequence
         super().__init__(module, chosen.optimizer, torch.device(sharding.mesh.device_type))
 
     def values(self, microbatches: Sequence[MicroBatch]) -> list[Tensor]:
@@ -95,13 +96,10 @@ class Fsdp2Critic(ShardedModel):
                 yield replace(info, name=f"{part}.{info.name}"), tensor
 
     def _values(self, batch: MicroBatch) -> Tensor:
-        values_r: Tensor = self._model(
-            batch.predicting_r.to(self._device),
-            input_ids=batch.tokens_p[None].to(self._device),
-            position_ids=batch.positions_p[None].to(self._device),
-            **packing(self._attention, batch, self._device),
-        )
-        return values_r
+        tokens = self._sequence.tokens(batch, self._device)
+        inputs = model_inputs(self._attention, tokens, self._sequence.exchange, self._device)
+        values_r: Tensor = self._model(tokens.positions_r, **inputs)
+        return self._sequence.whole_scores(values_r[None], tokens)[0]
 
 
 def _read(source: Model, config: Any) -> dict[str, Tensor]:

@@ -22,6 +22,7 @@ from millrace.data import quantization
 from millrace.errors import InvalidJob
 from millrace.spec.model import Model
 from services.trainer.backends.fsdp2.computable import check_computable, named
+from services.trainer.backends.fsdp2.sequence_parallel import SequenceGroup
 from services.trainer.checkpoints.model_files import INDEX, SINGLE, ModelFiles
 from services.trainer.ranks import collectives
 
@@ -40,6 +41,8 @@ class Sharding:
     attention: str
     """Name of the attention implementation in transformers."""
     compute: torch.dtype
+    sequence: SequenceGroup
+    """The ranks that share each micro-batch."""
     offload: bool = False
     """Keep the shards in host memory and copy them to the device when they are needed."""
     compile: bool = False

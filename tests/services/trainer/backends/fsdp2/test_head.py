@@ -33,7 +33,7 @@ def test_scores_and_gradients_are_those_of_the_logits(kind: type, tied: bool, ch
     tokens, positions_r = torch.arange(9)[None], torch.tensor([1, 2, 5, 7])
     targets_r = tokens[0, positions_r + 1]
     logits_rv = plain(input_ids=tokens, logits_to_keep=positions_r).logits[0]
-    logprobs_r, entropy_r = token_scores(logits_rv, targets_r, 0.7, entropy=True)
+    logprobs_r, entropy_r = token_scores(logits_rv, targets_r, 0.7)
     scores_2r = chunked(input_ids=tokens, wanted=WantedTokens(positions_r, targets_r, 0.7))
     assert entropy_r is not None
     torch.testing.assert_close(scores_2r, torch.stack([logprobs_r, entropy_r]), atol=1e-5, rtol=1e-5)

@@ -20,9 +20,8 @@ def test_values_and_gradients(temperature: float, chunk_bytes: int, monkeypatch:
     logits_rv = (3 * torch.randn(11, 50)).requires_grad_()
     twin_rv = logits_rv.detach().double().requires_grad_()
     targets_r, weights_r, bonus_r = torch.randint(0, 50, (11,)), torch.randn(11), torch.randn(11)
-    logprobs_r, entropy_r = token_scores(logits_rv, targets_r, temperature, entropy=True)
+    logprobs_r, entropy_r = token_scores(logits_rv, targets_r, temperature)
     expected_r, expected_entropy_r = plain(twin_rv, targets_r, temperature)
-    assert entropy_r is not None
     torch.testing.assert_close(logprobs_r.double(), expected_r, atol=1e-5, rtol=1e-6)
     torch.testing.assert_close(entropy_r.double(), expected_entropy_r, atol=1e-5, rtol=1e-6)
     ((logprobs_r * weights_r).sum() + (entropy_r * bonus_r).sum()).backward()
@@ -37,8 +36,7 @@ def test_gradient_of_either_alone() -> None:
         logits_rv = torch.randn(4, 9, requires_grad=True)
         twin_rv = logits_rv.detach().double().requires_grad_()
         targets_r = torch.randint(0, 9, (4,))
-        given = token_scores(logits_rv, targets_r, 1.0, entropy=True)[which]
-        assert given is not None
+        given = token_scores(logits_rv, targets_r, 1.0)[which]
         given.sum().backward()
         plain(twin_rv, targets_r, 1.0)[which].sum().backward()
         assert logits_rv.grad is not None and twin_rv.grad is not None
@@ -49,13 +47,13 @@ def test_bfloat16_logits_are_summed_in_float32() -> None:
     torch.manual_seed(2)
     logits_rv = torch.randn(3, 5000).bfloat16()
     targets_r = torch.randint(0, 5000, (3,))
-    logprobs_r, entropy_r = token_scores(logits_rv, targets_r, 1.0, entropy=False)
-    assert logprobs_r.dtype is torch.float32 and entropy_r is None
+    logprobs_r, entropy_r = token_scores(logits_rv, targets_r, 1.0)
+    assert logprobs_r.dtype is entropy_r.dtype is torch.float32
     torch.testing.assert_close(logprobs_r.double(), plain(logits_rv, targets_r, 1.0)[0], atol=1e-5, rtol=1e-6)
 
 
 def test_no_tokens() -> None:
     logits_rv = torch.randn(0, 7, requires_grad=True)
-    logprobs_r, _ = token_scores(logits_rv, torch.zeros(0).long(), 1.0, entropy=True)
+    logprobs_r, _ = token_scores(logits_rv, torch.zeros(0).long(), 1.0)
     logprobs_r.sum().backward()
     assert logits_rv.grad is not None and logits_rv.grad.shape == (0, 7)

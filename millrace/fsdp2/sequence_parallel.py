@@ -1,0 +1,64 @@
+"""Whether the ranks of a group can share micro-batches of a model (`sequence_parallel_size`), told before a rank builds
+it."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from millrace.backends.fsdp2 import Fsdp2Options, parse
+from millrace.data.model_folder import text_config
+from millrace.errors import InvalidJob, Mistake, wrong_value
+from millrace.spec import JobSpec
+
+FIELD = "trainer.backend_options.sequence_parallel_size"
+HEADS = ("num_attention_heads", "num_attention_heads_per_layer")
+ROTARY = ("rope_parameters", "rope_scaling")
+CONFIG_ENTRIES = (*HEADS, *ROTARY)
+"""Entries of a model's config (of its text part) that the rules read."""
+BY_LENGTH = ("dynamic", "longrope")
+"""Rotary positions that transformers computes from the largest position in the forward pass. A rank has a slice of the
+tokens and would see another."""
+SPLIT = ("auto", "varlen", "segments")
+"""Attention implementations with which ranks can share a micro-batch."""
+
+
+def check_submission(spec: JobSpec) -> None:
+    """The checks that need no trainer. Raises InvalidJob with every rule that is broken."""
+    options, critic = parse(spec.trainer.backend_options), spec.algorithm.critic
+    if options.sequence_parallel_size > 1:
+        check(options, text_config(Path(spec.model.path)))
+    if options.sequence_parallel_size > 1 and critic is not None and critic.path is not None:
+        check(options, text_config(Path(critic.path), "algorithm.critic.path"))
+
+
+def check(options: Fsdp2Options, config: Mapping[str, Any]) -> None:
+    """Raises InvalidJob with every rule that a model with this config breaks."""
+    if options.sequence_parallel_size > 1 and (broken := list(_broken_rules(options, config))):
+        raise InvalidJob.of(broken)
+
+
+def _broken_rules(options: Fsdp2Options, config: Mapping[str, Any]) -> Iterator[Mistake]:
+    size = options.sequence_parallel_size
+    if options.attention not in SPLIT:
+        reason = f"{options.attention} attention cannot be divided over ranks"
+        yield wrong_value(FIELD, size, reason, "leave trainer.backend_options.attention out, or set this to 1.")
+    heads = {config.get("num_attention_heads"), *(config.get("num_attention_heads_per_layer") or ())} - {None}
+    for count in sorted(count for count in heads if isinstance(count, int)):
+        if count % size:
+            reason = f"the model's {count} attention heads do not divide by it"
+            yield wrong_value(FIELD, size, reason, f"choose a divisor of {count}.")
+    for kind in sorted(set(_rotary_kinds(config))):
+        if any(name in kind for name in BY_LENGTH):
+            reason = f"the model's rotary positions ({kind}) depend on the longest text of a micro-batch"
+            yield wrong_value(FIELD, size, reason, "set it to 1, or give the model's config yarn or linear scaling.")
+
+
+def _rotary_kinds(config: Mapping[str, Any]) -> Iterator[str]:
+    """The kinds of rotary positions; a config may have one for each kind of layer."""
+    for entry in ROTARY:
+        found = config.get(entry)
+        if not isinstance(found, Mapping):
+            continue
+        for settings in (found, *(each for each in found.values() if isinstance(each, Mapping))):
+            if isinstance(kind := settings.get("rope_type") or settings.get("type"), str):
+                yield kind

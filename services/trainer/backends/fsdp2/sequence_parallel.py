@@ -1,0 +1,168 @@
+"""Ulysses sequence parallelism (arXiv 2309.14509): several ranks share a micro-batch.
+
+Its packed tokens, padded to a multiple of the ranks, are cut into slices of equal length. A rank computes embeddings,
+norms, MLP and head on its slice. Attention is over whole sequences: an all-to-all before it gives each rank all tokens
+of a share of the heads, and another after it gives each rank its slice of all heads back.
+"""
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from math import gcd
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+
+from services.trainer.backends.whole_scores import gather_scores
+from services.trainer.protocol.backend import DataParallel
+from services.trainer.protocol.microbatch import MicroBatch
+from services.trainer.ranks.world import COLLECTIVE_S
+
+
+@dataclass(frozen=True)
+class HeadExchange:
+    """Exchanges slices of tokens for shares of heads. P is the number of tokens of all slices."""
+
+    ranks: int
+    group: str
+    """Name of the process group, which a compiled layer takes as a constant."""
+
+    def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """All tokens of this rank's heads, from this rank's tokens of all heads, in one all-to-all.
+
+        [1, heads, P/ranks, d] → [1, heads/ranks, P, d] for the query; key and value get the heads that these query
+        heads read, each for the same number of query heads. A key-value head that several ranks read is sent to each
+        of them, and its gradient is the sum of theirs.
+        """
+        key, value = (self._needed_heads(tensor, query.shape[1]) for tensor in (key, value))
+        shares = [self._by_rank(tensor) for tensor in (query, key, value)]
+        widths = [share.shape[2] for share in shares]
+        parts = self._all_to_all(torch.cat(shares, dim=2)).flatten(0, 1).split(widths, dim=1)
+        sizes = (query.shape[3], key.shape[3], value.shape[3])
+        q, k, v = (part.unflatten(1, (-1, size)).transpose(0, 1)[None] for part, size in zip(parts, sizes, strict=True))
+        return q, k, v
+
+    def to_tokens(self, out: Tensor) -> Tensor:
+        """[1, P, heads/ranks, d] → [1, P/ranks, heads, d]: what attention computed, for this rank's tokens."""
+        by_rank = out[0].unflatten(0, (self.ranks, -1))
+        heads_by_rank = self._all_to_all(by_rank.contiguous())
+        return heads_by_rank.transpose(0, 1).flatten(1, 2)[None]
+
+    def _needed_heads(self, tensor: Tensor, heads: int) -> Tensor:
+        """The key-value heads to send, those for rank 0 first: of a rank's query heads, runs of `run` heads read one
+        key-value head each."""
+        each, share = heads // tensor.shape[1], heads // self.ranks
+        run = gcd(each, share)
+        if run == each:  # each rank reads heads that no other reads
+            return tensor
+        return tensor.index_select(1, torch.arange(0, heads, run, device=tensor.device) // each)
+
+    def _by_rank(self, tensor: Tensor) -> Tensor:
+        """[1, heads, T, d] → [ranks, T, heads/ranks · d]"""
+        return tensor[0].unflatten(0, (self.ranks, -1)).transpose(1, 2).flatten(2)
+
+    def _all_to_all(self, by_rank: Tensor) -> Tensor:
+        """Sends the i-th part to rank i. The i-th part of the result came from rank i."""
+        group: Any = self.group  # torch has a type of its own for the name
+        received: Tensor = all_to_all_single_autograd(by_rank, None, None, group)
+        return received
+
+
+@dataclass(frozen=True)
+class RankTokens:
+    """The tokens of a micro-batch that one rank computes, T, on its device."""
+
+    whole: MicroBatch
+    """The micro-batch with the padding as a sequence at its end. Attention is over all of it."""
+    tokens_t: Tensor
+    """Token ids, int64 [T]."""
+    places_t: Tensor
+    """Positions in their sequences, int64 [T]."""
+    positions_r: Tensor
+    """For each response token that this rank scores, the place of the token before it among the T, int64."""
+    targets_r: Tensor
+    """Ids of the response tokens that this rank scores, int64."""
+    counts: tuple[int, ...]
+    """Number of response tokens that each rank of the group scores."""
+
+
+@dataclass(frozen=True)
+class SequenceGroup:
+    """The ranks that share each micro-batch: consecutive ones, so that they are of one host."""
+
+    rank: int = 0
+    """This rank's place in the group, and the number of its slice."""
+    size: int = 1
+    group: ProcessGroup | None = None
+    """None where one rank computes all of a micro-batch."""
+
+    @property
+    def exchange(self) -> HeadExchange | None:
+        """What attention does before and after; None where a rank has all tokens."""
+        return None if self.group is None else HeadExchange(self.size, self.group.group_name)
+
+    def tokens(self, batch: MicroBatch, device: torch.device) -> RankTokens:
+        """This rank's tokens of a micro-batch."""
+        padded = batch.padded(self.size)
+        length = len(padded.tokens_p) // self.size
+        first = self.rank * length
+        mine = slice(first, first + length)
+        # Sequences come one after the other, and so do the tokens that a rank scores.
+        counts = torch.bincount(padded.predicting_r // length, minlength=self.size).tolist()
+        scored_from = sum(counts[: self.rank])
+        scored = slice(scored_from, scored_from + counts[self.rank])
+        return RankTokens(
+            padded,
+            padded.tokens_p[mine].to(device),
+            padded.positions_p[mine].to(device),
+            (padded.predicting_r[scored] - first).to(device),
+            padded.targets_r[scored].to(device),
+            tuple(counts),
+        )
+
+    def whole_scores(self, mine_kr: Tensor, tokens: RankTokens) -> Tensor:
+        """The scores of all response tokens of the micro-batch, [k, R], from those of each rank. A collective."""
+        return gather_scores(mine_kr, tokens.counts, self.group)
+
+    @contextmanager
+    def own_random_numbers(self, device: torch.device) -> Iterator[None]:
+        """Inside, each rank of the group draws other numbers. Outside they draw the same, as they compute the same
+        loss."""
+        if self.size == 1:
+            yield
+            return
+        common = int(torch.randint(1 << 62, ()))
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(common + self.rank)
+            yield
+
+
+def divide_ranks(size: int) -> tuple[SequenceGroup, DataParallel]:
+    """The groups of this rank, where `size` ranks share a micro-batch. A collective. `size` divides the number of
+    ranks."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    everyone = dist.group.WORLD if ranks > 1 else None
+    if size == 1 or everyone is None:
+        return SequenceGroup(), DataParallel(rank, ranks, everyone)
+    sequence, data = _groups(everyone, size)
+    return SequenceGroup(rank % size, size, sequence), DataParallel(rank // size, ranks // size, data)
+
+
+@functools.lru_cache(maxsize=8)
+def _groups(everyone: ProcessGroup, size: int) -> tuple[ProcessGroup, ProcessGroup | None]:
+    """The ranks that share this rank's micro-batches, and those with the same slice of other micro-batches. Kept, as
+    the next job of these ranks needs the same."""
+    timeout = timedelta(seconds=COLLECTIVE_S)
+    ranks = everyone.size()
+    sequence: Any = dist.new_subgroups(size, timeout=timeout)[0]
+    if size == ranks:
+        return sequence, None
+    same_slice = [list(range(first, ranks, size)) for first in range(size)]
+    data: Any = dist.new_subgroups_by_enumeration(same_slice, timeout=timeout)[0]
+    return sequence, data
