@@ -7,7 +7,8 @@ On a host without GPUs everything runs on the CPU over Gloo, without vLLM's tran
 phases, from the order to prepare until generation resumes under the new version, with the messages that the services
 send; sixteen requests run all the time. `broadcast` sends every tensor whole over Gloo, through the engine's loader. At
 the end the engine's parameters after a sharded publication must be bit for bit what they are after a broadcast or after
-vLLM's own transfer. Prints a table and writes JSON.
+vLLM's own transfer. With `--lora RANK` the engine serves an adapter of all linear layers of that rank, and publications
+of the adapter alone follow those of the whole weights. Prints a table and writes JSON.
 """
 
 import argparse
@@ -30,12 +31,14 @@ from benchmarks.publication.benchmark import ANSWER, BASELINES, BROADCAST, MODES
 from benchmarks.publication.sender import RemoteRank, serve
 from benchmarks.shapes import config_of
 from demo.tokenizer import byte_tokenizer
-from millrace.bench.layouts import TrainerLayout
+from millrace.bench.layouts import TrainerLayout, manifest
 from millrace.bench.publication import SHARING
 from millrace.bench.shapes import SHAPES, shape_of
 from millrace.local.devices import visible_devices
 from millrace.spec import JobSpec, parse
 from millrace.telemetry import logs
+from millrace.weights.plans.manifest import Content, Manifest, TensorInfo
+from services.rollout.engines.adapter import adapter_shape
 
 
 def main() -> None:
@@ -51,6 +54,7 @@ def main() -> None:
     parser.add_argument(
         "--repeats", type=int, default=10, help="timed publications by mode, after one that is not timed"
     )
+    parser.add_argument("--lora", type=int, metavar="RANK", help="publish an adapter of this rank as well")
     parser.add_argument("--output", type=Path, help="write the figures there, as JSON")
     options = parser.parse_args()
     logs.configure("bench")
@@ -74,13 +78,24 @@ def job(folder: Path, options: argparse.Namespace) -> JobSpec:
         {
             "name": "bench",
             "output": str(folder / "output"),
-            "model": {"path": str(folder)},
+            "model": {"path": str(folder)} | ({"lora": {"rank": options.lora, "merge": False}} if options.lora else {}),
             "data": {"files": ["rows.jsonl"], "max_prompt_tokens": 2 * PROMPT},
             "reward": {"function": "exact", "workers": 1},
             "rollout": {"dtype": "bfloat16", "max_response_tokens": ANSWER, "engine_options": engine_options},
             "trainer": {"token_budget": 2 * PROMPT + ANSWER},
         }
     )
+
+
+def adapter_of(spec: JobSpec) -> Manifest | None:
+    """The adapter that the job publishes; None for a job without one."""
+    if (shape := adapter_shape(spec)) is None:
+        return None
+    tensors: list[TensorInfo] = []
+    for layer in shape.layers:
+        tensors.append(TensorInfo(layer.lora_a, (shape.rank, layer.inputs), spec.rollout.dtype))
+        tensors.append(TensorInfo(layer.lora_b, (layer.outputs, shape.rank), spec.rollout.dtype))
+    return Manifest(tuple(tensors), Content.ADAPTER)
 
 
 def _gpus() -> int:
@@ -98,12 +113,15 @@ async def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         raise SystemExit(f"there is no mode {', '.join(sorted(unknown))}.")
     if gpus == 0 and set(modes) & BASELINES.keys():
         raise SystemExit("vLLM's own transfer needs GPUs.")
+    spec = job(folder, options)
+    adapter = adapter_of(spec)
+    sent = adapter.to_proto().SerializeToString() if adapter is not None else b""
     context = multiprocessing.get_context("spawn")
     ranks, processes = [], []
     for rank in range(senders):
         near, far = context.Pipe()
         device = f"cuda:{rank}" if gpus else "cpu"
-        arguments = (far, options.shape, options.trainer, rank, device)
+        arguments = (far, options.shape, options.trainer, rank, device, sent)
         processes.append(context.Process(target=serve, args=arguments, daemon=True))
         processes[-1].start()
         far.close()
@@ -115,18 +133,19 @@ async def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     bench = PublicationBenchmark(options, ranks)
     try:
         began = time.perf_counter()
-        await bench.engine.start(job(folder, options))
+        await bench.engine.start(spec)
         print(f"the engine is up after {time.perf_counter() - began:.1f} s", flush=True)
-        await bench.agree()
-        return await rounds(bench, options, modes)
+        await bench.agree(manifest(shape_of(options.shape)))
+        return await rounds(bench, options, modes, adapter)
     finally:
         await bench.engine.stop()
         for process in processes:
             process.kill()
 
 
-async def rounds(bench: PublicationBenchmark, options: argparse.Namespace, modes: list[str]) -> dict[str, Any]:
-    found: dict[str, list[dict[str, float]]] = {mode: [] for mode in modes}
+async def rounds(
+    bench: PublicationBenchmark, options: argparse.Namespace, modes: list[str], adapter: Manifest | None
+) -> dict[str, Any]:
     oracles = [mode for mode in modes if mode not in MODES]
     if oracles:
         await bench.hold_whole()
@@ -136,32 +155,49 @@ async def rounds(bench: PublicationBenchmark, options: argparse.Namespace, modes
     await bench.fill(version)
     await bench.publish(version, "shadow")
     async with bench.load():
-        for mode in modes:
-            for number in range(options.repeats + 1):
-                version += 1
-                if not number:  # later versions send the same bytes, which takes as long
-                    await bench.fill(version)
-                figures = await bench.by(mode, version)
-                if number:
-                    found[mode].append(figures)
-            print(f"{mode}: {np.median([f['whole'] for f in found[mode]]):.4f} s", flush=True)
+        found, version = await timed(bench, options, modes, version)
         began, before = time.perf_counter(), bench._tokens
         await asyncio.sleep(5.0)
         quiet = (bench._tokens - before) / (time.perf_counter() - began)
+    agreed, describe_s = bench.agreed, bench.describe_s
+    alike = await same(bench, version, oracles[0]) if oracles else None
+    if adapter is not None:
+        await bench.add_adapter(adapter, version + 10)
+        async with bench.load():
+            alone, _ = await timed(bench, options, [mode for mode in modes if mode in MODES], version + 20)
+        found |= {f"adapter {mode}": figures for mode, figures in alone.items()}
     return {
         **{k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()},
         "engine_release": bench.engine.release,
         "device": bench.engine.device,
         "workers": bench.engine.world_size,
         "python": platform.python_version(),
-        "bytes": bench._manifest.bytes,
-        "tensors": len(bench._manifest.tensors),
-        "messages": len(bench.plan.hops),
-        "describe_s": bench.describe_s,
+        "bytes": agreed.manifest.bytes,
+        "tensors": len(agreed.manifest.tensors),
+        "messages": len(agreed.plan.hops),
+        "describe_s": describe_s,
+        "adapter": None if adapter is None else {"bytes": adapter.bytes, "tensors": len(adapter.tensors)},
         "tokens_per_s": quiet,
         "figures": {mode: _summary(figures) for mode, figures in found.items()},
-        "as_the_oracle": await same(bench, version, oracles[0]) if oracles else None,
+        "as_the_oracle": alike,
     }
+
+
+async def timed(
+    bench: PublicationBenchmark, options: argparse.Namespace, modes: list[str], version: int
+) -> tuple[dict[str, list[dict[str, float]]], int]:
+    """Publications by each mode after `version`: their figures, and the last version."""
+    found: dict[str, list[dict[str, float]]] = {mode: [] for mode in modes}
+    for mode in modes:
+        for number in range(options.repeats + 1):
+            version += 1
+            if not number:  # later versions send the same bytes, which takes as long
+                await bench.fill(version)
+            figures = await bench.by(mode, version)
+            if number:
+                found[mode].append(figures)
+        print(f"{mode}: {np.median([f['whole'] for f in found[mode]]):.4f} s", flush=True)
+    return found, version
 
 
 async def same(bench: PublicationBenchmark, version: int, oracle: str) -> bool:
@@ -175,7 +211,8 @@ async def same(bench: PublicationBenchmark, version: int, oracle: str) -> bool:
     await bench.fill(version + 1)
     await bench.publish(version + 3, "shadow")
     held = await bench.checksums()
-    kept = [name for name in expected[0] if other[0][name] == expected[0][name]]
+    weights = [name for name in expected[0] if ".lora_" not in name]
+    kept = [name for name in weights if other[0][name] == expected[0][name]]
     assert not kept, f"another version did not change {kept[:5]}"
     return held == expected
 
@@ -203,6 +240,9 @@ def show(result: dict[str, Any]) -> None:
         cells = [figures.get(name) for figures in result["figures"].values()]
         table.add_row(name, *("" if cell is None else f"{cell['p50']:.4f} ({cell['p95']:.4f})" for cell in cells))
     console.print(table)
+    if (adapter := result["adapter"]) is not None:
+        fewer = f"{result['bytes'] / adapter['bytes']:.0f} times fewer bytes"
+        console.print(f"adapter: {adapter['tensors']} tensors, {adapter['bytes'] / 1e6:.1f} MB: {fewer}")
     if result["as_the_oracle"] is not None:
         console.print(f"bit for bit as after the oracle: {result['as_the_oracle']}")
 

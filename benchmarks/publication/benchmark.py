@@ -5,17 +5,18 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks.publication.sender import RemoteRank
-from millrace.bench.layouts import manifest
-from millrace.bench.shapes import shape_of
+from benchmarks.publication.sender import ADAPTER, MODEL, RemoteRank
 from millrace.ids import MemberId
 from millrace.local.ports import free_port
 from millrace.weights.phases import PublicationId
 from millrace.weights.plans import wire_layouts
 from millrace.weights.plans.boxes import Boxes
 from millrace.weights.plans.gather_broadcast import gather_broadcast
+from millrace.weights.plans.manifest import Content, Manifest
+from millrace.weights.plans.sharded import ShardedPlan
 from millrace.weights.transfer.channels.gloo import serve_store
 from millrace.wire.v1 import rollout_pb2, weights_pb2
 from services.rollout.engine import Sampling
@@ -28,8 +29,26 @@ MODES = {
 }
 BASELINES = {"vllm-packed": True, "vllm-each": False}
 BROADCAST = "broadcast"
+PARTS = {Content.MODEL: MODEL, Content.BASE: MODEL, Content.ADAPTER: ADAPTER}
+"""The part of the trainer's ranks that each content is sent from."""
 REQUESTS, PROMPT, ANSWER = 16, 32, 64
 LIMIT_S = 120.0
+
+
+@dataclass
+class Agreed:
+    """What the trainer's ranks and the engine's workers agreed on for the publications of one content."""
+
+    manifest: Manifest
+    sides: weights_pb2.Sides
+    plan: ShardedPlan
+    store: Any
+    port: int
+    nccl_id: bytes
+    known: bool = False
+    """The receiver knows the plan."""
+    joined: bool = False
+    """All are in the communicator."""
 
 
 class PublicationBenchmark:
@@ -39,40 +58,50 @@ class PublicationBenchmark:
         self._ranks = ranks
         self.engine: Any = create(options.engine)
         self._receiver = PublicationReceiver(self.engine, MemberId("rollout-bench"), "keep", lambda _: None)
-        self._manifest = manifest(shape_of(options.shape))
         self._attempts = 0
         self._tokens = 0
-        self._key_joined = self._prepared = False
+        self._content = Content.MODEL
+        self.agreed: Agreed
 
-    async def agree(self) -> None:
-        """Computes the plan from the layouts of both sides, and makes the store of the communicator."""
+    async def agree(self, published: Manifest) -> None:
+        """From now on this is published. Computes the plan from the layouts of both sides, and makes the store of the
+        communicator."""
+        self._content = published.content
         senders = [Boxes.decode(layout) for layout in await self._all("layout")]
         began = time.perf_counter()
-        receivers = await self.engine.describe(self._manifest)
+        receivers = await self.engine.describe(published)
         self.describe_s = time.perf_counter() - began
-        self._sides = weights_pb2.Sides(senders=wire_layouts.encode(senders), receivers=wire_layouts.encode(receivers))
-        self._world = len(senders) + len(receivers)
-        self._store, self._port = serve_store("127.0.0.1", self._world, LIMIT_S)
-        self._nccl_id = await self._of(0, "nccl_id")
-        self.plan = wire_layouts.Planner().plan(self._manifest, self._sides)
+        sides = weights_pb2.Sides(senders=wire_layouts.encode(senders), receivers=wire_layouts.encode(receivers))
+        plan = wire_layouts.Planner().plan(published, sides)
+        store, port = serve_store("127.0.0.1", plan.world_size, LIMIT_S)
+        self.agreed = Agreed(published, sides, plan, store, port, await self._of(0, "nccl_id"))
+
+    async def add_adapter(self, adapter: Manifest, version: int) -> None:
+        """The engine gets the model as the base of an adapter, and from now on the adapter is published."""
+        await self.agree(replace(self.agreed.manifest, content=Content.BASE))
+        await self.publish(version, "inplace")
+        await self.agree(adapter)
+        await self.fill(version + 1)
+        await self.publish(version + 1, "inplace")
 
     async def publish(self, version: int, mode: str) -> dict[str, float]:
         """All phases of one sharded publication; seconds by phase."""
-        ref, began = self._next(version), time.perf_counter()
+        ref, began, agreed = self._next(version), time.perf_counter(), self.agreed
+        world, communicator = agreed.plan.world_size, f"bench-{agreed.manifest.content.name}"
         request = rollout_pb2.PrepareReceiveRequest(
             publication=ref,
-            manifest=None if self._prepared else self._manifest.to_proto(),
+            manifest=None if agreed.known else agreed.manifest.to_proto(),
             path=weights_pb2.PATH_SHARDED,
             rendezvous=weights_pb2.Rendezvous(
                 host="127.0.0.1",
-                port=self._port,
-                world_size=self._world,
-                key="bench",
-                standing=self._key_joined,
-                nccl_id=self._nccl_id,
+                port=agreed.port,
+                world_size=world,
+                key=communicator,
+                standing=agreed.joined,
+                nccl_id=agreed.nccl_id,
             ),
-            sides=None if self._prepared else self._sides,
-            plan_hash=self.plan.hash,
+            sides=None if agreed.known else agreed.sides,
+            plan_hash=agreed.plan.hash,
             mode=MODES[mode],
             receiver=weights_pb2.Receiver(first_rank=len(self._ranks), world_size=self.engine.world_size),
             deadline_s=LIMIT_S,
@@ -80,25 +109,26 @@ class PublicationBenchmark:
         request = rollout_pb2.PrepareReceiveRequest.FromString(request.SerializeToString())
 
         async def prepare() -> list[bytes]:
-            return await self._all("prepare", self._sides.SerializeToString())
+            content = agreed.manifest.content.value
+            return await self._all("prepare", agreed.sides.SerializeToString(), content)
 
         async def send(key: str) -> tuple[list[int], float]:
-            sent = await self._all("send", self._port, self._world, self._nccl_id, key, LIMIT_S)
+            sent = await self._all("send", agreed.port, communicator, world, agreed.nccl_id, key, LIMIT_S)
             sums = {content: value for told in sent for content, value in told["sums"].items()}
-            return [sums[content] for content in range(len(self.plan.sizes))], max(told["transfer"] for told in sent)
+            return [sums[content] for content in range(len(agreed.plan.sizes))], max(told["transfer"] for told in sent)
 
         figures = await self._phases(began, request, prepare, send)
-        self._prepared = self._key_joined = True
+        agreed.known = agreed.joined = True
         return figures
 
     async def broadcast(self, version: int) -> dict[str, float]:
         """The same phases by gather-and-broadcast, the oracle."""
         ref, world = self._next(version), 1 + self.engine.world_size
         _store, port = serve_store("127.0.0.1", world, LIMIT_S)
-        plan_hash, began = gather_broadcast(self._manifest, world).hash, time.perf_counter()
+        plan_hash, began = gather_broadcast(self.agreed.manifest, world).hash, time.perf_counter()
         request = rollout_pb2.PrepareReceiveRequest(
             publication=ref,
-            manifest=self._manifest.to_proto(),
+            manifest=self.agreed.manifest.to_proto(),
             path=weights_pb2.PATH_GATHER_BROADCAST,
             rendezvous=weights_pb2.Rendezvous(host="127.0.0.1", port=port, world_size=world),
             plan_hash=plan_hash,
@@ -113,7 +143,7 @@ class PublicationBenchmark:
             return await self._of(0, "broadcast", port, world, key, LIMIT_S), 0.0
 
         figures = await self._phases(began, request, prepare, send)
-        self._prepared = False
+        self.agreed.known = False
         return figures
 
     def _next(self, version: int) -> weights_pb2.PublicationRef:
@@ -164,7 +194,7 @@ class PublicationBenchmark:
 
     async def baseline(self, packed: bool) -> dict[str, float]:
         """One of vLLM's own transfers, from rank 0, which holds every tensor whole."""
-        tensors = self._manifest.tensors
+        tensors = self.agreed.manifest.tensors
         update = {
             "names": [t.name for t in tensors],
             "dtype_names": [t.dtype for t in tensors],
@@ -225,7 +255,7 @@ class PublicationBenchmark:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _of(self, rank: int, method: str, *arguments: Any) -> Any:
-        return await asyncio.to_thread(self._ranks[rank].call, method, *arguments)
+        return await asyncio.to_thread(self._ranks[rank].call, PARTS[self._content], method, *arguments)
 
     async def _all(self, method: str, *arguments: Any) -> list[Any]:
         return list(await asyncio.gather(*(self._of(rank, method, *arguments) for rank in range(len(self._ranks)))))

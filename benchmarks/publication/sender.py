@@ -3,6 +3,7 @@
 import threading
 import time
 import traceback
+from dataclasses import replace
 from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any
@@ -14,6 +15,7 @@ from millrace.bench.shapes import shape_of
 from millrace.bench.values import fill
 from millrace.weights.plans import wire_layouts
 from millrace.weights.plans.layout import whole_layout
+from millrace.weights.plans.manifest import Content, Manifest
 from millrace.weights.plans.memory import Memory
 from millrace.weights.transfer.channels.gloo import GlooChannel
 from millrace.weights.transfer.channels.rendezvous import Rendezvous, nccl_id
@@ -22,17 +24,18 @@ from millrace.weights.transfer.pipeline import SendPipeline
 from millrace.weights.transfer.session import PublicationSession
 from millrace.wire.v1 import weights_pb2
 
+MODEL, ADAPTER = "model", "adapter"
+"""The parts that a rank sends."""
+
 
 class Rank:
-    """One rank. Its methods are called by name from the other end of a pipe."""
+    """One rank, and what it holds of one manifest. Its methods are called by name from the other end of a pipe."""
 
-    def __init__(self, shape: str, trainer: str, rank: int, device: str) -> None:
-        self._device = torch.device(device)
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
+    def __init__(self, published: Manifest, layout: TrainerLayout, rank: int, device: torch.device) -> None:
+        self._device = device
         self._rank = rank
-        self._manifest = manifest(shape_of(shape))
-        self._memory = TrainerLayout(shape_of(shape), trainer).memory(rank, self._manifest, self._device)
+        self._manifest = published
+        self._memory = layout.memory(rank, published, device)
         self._whole: Memory | None = None
         self._planner = wire_layouts.Planner()
         self._session = PublicationSession()
@@ -51,17 +54,20 @@ class Rank:
                 fill(memory, version)
         self._synchronize()
 
-    def prepare(self, sides: bytes) -> bytes:
+    def prepare(self, sides: bytes, content: int) -> bytes:
         """The plan's hash."""
-        plan = self._planner.plan(self._manifest, weights_pb2.Sides.FromString(sides))
+        published = replace(self._manifest, content=Content(content))
+        plan = self._planner.plan(published, weights_pb2.Sides.FromString(sides))
         if self._sending is None or self._sending[0] != plan.hash:
             self._sending = (plan.hash, SendPipeline(plan, self._rank, self._memory))
         return plan.hash
 
-    def send(self, port: int, world_size: int, nccl_id: bytes, key: str, limit_s: float) -> dict[str, Any]:
+    def send(
+        self, port: int, communicator: str, world_size: int, nccl_id: bytes, key: str, limit_s: float
+    ) -> dict[str, Any]:
         """Sends a version; the first time it joins the communicator."""
         assert self._sending is not None
-        rendezvous = Rendezvous("127.0.0.1", port, "bench", self._rank, world_size, nccl_id, self._device, limit_s)
+        rendezvous = Rendezvous("127.0.0.1", port, communicator, self._rank, world_size, nccl_id, self._device, limit_s)
         self._session.begin()
         sums, times = self._session.run(rendezvous, key, time.monotonic() + limit_s, self._sending[1].run)
         return {"sums": dict(sums), "transfer": times.whole_s, "pack": times.pack_s, "verify": times.verify_s}
@@ -107,17 +113,26 @@ def _vllm_transfer() -> Any:
     return import_module("vllm.distributed.weight_transfer.nccl_engine").NCCLWeightTransferEngine
 
 
-def serve(pipe: Connection, shape: str, trainer: str, rank: int, device: str) -> None:
-    """Runs in the process: answers (method, arguments) with (result, "") or (None, traceback). Ends with the pipe."""
-    served = Rank(shape, trainer, rank, device)
+def serve(pipe: Connection, shape: str, trainer: str, rank: int, device: str, adapter: bytes) -> None:
+    """Runs in the process: answers (part, method, arguments) with (result, "") or (None, traceback). Ends with the
+    pipe. `adapter` is the manifest of an adapter that the ranks hold besides the model, split by rows; empty for
+    none."""
+    on = torch.device(device)
+    if on.type == "cuda":
+        torch.cuda.set_device(on)
+    layout = TrainerLayout(shape_of(shape), trainer)
+    served = {MODEL: Rank(manifest(layout.shape), layout, rank, on)}
+    if adapter:
+        published = Manifest.from_proto(weights_pb2.Manifest.FromString(adapter))
+        served[ADAPTER] = Rank(published, TrainerLayout(layout.shape, f"fsdp={layout.ranks}"), rank, on)
     with torch.no_grad():
         while True:
             try:
-                method, arguments = pipe.recv()
+                part, method, arguments = pipe.recv()
             except EOFError:
                 return
             try:
-                pipe.send((getattr(served, method)(*arguments), ""))
+                pipe.send((getattr(served[part], method)(*arguments), ""))
             except Exception:
                 pipe.send((None, traceback.format_exc()))
 
@@ -129,10 +144,10 @@ class RemoteRank:
         self._pipe = pipe
         self._lock = threading.Lock()
 
-    def call(self, method: str, *arguments: Any, limit_s: float = 120.0) -> Any:
+    def call(self, part: str, method: str, *arguments: Any, limit_s: float = 120.0) -> Any:
         """Blocks. Raises RuntimeError with the traceback of the rank, TimeoutError past the limit."""
         with self._lock:
-            self._pipe.send((method, arguments))
+            self._pipe.send((part, method, arguments))
             if not self._pipe.poll(limit_s):
                 raise TimeoutError(f"a trainer's rank did not answer {method} within {limit_s:g} s.")
             result, failure = self._pipe.recv()

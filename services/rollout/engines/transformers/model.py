@@ -13,6 +13,8 @@ from millrace.errors import InvalidJob, PublicationFailed, refused
 from millrace.spec import JobSpec
 from millrace.weights.loader.stored import published_dtype, stored_tensors, views
 from millrace.weights.plans.manifest import Manifest
+from services.rollout.engines.adapter import adapter_shape
+from services.rollout.engines.transformers.adapter import AdapterSlot
 
 
 class StoredModel:
@@ -21,11 +23,13 @@ class StoredModel:
 
     rank = 0
     padded: frozenset[str] = frozenset()
-    adapter = None
 
     def __init__(self, model: Any, spec: JobSpec) -> None:
-        """Raises InvalidJob where the folder stores a tensor in another way than the model keeps it in memory."""
+        """Raises InvalidJob where the folder stores a tensor in another way than the model keeps it in memory, or the
+        model cannot have the job's adapter."""
         self._model = model
+        shape = adapter_shape(spec)
+        self.adapter = None if shape is None else AdapterSlot(model, shape, spec.rollout.dtype)
         self._views: dict[str, Tensor] = {}
         """Views of the model's tensors, named and cut as its folder stores them."""
         for name, tensor in stored_tensors(model):
@@ -37,7 +41,7 @@ class StoredModel:
     @property
     def parameters(self) -> Mapping[str, Tensor]:
         """See `WorkerModel`."""
-        return dict(self._model.named_parameters())
+        return {**dict(self._model.named_parameters()), **(self.adapter.loaded if self.adapter is not None else {})}
 
     @cached_property
     def loaded(self) -> Mapping[str, Tensor]:
