@@ -46,6 +46,9 @@ class EngineDescriptor:
     """The share that it takes without that option."""
     context_option: str = ""
     """The option that limits prompt and response together, tokens; empty where there is none."""
+    preloaded: tuple[str, ...] = ()
+    """Modules that a replica's launcher imports before it forks the replica. They must start neither a thread nor
+    CUDA."""
     other_problem: Callable[[], str] = field(default=lambda: "")
     """Why the installed engine cannot run, with the fix; empty where it can."""
 

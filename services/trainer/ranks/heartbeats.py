@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import multiprocessing
 import os
 import threading
 import time
@@ -113,4 +114,6 @@ class Heartbeats:
 
     def _orphaned(self) -> bool:
         """Whether the launcher or torchrun was killed: then nobody ends the ranks."""
+        if (launcher := multiprocessing.parent_process()) is not None and not launcher.is_alive():
+            return True
         return "LOCAL_WORLD_SIZE" in os.environ and os.getppid() != self._parent

@@ -82,11 +82,23 @@ def test_ranks_are_started_again_and_drained(launched: Launched, tied_model: Pat
     assert not any(rank.is_running() for rank in before), "a trainer is all of its ranks"
     assert f"rank 1 (pid {before[1].pid}) was ended by SIGSEGV" in launched.log.read_text()
     assert Calls(second.address).configure(job_spec(tied_model)).world_size == 2
+    launched.ranks()[1].terminate()
+    launched.registered(3)
+    third = list(launched.served.script.members.values())[-1]
+    assert [leave.member_id for leave in launched.served.script.left] == [second.member_id], "it has drained"
     left = launched.ranks()
     launched.process.terminate()
     assert launched.process.wait(WITHIN_S) == 0
     assert not psutil.wait_procs(left, timeout=10)[1]
-    assert [leave.member_id for leave in launched.served.script.left] == [second.member_id]
+    assert [leave.member_id for leave in launched.served.script.left] == [second.member_id, third.member_id]
+
+
+def test_ranks_without_their_launcher_drain(launched: Launched) -> None:
+    launched.registered(1)
+    left = launched.ranks()
+    launched.process.kill()
+    launched.until("the trainer has left", lambda: bool(launched.served.script.left))
+    assert not psutil.wait_procs(left, timeout=20)[1]
 
 
 def test_the_process_that_forks_is_started_again_too(launched: Launched) -> None:
@@ -96,6 +108,9 @@ def test_the_process_that_forks_is_started_again_too(launched: Launched) -> None
     launched.registered(2)
     assert not any(rank.is_running() for rank in before)
     assert len(launched.ranks()) == 2
+    launched.served.script.drain = True
+    assert launched.process.wait(WITHIN_S) == 0
+    assert launched.served.script.registrations == 2, "what was drained is not started again"
 
 
 def test_ranks_that_keep_failing_end_the_trainer(launched: Launched) -> None:
@@ -108,7 +123,7 @@ def test_ranks_that_keep_failing_end_the_trainer(launched: Launched) -> None:
                 rank.kill()
         time.sleep(0.02)
     assert launched.process.returncode == 1
-    assert "failed too often" in launched.log.read_text()
+    assert "ended too often" in launched.log.read_text()
 
 
 def test_what_is_imported_before_the_fork_starts_no_thread_and_no_cuda() -> None:

@@ -1,0 +1,134 @@
+"""Starts the processes of one service again, forked from a process that has imported what they need.
+
+The process that forks is multiprocessing's fork server. It imports once, and starts no thread and no CUDA, so that
+processes which are started again after a failure are there within a second.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from types import FrameType
+
+import psutil
+import structlog
+
+from millrace.local.restarts import Restarts
+from millrace.wire.membership import DRAINED_FILE
+
+log = structlog.get_logger(__name__)
+FORKING = multiprocessing.get_context("forkserver")
+"""Starts processes as "spawn" does, without their imports: nothing of the launcher's memory is in them."""
+
+
+def fork_from(*modules: str) -> None:
+    """The modules that are imported before a process is forked. Call it before the first one is."""
+    FORKING.set_forkserver_preload(list(modules))
+
+
+class Launcher:
+    """The processes of one service on this host, from start to end.
+
+    They live and end together: where one ends with a failure, the others are killed, and all are started anew. They are
+    started anew also where they ended in order and neither this process nor `millrace drain` has told them to.
+    """
+
+    def __init__(self, processes: Callable[[], Sequence[ForkServerProcess]], restarts: Restarts) -> None:
+        """`processes` makes those of one life; they are not started yet. `restarts` bounds their number of lives."""
+        self._processes, self._restarts = processes, restarts
+        self._running: Sequence[ForkServerProcess] = ()
+        self._stopping = False
+
+    def run(self) -> int:
+        """Returns the exit status: 0 where the processes were drained, 1 where they ended too often."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._stop)
+        with _drained_file() as drained:
+            return self._keep(drained)
+
+    def _keep(self, drained: Path) -> int:
+        while not self._stopping:
+            began = time.monotonic()
+            failed = self._live()
+            if not failed and (self._stopping or drained.exists()):
+                return 0
+            if self._stopping:
+                return 1
+            wait_s = self._restarts.wait_s(time.monotonic())
+            told = {"ended": failed or "in order", "lived_s": round(time.monotonic() - began)}
+            if wait_s is None:
+                log.error("the processes ended too often and are not started again", **told)
+                return 1
+            log.error("the processes are started again", **told, wait_s=wait_s)
+            time.sleep(wait_s)
+        return 0
+
+    def _live(self) -> str:
+        """One life of the processes. Answers how the first of them failed; empty where all ended in order."""
+        self._running = self._processes()
+        try:
+            for process in self._running:
+                process.start()
+            if self._stopping:  # told while they were started
+                self._pass_on()
+            left = {process.sentinel: process for process in self._running}
+            while left:
+                for sentinel in wait(list(left)):
+                    assert isinstance(sentinel, int)
+                    process = left.pop(sentinel)
+                    process.join()
+                    if process.exitcode != 0:
+                        return f"{process.name} (pid {process.pid}) {_how(process.exitcode)}"
+            return ""
+        except (EOFError, ConnectionError):
+            return "the process that forks them ended"
+        finally:
+            self._clear()
+
+    def _clear(self) -> None:
+        """Kills what is left of one life: its other processes, and what those have started."""
+        self._running = [process for process in self._running if process.pid is not None]
+        pids = [process.pid for process in self._running if process.exitcode in (None, UNKNOWN)]
+        # The children of this process are the fork server and multiprocessing's resource tracker.
+        below = [p.pid for child in psutil.Process().children() for p in child.children(recursive=True)]
+        for pid in {*pids, *below} - {None}:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for process in self._running:
+            process.join()
+
+    def _stop(self, _number: int, _frame: FrameType | None) -> None:
+        self._stopping = True
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        for process in self._running:
+            if process.pid is not None:
+                process.terminate()
+
+
+UNKNOWN = 255
+"""The exit status of all processes where the one that forked them was killed, whether they have ended or not."""
+
+
+def _how(status: int | None) -> str:
+    if status is not None and status < 0:
+        return f"was ended by {signal.Signals(-status).name}"
+    return f"ended with status {status}"
+
+
+@contextlib.contextmanager
+def _drained_file() -> Iterator[Path]:
+    """The file that the service makes when somebody drains it: that of whoever started this process, if it has one."""
+    if path := os.environ.get(DRAINED_FILE):
+        yield Path(path)
+        return
+    with tempfile.TemporaryDirectory(prefix="millrace-") as folder:
+        os.environ[DRAINED_FILE] = str(Path(folder) / "drained")
+        yield Path(os.environ[DRAINED_FILE])
