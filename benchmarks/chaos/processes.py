@@ -45,11 +45,18 @@ def _command(process: psutil.Process) -> str:
     return " ".join(process.cmdline())
 
 
-def _ranks(stack: Stack) -> list[psutil.Process]:
-    """The processes that are forked from the one that the launcher started."""
-    trainer = _service(stack, "trainer")
-    above = {process.pid for process in trainer}
-    return _below(trainer, lambda process: process.ppid() not in above)
+def _children(parents: list[psutil.Process]) -> list[psutil.Process]:
+    above = {process.pid for process in parents}
+    return _below(parents, lambda process: process.ppid() in above)
+
+
+def _forked(stack: Stack, service: str) -> list[psutil.Process]:
+    """The processes that are forked from the one that the service's launcher started."""
+    return _children(_children(_service(stack, service)))
+
+
+def _is_engine(process: psutil.Process) -> bool:
+    return any(name in _command(process) for name in ENGINE_PROCESSES)
 
 
 FINDERS: dict[Target, Callable[[Stack], list[psutil.Process]]] = {
@@ -58,11 +65,9 @@ FINDERS: dict[Target, Callable[[Stack], list[psutil.Process]]] = {
         _service(stack, "coordinator"), lambda process: process.name() == "redis-server"
     ),
     Target.LAUNCHER: lambda stack: _service(stack, "trainer"),
-    Target.RANK: _ranks,
-    Target.REPLICA: lambda stack: _service(stack, "rollout-"),
-    Target.ENGINE: lambda stack: _below(
-        _service(stack, "rollout-"), lambda process: any(name in _command(process) for name in ENGINE_PROCESSES)
-    ),
+    Target.RANK: lambda stack: _forked(stack, "trainer"),
+    Target.REPLICA: lambda stack: [p for p in _forked(stack, "rollout-") if not _is_engine(p)],
+    Target.ENGINE: lambda stack: _below(_service(stack, "rollout-"), _is_engine),
     Target.SCORER: lambda stack: _below(_service(stack, "rollout-"), lambda process: SCORER in _command(process)),
 }
 

@@ -17,4 +17,5 @@ DESCRIPTOR = EngineDescriptor(
     options_class="services.rollout.engines.transformers.engine:Options",
     options_example={"max_num_seqs": 64},
     option_bounds={"max_num_seqs": (1, 65_536)},
+    preloaded=("services.rollout.engines.transformers.decoding", "transformers.models.qwen3.modeling_qwen3"),
 )

@@ -72,5 +72,6 @@ DESCRIPTOR = EngineDescriptor(
     memory_option="gpu_memory_utilization",
     memory_share=0.9,
     context_option="max_model_len",
+    preloaded=("services.rollout.engines.vllm.preload",),
     other_problem=plugin_missing,
 )

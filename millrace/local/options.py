@@ -98,7 +98,7 @@ def services(options: StackOptions, devices: Sequence[str] = ()) -> list[Service
 
     def replica(number: int, visible: Mapping[str, str]) -> Service:
         engine = options.engines[number % len(options.engines)]
-        module = (options.pythons.get(engine, python), "-m", "services.rollout")
+        module = (options.pythons.get(engine, python), "-m", "services.rollout.launch")
         argv = (*module, "--coordinator", coordinator, "--engine", engine, "--port", "0")
         return Service(f"rollout-{number}", argv, {**environment, **visible}, vital=False, grace_s=20.0)
 

@@ -1,6 +1,7 @@
 """Starts a rollout replica: `python -m services.rollout --coordinator host:7600 --engine vllm --port 0`."""
 
 import asyncio
+import multiprocessing
 import os
 import signal
 import sys
@@ -151,10 +152,19 @@ async def _serve(member_id: MemberId, options: Options) -> int:
 
 
 def _signals() -> asyncio.Queue[int]:
-    """A queue that receives SIGTERM and SIGINT."""
+    """A queue that receives SIGTERM and SIGINT. The end of the process that forked this one counts as SIGTERM."""
     stops: asyncio.Queue[int] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stops.put_nowait, number)
+        loop.add_signal_handler(number, stops.put_nowait, number)
+    if (launcher := multiprocessing.parent_process()) is not None:
+        gone = launcher.sentinel
+
+        def on_end() -> None:
+            loop.remove_reader(gone)
+            stops.put_nowait(signal.SIGTERM)
+
+        loop.add_reader(gone, on_end)
     return stops
 
 

@@ -5,9 +5,10 @@ AsyncLLM starts several processes: EngineCore, and one Worker for each rank. The
 """
 
 import asyncio
+import contextlib
 import gc
 import itertools
-import os
+import multiprocessing
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,6 @@ import psutil
 import structlog
 
 from millrace.engines import ENGINES
-from millrace.engines.vllm import ENTRY_POINT, plugin_missing
 from millrace.errors import InvalidJob, InvalidState, Unavailable
 from millrace.ids import Version
 from millrace.megatron.architectures import read_shape
@@ -32,13 +32,14 @@ from services.rollout.engine import (
     Sampling,
     StopReason,
     VersionSpan,
-    compute_threads,
     end_of_turn,
 )
 from services.rollout.engines.adapter import AdapterShape, adapter_shape, check_placed
 from services.rollout.engines.versioned import VersionedEngine, samples_that_fit
 from services.rollout.engines.vllm import options as vllm_options
 from services.rollout.engines.vllm.adapter import lora_request
+from services.rollout.engines.vllm.environment import set_cpu_environment, set_environment
+from services.rollout.engines.vllm.forked import fork_processes, forked_beside
 from services.rollout.engines.vllm.versions import VersionMarks
 from services.rollout.engines.vllm.workers import VllmWorkers
 from services.rollout.lifeline import kill_descendants, own_descendants
@@ -70,7 +71,7 @@ class VllmEngine(VersionedEngine):
         self._end_of_turn: list[int] = []
         self._replayed: list[int] | None = None
         """Layers whose experts are reported; None where the job does not ask for them."""
-        self._cores: set[int] = set()
+        self._cores: list[int] = []
         self._adapter: AdapterShape | None = None
         """The adapter of every request; None where replicas get whole weights."""
         self._lora_request: Any = None
@@ -79,7 +80,8 @@ class VllmEngine(VersionedEngine):
         if warning := SOFTWARE.release_warning(self.release):
             log.warning(warning)
         own_descendants()
-        _set_environment()
+        set_environment()
+        fork_processes()
         path = await self._workers.listen()
         self._llm = await asyncio.get_running_loop().run_in_executor(self._thread, self._build, spec)
         config = self._llm.vllm_config
@@ -104,10 +106,8 @@ class VllmEngine(VersionedEngine):
             self._marks = VersionMarks()
         self.device = "cpu" if current_platform.is_cpu() else str(current_platform.get_device_name())
         if current_platform.is_cpu():
-            # In eager mode only one helper of the sampler would be compiled, which takes 15 s at every start.
-            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-            os.environ.setdefault("OMP_NUM_THREADS", str(compute_threads()))
-        others = {child.pid for child in psutil.Process().children()}
+            set_cpu_environment()
+        others = set(multiprocessing.active_children())
         try:
             self._adapter = adapter_shape(spec)
             arguments = vllm_options.engine_arguments(spec, self._adapter)
@@ -120,7 +120,7 @@ class VllmEngine(VersionedEngine):
         except (RuntimeError, MemoryError) as error:
             what = f"vLLM did not start with {spec.model.path}: {error}."
             raise Unavailable(what, "its log above names the cause; memory and CUDA devices first.") from error
-        self._cores = {child.pid for child in psutil.Process().children()} - others
+        self._cores = [child.pid for child in multiprocessing.active_children() if child not in others and child.pid]
         self._tokenizer = llm.get_tokenizer()
         self._lora_request = None if self._adapter is None else lora_request()
         named = llm.model_config.try_get_generation_config().get("eos_token_id")
@@ -141,8 +141,7 @@ class VllmEngine(VersionedEngine):
     def _shut_down(self) -> None:
         llm, self._llm = self._llm, None
         # EngineCore would wait seconds for its workers, which have nothing to finish.
-        cores = [child for child in psutil.Process().children() if child.pid in self._cores]
-        hurry = threading.Timer(WORKERS_END_S, _kill_below, [cores])
+        hurry = threading.Timer(WORKERS_END_S, _kill_workers, [self._cores])
         hurry.start()
         llm.shutdown()
         hurry.cancel()
@@ -257,24 +256,12 @@ class VllmEngine(VersionedEngine):
             await self._llm.update_weight_version(str(version))
 
 
-def _kill_below(cores: list[psutil.Process]) -> None:
+def _kill_workers(cores: Sequence[int]) -> None:
+    """Kills the workers of the engine's `cores`, which are given by their pids."""
+    for process in forked_beside():
+        if process.pid not in cores:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
     for core in cores:
-        if core.is_running():
-            kill_descendants(core)
-
-
-def _set_environment() -> None:
-    """Sets environment variables for vLLM, before it is imported. Variables that the user has set are kept."""
-    if missing := plugin_missing():
-        raise InvalidState(missing, "")
-    defaults = {
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # gRPC's threads do not survive a fork
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_LOGGING_STREAM": "ext://sys.stderr",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # otherwise all replicas of a host bind to its first cores
-    }
-    for name, value in defaults.items():
-        os.environ.setdefault(name, value)
-    if (allowed := os.environ.get("VLLM_PLUGINS")) is not None and ENTRY_POINT not in allowed.split(","):
-        os.environ["VLLM_PLUGINS"] = f"{allowed},{ENTRY_POINT}".lstrip(",")
+        with contextlib.suppress(psutil.NoSuchProcess):
+            kill_descendants(psutil.Process(core))

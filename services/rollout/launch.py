@@ -1,0 +1,78 @@
+"""Starts a replica on this host: `python -m services.rollout.launch --coordinator HOST:PORT --engine vllm`.
+
+A replica that ends is started again, within a second, from a process that has imported it and its engine
+(`millrace/local/launcher.py`). Engines whose processes can be forked from there too do not import anything again.
+
+This process imports no torch. SIGTERM and SIGINT are passed on to the replica, which drains.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from functools import partial
+from multiprocessing.context import ForkServerProcess
+from typing import Annotated
+
+import typer
+
+from millrace.engines import ENGINE_NAMES, ENGINES
+from millrace.errors import MillraceError
+from millrace.local.launcher import FORKING, Launcher, fork_from
+from millrace.local.ports import free_port
+from millrace.local.restarts import Restarts
+from millrace.telemetry import logs
+from millrace.version import VersionOption
+from millrace.wire.address import HostOption, InsecureOption, bind_address, host_address, require_token
+from services.rollout.engines import probe
+
+PRELOADED = ["services.rollout.__main__"]
+"""What is imported before a replica is forked, after what its engine's descriptor names. None of it starts a thread or
+CUDA."""
+RESTARTS = Restarts(limit=3, window_s=600.0, first_wait_s=0.1, longest_wait_s=1.0)
+"""A replica that ends more often ends the launcher: whoever started it has a wider view."""
+app = typer.Typer(pretty_exceptions_enable=False)
+
+
+@app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+def main(
+    context: typer.Context,
+    engine: Annotated[str, typer.Option(envvar="MILLRACE_ENGINE", help=f"One of {', '.join(ENGINE_NAMES)}.")] = "vllm",
+    host: HostOption = "",
+    port: Annotated[
+        int, typer.Option(envvar="MILLRACE_PORT", help="Port of the replica's gRPC server; 0: a free port.")
+    ] = 0,
+    insecure: InsecureOption = False,
+    version: VersionOption = False,
+) -> None:
+    """Runs a replica, and starts it again when it ends. Takes all options of `python -m services.rollout`."""
+    if host:
+        os.environ["MILLRACE_HOST"] = host
+    logs.configure("rollout", "launcher")
+    try:
+        require_token(bind_address(host_address()), insecure=insecure)
+        found = probe(engine)
+        if not found.ok:
+            raise MillraceError(f"engine {engine} cannot run here: {found.why}")
+    except MillraceError as error:
+        print(f"rollout: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+    fork_from(*ENGINES[engine].preloaded, *PRELOADED)
+    # The port is the same in every life: the coordinator removes a dead replica as soon as another one has its address.
+    options = ["--engine", engine, "--port", str(port or free_port()), *(["--insecure"] if insecure else [])]
+    raise typer.Exit(Launcher(partial(life, [*context.args, *options]), RESTARTS).run())
+
+
+def life(arguments: Sequence[str]) -> list[ForkServerProcess]:
+    """The replica's process, which is not started yet. `arguments`: those of `python -m services.rollout`."""
+    return [FORKING.Process(target=_replica, args=(arguments,), name="the replica")]
+
+
+def _replica(arguments: Sequence[str]) -> None:
+    """The replica, in its own process."""
+    from services.rollout.__main__ import app as replica
+
+    replica(list(arguments), prog_name="python -m services.rollout")
+
+
+if __name__ == "__main__":
+    app()
