@@ -1,11 +1,16 @@
-"""An update by FSDP2 and by Megatron-Core on the same micro-batches, on one GPU.
+"""An update by FSDP2 and by Megatron-Core on the same micro-batches, on one GPU or, under torchrun, on several.
 
     python -m benchmarks.training --shape qwen3-8b --layers 12 --lengths mixed,even --budgets 16384,32768
 
-Random weights of a published shape, cut in layers; about 130,000 tokens an update, drawn anew for each. `mixed`:
-lengths geometric with mean 430, at most 3,072; `even`: sequences of 4,096. Prints seconds of forward and backward,
-of the optimizer, MFU (of the GPU's published rate in bf16, counted as if all weights were trained) and the peak of
-memory. Needs `gpu-megatron` installed.
+Random weights of a published shape, cut in layers; about 130,000 tokens an update and data-parallel rank, drawn anew
+for each. `mixed`: lengths geometric with mean 430, at most 3,072; `even`: sequences of 4,096; a number: sequences of so
+many tokens. Prints seconds of forward and backward, of the optimizer, tokens a second, MFU (of the GPUs' published rate
+in bf16, counted as if all weights were trained) and the peak of memory of one GPU. Needs `gpu-megatron` installed.
+
+Long sequences on two GPUs, shared by them (Ulysses) and not:
+
+    torchrun --nproc-per-node 2 -m benchmarks.training --backends fsdp2 --shape qwen3-8b --layers 12 --recompute \\
+        --lengths 32768,131072 --budgets 131072 --updates 2 --options '{"sequence_parallel_size": 2}' '{}'
 """
 
 import argparse
@@ -21,6 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.megatron.models import random_weights
@@ -53,14 +59,25 @@ class Case:
     options: str = "{}"
     """Options of the backend, as JSON."""
 
+    @property
+    def length(self) -> int | None:
+        """Tokens of every sequence; None where they are drawn."""
+        return None if self.lengths == "mixed" else EVEN if self.lengths == "even" else int(self.lengths)
 
-def micro_batches(case: Case, vocabulary: int, seed: int) -> list[MicroBatch]:
-    """An update's sequences in the order drawn, packed to the token budget."""
-    random = np.random.default_rng(seed)
+
+def micro_batches(case: Case, vocabulary: int, seed: int, ranks: int) -> list[list[MicroBatch]]:
+    """An update's sequences of each data-parallel rank, in the order drawn, packed to the token budget. All ranks have
+    the same number of micro-batches."""
+    found = [_of_one_rank(case, vocabulary, np.random.default_rng((seed, rank))) for rank in range(ranks)]
+    most = max(map(len, found))
+    return [batches + [MicroBatch.pack([], [])] * (most - len(batches)) for batches in found]
+
+
+def _of_one_rank(case: Case, vocabulary: int, random: np.random.Generator) -> list[MicroBatch]:
     packs: list[list[int]] = [[]]
     total = 0
     while total < TOKENS:
-        length = EVEN if case.lengths == "even" else min(LONGEST, PROMPT + int(random.geometric(1 / MEAN_RESPONSE)))
+        length = case.length or min(LONGEST, PROMPT + int(random.geometric(1 / MEAN_RESPONSE)))
         if packs[-1] and sum(packs[-1]) + length > case.budget:
             packs.append([])
         packs[-1].append(length)
@@ -99,16 +116,20 @@ def job_spec(case: Case) -> JobSpec:
 def measured(case: Case, world: World, updates: int) -> dict[str, Any]:
     shape = read_shape(case.folder)
     backend, cost = build(job_spec(case), world.device), sequence_cost(shape)
-    times = [update(backend, micro_batches(case, shape.vocabulary, 0))]
-    torch.cuda.reset_peak_memory_stats()
-    flops = []
-    for seed in range(1, updates + 1):
-        batches = micro_batches(case, shape.vocabulary, seed)
-        flops.append(sum(cost.total(batch.lengths) for batch in batches))
-        times.append(update(backend, batches))
-    rates = sorted(work / sum(parts) for work, parts in zip(flops, times[1:], strict=True))
+    parallel, times, flops, tokens = backend.data_parallel, [], [], []
+    for seed in range(updates + 1):
+        by_rank = micro_batches(case, shape.vocabulary, seed, parallel.size)
+        everyone = [batch for batches in by_rank for batch in batches if batch.rows]
+        flops.append(sum(cost.total(batch.lengths) for batch in everyone))
+        tokens.append(sum(sum(batch.lengths) for batch in everyone))
+        times.append(update(backend, by_rank[parallel.rank]))
+        if not seed:
+            torch.cuda.reset_peak_memory_stats()
+    seconds = [sum(parts) for parts in times]
+    rates = sorted(work / spent for work, spent in zip(flops[1:], seconds[1:], strict=True))
     return {
         "backend": case.backend,
+        "gpus": world.size,
         "lengths": case.lengths,
         "budget": case.budget,
         "lora": case.lora,
@@ -118,13 +139,15 @@ def measured(case: Case, world: World, updates: int) -> dict[str, Any]:
         "first_update_s": round(sum(times[0]), 2),
         "forward_backward_s": [round(parts[0], 3) for parts in times[1:]],
         "optimizer_s": [round(parts[1], 3) for parts in times[1:]],
-        "mfu": round(rates[len(rates) // 2] / peak_flops(world.device), 4),
+        "tokens_per_s": round(sum(tokens[1:]) / sum(seconds[1:])),
+        "mfu": round(rates[len(rates) // 2] / world.size / peak_flops(world.device), 4),
         "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 1),
     }
 
 
 def update(backend: Backend, batches: list[MicroBatch]) -> tuple[float, float]:
     """Seconds of forward and backward, and of the optimizer."""
+    dist.barrier()
     torch.cuda.synchronize()
     began = time.perf_counter()
     backend.forward_backward(batches, loss, temperature=1.0)
@@ -167,9 +190,8 @@ def cases(options: argparse.Namespace, root: Path) -> Iterator[Case]:
         for budget in options.budgets.split(","):
             for backend in options.backends.split(","):
                 for rank in options.lora.split(","):
-                    yield Case(
-                        root, backend, lengths, int(budget), int(rank) or None, options.recompute, options.options
-                    )
+                    for chosen in options.options:
+                        yield Case(root, backend, lengths, int(budget), int(rank) or None, options.recompute, chosen)
 
 
 def main() -> None:
@@ -178,11 +200,13 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
     parser.add_argument("--vocabulary", type=int, help="another vocabulary than the shape has")
     parser.add_argument("--backends", default="fsdp2,megatron")
-    parser.add_argument("--lengths", default="mixed", help="of mixed, even")
+    parser.add_argument("--lengths", default="mixed", help="of mixed, even, or numbers of tokens")
     parser.add_argument("--budgets", default="16384", help="tokens a micro-batch")
     parser.add_argument("--lora", default="0", help="ranks of adapters; 0 trains all weights")
     parser.add_argument("--recompute", action="store_true", help="recompute activations in the backward pass")
-    parser.add_argument("--options", default="{}", help="trainer.backend_options, as JSON; for one backend")
+    parser.add_argument(
+        "--options", nargs="+", default=["{}"], help="trainer.backend_options, as JSON, of each case; for one backend"
+    )
     parser.add_argument("--updates", type=int, default=4, help="timed ones, after one that is not")
     options = parser.parse_args()
     alone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
@@ -192,7 +216,9 @@ def main() -> None:
     draw_weights()
     with tempfile.TemporaryDirectory() as folder:
         for case in cases(options, Path(folder)):
-            print(json.dumps(measured(case, world, options.updates)), flush=True)
+            row = json.dumps(measured(case, world, options.updates))
+            if world.rank == 0:
+                print(row, flush=True)
             gc.collect()
             torch.cuda.empty_cache()
 

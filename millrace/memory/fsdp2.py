@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from millrace.backends.fsdp2 import Fsdp2Options, parse
+from millrace.fsdp2.sequence_parallel import check
 from millrace.megatron.architectures.shape import ModelShape
 from millrace.memory.head import head_bytes, scoring_bytes
 from millrace.memory.layers import (
@@ -28,7 +29,7 @@ ON_DEVICE = 2
 
 @dataclass(frozen=True)
 class Fsdp2Memory:
-    """One model on one rank. Sizes are bytes, `tokens` those of a micro-batch."""
+    """One model on one rank. Sizes are bytes, `tokens` those of a micro-batch on this rank."""
 
     spec: JobSpec
     options: Fsdp2Options
@@ -134,9 +135,11 @@ class Fsdp2Memory:
 
 
 def predict(spec: JobSpec, shape: ModelShape, ranks: int, tokens: int) -> Prediction:
-    """The peak of each phase on one of `ranks` ranks, with micro-batches of `tokens` tokens."""
+    """The peak of each phase on one of `ranks` ranks, with micro-batches of `tokens` tokens. Raises InvalidJob for
+    options that the model does not allow."""
     options = parse(spec.trainer.backend_options)
-    policy = Fsdp2Memory(spec, options, shape, ranks, tokens)
+    check(options, {"num_attention_heads": shape.heads})
+    policy = Fsdp2Memory(spec, options, shape, ranks, -(-tokens // options.sequence_parallel_size))
     at_rest = policy.state()
     at_rest.pop(Part.GRADIENTS, None)
     weights = dict(at_rest)

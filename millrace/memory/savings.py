@@ -95,7 +95,8 @@ def _options(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     yield "optimizer_offload_fraction", 1.0
     yield "optimizer_moments", "bfloat16"
     yield "logprob_chunk_tokens", max(SMALLEST_CHUNK, given.get("logprob_chunk_tokens", 1024) // 4)
-    for name in ("tensor_parallel", "expert_parallel", "pipeline_parallel", "context_parallel"):
+    sizes = ("tensor_parallel", "expert_parallel", "pipeline_parallel", "context_parallel", "sequence_parallel_size")
+    for name in sizes:
         yield name, 2 * given.get(name, 1)
 
 

@@ -72,6 +72,17 @@ def test_ranks_divide_what_they_share() -> None:
     assert eight[Part.ACTIVATIONS] == one[Part.ACTIVATIONS]
 
 
+def test_ranks_that_share_a_micro_batch_divide_its_activations() -> None:
+    shape = cut("qwen3-8b", 12)
+    alone, shared = (
+        predict(job(options={"sequence_parallel_size": size}), shape, 4)[Phase.UPDATE].device for size in (1, 4)
+    )
+    assert shared[Part.ACTIVATIONS] == pytest.approx(alone[Part.ACTIVATIONS] / 4)
+    assert shared[Part.WEIGHTS] == alone[Part.WEIGHTS]
+    with pytest.raises(InvalidJob, match="32 attention heads"):
+        predict(job(options={"sequence_parallel_size": 3}), shape, 3)
+
+
 def test_offloaded_parts_are_in_host_memory() -> None:
     shape = cut("qwen3-8b", 12)
     plain = predict(job(algorithm={"kl": {"name": "k1"}}), shape, 1)[Phase.UPDATE]

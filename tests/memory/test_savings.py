@@ -27,10 +27,11 @@ def test_what_the_job_has_already_and_what_its_backend_does_not_know_is_not_prop
     assert "trainer.backend_options.tensor_parallel" not in fields
 
 
-def test_parallelism_is_proposed_only_where_there_are_gpus_for_it() -> None:
-    field = "trainer.backend_options.tensor_parallel"
-    assert field not in {saving.field for saving in savings(job("megatron"), SHAPE, 1)}
-    assert field in {saving.field for saving in savings(job("megatron"), SHAPE, 2)}
+@pytest.mark.parametrize(("backend", "size"), [("megatron", "tensor_parallel"), ("fsdp2", "sequence_parallel_size")])
+def test_parallelism_is_proposed_only_where_there_are_gpus_for_it(backend: str, size: str) -> None:
+    field = f"trainer.backend_options.{size}"
+    assert field not in {saving.field for saving in savings(job(backend), SHAPE, 1)}
+    assert field in {saving.field for saving in savings(job(backend), SHAPE, 2)}
 
 
 def test_the_token_budget_is_never_proposed_below_the_longest_sequence() -> None:

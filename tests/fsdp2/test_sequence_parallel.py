@@ -1,0 +1,83 @@
+"""Models and options with which ranks cannot share a micro-batch are refused at submission."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millrace.errors import InvalidJob
+from millrace.fsdp2.sequence_parallel import FIELD, check_submission
+from millrace.spec import JobSpec, parse
+
+DENSE: dict[str, Any] = {"num_attention_heads": 12, "num_key_value_heads": 2}
+LONG = {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}}
+BY_KIND = {"rope_parameters": {"full_attention": {"rope_type": "dynamic", "factor": 2.0}, "sliding_attention": {}}}
+
+
+def job(folder: Path, config: dict[str, Any], options: dict[str, Any], critic: dict[str, Any] | None = None) -> JobSpec:
+    for name, written in (("model", config), ("critic", critic)):
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(written))
+    judged = {} if critic is None else {"preset": "ppo", "critic": {"path": str(folder / "critic")}}
+    return parse(
+        {
+            "name": "long",
+            "output": str(folder / "output"),
+            "model": {"path": str(folder / "model")},
+            "data": {"procedural": "reasoning_gym:spell_backward"},
+            "algorithm": judged,
+            "trainer": {"backend_options": options},
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "reasons"),
+    [
+        (DENSE, {"sequence_parallel_size": 8}, ["the model's 12 attention heads do not divide by it"]),
+        ({"text_config": DENSE}, {"sequence_parallel_size": 5}, ["the model's 12 attention heads do not divide by it"]),
+        (
+            {"num_attention_heads_per_layer": [4, 8, 6, 6]},
+            {"sequence_parallel_size": 4},
+            ["the model's 6 attention heads do not divide by it"],
+        ),
+        (
+            {**DENSE, **LONG},
+            {"sequence_parallel_size": 8, "attention": "sdpa"},
+            [
+                "sdpa attention cannot be divided over ranks",
+                "the model's 12 attention heads do not divide by it",
+                "the model's rotary positions (longrope) depend on the longest text of a micro-batch",
+            ],
+        ),
+        (
+            {**DENSE, **BY_KIND},
+            {"sequence_parallel_size": 2},
+            ["the model's rotary positions (dynamic) depend on the longest text of a micro-batch"],
+        ),
+    ],
+)
+def test_every_reason_is_told(
+    tmp_path: Path, config: dict[str, Any], options: dict[str, Any], reasons: list[str]
+) -> None:
+    with pytest.raises(InvalidJob) as refused:
+        check_submission(job(tmp_path, config, options))
+    assert [mistake.reason for mistake in refused.value.mistakes] == reasons
+    assert {mistake.field for mistake in refused.value.mistakes} == {FIELD}
+
+
+def test_the_critic_is_checked_too(tmp_path: Path) -> None:
+    critic = {"num_attention_heads": 6}
+    with pytest.raises(InvalidJob, match="the model's 6 attention heads"):
+        check_submission(job(tmp_path, DENSE, {"sequence_parallel_size": 4}, critic))
+
+
+@pytest.mark.parametrize("size", [1, 2, 12])
+def test_more_ranks_than_key_value_heads_are_allowed(tmp_path: Path, size: int) -> None:
+    options = {"sequence_parallel_size": size, "attention": "segments"}
+    check_submission(job(tmp_path, {**DENSE, "rope_scaling": None}, options))
+
+
+def test_a_model_that_is_not_divided_is_not_read(tmp_path: Path) -> None:
+    check_submission(job(tmp_path, LONG, {"attention": "sdpa"}))
