@@ -23,7 +23,6 @@ FUSED = {
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
 """Layers that SGLang fuses, with their parts in the order of their rows."""
-FUSED_AS = {part: fused for fused, parts in FUSED.items() for part in parts}
 
 
 def lora_reference() -> Any:

@@ -87,7 +87,8 @@ def _adapter_arguments(spec: JobSpec, adapter: AdapterShape) -> dict[str, Any]:
 
 def check_model(config: Any) -> None:
     """Raises InvalidJob for a model whose parameters vLLM transforms after loading: a published version would overwrite
-    the transformed ones. `config` is vLLM's VllmConfig."""
+    the transformed ones; and where the job has an adapter, for a model without adapters. `config` is vLLM's
+    VllmConfig."""
     from vllm.platforms import current_platform
 
     model, cpu = config.model_config, current_platform.is_cpu()
@@ -101,6 +102,18 @@ def check_model(config: Any) -> None:
         reason = f"the model has {', '.join(broken)}, which vLLM repacks as it loads"
         fix = "leave that option out, take a newer vLLM, or use a model without them."
         raise refused("model.path", model.model, reason, fix)
+    if config.lora_config is not None:
+        _check_lora(model)
+
+
+def _check_lora(model: Any) -> None:
+    """Raises InvalidJob where vLLM has no adapters for the model. `model` is vLLM's ModelConfig."""
+    from vllm.model_executor.model_loader.utils import get_model_architecture
+    from vllm.model_executor.models import supports_lora
+
+    implementation, _ = get_model_architecture(model)
+    if not supports_lora(implementation):
+        raise not_served(f"vLLM's {implementation.__name__} serves no adapters")
 
 
 def _experts(model: Any) -> int:

@@ -8,7 +8,7 @@ import copy
 from typing import Any
 
 
-def without_adapters(module: Any, wrapper: type) -> Any:
+def without_adapters(module: Any, wrapper: type[Any]) -> Any:
     """`module` with every layer of type `wrapper` replaced by the `base_layer` in it. Modules that hold such a layer
     are copied; parameters and all other modules are those of `module` itself."""
     if isinstance(module, wrapper):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BloomConfig
 
 from millrace.errors import InvalidJob, PublicationFailed
 from millrace.spec import JobSpec
@@ -18,11 +18,12 @@ from millrace.weights.plans.manifest import Content, Manifest, TensorInfo
 from services.rollout.engines.adapter import AdaptedLayer, AdapterShape, adapter_shape, check_placed
 from services.rollout.engines.sglang import adapter as sglang_adapter
 from services.rollout.engines.vllm import adapter as vllm_adapter
-from services.rollout.engines.vllm.options import engine_arguments
+from services.rollout.engines.vllm.options import check_model, engine_arguments
 from services.rollout.weights.in_worker.without_adapters import without_adapters
 from services.trainer.backends.fsdp2.lora import inject, layers
 from services.trainer.backends.lora import configuration
 from tests.adapters import with_adapter
+from tests.models import byte_tokenizer
 from tests.services.rollout.jobs import adapter_job
 from tests.services.trainer.backends.megatron import tiny
 
@@ -149,6 +150,18 @@ def test_vllm_gets_a_slot_that_the_rank_fits_in(tied_model: Path, rank: int, slo
 
 
 @pytest.mark.e2e
+def test_a_model_that_vllm_has_no_adapters_for_is_refused(tied_model: Path, tmp_path: Path) -> None:
+    check_model(engine_arguments(adapter_job(tied_model, "vllm"), SHAPE).create_engine_config())
+    BloomConfig(
+        vocab_size=259, hidden_size=64, n_layer=1, n_head=4, architectures=["BloomForCausalLM"]
+    ).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    config = engine_arguments(adapter_job(tmp_path, "vllm"), SHAPE).create_engine_config()
+    with pytest.raises(InvalidJob, match=r"model\.lora\.merge: false: vLLM's BloomForCausalLM serves no adapters"):
+        check_model(config)
+
+
+@pytest.mark.e2e
 def test_what_vllm_has_no_slot_for_is_refused(tied_model: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidJob, match=r"model\.lora\.merge: false: vLLM serves ranks up to 512"):
         engine_arguments(adapter_job(tied_model, "vllm", rank=600), AdapterShape(600, SHAPE.layers))
@@ -192,7 +205,7 @@ class VllmManager(SimpleNamespace):
         )
 
         def layer(kind: type, inputs: int, outputs: tuple[int, ...], held: tuple[int, ...]) -> Any:
-            made: Any = kind.__new__(kind)
+            made: Any = kind.__new__(kind)  # type: ignore[call-overload]
             nn.Module.__init__(made)
             made.tp_rank, made.tp_size = rank, ranks
             made.input_size, made.n_slices = inputs, len(outputs)
@@ -217,7 +230,7 @@ class VllmManager(SimpleNamespace):
             f"{MLP}.gate_up_proj": [f"{MLP}.gate_proj", f"{MLP}.up_proj"],
         }
         self.model = nn.Module()
-        self.lora_index_to_id = [None]
+        self.lora_index_to_id: list[int | None] = [None]
 
     def activate_adapter(self, number: int) -> None:
         self.lora_index_to_id = [number]
@@ -313,8 +326,9 @@ def test_a_model_without_its_adapters_is_the_model_that_the_loader_knows() -> No
             super().__init__()
             self.base_layer = base
 
-    whole = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Linear(2, 3))
+    whole: Any = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Linear(2, 3))
     names = dict(whole.named_parameters())
+    wrapped: Any
     kept, wrapped = whole[1], nn.Sequential(nn.Sequential(Wrapper(whole[0][0]), whole[0][1]), whole[1])
     base = without_adapters(wrapped, Wrapper)
     assert {name: id(p) for name, p in base.named_parameters()} == {name: id(p) for name, p in names.items()}
