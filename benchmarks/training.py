@@ -36,7 +36,7 @@ from millrace.megatron.architectures import read_shape
 from millrace.megatron.flops import sequence_cost
 from millrace.spec import JobSpec, parse
 from services.trainer.backends import build
-from services.trainer.backends.fsdp2 import model as fsdp2_model
+from services.trainer.backends.fsdp2.loading.folder import ModelFolder
 from services.trainer.protocol.backend import Backend, TokenScores
 from services.trainer.protocol.microbatch import MicroBatch
 from services.trainer.ranks.world import World
@@ -161,16 +161,14 @@ def update(backend: Backend, batches: list[MicroBatch]) -> tuple[float, float]:
 
 def draw_weights() -> None:
     """Both backends draw weights instead of reading a folder that would have to be written first."""
-    from services.trainer.backends.fsdp2 import lora as fsdp2_lora
     from services.trainer.backends.megatron import backend as megatron
 
     megatron.read = random_weights
-    fsdp2_model.read_whole = fsdp2_lora.read_whole = lambda *_, **__: {}
-    fsdp2_model._fill = _filled
+    ModelFolder.fill = lambda self, module, mesh, buffers: _filled(module)  # type: ignore[method-assign]
 
 
 @torch.no_grad()
-def _filled(module: torch.nn.Module, *_: Any) -> None:
+def _filled(module: torch.nn.Module) -> None:
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         if name.endswith("inv_freq"):

@@ -12,22 +12,22 @@ from transformers import AutoModel, PreTrainedModel
 from millrace.backends.fsdp2 import Fsdp2Options
 from millrace.errors import refused
 from millrace.spec import JobSpec
-from millrace.spec.model import Model
 from millrace.weights.plans.manifest import TensorInfo
 from services.trainer.backends.fsdp2.attention import model_inputs
 from services.trainer.backends.fsdp2.flops import sequence_cost
+from services.trainer.backends.fsdp2.loading.folder import ModelFolder
+from services.trainer.backends.fsdp2.loading.local import LocalPart
 from services.trainer.backends.fsdp2.model import (
     Sharding,
     build_unfilled,
     decoder_layers,
     load_config,
-    read_whole,
     shard_model,
 )
 from services.trainer.backends.fsdp2.offload.activations import ActivationOffload
 from services.trainer.backends.fsdp2.published import export
 from services.trainer.backends.fsdp2.sharded_model import ShardedModel
-from services.trainer.checkpoints.value_head import FIELD, WEIGHT, config_changes, stored_head
+from services.trainer.checkpoints.value_head import FIELD, config_changes, stored_head
 from services.trainer.protocol.backend import Output, ValueLossFn
 from services.trainer.protocol.microbatch import MicroBatch
 from services.trainer.ranks import collectives
@@ -64,7 +64,8 @@ class Fsdp2Critic(ShardedModel):
         def build() -> ValueModel:
             return ValueModel(build_unfilled(AutoModel, source, config, sharding, dtype=torch.float32, field=FIELD))
 
-        module: Any = shard_model(build, lambda _: _read(source, config), sharding)
+        folder = ModelFolder(AutoModel, source, config, torch.float32, FIELD)
+        module: Any = shard_model(build, folder, sharding, "model", lambda built: _fill_head(built, folder))
         if spec.trainer.activation_recompute:
             module.model.gradient_checkpointing_enable({"use_reentrant": False})
         if options.offload_activations:
@@ -102,10 +103,8 @@ class Fsdp2Critic(ShardedModel):
         return self._sequence.whole_scores(values_r[None], tokens)[0]
 
 
-def _read(source: Model, config: Any) -> dict[str, Tensor]:
-    """The decoder as transformers loads it, and the folder's head, or zeros: an untrained critic predicts 0."""
-    read = read_whole(AutoModel, source, config, dtype=torch.float32, field=FIELD)
-    decoder = {f"model.{name}": tensor for name, tensor in read.items()}
-    hidden = config.get_text_config().hidden_size
-    head = stored_head(Path(source.path), hidden)
-    return {**decoder, WEIGHT: torch.zeros(1, hidden) if head is None else head}
+def _fill_head(module: ValueModel, folder: ModelFolder) -> None:
+    """The folder's head, or zeros: an untrained critic predicts 0. Raises InvalidJob."""
+    weight = module.score.weight
+    stored = stored_head(Path(folder.model.path), weight.shape[1])
+    LocalPart.of(weight).copy_from(torch.zeros(weight.shape) if stored is None else stored)

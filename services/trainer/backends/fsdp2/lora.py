@@ -1,6 +1,5 @@
 """LoRA by PEFT's layers: the parameters of the model folder are frozen, and only the adapters are trained."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,10 @@ from millrace.errors import refused
 from millrace.spec.lora import Lora
 from millrace.spec.model import Model
 from services.trainer.backends.fsdp2.adapted import BASE, is_adapter
-from services.trainer.backends.fsdp2.model import Sharding, build_unfilled, read_whole, shard_model
+from services.trainer.backends.fsdp2.loading.folder import ModelFolder
+from services.trainer.backends.fsdp2.loading.local import LocalPart
+from services.trainer.backends.fsdp2.model import FIELD as MODEL_FIELD
+from services.trainer.backends.fsdp2.model import Sharding, build_unfilled, shard_model
 from services.trainer.backends.lora import FIELD, first_a, stored_values
 from services.trainer.protocol.adapter import LORA_A, MAGNITUDE, stored_name
 
@@ -60,35 +62,25 @@ def layers(module: nn.Module) -> dict[str, Linear]:
     return {name: part for name, part in module.named_modules() if isinstance(part, Linear)}
 
 
-def source(
-    module: nn.Module, loaded: Mapping[str, Tensor], config: LoraConfig, lora: Lora, seed: int
-) -> dict[str, Tensor]:
-    """What a module with adapters is filled from: `loaded`, the tensors of the model without adapters, by the names
-    that they have in `module`, and the adapters' first values. Raises InvalidJob."""
-    names: dict[str, str] = {}
-    for layer in layers(module):
-        names |= {f"{layer}.{kind}": f"{layer}.base_layer.{kind}" for kind in ("weight", "bias")}
-    filled = {names.get(name, name): tensor for name, tensor in loaded.items()}
-    if lora.adapter_path is None:
-        return {**filled, **_initial(module, filled, config, seed)}
-    return {**filled, **_stored(module, Path(lora.adapter_path))}
-
-
 @torch.no_grad()
-def _initial(module: nn.Module, filled: Mapping[str, Tensor], config: LoraConfig, seed: int) -> dict[str, Tensor]:
-    """PEFT's first values, drawn from `seed`: with them the model computes the same as without adapters."""
-    values: dict[str, Tensor] = {}
-    for name, parameter in module.named_parameters():
+def fill_adapters(module: nn.Module, config: LoraConfig, lora: Lora, seed: int) -> None:
+    """Gives this rank's part of every adapter its first values: those of PEFT, drawn from `seed`, or those of the
+    folder that the job names. The module's own weights are already there. Raises InvalidJob."""
+    stored = {} if lora.adapter_path is None else _stored(module, Path(lora.adapter_path))
+    parameters = dict(module.named_parameters())
+    for name, parameter in parameters.items():
         if not is_adapter(name):
             continue
-        if f".{LORA_A}." in name:
-            values[name] = first_a(stored_name(name), tuple(parameter.shape), config, seed)
-        elif f".{MAGNITUDE}." in name:
-            weight_oi = filled[name.replace(f".{MAGNITUDE}.default.", BASE)]
-            values[name] = torch.linalg.vector_norm(weight_oi.float(), dim=1)
+        part = LocalPart.of(parameter)
+        if stored:
+            part.copy_from(stored[name])
+        elif f".{LORA_A}." in name:
+            part.copy_from(first_a(stored_name(name), tuple(parameter.shape), config, seed))
+        elif f".{MAGNITUDE}." in name:  # its rows are divided over the ranks as the weight's are
+            rows_oi = LocalPart.of(parameters[name.replace(f".{MAGNITUDE}.default.", BASE)]).values
+            part.values.copy_(torch.linalg.vector_norm(rows_oi.float(), dim=1))
         else:
-            values[name] = torch.zeros(parameter.shape)
-    return values
+            part.values.zero_()
 
 
 def _stored(module: nn.Module, folder: Path) -> dict[str, Tensor]:
@@ -109,9 +101,9 @@ def policy(model: Model, config: Any, adapter: LoraConfig, sharding: Sharding, s
         inject(module, adapter)
         return module
 
-    def read(module: PreTrainedModel) -> dict[str, Tensor]:
-        return source(
-            module, read_whole(AutoModelForCausalLM, model, config, dtype=sharding.compute), adapter, lora, seed
-        )
-
-    return shard_model(build, read, sharding)
+    return shard_model(
+        build,
+        ModelFolder(AutoModelForCausalLM, model, config, sharding.compute, MODEL_FIELD),
+        sharding,
+        fill_rest=lambda module: fill_adapters(module, adapter, lora, seed),
+    )

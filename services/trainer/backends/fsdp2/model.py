@@ -1,7 +1,5 @@
-"""A Hugging Face model sharded over the ranks: built without memory, then filled from rank 0, which reads the
-folder."""
+"""A Hugging Face model sharded over the ranks: built without memory, then filled from its folder."""
 
-import copy
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,21 +7,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
-from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.utils import logging as transformers_logging
 
 from millrace.data import quantization
 from millrace.errors import InvalidJob
 from millrace.spec.model import Model
 from services.trainer.backends.fsdp2.computable import check_computable, named
+from services.trainer.backends.fsdp2.loading.folder import FIX, ModelFolder
 from services.trainer.backends.fsdp2.sequence_parallel import SequenceGroup
-from services.trainer.checkpoints.model_files import INDEX, SINGLE, ModelFiles
 from services.trainer.ranks import collectives
 
 FIELD = "model.path"
@@ -60,10 +54,10 @@ def load_config(model: Model, field: str = FIELD) -> Any:
             "give a folder with config, tokenizer and safetensors that the trainer sees at this same path.",
         )
     try:
-        _block_scales(folder, field)
+        quantization.block_scales(json.loads((folder / "config.json").read_text()), folder, field)
         config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InvalidJob(f"{field}: the config of {model.path} cannot be read: {error}", _FIX) from error
+        raise InvalidJob(f"{field}: the config of {model.path} cannot be read: {error}", FIX) from error
     for name in vars(config):
         if name.endswith(("dropout", "_pdrop", "layerdrop", "jitter_noise")) and isinstance(
             getattr(config, name), float
@@ -73,16 +67,13 @@ def load_config(model: Model, field: str = FIELD) -> Any:
     return config
 
 
-_FIX = "give a model of an architecture that this release of transformers knows, or install a newer one."
-
-
 def policy(model: Model, config: Any, sharding: Sharding, *, dtype: torch.dtype) -> PreTrainedModel:
     """The language model with parameters of `dtype`, sharded and loaded. Raises InvalidJob."""
 
     def build() -> PreTrainedModel:
         return build_unfilled(AutoModelForCausalLM, model, config, sharding, dtype=dtype)
 
-    return shard_model(build, lambda _: read_whole(AutoModelForCausalLM, model, config, dtype=dtype), sharding)
+    return shard_model(build, ModelFolder(AutoModelForCausalLM, model, config, dtype, FIELD), sharding)
 
 
 def build_unfilled(
@@ -105,19 +96,24 @@ def build_unfilled(
     return module
 
 
-def shard_model(build: Callable[[], Module], read: Callable[[Module], dict[str, Tensor]], sharding: Sharding) -> Module:
-    """The module that `build` makes, sharded over the ranks and filled with the parameters and buffers that `read`
-    returns for it on rank 0.
+def shard_model(
+    build: Callable[[], Module],
+    folder: ModelFolder,
+    sharding: Sharding,
+    stored_part: str = "",
+    fill_rest: Callable[[Module], None] = lambda _: None,
+) -> Module:
+    """The module that `build` makes, sharded over the ranks, with the tensors of `folder`.
 
-    Raises InvalidJob on every rank where one cannot build the model or rank 0 cannot read the weights.
+    The folder stores the module, or its part of that name. `fill_rest` fills the other tensors, with this rank's part
+    of each, and calls no collective. Raises InvalidJob on every rank where one cannot build the model or read the
+    weights.
     """
-    source: dict[str, Tensor] = {}
     mesh = sharding.mesh
-    with collectives.fail_together():
-        with torch.device("meta"):
-            module = build()
-        if mesh.get_rank() == 0:
-            source = read(module)
+    with collectives.fail_together(), torch.device("meta"):
+        module = build()
+    stored: Any = module.get_submodule(stored_part)
+    buffers = folder.buffers(stored)
     precision = MixedPrecisionPolicy(param_dtype=sharding.compute, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if sharding.offload else OffloadPolicy()
     layers = decoder_layers(module)
@@ -132,51 +128,10 @@ def shard_model(build: Callable[[], Module], read: Callable[[Module], dict[str, 
     module.to_empty(device="cpu" if sharding.offload else mesh.device_type)
     if isinstance(module, PreTrainedModel):
         module.tie_weights()
-    _fill(module, source, mesh)
+    folder.fill(stored, mesh, buffers)
+    with collectives.fail_together():
+        fill_rest(module)
     return module.train()
-
-
-def read_whole(loader: Any, model: Model, config: Any, *, dtype: torch.dtype, field: str = FIELD) -> dict[str, Tensor]:
-    """Parameters and buffers as transformers' `loader` reads them, in host memory: in the dtype of the folder, or,
-    where its weights are quantized, in `dtype`. Raises InvalidJob."""
-    transformers_logging.disable_progress_bar()
-    read = _read_unquantized if _block_scales(Path(model.path), field) is None else _read_quantized
-    try:
-        loaded, report = read(loader, model, config, dtype)
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise InvalidJob(f"{field}: {model.path} cannot be loaded: {error}", _FIX) from error
-    if absent := sorted(report["missing_keys"]):
-        what = f"{field}: {model.path} lacks {len(absent)} of the model's tensors, the first {absent[0]}."
-        raise InvalidJob(what, "give a folder whose safetensors hold the whole model.")
-    return {**dict(loaded.named_parameters()), **dict(loaded.named_buffers())}
-
-
-def _block_scales(folder: Path, field: str) -> quantization.BlockScales | None:
-    return quantization.block_scales(json.loads((folder / "config.json").read_text()), folder, field)
-
-
-def _read_unquantized(loader: Any, model: Model, config: Any, dtype: torch.dtype) -> Any:
-    if any((Path(model.path) / file).is_file() for file in (INDEX, SINGLE)):
-        with ModelFiles(Path(model.path)) as files:
-            files.check()
-    return loader.from_pretrained(
-        model.path,
-        config=config,
-        dtype="auto",
-        trust_remote_code=model.trust_remote_code,
-        output_loading_info=True,
-    )
-
-
-def _read_quantized(loader: Any, model: Model, config: Any, dtype: torch.dtype) -> Any:
-    """Transformers gets the tensors of `ModelFiles` instead of the folder: on a GPU it would keep them quantized, and
-    elsewhere it refuses blocks that do not divide a tensor."""
-    config = copy.deepcopy(config)  # transformers writes the dtype into it
-    with torch.device("meta"):
-        kind = type(loader.from_config(config, trust_remote_code=model.trust_remote_code))
-    with ModelFiles(Path(model.path)) as files:
-        tensors = {name: files.tensor(name) for name in files}
-        return kind.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype, output_loading_info=True)
 
 
 def decoder_layers(module: nn.Module) -> list[nn.Module]:
@@ -187,18 +142,3 @@ def decoder_layers(module: nn.Module) -> list[nn.Module]:
         return layers
     stacks = [part for part in module.modules() if isinstance(part, nn.ModuleList)]
     return max((list(stack) for stack in stacks), key=len, default=[])
-
-
-@torch.no_grad()
-def _fill(module: nn.Module, source: dict[str, Tensor], mesh: DeviceMesh) -> None:
-    """Copies rank 0's tensors into the shards and buffers of every rank, one tensor at a time."""
-    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=mesh.device_type)
-        if mesh.get_rank() == 0:
-            whole.copy_(source[name])
-        if isinstance(tensor, DTensor):
-            tensor.copy_(distribute_tensor(whole, tensor.device_mesh, tensor.placements))
-            continue
-        if mesh.size() > 1:
-            dist.broadcast(whole, 0)
-        tensor.copy_(whole)

@@ -1,0 +1,1 @@
+"""Model folders read into the shards of a module."""

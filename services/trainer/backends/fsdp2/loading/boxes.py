@@ -1,0 +1,86 @@
+"""Reads a model folder's safetensors straight into the shards of a module: each rank only the boxes that it holds."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from millrace.weights.loader.stored import stored_tensors, views
+from millrace.weights.plans.views import ViewedBox, viewed_box
+from services.trainer.backends.fsdp2.adapted import BASE, is_adapter
+from services.trainer.backends.fsdp2.loading.local import LocalPart
+from services.trainer.checkpoints.model_files import ModelFiles
+
+
+@dataclass(frozen=True)
+class StoredBox:
+    """A tensor of the folder, and the box of a module's tensor that it is."""
+
+    stored: str
+    target: Tensor
+    box: ViewedBox
+
+
+def folder_tensors(module: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """The module's tensors that a folder stores, by their names without adapters. Tied weights come once."""
+    for name, tensor in stored_tensors(module):
+        if not is_adapter(name):
+            yield name.replace(BASE, "."), tensor
+
+
+def boxes(module: PreTrainedModel, files: ModelFiles) -> list[StoredBox] | None:
+    """Where each tensor of the folder belongs. None where one is not a box of a tensor of the module, or is stored
+    under an older name or in another shape: transformers has to convert such a folder."""
+    found: list[StoredBox] = []
+    for name, target in folder_tensors(module):
+        whole = torch.empty(target.shape, device="meta")
+        if (pieces := views(module, name, whole)) is None:
+            return None
+        for piece, view in pieces.items():
+            box = viewed_box(whole.shape, (int(view.storage_offset()), tuple(view.shape), tuple(view.stride())))
+            stored = _name_in(files, piece, module.base_model_prefix)
+            if box is None or stored is None or tuple(files.tensor(stored).get_shape()) != tuple(view.shape):
+                return None
+            found.append(StoredBox(stored, target, box))
+    return found
+
+
+def _name_in(files: ModelFiles, name: str, prefix: str) -> str | None:
+    """The tensor's name in a folder that was written by this model, by the model with a head, or by the one without."""
+    names = (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}."))
+    return next((each for each in names if files.has(each)), None)
+
+
+@torch.no_grad()
+def fill(found: list[StoredBox], files: ModelFiles) -> None:
+    """Reads this rank's part of each tensor. Not a collective. Raises InvalidJob, SafetensorError, OSError."""
+    for each in found:
+        part = LocalPart.of(each.target)
+        low = [max(a, b) for a, b in zip(part.offset, each.box.offset, strict=True)]
+        high = [
+            min(a + n, b + m)
+            for a, n, b, m in zip(part.offset, part.values.shape, each.box.offset, each.box.extent, strict=True)
+        ]
+        if any(a >= b for a, b in zip(low, high, strict=True)):
+            continue
+        here = part.values[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, part.offset, strict=True))]
+        here.copy_(_read(each, files, low, high).reshape(here.shape))
+
+
+def _read(each: StoredBox, files: ModelFiles, low: list[int], high: list[int]) -> Tensor:
+    """The elements of the stored tensor that are in the box from `low` to `high` of the module's tensor, with the
+    module's order of dimensions; dimensions of one element may be missing."""
+    stored = files.tensor(each.stored)
+    dims: int = len(stored.get_shape())
+    if dims == 0:
+        return files.whole(each.stored)
+    slices = [slice(0, 1)] * dims
+    for dim, along in enumerate(each.box.along):
+        if along is not None:
+            start = each.box.offset[dim]
+            slices[along] = slice(low[dim] - start, high[dim] - start)
+    values: Tensor = stored[tuple(slices)]
+    order = [along for along in each.box.along if along is not None]
+    return values.permute(*order, *(dim for dim in range(dims) if dim not in order))

@@ -1,0 +1,138 @@
+"""A model folder as the source of a sharded module's tensors."""
+
+import copy
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from millrace.data import quantization
+from millrace.errors import InvalidJob
+from millrace.spec.model import Model
+from services.trainer.backends.fsdp2.adapted import BASE, is_adapter
+from services.trainer.backends.fsdp2.loading import boxes
+from services.trainer.backends.fsdp2.loading.buffers import computed_buffers
+from services.trainer.checkpoints.model_files import INDEX, SINGLE, ModelFiles
+from services.trainer.ranks import collectives
+
+FIX = "give a model of an architecture that this release of transformers knows, or install a newer one."
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """A Hugging Face folder, and how transformers builds the model of it."""
+
+    loader: Any
+    """AutoModelForCausalLM, or AutoModel for a model without its head."""
+    model: Model
+    config: Any
+    dtype: torch.dtype
+    """Dtype of the module's parameters."""
+    field: str
+    """Field of the job spec that names the folder."""
+
+    def buffers(self, module: PreTrainedModel) -> dict[str, Tensor] | None:
+        """The buffers that are in no file, for a module on the meta device; None where the whole model is needed to
+        know them."""
+        if not any((Path(self.model.path) / file).is_file() for file in (INDEX, SINGLE)):
+            return None
+        try:
+            return computed_buffers(module)
+        except (NotImplementedError, RuntimeError):
+            return None
+
+    def fill(self, module: PreTrainedModel, mesh: DeviceMesh, buffers: dict[str, Tensor] | None) -> None:
+        """Fills the sharded module. A collective.
+
+        Each rank reads the boxes that it holds. Where transformers has to convert the folder, rank 0 reads all of it
+        into host memory, and sends it tensor by tensor. Raises InvalidJob on every rank.
+        """
+        with collectives.fail_together():
+            filled = buffers is not None and self._fill_from_boxes(module)
+        if collectives.maxima({"unfilled": float(not filled)})["unfilled"]:
+            self._fill_from_rank_zero(module, mesh)
+        elif buffers is not None:
+            for name, value in buffers.items():
+                module.get_buffer(name).copy_(value)
+
+    def _fill_from_boxes(self, module: PreTrainedModel) -> bool:
+        try:
+            with ModelFiles(Path(self.model.path)) as files:
+                if (found := boxes.boxes(module, files)) is None:
+                    return False
+                boxes.fill(found, files)
+        except (OSError, SafetensorError) as error:
+            raise self._refusal(error) from error
+        return True
+
+    @torch.no_grad()
+    def _fill_from_rank_zero(self, module: PreTrainedModel, mesh: DeviceMesh) -> None:
+        source: dict[str, Tensor] = {}
+        with collectives.fail_together():
+            if mesh.get_rank() == 0:
+                source = self.whole()
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            if is_adapter(name):
+                continue
+            whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=mesh.device_type)
+            if mesh.get_rank() == 0:
+                whole.copy_(source[name.replace(BASE, ".")])
+            if isinstance(tensor, DTensor):
+                tensor.copy_(distribute_tensor(whole, tensor.device_mesh, tensor.placements))
+                continue
+            if mesh.size() > 1:
+                dist.broadcast(whole, 0)
+            tensor.copy_(whole)
+
+    def whole(self) -> dict[str, Tensor]:
+        """Parameters and buffers as transformers reads them, in host memory: in the dtype of the folder, or, where its
+        weights are quantized, in `dtype`. Raises InvalidJob."""
+        transformers_logging.disable_progress_bar()
+        try:
+            loaded, report = self._read_unquantized() if self._block_scales() is None else self._read_quantized()
+        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+            raise self._refusal(error) from error
+        if absent := sorted(report["missing_keys"]):
+            what = f"{self.field}: {self.model.path} lacks {len(absent)} of the model's tensors, the first {absent[0]}."
+            raise InvalidJob(what, "give a folder whose safetensors hold the whole model.")
+        return {**dict(loaded.named_parameters()), **dict(loaded.named_buffers())}
+
+    def _refusal(self, error: Exception) -> InvalidJob:
+        return InvalidJob(f"{self.field}: {self.model.path} cannot be loaded: {error}", FIX)
+
+    def _block_scales(self) -> quantization.BlockScales | None:
+        folder = Path(self.model.path)
+        return quantization.block_scales(json.loads((folder / "config.json").read_text()), folder, self.field)
+
+    def _read_unquantized(self) -> Any:
+        if any((Path(self.model.path) / file).is_file() for file in (INDEX, SINGLE)):
+            with ModelFiles(Path(self.model.path)) as files:
+                files.check()
+        return self.loader.from_pretrained(
+            self.model.path,
+            config=self.config,
+            dtype="auto",
+            trust_remote_code=self.model.trust_remote_code,
+            output_loading_info=True,
+        )
+
+    def _read_quantized(self) -> Any:
+        """Transformers gets the tensors of `ModelFiles` instead of the folder: on a GPU it would keep them quantized,
+        and elsewhere it refuses blocks that do not divide a tensor."""
+        config = copy.deepcopy(self.config)  # transformers writes the dtype into it
+        with torch.device("meta"):
+            kind = type(self.loader.from_config(config, trust_remote_code=self.model.trust_remote_code))
+        with ModelFiles(Path(self.model.path)) as files:
+            tensors = {name: files.tensor(name) for name in files}
+            return kind.from_pretrained(
+                None, config=config, state_dict=tensors, dtype=self.dtype, output_loading_info=True
+            )
