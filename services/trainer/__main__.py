@@ -36,6 +36,7 @@ from millrace.wire.address import (
     require_token,
 )
 from services.trainer.checkpoints.background_saver import BackgroundSaver
+from services.trainer.options import SILENT_S, SilentOption
 from services.trainer.publication.sender import Sender
 from services.trainer.ranks.commands import CommandLoop, CommandSender
 from services.trainer.ranks.event_loop import ControlThread
@@ -53,6 +54,7 @@ def main(
         int, typer.Option(envvar="MILLRACE_PORT", help="Port of the trainer's gRPC server; 0: a free port.")
     ] = 0,
     host: HostOption = "",
+    silent_s: SilentOption = SILENT_S,
     insecure: InsecureOption = False,
     version: VersionOption = False,
 ) -> None:
@@ -65,23 +67,23 @@ def main(
     except MillraceError as error:
         print(f"trainer: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
-    raise typer.Exit(serve(coordinator, port))
+    raise typer.Exit(serve(coordinator, port, silent_s))
 
 
-def serve(coordinator: str, port: int) -> int:
-    """Runs one rank, as the environment says which; returns the exit status."""
+def serve(coordinator: str, port: int, silent_s: float) -> int:
+    """Runs one rank, as the environment says which; returns the exit status. `silent_s`: see SilentOption."""
     member_id = new_member_id("trainer")
     rank = os.environ.get("RANK", "0")
     logs.configure("trainer", member_id if rank == "0" else f"rank-{rank}")
-    return run(coordinator, port, member_id)
+    return run(coordinator, port, silent_s, member_id)
 
 
-def run(coordinator: str, port: int, member_id: MemberId) -> int:
+def run(coordinator: str, port: int, silent_s: float, member_id: MemberId) -> int:
     """Runs this rank until the trainer ends; returns the exit status."""
     world = World.join()
     control = ControlThread()
     sender = Sender(world.rank, member_id)
-    heartbeats = Heartbeats(world)
+    heartbeats = Heartbeats(world, silent_s)
     saver = BackgroundSaver(world, heartbeats)
     drain = heartbeats.drain
     if world.rank == 0:

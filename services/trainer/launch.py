@@ -30,6 +30,7 @@ from millrace.wire.address import (
     host_address,
     require_token,
 )
+from services.trainer.options import SILENT_S, SilentOption
 
 PRELOADED = [
     "services.trainer.__main__",  # first: it sets what torch reads when it is loaded
@@ -46,8 +47,9 @@ ASKING_NVML = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 """Whether there is a GPU may be asked before the fork, but CUDA must not be started there."""
 
 
-def life(ranks: int, coordinator: str, port: int) -> list[ForkServerProcess]:
-    """The ranks of one life, which are not started yet. `port`: of the trainer's gRPC server."""
+def life(ranks: int, coordinator: str, port: int, silent_s: float) -> list[ForkServerProcess]:
+    """The ranks of one life, which are not started yet. `port`: of the trainer's gRPC server. `silent_s`: see
+    SilentOption."""
     together = {
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
@@ -56,17 +58,19 @@ def life(ranks: int, coordinator: str, port: int) -> list[ForkServerProcess]:
     }
     own = [{"RANK": str(rank), "LOCAL_RANK": str(rank), **together} for rank in range(ranks)]
     return [
-        FORKING.Process(target=_rank, args=(environment, coordinator, port), name=f"rank {environment['RANK']}")
+        FORKING.Process(
+            target=_rank, args=(environment, coordinator, port, silent_s), name=f"rank {environment['RANK']}"
+        )
         for environment in own
     ]
 
 
-def _rank(environment: Mapping[str, str], coordinator: str, port: int) -> None:
+def _rank(environment: Mapping[str, str], coordinator: str, port: int, silent_s: float) -> None:
     """One rank, in its own process."""
     os.environ.update(environment)
     from services.trainer.__main__ import serve
 
-    sys.exit(serve(coordinator, port))
+    sys.exit(serve(coordinator, port, silent_s))
 
 
 def main(
@@ -76,6 +80,7 @@ def main(
         int, typer.Option(envvar="MILLRACE_PORT", help="Port of the trainer's gRPC server; 0: a free port.")
     ] = 0,
     host: HostOption = "",
+    silent_s: SilentOption = SILENT_S,
     insecure: InsecureOption = False,
     version: VersionOption = False,
 ) -> None:
@@ -92,7 +97,7 @@ def main(
         raise typer.Exit(1) from None
     fork_from(*PRELOADED)
     # The port is the same in every life: the coordinator removes a dead trainer as soon as another one has its address.
-    ranks_of_one_life = partial(life, ranks, coordinator, port or free_port())
+    ranks_of_one_life = partial(life, ranks, coordinator, port or free_port(), silent_s)
     raise typer.Exit(Launcher(ranks_of_one_life, RESTARTS).run())
 
 

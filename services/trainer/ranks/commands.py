@@ -29,8 +29,9 @@ Request = TypeVar("Request", bound=Message)
 Response = TypeVar("Response", bound=Message)
 
 POLL_S = 1.0
-STRAGGLE_S = 18.0
-"""How long the other ranks have to answer after one rank failed: they may be blocked, waiting for that rank."""
+STRAGGLE_S = 3.0
+"""How long the other ranks have to answer after one rank failed, beyond the time after which a silent rank counts as
+dead: they may be blocked, waiting for that rank."""
 STOP = Empty()
 
 
@@ -140,7 +141,7 @@ class CommandSender:
             self._store.wait(list(keys), POLL_S)
             answers |= {keys[key]: decode_answer(data) for key, data in self._store.take(list(keys)).items()}
             if not all(isinstance(answer, Packed) for answer in answers.values()):
-                deadline = min(deadline, time.monotonic() + STRAGGLE_S)
+                deadline = min(deadline, time.monotonic() + self._heartbeats.silent_s + STRAGGLE_S)
             self._check(name, answers, deadline)
         return answers
 

@@ -17,8 +17,6 @@ from services.trainer.ranks.world import World
 log = structlog.get_logger(__name__)
 
 EVERY_S = 1.0
-SILENT_S = 15.0
-"""A rank whose heartbeat has not changed for this long is dead or stopped."""
 LEAVE_S = 5.0
 
 
@@ -45,9 +43,11 @@ class Heartbeats:
     A rank that cannot reach rank 0 ends its process at once: its main thread may be blocked in a collective for ever.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, silent_s: float) -> None:
+        """A rank whose heartbeat has not changed for `silent_s` is dead or stopped."""
         self._world = world
-        self._store = world.connect(timeout_s=SILENT_S)
+        self.silent_s = silent_s
+        self._store = world.connect(timeout_s=silent_s)
         self._store.set(f"host/{world.rank}", f"{world.host} (pid {os.getpid()})".encode())
         self._hosts: dict[int, str] = {}
         self._last: dict[int, tuple[Heartbeat | None, float]] = {}
@@ -71,7 +71,7 @@ class Heartbeats:
         """The ranks that are dead or stopped, each with the seconds since its last heartbeat. For rank 0."""
         now = time.monotonic()
         ages = {rank: now - at for rank, (_, at) in self._last.items()}
-        return {rank: seconds for rank, seconds in ages.items() if seconds > SILENT_S}
+        return {rank: seconds for rank, seconds in ages.items() if seconds > self.silent_s}
 
     def host(self, rank: int) -> str:
         """Host and process id of a rank, for messages to people."""

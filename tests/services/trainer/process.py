@@ -115,7 +115,8 @@ class TwoRanks:
         return dict(self.calls.step(number, groups, self.served.address, job).metrics)
 
 
-IMPATIENT = "tests.services.trainer.ranks.impatient"
+IMPATIENT = {"MILLRACE_SILENT_S": "9"}
+"""Environment of a trainer to which a silent rank is dead sooner, for tests that wait for that."""
 
 
 @contextmanager

@@ -190,7 +190,7 @@ def test_a_receiver_that_is_killed_fails_the_attempt_and_not_the_next(running: C
 def test_a_sender_rank_that_is_lost_ends_the_transfer_for_all(
     how: signal.Signals, served: ScriptedCoordinator, tied_model: Path, tmp_path: Path
 ) -> None:
-    with trainer(served, tmp_path / "log", ranks=RANKS, module=IMPATIENT) as processes:
+    with trainer(served, tmp_path / "log", ranks=RANKS, **IMPATIENT) as processes:
         calls = processes.calls()
         calls.configure(job_spec(tied_model))
         worker = Worker(calls)

@@ -20,6 +20,7 @@ from services.trainer.ranks.world import World
 
 pytestmark = pytest.mark.slow
 
+SILENT_S = 1.0
 Action = Callable[[pb.StepRequest], pb.StepResponse]
 
 
@@ -32,7 +33,7 @@ class Ranks:
             World(rank, len(actions), f"node-{rank}", torch.device("cpu"), ("127.0.0.1", store.port), store)
             for rank in range(len(actions))
         ]
-        self.heartbeats = [Heartbeats(world) for world in self.worlds]
+        self.heartbeats = [Heartbeats(world, SILENT_S) for world in self.worlds]
         self.drains: list[int] = []
         for rank, own in enumerate(self.heartbeats):
             own.start(on_drain=partial(self.drains.append, rank))
@@ -58,9 +59,9 @@ class Ranks:
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in (("EVERY_S", 0.05), ("SILENT_S", 1.0), ("LEAVE_S", 0.2)):
+    for name, seconds in (("EVERY_S", 0.05), ("LEAVE_S", 0.2)):
         monkeypatch.setattr(heartbeats, name, seconds)
-    for name, seconds in (("POLL_S", 0.1), ("STRAGGLE_S", 1.5)):
+    for name, seconds in (("POLL_S", 0.1), ("STRAGGLE_S", 0.5)):
         monkeypatch.setattr(commands, name, seconds)
 
 

@@ -148,7 +148,7 @@ def test_published_by_two_ranks_bit_for_bit(
 def test_a_lost_rank_is_named_and_the_trainer_ends(
     how: signal.Signals, served: ScriptedCoordinator, tied_model: Path, tmp_path: Path
 ) -> None:
-    with trainer(served, tmp_path / "log", ranks=2, module=IMPATIENT, by_command=True) as running:
+    with trainer(served, tmp_path / "log", ranks=2, by_command=True, **IMPATIENT) as running:
         calls = running.calls()
         calls.configure(job_spec(tied_model))
         served.script.groups = random_groups(4, 4)

@@ -122,7 +122,7 @@ def test_a_rank_lost_in_a_step_is_named_and_the_job_goes_on_from_its_checkpoint(
     trained = {"optimizer": OPTIMIZER, "backend": "megatron"}
     spec = job_spec(tied_model, trainer={**trained, "backend_options": {"pipeline_parallel": 2}})
     first, second = random_groups(4, 4, seed=1), random_groups(4, 4, seed=2)
-    with trainer(served, tmp_path / "log", ranks=2, module=IMPATIENT) as running:
+    with trainer(served, tmp_path / "log", ranks=2, **IMPATIENT) as running:
         calls = running.calls()
         calls.configure(spec)
         served.script.groups = first
