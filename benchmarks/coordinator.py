@@ -112,7 +112,9 @@ class FastReplica(SimulatedReplica):
     ) -> rollout_pb2.PrepareReceiveResponse:
         """As every replica computes the same plan, each process computes it once."""
         if not request.HasField("manifest"):
-            return rollout_pb2.PrepareReceiveResponse(plan_hash=request.plan_hash)
+            if request.begin:
+                await self._begin(request)
+            return rollout_pb2.PrepareReceiveResponse(plan_hash=request.plan_hash, begun=request.begin)
         return rollout_pb2.PrepareReceiveResponse(plan_hash=_plan_hash(request.sides.SerializeToString()))
 
     async def _beat(self) -> None:

@@ -218,6 +218,10 @@ class MemberTransfer(BaseModel):
     loader_names: list[str] = Field(description="Tensors that went through the engine's own loader; the first 64.")
 
 
+MEMBERS_TOLD = 32
+"""Members that the event of a publication lists at most."""
+
+
 class PublicationDone(EventData):
     """Replicas serve a version of the weights."""
 
@@ -234,8 +238,9 @@ class PublicationDone(EventData):
     failures: int = Field(description="Failed attempts before this one.")
     seconds: Figure = Field(description="Duration of the whole publication, failed attempts included.")
     phases: dict[str, Figure] = Field(description="Seconds by phase.")
+    receivers: int = Field(default=0, description="Number of receivers that serve the version now.")
     members: list[MemberTransfer] = Field(
-        description="The sender first, then each receiver that serves the version now."
+        description="The sender, then receivers that serve the version: of more than 31 those that took longest."
     )
 
 

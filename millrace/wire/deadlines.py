@@ -4,6 +4,8 @@ from millrace.spec.schedule import Deadlines
 
 FINISH_S = 60.0
 """After save_s the trainer has this long to say which rank was late."""
+COMMIT_S = 10.0
+"""Time for COMMIT where the other phases have used up deadlines.publication_s."""
 DEADLINES_S: dict[str, float] = {
     "Fleet/Register": 10.0,
     "Fleet/Heartbeat": 5.0,
@@ -18,7 +20,7 @@ DEADLINES_S: dict[str, float] = {
     "Rollout/DescribeWeights": 120.0,
     "Rollout/PreparePublication": 60.0,
     "Rollout/TransferPublication": 60.0,
-    "Rollout/VerifyPublication": 300.0,  # deadlines.publication_s
+    "Rollout/VerifyPublication": 310.0,  # deadlines.publication_s + COMMIT_S
     "Rollout/CommitPublication": 60.0,
     "Rollout/AbortPublication": 10.0,
     "Rollout/DescribeCopy": 120.0,
@@ -49,7 +51,7 @@ def of_job(deadlines: Deadlines) -> dict[str, float]:
         "Trainer/Configure": deadlines.configure_s,
         "Trainer/Load": deadlines.configure_s,
         "Trainer/Step": deadlines.step_s,
-        "Rollout/VerifyPublication": deadlines.publication_s,
+        "Rollout/VerifyPublication": deadlines.publication_s + COMMIT_S,
         "Rollout/TransferCopy": deadlines.publication_s,
         "Trainer/TransferPublication": deadlines.publication_s,
         "Trainer/Save": deadlines.save_s,

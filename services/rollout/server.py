@@ -8,13 +8,14 @@ from typing import Any, TypeAlias, TypeVar
 import grpc
 import structlog
 
-from millrace.errors import BadRow
+from millrace.errors import BadRow, MillraceError
 from millrace.ids import JobId
 from millrace.weights.phases import PublicationId
 from millrace.weights.plans.manifest import Content
 from millrace.wire.arrays import pack_tokens
 from millrace.wire.v1 import rollout_pb2, rollout_pb2_grpc, trainer_pb2, work_pb2
 from services.rollout.replica import Replica
+from services.rollout.weights.receiver import PublicationReceiver
 from services.rollout.work.groups import sampling_of, trajectory
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -43,7 +44,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         self, request: rollout_pb2.PrepareReceiveRequest, context: Context
     ) -> rollout_pb2.PrepareReceiveResponse:
         receiver = self._replica.receiver(request.publication.job_id)
-        return rollout_pb2.PrepareReceiveResponse(plan_hash=await self._to_its_end(receiver.prepare(request)))
+        agreed = await self._to_its_end(receiver.prepare(request))
+        return rollout_pb2.PrepareReceiveResponse(plan_hash=agreed.plan_hash, begun=agreed.begun)
 
     async def TransferPublication(
         self, request: rollout_pb2.TransferReceiveRequest, context: Context
@@ -55,10 +57,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
     async def VerifyPublication(
         self, request: rollout_pb2.VerifyReceiveRequest, context: Context
     ) -> rollout_pb2.VerifyReceiveResponse:
-        receiver = self._replica.receiver(request.publication.job_id)
-        checksums = tuple(request.checksums.values)
-        await self._to_its_end(receiver.verify(PublicationId.from_proto(request.publication), checksums))
-        return rollout_pb2.VerifyReceiveResponse()
+        return await self._to_its_end(_verify(self._replica.receiver(request.publication.job_id), request))
 
     async def CommitPublication(
         self, request: rollout_pb2.CommitReceiveRequest, context: Context
@@ -149,6 +148,22 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         except asyncio.CancelledError:
             task.add_done_callback(_tell_failure)
             raise
+
+
+async def _verify(
+    receiver: PublicationReceiver, request: rollout_pb2.VerifyReceiveRequest
+) -> rollout_pb2.VerifyReceiveResponse:
+    """VERIFY, and COMMIT where the request asks for both. A COMMIT that fails is answered: the caller is to know which
+    of the two failed."""
+    publication = PublicationId.from_proto(request.publication)
+    await receiver.verify(publication, tuple(request.checksums.values))
+    if not request.commit:
+        return rollout_pb2.VerifyReceiveResponse()
+    try:
+        return rollout_pb2.VerifyReceiveResponse(report=await receiver.commit(publication))
+    except MillraceError as error:
+        log.warning("commit failed", publication=publication.key, error=str(error))
+        return rollout_pb2.VerifyReceiveResponse(commit_failure=str(error))
 
 
 def _missing_boundaries(replica: Replica) -> list[rollout_pb2.MissingBoundary]:

@@ -22,7 +22,7 @@ from millrace.weights.transfer.channels.channel import Channel, ChannelMessage, 
 from millrace.weights.transfer.pipeline import ReceivePipeline, SendPipeline
 from services.rollout.__main__ import app
 from services.rollout.weights.in_worker import outgoing, sharded
-from services.rollout.weights.receiver import PublicationReceiver
+from services.rollout.weights.receiver import Agreed, PublicationReceiver
 
 FOLDER = Path(sys.argv[1])
 LOOK_EVERY_S = 0.01
@@ -49,7 +49,7 @@ def holding(phase: str) -> Callable[..., Any]:
         while held(phase):  # noqa: ASYNC110 - the test is another process
             await asyncio.sleep(LOOK_EVERY_S)
         answer = await method(self, *arguments)
-        return b"another" if phase == "prepare" and once("replan") else answer
+        return Agreed(b"another") if phase == "prepare" and once("replan") else answer
 
     return waits
 

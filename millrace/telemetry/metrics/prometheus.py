@@ -148,7 +148,7 @@ PUBLICATION_S = PrometheusMetric(
     Histogram,
     "millrace_publication_seconds",
     Unit.SECONDS,
-    "Duration of a publication by phase.",
+    "Duration of a publication by phase; verify includes the commit of replicas that do both in one call.",
     ("job", "source", "phase"),
     LONG_S,
 )

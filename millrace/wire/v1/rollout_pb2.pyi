@@ -92,7 +92,7 @@ class DescribeReceiveResponse(_message.Message):
     def __init__(self, layouts: _Optional[_Union[_weights_pb2.Layouts, _Mapping]] = ..., gpu: bool = ...) -> None: ...
 
 class PrepareReceiveRequest(_message.Message):
-    __slots__ = ("publication", "path", "manifest", "rendezvous", "receiver", "plan_hash", "deadline_s", "sides", "mode")
+    __slots__ = ("publication", "path", "manifest", "rendezvous", "receiver", "plan_hash", "deadline_s", "sides", "mode", "begin")
     PUBLICATION_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
@@ -102,6 +102,7 @@ class PrepareReceiveRequest(_message.Message):
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
     SIDES_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
     publication: _weights_pb2.PublicationRef
     path: _weights_pb2.Path
     manifest: _weights_pb2.Manifest
@@ -111,13 +112,16 @@ class PrepareReceiveRequest(_message.Message):
     deadline_s: float
     sides: _weights_pb2.Sides
     mode: _weights_pb2.CommitMode
-    def __init__(self, publication: _Optional[_Union[_weights_pb2.PublicationRef, _Mapping]] = ..., path: _Optional[_Union[_weights_pb2.Path, str]] = ..., manifest: _Optional[_Union[_weights_pb2.Manifest, _Mapping]] = ..., rendezvous: _Optional[_Union[_weights_pb2.Rendezvous, _Mapping]] = ..., receiver: _Optional[_Union[_weights_pb2.Receiver, _Mapping]] = ..., plan_hash: _Optional[bytes] = ..., deadline_s: _Optional[float] = ..., sides: _Optional[_Union[_weights_pb2.Sides, _Mapping]] = ..., mode: _Optional[_Union[_weights_pb2.CommitMode, str]] = ...) -> None: ...
+    begin: bool
+    def __init__(self, publication: _Optional[_Union[_weights_pb2.PublicationRef, _Mapping]] = ..., path: _Optional[_Union[_weights_pb2.Path, str]] = ..., manifest: _Optional[_Union[_weights_pb2.Manifest, _Mapping]] = ..., rendezvous: _Optional[_Union[_weights_pb2.Rendezvous, _Mapping]] = ..., receiver: _Optional[_Union[_weights_pb2.Receiver, _Mapping]] = ..., plan_hash: _Optional[bytes] = ..., deadline_s: _Optional[float] = ..., sides: _Optional[_Union[_weights_pb2.Sides, _Mapping]] = ..., mode: _Optional[_Union[_weights_pb2.CommitMode, str]] = ..., begin: bool = ...) -> None: ...
 
 class PrepareReceiveResponse(_message.Message):
-    __slots__ = ("plan_hash",)
+    __slots__ = ("plan_hash", "begun")
     PLAN_HASH_FIELD_NUMBER: _ClassVar[int]
+    BEGUN_FIELD_NUMBER: _ClassVar[int]
     plan_hash: bytes
-    def __init__(self, plan_hash: _Optional[bytes] = ...) -> None: ...
+    begun: bool
+    def __init__(self, plan_hash: _Optional[bytes] = ..., begun: bool = ...) -> None: ...
 
 class TransferReceiveRequest(_message.Message):
     __slots__ = ("publication",)
@@ -130,16 +134,22 @@ class TransferReceiveResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class VerifyReceiveRequest(_message.Message):
-    __slots__ = ("publication", "checksums")
+    __slots__ = ("publication", "checksums", "commit")
     PUBLICATION_FIELD_NUMBER: _ClassVar[int]
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
     publication: _weights_pb2.PublicationRef
     checksums: _weights_pb2.Checksums
-    def __init__(self, publication: _Optional[_Union[_weights_pb2.PublicationRef, _Mapping]] = ..., checksums: _Optional[_Union[_weights_pb2.Checksums, _Mapping]] = ...) -> None: ...
+    commit: bool
+    def __init__(self, publication: _Optional[_Union[_weights_pb2.PublicationRef, _Mapping]] = ..., checksums: _Optional[_Union[_weights_pb2.Checksums, _Mapping]] = ..., commit: bool = ...) -> None: ...
 
 class VerifyReceiveResponse(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("report", "commit_failure")
+    REPORT_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FAILURE_FIELD_NUMBER: _ClassVar[int]
+    report: _weights_pb2.MemberReport
+    commit_failure: str
+    def __init__(self, report: _Optional[_Union[_weights_pb2.MemberReport, _Mapping]] = ..., commit_failure: _Optional[str] = ...) -> None: ...
 
 class CommitReceiveRequest(_message.Message):
     __slots__ = ("publication",)

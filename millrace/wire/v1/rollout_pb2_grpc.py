@@ -128,7 +128,7 @@ class RolloutServicer(object):
     def PreparePublication(self, request, context):
         """The phases of a publication, in order. Each is idempotent for the same reference; ABORTED (Fenced) for an older
         epoch.
-        PREPARE: checks the manifest against the engine, computes the plan, answers its hash.
+        PREPARE: checks the manifest against the engine, computes the plan, answers its hash. With `begin` also TRANSFER.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -142,7 +142,7 @@ class RolloutServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def VerifyPublication(self, request, context):
-        """VERIFY: waits for the last byte, compares checksums with the sender's.
+        """VERIFY: waits for the last byte, compares checksums with the sender's. With `commit` also COMMIT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

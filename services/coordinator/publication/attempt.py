@@ -134,26 +134,34 @@ class Attempt:
                 task.cancel()
 
     async def ask_remaining(
-        self, method: Unary[Request, Response], request: Request, limit_s: float
+        self,
+        method: Unary[Request, Response],
+        request: Request,
+        limit_s: float,
+        members: Sequence[Member] | None = None,
     ) -> dict[str, Response]:
-        """Calls every receiver that has not been cut, at once; answers by member id. Receivers that fail or are late
-        are cut, and the others go on."""
-        members = [m for m in self.receivers if m.id not in self.cut]
-        answers = await asyncio.gather(*(self._ask_or_cut(m, method, request, limit_s) for m in members))
-        return {m.id: answer for m, answer in zip(members, answers, strict=True) if answer is not None}
-
-    async def _ask_or_cut(
-        self, member: Member, method: Unary[Request, Response], request: Request, limit_s: float
-    ) -> Response | None:
-        """None where the member was cut."""
+        """Calls every receiver that has not been cut, or `members`, at once; answers by member id. Receivers that fail
+        or are late are cut, and the others go on."""
+        asked = [m for m in self.receivers if m.id not in self.cut] if members is None else members
+        tasks = {m.id: asyncio.create_task(self._ask(m, method, request)) for m in asked}
+        if not tasks:
+            return {}
         try:
-            async with asyncio.timeout(limit_s):
-                return await self._ask(member, method, request)
-        except TimeoutError:
-            self.cut[member.id] = self.phase, f"{method.name}: it did not answer within {limit_s:.1f} s"
-        except MillraceError as error:
-            self.cut[member.id] = self.phase, f"{method.name}: {error}"
-        return None
+            _, late = await asyncio.wait(tasks.values(), timeout=limit_s)
+        finally:
+            for task in tasks.values():
+                task.cancel()
+        answers: dict[str, Response] = {}
+        for member, task in tasks.items():
+            if task.cancelled() and task not in late:
+                self.cut[member] = self.phase, f"{method.name}: its connection was closed"
+            elif task in late:
+                self.cut[member] = self.phase, f"{method.name}: it did not answer within {limit_s:.1f} s"
+            elif isinstance(error := task.exception(), MillraceError):
+                self.cut[member] = self.phase, f"{method.name}: {error}"
+            else:
+                answers[member] = task.result()
+        return answers
 
     async def suspects(self) -> tuple[str, ...]:
         """Receivers that do not answer GetStatus, or answer that they failed: the culprits where the sender could not

@@ -4,11 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from millrace.events import MemberTransfer, PublicationDone, PublishedContent, Source
+from millrace.events import MEMBERS_TOLD, MemberTransfer, PublicationDone, PublishedContent, Source
 from millrace.ids import MemberId, Version
 from millrace.weights.plans.manifest import Content
 from millrace.wire.v1 import weights_pb2
 
+PARTS = ("gather_s", "wire_s", "verify_s", "apply_s", "pause_s")
+"""The seconds of a member of which the slowest counts."""
 CONTENTS: Mapping[Content, PublishedContent] = {
     Content.MODEL: "model",
     Content.BASE: "base",
@@ -26,7 +28,9 @@ class PublicationReport:
     """A publication that is over."""
 
     done: PublicationDone
-    """The payload of its event."""
+    """The payload of its event. It lists some of the members."""
+    reports: Sequence[weights_pb2.MemberReport] = ()
+    """What every member reported, the sender first."""
 
     @classmethod
     def without_receivers(cls, version: Version) -> Self:
@@ -50,53 +54,43 @@ class PublicationReport:
     ) -> Self:
         """`reports`: the sender's first. `phases`: seconds by phase of the last attempt. `seconds`: duration of the
         whole publication with its `failures` failed attempts."""
-        return cls(
-            PublicationDone(
-                version=ref.version,
-                epoch=ref.epoch,
-                attempt=ref.attempt,
-                content=CONTENTS[content],
-                source=source,
-                failures=failures,
-                seconds=seconds,
-                phases=dict(phases),
-                members=[_member_transfer(report) for report in reports],
-            )
+        done = PublicationDone(
+            version=ref.version,
+            epoch=ref.epoch,
+            attempt=ref.attempt,
+            content=CONTENTS[content],
+            source=source,
+            failures=failures,
+            seconds=seconds,
+            phases=dict(phases),
+            receivers=len(reports) - 1,
+            members=[_member_transfer(report) for report in (reports[0], *slowest(reports[1:], MEMBERS_TOLD - 1))],
         )
+        return cls(done, reports)
 
     def lasting(self, seconds: float) -> Self:
         """The same report of a publication that took so long altogether."""
         return replace(self, done=self.done.model_copy(update={"seconds": seconds}))
 
     @property
-    def receivers(self) -> Sequence[MemberTransfer]:
-        """The receivers that serve the version now."""
-        return self.done.members[1:]
-
-    @property
     def bytes(self) -> int:
         """Size of one copy of the weights."""
-        return self.done.members[0].bytes if self.done.members else 0
+        return self.reports[0].bytes if self.reports else 0
 
     @property
     def pauses(self) -> list[float]:
         """Seconds for which each receiver paused generation."""
-        return [m.pause_s for m in self.receivers]
+        return [report.pause_s for report in self.reports[1:]]
 
     def metrics(self) -> dict[str, float]:
         """Step metrics. Seconds are those of the slowest member."""
-        values = {"timing_s/update_weights": self.done.seconds, "publication/replicas": float(len(self.receivers))}
+        values = {"timing_s/update_weights": self.done.seconds, "publication/replicas": float(self.done.receivers)}
         values["publication/failures"] = float(self.done.failures)
-        if self.receivers:
-            members = self.done.members
+        if self.done.receivers:
             values["publication/bytes"] = float(self.bytes)
-            values["publication/gather_s"] = max(m.gather_s for m in members)
-            values["publication/wire_s"] = max(m.wire_s for m in members)
-            values["publication/verify_s"] = max(m.verify_s for m in members)
-            values["publication/apply_s"] = max(m.apply_s for m in members)
-            values["publication/pause_s"] = max(m.pause_s for m in members)
-            values["publication/loader_tensors"] = float(max(m.loader_tensors for m in members))
-            values["publication/staging_bytes"] = float(max(m.staging_bytes for m in members))
+            values |= {f"publication/{part}": max(getattr(r, part) for r in self.reports) for part in PARTS}
+            values["publication/loader_tensors"] = float(max(r.loader_tensors for r in self.reports))
+            values["publication/staging_bytes"] = float(max(r.staging_bytes for r in self.reports))
         return values
 
     def to_json(self) -> dict[str, Any]:
@@ -108,9 +102,22 @@ class PublicationReport:
         origin = f" from {self.done.members[0].member}" if self.done.source == "sibling" else ""
         what = f"{WORDS[self.done.content]}version {self.done.version}"
         return (
-            f"{what} reached {len(self.receivers)} replica(s){origin} in {self.done.seconds:.3f} s: "
+            f"{what} reached {self.done.receivers} replica(s){origin} in {self.done.seconds:.3f} s: "
             f"{self.bytes / 1e6:.1f} MB, longest pause {longest:.3f} s"
         )
+
+
+def slowest(reports: Sequence[weights_pb2.MemberReport], most: int) -> Sequence[weights_pb2.MemberReport]:
+    """All reports, or of more than `most` those of the members that took longest. The slowest member of each part is
+    always among them, so that the maxima of the chosen are those of all."""
+    if len(reports) <= most:
+        return reports
+    seconds = [[getattr(report, part) for report in reports] for part in PARTS]
+    of_parts = dict.fromkeys(part.index(max(part)) for part in seconds)
+    totals = [sum(of_member) for of_member in zip(*seconds, strict=True)]
+    by_seconds = sorted(range(len(reports)), key=lambda n: -totals[n])
+    chosen = [*of_parts, *(n for n in by_seconds if n not in of_parts)][:most]
+    return [reports[n] for n in sorted(chosen)]
 
 
 def _member_transfer(report: weights_pb2.MemberReport) -> MemberTransfer:

@@ -69,7 +69,8 @@ class TransferSetup:
         deadline_s: float,
         mode: weights_pb2.CommitMode,
     ) -> rollout_pb2.PrepareReceiveRequest:
-        """A receiver's PREPARE, after the sender's answer. One that knows the plan gets its hash only."""
+        """A receiver's PREPARE, after the sender's answer. One that knows the plan gets its hash only, and begins to
+        receive where it is in the communicator already: nobody has to wait for it there."""
         return rollout_pb2.PrepareReceiveRequest(
             publication=attempt.ref,
             path=self.path,
@@ -80,6 +81,7 @@ class TransferSetup:
             deadline_s=deadline_s,
             sides=None if knows_plan else self.layouts,
             mode=mode,
+            begin=knows_plan and prepared.rendezvous.standing,
         )
 
 

@@ -150,6 +150,11 @@ class VersionedEngine(ABC):
         await self._ask(WorkerMethods.begin, paused=True)
 
     @property
+    def generates_while_receiving(self) -> bool:
+        """See `EngineWeights`."""
+        return self._incoming is not None and self._incoming.shadow
+
+    @property
     def half_written(self) -> bool:
         """See `EngineWeights`."""
         return bool(self._half_written_since)

@@ -69,6 +69,10 @@ class EngineWeights(Protocol):
     """Workers that receive weights. Valid once the engine has started."""
 
     @property
+    def generates_while_receiving(self) -> bool:
+        """Whether what was prepared is received in spare memory: generation goes on, and an abort costs nothing."""
+
+    @property
     def half_written(self) -> bool:
         """Whether an abort now leaves parameters of two versions: nothing may be served then until a later commit."""
 

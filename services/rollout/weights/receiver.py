@@ -26,6 +26,16 @@ UNFINISHED = (Phase.PREPARE, Phase.TRANSFER, Phase.VERIFY)
 
 
 @dataclass(frozen=True)
+class Agreed:
+    """The answer to PREPARE."""
+
+    plan_hash: bytes
+    """Empty where the request only names a plan that is not known here."""
+    begun: bool = False
+    """Whether this replica receives already."""
+
+
+@dataclass(frozen=True)
 class _Prepared:
     """The result of PREPARE."""
 
@@ -74,40 +84,58 @@ class PublicationReceiver:
         self._deadline: asyncio.TimerHandle | None = None
         self._expiry: asyncio.Task[None] | None = None
 
-    async def prepare(self, request: rollout_pb2.PrepareReceiveRequest) -> bytes:
-        """Checks manifest and plan. Answers the plan's hash, or nothing where the request only names a plan that is not
-        known here. Raises Fenced, InvalidState and PublicationFailed where the publication is refused."""
-        publication, started = PublicationId.from_proto(request.publication), time.perf_counter()
-        self._state.advance(publication, Phase.PREPARE)
-        await self._abort_older(publication)
+    async def prepare(self, request: rollout_pb2.PrepareReceiveRequest) -> Agreed:
+        """Checks manifest and plan. Also starts to receive, where the request asks for it and an abort would cost
+        nothing, since generation goes on. Raises Fenced, InvalidState and PublicationFailed where the publication is
+        refused."""
+        publication = PublicationId.from_proto(request.publication)
+        if not self._has_begun(request, publication):
+            self._state.advance(publication, Phase.PREPARE)
+            await self._abort_older(publication)
         async with self._turn:
             if self._closed:
                 raise InvalidState(f"{self._member_id} has left this job.", "list the members with `millrace fleet`.")
-            state = self._state.advance(publication, Phase.PREPARE)
-            if state is self._state and self._prepared is not None:
-                return self._prepared.expected.plan_hash
-            if self._state.phase in UNFINISHED:
-                self._state = self._state.fail()
-            transfer = TransferRequest.from_proto(request, self._known_plan)
-            if transfer is None:
-                return b""
-            self._preparing = publication
-            try:
-                self._check_base(transfer.manifest.content)
-                await self.copies.give_way(publication)
-                messages = self._agreed(request, transfer)
-                transfer = replace(transfer, plan_hash=messages.plan_hash)
-                self._known_plan = transfer.known_plan
-                await self._engine.prepare(transfer)
-                if self._closed or self._cancelled == publication:
-                    await self._engine.abort_receive()
-                    raise PublicationFailed(f"publication {publication.key} was aborted while it was prepared.")
-            finally:
-                self._preparing = None
-            self._state = state
-            self._prepared = _Prepared(transfer, messages, time.perf_counter() - started)
-            self._expire_after(request.deadline_s, publication)
-            return messages.plan_hash
+            if not self._has_begun(request, publication):
+                state = self._state.advance(publication, Phase.PREPARE)
+                is_new = state is not self._state or self._prepared is None
+                if is_new and not await self._prepare(request, publication, state):
+                    return Agreed(b"")
+                if request.begin and self._engine.generates_while_receiving:
+                    await self._begin(publication)
+            assert self._prepared is not None
+            return Agreed(self._prepared.expected.plan_hash, self._state.phase is Phase.TRANSFER)
+
+    def _has_begun(self, request: rollout_pb2.PrepareReceiveRequest, publication: PublicationId) -> bool:
+        """Whether this is a repeated request, whose publication was prepared and begun before."""
+        return request.begin and publication == self._state.publication and self._state.phase is Phase.TRANSFER
+
+    async def _prepare(
+        self, request: rollout_pb2.PrepareReceiveRequest, publication: PublicationId, state: PublicationState
+    ) -> bool:
+        """PREPARE, in its turn. False where the request only names a plan that is not known here."""
+        started = time.perf_counter()
+        if self._state.phase in UNFINISHED:
+            self._state = self._state.fail()
+        transfer = TransferRequest.from_proto(request, self._known_plan)
+        if transfer is None:
+            return False
+        self._preparing = publication
+        try:
+            self._check_base(transfer.manifest.content)
+            await self.copies.give_way(publication)
+            messages = self._agreed(request, transfer)
+            transfer = replace(transfer, plan_hash=messages.plan_hash)
+            self._known_plan = transfer.known_plan
+            await self._engine.prepare(transfer)
+            if self._closed or self._cancelled == publication:
+                await self._engine.abort_receive()
+                raise PublicationFailed(f"publication {publication.key} was aborted while it was prepared.")
+        finally:
+            self._preparing = None
+        self._state = state
+        self._prepared = _Prepared(transfer, messages, time.perf_counter() - started)
+        self._expire_after(request.deadline_s, publication)
+        return True
 
     @property
     def has_base(self) -> bool:
@@ -135,10 +163,13 @@ class PublicationReceiver:
     async def transfer(self, publication: PublicationId) -> None:
         """Starts receiving and returns at once."""
         async with self._turn:
-            state = self._state.advance(publication, Phase.TRANSFER)
-            if state is not self._state:
-                await self._engine.begin_receive()
-                self._state = state
+            await self._begin(publication)
+
+    async def _begin(self, publication: PublicationId) -> None:
+        state = self._state.advance(publication, Phase.TRANSFER)
+        if state is not self._state:
+            await self._engine.begin_receive()
+            self._state = state
 
     async def verify(self, publication: PublicationId, checksums: Sequence[int]) -> None:
         """Waits for the last byte and compares with the sender's checksums. Raises PublicationFailed where bytes did

@@ -178,6 +178,9 @@ class SimulatedTrainer(Member, trainer_pb2_grpc.TrainerServicer):
         """Of every publication that was prepared."""
         self.sent: list[tuple[Content, list[str]]] = []
         """Of every publication that was prepared: what, and to whom."""
+        self._asked: list[str] = []
+        self._joined: list[str] = []
+        """Receivers of the last publication that succeeded: they are in the communicator."""
         self._stepping = asyncio.Lock()
 
     def servicers(self) -> Mapping[str, Callable[..., None]]:
@@ -248,11 +251,13 @@ class SimulatedTrainer(Member, trainer_pb2_grpc.TrainerServicer):
         assert [receiver.first_rank for receiver in request.receivers][:1] == [first]
         self.paths.append(request.path)
         manifest = _manifest(request.content)
-        self.sent.append((manifest.content, [receiver.member_id for receiver in request.receivers]))
+        self._asked = [receiver.member_id for receiver in request.receivers]
+        self.sent.append((manifest.content, self._asked))
+        standing = sharded and self._asked == self._joined
         world_size = first + sum(receiver.world_size for receiver in request.receivers)
         return trainer_pb2.PrepareSendResponse(
             manifest=manifest.to_proto(),
-            rendezvous=weights_pb2.Rendezvous(host="127.0.0.1", port=1, world_size=world_size),
+            rendezvous=weights_pb2.Rendezvous(host="127.0.0.1", port=1, world_size=world_size, standing=standing),
             plan_hash=_plan_hash(request.sides if sharded else None, world_size, manifest),
         )
 
@@ -263,6 +268,7 @@ class SimulatedTrainer(Member, trainer_pb2_grpc.TrainerServicer):
 
     async def FinishPublication(self, request, context):
         await self.faults.strike("FinishPublication", request)
+        self._joined = [] if request.failure else self._asked
         return trainer_pb2.FinishSendResponse()
 
     async def Save(self, request, context):
@@ -334,7 +340,10 @@ class SimulatedReplica(Member, rollout_pb2_grpc.RolloutServicer):
         self.agreed = b""
         self.told_whole: list[bool] = []
         """Of each PREPARE, whether it came with manifest and sides or named the plan only."""
-        """To disagree with."""
+        self.asked: list[str] = []
+        """The methods of publications that were called."""
+        self.joins_phases = True
+        """Whether it takes two phases in one call. Replicas of earlier releases do not."""
         self.dtype = "float32"
         self.describes = True
         """Whether it can tell its layout."""
@@ -374,6 +383,7 @@ class SimulatedReplica(Member, rollout_pb2_grpc.RolloutServicer):
         return rollout_pb2.DescribeReceiveResponse(layouts=layouts)
 
     async def PreparePublication(self, request, context):
+        self.asked.append("PreparePublication")
         await self.faults.strike("PreparePublication", request)
         whole = request.HasField("manifest")
         self.told_whole.append(whole)
@@ -385,19 +395,35 @@ class SimulatedReplica(Member, rollout_pb2_grpc.RolloutServicer):
             self.agreed = _plan_hash(request.sides if sharded else None, request.rendezvous.world_size, manifest)
         elif request.plan_hash != self.agreed:
             return rollout_pb2.PrepareReceiveResponse()
-        return rollout_pb2.PrepareReceiveResponse(plan_hash=self.plan_hash or self.agreed)
+        if begun := request.begin and self.joins_phases:
+            await self._begin(request)
+        return rollout_pb2.PrepareReceiveResponse(plan_hash=self.plan_hash or self.agreed, begun=begun)
 
     async def TransferPublication(self, request, context):
-        await self.faults.strike("TransferPublication", request)
-        self._incoming = request.publication.version
+        self.asked.append("TransferPublication")
+        await self._begin(request)
         return rollout_pb2.TransferReceiveResponse()
 
+    async def _begin(self, request):
+        await self.faults.strike("TransferPublication", request)
+        self._incoming = request.publication.version
+
     async def VerifyPublication(self, request, context):
+        self.asked.append("VerifyPublication")
         await self.faults.strike("VerifyPublication", request)
         assert list(request.checksums.values) == CHECKSUMS
-        return rollout_pb2.VerifyReceiveResponse()
+        if not (request.commit and self.joins_phases):
+            return rollout_pb2.VerifyReceiveResponse()
+        try:
+            return rollout_pb2.VerifyReceiveResponse(report=await self._commit(request))
+        except MillraceError as error:
+            return rollout_pb2.VerifyReceiveResponse(commit_failure=str(error))
 
     async def CommitPublication(self, request, context):
+        self.asked.append("CommitPublication")
+        return rollout_pb2.CommitReceiveResponse(report=await self._commit(request))
+
+    async def _commit(self, request):
         await self.faults.strike("CommitPublication", request)
         self.in_place.add(self._content)
         if self._content is not Content.BASE:
@@ -405,7 +431,7 @@ class SimulatedReplica(Member, rollout_pb2_grpc.RolloutServicer):
             self.publications.append(self.version)
         report = weights_pb2.MemberReport(member_id=self.id, bytes=MANIFEST.bytes, apply_s=0.01, pause_s=0.005)
         report.loader_names.append("model.norm.weight")
-        return rollout_pb2.CommitReceiveResponse(report=report)
+        return report
 
     async def AbortPublication(self, request, context):
         await self.faults.strike("AbortPublication", request)

@@ -202,6 +202,9 @@ class Publication:
         self.ref = weights_pb2.PublicationRef(job_id=job, version=int(version), epoch=int(epoch), attempt=int(attempt))
 
     async def prepare(self, **changes: Any) -> bytes:
+        return bytes((await self.prepared(**changes)).plan_hash)
+
+    async def prepared(self, **changes: Any) -> rollout_pb2.PrepareReceiveResponse:
         transfer_request = self.sender.request
         fields: dict[str, Any] = {
             "publication": self.ref,
@@ -214,16 +217,18 @@ class Publication:
             "plan_hash": gather_broadcast(transfer_request.manifest, transfer_request.world_size).hash,
             "deadline_s": 30.0,
         } | changes
-        reply = await self._call(RolloutRpc.PreparePublication, rollout_pb2.PrepareReceiveRequest(**fields))
-        return bytes(reply.plan_hash)
+        return await self._call(RolloutRpc.PreparePublication, rollout_pb2.PrepareReceiveRequest(**fields))
 
     async def transfer(self) -> None:
         await self._call(RolloutRpc.TransferPublication, rollout_pb2.TransferReceiveRequest(publication=self.ref))
 
-    async def verify(self, checksums: tuple[int, ...] | None = None) -> None:
+    async def verify(
+        self, checksums: tuple[int, ...] | None = None, commit: bool = False
+    ) -> rollout_pb2.VerifyReceiveResponse:
         values = self.sender.checksums if checksums is None else checksums
-        request = rollout_pb2.VerifyReceiveRequest(publication=self.ref, checksums=weights_pb2.Checksums(values=values))
-        await self._call(RolloutRpc.VerifyPublication, request)
+        sums = weights_pb2.Checksums(values=values)
+        request = rollout_pb2.VerifyReceiveRequest(publication=self.ref, checksums=sums, commit=commit)
+        return await self._call(RolloutRpc.VerifyPublication, request)
 
     async def commit(self) -> weights_pb2.MemberReport:
         reply = await self._call(RolloutRpc.CommitPublication, rollout_pb2.CommitReceiveRequest(publication=self.ref))

@@ -28,6 +28,7 @@ def valid(spec: str, manifest: weights_pb2.Manifest) -> dict[str, list[Any]]:
         rendezvous=rendezvous,
         receiver=receiver,
         deadline_s=5.0,
+        begin=True,
     )
     sampling = work_pb2.Sampling(samples=1, max_response_tokens=2, temperature=1.0, top_p=1.0)
     return {
@@ -36,7 +37,9 @@ def valid(spec: str, manifest: weights_pb2.Manifest) -> dict[str, list[Any]]:
         "PreparePublication": [prepare],
         "TransferPublication": [rollout_pb2.TransferReceiveRequest(publication=ref)],
         "VerifyPublication": [
-            rollout_pb2.VerifyReceiveRequest(publication=ref, checksums=weights_pb2.Checksums(values=[1, 2]))
+            rollout_pb2.VerifyReceiveRequest(
+                publication=ref, checksums=weights_pb2.Checksums(values=[1, 2]), commit=True
+            )
         ],
         "CommitPublication": [rollout_pb2.CommitReceiveRequest(publication=ref)],
         "AbortPublication": [rollout_pb2.AbortReceiveRequest(publication=ref, reason="it failed")],

@@ -18,6 +18,8 @@ PHASES = {
     "VerifyPublication": "verify",
     "CommitPublication": "commit",
 }
+JOINED = {"TransferPublication": "prepare", "CommitPublication": "verify"}
+"""The phase whose call does this one too. Of a receiver that does not answer, no more is known."""
 
 
 def spoil(replica: SimulatedReplica, method: str, how: str) -> None:
@@ -36,20 +38,31 @@ def spoil(replica: SimulatedReplica, method: str, how: str) -> None:
     replica.faults[method] = fault
 
 
-@pytest.mark.parametrize("how", ["refuses", "dies", "hangs"])
-@pytest.mark.parametrize("method", PHASES)
-def test_a_replica_fails_in_a_phase(method: str, how: str, shared: CoordinatorProcess, spec: dict[str, Any]) -> None:
+EARLIER = [pytest.param(method, how, False) for method in JOINED for how in ("refuses", "dies", "hangs")]
+"""A replica of an earlier release, which has a call for each phase."""
+
+
+@pytest.mark.parametrize(
+    ("method", "how", "joins_phases"),
+    [(method, how, True) for method in PHASES for how in ("refuses", "dies", "hangs") if method not in JOINED]
+    + [("CommitPublication", "refuses", True), ("CommitPublication", "hangs", True), *EARLIER],
+)
+def test_a_replica_fails_in_a_phase(
+    method: str, how: str, joins_phases: bool, shared: CoordinatorProcess, spec: dict[str, Any]
+) -> None:
     @scenario
     async def played(cluster: Cluster, spec: dict[str, Any]) -> None:
         trainer, good = await cluster.trainer(step_s=0.05), await cluster.replica(seconds=0.05)
         bad = await cluster.replica(seconds=0.05)
+        bad.joins_phases = joins_phases
         spec["deadlines"] = {"publication_s": 2.0 if how == "hangs" else 20.0}
         spoil(bad, method, how)
         job_id = await cluster.submit(spec)
         job = await cluster.ended(job_id)
         assert (job.state, job.failure) == (JobState.SUCCEEDED, None)
         failures = await cluster.events(job_id, "publication.failed")
-        assert [(f.data.phase, f.data.culprits) for f in failures] == [(PHASES[method], [bad.id])]
+        told = JOINED[method] if joins_phases and method in JOINED and how != "refuses" else PHASES[method]
+        assert [(f.data.phase, f.data.culprits) for f in failures] == [(told, [bad.id])]
         assert failures[0].data.version == 2 and bad.id in failures[0].message
         assert good.publications == list(range(7)) and trainer.stalest <= 1
         reports = await cluster.events(job_id, "publication.done")
@@ -218,6 +231,19 @@ async def test_layouts_are_asked_for_once(cluster: Cluster, spec: dict[str, Any]
     assert sorted(asked) == ["DescribeReceiveRequest", "DescribeSendRequest"]
     assert trainer.paths == [weights_pb2.PATH_SHARDED] * 7
     assert replica.told_whole == [True] + [False] * 6, "after the first time the plan's hash is enough"
+
+
+@scenario
+async def test_a_publication_that_is_agreed_on_takes_two_calls_to_each_receiver(
+    cluster: Cluster, spec: dict[str, Any]
+) -> None:
+    await cluster.trainer()
+    new, earlier = await cluster.replica(), await cluster.replica()
+    earlier.joins_phases = False
+    assert (await cluster.ended(await cluster.submit(spec))).state is JobState.SUCCEEDED
+    assert new.publications == earlier.publications == list(range(7))
+    assert new.asked[-6:] == ["PreparePublication", "VerifyPublication"] * 3
+    assert earlier.asked[-8:] == [*PHASES] * 2
 
 
 @scenario

@@ -109,6 +109,24 @@ def test_report_tells_what_was_done(tied_model: Path, mode: int) -> None:
 
 
 @pytest.mark.parametrize("mode", [SHADOW, INPLACE])
+def test_one_that_would_pause_generation_waits_for_a_call_of_its_own(tied_model: Path, mode: int) -> None:
+    async def scenario(stack: Stack) -> None:
+        new = await coming(stack, 2, mode)
+        request = rollout_pb2.PrepareReceiveRequest.FromString(new.sender.request.encode())
+        request.receiver.world_size, request.begin = 1, True
+        answer = await new.call(RolloutRpc.PreparePublication, request)
+        assert answer.plan_hash == new.sender.plan.hash and answer.begun == (mode == SHADOW)
+        new.sender.start()
+        await new.transfer()
+        await new.verify()
+        await new.commit()
+        await asyncio.to_thread(new.sender.join)
+        await serves(stack, 2)
+
+    play(tied_model, scenario)
+
+
+@pytest.mark.parametrize("mode", [SHADOW, INPLACE])
 def test_a_byte_that_changed_on_the_wire_is_never_served(tied_model: Path, mode: int) -> None:
     async def scenario(stack: Stack) -> None:
         new = await coming(stack, 2, mode, corrupt=True)

@@ -60,6 +60,68 @@ def test_every_phase_may_be_repeated(tied_model: Path) -> None:
     play(tied_model, scenario)
 
 
+def test_two_calls_are_enough_and_may_be_repeated(tied_model: Path) -> None:
+    async def scenario(stack: Stack) -> None:
+        new = publication(stack, 2)
+        new.sender.start()
+        first, second = await asyncio.gather(new.prepared(begin=True), new.prepared(begin=True))
+        assert first == second == await new.prepared(begin=True) and first.begun
+        await new.transfer()
+        first, second = await asyncio.gather(new.verify(commit=True), new.verify(commit=True))
+        assert first == second == await new.verify(commit=True)
+        assert first.report == await new.commit() and first.report.pause_s > 0 and not first.commit_failure
+        await still_serves(stack, 2)
+
+    play(tied_model, scenario)
+
+
+def test_corrupted_bytes_are_not_committed_by_the_call_that_verifies(tied_model: Path) -> None:
+    async def scenario(stack: Stack) -> None:
+        new = publication(stack, 2)
+        new.sender.start()
+        await new.prepared(begin=True)
+        sent = list(new.sender.checksums)
+        sent[3] ^= 1
+        with pytest.raises(PublicationFailed, match=r"1 messages arrived .* changed"):
+            await new.verify(tuple(sent), commit=True)
+        await still_serves(stack, 1)
+
+    play(tied_model, scenario)
+
+
+def test_a_commit_that_fails_is_told_apart_from_its_verification(tied_model: Path) -> None:
+    async def scenario(stack: Stack) -> None:
+        new = publication(stack, 2)
+        new.sender.start()
+        await new.prepared(begin=True)
+        engine: Any = stack.replica.engine
+
+        async def fails(*arguments: Any) -> CommitReport:
+            raise PublicationFailed("the parameters differ.")
+
+        engine.commit = fails
+        answer = await new.verify(commit=True)
+        assert "the parameters differ" in answer.commit_failure and not answer.HasField("report")
+        now = await status(stack.peer)
+        assert (now.state, now.version) == (rollout_pb2.ENGINE_STATE_WITHOUT_WEIGHTS, -1)
+
+    play(tied_model, scenario)
+
+
+def test_an_abort_ends_a_publication_that_began_with_its_preparation(tied_model: Path) -> None:
+    async def scenario(stack: Stack) -> None:
+        new = publication(stack, 2, hold_after=4)
+        new.sender.start()
+        assert (await new.prepared(begin=True)).begun
+        await new.abort()
+        with pytest.raises(InvalidState, match="is in phase none"):
+            await new.verify(commit=True)
+        new.sender.release()
+        await still_serves(stack, 1)
+
+    play(tied_model, scenario)
+
+
 def test_phases_come_in_order(tied_model: Path) -> None:
     async def scenario(stack: Stack) -> None:
         new = publication(stack, 2)
