@@ -47,7 +47,7 @@ $(INSTALLED): pyproject.toml $(OVERRIDES)
 	@touch $@
 
 demo: $(INSTALLED) ## a small model learns through all three services (BACKEND=megatron, DEMO="--seed 1 --replicas 2")
-	$(BIN)/python -m demo $(if $(BACKEND),--backend $(BACKEND)) $(DEMO)
+	$(BIN)/python -m millrace.demo $(if $(BACKEND),--backend $(BACKEND)) $(DEMO)
 
 test: style ## lint, types and tests: every claim, and of each matrix a covering part (TESTS=tests/rl, WORKERS=3 at a time)
 	@$(MAKE) --no-print-directory --jobs 2 types tests

@@ -25,12 +25,12 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.shapes import config_of
-from demo.run import ENVIRONMENT
-from demo.task import write_data
-from demo.tokenizer import byte_tokenizer
 from millrace.bench.layouts import manifest
 from millrace.bench.shapes import SHAPES, shape_of
 from millrace.client import Client
+from millrace.demo.run import ENVIRONMENT
+from millrace.demo.task import write_data
+from millrace.demo.tokenizer import byte_tokenizer
 from millrace.engines import ENGINE_NAMES
 from millrace.events import PublicationDone
 from millrace.local import child_processes

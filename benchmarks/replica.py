@@ -21,8 +21,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from demo.model import qwen3
-from demo.tokenizer import byte_tokenizer
+from millrace.demo.model import qwen3
+from millrace.demo.tokenizer import byte_tokenizer
 from millrace.ids import new_member_id
 from millrace.spec import JobSpec, parse
 from millrace.telemetry import logs

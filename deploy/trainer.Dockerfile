@@ -20,7 +20,6 @@ RUN ${TORCH_BACKEND:+env UV_TORCH_BACKEND=$TORCH_BACKEND} \
 COPY millrace millrace
 COPY services/__init__.py services/__init__.py
 COPY services/trainer services/trainer
-COPY demo demo
 RUN uv pip install --no-deps -e .
 
 USER millrace

@@ -16,9 +16,9 @@ import typer
 from benchmarks.learning import page
 from benchmarks.learning.jobs import ALGORITHMS, job_spec
 from benchmarks.learning.results import Result, Results
-from demo.run import ENVIRONMENT, MARGIN, model_folder
 from millrace.cli.output import print_error
 from millrace.client import Client
+from millrace.demo.run import ENVIRONMENT, MARGIN, model_folder
 from millrace.errors import InvalidState, MillraceError
 from millrace.local.options import StackOptions
 from millrace.local.ports import free_port
@@ -92,8 +92,8 @@ def _train(missing: list[Run], results: Results, state: Path, engine: str) -> li
 
 
 def _prepared(state: Path, seed: int) -> tuple[Path, Path]:
-    from demo.model import WarmUp, made_model
-    from demo.task import write_data
+    from millrace.demo.model import WarmUp, made_model
+    from millrace.demo.task import write_data
 
     made_model(model_folder(state, seed), WarmUp(seed=seed))
     return write_data(state / f"data-{seed}", seed)

@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from demo.run import JOB, model_folder
+from millrace.demo.run import JOB, model_folder
 from millrace.spec import JobSpec, parse
 
 ALGORITHMS: dict[str, dict[str, Any]] = {

@@ -30,10 +30,10 @@ from rich.table import Table
 from benchmarks.publication.benchmark import ANSWER, BASELINES, BROADCAST, MODES, PROMPT, PublicationBenchmark
 from benchmarks.publication.sender import RemoteRank, serve
 from benchmarks.shapes import config_of
-from demo.tokenizer import byte_tokenizer
 from millrace.bench.layouts import TrainerLayout, manifest
 from millrace.bench.publication import SHARING
 from millrace.bench.shapes import SHAPES, shape_of
+from millrace.demo.tokenizer import byte_tokenizer
 from millrace.local.devices import visible_devices
 from millrace.spec import JobSpec, parse
 from millrace.telemetry import logs

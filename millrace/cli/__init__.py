@@ -28,7 +28,7 @@ PASSED_ON: dict[str, Any] = {
 }
 """Settings of a command that passes its options, also --help, to another program."""
 
-DEMO_NEEDS = ("demo", "pyarrow", "torch", "transformers")
+DEMO_NEEDS = ("pyarrow", "torch", "transformers")
 """Packages that the demo imports; which engine and backend it needs, its options say."""
 
 
@@ -51,7 +51,7 @@ def demo(context: typer.Context) -> None:
     if missing := [package for package in DEMO_NEEDS if importlib.util.find_spec(package) is None]:
         what = f"the demo needs packages that are not installed here: {', '.join(missing)}."
         raise InvalidState(what, "run `make demo` in the checkout, which installs them, or `make install` once.")
-    from demo.run import app as demonstration
+    from millrace.demo.run import app as demonstration
 
     demonstration(context.args, prog_name="millrace demo")
 

@@ -84,7 +84,7 @@ def test_up_learn_scale_kill(project: Project) -> None:
     until("the coordinator answers", client.ready, 120)
     until("trainer and replica joined", lambda: client.fleet().trainers and client.fleet().replicas, 180)
 
-    project.compose("run", "--rm", "--no-deps", "-T", "trainer", "python3", "-m", "demo.prepare", "/data/demo")
+    project.compose("run", "--rm", "--no-deps", "-T", "trainer", "python3", "-m", "millrace.demo.prepare", "/data/demo")
     text = project.compose("run", "--rm", "--no-deps", "-T", "trainer", "cat", "/data/demo/job.json")
     spec = json.loads(text)
     spec["schedule"] |= {"steps": STEPS, "max_staleness": 1}

@@ -5,9 +5,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from demo.model import WarmUp, made_model, probability, qwen3, warmed
-from demo.tokenizer import byte_tokenizer
 from millrace.data.model_folder import check_model_folder
+from millrace.demo.model import WarmUp, made_model, probability, qwen3, warmed
+from millrace.demo.tokenizer import byte_tokenizer
 
 SHORT = WarmUp(seed=1, until=0.0, look_every=3, samples=4)
 

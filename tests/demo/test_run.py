@@ -9,9 +9,9 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from demo.report import Outcome, print_outcome
-from demo.run import JOB, MARGIN, job_spec
 from millrace.cli import app
+from millrace.demo.report import Outcome, print_outcome
+from millrace.demo.run import JOB, MARGIN, job_spec
 from millrace.drops import DropReason
 from millrace.rest import JobState, JobView, LedgerView, StepMetrics
 from millrace.spec import load
@@ -76,8 +76,9 @@ def test_the_grown_model_has_a_job_of_its_own_for_the_rest_the_same(tmp_path: Pa
     assert grown.algorithm == small.algorithm and grown.evaluation == small.evaluation
 
 
-def test_a_demo_that_cannot_run_says_why_and_the_fix(tmp_path: Path) -> None:
-    argv = (sys.executable, "-m", "demo", "--state", str(tmp_path), "--engine", "vllmm")
+@pytest.mark.parametrize("module", ["millrace.demo", "demo"])
+def test_a_demo_that_cannot_run_says_why_and_the_fix(module: str, tmp_path: Path) -> None:
+    argv = (sys.executable, "-m", module, "--state", str(tmp_path), "--engine", "vllmm")
     done = subprocess.run(argv, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
     assert done.stderr.startswith(
@@ -89,7 +90,7 @@ def test_a_demo_that_cannot_run_says_why_and_the_fix(tmp_path: Path) -> None:
 def test_the_command_runs_the_demo_from_any_folder(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     argv = (str(Path(sys.executable).with_name("millrace")), "demo", "--state", "file/demo")
-    environment = {**os.environ, "PYTHONPATH": str(JOB.parents[1])}
+    environment = {**os.environ, "PYTHONPATH": str(JOB.parents[2])}
     done = subprocess.run(argv, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and done.stdout == ""
     told = done.stderr.splitlines()
@@ -97,18 +98,18 @@ def test_the_command_runs_the_demo_from_any_folder(tmp_path: Path) -> None:
 
 
 def test_the_command_says_what_the_demo_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("millrace.cli.DEMO_NEEDS", ("demo", "no_such_package"))
+    monkeypatch.setattr("millrace.cli.DEMO_NEEDS", ("pyarrow", "no_such_package"))
     result = CliRunner().invoke(app, ["demo", "--seed", "1"])
     assert result.exit_code == 1
     assert "packages that are not installed here: no_such_package." in result.stderr and "`make demo`" in result.stderr
 
 
 def test_an_install_has_every_file_of_the_demo() -> None:
-    setuptools = tomllib.loads((JOB.parents[1] / "pyproject.toml").read_text())["tool"]["setuptools"]
-    assert "demo" in setuptools["packages"]["find"]["include"]
+    setuptools = tomllib.loads((JOB.parents[2] / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert setuptools["packages"]["find"]["include"] == ["millrace*", "services*"], "no package has a common name"
     data = [path for path in JOB.parent.iterdir() if path.is_file() and path.suffix != ".py"]
     assert JOB in data
-    assert all(any(path.match(pattern) for pattern in setuptools["package-data"]["demo"]) for path in data)
+    assert all(any(path.match(pattern) for pattern in setuptools["package-data"]["millrace.demo"]) for path in data)
 
 
 @pytest.mark.parametrize("text", ["+0.30", "make demo", "make test"])

@@ -42,7 +42,7 @@ def test_two_engines_in_one_job(tmp_path: Path) -> None:
 def learned(folder: Path, *options: str) -> dict[str, Any]:
     """The report of the demo's job with the grown model."""
     options = ("--size", "grown", "--backend", "megatron", "--steps", "40", *options)
-    command = (sys.executable, "-m", "demo", *options, "--state", str(folder))
+    command = (sys.executable, "-m", "millrace.demo", *options, "--state", str(folder))
     done = subprocess.run(command, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     (report,) = (dict(json.loads(path.read_text())) for path in folder.glob("output-*/report.json"))

@@ -78,7 +78,7 @@ def test_in_production_an_undeclared_key_is_logged_once(monkeypatch: pytest.Monk
 
 def written_keys() -> Iterator[tuple[str, str]]:
     """Each key that the code or a page spells out, with its place."""
-    for folder in ("millrace", "services", "demo", "benchmarks"):
+    for folder in ("millrace", "services", "benchmarks"):
         for path in sorted((ROOT / folder).rglob("*")):
             if path.suffix in (".py", ".html"):
                 for key in CODE_KEYS.findall(path.read_text()):

@@ -1,6 +1,6 @@
-"""`python -m demo.prepare FOLDER`: the demo's model, data and job spec (FOLDER/job.json), without running anything.
+"""`python -m millrace.demo.prepare FOLDER`: the demo's model, data and job spec (FOLDER/job.json). Runs nothing.
 
-For stacks that others started: `docker compose run --rm trainer python3 -m demo.prepare /data/demo`, for example.
+For stacks that others started, as `docker compose run --rm trainer python3 -m millrace.demo.prepare /data/demo`.
 """
 
 from pathlib import Path
@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from demo.run import prepared
+from millrace.demo.run import prepared
 
 
 def prepare(

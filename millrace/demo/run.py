@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 import yaml
 
-from demo.report import Outcome, print_outcome
 from millrace.backends import BACKEND_NAMES
 from millrace.cli.watch import show_live
 from millrace.client import Client
+from millrace.demo.report import Outcome, print_outcome
 from millrace.engines import ENGINE_NAMES
 from millrace.errors import InvalidJob, InvalidState
 from millrace.local.options import StackOptions, pythons
@@ -23,7 +23,7 @@ from millrace.spec import JobSpec, parse
 from millrace.spec.merging import merged
 
 if TYPE_CHECKING:
-    from demo.model import Size
+    from millrace.demo.model import Size
 
 MARGIN = 0.30
 """The held-out reward has to rise by this much, or the demo fails."""
@@ -102,8 +102,8 @@ def prepared(
     state: Path, seed: int, steps: int, backend: str = "fsdp2", size: "Size" = "small", lora: int | None = None
 ) -> JobSpec:
     """Makes model and data, and the job about them."""
-    from demo.model import WarmUp, made_model
-    from demo.task import write_data
+    from millrace.demo.model import WarmUp, made_model
+    from millrace.demo.task import write_data
 
     print(f"making the model (once a seed) and the data in {state}", flush=True)
     made_model(model_folder(state, seed, size), WarmUp(seed=seed, size=size))
@@ -128,7 +128,7 @@ def model_folder(state: Path, seed: int, size: "Size" = "small") -> Path:
 
 
 def _size(text: str) -> "Size":
-    from demo.model import SIZES
+    from millrace.demo.model import SIZES
 
     if text not in SIZES:
         raise InvalidJob(f"--size: there is no size {text!r}.", f"choose from {', '.join(SIZES)}.")

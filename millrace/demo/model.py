@@ -16,8 +16,8 @@ import torch
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from demo.task import answer, question, words
-from demo.tokenizer import byte_tokenizer
+from millrace.demo.task import answer, question, words
+from millrace.demo.tokenizer import byte_tokenizer
 
 IGNORED = -100
 """The label of tokens without loss."""

@@ -1,11 +1,11 @@
 import sys
 
-from demo.run import app
 from millrace.cli.output import print_error
+from millrace.demo.run import app
 from millrace.errors import MillraceError
 
 try:
-    app(prog_name="python -m demo")
+    app(prog_name="python -m millrace.demo")
 except MillraceError as error:
     print_error(error)
     sys.exit(1)
