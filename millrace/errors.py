@@ -141,6 +141,14 @@ class NonFinite(MillraceError):
     """NaN or infinity in log-probabilities, rewards, advantages or gradients; names the trajectory."""
 
 
+class OutOfMemory(MillraceError):
+    """A rank of the trainer has no memory left; says what held it. No weight was changed: the step can be repeated."""
+
+
+class PartialOutOfMemory(OutOfMemory):
+    """The same after some updates of the step were written. As with PartialStep, the weights are given up."""
+
+
 class PartialStep(MillraceError):
     """A training step failed after some of its updates were written. The weights belong to no version and are given
     up; the job resumes from its last checkpoint."""

@@ -32,6 +32,7 @@ class EventKind(StrEnum):
     TRAINER_CONFIGURING = "trainer.configuring"
     TRAINER_CONFIGURED = "trainer.configured"
     TRAINER_LOST = "trainer.lost"
+    TRAINER_OUT_OF_MEMORY = "trainer.out_of_memory"
     MEMBER_JOINED = "member.joined"
     MEMBER_CONFIGURED = "member.configured"
     MEMBER_FAILED = "member.failed"
@@ -102,6 +103,16 @@ class TrainerLost(EventData):
     kind: Literal[EventKind.TRAINER_LOST] = EventKind.TRAINER_LOST
     step: int = Field(description="Steps trained so far.")
     setbacks: int = Field(description="How many times in a row the trainer was lost at this step.")
+
+
+class TrainerOutOfMemory(EventData):
+    """A rank of the trainer had no memory left. The step is made again with a smaller token budget, which the job keeps
+    (`trainer.on_out_of_memory: halve_budget`)."""
+
+    kind: Literal[EventKind.TRAINER_OUT_OF_MEMORY] = EventKind.TRAINER_OUT_OF_MEMORY
+    step: int = Field(description="The step that is made again.")
+    token_budget_before: int = Field(description="Tokens in a micro-batch so far.")
+    token_budget: int = Field(description="Tokens in a micro-batch from now on.")
 
 
 class MemberJoined(EventData):
@@ -313,6 +324,7 @@ Payload = (
     | TrainerConfiguring
     | TrainerConfigured
     | TrainerLost
+    | TrainerOutOfMemory
     | MemberJoined
     | MemberConfigured
     | MemberFailed

@@ -53,7 +53,7 @@ def trained(world: World, case: dict[str, Any]) -> dict[str, Any]:
     weights = {info.name: tensor.cpu() for info, tensor in backend.export("float32") if tensor is not None}
     if world.rank == 0:
         _write(Path(case["file"]), found, weights)
-    return {"losses": losses, "norms": norms, **backend.memory()}
+    return {"losses": losses, "norms": norms, **backend.metrics()}
 
 
 def plain(world: World, case: dict[str, Any]) -> dict[str, Any]:

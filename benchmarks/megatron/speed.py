@@ -52,7 +52,7 @@ def speed(world: World, case: dict[str, Any]) -> dict[str, Any]:
         "peak_gib": _largest(_peak() / GIB, world),
         "reserved_gib": _largest(_reserved() / GIB, world),
         "host_gib": _largest(psutil.Process().memory_info().rss / GIB, world),
-        "moe": {name: value for name, value in backend.memory().items() if name.startswith("moe/")},
+        "moe": backend.metrics(),
     }
 
 

@@ -16,7 +16,7 @@ from millrace.memory.layers import (
 from millrace.memory.ledger import Ledger, Part, Phase, Prediction, fullest
 from millrace.memory.staging import sender_bytes
 from millrace.spec import JobSpec
-from millrace.spec.trainer import ROLES
+from millrace.spec.trainer import ROLES, Role
 
 FLOAT32 = 4
 MOMENTS = 2 * FLOAT32
@@ -63,13 +63,22 @@ class Fsdp2Memory:
         adapter = adapter_parameters(self.shape, self.spec.model.lora) / self.shards
         return {Part.WEIGHTS: self.element * count, Part.ADAPTER: (2 * FLOAT32 + MOMENTS) * adapter}
 
+    def of_role(self, role: Role) -> Fsdp2Options:
+        """The options that hold for reference or critic."""
+        return parse(self.spec.trainer.of(role).backend_options)
+
+    def shards_of(self, role: Role) -> int:
+        """Ranks that share one copy of reference or critic."""
+        return self.of_role(role).fsdp_size or self.ranks
+
     def others(self) -> dict[Part, float]:
         """What is kept for reference and critic."""
         found: dict[Part, float] = {}
         if self.spec.algorithm.kl is not None and not self.adapted:
-            found[Part.REFERENCE] = self.element * parameters(self.shape) / self.shards
+            found[Part.REFERENCE] = self.element * parameters(self.shape) / self.shards_of("reference")
         if self.spec.algorithm.critic is not None:
-            found[Part.CRITIC] = (2 * FLOAT32 + MOMENTS) * parameters(self.shape.as_critic()) / self.shards
+            whole = (2 * FLOAT32 + MOMENTS) * parameters(self.shape.as_critic())
+            found[Part.CRITIC] = whole / self.shards_of("critic")
         return found
 
     def placed(self, kept: dict[Part, float], passing: dict[Part, float]) -> Ledger:
@@ -77,7 +86,7 @@ class Fsdp2Memory:
         policy = {Part.WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER, Part.ADAPTER}
         offloaded = policy if self.options.offload_parameters else set()
         for role, part in zip(ROLES, (Part.REFERENCE, Part.CRITIC), strict=True):
-            if parse(self.spec.trainer.of(role).backend_options).offload_parameters:
+            if self.of_role(role).offload_parameters:
                 offloaded = offloaded | {part}
         return Ledger(
             {**{part: size for part, size in kept.items() if part not in offloaded}, **passing},

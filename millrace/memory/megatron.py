@@ -84,7 +84,8 @@ class StageMemory:
         device, host = self.state(self.shape)
         dense, experts = self.counts(self.shape)
         if self.spec.algorithm.kl is not None and self.spec.model.lora is None:
-            place = host if self.options.offload_reference and not scoring else device
+            own = parse(self.spec.trainer.of("reference").backend_options)
+            place = host if own.offload_reference and not scoring else device
             place[Part.REFERENCE] = self.element * (dense + experts)
         if self.spec.algorithm.critic is not None:
             of_critic, on_host = self.state(self.shape.as_critic())

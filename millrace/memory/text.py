@@ -8,7 +8,7 @@ from millrace.memory.prediction import ReplicaPrediction, predict
 from millrace.memory.savings import savings, together
 from millrace.spec import JobSpec
 
-GIB = 1 << 30
+GIB, MIB = 1 << 30, 1 << 20
 HEADROOM = 0.06
 """Share of a GPU's memory that CUDA, NCCL and the gaps between the allocator's blocks take."""
 DOUBLINGS = 7
@@ -38,8 +38,10 @@ PHASES = {
 
 
 def gib(size: float) -> str:
-    """Bytes in GiB: `1.25 GiB`."""
+    """Bytes in GiB, `1.25 GiB`, or in MiB where they are few."""
     value = size / GIB
+    if value < 0.1:
+        return f"{size / MIB:.1f} MiB"
     return f"{value:.1f} GiB" if value >= 10 else f"{value:.2f} GiB"
 
 

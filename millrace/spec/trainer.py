@@ -67,6 +67,10 @@ class Trainer(StrictModel):
     """Data type of forward and backward passes. The master weights and the optimizer are float32."""
     token_budget: int = Field(16384, ge=16, le=10 * limits.MOST_TOKENS)
     """Tokens in one micro-batch on one rank: prompts and responses, packed."""
+    on_out_of_memory: Literal["fail", "halve_budget"] = "fail"
+    """What happens where a rank of the trainer has no memory left for a micro-batch. fail: the job fails, and says what
+    held the memory. halve_budget: the step is made again with half the token budget, which stays halved for the job;
+    with one rank at once, with several after the trainer has loaded the last checkpoint."""
     updates_per_step: int = Field(1, ge=1, le=limits.MOST_IN_FLIGHT)
     """Optimizer updates in a step, each on its share of the groups."""
     activation_recompute: bool = False
@@ -88,3 +92,14 @@ class Trainer(StrictModel):
         values = own.model_dump(include={"token_budget", "activation_recompute"}, exclude_none=True)
         options = merged(self.backend_options, own.backend_options, f"{FIELD}.")
         return self.model_copy(update={**values, "backend_options": options})
+
+    def lowered_to(self, token_budget: int) -> Self:
+        """This section with a smaller token budget. The roles' own budgets fall in the same proportion, but not below
+        it."""
+        share, lowered = token_budget / self.token_budget, {}
+        for role in ROLES:
+            own: ReferenceRun | CriticRun = getattr(self, role)
+            if own.token_budget is not None:
+                budget = min(own.token_budget, max(token_budget, int(share * own.token_budget)))
+                lowered[role] = own.model_copy(update={"token_budget": budget})
+        return self.model_copy(update={"token_budget": token_budget, **lowered})

@@ -13,6 +13,8 @@ CODES: dict[type[errors.MillraceError], grpc.StatusCode] = {
     errors.NotFound: grpc.StatusCode.NOT_FOUND,
     errors.PublicationFailed: grpc.StatusCode.DATA_LOSS,
     errors.NonFinite: grpc.StatusCode.OUT_OF_RANGE,
+    errors.OutOfMemory: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.PartialOutOfMemory: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.PartialStep: grpc.StatusCode.DATA_LOSS,
     errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
     errors.MillraceError: grpc.StatusCode.INTERNAL,

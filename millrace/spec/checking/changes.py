@@ -21,6 +21,7 @@ CHANGEABLE = {
     "schedule.save_in_background": True,
     "schedule.steps": True,
     "trainer.token_budget": True,
+    "trainer.on_out_of_memory": False,
     "trainer.activation_recompute": True,
     "trainer.backend_options": True,
     "trainer.optimizer": True,

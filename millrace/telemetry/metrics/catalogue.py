@@ -12,7 +12,16 @@ from functools import cache
 import structlog
 
 from millrace.telemetry.metrics.declaration import Owner, StepMetric
-from millrace.telemetry.metrics.step import batch, evaluation, losses, mismatch, performance, publication, timing
+from millrace.telemetry.metrics.step import (
+    batch,
+    evaluation,
+    losses,
+    memory,
+    mismatch,
+    performance,
+    publication,
+    timing,
+)
 
 
 @dataclass(frozen=True)
@@ -30,6 +39,7 @@ SECTIONS = (
     Section("Losses and updates", losses.__doc__, losses.LOSSES),
     Section("Engine against trainer", mismatch.__doc__, mismatch.MISMATCH),
     Section("Performance", performance.__doc__, performance.PERFORMANCE),
+    Section("Memory", memory.__doc__, memory.MEMORY),
     Section("Publication", publication.__doc__, publication.PUBLICATION),
     Section("Evaluation", evaluation.__doc__, evaluation.EVALUATION),
 )

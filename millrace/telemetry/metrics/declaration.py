@@ -63,11 +63,23 @@ PLACEHOLDERS = {
     "data_source": Placeholder("the `data_source` of the prompts, as the data files have it", r".*"),
     "engine": Placeholder("the name of a rollout engine", r"[a-z0-9_]+"),
     "k": Placeholder("a number of answers, at least 2", r"\d+"),
+    "kept": Placeholder(
+        "`weights`, `gradients`, `optimizer`, `adapter`, `reference` or `critic` (weights, gradients and optimizer)",
+        r"weights|gradients|optimizer|adapter|reference|critic",
+    ),
     "n": Placeholder("`evaluation.samples_per_prompt`", r"\d+"),
     "name": Placeholder("a name that the user's own function reports", r".+"),
     "part": Placeholder(
         "`gen`, `ref`, `values`, `adv`, `update_critic` or `update_actor`",
         r"gen|ref|values|adv|update_critic|update_actor",
+    ),
+    "phase": Placeholder(
+        "`load`, `scoring` (passes before the update), `update`, or `publication`, the one before the step",
+        r"load|scoring|update|publication",
+    ),
+    "predicted": Placeholder(
+        "one of those, `gathered`, `activations`, `logits` or `staging`",
+        r"weights|gradients|optimizer|adapter|reference|critic|gathered|activations|logits|staging",
     ),
     "statistic": Placeholder("`mean`, `max` or `min`", r"mean|max|min"),
     "variable": Placeholder("`reward`, the reward function's score, or `acc`, which it gives besides", r"reward|acc"),

@@ -60,16 +60,18 @@ class GroupRef(_message.Message):
     def __init__(self, prompt_id: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., response_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StepRequest(_message.Message):
-    __slots__ = ("job_id", "step", "groups", "work_address")
+    __slots__ = ("job_id", "step", "groups", "work_address", "token_budget")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     WORK_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_BUDGET_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     step: int
     groups: _containers.RepeatedCompositeFieldContainer[GroupRef]
     work_address: str
-    def __init__(self, job_id: _Optional[str] = ..., step: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupRef, _Mapping]]] = ..., work_address: _Optional[str] = ...) -> None: ...
+    token_budget: int
+    def __init__(self, job_id: _Optional[str] = ..., step: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupRef, _Mapping]]] = ..., work_address: _Optional[str] = ..., token_budget: _Optional[int] = ...) -> None: ...
 
 class StepResponse(_message.Message):
     __slots__ = ("version", "metrics")

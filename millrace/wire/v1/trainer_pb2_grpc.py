@@ -101,7 +101,8 @@ class TrainerServicer(object):
         """One training step on one batch: fetch, old and reference log-probabilities, advantages, updates. The version grows
         by one. Idempotent by step number: the same request again waits for the step in progress, or answers the metrics
         of the last step. ABORTED (Fenced) if the step is not the next one. DATA_LOSS (PartialStep) if the step failed
-        after some updates were written: the trainer then holds no job.
+        after some updates were written: the trainer then holds no job. RESOURCE_EXHAUSTED (OutOfMemory) if a rank had no
+        memory left: the step can be asked for again with a smaller token_budget where GetStatus still names the job.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

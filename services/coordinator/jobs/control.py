@@ -121,6 +121,7 @@ class Control:
             cleared["spec_json"] = (await asyncio.to_thread(submission.check, tree)).model_dump_json()
             if reload:
                 cleared["configuration"] = ""  # no trainer has loaded this spec
+                cleared["token_budget"] = 0
         async with self._admitting:
             await asyncio.to_thread(_check_checkpoints, job, await self._store.index.with_output(job.folder))
             cleared |= job.clock(time.time())

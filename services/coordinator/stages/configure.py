@@ -62,7 +62,7 @@ async def _load(run: Run) -> Version:
     """The version of this job that the trainer holds, after it was loaded where needed."""
     trainer, job = run.components.trainer, run.job
     status = await trainer.status()
-    if await _holds_job(run, status):
+    if await holds_job(run, status):
         return Version(status.version)
     source = f"checkpoint {job.checkpoint}" if job.checkpoint else run.spec.model.path
     await run.tell(events.TrainerConfiguring(member=trainer.member.id), f"{trainer.member.id} loads {source}")
@@ -86,7 +86,7 @@ async def _load(run: Run) -> Version:
     return Version(answer.version)
 
 
-async def _holds_job(run: Run, status: trainer_pb2.TrainerStatus) -> bool:
+async def holds_job(run: Run, status: trainer_pb2.TrainerStatus) -> bool:
     """Whether the trainer holds the job from its last loading, at a version that the ledger knows."""
     job, saved = run.job, await run.records.batch()
     usable = status.state not in (trainer_pb2.TRAINER_STATE_FAILED, trainer_pb2.TRAINER_STATE_CONFIGURING)

@@ -14,6 +14,7 @@ from millrace.rest import JobState, StepMetrics
 from millrace.telemetry.metrics.catalogue import find
 from millrace.telemetry.metrics.step.batch import MEAN_SCORE
 from millrace.telemetry.metrics.step.evaluation import EVALUATION_RESULTS
+from millrace.telemetry.metrics.step.memory import PREDICTED_PART, UPDATE_PART
 from millrace.telemetry.metrics.step.mismatch import MISMATCH_SUMMARY
 from millrace.telemetry.metrics.step.timing import TIMING
 from services.coordinator.observe.step_metrics import mean
@@ -71,6 +72,7 @@ async def _gather(run: Run, state: JobState, message: str) -> dict[str, Any]:
         "publications": _publications(await run.records.publications()),
         "mismatch": _mismatch(rows),
         "seconds_per_step": _seconds(rows),
+        "memory": _memory(rows),
         "checkpoint": job.checkpoint,
         "model": run.spec.model.path,
         "evaluations": [_evaluation(row) for row in await run.records.rows(-1, job.step) if _evaluation(row)],
@@ -92,6 +94,19 @@ def _seconds(rows: Sequence[StepMetrics]) -> dict[str, float]:
     """The mean of each timing over the steps that have it."""
     names = sorted({name for row in rows for name in row.values if find(name) in TIMING})
     return {name: mean([row.values[name] for row in rows if name in row.values]) for name in names}
+
+
+def _memory(rows: Sequence[StepMetrics]) -> dict[str, dict[str, float]]:
+    """The parts of the trainer's memory in GiB on the rank that has most: as predicted, and the largest measured in the
+    update of any step. A part that exists during a pass only is not measured by itself but in `rest`."""
+    found: dict[str, dict[str, float]] = {}
+    for row in rows:
+        for name, value in row.values.items():
+            for column, prefix in (("predicted", PREDICTED_PART), ("measured", UPDATE_PART)):
+                if name.startswith(prefix):
+                    sizes = found.setdefault(name.removeprefix(prefix), {})
+                    sizes[column] = max(sizes.get(column, 0.0), value)
+    return found
 
 
 def _mismatch(rows: Sequence[StepMetrics]) -> dict[str, float]:
@@ -157,6 +172,11 @@ def _markdown(contents: dict[str, Any]) -> str:
     lines += ["", "## Publications", "", *_table(contents["publications"])]
     lines += ["", "## Engine against trainer", "", *_table(contents["mismatch"])]
     lines += ["", "## Seconds per step", "", *_table(contents["seconds_per_step"])]
+    if contents["memory"]:
+        lines += ["", "## Memory of the trainer's fullest rank in an update, GiB", ""]
+        lines += ["| | predicted | measured |", "|---|---|---|"]
+    for part, sizes in contents["memory"].items():
+        lines += [f"| {part} | {_figure(sizes.get('predicted'))} | {_figure(sizes.get('measured'))} |"]
     lines += ["", "## Checkpoint", "", f"`{contents['checkpoint']}`" if contents["checkpoint"] else "none", ""]
     return "\n".join(lines)
 

@@ -1,14 +1,17 @@
 """One training step on one batch, and its entry in the ledger."""
 
 import time
+from dataclasses import replace
 
 from millrace import events
-from millrace.errors import MillraceError
+from millrace.errors import MillraceError, OutOfMemory
 from millrace.wire.methods import TrainerRpc
 from millrace.wire.v1 import trainer_pb2
+from services.coordinator.fleet.trainer import TrainerLost
 from services.coordinator.observe.samples import samples_in
 from services.coordinator.observe.step_metrics import batch_metrics, mean, milliseconds_per_token, step_row
 from services.coordinator.stages.admit import Batch
+from services.coordinator.stages.configure import holds_job
 from services.coordinator.stages.run import Run
 from services.coordinator.stages.spans import traced
 from services.coordinator.stages.warn import warn
@@ -30,7 +33,7 @@ async def step(run: Run, batch: Batch) -> None:
     trainer, started = run.components.trainer, time.monotonic()
     async with trainer.turn:
         trainer.holds = None
-        answer = await trainer.call(TrainerRpc.Step, _request(run, batch))
+        answer = await _trained(run, batch)
         if answer.version != batch.step:
             what = f"{trainer.member.id} answered step {batch.step} with version {answer.version}."
             raise MillraceError(what, "run the same release of millrace everywhere.")
@@ -39,13 +42,53 @@ async def step(run: Run, batch: Batch) -> None:
         trainer.holds = (run.job.id, run.job.version)
 
 
+async def _trained(run: Run, batch: Batch) -> trainer_pb2.StepResponse:
+    """The trainer's answer. Where a rank has no memory left and the job says so, the step is made again with half the
+    token budget. Raises OutOfMemory where that is not possible, and TrainerLost where the trainer had to give up what
+    it holds: the budget is smaller when the step comes again."""
+    trainer = run.components.trainer
+    while True:
+        try:
+            return await trainer.call(TrainerRpc.Step, _request(run, batch))
+        except OutOfMemory as error:
+            await _halve_budget(run, batch, error)
+        if not await holds_job(run, await trainer.status()):
+            raise TrainerLost("the trainer ran out of memory and gave its weights up.")
+
+
+async def _halve_budget(run: Run, batch: Batch, error: OutOfMemory) -> None:
+    """Stores half of the token budget with the job. Raises `error` where the job does not ask for that, or where a
+    sequence of the batch has more tokens than that."""
+    if run.spec.trainer.on_out_of_memory != "halve_budget":
+        raise error
+    before = _token_budget(run)
+    half, longest = before // 2, max(g.prompt_tokens + max(g.response_tokens) for g in batch.groups)
+    if half < longest:
+        why = f"Half of the token budget of {before:,} is less than the longest sequence, {longest:,} tokens."
+        what = f"{error.what} {why}"
+        raise OutOfMemory(what, error.fix) from error
+    await run.components.store.jobs.update(run.job.id, token_budget=half)
+    run.job = replace(run.job, token_budget=half)
+    told = events.TrainerOutOfMemory(step=batch.step, token_budget_before=before, token_budget=half)
+    await run.tell(told, f"{error.what} Step {batch.step} is made again with a token budget of {half:,}.")
+
+
+def _token_budget(run: Run) -> int:
+    """Tokens in a micro-batch: the spec's, or fewer since the trainer ran out of memory."""
+    return run.job.token_budget or run.spec.trainer.token_budget
+
+
 def _request(run: Run, batch: Batch) -> trainer_pb2.StepRequest:
     groups = [
         trainer_pb2.GroupRef(prompt_id=g.prompt_id, prompt_tokens=g.prompt_tokens, response_tokens=g.response_tokens)
         for g in batch.groups
     ]
     return trainer_pb2.StepRequest(
-        job_id=run.job.id, step=batch.step, groups=groups, work_address=run.components.work_address
+        job_id=run.job.id,
+        step=batch.step,
+        groups=groups,
+        work_address=run.components.work_address,
+        token_budget=run.job.token_budget,
     )
 
 

@@ -112,6 +112,8 @@ class JobRecord:
     checkpoint_step: int = -1
     report: str | None = None
     failure: str | None = None
+    token_budget: int = 0
+    """Tokens in a micro-batch since the trainer ran out of memory; 0: those of the spec."""
     warnings_json: str = "[]"
     """A list of WarningView."""
     wanted: Wanted = Wanted.NOTHING

@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 
 from millrace.batching.cost import SequenceCost
 from millrace.errors import InvalidState
+from millrace.memory.ledger import Part
 from millrace.weights.plans.manifest import Content, TensorInfo
 from services.trainer.protocol.adapter import Adapter
 from services.trainer.protocol.local_tensors import NamedTensors
@@ -64,6 +65,13 @@ class TrainableModel(Protocol):
 
     def zero_gradients(self) -> None:
         """Clears the gradients added so far."""
+
+    def abandon_pass(self) -> None:
+        """Frees what a pass that an exception interrupted left: gradients and gathered weights. Not a collective."""
+
+    def held(self) -> Mapping[Part, Sequence[Tensor]]:
+        """The tensors that this rank keeps, by part: weights, gradients, optimizer, adapter, and of a policy its
+        reference."""
 
     def state(self) -> NamedTensors:
         """The tensors of model and optimizer that this rank holds, to be saved."""
@@ -122,8 +130,8 @@ class Backend(TrainableModel, Published, Protocol):
         `loss_fn` for each micro-batch. The backend decides the order of the micro-batches (pipeline stages) and scales
         the losses as its schedule needs."""
 
-    def memory(self) -> dict[str, float]:
-        """Metrics of this rank's memory, under verl's names."""
+    def metrics(self) -> dict[str, float]:
+        """Metrics of this rank's last update that only this backend has, with the same names on every rank."""
 
 
 def models(backend: Backend) -> dict[str, TrainableModel]:

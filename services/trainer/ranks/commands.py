@@ -17,7 +17,7 @@ from google.protobuf.any_pb2 import Any as Packed
 from google.protobuf.empty_pb2 import Empty
 from google.protobuf.message import Message
 
-from millrace.errors import MillraceError, Unavailable
+from millrace.errors import MillraceError, OutOfMemory, Unavailable
 from millrace.wire.method import Unary
 from services.trainer.ranks.answers import Answer, Crash, decode_answer, encode_answer
 from services.trainer.ranks.heartbeats import Heartbeats
@@ -37,6 +37,9 @@ STOP = Empty()
 
 class RanksFailed(Unavailable):
     """Ranks died, hang or crashed: the trainer cannot continue and has to be started again."""
+
+    cause: OutOfMemory | None = None
+    """Set where a rank ran out of memory: the caller is told of that."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,8 @@ class CommandSender:
     def call(self, method: Unary[Request, Response], request: Request, deadline_s: float) -> Response:
         """Sends the command to every rank and returns rank 0's response once every rank has answered.
 
-        Raises the MillraceError of the first rank that raised one; RanksFailed where a rank crashed or does not answer.
+        Raises the MillraceError of the first rank that raised one; RanksFailed where a rank crashed or does not answer,
+        or where one of several ran out of memory: the others may wait for it for ever.
         """
         number = self._number
         self._number += 1
@@ -140,10 +144,20 @@ class CommandSender:
             keys = {f"answer/{number}/{rank}": rank for rank in missing}
             self._store.wait(list(keys), POLL_S)
             answers |= {keys[key]: decode_answer(data) for key, data in self._store.take(list(keys)).items()}
+            if self._world.size > 1:
+                self._check_memory(name, answers)
             if not all(isinstance(answer, Packed) for answer in answers.values()):
                 deadline = min(deadline, time.monotonic() + self._heartbeats.silent_s + STRAGGLE_S)
             self._check(name, answers, deadline)
         return answers
+
+    def _check_memory(self, name: str, answers: Mapping[int, Answer]) -> None:
+        """Raises RanksFailed for the first rank that ran out of memory."""
+        for _, answer in sorted(answers.items()):
+            if isinstance(answer, OutOfMemory):
+                failed = RanksFailed(f"{name} failed: {answer.what}", _FIX)
+                failed.cause = answer
+                raise failed
 
     def _check(self, name: str, answers: Mapping[int, Answer], deadline: float) -> None:
         """Raises RanksFailed, with every failed rank named, where an answer will not come any more."""

@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 import grpc
 from google.protobuf.message import Message
 
-from millrace.errors import Fenced, MillraceError, NotFound, PartialStep
+from millrace.errors import Fenced, MillraceError, NotFound, PartialOutOfMemory, PartialStep
 from millrace.ids import JobId, Version
 from millrace.spec import JobSpec, received
 from millrace.weights.phases import Phase, PublicationId, PublicationState
@@ -165,7 +165,7 @@ class TrainerService(TrainerServicer):
     async def _step(self, request: pb.StepRequest, job: ConfiguredJob) -> pb.StepResponse:
         try:
             reply = await self._on_ranks(TrainerRpc.Step, request, job.deadline("Step"))
-        except PartialStep:
+        except (PartialStep, PartialOutOfMemory):
             self._job = None  # as on the ranks
             raise
         job.version, job.last_step = Version(reply.version), (request.step, reply)
@@ -344,4 +344,6 @@ class TrainerService(TrainerServicer):
         except RanksFailed as error:
             self._failure = self._lock.closed = str(error)
             self._on_failed(self._failure)
+            if error.cause is not None:
+                raise error.cause from None
             raise

@@ -8,8 +8,9 @@ import structlog
 import torch
 
 from millrace import hub
-from millrace.errors import InvalidState, PartialStep
+from millrace.errors import InvalidState, OutOfMemory, PartialOutOfMemory, PartialStep
 from millrace.ids import JobId, Version
+from millrace.memory.ledger import Phase
 from millrace.rl.registry import functions as registry
 from millrace.spec import JobSpec
 from millrace.spec.checking import choices
@@ -18,6 +19,8 @@ from millrace.wire.v1 import trainer_pb2 as pb
 from services.trainer.backends import build
 from services.trainer.checkpoints import checkpoint
 from services.trainer.checkpoints.background_saver import BackgroundSaver
+from services.trainer.memory import exhausted
+from services.trainer.memory.meter import MemoryMeter
 from services.trainer.protocol.backend import Backend
 from services.trainer.publication.sender import Sender
 from services.trainer.ranks import collectives
@@ -39,6 +42,7 @@ class LoadedJob:
     backend: Backend
     version: Version
     coefficient: KlCoefficient
+    meter: MemoryMeter
 
 
 class Worker:
@@ -71,10 +75,13 @@ class Worker:
             spec = hub.local(JobSpec.model_validate_json(request.spec), weights=True)
             choices.check(spec)
             registry.load_algorithms((kind, choice.name) for kind, choice, _ in choices.chosen(spec.algorithm))
-        backend = build(spec, self._world.device)
-        job = LoadedJob(JobId(request.job_id), spec, backend, Version(0), KlCoefficient(spec.algorithm.kl_coefficient))
-        if request.checkpoint:
-            self._load_checkpoint(job, request.checkpoint)
+        with exhausted.told_at("loading the model", spec, self._world.rank, self._world.size):
+            backend = build(spec, self._world.device)
+            coefficient = KlCoefficient(spec.algorithm.kl_coefficient)
+            meter = MemoryMeter(spec, backend, self._world.rank, self._world.size)
+            job = LoadedJob(JobId(request.job_id), spec, backend, Version(0), coefficient, meter)
+            if request.checkpoint:
+                self._load_checkpoint(job, request.checkpoint)
         self._job = job
         log.info("configured", job=job.id, version=job.version, rank=self._world.rank, parameters=backend.parameters)
         return pb.ConfigureTrainerResponse(
@@ -84,12 +91,22 @@ class Worker:
     def step(self, request: pb.StepRequest) -> pb.StepResponse:
         job = self._loaded()
         try:
-            metrics = train_step(job.spec, job.backend, request, self._control, job.coefficient)
+            metrics = train_step(job.spec, job.backend, request, self._control, job.coefficient, job.meter)
         except PartialStep:
             self._job = None
             raise
-        job.version = Version(request.step)
-        return pb.StepResponse(version=job.version, metrics=metrics)
+        except OutOfMemory as error:
+            what, fix = error.what, error.fix
+        else:
+            job.version = Version(request.step)
+            return pb.StepResponse(version=job.version, metrics=metrics)
+        # Outside of the handler: the exception holds the frames of the failed pass, and they hold its tensors.
+        if self._world.size == 1:  # other ranks are in the middle of a pass, and wait for this one
+            exhausted.recover(job.backend)
+        if job.meter.updated:
+            self._job = None
+            raise PartialOutOfMemory(what, fix)
+        raise OutOfMemory(what, fix)
 
     def describe(self, request: pb.DescribeSendRequest) -> pb.DescribeSendResponse:
         return self._sender.describe(request, self._loaded().backend)
@@ -100,7 +117,10 @@ class Worker:
 
     def transfer(self, request: pb.TransferSendRequest) -> pb.TransferSendResponse:
         job = self._loaded()
-        return self._sender.transfer(request, job.backend, job.version)
+        with exhausted.told_at("a publication", job.spec, self._world.rank, self._world.size):
+            sent = self._sender.transfer(request, job.backend, job.version)
+        job.meter.measure(Phase.PUBLICATION)
+        return sent
 
     def save(self, request: pb.SaveRequest) -> pb.SaveResponse:
         """Saves a checkpoint in the background, or before it returns where the job says so."""

@@ -85,6 +85,7 @@ class BatchDivision:
         reports = [report(plan, lengths, token_budget=self.token_budget, cost=backend.cost) for plan in self.updates]
         tokens = sum(len(plan) * len(plan[0]) for plan in self.updates) * self.token_budget
         return {
+            "batch/token_budget": float(self.token_budget),
             "batch/microbatches": float(sum(r.microbatches for r in reports)),
             "batch/waste": 1 - sum(lengths) / tokens,
             "batch/imbalance": sum(r.lockstep_imbalance for r in reports) / len(reports),

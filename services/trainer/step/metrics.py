@@ -19,6 +19,7 @@ from millrace.spec import JobSpec
 from millrace.telemetry.metrics import catalogue
 from millrace.telemetry.metrics.declaration import Owner
 from millrace.telemetry.metrics.step.mismatch import SPLIT
+from services.trainer.memory.meter import MemoryMeter
 from services.trainer.ranks import collectives
 from services.trainer.step.batch import RankBatch
 
@@ -50,16 +51,20 @@ OVER_UPDATES: dict[Rule, Callable[[Sequence[float]], float]] = {
 
 
 class Clock:
-    """Measures the parts of a step, wall-clock time: `with clock("fetch"): ...`. A part may be entered repeatedly."""
+    """Measures the parts of a step, wall-clock time and memory: `with clock("fetch"): ...`. A part may be entered
+    repeatedly."""
 
-    def __init__(self) -> None:
+    def __init__(self, meter: MemoryMeter) -> None:
+        self._meter = meter
         self._parts: dict[str, float] = {}
 
     @contextmanager
     def __call__(self, part: str) -> Iterator[None]:
+        """Raises OutOfMemory where the device has no memory left in this part."""
         began = time.perf_counter()
         try:
-            yield
+            with self._meter.during(part):
+                yield
         finally:
             self._parts[part] = self._parts.get(part, 0.0) + time.perf_counter() - began
 

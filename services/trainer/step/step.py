@@ -5,6 +5,7 @@ import torch
 from millrace.errors import InvalidJob, NonFinite, PartialStep
 from millrace.spec import JobSpec
 from millrace.wire.v1.trainer_pb2 import StepRequest
+from services.trainer.memory.meter import MemoryMeter
 from services.trainer.protocol.backend import Backend
 from services.trainer.ranks import collectives
 from services.trainer.ranks.event_loop import ControlThread
@@ -26,16 +27,25 @@ GIVEN_UP = (
 
 
 def train_step(
-    spec: JobSpec, backend: Backend, request: StepRequest, control: ControlThread, coefficient: KlCoefficient
+    spec: JobSpec,
+    backend: Backend,
+    request: StepRequest,
+    control: ControlThread,
+    coefficient: KlCoefficient,
+    meter: MemoryMeter,
 ) -> dict[str, float]:
     """Makes one step, adapts the KL coefficient, and returns the step's metrics.
 
     Raises NonFinite, with the trajectory named, for a NaN or an infinity, InvalidJob where a user's own loss fails:
-    the weights are unchanged. PartialStep for the same failures after the first of several updates. InvalidState or
-    Unavailable where trajectories are not available.
+    the weights are unchanged. PartialStep for the same failures after the first of several updates. OutOfMemory, on the
+    ranks that have no memory left: `meter.updated` says whether weights were changed. InvalidState or Unavailable where
+    trajectories are not available.
     """
-    clock, parallel, spec = Clock(), backend.data_parallel, coefficient.applied_to(spec)
+    clock, parallel, spec = Clock(meter), backend.data_parallel, coefficient.applied_to(spec)
+    if request.token_budget:
+        spec = spec.model_copy(update={"trainer": spec.trainer.lowered_to(request.token_budget)})
     torch.manual_seed(random_seed(spec, request.step, parallel.rank))
+    meter.begin_step(request.step, spec.trainer.token_budget)
     with clock("fetch"), collectives.fail_together():
         division = BatchDivision.of(
             request.groups, backend, updates=spec.trainer.updates_per_step, token_budget=spec.trainer.token_budget
@@ -43,6 +53,7 @@ def train_step(
         wanted = [division.trajectories[index] for index in division.indices(parallel.rank)]
         samples = control.run(fetch(request.work_address, request.job_id, wanted, spec.reward.parts))
         batch = RankBatch(division, samples, parallel, backend.device)
+    meter.tokens = max((sum(m.lengths) for microbatches in batch.updates for m in microbatches), default=0)
     critic = spec.algorithm.critic
     warm = critic is None or request.step > critic.warmup_steps
     needed = passes_needed(spec, updates=len(batch.updates), policy_is_trained=warm)
@@ -53,6 +64,7 @@ def train_step(
     for number in range(len(batch.updates)):
         try:
             updates.append(update(spec, backend, batch, number, inputs, request.step, clock))
+            meter.updated = True
         except (InvalidJob, NonFinite) as error:
             if updates:
                 raise PartialStep(error.what, f"{GIVEN_UP} {error.fix}") from error
@@ -79,7 +91,7 @@ def train_step(
         **adapted,
         **over_updates([done.metrics for done in updates]),
         **division.metrics(backend),
-        **collectives.maxima(backend.memory()),
+        **collectives.maxima({**backend.metrics(), **meter.metrics()}),
         **timings,
         **utilisation(costs, backend.device, lengths, timings, collectives.world_size()),
     }

@@ -81,6 +81,12 @@ BATCH = (
     StepMetric("global_seqlen/balanced_min", Unit.TOKENS, TRAINER, "Tokens of the rank that has fewest."),
     StepMetric("global_seqlen/balanced_max", Unit.TOKENS, TRAINER, "Tokens of the rank that has most."),
     StepMetric("global_seqlen/mean", Unit.TOKENS, TRAINER, "Mean over the ranks."),
+    StepMetric(
+        "batch/token_budget",
+        Unit.TOKENS,
+        TRAINER,
+        "Tokens that a micro-batch may have: `trainer.token_budget`, or less since a rank ran out of memory.",
+    ),
     StepMetric("batch/microbatches", Unit.COUNT, TRAINER, "Micro-batches of a rank, over all updates of the step."),
     StepMetric(
         "batch/waste", Unit.SHARE, TRAINER, "Part of the token budget of all micro-batches that holds no token."

@@ -6,7 +6,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -18,6 +17,7 @@ from millrace.backends import FIELD
 from millrace.backends.fsdp2 import Fsdp2Options, parse
 from millrace.errors import InvalidJob, refused
 from millrace.fsdp2.sequence_parallel import CONFIG_ENTRIES, check
+from millrace.memory.ledger import Part
 from millrace.spec import JobSpec
 from millrace.spec.trainer import Role
 from millrace.weights.plans.manifest import Manifest, TensorInfo
@@ -32,7 +32,7 @@ from services.trainer.backends.fsdp2.offload.activations import ActivationOffloa
 from services.trainer.backends.fsdp2.published import export, shards
 from services.trainer.backends.fsdp2.published.parts import parts
 from services.trainer.backends.fsdp2.sequence_parallel import RankTokens, divide_ranks
-from services.trainer.backends.fsdp2.sharded_model import ShardedModel
+from services.trainer.backends.fsdp2.sharded_model import ShardedModel, reset_sharding
 from services.trainer.backends.head import WantedTokens
 from services.trainer.protocol.backend import LossFn, Output, TokenScores
 from services.trainer.protocol.microbatch import MicroBatch
@@ -97,6 +97,7 @@ class Fsdp2Backend(ShardedModel):
         if spec.algorithm.kl is not None and self.adapter is None:
             own = _role_sharding(sharding, reference, "reference")
             self._reference = policy(spec.model, config, own, dtype=compute).requires_grad_(False)
+        self._reference_weights: list[Tensor] = [] if self._reference is None else list(self._reference.parameters())
         super().__init__(model, spec.trainer.optimizer, device)
         self._chunked = self._scores_in_chunks(options.logprob_chunk_tokens, reference.logprob_chunk_tokens)
         if options.offload_activations:
@@ -228,13 +229,16 @@ class Fsdp2Backend(ShardedModel):
         """Whether publications can send from the parameters' memory: a GPU's channel sends from its own only."""
         return not (self._offloaded and self.device.type == "cuda")
 
-    def memory(self) -> dict[str, float]:
-        gib = 1 << 30
-        metrics = {"perf/cpu_memory_used_gb": psutil.Process().memory_info().rss / gib}
-        if self.device.type == "cuda":
-            metrics["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated(self.device) / gib
-            metrics["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved(self.device) / gib
-        return metrics
+    def abandon_pass(self) -> None:
+        if self._reference is not None:
+            reset_sharding(self._reference)
+        super().abandon_pass()
+
+    def held(self) -> dict[Part, list[Tensor]]:
+        return {**super().held(), Part.REFERENCE: self._reference_weights}
+
+    def metrics(self) -> dict[str, float]:
+        return {}
 
 
 def _attention(options: Fsdp2Options, config: Any, compute: torch.dtype, device: torch.device) -> str:

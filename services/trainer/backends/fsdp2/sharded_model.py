@@ -3,9 +3,10 @@
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from millrace.memory.ledger import Part
 from millrace.spec.trainer import Optimizer
 from services.trainer.protocol.local_tensors import NamedTensors
 
@@ -18,6 +19,7 @@ class ShardedModel:
     def __init__(self, module: nn.Module, chosen: Optimizer, device: torch.device) -> None:
         self._model: Any = module
         self._trained = {name: each for name, each in module.named_parameters() if each.requires_grad}
+        self._frozen: list[Tensor] = [parameter for parameter in module.parameters() if not parameter.requires_grad]
         self._device = device
         self._optimizer = torch.optim.AdamW(
             self._trained.values(),
@@ -47,6 +49,19 @@ class ShardedModel:
     def zero_gradients(self) -> None:
         self._optimizer.zero_grad()
 
+    def abandon_pass(self) -> None:
+        reset_sharding(self._model)
+        self.zero_gradients()
+
+    def held(self) -> dict[Part, list[Tensor]]:
+        trained: list[Tensor] = list(self._trained.values())
+        gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
+        states = [value for state in self._optimizer.state.values() for value in state.values()]
+        moments = [value for value in states if isinstance(value, Tensor)]
+        if self._frozen:
+            return {Part.WEIGHTS: self._frozen, Part.ADAPTER: [*trained, *gradients, *moments]}
+        return {Part.WEIGHTS: trained, Part.GRADIENTS: gradients, Part.OPTIMIZER: moments}
+
     def state(self) -> NamedTensors:
         state = {f"model.{name}": tensor.detach() for name, tensor in self._trained.items()}
         for name, parameter in self._trained.items():
@@ -64,3 +79,13 @@ class ShardedModel:
             moments = {moment: torch.zeros_like(parameter.detach()) for moment in MOMENTS}
             self._optimizer.state[parameter] = {"step": step, **moments}
         return self.state()
+
+
+def reset_sharding(module: Any) -> None:
+    """Frees the whole weights that an interrupted pass gathered, with their gradients, and ends that pass for FSDP."""
+    module.zero_grad()  # of what is whole now: FSDP would add these gradients to those of the next pass
+    if hasattr(module, "reset_iter_state"):
+        module.reset_iter_state()
+    else:  # torch before 2.13
+        module._get_fsdp_state()._root_post_backward_final_callback()
+        module.reshard()

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -17,6 +16,7 @@ from millrace.megatron.architectures.shape import ModelShape
 from millrace.megatron.flops import sequence_cost
 from millrace.megatron.topology import Topology
 from millrace.megatron.weights import Layout, layout
+from millrace.memory.ledger import Part
 from millrace.spec import JobSpec
 from millrace.weights.plans.manifest import Manifest, TensorInfo
 from millrace.weights.plans.memory import Memory
@@ -192,14 +192,24 @@ class MegatronBackend:
         self._stale = True
         return self._state()
 
-    def memory(self) -> dict[str, float]:
-        gib = 1 << 30
-        metrics = {"perf/cpu_memory_used_gb": psutil.Process().memory_info().rss / gib}
-        metrics |= self._last_expert_metrics
-        if self.device.type == "cuda":
-            metrics["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated(self.device) / gib
-            metrics["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved(self.device) / gib
-        return metrics
+    def abandon_pass(self) -> None:
+        self._updater.zero()
+
+    def held(self) -> dict[Part, list[Tensor]]:
+        policy = [tensor for chunk in self._chunks for tensor in (*chunk.parameters(), *chunk.buffers())]
+        trained = self._updater.held()
+        if self.adapter is not None:
+            adapter = [tensor for tensor in policy if tensor.requires_grad]
+            frozen = [tensor for tensor in policy if not tensor.requires_grad]
+            return {
+                Part.WEIGHTS: frozen,
+                Part.ADAPTER: [*adapter, *(each for part in trained.values() for each in part)],
+            }
+        reference = [] if self._reference is None else self._reference.tensors()
+        return {Part.WEIGHTS: policy, **trained, Part.REFERENCE: reference}
+
+    def metrics(self) -> dict[str, float]:
+        return self._last_expert_metrics
 
     def _expert_metrics(self, microbatches: Sequence[MicroBatch]) -> dict[str, float]:
         """Metrics of the experts in the pass that has just ended, with the same names on every rank."""
@@ -279,6 +289,9 @@ class ReferencePolicy:
         self._device = setup.device
         self._rest_device = torch.device("cpu") if setup.options.offload_reference else setup.device
         self._modules.to(self._rest_device)
+
+    def tensors(self) -> list[Tensor]:
+        return [*self._modules.parameters(), *self._modules.buffers()]
 
     def logprobs(self, microbatches: Sequence[MicroBatch], temperature: float) -> list[Tensor]:
         self._modules.to(self._device)

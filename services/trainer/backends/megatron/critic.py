@@ -11,6 +11,7 @@ from torch import Tensor
 from millrace.errors import refused
 from millrace.megatron.architectures import read_shape
 from millrace.megatron.rules import check
+from millrace.memory.ledger import Part
 from millrace.spec import JobSpec
 from millrace.weights.plans.manifest import TensorInfo
 from services.trainer.backends.megatron.backend import MegatronBackend, ModelSetup
@@ -78,6 +79,12 @@ class MegatronCritic:
 
     def zero_gradients(self) -> None:
         self._model.zero_gradients()
+
+    def abandon_pass(self) -> None:
+        self._model.abandon_pass()
+
+    def held(self) -> dict[Part, list[Tensor]]:
+        return self._model.held()
 
     def state(self) -> NamedTensors:
         return self._model.state()

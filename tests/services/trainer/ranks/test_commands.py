@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from millrace.errors import NonFinite
+from millrace.errors import NonFinite, OutOfMemory
 from millrace.wire.methods import TrainerRpc
 from millrace.wire.v1 import trainer_pb2 as pb
 from services.trainer.ranks import commands, heartbeats
@@ -154,3 +154,23 @@ def test_any_rank_may_ask_to_drain(started: Any) -> None:
     while not ranks.drains and time.monotonic() < end:
         time.sleep(0.02)
     assert ranks.drains == [0]
+
+
+def test_one_rank_without_memory_ends_the_wait_for_the_others_at_once(started: Callable[..., Ranks]) -> None:
+    """The others are in the middle of a pass, and wait for that rank."""
+    released = threading.Event()
+
+    def waits(request: pb.StepRequest) -> pb.StepResponse:
+        released.wait(20)
+        return pb.StepResponse()
+
+    def exhausted(request: pb.StepRequest) -> pb.StepResponse:
+        raise OutOfMemory("rank 1 ran out of memory in the policy's update.", "set trainer.token_budget: 64.")
+
+    ranks = started(waits, exhausted)
+    began = time.monotonic()
+    with pytest.raises(RanksFailed, match="rank 1 ran out of memory") as raised:
+        ranks.step()
+    released.set()
+    assert time.monotonic() - began < commands.STRAGGLE_S
+    assert isinstance(raised.value.cause, OutOfMemory) and raised.value.cause.fix == "set trainer.token_budget: 64."

@@ -18,6 +18,8 @@ from millrace.errors import (
     InvalidState,
     NonFinite,
     NotFound,
+    OutOfMemory,
+    PartialOutOfMemory,
     PartialStep,
     PublicationFailed,
     Unavailable,
@@ -337,6 +339,28 @@ def test_lost_ranks_fail_the_trainer(ready: Running) -> None:
     assert ready.failures == [status.failure]
     with pytest.raises(Unavailable, match=r"Step cannot begin: .*rank 1 on node-b"):
         ready.calls.step(1, GROUPS, "nowhere:1")
+
+
+def test_of_several_ranks_one_without_memory_fails_the_trainer_and_the_caller_is_told_why(ready: Running) -> None:
+    ready.ranks.error = RanksFailed("Step failed: rank 1 ran out of memory.")
+    ready.ranks.error.cause = OutOfMemory("rank 1 ran out of memory.", "set trainer.token_budget: 64.")
+    with pytest.raises(OutOfMemory, match="rank 1 ran out of memory") as raised:
+        ready.calls.step(1, GROUPS, "nowhere:1")
+    assert raised.value.fix == "set trainer.token_budget: 64."
+    assert ready.calls.status().state == pb.TRAINER_STATE_FAILED and len(ready.failures) == 1
+
+
+@pytest.mark.parametrize("kind", [OutOfMemory, PartialOutOfMemory])
+def test_a_single_rank_without_memory_keeps_the_job_unless_it_gave_it_up(
+    kind: type[OutOfMemory], ready: Running
+) -> None:
+    ready.ranks.error = kind("rank 0 ran out of memory.")
+    with pytest.raises(kind):
+        ready.calls.step(1, GROUPS, "nowhere:1")
+    status = ready.calls.status()
+    assert status.job_id == ("" if kind is PartialOutOfMemory else JOB) and not ready.failures
+    if kind is OutOfMemory:
+        assert ready.calls.step(1, GROUPS, "nowhere:1").version == 1
 
 
 def test_draining_finishes_the_step_and_takes_nothing_new(ready: Running) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from millrace.errors import InvalidState, MillraceError, NonFinite, PartialStep
+from millrace.memory.ledger import Part
 from millrace.wire.v1 import trainer_pb2 as pb
 from services.trainer.publication.sender import Sender
 from services.trainer.ranks.world import World
@@ -21,9 +22,14 @@ class Model:
     """A model in a reference cycle, as real ones are."""
 
     parameters = 5
+    device = torch.device("cpu")
+    critic = None
 
     def __init__(self) -> None:
         self.itself = self
+
+    def held(self) -> dict[Part, list[torch.Tensor]]:
+        return {}
 
 
 def worker_alone() -> Worker:

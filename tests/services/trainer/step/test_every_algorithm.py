@@ -27,6 +27,7 @@ from millrace.wire.arrays import pack_logprobs, unpack_tokens
 from millrace.wire.v1 import common_pb2
 from millrace.wire.v1.trainer_pb2 import StepRequest
 from services.trainer.backends import build
+from services.trainer.memory.meter import MemoryMeter
 from services.trainer.protocol.backend import Backend
 from services.trainer.protocol.microbatch import MicroBatch, Sample
 from services.trainer.ranks.event_loop import ControlThread
@@ -105,7 +106,9 @@ class Trainer:
     def step(self, spec: JobSpec, groups: dict[str, common_pb2.Group], number: int = 1) -> dict[str, float]:
         self.served.script.groups = groups
         request = StepRequest(job_id="job-1", step=number, groups=refs(groups), work_address=self.served.address)
-        return train_step(spec, self.backend, request, self.control, KlCoefficient(spec.algorithm.kl_coefficient))
+        coefficient = KlCoefficient(spec.algorithm.kl_coefficient)
+        meter = MemoryMeter(spec, self.backend, rank=0, ranks=1)
+        return train_step(spec, self.backend, request, self.control, coefficient, meter)
 
     def weights(self) -> list[Tensor]:
         assert self.backend.critic is not None

@@ -14,6 +14,7 @@ from millrace.wire.arrays import pack_logprobs
 from millrace.wire.v1 import common_pb2
 from millrace.wire.v1.trainer_pb2 import StepRequest
 from services.trainer.backends import build
+from services.trainer.memory.meter import MemoryMeter
 from services.trainer.ranks.event_loop import ControlThread
 from services.trainer.step.kl import KlCoefficient
 from services.trainer.step.schedule import learning_rate
@@ -52,11 +53,12 @@ def local_step(
 ) -> tuple[Any, Callable[[int, Groups], dict[str, float]]]:
     """A backend in this process, and its steps."""
     backend, coefficient = build(spec, device), KlCoefficient(spec.algorithm.kl_coefficient)
+    meter = MemoryMeter(spec, backend, rank=0, ranks=1)
 
     def step(number: int, groups: Groups) -> dict[str, float]:
         served.script.groups = groups
         request = StepRequest(job_id="job-1", step=number, groups=refs(groups), work_address=served.address)
-        return train_step(spec, backend, request, control, coefficient)
+        return train_step(spec, backend, request, control, coefficient, meter)
 
     return backend, step
 
@@ -266,4 +268,4 @@ def test_refuses_lengths_that_differ_from_those_announced(
     announced[1].response_tokens[3] += 1
     request = StepRequest(job_id="job-1", step=1, groups=announced, work_address=served.address)
     with pytest.raises(InvalidState, match=f"prompt {announced[1].prompt_id}, sample 3 cannot be trained"):
-        train_step(spec, backend, request, control, KlCoefficient(0.0))
+        train_step(spec, backend, request, control, KlCoefficient(0.0), MemoryMeter(spec, backend, 0, 1))

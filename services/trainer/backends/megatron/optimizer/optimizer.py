@@ -17,6 +17,7 @@ from torch import Tensor
 
 from millrace.backends.megatron import MegatronOptions
 from millrace.errors import InvalidState
+from millrace.memory.ledger import Part
 from millrace.spec.trainer import Optimizer
 from services.trainer.backends.megatron.model.chunks import Policy
 from services.trainer.backends.megatron.optimizer import master_weights
@@ -166,6 +167,14 @@ class Updater:
             for part in self.parts:
                 master_weights.to_device(part)
         self._resting = False
+
+    def held(self) -> dict[Part, list[Tensor]]:
+        """The buffers of the gradients, and the tensors of the optimizer."""
+        buffers = [buffer for chunk in self._chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        owned = list(self.owned_ranges())
+        moments = [value for each in owned for value in each.inner.state.get(each.key, {}).values()]
+        tensors = [each.master for each in owned] + [value for value in moments if isinstance(value, Tensor)]
+        return {Part.GRADIENTS: [buffer.grad_data for buffer in buffers], Part.OPTIMIZER: tensors}
 
     def owned_ranges(self) -> Iterator[OwnedRange]:
         """The ranges of all parameters whose optimizer state this rank keeps."""

@@ -172,7 +172,7 @@ def _trained(world: World, file: Path, case: Case) -> dict[str, Any]:
             torch.equal(before, after) for before, after in zip(frozen, _frozen(backend), strict=True)
         )
         answer["after"] = _by_row(backend, batches, backend.logprobs(batches, temperature=batch.TEMPERATURE))
-    answer["memory"] = backend.memory()
+    answer["memory"] = backend.metrics()
     answer["parameters"] = backend.parameters
     answer["updates"] = backend.updates
     _write(backend, file, case.get("export", "float32"))

@@ -1,0 +1,90 @@
+"""What is said where a rank's memory has run out: what held it, and which settings would help most."""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from millrace.errors import InvalidJob, InvalidState, OutOfMemory
+from millrace.megatron.architectures.shape import ModelShape
+from millrace.memory.ledger import peak
+from millrace.memory.prediction import predict
+from millrace.memory.savings import savings
+from millrace.memory.shape import decoder_shape
+from millrace.memory.text import SHOWN, by_part, gib
+from millrace.spec import JobSpec
+from services.trainer.memory.measured import measured
+from services.trainer.protocol.backend import Backend, models
+
+if TYPE_CHECKING:
+    from services.trainer.memory.meter import MemoryMeter
+
+WORK = {
+    "old_log_prob": "computing log-probabilities",
+    "ref": "computing log-probabilities of the reference",
+    "values": "computing the critic's values",
+    "update_critic": "the critic's update",
+    "update_actor": "the policy's update",
+}
+"""What a timed part of a step does, in words."""
+
+
+def failure(meter: "MemoryMeter", work: str) -> OutOfMemory:
+    """The error for a rank that ran out of memory in a step. It is made while the failed pass still holds its
+    tensors."""
+    held = measured(meter.backend)
+    parts = [by_part(held)]
+    if meter.backend.device.type == "cuda":
+        allocated = torch.cuda.memory_allocated(meter.backend.device)
+        whole = torch.cuda.get_device_properties(meter.backend.device).total_memory
+        parts = [
+            f"activations and temporary tensors {gib(max(0.0, allocated - held.total))}, {parts[0]};"
+            f" {gib(allocated)} of {gib(whole)} were allocated"
+        ]
+    what = (
+        f"rank {meter.rank} ran out of memory in {work}, step {meter.step}, with micro-batches of up to"
+        f" {meter.tokens:,} tokens. It held: {parts[0]}."
+    )
+    tokens = meter.tokens or meter.token_budget
+    return OutOfMemory(what, _fix(meter.spec, meter.shape, meter.ranks, tokens))
+
+
+@contextmanager
+def told_at(work: str, spec: JobSpec, rank: int, ranks: int) -> Iterator[None]:
+    """Raises OutOfMemory, with the predicted parts, where there is no memory left outside of a step."""
+    failed = False
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        failed = True
+    if not failed:
+        return
+    shape, predicted = None, ""
+    try:
+        shape = decoder_shape(Path(spec.model.path))
+        predicted = f" Predicted for the job: {by_part(peak(predict(spec, shape, ranks)))}."
+    except (InvalidJob, InvalidState):
+        pass  # the config does not tell the model's sizes
+    what = f"rank {rank} ran out of memory in {work}.{predicted}"
+    raise OutOfMemory(what, _fix(spec, shape, ranks, spec.trainer.token_budget))
+
+
+def _fix(spec: JobSpec, shape: ModelShape | None, ranks: int, tokens: int) -> str:
+    """The settings that would save most, and the one with which the job would go on."""
+    found = [] if shape is None else savings(spec, shape, ranks, tokens)[:SHOWN]
+    settings = [f"set {saving} (saves about {gib(saving.bytes)})" for saving in found]
+    if spec.trainer.on_out_of_memory == "fail":
+        settings.append("set trainer.on_out_of_memory: halve_budget to go on with half the token budget")
+    return " or ".join([*settings, "train on more GPUs"]) + "."
+
+
+def recover(backend: Backend) -> None:
+    """Frees what an interrupted pass left on this rank: its activations, gradients and gathered weights."""
+    for model in models(backend).values():
+        model.abandon_pass()
+    gc.collect()
+    if backend.device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -1,0 +1,60 @@
+"""What a rank holds by part: measured by its tensors, and as predicted for the same model."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from millrace.memory.ledger import Part, Phase
+from millrace.memory.prediction import predict
+from millrace.memory.shape import decoder_shape
+from services.trainer.backends import build
+from services.trainer.memory.measured import measured, of_tensors
+from services.trainer.ranks.event_loop import ControlThread
+from tests.services.trainer.coordinator import ScriptedCoordinator
+from tests.services.trainer.groups import job_spec, random_groups
+from tests.services.trainer.step.test_step import local_step
+
+CPU = torch.device("cpu")
+
+
+def test_a_storage_counts_once_and_an_empty_one_not_at_all() -> None:
+    base, freed = torch.zeros(100), torch.zeros(50)
+    freed.untyped_storage().resize_(0)
+    ledger = of_tensors({Part.WEIGHTS: [base[:10], base[50:]], Part.OPTIMIZER: [base, freed, torch.zeros(5)]}, CPU)
+    assert ledger.device == {Part.WEIGHTS: 400, Part.OPTIMIZER: 20}
+
+
+def test_on_a_gpu_what_is_in_host_memory_is_offloaded() -> None:
+    ledger = of_tensors({Part.WEIGHTS: [torch.zeros(10)], Part.REFERENCE: []}, torch.device("cuda"))
+    assert ledger.total == 0 and ledger.host == {Part.WEIGHTS: 40}
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=["all weights", "adapter"])
+def test_a_step_measures_what_is_predicted(
+    adapted: bool, one_rank: torch.device, control: ControlThread, served: ScriptedCoordinator, untied_model: Path
+) -> None:
+    """Within 2 %: the prediction leaves out biases and some norms."""
+    model = {"lora": {"rank": 4}} if adapted else {}
+    spec = job_spec(untied_model, model=model, algorithm={"kl": {"name": "k1"}, "critic": None})
+    _, step = local_step(spec, one_rank, control, served)
+    step(1, random_groups(4, 4))
+    metrics = step(2, random_groups(4, 4, seed=2))
+    predicted = predict(spec, decoder_shape(untied_model), 1)[Phase.UPDATE].device
+    parts = {Part.WEIGHTS, Part.ADAPTER} if adapted else {Part.WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER, Part.REFERENCE}
+    for part in parts:
+        assert metrics[f"memory/update/{part}"] * (1 << 30) == pytest.approx(predicted[part], rel=0.02), part
+        assert metrics[f"memory/predicted/{part}"] * (1 << 30) == pytest.approx(predicted[part])
+    loaded = {name.removeprefix("memory/load/") for name in metrics if name.startswith("memory/load/")}
+    assert loaded == ({"weights", "adapter"} if adapted else {"weights", "gradients", "optimizer", "reference"})
+
+
+def test_the_critic_is_a_part_of_its_own(one_rank: torch.device, untied_model: Path) -> None:
+    spec = job_spec(untied_model, algorithm={"preset": "ppo", "kl": None})
+    backend = build(spec, one_rank)
+    held, alone = measured(backend).device, measured(build(job_spec(untied_model), one_rank)).device
+    predicted = predict(spec, decoder_shape(untied_model), 1)[Phase.UPDATE].device
+    assert held[Part.WEIGHTS] == alone[Part.WEIGHTS]
+    assert held[Part.CRITIC] == pytest.approx(
+        predicted[Part.CRITIC] / 4, rel=0.02
+    )  # weights; neither gradient nor moment

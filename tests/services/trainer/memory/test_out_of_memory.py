@@ -1,0 +1,174 @@
+"""A rank that has no memory left: what it says, and the same step again with half the token budget."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from millrace.errors import InvalidState, OutOfMemory, PartialOutOfMemory
+from millrace.wire.v1 import trainer_pb2 as pb
+from services.trainer.backends.fsdp2.backend import Fsdp2Backend
+from services.trainer.protocol.microbatch import MicroBatch
+from services.trainer.publication.sender import Sender
+from services.trainer.ranks.event_loop import ControlThread
+from services.trainer.ranks.world import World
+from services.trainer.service.worker import Worker
+from tests.services.trainer.coordinator import ScriptedCoordinator
+from tests.services.trainer.groups import job_spec, random_groups, refs
+
+BUDGET = 128
+Weights = dict[str, torch.Tensor]
+
+
+class Rank:
+    """The only rank of a trainer, with a job."""
+
+    def __init__(self, control: ControlThread, served: ScriptedCoordinator, model: Path, **parts: Any) -> None:
+        nothing: Any = None
+        world = World(0, 1, "localhost", torch.device("cpu"), ("localhost", 0), None)
+        self.served = served
+        self.worker = Worker(world, control, Sender(0, "trainer-1"), nothing)
+        trainer = {"token_budget": BUDGET, "optimizer": {"lr": 1e-3}, **parts.pop("trainer", {})}
+        spec = job_spec(model, trainer=trainer, **parts)
+        self.worker.configure(pb.ConfigureTrainerRequest(job_id="job-1", spec=spec.model_dump_json()))
+
+    def step(self, number: int, budget: int = 0) -> dict[str, float]:
+        groups = self.served.script.groups = random_groups(4, 4, seed=number)
+        request = pb.StepRequest(
+            job_id="job-1", step=number, groups=refs(groups), work_address=self.served.address, token_budget=budget
+        )
+        return dict(self.worker.step(request).metrics)
+
+    def weights(self) -> Weights:
+        backend = self.worker._loaded().backend
+        return {info.name: tensor.clone() for info, tensor in backend.export("float32") if tensor is not None}
+
+
+def _before(model: Any, fail: Callable[[], None]) -> None:
+    fail()
+
+
+def _in_forward(model: Any, fail: Callable[[], None]) -> None:
+    """In the second of two layers: the first has been gathered and freed."""
+    layer = model.model.layers[1]
+    layer.register_forward_pre_hook(lambda *_: fail())
+
+
+def _in_backward(model: Any, fail: Callable[[], None]) -> None:
+    """Between the two layers: gradients of the second have been added."""
+
+    def on_gradient(_: torch.Tensor) -> None:
+        fail()
+
+    def on_output(module: Any, inputs: Any, output: torch.Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(on_gradient)
+
+    model.model.layers[0].register_forward_hook(on_output)
+
+
+PLACES = {"before": _before, "forward": _in_forward, "backward": _in_backward}
+
+
+def limit_tokens(monkeypatch: pytest.MonkeyPatch, rank: Rank, tokens: int, place: str, skipped: int = 0) -> None:
+    """The device has no memory for a micro-batch of more than so many tokens, after the first `skipped` of them."""
+    own, now, seen = Fsdp2Backend._scores, {"tokens": 0}, []
+    backend: Any = rank.worker._loaded().backend
+
+    def fail() -> None:
+        if now["tokens"] > tokens and torch.is_grad_enabled() | (place == "backward"):
+            seen.append(now["tokens"])
+            if len(seen) > skipped:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    def scores(self: Any, model: Any, batch: MicroBatch, *arguments: Any, **named: Any) -> Any:
+        now["tokens"] = sum(batch.lengths)
+        if place == "before":
+            fail()
+        return own(self, model, batch, *arguments, **named)
+
+    monkeypatch.setattr(Fsdp2Backend, "_scores", scores)
+    if place != "before":
+        PLACES[place](backend._model, fail)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "parts",
+    [{}, pytest.param({"trainer": {"activation_recompute": True}}, marks=pytest.mark.matrix)],
+    ids=["plain", "recompute"],
+)
+def test_the_step_again_with_half_the_budget_is_as_if_it_had_been_half_from_the_start(
+    parts: dict[str, Any],
+    place: str,
+    one_rank: torch.device,
+    control: ControlThread,
+    served: ScriptedCoordinator,
+    tied_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Bit for bit: nothing of the failed attempt is counted, and nothing of it is left."""
+    plain = Rank(control, served, tied_model, **parts)
+    metrics = [plain.step(number, BUDGET // 2) for number in (1, 2)]
+    expected = plain.weights()
+    rank = Rank(control, served, tied_model, **parts)
+    limit_tokens(monkeypatch, rank, BUDGET // 2, place)
+    with pytest.raises(OutOfMemory) as raised:
+        rank.step(1)
+    assert type(raised.value) is OutOfMemory
+    again = [rank.step(number, BUDGET // 2) for number in (1, 2)]
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in rank.weights().items())
+    for before, after in zip(metrics, again, strict=True):
+        for name in ("actor/pg_loss", "actor/grad_norm", "actor/entropy", "batch/microbatches"):
+            assert before[name] == after[name], name
+        assert after["batch/token_budget"] == BUDGET // 2
+
+
+def test_the_error_says_what_held_the_memory_and_what_would_help(
+    one_rank: torch.device,
+    control: ControlThread,
+    served: ScriptedCoordinator,
+    tied_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rank = Rank(control, served, tied_model)
+    rank.step(1)
+    limit_tokens(monkeypatch, rank, BUDGET // 2, "before")
+    with pytest.raises(OutOfMemory) as raised:
+        rank.step(2)
+    told, fix = raised.value.what, raised.value.fix
+    assert told.startswith("rank 0 ran out of memory in the policy's update, step 2, with micro-batches of up to 1")
+    parts = ["optimizer", "weights"]  # two moments, and no gradients before the first backward pass
+    assert [told.index(part) for part in parts] == sorted(told.index(part) for part in parts)
+    assert "gradients" not in told
+    assert fix.count("saves about") == 2 and "trainer.backend_options.offload_parameters: true" in fix
+    assert "trainer.on_out_of_memory: halve_budget" in fix
+    assert raised.value.__context__ is None and "Traceback" not in str(raised.value)
+
+
+def test_after_an_update_of_the_step_the_weights_are_given_up(
+    one_rank: torch.device,
+    control: ControlThread,
+    served: ScriptedCoordinator,
+    tied_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first of two updates was written: the step cannot be repeated."""
+    rank = Rank(control, served, tied_model, trainer={"updates_per_step": 2})
+    backend: Any = rank.worker._loaded().backend
+    update = backend.forward_backward
+    calls: list[int] = []
+
+    def forward_backward(*arguments: Any, **named: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return update(*arguments, **named)
+
+    monkeypatch.setattr(backend, "forward_backward", forward_backward)
+    with pytest.raises(PartialOutOfMemory):
+        rank.step(1)
+    with pytest.raises(InvalidState, match="no job is loaded"):
+        rank.step(1)
