@@ -43,9 +43,10 @@ class Lora(StrictModel):
     adapter_path: str | None = None
     """Absolute path of a PEFT folder whose adapter is trained further. Its adapter_config.json takes the place of the
     options above except `dropout`."""
-    merge: bool = True
+    merge: bool = False
     """Whether replicas get whole weights with the adapter merged into them. false: a replica gets the model's own
-    weights once and the adapter alone after each step, which needs an engine that serves adapters."""
+    weights once, and after each step the adapter alone. true is needed for DoRA, and for layers to which an engine can
+    add no adapter."""
 
 
 def folder_names(names: list[str]) -> list[str]:

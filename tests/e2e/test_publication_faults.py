@@ -3,7 +3,9 @@ processes, a coordinator. One job goes on through all of them, strictly on-polic
 
 `make test` has each fault, and each phase with one of them. The rest is `matrix`: that the coordinator recovers from
 every fault in every phase is shown with simulated members by tests/services/coordinator/publication/test_publication.py
-(replicas), test_joining.py (siblings) and tests/services/coordinator/test_recovery.py (trainer and coordinator).
+(replicas), test_joining.py (siblings) and tests/services/coordinator/test_recovery.py (trainer and coordinator). The
+same faults with an adapter instead of whole weights are `matrix`, too: tests/services/rollout/weights/test_adapters.py
+and tests/services/coordinator/publication/test_adapters.py cover them.
 """
 
 from collections.abc import Iterator
@@ -30,8 +32,8 @@ COVERING = {
 assert FAULTS.keys() >= COVERING
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Whole]:
+@pytest.fixture(scope="module", params=["weights", pytest.param("adapter", marks=pytest.mark.matrix)])
+def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Whole]:
     folder = tmp_path_factory.mktemp("faults")
     with running(folder / "coordinator") as coordinator:
         # However busy the machine; how long it took is printed at the end.
@@ -39,6 +41,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Whole]:
         try:
             job = vowels_job(folder, save_tiny_model(folder / "model", tied=True))
             job["rollout"]["engine_options"] = {"max_num_seqs": 8}
+            if request.param == "adapter":
+                job["model"]["lora"] = {"rank": 4}
+                job["trainer"]["optimizer"]["lr"] = 1e-3
             everything.begin(job)
             yield everything
         finally:

@@ -164,7 +164,7 @@ def test_what_a_job_with_an_adapter_cannot_have(tmp_path):
         "trainer": {"backend": "megatron", "backend_options": {"expert_parallel": 8}},
     }
     check_submission(parse_job(tree))
-    tree["model"]["lora"]["dora"] = True
+    tree["model"]["lora"] |= {"dora": True, "merge": True}
     tree["trainer"]["backend_options"] = options
     with pytest.raises(InvalidJob) as refused:
         check_submission(parse_job(tree))

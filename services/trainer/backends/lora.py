@@ -46,6 +46,9 @@ def configuration(lora: Lora) -> LoraConfig:
         if name in lora.model_fields_set and getattr(lora, name) != found:
             reason = f"the adapter in {lora.adapter_path} has {found}"
             raise refused(f"{FIELD}.{name}", getattr(lora, name), reason, "leave it out.")
+    if config.use_dora and not lora.merge:
+        reason = f"engines cannot serve DoRA, which the adapter in {lora.adapter_path} is"
+        raise refused(f"{FIELD}.merge", False, reason, "set it to true.")
     config.lora_dropout, config.inference_mode = lora.dropout, False
     return config
 

@@ -9,7 +9,12 @@ PAUSE_SECONDS = "publication/pause_s"
 PUBLICATION = (
     StepMetric("publication/replicas", Unit.COUNT, COORDINATOR, "Replicas that the publication reached."),
     StepMetric("publication/failures", Unit.COUNT, COORDINATOR, "Attempts before the one that succeeded."),
-    StepMetric("publication/bytes", Unit.BYTES, COORDINATOR, "Size of one copy of the weights."),
+    StepMetric(
+        "publication/bytes",
+        Unit.BYTES,
+        COORDINATOR,
+        "Size of one copy of the weights, or of the adapter alone.",
+    ),
     StepMetric("publication/gather_s", Unit.SECONDS, COORDINATOR, "Collecting full tensors from the trainer's shards."),
     StepMetric("publication/wire_s", Unit.SECONDS, COORDINATOR, "Sending and receiving."),
     StepMetric("publication/verify_s", Unit.SECONDS, COORDINATOR, "Computing and comparing checksums."),

@@ -213,7 +213,7 @@ def test_an_export_of_an_adapter_is_merged(
     tmp_path: Path,
     dora: bool,
 ) -> None:
-    spec = job_spec(untied_model, trainer=TRAINER, model={"lora": {"rank": 4, "dora": dora}})
+    spec = job_spec(untied_model, trainer=TRAINER, model={"lora": {"rank": 4, "dora": dora, "merge": True}})
     backend, step = local_step(spec, one_rank, control, served)
     step(1, random_groups(4, 4, seed=1))
     save(tmp_path / "saved", backend, 1, huggingface_from=untied_model)

@@ -10,10 +10,17 @@ import torch.distributed as dist
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.shapes import config_of
+from millrace.bench.shapes import shape_of
 from millrace.errors import InvalidJob
+from millrace.spec.lora import Lora
+from millrace.weights.plans.manifest import Content
 from services.trainer.backends import build
+from services.trainer.backends.fsdp2.lora import inject
+from services.trainer.backends.fsdp2.published.parts import parts
+from services.trainer.backends.lora import configuration, settings_of
 from services.trainer.checkpoints.adapter_folder import write_adapter
 from services.trainer.protocol.backend import TokenScores
 from services.trainer.protocol.microbatch import MicroBatch, Sample
@@ -67,7 +74,7 @@ def by_peft(folder: Path, start: Path, drawn: Sequence[Sample], updates: int) ->
 CASES: list[dict[str, Any]] = [
     {"rank": 4, "alpha": 8},
     {"rank": 8, "alpha": 4, "rslora": True, "target_modules": ["q_proj", "down_proj"], "init": "gaussian"},
-    {"rank": 2, "alpha": 8, "dora": True, "exclude_modules": ["o_proj"]},
+    {"rank": 2, "alpha": 8, "dora": True, "exclude_modules": ["o_proj"], "merge": True},
 ]
 
 
@@ -217,3 +224,27 @@ def test_routers_of_experts_have_no_adapter(one_rank: torch.device, tmp_path: Pa
     assert {info.name for info, _ in backend.export("float32")} == {
         info.name for info, _ in build(job_spec(folder), one_rank).export("float32")
     }
+
+
+def test_dora_is_only_published_merged(one_rank: torch.device, untied_model: Path, tmp_path: Path) -> None:
+    with pytest.raises(InvalidJob, match=r"model\.lora\.merge: false: engines cannot serve DoRA"):
+        backend_with(untied_model, one_rank, {"rank": 2, "dora": True})
+    backend = backend_with(untied_model, one_rank, {"rank": 2, "dora": True, "merge": True})
+    assert backend.adapter.parts == {}
+    write_adapter(tmp_path / "dora", backend.adapter, untied_model)
+    with pytest.raises(InvalidJob, match=r"model\.lora\.merge: .*DoRA"):
+        backend_with(untied_model, one_rank, {"adapter_path": str(tmp_path / "dora")})
+    backend_with(untied_model, one_rank, {"adapter_path": str(tmp_path / "dora"), "merge": True})
+
+
+def test_an_adapter_of_rank_32_has_at_least_20_times_fewer_bytes() -> None:
+    """Of Qwen3-30B-A3B, all linear layers, as both are published."""
+    config = AutoConfig.for_model(**config_of(shape_of("qwen3-30b-a3b")))
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    adapter = configuration(Lora(rank=32))
+    inject(module, adapter)
+    published = parts(module, settings_of(adapter), torch.device("meta"), 0, readable=True)
+    model, alone = (published[content].manifest("bfloat16") for content in (Content.BASE, Content.ADAPTER))
+    assert model.bytes > 61e9 and len(alone.tensors) == 2 * 4 * 48
+    assert 20 * alone.bytes < model.bytes
