@@ -69,6 +69,9 @@ ON_ONE_GPU: dict[str, Training] = {
     "dense, optimizer offloaded between": Training("dense", {"offload_optimizer": True, "release_gradients": True}),
     "dense, moments in bfloat16": Training("dense", {"optimizer_moments": "bfloat16"}),
     "dense, offload 0.5": Training("dense", {"optimizer_offload_fraction": 0.5}),
+    "dense, offload 0.5 and the rest between": Training(
+        "dense", {"optimizer_offload_fraction": 0.5, "offload_optimizer": True}
+    ),
     "dense, offload 1": Training("dense", {"optimizer_offload_fraction": 1.0}),
     "moe": Training("moe", {"fused_gradients": False}),
     "moe, again": Training("moe", {"fused_gradients": False}),

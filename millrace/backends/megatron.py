@@ -70,7 +70,7 @@ class MegatronOptions(StrictModel):
     optimizer_offload_fraction: float = Field(0.0, ge=0.0, le=1.0)
     """Share of the optimizer's state that lives and is updated in host memory."""
     offload_optimizer: bool = False
-    """Keep the optimizer's state in host memory between updates."""
+    """Keep the optimizer's state in host memory between updates; with `optimizer_offload_fraction` the rest of it."""
     release_gradients: bool = False
     """Hold memory for gradients only from a backward pass to its update."""
     optimizer_moments: Literal["float32", "bfloat16"] = "float32"
@@ -133,5 +133,6 @@ DESCRIPTOR = BackendDescriptor(
     },
     replays_experts=True,
     trains_adapters=True,
+    publishes_adapters=True,
     page="docs/megatron.md#options",
 )

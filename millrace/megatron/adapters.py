@@ -3,7 +3,7 @@ and which part of their matrices a rank holds. Torch-free.
 
 A fused layer such as `linear_qkv` has one pair of matrices for each layer of the model folder in it, so an adapter is
 the same whatever trains it. A is [rank, in], B is [out, rank]. Where a layer is split by rows, a rank has all of A and
-its rows of B; where it is split by columns, its columns of A and all of B.
+its rows of B; where it is split by columns, its columns of A and all of B. Each expert has matrices of its own.
 """
 
 from collections.abc import Iterator, Set
@@ -30,6 +30,8 @@ SPLITS: dict[str, Split] = {
     "linear_kv_up_proj": "rows",
 }
 """Megatron's linear layers, and how tensor-parallel ranks split their weights."""
+EXPERTS = "experts"
+"""The name in `model.lora.target_modules` that means every linear layer of the routed experts."""
 FUSED_ATTENTION = ("q_proj", "k_proj", "v_proj")
 """The layers in `linear_qkv`. A rank may have rows of some of them only; it has all their matrices A."""
 WEIGHT = ".weight"
@@ -61,12 +63,28 @@ class AdapterPart:
 class AdaptedLinear:
     """A linear layer of Megatron on one rank, with the adapters of the layers in it."""
 
-    name: str
-    """Name of the Megatron layer in its chunk: `decoder.layers.0.self_attention.linear_qkv`."""
+    weight: str
+    """Name of its weight in its chunk: `decoder.layers.0.self_attention.linear_qkv.weight`. A layer that holds the
+    weights of several experts numbers them: `decoder.layers.0.mlp.experts.linear_fc1.weight3`."""
     parts: tuple[AdapterPart, ...]
     order: tuple[int, ...]
     """For each output of the Megatron layer on this rank the output of the parts, counted one part after the other. It
     is the number of all of them for an output that belongs to no part."""
+
+    @property
+    def name(self) -> str:
+        """Name of the Megatron layer in its chunk."""
+        return self.weight.rpartition(WEIGHT)[0]
+
+    @property
+    def number(self) -> str:
+        """Number of the weight in a layer of several experts; empty in other layers."""
+        return self.weight.rpartition(WEIGHT)[2]
+
+    @property
+    def of_expert(self) -> bool:
+        """Whether this is a layer of a routed expert."""
+        return _OF_EXPERT in self.weight
 
     @property
     def split(self) -> Split:
@@ -74,8 +92,9 @@ class AdaptedLinear:
 
     def placements(self, rank: int) -> Iterator[tuple[str, Placement]]:
         """Name and place of each parameter, for adapters of this `rank`."""
+        within = f"{ADAPTERS}.{self.number}" if self.number else ADAPTERS
         for part in self.parts:
-            prefix = f"{self.name}.{ADAPTERS}.{part.key}."
+            prefix = f"{self.name}.{within}.{part.key}."
             whole = Tensor(tensor_name(part.layer, A), (rank, part.inputs))
             extent = (rank, len(part.columns))
             yield prefix + A, Placement(extent, (Piece(whole, (0, part.columns.start), (0, 0), extent),))
@@ -94,10 +113,11 @@ def tensor_name(layer: str, matrix: str) -> str:
     return f"{layer}.{matrix}.default.weight"
 
 
-def linear_layers(shape: ModelShape, layers: Layers) -> tuple[str, ...]:
-    """Names in the model folder of all layers that can have an adapter."""
+def linear_layers(shape: ModelShape, layers: Layers, *, experts: bool = False) -> tuple[str, ...]:
+    """Names in the model folder of all layers that can have an adapter: those of the routed experts, or all others."""
     (everything,) = layout(shape, Topology(1, MegatronOptions()), 0, layers)
     found = [p.tensor.name for name, placed in everything.items() if _is_adaptable(name) for p in placed.pieces]
+    found = [name for name in found if (".experts." in name) == experts]
     return tuple(dict.fromkeys(name.removesuffix(WEIGHT) for name in found))
 
 
@@ -108,7 +128,7 @@ def adapted_linears(base: Layout, chosen: Set[str]) -> list[list[AdaptedLinear]]
         [
             linear
             for name, placement in chunk.items()
-            if _is_adaptable(name) and (linear := _adapted(name.removesuffix(WEIGHT), placement, chosen)).parts
+            if _is_adaptable(name) and (linear := _adapted(name, placement, chosen)).parts
         ]
         for chunk in base
     ]
@@ -119,15 +139,18 @@ def adapter_layout(linears: list[list[AdaptedLinear]], rank: int) -> Layout:
     return [dict(placed for linear in chunk for placed in linear.placements(rank)) for chunk in linears]
 
 
+_OF_EXPERT = ".mlp.experts."
+
+
 def _is_adaptable(name: str) -> bool:
-    layer = name.removesuffix(WEIGHT)
-    return layer != name and layer.rpartition(".")[2] in SPLITS and ".experts." not in layer
+    layer, weight, number = name.rpartition(WEIGHT)
+    return bool(weight) and layer.rpartition(".")[2] in SPLITS and (not number or number.isdigit())
 
 
 def _adapted(name: str, placement: Placement, chosen: Set[str]) -> AdaptedLinear:
     pieces = sorted(placement.pieces, key=lambda piece: piece.target)
     held = dict.fromkeys(piece.tensor.name.removesuffix(WEIGHT) for piece in pieces)
-    if name.endswith(".linear_qkv"):
+    if name.endswith(f".linear_qkv{WEIGHT}"):
         parent = next(iter(held)).rpartition(".")[0]
         held = dict.fromkeys(f"{parent}.{part}" for part in FUSED_ATTENTION)
     inputs = pieces[0].tensor.shape[1]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from millrace.backends.megatron import MegatronOptions, parse
 from millrace.errors import InvalidJob, Mistake, refused, wrong_value
+from millrace.megatron.adapters import EXPERTS
 from millrace.megatron.architectures import read_shape
 from millrace.megatron.architectures.shape import ModelShape
 from millrace.spec import JobSpec
@@ -42,9 +43,16 @@ def _adapters(spec: JobSpec, o: MegatronOptions) -> Iterator[Mistake]:
     """What a job with an adapter cannot have."""
     if (lora := spec.model.lora) is None:
         return
+    of_experts = lora.target_modules != "all-linear" and EXPERTS in lora.target_modules
     if lora.dora:
         fix = "leave it out, or set trainer.backend to fsdp2."
         yield wrong_value("model.lora.dora", True, "the megatron backend trains no magnitudes of weights", fix)
+    if of_experts and not lora.merge:
+        reason = "engines have no place for adapters of routed experts"
+        yield wrong_value("model.lora.merge", False, reason, "set it to true, or leave experts out of target_modules.")
+    if of_experts and o.expert_tensor_size not in (1, o.tensor_parallel):
+        reason = "adapters of experts need experts that are whole or split like other layers"
+        yield _broken("expert_tensor_parallel", o.expert_tensor_size, reason, f"set it to 1 or {o.tensor_parallel}")
     if o.offload_reference:
         reason = "with model.lora the reference is the model without its adapter, and takes no memory"
         yield _broken("offload_reference", True, reason, "leave it out")
@@ -197,9 +205,6 @@ def _optimizer(o: MegatronOptions) -> Iterator[Mistake]:
         reason = "only the distributed optimizer keeps its float32 weights in host memory"
         fix = "set distributed_optimizer to true, or leave this out"
         yield _broken("optimizer_offload_fraction", o.optimizer_offload_fraction, reason, fix)
-    if o.offload_optimizer and o.optimizer_offload_fraction:
-        reason = f"optimizer_offload_fraction {o.optimizer_offload_fraction} keeps state in host memory permanently"
-        yield _broken("offload_optimizer", True, reason, "set optimizer_offload_fraction to 0, or this to false")
     if o.optimizer_moments == "bfloat16" and (o.optimizer_offload_fraction or not o.distributed_optimizer):
         reason = "only the distributed optimizer on the GPU keeps them so"
         fix = "set distributed_optimizer to true and optimizer_offload_fraction to 0, or leave this out"

@@ -1,7 +1,8 @@
 """The megatron backend: policy, optimizer and reference behind the protocol of a backend."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +19,16 @@ from millrace.megatron.topology import Topology
 from millrace.megatron.weights import Layout, layout
 from millrace.memory.ledger import Part
 from millrace.spec import JobSpec
-from millrace.weights.plans.manifest import Manifest, TensorInfo
+from millrace.weights.plans.manifest import Content, Manifest, TensorInfo
 from millrace.weights.plans.memory import Memory
 from services.trainer.backends.megatron.adapters.layer import AdapterMode
-from services.trainer.backends.megatron.adapters.policy import PolicyAdapter
+from services.trainer.backends.megatron.adapters.policy import (
+    MergedParameters,
+    PolicyAdapter,
+    ScaledParameters,
+    gather_plan,
+    in_folder,
+)
 from services.trainer.backends.megatron.experts import replay
 from services.trainer.backends.megatron.experts.dispatch import dispatcher
 from services.trainer.backends.megatron.experts.load_balance import LoadMeter, auxiliary_loss, replayed_share
@@ -31,8 +38,8 @@ from services.trainer.backends.megatron.model.layers import layers
 from services.trainer.backends.megatron.optimizer.optimizer import Updater, wrap
 from services.trainer.backends.megatron.parallel.schedule import Pipeline
 from services.trainer.backends.megatron.weights.export import GatherPlan
+from services.trainer.backends.megatron.weights.part import ChunkTensors, PublishedPart
 from services.trainer.backends.megatron.weights.reading import read
-from services.trainer.backends.megatron.weights.shards import shards
 from services.trainer.backends.megatron.weights.state import state
 from services.trainer.protocol.backend import Critic, DataParallel, LossFn, Output, TokenScores
 from services.trainer.protocol.local_tensors import LocalBoxes, NamedTensors
@@ -91,8 +98,7 @@ class MegatronBackend:
         self._chunks = self._build_chunks(dtype, train_router=setup.options.experts.train_router)
         if (plan := setup.adapter) is not None:
             self._adapter_mode = plan.attach(self._chunks, self._layout)
-            ranks = range(setup.topology.world_size)
-            self.adapter = PolicyAdapter(plan, self._chunks, [setup.trained_layout(rank) for rank in ranks])
+            self.adapter = self._policy_adapter(plan)
         self._mark_split(self._chunks)
         self._load = LoadMeter(self._chunks) if setup.shape.experts is not None else None
         self._last_expert_metrics: dict[str, float] = {}
@@ -110,7 +116,9 @@ class MegatronBackend:
             self._reference = ReferencePolicy(chunks, replace(setup, topology=replace(setup.topology, options=own)))
         self.parameters = self._count()
         self._stale = False
-        self._shards: dict[str, Memory] = {}
+        tensors = _tensors if self.adapter is None else _merged_tensors
+        current = partial(self._current, partial(tensors, self._chunks))
+        self._whole = PublishedPart(Content.MODEL, self._gather_plan, self._layout, current, self.device)
 
     @property
     def updates(self) -> int:
@@ -163,24 +171,18 @@ class MegatronBackend:
         self._updater.zero()
 
     def manifest(self, dtype: str) -> Manifest:
-        return self._gather_plan.manifest(dtype)
+        return self._whole.manifest(dtype)
 
     def export(self, dtype: str) -> Iterator[tuple[TensorInfo, Tensor | None]]:
-        self._update_parameters()
-        return self._gather_plan.export(self._tensors(), dtype, self.device)
+        return self._whole.export(dtype)
 
     def shards(self, dtype: str) -> Memory | None:
-        if self.adapter is not None:
-            return None  # what is published is in no memory: each weight is merged with its adapter when it is gathered
-        self._update_parameters()
-        if dtype not in self._shards:
-            self._shards[dtype] = shards(self._tensors(), self._layout, self._gather_plan.manifest(dtype))
-        return self._shards[dtype]
+        # With an adapter what is published is in no memory: each weight is merged with it when it is gathered.
+        return self._whole.shards(dtype) if self.adapter is None else None
 
-    def _tensors(self) -> Sequence[Mapping[str, Tensor]]:
-        if self.adapter is not None:
-            return self.adapter.merged()
-        return [{**dict(chunk.named_buffers()), **dict(chunk.named_parameters())} for chunk in self._chunks]
+    def _current(self, tensors: Callable[[], ChunkTensors]) -> ChunkTensors:
+        self._update_parameters()
+        return tensors()
 
     def state(self) -> NamedTensors:
         self._update_parameters()
@@ -244,6 +246,16 @@ class MegatronBackend:
         if shape.experts is not None and not shape.value_head:
             replay.install(chunks, self._setup.layers(), shape.experts)
         return chunks
+
+    def _policy_adapter(self, plan: "AdapterPlan") -> PolicyAdapter:
+        layouts = [in_folder(self._setup.trained_layout(rank)) for rank in range(self._setup.topology.world_size)]
+        gathered, own = gather_plan(plan, layouts), layouts[dist.get_rank()]
+        current = partial(self._current, partial(_tensors, self._chunks))
+        scaled = partial(self._current, ScaledParameters(self._chunks, plan.settings.scale))
+        base = PublishedPart(Content.BASE, self._gather_plan, self._layout, current, self.device)
+        alone = PublishedPart(Content.ADAPTER, gathered, own, scaled, self.device)
+        trained = PublishedPart(Content.ADAPTER, gathered, own, current, self.device)
+        return PolicyAdapter(plan, {Content.BASE: base, Content.ADAPTER: alone}, trained)
 
     def _mark_split(self, chunks: list[Policy]) -> None:
         """Marks the trained parameters that differ between tensor-parallel ranks: the norm of the gradients counts the
@@ -309,6 +321,14 @@ def _copy(values: Iterable[tuple[str, Tensor]], chunk: nn.Module, updater: Updat
         tensors[name].copy_(value)
         if owned := ranges.get(id(tensors[name])):
             owned.master.copy_(value.reshape(-1)[owned.first : owned.first + owned.master.numel()])
+
+
+def _tensors(chunks: Sequence[nn.Module]) -> ChunkTensors:
+    return [{**dict(chunk.named_buffers()), **dict(chunk.named_parameters())} for chunk in chunks]
+
+
+def _merged_tensors(chunks: Sequence[nn.Module]) -> ChunkTensors:
+    return [MergedParameters(chunk) for chunk in chunks]
 
 
 def _data_parallel() -> DataParallel:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -73,20 +74,23 @@ class LayerAdapter(nn.ModuleDict):
     blocks, [out, n·rank]. A layer that is split by rows has all of A on every rank, so every rank computes the small
     products of its own tokens, and these are gathered. One that is split by columns has all of B: the small products
     of the ranks are summed.
+
+    Experts exchange nothing: their tokens are exchanged before and after them, for their weights and adapters alike.
     """
 
     def __init__(self, linear: AdaptedLinear, shape: AdapterShape, mode: AdapterMode, device: torch.device) -> None:
         super().__init__({part.key: Pair(part, shape, device) for part in linear.parts})
         self._split, self._shape, self._mode = linear.split, shape, mode
+        self._of_expert = linear.of_expert
+        self.weight = linear.weight
         straight = linear.order == tuple(range(len(linear.order)))
         self._order = None if straight else torch.tensor(linear.order, device=device)
         self._padded = any(row == sum(len(part.rows) for part in linear.parts) for row in linear.order)
-        for pair in self._pairs():
-            # Each rank has the gradient from its own tokens: Megatron sums those of the parameters so marked.
-            setattr(pair.lora_A, "sequence_parallel", shape.sequence_parallel and self._split != "columns")  # noqa: B010
-            if pair.lora_B is not None:
-                of_own_tokens = shape.sequence_parallel and self._split != "rows"
-                setattr(pair.lora_B, "sequence_parallel", of_own_tokens)  # noqa: B010
+        # Each rank has the gradient from its own tokens: Megatron sums those of the parameters so marked.
+        by_tokens = shape.sequence_parallel and not linear.of_expert
+        for name, parameter in self.named_parameters():
+            sharded = "columns" if name.endswith("lora_A") else "rows"
+            setattr(parameter, "sequence_parallel", by_tokens and self._split != sharded)  # noqa: B010
 
     @property
     def enabled(self) -> bool:
@@ -100,7 +104,8 @@ class LayerAdapter(nn.ModuleDict):
 
     def matrix_a(self) -> Tensor:
         """[n·rank, in] of this rank."""
-        return torch.cat([pair.lora_A for pair in self._pairs()])
+        whole = torch.cat([pair.lora_A for pair in self._pairs()])
+        return self._shared(whole) if self._split != "columns" else whole
 
     def matrix_b(self) -> Tensor:
         """[out of this rank, n·rank], times the scale."""
@@ -111,11 +116,11 @@ class LayerAdapter(nn.ModuleDict):
         if self._order is not None:
             blocks = blocks.index_select(0, self._order)
         scaled: Tensor = blocks * self._shape.scale
-        return scaled
+        return self._shared(scaled) if self._split != "rows" else scaled
 
     def _exchanged(self, small: Tensor) -> Tensor:
         """The products with A of all tokens or of all columns that this rank needs."""
-        if self._split == "none":
+        if self._split == "none" or self._of_expert:
             return small
         by_tokens = self._shape.sequence_parallel
         if self._split == "rows":
@@ -127,6 +132,13 @@ class LayerAdapter(nn.ModuleDict):
         exchanged: Tensor = exchange(small)
         return exchanged
 
+    def _shared(self, whole: Tensor) -> Tensor:
+        """A matrix that all ranks of a split expert have, with the sum of their gradients."""
+        if not self._of_expert:
+            return whole
+        shared: Tensor = copy_to_tensor_model_parallel_region(whole, parallel_state.get_expert_tensor_parallel_group())
+        return shared
+
     def _pairs(self) -> list[Pair]:
         return list(self.values())  # type: ignore[arg-type]  # a ModuleDict is not generic
 
@@ -136,9 +148,18 @@ def attach(chunk: nn.Module, linears: Sequence[AdaptedLinear], shape: AdapterSha
     device = next(chunk.parameters()).device
     chunk.requires_grad_(False)
     for linear in linears:
-        layer = chunk.get_submodule(linear.name)
-        layer.add_module(ADAPTERS, LayerAdapter(linear, shape, mode, device))
-        layer.register_forward_hook(_add)
+        layer, adapter = chunk.get_submodule(linear.name), LayerAdapter(linear, shape, mode, device)
+        base = layer.get_parameter(linear.weight.rpartition(".")[2])
+        for parameter in adapter.parameters():  # whether data parallelism is that of dense layers or of experts
+            setattr(parameter, "allreduce", getattr(base, "allreduce", True))  # noqa: B010
+        if not linear.number:
+            layer.add_module(ADAPTERS, adapter)
+            layer.register_forward_hook(_add)
+        elif hasattr(layer, ADAPTERS):
+            layer.get_submodule(ADAPTERS).add_module(linear.number, adapter)
+        else:
+            layer.add_module(ADAPTERS, nn.ModuleDict({linear.number: adapter}))
+            layer.register_forward_hook(_add_to_experts)
     if (embedding := getattr(chunk, "embedding", None)) is not None:
         embedding.register_forward_hook(_with_gradient)
 
@@ -152,6 +173,17 @@ def _add(layer: Any, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, Tensor |
     if (norm := getattr(layer, "layer_norm_weight", None)) is not None:  # a norm that Transformer Engine fused
         hidden = F.rms_norm(hidden, norm.shape, norm, layer.eps)
     return outputs[0] + adapter(hidden), outputs[1]
+
+
+def _add_to_experts(layer: Any, inputs: tuple[Tensor, Sequence[int]], outputs: tuple[Tensor, Tensor | None]) -> Any:
+    """Forward hook of a layer that holds the weights of several experts. Its inputs are their tokens, expert by expert,
+    and how many each has."""
+    adapters: list[LayerAdapter] = [layer.adapters[number] for number in sorted(layer.adapters, key=int)]
+    if not adapters[0].enabled:
+        return None
+    tokens = inputs[0].split([int(count) for count in inputs[1]])
+    added = [adapter(own) for adapter, own in zip(adapters, tokens, strict=True)]
+    return outputs[0] + torch.cat(added), outputs[1]
 
 
 def _with_gradient(embedding: nn.Module, inputs: Any, hidden: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from millrace.backends.megatron import MegatronOptions
 from millrace.errors import refused
-from millrace.megatron.adapters import WEIGHT, A, adapted_linears, adapter_layout, linear_layers
+from millrace.megatron.adapters import EXPERTS, WEIGHT, A, adapted_linears, adapter_layout, linear_layers
 from millrace.megatron.architectures.shape import ModelShape
 from millrace.megatron.placement import Placement
 from millrace.megatron.placement import Tensor as PlacedTensor
@@ -96,8 +96,13 @@ class AdapterPlan:
 def _choose(config: LoraConfig, shape: ModelShape, layers: Layers) -> frozenset[str]:
     """The layers that `config` names. It names them as PEFT needs it afterwards. Raises InvalidJob."""
     linear, asked = linear_layers(shape, layers), config.target_modules
+    experts: tuple[str, ...] = ()
     if asked == "all-linear":
         config.target_modules = list(linear)
+    elif not isinstance(asked, str) and any(EXPERTS in name.split(".") for name in asked or ()):
+        experts = linear_layers(shape, layers, experts=True)
+        whole = experts if EXPERTS in (asked or ()) else ()
+        linear, config.target_modules = (*linear, *experts), [*(asked or ()), *whole]
     chosen = frozenset(layer for layer in linear if check_target_module_exists(config, layer))
     if not chosen:
         known = ", ".join(sorted({layer.rpartition(".")[2] for layer in linear}))
@@ -108,5 +113,5 @@ def _choose(config: LoraConfig, shape: ModelShape, layers: Layers) -> frozenset[
     short = {layer.rpartition(".")[2] for layer in chosen}
     every = (tensor.name.removesuffix(WEIGHT) for tensor in tensors(shape, Topology(1, MegatronOptions()), layers))
     ambiguous = any(layer.rpartition(".")[2] in short for layer in every if layer not in chosen)
-    config.target_modules = sorted(chosen if ambiguous else short)
+    config.target_modules = sorted(chosen if ambiguous or experts else short)
     return chosen

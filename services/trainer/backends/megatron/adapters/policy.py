@@ -1,14 +1,19 @@
-"""The adapter of a loaded policy: its export, and the weights with it added."""
+"""The adapter of a loaded policy: what is published and saved of it, and the weights with it added."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from millrace.megatron.adapters import ADAPTERS, WEIGHT
+from millrace.megatron.adapters import B
+from millrace.megatron.placement import Tensor as PlacedTensor
 from millrace.megatron.weights import Layout
+from millrace.weights.plans.manifest import Content
+from services.trainer.backends.megatron.adapters.layer import LayerAdapter
 from services.trainer.backends.megatron.weights.export import GatherPlan
+from services.trainer.backends.megatron.weights.part import PublishedPart
 from services.trainer.protocol.adapter import stored_name
 
 if TYPE_CHECKING:  # importing PEFT takes seconds
@@ -18,22 +23,55 @@ if TYPE_CHECKING:  # importing PEFT takes seconds
 class PolicyAdapter:
     """Implements `services.trainer.protocol.adapter.Adapter`."""
 
-    def __init__(self, plan: "AdapterPlan", chunks: Sequence[nn.Module], layouts: Sequence[Layout]) -> None:
-        """`layouts` are the places of the adapters' parameters on every rank."""
+    def __init__(self, plan: "AdapterPlan", parts: Mapping[Content, PublishedPart], parameters: PublishedPart) -> None:
+        """`parameters` are the adapter's as they are trained."""
         self.settings = plan.settings
         self.config = plan.config
-        self._chunks = chunks
-        self._gather_plan = GatherPlan.of_layouts(plan.tensors, layouts)
+        self.parts = parts
+        self._parameters = parameters
 
     def export(self) -> Iterator[tuple[str, Tensor | None]]:
-        chunks = [dict(chunk.named_parameters()) for chunk in self._chunks]
-        device = next(self._chunks[0].parameters()).device
-        for info, whole in self._gather_plan.export(chunks, "float32", device):
-            yield stored_name(info.name), whole
+        for info, whole in self._parameters.export("float32"):
+            yield info.name, whole
 
-    def merged(self) -> list["MergedParameters"]:
-        """The parameters and buffers of each chunk, with the adapters added."""
-        return [MergedParameters(chunk) for chunk in self._chunks]
+
+def in_folder(layout: Layout) -> Layout:
+    """The places of an adapter's parameters under the names that its tensors have in a PEFT folder."""
+    return [
+        {
+            name: replace(placed, pieces=tuple(replace(piece, tensor=_stored(piece.tensor)) for piece in placed.pieces))
+            for name, placed in chunk.items()
+        }
+        for chunk in layout
+    ]
+
+
+def gather_plan(plan: "AdapterPlan", layouts: Sequence[Layout]) -> GatherPlan:
+    """Which rank gives which box of the adapter. `layouts` are the places on every rank, as in a PEFT folder."""
+    return GatherPlan.of_layouts([_stored(tensor) for tensor in plan.tensors], layouts)
+
+
+def _stored(tensor: PlacedTensor) -> PlacedTensor:
+    return replace(tensor, name=stored_name(tensor.name))
+
+
+class ScaledParameters:
+    """The parameters of chunks, each matrix B times the adapter's scale: a copy of B, in the same memory every time."""
+
+    def __init__(self, chunks: Sequence[nn.Module], scale: float) -> None:
+        self._parameters = [dict(chunk.named_parameters()) for chunk in chunks]
+        self._scale = scale
+        self._scaled = [
+            {name: torch.empty_like(parameter) for name, parameter in chunk.items() if name.endswith(f".{B}")}
+            for chunk in self._parameters
+        ]
+
+    @torch.no_grad()
+    def __call__(self) -> list[dict[str, Tensor]]:
+        for parameters, copies in zip(self._parameters, self._scaled, strict=True):
+            for name, copied in copies.items():
+                torch.mul(parameters[name], self._scale, out=copied)
+        return [{**parameters, **copies} for parameters, copies in zip(self._parameters, self._scaled, strict=True)]
 
 
 class MergedParameters(Mapping[str, Tensor]):
@@ -42,10 +80,7 @@ class MergedParameters(Mapping[str, Tensor]):
 
     def __init__(self, chunk: nn.Module) -> None:
         self._tensors = {**dict(chunk.named_buffers()), **dict(chunk.named_parameters())}
-        ending = f".{ADAPTERS}"
-        self._adapters: dict[str, Any] = {
-            name.removesuffix(ending) + WEIGHT: part for name, part in chunk.named_modules() if name.endswith(ending)
-        }
+        self._adapters = {part.weight: part for part in chunk.modules() if isinstance(part, LayerAdapter)}
         self._last: tuple[str, Tensor] = ("", torch.empty(0))
 
     @torch.no_grad()

@@ -75,19 +75,22 @@ def copy_to_parameters(part: MegatronOptimizer) -> None:
         part._copy_main_params_to_model_params()
 
 
-def to_host(part: MegatronOptimizer) -> None:
-    """Moves separate master weights and moments to pinned host memory. The tensor objects stay the same."""
-    for tensor in _separate_tensors(part):
-        if tensor.is_cuda:
+def to_host(part: MegatronOptimizer) -> list[Tensor]:
+    """Moves the separate master weights and moments that are on the device to pinned host memory, and returns them. The
+    tensor objects stay the same. What an optimizer always keeps in host memory stays as it is."""
+    moved = [tensor for tensor in _separate_tensors(part) if tensor.is_cuda]
+    for tensor in moved:
+        if tensor.is_cuda:  # a master weight may be listed twice
             host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             host.copy_(tensor, non_blocking=True)
             tensor.data = host
     torch.cuda.synchronize()
+    return moved
 
 
-def to_device(part: MegatronOptimizer) -> None:
-    """Moves them back."""
-    for tensor in _separate_tensors(part):
+def to_device(moved: list[Tensor]) -> None:
+    """Moves back what `to_host` has moved."""
+    for tensor in moved:
         tensor.data = tensor.data.to(torch.cuda.current_device(), non_blocking=True)
 
 

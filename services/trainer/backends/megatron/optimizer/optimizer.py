@@ -85,6 +85,8 @@ class Updater:
         self._ready = False
         self._reduced = False
         self._resting = False
+        self._in_host_memory: list[Tensor] = []
+        """What `_rest` has moved there."""
         self._biases: list[tuple[Tensor, Tensor]] = []
         """The biases of routers, each with a copy from before the backward pass that changes it."""
         self.updates = 0
@@ -152,8 +154,7 @@ class Updater:
         """Frees memory until the next backward pass, as the job says."""
         self._resting = True
         if self._options.offload_optimizer:
-            for part in self.parts:
-                master_weights.to_host(part)
+            self._in_host_memory = [tensor for part in self.parts for tensor in master_weights.to_host(part)]
         if self._options.release_gradients:
             for chunk in self._chunks:
                 chunk.offload_grad_buffers()
@@ -164,8 +165,8 @@ class Updater:
             for chunk in self._chunks:
                 chunk.restore_grad_buffers()
         if self._options.offload_optimizer and self._resting:
-            for part in self.parts:
-                master_weights.to_device(part)
+            master_weights.to_device(self._in_host_memory)
+            self._in_host_memory = []
         self._resting = False
 
     def held(self) -> dict[Part, list[Tensor]]:

@@ -12,7 +12,7 @@ from millrace.megatron import placement as plan
 from millrace.megatron.architectures.shape import ModelShape
 from millrace.megatron.topology import Topology
 from millrace.megatron.weights import Layers, Layout, layout, tensors
-from millrace.weights.plans.manifest import Manifest, TensorInfo
+from millrace.weights.plans.manifest import Content, Manifest, TensorInfo
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,9 @@ class GatherPlan:
                 raise ValueError(f"the ranks hold {covered} of the {tensor.numel} numbers of {tensor.name}.")
         return cls(tuple(wanted), {name: list(found.values()) for name, found in boxes.items()}, float32_names)
 
-    def manifest(self, dtype: str) -> Manifest:
+    def manifest(self, dtype: str, content: Content = Content.MODEL) -> Manifest:
         """Names, shapes and dtypes of the tensors."""
-        return Manifest(tuple(self._info(tensor, dtype) for tensor in self.tensors))
+        return Manifest(tuple(self._info(tensor, dtype) for tensor in self.tensors), content)
 
     def export(
         self, chunks: Sequence[Mapping[str, Tensor]], dtype: str, device: torch.device

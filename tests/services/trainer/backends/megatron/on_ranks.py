@@ -16,6 +16,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from millrace.spec import JobSpec, parse
+from millrace.weights.plans.manifest import Content
 from services.trainer.backends import build
 from services.trainer.checkpoints import checkpoint
 from services.trainer.checkpoints.adapter_folder import write_adapter
@@ -171,6 +172,7 @@ def _trained(world: World, file: Path, case: Case) -> dict[str, Any]:
         answer["frozen"] = all(
             torch.equal(before, after) for before, after in zip(frozen, _frozen(backend), strict=True)
         )
+        answer["parts"] = _parts(world, backend, file)
         answer["after"] = _by_row(backend, batches, backend.logprobs(batches, temperature=batch.TEMPERATURE))
     answer["memory"] = backend.metrics()
     answer["parameters"] = backend.parameters
@@ -183,6 +185,30 @@ def _frozen(backend: Any) -> list[Tensor]:
     """Copies of the parameters that this rank has and does not train; none of a job that trains all weights."""
     chunks = [] if backend.adapter is None else getattr(backend, "_chunks", [])
     return [parameter.clone() for chunk in chunks for parameter in chunk.parameters() if not parameter.requires_grad]
+
+
+def _parts(world: World, backend: Any, file: Path) -> list[str]:
+    """Names of tensors of base and adapter of which some rank's boxes are not what is exported. The exported adapter is
+    written to a file."""
+    wrong: set[str] = set()
+    for content, part in backend.adapter.parts.items():
+        whole: list[Any] = [{info.name: tensor for info, tensor in part.export("float32")}]
+        if world.rank == 0 and content is Content.ADAPTER:
+            save_file(whole[0], file.with_suffix(".adapter"))
+        dist.broadcast_object_list(whole, 0)
+        memory = part.shards("float32")
+        boxes, layout = memory.layout.boxes, memory.layout
+        for row in range(len(boxes)):
+            tensor = memory.manifest.tensors[boxes.tensor[row]]
+            dims = len(tensor.shape)
+            first, extent, strides = (v[row, :dims].tolist() for v in (boxes.offset, boxes.extent, layout.strides))
+            buffer = memory.buffers[layout.buffer[row]]
+            held = torch.as_strided(buffer, extent, strides, buffer.storage_offset() + int(layout.start[row]))
+            expected = whole[0][tensor.name][tuple(slice(a, a + n) for a, n in zip(first, extent, strict=True))]
+            wrong |= set() if torch.equal(held, expected) else {tensor.name}
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, wrong)
+    return sorted(set().union(*everyone))
 
 
 def _update(backend: Backend, batches: list[Any]) -> tuple[float, float]:
