@@ -38,6 +38,9 @@ class Fsdp2Options(StrictModel):
     """Keep weights, gradients and optimizer in host memory, of every model unless `trainer.reference` or
     `trainer.critic` says otherwise. Each layer's weights are copied to the GPU when they are needed; the optimizer runs
     on the CPU."""
+    offload_optimizer: bool = False
+    """Keep the optimizer's moments in host memory between updates. An update copies a part of them at a time to the GPU
+    and back. Without effect with `offload_parameters`, which keeps them there anyway."""
     offload_activations: bool = False
     """Keep what a forward pass saves for its backward pass in host memory: copied there while the next layer is
     computed, and back one layer before it is needed. With `trainer.activation_recompute` these are only the inputs of
@@ -63,7 +66,9 @@ DESCRIPTOR = BackendDescriptor(
     ranks_multiple=lambda options: lcm(options.fsdp_size or 1, options.sequence_parallel_size),
     role_options={
         "reference": frozenset({"logprob_chunk_tokens", "compile_layers", "fsdp_size", "offload_parameters"}),
-        "critic": frozenset({"compile_layers", "fsdp_size", "offload_parameters", "offload_activations"}),
+        "critic": frozenset(
+            {"compile_layers", "fsdp_size", "offload_parameters", "offload_optimizer", "offload_activations"}
+        ),
     },
     check="millrace.fsdp2.sequence_parallel:check_submission",
     trains_adapters=True,

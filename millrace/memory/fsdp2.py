@@ -88,6 +88,8 @@ class Fsdp2Memory:
         for role, part in zip(ROLES, (Part.REFERENCE, Part.CRITIC), strict=True):
             if self.of_role(role).offload_parameters:
                 offloaded = offloaded | {part}
+        if self.options.offload_optimizer:
+            offloaded = offloaded | {Part.OPTIMIZER}
         return Ledger(
             {**{part: size for part, size in kept.items() if part not in offloaded}, **passing},
             {part: size for part, size in kept.items() if part in offloaded},

@@ -171,7 +171,7 @@ FIELDS: dict[str, str] = {
     "ref": "algorithm.kl, trainer.reference",
     "fsdp_size": "trainer.backend_options.fsdp_size",
     "param_offload": "trainer.backend_options.offload_parameters, trainer.backend_options.offload_reference",
-    "optimizer_offload": "trainer.backend_options.offload_parameters, trainer.backend_options.offload_optimizer",
+    "optimizer_offload": "trainer.backend_options.offload_optimizer",
     "offload_optim": "trainer.backend_options.offload_optimizer",
     "offload_fraction": "trainer.backend_options.optimizer_offload_fraction",
     "last_layer": "trainer.backend_options.last_stage_layers",

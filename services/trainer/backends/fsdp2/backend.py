@@ -98,7 +98,7 @@ class Fsdp2Backend(ShardedModel):
             own = _role_sharding(sharding, reference, "reference")
             self._reference = policy(spec.model, config, own, dtype=compute).requires_grad_(False)
         self._reference_weights: list[Tensor] = [] if self._reference is None else list(self._reference.parameters())
-        super().__init__(model, spec.trainer.optimizer, device)
+        super().__init__(model, spec.trainer.optimizer, device, offload_optimizer=options.offload_optimizer)
         self._chunked = self._scores_in_chunks(options.logprob_chunk_tokens, reference.logprob_chunk_tokens)
         if options.offload_activations:
             ActivationOffload(device).install(self._model, decoder_layers(self._model))

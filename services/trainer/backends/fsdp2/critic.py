@@ -75,7 +75,8 @@ class Fsdp2Critic(ShardedModel):
         self.config: Mapping[str, object] = config_changes(config.architectures)
         self._attention, self._rank = sharding.attention, sharding.mesh.get_rank()
         self._sequence = sharding.sequence
-        super().__init__(module, chosen.optimizer, torch.device(sharding.mesh.device_type))
+        device = torch.device(sharding.mesh.device_type)
+        super().__init__(module, chosen.optimizer, device, offload_optimizer=options.offload_optimizer)
 
     def values(self, microbatches: Sequence[MicroBatch]) -> list[Tensor]:
         with torch.no_grad():

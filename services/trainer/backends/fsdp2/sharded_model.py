@@ -1,5 +1,6 @@
 """A sharded module with its AdamW: the common part of policy and critic."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -8,27 +9,68 @@ from torch.distributed.tensor import DTensor
 
 from millrace.memory.ledger import Part
 from millrace.spec.trainer import Optimizer
+from services.trainer.backends.fsdp2.offload.host_adamw import HostAdamW
 from services.trainer.protocol.local_tensors import NamedTensors
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class ShardedModel:
-    """Implements `services.trainer.protocol.backend.TrainableModel`."""
+class DeviceAdamW:
+    """torch's AdamW, whose moments are where the weights are. Has the methods of `HostAdamW`."""
 
-    def __init__(self, module: nn.Module, chosen: Optimizer, device: torch.device) -> None:
-        self._model: Any = module
-        self._trained = {name: each for name, each in module.named_parameters() if each.requires_grad}
-        self._frozen: list[Tensor] = [parameter for parameter in module.parameters() if not parameter.requires_grad]
-        self._device = device
+    def __init__(self, parameters: Mapping[str, Tensor], chosen: Optimizer) -> None:
+        self._parameters = parameters
         self._optimizer = torch.optim.AdamW(
-            self._trained.values(),
+            parameters.values(),
             lr=chosen.lr,
             betas=chosen.betas,
             eps=chosen.eps,
             weight_decay=chosen.weight_decay,
-            fused=all(parameter.device.type == "cuda" for parameter in self._trained.values()),
+            fused=all(parameter.device.type == "cuda" for parameter in parameters.values()),
         )
+
+    def step(self, lr: float) -> None:
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+
+    def zero_grad(self) -> None:
+        self._optimizer.zero_grad()
+
+    def moments(self) -> NamedTensors:
+        state = self._optimizer.state
+        return {
+            f"{kind}.{name}": state[parameter][kind]
+            for name, parameter in self._parameters.items()
+            for kind in MOMENTS
+            if parameter in state
+        }
+
+    def tensors(self) -> list[Tensor]:
+        states = [value for state in self._optimizer.state.values() for value in state.values()]
+        return [value for value in states if isinstance(value, Tensor)]
+
+    def prepare(self, updates: int) -> None:
+        self._optimizer.state.clear()
+        for parameter in self._parameters.values() if updates else ():
+            device = parameter.device if self._optimizer.defaults["fused"] else torch.device("cpu")
+            step = torch.tensor(float(updates), dtype=torch.float32, device=device)
+            moments = {kind: torch.zeros_like(parameter.detach()) for kind in MOMENTS}
+            self._optimizer.state[parameter] = {"step": step, **moments}
+
+
+class ShardedModel:
+    """Implements `services.trainer.protocol.backend.TrainableModel`."""
+
+    def __init__(
+        self, module: nn.Module, chosen: Optimizer, device: torch.device, *, offload_optimizer: bool = False
+    ) -> None:
+        self._model: Any = module
+        self._trained = {name: each for name, each in module.named_parameters() if each.requires_grad}
+        self._frozen: list[Tensor] = [parameter for parameter in module.parameters() if not parameter.requires_grad]
+        self._device = device
+        kind = HostAdamW if offload_optimizer else DeviceAdamW
+        self._optimizer: HostAdamW | DeviceAdamW = kind(self._trained, chosen)
         self.updates = 0
 
     def gradient_norm(self) -> float:
@@ -40,9 +82,7 @@ class ShardedModel:
         for parameter in self._trained.values():
             if parameter.grad is not None:
                 parameter.grad.mul_(gradient_scale)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        self._optimizer.step()
+        self._optimizer.step(lr)
         self.updates += 1
         self.zero_gradients()
 
@@ -56,28 +96,18 @@ class ShardedModel:
     def held(self) -> dict[Part, list[Tensor]]:
         trained: list[Tensor] = list(self._trained.values())
         gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
-        states = [value for state in self._optimizer.state.values() for value in state.values()]
-        moments = [value for value in states if isinstance(value, Tensor)]
+        moments = self._optimizer.tensors()
         if self._frozen:
             return {Part.WEIGHTS: self._frozen, Part.ADAPTER: [*trained, *gradients, *moments]}
         return {Part.WEIGHTS: trained, Part.GRADIENTS: gradients, Part.OPTIMIZER: moments}
 
     def state(self) -> NamedTensors:
-        state = {f"model.{name}": tensor.detach() for name, tensor in self._trained.items()}
-        for name, parameter in self._trained.items():
-            for moment in MOMENTS:
-                if parameter in self._optimizer.state:
-                    state[f"{moment}.{name}"] = self._optimizer.state[parameter][moment]
-        return state
+        weights = {f"model.{name}": tensor.detach() for name, tensor in self._trained.items()}
+        return {**weights, **self._optimizer.moments()}
 
     def prepare_state(self, updates: int) -> NamedTensors:
         self.updates = updates
-        self._optimizer.state.clear()
-        for parameter in self._trained.values() if updates else ():
-            device = self._device if self._optimizer.defaults["fused"] else torch.device("cpu")
-            step = torch.tensor(float(updates), dtype=torch.float32, device=device)
-            moments = {moment: torch.zeros_like(parameter.detach()) for moment in MOMENTS}
-            self._optimizer.state[parameter] = {"step": step, **moments}
+        self._optimizer.prepare(updates)
         return self.state()
 
 

@@ -22,7 +22,8 @@ CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "copies": {"fsdp_size": 2},
     "host": {"offload_parameters": True},
-    "copies-host": {"fsdp_size": 2, "offload_parameters": True},
+    "copies-host": {"fsdp_size": 2, "offload_parameters": True, "offload_activations": True},
+    "copies-moments": {"fsdp_size": 2, "offload_optimizer": True},
 }
 RANKS = 4
 
