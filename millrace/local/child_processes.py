@@ -34,6 +34,7 @@ def start(
     environment: Mapping[str, str],
     output: IO[bytes] | None,
     on_parent_death: signal.Signals = signal.SIGTERM,
+    stdin: int = subprocess.DEVNULL,
 ) -> subprocess.Popen[bytes]:
     """A child in a session of its own, so that a Ctrl-C at the terminal reaches only us; signalled when we die.
 
@@ -42,7 +43,7 @@ def start(
     return subprocess.Popen(
         argv,
         env={**os.environ, **environment},
-        stdin=subprocess.DEVNULL,
+        stdin=stdin,
         stdout=output,
         stderr=subprocess.STDOUT if output is not None else None,
         start_new_session=True,

@@ -8,9 +8,11 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -27,9 +29,23 @@ FORKING = multiprocessing.get_context("forkserver")
 """Starts processes as "spawn" does, without their imports: nothing of the launcher's memory is in them."""
 
 
+STANDBY = "MILLRACE_STANDBY"
+"""Environment variable of a launcher that imports and then waits for a line on its standard input, until another
+launcher of the service has ended."""
+
+
 def fork_from(*modules: str) -> None:
     """The modules that are imported before a process is forked. Call it before the first one is."""
     FORKING.set_forkserver_preload(list(modules))
+
+
+def stand_by() -> None:
+    """Where this process was started as a standby: imports, and returns when it is told to take over. Ends the process
+    when whoever started it has ended."""
+    if os.environ.pop(STANDBY, ""):
+        forkserver.ensure_running()
+        if not sys.stdin.readline():
+            raise SystemExit(0)
 
 
 class Launcher:

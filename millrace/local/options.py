@@ -28,6 +28,8 @@ class StackOptions:
     """For engines that the job's `engine_options` spread over several."""
     share_gpus: bool = False
     """Ranks and replicas share GPUs if there are fewer than they ask for."""
+    standby: bool = True
+    """A second launcher of the trainer is kept, which has imported and waits until the first one has ended."""
     http_port: int = 7700
     grpc_port: int = 7600
     http_host: str = "127.0.0.1"
@@ -75,6 +77,8 @@ class Service:
     """Without it the stack is of no use; the last replica is vital too."""
     grace_s: float
     """How long it may take to stop when asked."""
+    standby: bool = False
+    """Whether a second process of it is kept that has imported and waits: see `millrace.local.launcher.stand_by`."""
 
 
 LOCAL = {"MILLRACE_HOST": "127.0.0.1", "MILLRACE_DRAIN_S": "5"}
@@ -116,6 +120,7 @@ def services(options: StackOptions, devices: Sequence[str] = ()) -> list[Service
             {**environment, **trained_on},
             vital=True,
             grace_s=20.0,
+            standby=options.standby,
         ),
         *(replica(number, visible) for number, visible in enumerate(generated_on)),
     ]

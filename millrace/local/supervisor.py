@@ -14,6 +14,7 @@ from pathlib import Path
 from millrace.client import Client
 from millrace.errors import InvalidState, MillraceError, Unavailable
 from millrace.local import child_processes
+from millrace.local.launcher import STANDBY
 from millrace.local.options import Service, StackOptions
 from millrace.local.ports import check_free
 from millrace.local.restarts import Restarts
@@ -24,6 +25,8 @@ from millrace.wire.membership import DRAINED_FILE, LIFE_FILE
 LOOK_S = 0.2
 """How often a process is looked at: it costs nothing and nobody notices the difference."""
 COORDINATOR_READY_S = 60.0
+STANDBY_AFTER_S = 20.0
+"""How long a service runs before its standby is started, which imports much: not while the service itself starts."""
 SILENT_S = 120.0
 """A replica that has sent no heartbeat for so long is killed and started again. The coordinator has given it up long
 before."""
@@ -37,6 +40,8 @@ class Supervisor:
         self.services = services
         self.logs = {s.name: ServiceLog(options.folder / "logs", s.name) for s in self.services}
         self.running: dict[str, subprocess.Popen[bytes]] = {}
+        self.standbys: dict[str, subprocess.Popen[bytes]] = {}
+        """Of each service that has one: a process that takes over when the service's own has ended."""
         self.given_up: set[str] = set()
         self.complete = False
         self.stopping = asyncio.Event()
@@ -77,6 +82,8 @@ class Supervisor:
                     say("millrace", f"{service.name} has not sent a heartbeat for {SILENT_S:g} s and is killed.")
                     self.life_file(service).unlink()
                     process.kill()
+                if service.standby and self.complete and time.monotonic() - started_s > STANDBY_AFTER_S:
+                    self.prepare_standby(service)
                 await asyncio.sleep(LOOK_S)
             del self.running[service.name]
             self.clear_orphans()
@@ -99,12 +106,27 @@ class Supervisor:
         drained, life = self.drained_file(service), self.life_file(service)
         for file in (drained, life):
             file.unlink(missing_ok=True)
-        environment = {**service.environment, DRAINED_FILE: str(drained), LIFE_FILE: str(life)}
+        process = self.standbys.pop(service.name, None)
         with self.logs[service.name].opened(service.argv) as output:
-            process = child_processes.start(service.argv, environment, output)
+            if process is None or not _took_over(process):
+                process = child_processes.start(service.argv, self.environment(service), output)
         self.running[service.name] = process
         self.write_state()
         return process
+
+    def prepare_standby(self, service: Service) -> None:
+        """Starts the standby of `service`, where there is none. One that ends by itself is not started again before it
+        is needed."""
+        if service.name not in self.standbys:
+            environment = {**self.environment(service), STANDBY: "1"}
+            with self.logs[service.name].path.open("ab") as output:
+                self.standbys[service.name] = child_processes.start(
+                    service.argv, environment, output, stdin=subprocess.PIPE
+                )
+
+    def environment(self, service: Service) -> dict[str, str]:
+        files = {DRAINED_FILE: str(self.drained_file(service)), LIFE_FILE: str(self.life_file(service))}
+        return {**service.environment, **files}
 
     def drained_file(self, service: Service) -> Path:
         """The file that the service makes when somebody drains it."""
@@ -123,7 +145,8 @@ class Supervisor:
 
     def clear_orphans(self) -> None:
         """What a dead service left behind (its Redis, its engine, its ranks) must not meet its successor."""
-        if left := child_processes.sweep(keep=[process.pid for process in self.running.values()]):
+        keep = [process.pid for process in (*self.running.values(), *self.standbys.values())]
+        if left := child_processes.sweep(keep):
             say("millrace", f"processes {left} do not end; they hold memory and may hold ports.")
 
     def tell_death(
@@ -194,6 +217,7 @@ class Supervisor:
     async def stop(self) -> None:
         """Replicas first, then the trainer, the coordinator last; who does not stop in time is killed."""
         say("millrace", "stopping.")
+        self.standbys.clear()  # they are orphans now
         for stage in self.stages():
             for _, process in stage:
                 with contextlib.suppress(ProcessLookupError):
@@ -232,6 +256,17 @@ class Supervisor:
         scratch = path.with_suffix(".part")
         scratch.write_text(json.dumps(state, indent=1))
         scratch.replace(path)
+
+
+def _took_over(standby: subprocess.Popen[bytes]) -> bool:
+    """Tells a standby that it is the service now. Answers whether it is still there."""
+    assert standby.stdin is not None
+    try:
+        standby.stdin.write(b"\n")
+        standby.stdin.close()
+    except BrokenPipeError:
+        return False
+    return standby.poll() is None
 
 
 async def _ended(process: subprocess.Popen[bytes], within_s: float) -> bool:

@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 
 from millrace.errors import MillraceError
-from millrace.local.launcher import FORKING, Launcher, fork_from
+from millrace.local.launcher import FORKING, Launcher, fork_from, stand_by
 from millrace.local.ports import free_port
 from millrace.local.restarts import Restarts
 from millrace.telemetry import logs
@@ -96,6 +96,7 @@ def main(
         print(f"trainer: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
     fork_from(*PRELOADED)
+    stand_by()
     # The port is the same in every life: the coordinator removes a dead trainer as soon as another one has its address.
     ranks_of_one_life = partial(life, ranks, coordinator, port or free_port(), silent_s)
     raise typer.Exit(Launcher(ranks_of_one_life, RESTARTS).run())

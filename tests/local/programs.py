@@ -83,3 +83,50 @@ raise SystemExit(supervisor.supervise(options, [
 def supervising(state: Path, http_port: int, grpc_port: int, mark: str) -> tuple[str, ...]:
     """A supervisor of a real coordinator, of a trainer that does not want to stop, and of a member of the fleet."""
     return (sys.executable, "-c", SUPERVISING, str(state), str(http_port), str(grpc_port), mark, STUBBORN, MEMBER)
+
+
+TAKING_OVER = """
+import asyncio, os, signal, sys
+from pathlib import Path
+from millrace.local import supervisor
+from millrace.local.child_processes import adopt_orphans
+from millrace.local.options import Service, StackOptions
+
+state = sys.argv[1]
+supervisor.STANDBY_AFTER_S = 0.1
+program = "import os, time; from millrace.local.launcher import stand_by; stand_by(); print(os.getpid(), flush=True)"
+service = Service("trainer", (sys.executable, "-c", program + "; time.sleep(600)"), {}, True, 1.0, standby=True)
+
+async def until(holds):
+    async with asyncio.timeout(30):
+        while not holds():
+            await asyncio.sleep(0.02)
+
+async def main():
+    stack = supervisor.Supervisor(StackOptions(state), [service])
+    log = Path(state, "logs", "trainer.log")
+    keeping = asyncio.create_task(stack.keep(service))
+    await until(lambda: log.exists() and f"{stack.running['trainer'].pid}\\n" in log.read_text())
+    stack.complete = True
+    lives = [stack.running["trainer"].pid]
+    for how in (signal.SIGKILL, signal.SIGTERM):
+        await until(lambda: "trainer" in stack.standbys)
+        standby = stack.standbys["trainer"].pid
+        os.kill(lives[-1], how)
+        await until(lambda: f"{standby}\\n" in log.read_text())
+        assert stack.running["trainer"].pid == standby, "the standby has become the service"
+        lives.append(standby)
+    await until(lambda: "trainer" in stack.standbys)
+    lives.append(stack.standbys["trainer"].pid)
+    os.kill(lives[-1], signal.SIGKILL)
+    os.kill(lives[-2], signal.SIGKILL)
+    await until(lambda: "trainer" in stack.running and stack.running["trainer"].pid not in lives)
+    await until(lambda: f"{stack.running['trainer'].pid}\\n" in log.read_text())
+    await stack.stop()
+    keeping.cancel()
+    assert not supervisor.child_processes.descendants()
+
+adopt_orphans()
+asyncio.run(main())
+"""
+"""A supervisor whose service has a standby, while both are ended again and again: python -c TAKING_OVER STATE."""

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from millrace.client import Client
-from tests.local.programs import alive, eventually, supervising
+from tests.local.programs import TAKING_OVER, alive, eventually, supervising
 from tests.ports import held_port
 
 pytestmark = [
@@ -168,6 +168,15 @@ def test_a_member_that_stands_still_is_killed_and_started_again(
         assert "rollout-0 has not sent a heartbeat for 3 s and is killed" in running.end()[1]
     finally:
         running.close()
+
+
+def test_a_standby_takes_over(tmp_path: Path) -> None:
+    """With the imports of the service's process; where it has died too, another process is started."""
+    (tmp_path / "logs").mkdir()
+    done = subprocess.run(
+        (sys.executable, "-c", TAKING_OVER, str(tmp_path)), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_second_stack_on_the_same_folder_is_refused(stack: Running) -> None:
