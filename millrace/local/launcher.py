@@ -5,6 +5,7 @@ processes which are started again after a failure are there within a second.
 """
 
 import contextlib
+import math
 import multiprocessing
 import os
 import signal
@@ -22,13 +23,15 @@ import psutil
 import structlog
 
 from millrace.local.restarts import Restarts
-from millrace.wire.membership import DRAINED_FILE
+from millrace.wire.membership import DRAINED_FILE, LIFE_FILE
 
 log = structlog.get_logger(__name__)
 FORKING = multiprocessing.get_context("forkserver")
 """Starts processes as "spawn" does, without their imports: nothing of the launcher's memory is in them."""
 
 
+LOOK_S = 0.5
+"""How often the launcher looks whether its processes show life."""
 STANDBY = "MILLRACE_STANDBY"
 """Environment variable of a launcher that imports and then waits for a line on its standard input, until another
 launcher of the service has ended."""
@@ -55,9 +58,12 @@ class Launcher:
     started anew also where they ended in order and neither this process nor `millrace drain` has told them to.
     """
 
-    def __init__(self, processes: Callable[[], Sequence[ForkServerProcess]], restarts: Restarts) -> None:
-        """`processes` makes those of one life; they are not started yet. `restarts` bounds their number of lives."""
-        self._processes, self._restarts = processes, restarts
+    def __init__(
+        self, processes: Callable[[], Sequence[ForkServerProcess]], restarts: Restarts, silent_s: float = math.inf
+    ) -> None:
+        """`processes` makes those of one life; they are not started yet. `restarts` bounds their number of lives. A
+        member of the fleet that has not tried to reach the coordinator for `silent_s` stands still, and is killed."""
+        self._processes, self._restarts, self._silent_s = processes, restarts, silent_s
         self._running: Sequence[ForkServerProcess] = ()
         self._stopping = False
 
@@ -65,7 +71,7 @@ class Launcher:
         """Returns the exit status: 0 where the processes were drained, 1 where they ended too often."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stop)
-        with _drained_file() as drained:
+        with _file(DRAINED_FILE) as drained, _file(LIFE_FILE) as self._life:
             return self._keep(drained)
 
     def _keep(self, drained: Path) -> int:
@@ -88,6 +94,7 @@ class Launcher:
     def _live(self) -> str:
         """One life of the processes. Answers how the first of them failed; empty where all ended in order."""
         self._running = self._processes()
+        self._life.unlink(missing_ok=True)
         try:
             for process in self._running:
                 process.start()
@@ -95,17 +102,25 @@ class Launcher:
                 self._pass_on()
             left = {process.sentinel: process for process in self._running}
             while left:
-                for sentinel in wait(list(left)):
+                for sentinel in wait(list(left), LOOK_S):
                     assert isinstance(sentinel, int)
                     process = left.pop(sentinel)
                     process.join()
                     if process.exitcode != 0:
                         return f"{process.name} (pid {process.pid}) {_how(process.exitcode)}"
+                if len(left) == len(self._running) and self._stands_still():
+                    return f"they stood still for {self._silent_s:g} s"
             return ""
         except (EOFError, ConnectionError):
             return "the process that forks them ended"
         finally:
             self._clear()
+
+    def _stands_still(self) -> bool:
+        """Whether the member has begun to show life and has stopped to, while all of its processes run."""
+        with contextlib.suppress(FileNotFoundError):
+            return not self._stopping and time.monotonic() - self._life.stat().st_mtime > self._silent_s
+        return False
 
     def _clear(self) -> None:
         """Kills what is left of one life: its other processes, and what those have started."""
@@ -140,11 +155,12 @@ def _how(status: int | None) -> str:
 
 
 @contextlib.contextmanager
-def _drained_file() -> Iterator[Path]:
-    """The file that the service makes when somebody drains it: that of whoever started this process, if it has one."""
-    if path := os.environ.get(DRAINED_FILE):
+def _file(variable: str) -> Iterator[Path]:
+    """The file by which a member tells whoever started it something: that of whoever started this process, if there is
+    one."""
+    if path := os.environ.get(variable):
         yield Path(path)
         return
     with tempfile.TemporaryDirectory(prefix="millrace-") as folder:
-        os.environ[DRAINED_FILE] = str(Path(folder) / "drained")
-        yield Path(os.environ[DRAINED_FILE])
+        os.environ[variable] = str(Path(folder) / "file")
+        yield Path(os.environ[variable])

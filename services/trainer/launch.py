@@ -99,9 +99,12 @@ def main(
     stand_by()
     # The port is the same in every life: the coordinator removes a dead trainer as soon as another one has its address.
     ranks_of_one_life = partial(life, ranks, coordinator, port or free_port(), silent_s)
-    raise typer.Exit(Launcher(ranks_of_one_life, RESTARTS).run())
+    raise typer.Exit(Launcher(ranks_of_one_life, RESTARTS, silent_s + CALL_S).run())
 
 
+CALL_S = 11.0
+"""Rank 0 shows life before each call to the coordinator: so long a call and the pause after it take that is not
+answered."""
 RESTARTS = Restarts(limit=3, window_s=600.0, first_wait_s=0.1, longest_wait_s=1.0)
 """Ranks that fail more often end the trainer: whoever started it has a wider view."""
 
