@@ -47,7 +47,7 @@ METER_S = 0.05
 
 
 HEARTBEAT_S = 1.0
-WAIT_S = 10.0
+WAIT_S = 25.0
 """How long a replica's request for leases waits; as in `services/rollout/work/leases.py`."""
 PATIENCE = ("--heartbeat-s", str(HEARTBEAT_S), "--lost-after-s", "60")
 """Options of the coordinator: on a busy machine nobody is lost."""
@@ -118,13 +118,14 @@ class FastReplica(SimulatedReplica):
         return rollout_pb2.PrepareReceiveResponse(plan_hash=_plan_hash(request.sides.SerializeToString()))
 
     async def _beat(self) -> None:
+        interval_s = HEARTBEAT_S
         while True:
-            await asyncio.sleep(HEARTBEAT_S)
+            await asyncio.sleep(interval_s)
             beat = fleet_pb2.HeartbeatRequest(
                 member_id=self.id, version=self.version, tokens=self.tokens, running=self.running
             )
             try:
-                await self.coordinator.call(FleetRpc.Heartbeat, beat)
+                interval_s = (await self.coordinator.call(FleetRpc.Heartbeat, beat)).heartbeat_s or HEARTBEAT_S
             except NotFound:
                 await self.register()
             except MillraceError:

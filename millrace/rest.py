@@ -191,7 +191,7 @@ class MemberView(BaseModel):
     leases: int = Field(description="Prompts that it works on.")
     tokens: int = Field(description="Tokens generated since it started.")
     tokens_per_s: float
-    silent_s: float = Field(description="Seconds since the last heartbeat.")
+    silent_s: float = Field(description="Seconds since its last heartbeat, request or answer.")
     trouble: str = Field("", description="Why it could not be configured for the job.")
 
 

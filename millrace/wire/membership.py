@@ -78,6 +78,7 @@ class Membership:
                 log.warning("the coordinator does not know this member; registering again")
                 self._registered = False
                 continue
+            self._heartbeat_s = reply.heartbeat_s or self._heartbeat_s
             if reply.drain:
                 self._note_drained()
                 self._on_drain()

@@ -14,7 +14,8 @@ import uvicorn
 from millrace.errors import InvalidState, Unavailable
 from millrace.wire.address import host_address
 from millrace.wire.server import Server
-from services.coordinator.fleet.fleet import Fleet, Patience
+from services.coordinator.fleet.fleet import Fleet
+from services.coordinator.fleet.patience import Patience
 from services.coordinator.fleet.trainer import Trainer
 from services.coordinator.jobs.control import Control
 from services.coordinator.jobs.expiry import KEPT_JOBS, expire_jobs
@@ -91,7 +92,7 @@ class Coordinator:
         await fleet.load()
         trainer, queue = Trainer(fleet), Queue(store, fleet, events, prometheus)
         publisher = Publisher(store, fleet, trainer, events, prometheus)
-        services = servicers(FleetServicer(fleet), WorkServicer(queue, store, prometheus))
+        services = servicers(FleetServicer(fleet), WorkServicer(fleet, queue, store, prometheus))
         grpc = Server(services, self._settings.grpc_host, self._settings.grpc_port, LARGEST_GROUP_BYTES)
         components = Components(
             store=store,

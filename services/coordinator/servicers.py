@@ -25,7 +25,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServicer):
         self, request: fleet_pb2.RegisterRequest, context: grpc.aio.ServicerContext
     ) -> fleet_pb2.RegisterResponse:
         epoch = await self._fleet.register(request)
-        patience = self._fleet.patience
+        patience = self._fleet.patience_now
         return fleet_pb2.RegisterResponse(
             epoch=epoch, heartbeat_s=patience.heartbeat_s, lost_after_s=patience.lost_after_s
         )
@@ -34,7 +34,9 @@ class FleetServicer(fleet_pb2_grpc.FleetServicer):
         self, request: fleet_pb2.HeartbeatRequest, context: grpc.aio.ServicerContext
     ) -> fleet_pb2.HeartbeatResponse:
         member = self._fleet.heartbeat(request)
-        return fleet_pb2.HeartbeatResponse(epoch=self._fleet.epoch, drain=member.draining)
+        return fleet_pb2.HeartbeatResponse(
+            epoch=self._fleet.epoch, drain=member.draining, heartbeat_s=self._fleet.patience_now.heartbeat_s
+        )
 
     async def Drain(
         self, request: fleet_pb2.DrainRequest, context: grpc.aio.ServicerContext
@@ -52,19 +54,22 @@ class FleetServicer(fleet_pb2_grpc.FleetServicer):
 class WorkServicer(work_pb2_grpc.WorkServicer):
     """Work of proto/millrace/v1/work.proto."""
 
-    def __init__(self, queue: Queue, store: Store, prometheus: PrometheusMetrics) -> None:
+    def __init__(self, fleet: Fleet, queue: Queue, store: Store, prometheus: PrometheusMetrics) -> None:
+        self._fleet = fleet
         self._queue = queue
         self._store = store
         self._prometheus = prometheus
 
     async def Lease(self, request: work_pb2.LeaseRequest, context: grpc.aio.ServicerContext) -> work_pb2.LeaseResponse:
         member_id = MemberId(request.member_id)
+        self._fleet.heard(member_id)
         leases, idle_reason = await self._queue.lease(member_id, request.free_samples, request.wait_s)
         return work_pb2.LeaseResponse(leases=leases, idle_reason=idle_reason)
 
     async def Extend(
         self, request: work_pb2.ExtendRequest, context: grpc.aio.ServicerContext
     ) -> work_pb2.ExtendResponse:
+        self._fleet.heard(MemberId(request.member_id))
         lost: set[tuple[str, LeaseRef]] = set()
         expires_s = 0.0
         for job_id, leases in _by_job(request.leases).items():

@@ -21,6 +21,7 @@ class Fleet(fleet_pb2_grpc.FleetServicer):
         self.registers, self.heartbeats = registers, heartbeats
         self.registered = self.beats = 0
         self.draining = False
+        self.heartbeat_s = 0.0
         self.left = ""
         self.quiet = asyncio.Event()
         """Set with the first heartbeat for which nothing was given."""
@@ -38,7 +39,7 @@ class Fleet(fleet_pb2_grpc.FleetServicer):
             self.quiet.set()
         elif (error := self.heartbeats.pop(0)) is not None:
             raise error
-        return fleet_pb2.HeartbeatResponse(epoch=1, drain=self.draining)
+        return fleet_pb2.HeartbeatResponse(epoch=1, drain=self.draining, heartbeat_s=self.heartbeat_s)
 
     async def Leave(self, request, context):
         self.left = request.reason
@@ -87,6 +88,22 @@ def test_a_member_that_is_to_drain_is_told() -> None:
         await server.start()
         keeping = asyncio.create_task(membership.run())
         await drained.wait()
+        keeping.cancel()
+        await server.stop(0.1)
+
+    asyncio.run(scenario())
+
+
+def test_a_member_sends_heartbeats_as_rarely_as_it_was_told_last() -> None:
+    async def scenario() -> None:
+        fleet, server, membership, _ = member()
+        fleet.heartbeat_s = 3600.0
+        await server.start()
+        keeping = asyncio.create_task(membership.run())
+        await fleet.quiet.wait()
+        fleet.quiet.clear()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(fleet.quiet.wait(), 0.3)  # registered, it would send one each 10 ms
         keeping.cancel()
         await server.stop(0.1)
 

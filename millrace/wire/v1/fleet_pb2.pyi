@@ -65,12 +65,14 @@ class HeartbeatRequest(_message.Message):
     def __init__(self, member_id: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., free: _Optional[int] = ..., version: _Optional[int] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class HeartbeatResponse(_message.Message):
-    __slots__ = ("epoch", "drain")
+    __slots__ = ("epoch", "drain", "heartbeat_s")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     drain: bool
-    def __init__(self, epoch: _Optional[int] = ..., drain: bool = ...) -> None: ...
+    heartbeat_s: float
+    def __init__(self, epoch: _Optional[int] = ..., drain: bool = ..., heartbeat_s: _Optional[float] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("member_id",)

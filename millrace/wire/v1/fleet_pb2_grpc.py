@@ -68,8 +68,9 @@ class FleetServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Heartbeat(self, request, context):
-        """Says that the caller is alive, every `heartbeat_s`. A member that is silent for `lost_after_s` is lost: its leases
-        are issued again and it has to register again. NOT_FOUND if the coordinator does not know the caller.
+        """Says that the caller is alive, every `heartbeat_s`, which the coordinator may change with each answer. A member that
+        is silent for `lost_after_s` is lost: its leases are issued again and it has to register again. NOT_FOUND if the
+        coordinator does not know the caller.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import structlog
 
@@ -14,26 +14,22 @@ from millrace.wire.channel import PROTOCOL_VERSION, Peer
 from millrace.wire.deadlines import DEADLINES_S
 from millrace.wire.method import Request, Response, Unary
 from millrace.wire.v1 import fleet_pb2
+from services.coordinator.fleet.patience import Patience
 from services.coordinator.state.bell import Bell
 from services.coordinator.state.member import KINDS, Configured, Member, Pulse, Unconfigured, Weights
 from services.coordinator.store import Store, StoreDown
 
 log = structlog.get_logger(__name__)
 PROBE_S = 1.0
+PROBES_AT_ONCE = 32
+"""Silent members whose addresses are tried at a time: a coordinator that is late for all heartbeats is not to be held
+up more by looking for everybody."""
 HUNG_AFTER = 6.0
 """A silent member whose address still takes connections counts as busy for this many times lost_after_s."""
 LOST_SHOWN_S = 120.0
 """How long a lost member is still shown."""
 LONGEST_RETRY_S = 60.0
 """Longest wait before a member that fails repeatedly is tried again."""
-
-
-@dataclass(frozen=True)
-class Patience:
-    """How often members send heartbeats, and after how much silence they are lost."""
-
-    heartbeat_s: float = 1.0
-    lost_after_s: float = 5.0
 
 
 Gone = Callable[[Member, str], Awaitable[None]]
@@ -68,6 +64,13 @@ class Fleet:
         self.epoch, members = await self._store.members.all()
         known = sorted(map(Member.from_json, members.values()), key=lambda member: member.joined_s)
         self._members = {member.id: member for member in known}
+        for member in known:
+            member.lost_after_s = self.patience_now.lost_after_s
+
+    @property
+    def patience_now(self) -> Patience:
+        """The intervals for as many members as there are."""
+        return self.patience.of_fleet(len(self._members))
 
     # Calls of members.
 
@@ -84,7 +87,7 @@ class Fleet:
             what = f"member {request.member_id!r} at {request.address!r} of kind {request.kind} cannot be registered."
             raise InvalidState(what, "send an id, host:port and a kind.")
         if (known := self._members.get(MemberId(request.member_id))) and known.address == request.address:
-            known.pulse = Pulse()
+            known.pulse, known.lost_after_s = Pulse(), self.patience_now.lost_after_s
             return self.epoch
         member = Member.of(request)
         for old in [m for m in self._members.values() if m.address == member.address and m.id != member.id]:
@@ -92,6 +95,7 @@ class Fleet:
         self.epoch = await self._store.members.join(member.id, member.to_json())
         await self._drop_peer(member.id)
         self._members[member.id] = member
+        member.lost_after_s = self.patience_now.lost_after_s
         self._lost.pop(member.id, None)
         log.info("member joined", member=member.id, address=member.address, engine=member.engine, epoch=self.epoch)
         self.bell.ring()
@@ -102,13 +106,18 @@ class Fleet:
         member = self._members.get(MemberId(beat.member_id))
         if member is None:
             raise NotFound(f"{beat.member_id} is not a member: it was silent or never registered.", "register again.")
-        member.pulse = member.pulse.next(beat)
+        member.pulse, member.lost_after_s = member.pulse.next(beat), self.patience_now.lost_after_s
         settled = time.monotonic() - member.weights_at > 3 * self.patience.heartbeat_s
         if member.kind is MemberKind.ROLLOUT and beat.version < 0 and member.weights is not None and settled:
             log.warning("member reports that it has no weights", member=member.id)
             member.weights = member.configured = None
             self.bell.ring()
         return member
+
+    def heard(self, member_id: MemberId) -> None:
+        """Notes another sign of life than a heartbeat."""
+        if member := self._members.get(member_id):
+            member.heard_at = time.monotonic()
 
     async def drain(self, member_id: str) -> Member:
         """No new leases to the member. Raises NotFound."""
@@ -131,7 +140,9 @@ class Fleet:
         """Removes members that are silent for too long, until cancelled."""
         while True:
             await asyncio.sleep(self.patience.heartbeat_s / 2)
-            silent = [m for m in self._members.values() if self._silent_s(m) > self.patience.lost_after_s]
+            silent = sorted(
+                (m for m in self._members.values() if m.silent_s > m.lost_after_s), key=lambda member: member.probed_at
+            )[:PROBES_AT_ONCE]
             try:
                 for member, why in zip(silent, await asyncio.gather(*map(self._verdict, silent)), strict=True):
                     if why and not member.gone.is_set():
@@ -139,15 +150,13 @@ class Fleet:
             except StoreDown:
                 await self._store.connection.wait_until_up()
 
-    def _silent_s(self, member: Member) -> float:
-        return time.monotonic() - member.pulse.at
-
     async def _verdict(self, member: Member) -> str:
         """Why a silent member counts as lost; empty while it may only be busy."""
-        silent = f"silent for {self._silent_s(member):.1f} s"
+        silent = f"silent for {member.silent_s:.1f} s"
+        member.probed_at = time.monotonic()
         if why := await self._unreachable(member):
             return f"{silent}, and {why}"
-        return silent if self._silent_s(member) > HUNG_AFTER * self.patience.lost_after_s else ""
+        return silent if member.silent_s > HUNG_AFTER * member.lost_after_s else ""
 
     async def _unreachable(self, member: Member) -> str:
         """Why the member's address takes no connection; empty where it does."""
@@ -258,7 +267,9 @@ class Fleet:
         if member.id not in self._peers:
             self._peers[member.id] = Peer(member.address, self.deadlines)
         try:
-            return await self._peers[member.id].call(method, request)
+            answer = await self._peers[member.id].call(method, request)
+            member.heard_at = time.monotonic()
+            return answer
         except asyncio.CancelledError:
             # Closing the channel of a lost member cancels its calls. The caller may be cancelled, too.
             caller = asyncio.current_task()

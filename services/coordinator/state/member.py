@@ -92,6 +92,12 @@ class Member:
     weights: Weights | None = None
     weights_at: float = 0.0
     pulse: Pulse = field(default_factory=Pulse)
+    heard_at: float = 0.0
+    """The last sign of life other than a heartbeat: a request or an answer."""
+    lost_after_s: float = 0.0
+    """Silence after which it is lost, by the interval of heartbeats that it was told last."""
+    probed_at: float = 0.0
+    """When its address was tried last, because it was silent."""
     configuring: bool = False
     failures: int = 0
     """Configurations and publications that failed in a row."""
@@ -163,6 +169,11 @@ class Member:
         return MemberState.JOINING if self.configured else MemberState.IDLE
 
     @property
+    def silent_s(self) -> float:
+        """Seconds since the last sign of life."""
+        return time.monotonic() - max(self.pulse.at, self.heard_at)
+
+    @property
     def _version(self) -> int:
         if self.kind is MemberKind.TRAINER:
             return self.pulse.version
@@ -186,6 +197,6 @@ class Member:
             leases=leases,
             tokens=self.pulse.tokens,
             tokens_per_s=self.pulse.tokens_per_s,
-            silent_s=time.monotonic() - self.pulse.at,
+            silent_s=self.silent_s,
             trouble=str(self.unconfigured.error) if self.unconfigured is not None else "",
         )

@@ -2,12 +2,15 @@
 their number."""
 
 import asyncio
+import time
 from collections.abc import Callable
 
 from millrace.ids import MemberId
 
 AT_ONCE = 8
 """Members that look for leases at the same time after a ring."""
+TRUSTED_S = 5.0
+"""For so long it is believed that there are no leases."""
 
 
 class Line:
@@ -27,6 +30,18 @@ class Line:
         self._more = False
         """Whether there may be leases for more members than those that look now."""
         self._scheduled = False
+        self._nothing_at = -1
+        """The number of rings when a member last found that nothing is there."""
+        self._nothing_until = 0.0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether a member found lately, and since the last ring, that there are no leases for anybody."""
+        return self._nothing_at == self.rings and time.monotonic() < self._nothing_until
+
+    def found_nothing(self, rings: int) -> None:
+        """Says that there are no leases for anybody; `rings` is their number before the look."""
+        self._nothing_at, self._nothing_until = rings, time.monotonic() + TRUSTED_S
 
     def ring(self) -> None:
         """Lets the first members look, soon. Several calls in a row cost as much as one."""
@@ -75,6 +90,7 @@ class Line:
             self._more = True
         elif exhausted and rings == self.rings:
             self._more = False
+            self.found_nothing(rings)
         self._advance()
 
     def _advance(self) -> None:

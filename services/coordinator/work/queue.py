@@ -5,7 +5,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import structlog
@@ -43,12 +43,15 @@ class LeaseTerms:
     """Samples of one prompt."""
     greedy_baseline: bool = False
     """Whether a prompt to train on also has one greedy answer."""
+    purposes: Sequence[Purpose] = (Purpose.EVALUATION, Purpose.TRAIN)
+    """The purposes for which the job issues prompts, in the order in which they are leased."""
 
     @classmethod
     def of(cls, spec: JobSpec) -> Self:
         evaluation = spec.evaluation.samples_per_prompt if spec.evaluation else 1
         samples = {Purpose.TRAIN: spec.rollout.samples_per_prompt, Purpose.EVALUATION: evaluation}
-        return cls(spec.rollout.lease_s, samples, needs_greedy_baseline(spec))
+        purposes = cls.purposes if spec.evaluation else (Purpose.TRAIN,)
+        return cls(spec.rollout.lease_s, samples, needs_greedy_baseline(spec), purposes)
 
     def requests(self, purpose: Purpose) -> int:
         """Number of requests to an engine for one prompt."""
@@ -84,6 +87,9 @@ class Offer:
     """Whether there would have been leases had there been a prompt of any purpose."""
 
 
+EMPTY = Offer([], "the queue is empty", exhausted=True)
+
+
 class Queue:
     """Gives leases to members, and takes their answers."""
 
@@ -112,6 +118,8 @@ class Queue:
         `wait_s`. Raises NotFound where the caller is not a member."""
         deadline = time.monotonic() + min(wait_s, LONGEST_WAIT_S)
         rings, offer = self._line.rings, await self._offer(self._fleet.member(member_id), free_samples)
+        if offer.exhausted:
+            self._line.found_nothing(rings)
         while not offer.leases and not self._closing and not self._fleet.member(member_id).draining:
             left_s = deadline - time.monotonic()
             if left_s <= 0 or not await self._line.wait(member_id, rings, left_s):
@@ -139,9 +147,11 @@ class Queue:
             return Offer([], "no job runs")
         if reason := _why_idle(job, member):
             return Offer([], reason)
+        if self._line.is_empty:
+            return EMPTY
         leases: list[work_pb2.Lease] = []
         exhausted = True
-        for purpose in (Purpose.EVALUATION, Purpose.TRAIN):
+        for purpose in job.terms.purposes:
             if not job.allows(member.weights, purpose):
                 exhausted = False
                 continue
@@ -158,7 +168,7 @@ class Queue:
                 leases.append(lease)
                 free_samples -= samples
         self._prometheus.leased(job.weights.job_id, len(leases))
-        return Offer(leases, "" if leases else "the queue is empty", exhausted)
+        return Offer(leases, "") if leases else replace(EMPTY, exhausted=exhausted)
 
     def close(self) -> None:
         """From now on every request for leases is answered at once."""

@@ -22,7 +22,7 @@ from services.rollout.engine import EngineDied, Sample
 from services.rollout.work.groups import GroupGenerator
 
 log = structlog.get_logger(__name__)
-WAIT_S = 10.0
+WAIT_S = 25.0
 """How long a request for leases waits at the coordinator when there are none."""
 RETRY_S = 1.0
 ANSWER_ATTEMPTS = 600

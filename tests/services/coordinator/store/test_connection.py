@@ -9,7 +9,8 @@ from redis.exceptions import ResponseError
 
 from millrace.wire.v1 import work_pb2
 from services.coordinator.__main__ import _loop_factory
-from services.coordinator.fleet.fleet import Fleet, Patience
+from services.coordinator.fleet.fleet import Fleet
+from services.coordinator.fleet.patience import Patience
 from services.coordinator.observe.events import Events
 from services.coordinator.observe.prometheus import PrometheusMetrics
 from services.coordinator.redis_server import RedisServer
@@ -176,9 +177,8 @@ def test_groups_of_any_size_are_read_in_their_own_time_a_few_at_once(
     async def scenario() -> None:
         async with await asyncio.start_unix_server(serve, tmp_path / "redis.sock"):
             store = Store(RedisServer(tmp_path).url)
-            work = WorkServicer(
-                Queue(store, Fleet(store, Patience()), Events(store), PrometheusMetrics()), store, PrometheusMetrics()
-            )
+            fleet, prometheus = Fleet(store, Patience()), PrometheusMetrics()
+            work = WorkServicer(fleet, Queue(store, fleet, Events(store), prometheus), store, prometheus)
             request: Any = work_pb2.FetchRequest(job_id="job-1", prompt_ids=["0-1", "0-2"])
 
             async def fetch() -> int:

@@ -57,6 +57,24 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
+def test_what_a_member_found_holds_until_the_next_ring() -> None:
+    async def scenario() -> None:
+        stock = Stock()
+        assert not stock.line.is_empty, "nobody has looked"
+        waiting = asyncio.create_task(stock.lease("a"))
+        stock.add(1)
+        await waiting
+        assert not stock.line.is_empty, "it found one"
+        stock.line.found_nothing(stock.line.rings - 1)
+        assert not stock.line.is_empty, "it looked before the ring"
+        stock.line.found_nothing(stock.line.rings)
+        assert stock.line.is_empty
+        stock.line.ring()
+        assert not stock.line.is_empty
+
+    played(scenario())
+
+
 @pytest.mark.parametrize("leases", [0, 1, 7, 100])
 def test_looks_grow_with_the_leases_not_with_those_who_wait(leases: int) -> None:
     async def scenario() -> None:

@@ -16,7 +16,8 @@ from millrace.ids import JobId, MemberId, Purpose, Version
 from millrace.spec import parse
 from millrace.wire.channel import PROTOCOL_VERSION
 from millrace.wire.v1 import fleet_pb2
-from services.coordinator.fleet.fleet import Fleet, Patience
+from services.coordinator.fleet.fleet import Fleet
+from services.coordinator.fleet.patience import Patience
 from services.coordinator.observe.events import Events
 from services.coordinator.observe.prometheus import PrometheusMetrics
 from services.coordinator.stages.issue import training_sampling
@@ -112,6 +113,28 @@ def test_a_prompt_is_leased_only_if_all_its_samples_fit(redis_url: str) -> None:
         assert await desk.lease(9) == ["0-0", "0-1"]
         assert await desk.lease(3) == []
         assert await desk.lease(4) == ["0-2"]
+
+    at_the_desk(redis_url, scenario)
+
+
+def test_an_empty_queue_is_asked_for_once_by_all_members(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    lease = prompts.Prompts.lease
+
+    async def counted(self: prompts.Prompts, member: MemberId, count: int, lineage: int) -> list[prompts.Claim]:
+        asked.append(member)
+        return await lease(self, member, count, lineage)
+
+    async def scenario(desk: Desk) -> None:
+        names = [f"rollout-{n}" for n in range(5)]
+        for port, name in enumerate(names):
+            await desk.member(name, port + 1)
+        monkeypatch.setattr(prompts.Prompts, "lease", counted)
+        for name in names:
+            assert await desk.lease(4, name=name) == [] and desk.reason == "the queue is empty"
+        assert asked == ["rollout-0"] * len(Purpose)
+        await desk.issue(1)
+        assert await desk.lease(4, name="rollout-4") == ["0-0"]
 
     at_the_desk(redis_url, scenario)
 
