@@ -96,7 +96,8 @@ class Trainer(StrictModel):
     def lowered_to(self, token_budget: int) -> Self:
         """This section with a smaller token budget. The roles' own budgets fall in the same proportion, but not below
         it."""
-        share, lowered = token_budget / self.token_budget, {}
+        share = token_budget / self.token_budget
+        lowered: dict[str, ReferenceRun | CriticRun] = {}
         for role in ROLES:
             own: ReferenceRun | CriticRun = getattr(self, role)
             if own.token_budget is not None:

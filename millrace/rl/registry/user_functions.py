@@ -37,9 +37,12 @@ def load_file(path: Path) -> ModuleType:
 
 @contextmanager
 def errors_with_place(entry: AlgorithmEntry) -> Iterator[None]:
-    """Turns what a user's function raises inside into InvalidJob with file and line; leaves built-in ones alone."""
+    """Turns what a user's function raises inside into InvalidJob with file and line; leaves built-in ones alone, and
+    torch.OutOfMemoryError, which is not the function's fault."""
     try:
         yield
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # a user's code may raise anything, and the trainer must survive it
         if not entry.is_user_defined:
             raise

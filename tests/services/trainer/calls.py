@@ -39,8 +39,13 @@ class Calls:
         request = pb.ConfigureTrainerRequest(job_id=job, spec=text, checkpoint=checkpoint, configuration=configuration)
         return self.call(TrainerRpc.Configure, request)
 
-    def step(self, step: int, groups: dict[str, common_pb2.Group], work: str, job: str = JOB) -> pb.StepResponse:
-        return self.call(TrainerRpc.Step, pb.StepRequest(job_id=job, step=step, groups=refs(groups), work_address=work))
+    def step(
+        self, step: int, groups: dict[str, common_pb2.Group], work: str, job: str = JOB, token_budget: int = 0
+    ) -> pb.StepResponse:
+        request = pb.StepRequest(
+            job_id=job, step=step, groups=refs(groups), work_address=work, token_budget=token_budget
+        )
+        return self.call(TrainerRpc.Step, request)
 
     def begin_save(self, path: str, huggingface: bool = False, job: str = JOB) -> pb.SaveResponse:
         return self.call(TrainerRpc.Save, pb.SaveRequest(job_id=job, path=path, huggingface=huggingface))
