@@ -12,6 +12,9 @@ from millrace.validation import limits
 from millrace.validation.mistakes import options
 from millrace.validation.model import StrictModel
 
+OF_EACH_MODEL = ("compile_layers", "fsdp_size", "offload_parameters", "sequence_parallel_size")
+"""Options that reference and critic may have other values of."""
+
 
 class Fsdp2Options(StrictModel):
     """What `trainer.backend_options` may hold for this backend."""
@@ -32,8 +35,9 @@ class Fsdp2Options(StrictModel):
     sequence_parallel_size: int = Field(1, ge=1, le=limits.MOST_RANKS)
     """Ranks that share each micro-batch (Ulysses, arXiv 2309.14509): each has a slice of its tokens, and in attention a
     share of its heads. Activations of long sequences are divided by it. trainer.token_budget counts the tokens of the
-    whole micro-batch. It divides the number of attention heads and the number of ranks; key-value heads may be
-    fewer."""
+    whole micro-batch. It divides the number of attention heads and the number of ranks; key-value heads may be fewer.
+    That of `trainer.reference` and `trainer.critic` divides that of the policy, whose ranks then take turns at the
+    micro-batches."""
     offload_parameters: bool = False
     """Keep weights, gradients and optimizer in host memory, of every model unless `trainer.reference` or
     `trainer.critic` says otherwise. Each layer's weights are copied to the GPU when they are needed; the optimizer runs
@@ -65,10 +69,8 @@ DESCRIPTOR = BackendDescriptor(
     options=Fsdp2Options,
     ranks_multiple=lambda options: lcm(options.fsdp_size or 1, options.sequence_parallel_size),
     role_options={
-        "reference": frozenset({"logprob_chunk_tokens", "compile_layers", "fsdp_size", "offload_parameters"}),
-        "critic": frozenset(
-            {"compile_layers", "fsdp_size", "offload_parameters", "offload_optimizer", "offload_activations"}
-        ),
+        "reference": frozenset({"logprob_chunk_tokens", *OF_EACH_MODEL}),
+        "critic": frozenset({"offload_optimizer", "offload_activations", *OF_EACH_MODEL}),
     },
     check="millrace.fsdp2.sequence_parallel:check_submission",
     trains_adapters=True,

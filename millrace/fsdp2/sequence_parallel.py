@@ -9,8 +9,10 @@ from millrace.backends.fsdp2 import Fsdp2Options, parse
 from millrace.data.model_folder import text_config
 from millrace.errors import InvalidJob, Mistake, wrong_value
 from millrace.spec import JobSpec
+from millrace.spec.trainer import ROLES, Role
 
-FIELD = "trainer.backend_options.sequence_parallel_size"
+NAME = "sequence_parallel_size"
+FIELD = f"trainer.backend_options.{NAME}"
 HEADS = ("num_attention_heads", "num_attention_heads_per_layer")
 ROTARY = ("rope_parameters", "rope_scaling")
 CONFIG_ENTRIES = (*HEADS, *ROTARY)
@@ -25,32 +27,55 @@ SPLIT = ("auto", "varlen", "segments")
 def check_submission(spec: JobSpec) -> None:
     """The checks that need no trainer. Raises InvalidJob with every rule that is broken."""
     options, critic = parse(spec.trainer.backend_options), spec.algorithm.critic
+    broken: list[Mistake] = []
     if options.sequence_parallel_size > 1:
-        check(options, text_config(Path(spec.model.path)))
-    if options.sequence_parallel_size > 1 and critic is not None and critic.path is not None:
-        check(options, text_config(Path(critic.path), "algorithm.critic.path"))
+        broken += _broken_rules(options, text_config(Path(spec.model.path)), FIELD)
+    for role in ROLES:
+        broken += _not_shared(options.sequence_parallel_size, parse(spec.trainer.of(role).backend_options), role)
+    own = parse(spec.trainer.of("critic").backend_options)
+    if own.sequence_parallel_size > 1 and critic is not None and critic.path is not None:
+        field = _field("critic") if NAME in spec.trainer.critic.backend_options else FIELD
+        broken += _broken_rules(own, text_config(Path(critic.path), "algorithm.critic.path"), field)
+    if broken:
+        raise InvalidJob.of(broken)
 
 
 def check(options: Fsdp2Options, config: Mapping[str, Any]) -> None:
     """Raises InvalidJob with every rule that a model with this config breaks."""
-    if options.sequence_parallel_size > 1 and (broken := list(_broken_rules(options, config))):
+    if options.sequence_parallel_size > 1 and (broken := list(_broken_rules(options, config, FIELD))):
         raise InvalidJob.of(broken)
 
 
-def _broken_rules(options: Fsdp2Options, config: Mapping[str, Any]) -> Iterator[Mistake]:
+def check_role(policy: int, own: Fsdp2Options, role: Role) -> None:
+    """Raises InvalidJob where a role cannot have its own size beside that of the policy."""
+    if broken := list(_not_shared(policy, own, role)):
+        raise InvalidJob.of(broken)
+
+
+def _field(role: Role) -> str:
+    return f"trainer.{role}.backend_options.{NAME}"
+
+
+def _not_shared(policy: int, own: Fsdp2Options, role: Role) -> Iterator[Mistake]:
+    if policy % (size := own.sequence_parallel_size):
+        reason = f"the {policy} ranks that share the policy's micro-batches do not divide into groups of {size}"
+        yield wrong_value(_field(role), size, reason, f"choose a divisor of {policy}, or another {FIELD}.")
+
+
+def _broken_rules(options: Fsdp2Options, config: Mapping[str, Any], field: str) -> Iterator[Mistake]:
     size = options.sequence_parallel_size
     if options.attention not in SPLIT:
         reason = f"{options.attention} attention cannot be divided over ranks"
-        yield wrong_value(FIELD, size, reason, "leave trainer.backend_options.attention out, or set this to 1.")
+        yield wrong_value(field, size, reason, "leave trainer.backend_options.attention out, or set this to 1.")
     heads = {config.get("num_attention_heads"), *(config.get("num_attention_heads_per_layer") or ())} - {None}
     for count in sorted(count for count in heads if isinstance(count, int)):
         if count % size:
             reason = f"the model's {count} attention heads do not divide by it"
-            yield wrong_value(FIELD, size, reason, f"choose a divisor of {count}.")
+            yield wrong_value(field, size, reason, f"choose a divisor of {count}.")
     for kind in sorted(set(_rotary_kinds(config))):
         if any(name in kind for name in BY_LENGTH):
             reason = f"the model's rotary positions ({kind}) depend on the longest text of a micro-batch"
-            yield wrong_value(FIELD, size, reason, "set it to 1, or give the model's config yarn or linear scaling.")
+            yield wrong_value(field, size, reason, "set it to 1, or give the model's config yarn or linear scaling.")
 
 
 def _rotary_kinds(config: Mapping[str, Any]) -> Iterator[str]:

@@ -15,19 +15,27 @@ LONG = {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor
 BY_KIND = {"rope_parameters": {"full_attention": {"rope_type": "dynamic", "factor": 2.0}, "sliding_attention": {}}}
 
 
-def job(folder: Path, config: dict[str, Any], options: dict[str, Any], critic: dict[str, Any] | None = None) -> JobSpec:
-    for name, written in (("model", config), ("critic", critic)):
+def job(
+    folder: Path,
+    config: dict[str, Any],
+    options: dict[str, Any],
+    critic_config: dict[str, Any] | None = None,
+    **roles: int,
+) -> JobSpec:
+    """A job with models of these configs, and sizes of its roles."""
+    for name, written in (("model", config), ("critic", critic_config)):
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(written))
-    judged = {} if critic is None else {"preset": "ppo", "critic": {"path": str(folder / "critic")}}
+    critic = {} if critic_config is None else {"path": str(folder / "critic")}
+    sizes = {role: {"backend_options": {"sequence_parallel_size": size}} for role, size in roles.items()}
     return parse(
         {
             "name": "long",
             "output": str(folder / "output"),
             "model": {"path": str(folder / "model")},
             "data": {"procedural": "reasoning_gym:spell_backward"},
-            "algorithm": judged,
-            "trainer": {"backend_options": options},
+            "algorithm": {"preset": "ppo", "kl_coefficient": 0.1, "critic": critic},
+            "trainer": {"backend_options": options, **sizes},
         }
     )
 
@@ -71,6 +79,15 @@ def test_the_critic_is_checked_too(tmp_path: Path) -> None:
     critic = {"num_attention_heads": 6}
     with pytest.raises(InvalidJob, match="the model's 6 attention heads"):
         check_submission(job(tmp_path, DENSE, {"sequence_parallel_size": 4}, critic))
+
+
+def test_the_size_of_a_role_divides_that_of_the_policy(tmp_path: Path) -> None:
+    spec = job(tmp_path, DENSE, {"sequence_parallel_size": 6}, reference=4, critic=3)
+    with pytest.raises(InvalidJob) as refused:
+        check_submission(spec)
+    (mistake,) = refused.value.mistakes
+    assert mistake.field == "trainer.reference.backend_options.sequence_parallel_size" and mistake.value == "4"
+    assert mistake.reason == "the 6 ranks that share the policy's micro-batches do not divide into groups of 4"
 
 
 @pytest.mark.parametrize("size", [1, 2, 12])

@@ -71,12 +71,10 @@ class Segments:
         return cls(tuple(buckets), place_p.to(device))
 
 
-def model_inputs(
-    attention: str, tokens: RankTokens, exchange: HeadExchange | None, device: torch.device
-) -> dict[str, Any]:
+def model_inputs(attention: str, tokens: RankTokens, device: torch.device) -> dict[str, Any]:
     """Arguments of a model's forward pass for this rank's tokens of a micro-batch."""
     inputs = {"input_ids": tokens.tokens_t[None], "position_ids": tokens.places_t[None], "use_cache": False}
-    shared = {} if exchange is None else {"exchange": exchange}
+    shared = {} if tokens.exchange is None else {"exchange": tokens.exchange}
     return {**inputs, **shared, **_packing(attention, tokens.whole, device)}
 
 

@@ -16,7 +16,7 @@ from transformers.utils import is_flash_attn_2_available
 from millrace.backends import FIELD
 from millrace.backends.fsdp2 import Fsdp2Options, parse
 from millrace.errors import InvalidJob, refused
-from millrace.fsdp2.sequence_parallel import CONFIG_ENTRIES, check
+from millrace.fsdp2.sequence_parallel import CONFIG_ENTRIES, check, check_role
 from millrace.memory.ledger import Part
 from millrace.spec import JobSpec
 from millrace.spec.trainer import Role
@@ -31,7 +31,7 @@ from services.trainer.backends.fsdp2.model import Sharding, decoder_layers, load
 from services.trainer.backends.fsdp2.offload.activations import ActivationOffload
 from services.trainer.backends.fsdp2.published import export, shards
 from services.trainer.backends.fsdp2.published.parts import parts
-from services.trainer.backends.fsdp2.sequence_parallel import RankTokens, divide_ranks
+from services.trainer.backends.fsdp2.sequence_parallel import RankTokens, SequenceGroup, divide_ranks, group_of_role
 from services.trainer.backends.fsdp2.sharded_model import ShardedModel, reset_sharding
 from services.trainer.backends.head import WantedTokens
 from services.trainer.protocol.backend import LossFn, Output, TokenScores
@@ -76,6 +76,7 @@ class Fsdp2Backend(ShardedModel):
             check(options, {name: getattr(text, name, None) for name in CONFIG_ENTRIES})
         self.device = device
         self._sequence, self.data_parallel = divide_ranks(options.sequence_parallel_size)
+        self._reference_sequence = self._sequence
         sharding = Sharding(
             mesh,
             chosen,
@@ -96,6 +97,7 @@ class Fsdp2Backend(ShardedModel):
         reference = parse(spec.trainer.of("reference").backend_options)
         if spec.algorithm.kl is not None and self.adapter is None:
             own = _role_sharding(sharding, reference, "reference")
+            self._reference_sequence = own.sequence
             self._reference = policy(spec.model, config, own, dtype=compute).requires_grad_(False)
         self._reference_weights: list[Tensor] = [] if self._reference is None else list(self._reference.parameters())
         super().__init__(model, spec.trainer.optimizer, device, offload_optimizer=options.offload_optimizer)
@@ -133,16 +135,21 @@ class Fsdp2Backend(ShardedModel):
         if reference and not without_adapter:
             model = self._reference
         assert model is not None, "a reference policy is kept only for a job with algorithm.kl"
+        sequence = self._reference_sequence if reference and not without_adapter else self._sequence
+        mine = sequence.turns.mine(microbatches)
         with adapters_off(model) if without_adapter else nullcontext():
-            return [scores.logprobs_r for scores in self._forward(model, microbatches, temperature)]
+            scores = self._forward(model, sequence, mine, temperature)
+        return sequence.turns.everyones([each.logprobs_r for each in scores], microbatches)
 
     def scores(self, microbatches: Sequence[MicroBatch], *, temperature: float) -> list[TokenScores]:
-        return self._forward(self._model, microbatches, temperature)
+        return self._forward(self._model, self._sequence, microbatches, temperature)
 
     @torch.no_grad()
-    def _forward(self, model: nn.Module, microbatches: Sequence[MicroBatch], temperature: float) -> list[TokenScores]:
+    def _forward(
+        self, model: nn.Module, sequence: SequenceGroup, microbatches: Sequence[MicroBatch], temperature: float
+    ) -> list[TokenScores]:
         with self._without_dropout():
-            scores = [self._scores(model, batch, temperature) for batch in microbatches]
+            scores = [self._scores(model, sequence, batch, temperature) for batch in microbatches]
         model.reshard()  # type: ignore[operator]  # the root waits for a backward pass, which does not come
         return scores
 
@@ -162,7 +169,7 @@ class Fsdp2Backend(ShardedModel):
     ) -> list[Output]:
         outputs = []
         for batch in microbatches:
-            scores = self._scores(self._model, batch, temperature)
+            scores = self._scores(self._model, self._sequence, batch, temperature)
             try:
                 loss, output = loss_fn(batch, scores)
             except InvalidJob:  # a user's own loss: the job may continue once it is fixed
@@ -172,11 +179,11 @@ class Fsdp2Backend(ShardedModel):
             outputs.append(output)
         return outputs
 
-    def _scores(self, model: nn.Module, batch: MicroBatch, temperature: float) -> TokenScores:
-        tokens = self._sequence.tokens(batch, self.device)
-        with self._sequence.own_random_numbers(self.device) if self._dropout else nullcontext():
+    def _scores(self, model: nn.Module, sequence: SequenceGroup, batch: MicroBatch, temperature: float) -> TokenScores:
+        tokens = sequence.tokens(batch, self.device)
+        with sequence.own_random_numbers(self.device) if self._dropout else nullcontext():
             score = self._from_hidden_states if self._chunked else self._from_logits
-            scores_2r = self._sequence.whole_scores(score(model, tokens, temperature), tokens)
+            scores_2r = sequence.whole_scores(score(model, tokens, temperature), tokens)
         return TokenScores(*scores_2r.unbind())
 
     def _from_hidden_states(self, model: nn.Module, tokens: RankTokens, temperature: float) -> Tensor:
@@ -206,7 +213,7 @@ class Fsdp2Backend(ShardedModel):
         return head.agrees(scores_2r, expected_2r[0])
 
     def _inputs(self, tokens: RankTokens) -> dict[str, Any]:
-        return attention.model_inputs(self._attention, tokens, self._sequence.exchange, self.device)
+        return attention.model_inputs(self._attention, tokens, self.device)
 
     def manifest(self, dtype: str) -> Manifest:
         return export.manifest(self._model, dtype)
@@ -260,8 +267,14 @@ def _role_sharding(policy: Sharding, options: Fsdp2Options, role: Role) -> Shard
     """How the reference or the critic, which has these options, is sharded beside the policy."""
     device = torch.device(policy.mesh.device_type)
     mesh = _mesh(options, device, f"trainer.{role}.backend_options")
-    mesh = policy.mesh if mesh.shape == policy.mesh.shape else mesh
-    return replace(policy, mesh=mesh, offload=options.offload_parameters, compile=_compiles(options, device))
+    check_role(policy.sequence.size, options, role)
+    return replace(
+        policy,
+        mesh=policy.mesh if mesh.shape == policy.mesh.shape else mesh,
+        sequence=group_of_role(policy.sequence, options.sequence_parallel_size),
+        offload=options.offload_parameters,
+        compile=_compiles(options, device),
+    )
 
 
 def _compiles(options: Fsdp2Options, device: torch.device) -> bool:

@@ -80,17 +80,22 @@ class Fsdp2Critic(ShardedModel):
 
     def values(self, microbatches: Sequence[MicroBatch]) -> list[Tensor]:
         with torch.no_grad():
-            values = [self._values(batch) for batch in microbatches]
+            values = [self._values(batch) for batch in self._sequence.turns.mine(microbatches)]
         self._model.reshard()  # the root waits for a backward pass, which does not come
-        return values
+        return self._sequence.turns.everyones(values, microbatches)
 
     def forward_backward(self, microbatches: Sequence[MicroBatch], loss_fn: ValueLossFn[Output]) -> list[Output]:
-        outputs = []
-        for batch in microbatches:
-            loss, output = loss_fn(batch, self._values(batch))
+        turns, values, outputs = self._sequence.turns, [], []
+        for batch in turns.mine(microbatches):
+            values_r = self._values(batch)
+            loss, output = loss_fn(batch, values_r)
             loss.backward()
+            values.append(values_r.detach())
             outputs.append(output)
-        return outputs
+        own = iter(outputs)
+        scored = enumerate(zip(microbatches, turns.everyones(values, microbatches), strict=True))
+        # Other ranks added the gradient of the other micro-batches; the same values give the same output here.
+        return [next(own) if turns.is_mine(number) else loss_fn(*each)[1] for number, each in scored]
 
     def export(self, dtype: str) -> Iterator[tuple[TensorInfo, Tensor | None]]:
         for part in ("model", "score"):
@@ -99,8 +104,7 @@ class Fsdp2Critic(ShardedModel):
 
     def _values(self, batch: MicroBatch) -> Tensor:
         tokens = self._sequence.tokens(batch, self._device)
-        inputs = model_inputs(self._attention, tokens, self._sequence.exchange, self._device)
-        values_r: Tensor = self._model(tokens.positions_r, **inputs)
+        values_r: Tensor = self._model(tokens.positions_r, **model_inputs(self._attention, tokens, self._device))
         return self._sequence.whole_scores(values_r[None], tokens)[0]
 
 

@@ -6,9 +6,9 @@ of a share of the heads, and another after it gives each rank its slice of all h
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from math import gcd
 from typing import Any
@@ -51,8 +51,8 @@ class HeadExchange:
     def to_tokens(self, out: Tensor) -> Tensor:
         """[1, P, heads/ranks, d] → [1, P/ranks, heads, d]: what attention computed, for this rank's tokens."""
         by_rank = out[0].unflatten(0, (self.ranks, -1))
-        heads_by_rank = self._all_to_all(by_rank.contiguous())
-        return heads_by_rank.transpose(0, 1).flatten(1, 2)[None]
+        out_thd: Tensor = self._all_to_all(by_rank.contiguous()).transpose(0, 1).flatten(1, 2)
+        return out_thd[None]
 
     def _needed_heads(self, tensor: Tensor, heads: int) -> Tensor:
         """The key-value heads to send, those for rank 0 first: of a rank's query heads, runs of `run` heads read one
@@ -65,7 +65,8 @@ class HeadExchange:
 
     def _by_rank(self, tensor: Tensor) -> Tensor:
         """[1, heads, T, d] → [ranks, T, heads/ranks · d]"""
-        return tensor[0].unflatten(0, (self.ranks, -1)).transpose(1, 2).flatten(2)
+        by_rank: Tensor = tensor[0].unflatten(0, (self.ranks, -1)).transpose(1, 2).flatten(2)
+        return by_rank
 
     def _all_to_all(self, by_rank: Tensor) -> Tensor:
         """Sends the i-th part to rank i. The i-th part of the result came from rank i."""
@@ -90,6 +91,39 @@ class RankTokens:
     """Ids of the response tokens that this rank scores, int64."""
     counts: tuple[int, ...]
     """Number of response tokens that each rank of the group scores."""
+    exchange: HeadExchange | None
+    """What attention does before and after; None where this rank has all tokens."""
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Groups of ranks that have the same micro-batches and take turns at them. Every rank gets the results of all."""
+
+    number: int = 0
+    """The group of this rank."""
+    count: int = 1
+    group: ProcessGroup | None = None
+    """The ranks that have this rank's place in each of the groups; None where there is one group."""
+
+    def mine(self, microbatches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """The micro-batches that this rank's group runs, as many as every group: the last may be padding."""
+        missing = -len(microbatches) % self.count
+        return [*microbatches, *[MicroBatch.pack([], [])] * missing][self.number :: self.count]
+
+    def is_mine(self, number: int) -> bool:
+        """Whether this rank's group runs the micro-batch of this number."""
+        return number % self.count == self.number
+
+    def everyones(self, mine: Sequence[Tensor], microbatches: Sequence[MicroBatch]) -> list[Tensor]:
+        """The scores of each micro-batch, [R], from those that this rank's group computed. A collective."""
+        if self.group is None:
+            return list(mine)
+        counts = [sum(batch.response_lengths) for batch in microbatches]
+        totals = tuple(sum(counts[first :: self.count]) for first in range(self.count))
+        flat = gather_scores(torch.cat(list(mine))[None], totals, self.group)[0]
+        order = [number for first in range(self.count) for number in range(first, len(counts), self.count)]
+        scored = dict(zip(order, flat.split([counts[number] for number in order]), strict=True))
+        return [scored[number] for number in range(len(counts))]
 
 
 @dataclass(frozen=True)
@@ -101,11 +135,7 @@ class SequenceGroup:
     size: int = 1
     group: ProcessGroup | None = None
     """None where one rank computes all of a micro-batch."""
-
-    @property
-    def exchange(self) -> HeadExchange | None:
-        """What attention does before and after; None where a rank has all tokens."""
-        return None if self.group is None else HeadExchange(self.size, self.group.group_name)
+    turns: Turns = field(default_factory=Turns)
 
     def tokens(self, batch: MicroBatch, device: torch.device) -> RankTokens:
         """This rank's tokens of a micro-batch."""
@@ -124,6 +154,7 @@ class SequenceGroup:
             (padded.predicting_r[scored] - first).to(device),
             padded.targets_r[scored].to(device),
             tuple(counts),
+            None if self.group is None else HeadExchange(self.size, self.group.group_name),
         )
 
     def whole_scores(self, mine_kr: Tensor, tokens: RankTokens) -> Tensor:
@@ -148,21 +179,38 @@ def divide_ranks(size: int) -> tuple[SequenceGroup, DataParallel]:
     ranks."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     everyone = dist.group.WORLD if ranks > 1 else None
-    if size == 1 or everyone is None:
-        return SequenceGroup(), DataParallel(rank, ranks, everyone)
-    sequence, data = _groups(everyone, size)
-    return SequenceGroup(rank % size, size, sequence), DataParallel(rank // size, ranks // size, data)
+    same_place = [range(place, ranks, size) for place in range(size)]
+    data = everyone if size == 1 else _subgroup(same_place)
+    return _sequence_group(size), DataParallel(rank // size, ranks // size, data)
 
 
-@functools.lru_cache(maxsize=8)
-def _groups(everyone: ProcessGroup, size: int) -> tuple[ProcessGroup, ProcessGroup | None]:
-    """The ranks that share this rank's micro-batches, and those with the same slice of other micro-batches. Kept, as
-    the next job of these ranks needs the same."""
+def group_of_role(policy: SequenceGroup, size: int) -> SequenceGroup:
+    """The ranks that share the micro-batches of a role, where that are fewer than those of the policy: the policy's
+    ranks take turns in groups of `size`, which divides their number. A collective."""
+    if size == policy.size:
+        return policy
+    count, ranks = policy.size // size, dist.get_world_size()
+    starts = [first + place for first in range(0, ranks, policy.size) for place in range(size)]
+    same_place = _subgroup([range(start, start + policy.size, size) for start in starts])
+    return replace(_sequence_group(size), turns=Turns(policy.rank // size, count, same_place))
+
+
+def _sequence_group(size: int) -> SequenceGroup:
+    consecutive = [range(first, first + size) for first in range(0, dist.get_world_size(), size)]
+    return SequenceGroup(dist.get_rank() % size, size, _subgroup(consecutive))
+
+
+def _subgroup(groups: Sequence[range]) -> ProcessGroup | None:
+    """The process group of this rank among `groups`, which divide all ranks; None where each has one rank. It has a
+    communicator of its own even where it has all ranks: FSDP gathers weights meanwhile."""
+    everyone = dist.group.WORLD
+    return None if everyone is None or len(groups[0]) == 1 else _created(everyone, tuple(groups))
+
+
+@functools.lru_cache(maxsize=16)
+def _created(everyone: ProcessGroup, groups: tuple[range, ...]) -> ProcessGroup:
+    """Kept, as the next job of these ranks needs the same."""
     timeout = timedelta(seconds=COLLECTIVE_S)
-    ranks = everyone.size()
-    sequence: Any = dist.new_subgroups(size, timeout=timeout)[0]
-    if size == ranks:
-        return sequence, None
-    same_slice = [list(range(first, ranks, size)) for first in range(size)]
-    data: Any = dist.new_subgroups_by_enumeration(same_slice, timeout=timeout)[0]
-    return sequence, data
+    mine: Any = dist.new_subgroups_by_enumeration([list(group) for group in groups], timeout=timeout)[0]
+    created: ProcessGroup = mine
+    return created
