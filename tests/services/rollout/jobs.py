@@ -42,9 +42,9 @@ def job_spec(model: Path, engine: str = "transformers", **changes: dict[str, Any
 
 
 def adapter_job(
-    model: Path, engine: str, *, rank: int = 8, targets: str | list[str] = "all-linear", **options: Any
+    model: Path, engine: str, *, rank: int = 8, targets: str | list[str] = "all-linear", **changes: dict[str, Any]
 ) -> JobSpec:
-    """The same job with an adapter that is published apart from the weights; `options` are the engine's."""
-    spec = job_spec(model, engine, rollout={"engine_options": ENGINE_OPTIONS[engine] | options})
+    """The same job with an adapter that is published apart from the weights."""
+    spec = job_spec(model, engine, **changes)
     lora = Lora(rank=rank, target_modules=targets, merge=False)  # type: ignore[arg-type]
     return spec.model_copy(update={"model": spec.model.model_copy(update={"lora": lora})})

@@ -1,5 +1,5 @@
-"""The contract of every engine, on tied and untied embeddings, in float32 and bfloat16: samples, log-probabilities,
-versions, weights."""
+"""The contract of every engine, on tied and untied embeddings, in float32 and bfloat16, with whole weights and with an
+adapter published apart from them: samples, log-probabilities, versions, weights."""
 
 import asyncio
 import os
@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from millrace.errors import InvalidState, PublicationFailed
 from millrace.ids import Version
 from millrace.weights.plans.boxes import Boxes
 from millrace.weights.plans.layout import whole_layout
-from millrace.weights.plans.manifest import Manifest
+from millrace.weights.plans.manifest import Content, Manifest
 from millrace.weights.plans.memory import Memory
 from millrace.weights.plans.wire_layouts import Planner, encode
 from millrace.weights.transfer.channels.rendezvous import Rendezvous, serve_store
@@ -38,10 +39,11 @@ from services.rollout.engines import create, probe
 from services.rollout.engines.vllm.versions import VersionMarks
 from services.rollout.weights.engine_weights import CommitReport, ReceiveReport
 from services.rollout.weights.transfer_request import TransferRequest
+from tests.adapters import published, with_adapter
 from tests.models import byte_tokenizer, random_model
 from tests.sender import Sender, export
 from tests.services.rollout.conftest import Run
-from tests.services.rollout.jobs import job_spec
+from tests.services.rollout.jobs import adapter_job, job_spec
 from tests.services.rollout.parameters import engine_parameters
 from tests.services.rollout.reference import greedy_prompt, logits, logprobs
 from tests.shard_sender import Shards, ShardSender
@@ -49,6 +51,8 @@ from tests.shard_sender import Shards, ShardSender
 pytestmark = pytest.mark.slow
 
 END_OF_TURN = 258
+RANK = 32
+"""Of adapters: large enough for several rounds of messages."""
 PROMPT = [257, *b"a question of some length", 258]
 # Longer than one block of the prefix cache of vLLM's CPU build, so that later samples reuse its keys and values.
 LONG_PROMPT = [257, *(b"0123456789" * 15)]
@@ -61,12 +65,35 @@ class Case:
     dtype: torch.dtype
     version: int = 0
     model: Any = None
+    base: Any = None
+    """The model without its adapter, which is in place; None where whole models are published."""
+
+    @property
+    def content(self) -> Content:
+        return Content.MODEL if self.base is None else Content.ADAPTER
+
+    def tensors(self, model: Any) -> dict[str, torch.Tensor]:
+        """What is published of a model."""
+        return export(model) if self.base is None else published(model)
+
+    def sender(self, model: Any, version: int, **options: Any) -> Sender:
+        return Sender(self.tensors(model), version=version, content=self.content, **options)
+
+    def shards(self, model: Any) -> Shards:
+        return Shards(self.tensors(model), content=self.content)
+
+    async def publish_base(self) -> None:
+        """From here on versions are adapters of one random model."""
+        base = random_model(tied=self.tied, seed=1000, dtype=self.dtype)
+        await self.receive(Sender(export(base), version=1, content=Content.BASE))
+        await self.engine.commit(None, "recompute")
+        self.base = base
 
     async def publish(self, *, cache_policy: str = "recompute") -> CommitReport:
         """Publishes the next version: a random model of its own."""
         self.version += 1
         model = self.random_model(self.version)
-        sender = Sender(export(model), version=self.version)
+        sender = self.sender(model, self.version)
         await self.receive(sender)
         swap = await self.engine.commit(sender.request.version, cache_policy)  # type: ignore[arg-type]
         self.model = model
@@ -78,7 +105,7 @@ class Case:
             pytest.skip("this sender's shards are on the CPU: shards go from GPU to GPU, see tests/gpu")
         self.version += 1
         self.model = self.random_model(self.version)
-        shards = Shards(export(self.model))
+        shards = self.shards(self.model)
         wanted = await self.engine.describe(shards.manifest)
         return ShardSender(shards, wanted, version=self.version, mode=mode, **options)  # type: ignore[arg-type]
 
@@ -89,6 +116,8 @@ class Case:
         return await self.engine.commit(sender.request.version, "recompute")
 
     def random_model(self, seed: int) -> Any:
+        if self.base is not None:
+            return with_adapter(self.base, seed=seed, rank=RANK, alpha=RANK)
         return random_model(tied=self.tied, seed=seed, dtype=self.dtype)
 
     def agrees(self, reported: Any, expected: Any) -> bool:
@@ -174,17 +203,23 @@ class WholeReceiver:
         pytest.param("vllm-untied-bfloat16", marks=pytest.mark.e2e),
         pytest.param("sglang-tied-bfloat16", marks=pytest.mark.gpu),
         pytest.param("sglang-untied-bfloat16", marks=pytest.mark.gpu),
+        "transformers-tied-float32-adapter",
+        pytest.param("vllm-untied-bfloat16-adapter", marks=[pytest.mark.e2e, pytest.mark.matrix]),
+        pytest.param("sglang-tied-bfloat16-adapter", marks=pytest.mark.gpu),
     ],
 )
 def case(request: pytest.FixtureRequest, run: Run, tied_model: Path, untied_model: Path) -> Iterator[Case]:
-    name, embeddings, dtype = request.param.split("-")
+    name, embeddings, dtype, *adapter = request.param.split("-")
     if name == "sglang" and not (torch.cuda.is_available() and probe(name).ok):
         pytest.skip("SGLang needs a CUDA device")
     tied = embeddings == "tied"
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # lets a test look into the worker's memory
     engine = create(name)
-    run(engine.start(job_spec(tied_model if tied else untied_model, name, rollout={"dtype": dtype})))
+    make_job = partial(adapter_job, rank=RANK) if adapter else job_spec
+    run(engine.start(make_job(tied_model if tied else untied_model, name, rollout={"dtype": dtype})))
     case = Case(engine, tied, getattr(torch, dtype))
+    if adapter:
+        run(case.publish_base())
     run(case.publish())
     yield case
     run(engine.stop())
@@ -319,7 +354,7 @@ async def _across_a_swap(case: Case, cache_policy: str) -> tuple[Any, Any, list[
     old = case.model
     case.version += 1
     new = case.random_model(case.version)
-    sender = Sender(export(new), version=case.version, hold_after=5)
+    sender = case.sender(new, case.version, hold_after=5)
     sampling = Sampling(max_response_tokens=200)
     flying = asyncio.gather(*(case.engine.generate(LONG_PROMPT, sampling) for _ in range(12)))
     await case.engine.prepare(sender.request)
@@ -396,7 +431,13 @@ def test_kept_cache_makes_a_difference_that_ends_with_the_samples_in_flight(
         assert case.agrees(sample.logprobs, logprobs(new, LONG_PROMPT, sample.tokens))
 
 
+def skip_adapters(case: Case) -> None:
+    if case.base is not None:
+        pytest.skip("this reads the model's own parameters; test_vllm_adapters.py compares those of adapters")
+
+
 def test_every_tensor_in_the_engine_is_the_senders_bit_for_bit(case: Case, run: Run) -> None:
+    skip_adapters(case)
     swap = run(case.publish())
     held = run(engine_parameters(case.engine))
     sent = export(case.model)
@@ -412,6 +453,8 @@ def test_every_tensor_in_the_engine_is_the_senders_bit_for_bit(case: Case, run: 
 
 @pytest.mark.parametrize("mode", [weights_pb2.COMMIT_MODE_SHADOW, weights_pb2.COMMIT_MODE_INPLACE])
 def test_a_sharded_publication_is_the_oracle_bit_for_bit(case: Case, run: Run, mode: int) -> None:
+    skip_adapters(case)
+
     async def published() -> None:
         swap = await case.publish_shards(mode)
         assert (swap.mode, swap.loader_tensors, swap.loader_bytes) == (mode, 0, 0)
@@ -431,7 +474,7 @@ def test_a_sharded_publication_is_the_oracle_bit_for_bit(case: Case, run: Run, m
 def test_what_is_served_is_sent_on_bit_for_bit_while_the_engine_generates(case: Case, run: Run) -> None:
     async def scenario() -> None:
         await case.publish_shards(weights_pb2.COMMIT_MODE_SHADOW)
-        manifest = Shards(export(case.model)).manifest
+        manifest = case.shards(case.model).manifest
         sibling = WholeReceiver(manifest, await case.engine.describe(manifest))
         await case.engine.prepare_send(sibling.request, "job-test/1/1/0")
         sampling = asyncio.create_task(case.samples(4, PROMPT, max_response_tokens=60))
@@ -443,7 +486,7 @@ def test_what_is_served_is_sent_on_bit_for_bit_while_the_engine_generates(case: 
         got = await asyncio.to_thread(sibling.receive)
         assert dict((await sending).checksums) == dict(got.sums)
         await case.engine.end_send()
-        for name, tensor in export(case.model).items():
+        for name, tensor in case.tensors(case.model).items():
             assert torch.equal(sibling.tensors[name].view(torch.uint8), tensor.view(torch.uint8)), name
         absent = WholeReceiver(manifest, await case.engine.describe(manifest))
         await case.engine.prepare_send(absent.request, "job-test/1/1/0")
@@ -487,9 +530,9 @@ def test_generation_stands_still_only_for_an_inplace_transfer(case: Case, run: R
 
 def test_half_a_model_is_never_served_and_a_whole_one_repairs_it(case: Case, run: Run) -> None:
     async def scenario() -> list[Any]:
-        tensors = export(case.random_model(99))
-        del tensors["model.layers.1.self_attn.k_proj.weight"]
-        sender = Sender(tensors, version=case.version + 1)
+        tensors = case.tensors(case.random_model(99))
+        del tensors[next(name for name in tensors if "layers.1.self_attn.k_proj" in name)]
+        sender = Sender(tensors, version=case.version + 1, content=case.content)
         flying = asyncio.gather(
             *(case.engine.generate(PROMPT, Sampling(max_response_tokens=200)) for _ in range(4)),
             return_exceptions=True,
@@ -497,7 +540,8 @@ def test_half_a_model_is_never_served_and_a_whole_one_repairs_it(case: Case, run
         with pytest.raises(PublicationFailed, match=r"k_proj|qkv_proj"):
             await case.receive(sender)
             await case.engine.commit(sender.request.version, "recompute")
-        refused_early = case.engine.name == "transformers"  # it sees the difference in PREPARE and goes on serving
+        # These see the difference in PREPARE and go on serving.
+        refused_early = case.engine.name == "transformers" or case.base is not None
         ended = await flying
         if not refused_early:
             assert any(isinstance(e, InvalidState) for e in ended)
@@ -510,14 +554,14 @@ def test_half_a_model_is_never_served_and_a_whole_one_repairs_it(case: Case, run
 
 
 def test_manifest_of_another_dtype_is_refused(case: Case, run: Run) -> None:
-    tensors = {name: t.half() for name, t in export(case.random_model(1)).items()}
+    tensors = {name: t.half() for name, t in case.tensors(case.random_model(1)).items()}
     with pytest.raises(PublicationFailed, match=r"dtype|float16"):
-        run(case.engine.prepare(Sender(tensors, version=case.version + 1).request))
+        run(case.engine.prepare(Sender(tensors, version=case.version + 1, content=case.content).request))
 
 
 def test_aborted_transfer_is_forgotten(case: Case, run: Run) -> None:
     async def scenario() -> None:
-        sender = Sender(export(case.random_model(7)), version=case.version + 1, hold_after=3)
+        sender = case.sender(case.random_model(7), case.version + 1, hold_after=3)
         await case.engine.prepare(sender.request)
         sender.start()
         await case.engine.begin_receive()

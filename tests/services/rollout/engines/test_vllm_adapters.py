@@ -21,7 +21,7 @@ from tests.models import random_model
 from tests.sender import Sender, export
 from tests.services.rollout.conftest import Run
 from tests.services.rollout.engines.test_engines import LONG_PROMPT, PROMPT, Case, WholeReceiver
-from tests.services.rollout.jobs import adapter_job
+from tests.services.rollout.jobs import ENGINE_OPTIONS, adapter_job
 from tests.services.rollout.reference import logprobs
 from tests.shard_sender import Shards, ShardSender
 
@@ -89,10 +89,10 @@ class Served:
 )
 def served(request: pytest.FixtureRequest, run: Run, tied_model: Path, untied_model: Path) -> Iterator[Served]:
     tied, targets = request.param.startswith("tied"), "all-linear" if "all" in request.param else ["q_proj", "v_proj"]
-    options = {"tensor_parallel_size": 2 if "tp2" in request.param else 1}
+    options = ENGINE_OPTIONS["vllm"] | {"tensor_parallel_size": 2 if "tp2" in request.param else 1}
     folder = tied_model if tied else untied_model
     engine = create("vllm")
-    run(engine.start(adapter_job(folder, "vllm", rank=RANK, targets=targets, **options)))
+    run(engine.start(adapter_job(folder, "vllm", rank=RANK, targets=targets, rollout={"engine_options": options})))
     served = Served(engine, random_model(tied=tied, seed=11), targets)
     run(served.publish(export(served.base), Content.BASE, None))
     run(served.publish_adapter(served.adapted(0)))
