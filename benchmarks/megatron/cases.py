@@ -67,6 +67,7 @@ ON_ONE_GPU: dict[str, Training] = {
     "dense, recompute core_attn": Training("dense", {"recompute": {"granularity": "selective"}}),
     "dense, recompute full": Training("dense", {"recompute": {"granularity": "full"}}),
     "dense, optimizer offloaded between": Training("dense", {"offload_optimizer": True, "release_gradients": True}),
+    "dense, parameters offloaded between": Training("dense", {"offload_parameters": True}),
     "dense, moments in bfloat16": Training("dense", {"optimizer_moments": "bfloat16"}),
     "dense, offload 0.5": Training("dense", {"optimizer_offload_fraction": 0.5}),
     "dense, offload 0.5 and the rest between": Training(

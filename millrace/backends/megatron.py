@@ -71,6 +71,8 @@ class MegatronOptions(StrictModel):
     """Share of the optimizer's state that lives and is updated in host memory."""
     offload_optimizer: bool = False
     """Keep the optimizer's state in host memory between updates; with `optimizer_offload_fraction` the rest of it."""
+    offload_parameters: bool = False
+    """Keep the weights in host memory, and no memory for gradients, except while the model computes or is published."""
     release_gradients: bool = False
     """Hold memory for gradients only from a backward pass to its update."""
     optimizer_moments: Literal["float32", "bfloat16"] = "float32"
@@ -79,6 +81,11 @@ class MegatronOptions(StrictModel):
     """Keep the reference policy in host memory between uses."""
     logprob_chunk_tokens: int = Field(1024, ge=16, le=1 << 20)
     """Tokens whose logits exist at the same time."""
+
+    @property
+    def frees_gradients(self) -> bool:
+        """Whether gradients have memory only from a backward pass to its update."""
+        return self.release_gradients or self.offload_parameters
 
     @property
     def splits_sequence(self) -> bool:
@@ -128,7 +135,10 @@ DESCRIPTOR = BackendDescriptor(
     role_options={
         "reference": frozenset({"offload_reference", "logprob_chunk_tokens"}),
         "critic": frozenset(
-            {"recompute", "optimizer_offload_fraction", "offload_optimizer", "release_gradients", "optimizer_moments"}
+            {
+                *("recompute", "optimizer_offload_fraction", "offload_optimizer", "offload_parameters"),
+                *("release_gradients", "optimizer_moments"),
+            }
         ),
     },
     replays_experts=True,

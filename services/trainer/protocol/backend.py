@@ -115,6 +115,10 @@ class Backend(TrainableModel, Published, Protocol):
     adapter: Adapter | None
     """What is trained of the policy in place of its weights; None where all weights are trained."""
 
+    def rest(self) -> None:
+        """Neither a pass nor a publication needs the weights until the next call: a job may have them in host memory
+        until then."""
+
     def logprobs(
         self, microbatches: Sequence[MicroBatch], *, temperature: float, reference: bool = False
     ) -> list[Tensor]:

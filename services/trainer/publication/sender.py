@@ -63,7 +63,9 @@ class Sender:
             raise InvalidState(f"publication {publication.key} is not prepared here.", "prepare it first.")
         if publication.version != version:
             raise Fenced(f"publication {publication.key} is late: version {version} is held now.", _FIX)
-        return current.transfer(backend)
+        sent = current.transfer(backend)
+        backend.rest()
+        return sent
 
     def abort(self, reason: str) -> None:
         """Makes a transfer in progress fail."""

@@ -222,6 +222,8 @@ class Fsdp2Backend(ShardedModel):
         whole = export.export(self._model, dtype, self._rank, self.adapter)
         return ((info, None if tensor is None else tensor.to(self.device)) for info, tensor in whole)
 
+    def rest(self) -> None: ...
+
     def shards(self, dtype: str) -> Memory | None:
         if self.adapter is not None:
             return None  # what is published is in no memory: each weight is merged with its adapter when it is gathered

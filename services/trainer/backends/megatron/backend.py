@@ -35,6 +35,7 @@ from services.trainer.backends.megatron.experts.load_balance import LoadMeter, a
 from services.trainer.backends.megatron.model.chunks import ChunkPlan, Policy, build_chunks
 from services.trainer.backends.megatron.model.configuration import configuration
 from services.trainer.backends.megatron.model.layers import layers
+from services.trainer.backends.megatron.model.resting import RestingParameters
 from services.trainer.backends.megatron.optimizer.optimizer import Updater, wrap
 from services.trainer.backends.megatron.parallel.schedule import Pipeline
 from services.trainer.backends.megatron.weights.export import GatherPlan
@@ -118,6 +119,8 @@ class MegatronBackend:
         self._stale = False
         tensors = _tensors if self.adapter is None else _merged_tensors
         current = partial(self._current, partial(tensors, self._chunks))
+        self._resting = RestingParameters(self._chunks) if setup.options.offload_parameters else None
+        self.rest()
         self._whole = PublishedPart(Content.MODEL, self._gather_plan, self._layout, current, self.device)
 
     @property
@@ -134,11 +137,15 @@ class MegatronBackend:
         if reference:
             assert self._reference is not None, "a reference policy is kept only for a job with algorithm.kl"
             return self._reference.logprobs(microbatches, temperature)
-        return [scores_2r[0] for scores_2r in self._policy.forward(microbatches, temperature=temperature)]
+        scored = self._policy.forward(microbatches, temperature=temperature)
+        self.rest()
+        return [scores_2r[0] for scores_2r in scored]
 
     def scores(self, microbatches: Sequence[MicroBatch], *, temperature: float) -> list[TokenScores]:
         self._update_parameters()
-        return [TokenScores(*scores_2r) for scores_2r in self._policy.forward(microbatches, temperature=temperature)]
+        scored = self._policy.forward(microbatches, temperature=temperature)
+        self.rest()
+        return [TokenScores(*scores_2r) for scores_2r in scored]
 
     def forward_backward(
         self, microbatches: Sequence[MicroBatch], loss_fn: LossFn[Output], *, temperature: float
@@ -166,9 +173,15 @@ class MegatronBackend:
 
     def optimizer_step(self, *, lr: float, gradient_scale: float) -> None:
         self._updater.step(lr=lr, gradient_scale=gradient_scale)
+        self.rest()
 
     def zero_gradients(self) -> None:
         self._updater.zero()
+        self.rest()
+
+    def rest(self) -> None:
+        if self._resting is not None and not self._updater.has_gradients:
+            self._resting.rest()
 
     def manifest(self, dtype: str) -> Manifest:
         return self._whole.manifest(dtype)
@@ -189,6 +202,7 @@ class MegatronBackend:
         return self._state()
 
     def prepare_state(self, updates: int) -> NamedTensors:
+        self._wake()
         self._updater.make_room(updates)
         # The caller is about to write the master weights; the parameters are copied from them later.
         self._stale = True
@@ -223,8 +237,14 @@ class MegatronBackend:
             metrics["moe/aux_loss"] = auxiliary_loss(asked.load_balancing, sum(experts.layers), len(microbatches))
         return metrics
 
+    def _wake(self) -> None:
+        if self._resting is not None:
+            self._resting.wake()
+
     def _update_parameters(self) -> None:
-        """Copies the master weights to the parameters where the master weights were written from outside."""
+        """Has the parameters on the device, as they are after the last update: copies the master weights to them where
+        these were written from outside."""
+        self._wake()
         if self._stale:
             self._updater.master_weights_changed()
             self._stale = False

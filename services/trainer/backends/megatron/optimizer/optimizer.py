@@ -110,6 +110,11 @@ class Updater:
         self._biases = [(bias, bias.clone()) for bias in self._router_biases()]
         self._reduced = True
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether there has been a backward pass since the last update."""
+        return self._reduced
+
     def norm(self) -> float:
         """Norm of the gradients of all parameters, each counted once; the same on every rank."""
         self._prepare()
@@ -155,13 +160,13 @@ class Updater:
         self._resting = True
         if self._options.offload_optimizer:
             self._in_host_memory = [tensor for part in self.parts for tensor in master_weights.to_host(part)]
-        if self._options.release_gradients:
+        if self._options.frees_gradients:
             for chunk in self._chunks:
                 chunk.offload_grad_buffers()
 
     def _wake(self) -> None:
         """Restores what `_rest` freed."""
-        if self._options.release_gradients and self._resting:
+        if self._options.frees_gradients and self._resting:
             for chunk in self._chunks:
                 chunk.restore_grad_buffers()
         if self._options.offload_optimizer and self._resting:

@@ -56,6 +56,7 @@ ONE: dict[str, tuple[str, dict[str, Any]]] = {
     "logits in small chunks": ("qwen3", {"logprob_chunk_tokens": 16}),
     "own optimizer state": ("qwen3_moe", {"distributed_optimizer": False}),
     "gradients released": ("qwen3_moe", {"release_gradients": True}),
+    "parameters in host memory": ("qwen3_moe", {"offload_parameters": True}),
     "told which experts": ("qwen3_moe", {"recompute": {"granularity": "full"}}),
 }
 """In those whose name begins so, tokens go where a batch tells, as an engine would."""

@@ -167,6 +167,7 @@ def _trained(world: World, file: Path, case: Case) -> dict[str, Any]:
     if case.get("reference"):
         kept = backend.logprobs(batches, temperature=batch.TEMPERATURE, reference=True)
         answer["reference"] = _by_row(backend, batches, kept)
+    answer["resident"] = _resident(backend)
     if backend.adapter is not None:
         write_adapter(file.with_suffix(""), backend.adapter, Path(case["model"]))
         answer["frozen"] = all(
@@ -187,12 +188,19 @@ def _frozen(backend: Any) -> list[Tensor]:
     return [parameter.clone() for chunk in chunks for parameter in chunk.parameters() if not parameter.requires_grad]
 
 
+def _resident(backend: Any) -> int:
+    """Bytes of memory that the parameters have."""
+    storages = [t.untyped_storage() for chunk in getattr(backend, "_chunks", []) for t in chunk.parameters()]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
 def _parts(world: World, backend: Any, file: Path) -> list[str]:
     """Names of tensors of base and adapter of which some rank's boxes are not what is exported. The exported adapter is
     written to a file."""
     wrong: set[str] = set()
     for content, part in backend.adapter.parts.items():
-        whole: list[Any] = [{info.name: tensor for info, tensor in part.export("float32")}]
+        exported = part.export("float32")
+        whole: list[Any] = [{info.name: tensor.cpu() for info, tensor in exported if tensor is not None}]
         if world.rank == 0 and content is Content.ADAPTER:
             save_file(whole[0], file.with_suffix(".adapter"))
         dist.broadcast_object_list(whole, 0)
@@ -203,9 +211,9 @@ def _parts(world: World, backend: Any, file: Path) -> list[str]:
             dims = len(tensor.shape)
             first, extent, strides = (v[row, :dims].tolist() for v in (boxes.offset, boxes.extent, layout.strides))
             buffer = memory.buffers[layout.buffer[row]]
-            held = torch.as_strided(buffer, extent, strides, buffer.storage_offset() + int(layout.start[row]))
+            held = torch.as_strided(buffer, extent, strides, buffer.storage_offset() + int(layout.start[row])).cpu()
             expected = whole[0][tensor.name][tuple(slice(a, a + n) for a, n in zip(first, extent, strict=True))]
-            wrong |= set() if torch.equal(held, expected) else {tensor.name}
+            wrong |= set() if torch.equal(held.float(), expected) else {tensor.name}
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, wrong)
     return sorted(set().union(*everyone))
@@ -222,7 +230,7 @@ def _update(backend: Backend, batches: list[Any]) -> tuple[float, float]:
 
 def _changed(backend: Backend, model: Path, dtype: str) -> list[str]:
     """Names of tensors that are not exported, bit for bit, as the model folder has them."""
-    whole = {info.name: tensor for info, tensor in backend.export(dtype)}
+    whole = {info.name: tensor.cpu() for info, tensor in backend.export(dtype) if tensor is not None}
     if dist.get_rank() != 0:
         return []
     stored = {

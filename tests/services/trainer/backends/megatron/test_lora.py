@@ -36,7 +36,7 @@ SELECTIVE = {"recompute": {"granularity": "selective", "modules": ["core_attn", 
 CASES: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {
     1: {
         "alone": ("qwen3", {}),
-        "recomputed": ("qwen3", FULL),
+        "recomputed": ("qwen3", {**FULL, "offload_parameters": True}),
         "MoE": ("qwen3_moe", SELECTIVE),
         "MLA": ("deepseek_v3", {}),
         "experts": ("experts", {}),

@@ -72,6 +72,12 @@ def test_the_reference_sends_tokens_where_the_engine_did_too(count: int, name: s
     assert answer["reference"] == pytest.approx(answer["logprobs"], abs=2e-5)
 
 
+def test_parameters_are_in_host_memory_between_phases(ranks: Ranks) -> None:
+    answers = ranks(1)[0]["train"]
+    assert answers["parameters in host memory"]["resident"] == 0
+    assert answers["qwen3_moe"]["resident"] > 0
+
+
 def test_nothing_is_left_of_models_that_are_done_with(ranks: Ranks) -> None:
     assert ranks(2)[0]["left_behind"] == {"parameters": 0, "groups": 0}
 
