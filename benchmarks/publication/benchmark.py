@@ -161,7 +161,7 @@ class PublicationBenchmark:
         checksums with the seconds of the slowest sender."""
         publication = PublicationId.from_proto(request.publication)
         agreed, hashes = await asyncio.gather(self._receiver.prepare(request), prepare())
-        assert set(hashes) == {agreed}, "sender and receiver have different plans"
+        assert set(hashes) == {agreed.plan_hash}, "sender and receiver have different plans"
         prepared = time.perf_counter()
         await self._receiver.transfer(publication)
         sums, sent_s = await send(publication.key)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from millrace.errors import PublicationFailed
+from millrace.ids import MemberId
 from millrace.weights.plans.manifest import Content
 from millrace.wire.v1 import weights_pb2
 from services.coordinator.fleet.fleet import Fleet
@@ -45,47 +46,60 @@ class Publisher:
         self.publishing = False
         """Whether the trainer is sending."""
         self._copying: asyncio.Task[PublicationReport] | None = None
+        self._getting_base: set[MemberId] = set()
+        """Receivers of the copy in progress, where it is one of a base."""
         self._background = BackgroundCalls()
 
     async def publish(self, job: JobRecord, receivers: Sequence[Member]) -> PublicationReport:
         """Brings the trainer's version to `receivers`; those that fail are taken out. Needs the trainer's turn.
 
-        A copy in progress is ended first: its receivers are served here, or join again. Raises TrainerLost, and
-        PublicationFailed where it fails and no replica is to blame.
+        A copy in progress is ended first: its receivers are served here, or join again. One of a base goes on. Raises
+        TrainerLost, and PublicationFailed where it fails and no replica is to blame.
         """
         if not receivers:
             return PublicationReport.without_receivers(job.version)
         self.publishing = True
         try:
-            if self._copying is not None:
-                self._copying.cancel()
-                await asyncio.wait([self._copying])
-            sender = TrainerSender(self._trainer)
-            return await self._send(job, receivers, sender, self._layouts, BLAMELESS_FAILURES)
+            return await self._send(job, await self._not_copied_to(receivers))
         finally:
             self.publishing = False
 
+    async def _not_copied_to(self, receivers: Sequence[Member]) -> Sequence[Member]:
+        """Ends a copy that is in progress, except one of a base, which no publication changes: the other receivers are
+        left then, and those of the copy get the version when they have the base."""
+        if self._copying is None:
+            return receivers
+        if self._getting_base and (others := [m for m in receivers if m.id not in self._getting_base]):
+            return others
+        self._copying.cancel()
+        await asyncio.wait([self._copying])
+        return receivers
+
     async def copy(self, job: JobRecord, sibling: Member, receivers: Sequence[Member]) -> PublicationReport | None:
-        """Brings `receivers` the version that `sibling` serves; the trainer has no part in it. None where a publication
-        ended it or is in progress. Raises PublicationFailed where it fails and no receiver is to blame,
-        SiblingCannotSend where the sibling cannot send these weights."""
+        """Brings `receivers` the version that `sibling` serves; the trainer has no part in it. Those that lack the base
+        of an adapter get the base only: another copy brings them the adapter of the version that is current then. None
+        where a publication ended it or is in progress. Raises PublicationFailed where it fails and no receiver is to
+        blame, SiblingCannotSend where the sibling cannot send these weights."""
         if self.publishing or self._copying is not None:
             return None
+        content = Content.ADAPTER if job.spec.model.publishes_adapter else Content.MODEL
+        if content is Content.ADAPTER and (lacking := [m for m in receivers if not _has_base(m)]):
+            content, receivers = Content.BASE, lacking
+            self._getting_base = {m.id for m in lacking}
         sender = SiblingSender(sibling, self._fleet)
-        copying = self._copying = asyncio.create_task(self._send(job, receivers, sender, _no_layouts(), 1))
+        copying = self._copying = asyncio.create_task(self._run(job, content, receivers, sender, _no_layouts(), 1))
         try:
             await asyncio.wait([copying])
             return None if copying.cancelled() else copying.result()
         finally:
             copying.cancel()
-            self._copying = None
+            self._copying, self._getting_base = None, set()
 
-    async def _send(
-        self, job: JobRecord, receivers: Sequence[Member], sender: Sender, layouts: Layouts, tries: int
-    ) -> PublicationReport:
-        """Brings the version to `receivers`: the model; or the adapter, to receivers without its base after the base.
-        Those that have the base do not wait for the others. The report is that of the model, or of the adapter of those
-        who got it first, with the seconds of all."""
+    async def _send(self, job: JobRecord, receivers: Sequence[Member]) -> PublicationReport:
+        """Brings the trainer's version to `receivers`: the model; or the adapter, to receivers without its base after
+        the base. Those that have the base do not wait for the others. The report is that of the model, or of the
+        adapter of those who got it first, with the seconds of all."""
+        sender, layouts, tries = TrainerSender(self._trainer), self._layouts, BLAMELESS_FAILURES
         if not job.spec.model.publishes_adapter:
             return await self._run(job, Content.MODEL, receivers, sender, layouts, tries)
         started = time.monotonic()

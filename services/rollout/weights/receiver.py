@@ -122,7 +122,7 @@ class PublicationReceiver:
         self._preparing = publication
         try:
             self._check_base(transfer.manifest.content)
-            await self.copies.give_way(publication)
+            await self.copies.give_way(publication, transfer.manifest.content)
             messages = self._agreed(request, transfer)
             transfer = replace(transfer, plan_hash=messages.plan_hash)
             self._known_plan = transfer.known_plan

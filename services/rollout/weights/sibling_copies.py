@@ -175,8 +175,12 @@ class SiblingCopies:
         if publication == self._state.publication:
             await self._end()
 
-    async def give_way(self, newer: PublicationId) -> None:
-        """Ends a copy before publication `newer` changes the parameters. Older copies are refused from now on."""
+    async def give_way(self, newer: PublicationId, content: Content) -> None:
+        """Ends a copy before publication `newer` of `content` changes what is copied. Older copies are refused from now
+        on."""
+        copied = self._prepared.request.manifest.content if self._prepared is not None else None
+        if (content, copied) == (Content.ADAPTER, Content.BASE):
+            return
         await self._end()
         current = self._state.publication
         if current is None or current.job != newer.job or current < newer:

@@ -57,6 +57,39 @@ async def test_a_replica_joins_with_base_and_adapter_from_a_sibling(cluster: Clu
 
 
 @scenario
+async def test_a_copy_of_the_base_goes_on_during_publications(cluster: Cluster, spec: dict[str, Any]) -> None:
+    """The trainer goes on while a base is copied, and never sends it."""
+    play = Joined(cluster)
+    await play.begin(with_adapter(spec), steps=5)
+    published, copying, go_on = len(play.trainer.sent), asyncio.Event(), asyncio.Event()
+
+    async def hold(request: Any) -> None:
+        del play.sibling.faults["TransferCopy"]
+        copying.set()
+        await go_on.wait()
+
+    play.sibling.faults["TransferCopy"] = hold
+    late = await play.join()
+    await asyncio.wait_for(copying.wait(), 20)
+
+    async def last(request: Any) -> None:
+        if request.step == 5:
+            await again.wait()
+
+    again = asyncio.Event()
+    play.trainer.faults["Step"] = last
+    play.step.set()
+    await until(lambda: asyncio.sleep(0, play.sibling.publications[-1] == 4))
+    assert late.in_place == set() and not late.publications
+    go_on.set()
+    await until(lambda: asyncio.sleep(0, late.publications == [4]))
+    again.set()
+    await play.end()
+    assert all(content is ADAPTER for content, _ in play.trainer.sent[published:])
+    assert await play.failures() == []
+
+
+@scenario
 async def test_a_replica_that_failed_keeps_its_base(cluster: Cluster, spec: dict[str, Any]) -> None:
     """It is configured again, says that it has the base, and gets the adapter only."""
     play = Joined(cluster)

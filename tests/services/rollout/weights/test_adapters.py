@@ -22,7 +22,7 @@ from tests.services.rollout.jobs import adapter_job
 from tests.services.rollout.reference import logprobs
 from tests.services.rollout.stack import Stack, replica_stack
 from tests.services.rollout.weights.test_receive_shards import INPLACE, SHADOW, Coming, serves
-from tests.services.rollout.weights.test_sibling_copies import Copy
+from tests.services.rollout.weights.test_sibling_copies import Copy, Gate, gate  # noqa: F401 - a fixture
 from tests.shard_sender import Shards, ShardSender
 
 TARGETS = ["q_proj", "v_proj", "o_proj", "down_proj"]
@@ -129,9 +129,12 @@ def test_versions_of_tokens_are_true_across_a_swap_of_adapters(tied_model: Path)
     async def scenario(stack: Stack) -> None:
         await (await base(stack)).whole()
         await (await adapter(stack, 1)).whole()
+        new = await adapter(stack, 2)
+        await new.begin()
+        await new.verify()
         prompt_id = stack.coordinator.issue(1, max_response_tokens=200)
         await until(lambda: stack.replica.load()[0].running > 0)
-        await (await adapter(stack, 2)).whole()
+        await new.commit()
         await until(lambda: prompt_id in stack.coordinator.groups)
         group, models = stack.coordinator.groups[prompt_id], {version: adapted(version) for version in (1, 2)}
         prompt = torch.frombuffer(bytearray(group.prompt_tokens), dtype=torch.int32).tolist()
@@ -165,5 +168,31 @@ def test_a_sibling_gets_base_and_adapter_one_after_the_other(tied_model: Path) -
             await answers_as(late, 2)
             await (await adapter(sibling, 3, attempt=7)).whole()
             await answers_as(sibling, 3)
+
+    asyncio.run(scenario())
+
+
+def test_a_copy_of_the_base_goes_on_while_the_sibling_gets_the_next_adapter(
+    tied_model: Path,
+    gate: Gate,  # noqa: F811
+) -> None:
+    async def scenario() -> None:
+        async with replica_stack() as sibling, replica_stack() as late:
+            for stack in (sibling, late):
+                await configure(stack.peer, spec(tied_model))
+            await (await base(sibling)).whole()
+            await (await adapter(sibling, 1)).whole()
+            copy = Copy(sibling, late, version=1, content=Content.BASE)
+            sending = await copy.begin()
+            await gate.held()
+            await (await adapter(sibling, 2, attempt=6)).whole()
+            await answers_as(sibling, 2)
+            assert not sending.done()
+            gate.open.set()
+            await copy.verify(await sending)
+            await copy.commit()
+            await copy.finish()
+            await Copy(sibling, late, version=2, attempt=7, content=Content.ADAPTER).whole()
+            await answers_as(late, 2)
 
     asyncio.run(scenario())
