@@ -176,6 +176,8 @@ FIELDS: dict[str, str] = {
     "offload_fraction": "trainer.backend_options.optimizer_offload_fraction",
     "last_layer": "trainer.backend_options.last_stage_layers",
     "ulysses_sequence_parallel_size": "trainer.backend_options.sequence_parallel_size",
+    "ref.ulysses_sequence_parallel_size": "trainer.reference.backend_options.sequence_parallel_size",
+    "critic.ulysses_sequence_parallel_size": "trainer.critic.backend_options.sequence_parallel_size",
     "max_num_batched_tokens": "rollout.engine_options.max_num_batched_tokens",
     "max_token_len_per_gpu": "trainer.token_budget",
     "log_prob_max_token_len_per_gpu": "trainer.token_budget, trainer.reference.token_budget",

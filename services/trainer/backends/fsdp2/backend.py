@@ -16,7 +16,7 @@ from transformers.utils import is_flash_attn_2_available
 from millrace.backends import FIELD
 from millrace.backends.fsdp2 import Fsdp2Options, parse
 from millrace.errors import InvalidJob, refused
-from millrace.fsdp2.sequence_parallel import CONFIG_ENTRIES, check, check_role
+from millrace.fsdp2.sequence_parallel import check_role
 from millrace.memory.ledger import Part
 from millrace.spec import JobSpec
 from millrace.spec.trainer import Role
@@ -24,6 +24,7 @@ from millrace.weights.plans.manifest import Manifest, TensorInfo
 from millrace.weights.plans.memory import Memory
 from services.trainer.backends.fsdp2 import attention, head
 from services.trainer.backends.fsdp2.adapted import ModuleAdapter, adapters_off
+from services.trainer.backends.fsdp2.computable import check_shared
 from services.trainer.backends.fsdp2.critic import Fsdp2Critic
 from services.trainer.backends.fsdp2.flops import sequence_cost
 from services.trainer.backends.fsdp2.logits import token_scores
@@ -71,9 +72,8 @@ class Fsdp2Backend(ShardedModel):
         compute = getattr(torch, spec.trainer.dtype)
         with collectives.fail_together():
             config = load_config(spec.model)
-            text = config.get_text_config()
-            chosen = _attention(options, text, compute, device)
-            check(options, {name: getattr(text, name, None) for name in CONFIG_ENTRIES})
+            chosen = _attention(options, config.get_text_config(), compute, device)
+            check_shared(options, config)
         self.device = device
         self._sequence, self.data_parallel = divide_ranks(options.sequence_parallel_size)
         self._reference_sequence = self._sequence

@@ -3,9 +3,13 @@
 Packed sequences must have the same results as each sequence alone, and training the same as the engine. Any other
 architecture would be trained as a different model, without an error."""
 
+from typing import Any
+
 from transformers import PreTrainedModel
 
+from millrace.backends.fsdp2 import Fsdp2Options
 from millrace.errors import refused
+from millrace.fsdp2 import sequence_parallel
 from services.trainer.backends.fsdp2 import attention
 
 KNOWN_LAYERS = frozenset({"full_attention", "sliding_attention"})
@@ -18,6 +22,13 @@ FLASH = (
 def named(implementation: str) -> str:
     """Name of an attention implementation in trainer.backend_options."""
     return {attention.SEGMENTS: "segments", attention.VARLEN: "varlen"}.get(implementation, implementation)
+
+
+def check_shared(options: Fsdp2Options, config: Any) -> None:
+    """Raises InvalidJob where ranks cannot share micro-batches of a model with this config as the options say."""
+    text = config.get_text_config()
+    entries = {name: getattr(text, name, None) for name in sequence_parallel.CONFIG_ENTRIES}
+    sequence_parallel.check(options, entries)
 
 
 def check_computable(module: PreTrainedModel, implementation: str, path: str, field: str) -> None:

@@ -14,6 +14,7 @@ from millrace.errors import refused
 from millrace.spec import JobSpec
 from millrace.weights.plans.manifest import TensorInfo
 from services.trainer.backends.fsdp2.attention import model_inputs
+from services.trainer.backends.fsdp2.computable import check_shared
 from services.trainer.backends.fsdp2.flops import sequence_cost
 from services.trainer.backends.fsdp2.loading.folder import ModelFolder
 from services.trainer.backends.fsdp2.loading.local import LocalPart
@@ -57,6 +58,7 @@ class Fsdp2Critic(ShardedModel):
         source = spec.model.model_copy(update={"path": chosen.path or spec.model.path})
         with collectives.fail_together():
             config = load_config(source, FIELD)
+            check_shared(options, config)
             if (size := config.get_text_config().vocab_size) != vocabulary:
                 reason = f"it knows {size} tokens and the policy {vocabulary}"
                 raise refused(FIELD, source.path, reason, "give a model with the policy's tokenizer.")

@@ -16,7 +16,7 @@ from millrace.errors import InvalidJob
 from millrace.spec import JobSpec
 from millrace.spec import parse as parse_spec
 from services.trainer.backends.fsdp2 import attention
-from services.trainer.backends.fsdp2.computable import check_computable
+from services.trainer.backends.fsdp2.computable import check_computable, check_shared
 from services.trainer.backends.fsdp2.model import FIELD, load_config
 
 FLASH = "flash_attention_2"
@@ -27,7 +27,11 @@ NAMES = {"auto": FLASH, "varlen": attention.VARLEN, "segments": attention.SEGMEN
 def check(spec: JobSpec) -> None:
     """Raises InvalidJob for a model that the backend would refuse on any host."""
     config = load_config(spec.model)
-    asked = parse(spec.trainer.backend_options).attention
+    options = parse(spec.trainer.backend_options)
+    check_shared(options, config)
+    asked = options.attention
+    if asked == "auto" and options.sequence_parallel_size > 1:
+        asked = "varlen"  # flash-attn is not divided over ranks
     try:
         with torch.device("meta"):
             module = AutoModelForCausalLM.from_config(config, trust_remote_code=spec.model.trust_remote_code)

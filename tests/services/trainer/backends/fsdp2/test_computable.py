@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from millrace.errors import InvalidJob
 from millrace.spec.model import Model
 from services.trainer.backends import build
+from services.trainer.backends.fsdp2 import model_check
 from services.trainer.backends.fsdp2.attention import SEGMENTS, Segments
 from services.trainer.backends.fsdp2.computable import check_computable
 from services.trainer.backends.fsdp2.model import load_config
@@ -121,6 +122,14 @@ def test_so_is_the_critics(one_rank: torch.device, tied_model: Path, tmp_path: P
     with pytest.raises(InvalidJob, match=r"algorithm\.critic\.path: .*layers of conv") as raised:
         build(spec, one_rank)
     assert raised.value.fix
+
+
+def test_where_ranks_share_micro_batches_flash_attn_does_not_help(tmp_path: Path) -> None:
+    folder = saved_config("gemma2", WRONG["gemma2"], tmp_path / "gemma2")
+    model_check.check(job_spec(folder))
+    shared = {"backend_options": {"sequence_parallel_size": 2}}
+    with pytest.raises(InvalidJob, match="attn_logit_softcapping"):
+        model_check.check(job_spec(folder, trainer=shared))
 
 
 def test_torchs_own_attention_leaves_out_softcapping_too(one_rank: torch.device, tmp_path: Path) -> None:

@@ -162,6 +162,7 @@ def on_rank(rank: int, folder: Path, cases: Mapping[str, Case]) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), RANKS)
     dist.init_process_group("cpu:gloo", store=store, rank=rank, world_size=RANKS)
+    check_random_numbers()
     for heads, key_value_heads in ((8, 8), (8, 2), (4, 1), (12, 3)):
         check_exchange(heads, key_value_heads)
     for name, case in cases.items():
@@ -170,6 +171,18 @@ def on_rank(rank: int, folder: Path, cases: Mapping[str, Case]) -> None:
             save_file(found, folder / f"{name}.safetensors")
             (folder / f"{name}.json").write_text(json.dumps(metrics))
     dist.destroy_process_group()
+
+
+def check_random_numbers() -> None:
+    """Dropout differs between the ranks that share a micro-batch; what they draw for the loss does not."""
+    group, _ = divide_ranks(RANKS)
+    torch.manual_seed(3)
+    with group.own_random_numbers(torch.device("cpu")):
+        own = torch.rand(1)
+    drawn = [torch.zeros(2) for _ in range(RANKS)]
+    dist.all_gather(drawn, torch.cat([own, torch.rand(1)]))
+    different, equal = torch.stack(drawn).unbind(1)
+    assert len(different.unique()) == RANKS and len(equal.unique()) == 1
 
 
 def check_exchange(heads: int, key_value_heads: int) -> None:
