@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from millrace.megatron.architectures.shape import ModelShape
-from millrace.spec.lora import Lora
+from millrace.spec.lora import Lora, folder_names
 
 Matrix = tuple[int, int]
 """Inputs and outputs of a linear layer."""
@@ -95,9 +95,11 @@ def adapter_parameters(shape: ModelShape, lora: Lora) -> float:
 
 
 def _adapted(name: str, lora: Lora) -> bool:
-    if any(name in excluded for excluded in lora.exclude_modules):
+    if any(excluded.endswith(name) for excluded in folder_names(lora.exclude_modules)):
         return False
-    return lora.target_modules == "all-linear" or any(target.endswith(name) for target in lora.target_modules)
+    if isinstance(lora.target_modules, str):
+        return True
+    return any(target.endswith(name) for target in folder_names(lora.target_modules))
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Memory that a publication takes in addition to the weights."""
 
 from millrace.megatron.architectures.shape import ModelShape
-from millrace.memory.layers import parameters
+from millrace.memory.layers import adapter_parameters, parameters
 from millrace.spec import JobSpec
 from millrace.weights.plans.sharded import MESSAGE_BYTES
 
@@ -20,13 +20,21 @@ def published_bytes(spec: JobSpec, shape: ModelShape) -> float:
 
 
 def sender_bytes(spec: JobSpec, shape: ModelShape) -> float:
-    """On a rank of the trainer: the messages of the rounds in flight. Where tensors are gathered, the largest one."""
-    if spec.publication.path == "gather_broadcast" or spec.model.lora is not None:
+    """On a rank of the trainer: the messages of the rounds in flight. Where tensors are gathered, or merged with an
+    adapter, the largest one twice."""
+    if spec.publication.path == "gather_broadcast" or (spec.model.lora is not None and spec.model.lora.merge):
         return 2.0 * 4 * shape.vocabulary * shape.hidden
-    return min(ROUNDS * MESSAGE_BYTES, published_bytes(spec, shape))
+    return min(ROUNDS * MESSAGE_BYTES, _each_time(spec, shape))
+
+
+def _each_time(spec: JobSpec, shape: ModelShape) -> float:
+    """Bytes that each publication sends: the adapter alone, or all weights."""
+    if spec.model.lora is None or spec.model.lora.merge:
+        return published_bytes(spec, shape)
+    return element_bytes(spec.rollout.dtype) * adapter_parameters(shape, spec.model.lora)
 
 
 def receiver_bytes(spec: JobSpec, shape: ModelShape, workers: int) -> float:
     """On one of a replica's `workers`: a whole version in spare memory, or the messages of the rounds in flight."""
-    rounds = min(ROUNDS * MESSAGE_BYTES, published_bytes(spec, shape) / workers)
-    return rounds if spec.publication.commit == "inplace" else published_bytes(spec, shape) / workers
+    whole = _each_time(spec, shape) / workers
+    return min(ROUNDS * MESSAGE_BYTES, whole) if spec.publication.commit == "inplace" else whole

@@ -130,3 +130,12 @@ def test_a_replica_keeps_keys_and_values_in_what_is_left() -> None:
     assert half.ledger.device[Part.STAGING] > whole.ledger.device[Part.STAGING]  # a whole version fits beside it
     two = predict_replica(job(rollout={"engine_options": {"tensor_parallel_size": 2}}), shape, "vllm", gpu)
     assert two.workers == 2 and two.ledger.device[Part.WEIGHTS] == whole.ledger.device[Part.WEIGHTS] / 2
+
+
+def test_a_publication_of_an_adapter_alone_needs_no_room_for_the_weights() -> None:
+    shape, gpu = cut("qwen3-8b", 36), 141 * (1 << 30)
+    staging = {}
+    for merge in (False, True):
+        spec = job(lora={"rank": 32, "merge": merge}, rollout={"engine_options": {"gpu_memory_utilization": 0.5}})
+        staging[merge] = predict_replica(spec, shape, "vllm", gpu).ledger.device[Part.STAGING]
+    assert staging[False] == pytest.approx(2 * 87e6, rel=0.01) and staging[True] == pytest.approx(2 * 8.19e9, rel=0.01)

@@ -217,7 +217,14 @@ class SimulatedTrainer(Member, trainer_pb2_grpc.TrainerServicer):
             self.trained[request.step] = prompts
             self.every.update(prompts)
             self.last = trainer_pb2.StepResponse(
-                version=self.version, metrics={"actor/grad_norm": 1.0, "timing_s/update_actor": 99.0}
+                version=self.version,
+                metrics={
+                    "actor/grad_norm": 1.0,
+                    "timing_s/update_actor": 99.0,
+                    "memory/predicted/weights": 5.25,
+                    "memory/update/weights": 5.0 + 0.01 * request.step,
+                    "memory/update/rest": 1.5,
+                },
             )
             await self.faults.strike("StepDone", request)
             return self.last

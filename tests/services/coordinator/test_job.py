@@ -38,7 +38,9 @@ async def test_a_job_runs_to_its_report(cluster: Cluster, spec: dict[str, Any]) 
     assert job.checkpoint == str(Path(spec["output"]) / "checkpoints" / "step-6")
     report = json.loads((Path(spec["output"]) / "report.json").read_text())
     assert report["ledger"]["trained"] == 24 and report["publications"]["count"] >= 7
-    assert "## Ledger" in (Path(spec["output"]) / "report.md").read_text()
+    written = (Path(spec["output"]) / "report.md").read_text().splitlines()
+    assert "## Ledger" in written
+    assert "| weights | 5.25 | 5.06 |" in written and "| rest | – | 1.5 |" in written
 
 
 def strict(text: str) -> Any:
