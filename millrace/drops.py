@@ -23,6 +23,8 @@ class DropReason(StrEnum):
     """The group has another number of trajectories than `samples_per_prompt`, or lacks the greedy reward."""
     MALFORMED_GROUP = "malformed_group"
     """The parts of a trajectory contradict each other: tokens, log-probabilities, version spans."""
+    GROUP_TOO_LARGE = "group_too_large"
+    """The group is larger than one message to the coordinator may be."""
     REPLICA_FAILED = "replica_failed"
     """The replica met a bug while it worked on this prompt."""
     NO_SIGNAL = "no_signal"

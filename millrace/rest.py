@@ -12,6 +12,7 @@ from pydantic import BaseModel, Field, PlainSerializer, computed_field
 
 from millrace.drops import DropReason
 from millrace.errors import Mistake
+from millrace.sandbox.boundaries import Boundary
 
 Figure = Annotated[
     float, PlainSerializer(lambda value: value if isfinite(value) else json.dumps(value), float | str, when_used="json")
@@ -193,6 +194,9 @@ class MemberView(BaseModel):
     tokens_per_s: float
     silent_s: float = Field(description="Seconds since its last heartbeat, request or answer.")
     trouble: str = Field("", description="Why it could not be configured for the job.")
+    missing_boundaries: dict[Boundary, str] = Field(
+        default_factory=dict, description="What the sandbox of the job's reward functions lacks on its host, and why."
+    )
 
 
 class FleetView(BaseModel):

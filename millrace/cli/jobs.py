@@ -14,6 +14,7 @@ from millrace.cli.watch import follow
 from millrace.client import Client
 from millrace.events import Event
 from millrace.rest import JobState, JobView, WaitingFor
+from millrace.sandbox.boundaries import Missing, listed
 
 LISTED = 50
 """Jobs that `millrace jobs` lists unless told otherwise."""
@@ -157,6 +158,10 @@ def fleet(url: Url = None, as_json: AsJson = False) -> None:
     for member in view.replicas:
         if member.trouble:
             console.print(f"{member.id} could not be configured: {member.trouble}", style="red", markup=False)
+        if member.missing_boundaries:
+            missing = listed([Missing(boundary, why) for boundary, why in member.missing_boundaries.items()])
+            what = f"{member.id}: the sandbox of reward functions lacks {missing}. Fix: `millrace doctor` on its host."
+            console.print(what, style="yellow", markup=False)
 
 
 def drain(member: MemberName, url: Url = None, as_json: AsJson = False) -> None:

@@ -1,9 +1,12 @@
 """Enums of the contracts as Python enums, and back."""
 
+from collections.abc import Iterable
+
 from millrace.drops import Drop, DropReason
 from millrace.errors import InvalidState
 from millrace.ids import Purpose
-from millrace.wire.v1 import common_pb2
+from millrace.sandbox.boundaries import Boundary, Missing
+from millrace.wire.v1 import common_pb2, rollout_pb2
 
 PURPOSES = {
     common_pb2.PURPOSE_TRAIN: Purpose.TRAIN,
@@ -25,7 +28,17 @@ DROP_REASONS = {
     common_pb2.DROP_REASON_JOB_SUCCEEDED: DropReason.JOB_SUCCEEDED,
     common_pb2.DROP_REASON_JOB_FAILED: DropReason.JOB_FAILED,
     common_pb2.DROP_REASON_JOB_CANCELLED: DropReason.JOB_CANCELLED,
+    common_pb2.DROP_REASON_GROUP_TOO_LARGE: DropReason.GROUP_TOO_LARGE,
 }
+BOUNDARIES = {
+    rollout_pb2.BOUNDARY_PROCESSES: Boundary.PROCESSES,
+    rollout_pb2.BOUNDARY_FILES: Boundary.FILES,
+    rollout_pb2.BOUNDARY_NETWORK: Boundary.NETWORK,
+    rollout_pb2.BOUNDARY_IPC: Boundary.IPC,
+    rollout_pb2.BOUNDARY_USER: Boundary.USER,
+    rollout_pb2.BOUNDARY_LIMITS: Boundary.LIMITS,
+}
+BOUNDARY_NUMBERS = {boundary: number for number, boundary in BOUNDARIES.items()}
 DROP_REASON_NUMBERS = {reason: number for number, reason in DROP_REASONS.items()}
 
 
@@ -35,6 +48,17 @@ def purpose_of(number: common_pb2.Purpose) -> Purpose:
         what = f"purpose: {number}: neither training nor evaluation."
         raise InvalidState(what, "run the same release of millrace everywhere.")
     return PURPOSES[number]
+
+
+def missing_of(messages: Iterable[rollout_pb2.MissingBoundary]) -> dict[Boundary, str]:
+    """The boundaries that a machine does not give, and why; without those of a later release, which are not known."""
+    return {BOUNDARIES[each.boundary]: each.reason for each in messages if each.boundary in BOUNDARIES}
+
+
+def missing_messages(missing: Iterable[Missing]) -> list[rollout_pb2.MissingBoundary]:
+    return [
+        rollout_pb2.MissingBoundary(boundary=BOUNDARY_NUMBERS[each.boundary], reason=each.reason) for each in missing
+    ]
 
 
 def drop_of(message: common_pb2.Drop) -> Drop:

@@ -13,7 +13,7 @@ import uvicorn
 
 from millrace.errors import InvalidState, Unavailable
 from millrace.wire.address import host_address
-from millrace.wire.server import Server
+from millrace.wire.server import LARGEST_GROUP_BYTES, Server
 from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.fleet.patience import Patience
 from services.coordinator.fleet.trainer import Trainer
@@ -37,9 +37,6 @@ from services.coordinator.work.queue import Queue
 log = structlog.get_logger(__name__)
 REDIS_START_S = 10.0
 """How long the Redis of REDIS_URL may take to answer at start."""
-LARGEST_GROUP_BYTES = 512 << 20
-"""Largest group that a replica may send; Redis takes no larger value. 16 answers of 32,768 tokens with the routing of
-Qwen3-30B-A3B are 220 MB."""
 GRACE_S = 5.0
 """Time for calls in progress when the coordinator stops."""
 

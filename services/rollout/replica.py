@@ -16,6 +16,7 @@ from millrace.spec import JobSpec, received
 from millrace.weights.plans import wire_layouts
 from millrace.weights.plans.manifest import Manifest
 from millrace.wire.channel import PROTOCOL_VERSION, Peer
+from millrace.wire.enums import missing_messages
 from millrace.wire.membership import Membership
 from millrace.wire.v1 import fleet_pb2, rollout_pb2
 from services.rollout.engine import Engine, EngineDied, Load
@@ -76,6 +77,7 @@ class Replica:
                 dtype=self.engine.dtype,
                 seconds=time.monotonic() - started,
                 has_base=self._receiver.has_base,
+                missing_boundaries=self.missing_boundaries,
             )
 
     async def _enter_job(self, job_id: JobId, spec: JobSpec) -> None:
@@ -176,6 +178,11 @@ class Replica:
             self.state, self.failure, self.version = rollout_pb2.ENGINE_STATE_FAILED, str(error), None
             self.leases.serve(None)
             self.died.set()
+
+    @property
+    def missing_boundaries(self) -> list[rollout_pb2.MissingBoundary]:
+        """What separates the job's reward functions from this replica less than it should."""
+        return missing_messages(self.job.scoring.missing if self.job else ())
 
     @property
     def ready_engine(self) -> Engine | None:

@@ -128,7 +128,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
             engine=replica.engine_name,
             engine_release=replica.engine_release,
             failure=replica.failure,
-            missing_boundaries=_missing_boundaries(replica),
+            missing_boundaries=replica.missing_boundaries,
         )
 
     async def Drain(
@@ -164,13 +164,6 @@ async def _verify(
     except MillraceError as error:
         log.warning("commit failed", publication=publication.key, error=str(error))
         return rollout_pb2.VerifyReceiveResponse(commit_failure=str(error))
-
-
-def _missing_boundaries(replica: Replica) -> list[rollout_pb2.MissingBoundary]:
-    missing = replica.job.scoring.missing if replica.job else ()
-    return [
-        rollout_pb2.MissingBoundary(boundary=f"BOUNDARY_{each.boundary.name}", reason=each.reason) for each in missing
-    ]
 
 
 def _tell_failure(task: asyncio.Task[Any]) -> None:

@@ -14,6 +14,7 @@ import structlog
 from millrace import events
 from millrace.errors import InvalidJob, MillraceError, Mistake, PublicationFailed
 from millrace.ids import MemberId, Version
+from millrace.wire.enums import missing_of
 from millrace.wire.methods import RolloutRpc
 from millrace.wire.v1 import rollout_pb2
 from services.coordinator.fleet.fleet import Fleet
@@ -122,7 +123,10 @@ class Joining:
             await self._configuration_failed(member, error)
         else:
             await self._accept()
-            made = Configured(self.job.id, answer.world_size, answer.dtype, self.job.spec_digest, answer.has_base)
+            missing = missing_of(answer.missing_boundaries)
+            made = Configured(
+                self.job.id, answer.world_size, answer.dtype, self.job.spec_digest, answer.has_base, missing
+            )
             await self._fleet.configured(member, made)
             message = f"{member.id} ({member.engine}) is ready for the job after {time.monotonic() - started:.1f} s"
             payload = events.MemberConfigured(member=member.id, engine=member.engine)

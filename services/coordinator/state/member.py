@@ -9,6 +9,7 @@ from typing import Any, Self
 from millrace.errors import MillraceError
 from millrace.ids import JobId, MemberId, Version
 from millrace.rest import MemberKind, MemberState, MemberView
+from millrace.sandbox.boundaries import Boundary
 from millrace.wire.v1 import fleet_pb2
 
 KINDS = {
@@ -37,6 +38,8 @@ class Configured:
     """Digest of the job's spec at that time. A resumed job may have another one."""
     has_base: bool = False
     """Whether the engine holds the base of the job's adapter: publications bring it the adapter only."""
+    missing_boundaries: Mapping[Boundary, str] = field(default_factory=dict)
+    """What the sandbox of the job's reward functions lacks on its host, and why."""
 
 
 @dataclass(frozen=True)
@@ -198,5 +201,6 @@ class Member:
             tokens=self.pulse.tokens,
             tokens_per_s=self.pulse.tokens_per_s,
             silent_s=self.silent_s,
+            missing_boundaries=dict(self.configured.missing_boundaries) if self.configured else {},
             trouble=str(self.unconfigured.error) if self.unconfigured is not None else "",
         )

@@ -17,6 +17,7 @@ from millrace.ids import MemberId
 from millrace.wire.channel import Peer
 from millrace.wire.enums import drop_message
 from millrace.wire.methods import WorkRpc
+from millrace.wire.server import LARGEST_GROUP_BYTES
 from millrace.wire.v1 import common_pb2, work_pb2
 from services.rollout.engine import EngineDied, Sample
 from services.rollout.work.groups import GroupGenerator
@@ -27,6 +28,8 @@ WAIT_S = 25.0
 RETRY_S = 1.0
 ANSWER_ATTEMPTS = 600
 """About 20 minutes of a coordinator that cannot be reached."""
+ENVELOPE_BYTES = 4096
+"""More than a message that answers a lease has besides its group."""
 Key = tuple[str, "common_pb2.Purpose", str]
 """Identity of a lease, whatever its fence: job, purpose, lease id."""
 
@@ -160,6 +163,8 @@ class Leases:
 
     async def _answer(self, lease: work_pb2.Lease, answer: common_pb2.Group | Drop) -> None:
         request = work_pb2.CompleteRequest(member_id=self._member_id, ref=lease.ref)
+        if isinstance(answer, common_pb2.Group):
+            answer = _fitting(answer)
         if isinstance(answer, Drop):
             request.drop.CopyFrom(drop_message(answer))
             log.info("prompt dropped", prompt=lease.prompt_id, reason=answer.reason, detail=answer.detail)
@@ -231,6 +236,15 @@ class Leases:
         if reply.expires_s > 0:
             for held in self._held.values():
                 held.expires_s = reply.expires_s
+
+
+def _fitting(group: common_pb2.Group) -> common_pb2.Group | Drop:
+    """The group, or why it cannot be sent. Generating it again would bring another one as large."""
+    if (size := group.ByteSize()) <= LARGEST_GROUP_BYTES - ENVELOPE_BYTES:
+        return group
+    what = f"{size / 2**20:.0f} MiB, at most {LARGEST_GROUP_BYTES / 2**20:.0f} MiB can be sent."
+    fix = "Fix: lower rollout.samples_per_prompt or rollout.max_response_tokens, or replay no expert routing."
+    return Drop(DropReason.GROUP_TOO_LARGE, f"{what} {fix}")
 
 
 def _key(ref: work_pb2.LeaseRef) -> Key:

@@ -352,6 +352,8 @@ class SimulatedReplica(Member, rollout_pb2_grpc.RolloutServicer):
         self.joins_phases = True
         """Whether it takes two phases in one call. Replicas of earlier releases do not."""
         self.dtype = "float32"
+        self.lacks_ipc = False
+        """Whether reward functions are not separated from its IPC."""
         self.describes = True
         """Whether it can tell its layout."""
         self.copied: list[int] = []
@@ -378,8 +380,13 @@ class SimulatedReplica(Member, rollout_pb2_grpc.RolloutServicer):
         self.configured.append(request.job_id)
         if self.configured[-2:-1] != [request.job_id]:
             self.version, self.in_place = -1, set()
+        missing = [rollout_pb2.MissingBoundary(boundary=rollout_pb2.BOUNDARY_IPC, reason="refused")]
         return rollout_pb2.ConfigureRolloutResponse(
-            world_size=1, dtype=self.dtype, seconds=0.0, has_base=Content.BASE in self.in_place
+            missing_boundaries=missing if self.lacks_ipc else [],
+            world_size=1,
+            dtype=self.dtype,
+            seconds=0.0,
+            has_base=Content.BASE in self.in_place,
         )
 
     async def DescribeWeights(self, request, context):

@@ -41,9 +41,9 @@ globalThis.setTimeout = (work, ms) => later(work, ms / 50);
 globalThis.setInterval = (work, ms) => { later(function again() { work(); later(again, ms / 50); }, ms / 50); };
 const job = {id: "job-1", name: "sums", state: "running", status: "running", warnings: [], step: 1, steps: 2};
 const ledger = {trained: 0, generated: 0, leased: 0, queued: 0, dropped: 0, issued: 0, reasons: {}};
-let asked = 0, events = [];
+let asked = 0, events = [], fleet = {epoch: 1, trainers: [], replicas: []};
 const data = {"/v1/jobs": () => ({jobs: [job], next: null, total: 1}),
-  "/v1/fleet": () => ({epoch: 1, trainers: [], replicas: []}),
+  "/v1/fleet": () => fleet,
   "/v1/jobs/job-1/ledger": () => ledger};
 const answer = (path, headers) => {
   if (!path.endsWith("/events")) return JSON.stringify((data[path] ?? (() => []))());
@@ -86,6 +86,18 @@ def test_a_job_that_is_resumed_is_followed_again() -> None:
     before = "const token = null, given = [];"
     then = f"job.state = 'failed'; events = ['failed']; {WAIT}; job.state = 'queued'; events.push('resumed'); {WAIT}"
     assert played(before, f"{then}; const answered = told()") == ["resumed", "failed"]
+
+
+@needs_node
+def test_members_that_have_left_are_not_counted() -> None:
+    member = {"engine": "vllm", "device": "cpu", "address": "", "trouble": "", "silent_s": 0, "version": 1}
+    members = [
+        {**member, "id": f"rollout-{state}", "kind": "rollout", "state": state, "leases": 0, "tokens_per_s": 0}
+        for state in ("serving", "draining", "left", "lost")
+    ]
+    fleet = {"epoch": 3, "trainers": [], "replicas": members}
+    then = f"fleet = {json.dumps(fleet)}; {WAIT}; const answered = found.about.textContent"
+    assert played("const token = null, given = [];", then) == "0 trainers, 2 replicas, epoch 3"
 
 
 MODELS: dict[str, type[BaseModel]] = {

@@ -13,6 +13,7 @@ from millrace.wire.arrays import unpack_logprobs, unpack_tokens
 from millrace.wire.methods import RolloutRpc
 from millrace.wire.v1 import common_pb2, rollout_pb2, work_pb2
 from services.rollout.__main__ import drain
+from services.rollout.work import leases
 from tests.models import byte_tokenizer, random_model
 from tests.services.rollout.coordinator import configure, status, until
 from tests.services.rollout.jobs import job_spec
@@ -297,6 +298,22 @@ def test_a_prompt_that_brings_out_a_defect_is_dropped_and_the_others_go_on(
 
     dropped = asyncio.run(scenario())
     assert dropped == {"0-1": Drop(DropReason.REPLICA_FAILED, "KeyError: 'nobody thought of this'")}
+
+
+def test_a_group_that_no_message_can_hold_is_dropped(tied_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "LARGEST_GROUP_BYTES", leases.ENVELOPE_BYTES + 5000)
+
+    async def scenario() -> tuple[set[str], dict[str, Drop]]:
+        async with replica_stack() as stack:
+            await stack.serve(job_spec(tied_model))
+            stack.coordinator.issue(0)
+            stack.coordinator.issue(1, ground_truth="x" * 10_000)
+            await until(lambda: stack.coordinator.answered == 2)
+            return set(stack.coordinator.groups), stack.coordinator.dropped
+
+    groups, dropped = asyncio.run(scenario())
+    assert groups == {"0-0"} and dropped["0-1"].reason is DropReason.GROUP_TOO_LARGE
+    assert "Fix: lower rollout.samples_per_prompt" in dropped["0-1"].detail
 
 
 def test_an_engine_that_dies_ends_the_service_and_answers_nothing(tied_model: Path) -> None:
