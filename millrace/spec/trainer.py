@@ -66,7 +66,8 @@ class Trainer(StrictModel):
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Data type of forward and backward passes. The master weights and the optimizer are float32."""
     token_budget: int = Field(16384, ge=16, le=10 * limits.MOST_TOKENS)
-    """Tokens in one micro-batch on one rank: prompts and responses, packed."""
+    """Tokens in one micro-batch: prompts and responses, packed. One rank runs it, or the ranks that share it
+    (`sequence_parallel_size`, Megatron's `context_parallel`)."""
     on_out_of_memory: Literal["fail", "halve_budget"] = "fail"
     """What happens where a rank of the trainer has no memory left for a micro-batch. fail: the job fails, and says what
     held the memory. halve_budget: the step is made again with half the token budget, which stays halved for the job;

@@ -23,6 +23,7 @@ from transformers import (
 from millrace.errors import InvalidJob
 from services.trainer.backends import build
 from services.trainer.backends.fsdp2.attention import Segments, attend, exchanged
+from services.trainer.backends.fsdp2.offload import activations
 from services.trainer.backends.fsdp2.sequence_parallel import HeadExchange, divide_ranks
 from services.trainer.protocol.backend import models
 from services.trainer.protocol.microbatch import MicroBatch
@@ -85,6 +86,9 @@ MATRIX = {
         "experts",
         shared_by(4, fsdp_size=2, offload_parameters=True),
         {"model": LORA, "algorithm": KL, "trainer": RECOMPUTE},
+    ),
+    "activations and optimizer in host memory": Case(
+        "tied", shared_by(2, offload_activations=True, offload_optimizer=True), {"trainer": {"updates_per_step": 2}}
     ),
     "compiled": Case("untied", shared_by(2, compile_layers=True)),
     "windows": Case("windows", shared_by(4)),
@@ -160,6 +164,7 @@ def measured(case: Case, folder: Path, *, shared: bool) -> tuple[dict[str, Tenso
 
 def on_rank(rank: int, folder: Path, cases: Mapping[str, Case]) -> None:
     torch.set_num_threads(1)
+    activations.SMALLEST_BYTES = 0
     store = dist.FileStore(str(folder / "store"), RANKS)
     dist.init_process_group("cpu:gloo", store=store, rank=rank, world_size=RANKS)
     check_random_numbers()
