@@ -93,7 +93,7 @@ class StageMemory:
             host[Part.CRITIC] = sum(on_host.values())
         if resting and self.options.offload_optimizer:
             host[Part.OPTIMIZER] = host.get(Part.OPTIMIZER, 0.0) + device.pop(Part.OPTIMIZER, 0.0)
-        if resting and self.options.release_gradients:
+        if resting and self.options.frees_gradients:
             device.pop(Part.GRADIENTS, None)
         return Ledger({**device, **passing}, host)
 

@@ -213,6 +213,8 @@ class MegatronBackend:
 
     def held(self) -> dict[Part, list[Tensor]]:
         policy = [tensor for chunk in self._chunks for tensor in (*chunk.parameters(), *chunk.buffers())]
+        if self._resting is not None:
+            policy += self._resting.host_copies
         trained = self._updater.held()
         if self.adapter is not None:
             adapter = [tensor for tensor in policy if tensor.requires_grad]

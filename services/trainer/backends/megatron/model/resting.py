@@ -23,9 +23,9 @@ class RestingParameters:
         self._resting = False
 
     @property
-    def device_bytes(self) -> int:
-        """Memory that the parameters have where they are used."""
-        return sum(storage.nbytes() for storage in self._storages.values())
+    def host_copies(self) -> list[torch.Tensor]:
+        """The host memory that is kept for them."""
+        return list(self._copies.values())
 
     def rest(self) -> None:
         """Moves the parameters to host memory."""

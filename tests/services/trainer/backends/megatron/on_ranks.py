@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from millrace.errors import InvalidJob
 from millrace.spec import JobSpec, parse
 from millrace.weights.plans.manifest import Content
 from services.trainer.backends import build
@@ -52,6 +53,17 @@ def job_spec(case: Case) -> JobSpec:
 def train(world: World, folder: Path, cases: dict[str, Case]) -> dict[str, Any]:
     """Each case: `steps` updates (2) on the batch, the log-probabilities before, and the weights after, in a file."""
     return {name: _trained(world, folder / f"{name}.safetensors", case) for name, case in cases.items()}
+
+
+def refused(world: World, folder: Path, cases: dict[str, Case]) -> dict[str, str]:
+    """What is wrong with each case."""
+    found = {}
+    for name, case in cases.items():
+        try:
+            build(job_spec(case), world.device)
+        except InvalidJob as error:
+            found[name] = error.what
+    return found
 
 
 def left_behind(world: World, folder: Path) -> dict[str, int]:

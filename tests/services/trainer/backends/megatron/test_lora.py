@@ -14,6 +14,8 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from services.trainer.checkpoints import export
+from tests.services.trainer.backends.megatron.batch import loss_of
 from tests.services.trainer.backends.megatron.launch import launch, once
 from tests.services.trainer.backends.megatron.plain import scores
 
@@ -79,15 +81,23 @@ def trained(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
             cases = {
                 name: {**case(kind, {}), "backend": "fsdp2"} for kind, name in EXPECTED.items() if "fsdp2" in name
             } | cases
+            cases["alone"] |= {"save_after": 2, "save": str(folder / "checkpoint")}
+        if count == 2:
+            alone = run(1)[1]
+            cases["resumed"] = case("qwen3", {"tensor_parallel": 2}, resume=str(alone / "checkpoint"), steps=1)
+            stored = {"adapter_path": str(alone / "alone"), "dropout": 0.5}
+            whole = {"tensor_parallel": 2, "sequence_parallel": False}
+            cases["trained further"] = case("qwen3", whole, lora=stored)
         return launch(count, folder, train={"cases": cases})["train"], folder
 
-    def case(kind: str, options: dict[str, Any]) -> dict[str, Any]:
+    def case(kind: str, options: dict[str, Any], **others: Any) -> dict[str, Any]:
         return {
             "model": str(models[MODELS[kind]]),
             "options": options,
             "lora": LORA[kind],
             "steps": 3,
             "reference": True,
+            **others,
         }
 
     return run
@@ -146,6 +156,60 @@ def test_base_and_adapter_are_published_apart(count: int, name: str, trained: Tr
     for tensor, values in published.items():
         expected = saved[tensor] * (scale if "lora_B" in tensor else 1.0)
         torch.testing.assert_close(values, expected, atol=1e-6, rtol=1e-6, msg=tensor)
+
+
+def test_a_checkpoint_goes_on_in_another_topology(trained: Trained) -> None:
+    (alone, before), (answers, folder) = trained(1), trained(2)
+    for part in ("losses", "norms"):
+        assert answers["resumed"][part] == pytest.approx(alone["alone"][part][2:], rel=2e-5), part
+    assert answers["resumed"]["updates"] == 3
+    found, wanted = (load_file(at / "adapter_model.safetensors") for at in (folder / "resumed", before / "alone"))
+    for tensor, values in wanted.items():
+        torch.testing.assert_close(found[tensor], values, atol=1e-4, rtol=0, msg=tensor)
+
+
+def test_a_checkpoint_is_exported_with_its_adapter_merged(
+    trained: Trained, models: dict[str, Path], tmp_path: Path
+) -> None:
+    checkpoint = trained(1)[1] / "checkpoint"
+    export.write(checkpoint, tmp_path / "exported")
+    merged, base = (load_file(at / "model.safetensors") for at in (tmp_path / "exported", models["qwen3"]))
+    adapter = load_file(checkpoint / "adapter" / "adapter_model.safetensors")
+    assert merged.keys() == base.keys()
+    for layer in ("self_attn.k_proj", "mlp.up_proj"):
+        a, b = (adapter[f"base_model.model.model.layers.1.{layer}.lora_{matrix}.weight"] for matrix in "AB")
+        name = f"model.layers.1.{layer}.weight"
+        torch.testing.assert_close(merged[name], base[name] + 8 / 4 * b @ a, atol=1e-6, rtol=1e-6, msg=name)
+
+
+def test_an_adapter_is_trained_further_with_dropout(trained: Trained) -> None:
+    """On both ranks the same inputs of an adapter that they share are dropped: their copies of its matrices stay
+    alike."""
+    answers = trained(2)[0]
+    further, plain = answers["trained further"], answers["TP2"]
+    assert further["logprobs"] == pytest.approx(trained(1)[0]["alone"]["after"], abs=2e-5)
+    assert plain["losses"][0] == pytest.approx(_loss(plain), rel=1e-4)
+    assert further["losses"][0] != pytest.approx(_loss(further), rel=1e-2)
+    assert further["parts"] == [] and further["after"] != further["logprobs"]
+
+
+def _loss(answer: dict[str, Any]) -> float:
+    """The batch's loss by the scores before the first update."""
+    return float(loss_of(torch.tensor(answer["logprobs"]), torch.tensor(answer["entropies"]), tuple(range(16))))
+
+
+def test_what_is_refused(trained: Trained, models: dict[str, Path], tmp_path: Path) -> None:
+    stored = str(trained(1)[1] / "alone")
+    asked: dict[str, tuple[str, dict[str, Any]]] = {
+        "model.lora.target_modules": ("qwen3", {"target_modules": ["q_prj"]}),
+        "model.lora.dora": ("qwen3", {"dora": True, "merge": True}),
+        "model.lora.adapter_path": ("qwen2", {"adapter_path": stored}),
+        "model.lora.rank": ("qwen3", {"adapter_path": stored, "rank": 16}),
+    }
+    cases = {field: {"model": str(models[kind]), "lora": lora} for field, (kind, lora) in asked.items()}
+    told = launch(1, tmp_path, refused={"cases": cases})["refused"]
+    assert told.keys() == asked.keys()
+    assert all(what.startswith(f"{field}:") for field, what in told.items()), told
 
 
 def test_its_folder_is_one_of_pefts(trained: Trained, models: dict[str, Path]) -> None:
