@@ -39,7 +39,7 @@ from services.rollout.engines.versioned import VersionedEngine, samples_that_fit
 from services.rollout.engines.vllm import options as vllm_options
 from services.rollout.engines.vllm.adapter import lora_request
 from services.rollout.engines.vllm.environment import set_cpu_environment, set_environment
-from services.rollout.engines.vllm.forked import fork_processes, forked_beside
+from services.rollout.engines.vllm.processes import forked_beside, reason, refusals, take_over_spawn
 from services.rollout.engines.vllm.versions import VersionMarks
 from services.rollout.engines.vllm.workers import VllmWorkers
 from services.rollout.lifeline import kill_descendants, own_descendants
@@ -81,7 +81,7 @@ class VllmEngine(VersionedEngine):
             log.warning(warning)
         own_descendants()
         set_environment()
-        fork_processes()
+        take_over_spawn()
         path = await self._workers.listen()
         self._llm = await asyncio.get_running_loop().run_in_executor(self._thread, self._build, spec)
         config = self._llm.vllm_config
@@ -115,9 +115,12 @@ class VllmEngine(VersionedEngine):
             vllm_options.check_model(config)
             llm = AsyncLLM.from_vllm_config(config, disable_log_stats=arguments.disable_log_stats)
         except (ValueError, TypeError, OSError) as error:
-            what = f"vLLM refused model.path {spec.model.path} with rollout.engine_options: {error}."
+            what = f"vLLM refused model.path {spec.model.path} with rollout.engine_options: {reason(error)}."
             raise InvalidJob(what, "fix the named option; vLLM's log above says more.") from error
         except (RuntimeError, MemoryError) as error:
+            if refused := refusals():
+                what = f"vLLM's engine refused model.path {spec.model.path} with rollout.engine_options: {refused[0]}."
+                raise InvalidJob(what, "fix the named option; vLLM's log above says more.") from error
             what = f"vLLM did not start with {spec.model.path}: {error}."
             raise Unavailable(what, "its log above names the cause; memory and CUDA devices first.") from error
         self._cores = [child.pid for child in multiprocessing.active_children() if child not in others and child.pid]

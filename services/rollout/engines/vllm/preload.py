@@ -15,7 +15,7 @@ EVERYWHERE = (
     "vllm.v1.engine.async_llm",
     "vllm.v1.engine.core",
     "services.rollout.engines.vllm.engine",
-    "services.rollout.engines.vllm.forked",
+    "services.rollout.engines.vllm.processes",
 )
 ON_CPU = ("vllm.v1.executor.multiproc_executor", "vllm.v1.worker.cpu_worker", "vllm.model_executor.models.qwen3")
 
