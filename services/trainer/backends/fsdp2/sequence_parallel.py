@@ -45,7 +45,11 @@ class HeadExchange:
         widths = [share.shape[2] for share in shares]
         parts = self._all_to_all(torch.cat(shares, dim=2)).flatten(0, 1).split(widths, dim=1)
         sizes = (query.shape[3], key.shape[3], value.shape[3])
-        q, k, v = (part.unflatten(1, (-1, size)).transpose(0, 1)[None] for part, size in zip(parts, sizes, strict=True))
+        # Contiguous, as attention kernels get them without an exchange; the joined tensors are not kept for backward.
+        q, k, v = (
+            part.contiguous().unflatten(1, (-1, size)).transpose(0, 1)[None]
+            for part, size in zip(parts, sizes, strict=True)
+        )
         return q, k, v
 
     def to_tokens(self, out: Tensor) -> Tensor:
