@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from millrace.client import Client
+from millrace.data import shared_copies
 from millrace.errors import InvalidState, MillraceError, Unavailable
 from millrace.local import child_processes
 from millrace.local.launcher import STANDBY
@@ -65,6 +66,7 @@ class Supervisor:
                 tasks.create_task(self.announce())
         finally:
             await self.stop()
+            shared_copies.collect()
         if self.failure is not None:
             say("millrace", str(self.failure))
         return 1 if self.failure is not None else 0

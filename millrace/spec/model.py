@@ -18,6 +18,10 @@ class Model(StrictModel):
     and written is not quantized. Other quantized weights are refused."""
     trust_remote_code: bool = False
     """Whether Python code in the model folder may run."""
+    use_shm: bool = False
+    """Whether the trainer's ranks read a copy of the folder in the shared memory of their host (/dev/shm). It is made
+    once for all of them, and removed when the last one no longer has the job. Faster where the folder is on a slow disk
+    and read again, by restarted ranks or by several jobs."""
     lora: Lora | None = Field(None, examples=[{"rank": 32, "alpha": 32}])
     """Train adapters (LoRA) and leave the model's weights as they are. null: all weights are trained."""
 

@@ -90,7 +90,8 @@ def run(coordinator: str, port: int, silent_s: float, member_id: MemberId) -> in
         sent = CommandSender(world, heartbeats)
         rank_zero = RankZero(world, sent, sender, saver, member_id, coordinator, control.loop)
         drain = rank_zero.drain
-    commands = CommandLoop(world, Worker(world, control, sender, saver).handlers)
+    worker = Worker(world, control, sender, saver)
+    commands = CommandLoop(world, worker.handlers)
     heartbeats.start(on_drain=drain)
     _on_signals(control, drain)
     if world.rank == 0:
@@ -100,6 +101,8 @@ def run(coordinator: str, port: int, silent_s: float, member_id: MemberId) -> in
     except DistError as error:
         log.error("rank 0 cannot be reached: this rank ends", rank=world.rank, error=str(error))
         return 1
+    finally:
+        worker.release_copies()
     heartbeats.stop()
     control.stop()
     dist.destroy_process_group()

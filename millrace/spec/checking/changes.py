@@ -20,6 +20,7 @@ CHANGEABLE = {
     "schedule.keep_checkpoints": False,
     "schedule.save_in_background": True,
     "schedule.steps": True,
+    "model.use_shm": True,
     "trainer.token_budget": True,
     "trainer.on_out_of_memory": False,
     "trainer.activation_recompute": True,

@@ -8,6 +8,7 @@ import structlog
 import torch
 
 from millrace import hub
+from millrace.data.shared_copies import SharedCopy, in_shared_memory
 from millrace.errors import InvalidState, OutOfMemory, PartialOutOfMemory, PartialStep
 from millrace.ids import JobId, Version
 from millrace.memory.ledger import Phase
@@ -54,6 +55,7 @@ class Worker:
         self._sender = sender
         self._saver = saver
         self._job: LoadedJob | None = None
+        self._copies: list[SharedCopy] = []
 
     @property
     def handlers(self) -> tuple[Handler, ...]:
@@ -75,8 +77,9 @@ class Worker:
             spec = hub.local(JobSpec.model_validate_json(request.spec), weights=True)
             choices.check(spec)
             registry.load_algorithms((kind, choice.name) for kind, choice, _ in choices.chosen(spec.algorithm))
+            read_from, self._copies = in_shared_memory(spec)
         with exhausted.told_at("loading the model", spec, self._world.rank, self._world.size):
-            backend = build(spec, self._world.device)
+            backend = build(read_from, self._world.device)
             coefficient = KlCoefficient(spec.algorithm.kl_coefficient)
             meter = MemoryMeter(spec, backend, self._world.rank, self._world.size)
             job = LoadedJob(JobId(request.job_id), spec, backend, Version(0), coefficient, meter)
@@ -152,9 +155,15 @@ class Worker:
         self._job = job
         return pb.LoadResponse(version=job.version)
 
+    def release_copies(self) -> None:
+        """Ends the use of model folders in shared memory."""
+        while self._copies:
+            self._copies.pop().release()
+
     def _free_job(self) -> None:
         """Frees the memory of the loaded job: two models at once would not fit. Models have reference cycles."""
         self._job = None
+        self.release_copies()
         gc.collect()
         if self._world.device.type == "cuda":
             torch.cuda.empty_cache()

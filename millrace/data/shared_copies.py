@@ -1,0 +1,155 @@
+"""Model folders copied into the shared memory of this host, once for all ranks of a trainer. Torch-free.
+
+A copy is named by the files that it holds: their paths, sizes and times of change. Its users hold a shared lock on the
+file beside it, which the kernel takes back when a process ends, however it ends. The last user removes the copy; what a
+killed process leaves behind is removed by the next that makes a copy, and by the local stack when it ends.
+"""
+
+import fcntl
+import hashlib
+import os
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from millrace.errors import MillraceError, Unavailable, refused
+from millrace.spec import JobSpec
+
+log = structlog.get_logger(__name__)
+
+FIELD = "model.use_shm"
+SHARED_MEMORY = Path("/dev/shm")
+"""The file system in memory that Linux has for this."""
+KEPT_FREE = 1 << 30
+"""Bytes that a copy leaves free there: other processes, NCCL among them, need some."""
+WAIT_S = 1800.0
+"""Longest time that a process waits for another one that makes the copy."""
+POLL_S = 0.05
+
+
+@dataclass(frozen=True)
+class SharedCopy:
+    """A copy that this process uses."""
+
+    path: Path
+    _lock: int
+
+    def release(self) -> None:
+        """Ends the use. The copy is removed where no other process uses it."""
+        _remove_unused(self.path, self._lock)
+        os.close(self._lock)
+
+
+def in_shared_memory(spec: JobSpec) -> tuple[JobSpec, list[SharedCopy]]:
+    """The spec with the paths of copies in place of its model folders, where it asks for that, and the copies, which
+    the caller releases. Raises InvalidJob where there is no room, Unavailable where another process takes too long."""
+    if not spec.model.use_shm:
+        return spec, []
+    copies = [acquire(Path(spec.model.path))]
+    changed: dict[str, Any] = {"model": spec.model.model_copy(update={"path": str(copies[0].path)})}
+    critic = spec.algorithm.critic
+    if critic is not None and critic.path is not None:
+        try:
+            copies.append(acquire(Path(critic.path)))
+        except MillraceError:
+            copies[0].release()
+            raise
+        critic = critic.model_copy(update={"path": str(copies[1].path)})
+        changed["algorithm"] = spec.algorithm.model_copy(update={"critic": critic})
+    return spec.model_copy(update=changed), copies
+
+
+def acquire(folder: Path) -> SharedCopy:
+    """The copy of a model folder, made if there is none. Raises as `in_shared_memory`."""
+    files = [file for file in sorted(folder.iterdir()) if file.is_file()]
+    home = SHARED_MEMORY / f"millrace-models-{os.getuid()}"
+    home.mkdir(mode=0o700, exist_ok=True)
+    path = home / f"{folder.name}-{_identity(files)}"
+    lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        _use(path, lock, files)
+    except BaseException:
+        os.close(lock)
+        raise
+    collect()
+    return SharedCopy(path, lock)
+
+
+def collect() -> None:
+    """Removes the copies of this user that no process uses."""
+    home = SHARED_MEMORY / f"millrace-models-{os.getuid()}"
+    for found in home.glob("*.lock"):
+        lock = os.open(found, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            _remove_unused(found.with_suffix(""), lock)
+        finally:
+            os.close(lock)
+
+
+def _use(path: Path, lock: int, files: list[Path]) -> None:
+    """Returns with the shared lock held and the copy complete."""
+    deadline = time.monotonic() + WAIT_S
+    while True:
+        if _try_lock(lock, fcntl.LOCK_SH) and path.is_dir():
+            return
+        if _try_lock(lock, fcntl.LOCK_EX) and not path.is_dir():
+            _copy(files, path)
+            continue  # the exchange of locks is not atomic: the copy may be gone again
+        fcntl.flock(lock, fcntl.LOCK_UN)
+        if time.monotonic() > deadline:
+            what = f"{FIELD}: {path} is still being made by another process after {WAIT_S:.0f} s."
+            raise Unavailable(what, "see what that process does, or set model.use_shm to false.")
+        time.sleep(POLL_S)
+
+
+def _copy(files: list[Path], path: Path) -> None:
+    needed, free = sum(file.stat().st_size for file in files), shutil.disk_usage(SHARED_MEMORY).free
+    if needed + KEPT_FREE > free:
+        reason = (
+            f"{SHARED_MEMORY} of this host has {free / 1e9:.1f} GB free, and the model of {needed / 1e9:.1f} GB has to "
+            f"leave {KEPT_FREE / 1e9:.1f} GB of it"
+        )
+        fix = "free or enlarge it (docker run --shm-size, compose shm_size), or set it to false."
+        raise refused(FIELD, True, reason, fix)
+    partial = path.with_name(f"{path.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+    partial.mkdir()
+    began = time.monotonic()
+    try:
+        for file in files:
+            shutil.copyfile(file, partial / file.name)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        reason = f"the model cannot be copied to {path}: {error.strerror or error}"
+        raise refused(FIELD, True, reason, "free memory there, or set it to false.") from error
+    partial.rename(path)
+    log.info("in shared memory", path=str(path), bytes=needed, seconds=round(time.monotonic() - began, 1))
+
+
+def _remove_unused(path: Path, lock: int) -> None:
+    """Removes the copy where no other process holds its lock. The caller's own lock ends."""
+    if _try_lock(lock, fcntl.LOCK_EX):
+        shutil.rmtree(path, ignore_errors=True)
+        shutil.rmtree(path.with_name(f"{path.name}.partial"), ignore_errors=True)
+    fcntl.flock(lock, fcntl.LOCK_UN)
+
+
+def _try_lock(lock: int, kind: int) -> bool:
+    try:
+        fcntl.flock(lock, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _identity(files: list[Path]) -> str:
+    """Names the files as they are now: a folder that changed gets a copy of its own."""
+    digest = hashlib.sha256()
+    for file in files:
+        found = file.stat()
+        digest.update(f"{file.resolve()}\0{found.st_size}\0{found.st_mtime_ns}\0".encode())
+    return digest.hexdigest()[:16]
