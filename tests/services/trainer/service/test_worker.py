@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from millrace.errors import InvalidState, MillraceError, NonFinite, PartialStep
+from millrace.errors import InvalidState, MillraceError, NonFinite, OutOfMemory, PartialStep
 from millrace.memory.ledger import Part
 from millrace.wire.v1 import trainer_pb2 as pb
 from services.trainer.publication.sender import Sender
@@ -78,4 +78,21 @@ def test_a_partial_step_costs_the_weights(
     with pytest.raises(kind, match="their norm is nan"):
         rank.step(pb.StepRequest(job_id="job-1", step=1))
     with pytest.raises(InvalidState, match="no job is loaded") if kind is PartialStep else pytest.raises(NonFinite):
+        rank.step(pb.StepRequest(job_id="job-1", step=1))
+
+
+def test_no_memory_for_the_model_is_told_with_what_it_would_need(
+    monkeypatch: pytest.MonkeyPatch, tied_model: Path
+) -> None:
+    def build(*arguments: Any) -> Model:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(worker, "build", build)
+    rank, spec = worker_alone(), job_spec(tied_model)
+    with pytest.raises(
+        OutOfMemory, match=r"rank 0 ran out of memory in loading the model\. Predicted for the job:"
+    ) as told:
+        rank.configure(pb.ConfigureTrainerRequest(job_id="job-1", spec=spec.model_dump_json()))
+    assert "optimizer" in told.value.what and "saves about" in told.value.fix
+    with pytest.raises(InvalidState, match="no job is loaded"):
         rank.step(pb.StepRequest(job_id="job-1", step=1))
