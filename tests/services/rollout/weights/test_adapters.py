@@ -17,7 +17,7 @@ from millrace.wire.v1 import rollout_pb2
 from tests.adapters import merged, published, with_adapter
 from tests.models import random_model
 from tests.sender import export
-from tests.services.rollout.coordinator import JOB, configure, until
+from tests.services.rollout.coordinator import JOB, configure, publish, until
 from tests.services.rollout.jobs import adapter_job
 from tests.services.rollout.reference import logprobs
 from tests.services.rollout.stack import Stack, replica_stack
@@ -91,6 +91,18 @@ def test_an_adapter_on_its_base_answers_as_peft_and_the_merged_model(tied_model:
             report = await (await adapter(stack, version, mode=mode)).whole()
             assert report.mode == mode and report.bytes < 60_000
             await serves(stack, version)
+            await answers_as(stack, version)
+
+    play(tied_model, scenario)
+
+
+def test_gather_and_broadcast_bring_both_as_well(tied_model: Path) -> None:
+    async def scenario(stack: Stack) -> None:
+        tensors, member = export(random_model(tied=True, seed=1)), stack.replica.member_id
+        await publish(stack.peer, member, tensors, 1, content=Content.BASE)
+        await serves(stack, None)
+        for version in (1, 2):
+            await publish(stack.peer, member, published(adapted(version)), version, attempt=1, content=Content.ADAPTER)
             await answers_as(stack, version)
 
     play(tied_model, scenario)
