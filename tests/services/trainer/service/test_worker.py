@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from millrace.data import shared_copies
 from millrace.errors import InvalidState, MillraceError, NonFinite, OutOfMemory, PartialStep
 from millrace.memory.ledger import Part
+from millrace.spec import JobSpec
 from millrace.wire.v1 import trainer_pb2 as pb
 from services.trainer.publication.sender import Sender
 from services.trainer.ranks.world import World
@@ -60,6 +62,28 @@ def test_the_job_before_is_out_of_memory_when_the_next_is_built(
     finally:
         gc.enable()
     assert alive == [0, 0, 0]
+
+
+def test_a_model_is_read_from_shared_memory_while_a_rank_has_the_job(
+    one_rank: torch.device, tied_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job keeps the path of the user's folder; the copy is gone when the next job does not use it."""
+    monkeypatch.setattr(shared_copies, "SHARED_MEMORY", tmp_path)
+    read: list[str] = []
+
+    def build(spec: JobSpec, device: torch.device) -> Any:
+        read.append(spec.model.path)
+        return real_build(spec, device)
+
+    real_build = worker.build
+    monkeypatch.setattr(worker, "build", build)
+    rank = worker_alone()
+    for use_shm in (True, False):
+        spec = job_spec(tied_model, model={"use_shm": use_shm}, algorithm={"advantage": "gae", "critic": {}})
+        rank.configure(pb.ConfigureTrainerRequest(job_id="job-1", spec=spec.model_dump_json()))
+        assert rank._loaded().spec.model.path == str(tied_model)
+        assert Path(read[0]).is_dir() == use_shm
+    assert read[0].startswith(str(tmp_path)) and read[1] == str(tied_model)
 
 
 @pytest.mark.parametrize("kind", [PartialStep, NonFinite])
