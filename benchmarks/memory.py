@@ -142,7 +142,7 @@ def measured(case: Case, folder: Path, world: World, options: argparse.Namespace
         return {**row, "error": str(error).splitlines()[0][:300]}
     found = collectives.maxima(meter.metrics())
     tokens = sum(sum(batch.lengths) for batch in batches) * options.updates * backend.data_parallel.size
-    values = {name: value for name, value in found.items() if name.startswith(("memory/update/", "memory/predicted/"))}
+    values = {name: value for name, value in found.items() if name.startswith("memory")}
     return {**row, "tokens_per_s": round(tokens / sum(seconds[1:])), **values}
 
 

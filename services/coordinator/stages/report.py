@@ -14,7 +14,7 @@ from millrace.rest import JobState, StepMetrics
 from millrace.telemetry.metrics.catalogue import find
 from millrace.telemetry.metrics.step.batch import MEAN_SCORE
 from millrace.telemetry.metrics.step.evaluation import EVALUATION_RESULTS
-from millrace.telemetry.metrics.step.memory import PREDICTED_PART, UPDATE_PART
+from millrace.telemetry.metrics.step.memory import MEMORY, PREDICTED, UPDATE
 from millrace.telemetry.metrics.step.mismatch import MISMATCH_SUMMARY
 from millrace.telemetry.metrics.step.timing import TIMING
 from services.coordinator.observe.step_metrics import mean
@@ -100,12 +100,12 @@ def _memory(rows: Sequence[StepMetrics]) -> dict[str, dict[str, float]]:
     """The parts of the trainer's memory in GiB on the rank that has most: as predicted, and the largest measured in the
     update of any step. A part that exists during a pass only is not measured by itself but in `rest`."""
     found: dict[str, dict[str, float]] = {}
+    columns = {PREDICTED: "predicted", UPDATE: "measured"}
     for row in rows:
         for name, value in row.values.items():
-            for column, prefix in (("predicted", PREDICTED_PART), ("measured", UPDATE_PART)):
-                if name.startswith(prefix):
-                    sizes = found.setdefault(name.removeprefix(prefix), {})
-                    sizes[column] = max(sizes.get(column, 0.0), value)
+            if find(name) in MEMORY and (column := columns.get(name.split("/")[1])):
+                sizes = found.setdefault(name.split("/")[2], {})
+                sizes[column] = max(sizes.get(column, 0.0), value)
     return found
 
 

@@ -17,9 +17,12 @@ EXAMPLES = {
     "data_source": "openai/gsm8k",
     "engine": "vllm",
     "k": "4",
+    "kept": "weights",
     "n": "16",
     "name": "ours",
     "part": "gen",
+    "phase": "update",
+    "predicted": "activations",
     "variable": "acc",
     "statistic": "max",
 }

@@ -5,9 +5,8 @@ from millrace.telemetry.metrics.declaration import Owner, StepMetric, Unit
 
 TRAINER, GIBIBYTES = Owner.TRAINER, Unit.GIBIBYTES
 
-UPDATE_PART = "memory/update/"
-PREDICTED_PART = "memory/predicted/"
-"""What the keys of the measured and of the predicted parts of an update begin with."""
+UPDATE, PREDICTED = "update", "predicted"
+"""The middle of the keys `memory/…/…` of the measured and of the predicted parts of an update."""
 
 MEMORY = (
     StepMetric(
