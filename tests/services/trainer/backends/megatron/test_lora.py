@@ -35,25 +35,27 @@ EXPECTED = {**{kind: f"fsdp2 {kind}" for kind in LORA}, "experts": "experts"}
 """The case of one rank that others are held against: transformers' fused experts have no adapters on FSDP2."""
 FULL = {"recompute": {"granularity": "full"}}
 SELECTIVE = {"recompute": {"granularity": "selective", "modules": ["core_attn", "mlp"]}}
-CASES: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {
-    1: {
+CASES: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
+    "1": {
         "alone": ("qwen3", {}),
         "recomputed": ("qwen3", {**FULL, "offload_parameters": True}),
         "MoE": ("qwen3_moe", SELECTIVE),
         "MLA": ("deepseek_v3", {}),
         "experts": ("experts", {}),
     },
-    2: {
+    "2": {
         "TP2": ("qwen3", {"tensor_parallel": 2}),
         "TP2 without sequence parallelism": ("qwen3", {"tensor_parallel": 2, "sequence_parallel": False}),
         "PP2": ("qwen3", {"pipeline_parallel": 2, **FULL}),
-        "DP2": ("qwen3", {}),
         "experts EP2": ("experts", {"expert_parallel": 2}),
-        "experts TP2": ("experts", {"tensor_parallel": 2}),
-        "MoE EP2": ("qwen3_moe", {"expert_parallel": 2, "distributed_optimizer": False}),
         "MLA TP2": ("deepseek_v3", {"tensor_parallel": 2}),
     },
-    4: {
+    "2, the rest": {
+        "DP2": ("qwen3", {}),
+        "experts TP2": ("experts", {"tensor_parallel": 2}),
+        "MoE EP2": ("qwen3_moe", {"expert_parallel": 2, "distributed_optimizer": False}),
+    },
+    "4": {
         "TP4 with two key-value heads": ("qwen3", {"tensor_parallel": 4}),
         "MoE TP2 EP2 PP2": (
             "qwen3_moe",
@@ -62,33 +64,35 @@ CASES: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {
         "MLA TP2 VPP2": ("deepseek_v3", {"tensor_parallel": 2, "pipeline_parallel": 2, "virtual_pipeline": 2}),
     },
 }
-"""Number of ranks → case → kind of model, and options."""
-Trained = Callable[[int], tuple[dict[str, Any], Path]]
+"""Launch, which begins with its number of ranks → case → kind of model, and options."""
+MATRIX = ("2, the rest", "4")
+"""Launches for `make test-all`: they combine what the others have."""
+Trained = Callable[[str], tuple[dict[str, Any], Path]]
 
 pytestmark = pytest.mark.timeout(700)
-"""The first test of each number of ranks waits for their launch."""
+"""The first test of each launch waits for it."""
 
 
 @pytest.fixture(scope="module")
 def trained(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """Number of ranks → what its cases answer, and the folder of their adapters."""
+    """Launch → what its cases answer, and the folder of their adapters."""
 
     @once
-    def run(count: int) -> tuple[dict[str, Any], Path]:
-        folder = tmp_path_factory.mktemp(f"lora-{count}")
-        cases = {name: case(kind, options) for name, (kind, options) in CASES[count].items()}
-        if count == 1:  # the other backend, before Megatron is imported
+    def run(name: str) -> tuple[dict[str, Any], Path]:
+        folder = tmp_path_factory.mktemp("lora")
+        cases = {label: case(kind, options) for label, (kind, options) in CASES[name].items()}
+        if name == "1":  # the other backend, before Megatron is imported
             cases = {
-                name: {**case(kind, {}), "backend": "fsdp2"} for kind, name in EXPECTED.items() if "fsdp2" in name
+                label: {**case(kind, {}), "backend": "fsdp2"} for kind, label in EXPECTED.items() if "fsdp2" in label
             } | cases
             cases["alone"] |= {"save_after": 2, "save": str(folder / "checkpoint")}
-        if count == 2:
-            alone = run(1)[1]
+        if name == "2":
+            alone = run("1")[1]
             cases["resumed"] = case("qwen3", {"tensor_parallel": 2}, resume=str(alone / "checkpoint"), steps=1)
             stored = {"adapter_path": str(alone / "alone"), "dropout": 0.5}
             whole = {"tensor_parallel": 2, "sequence_parallel": False}
             cases["trained further"] = case("qwen3", whole, lora=stored)
-        return launch(count, folder, train={"cases": cases})["train"], folder
+        return launch(int(name[0]), folder, train={"cases": cases})["train"], folder
 
     def case(kind: str, options: dict[str, Any], **others: Any) -> dict[str, Any]:
         return {
@@ -104,19 +108,19 @@ def trained(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
 
 
 ON_RANKS = pytest.mark.parametrize(
-    ("count", "name"),
+    ("group", "name"),
     [
-        pytest.param(count, name, marks=[pytest.mark.matrix] * (count == 4), id=f"{count} ranks, {name}")
-        for count, cases in CASES.items()
+        pytest.param(group, name, marks=[pytest.mark.matrix] * (group in MATRIX), id=f"{group[0]} ranks, {name}")
+        for group, cases in CASES.items()
         for name in cases
     ],
 )
 
 
 @ON_RANKS
-def test_trains_the_adapter_that_fsdp2_trains(count: int, name: str, trained: Trained) -> None:
-    (answers, folder), (alone, others) = trained(count), trained(1)
-    kind = CASES[count][name][0]
+def test_trains_the_adapter_that_fsdp2_trains(group: str, name: str, trained: Trained) -> None:
+    (answers, folder), (alone, others) = trained(group), trained("1")
+    kind = CASES[group][name][0]
     answer, expected = answers[name], alone[EXPECTED[kind]]
     for part in ("logprobs", "entropies", "reference"):
         assert answer[part] == pytest.approx(expected[part], abs=2e-5), part
@@ -133,24 +137,24 @@ def test_trains_the_adapter_that_fsdp2_trains(count: int, name: str, trained: Tr
 
 
 @ON_RANKS
-def test_exports_merged_weights(count: int, name: str, trained: Trained) -> None:
-    answers, folder = trained(count)
+def test_exports_merged_weights(group: str, name: str, trained: Trained) -> None:
+    answers, folder = trained(group)
     assert answers[name]["changed"] == []  # before the first update
     merged, expected = (
         load_file(at)
-        for at in (folder / f"{name}.safetensors", trained(1)[1] / f"{EXPECTED[CASES[count][name][0]]}.safetensors")
+        for at in (folder / f"{name}.safetensors", trained("1")[1] / f"{EXPECTED[CASES[group][name][0]]}.safetensors")
     )
     for tensor, values in expected.items():
         torch.testing.assert_close(merged[tensor], values, atol=2e-4, rtol=0, msg=tensor)
 
 
 @ON_RANKS
-def test_base_and_adapter_are_published_apart(count: int, name: str, trained: Trained) -> None:
-    answers, folder = trained(count)
+def test_base_and_adapter_are_published_apart(group: str, name: str, trained: Trained) -> None:
+    answers, folder = trained(group)
     assert answers[name]["parts"] == []  # each rank's boxes are those of the exported tensors
     published = load_file(folder / f"{name}.adapter")
     saved = load_file(folder / name / "adapter_model.safetensors")
-    lora = LORA[CASES[count][name][0]]
+    lora = LORA[CASES[group][name][0]]
     scale = lora["alpha"] / (lora["rank"] ** 0.5 if lora.get("rslora") else lora["rank"])
     assert published.keys() == saved.keys()
     for tensor, values in published.items():
@@ -159,7 +163,7 @@ def test_base_and_adapter_are_published_apart(count: int, name: str, trained: Tr
 
 
 def test_a_checkpoint_goes_on_in_another_topology(trained: Trained) -> None:
-    (alone, before), (answers, folder) = trained(1), trained(2)
+    (alone, before), (answers, folder) = trained("1"), trained("2")
     for part in ("losses", "norms"):
         assert answers["resumed"][part] == pytest.approx(alone["alone"][part][2:], rel=2e-5), part
     assert answers["resumed"]["updates"] == 3
@@ -171,7 +175,7 @@ def test_a_checkpoint_goes_on_in_another_topology(trained: Trained) -> None:
 def test_a_checkpoint_is_exported_with_its_adapter_merged(
     trained: Trained, models: dict[str, Path], tmp_path: Path
 ) -> None:
-    checkpoint = trained(1)[1] / "checkpoint"
+    checkpoint = trained("1")[1] / "checkpoint"
     export.write(checkpoint, tmp_path / "exported")
     merged, base = (load_file(at / "model.safetensors") for at in (tmp_path / "exported", models["qwen3"]))
     adapter = load_file(checkpoint / "adapter" / "adapter_model.safetensors")
@@ -185,9 +189,9 @@ def test_a_checkpoint_is_exported_with_its_adapter_merged(
 def test_an_adapter_is_trained_further_with_dropout(trained: Trained) -> None:
     """On both ranks the same inputs of an adapter that they share are dropped: their copies of its matrices stay
     alike."""
-    answers = trained(2)[0]
+    answers = trained("2")[0]
     further, plain = answers["trained further"], answers["TP2"]
-    assert further["logprobs"] == pytest.approx(trained(1)[0]["alone"]["after"], abs=2e-5)
+    assert further["logprobs"] == pytest.approx(trained("1")[0]["alone"]["after"], abs=2e-5)
     assert plain["losses"][0] == pytest.approx(_loss(plain), rel=1e-4)
     assert further["losses"][0] != pytest.approx(_loss(further), rel=1e-2)
     assert further["parts"] == [] and further["after"] != further["logprobs"]
@@ -199,7 +203,7 @@ def _loss(answer: dict[str, Any]) -> float:
 
 
 def test_what_is_refused(trained: Trained, models: dict[str, Path], tmp_path: Path) -> None:
-    stored = str(trained(1)[1] / "alone")
+    stored = str(trained("1")[1] / "alone")
     asked: dict[str, tuple[str, dict[str, Any]]] = {
         "model.lora.target_modules": ("qwen3", {"target_modules": ["q_prj"]}),
         "model.lora.dora": ("qwen3", {"dora": True, "merge": True}),
@@ -213,9 +217,9 @@ def test_what_is_refused(trained: Trained, models: dict[str, Path], tmp_path: Pa
 
 
 def test_its_folder_is_one_of_pefts(trained: Trained, models: dict[str, Path]) -> None:
-    answers, folder = trained(2)
-    for name in ("TP2", "MoE EP2", "MLA TP2", "experts EP2"):
-        base = AutoModelForCausalLM.from_pretrained(models[MODELS[CASES[2][name][0]]], dtype=torch.float32)
+    answers, folder = trained("2")
+    for name in ("TP2", "MLA TP2", "experts EP2"):
+        base = AutoModelForCausalLM.from_pretrained(models[MODELS[CASES["2"][name][0]]], dtype=torch.float32)
         model = PeftModel.from_pretrained(base, folder / name).eval()
         with torch.no_grad():
             logprobs = torch.cat([scores(model, row)[0] for row in range(16)]).tolist()
