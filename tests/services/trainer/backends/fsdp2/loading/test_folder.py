@@ -21,7 +21,7 @@ from tests.services.trainer.backends.fsdp2.test_backend import moe_model
 from tests.services.trainer.groups import job_spec
 
 PPO: dict[str, Any] = {"advantage": "gae", "critic": {}, "kl": {"name": "k3"}}
-DORA: dict[str, Any] = {"lora": {"rank": 2, "dora": True, "init": "gaussian"}}
+DORA: dict[str, Any] = {"lora": {"rank": 2, "dora": True, "init": "gaussian", "merge": True}}
 
 
 class Counted:
