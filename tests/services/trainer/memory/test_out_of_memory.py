@@ -83,11 +83,11 @@ def limit_tokens(monkeypatch: pytest.MonkeyPatch, rank: Rank, tokens: int, place
             if len(seen) > skipped:
                 raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    def scores(self: Any, model: Any, batch: MicroBatch, *arguments: Any, **named: Any) -> Any:
-        now["tokens"] = sum(batch.lengths)
+    def scores(self: Any, *arguments: Any) -> Any:
+        now["tokens"] = next(sum(each.lengths) for each in arguments if isinstance(each, MicroBatch))
         if place == "before":
             fail()
-        return own(self, model, batch, *arguments, **named)
+        return own(self, *arguments)
 
     monkeypatch.setattr(Fsdp2Backend, "_scores", scores)
     if place != "before":
