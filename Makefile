@@ -93,7 +93,7 @@ bench: $(INSTALLED) ## measures the coordinator and a replica on this machine, a
 	$(BIN)/python -m benchmarks.coordinator
 	$(BIN)/python -m benchmarks.replica
 
-bench-learning: $(INSTALLED) ## the demo's task with seven algorithms, three seeds each, into BENCHMARKS.md (LEARNING="--seeds 0")
+bench-learning: $(INSTALLED) ## the demo's task with seven algorithms, three seeds each, into BENCHMARKS.md (LEARNING="--seeds 0", or "--compare adapters")
 	$(BIN)/python -m benchmarks.learning $(LEARNING)
 
 SEEDS ?= 5

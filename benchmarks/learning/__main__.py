@@ -1,6 +1,7 @@
-"""The demo's task with several algorithms and seeds, on one local stack.
+"""The demo's task with several algorithms, or with all weights and adapters, and several seeds, on one local stack.
 
-    python -m benchmarks.learning --algorithms grpo,ppo --seeds 0,1 --steps 60
+    python -m benchmarks.learning --only grpo,ppo --seeds 0,1 --steps 60
+    python -m benchmarks.learning --compare adapters
 
 Runs that are kept already are not repeated. Ends with status 1 where a run failed or did not learn.
 """
@@ -14,7 +15,7 @@ from typing import Annotated
 import typer
 
 from benchmarks.learning import page
-from benchmarks.learning.jobs import ALGORITHMS, job_spec
+from benchmarks.learning.jobs import COMPARISONS, Comparison, job_spec
 from benchmarks.learning.results import Result, Results
 from millrace.cli.output import print_error
 from millrace.client import Client
@@ -30,7 +31,8 @@ Run = tuple[str, int]
 
 
 def learning(
-    algorithms: Annotated[str, typer.Option(help="By name, with commas between.")] = ",".join(ALGORITHMS),
+    compare: Annotated[str, typer.Option(help=f"{' or '.join(COMPARISONS)}.")] = "algorithms",
+    only: Annotated[str, typer.Option(help="Some of the variants, by name with commas between; all by default.")] = "",
     seeds: Annotated[str, typer.Option(help="Of model, data and trainer, with commas between.")] = "0,1,2",
     steps: Annotated[int, typer.Option(help="Of each run.", min=2)] = 60,
     engine: Annotated[str, typer.Option(help="vllm or transformers.")] = "vllm",
@@ -39,33 +41,41 @@ def learning(
     again: Annotated[bool, typer.Option(help="Repeat runs that are kept already.")] = False,
 ) -> None:
     """Trains what is missing and writes table and figure."""
-    names, numbers = _names(algorithms), [int(seed) for seed in seeds.split(",")]
+    comparison = _comparison(compare)
+    names, numbers = _names(only, comparison), [int(seed) for seed in seeds.split(",")]
     state = state.resolve()
     results = Results(state / "results", steps)
-    # Seed by seed: an engine that holds a seed's model is kept for the next algorithm.
+    # Seed by seed: an engine that holds a seed's model is kept for the next algorithm's job.
     wanted = [(name, seed) for seed in numbers for name in names]
     missing = [run for run in wanted if again or results.find(*run) is None]
     print(f"{len(wanted)} runs, {len(wanted) - len(missing)} of them kept already", flush=True)
-    failures = _train(missing, results, state, engine) if missing else []
+    failures = _train(missing, comparison, results, state, engine) if missing else []
     kept = [result for name in names for seed in numbers if (result := results.find(name, seed)) is not None]
     if kept:
-        page.write(to, kept, MARGIN)
+        page.write(to, comparison, kept, MARGIN)
         print(f"written: {to}", flush=True)
-    idle = [f"{r.algorithm} with seed {r.seed} rose by {r.after - r.before:.2f}" for r in kept]
+    idle = [f"{r.variant} with seed {r.seed} rose by {r.after - r.before:.2f}" for r in kept]
     idle = [told for told, r in zip(idle, kept, strict=True) if r.after - r.before < MARGIN]
     for told in [*failures, *idle]:
         print(f"NOT learnt: {told}", flush=True)
     raise typer.Exit(1 if failures or idle else 0)
 
 
-def _names(algorithms: str) -> list[str]:
-    names = algorithms.split(",")
-    if unknown := [name for name in names if name not in ALGORITHMS]:
-        raise InvalidState(f"there is no job with {unknown[0]!r}.", f"choose from {', '.join(ALGORITHMS)}.")
+def _comparison(name: str) -> Comparison:
+    if name not in COMPARISONS:
+        raise InvalidState(f"--compare: there is no comparison {name!r}.", f"choose from {', '.join(COMPARISONS)}.")
+    return COMPARISONS[name]
+
+
+def _names(only: str, comparison: Comparison) -> list[str]:
+    names = only.split(",") if only else list(comparison.variants)
+    if unknown := [name for name in names if name not in comparison.variants]:
+        fix = f"choose from {', '.join(comparison.variants)}."
+        raise InvalidState(f"--only: there is no variant {unknown[0]!r}.", fix)
     return names
 
 
-def _train(missing: list[Run], results: Results, state: Path, engine: str) -> list[str]:
+def _train(missing: list[Run], comparison: Comparison, results: Results, state: Path, engine: str) -> list[str]:
     """Runs them one after the other; what failed, with the reason."""
     data = {seed: _prepared(state, seed) for seed in dict.fromkeys(seed for _, seed in missing)}
     failures = []
@@ -77,15 +87,15 @@ def _train(missing: list[Run], results: Results, state: Path, engine: str) -> li
         environment={name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()},
     )
     with Stack(options) as stack, Client(stack.url) as client:
-        for number, (algorithm, seed) in enumerate(missing, 1):
-            spec = job_spec(state, algorithm, seed, results.steps, data[seed])
+        for number, (name, seed) in enumerate(missing, 1):
+            spec = job_spec(state, name, comparison.variants[name], seed, results.steps, data[seed])
             job = client.wait(client.submit(spec).id, RUN_TIMEOUT_S)
-            told = f"{number} of {len(missing)}: {algorithm}, seed {seed}"
+            told = f"{number} of {len(missing)}: {name}, seed {seed}"
             if job.state is not JobState.SUCCEEDED:
-                failures.append(f"{algorithm} with seed {seed} {job.state}: {job.failure}")
+                failures.append(f"{name} with seed {seed} {job.state}: {job.failure}")
                 print(f"{told}: {job.state}: {job.failure}", flush=True)
                 continue
-            result = Result.of(algorithm, seed, job, client.metrics(job.id))
+            result = Result.of(name, seed, job, client.metrics(job.id))
             results.keep(result)
             print(f"{told}: {result.before:.3f} → {result.after:.3f} in {result.seconds:.0f} s", flush=True)
     return failures

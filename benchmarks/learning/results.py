@@ -21,9 +21,9 @@ LAST = 10
 
 @dataclass(frozen=True)
 class Result:
-    """One algorithm with one seed."""
+    """One variant with one seed."""
 
-    algorithm: str
+    variant: str
     seed: int
     steps: int
     machine: str
@@ -35,14 +35,14 @@ class Result:
     """From the first step to the last, evaluations included."""
 
     @classmethod
-    def of(cls, algorithm: str, seed: int, job: JobView, rows: Sequence[StepMetrics]) -> Self:
+    def of(cls, variant: str, seed: int, job: JobView, rows: Sequence[StepMetrics]) -> Self:
         held_out = {row.step: row.values[HELD_OUT] for row in rows if HELD_OUT in row.values}
         if job.evaluation_before is not None:
             held_out[0] = job.evaluation_before
         trained = [row for row in rows if TRAINING in row.values]
         seconds = trained[-1].time_s - trained[0].time_s
         rewards = [row.values[TRAINING] for row in trained]
-        return cls(algorithm, seed, job.steps, machine(), dict(sorted(held_out.items())), rewards, seconds)
+        return cls(variant, seed, job.steps, machine(), dict(sorted(held_out.items())), rewards, seconds)
 
     @property
     def before(self) -> float:
@@ -64,18 +64,18 @@ class Results:
     folder: Path
     steps: int
 
-    def path(self, algorithm: str, seed: int) -> Path:
-        return self.folder / f"{algorithm}-{self.steps}-steps-seed-{seed}.json"
+    def path(self, variant: str, seed: int) -> Path:
+        return self.folder / f"{variant}-{self.steps}-steps-seed-{seed}.json"
 
-    def find(self, algorithm: str, seed: int) -> Result | None:
-        path = self.path(algorithm, seed)
+    def find(self, variant: str, seed: int) -> Result | None:
+        path = self.path(variant, seed)
         if not path.is_file():
             return None
         tree = json.loads(path.read_text())
         return Result(**{**tree, "held_out": {int(step): value for step, value in tree["held_out"].items()}})
 
     def keep(self, result: Result) -> None:
-        path = self.path(result.algorithm, result.seed)
+        path = self.path(result.variant, result.seed)
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(".part")
         part.write_text(json.dumps(dataclasses.asdict(result), indent=1))

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.learning import page
-from benchmarks.learning.jobs import ALGORITHMS, job_spec
+from benchmarks.learning.jobs import ADAPTERS, ALGORITHMS, COMPARISONS, LORA_RATE, job_spec
 from benchmarks.learning.results import HELD_OUT, TRAINING, Result, Results
 from millrace.rest import JobState, JobView, StepMetrics
 from millrace.spec.checking import choices
@@ -13,11 +13,22 @@ from millrace.spec.checking import choices
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_job_can_work(algorithm: str, tmp_path: Path) -> None:
-    spec = job_spec(tmp_path, algorithm, seed=3, steps=4, data=(tmp_path / "train", tmp_path / "held"))
+    data = (tmp_path / "train", tmp_path / "held")
+    spec = job_spec(tmp_path, algorithm, ALGORITHMS[algorithm], seed=3, steps=4, data=data)
     choices.check(spec)
     assert spec.algorithm.preset == algorithm
     assert (spec.schedule.steps, spec.trainer.seed, spec.trainer.optimizer.warmup_steps) == (4, 3, 4)
     assert spec.trainer.optimizer.lr == 5e-4
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_adapters_learn_faster_and_all_else_is_the_same(name: str, tmp_path: Path) -> None:
+    data, variant = (tmp_path / "train", tmp_path / "held"), ADAPTERS[name]
+    spec = job_spec(tmp_path, name, variant, seed=0, steps=4, data=data)
+    assert spec.trainer.backend == name.partition("-")[0]
+    rank = spec.model.lora.rank if spec.model.lora else None
+    assert rank == variant.lora
+    assert spec.trainer.optimizer.lr == pytest.approx(5e-4 * (LORA_RATE if rank else 1.0))
 
 
 def result(algorithm: str, seed: int, after: float) -> Result:
@@ -56,11 +67,11 @@ def test_the_page_keeps_what_is_around_and_is_the_same_for_the_same_results(tmp_
     written = tmp_path / "BENCHMARKS.md"
     written.write_text("# Benchmarks\n\nbefore\n")
     results = [result(name, seed, 0.9 if name == "ppo" else 0.2) for name in ("grpo", "ppo") for seed in (0, 1)]
-    page.write(written, results, margin=0.3)
+    page.write(written, COMPARISONS["algorithms"], results, margin=0.3)
     text, figure = written.read_text(), (tmp_path / "docs" / "learning.svg").read_bytes()
     assert "| ppo | 0, 1 | 0.125 | 0.900 (0.90, 0.90) | 0.550 | 2 of 2 | 2.00 |" in text
     assert "0 of 2" in text and "(docs/learning.svg)" in text and b"<svg" in figure
     written.write_text(text + "\nafter\n")
-    page.write(written, results, margin=0.3)
+    page.write(written, COMPARISONS["algorithms"], results, margin=0.3)
     assert written.read_text() == text + "\nafter\n"
     assert (tmp_path / "docs" / "learning.svg").read_bytes() == figure
