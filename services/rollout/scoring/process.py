@@ -24,7 +24,7 @@ from millrace.sandbox.verdict import Limit, Verdict
 
 LONGEST_LINE = 1 << 20
 """Bytes of an answer."""
-EXIT_S = 1.0
+EXIT_S = 10.0
 """A process that closed its pipe and has not ended after this time is killed."""
 KILL_S = 5.0
 """A process that has not ended its sandbox after this time is killed itself."""

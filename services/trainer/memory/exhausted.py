@@ -1,6 +1,5 @@
 """What is said where a rank's memory has run out: what held it, and which settings would help most."""
 
-import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ from millrace.memory.savings import savings
 from millrace.memory.shape import decoder_shape
 from millrace.memory.text import SHOWN, by_part, gib
 from millrace.spec import JobSpec
+from services.trainer.memory.garbage import free_unreachable
 from services.trainer.memory.measured import measured
 from services.trainer.protocol.backend import Backend, models
 
@@ -85,6 +85,4 @@ def recover(backend: Backend) -> None:
     """Frees what an interrupted pass left on this rank: its activations, gradients and gathered weights."""
     for model in models(backend).values():
         model.abandon_pass()
-    gc.collect()
-    if backend.device.type == "cuda":
-        torch.cuda.empty_cache()
+    free_unreachable(backend.device)

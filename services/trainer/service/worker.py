@@ -1,11 +1,9 @@
 """What each rank does for a command, on its main thread."""
 
-import gc
 import time
 from dataclasses import dataclass
 
 import structlog
-import torch
 
 from millrace import hub
 from millrace.data.shared_copies import SharedCopy, in_shared_memory
@@ -21,6 +19,7 @@ from services.trainer.backends import build
 from services.trainer.checkpoints import checkpoint
 from services.trainer.checkpoints.background_saver import BackgroundSaver
 from services.trainer.memory import exhausted
+from services.trainer.memory.garbage import free_unreachable
 from services.trainer.memory.meter import MemoryMeter
 from services.trainer.protocol.backend import Backend
 from services.trainer.publication.sender import Sender
@@ -164,9 +163,7 @@ class Worker:
         """Frees the memory of the loaded job: two models at once would not fit. Models have reference cycles."""
         self._job = None
         self.release_copies()
-        gc.collect()
-        if self._world.device.type == "cuda":
-            torch.cuda.empty_cache()
+        free_unreachable(self._world.device)
 
     def _load_checkpoint(self, job: LoadedJob, path: str) -> None:
         loaded = checkpoint.load(path, job.backend)

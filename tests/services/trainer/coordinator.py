@@ -52,6 +52,8 @@ class Script(FleetServicer, WorkServicer):
         self.fetches.append(list(request.prompt_ids))
         await asyncio.to_thread(self.hold.wait)
         for prompt in request.prompt_ids:
+            if prompt not in self.groups:
+                await context.abort(grpc.StatusCode.NOT_FOUND, f"there is no group of prompt {prompt}.")
             yield self.groups[prompt]
 
 

@@ -21,6 +21,7 @@ from millrace.weights.plans.manifest import Content
 from services.trainer.backends import build
 from services.trainer.checkpoints import checkpoint
 from services.trainer.checkpoints.adapter_folder import write_adapter
+from services.trainer.memory.garbage import free_unreachable
 from services.trainer.protocol.backend import Backend
 from services.trainer.ranks.world import World
 from tests.services.trainer.backends.megatron import batch
@@ -71,7 +72,7 @@ def left_behind(world: World, folder: Path) -> dict[str, int]:
     gone."""
     from megatron.core import parallel_state
 
-    gc.collect()
+    free_unreachable(world.device)
     known = {id(group) for group in parallel_state._global_process_group_list}
     groups = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
     return {
