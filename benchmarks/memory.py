@@ -9,9 +9,7 @@ measured. Under torchrun every rank takes part, and the values are those of the 
 """
 
 import argparse
-import gc
 import json
-import os
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,6 +28,7 @@ from millrace.errors import MillraceError
 from millrace.memory.ledger import KEPT, Part
 from millrace.spec import JobSpec, parse
 from services.trainer.backends import build
+from services.trainer.memory.garbage import forget_models
 from services.trainer.memory.meter import MemoryMeter
 from services.trainer.protocol.backend import Backend, TokenScores
 from services.trainer.protocol.microbatch import MicroBatch
@@ -198,10 +197,7 @@ def main() -> None:
     parser.add_argument("--limit-s", type=float, default=330.0)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    began, alone = time.monotonic(), {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29513"}
-    for name, value in {**alone, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
-        os.environ.setdefault(name, value)
-    world = World.join()
+    began, world = time.monotonic(), World.join()
     draw_weights()
     rows = []
     with tempfile.TemporaryDirectory() as name:
@@ -212,9 +208,7 @@ def main() -> None:
                 rows.append({"backend": case.backend, "case": case.name, "error": "left out: no time left"})
                 continue
             rows.append(measured(case, Path(name), world, options))
-            gc.collect()
-            if world.device.type == "cuda":
-                torch.cuda.empty_cache()
+            forget_models(world.device)
             if world.rank == 0:
                 print(json.dumps(rows[-1]), flush=True)
     if world.rank == 0:

@@ -153,7 +153,7 @@ async def rounds(
         await bench.join_baseline()
     version = 1
     await bench.fill(version)
-    await bench.publish(version, "shadow")
+    await bench.publish(version, "inplace" if "shadow" not in modes else "shadow")
     async with bench.load():
         found, version = await timed(bench, options, modes, version)
         began, before = time.perf_counter(), bench._tokens

@@ -1,6 +1,7 @@
-"""Frees models that nothing uses any more."""
+"""Frees models that nothing uses any more, and what was compiled for them."""
 
 import gc
+import sys
 
 import torch
 
@@ -19,3 +20,11 @@ def free_unreachable(device: torch.device) -> None:
             break
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def forget_models(device: torch.device) -> None:
+    """Frees the models of a job that has ended. The code that was compiled for their layers goes too: torch compiles a
+    layer's class for at most eight kinds of input and runs it uncompiled after that, over all jobs of a process."""
+    if "torch._dynamo" in sys.modules:  # nothing was compiled otherwise, and the import takes seconds
+        torch.compiler.reset()
+    free_unreachable(device)

@@ -19,7 +19,7 @@ from services.trainer.backends import build
 from services.trainer.checkpoints import checkpoint
 from services.trainer.checkpoints.background_saver import BackgroundSaver
 from services.trainer.memory import exhausted
-from services.trainer.memory.garbage import free_unreachable
+from services.trainer.memory.garbage import forget_models
 from services.trainer.memory.meter import MemoryMeter
 from services.trainer.protocol.backend import Backend
 from services.trainer.publication.sender import Sender
@@ -163,7 +163,7 @@ class Worker:
         """Frees the memory of the loaded job: two models at once would not fit. Models have reference cycles."""
         self._job = None
         self.release_copies()
-        free_unreachable(self._world.device)
+        forget_models(self._world.device)
 
     def _load_checkpoint(self, job: LoadedJob, path: str) -> None:
         loaded = checkpoint.load(path, job.backend)

@@ -62,7 +62,7 @@ def weights_of(row: int) -> Tensor:
 
 def loss_of(logprobs_r: Tensor, entropy_r: Tensor, rows: tuple[int, ...]) -> Tensor:
     """A sum over tokens, so that the batch's loss is the sum of its parts' losses."""
-    weights_r = torch.cat([weights_of(row) for row in rows])
+    weights_r = torch.cat([weights_of(row) for row in rows]).to(logprobs_r.device)
     return 0.01 * (logprobs_r * weights_r).sum() + 0.003 * entropy_r.sum()
 
 
