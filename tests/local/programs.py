@@ -122,8 +122,9 @@ async def main():
     os.kill(lives[-2], signal.SIGKILL)
     await until(lambda: "trainer" in stack.running and stack.running["trainer"].pid not in lives)
     await until(lambda: f"{stack.running['trainer'].pid}\\n" in log.read_text())
+    stack.stopping.set()
+    await keeping
     await stack.stop()
-    keeping.cancel()
     assert not supervisor.child_processes.descendants()
 
 adopt_orphans()

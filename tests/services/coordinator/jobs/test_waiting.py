@@ -101,9 +101,9 @@ async def test_a_job_that_was_accepted_once_waits_for_another_replica(cluster: C
     await first.die()
     cluster.members.remove(first)
     await until(lambda: cluster.events(job_id, "member.out"))
+    refused = len(await cluster.events(job_id, "member.failed"))
     await asyncio.to_thread(cluster.coordinator.stop)
     await asyncio.to_thread(cluster.coordinator.start)
-    refused = len(await cluster.events(job_id, "member.failed"))
     await until(lambda: cluster.events(job_id, "member.failed"), lambda events: len(events) > refused)
     await until(cluster.replica)  # its channel may remember for a moment that the coordinator was away
     assert (await cluster.ended(job_id)).state is JobState.SUCCEEDED

@@ -119,7 +119,9 @@ def forks(prey):
 def memory_of_children(prey):
     code = "import time; held = bytearray(b'x') * (700 << 20); print(1, flush=True); time.sleep(1000)"
     children = [subprocess.Popen([sys.executable, "-S", "-c", code], stdout=subprocess.PIPE) for _ in range(3)]
-    return [child.stdout.readline().decode() for child in children]
+    told = [child.stdout.readline().decode() for child in children]
+    time.sleep(10)  # longer than the time between two looks at the memory
+    return told
 
 
 def stops(prey):
