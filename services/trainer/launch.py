@@ -40,9 +40,6 @@ PRELOADED = [
 ]
 """What is imported before ranks are forked. None of it starts a thread or CUDA. Megatron is not
 in it: on a host without CUDA it changes torch."""
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-"""For several ranks, which share the cores, where nothing else is set: torchrun's default too. Read when torch is
-loaded."""
 ASKING_NVML = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 """Whether there is a GPU may be asked before the fork, but CUDA must not be started there."""
 
@@ -63,6 +60,12 @@ def life(ranks: int, coordinator: str, port: int, silent_s: float) -> list[ForkS
         )
         for environment in own
     ]
+
+
+def threads(ranks: int) -> dict[str, str]:
+    """The variable for the threads that a rank computes with on the CPU, where it is not set: the ranks share the cores
+    of the host, which an optimizer in host memory needs. torch reads it when it is loaded."""
+    return {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // ranks))}
 
 
 def _rank(environment: Mapping[str, str], coordinator: str, port: int, silent_s: float) -> None:
@@ -87,7 +90,7 @@ def main(
     """Runs a trainer with all of its ranks on this host, and starts them again when one fails."""
     if host:
         os.environ["MILLRACE_HOST"] = host
-    for name, value in {**ASKING_NVML, **(ONE_THREAD if ranks > 1 else {})}.items():
+    for name, value in {**ASKING_NVML, **threads(ranks)}.items():
         os.environ.setdefault(name, value)
     logs.configure("trainer", "launcher")
     try:

@@ -26,7 +26,7 @@ class DeviceAdamW:
             betas=chosen.betas,
             eps=chosen.eps,
             weight_decay=chosen.weight_decay,
-            fused=all(parameter.device.type == "cuda" for parameter in parameters.values()),
+            fused=True,
         )
 
     def step(self, lr: float) -> None:
@@ -53,8 +53,7 @@ class DeviceAdamW:
     def prepare(self, updates: int) -> None:
         self._optimizer.state.clear()
         for parameter in self._parameters.values() if updates else ():
-            device = parameter.device if self._optimizer.defaults["fused"] else torch.device("cpu")
-            step = torch.tensor(float(updates), dtype=torch.float32, device=device)
+            step = torch.tensor(float(updates), dtype=torch.float32, device=parameter.device)
             moments = {kind: torch.zeros_like(parameter.detach()) for kind in MOMENTS}
             self._optimizer.state[parameter] = {"step": step, **moments}
 

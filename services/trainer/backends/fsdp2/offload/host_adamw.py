@@ -98,15 +98,14 @@ class HostAdamW:
             tuple(torch.empty_like(value).copy_(moment, non_blocking=True) for moment in moments)
             for value, moments in zip(values, host, strict=True)
         ]
-        fused = all(value.device.type == "cuda" for value in values)
         adamw(
             values,
             gradients,
             [moments[0] for moments in on_device],
             [moments[1] for moments in on_device],
             [],
-            [torch.tensor(float(self._steps), device=value.device if fused else "cpu") for value in values],
-            fused=fused,
+            [torch.tensor(float(self._steps), device=value.device) for value in values],
+            fused=True,
             amsgrad=False,
             beta1=self._chosen.betas[0],
             beta2=self._chosen.betas[1],
