@@ -174,8 +174,9 @@ def _filled(module: torch.nn.Module) -> None:
         if name.endswith("inv_freq"):
             exponents = torch.arange(0, 2 * local.numel(), 2, device=local.device).float() / (2 * local.numel())
             local.copy_(1e6**-exponents)
-        elif local.dim() > 1:
-            local.normal_(0.0, 0.02)
+        elif local.dim() > 1:  # a GPU draws for weights in host memory too: a CPU takes minutes
+            drawn = torch.empty_like(local, device="cuda" if torch.cuda.is_available() else local.device)
+            local.copy_(drawn.normal_(0.0, 0.02))
         else:
             local.fill_(0.0 if name.endswith("bias") else 1.0)
 
