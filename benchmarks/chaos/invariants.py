@@ -26,6 +26,14 @@ class Terms:
     max_staleness: int
     lost_groups: int = 0
     """Largest number of groups that faults may have cost, because they hit the processes that scored them."""
+    rows: int = ROWS
+    """Rows of the job's data."""
+    seed: int = SEED
+    """Seed of the order of the rows."""
+    refused: frozenset[int] = REFUSED
+    """Rows that cannot be scored."""
+    prompts_per_step: int = PROMPTS_PER_STEP
+    lease_s: float = LEASE_S
 
 
 Check = Callable[[Observation, Terms], Iterator[str]]
@@ -43,29 +51,30 @@ def ledger_adds_up(seen: Observation, _: Terms) -> Iterator[str]:
             yield f"{getattr(counts, state)} prompts are counted as {state} and {number} are"
 
 
-def nothing_is_skipped(seen: Observation, _: Terms) -> Iterator[str]:
+def nothing_is_skipped(seen: Observation, terms: Terms) -> Iterator[str]:
     """The prompts of the ledger are those that the data's order gives up to the cursor, each once."""
     cursor = int(seen.record["cursor"])
-    drawn = {training_prompt(turn, row) for turn in range(cursor // ROWS + 1) for row in _pass(turn, cursor)}
+    passes = range(cursor // terms.rows + 1)
+    drawn = {training_prompt(turn, row) for turn in passes for row in _pass(turn, cursor, terms)}
     if missing := drawn - seen.states.keys():
         yield f"prompts that were drawn are not in the ledger: {sorted(missing)[:5]}"
     if unknown := seen.states.keys() - drawn:
         yield f"prompts are in the ledger that were not drawn: {sorted(unknown)[:5]}"
 
 
-def _pass(turn: int, cursor: int) -> list[int]:
-    return list(Order(ROWS, turn, SEED, True)[: max(0, cursor - turn * ROWS)])
+def _pass(turn: int, cursor: int, terms: Terms) -> list[int]:
+    return list(Order(terms.rows, turn, terms.seed, True)[: max(0, cursor - turn * terms.rows)])
 
 
-def trained_once(seen: Observation, _: Terms) -> Iterator[str]:
+def trained_once(seen: Observation, terms: Terms) -> Iterator[str]:
     """Every step was trained on its own prompts, and has its metrics."""
     if seen.rewinding:
         return
     per_step = Counter(seen.settled.get(prompt, -1) for prompt in seen.trained())
-    wanted = {step: PROMPTS_PER_STEP for step in range(1, seen.step + 1)}
+    wanted = {step: terms.prompts_per_step for step in range(1, seen.step + 1)}
     if dict(per_step) != wanted:
         wrong = {s: per_step.get(s, 0) for s in per_step.keys() | wanted if per_step.get(s, 0) != wanted.get(s, 0)}
-        yield f"at step {seen.step}: numbers of prompts trained by step that are not {PROMPTS_PER_STEP}: {wrong}"
+        yield f"at step {seen.step}: numbers of prompts trained by step that are not {terms.prompts_per_step}: {wrong}"
     rows = sorted(step for step in seen.rows if step > 0)
     if rows != list(range(1, seen.step + 1)):
         yield f"at step {seen.step} there are metrics of the steps {rows}"
@@ -88,9 +97,9 @@ def drops_have_reasons(seen: Observation, terms: Terms) -> Iterator[str]:
     if other := {reason for reason in seen.reasons.values() if reason not in allowed}:
         yield f"prompts were dropped as {', '.join(sorted(other))}"
     failed = [prompt for prompt, reason in seen.reasons.items() if reason == DropReason.REWARD_FAILED]
-    if len(lost := [prompt for prompt in failed if row_of(prompt) not in REFUSED]) > terms.lost_groups:
+    if len(lost := [prompt for prompt in failed if row_of(prompt) not in terms.refused]) > terms.lost_groups:
         yield f"{terms.lost_groups} faults of scorers cost the groups of {sorted(lost)}"
-    if odd := [prompt for prompt in seen.trained() if row_of(prompt) in REFUSED]:
+    if odd := [prompt for prompt in seen.trained() if row_of(prompt) in terms.refused]:
         yield f"prompts were trained that cannot be scored: {odd[:5]}"
 
 
@@ -125,12 +134,12 @@ def job_goes_on(seen: Observation, _: Terms) -> Iterator[str]:
         yield f"there are {len(seen.jobs)} jobs"
 
 
-def checkpoints_are_cuts(seen: Observation, _: Terms) -> Iterator[str]:
+def checkpoints_are_cuts(seen: Observation, terms: Terms) -> Iterator[str]:
     """The ledger of each checkpoint is that of its step, and the newest checkpoint is not ahead of the job."""
     for step, cut in seen.checkpoints.items():
         ledger = cut["ledger"]
         total = sum(ledger[state] for state in ("queued", "leased", "generated", "trained", "dropped"))
-        if not (cut["step"] == cut["version"] == step and ledger["trained"] == step * PROMPTS_PER_STEP):
+        if not (cut["step"] == cut["version"] == step and ledger["trained"] == step * terms.prompts_per_step):
             yield f"the checkpoint of step {step} is of another cut: {cut}"
         if not ledger["issued"] == total == cut["cursor"]:
             yield f"the ledger in the checkpoint of step {step} does not add up: {cut}"
@@ -152,10 +161,10 @@ ALWAYS: Mapping[str, tuple[Check, ...]] = {
 """Line of "What always holds" → its checks. They hold at every moment."""
 
 
-def leases_end(seen: Observation, _: Terms) -> Iterator[str]:
+def leases_end(seen: Observation, terms: Terms) -> Iterator[str]:
     """No lease is older than it may be. Holds a while after the last fault."""
-    if late := [age for age in seen.lease_ages_s if age > LEASE_S + LEASE_MARGIN_S]:
-        yield f"leases of {LEASE_S:g} s are {max(late):.0f} s old"
+    if late := [age for age in seen.lease_ages_s if age > terms.lease_s + LEASE_MARGIN_S]:
+        yield f"leases of {terms.lease_s:g} s are {max(late):.0f} s old"
 
 
 def all_are_settled(seen: Observation, _: Terms) -> Iterator[str]:

@@ -3,8 +3,9 @@
 import ipaddress
 import os
 import socket
-from typing import Annotated
+from typing import Annotated, Any
 
+import psutil
 import structlog
 import typer
 
@@ -35,6 +36,28 @@ def host_address() -> str:
         return socket.gethostbyname(socket.gethostname())
     except OSError:
         return "127.0.0.1"
+
+
+def advertise(host: str) -> None:
+    """Makes this process known to others at `host`, or at MILLRACE_HOST where `host` is empty, for weights as well:
+    Gloo listens at the network interface that has this address, unless GLOO_SOCKET_IFNAME names another one. By
+    itself Gloo takes the address of the host's name, which may be the loopback."""
+    if host:
+        os.environ["MILLRACE_HOST"] = host
+    named = os.environ.get("MILLRACE_HOST", "")
+    if named and not is_loopback(named) and (interface := interface_of(named)):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+
+
+def interface_of(host: str) -> str:
+    """Name of the network interface of this machine that has the address of `host`; empty where none has."""
+    try:
+        addresses = {str(found[4][0]) for found in socket.getaddrinfo(host.strip("[]"), None)}
+    except OSError:
+        return ""
+    interfaces: dict[str, Any] = psutil.net_if_addrs()  # Any: psutil's types are those of no platform
+    of_each = {name: {entry.address.partition("%")[0] for entry in each} for name, each in interfaces.items()}
+    return next((name for name, its_own in of_each.items() if its_own & addresses), "")
 
 
 def is_loopback(host: str) -> bool:

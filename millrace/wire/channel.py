@@ -35,6 +35,8 @@ OPTIONS = [
     ("grpc.max_metadata_size", 32 << 10),  # the texts of an error, escaped
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 2_000),
+    # How long one attempt to connect may take, 20 s by default: one that began while a link was cut never succeeds.
+    ("grpc.min_reconnect_backoff_ms", 5_000),
 ]
 
 

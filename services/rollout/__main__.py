@@ -21,6 +21,7 @@ from millrace.wire.address import (
     CoordinatorOption,
     HostOption,
     InsecureOption,
+    advertise,
     bind_address,
     host_address,
     require_token,
@@ -83,8 +84,7 @@ def main(
     version: VersionOption = False,
 ) -> None:
     """Serves one engine to the fleet until it is told to stop. A second signal ends it without waiting for leases."""
-    if host:
-        os.environ["MILLRACE_HOST"] = host  # copies to siblings use it too
+    advertise(host)
     member_id = new_member_id("rollout")
     try:
         logs.configure("rollout", member_id)

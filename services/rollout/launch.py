@@ -6,7 +6,6 @@ A replica that ends is started again, within a second, from a process that has i
 This process imports no torch. SIGTERM and SIGINT are passed on to the replica, which drains.
 """
 
-import os
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -22,7 +21,7 @@ from millrace.local.ports import free_port
 from millrace.local.restarts import Restarts
 from millrace.telemetry import logs
 from millrace.version import VersionOption
-from millrace.wire.address import HostOption, InsecureOption, bind_address, host_address, require_token
+from millrace.wire.address import HostOption, InsecureOption, advertise, bind_address, host_address, require_token
 from services.rollout.engines import probe
 
 PRELOADED = ["services.rollout.__main__"]
@@ -45,8 +44,7 @@ def main(
     version: VersionOption = False,
 ) -> None:
     """Runs a replica, and starts it again when it ends. Takes all options of `python -m services.rollout`."""
-    if host:
-        os.environ["MILLRACE_HOST"] = host
+    advertise(host)
     logs.configure("rollout", "launcher")
     try:
         require_token(bind_address(host_address()), insecure=insecure)

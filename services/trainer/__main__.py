@@ -31,6 +31,7 @@ from millrace.wire.address import (
     CoordinatorOption,
     HostOption,
     InsecureOption,
+    advertise,
     bind_address,
     host_address,
     require_token,
@@ -59,8 +60,7 @@ def main(
     version: VersionOption = False,
 ) -> None:
     """Serves one trainer in front of a group of ranks."""
-    if host:
-        os.environ["MILLRACE_HOST"] = host
+    advertise(host)
     try:
         if os.environ.get("RANK", "0") == "0":  # the other ranks serve nobody
             require_token(bind_address(host_address()), insecure=insecure)

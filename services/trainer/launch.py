@@ -26,6 +26,7 @@ from millrace.wire.address import (
     CoordinatorOption,
     HostOption,
     InsecureOption,
+    advertise,
     bind_address,
     host_address,
     require_token,
@@ -88,8 +89,7 @@ def main(
     version: VersionOption = False,
 ) -> None:
     """Runs a trainer with all of its ranks on this host, and starts them again when one fails."""
-    if host:
-        os.environ["MILLRACE_HOST"] = host
+    advertise(host)
     for name, value in {**ASKING_NVML, **threads(ranks)}.items():
         os.environ.setdefault(name, value)
     logs.configure("trainer", "launcher")

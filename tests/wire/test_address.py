@@ -1,9 +1,13 @@
 """Who may serve other hosts."""
 
+import os
+from types import SimpleNamespace
+
+import psutil
 import pytest
 
 from millrace.errors import InvalidState
-from millrace.wire.address import bind_address, is_loopback, require_token
+from millrace.wire.address import advertise, bind_address, interface_of, is_loopback, require_token
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "localhost", "::1", "[::1]"])
@@ -23,3 +27,20 @@ def test_whoever_serves_other_hosts_needs_a_token(host: str, monkeypatch: pytest
     require_token(host, insecure=True)
     monkeypatch.setenv("MILLRACE_TOKEN", "secret")
     require_token(host, insecure=False)
+
+
+def test_gloo_listens_at_the_interface_of_the_advertised_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    addresses = {"lo": ["127.0.0.1"], "eth0": ["10.1.2.3", "fe80::1%eth0"], "eth1": ["10.4.5.6"]}
+    found = {name: [SimpleNamespace(address=address) for address in each] for name, each in addresses.items()}
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: found)
+    for variable in ("MILLRACE_HOST", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.setenv(variable, "")
+        monkeypatch.delenv(variable)
+    advertise("127.0.0.1")
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    monkeypatch.setenv("MILLRACE_HOST", "10.4.5.6")
+    advertise("")
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth1"
+    advertise("10.1.2.3")
+    assert (os.environ["MILLRACE_HOST"], os.environ["GLOO_SOCKET_IFNAME"]) == ("10.1.2.3", "eth1")
+    assert (interface_of("10.1.2.3"), interface_of("10.9.9.9")) == ("eth0", "")

@@ -2,17 +2,26 @@
 
 import os
 import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
+import structlog
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
+from services.trainer.ranks import life
 from services.trainer.ranks.store import Store
 
+log = structlog.get_logger(__name__)
+
 JOIN_S = 600.0
+CONNECT_S = 120.0
+"""Longest time in which the ranks connect to each other, once all are there. One that died meanwhile never does."""
 COLLECTIVE_S = 24 * 3600.0
 """Limit of a collective, as a last resort only: rank 0's control thread watches the deadline of each command."""
 _ADDRESS = "millrace/commands"
@@ -38,16 +47,18 @@ class World:
         if "RANK" not in os.environ:
             os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
             os.environ.setdefault("MASTER_PORT", str(_free_port()))
-        store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=JOIN_S)))
+        shared, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=JOIN_S)))
+        store = life.agree(shared, rank, size, JOIN_S)
         device = _device()
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "cpu:gloo",
-            store=PrefixStore("millrace/world", store),
-            rank=rank,
-            world_size=size,
-            timeout=timedelta(seconds=COLLECTIVE_S),
-            device_id=device if device.type == "cuda" else None,
-        )
+        with _ends_after(CONNECT_S):
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if device.type == "cuda" else "cpu:gloo",
+                store=PrefixStore("millrace/world", store),
+                rank=rank,
+                world_size=size,
+                timeout=timedelta(seconds=COLLECTIVE_S),
+                device_id=device if device.type == "cuda" else None,
+            )
         host, served = os.environ["MASTER_ADDR"], None
         if rank == 0:
             served = TCPStore(host, 0, is_master=True, wait_for_workers=False)
@@ -58,6 +69,23 @@ class World:
     def connect(self, timeout_s: float) -> Store:
         """A new client of the store of commands, for one thread."""
         return Store(*self.commands, timeout_s)
+
+
+@contextmanager
+def _ends_after(limit_s: float) -> Iterator[None]:
+    """Ends this process where the code inside takes longer: it may be blocked in a library for ever."""
+
+    def end() -> None:
+        log.error("the ranks of the trainer could not connect to each other: this rank ends", limit_s=limit_s)
+        os._exit(1)
+
+    timer = threading.Timer(limit_s, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _device() -> torch.device:
