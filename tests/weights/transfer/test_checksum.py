@@ -18,7 +18,7 @@ def slow(data: bytes) -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
-@pytest.mark.parametrize("shape", [(1,), (7, 3), (5,), (64, 33), (0,)])
+@pytest.mark.parametrize("shape", [(1,), (7, 3), (5,), (64, 33), (0,), (1024,), (70, 1031)])
 def test_is_the_formula_over_the_bytes(dtype, shape):
     tensor = (torch.randn(shape) * 100).to(dtype)
     assert checksum(tensor) == slow(tensor.view(-1).view(torch.uint8).numpy().tobytes())
@@ -29,11 +29,10 @@ def test_reads_views_in_row_major_order():
     assert checksum(tensor.t()) == checksum(tensor.t().contiguous()) != checksum(tensor)
 
 
-def test_does_not_depend_on_the_chunking(monkeypatch):
-    tensor = torch.randn(1000)
-    whole = checksum(tensor)
-    monkeypatch.setattr("millrace.weights.transfer.checksum._CHUNK_WORDS", 37)
-    assert checksum(tensor) == whole
+@pytest.mark.parametrize("word", [-(2**31), 2**31 - 1, -1])
+def test_the_largest_sums_are_exact(word):
+    tensor = torch.full((200 * 1024 + 7,), word, dtype=torch.int32)
+    assert checksum(tensor) == slow(tensor.view(torch.uint8).numpy().tobytes())
 
 
 def test_sees_every_flipped_bit_and_every_exchange():

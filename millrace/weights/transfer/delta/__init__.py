@@ -1,0 +1,1 @@
+"""Publications that send only what changed since the version that the receivers hold."""
