@@ -18,6 +18,8 @@ MEGATRON_NAMES: dict[str, tuple[str, ...]] = {
     "linear_kv_up_proj": ("kv_b_proj",),
 }
 """Megatron's names of layers, and those that the layers in them have in a model folder."""
+ROUTERS = frozenset({"router", "gate", "shared_expert_gate"})
+"""Names of modules that decide which experts a token is sent to, or how much the shared experts add."""
 ModuleName = Annotated[str, Field(min_length=1, max_length=256)]
 
 
@@ -52,3 +54,8 @@ class Lora(StrictModel):
 def folder_names(names: list[str]) -> list[str]:
     """The names that layers have in a model folder, where some are Megatron's."""
     return [found for name in names for found in MEGATRON_NAMES.get(name, (name,))]
+
+
+def is_router(layer: str) -> bool:
+    """Whether the layer of this name is a router of experts, or part of one. Routers never have an adapter."""
+    return not ROUTERS.isdisjoint(layer.split("."))

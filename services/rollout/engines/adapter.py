@@ -9,15 +9,13 @@ from typing import Any, Self
 
 from millrace.errors import InvalidJob, PublicationFailed, refused
 from millrace.spec import JobSpec
-from millrace.spec.lora import Lora, folder_names
+from millrace.spec.lora import Lora, folder_names, is_router
 from millrace.weights.plans.manifest import Manifest
 
 PREFIX = "base_model.model."
 """Prefix of every name in a PEFT folder, and in the manifest of an adapter."""
 FIELD = "model.lora.merge"
 FIX = "set model.lora.merge to true: replicas get whole weights then, with the adapter merged into them."
-ROUTERS = ("router", "gate")
-"""Last parts of the names of layers that send tokens to experts. They never have an adapter."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +104,7 @@ def check_placed(shape: AdapterShape, engine: str, unplaced: Collection[Collecti
 
 def _is_adapted(name: str, lora: Lora) -> bool:
     """Whether the job trains an adapter for the linear layer `name`: PEFT's rule."""
-    if name.rpartition(".")[2] in ROUTERS or _named(name, folder_names(lora.exclude_modules)):
+    if is_router(name) or _named(name, folder_names(lora.exclude_modules)):
         return False
     return lora.target_modules == "all-linear" or _named(name, folder_names(lora.target_modules))
 

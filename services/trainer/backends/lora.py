@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -56,6 +56,14 @@ def configuration(lora: Lora) -> LoraConfig:
 def settings_of(config: LoraConfig) -> AdapterSettings:
     """How the adapters of this configuration are added to their weights."""
     return AdapterSettings(config.r, float(config.lora_alpha), config.use_rslora, config.use_dora)
+
+
+def target_names(chosen: Collection[str], others: Collection[str]) -> list[str]:
+    """`target_modules` of a PEFT folder with adapters for the layers `chosen`: the last parts of their names, or the
+    whole names where one of the model folder's `others` ends like a chosen one."""
+    short = {layer.rpartition(".")[2] for layer in chosen}
+    ambiguous = any(other.rpartition(".")[2] in short for other in others)
+    return sorted(chosen if ambiguous else short)
 
 
 def first_a(name: str, shape: tuple[int, ...], config: LoraConfig, seed: int) -> Tensor:

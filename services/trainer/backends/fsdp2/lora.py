@@ -6,55 +6,64 @@ from typing import Any
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import Linear
-from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.tuners.tuners_utils import check_target_module_exists
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from millrace.errors import refused
-from millrace.spec.lora import Lora
+from millrace.spec.lora import Lora, is_router
 from millrace.spec.model import Model
 from services.trainer.backends.fsdp2.adapted import BASE, is_adapter
 from services.trainer.backends.fsdp2.loading.folder import ModelFolder
 from services.trainer.backends.fsdp2.loading.local import LocalPart
 from services.trainer.backends.fsdp2.model import FIELD as MODEL_FIELD
 from services.trainer.backends.fsdp2.model import Sharding, build_unfilled, shard_model
-from services.trainer.backends.lora import FIELD, first_a, stored_values
+from services.trainer.backends.fsdp2.published.export import manifest
+from services.trainer.backends.lora import FIELD, first_a, stored_values, target_names
 from services.trainer.protocol.adapter import LORA_A, MAGNITUDE, stored_name
 
-ROUTERS = ("router", "gate")
-"""Last parts of the names of layers that send tokens to experts. They are never adapted."""
+PLAIN = "model"
+"""Name of the whole model in the module that PEFT sees."""
 
 
 def inject(module: PreTrainedModel, config: LoraConfig) -> None:
-    """Adds adapters, float32, to the layers that `config` names, and freezes every other parameter. Raises
-    InvalidJob where there is no such layer, or one that is not linear."""
-    asked = config.target_modules
-    linear = {name for name, part in module.named_modules() if type(part) is nn.Linear}
-    routers = {name for name in linear if name.rpartition(".")[2] in ROUTERS}
-    config.exclude_modules = [*(config.exclude_modules or ()), *sorted(routers)] or None
-    if asked == "all-linear":  # PEFT's own choice has the fused weights of experts, too
-        head = module.get_output_embeddings()
-        config.target_modules = [name for name in linear - routers if module.get_submodule(name) is not head]
-    try:
-        inject_adapter_in_model(config, module)
-    except ValueError as error:
-        known = sorted({name.rpartition(".")[2] for name in linear - routers})
-        fix = f'name some of {", ".join(known)}, or write "all-linear".'
-        raise refused(f"{FIELD}.target_modules", asked, str(error), fix) from error
-    tied = {id(parameter) for parameter in module.get_input_embeddings().parameters()}
-    for name, part in module.named_modules():
-        if isinstance(part, BaseTunerLayer) and (
-            type(part) is not Linear
-            or type(part.get_base_layer()) is not nn.Linear
-            or id(part.get_base_layer().weight) in tied
-        ):
-            reason = f"{name} is not a linear layer with a weight of its own"
-            raise refused(f"{FIELD}.target_modules", asked, reason, "leave it out.")
+    """Adds adapters, float32, to the layers that `config` names, and freezes every other parameter. `config` has the
+    names as a PEFT folder stores them afterwards. Raises InvalidJob where there is no such layer, or one that is not
+    linear."""
+    chosen, excluded = _choose(module, config), config.exclude_modules
+    stored = {tensor.name.removesuffix(".weight") for tensor in manifest(module, "float32").tensors}
+    # PEFT takes the names of dense layers for those of fused experts in models whose `config` says that they have
+    # experts. It sees a module without a config, and whole names.
+    plain = nn.Module()
+    plain.add_module(PLAIN, module)
+    config.target_modules, config.exclude_modules = [f"{PLAIN}.{name}" for name in chosen], None
+    inject_adapter_in_model(config, plain)
+    config.exclude_modules, config.target_modules = excluded, target_names(chosen, stored - set(chosen))
     for name, parameter in module.named_parameters():
         adapter = is_adapter(name)
         if adapter:
             parameter.data = parameter.data.float()
         parameter.requires_grad_(adapter)
+
+
+def _choose(module: PreTrainedModel, config: LoraConfig) -> list[str]:
+    """Names of the layers that get an adapter, in the module's order. Raises InvalidJob."""
+    asked, field, head = config.target_modules, f"{FIELD}.target_modules", module.get_output_embeddings()
+    parts = {name: part for name, part in module.named_modules() if name and not is_router(name)}
+    linear = {name: part for name, part in parts.items() if type(part) is nn.Linear}
+    if asked == "all-linear":
+        parts = {name: part for name, part in linear.items() if part is not head}
+        config.target_modules = list(parts)
+    chosen = [name for name in parts if check_target_module_exists(config, name)]
+    value = asked if isinstance(asked, str) else sorted(asked or ())
+    if not chosen:
+        known = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
+        raise refused(field, value, "no layer has that name", f'name some of {known}, or write "all-linear".')
+    tied = {id(parameter) for parameter in module.get_input_embeddings().parameters()}
+    for name in chosen:
+        if name not in linear or id(linear[name].weight) in tied:
+            raise refused(field, value, f"{name} is not a linear layer with a weight of its own", "leave it out.")
+    return chosen
 
 
 def layers(module: nn.Module) -> dict[str, Linear]:

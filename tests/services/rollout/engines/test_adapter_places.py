@@ -73,7 +73,7 @@ def lora_job(folder: Path, **lora: Any) -> JobSpec:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "qwen3_moe", "moonlight"])
 def test_engine_and_trainer_choose_the_same_layers(kind: str, lora: dict[str, Any], tmp_path: Path) -> None:
     model = tiny.save(kind, tmp_path)
     spec = lora_job(tmp_path, **lora)

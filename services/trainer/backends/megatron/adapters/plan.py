@@ -19,7 +19,7 @@ from millrace.megatron.placement import Tensor as PlacedTensor
 from millrace.megatron.topology import Topology
 from millrace.megatron.weights import Layers, Layout, layout, tensors
 from millrace.spec.lora import Lora
-from services.trainer.backends.lora import FIELD, configuration, first_a, settings_of, stored_values
+from services.trainer.backends.lora import FIELD, configuration, first_a, settings_of, stored_values, target_names
 from services.trainer.backends.megatron.adapters.layer import AdapterMode, AdapterShape, attach
 from services.trainer.protocol.adapter import AdapterSettings, stored_name
 
@@ -110,8 +110,6 @@ def _choose(config: LoraConfig, shape: ModelShape, layers: Layers) -> frozenset[
         raise refused(
             f"{FIELD}.target_modules", value, "no layer has that name", f'name some of {known}, or write "all-linear".'
         )
-    short = {layer.rpartition(".")[2] for layer in chosen}
-    every = (tensor.name.removesuffix(WEIGHT) for tensor in tensors(shape, Topology(1, MegatronOptions()), layers))
-    ambiguous = any(layer.rpartition(".")[2] in short for layer in every if layer not in chosen)
-    config.target_modules = sorted(chosen if ambiguous or experts else short)
+    every = {tensor.name.removesuffix(WEIGHT) for tensor in tensors(shape, Topology(1, MegatronOptions()), layers)}
+    config.target_modules = sorted(chosen) if experts else target_names(chosen, every - chosen)
     return chosen
