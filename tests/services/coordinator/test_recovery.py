@@ -331,9 +331,9 @@ async def test_a_lease_expires_and_its_late_answer_is_refused(cluster: Cluster, 
 
 @scenario
 async def test_a_lease_that_is_extended_does_not_expire(cluster: Cluster, spec: dict[str, Any]) -> None:
-    spec["rollout"]["lease_s"] = 1.0
+    spec["rollout"]["lease_s"] = 5.0
     spec["schedule"]["steps"] = 1
-    trainer, slow = await cluster.trainer(), await cluster.replica(seconds=3.0)
+    trainer, slow = await cluster.trainer(), await cluster.replica(seconds=6.0)
     spec.pop("evaluation")
     job_id = await cluster.submit(spec)
     job = await cluster.ended(job_id)

@@ -27,7 +27,7 @@ from services.rollout.scoring.pool import ScoringPool
 from tests.services.rollout.scoring import hostile_rewards
 
 MEMORY_MB = 1024
-TIMEOUT_S = 15.0
+TIMEOUT_S = 25.0
 
 
 def become(user: int) -> None:

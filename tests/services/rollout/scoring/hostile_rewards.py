@@ -120,7 +120,7 @@ def memory_of_children(prey):
     code = "import time; held = bytearray(b'x') * (700 << 20); print(1, flush=True); time.sleep(1000)"
     children = [subprocess.Popen([sys.executable, "-S", "-c", code], stdout=subprocess.PIPE) for _ in range(3)]
     told = [child.stdout.readline().decode() for child in children]
-    time.sleep(10)  # longer than the time between two looks at the memory
+    time.sleep(1000)  # until a look at the memory ends it
     return told
 
 
