@@ -82,6 +82,9 @@ class BackendDescriptor(Generic[Options]):
     """A module that is run with the job spec on its standard input, and prints as JSON what is wrong with the model for
     this backend: `millrace validate` runs it, where the backend's software is installed. Empty where `check` says
     all."""
+    across_hosts: str = ""
+    """`module:function`, called with the job spec and the `millrace.rank_groups.Hosts` of the trainer; yields fields
+    that make ranks of different hosts exchange more than need be. Empty where there are none. Without torch."""
     replays_experts: bool = False
     """Whether `algorithm.router_replay` can be used."""
     trains_adapters: bool = False

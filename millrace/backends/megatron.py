@@ -131,6 +131,7 @@ DESCRIPTOR = BackendDescriptor(
     options=MegatronOptions,
     ranks_multiple=lambda options: options.ranks_multiple,
     check="millrace.megatron.rules:check_submission",
+    across_hosts="millrace.megatron.across_hosts:warnings",
     memory="millrace.memory.megatron:predict",
     role_options={
         "reference": frozenset({"offload_reference", "logprob_chunk_tokens"}),

@@ -36,6 +36,10 @@ def validate(
             "--trainer-gpus", min=1, max=MOST_RANKS, help="GPUs of the trainer; the fewest possible if not given."
         ),
     ] = None,
+    gpus_per_host: Annotated[
+        int,
+        typer.Option("--gpus-per-host", min=1, max=MOST_RANKS, help="GPUs of each host of the trainer."),
+    ] = 8,
     engine: Annotated[str, typer.Option("--engine", help="Engine of the replicas, for --memory.")] = "vllm",
     as_json: AsJson = False,
 ) -> None:
@@ -44,12 +48,13 @@ def validate(
     Every row is read, prompts are made into tokens, and the reward function is called for a few rows, in the process in
     which a replica would call it. The files have to be on this machine; use --fields-only if the job will run on
     another one. With --memory the peak of a GPU is predicted by part from the model's config, with the settings that
-    would lower it. If the spec is not valid, the command prints every mistake with its line and fix, and ends with
+    would lower it. With --trainer-gpus of several hosts it names fields that make GPUs of different hosts exchange more
+    than need be. If the spec is not valid, the command prints every mistake with its line and fix, and ends with
     status 1.
     """
     from millrace import hub
     from millrace.spec import parse
-    from millrace.spec.checking import submission, thorough
+    from millrace.spec.checking import hosts, submission, thorough
     from millrace.spec.document import Document
 
     document, notes = Document.of_file(spec), []
@@ -63,6 +68,8 @@ def validate(
         return print_json(checked)
     if memory:
         notes = [*notes, *_memory(hub.local(checked), gpu_memory, trainer_gpus, engine)]
+    if trainer_gpus is not None:
+        notes = [*notes, *map(str, hosts.warnings(checked, trainer_gpus, gpus_per_host))]
     for note in notes:
         people().print(note, markup=False)
     checked_parts = "the fields are valid" if fields_only else "the fields are valid; model, data and reward are usable"

@@ -110,8 +110,8 @@ class Services:
 
     def ranks(self, hosts: Sequence[str], **environment: str) -> list[Process]:
         """The same without torchrun: nobody starts a rank again."""
-        together = {"WORLD_SIZE": str(len(hosts)), "LOCAL_RANK": "0", "MASTER_PORT": str(RENDEZVOUS), **environment}
-        together |= {"MASTER_ADDR": self.network[hosts[0]].address}
+        together = {"WORLD_SIZE": str(len(hosts)), "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", **environment}
+        together |= {"MASTER_ADDR": self.network[hosts[0]].address, "MASTER_PORT": str(RENDEZVOUS)}
         given = ("services.trainer", "--coordinator", self._grpc)
         return [self.start(host, f"rank-{n}", *given, RANK=str(n), **together) for n, host in enumerate(hosts)]
 

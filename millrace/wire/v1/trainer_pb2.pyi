@@ -40,14 +40,16 @@ class ConfigureTrainerRequest(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., spec: _Optional[str] = ..., checkpoint: _Optional[str] = ..., configuration: _Optional[str] = ...) -> None: ...
 
 class ConfigureTrainerResponse(_message.Message):
-    __slots__ = ("version", "world_size", "parameters")
+    __slots__ = ("version", "world_size", "parameters", "warnings")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    WARNINGS_FIELD_NUMBER: _ClassVar[int]
     version: int
     world_size: int
     parameters: int
-    def __init__(self, version: _Optional[int] = ..., world_size: _Optional[int] = ..., parameters: _Optional[int] = ...) -> None: ...
+    warnings: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, version: _Optional[int] = ..., world_size: _Optional[int] = ..., parameters: _Optional[int] = ..., warnings: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class GroupRef(_message.Message):
     __slots__ = ("prompt_id", "prompt_tokens", "response_tokens")

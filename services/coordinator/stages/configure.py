@@ -79,9 +79,9 @@ async def _load(run: Run) -> Version:
         member.configuring = False
         run.components.fleet.bell.ring()
     await run.tell(
-        events.TrainerConfigured(member=trainer.member.id, version=answer.version),
-        f"{trainer.member.id} holds version {answer.version}: {answer.parameters:,} parameters on "
-        f"{answer.world_size} ranks",
+        events.TrainerConfigured(member=member.id, version=answer.version, warnings=list(answer.warnings)),
+        f"{member.id} holds version {answer.version}: {answer.parameters:,} parameters on {answer.world_size} ranks"
+        + "".join(f"; {warning}" for warning in answer.warnings),
     )
     return Version(answer.version)
 

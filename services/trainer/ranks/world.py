@@ -66,6 +66,11 @@ class World:
         port = int(store.get(_ADDRESS).decode())
         return cls(rank, size, socket.gethostname(), device, (host, port), served)
 
+    @property
+    def ranks_per_host(self) -> int:
+        """As torchrun says; all ranks are on one host where nothing does."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
+
     def connect(self, timeout_s: float) -> Store:
         """A new client of the store of commands, for one thread."""
         return Store(*self.commands, timeout_s)

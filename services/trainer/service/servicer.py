@@ -64,6 +64,8 @@ class ConfiguredJob:
     spec: JobSpec
     version: Version
     parameters: int
+    warnings: tuple[str, ...]
+    """Of the ranks' layout over hosts."""
     last_step: tuple[int, pb.StepResponse] | None = None
     """Number of the last step, and its response."""
 
@@ -136,7 +138,9 @@ class TrainerService(TrainerServicer):
             spec = received(request.spec)
             key, reason = CallKey("Configure", ConfiguredJob, asked), f"{request.job_id} is loaded"
             job = await self._take_over(key, lambda: self._configure(request, spec), reason)
-        return pb.ConfigureTrainerResponse(version=job.version, world_size=self._world_size, parameters=job.parameters)
+        return pb.ConfigureTrainerResponse(
+            version=job.version, world_size=self._world_size, parameters=job.parameters, warnings=job.warnings
+        )
 
     async def _configure(self, request: pb.ConfigureTrainerRequest, spec: JobSpec) -> ConfiguredJob:
         await self._saved()
@@ -144,9 +148,8 @@ class TrainerService(TrainerServicer):
         deadline_s = of_job(spec.deadlines)["Trainer/Configure"]
         reply = await self._on_ranks(TrainerRpc.Configure, request, deadline_s)
         version = Version(reply.version)
-        self._job = ConfiguredJob(
-            JobId(request.job_id), request.checkpoint, request.configuration, spec, version, reply.parameters
-        )
+        loaded = (spec, version, reply.parameters, tuple(reply.warnings))
+        self._job = ConfiguredJob(JobId(request.job_id), request.checkpoint, request.configuration, *loaded)
         self._publishing = PublicationProgress()
         return self._job
 

@@ -12,7 +12,7 @@ from millrace.ids import JobId, Version
 from millrace.memory.ledger import Phase
 from millrace.rl.registry import functions as registry
 from millrace.spec import JobSpec
-from millrace.spec.checking import choices
+from millrace.spec.checking import choices, hosts
 from millrace.wire.methods import TrainerRpc
 from millrace.wire.v1 import trainer_pb2 as pb
 from services.trainer.backends import build
@@ -86,8 +86,11 @@ class Worker:
                 self._load_checkpoint(job, request.checkpoint)
         self._job = job
         log.info("configured", job=job.id, version=job.version, rank=self._world.rank, parameters=backend.parameters)
+        warnings = [str(one) for one in hosts.warnings(spec, self._world.size, self._world.ranks_per_host)]
+        for warning in warnings if self._world.rank == 0 else ():
+            log.warning(warning)
         return pb.ConfigureTrainerResponse(
-            version=job.version, world_size=self._world.size, parameters=backend.parameters
+            version=job.version, world_size=self._world.size, parameters=backend.parameters, warnings=warnings
         )
 
     def step(self, request: pb.StepRequest) -> pb.StepResponse:
