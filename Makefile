@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 EXTRAS := cpu,dev
 OVERRIDES := deploy/cpu-overrides.txt
-SLOW := slow or matrix or e2e or chaos or compose or gpu
+SLOW := slow or matrix or e2e or chaos or compose or gpu or hosts
 # Tests that run side by side: two workers for the cores, and one for the tests that mostly wait.
 WORKERS ?= 3
 # Torch's stores look up by name whoever connects, and a name server that drops a question costs five seconds by default.
@@ -29,7 +29,7 @@ export MPLBACKEND ?= Agg
 export TOKENIZERS_PARALLELISM ?= false
 export VLLM_NO_USAGE_STATS ?= 1
 
-.PHONY: help install demo test tests test-all tests-all test-fast test-compose lint style types format proto bench bench-learning chaos clean
+.PHONY: help install demo test tests test-all tests-all test-fast test-compose test-hosts lint style types format proto bench bench-learning chaos clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -53,13 +53,13 @@ test: style ## lint, types and tests: every claim, and of each matrix a covering
 	@$(MAKE) --no-print-directory --jobs 2 types tests
 
 tests: $(INSTALLED)
-	$(PYTEST) -m "not compose and not matrix" $(TESTS)
+	$(PYTEST) -m "not compose and not hosts and not matrix" $(TESTS)
 
 test-all: style ## before a release: `make test`, and each architecture, topology and fault of every matrix with real engines
 	@$(MAKE) --no-print-directory --jobs 2 types tests-all
 
 tests-all: $(INSTALLED)
-	$(PYTEST) -m "not compose" $(TESTS)
+	$(PYTEST) -m "not compose and not hosts" $(TESTS)
 
 # One thread a process: with tiny models, threads beyond the cores only wait for each other.
 tests tests-all test-fast: export OMP_NUM_THREADS ?= 1
@@ -70,6 +70,10 @@ test-fast: $(INSTALLED) ## a minute or two: starts no service, no rank, no engin
 test-compose: $(INSTALLED) ## the containers: builds them, trains, scales, kills (needs Docker)
 	$(if $(strip $(UV_FIND_LINKS)),cp -u $(UV_FIND_LINKS)/*.whl deploy/wheels/)
 	TORCH_BACKEND=$(UV_TORCH_BACKEND) $(BIN)/python -m pytest -m compose $(TESTS)
+
+test-hosts: export OMP_NUM_THREADS ?= 1
+test-hosts: $(INSTALLED) ## the demo's job over six hosts of network namespaces, with cut and slow links (needs root; minutes)
+	$(RESOLVER) $(BIN)/python -m pytest -m hosts --capture=no $(TESTS)
 
 lint: style types ## ruff, mypy, and whether the stubs are those of proto/
 

@@ -9,6 +9,8 @@ from millrace.data.write import write_rows
 
 LETTERS = "abcdefghij"
 LENGTHS = (4, 5, 6)
+TRAIN, HELD_OUT = 2048, 256
+"""Number of rows."""
 DATA_SOURCE = "demo/reverse"
 
 
@@ -37,7 +39,7 @@ def row(index: int, word: str) -> PromptRow:
     )
 
 
-def write_data(folder: Path, seed: int, train: int = 2048, held_out: int = 256) -> tuple[Path, Path]:
+def write_data(folder: Path, seed: int, train: int = TRAIN, held_out: int = HELD_OUT) -> tuple[Path, Path]:
     """`train.parquet` and `held_out.parquet` in `folder`, in verl's columns; no word is in both."""
     chosen: dict[str, None] = {}
     for word in words(random.Random(seed)):
