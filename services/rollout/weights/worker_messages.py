@@ -1,4 +1,4 @@
-"""The messages between a replica and its engine's workers, as JSON: requests, replies, introductions."""
+"""The messages between a replica and its engine's workers, as JSON: requests, replies, introductions, welcomes."""
 
 import base64
 import functools
@@ -27,6 +27,16 @@ class Introduction:
     """Requests that the engine runs at once."""
     cache_tokens: int = 0
     """Tokens whose keys and values fit in the engine's cache."""
+    secret: str = ""
+    """Shows that the replica told this worker where to connect."""
+
+
+@dataclass(frozen=True)
+class Welcome:
+    """The replica's answer to an introduction."""
+
+    clock: float
+    """The replica's time.monotonic(), in which the deadlines of requests are."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +49,7 @@ class Request:
     paused: bool
     """The method may only run while generation is paused."""
     deadline: float
-    """When the replica stops waiting: time.monotonic(), which is the same in all processes of a host."""
+    """When the replica stops waiting: time.monotonic() of its host. In a worker, of the worker's host."""
 
     @property
     def expired(self) -> bool:
@@ -81,13 +91,17 @@ def carry_out(receiver: WorkerMethods, request: Request) -> Reply:
         return Reply(request.number, None, Failure(what, ""))
 
 
-def encode(message: Introduction | Request | Reply) -> bytes:
+def encode(message: Introduction | Welcome | Request | Reply) -> bytes:
     """JSON, with bytes in base64 under the key `bytes`."""
     return json.dumps(message, default=_plain, separators=(",", ":")).encode()
 
 
 def decode_introduction(data: bytes) -> Introduction:
     return Introduction(**_decode(data))
+
+
+def decode_welcome(data: bytes) -> Welcome:
+    return Welcome(**_decode(data))
 
 
 def decode_request(data: bytes) -> Request:

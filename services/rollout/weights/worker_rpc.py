@@ -1,4 +1,7 @@
-"""Calls from a replica into its engine's worker processes: frames on a Unix socket, answered by a thread in each.
+"""Calls from a replica into its engine's worker processes: frames on a socket, answered by a thread in each.
+
+On one host it is a Unix socket that only the replica's user can open. Where the engine lies on several hosts, it is a
+TCP socket, and a worker shows the secret that it was told with the address.
 
 An engine's own call into its workers waits for the batch that runs, which is one step of generation each time, and
 SGLang's returns only one rank's success. This one does not wait, except for methods that have to run between batches.
@@ -6,24 +9,32 @@ SGLang's returns only one rank's success. This one does not wait, except for met
 
 import asyncio
 import contextlib
+import hmac
 import itertools
+import secrets
 import socket
 import struct
 import tempfile
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, TypeVarTuple
 
+import structlog
+
 from millrace.errors import Unavailable
+from millrace.wire.address import bind_address
 from services.rollout.weights.worker_messages import (
     Introduction,
     Reply,
     Request,
+    Welcome,
     decode_introduction,
     decode_reply,
     decode_request,
+    decode_welcome,
     encode,
 )
 from services.rollout.weights.workers import WorkerDied
@@ -34,7 +45,13 @@ RPC_S = 60.0
 """Limit of one call. No method waits for anything but its own work."""
 HEADER = struct.Struct("!I")
 SOCKET = "MILLRACE_WORKER_RPC"
-"""Environment variable with the socket's path, for workers that are told nothing else."""
+"""Environment variable with where the replica listens, for workers that are told nothing else."""
+TCP = "tcp://"
+INTRODUCTION_BYTES = 64 << 10
+"""Largest introduction: whoever sends one has not shown the secret yet."""
+INTRODUCE_S = 10.0
+"""Limit of the time to connect, and to introduce oneself."""
+log = structlog.get_logger(__name__)
 
 
 class WorkerRpc:
@@ -44,6 +61,8 @@ class WorkerRpc:
         """`engine` is the engine's name for people."""
         self._engine = engine
         self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._secret = ""
+        """What a worker has to show; empty for a socket of this host."""
         self._server: asyncio.Server | None = None
         self._streams: dict[int, tuple[asyncio.StreamReader, asyncio.StreamWriter]] = {}
         """Keyed by rank, as are the introductions."""
@@ -52,15 +71,31 @@ class WorkerRpc:
         self._turn = asyncio.Lock()
         self._numbers = itertools.count()
 
-    async def listen(self) -> str:
-        """Starts to listen; the socket's path, which the workers have to be told."""
+    async def listen(self, host: str = "") -> str:
+        """Starts to listen; answers where, which the workers have to be told. `host`: the address by which workers of
+        other hosts reach this one; empty where there are none."""
+        if host:
+            self._secret = secrets.token_hex(16)
+            self._server = await asyncio.start_server(self._accept, bind_address(host), 0)
+            return f"{TCP}{self._secret}@{host}:{self._server.sockets[0].getsockname()[1]}"
         self._folder = tempfile.TemporaryDirectory(prefix="millrace-")  # open to its owner only
         path = str(Path(self._folder.name) / "workers")
         self._server = await asyncio.start_unix_server(self._accept, path)
         return path
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        introduction = decode_introduction(await _read_frame(reader))
+        try:
+            async with asyncio.timeout(INTRODUCE_S):
+                introduction = decode_introduction(await _read_frame(reader, INTRODUCTION_BYTES))
+        except (TimeoutError, EOFError, OSError, ValueError, TypeError) as error:
+            log.warning("a connection that introduced no worker was closed", error=str(error))
+            writer.close()
+            return
+        if not hmac.compare_digest(introduction.secret.encode(), self._secret.encode()):
+            log.warning("a worker without the secret was refused", peer=writer.get_extra_info("peername"))
+            writer.close()
+            return
+        writer.write(_frame(Welcome(time.monotonic())))
         async with self._connected:
             self._streams[introduction.rank] = (reader, writer)
             self._introductions[introduction.rank] = introduction
@@ -112,14 +147,17 @@ class WorkerRpcServer:
     """A worker's end of its connection. `carry_out` is called with every request, in the server's thread; it returns
     the reply, or None where it has arranged that `reply` is called later."""
 
-    def __init__(self, path: str, introduction: Introduction, carry_out: Callable[[Request], Reply | None]) -> None:
+    def __init__(self, place: str, introduction: Introduction, carry_out: Callable[[Request], Reply | None]) -> None:
+        """`place` is what `WorkerRpc.listen` answered. Raises Unavailable where the replica cannot be reached."""
         import torch
 
         self._carry_out = carry_out
         self._lock = threading.Lock()
-        self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.connect(path)
-        self._socket.sendall(_frame(introduction))
+        self._socket, secret = _connect(place)
+        self._socket.sendall(_frame(replace(introduction, secret=secret)))
+        self._stream = self._socket.makefile("rb")
+        self._ahead_s = self._welcome() - time.monotonic()
+        """By how much the replica's clock is ahead of this one's: hosts count time.monotonic() from different days."""
         # A new thread starts on the first GPU, whichever GPU its worker uses.
         self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
         threading.Thread(target=self._listen, name="millrace worker rpc", daemon=True).start()
@@ -133,27 +171,61 @@ class WorkerRpcServer:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
+    def _welcome(self) -> float:
+        """The replica's clock, which is its answer to the introduction."""
+        try:
+            if header := self._stream.read(HEADER.size):
+                clock = decode_welcome(self._stream.read(HEADER.unpack(header)[0])).clock
+                self._socket.settimeout(None)
+                return clock
+        except OSError as error:
+            raise Unavailable(f"the replica has not let this worker in: {error}.") from error
+        raise Unavailable("the replica has not let this worker in.", "see the replica's log.")
+
     def _listen(self) -> None:
         if self._device is not None:
             import torch
 
             torch.cuda.set_device(self._device)
-        stream = self._socket.makefile("rb")
         with contextlib.suppress(OSError):
-            while header := stream.read(HEADER.size):
-                request = decode_request(stream.read(HEADER.unpack(header)[0]))
+            while header := self._stream.read(HEADER.size):
+                request = decode_request(self._stream.read(HEADER.unpack(header)[0]))
+                request = replace(request, deadline=request.deadline - self._ahead_s)
                 if not request.expired and (reply := self._carry_out(request)) is not None:
                     self.reply(reply)
 
 
-def _frame(message: Introduction | Request | Reply) -> bytes:
+def _connect(place: str) -> tuple[socket.socket, str]:
+    """The connection to a replica, and the secret to show there."""
+    try:
+        if not place.startswith(TCP):
+            connection = socket.socket(socket.AF_UNIX)
+            connection.settimeout(INTRODUCE_S)
+            connection.connect(place)
+            return connection, ""
+        secret, _, address = place.removeprefix(TCP).partition("@")
+        host, _, port = address.rpartition(":")
+        connection = socket.create_connection((host.strip("[]"), int(port)), INTRODUCE_S)
+    except OSError as error:
+        what = f"this worker cannot reach its replica: {error}."
+        raise Unavailable(what, "let the hosts of one replica reach each other on all ports.") from error
+    # A host that is gone closes no connection.
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection, secret
+
+
+def _frame(message: Introduction | Welcome | Request | Reply) -> bytes:
     """The length of the encoded message, then the message."""
     body = encode(message)
     return HEADER.pack(len(body)) + body
 
 
-async def _read_frame(reader: asyncio.StreamReader) -> bytes:
+async def _read_frame(reader: asyncio.StreamReader, largest: int = 1 << 32) -> bytes:
+    """Raises ValueError for one of more than `largest` bytes."""
     (length,) = HEADER.unpack(await reader.readexactly(HEADER.size))
+    if length > largest:
+        raise ValueError(f"a frame of {length} bytes")
     return await reader.readexactly(length)
 
 

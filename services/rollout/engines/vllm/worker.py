@@ -23,13 +23,13 @@ class WorkerExtension:
     _millrace_receiver: WeightReceiver
     _millrace_server: WorkerRpcServer
 
-    def millrace_connect(self, path: str, adapter: str) -> list[str]:
-        """Connects this worker to the replica, whose socket is at `path`, and makes a place for an adapter of the shape
+    def millrace_connect(self, place: str, adapter: str) -> list[str]:
+        """Connects this worker to the replica, which listens at `place`, and makes a place for an adapter of the shape
         `adapter` (`AdapterShape.encode`; empty for none). Answers the names of the layers that have no place here."""
         model = self._millrace_model(AdapterShape.decode(adapter) if adapter else None)
         receiver = self._millrace_receiver = WeightReceiver(model)
         introduction = Introduction(self.rank)
-        self._millrace_server = WorkerRpcServer(path, introduction, lambda request: carry_out(receiver, request))
+        self._millrace_server = WorkerRpcServer(place, introduction, lambda request: carry_out(receiver, request))
         return model.adapter.unplaced if isinstance(model.adapter, AdapterSlot) else []
 
     def _millrace_model(self, shape: AdapterShape | None) -> EngineModel:

@@ -21,18 +21,18 @@ class VllmWorkers:
         self._rpc = WorkerRpc("vLLM")
         self._llm: Any = None
 
-    async def listen(self) -> str:
-        """The path of the socket on which the workers are to connect."""
-        return await self._rpc.listen()
+    async def listen(self, host: str = "") -> str:
+        """Where the workers are to connect: see `WorkerRpc.listen`."""
+        return await self._rpc.listen(host)
 
     async def connect(
-        self, llm: Any, path: str, adapter: AdapterShape | None, workers: int, within_s: float
+        self, llm: Any, place: str, adapter: AdapterShape | None, workers: int, within_s: float
     ) -> list[list[str]]:
         """Has every worker of `llm`, an AsyncLLM, connect and make a place for `adapter`. Answers, for each worker, the
         names of the layers whose adapter has no place there. Raises Unavailable where one does not connect in time."""
         self._llm = llm
         shape = "" if adapter is None else adapter.encode()
-        unplaced = await self._between_batches("millrace_connect", (path, shape), "connect")
+        unplaced = await self._between_batches("millrace_connect", (place, shape), "connect")
         await self._rpc.wait_for_workers(workers, within_s)
         return unplaced
 
