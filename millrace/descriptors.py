@@ -49,6 +49,9 @@ class EngineDescriptor:
     preloaded: tuple[str, ...] = ()
     """Modules that a replica's launcher imports before it forks the replica. They must start neither a thread nor
     CUDA."""
+    follower: str = ""
+    """`module:class` of the `services.rollout.nodes.engine_share.EngineShare`, by which the engine's workers run on
+    further hosts; empty where the engine lies on one host."""
     other_problem: Callable[[], str] = field(default=lambda: "")
     """Why the installed engine cannot run, with the fix; empty where it can."""
 

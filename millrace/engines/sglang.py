@@ -39,6 +39,8 @@ DESCRIPTOR = EngineDescriptor(
         "pp_size": "",
         "dp_size": "",
         "nnodes": "",
+        "node_rank": "",
+        "dist_init_addr": "",
         "speculative_algorithm": "",
         "disaggregation_mode": "",
         "enable_lora": "model.lora",

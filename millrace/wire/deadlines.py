@@ -30,6 +30,8 @@ DEADLINES_S: dict[str, float] = {
     "Rollout/Generate": 600.0,
     "Rollout/GetStatus": 5.0,
     "Rollout/Drain": 10.0,
+    "Nodes/Join": 10.0,
+    "Nodes/Beat": 5.0,  # waits for an order for up to a second
     "Trainer/Configure": 1800.0,  # deadlines.configure_s
     "Trainer/Step": 3600.0,  # deadlines.step_s
     "Trainer/DescribeWeights": 120.0,

@@ -80,13 +80,10 @@ class Membership:
                 continue
             self._heartbeat_s = reply.heartbeat_s or self._heartbeat_s
             if reply.drain:
-                self._note_drained()
+                if not self._leaving:
+                    note_drained()
                 self._on_drain()
             await asyncio.sleep(self._heartbeat_s)
-
-    def _note_drained(self) -> None:
-        if not self._leaving and (path := os.environ.get(DRAINED_FILE)):
-            Path(path).touch()
 
     async def drain(self) -> None:
         """Tells the coordinator, if it can be reached, that this member takes no more work."""
@@ -120,6 +117,12 @@ class Membership:
             await self._coordinator.call(method, request)
         except MillraceError as error:
             log.info("the coordinator was not told", method=method.name, error=str(error))
+
+
+def note_drained() -> None:
+    """Tells whoever started this process that it is not to be started again."""
+    if path := os.environ.get(DRAINED_FILE):
+        Path(path).touch()
 
 
 def _show_life() -> None:

@@ -32,6 +32,18 @@ from millrace.wire.server import Server
 from services.rollout.engines import probe
 from services.rollout.health import watch
 from services.rollout.lifeline import kill_descendants
+from services.rollout.nodes.leader import Leader
+from services.rollout.nodes.place import (
+    NODE_LOST_S,
+    LeaderOption,
+    NodeLostOption,
+    NodeRankOption,
+    NodesOption,
+    Place,
+    set_network_environment,
+)
+from services.rollout.nodes.process import follow, meet
+from services.rollout.nodes.service import servicers as nodes_servicers
 from services.rollout.replica import Replica
 from services.rollout.server import servicers
 from services.rollout.work.leases import Leases
@@ -60,6 +72,9 @@ class Options:
     patience_s: float
     drain_s: float
     stall_s: float
+    place: Place | None
+    """Which node of the replica this process is; None for a replica on one host."""
+    node_lost_s: float
 
 
 @app.command()
@@ -80,6 +95,10 @@ def main(
         float,
         typer.Option(envvar="MILLRACE_STALL_S", min=0.1, help="Seconds that the engine may take for one batch."),
     ] = 300.0,
+    nodes: NodesOption = 1,
+    node_rank: NodeRankOption = 0,
+    leader: LeaderOption = "",
+    node_lost_s: NodeLostOption = NODE_LOST_S,
     insecure: InsecureOption = False,
     version: VersionOption = False,
 ) -> None:
@@ -92,7 +111,11 @@ def main(
         found = probe(engine)
         if not found.ok:
             raise MillraceError(f"engine {engine} cannot run here: {found.why}")
-        options = Options(coordinator, engine, found.release, host_address(), port, patience_s, drain_s, stall_s)
+        if (place := Place.of(engine, nodes, node_rank, leader)) is not None:
+            set_network_environment()
+        port = place.own_port(port) if place is not None else port
+        where = (host_address(), port, patience_s, drain_s, stall_s, place, node_lost_s)
+        options = Options(coordinator, engine, found.release, *where)
     except MillraceError as error:
         print(f"rollout: {error}", file=sys.stderr)
         _end(1)
@@ -104,7 +127,12 @@ async def _process(member_id: MemberId, options: Options) -> NoReturn:
     one that never returns."""
     status = 1
     try:
-        status = await _serve(member_id, options)
+        place = options.place
+        if place is not None and place.rank > 0:
+            engine = (options.engine, options.engine_release)
+            status = await follow(place, engine, _signals(), options.patience_s, options.drain_s)
+        else:
+            status = await _serve(member_id, options)
     except MillraceError as error:
         print(f"rollout: {error}", file=sys.stderr)
     except Exception as error:
@@ -125,19 +153,43 @@ def _end(status: int) -> NoReturn:
 
 async def _serve(member_id: MemberId, options: Options) -> int:
     """Returns the exit status. Raises MillraceError where the coordinator refuses the replica."""
+    software = (options.engine, options.engine_release)
+    nodes = None if options.place is None else Leader(member_id, options.place, *software, options.node_lost_s)
     coordinator = Peer(options.coordinator)
     leases = Leases(coordinator, member_id)
-    replica = Replica(member_id, options.engine, options.engine_release, leases)
-    server = Server(servicers(replica), bind_address(options.host), options.port)
+    replica = Replica(member_id, *software, leases, nodes)
+    served = {**servicers(replica), **(nodes_servicers(nodes) if nodes is not None else {})}
+    server = Server(served, bind_address(options.host), options.port)
     membership = replica.membership(coordinator, f"{options.host}:{server.port}", options.patience_s)
     leases.on_forgotten, leases.on_death = membership.forgotten, replica.died_of
-    stops = _signals()
+    stops, ending = _signals(), Ending.DIED
     await server.start()
+    watching = None if nodes is None else asyncio.create_task(nodes.watch())
+    try:
+        if nodes is None or await meet(nodes, replica, stops, options.patience_s):
+            ending = await _member(replica, membership, server, stops, options)
+        else:
+            ending = Ending.STOPPED
+    finally:
+        if nodes is not None and watching is not None:
+            watching.cancel()
+            why = replica.failure or "it was told to stop"
+            await nodes.end(why, for_good=ending is Ending.STOPPED and not replica.died.is_set())
+    await server.stop(1.0)
+    await coordinator.close()
+    return 1 if replica.died.is_set() else 0
+
+
+async def _member(
+    replica: Replica, membership: Membership, server: Server, stops: asyncio.Queue[int], options: Options
+) -> Ending:
+    """The replica's life as a member of the fleet; why it ended. Raises MillraceError as `Membership.run`."""
     beating = asyncio.create_task(membership.run())
-    pulling = asyncio.create_task(leases.run())
+    pulling = asyncio.create_task(replica.leases.run())
     watching = asyncio.create_task(watch(replica, options.stall_s, replica.died_of))
     try:
-        if await _until_ending(replica, stops, beating, pulling) is Ending.STOPPED:
+        ending = await _until_ending(replica, stops, beating, pulling)
+        if ending is Ending.STOPPED:
             await drain(replica, membership, stops, options.drain_s)
     finally:
         pulling.cancel()
@@ -146,9 +198,7 @@ async def _serve(member_id: MemberId, options: Options) -> int:
         await replica.close()
         beating.cancel()
     await membership.leave(replica.failure or "it was told to stop")
-    await server.stop(1.0)
-    await coordinator.close()
-    return 1 if replica.died.is_set() else 0
+    return ending
 
 
 def _signals() -> asyncio.Queue[int]:

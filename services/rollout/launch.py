@@ -23,6 +23,7 @@ from millrace.telemetry import logs
 from millrace.version import VersionOption
 from millrace.wire.address import HostOption, InsecureOption, advertise, bind_address, host_address, require_token
 from services.rollout.engines import probe
+from services.rollout.nodes.place import LeaderOption, NodeRankOption, NodesOption, Place
 
 PRELOADED = ["services.rollout.__main__"]
 """What is imported before a replica is forked, after what its engine's descriptor names. None of it starts a thread or
@@ -40,6 +41,9 @@ def main(
     port: Annotated[
         int, typer.Option(envvar="MILLRACE_PORT", help="Port of the replica's gRPC server; 0: a free port.")
     ] = 0,
+    nodes: NodesOption = 1,
+    node_rank: NodeRankOption = 0,
+    leader: LeaderOption = "",
     insecure: InsecureOption = False,
     version: VersionOption = False,
 ) -> None:
@@ -51,12 +55,17 @@ def main(
         found = probe(engine)
         if not found.ok:
             raise MillraceError(f"engine {engine} cannot run here: {found.why}")
+        place = Place.of(engine, nodes, node_rank, leader)
     except MillraceError as error:
         print(f"rollout: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
     fork_from(*ENGINES[engine].preloaded, *PRELOADED)
     # The port is the same in every life: the coordinator removes a dead replica as soon as another one has its address.
-    options = ["--engine", engine, "--port", str(port or free_port()), *(["--insecure"] if insecure else [])]
+    options = ["--engine", engine, *(["--insecure"] if insecure else [])]
+    if place is None:
+        options += ["--port", str(port or free_port())]
+    else:
+        options += ["--port", str(port), "--leader", leader, "--nodes", str(nodes), "--node-rank", str(node_rank)]
     raise typer.Exit(Launcher(partial(life, [*context.args, *options]), RESTARTS).run())
 
 

@@ -21,6 +21,7 @@ from millrace.wire.membership import Membership
 from millrace.wire.v1 import fleet_pb2, rollout_pb2
 from services.rollout.engine import Engine, EngineDied, Load
 from services.rollout.engines import create
+from services.rollout.nodes.leader import Leader
 from services.rollout.weights.receiver import PublicationReceiver
 from services.rollout.work.groups import GroupGenerator
 from services.rollout.work.job import Job, import_transformers
@@ -36,11 +37,20 @@ CONFIGURED = "configured"
 class Replica:
     """Configured by the coordinator. It takes leases as soon as a first version is committed."""
 
-    def __init__(self, member_id: MemberId, engine_name: str, engine_release: str, leases: Leases) -> None:
+    def __init__(
+        self,
+        member_id: MemberId,
+        engine_name: str,
+        engine_release: str,
+        leases: Leases,
+        nodes: Leader | None = None,
+    ) -> None:
+        """`nodes`: the other hosts on which its engine lies; None for an engine on this host alone."""
         self.member_id = member_id
         self.engine_name = engine_name
         self.engine_release = engine_release
         self.leases = leases
+        self.nodes = nodes
         self.state: State = rollout_pb2.ENGINE_STATE_IDLE
         self.version: Version | None = None
         self.failure = ""
@@ -66,6 +76,8 @@ class Replica:
                 raise InvalidState(f"{self.member_id} drains.", "configure another replica.")
             if self.job is None or (self.job.id, self.job.spec) != (job_id, spec):
                 await self._leave_job("another job was configured")
+                if self.nodes is not None:
+                    self.nodes.serve_job(spec_json)
                 try:
                     await self._enter_job(job_id, spec)
                 except Exception as error:
@@ -89,7 +101,7 @@ class Replica:
         opening = asyncio.create_task(Job.open(job_id, spec))
         try:
             if self.engine is None:
-                self.engine = create(self.engine_name)
+                self.engine = create(self.engine_name, self.nodes)
                 await self.engine.start(spec)
                 self._engine_of = wanted
             self.job = await opening
@@ -216,7 +228,7 @@ class Replica:
             engine=self.engine_name,
             engine_release=self.engine_release,
             world_size=(self.engine.world_size if self.engine else 0) or 1,
-            host=socket.gethostname(),
+            host=", ".join([socket.gethostname(), *(self.nodes.hosts if self.nodes is not None else [])]),
             device=self.engine.device if self.engine else device_name(),
         )
 

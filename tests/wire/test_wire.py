@@ -17,7 +17,7 @@ from millrace.wire.deadlines import DEADLINES_S
 from millrace.wire.methods import FleetRpc, WorkRpc
 from millrace.wire.server import Server
 from millrace.wire.status import error_of
-from millrace.wire.v1 import fleet_pb2, fleet_pb2_grpc, rollout_pb2, trainer_pb2, work_pb2, work_pb2_grpc
+from millrace.wire.v1 import fleet_pb2, fleet_pb2_grpc, nodes_pb2, rollout_pb2, trainer_pb2, work_pb2, work_pb2_grpc
 
 CLASSES = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, MillraceError)]
 NAME = fleet_pb2.DESCRIPTOR.services_by_name["Fleet"].full_name
@@ -178,7 +178,7 @@ def test_health_follows_the_server_and_reflection_lists_its_services():
 def test_every_method_has_a_deadline():
     methods = {
         f"{service.name}/{method.name}"
-        for module in (fleet_pb2, work_pb2, rollout_pb2, trainer_pb2)
+        for module in (fleet_pb2, work_pb2, rollout_pb2, nodes_pb2, trainer_pb2)
         for service in module.DESCRIPTOR.services_by_name.values()
         for method in service.methods
     }

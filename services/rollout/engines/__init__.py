@@ -5,6 +5,7 @@ from millrace.engines import ENGINES, unknown_engine
 from millrace.errors import NotFound
 from millrace.software import Probe
 from services.rollout.engine import Engine
+from services.rollout.nodes.leader import Leader
 
 
 def probe(name: str) -> Probe:
@@ -12,9 +13,11 @@ def probe(name: str) -> Probe:
     return _descriptor(name).probe()
 
 
-def create(name: str) -> Engine:
-    """An engine that is not started yet. Raises NotFound for an unknown name."""
-    engine: Engine = imported(_descriptor(name).implementation)()
+def create(name: str, nodes: Leader | None = None) -> Engine:
+    """An engine that is not started yet. `nodes`: the other hosts on which it lies, for an engine that can. Raises
+    NotFound for an unknown name."""
+    implementation = imported(_descriptor(name).implementation)
+    engine: Engine = implementation() if nodes is None else implementation(nodes)
     return engine
 
 

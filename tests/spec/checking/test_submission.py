@@ -182,7 +182,8 @@ def test_experts_are_not_replayed_where_they_are_recomputed_by_themselves(module
 
 
 def test_options_are_left_to_whom_they_belong_to(tmp_path: Path) -> None:
-    options = {"kv_cache_dtype": "fp8", "compilation_config": {"level": 3}, "vllm": {"nnodes": 1}, "sglang": {"a": 1}}
+    options = {"kv_cache_dtype": "fp8", "compilation_config": {"level": 3}}
+    options |= {"vllm": {"skip_tokenizer_init": False}, "sglang": {"a": 1}}
     trainer = {"backend_options": {"attention": "sdpa", "offload_parameters": True}}
     submission.check(job(tmp_path, {}) | {"rollout": {"engine_options": options}, "trainer": trainer})
 

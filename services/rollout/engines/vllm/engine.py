@@ -5,18 +5,17 @@ AsyncLLM starts several processes: EngineCore, and one Worker for each rank. The
 """
 
 import asyncio
-import contextlib
 import gc
 import itertools
 import multiprocessing
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import structlog
 
 from millrace.engines import ENGINES
@@ -25,6 +24,7 @@ from millrace.ids import Version
 from millrace.megatron.architectures import read_shape
 from millrace.spec import JobSpec
 from millrace.spec.rollout import CachePolicy
+from millrace.wire.address import host_address
 from services.rollout.engine import (
     EngineDied,
     Load,
@@ -39,10 +39,12 @@ from services.rollout.engines.versioned import VersionedEngine, samples_that_fit
 from services.rollout.engines.vllm import options as vllm_options
 from services.rollout.engines.vllm.adapter import lora_request
 from services.rollout.engines.vllm.environment import set_cpu_environment, set_environment
-from services.rollout.engines.vllm.processes import forked_beside, reason, refusals, take_over_spawn
+from services.rollout.engines.vllm.processes import kill_engine, reason, refusals, take_over_spawn
 from services.rollout.engines.vllm.versions import VersionMarks
 from services.rollout.engines.vllm.workers import VllmWorkers
-from services.rollout.lifeline import kill_descendants, own_descendants
+from services.rollout.lifeline import own_descendants
+from services.rollout.nodes.leader import Leader
+from services.rollout.nodes.place import EngineStart
 
 log = structlog.get_logger(__name__)
 SOFTWARE = ENGINES["vllm"].software
@@ -56,8 +58,10 @@ class VllmEngine(VersionedEngine):
 
     name = "vllm"
 
-    def __init__(self) -> None:
+    def __init__(self, nodes: Leader | None = None) -> None:
+        """`nodes`: the other hosts on which the engine lies; None for an engine on this host alone."""
         super().__init__()
+        self._nodes = nodes
         self.release = SOFTWARE.release
         self.device = ""
         self.world_size = 0
@@ -71,7 +75,8 @@ class VllmEngine(VersionedEngine):
         self._end_of_turn: list[int] = []
         self._replayed: list[int] | None = None
         """Layers whose experts are reported; None where the job does not ask for them."""
-        self._cores: list[int] = []
+        self._others: set[BaseProcess] = set()
+        """Children of this process that are none of vLLM's."""
         self._adapter: AdapterShape | None = None
         """The adapter of every request; None where replicas get whole weights."""
         self._lora_request: Any = None
@@ -82,19 +87,29 @@ class VllmEngine(VersionedEngine):
         own_descendants()
         set_environment()
         take_over_spawn()
-        path = await self._workers.listen()
-        self._llm = await asyncio.get_running_loop().run_in_executor(self._thread, self._build, spec)
+        self._others = set(multiprocessing.active_children())
+        place = await self._workers.listen(host_address() if self._nodes is not None else "")
+        self._llm = await self._built(spec, place)
         config = self._llm.vllm_config
         cache = config.cache_config
         tokens, longest = (cache.num_gpu_blocks or 0) * cache.block_size, config.model_config.max_model_len
         self.capacity = samples_that_fit(config.scheduler_config.max_num_seqs, tokens, longest)
         self.world_size = config.parallel_config.world_size
         self.dtype = str(config.model_config.dtype).removeprefix("torch.")
-        unplaced = await self._workers.connect(self._llm, path, self._adapter, self.world_size, CONNECT_S)
+        unplaced = await self._workers.connect(self._llm, place, self._adapter, self.world_size, CONNECT_S)
         if self._adapter is not None:
             check_placed(self._adapter, SOFTWARE.title, unplaced)
 
-    def _build(self, spec: JobSpec) -> Any:
+    async def _built(self, spec: JobSpec, place: str) -> Any:
+        """The AsyncLLM, once all processes on all nodes have started."""
+        loop = asyncio.get_running_loop()
+        if self._nodes is None:
+            return await loop.run_in_executor(self._thread, self._build, spec, None)
+        start = await self._nodes.start(place)
+        building = loop.run_in_executor(self._thread, self._build, spec, start)
+        return await self._nodes.or_failure(building, lambda: kill_engine(self._others))
+
+    def _build(self, spec: JobSpec, start: EngineStart | None) -> Any:
         """Starts the engine's processes and returns the AsyncLLM. Takes seconds to minutes; runs in `_thread`."""
         from vllm.outputs import CompletionOutput
         from vllm.platforms import current_platform
@@ -107,10 +122,9 @@ class VllmEngine(VersionedEngine):
         self.device = "cpu" if current_platform.is_cpu() else str(current_platform.get_device_name())
         if current_platform.is_cpu():
             set_cpu_environment()
-        others = set(multiprocessing.active_children())
         try:
             self._adapter = adapter_shape(spec)
-            arguments = vllm_options.engine_arguments(spec, self._adapter)
+            arguments = vllm_options.engine_arguments(spec, self._adapter, start)
             config = arguments.create_engine_config()
             vllm_options.check_model(config)
             llm = AsyncLLM.from_vllm_config(config, disable_log_stats=arguments.disable_log_stats)
@@ -123,7 +137,6 @@ class VllmEngine(VersionedEngine):
                 raise InvalidJob(what, "fix the named option; vLLM's log above says more.") from error
             what = f"vLLM did not start with {spec.model.path}: {error}."
             raise Unavailable(what, "its log above names the cause; memory and CUDA devices first.") from error
-        self._cores = [child.pid for child in multiprocessing.active_children() if child not in others and child.pid]
         self._tokenizer = llm.get_tokenizer()
         self._lora_request = None if self._adapter is None else lora_request()
         named = llm.model_config.try_get_generation_config().get("eos_token_id")
@@ -135,6 +148,8 @@ class VllmEngine(VersionedEngine):
     async def stop(self) -> None:
         if self._llm is not None:
             await asyncio.get_running_loop().run_in_executor(self._thread, self._shut_down)
+        if self._nodes is not None:
+            await self._nodes.stop()
         await self._workers.close()
         # AsyncLLM's destructor would run at the interpreter's end, when what it calls is gone.
         await asyncio.sleep(0)
@@ -144,7 +159,7 @@ class VllmEngine(VersionedEngine):
     def _shut_down(self) -> None:
         llm, self._llm = self._llm, None
         # EngineCore would wait seconds for its workers, which have nothing to finish.
-        hurry = threading.Timer(WORKERS_END_S, _kill_workers, [self._cores])
+        hurry = threading.Timer(WORKERS_END_S, kill_engine, [self._others], {"cores": False})
         hurry.start()
         llm.shutdown()
         hurry.cancel()
@@ -257,14 +272,3 @@ class VllmEngine(VersionedEngine):
             await self._marks.swapped(self._llm, version)
         else:
             await self._llm.update_weight_version(str(version))
-
-
-def _kill_workers(cores: Sequence[int]) -> None:
-    """Kills the workers of the engine's `cores`, which are given by their pids."""
-    for process in forked_beside():
-        if process.pid not in cores:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-    for core in cores:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            kill_descendants(psutil.Process(core))

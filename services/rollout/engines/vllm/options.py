@@ -11,6 +11,7 @@ from millrace.spec import JobSpec
 from services.rollout.engines.adapter import AdapterShape, not_served
 from services.rollout.engines.options import check_names, has_latents
 from services.rollout.engines.vllm.cpu_weights import experts_kernel
+from services.rollout.nodes.place import EngineStart
 
 CPU_KV_CACHE_BYTES = 1 << 30
 ON_LATENTS: dict[str, Any] = {
@@ -22,9 +23,9 @@ ON_LATENTS: dict[str, Any] = {
 """Arguments that vLLM's CPU build needs for attention on latents."""
 
 
-def engine_arguments(spec: JobSpec, adapter: AdapterShape | None = None) -> Any:
-    """AsyncEngineArgs for a job and the adapter that every request uses. Raises InvalidJob for an option that vLLM does
-    not take."""
+def engine_arguments(spec: JobSpec, adapter: AdapterShape | None = None, start: EngineStart | None = None) -> Any:
+    """AsyncEngineArgs for a job and the adapter that every request uses. `start`: this node's start, for an engine on
+    several hosts. Raises InvalidJob for an option that vLLM does not take."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
 
@@ -63,7 +64,32 @@ def engine_arguments(spec: JobSpec, adapter: AdapterShape | None = None) -> Any:
         "generation_config": "vllm",
         "enable_log_requests": False,
     }
+    if start is not None:
+        arguments |= _node_arguments(spec, start)
     return AsyncEngineArgs(**arguments)
+
+
+def _node_arguments(spec: JobSpec, start: EngineStart) -> dict[str, Any]:
+    """Arguments for one node's share of the engine. Raises InvalidJob where the workers do not divide into nodes."""
+    options = spec.rollout.options_of("vllm")
+    ranks, backend = ENGINES["vllm"].world_size(options), options.get("distributed_executor_backend", "mp")
+    if ranks % start.nodes:
+        field = spec.rollout.field_of("vllm", "tensor_parallel_size")
+        reason = f"{ranks} workers do not divide evenly into the {start.nodes} nodes of this replica"
+        fix = f"choose tensor_parallel_size · pipeline_parallel_size as a multiple of {start.nodes}."
+        raise refused(field, options.get("tensor_parallel_size", 1), reason, fix)
+    if backend != "mp":
+        field = spec.rollout.field_of("vllm", "distributed_executor_backend")
+        reason = "over several hosts the replica uses vLLM's multiprocessing executor"
+        raise refused(field, backend, reason, 'remove it, or set it to "mp".')
+    return {
+        "distributed_executor_backend": "mp",
+        "nnodes": start.nodes,
+        "node_rank": start.rank,
+        "master_addr": start.host,
+        "master_port": start.port,
+        "seed": options.get("seed", start.seed),
+    }
 
 
 def _adapter_arguments(spec: JobSpec, adapter: AdapterShape) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Set
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess, SpawnContext, SpawnProcess
@@ -18,6 +19,8 @@ from typing import Any
 
 import psutil
 from pydantic import ValidationError
+
+from services.rollout.lifeline import kill_descendants
 
 PRELOAD = "services.rollout.engines.vllm.preload"
 LONGEST_REASON = 4000
@@ -105,6 +108,22 @@ def refusals() -> list[str]:
         reader.close()
     STARTED.clear()
     return told
+
+
+def kill_engine(others: Set[BaseProcess], *, cores: bool = True) -> None:
+    """Kills the engine's processes: its workers, and unless told otherwise those that this process has started itself.
+    `others` are children of this process that are none of vLLM's."""
+    started = [child.pid for child in multiprocessing.active_children() if child not in others and child.pid]
+    for process in forked_beside():
+        if process.pid not in started:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+    for pid in started:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            kill_descendants(process)
+            if cores:
+                process.kill()
 
 
 def forked_beside() -> list[psutil.Process]:
