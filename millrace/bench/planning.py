@@ -53,11 +53,11 @@ def planning(
         ]
 
     senders, receivers = boxes(trainer, ranks), boxes(replica, workers) * replicas
-    began = time.perf_counter()
+    began, own_began = time.perf_counter(), time.process_time()
     made = plan(published, senders, receivers)
-    planned = time.perf_counter()
+    planned, own_planned = time.perf_counter(), time.process_time()
     digest = made.hash.hex()[:12]
-    hashed = time.perf_counter()
+    hashed, own_hashed = time.perf_counter(), time.process_time()
     steps = [made.steps(rank) for rank in (0, ranks)]
     ended = time.perf_counter()
     sent, got = made.egress()[:ranks], made.ingress()[ranks:]
@@ -67,7 +67,8 @@ def planning(
     )
     show(
         f"plan {planned - began:.2f} s, hash {hashed - planned:.2f} s, two ranks' steps {ended - hashed:.3f} s "
-        f"({len(steps[0])} and {len(steps[1])} rounds)"
+        f"({len(steps[0])} and {len(steps[1])} rounds); CPU time of the plan {own_planned - own_began:.2f} s, "
+        f"of the hash {own_hashed - own_planned:.2f} s"
     )
     show(
         f"a trainer rank sends {sent.mean() / 1e9:.1f} GB, at most {sent.max() / 1e9:.1f}; "

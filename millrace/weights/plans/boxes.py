@@ -5,7 +5,7 @@ boxes. NumPy only; each needs a few passes over the columns, whatever the number
 import hashlib
 import itertools
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Self
@@ -16,6 +16,9 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 LARGEST_LAYOUT_BYTES = 1 << 29
 """Of the layout of one rank, uncompressed: four million boxes of matrices have 168 MB."""
+
+ROWS = 1 << 14
+"""Boxes that are encoded at a time: few enough for a processor's cache."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +59,12 @@ class Boxes:
         return cls(tensor, offset, extent)
 
     @classmethod
+    def from_columns(cls, columns: Ints) -> Self:
+        """The reverse of `columns`, whose memory the boxes share."""
+        dims = columns.shape[1] // 2
+        return cls(columns[:, 0], columns[:, 1 : 1 + dims], columns[:, 1 + dims :])
+
+    @classmethod
     def joined(cls, many: Sequence["Boxes"]) -> Self:
         """All boxes of `many`, in order."""
         return cls(*(np.concatenate([getattr(b, name) for b in many]) for name in ("tensor", "offset", "extent")))
@@ -67,11 +76,23 @@ class Boxes:
     @property
     def columns(self) -> Ints:
         """[N, 1 + 2 D]: tensor, offset, extent."""
-        return np.concatenate([self.tensor[:, None], self.offset, self.extent], axis=1)
+        return self.columns_of(slice(None))
+
+    def columns_of(self, rows: slice) -> Ints:
+        """`columns` of some rows."""
+        return np.concatenate([self.tensor[rows, None], self.offset[rows], self.extent[rows]], axis=1)
 
     @cached_property
     def hash(self) -> bytes:
-        return hashlib.sha256(_bytes(self.columns)).digest()
+        digest = hashlib.sha256()
+        for rows in self.encoded_rows():
+            digest.update(rows)
+        return digest.digest()
+
+    def encoded_rows(self) -> Iterator[bytes]:
+        """`columns` as little-endian int64, a number of rows at a time."""
+        for start in range(0, len(self), ROWS):
+            yield _bytes(self.columns_of(slice(start, start + ROWS)))
 
     def encode(self) -> bytes:
         """The boxes as bytes for the wire: differences between rows as little-endian int64, compressed."""
@@ -91,9 +112,7 @@ class Boxes:
             raise ValueError(f"a layout's bytes are damaged: {error}.") from error
         if not reader.eof:
             raise ValueError(f"a layout ends too soon, or has more than {LARGEST_LAYOUT_BYTES} bytes.")
-        columns = flat.reshape(1 + 2 * dims, -1).cumsum(axis=1).T
-        offset, extent = columns[:, 1 : 1 + dims], columns[:, 1 + dims :]
-        return cls(columns[:, 0].copy(), np.ascontiguousarray(offset), np.ascontiguousarray(extent))
+        return cls.from_columns(np.ascontiguousarray(flat.reshape(1 + 2 * dims, -1).cumsum(axis=1).T))
 
 
 def distinct(boxes: Boxes) -> tuple[Boxes, Ints]:
@@ -165,6 +184,11 @@ def _cells(boxes: Boxes) -> Boxes:
         if ((boxes.offset <= low) & (high <= boxes.end)).all(axis=1).any():
             found.append((int(boxes.tensor[0]), low, high - low))
     return Boxes.of(found, boxes.dims)
+
+
+def sums(index: Ints, values: Ints, length: int = 0) -> Ints:
+    """[max(length, max(index) + 1)] the sum of the values of each index."""
+    return np.rint(np.bincount(index, weights=values, minlength=length)).astype(np.int64)
 
 
 def _ranges(first: Ints, counts: Ints) -> Ints:
