@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from millrace.cli import compare, doctor, jobs, logs, show, stack, validate, watch
+from millrace.cli import compare, doctor, jobs, logs, plan, show, stack, validate, watch
 from millrace.cli.output import ErrorReporting
 from millrace.errors import InvalidState
 from millrace.extras import how_to_install
@@ -69,6 +69,7 @@ app.command("up", rich_help_panel=LOCAL)(stack.up)
 app.command("logs", rich_help_panel=LOCAL)(logs.logs)
 app.command("doctor", rich_help_panel=LOCAL)(doctor.doctor)
 app.command("validate", rich_help_panel=JOBS)(validate.validate)
+app.command("plan", rich_help_panel=JOBS)(plan.plan)
 app.command("submit", rich_help_panel=JOBS)(jobs.submit)
 app.command("watch", rich_help_panel=JOBS)(watch.watch)
 app.command("jobs", rich_help_panel=JOBS)(jobs.jobs)

@@ -13,6 +13,9 @@ from millrace.memory.staging import sender_bytes
 from millrace.spec import JobSpec
 
 FLOAT32 = 4
+HOST_COPIES = 2 * FLOAT32
+"""Bytes that an update in host memory needs for a parameter in addition to the optimizer: its gradient and its weight.
+Measured: 19.4 in all (BENCHMARKS.md, "The megatron backend on GPUs", optimizer offload 1)."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,8 @@ class StageMemory:
             Part.GRADIENTS: FLOAT32 * (dense + experts),
             Part.OPTIMIZER: optimizer * (1 - o.optimizer_offload_fraction),
         }
-        return device, {Part.OPTIMIZER: optimizer * o.optimizer_offload_fraction}
+        on_host = optimizer * o.optimizer_offload_fraction * (each + HOST_COPIES) / each
+        return device, {Part.OPTIMIZER: on_host}
 
     def ledger(self, passing: dict[Part, float], *, resting: bool = False, scoring: bool = False) -> Ledger:
         """The ledger of a moment. `resting`: between updates, when the job may have optimizer and gradients in host

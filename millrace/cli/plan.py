@@ -1,0 +1,116 @@
+"""`millrace plan`: what a job would need, and how long its steps would take, on GPUs that need not be there."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from millrace.cli.output import AsJson, people, print_json
+from millrace.cli.settings import Settings, changes_of
+from millrace.validation.limits import MOST_RANKS, MOST_TOKENS
+
+if TYPE_CHECKING:
+    from millrace.spec import JobSpec
+
+Gpus = Annotated[
+    int | None,
+    typer.Option("--trainer-gpus", min=1, max=MOST_RANKS, help="GPUs of the trainer; without it, the fewest possible."),
+]
+RolloutGpus = Annotated[
+    int | None,
+    typer.Option("--rollout-gpus", min=1, max=MOST_RANKS, help="GPUs of all replicas; without it, those of one."),
+]
+Kind = Annotated[
+    str, typer.Option("--gpu", help="h20, h100, h200, a100, b200, or a YAML file with the figures of another GPU.")
+]
+Engine = Annotated[str, typer.Option("--engine", help="Engine of the replicas.")]
+ModelName = Annotated[
+    str | None,
+    typer.Option(
+        "--model", help="A published model whose sizes to take instead of the job's folder: qwen3-8b, deepseek-v3."
+    ),
+]
+MeanPrompt = Annotated[
+    float | None,
+    typer.Option(
+        "--mean-prompt", min=1, max=MOST_TOKENS, help="Mean length of prompts; without it, a quarter of the longest."
+    ),
+]
+MeanResponse = Annotated[
+    float | None,
+    typer.Option(
+        "--mean-response",
+        min=1,
+        max=MOST_TOKENS,
+        help="Mean length of responses; without it, a quarter of the longest.",
+    ),
+]
+Colocated = Annotated[
+    bool,
+    typer.Option(
+        "--colocated",
+        help="Let trainer and replicas take turns on the trainer's GPUs. Millrace does not run so: for comparison.",
+    ),
+]
+
+
+def plan(
+    spec: Annotated[Path, typer.Argument(metavar="JOB.YAML", help="The job spec, YAML or JSON.", show_default=False)],
+    trainer_gpus: Gpus = None,
+    rollout_gpus: RolloutGpus = None,
+    gpu: Kind = "h100",
+    engine: Engine = "vllm",
+    model: ModelName = None,
+    mean_prompt: MeanPrompt = None,
+    mean_response: MeanResponse = None,
+    colocated: Colocated = False,
+    settings: Settings = None,
+    as_json: AsJson = False,
+) -> None:
+    """Predict memory, times and cost of a job on GPUs that need not be there.
+
+    Printed are the memory of a GPU by part and of a host, whether the job fits and which settings would make it fit;
+    the seconds of generation, training and publication, and what they are spent on; how long each side waits for the
+    other, MFU, tokens a second, the price of a million trained tokens, and how many rollout GPUs for each trainer GPU
+    would balance both. Every number comes from the formulas of docs/planner.md, with the model's config.json or the
+    published sizes of a known model: neither torch nor a GPU is needed.
+
+    For example: millrace plan presets/deepseek-v3-96gpu.yaml --trainer-gpus 96 --rollout-gpus 64 --gpu h20
+    """
+    from millrace.planner import text
+    from millrace.planner.hardware import hardware
+    from millrace.planner.model import model_shape
+    from millrace.planner.plan import Cluster, make_plan
+    from millrace.planner.workload import workload
+
+    figures, job = hardware(gpu), _job(spec, settings)
+    shape = model_shape(job, model)
+    cluster = Cluster(figures, *_gpus(job, engine, trainer_gpus, rollout_gpus), colocated)
+    made = make_plan(job, shape, cluster, workload(job, mean_prompt, mean_response), engine)
+    if as_json:
+        return print_json(text.as_dict(made))
+    for line in text.lines(made):
+        people().print(line, markup=False)
+
+
+def _job(path: Path, settings: Settings) -> "JobSpec":
+    """The job of the file with the changes of --set. Raises InvalidJob."""
+    from millrace.spec import parse
+    from millrace.spec.document import Document
+
+    document = Document.of_file(path)
+    document.change(changes_of(settings))
+    with document.lines():
+        return parse(document.tree)
+
+
+def _gpus(job: "JobSpec", engine: str, trainer: int | None, rollout: int | None) -> tuple[int, int]:
+    """GPUs of trainer and replicas; where they are not given, the fewest that the job's options allow."""
+    from millrace.engines import ENGINES
+    from millrace.errors import NotFound
+    from millrace.memory.prediction import fewest_ranks
+
+    if engine not in ENGINES:
+        raise NotFound(f"--engine: {engine}: there is no such engine.", f"give one of {', '.join(ENGINES)}.")
+    replica = ENGINES[engine].world_size(job.rollout.options_of(engine))
+    return trainer or fewest_ranks(job), rollout or replica

@@ -1,0 +1,80 @@
+"""Shapes of published models, by the sizes in their config.json on the Hugging Face hub. Torch-free."""
+
+from millrace.megatron.architectures.shape import ExpertShape, LatentAttention, ModelShape, Rope
+
+ROPE = Rope(theta=1e6)
+QWEN3 = (128, 151936, 40960)
+"""Size of a head, of the vocabulary, and of the context."""
+QWEN2_5 = (128, 152064, 32768)
+
+
+def qwen3(
+    layers: int,
+    hidden: int,
+    ffn: int,
+    heads: int,
+    key_value_heads: int,
+    *,
+    tied: bool = False,
+    experts: tuple[int, int, int] | None = None,
+    sizes: tuple[int, int, int] = QWEN3,
+) -> ModelShape:
+    """A Qwen3 model, or Qwen3-MoE with `experts` (number, number for each token, width) in every layer."""
+    return ModelShape(
+        "qwen3_moe" if experts else "qwen3",
+        layers,
+        hidden,
+        ffn,
+        heads,
+        key_value_heads,
+        *sizes,
+        1e-6,
+        ROPE,
+        tied,
+        query_key_norm=True,
+        experts=ExpertShape(*experts, (True,) * layers) if experts else None,
+    )
+
+
+def qwen2_5(layers: int, hidden: int, ffn: int, heads: int, key_value_heads: int) -> ModelShape:
+    """A Qwen2.5 model with an output head of its own."""
+    sizes = (layers, hidden, ffn, heads, key_value_heads, *QWEN2_5)
+    return ModelShape("qwen2", *sizes, 1e-6, ROPE, tied=False, attention_bias=True)
+
+
+PUBLISHED: dict[str, ModelShape] = {
+    "qwen3-0.6b": qwen3(28, 1024, 3072, 16, 8, tied=True),
+    "qwen3-1.7b": qwen3(28, 2048, 6144, 16, 8, tied=True),
+    "qwen3-4b": qwen3(36, 2560, 9728, 32, 8, tied=True),
+    "qwen3-8b": qwen3(36, 4096, 12288, 32, 8),
+    "qwen3-14b": qwen3(40, 5120, 17408, 40, 8),
+    "qwen3-32b": qwen3(64, 5120, 25600, 64, 8),
+    "qwen3-30b-a3b": qwen3(48, 2048, 6144, 32, 4, experts=(128, 8, 768)),
+    "qwen3-235b-a22b": qwen3(94, 4096, 12288, 64, 4, experts=(128, 8, 1536)),
+    "qwen2.5-7b": qwen2_5(28, 3584, 18944, 28, 4),
+    "qwen2.5-32b": qwen2_5(64, 5120, 27648, 40, 8),
+    "qwen2.5-72b": qwen2_5(80, 8192, 29568, 64, 8),
+    "deepseek-v3": ModelShape(
+        "deepseek_v3",
+        61,
+        7168,
+        18432,
+        128,
+        128,
+        192,
+        129280,
+        163840,
+        1e-6,
+        ROPE,
+        False,
+        latent=LatentAttention(1536, 512, 128, 64, 128),
+        experts=ExpertShape(256, 8, 2048, tuple(layer >= 3 for layer in range(61)), shared_ffn=2048, bias=True),
+    ),
+}
+"""Every shape by its model's name in small letters."""
+
+
+def published_as(folder_name: str) -> str | None:
+    """The published model that a folder of this name holds: the longest known name that it begins with, or None."""
+    lowered = folder_name.lower()
+    return max((name for name in PUBLISHED if lowered.startswith(name)), key=len, default=None)

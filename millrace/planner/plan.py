@@ -1,0 +1,200 @@
+"""A plan: memory, seconds of each part of a step, what waits for what, and what it costs."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from millrace.errors import refused
+from millrace.megatron.architectures.shape import ModelShape
+from millrace.memory.ledger import KEPT, Ledger, Prediction, peak
+from millrace.memory.prediction import predict
+from millrace.memory.text import fits
+from millrace.planner import constants, generation
+from millrace.planner.generation import Generation
+from millrace.planner.hardware import GIB, Gpu
+from millrace.planner.links import Links
+from millrace.planner.publishing import PublicationTimes, publication_times, turn_seconds
+from millrace.planner.replica import Replica, replica_of
+from millrace.planner.trainer.imbalance import PLANNED, Imbalance
+from millrace.planner.trainer.layout import Layout, layout_of
+from millrace.planner.trainer.times import Trainer, TrainingTimes, training_times
+from millrace.planner.workload import Workload
+from millrace.spec import JobSpec
+
+HOUR_S = 3600.0
+MILLION = 1e6
+
+
+class Limit(StrEnum):
+    """What a plan does not fit into."""
+
+    TRAINER_MEMORY = "trainer_memory"
+    REPLICA_MEMORY = "replica_memory"
+    HOST_MEMORY = "host_memory"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The GPUs of a plan."""
+
+    gpu: Gpu
+    trainer_gpus: int
+    rollout_gpus: int
+    colocated: bool = False
+    """Whether trainer and replicas take turns on the same GPUs. Millrace does not run so; it is for comparison."""
+
+    @property
+    def gpus(self) -> int:
+        return self.trainer_gpus if self.colocated else self.trainer_gpus + self.rollout_gpus
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is predicted of a job on a cluster. Sizes are bytes."""
+
+    spec: JobSpec
+    shape: ModelShape
+    cluster: Cluster
+    work: Workload
+    layout: Layout
+    trainer_memory: Prediction
+    host_bytes: float
+    """Host memory of the fullest host of the trainer."""
+    replica: Replica
+    replicas: int
+    generation: Generation
+    training: TrainingTimes
+    publication: PublicationTimes | None
+    """None where trainer and replicas take turns."""
+    turns_s: float
+    """Seconds for changing weights between trainer and engine on the same GPUs; 0 otherwise."""
+
+    @property
+    def overlapped(self) -> bool:
+        """Whether generation and training go on at the same time."""
+        return self.work.max_staleness > 0 and not self.cluster.colocated
+
+    @property
+    def generating_s(self) -> float:
+        """Seconds of a step in which replicas generate or put weights in place."""
+        return self.generation.total + (self.publication.pause if self.publication and self.overlapped else 0.0)
+
+    @property
+    def training_s(self) -> float:
+        """Seconds of a step in which the trainer computes or publishes."""
+        return self.training.total + (self.publication.seconds if self.publication else self.turns_s)
+
+    @property
+    def step_s(self) -> float:
+        if self.overlapped:
+            return max(self.generating_s, self.training_s)
+        return self.generating_s + self.training_s
+
+    @property
+    def trainer_idle(self) -> float:
+        """Share of a step in which the trainer waits."""
+        return 0.0 if self.cluster.colocated else 1 - self.training_s / self.step_s
+
+    @property
+    def rollout_idle(self) -> float:
+        """Share of a step in which replicas wait."""
+        return 0.0 if self.cluster.colocated else 1 - self.generating_s / self.step_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Trained tokens a second, those of prompts included."""
+        return self.work.tokens / self.step_s
+
+    @property
+    def cost_per_million(self) -> float:
+        """Price of a million trained tokens."""
+        return self.cluster.gpu.price_per_hour * self.cluster.gpus * self.step_s / HOUR_S / self.work.tokens * MILLION
+
+    @property
+    def balanced_ratio(self) -> float:
+        """Rollout GPUs for each trainer GPU at which the step is shortest for a given sum of both, where each side's
+        seconds fall with its GPUs: equal seconds where they overlap, else the root of their ratio."""
+        work = self.generating_s * self.cluster.rollout_gpus / (self.training_s * self.cluster.trainer_gpus)
+        return float(work if self.overlapped else work**0.5)
+
+    @property
+    def limits(self) -> list[Limit]:
+        """What is exceeded; empty where the plan fits."""
+        gpu, found = self.cluster.gpu, []
+        if not fits(peak(self.trainer_memory).total, gpu.memory):
+            found.append(Limit.TRAINER_MEMORY)
+        if self.replica.memory.ledger.total > gpu.memory or not self.replica.cached_tokens:
+            found.append(Limit.REPLICA_MEMORY)
+        if self.host_bytes > (1 - constants.HOST_ROOM) * gpu.host_memory_gib * GIB:
+            found.append(Limit.HOST_MEMORY)
+        return found
+
+
+def make_plan(
+    spec: JobSpec,
+    shape: ModelShape,
+    cluster: Cluster,
+    work: Workload,
+    engine: str = "vllm",
+    imbalance: Imbalance = PLANNED,
+) -> Plan:
+    """The plan of a job. Raises InvalidJob and InvalidState for options that do not fit the model or the numbers of
+    GPUs."""
+    gpu = cluster.gpu
+    memory = predict(spec, shape, cluster.trainer_gpus)
+    layout, replica = layout_of(spec, shape, cluster.trainer_gpus), replica_of(spec, shape, engine, gpu)
+    replicas = _replicas(cluster, replica)
+    trainer = Trainer(gpu, shape, layout, work, spec.trainer.token_budget, spec.model.lora, imbalance)
+    overlapped = work.max_staleness > 0 and not cluster.colocated
+    generate = generation.steady if overlapped else generation.alone
+    return Plan(
+        spec=spec,
+        shape=shape,
+        cluster=cluster,
+        work=work,
+        layout=layout,
+        trainer_memory=memory,
+        host_bytes=_host_bytes(memory, cluster),
+        replica=replica,
+        replicas=replicas,
+        generation=generate(replica, work, replicas),
+        training=training_times(trainer),
+        publication=None
+        if cluster.colocated
+        else publication_times(
+            spec, shape, replica, trainer_gpus=cluster.trainer_gpus, rollout_gpus=cluster.rollout_gpus
+        ),
+        turns_s=_turns(spec, shape, memory, gpu) if cluster.colocated else 0.0,
+    )
+
+
+def _replicas(cluster: Cluster, replica: Replica) -> int:
+    """How many replicas there are. Raises InvalidJob where the GPUs give not even one, or where replicas that take
+    turns with the trainer would leave some GPUs out."""
+    gpus = cluster.trainer_gpus if cluster.colocated else cluster.rollout_gpus
+    field = "--trainer-gpus" if cluster.colocated else "--rollout-gpus"
+    if cluster.colocated and gpus % replica.workers:
+        reason = f"replicas of {replica.workers} GPUs would leave some of them out"
+        raise refused(field, gpus, reason, f"give a multiple of {replica.workers}, or smaller replicas.")
+    if gpus < replica.workers:
+        fix = f"give at least {replica.workers}, or lower the sizes in rollout.engine_options."
+        raise refused(field, gpus, f"one replica of this job has {replica.workers} GPUs", fix)
+    return gpus // replica.workers
+
+
+def _host_bytes(memory: Prediction, cluster: Cluster) -> float:
+    """Host memory of a full host: what its ranks have there, with turns also what leaves the GPUs for the replicas."""
+    ranks = min(cluster.trainer_gpus, cluster.gpu.gpus_per_host)
+    most = max(_of_rank(ledger, cluster.colocated) for ledger in memory.values())
+    return ranks * (most + constants.PROCESS_BYTES)
+
+
+def _of_rank(ledger: Ledger, colocated: bool) -> float:
+    moved = sum(ledger.device.get(part, 0.0) for part in KEPT) if colocated else 0.0
+    return sum(ledger.host.values()) + moved
+
+
+def _turns(spec: JobSpec, shape: ModelShape, memory: Prediction, gpu: Gpu) -> float:
+    """Seconds for changing over: what the trainer keeps goes to host memory and comes back, and weights to the
+    engine."""
+    kept = max(sum(ledger.device.get(part, 0.0) for part in KEPT) for ledger in memory.values())
+    return 2 * kept / Links(gpu).to_host + turn_seconds(spec, shape)

@@ -1,0 +1,97 @@
+"""How a job divides its model over the trainer's GPUs, in one form for both backends."""
+
+from dataclasses import dataclass
+
+from millrace.backends import fsdp2, megatron
+from millrace.megatron.architectures.shape import ModelShape
+from millrace.megatron.topology import Topology
+from millrace.spec import JobSpec
+
+
+@dataclass(frozen=True)
+class Recomputed:
+    """What the backward pass computes again, as shares of a layer's forward pass."""
+
+    everything: bool = False
+    modules: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the parallel dimensions. `gpus` is the product of tensor, context, pipeline and data."""
+
+    backend: str
+    gpus: int
+    tensor: int = 1
+    context: int = 1
+    pipeline: int = 1
+    virtual: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+    shards: int = 1
+    """Ranks over which FSDP2 divides the weights; 1 with Megatron."""
+    stages: tuple[int, ...] = ()
+    """Layers of each pipeline stage."""
+    recomputed: Recomputed = Recomputed()
+    offloaded_optimizer: float = 0.0
+    """Share of the optimizer that is updated in host memory."""
+    moved_optimizer: bool = False
+    """Whether the optimizer's state travels to the GPU for an update and back."""
+    moved_weights: bool = False
+    """Whether weights are in host memory between passes."""
+    moved_activations: bool = False
+
+    @property
+    def data(self) -> int:
+        return self.gpus // (self.tensor * self.context * self.pipeline)
+
+    @property
+    def expert_data(self) -> int:
+        """Ranks that hold the same experts."""
+        return self.gpus // (self.expert_tensor * self.expert * self.pipeline)
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether data-parallel ranks wait for each other in every micro-batch."""
+        return self.expert > 1 or self.shards > 1
+
+
+def layout_of(spec: JobSpec, shape: ModelShape, gpus: int) -> Layout:
+    """The layout of a job's trainer on so many GPUs. Raises InvalidJob for options that are not valid."""
+    if spec.trainer.backend == "megatron":
+        return _megatron(spec, shape, gpus)
+    options = fsdp2.parse(spec.trainer.backend_options)
+    return Layout(
+        backend=spec.trainer.backend,
+        gpus=gpus,
+        context=options.sequence_parallel_size,
+        shards=options.fsdp_size or gpus,
+        stages=(shape.layers,),
+        recomputed=Recomputed(spec.trainer.activation_recompute),
+        offloaded_optimizer=float(options.offload_parameters),
+        moved_optimizer=options.offload_optimizer and not options.offload_parameters,
+        moved_weights=options.offload_parameters,
+        moved_activations=options.offload_activations,
+    )
+
+
+def _megatron(spec: JobSpec, shape: ModelShape, gpus: int) -> Layout:
+    o = megatron.parse(spec.trainer.backend_options)
+    recompute = o.recompute
+    whole = recompute.granularity == "full" or (spec.trainer.activation_recompute and recompute.granularity == "none")
+    modules = frozenset(recompute.modules) if recompute.granularity == "selective" else frozenset[str]()
+    return Layout(
+        backend="megatron",
+        gpus=gpus,
+        tensor=o.tensor_parallel,
+        context=o.context_parallel,
+        pipeline=o.pipeline_parallel,
+        virtual=o.virtual_pipeline,
+        expert=o.expert_parallel,
+        expert_tensor=o.expert_tensor_size,
+        stages=tuple(Topology(gpus, o).stage_layers(shape.layers)),
+        recomputed=Recomputed(whole, modules),
+        offloaded_optimizer=o.optimizer_offload_fraction,
+        moved_optimizer=o.offload_optimizer,
+        moved_weights=o.offload_parameters,
+    )

@@ -1,0 +1,222 @@
+"""Seconds of a step in the trainer: forward passes before the updates, the updates, and what is moved for them."""
+
+import math
+from dataclasses import dataclass, replace
+
+from millrace.megatron.architectures.shape import ModelShape
+from millrace.megatron.flops import sequence_cost
+from millrace.memory.layers import (
+    adapter_parameters,
+    kept_elements,
+    layer_parameters,
+    parameters,
+    vocabulary_parameters,
+)
+from millrace.planner import constants
+from millrace.planner.hardware import GIGA, Gpu
+from millrace.planner.links import Links
+from millrace.planner.trainer.imbalance import PLANNED, Imbalance
+from millrace.planner.trainer.layers import ELEMENT, LayerTimes, MicroBatch
+from millrace.planner.trainer.layout import Layout
+from millrace.planner.trainer.seconds import Cause, Seconds, added, scaled, total
+from millrace.planner.workload import Workload
+from millrace.spec.lora import Lora
+
+FLOAT32 = 4
+STATE = 3 * FLOAT32
+"""Bytes of optimizer state for a parameter: float32 weight and two moments."""
+
+
+@dataclass(frozen=True)
+class TrainingTimes:
+    """Seconds of one step."""
+
+    scoring: Seconds
+    """Forward passes of policy, reference and critic before the updates."""
+    update: Seconds
+    """All updates of the step."""
+    flops: float
+    """Model FLOPs of the updates, the policy's alone."""
+    gpus: int
+    peak: float
+    """Published FLOP/s of a GPU."""
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs of the updates over what all GPUs could have computed in their time: `perf/mfu/actor`."""
+        return self.flops / total(self.update) / self.gpus / self.peak
+
+    @property
+    def total(self) -> float:
+        return total(self.scoring) + total(self.update)
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """One model in the trainer."""
+
+    gpu: Gpu
+    shape: ModelShape
+    layout: Layout
+    work: Workload
+    token_budget: int
+    lora: Lora | None = None
+    imbalance: Imbalance = PLANNED
+
+    @property
+    def links(self) -> Links:
+        return Links(self.gpu)
+
+    def micro_batches(self, tokens: float) -> tuple[int, LayerTimes]:
+        """Micro-batches of a data-parallel rank that so many tokens of the whole step give, and the times of one."""
+        each = tokens / self.layout.data
+        count = max(1, math.ceil(each / self.token_budget - 1e-9))
+        batch = MicroBatch(each / count, self.work.mean_pair_length)
+        return count, LayerTimes(self.gpu, self.shape, self.layout, batch, self.imbalance, self.lora is not None)
+
+    def scoring(self) -> dict[Cause, float]:
+        """One forward pass over all tokens of the step."""
+        count, times = self.micro_batches(self.work.tokens)
+        stages = [added([self._stage(times, stage, backward=False)]) for stage in range(self.layout.pipeline)]
+        passes = added([self._pipelined(stages, count), self._gathers(count, passes=1)])
+        return self._packed(passes)
+
+    def update(self) -> dict[Cause, float]:
+        """All updates of the step."""
+        updates = self.work.passes.updates
+        count, times = self.micro_batches(self.work.tokens / updates)
+        stages = []
+        for stage in range(self.layout.pipeline):
+            both = [self._stage(times, stage, backward=backward) for backward in (False, True)]
+            stages.append(added([*both, self._moved_activations(times, stage, total(added(both)))]))
+        passes = added([self._pipelined(stages, count), self._gathers(count, passes=2)])
+        return scaled(added([self._packed(passes), self._gradients(), self._optimizer()]), updates)
+
+    def _packed(self, passes: Seconds) -> dict[Cause, float]:
+        waste = self.imbalance.packing(self.layout.data) if self.layout.lockstep else 0.0
+        return added([passes, {Cause.PACKING: waste * total(passes)}])
+
+    def _layers(self, stage: int) -> range:
+        first = sum(self.layout.stages[:stage])
+        return range(first, first + self.layout.stages[stage])
+
+    def _stage(self, times: LayerTimes, stage: int, *, backward: bool) -> dict[Cause, float]:
+        """One micro-batch on one stage."""
+        run = times.backward if backward else times.forward
+        kinds = [self.shape.has_experts(layer) for layer in self._layers(stage)]
+        parts: list[Seconds] = []
+        for kind in set(kinds):
+            layer = self._layers(stage)[kinds.index(kind)]
+            parts.append(scaled(run(layer), kinds.count(kind)))
+        if stage == self.layout.pipeline - 1:
+            parts.append(times.head(backward=backward))
+        return added(parts)
+
+    def _pipelined(self, stages: list[dict[Cause, float]], count: int) -> dict[Cause, float]:
+        """`count` micro-batches through all stages: the slowest stage works all the time, and waits once for the others
+        to fill and to empty. With v chunks a stage the wait is 1/v of that."""
+        if len(stages) == 1:
+            return scaled(stages[0], count)
+        slowest = max(stages, key=total)
+        mean = scaled(added(stages), count / len(stages))
+        fill = (sum(map(total, stages)) - total(slowest)) / self.layout.virtual
+        waiting = count * total(slowest) + fill - total(mean)
+        return added([mean, {Cause.PIPELINE: waiting}])
+
+    def _gathers(self, count: int, *, passes: int) -> dict[Cause, float]:
+        """FSDP2 gathers each layer's weights in each pass while the layer before it computes; where they are in host
+        memory they come over its link."""
+        o = self.layout
+        size = ELEMENT * parameters(self.shape)
+        found = {}
+        if (o.moved_weights and o.shards > 1) or (o.backend == "fsdp2" and o.moved_weights):
+            found[Cause.OFFLOAD] = count * passes * FLOAT32 / ELEMENT * size / o.shards / self.links.to_host
+        if o.shards > 1:
+            gathered = self.links.gathered(size, o.shards)
+            computing = total(self._stage(self.micro_batches(self.work.tokens)[1], 0, backward=False))
+            found[Cause.DATA] = count * passes * max(0.0, gathered - computing)
+        return found
+
+    def _share(self) -> tuple[float, float]:
+        """Parameters of the fullest rank: without routed experts, and of them."""
+        o, shape = self.layout, self.shape
+        dense, experts = [], []
+        for stage in range(o.pipeline):
+            sizes = [layer_parameters(shape, layer) for layer in self._layers(stage)]
+            ends = vocabulary_parameters(shape) / (1 if o.pipeline == 1 else 2) if stage in (0, o.pipeline - 1) else 0
+            dense.append((sum(size.dense for size in sizes) + ends) / o.tensor)
+            experts.append(sum(size.experts for size in sizes) / (o.expert * o.expert_tensor))
+        return max(dense), max(experts)
+
+    def _gradients(self) -> dict[Cause, float]:
+        """Gradients in float32 are added over the ranks that hold the same weights, and the new weights gathered."""
+        o = self.layout
+        if self.lora is not None:
+            return {}
+        if o.backend == "fsdp2":
+            size = FLOAT32 * parameters(self.shape)
+            copies = o.gpus // o.shards
+            return {
+                Cause.DATA: self.links.gathered(size, o.shards)
+                + 2 * self.links.gathered(size / o.shards, copies, stride=o.shards)
+            }
+        dense, experts = self._share()
+        each = FLOAT32 + ELEMENT
+        return {
+            Cause.DATA: self.links.gathered(each * dense, o.data * o.context, stride=o.tensor)
+            + self.links.gathered(each * experts, o.expert_data, stride=o.expert * o.expert_tensor)
+        }
+
+    def _optimized(self) -> float:
+        """Parameters whose optimizer the fullest rank has."""
+        o = self.layout
+        if self.lora is not None:
+            return adapter_parameters(self.shape, self.lora) / (o.shards if o.shards > 1 else o.gpus)
+        if o.backend == "fsdp2":
+            return parameters(self.shape) / o.shards
+        dense, experts = self._share()
+        return dense / (o.data * o.context) + experts / o.expert_data
+
+    def _optimizer(self) -> dict[Cause, float]:
+        """The update of the weights, on the GPU or in host memory, and the travels of what is elsewhere between
+        updates."""
+        o, count = self.layout, self._optimized()
+        on_host = o.offloaded_optimizer * count
+        there = (count - on_host) * constants.OPTIMIZER_BYTES / (constants.MEMORY_SHARE * self.gpu.memory_rate)
+        ranks = min(o.gpus, self.gpu.gpus_per_host)
+        rate = min(
+            constants.HOST_UPDATE_BYTES_S,
+            constants.HOST_MEMORY_SHARE * self.gpu.host_memory_gb_s * GIGA / ranks,
+        )
+        moved = on_host * constants.HOST_TRAFFIC_BYTES
+        if o.moved_optimizer:
+            moved += 2 * STATE * (count - on_host)
+        return {
+            Cause.OPTIMIZER: there + on_host * constants.HOST_UPDATE_BYTES / rate,
+            Cause.OFFLOAD: moved / self.links.to_host,
+        }
+
+    def _moved_activations(self, times: LayerTimes, stage: int, computing: float) -> dict[Cause, float]:
+        """Activations go to host memory during the forward pass and come back during the backward pass: the link or
+        the computation takes longer, in each."""
+        if not self.layout.moved_activations:
+            return {}
+        per_token = sum(
+            self.shape.hidden if self.layout.recomputed.everything else kept_elements(self.shape, layer).total
+            for layer in self._layers(stage)
+        )
+        link = ELEMENT * per_token * times.tokens / self.links.to_host
+        return {Cause.OFFLOAD: max(0.0, link - computing / 3) + max(0.0, link - computing * 2 / 3)}
+
+
+def training_times(trainer: Trainer) -> TrainingTimes:
+    """The seconds of a step, with those of a critic where the job has one."""
+    passes = trainer.work.passes
+    scoring = scaled(trainer.scoring(), passes.policy + passes.reference)
+    update = trainer.update()
+    if passes.critic:
+        critic = replace(trainer, shape=trainer.shape.as_critic(), lora=None)
+        scoring, update = added([scoring, critic.scoring()]), added([update, critic.update()])
+    adapters = 0 if trainer.lora is None else int(adapter_parameters(trainer.shape, trainer.lora))
+    flops = trainer.work.flops(sequence_cost(trainer.shape, adapters))
+    return TrainingTimes(scoring, update, flops, trainer.layout.gpus, trainer.gpu.bf16_tflops * 1e12)

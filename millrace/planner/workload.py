@@ -1,0 +1,128 @@
+"""What one step has to do: how many sequences of which lengths, and which passes, by the job spec.
+
+Lengths of responses are geometric, cut off at the longest that is allowed: every token ends the response with the same
+probability. With θ the mean without the cut and c the cut, the mean is θ·(1 − e^(−c/θ)).
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from millrace.batching.cost import SequenceCost
+from millrace.errors import refused
+from millrace.spec import JobSpec
+
+RESPONSE_SHARE = 0.25
+"""Mean length of a response over the longest allowed one, where the user gives none."""
+PROMPT_SHARE = 0.25
+"""The same for prompts."""
+MOST_LENGTHS = 2048
+"""Lengths that stand for all of a step: quantiles of their distribution."""
+BISECTIONS = 60
+LARGEST_MEAN = 1e9
+"""Upper end of the search for θ, tokens."""
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Passes over the tokens of a step in the trainer."""
+
+    policy: int
+    """Forward passes of the policy before its updates."""
+    reference: int
+    critic: bool
+    updates: int
+    """Optimizer updates, each on its share of the tokens."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One step. Lengths are tokens."""
+
+    prompts: int
+    samples: int
+    """Responses to each prompt."""
+    mean_prompt: float
+    mean_response: float
+    longest_response: int
+    passes: Passes
+    max_staleness: int
+
+    @property
+    def sequences(self) -> int:
+        return self.prompts * self.samples
+
+    @property
+    def tokens(self) -> float:
+        """Tokens that are trained in a step, those of prompts included."""
+        return self.sequences * (self.mean_prompt + self.mean_response)
+
+    @cached_property
+    def responses(self) -> list[float]:
+        """Lengths of responses: quantiles of the distribution, ascending. All sequences, or MOST_LENGTHS of them."""
+        count = min(self.sequences, MOST_LENGTHS)
+        theta = _uncut_mean(self.mean_response, self.longest_response)
+        if math.isinf(theta):
+            return [float(self.longest_response)] * count
+        ranks = ((i + 0.5) / count for i in range(count))
+        return [min(self.longest_response, -theta * math.log1p(-rank)) for rank in ranks]
+
+    @cached_property
+    def mean_pair_length(self) -> float:
+        """Σs²/Σs over the lengths s of whole sequences: attention's cost of a token grows with it."""
+        lengths = [self.mean_prompt + length for length in self.responses]
+        return sum(length * length for length in lengths) / sum(lengths)
+
+    @property
+    def mean_held_response(self) -> float:
+        """Tokens of its response that a running request has on average: E[s²] / 2·E[s]."""
+        return sum(length * length for length in self.responses) / (2 * sum(self.responses))
+
+    def flops(self, cost: SequenceCost) -> float:
+        """Model FLOPs of one update on all tokens, forward and backward."""
+        lengths = [self.mean_prompt + length for length in self.responses]
+        squares = sum(length * length for length in lengths) * self.sequences / len(lengths)
+        return cost.per_token * self.tokens + cost.per_token_pair * squares
+
+
+def _uncut_mean(mean: float, cut: float) -> float:
+    """θ of the module's docstring; infinite where the mean is the cut itself."""
+    if mean >= cut * (1 - 1e-6):
+        return math.inf
+    low, high = mean, LARGEST_MEAN
+    for _ in range(BISECTIONS):
+        middle = math.sqrt(low * high)
+        if middle * -math.expm1(-cut / middle) < mean:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def workload(spec: JobSpec, mean_prompt: float | None = None, mean_response: float | None = None) -> Workload:
+    """The work of one step of a job. Raises InvalidJob for a mean length over the longest that the job allows."""
+    longest_prompt, longest = spec.data.max_prompt_tokens, spec.rollout.max_response_tokens
+    for field, given, most in (
+        ("--mean-prompt", mean_prompt, longest_prompt),
+        ("--mean-response", mean_response, longest),
+    ):
+        if given is not None and given > most:
+            raise refused(field, given, f"is more than the longest that the job allows, {most}", "give a shorter mean.")
+    return Workload(
+        prompts=spec.schedule.prompts_per_step,
+        samples=spec.rollout.samples_per_prompt,
+        mean_prompt=mean_prompt or max(1.0, PROMPT_SHARE * longest_prompt),
+        mean_response=mean_response or max(1.0, RESPONSE_SHARE * longest),
+        longest_response=longest,
+        passes=_passes(spec),
+        max_staleness=spec.schedule.max_staleness,
+    )
+
+
+def _passes(spec: JobSpec) -> Passes:
+    """As the trainer decides it: with a single update, the policy's own pass would repeat what the update computes."""
+    algorithm, updates = spec.algorithm, spec.trainer.updates_per_step
+    in_reward = algorithm.kl is not None and algorithm.kl_in == "reward"
+    again = algorithm.old_logprobs == "recompute" and (updates > 1 or in_reward)
+    policy = again or bool(algorithm.corrections) or algorithm.top_entropy_fraction < 1
+    return Passes(int(policy), int(algorithm.kl is not None), algorithm.critic is not None, updates)

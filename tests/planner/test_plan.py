@@ -1,0 +1,88 @@
+"""What a plan says: how its numbers depend on the job and the cluster."""
+
+from dataclasses import replace
+
+import pytest
+
+from millrace.errors import InvalidJob
+from millrace.megatron.architectures.published import PUBLISHED, published_as
+from millrace.planner.model import model_shape
+from millrace.planner.plan import Limit
+from millrace.planner.publishing import tensors
+from millrace.planner.trainer.seconds import Cause, total
+from tests.memory.jobs import job
+from tests.planner.jobs import planned, preset
+
+ON_POLICY = {"max_staleness": 0}
+
+
+def test_without_staleness_the_sides_take_turns_and_with_it_the_longer_one_counts() -> None:
+    turns = planned(preset("qwen3-8b-8gpu", schedule=ON_POLICY))
+    overlapped = planned(preset("qwen3-8b-8gpu"))
+    assert turns.step_s == pytest.approx(turns.generating_s + turns.training_s)
+    assert turns.trainer_idle + turns.rollout_idle == pytest.approx(1.0)
+    assert overlapped.step_s == max(overlapped.generating_s, overlapped.training_s)
+    assert min(overlapped.trainer_idle, overlapped.rollout_idle) == pytest.approx(0.0)
+    assert overlapped.generation.total < turns.generation.total  # no tail
+
+
+def test_the_balanced_ratio_balances() -> None:
+    spec = preset("qwen3-8b-8gpu", rollout={"engine_options": {"max_num_seqs": 64}})
+    first = planned(spec, 8, 8)
+    gpus = round(8 * first.balanced_ratio)
+    balanced = planned(spec, 8, gpus)
+    assert balanced.generating_s == pytest.approx(balanced.training_s, rel=0.15)
+    assert balanced.step_s <= min(first.step_s, planned(spec, 8, max(1, gpus // 2)).step_s)
+
+
+def test_price_and_tokens_follow_from_the_step() -> None:
+    plan = planned(preset("qwen3-8b-8gpu"))
+    assert plan.tokens_per_s * plan.step_s == pytest.approx(plan.work.tokens)
+    spent = plan.cost_per_million * plan.work.tokens / 1e6
+    assert spent == pytest.approx(plan.cluster.gpu.price_per_hour * 16 * plan.step_s / 3600)
+
+
+def test_what_does_not_fit_is_named() -> None:
+    plan = planned(preset("deepseek-v3-96gpu"), 96, 64, "h20")
+    assert plan.limits == []
+    without = preset("deepseek-v3-96gpu", trainer={"backend_options": {"optimizer_offload_fraction": 0.0}})
+    assert Limit.TRAINER_MEMORY in planned(without, 96, 64, "h20").limits
+    gpu = plan.cluster.gpu.model_copy(update={"host_memory_gib": 512})
+    smaller = replace(plan, cluster=replace(plan.cluster, gpu=gpu))
+    assert smaller.limits == [Limit.HOST_MEMORY]
+
+
+def test_a_pipeline_waits_less_with_more_micro_batches() -> None:
+    def waiting(budget: int) -> float:
+        update = planned(preset("deepseek-v3-96gpu", trainer={"token_budget": budget}), 96, 64, "h20").training.update
+        return update[Cause.PIPELINE] / total(update)
+
+    assert waiting(8192) < waiting(65536)
+
+
+def test_replicas_in_turns_have_to_fill_the_gpus() -> None:
+    spec = preset("qwen3-30b-a3b-8gpu", rollout={"engine_options": {"tensor_parallel_size": 3}})
+    with pytest.raises(InvalidJob, match="--trainer-gpus: 8: replicas of 3 GPUs would leave some of them out"):
+        planned(spec, 8, 8, "h20", colocated=True)
+    with pytest.raises(InvalidJob, match="--rollout-gpus: 2: one replica of this job has 16 GPUs"):
+        planned(preset("deepseek-v3-96gpu"), 96, 2, "h20")
+
+
+def test_what_leaves_the_gpus_for_replicas_is_in_host_memory() -> None:
+    spec = preset("qwen3-30b-a3b-8gpu")
+    apart, turns = planned(spec, 8, 8, "h20"), planned(spec, 8, 8, "h20", colocated=True)
+    assert turns.host_bytes > apart.host_bytes and turns.turns_s > 0 and turns.publication is None
+
+
+def test_published_models_are_found_by_their_folder() -> None:
+    assert published_as("Qwen3-30B-A3B-Base") == "qwen3-30b-a3b"
+    assert published_as("DeepSeek-V3-bf16") == "deepseek-v3"
+    assert published_as("my-model") is None
+    assert model_shape(job(), "Qwen3-8B") is PUBLISHED["qwen3-8b"]
+    with pytest.raises(InvalidJob, match="and no model of this name is known"):
+        model_shape(preset("qwen3-8b-8gpu", model={"path": "/data/models/mine"}))
+
+
+def test_the_tensors_of_published_models_are_counted() -> None:
+    counted = {name: tensors(PUBLISHED[name]) for name in ("qwen3-1.7b", "qwen3-8b", "qwen3-30b-a3b", "deepseek-v3")}
+    assert counted == {"qwen3-1.7b": 310, "qwen3-8b": 399, "qwen3-30b-a3b": 18_867, "deepseek-v3": 45_395}
