@@ -108,7 +108,10 @@ def local(spec: JobSpec, *, weights: bool = False, data: bool = False) -> JobSpe
     mistakes: list[Mistake] = []
 
     def load(name: HubName | None, field: str, text: str) -> str:
-        return text if name is None or (name.file is not None and not data) else _downloaded(name, field, weights)
+        if name is None or (name.file is not None and not data):
+            return text
+        elsewhere = field == "model.path" and spec.model.weights is not None
+        return _downloaded(name, field, weights and not elsewhere)
 
     changed = _changed(spec, _collecting(load, mistakes))
     if mistakes:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from millrace.checkpoints.index import is_checkpoint
 from millrace.data.quantization import block_scales
 from millrace.errors import refused
 
@@ -129,6 +130,8 @@ def _check_weights(folder: Path, field: str) -> None:
                 reason = f"{named_here}: {', '.join(missing[:3])}"
                 raise refused(field, str(folder), reason, "finish the download or the copy.")
     if not any(file.is_file() for pattern in WEIGHT_PATTERNS for file in folder.glob(pattern)):
+        if is_checkpoint(folder):
+            return
         reason = f"has no weights: no {' and no '.join(WEIGHT_PATTERNS)}"
         raise refused(field, str(folder), reason, "save the model into the same folder (model.save_pretrained).")
 

@@ -49,16 +49,20 @@ def in_shared_memory(spec: JobSpec) -> tuple[JobSpec, list[SharedCopy]]:
     the caller releases. Raises InvalidJob where there is no room, Unavailable where another process takes too long."""
     if not spec.model.use_shm:
         return spec, []
-    copies = [acquire(Path(spec.model.path))]
-    changed: dict[str, Any] = {"model": spec.model.model_copy(update={"path": str(copies[0].path)})}
-    critic = spec.algorithm.critic
-    if critic is not None and critic.path is not None:
-        try:
-            copies.append(acquire(Path(critic.path)))
-        except MillraceError:
-            copies[0].release()
-            raise
-        critic = critic.model_copy(update={"path": str(copies[1].path)})
+    critic, copies = spec.algorithm.critic, list[SharedCopy]()
+    paths = [spec.model.path, spec.model.weights, None if critic is None else critic.path]
+    try:
+        for path in filter(None, paths):
+            copies.append(acquire(Path(path)))
+    except MillraceError:
+        for copy in copies:
+            copy.release()
+        raise
+    used = iter(copies)
+    folder, weights, critics = (path and str(next(used).path) for path in paths)
+    changed: dict[str, Any] = {"model": spec.model.model_copy(update={"path": folder, "weights": weights})}
+    if critic is not None:
+        critic = critic.model_copy(update={"path": critics})
         changed["algorithm"] = spec.algorithm.model_copy(update={"critic": critic})
     return spec.model_copy(update=changed), copies
 

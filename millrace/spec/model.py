@@ -16,6 +16,10 @@ class Model(StrictModel):
     the job is submitted, and each host downloads it into its cache, with the HF_TOKEN of its environment.
     Weights in DeepSeek's FP8 format are read as the unquantized weights that they stand for; what is trained, published
     and written is not quantized. Other quantized weights are refused."""
+    weights: str | None = Field(None, examples=["/data/deepseek-v3-dist-ckpt"])
+    """Absolute path of a distributed checkpoint with the weights, where they are not safetensors in `path`: one of
+    Megatron-Core (torch_dist format), or of torch (DCP) with the names of the Hugging Face module. Each rank of the
+    trainer reads its own part. null: the weights are in `path`, as safetensors or as such a checkpoint."""
     trust_remote_code: bool = False
     """Whether Python code in the model folder may run."""
     use_shm: bool = False

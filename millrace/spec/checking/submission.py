@@ -13,6 +13,7 @@ from typing import Any
 
 from millrace import engines, hub
 from millrace.backends import BACKENDS, FIELD
+from millrace.checkpoints.source import check_checkpoint
 from millrace.data import open_source
 from millrace.data.model_folder import check_model_folder, check_weights_folder, context, vocabulary
 from millrace.descriptors import imported
@@ -22,6 +23,7 @@ from millrace.rewards import choose
 from millrace.rewards.locate import Target
 from millrace.spec import JobSpec, parse
 from millrace.spec.checking import choices, engine_options
+from millrace.spec.model import Model
 from millrace.spec.trainer import ROLES
 from millrace.telemetry.trackers import check_trackers
 from millrace.validation.mistakes import options as checked_options
@@ -76,6 +78,8 @@ def _paths(spec: JobSpec) -> Iterator[tuple[str, str, str]]:
     """Each field that names a file or folder, its path, and `:function` where a function in the file is named."""
     yield "output", spec.output, ""
     yield "model.path", spec.model.path, ""
+    if spec.model.weights is not None:
+        yield "model.weights", spec.model.weights, ""
     critic = spec.algorithm.critic
     if critic is not None and critic.path is not None:
         yield "algorithm.critic.path", critic.path, ""
@@ -107,11 +111,21 @@ def _data(spec: JobSpec, named_spec: JobSpec) -> Iterator[Mistake]:
         except InvalidJob as error:
             mistakes += error.mistakes
     yield from dict.fromkeys(mistakes)
-    weights = named_spec.model.path == spec.model.path
+    weights = named_spec.model.path == spec.model.path and spec.model.weights is None
     unusable = list(_attempt(check_model_folder, spec.model.path, messages=messages, weights=weights))
     yield from unusable or _attempt(_context, spec)
+    if not unusable:
+        yield from _attempt(_checkpoint, spec.model)
     for name in sorted(rewards):
         yield from _attempt(check_reward, name, spec.reward.options)
+
+
+def _checkpoint(model: Model) -> None:
+    """The distributed checkpoint of the model, if it has one. Raises InvalidJob."""
+    if model.weights is None:
+        check_checkpoint(Path(model.path), None, "model.path")
+    else:
+        check_checkpoint(Path(model.path), Path(model.weights))
 
 
 def _context(spec: JobSpec) -> None:
@@ -140,6 +154,7 @@ def _critic_folder(model: str, critic: str, weights: bool) -> None:
     """The critic's folder, with the policy's tokens: it judges the policy's text token by token. Raises InvalidJob."""
     field = "algorithm.critic.path"
     folder = check_weights_folder(critic, field=field, weights=weights)
+    check_checkpoint(folder, None, field)
     sizes = [vocabulary(path) for path in (Path(model), folder)]
     if None not in sizes and sizes[0] != sizes[1]:
         reason = f"has a vocabulary of {sizes[1]} tokens, the policy's has {sizes[0]}"

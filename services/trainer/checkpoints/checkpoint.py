@@ -76,6 +76,7 @@ def prepare(
     job_id: JobId,
     version: Version,
     model: str,
+    weights: str | None = None,
     huggingface: bool,
     kl_coefficient: float | None = None,
     copied: bool,
@@ -83,9 +84,9 @@ def prepare(
     """Takes the present state, to be written to `path`. A collective.
 
     `copied`: the state is copied to host memory, so that training may continue before it is written; else it stays
-    where it is. `model` is the job's model folder. With `huggingface` the folder `path`/huggingface is written at once
-    (for a job with `model.lora`: `path`/adapter, as PEFT stores it), and `path`/critic, from which another job's critic
-    can start. Raises InvalidState where the folder cannot be written.
+    where it is. `model` and `weights` are those of the job. With `huggingface` the folder `path`/huggingface is written
+    at once (for a job with `model.lora`: `path`/adapter, as PEFT stores it), and `path`/critic, from which another
+    job's critic can start. Raises InvalidState where the folder cannot be written.
     """
     target, rank = Path(path), dist.get_rank()
     token = collectives.gather_bytes(uuid.uuid4().hex.encode() if rank == 0 else b"")[0].decode()
@@ -100,6 +101,7 @@ def prepare(
         kl_coefficient=kl_coefficient,
         ranks=collectives.world_size(),
         model_folder=model,
+        model_weights=weights,
         model=backend.manifest("float32").hash.hex(),
         adapter=_adapter(backend),
     )
@@ -107,9 +109,10 @@ def prepare(
         if backend.adapter is not None:
             write_adapter(partial / "adapter", backend.adapter, Path(model))
         else:
-            write_folder(partial / "huggingface", backend.export, Path(model))
+            write_folder(partial / "huggingface", backend.export, Path(model), weights=_path(weights))
         if (critic := backend.critic) is not None:
-            write_folder(partial / "critic", critic.export, critic.folder, critic.config)
+            own = None if critic.folder != Path(model) else _path(weights)
+            write_folder(partial / "critic", critic.export, critic.folder, critic.config, own)
     boxes = _own_boxes(backend)
     if copied:
         boxes = {name: torch.empty(box.shape, dtype=box.dtype).copy_(box) for name, box in boxes.items()}
@@ -166,6 +169,10 @@ def load(path: str, backend: Backend) -> Description:
 
 def _adapter(backend: Backend) -> dict[str, Any] | None:
     return None if backend.adapter is None else backend.adapter.settings.to_json()
+
+
+def _path(text: str | None) -> Path | None:
+    return None if text is None else Path(text)
 
 
 def _named(adapter: dict[str, Any] | None) -> str:

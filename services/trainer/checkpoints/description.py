@@ -29,6 +29,8 @@ class Description:
     """Hash of the manifest of the policy, hexadecimal: the checkpoint can be read into models with the same one."""
     files: dict[str, int] = field(default_factory=dict)
     """Size in bytes of each file in `state/`, by name."""
+    model_weights: str | None = None
+    """Path of the checkpoint that the job's model was read from; None where that was the model folder."""
     adapter: dict[str, Any] | None = None
     """The settings of the adapter that was trained (`AdapterSettings`); None where all weights were."""
 
@@ -53,6 +55,7 @@ class Description:
             ranks=fields["ranks"],
             model_folder=fields.get("model_folder", ""),
             model=fields["model"],
+            model_weights=fields.get("model_weights"),
             adapter=fields.get("adapter"),
             files=fields["files"],
         )

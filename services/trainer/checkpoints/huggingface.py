@@ -12,10 +12,11 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from millrace.checkpoints.source import DESCRIPTION
 from millrace.data.quantization import unquantized
 from millrace.errors import InvalidState
 from millrace.weights.plans.manifest import TensorInfo
-from services.trainer.checkpoints.model_files import INDEX, SINGLE, ModelFiles
+from services.trainer.checkpoints.model_files import ModelFiles, readable
 from services.trainer.checkpoints.value_head import WEIGHT
 from services.trainer.ranks import collectives
 
@@ -29,11 +30,17 @@ LAYER = re.compile(r"(?:^|\.)(?:model|language_model)\.layers\.(\d+)\.")
 """Finds the number of the language model's layer in the name of a tensor."""
 
 
-def write_folder(folder: Path, export: Export, model: Path, config: Mapping[str, object] | None = None) -> None:
+def write_folder(
+    folder: Path,
+    export: Export,
+    model: Path,
+    config: Mapping[str, object] | None = None,
+    weights: Path | None = None,
+) -> None:
     """Gathers a model tensor by tensor and writes it on rank 0, in the dtype of the folder `model`. A collective.
 
-    What is not trained, the config (changed by `config`) and all other files are those of `model`. Raises InvalidState
-    on every rank.
+    What is not trained, the config (changed by `config`) and all other files are those of `model`, whose weights are in
+    `weights` where they are not in the folder. Raises InvalidState on every rank.
     """
     dtype = dtype_of(model)
     shards = SafetensorsWriter(folder, SHARD_BYTES)
@@ -51,7 +58,7 @@ def write_folder(folder: Path, export: Export, model: Path, config: Mapping[str,
             try:
                 if failure is not None:
                     raise failure
-                for name, kept in untrained(model, given):
+                for name, kept in untrained(model, given, weights):
                     shards.add(name, kept)
                 shards.finish()
                 copy_rest(model, folder)
@@ -105,7 +112,7 @@ class SafetensorsWriter:
             (self._folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
 
 
-def untrained(model: Path, given: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+def untrained(model: Path, given: Collection[str], weights: Path | None = None) -> Iterator[tuple[str, Tensor]]:
     """The tensors of the folder `model` that are not among `given`, unchanged: those of a vision tower, for example.
     Quantized ones come unquantized, in the folder's dtype.
 
@@ -113,11 +120,11 @@ def untrained(model: Path, given: Collection[str]) -> Iterator[tuple[str, Tensor
     that predict several tokens at once, which would not match the trained model any more. Nothing is yielded where the
     folder lacks given tensors: it has them under other names.
     """
-    if not any((model / file).is_file() for file in (INDEX, SINGLE)):
+    if not readable(model, weights):
         return
     layers = layer_count(model)
     dtype = getattr(torch, dtype_of(model))
-    with ModelFiles(model) as files:
+    with ModelFiles(model, weights) as files:
         if not set(given) <= {*files, WEIGHT}:
             return
         for name in files:
@@ -149,7 +156,7 @@ def copy_rest(model: Path, folder: Path) -> None:
     """Copies all files of the folder `model` that are not weights. The config is that of unquantized weights."""
     for pattern in COPIED:
         for file in model.glob(pattern):
-            if not file.name.endswith(".safetensors.index.json") and not file.name.endswith(".bin.index.json"):
+            if not file.name.endswith((".safetensors.index.json", ".bin.index.json")) and file.name != DESCRIPTION:
                 shutil.copyfile(file, folder / file.name)
     config = json.loads((folder / "config.json").read_text())
     if (written := unquantized(config)) != config:

@@ -1,19 +1,23 @@
-"""Reads the weights of a model folder, tensor by tensor. Quantized tensors are read as unquantized ones, and their
-scales are hidden."""
+"""Reads the weights of a model, tensor by tensor, under the names of its Hugging Face folder. Quantized tensors are
+read as unquantized ones, and their scales are hidden."""
 
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from millrace.checkpoints.source import FIELD as WEIGHTS_FIELD
+from millrace.checkpoints.source import checkpoint_folder
+from millrace.data.model_folder import FIELD
 from millrace.data.quantization import SCALES, block_scales
 from millrace.errors import InvalidJob
 from services.trainer.checkpoints.block_scaled import BlockScaledTensor
+from services.trainer.checkpoints.foreign.files import CheckpointFiles
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -22,15 +26,38 @@ QUANTIZED = ("F8", "F6", "F4")
 BLOCK_SCALED = "F8_E4M3"
 
 
-class ModelFiles:
-    """The safetensors files of a folder. Each is opened when it is first needed and closed with the context."""
+class Source(Protocol):
+    """Where the tensors of a model folder are stored."""
 
-    def __init__(self, folder: Path) -> None:
-        """Raises InvalidJob where the weights cannot be read."""
-        self._folder = folder
-        self._stack = ExitStack()
-        self._open: dict[str, Any] = {}
-        self._file_of = _index(folder)
+    def names(self) -> Iterator[str]:
+        """The names of the tensors, in an order in which they are read fast."""
+
+    def __contains__(self, name: str) -> bool:
+        """Whether there is a tensor of this name."""
+
+    def stored(self, name: str) -> Any:
+        """A safetensors slice of the tensor, or what has its interface."""
+
+    def whole(self, name: str) -> Tensor:
+        """A complete tensor, in host memory."""
+
+    def close(self) -> None:
+        """Closes the files."""
+
+
+class ModelFiles:
+    """The weights of a model folder: its safetensors files, or a distributed checkpoint (see
+    `millrace.checkpoints.source`). Each file is opened when it is first needed and closed with the context."""
+
+    def __init__(self, folder: Path, weights: Path | None = None) -> None:
+        """`weights` is the checkpoint with the weights, where they are not in the folder. Raises InvalidJob where the
+        weights cannot be read."""
+        checkpoint = checkpoint_folder(folder, weights)
+        self._folder = checkpoint or folder
+        self._field = FIELD if weights is None else WEIGHTS_FIELD
+        self._source: Source = (
+            SafetensorsFiles(folder) if checkpoint is None else CheckpointFiles(folder, checkpoint, self._field)
+        )
         config = folder / "config.json"
         self.blocks = block_scales(json.loads(config.read_text()) if config.is_file() else {}, folder)
         """The format of the quantized tensors; None where there are none."""
@@ -41,15 +68,15 @@ class ModelFiles:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stack.close()
+        self._source.close()
 
     def __iter__(self) -> Iterator[str]:
         """The names of the tensors, file after file."""
-        return iter(sorted(filter(self.has, self._file_of), key=lambda name: (self._file_of[name], name)))
+        return filter(self.has, self._source.names())
 
     def has(self, name: str) -> bool:
         """Whether the folder has a tensor of this name."""
-        return name in self._file_of and not self._is_scale(name)
+        return name in self._source and not self._is_scale(name)
 
     def is_quantized(self, name: str) -> bool:
         """Whether the tensor is read as another one than is stored."""
@@ -59,25 +86,20 @@ class ModelFiles:
         """A complete tensor, in host memory. A quantized tensor comes as float32. Raises InvalidJob where it cannot be
         read."""
         stored = self.tensor(name)
-        tensor: Tensor
-        if isinstance(stored, BlockScaledTensor):
-            tensor = stored[...]
-        else:
-            tensor = self._file(self._file_of[name]).get_tensor(name)
-        return tensor
+        return stored[...] if isinstance(stored, BlockScaledTensor) else self._source.whole(name)
 
     def slice_of(self, name: str, shape: tuple[int, ...]) -> Any:
         """A safetensors slice of the tensor: indexing it reads the values, those of a quantized tensor as float32.
         Raises InvalidJob where the tensor is missing or has another shape."""
         if not self.has(name):
             raise InvalidJob(
-                f"model.path: {self._folder} has no tensor {name}, of shape {shape}, which its config asks for.",
+                f"{self._field}: {self._folder} has no tensor {name}, of shape {shape}, which its config asks for.",
                 "give a folder whose weights fit its config.json.",
             )
         stored = self.tensor(name)
         if tuple(stored.get_shape()) != shape:
             raise InvalidJob(
-                f"model.path: {name} in {self._folder} is {tuple(stored.get_shape())}, the config asks for {shape}.",
+                f"{self._field}: {name} in {self._folder} is {tuple(stored.get_shape())}, the config asks for {shape}.",
                 "give a folder whose weights fit its config.json.",
             )
         return stored
@@ -85,18 +107,20 @@ class ModelFiles:
     def tensor(self, name: str) -> Any:
         """A safetensors slice of the tensor whatever its shape, as `slice_of`. Raises InvalidJob where it cannot be
         read."""
-        stored = self._stored(name)
+        stored = self._source.stored(name)
         dtype: str = stored.get_dtype()
         if not dtype.startswith(QUANTIZED):
             return stored
         scales = name + SCALES
-        if dtype != BLOCK_SCALED or self.blocks is None or scales not in self._file_of:
+        if dtype != BLOCK_SCALED or self.blocks is None or scales not in self._source:
             reason = f"{name} in {self._folder} is {dtype} without scales that are known"
-            raise InvalidJob(f"model.path: {reason}.", "give a folder with unquantized weights, or DeepSeek's format.")
+            raise InvalidJob(
+                f"{self._field}: {reason}.", "give a folder with unquantized weights, or DeepSeek's format."
+            )
         try:
-            return BlockScaledTensor(stored, self._stored(scales), self.blocks)
+            return BlockScaledTensor(stored, self._source.stored(scales), self.blocks)
         except ValueError as error:
-            what = f"model.path: {name} in {self._folder} has {error}."
+            what = f"{self._field}: {name} in {self._folder} has {error}."
             raise InvalidJob(what, "give a folder whose weights fit its config.json.") from error
 
     def check(self) -> None:
@@ -105,15 +129,45 @@ class ModelFiles:
             self.tensor(name)
 
     def _is_scale(self, name: str) -> bool:
-        return self.blocks is not None and name.endswith(SCALES) and name.removesuffix(SCALES) in self._file_of
+        return self.blocks is not None and name.endswith(SCALES) and name.removesuffix(SCALES) in self._source
 
-    def _stored(self, name: str) -> Any:
+
+class SafetensorsFiles:
+    """Implements `Source` with the safetensors files of a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises InvalidJob where the weights cannot be read."""
+        self._folder = folder
+        self._stack = ExitStack()
+        self._open: dict[str, Any] = {}
+        self._file_of = _index(folder)
+
+    def names(self) -> Iterator[str]:
+        return iter(sorted(self._file_of, key=lambda name: (self._file_of[name], name)))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def stored(self, name: str) -> Any:
         return self._file(self._file_of[name]).get_slice(name)
+
+    def whole(self, name: str) -> Tensor:
+        tensor: Tensor = self._file(self._file_of[name]).get_tensor(name)
+        return tensor
+
+    def close(self) -> None:
+        self._stack.close()
 
     def _file(self, name: str) -> Any:
         if name not in self._open:
             self._open[name] = self._stack.enter_context(_opened(self._folder / name))
         return self._open[name]
+
+
+def readable(folder: Path, weights: Path | None = None) -> bool:
+    """Whether `ModelFiles` reads the folder: it has safetensors, or there is a distributed checkpoint."""
+    found = any((folder / file).is_file() for file in (INDEX, SINGLE))
+    return found or checkpoint_folder(folder, weights) is not None
 
 
 def _opened(path: Path) -> Any:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from millrace.errors import refused
-from services.trainer.checkpoints.model_files import INDEX, SINGLE, ModelFiles
+from services.trainer.checkpoints.model_files import ModelFiles, readable
 
 FIELD = "algorithm.critic.path"
 WEIGHT, BIAS = "score.weight", "score.bias"
@@ -16,7 +16,7 @@ def stored_head(folder: Path, hidden: int) -> Tensor | None:
     """The weight of the folder's head, [1, hidden]; None where the folder has no head. Raises InvalidJob where its head
     is not one of a critic."""
     found: dict[str, Tensor] = {}
-    if any((folder / file).is_file() for file in (INDEX, SINGLE)):
+    if readable(folder):
         with ModelFiles(folder) as files:
             found = {name: files.whole(name) for name in (WEIGHT, BIAS) if files.has(name)}
     weight = found.get(WEIGHT)

@@ -139,6 +139,7 @@ class Worker:
             job_id=job.id,
             version=job.version,
             model=job.spec.model.path,
+            weights=job.spec.model.weights,
             huggingface=request.huggingface,
             kl_coefficient=job.coefficient.value,
             copied=background,

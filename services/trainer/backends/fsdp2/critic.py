@@ -55,7 +55,9 @@ class Fsdp2Critic(ShardedModel):
     def __init__(self, spec: JobSpec, sharding: Sharding, options: Fsdp2Options, vocabulary: int) -> None:
         chosen = spec.algorithm.critic
         assert chosen is not None
-        source = spec.model.model_copy(update={"path": chosen.path or spec.model.path})
+        source = spec.model
+        if chosen.path is not None:
+            source = source.model_copy(update={"path": chosen.path, "weights": None})
         with collectives.fail_together():
             config = load_config(source, FIELD)
             check_shared(options, config)

@@ -95,6 +95,7 @@ class MegatronBackend:
         self._trained_layout = setup.trained_layout(dist.get_rank())
         self._gather_plan = GatherPlan.of(setup.shape, setup.topology, layers())
         self._folder = Path(spec.model.path)
+        self._weights = None if spec.model.weights is None else Path(spec.model.weights)
         dtype = getattr(torch, spec.trainer.dtype)
         self._chunks = self._build_chunks(dtype, train_router=setup.options.experts.train_router)
         if (plan := setup.adapter) is not None:
@@ -297,7 +298,7 @@ class MegatronBackend:
         """Reads this rank's part of the model folder into the parameters and, as float32, into the master weights."""
         with collectives.fail_together():
             for chunk, placements in zip(chunks, self._layout, strict=True):
-                _copy(read(self._folder, placements, torch.float32), chunk, updater)
+                _copy(read(self._folder, placements, torch.float32, self._weights), chunk, updater)
 
     @torch.no_grad()
     def _fill_adapter(self, plan: "AdapterPlan") -> None:

@@ -31,6 +31,7 @@ def build_critic(spec: JobSpec, setup: ModelSetup) -> "MegatronCritic":
     chosen = spec.algorithm.critic
     assert chosen is not None
     folder = Path(chosen.path or spec.model.path)
+    weights = spec.model.weights if chosen.path is None else None
     with collectives.fail_together():
         shape = read_shape(folder, FIELD)
         check(setup.options, shape, dist.get_world_size(), cuda=setup.device.type == "cuda")
@@ -40,7 +41,7 @@ def build_critic(spec: JobSpec, setup: ModelSetup) -> "MegatronCritic":
         stored_head(folder, shape.hidden)
     critic_spec = spec.model_copy(
         update={
-            "model": spec.model.model_copy(update={"path": str(folder), "lora": None}),
+            "model": spec.model.model_copy(update={"path": str(folder), "weights": weights, "lora": None}),
             "algorithm": spec.algorithm.model_copy(update={"critic": None, "kl": None}),
             "trainer": spec.trainer.model_copy(update={"optimizer": chosen.optimizer}),
         }

@@ -15,13 +15,14 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from millrace.checkpoints.source import checkpoint_folder
 from millrace.data import quantization
 from millrace.errors import InvalidJob
 from millrace.spec.model import Model
 from services.trainer.backends.fsdp2.adapted import BASE, is_adapter
 from services.trainer.backends.fsdp2.loading import boxes
 from services.trainer.backends.fsdp2.loading.buffers import computed_buffers
-from services.trainer.checkpoints.model_files import INDEX, SINGLE, ModelFiles
+from services.trainer.checkpoints.model_files import ModelFiles, readable
 from services.trainer.ranks import collectives
 
 FIX = "give a model of an architecture that this release of transformers knows, or install a newer one."
@@ -40,10 +41,14 @@ class ModelFolder:
     field: str
     """Field of the job spec that names the folder."""
 
+    @property
+    def _weights(self) -> Path | None:
+        return None if self.model.weights is None else Path(self.model.weights)
+
     def buffers(self, module: PreTrainedModel) -> dict[str, Tensor] | None:
         """The buffers that are in no file, for a module on the meta device; None where the whole model is needed to
         know them."""
-        if not any((Path(self.model.path) / file).is_file() for file in (INDEX, SINGLE)):
+        if not readable(Path(self.model.path), self._weights):
             return None
         try:
             return computed_buffers(module)
@@ -66,7 +71,7 @@ class ModelFolder:
 
     def _fill_from_boxes(self, module: PreTrainedModel) -> bool:
         try:
-            with ModelFiles(Path(self.model.path)) as files:
+            with ModelFiles(Path(self.model.path), self._weights) as files:
                 if (found := boxes.boxes(module, files)) is None:
                     return False
                 boxes.fill(found, files)
@@ -98,7 +103,9 @@ class ModelFolder:
         weights are quantized, in `dtype`. Raises InvalidJob."""
         transformers_logging.disable_progress_bar()
         try:
-            loaded, report = self._read_unquantized() if self._block_scales() is None else self._read_quantized()
+            elsewhere = checkpoint_folder(Path(self.model.path), self._weights) is not None
+            ours = elsewhere or self._block_scales() is not None
+            loaded, report = self._read_by_tensors() if ours else self._read_by_transformers()
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
             raise self._refusal(error) from error
         if absent := sorted(report["missing_keys"]):
@@ -113,8 +120,8 @@ class ModelFolder:
         folder = Path(self.model.path)
         return quantization.block_scales(json.loads((folder / "config.json").read_text()), folder, self.field)
 
-    def _read_unquantized(self) -> Any:
-        if any((Path(self.model.path) / file).is_file() for file in (INDEX, SINGLE)):
+    def _read_by_transformers(self) -> Any:
+        if readable(Path(self.model.path)):
             with ModelFiles(Path(self.model.path)) as files:
                 files.check()
         return self.loader.from_pretrained(
@@ -125,13 +132,14 @@ class ModelFolder:
             output_loading_info=True,
         )
 
-    def _read_quantized(self) -> Any:
-        """Transformers gets the tensors of `ModelFiles` instead of the folder: on a GPU it would keep them quantized,
-        and elsewhere it refuses blocks that do not divide a tensor."""
+    def _read_by_tensors(self) -> Any:
+        """Transformers gets the tensors of `ModelFiles` instead of the folder. It reads no distributed checkpoints;
+        quantized weights it would keep quantized on a GPU, and elsewhere it refuses blocks that do not divide a
+        tensor."""
         config = copy.deepcopy(self.config)  # transformers writes the dtype into it
         with torch.device("meta"):
             kind = type(self.loader.from_config(config, trust_remote_code=self.model.trust_remote_code))
-        with ModelFiles(Path(self.model.path)) as files:
+        with ModelFiles(Path(self.model.path), self._weights) as files:
             tensors = {name: files.tensor(name) for name in files}
             return kind.from_pretrained(
                 None, config=config, state_dict=tensors, dtype=self.dtype, output_loading_info=True

@@ -13,13 +13,15 @@ from services.trainer.checkpoints.model_files import ModelFiles
 VALUE_HEAD = Names().value_head
 
 
-def read(folder: Path, layout: Mapping[str, Placement], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Each parameter of the layout with the values of the folder, in host memory, one at a time. Padding is 0, and so
-    is a value head that the folder does not have.
+def read(
+    folder: Path, layout: Mapping[str, Placement], dtype: torch.dtype, weights: Path | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Each parameter of the layout with the values of the folder, or of its checkpoint `weights`, in host memory, one
+    at a time. Padding is 0, and so is a value head that the folder does not have.
 
     Raises InvalidJob where a tensor is missing or has another shape than the config promises.
     """
-    with ModelFiles(folder) as files:
+    with ModelFiles(folder, weights) as files:
         for name, placement in layout.items():
             parameter = torch.zeros(placement.shape, dtype=dtype)
             for piece in placement.pieces:
