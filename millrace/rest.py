@@ -213,6 +213,18 @@ class StepMetrics(BaseModel):
     values: dict[str, Figure]
 
 
+class TurnView(BaseModel):
+    """One answer of the policy within a response, and what it was given before."""
+
+    given: str = Field(description="What followed the turn before: the result of a tool, or what a user said.")
+    given_tokens: int
+    answer: str
+    sampled_tokens: int
+    reward: float = Field(description="What the turn itself earned.")
+    stop_reason: str = Field(description="What ended the turn: end_of_turn, stop_string or length.")
+    versions: list[int] = Field(description="Weight versions of the turn's tokens, oldest first.")
+
+
 class SampleView(BaseModel):
     """One trajectory as people look at it: the prompt, the answer and its reward."""
 
@@ -225,9 +237,13 @@ class SampleView(BaseModel):
     reward: float | None
     reward_failure: str | None = Field(description="Why there is no reward.")
     stop_reason: str = Field(description="What ended the answer: end_of_turn, stop_string or length.")
-    tokens: int
+    tokens: int = Field(description="Tokens of the answer; of several turns, sampled and given.")
     versions: list[int] = Field(description="Weight versions of the answer's tokens, oldest first.")
     member: str = Field(description="Id of the replica that generated the answer.")
+    sampled_tokens: int | None = Field(None, description="Tokens that the policy sampled; null in older samples.")
+    episode: int = Field(0, description="The prompt's episode that the trajectory belongs to, counted from 0.")
+    turns: list[TurnView] = Field([], description="The turns; none where the answer is one turn.")
+    metadata: dict[str, Any] = Field({}, description="What else the environment said of the trajectory.")
 
 
 class ProblemType(StrEnum):

@@ -35,7 +35,7 @@ def loss_of(logprobs_r: Tensor, entropy_r: Tensor, rows: tuple[int, ...], length
 
 def loss_fn(batch: MicroBatch, scores: TokenScores) -> tuple[Tensor, float]:
     assert scores.entropy_r is not None
-    loss = loss_of(scores.logprobs_r, scores.entropy_r, batch.rows, batch.response_lengths)
+    loss = loss_of(scores.logprobs_r, scores.entropy_r, batch.rows, batch.sampled_lengths)
     return loss, float(loss.detach())
 
 

@@ -131,7 +131,7 @@ def _by_row(backend: Backend, mine: list[Any], values: list[Tensor]) -> np.ndarr
     """The values of all response tokens of the whole batch, row after row."""
     found: dict[int, list[float]] = {}
     for microbatch, values_r in zip(mine, values, strict=True):
-        parts = values_r.cpu().split(microbatch.response_lengths)
+        parts = values_r.cpu().split(microbatch.sampled_lengths)
         found |= {row: part.tolist() for row, part in zip(microbatch.rows, parts, strict=True)}
     everyone: list[Any] = [found]
     if backend.data_parallel.group is not None:

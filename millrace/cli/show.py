@@ -141,4 +141,11 @@ def _print_sample(sample: SampleView) -> None:
         f"version {versions}, ended by {sample.stop_reason}"
     )
     console.print(sample.prompt, style="dim", markup=False)
-    console.print(sample.answer, markup=False)
+    for place, turn in enumerate(sample.turns, start=1):
+        told = f"{turn.given_tokens} tokens given, {turn.sampled_tokens} sampled, reward {number(turn.reward)}"
+        console.print(f"[bold]turn {place}[/]: {told}, ended by {turn.stop_reason}")
+        if turn.given:
+            console.print(turn.given, style="dim", markup=False)
+        console.print(turn.answer, markup=False)
+    if not sample.turns:
+        console.print(sample.answer, markup=False)

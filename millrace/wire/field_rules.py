@@ -89,7 +89,10 @@ RULES: Mapping[str, Rule] = {
     "port": _between(0, 65_535),
     "groups": SOME,
     "prompt_tokens": TOKENS,
-    "response_tokens": EACH_TOKENS,
+    "GroupRef.response_tokens": EACH_TOKENS,
+    "TrajectoryLengths.response_tokens": TOKENS,
+    "sampled_tokens": TOKENS,
+    "trajectories": SOME,
     "samples": _between(0, 1024),
     "max_response_tokens": TOKENS,
     "temperature": _between(0, 100),
@@ -103,7 +106,8 @@ RULES: Mapping[str, Rule] = {
 """By name of the field, or of message and field. Other texts have TEXT's limit, other numbers have to be finite."""
 REQUIRED: Mapping[str, tuple[str, ...]] = {
     "StepRequest": ("groups", "work_address"),
-    "GroupRef": ("prompt_id", "prompt_tokens", "response_tokens"),
+    "GroupRef": ("prompt_id", "prompt_tokens"),
+    "TrajectoryLengths": ("prompt_tokens", "response_tokens", "sampled_tokens"),
     "DescribeSendRequest": ("job_id",),
     "PrepareSendRequest": ("publication", "dtype", "deadline_s"),
     "PrepareReceiveRequest": ("publication", "deadline_s"),
@@ -114,6 +118,8 @@ REQUIRED: Mapping[str, tuple[str, ...]] = {
     "PublicationRef": ("job_id",),
 }
 """Fields that a message cannot be without."""
+ONE_OF: Mapping[str, tuple[str, str]] = {"GroupRef": ("response_tokens", "trajectories")}
+"""Two lists of which a message has exactly one."""
 LONG = {"spec", "prompt", "reason", "failure", "service"}
 """Texts that may be longer than others: whoever reads them has a limit of its own."""
 ELSEWHERE = {"manifest", "sides", "group", "drop", "checksums"}
@@ -128,6 +134,9 @@ def check(message: Message) -> None:
         missing = not message.HasField(name) if _is_one_message(field) else not getattr(message, name)
         if missing:
             raise bad_field(name, "", "is missing", RULES[name].fix if name in RULES else "send it.")
+    if kind in ONE_OF and sum(1 for name in ONE_OF[kind] if getattr(message, name)) != 1:
+        first, second = ONE_OF[kind]
+        raise bad_field(first, "", f"is given together with {second}, or both are missing", "send one of them.")
     for field, value in message.ListFields():
         if field.name in ELSEWHERE:
             continue

@@ -16,7 +16,7 @@ from millrace.wire.arrays import pack_tokens
 from millrace.wire.v1 import rollout_pb2, rollout_pb2_grpc, trainer_pb2, work_pb2
 from services.rollout.replica import Replica
 from services.rollout.weights.receiver import PublicationReceiver
-from services.rollout.work.groups import sampling_of, trajectory
+from services.rollout.work.groups import sampling_of
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 T = TypeVar("T")
@@ -108,9 +108,10 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         if prompt.rendered.dropped is not None:
             raise BadRow(f"the prompt is too long: {prompt.rendered.dropped.detail}.", "send a shorter one.")
         count = request.sampling.samples or 1
-        samples = await generator.samples(prompt, [sampling_of(request.sampling)] * count, lambda _: None)
+        episodes = await generator.episodes(prompt, [sampling_of(request.sampling)] * count)
         return rollout_pb2.GenerateResponse(
-            prompt_tokens=pack_tokens(prompt.rendered.token_ids), trajectories=[trajectory(s) for s in samples]
+            prompt_tokens=pack_tokens(prompt.rendered.token_ids),
+            trajectories=[message for episode in episodes for message in episode.messages()],
         )
 
     async def GetStatus(self, request: rollout_pb2.RolloutStatusRequest, context: Context) -> rollout_pb2.RolloutStatus:

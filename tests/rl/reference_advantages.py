@@ -22,6 +22,8 @@ class Answer:
     weights: list[float] = field(default_factory=list)
     several_rewards: list[float] = field(default_factory=list)
     greedy: float = 0.0
+    turns: list[list[int]] = field(default_factory=list)
+    """For each of its trajectories the lengths of its turns."""
 
     @property
     def reward(self) -> float:

@@ -29,8 +29,10 @@ def advantage(
 
     token_rewards_bt: float [B, T]; the reward of an outcome is at the last generated token. Rewards where the mask is
         false are not read.
-    mask_bt: [B, T], true for generated tokens, false for observations between turns.
-    group_b: integer [B]; equal for the samples of one prompt.
+    mask_bt: [B, T], true for generated tokens, false for observations between turns. A row is an episode: the tokens
+        of its trajectories follow each other, so that baselines count episodes, and what is summed up to the end of
+        the episode goes on from one trajectory to the next.
+    group_b: integer [B]; equal for the episodes of one prompt.
     values_bt: float [B, T]; the critic's values, for estimators that need them.
     options: the estimator's options, and the other tensors that it takes.
 

@@ -48,6 +48,7 @@ INPUTS: dict[AlgorithmKind, frozenset[str]] = {
             "old_logprobs_bt",
             "sum_pi_squared_bt",  # sum over the vocabulary of squared probabilities, at each token
             "weights_bt",  # importance weights of a correction
+            "turn_starts_bt",  # true at the first token of each turn
         }
     ),
     AlgorithmKind.POLICY_LOSS: frozenset(

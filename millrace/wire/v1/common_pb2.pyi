@@ -76,8 +76,26 @@ class VersionSpan(_message.Message):
     end: int
     def __init__(self, version: _Optional[int] = ..., start: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
 
+class Turn(_message.Message):
+    __slots__ = ("start", "end", "stop_reason", "reward", "temperature", "given_text", "text")
+    START_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    STOP_REASON_FIELD_NUMBER: _ClassVar[int]
+    REWARD_FIELD_NUMBER: _ClassVar[int]
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    GIVEN_TEXT_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    start: int
+    end: int
+    stop_reason: StopReason
+    reward: float
+    temperature: float
+    given_text: str
+    text: str
+    def __init__(self, start: _Optional[int] = ..., end: _Optional[int] = ..., stop_reason: _Optional[_Union[StopReason, str]] = ..., reward: _Optional[float] = ..., temperature: _Optional[float] = ..., given_text: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
+
 class Trajectory(_message.Message):
-    __slots__ = ("tokens", "logprobs", "versions", "stop_reason", "text", "reward", "reward_details", "reward_failure", "experts")
+    __slots__ = ("tokens", "logprobs", "versions", "stop_reason", "text", "reward", "reward_details", "reward_failure", "experts", "turns", "prompt_tokens", "prompt_text", "metadata")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
@@ -87,6 +105,10 @@ class Trajectory(_message.Message):
     REWARD_DETAILS_FIELD_NUMBER: _ClassVar[int]
     REWARD_FAILURE_FIELD_NUMBER: _ClassVar[int]
     EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    TURNS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TEXT_FIELD_NUMBER: _ClassVar[int]
+    METADATA_FIELD_NUMBER: _ClassVar[int]
     tokens: bytes
     logprobs: bytes
     versions: _containers.RepeatedCompositeFieldContainer[VersionSpan]
@@ -96,7 +118,11 @@ class Trajectory(_message.Message):
     reward_details: str
     reward_failure: str
     experts: Experts
-    def __init__(self, tokens: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., versions: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., stop_reason: _Optional[_Union[StopReason, str]] = ..., text: _Optional[str] = ..., reward: _Optional[float] = ..., reward_details: _Optional[str] = ..., reward_failure: _Optional[str] = ..., experts: _Optional[_Union[Experts, _Mapping]] = ...) -> None: ...
+    turns: _containers.RepeatedCompositeFieldContainer[Turn]
+    prompt_tokens: bytes
+    prompt_text: str
+    metadata: str
+    def __init__(self, tokens: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., versions: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., stop_reason: _Optional[_Union[StopReason, str]] = ..., text: _Optional[str] = ..., reward: _Optional[float] = ..., reward_details: _Optional[str] = ..., reward_failure: _Optional[str] = ..., experts: _Optional[_Union[Experts, _Mapping]] = ..., turns: _Optional[_Iterable[_Union[Turn, _Mapping]]] = ..., prompt_tokens: _Optional[bytes] = ..., prompt_text: _Optional[str] = ..., metadata: _Optional[str] = ...) -> None: ...
 
 class Experts(_message.Message):
     __slots__ = ("chosen", "layers", "per_token", "wide")
@@ -111,7 +137,7 @@ class Experts(_message.Message):
     def __init__(self, chosen: _Optional[bytes] = ..., layers: _Optional[int] = ..., per_token: _Optional[int] = ..., wide: bool = ...) -> None: ...
 
 class Group(_message.Message):
-    __slots__ = ("job_id", "prompt_id", "purpose", "data_source", "prompt_tokens", "prompt_text", "ground_truth", "trajectories", "member_id", "engine", "generate_s", "score_s", "greedy_reward")
+    __slots__ = ("job_id", "prompt_id", "purpose", "data_source", "prompt_tokens", "prompt_text", "ground_truth", "trajectories", "member_id", "engine", "generate_s", "score_s", "greedy_reward", "episode_trajectories")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
     PURPOSE_FIELD_NUMBER: _ClassVar[int]
@@ -125,6 +151,7 @@ class Group(_message.Message):
     GENERATE_S_FIELD_NUMBER: _ClassVar[int]
     SCORE_S_FIELD_NUMBER: _ClassVar[int]
     GREEDY_REWARD_FIELD_NUMBER: _ClassVar[int]
+    EPISODE_TRAJECTORIES_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     prompt_id: str
     purpose: Purpose
@@ -138,4 +165,5 @@ class Group(_message.Message):
     generate_s: float
     score_s: float
     greedy_reward: float
-    def __init__(self, job_id: _Optional[str] = ..., prompt_id: _Optional[str] = ..., purpose: _Optional[_Union[Purpose, str]] = ..., data_source: _Optional[str] = ..., prompt_tokens: _Optional[bytes] = ..., prompt_text: _Optional[str] = ..., ground_truth: _Optional[str] = ..., trajectories: _Optional[_Iterable[_Union[Trajectory, _Mapping]]] = ..., member_id: _Optional[str] = ..., engine: _Optional[str] = ..., generate_s: _Optional[float] = ..., score_s: _Optional[float] = ..., greedy_reward: _Optional[float] = ...) -> None: ...
+    episode_trajectories: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, job_id: _Optional[str] = ..., prompt_id: _Optional[str] = ..., purpose: _Optional[_Union[Purpose, str]] = ..., data_source: _Optional[str] = ..., prompt_tokens: _Optional[bytes] = ..., prompt_text: _Optional[str] = ..., ground_truth: _Optional[str] = ..., trajectories: _Optional[_Iterable[_Union[Trajectory, _Mapping]]] = ..., member_id: _Optional[str] = ..., engine: _Optional[str] = ..., generate_s: _Optional[float] = ..., score_s: _Optional[float] = ..., greedy_reward: _Optional[float] = ..., episode_trajectories: _Optional[_Iterable[int]] = ...) -> None: ...

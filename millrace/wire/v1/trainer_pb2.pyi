@@ -52,14 +52,28 @@ class ConfigureTrainerResponse(_message.Message):
     def __init__(self, version: _Optional[int] = ..., world_size: _Optional[int] = ..., parameters: _Optional[int] = ..., warnings: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class GroupRef(_message.Message):
-    __slots__ = ("prompt_id", "prompt_tokens", "response_tokens")
+    __slots__ = ("prompt_id", "prompt_tokens", "response_tokens", "trajectories")
     PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RESPONSE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TRAJECTORIES_FIELD_NUMBER: _ClassVar[int]
     prompt_id: str
     prompt_tokens: int
     response_tokens: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, prompt_id: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., response_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
+    trajectories: _containers.RepeatedCompositeFieldContainer[TrajectoryLengths]
+    def __init__(self, prompt_id: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., response_tokens: _Optional[_Iterable[int]] = ..., trajectories: _Optional[_Iterable[_Union[TrajectoryLengths, _Mapping]]] = ...) -> None: ...
+
+class TrajectoryLengths(_message.Message):
+    __slots__ = ("prompt_tokens", "response_tokens", "sampled_tokens", "episode")
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RESPONSE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EPISODE_FIELD_NUMBER: _ClassVar[int]
+    prompt_tokens: int
+    response_tokens: int
+    sampled_tokens: int
+    episode: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., response_tokens: _Optional[int] = ..., sampled_tokens: _Optional[int] = ..., episode: _Optional[int] = ...) -> None: ...
 
 class StepRequest(_message.Message):
     __slots__ = ("job_id", "step", "groups", "work_address", "token_budget")

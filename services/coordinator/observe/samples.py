@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from millrace.ids import PromptId
-from millrace.rest import SampleView
+from millrace.rest import SampleView, TurnView
 from millrace.wire.enums import PURPOSES
+from millrace.wire.sampled import episode_sizes, sampled_spans
 from millrace.wire.v1 import common_pb2
 from services.coordinator.store.prompts import Prompts
 
@@ -25,16 +26,22 @@ async def samples_in(prompts: Prompts, wanted: Sequence[PromptId], step: int) ->
 
 def samples_of(group: common_pb2.Group, step: int) -> list[SampleView]:
     """One sample for each trajectory of a group that belongs to `step`."""
-    return [_sample(group, trajectory, step) for trajectory in group.trajectories]
+    numbers = [number for number, size in enumerate(episode_sizes(group)) for _ in range(size)]
+    numbers += [0] * (len(group.trajectories) - len(numbers))  # of a group that was refused for that
+    return [
+        _sample(group, trajectory, step, number)
+        for trajectory, number in zip(group.trajectories, numbers, strict=False)
+    ]
 
 
-def _sample(group: common_pb2.Group, trajectory: common_pb2.Trajectory, step: int) -> SampleView:
+def _sample(group: common_pb2.Group, trajectory: common_pb2.Trajectory, step: int, episode: int) -> SampleView:
+    turns = _turns(trajectory)
     return SampleView(
         step=step,
         prompt_id=group.prompt_id,
         purpose=PURPOSES.get(group.purpose, ""),
-        prompt=group.prompt_text,
-        answer=trajectory.text,
+        prompt=trajectory.prompt_text or group.prompt_text,
+        answer="".join(turn.given + turn.answer for turn in turns) if turns else trajectory.text,
         ground_truth=_json(group.ground_truth),
         reward=trajectory.reward if trajectory.HasField("reward") else None,
         reward_failure=trajectory.reward_failure or None,
@@ -42,7 +49,27 @@ def _sample(group: common_pb2.Group, trajectory: common_pb2.Trajectory, step: in
         tokens=len(trajectory.tokens) // 4,
         versions=sorted({span.version for span in trajectory.versions}),
         member=group.member_id,
+        sampled_tokens=sum(end - start for start, end in sampled_spans(trajectory)),
+        episode=episode,
+        turns=turns,
+        metadata=metadata if isinstance(metadata := _json(trajectory.metadata), dict) else {},
     )
+
+
+def _turns(trajectory: common_pb2.Trajectory) -> list[TurnView]:
+    ends = [0, *(turn.end for turn in trajectory.turns)]
+    return [
+        TurnView(
+            given=turn.given_text,
+            given_tokens=turn.start - end,
+            answer=turn.text,
+            sampled_tokens=turn.end - turn.start,
+            reward=turn.reward,
+            stop_reason=STOPS.get(turn.stop_reason, ""),
+            versions=sorted({s.version for s in trajectory.versions if s.start < turn.end and s.end > turn.start}),
+        )
+        for end, turn in zip(ends, trajectory.turns, strict=False)
+    ]
 
 
 def _json(data: str) -> Any:

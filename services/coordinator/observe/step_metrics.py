@@ -29,7 +29,7 @@ def batch_metrics(groups: Sequence[GroupSummary], version: Version, spec: JobSpe
     responses = [float(n) for g in groups for n in g.response_tokens]
     prompts = [float(g.prompt_tokens) for g in groups]
     staleness = [float(version - oldest) for g in groups for oldest in g.oldest]
-    tokens = sum(responses) + sum(g.prompt_tokens * len(g.response_tokens) for g in groups)
+    tokens = float(sum(sum(g.lengths) for g in groups))
     longest_prompt, longest_response = spec.data.max_prompt_tokens, spec.rollout.max_response_tokens
     return {
         **spread("critic/score", rewards),
@@ -45,17 +45,29 @@ def batch_metrics(groups: Sequence[GroupSummary], version: Version, spec: JobSpe
         **spread("timing_s/score", [g.score_s for g in groups]),
         "timing_s/reward": max(g.score_s for g in groups),
         TOTAL_TOKENS: tokens,
+        **episode_metrics(groups),
+    }
+
+
+def episode_metrics(groups: Sequence[GroupSummary]) -> dict[str, float]:
+    """Turns and trajectories of the episodes, and how much of the responses was sampled; nothing where all are plain
+    answers."""
+    if all(g.shapes is None for g in groups):
+        return {}
+    return {
+        **spread("num_turns", [float(n) for g in groups for n in g.turns]),
+        **spread("num_trajectories", [float(n) for g in groups for n in g.trajectories_of_episodes]),
+        "response/sampled_ratio": sum(g.sampled_tokens for g in groups) / sum(sum(g.response_tokens) for g in groups),
     }
 
 
 def milliseconds_per_token(values: Mapping[str, float], groups: Sequence[GroupSummary]) -> dict[str, float]:
     """`timing_per_token_ms/<part>` of each part of a step in PER_TOKEN that `values` has, as verl counts tokens.
 
-    Generation is divided by the response tokens of the `groups`, every other part by prompt and response tokens, a
+    Generation is divided by the sampled tokens of the `groups`, every other part by prompt and response tokens, a
     prompt counted once for each of its responses.
     """
-    responses = sum(n for g in groups for n in g.response_tokens)
-    tokens = responses + sum(g.prompt_tokens * len(g.response_tokens) for g in groups)
+    responses, tokens = sum(g.sampled_tokens for g in groups), sum(sum(g.lengths) for g in groups)
     return {
         f"timing_per_token_ms/{part}": values[f"timing_s/{part}"] * 1e3 / max(responses if part == "gen" else tokens, 1)
         for part in PER_TOKEN

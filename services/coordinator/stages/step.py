@@ -15,6 +15,7 @@ from services.coordinator.stages.configure import holds_job
 from services.coordinator.stages.run import Run
 from services.coordinator.stages.spans import traced
 from services.coordinator.stages.warn import warn
+from services.coordinator.state.group import GroupSummary
 
 
 async def interrupted(run: Run) -> Batch | None:
@@ -62,7 +63,7 @@ async def _halve_budget(run: Run, batch: Batch, error: OutOfMemory) -> None:
     if run.spec.trainer.on_out_of_memory != "halve_budget":
         raise error
     before = _token_budget(run)
-    half, longest = before // 2, max(g.prompt_tokens + max(g.response_tokens) for g in batch.groups)
+    half, longest = before // 2, max(max(g.lengths) for g in batch.groups)
     if half < longest:
         why = f"Half of the token budget of {before:,} is less than the longest sequence, {longest:,} tokens."
         what = f"{error.what} {why}"
@@ -79,17 +80,29 @@ def _token_budget(run: Run) -> int:
 
 
 def _request(run: Run, batch: Batch) -> trainer_pb2.StepRequest:
-    groups = [
-        trainer_pb2.GroupRef(prompt_id=g.prompt_id, prompt_tokens=g.prompt_tokens, response_tokens=g.response_tokens)
-        for g in batch.groups
-    ]
     return trainer_pb2.StepRequest(
         job_id=run.job.id,
         step=batch.step,
-        groups=groups,
+        groups=[group_ref(group) for group in batch.groups],
         work_address=run.components.work_address,
         token_budget=run.job.token_budget,
     )
+
+
+def group_ref(group: GroupSummary) -> trainer_pb2.GroupRef:
+    """The group as a step names it."""
+    ref = trainer_pb2.GroupRef(prompt_id=group.prompt_id, prompt_tokens=group.prompt_tokens)
+    if group.shapes is None:
+        ref.response_tokens.extend(group.response_tokens)
+        return ref
+    for shape, tokens in zip(group.shapes, group.response_tokens, strict=True):
+        ref.trajectories.add(
+            prompt_tokens=shape.prompt_tokens,
+            response_tokens=tokens,
+            sampled_tokens=shape.sampled_tokens,
+            episode=shape.episode,
+        )
+    return ref
 
 
 async def _mark(run: Run, batch: Batch, answer: trainer_pb2.StepResponse, seconds: float) -> None:

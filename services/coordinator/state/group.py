@@ -2,30 +2,56 @@
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
 from millrace.drops import Drop, DropReason
 from millrace.ids import PromptId, Version
 from millrace.rewards.outcome import NOT_FINITE, fits
+from millrace.wire.sampled import (
+    TOKEN_BYTES,
+    Span,
+    episode_reward,
+    episode_sizes,
+    episodes,
+    response_tokens,
+    sampled_spans,
+)
 from millrace.wire.v1 import common_pb2
 
 Details = Mapping[str, Any]
 Value = TypeVar("Value")
 VOTE_DIGITS = 16
+SHOWN = 8
+"""Most turns or episodes that a message lists."""
+
+
+@dataclass(frozen=True)
+class TrajectoryShape:
+    """Which part of a trajectory the policy sampled, and the episode that it belongs to."""
+
+    episode: int
+    """Counted from 0 within the group."""
+    prompt_tokens: int
+    sampled_tokens: int
+    turns: int
 
 
 @dataclass(frozen=True)
 class GroupSummary:
-    """A complete, scored group. Lists run over its trajectories."""
+    """A complete, scored group. Lists run over its trajectories, those of rewards and what belongs to them over its
+    episodes."""
 
     prompt_id: PromptId
     data_source: str
     prompt_tokens: int
     response_tokens: list[int]
+    """Tokens after the prompt, sampled and given."""
     rewards: list[float]
     oldest: list[int]
     """The oldest version among a trajectory's tokens."""
@@ -38,19 +64,24 @@ class GroupSummary:
     """`acc` of each answer to a held-out prompt; None where the reward function did not give every answer one."""
     votes: list[str] | None = None
     """A digest of `pred` of each answer to a held-out prompt; None where not every answer has one."""
+    shapes: list[TrajectoryShape] | None = None
+    """None where each trajectory is an episode of one turn, all of its response was sampled, and its prompt is the
+    group's."""
 
     @classmethod
     def of(cls, group: common_pb2.Group) -> Self:
         """The summary of a group in which `fault` finds nothing."""
         stop = common_pb2.STOP_REASON_LENGTH
         held_out = group.purpose == common_pb2.PURPOSE_EVALUATION
-        details = [_details(t.reward_details) for t in group.trajectories] if held_out else []
+        shapes, prompt_tokens = _shapes(group), len(group.prompt_tokens) // TOKEN_BYTES
+        by_episode = [[one] for one in group.trajectories] if shapes is None else episodes(group)
+        details = [_details(trajectories[-1].reward_details) for trajectories in by_episode] if held_out else []
         return cls(
             prompt_id=PromptId(group.prompt_id),
             data_source=group.data_source,
-            prompt_tokens=len(group.prompt_tokens) // 4,
-            response_tokens=[len(t.tokens) // 4 for t in group.trajectories],
-            rewards=[t.reward for t in group.trajectories],
+            prompt_tokens=prompt_tokens,
+            response_tokens=[len(t.tokens) // TOKEN_BYTES for t in group.trajectories],
+            rewards=[t.reward for t in group.trajectories] if shapes is None else list(map(episode_reward, by_episode)),
             oldest=[min(span.version for span in t.versions) for t in group.trajectories],
             truncated=sum(t.stop_reason == stop for t in group.trajectories),
             generate_s=group.generate_s,
@@ -58,7 +89,36 @@ class GroupSummary:
             member_id=group.member_id,
             accuracies=_of_every(_accuracy, details),
             votes=_of_every(_vote, details),
+            shapes=shapes,
         )
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each trajectory, prompt and response."""
+        prompts = [self.prompt_tokens] * len(self.response_tokens)
+        if self.shapes is not None:
+            prompts = [shape.prompt_tokens for shape in self.shapes]
+        return [prompt + response for prompt, response in zip(prompts, self.response_tokens, strict=True)]
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Tokens that the policy sampled, of all trajectories."""
+        return sum(self.response_tokens if self.shapes is None else (shape.sampled_tokens for shape in self.shapes))
+
+    @property
+    def trajectories_of_episodes(self) -> list[int]:
+        """Number of trajectories of each episode."""
+        if self.shapes is None:
+            return [1] * len(self.response_tokens)
+        return list(Counter(shape.episode for shape in self.shapes).values())
+
+    @property
+    def turns(self) -> list[int]:
+        """Number of turns of each episode."""
+        turns: Counter[int] = Counter()
+        for number, shape in enumerate(self.shapes or [None] * len(self.response_tokens)):
+            turns[number if shape is None else shape.episode] += 1 if shape is None else shape.turns
+        return list(turns.values())
 
     def staleness(self, version: Version) -> int:
         """Staleness of the group's stalest trajectory, at the trainer's `version`."""
@@ -69,7 +129,26 @@ class GroupSummary:
 
     @classmethod
     def from_json(cls, data: bytes | str) -> Self:
-        return cls(**json.loads(data))
+        tree = json.loads(data)
+        if tree.get("shapes") is not None:
+            tree["shapes"] = [TrajectoryShape(**shape) for shape in tree["shapes"]]
+        return cls(**tree)
+
+
+def _shapes(group: common_pb2.Group) -> list[TrajectoryShape] | None:
+    """The shapes of the group's trajectories; None where each is a plain answer to the group's prompt."""
+    if not group.episode_trajectories and not any(t.turns or t.prompt_tokens for t in group.trajectories):
+        return None
+    return [
+        TrajectoryShape(
+            episode=number,
+            prompt_tokens=len(trajectory.prompt_tokens or group.prompt_tokens) // TOKEN_BYTES,
+            sampled_tokens=sum(end - start for start, end in sampled_spans(trajectory)),
+            turns=max(1, len(trajectory.turns)),
+        )
+        for number, trajectories in enumerate(episodes(group))
+        for trajectory in trajectories
+    ]
 
 
 def _details(text: str) -> Details:
@@ -102,40 +181,89 @@ def _vote(details: Details) -> str | None:
         return None
 
 
-def fault(group: common_pb2.Group, samples: int, *, greedy_baseline: bool = False) -> Drop | None:
-    """Why a group that should have `samples` trajectories cannot be trained; None where it can."""
-    if len(group.trajectories) != samples:
-        return _incomplete(f"{len(group.trajectories)} trajectories instead of {samples}")
-    if greedy_baseline and not (group.HasField("greedy_reward") and fits(group.greedy_reward)):
+@dataclass(frozen=True)
+class Wanted:
+    """What a group has to be, so that it can be trained."""
+
+    episodes: int
+    greedy_baseline: bool = False
+    temperature: float | None = None
+    """The only temperature of its turns; None where they are not trained."""
+    most_tokens: int | None = None
+    """Tokens that a trajectory of several turns may have, prompt and response; None: no limit."""
+
+
+def fault(group: common_pb2.Group, wanted: Wanted) -> Drop | None:
+    """Why a group cannot be trained; None where it can."""
+    sizes, count = episode_sizes(group), len(group.trajectories)
+    if sum(sizes) != count or 0 in sizes:
+        return _malformed(f"{count} trajectories in episodes of {list(sizes)[:SHOWN]}")
+    if len(sizes) != wanted.episodes:
+        return _incomplete(f"{len(sizes)} episodes instead of {wanted.episodes}")
+    if wanted.greedy_baseline and not (group.HasField("greedy_reward") and fits(group.greedy_reward)):
         return _incomplete("there is no reward of a greedy answer")
-    if not group.prompt_tokens or len(group.prompt_tokens) % 4:
+    if not group.prompt_tokens or len(group.prompt_tokens) % TOKEN_BYTES:
         return _malformed(f"{len(group.prompt_tokens)} bytes of prompt tokens, which have 4 each")
     if not all(math.isfinite(seconds) and seconds >= 0 for seconds in (group.generate_s, group.score_s)):
         return _malformed(f"seconds of {group.generate_s} and {group.score_s}")
-    return next((drop for trajectory in group.trajectories if (drop := _trajectory_fault(trajectory))), None)
+    last = {end - 1 for end in itertools.accumulate(sizes)}
+    for number, trajectory in enumerate(group.trajectories):
+        drop = _reward_fault(trajectory, ends_episode=number in last) or _trajectory_fault(trajectory)
+        if drop is None and (trajectory.turns or trajectory.prompt_tokens):
+            drop = _turns_fault(trajectory, len(group.prompt_tokens), wanted)
+        if drop is not None:
+            return drop
+    return None
+
+
+def _reward_fault(trajectory: common_pb2.Trajectory, *, ends_episode: bool) -> Drop | None:
+    if not trajectory.HasField("reward") and (ends_episode or trajectory.reward_failure):
+        return Drop(DropReason.REWARD_FAILED, trajectory.reward_failure or "there is no reward")
+    rewards = [trajectory.reward, *(turn.reward for turn in trajectory.turns)]
+    if (bad := next((reward for reward in [*rewards, sum(rewards)] if not fits(reward)), None)) is not None:
+        return Drop(DropReason.REWARD_FAILED, f"the reward is {bad}, {NOT_FINITE}")
+    return None
 
 
 def _trajectory_fault(trajectory: common_pb2.Trajectory) -> Drop | None:
-    if not trajectory.HasField("reward"):
-        return Drop(DropReason.REWARD_FAILED, trajectory.reward_failure or "there is no reward")
-    if not fits(trajectory.reward):
-        return Drop(DropReason.REWARD_FAILED, f"the reward is {trajectory.reward}, {NOT_FINITE}")
-    tokens = len(trajectory.tokens) // 4
-    if len(trajectory.tokens) % 4:
+    if len(trajectory.tokens) % TOKEN_BYTES:
         return _malformed(f"{len(trajectory.tokens)} bytes of tokens, which have 4 each")
-    if tokens == 0 or len(trajectory.logprobs) != len(trajectory.tokens):
-        return _malformed(f"{tokens} tokens with {len(trajectory.logprobs) // 4} log-probabilities")
-    spans = trajectory.versions
-    joined = all(a.end == b.start for a, b in zip(spans, list(spans)[1:], strict=False))
-    if (
-        not spans
-        or spans[0].start != 0
-        or spans[-1].end != tokens
-        or not joined
-        or any(s.start >= s.end for s in spans)
-    ):
-        return _malformed(f"the version spans do not cover the {tokens} response tokens")
+    tokens, spans = response_tokens(trajectory), sampled_spans(trajectory)
+    turns = _joined(spans)
+    if trajectory.turns and (turns is None or turns[-1][1] > tokens):
+        return _malformed(f"the turns {spans[:SHOWN]} do not follow each other in the {tokens} response tokens")
+    sampled = sum(end - start for start, end in spans)
+    if sampled == 0 or len(trajectory.logprobs) != TOKEN_BYTES * sampled:
+        return _malformed(f"{sampled} sampled tokens with {len(trajectory.logprobs) // 4} log-probabilities")
+    if _joined((span.start, span.end) for span in trajectory.versions) != turns:
+        return _malformed(f"the version spans do not cover the {sampled} sampled tokens, or cover others")
     return None
+
+
+def _turns_fault(trajectory: common_pb2.Trajectory, group_prompt_bytes: int, wanted: Wanted) -> Drop | None:
+    """What is wrong with a trajectory that is no plain answer to the group's prompt."""
+    if len(trajectory.prompt_tokens) % TOKEN_BYTES:
+        return _malformed(f"{len(trajectory.prompt_tokens)} bytes of prompt tokens, which have 4 each")
+    tokens = (len(trajectory.prompt_tokens) or group_prompt_bytes) // TOKEN_BYTES + response_tokens(trajectory)
+    if wanted.most_tokens is not None and tokens > wanted.most_tokens:
+        limit = "data.max_prompt_tokens and rollout.max_response_tokens together"
+        return _malformed(f"a trajectory has {tokens} tokens, more than {wanted.most_tokens}, which are {limit}")
+    for turn in trajectory.turns:
+        if wanted.temperature is not None and turn.temperature not in (0.0, wanted.temperature):
+            what = f"a turn was sampled at temperature {turn.temperature:g}, the job trains at {wanted.temperature:g}"
+            return _malformed(what)
+    return None
+
+
+def _joined(spans: Iterable[Span]) -> list[Span] | None:
+    """The spans, with those that touch made one; None where one is empty or begins before the end of another."""
+    joined: list[Span] = []
+    for start, end in spans:
+        before = joined[-1][1] if joined else 0
+        if start >= end or start < before:
+            return None
+        joined[-1:] = [(joined[-1][0], end)] if joined and start == before else [*joined[-1:], (start, end)]
+    return joined
 
 
 def _incomplete(detail: str) -> Drop:

@@ -22,7 +22,7 @@ from services.coordinator.observe.events import Events
 from services.coordinator.observe.prometheus import PrometheusMetrics
 from services.coordinator.observe.samples import samples_of
 from services.coordinator.state.bell import Bell
-from services.coordinator.state.group import GroupSummary, fault
+from services.coordinator.state.group import GroupSummary, Wanted, fault
 from services.coordinator.state.job import ENDED
 from services.coordinator.state.lease import LeaseRef
 from services.coordinator.state.member import Member, Weights
@@ -43,6 +43,10 @@ class LeaseTerms:
     """Samples of one prompt."""
     greedy_baseline: bool = False
     """Whether a prompt to train on also has one greedy answer."""
+    temperature: float | None = None
+    """Temperature of what is trained; None: any."""
+    most_tokens: int | None = None
+    """Tokens that a trajectory may have, prompt and response; None: no limit."""
     purposes: Sequence[Purpose] = (Purpose.EVALUATION, Purpose.TRAIN)
     """The purposes for which the job issues prompts, in the order in which they are leased."""
 
@@ -51,7 +55,20 @@ class LeaseTerms:
         evaluation = spec.evaluation.samples_per_prompt if spec.evaluation else 1
         samples = {Purpose.TRAIN: spec.rollout.samples_per_prompt, Purpose.EVALUATION: evaluation}
         purposes = cls.purposes if spec.evaluation else (Purpose.TRAIN,)
-        return cls(spec.rollout.lease_s, samples, needs_greedy_baseline(spec), purposes)
+        return cls(
+            spec.rollout.lease_s,
+            samples,
+            needs_greedy_baseline(spec),
+            spec.rollout.temperature,
+            spec.data.max_prompt_tokens + spec.rollout.max_response_tokens,
+            purposes,
+        )
+
+    def wanted(self, purpose: Purpose) -> Wanted:
+        """What the group of a prompt has to be."""
+        if purpose is Purpose.TRAIN:
+            return Wanted(self.samples[purpose], self.greedy_baseline, self.temperature, self.most_tokens)
+        return Wanted(self.samples[purpose])
 
     def requests(self, purpose: Purpose) -> int:
         """Number of requests to an engine for one prompt."""
@@ -199,8 +216,7 @@ class Queue:
         """Stores the group of a lease. A group that cannot be trained is dropped. Raises Fenced, InvalidState."""
         purpose, terms = lease.purpose, await self._terms(job_id)
         group.member_id = group.member_id or member_id
-        greedy = terms.greedy_baseline and purpose is Purpose.TRAIN
-        if drop := fault(group, terms.samples[purpose], greedy_baseline=greedy):
+        if drop := fault(group, terms.wanted(purpose)):
             await self.refuse(member_id, job_id, lease, drop)
             await self._store.records(job_id).add_samples(samples_of(group, await self._next_step(job_id))[:1])
             return

@@ -1,9 +1,8 @@
-"""From a lease to its answer: the prompt's tokens, n samples generated concurrently, their scores, one group."""
+"""From a lease to its answer: the prompt's tokens, n episodes run concurrently, their scores, one group."""
 
 import asyncio
-import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,11 +11,24 @@ from millrace.drops import Drop, DropReason
 from millrace.errors import BadRow
 from millrace.ids import MemberId
 from millrace.rewards.outcome import BadOutcome, separate_rewards
-from millrace.wire.arrays import pack_experts, pack_logprobs, pack_tokens
+from millrace.wire.arrays import pack_tokens
 from millrace.wire.v1 import common_pb2, work_pb2
 from services.rollout.engine import Engine, Sample, Sampling
 from services.rollout.scoring.pool import Scored
+from services.rollout.work.episode import Episode
 from services.rollout.work.job import Job, Prompt
+
+OnSample = Callable[[Sample], None]
+RunEpisode = Callable[[Engine, Prompt, Sampling, OnSample], Awaitable[Episode]]
+"""Runs one episode of a prompt with an engine. It calls the function with each sample of the engine as it ends.
+Cancelling it aborts what it has in the engine."""
+
+
+async def single_turn(engine: Engine, prompt: Prompt, sampling: Sampling, on_sample: OnSample) -> Episode:
+    """The episode of a job without an environment: one answer to the prompt."""
+    sample = await engine.generate(prompt.rendered.token_ids, sampling)
+    on_sample(sample)
+    return Episode.of(sample)
 
 
 @dataclass(frozen=True)
@@ -26,45 +38,50 @@ class GroupGenerator:
     member_id: MemberId
     engine: Engine
     job: Job
+    run_episode: RunEpisode = single_turn
 
     async def answer(
-        self, lease: work_pb2.Lease, arrived: float, on_sample: Callable[[Sample], None]
+        self, lease: work_pb2.Lease, arrived: float, on_sample: OnSample, on_episode: Callable[[], None]
     ) -> common_pb2.Group | Drop:
         """The group of `lease`, or why there is none. `arrived`: time.monotonic() when the lease arrived. `on_sample`
-        is called with each sample as it ends. Cancelling aborts the samples in the engine. Raises EngineDied,
-        Unavailable where nothing can be scored any more."""
+        is called with each sample of the engine as it ends, `on_episode` as each episode ends. Cancelling aborts the
+        samples in the engine. Raises EngineDied, Unavailable where nothing can be scored any more."""
         try:
             prompt = await self.job.prompt(lease)
         except BadRow as error:
             return Drop(DropReason.BAD_PROMPT, str(error))
         if prompt.rendered.dropped is not None:
             return prompt.rendered.dropped
-        samples = await self.samples(prompt, requests_of(lease.sampling), on_sample)
-        if not all(np.isfinite(sample.logprobs).all() for sample in samples):
+        episodes = await self.episodes(prompt, requests_of(lease.sampling), on_sample, on_episode)
+        if not all(np.isfinite(sample.logprobs).all() for episode in episodes for sample in episode.samples):
             return Drop(DropReason.BAD_LOGPROBS, "a log-probability is not finite")
         ended = time.monotonic()
-        scores = await self._scores(prompt, samples, lease.purpose)
+        scores = await self._scores(prompt, episodes, lease.purpose)
         if isinstance(scores, Drop):
             return scores
         count = lease.sampling.samples
         if lease.purpose != common_pb2.PURPOSE_TRAIN:  # the trainer replays expert routing only for what it trains
-            samples = [replace(sample, experts=None) for sample in samples]
-        group = self._group(lease, prompt, samples[:count], scores[:count])
+            episodes = [episode.without_experts() for episode in episodes]
+        group = self._group(lease, prompt, episodes[:count], scores[:count])
         if lease.sampling.greedy_baseline:
             group.greedy_reward = scores[count].score or 0.0
         group.generate_s, group.score_s = ended - arrived, time.monotonic() - ended
         return group
 
-    async def samples(
-        self, prompt: Prompt, requests: Sequence[Sampling], on_sample: Callable[[Sample], None]
-    ) -> list[Sample]:
-        """One sample for each request. Each is a request of its own to the engine, so that it can be aborted and gets
-        its own versions; the engine's prefix cache shares the prompt between them."""
+    async def episodes(
+        self,
+        prompt: Prompt,
+        requests: Sequence[Sampling],
+        on_sample: OnSample = lambda _: None,
+        on_episode: Callable[[], None] = lambda: None,
+    ) -> list[Episode]:
+        """One episode for each request. Each asks the engine by itself, so that it can be aborted and gets its own
+        versions; the engine's prefix cache shares the prompt between them."""
 
-        async def one(sampling: Sampling) -> Sample:
-            sample = await self.engine.generate(prompt.rendered.token_ids, sampling)
-            on_sample(sample)
-            return sample
+        async def one(sampling: Sampling) -> Episode:
+            episode = await self.run_episode(self.engine, prompt, sampling, on_sample)
+            on_episode()
+            return episode
 
         tasks = [asyncio.create_task(one(sampling)) for sampling in requests]
         try:
@@ -74,10 +91,12 @@ class GroupGenerator:
                 task.cancel()
 
     async def _scores(
-        self, prompt: Prompt, samples: Sequence[Sample], purpose: common_pb2.Purpose
+        self, prompt: Prompt, episodes: Sequence[Episode], purpose: common_pb2.Purpose
     ) -> list[Scored] | Drop:
-        row, answers = prompt.row, [sample.text for sample in samples]
-        scores = await self.job.scoring.score_group(row.data_source, answers, row.ground_truth, row.extra_info)
+        """The scores of the episodes: those of their environment, or of the reward function where it gave none."""
+        row, answers = prompt.row, [episode.answer for episode in episodes if episode.scored is None]
+        found = iter(await self.job.scoring.score_group(row.data_source, answers, row.ground_truth, row.extra_info))
+        scores = [next(found) if episode.scored is None else episode.scored for episode in episodes]
         if failure := next((score.failure for score in scores if score.failure is not None), None):
             return Drop(DropReason.REWARD_FAILED, failure)
         parts = self.job.spec.reward.parts if purpose == common_pb2.PURPOSE_TRAIN else []
@@ -89,8 +108,9 @@ class GroupGenerator:
         return scores
 
     def _group(
-        self, lease: work_pb2.Lease, prompt: Prompt, samples: list[Sample], scores: list[Scored]
+        self, lease: work_pb2.Lease, prompt: Prompt, episodes: list[Episode], scores: list[Scored]
     ) -> common_pb2.Group:
+        sizes = [len(episode.trajectories) for episode in episodes]
         return common_pb2.Group(
             job_id=lease.ref.job_id,
             prompt_id=lease.prompt_id,
@@ -99,7 +119,8 @@ class GroupGenerator:
             prompt_tokens=pack_tokens(prompt.rendered.token_ids),
             prompt_text=prompt.text,
             ground_truth=lease.ground_truth,
-            trajectories=[trajectory(s, score) for s, score in zip(samples, scores, strict=True)],
+            trajectories=[m for one, score in zip(episodes, scores, strict=True) for m in one.messages(score)],
+            episode_trajectories=sizes if max(sizes) > 1 else [],
             member_id=self.member_id,
             engine=self.engine.name,
         )
@@ -121,19 +142,3 @@ def sampling_of(sampling: work_pb2.Sampling) -> Sampling:
         top_k=sampling.top_k,
         stop=tuple(sampling.stop),
     )
-
-
-def trajectory(sample: Sample, scored: Scored | None = None) -> common_pb2.Trajectory:
-    """A sample and its score as a message."""
-    message = common_pb2.Trajectory(
-        tokens=pack_tokens(sample.tokens),
-        logprobs=pack_logprobs(sample.logprobs),
-        versions=[common_pb2.VersionSpan(version=v.version, start=v.start, end=v.end) for v in sample.versions],
-        stop_reason=sample.stop_reason.value,
-        text=sample.text,
-        experts=None if sample.experts is None else pack_experts(sample.experts),
-    )
-    if scored is not None and scored.score is not None:
-        message.reward = scored.score
-        message.reward_details = json.dumps(scored.details) if scored.details else ""
-    return message

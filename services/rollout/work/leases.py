@@ -42,8 +42,8 @@ class HeldLease:
     task: asyncio.Task[None]
     expires_s: float
     """Seconds for which the last extension holds."""
-    sampling: int
-    """Samples that have not ended."""
+    running: int
+    """Episodes that have not ended."""
 
 
 class Leases:
@@ -121,7 +121,7 @@ class Leases:
             self._changed.clear()
             if self._generator is not None:
                 generator, group = self._generator, self._generator.job.spec.rollout.samples_per_prompt
-                free = generator.engine.capacity - sum(held.sampling for held in self._held.values())
+                free = generator.engine.capacity - sum(held.running for held in self._held.values())
                 # Groups that wait for their scores hold no slot. Without a bound a slow reward would fill the memory.
                 if free > 0 and len(self._held) < 2 * generator.engine.capacity:
                     return generator, free + group - 1
@@ -148,11 +148,13 @@ class Leases:
 
         def on_sample(sample: Sample) -> None:
             self.generated_tokens += len(sample.tokens)
-            self._held[key].sampling -= 1
+
+        def on_episode() -> None:
+            self._held[key].running -= 1
             self._changed.set()
 
         try:
-            answer = await generator.answer(lease, time.monotonic(), on_sample)
+            answer = await generator.answer(lease, time.monotonic(), on_sample, on_episode)
         except EngineDied as error:
             self.on_death(error)
             return

@@ -24,7 +24,7 @@ from services.trainer.protocol.published import Published
 
 @dataclass(frozen=True)
 class TokenScores:
-    """What the model computes for the response tokens of a micro-batch, in their order."""
+    """What the model computes for the sampled tokens of a micro-batch, in their order."""
 
     logprobs_r: Tensor
     """Log-probabilities at the job's temperature, float32 [R], nats."""
@@ -38,7 +38,7 @@ LossFn = Callable[[MicroBatch, TokenScores], tuple[Tensor, Output]]
 """Computes a micro-batch's share of the batch's loss, a scalar, and an output that the backend returns."""
 
 ValueLossFn = Callable[[MicroBatch, Tensor], tuple[Tensor, Output]]
-"""The same from the critic's values, float32 [R]: for each response token the reward that is still to come."""
+"""The same from the critic's values, float32 [R]: for each sampled token the reward that is still to come."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Critic(TrainableModel, Protocol):
     """The entries in which its config.json differs from that of the folder."""
 
     def values(self, microbatches: Sequence[MicroBatch]) -> list[Tensor]:
-        """The value before each response token: float32 [R] for each micro-batch, without gradient."""
+        """The value before each sampled token: float32 [R] for each micro-batch, without gradient."""
 
     def forward_backward(self, microbatches: Sequence[MicroBatch], loss_fn: ValueLossFn[Output]) -> list[Output]:
         """The same as `Backend.forward_backward`, for the critic's gradient."""

@@ -1,4 +1,4 @@
-"""A micro-batch: sequences packed one after the other, of which the response tokens are trained."""
+"""A micro-batch: sequences packed one after the other, of which the sampled tokens are trained."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +12,16 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
+class Turn:
+    """One answer of the policy within a response: tokens [start, end) of it were sampled."""
+
+    start: int
+    end: int
+    reward: float = 0.0
+    """What the turn itself earned, at its last token."""
+
+
+@dataclass(frozen=True)
 class Sample:
     """One trajectory as a rank trains it."""
 
@@ -19,9 +29,11 @@ class Sample:
     """Name for messages to people: `prompt 0-17, sample 3`."""
     prompt: NDArray[np.int32]
     response: NDArray[np.int32]
+    """Every token after the prompt, sampled and given."""
     rollout_logprobs: NDArray[np.float32]
-    """Behaviour log-probability of each response token, nats."""
+    """Behaviour log-probability of each sampled token, nats."""
     reward: float
+    """At the last sampled token, besides what the turns earned."""
     reward_parts: tuple[float, ...] = ()
     """The separate rewards that the job names in `reward.parts`."""
     greedy_reward: float | None = None
@@ -32,12 +44,27 @@ class Sample:
     """The engine's choices, [prompt and response tokens, MoE layers, experts per token]; negative where it reported
     none."""
     versions: NDArray[np.int64] | None = None
-    """Version of the weights that each response token was sampled with."""
+    """Version of the weights that each sampled token was sampled with."""
+    turns: tuple[Turn, ...] = ()
+    """Empty: one turn, which is the whole response."""
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Number of response tokens that were sampled."""
+        return sum(turn.end - turn.start for turn in self.turns) if self.turns else len(self.response)
+
+    @property
+    def sampled_r(self) -> NDArray[np.int64]:
+        """Places of the sampled tokens in the whole sequence, int64 [sampled tokens], ascending."""
+        first = len(self.prompt)
+        if not self.turns:
+            return np.arange(first, first + len(self.response))
+        return np.concatenate([np.arange(first + turn.start, first + turn.end) for turn in self.turns])
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Sequences packed to [P] tokens, of which [R] are response tokens, in the order of the sequences.
+    """Sequences packed to [P] tokens, of which [R] were sampled, in the order of the sequences.
 
     A micro-batch without sequences is padding: the backend runs one token, so that all ranks call the same collectives.
     """
@@ -46,13 +73,15 @@ class MicroBatch:
     """Indices of these sequences among the rank's samples."""
     lengths: tuple[int, ...]
     """Number of tokens of each sequence, prompt and response."""
-    response_lengths: tuple[int, ...]
-    """Number of response tokens of each sequence."""
+    sampled_lengths: tuple[int, ...]
+    """Number of sampled tokens of each sequence."""
     tokens_p: Tensor
     """Token ids, int64 [P]."""
     experts_plk: Tensor | None = None
     """The engine's choices, int [P, MoE layers, experts per token]. The trainer's routers choose where an entry is
     negative, and for all tokens where this is None."""
+    sampled_r: Tensor | None = None
+    """Places of the sampled tokens among the [P], int64 [R]. None: they are the last ones of each sequence."""
 
     @classmethod
     def pack(cls, samples: Sequence[Sample], rows: Sequence[int]) -> "MicroBatch":
@@ -61,20 +90,21 @@ class MicroBatch:
         parts = [part for sample in chosen for part in (sample.prompt, sample.response)]
         tokens_p = torch.from_numpy(np.concatenate(parts).astype(np.int64)) if parts else torch.zeros(1).long()
         lengths = tuple(len(sample.prompt) + len(sample.response) for sample in chosen) or (1,)
-        return cls(tuple(rows), lengths, tuple(len(sample.response) for sample in chosen), tokens_p, _experts(chosen))
+        sampled = tuple(sample.sampled_tokens for sample in chosen)
+        return cls(tuple(rows), lengths, sampled, tokens_p, _experts(chosen), _sampled(chosen, lengths))
 
     def padded(self, multiple: int) -> "MicroBatch":
-        """The micro-batch with as many tokens as a multiple: the added ones are a sequence without a response, at the
-        end."""
+        """The micro-batch with as many tokens as a multiple: the added ones are a sequence of which nothing was
+        sampled, at the end."""
         missing = -len(self.tokens_p) % multiple
         if not missing:
             return self
-        responses = self.response_lengths or (0,) * len(self.lengths)
+        sampled = self.sampled_lengths or (0,) * len(self.lengths)
         chosen = self.experts_plk
         return replace(
             self,
             lengths=(*self.lengths, missing),
-            response_lengths=(*responses, 0),
+            sampled_lengths=(*sampled, 0),
             tokens_p=F.pad(self.tokens_p, (0, missing)),
             experts_plk=None if chosen is None else F.pad(chosen, (0, 0, 0, 0, 0, missing), value=-1),
         )
@@ -91,14 +121,24 @@ class MicroBatch:
 
     @cached_property
     def predicting_r(self) -> Tensor:
-        """The positions whose logits predict the response tokens, each one before its token, int64 [R]."""
-        spans = zip(self.starts[1:].tolist(), self.response_lengths, strict=False)
+        """The positions whose logits predict the sampled tokens, each one before its token, int64 [R]."""
+        if self.sampled_r is not None:
+            return self.sampled_r - 1
+        spans = zip(self.starts[1:].tolist(), self.sampled_lengths, strict=False)
         return torch.cat([torch.arange(end - count - 1, end - 1) for end, count in spans] or [torch.zeros(0).long()])
 
     @cached_property
     def targets_r(self) -> Tensor:
-        """Ids of the response tokens, int64 [R]."""
+        """Ids of the sampled tokens, int64 [R]."""
         return self.tokens_p[self.predicting_r + 1]
+
+
+def _sampled(samples: Sequence[Sample], lengths: Sequence[int]) -> Tensor | None:
+    """Places of the sampled tokens of packed samples; None where each sample's are its whole response."""
+    if not any(sample.turns for sample in samples):
+        return None
+    starts = np.cumsum([0, *lengths])
+    return torch.from_numpy(np.concatenate([start + s.sampled_r for start, s in zip(starts, samples, strict=False)]))
 
 
 def _experts(samples: Sequence[Sample]) -> Tensor | None:

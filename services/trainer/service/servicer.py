@@ -172,7 +172,10 @@ class TrainerService(TrainerServicer):
             self._job = None  # as on the ranks
             raise
         job.version, job.last_step = Version(reply.version), (request.step, reply)
-        self.trained_tokens += sum(sum(group.response_tokens) for group in request.groups)
+        self.trained_tokens += sum(
+            sum(group.response_tokens) + sum(one.sampled_tokens for one in group.trajectories)
+            for group in request.groups
+        )
         return reply
 
     async def DescribeWeights(

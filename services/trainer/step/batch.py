@@ -1,9 +1,12 @@
 """The batch of a step: its trajectories, how they are divided over the ranks, and this rank's share as tensors.
 
-`_bt` tensors are [rows, longest response]. The rows of a rank are its own trajectories. The rows of the whole batch are
+`_bt` tensors are [rows, most sampled tokens]: tokens that the policy did not sample are in no column, so that nothing
+that is computed from them can count them. The rows of a rank are its own trajectories. The rows of the whole batch are
 the trajectories of all ranks: what is exact only over the whole batch is computed over it, on every rank the same.
+Rewards and advantages have episodes as rows (`_et`): the sampled tokens of an episode's trajectories in their order.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,13 +29,16 @@ from services.trainer.ranks import collectives
 
 @dataclass(frozen=True)
 class TrajectoryRef:
-    """A trajectory as the coordinator names it: by its prompt and its number among the prompt's samples."""
+    """A trajectory as the coordinator names it: by its prompt and its number among those of the prompt."""
 
     prompt_id: str
     sample: int
     group: int
+    episode: int
+    """Counted from 0 over the step. The trajectories of an episode follow each other."""
     prompt_tokens: int
     response_tokens: int
+    sampled_tokens: int
 
     @property
     def tokens(self) -> int:
@@ -55,11 +61,7 @@ class BatchDivision:
     @classmethod
     def of(cls, groups: Sequence[GroupRef], backend: Backend, *, updates: int, token_budget: int) -> "BatchDivision":
         """Cuts the groups into `updates` shares, in order, and balances each share over the ranks by cost."""
-        refs = tuple(
-            TrajectoryRef(group.prompt_id, sample, number, group.prompt_tokens, tokens)
-            for number, group in enumerate(groups)
-            for sample, tokens in enumerate(group.response_tokens)
-        )
+        refs = _refs(groups)
         plans = []
         for update in range(min(updates, len(groups))):
             first, last = (len(groups) * edge // min(updates, len(groups)) for edge in (update, update + 1))
@@ -69,6 +71,23 @@ class BatchDivision:
             plan = plan_microbatches(lengths, ranks=ranks, token_budget=token_budget, cost=backend.cost)
             plans.append([[[members[at] for at in batch] for batch in batches] for batches in plan])
         return cls(refs, tuple(plans), token_budget)
+
+    @cached_property
+    def sampled_lengths(self) -> list[int]:
+        """Sampled tokens of each trajectory."""
+        return [trajectory.sampled_tokens for trajectory in self.trajectories]
+
+    @cached_property
+    def last_of_episodes(self) -> list[int]:
+        """The last trajectory of each episode."""
+        episodes = [trajectory.episode for trajectory in self.trajectories]
+        return [index for index, (one, after) in enumerate(pairwise([*episodes, -1])) if one != after]
+
+    @cached_property
+    def episode_lengths(self) -> list[int]:
+        """Sampled tokens of each episode."""
+        edges = [-1, *self.last_of_episodes]
+        return [sum(self.sampled_lengths[first + 1 : last + 1]) for first, last in pairwise(edges)]
 
     def indices(self, rank: int) -> list[int]:
         """Indices of a rank's trajectories, ascending."""
@@ -109,6 +128,21 @@ class BatchDivision:
         return {f"global_seqlen/{name}": float(value) for name, value in values.items()}
 
 
+def _refs(groups: Sequence[GroupRef]) -> tuple[TrajectoryRef, ...]:
+    """The trajectories of the groups, in order. In a group without shapes each is an episode."""
+    refs: list[TrajectoryRef] = []
+    for number, group in enumerate(groups):
+        first = refs[-1].episode + 1 if refs else 0
+        for sample, tokens in enumerate(group.response_tokens):
+            refs.append(
+                TrajectoryRef(group.prompt_id, sample, number, first + sample, group.prompt_tokens, tokens, tokens)
+            )
+        for sample, one in enumerate(group.trajectories):
+            lengths = (one.prompt_tokens, one.response_tokens, one.sampled_tokens)
+            refs.append(TrajectoryRef(group.prompt_id, sample, number, first + one.episode, *lengths))
+    return tuple(refs)
+
+
 class RankBatch:
     """This rank's share of a step's batch, on `device`."""
 
@@ -124,15 +158,25 @@ class RankBatch:
         self._row_of = {index: row for row, index in enumerate(mine)}
         self.updates = self._packed(division.updates)
         """For each update the policy's micro-batches."""
-        self.lengths = [division.trajectories[index].response_tokens for index in mine]
+        self.lengths = [division.sampled_lengths[index] for index in mine]
         self.labels = [division.trajectories[index].label for index in mine]
         self.mask_bt = self.pad(torch.ones(sum(self.lengths), dtype=torch.bool, device=device))
         rollout = [torch.tensor(sample.rollout_logprobs) for sample in samples]
         self.rollout_bt = self.pad(torch.cat([torch.zeros(0), *rollout]).to(device))
 
+    @property
+    def turn_starts_bt(self) -> Tensor:
+        """The first token of each turn, bool [rows, longest]."""
+        starts_bt = torch.zeros_like(self.mask_bt)
+        starts_bt[:, :1] = self.mask_bt[:, :1]
+        for row, sample in enumerate(self.samples):
+            ends = itertools.accumulate(turn.end - turn.start for turn in sample.turns[:-1])
+            starts_bt[row, list(ends)] = True
+        return starts_bt
+
     def sampled_with_bt(self, version: int) -> Tensor:
         """The tokens that were sampled with the weights of this version, bool [rows, longest]."""
-        versions = [np.full(len(s.response), -1) if s.versions is None else s.versions for s in self.samples]
+        versions = [np.full(s.sampled_tokens, -1) if s.versions is None else s.versions for s in self.samples]
         return self.pad(torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *versions])).to(self.device) == version)
 
     def repacked(self, token_budget: int, cost: SequenceCost) -> list[list[MicroBatch]]:
@@ -148,20 +192,29 @@ class RankBatch:
             for plan in plans
         ]
 
-    @property
-    def _whole_lengths(self) -> list[int]:
-        return [trajectory.response_tokens for trajectory in self.division.trajectories]
-
     @cached_property
     def whole_mask_bt(self) -> Tensor:
-        """The response tokens of all trajectories of the step, in the order in which the coordinator named them."""
-        ones = torch.ones(sum(self._whole_lengths), dtype=torch.bool, device=self.device)
-        return segments.unpack(ones, self._whole_lengths)
+        """The sampled tokens of all trajectories of the step, in the order in which the coordinator named them."""
+        lengths = self.division.sampled_lengths
+        return segments.unpack(torch.ones(sum(lengths), dtype=torch.bool, device=self.device), lengths)
 
     @cached_property
-    def whole_group_b(self) -> Tensor:
-        """The group of each trajectory of the step, int64 [trajectories]."""
-        return torch.tensor([trajectory.group for trajectory in self.division.trajectories], device=self.device)
+    def group_e(self) -> Tensor:
+        """The group of each episode of the step, int64 [episodes]."""
+        last = [self.division.trajectories[index] for index in self.division.last_of_episodes]
+        return torch.tensor([trajectory.group for trajectory in last], device=self.device)
+
+    def by_episode(self, whole_bt: Tensor) -> Tensor:
+        """Values of the whole batch, [episodes, longest], from those of its trajectories, [trajectories, longest]."""
+        if len(self.division.episode_lengths) == len(whole_bt):
+            return whole_bt
+        return segments.unpack(segments.pack(whole_bt, self.division.sampled_lengths), self.division.episode_lengths)
+
+    def by_trajectory(self, values_et: Tensor) -> Tensor:
+        """The reverse of `by_episode`."""
+        if len(values_et) == len(self.division.trajectories):
+            return values_et
+        return segments.unpack(segments.pack(values_et, self.division.episode_lengths), self.division.sampled_lengths)
 
     @cached_property
     def whole_engine_b(self) -> Tensor:
@@ -176,7 +229,7 @@ class RankBatch:
     def gather(self, values_bt: Tensor) -> Tensor:
         """Values of the whole batch, [trajectories, longest], from each rank's own [rows, longest]. A collective."""
         shares = [self.division.indices(rank) for rank in range(self._data_parallel.size)]
-        lengths = [[self._whole_lengths[index] for index in indices] for indices in shares]
+        lengths = [[self.division.sampled_lengths[index] for index in indices] for indices in shares]
         flat = segments.pack(values_bt, self.lengths) if self.lengths else values_bt.new_zeros(0)
         parts = collectives.gather_flat(flat, [sum(tokens) for tokens in lengths], self._data_parallel.group)
         by_rank_bt = segments.unpack(torch.cat(parts), [length for tokens in lengths for length in tokens])
@@ -200,7 +253,7 @@ class RankBatch:
         return whole_bt[self.division.indices(self._data_parallel.rank), : self.mask_bt.shape[1]]
 
     def pad(self, values_r: Tensor) -> Tensor:
-        """Values of the response tokens of all of this rank's rows, [R], as [rows, longest]."""
+        """Values of the sampled tokens of all of this rank's rows, [R], as [rows, longest]."""
         return segments.unpack(values_r, self.lengths) if self.lengths else values_r.view(0, 0)
 
     def from_microbatches(self, microbatches: Sequence[MicroBatch], values: Sequence[Tensor]) -> Tensor:
@@ -208,6 +261,6 @@ class RankBatch:
         out_bt = torch.zeros(self.mask_bt.shape, device=self.device)
         for batch, values_r in zip(microbatches, values, strict=True):
             if batch.rows:
-                padded_bt = segments.unpack(values_r, batch.response_lengths)
+                padded_bt = segments.unpack(values_r, batch.sampled_lengths)
                 out_bt[list(batch.rows), : padded_bt.shape[1]] = padded_bt
         return out_bt

@@ -1,5 +1,6 @@
 """Fetches this rank's trajectories from the coordinator's Work service."""
 
+import itertools
 import json
 from collections.abc import Sequence
 
@@ -10,8 +11,9 @@ from millrace.rewards.outcome import BadOutcome, separate_rewards
 from millrace.wire.arrays import unpack_experts, unpack_logprobs, unpack_tokens
 from millrace.wire.channel import Peer
 from millrace.wire.methods import WorkRpc
+from millrace.wire.sampled import episode_sizes
 from millrace.wire.v1 import common_pb2, work_pb2
-from services.trainer.protocol.microbatch import Sample
+from services.trainer.protocol.microbatch import Sample, Turn
 from services.trainer.step.batch import TrajectoryRef
 
 
@@ -45,8 +47,8 @@ def _sample(ref: TrajectoryRef, group: common_pb2.Group, reward_parts: Sequence[
         raise _differs(ref, f"its group has only {len(group.trajectories)} samples")
     trajectory = group.trajectories[ref.sample]
     try:
-        prompt, response = unpack_tokens(group.prompt_tokens), unpack_tokens(trajectory.tokens)
-        logprobs = unpack_logprobs(trajectory.logprobs)
+        prompt = unpack_tokens(trajectory.prompt_tokens or group.prompt_tokens)
+        response, logprobs = unpack_tokens(trajectory.tokens), unpack_logprobs(trajectory.logprobs)
     except ValueError as error:
         raise _differs(ref, "its arrays have half an element") from error
     if not len(prompt):
@@ -55,17 +57,10 @@ def _sample(ref: TrajectoryRef, group: common_pb2.Group, reward_parts: Sequence[
         raise _differs(
             ref, f"it has {len(prompt)} + {len(response)} tokens, not {ref.prompt_tokens} + {ref.response_tokens}"
         )
-    if len(logprobs) != len(response):
-        raise _differs(ref, f"it has {len(response)} tokens but {len(logprobs)} log-probabilities")
-    if not trajectory.HasField("reward"):
-        raise _differs(ref, f"it has no reward: {trajectory.reward_failure}")
-    try:
-        details = json.loads(trajectory.reward_details or "{}")
-        parts = separate_rewards(trajectory.reward, details, reward_parts)
-    except BadOutcome as error:
-        raise _differs(ref, f"its scorer {error}") from error
-    except (ValueError, RecursionError) as error:
-        raise _differs(ref, "its reward details are not JSON") from error
+    turns = _turns(ref, trajectory, len(response))
+    if len(logprobs) != ref.sampled_tokens:
+        raise _differs(ref, f"it has {ref.sampled_tokens} sampled tokens but {len(logprobs)} log-probabilities")
+    reward, parts = _rewards(ref, group, reward_parts)
     experts = None
     if trajectory.HasField("experts"):
         try:
@@ -76,9 +71,42 @@ def _sample(ref: TrajectoryRef, group: common_pb2.Group, reward_parts: Sequence[
     versions = np.full(len(response), -1, np.int64)
     for span in trajectory.versions:
         versions[span.start : span.end] = span.version
-    return Sample(
-        ref.label, prompt, response, logprobs, trajectory.reward, parts, greedy, group.engine, experts, versions
-    )
+    if turns:
+        versions = np.concatenate([versions[turn.start : turn.end] for turn in turns])
+    return Sample(ref.label, prompt, response, logprobs, reward, parts, greedy, group.engine, experts, versions, turns)
+
+
+def _turns(ref: TrajectoryRef, trajectory: common_pb2.Trajectory, tokens: int) -> tuple[Turn, ...]:
+    """The turns of a response of `tokens` tokens; none where all of it was sampled at once."""
+    turns = tuple(Turn(turn.start, turn.end, turn.reward) for turn in trajectory.turns)
+    ends = [0, *(turn.end for turn in turns)]
+    if any(turn.start < before or turn.end <= turn.start for before, turn in zip(ends, turns, strict=False)):
+        raise _differs(ref, "its turns do not follow each other")
+    if ends[-1] > tokens:
+        raise _differs(ref, f"its turns end at {ends[-1]} of {tokens} response tokens")
+    sampled = sum(turn.end - turn.start for turn in turns) if turns else tokens
+    if sampled != ref.sampled_tokens:
+        raise _differs(ref, f"it has {sampled} sampled tokens, not {ref.sampled_tokens}")
+    return turns
+
+
+def _rewards(
+    ref: TrajectoryRef, group: common_pb2.Group, reward_parts: Sequence[str]
+) -> tuple[float, tuple[float, ...]]:
+    """The reward of a trajectory, and the separate rewards of the episode that it ends; 0 each where it ends none."""
+    trajectory = group.trajectories[ref.sample]
+    ends_episode = ref.sample + 1 in itertools.accumulate(episode_sizes(group))
+    if not trajectory.HasField("reward") and (ends_episode or trajectory.reward_failure):
+        raise _differs(ref, f"it has no reward: {trajectory.reward_failure}")
+    if not ends_episode:
+        return trajectory.reward, (0.0,) * len(reward_parts)
+    try:
+        details = json.loads(trajectory.reward_details or "{}")
+        return trajectory.reward, separate_rewards(trajectory.reward, details, reward_parts)
+    except BadOutcome as error:
+        raise _differs(ref, f"its scorer {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise _differs(ref, "its reward details are not JSON") from error
 
 
 def _differs(ref: TrajectoryRef, how: str) -> InvalidState:

@@ -22,7 +22,7 @@ class LossOutput:
     """What a loss returns for a micro-batch, besides its value."""
 
     scored_r: Tensor
-    """Result of the forward pass for each response token: log-probabilities, or the critic's values."""
+    """Result of the forward pass for each sampled token: log-probabilities, or the critic's values."""
     metrics: dict[str, Tensor]
 
 
@@ -37,12 +37,12 @@ class ActorLoss:
 
     def __call__(self, batch: MicroBatch, scores: TokenScores) -> tuple[Tensor, LossOutput]:
         logprobs_r = scores.logprobs_r.detach()
-        if not sum(batch.response_lengths):
+        if not sum(batch.sampled_lengths):
             return scores.logprobs_r.sum(), LossOutput(logprobs_r, {})
         assert scores.entropy_r is not None
         algorithm, inputs = self.spec.algorithm, self.inputs.rows_of(batch)
-        logprobs_bt = segments.unpack(scores.logprobs_r, batch.response_lengths)
-        entropy_bt = segments.unpack(scores.entropy_r, batch.response_lengths)
+        logprobs_bt = segments.unpack(scores.logprobs_r, batch.sampled_lengths)
+        entropy_bt = segments.unpack(scores.entropy_r, batch.sampled_lengths)
         optional = {"behaviour_logprobs_bt": inputs.rollout_bt, "selected_bt": inputs.selected_bt}
         horizon = self.spec.rollout.max_response_tokens
         weights_bt, off_policy_share = self._weights(inputs, logprobs_bt)
@@ -101,13 +101,13 @@ class CriticLoss:
     """Counts of the update's tokens that count, over all ranks."""
 
     def __call__(self, batch: MicroBatch, values_r: Tensor) -> tuple[Tensor, LossOutput]:
-        if not sum(batch.response_lengths):
+        if not sum(batch.sampled_lengths):
             return values_r.sum(), LossOutput(values_r.detach(), {})
         inputs = self.inputs.rows_of(batch)
         assert inputs.values_bt is not None and inputs.returns_bt is not None
         assert self.spec.algorithm.critic is not None
         loss, metrics = value_loss(
-            values_bt=segments.unpack(values_r, batch.response_lengths),
+            values_bt=segments.unpack(values_r, batch.sampled_lengths),
             old_values_bt=inputs.values_bt,
             returns_bt=inputs.returns_bt,
             mask_bt=inputs.mask_bt,

@@ -46,8 +46,8 @@ class LossInputs:
     """What the critic learns to predict."""
 
     def rows_of(self, batch: MicroBatch) -> "LossInputs":
-        """The rows of a micro-batch, [sequences, longest response of the micro-batch]."""
-        rows, longest = list(batch.rows), max(batch.response_lengths)
+        """The rows of a micro-batch, [sequences, most sampled tokens of the micro-batch]."""
+        rows, longest = list(batch.rows), max(batch.sampled_lengths)
 
         def cut(column_bt: Tensor) -> Tensor:
             return column_bt[rows, :longest]
@@ -80,6 +80,7 @@ def make_loss_inputs(spec: JobSpec, batch: RankBatch, passes: ForwardResults) ->
     check_finite("log-probabilities of the engine", whole_rollout_bt, whole_mask_bt, batch.whole_labels)
     rewards_bt = batch.gather(token_rewards(spec, batch, old_bt, passes.ref_bt))
     check_finite("rewards", rewards_bt, whole_mask_bt, batch.whole_labels)
+    rewards_et = batch.by_episode(rewards_bt)
     known = _advantage_inputs(spec, batch, passes, old_bt)
     keep_bt, metrics = whole_mask_bt, {}
     if algorithm.corrections:
@@ -92,14 +93,15 @@ def make_loss_inputs(spec: JobSpec, batch: RankBatch, passes: ForwardResults) ->
             normalize=algorithm.normalize_correction_weights,
         )
         metrics = summarised(shares)
-    advantages_bt, returns_bt = advantage(
+    advantages_et, returns_et = advantage(
         algorithm.advantage.name,
-        token_rewards_bt=rewards_bt,
-        mask_bt=whole_mask_bt,
-        group_b=batch.whole_group_b,
-        **known,
+        token_rewards_bt=rewards_et,
+        mask_bt=batch.by_episode(whole_mask_bt),
+        group_b=batch.group_e,
+        **{name: batch.by_episode(values) if name.endswith("_bt") else values for name, values in known.items()},
         **algorithm.advantage.options,
     )
+    advantages_bt, returns_bt = batch.by_trajectory(advantages_et), batch.by_trajectory(returns_et)
     check_finite("advantages", advantages_bt, whole_mask_bt, batch.whole_labels)
     check_finite("returns", returns_bt, whole_mask_bt, batch.whole_labels)
     weights_bt, masked = _loss_weights(spec, batch, passes, known.get("weights_bt"), keep_bt)
@@ -116,7 +118,7 @@ def make_loss_inputs(spec: JobSpec, batch: RankBatch, passes: ForwardResults) ->
     )
     statistics = batch_metrics(
         batch,
-        rewards_bt=rewards_bt,
+        rewards_et=rewards_et,
         advantages_bt=advantages_bt,
         values_bt=known.get("values_bt"),
         returns_bt=returns_bt,
@@ -137,10 +139,13 @@ def _advantage_inputs(
     known = {name: batch.gather(values_bt) for name, values_bt in mine_bt.items() if values_bt is not None}
     if "rewards_bk" in wanted and spec.reward.parts:
         parts = [sample.reward_parts for sample in batch.samples]
-        known["rewards_bk"] = _rows(batch, parts, len(spec.reward.parts), "rewards")
+        known["rewards_bk"] = _rows(batch, parts, len(spec.reward.parts), "rewards")[batch.division.last_of_episodes]
     if "greedy_rewards_b" in wanted:
         greedy = [(nan if sample.greedy_reward is None else sample.greedy_reward,) for sample in batch.samples]
-        known["greedy_rewards_b"] = _rows(batch, greedy, 1, "rewards of greedy answers").squeeze(1)
+        whole_bk = _rows(batch, greedy, 1, "rewards of greedy answers")
+        known["greedy_rewards_b"] = whole_bk[batch.division.last_of_episodes, 0]
+    if "turn_starts_bt" in wanted:
+        known["turn_starts_bt"] = batch.gather(batch.turn_starts_bt)
     return known
 
 

@@ -116,18 +116,18 @@ def over_updates(updates: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[s
 def batch_metrics(
     batch: RankBatch,
     *,
-    rewards_bt: Tensor,
+    rewards_et: Tensor,
     advantages_bt: Tensor,
     values_bt: Tensor | None = None,
     returns_bt: Tensor | None = None,
 ) -> dict[str, float]:
     """Statistics of the whole batch's rewards and advantages, and of values and returns where there is a critic.
 
-    All tensors are [trajectories of all ranks, longest response]. `rewards_bt` are what the advantages were computed
-    from.
+    All tensors are [trajectories of all ranks, most sampled tokens], but for `rewards_et`, what the advantages were
+    computed from, whose rows are episodes.
     """
     mask_bt = batch.whole_mask_bt
-    distributions = {"critic/rewards": rewards_bt.sum(dim=-1), "critic/advantages": advantages_bt[mask_bt]}
+    distributions = {"critic/rewards": rewards_et.sum(dim=-1), "critic/advantages": advantages_bt[mask_bt]}
     metrics: dict[str, float] = {}
     if values_bt is not None and returns_bt is not None:
         values, returns = values_bt[mask_bt].double(), returns_bt[mask_bt].double()

@@ -1,5 +1,7 @@
 """Rewards per token from the reward of each trajectory."""
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -12,14 +14,17 @@ from services.trainer.step.batch import RankBatch
 def token_rewards(spec: JobSpec, batch: RankBatch, old_bt: Tensor | None, ref_bt: Tensor | None) -> Tensor:
     """Rewards per token, float32 [rows, longest].
 
-    The reward and the overlong penalty are on the last response token. The KL to the reference is subtracted on every
-    token where the job has it in the reward.
+    The reward and the overlong penalty are on the last sampled token of a trajectory, the reward of a turn is on the
+    last token of that turn. The KL to the reference is subtracted on every token where the job has it in the reward.
     """
     algorithm = spec.algorithm
     rewards_bt = torch.zeros(batch.mask_bt.shape, device=batch.device)
     for row, (sample, length) in enumerate(zip(batch.samples, batch.lengths, strict=True)):
         if length:
-            rewards_bt[row, length - 1] = sample.reward + _overlong(spec, length)
+            rewards_bt[row, length - 1] = sample.reward + _overlong(spec, len(sample.response))
+        ends = itertools.accumulate(turn.end - turn.start for turn in sample.turns)
+        for end, turn in zip(ends, sample.turns, strict=True):
+            rewards_bt[row, end - 1] += turn.reward
     if algorithm.kl is None or algorithm.kl_in != "reward":
         return rewards_bt
     assert old_bt is not None and ref_bt is not None

@@ -10,6 +10,8 @@ from millrace.spec import JobSpec, parse
 from millrace.wire.arrays import pack_logprobs, pack_tokens
 from millrace.wire.v1 import common_pb2
 from millrace.wire.v1.trainer_pb2 import GroupRef
+from services.coordinator.stages.step import group_ref
+from services.coordinator.state.group import GroupSummary
 
 BYTES = 256
 
@@ -62,12 +64,48 @@ def _trajectory(random: np.random.Generator, length: int, version: int) -> commo
     )
 
 
+def episode_groups(
+    prompts: int, episodes: int, seed: int = 0, longest: int = 20, version: int = 0
+) -> dict[str, common_pb2.Group]:
+    """Groups of agents by prompt id: episodes of one to three trajectories of one to three turns each, with tokens that
+    were given before, between and after the turns, rewards of turns, and prompts of their own."""
+    random, groups = np.random.default_rng(seed), random_groups(prompts, 0, seed, longest)
+    for group in groups.values():
+        for _ in range(episodes):
+            count = int(random.integers(1, 4))
+            group.episode_trajectories.append(count)
+            group.trajectories.extend(_turns(random, longest, version) for _ in range(count))
+            last = group.trajectories[-1]
+            last.reward, last.reward_details = float(random.integers(0, 2)), json.dumps({"format": random.random()})
+            for other in group.trajectories[-count:-1]:
+                if random.random() < 0.5:
+                    other.prompt_tokens = pack_tokens(random.integers(0, BYTES, random.integers(3, longest)).tolist())
+    return groups
+
+
+def _turns(random: np.random.Generator, longest: int, version: int) -> common_pb2.Trajectory:
+    edges = np.sort(random.choice(longest, size=2 * int(random.integers(1, 4)), replace=False)).tolist()
+    trajectory = _trajectory(random, int(random.integers(edges[-1], longest + 1)), version)
+    for part in ("reward", "logprobs", "versions"):
+        trajectory.ClearField(part)  # type: ignore[arg-type]
+    for start, end in zip(edges[::2], edges[1::2], strict=True):
+        trajectory.turns.add(start=start, end=end, reward=float(random.integers(-2, 3)) / 4)
+        trajectory.versions.add(version=version, start=start, end=end)
+        trajectory.logprobs += pack_logprobs((-5.5 + 0.1 * random.standard_normal(end - start)).tolist())
+    return trajectory
+
+
 def refs(groups: dict[str, common_pb2.Group]) -> list[GroupRef]:
+    """The groups as the coordinator names them."""
     return [
-        GroupRef(
-            prompt_id=prompt_id,
-            prompt_tokens=len(group.prompt_tokens) // 4,
-            response_tokens=[len(trajectory.tokens) // 4 for trajectory in group.trajectories],
-        )
-        for prompt_id, group in groups.items()
+        group_ref(GroupSummary.of(group)) if group.episode_trajectories else _plain_ref(group)
+        for group in groups.values()
     ]
+
+
+def _plain_ref(group: common_pb2.Group) -> GroupRef:
+    return GroupRef(
+        prompt_id=group.prompt_id,
+        prompt_tokens=len(group.prompt_tokens) // 4,
+        response_tokens=[len(trajectory.tokens) // 4 for trajectory in group.trajectories],
+    )

@@ -18,19 +18,22 @@ BATCH = (
         "The pass over the data that the step's prompts are from, counted from 0; of two passes the later.",
     ),
     StepMetric(
-        "critic/score/{statistic}", Unit.REWARD, COORDINATOR, "Reward of a trajectory as the reward function gave it."
+        "critic/score/{statistic}",
+        Unit.REWARD,
+        COORDINATOR,
+        "Reward of an episode as the reward function gave it, with the rewards of its turns.",
     ),
     StepMetric(
         "critic/rewards/{statistic}",
         Unit.REWARD,
         TRAINER,
-        "Reward of a trajectory as the advantages use it: with the overlong penalty, and with the KL penalty where"
+        "Reward of an episode as the advantages use it: with the overlong penalty, and with the KL penalty where"
         " `algorithm.kl_in` is `reward`.",
     ),
-    StepMetric("critic/advantages/{statistic}", Unit.REWARD, TRAINER, "Advantage of a response token."),
-    StepMetric("critic/values/{statistic}", Unit.REWARD, TRAINER, "Value that the critic gave a response token."),
+    StepMetric("critic/advantages/{statistic}", Unit.REWARD, TRAINER, "Advantage of a sampled token."),
+    StepMetric("critic/values/{statistic}", Unit.REWARD, TRAINER, "Value that the critic gave a sampled token."),
     StepMetric(
-        "critic/returns/{statistic}", Unit.REWARD, TRAINER, "Return of a response token, which the critic learns."
+        "critic/returns/{statistic}", Unit.REWARD, TRAINER, "Return of a sampled token, which the critic learns."
     ),
     StepMetric(
         "critic/vf_explained_var",
@@ -38,7 +41,26 @@ BATCH = (
         TRAINER,
         "1 − Var(return − value) / Var(return): 1 for a perfect critic, 0 or less for a useless one.",
     ),
-    StepMetric("response_length/{statistic}", Unit.TOKENS, COORDINATOR, "Length of a response."),
+    StepMetric(
+        "response_length/{statistic}",
+        Unit.TOKENS,
+        COORDINATOR,
+        "Length of a response: all tokens after the prompt, sampled and given.",
+    ),
+    StepMetric(
+        "response/sampled_ratio",
+        Unit.SHARE,
+        COORDINATOR,
+        "Part of the response tokens that the policy sampled; the others are results of tools and what users said. Only"
+        " where an episode has several turns or trajectories, as with the next two.",
+    ),
+    StepMetric("num_turns/{statistic}", Unit.COUNT, COORDINATOR, "Turns of an episode: answers of the policy in it."),
+    StepMetric(
+        "num_trajectories/{statistic}",
+        Unit.COUNT,
+        COORDINATOR,
+        "Trajectories of an episode: more than one where its history was rewritten.",
+    ),
     StepMetric(
         "response/aborted_ratio",
         Unit.SHARE,

@@ -90,11 +90,11 @@ class RankTokens:
     places_t: Tensor
     """Positions in their sequences, int64 [T]."""
     positions_r: Tensor
-    """For each response token that this rank scores, the place of the token before it among the T, int64."""
+    """For each sampled token that this rank scores, the place of the token before it among the T, int64."""
     targets_r: Tensor
-    """Ids of the response tokens that this rank scores, int64."""
+    """Ids of the sampled tokens that this rank scores, int64."""
     counts: tuple[int, ...]
-    """Number of response tokens that each rank of the group scores."""
+    """Number of sampled tokens that each rank of the group scores."""
     exchange: HeadExchange | None
     """What attention does before and after; None where this rank has all tokens."""
 
@@ -122,7 +122,7 @@ class Turns:
         """The scores of each micro-batch, [R], from those that this rank's group computed. A collective."""
         if self.group is None:
             return list(mine)
-        counts = [sum(batch.response_lengths) for batch in microbatches]
+        counts = [sum(batch.sampled_lengths) for batch in microbatches]
         totals = tuple(sum(counts[first :: self.count]) for first in range(self.count))
         flat = gather_scores(torch.cat(list(mine))[None], totals, self.group)[0]
         order = [number for first in range(self.count) for number in range(first, len(counts), self.count)]
@@ -162,7 +162,7 @@ class SequenceGroup:
         )
 
     def whole_scores(self, mine_kr: Tensor, tokens: RankTokens) -> Tensor:
-        """The scores of all response tokens of the micro-batch, [k, R], from those of each rank. A collective."""
+        """The scores of all sampled tokens of the micro-batch, [k, R], from those of each rank. A collective."""
         return gather_scores(mine_kr, tokens.counts, self.group)
 
     @contextmanager

@@ -1,12 +1,14 @@
 """Metrics of a batch, and the row that they go into."""
 
+from dataclasses import replace
+
 import pytest
 
 from millrace.ids import PromptId, Version
 from millrace.spec import JobSpec
 from millrace.telemetry.metrics.catalogue import UndeclaredMetric
 from services.coordinator.observe.step_metrics import batch_metrics, milliseconds_per_token, step_row, step_seconds
-from services.coordinator.state.group import GroupSummary
+from services.coordinator.state.group import GroupSummary, TrajectoryShape
 
 SPEC = {
     "name": "sums",
@@ -49,6 +51,19 @@ def test_lengths_rewards_and_staleness_of_a_batch() -> None:
     assert (found["training/staleness/mean"], found["training/groups_without_signal"]) == (0.25, 1.0)
     assert (found["training/epoch"], found["timing_s/reward"], found["response/aborted_ratio"]) == (0.0, 0.5, 0.0)
     assert found["perf/total_num_tokens"] == 8 + 2 + 8 + 8 + 2 * 5 + 2 * 3
+
+
+def test_turns_and_sampled_tokens_are_told_where_there_are_episodes() -> None:
+    spec, plain = JobSpec.model_validate(SPEC), summary(5, [8, 2], [1.0, 0.0], [3, 4])
+    assert "num_turns/mean" not in batch_metrics([plain], Version(4), spec)
+    shapes = [TrajectoryShape(0, 5, 6, 2), TrajectoryShape(0, 7, 1, 1), TrajectoryShape(1, 5, 3, 1)]
+    groups = [plain, replace(summary(5, [8, 2, 4], [1.0, 0.5], [3, 4, 4]), shapes=shapes)]
+    found = batch_metrics(groups, Version(4), spec)
+    assert [found[f"num_turns/{name}"] for name in ("mean", "max", "min")] == [6 / 4, 3.0, 1.0]
+    assert [found[f"num_trajectories/{name}"] for name in ("mean", "max", "min")] == [5 / 4, 2.0, 1.0]
+    assert found["response/sampled_ratio"] == 20 / 24 and found["critic/score/mean"] == 2.5 / 4
+    assert found["perf/total_num_tokens"] == 10 + 2 * 5 + 14 + 5 + 7 + 5
+    assert milliseconds_per_token({"timing_s/gen": 2.0}, groups) == {"timing_per_token_ms/gen": 100.0}
 
 
 def test_the_epoch_is_the_later_pass_and_empty_responses_are_counted() -> None:

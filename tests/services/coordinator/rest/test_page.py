@@ -20,6 +20,7 @@ from millrace.rest import (
     MemberView,
     Problem,
     SampleView,
+    TurnView,
     WarningView,
 )
 from services.coordinator.rest.app import PAGE
@@ -107,6 +108,7 @@ MODELS: dict[str, type[BaseModel]] = {
     "member": MemberView,
     "ledger": LedgerView,
     "sample": SampleView,
+    "turn": TurnView,
     "event": Event,
     "event.data": JobMoved,
     "problem": Problem,

@@ -27,7 +27,7 @@ def test_padding_is_a_sequence_of_its_own_that_is_not_scored() -> None:
     told = np.zeros((5, 2, 3), np.int16)
     batch = MicroBatch.pack([sample(2, 3, experts=told), sample(1, 1)], [0, 1])
     padded = batch.padded(4)
-    assert padded.lengths == (5, 2, 1) and padded.response_lengths == (3, 1, 0)
+    assert padded.lengths == (5, 2, 1) and padded.sampled_lengths == (3, 1, 0)
     assert padded.tokens_p[:7].equal(batch.tokens_p) and padded.positions_p.tolist() == [0, 1, 2, 3, 4, 0, 1, 0]
     assert padded.predicting_r.equal(batch.predicting_r) and padded.targets_r.equal(batch.targets_r)
     assert padded.experts_plk is not None and padded.experts_plk.shape == (8, 2, 3)

@@ -14,6 +14,21 @@ from millrace.spec import JobSpec
 from millrace.wire.v1 import common_pb2
 
 
+def numbered(groups: list[common_pb2.Group]) -> list[Any]:
+    """Each trajectory with the number of its group and of its episode there."""
+    rows = []
+    for g, group in enumerate(groups):
+        sizes = group.episode_trajectories or [1] * len(group.trajectories)
+        episodes = [number for number, size in enumerate(sizes) for _ in range(size)]
+        rows += [(g, episode, t) for episode, t in zip(episodes, group.trajectories, strict=True)]
+    return rows
+
+
+def reach(mask_bt: Tensor) -> Tensor:
+    """Number of columns up to each row's last true one."""
+    return (mask_bt * torch.arange(1, mask_bt.shape[1] + 1)).amax(-1)
+
+
 @dataclass
 class Plain:
     """A model and its optimizer; `step` is one GRPO step on whole groups, padded on the right."""
@@ -38,12 +53,12 @@ class Plain:
 
     def step(self, groups: list[common_pb2.Group], lr: float) -> None:
         spec, updates = self.spec, self.spec.trainer.updates_per_step
-        rows = [(g, t) for g, group in enumerate(groups) for t in group.trajectories]
+        rows = numbered(groups)
         tokens_bt, prompts_b, mask_bt = self._padded(groups, rows)
         rollout_bt = torch.zeros(mask_bt.shape)
-        for row, (_, trajectory) in enumerate(rows):
+        for row, (_, _, trajectory) in enumerate(rows):
             values = np.frombuffer(trajectory.logprobs, np.float32)
-            rollout_bt[row, : len(values)] = torch.tensor(values)
+            rollout_bt[row, mask_bt[row]] = torch.tensor(values)
         with torch.no_grad():
             old_bt = self._logprobs(self.model, tokens_bt, prompts_b, mask_bt)[0]
             ref_bt = self._logprobs(self.reference, tokens_bt, prompts_b, mask_bt)[0]
@@ -55,7 +70,7 @@ class Plain:
         self.losses, self.norms, self.kl_losses = [], [], []
         share = len(groups) // updates
         for update in range(updates):
-            inside = torch.tensor([g // share == update for g, _ in rows])
+            inside = torch.tensor([g // share == update for g, _, _ in rows])
             self._update(
                 tokens_bt[inside], prompts_b[inside], mask_bt[inside], proximal_bt[inside], ref_bt[inside],
                 advantages_b[inside], weights_bt[inside], lr,
@@ -92,9 +107,9 @@ class Plain:
 
     def _advantages(self, rows: list[Any], old_bt: Tensor, ref_bt: Tensor, mask_bt: Tensor) -> Tensor:
         algorithm, rewards = self.spec.algorithm, []
-        for row, (_, trajectory) in enumerate(rows):
-            length = int(mask_bt[row].sum())
-            reward = trajectory.reward
+        for row, (_, _, trajectory) in enumerate(rows):
+            length = len(trajectory.tokens) // 4
+            reward = trajectory.reward + sum(turn.reward for turn in trajectory.turns)
             buffer = algorithm.overlong_buffer_tokens
             over = length - (self.spec.rollout.max_response_tokens - buffer)
             if buffer and over > 0:
@@ -102,38 +117,45 @@ class Plain:
             if algorithm.kl is not None and algorithm.kl_in == "reward":  # k1
                 reward -= algorithm.kl_coefficient * float((old_bt - ref_bt)[row][mask_bt[row]].sum())
             rewards.append(reward)
-        members: dict[int, list[int]] = {}
-        for row, (group, _) in enumerate(rows):
-            members.setdefault(group, []).append(row)
-        advantages_b = torch.zeros(len(rows))
-        for group_rows in members.values():
-            mean = math.fsum(rewards[r] for r in group_rows) / len(group_rows)
-            variance = math.fsum((rewards[r] - mean) ** 2 for r in group_rows) / (len(group_rows) - 1)
-            for r in group_rows:
-                advantages_b[r] = (rewards[r] - mean) / (math.sqrt(variance) + 1e-6)
-        return advantages_b
+        earned: dict[int, dict[int, float]] = {}
+        for reward, (group, episode, _) in zip(rewards, rows, strict=True):
+            of_group = earned.setdefault(group, {})
+            of_group[episode] = of_group.get(episode, 0.0) + reward
+        advantages = []
+        for group, episode, _ in rows:
+            values = earned[group].values()
+            mean = math.fsum(values) / len(values)
+            variance = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
+            advantages.append((earned[group][episode] - mean) / (math.sqrt(variance) + 1e-6))
+        return torch.tensor(advantages)
 
     def _padded(self, groups: list[common_pb2.Group], rows: list[Any]) -> tuple[Tensor, Tensor, Tensor]:
         whole, prompts, responses = [], [], []
-        for group, trajectory in rows:
-            prompt = np.frombuffer(groups[group].prompt_tokens, np.int32)
+        for group, _, trajectory in rows:
+            prompt = np.frombuffer(trajectory.prompt_tokens or groups[group].prompt_tokens, np.int32)
             response = np.frombuffer(trajectory.tokens, np.int32)
             whole.append(torch.tensor(np.concatenate([prompt, response])).long())
             prompts.append(len(prompt))
             responses.append(len(response))
         tokens_bt = torch.nn.utils.rnn.pad_sequence(whole, batch_first=True)
         mask_bt = torch.arange(max(responses))[None] < torch.tensor(responses)[:, None]
+        for row, (_, _, trajectory) in enumerate(rows):
+            inside = torch.zeros(len(mask_bt[row]), dtype=torch.bool)
+            for turn in trajectory.turns:
+                inside[turn.start : turn.end] = True
+            if trajectory.turns:
+                mask_bt[row] = inside
         return tokens_bt, torch.tensor(prompts), mask_bt
 
     def _logprobs(self, model: Any, tokens_bt: Tensor, prompts_b: Tensor, mask_bt: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies of the response tokens, in rows that begin at the response."""
-        lengths_b = prompts_b + mask_bt.sum(-1)
+        lengths_b = prompts_b + reach(mask_bt)
         attention_bt = torch.arange(tokens_bt.shape[1])[None] < lengths_b[:, None]
         logits = model(input_ids=tokens_bt, attention_mask=attention_bt.long()).logits / self.spec.rollout.temperature
         logp = logits.log_softmax(-1)
         logprobs_bt, entropy_bt = torch.zeros(mask_bt.shape), torch.zeros(mask_bt.shape)
         for row in range(len(tokens_bt)):
-            first, count = int(prompts_b[row]), int(mask_bt[row].sum())
+            first, count = int(prompts_b[row]), int(reach(mask_bt)[row])
             before = logp[row, first - 1 : first - 1 + count]
             picked = tokens_bt[row, first : first + count]
             logprobs_bt[row, :count] = before[torch.arange(count), picked]

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import AutoModel
 
 from millrace.wire.v1 import common_pb2
-from tests.services.trainer.step.plain_grpo import Plain
+from tests.services.trainer.step.plain_grpo import Plain, numbered, reach
 
 
 @dataclass
@@ -38,33 +38,36 @@ class PlainPpo(Plain):
     def ppo_step(self, groups: list[common_pb2.Group], *, lr: float | None, critic_lr: float) -> dict[str, float]:
         """One step; without `lr` the critic's alone. Returns means over its updates."""
         spec, updates = self.spec, self.spec.trainer.updates_per_step
-        rows = [(g, t) for g, group in enumerate(groups) for t in group.trajectories]
+        rows = numbered(groups)
         tokens_bt, prompts_b, mask_bt = self._padded(groups, rows)
         with torch.no_grad():
             old_bt, _ = self._logprobs(self.model, tokens_bt, prompts_b, mask_bt)
             ref_bt, _ = self._logprobs(self.reference, tokens_bt, prompts_b, mask_bt)
             values_bt = self._values(tokens_bt, prompts_b, mask_bt)
         rewards_bt = torch.zeros(mask_bt.shape)
-        for row, (_, trajectory) in enumerate(rows):
-            rewards_bt[row, int(mask_bt[row].sum()) - 1] = trajectory.reward
+        for row, (_, _, trajectory) in enumerate(rows):
+            rewards_bt[row, int(reach(mask_bt)[row]) - 1] = trajectory.reward
+            for turn in trajectory.turns:
+                rewards_bt[row, turn.end - 1] += turn.reward
         if spec.algorithm.kl is not None:  # k1 in the reward
             rewards_bt -= spec.algorithm.kl_coefficient * torch.where(mask_bt, old_bt - ref_bt, 0)
-        advantages_bt, returns_bt = self._gae(rewards_bt, values_bt, mask_bt)
+        advantages_bt, returns_bt = self._gae(rows, rewards_bt, values_bt, mask_bt)
         told: dict[str, list[float]] = {"actor/pg_loss": [], "critic/vf_loss": [], "critic/grad_norm": []}
         share = len(groups) // updates
         for update in range(updates):
-            inside = torch.tensor([g // share == update for g, _ in rows])
+            inside = torch.tensor([g // share == update for g, _, _ in rows])
             given = tokens_bt[inside], prompts_b[inside], mask_bt[inside]
             self._critic_update(*given, values_bt[inside], returns_bt[inside], critic_lr, told)
             if lr is not None:
                 self._actor_update(*given, old_bt[inside], advantages_bt[inside], lr, told)
         return {name: sum(values) / len(values) for name, values in told.items() if values}
 
-    def _gae(self, rewards_bt: Tensor, values_bt: Tensor, mask_bt: Tensor) -> tuple[Tensor, Tensor]:
-        advantages_bt = torch.zeros(mask_bt.shape)
-        for row in range(len(mask_bt)):
-            following, next_value = 0.0, 0.0
-            for t in reversed(range(int(mask_bt[row].sum()))):
+    def _gae(self, rows: list[Any], rewards_bt: Tensor, values_bt: Tensor, mask_bt: Tensor) -> tuple[Tensor, Tensor]:
+        advantages_bt, after = torch.zeros(mask_bt.shape), None
+        for row in reversed(range(len(mask_bt))):
+            if rows[row][:2] != after:  # the last trajectory of an episode
+                following, next_value, after = 0.0, 0.0, rows[row][:2]
+            for t in reversed(mask_bt[row].nonzero()[:, 0].tolist()):
                 delta = float(rewards_bt[row, t]) + self.gamma * next_value - float(values_bt[row, t])
                 following = delta + self.gamma * self.lam * following
                 advantages_bt[row, t], next_value = following, float(values_bt[row, t])
@@ -107,12 +110,12 @@ class PlainPpo(Plain):
 
     def _values(self, tokens_bt: Tensor, prompts_b: Tensor, mask_bt: Tensor) -> Tensor:
         """Values before each response token, in rows that begin at the response."""
-        lengths_b = prompts_b + mask_bt.sum(-1)
+        lengths_b = prompts_b + reach(mask_bt)
         attention_bt = torch.arange(tokens_bt.shape[1])[None] < lengths_b[:, None]
         hidden: Any = self.decoder(input_ids=tokens_bt, attention_mask=attention_bt.long()).last_hidden_state
         every_bt = self.head(hidden).squeeze(-1)
         values_bt = torch.zeros(mask_bt.shape)
         for row in range(len(tokens_bt)):
-            first, count = int(prompts_b[row]), int(mask_bt[row].sum())
+            first, count = int(prompts_b[row]), int(reach(mask_bt)[row])
             values_bt[row, :count] = every_bt[row, first - 1 : first - 1 + count]
         return values_bt

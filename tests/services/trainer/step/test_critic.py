@@ -23,7 +23,7 @@ from tests.models import byte_tokenizer, save_tiny_model
 from tests.services.trainer.backends.fsdp2.test_backend import moe_model, samples
 from tests.services.trainer.checkpoints.saved import save
 from tests.services.trainer.coordinator import ScriptedCoordinator
-from tests.services.trainer.groups import job_spec, random_groups
+from tests.services.trainer.groups import episode_groups, job_spec, random_groups
 from tests.services.trainer.process import trainer
 from tests.services.trainer.step.plain_ppo import PlainPpo
 from tests.services.trainer.step.test_step import OPTIMIZER, local_step
@@ -54,10 +54,17 @@ def whole(backend: Backend) -> dict[str, torch.Tensor]:
     return {name: tensor.full_tensor().clone() for name, tensor in tensors.items()}  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(("asked", "trained"), JOBS.values(), ids=JOBS)
+@pytest.mark.parametrize(
+    ("asked", "trained", "make"),
+    [
+        *(pytest.param(*job, random_groups, id=name) for name, job in JOBS.items()),
+        pytest.param(*JOBS["kl in the reward, lambda, several updates"], episode_groups, id="episodes"),
+    ],
+)
 def test_equals_plain_pytorch(
     asked: dict[str, Any],
     trained: dict[str, Any],
+    make: Any,
     one_rank: torch.device,
     control: ControlThread,
     served: ScriptedCoordinator,
@@ -71,7 +78,7 @@ def test_equals_plain_pytorch(
     plain = PlainPpo(untied_model, spec, gamma=asked.get("gamma", 1.0), lam=asked.get("lam", 1.0))
     start = {name: tensor for name, tensor in whole(backend).items() if name.startswith("model.")}
     for number in (1, 2, 3):
-        groups = random_groups(4, 4, seed=number)
+        groups = make(4, 4, seed=number)
         lr = learning_rate(spec, number) if number > 1 else None
         expected = plain.ppo_step(list(groups.values()), lr=lr, critic_lr=critic_learning_rate(spec, number))
         metrics = step(number, groups)
@@ -201,7 +208,7 @@ def explode(where: str, monkeypatch: pytest.MonkeyPatch, backend: Backend, bad: 
         def exploding(batch: Any, scores: Any) -> Any:
             loss, output = loss_fn(batch, scores)
             scored_r = scores if where else scores.logprobs_r
-            for part in batch.targets_r.split(list(batch.response_lengths)):
+            for part in batch.targets_r.split(list(batch.sampled_lengths)):
                 if torch.equal(part, bad):
                     loss = loss + (scored_r.sum() * 1e38) * 1e38
             return loss, output

@@ -141,7 +141,7 @@ def scored_groups(backend: Backend, seed: int = 0) -> dict[str, common_pb2.Group
             samples.append(Sample("", prompt, response, np.zeros(len(response), np.float32), 0.0))
         batch = MicroBatch.pack(samples, range(len(samples)))
         (logprobs_r,) = backend.logprobs([batch], temperature=1.0)
-        for trajectory, part in zip(group.trajectories, logprobs_r.split(list(batch.response_lengths)), strict=True):
+        for trajectory, part in zip(group.trajectories, logprobs_r.split(list(batch.sampled_lengths)), strict=True):
             trajectory.logprobs = pack_logprobs((part.numpy() + 1e-3 * noise.standard_normal(len(part))).tolist())
     return groups
 

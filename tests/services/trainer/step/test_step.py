@@ -20,7 +20,7 @@ from services.trainer.step.kl import KlCoefficient
 from services.trainer.step.schedule import learning_rate
 from services.trainer.step.step import GIVEN_UP, UNCHANGED, train_step
 from tests.services.trainer.coordinator import ScriptedCoordinator
-from tests.services.trainer.groups import job_spec, random_groups, refs
+from tests.services.trainer.groups import episode_groups, job_spec, random_groups, refs
 from tests.services.trainer.step.plain_grpo import Plain
 
 Groups = dict[str, common_pb2.Group]
@@ -47,6 +47,9 @@ JOBS: dict[str, dict[str, Any]] = {
     "ratio to the engine's log-probabilities": {"algorithm": {"old_logprobs": "rollout"}},
 }
 
+OF_EPISODES = ("plain", "kl and entropy in the loss", "kl in the reward, overlong penalty, temperature", "correction")
+"""The jobs that are also compared on episodes of several turns and trajectories."""
+
 
 def local_step(
     spec: JobSpec, device: torch.device, control: ControlThread, served: ScriptedCoordinator
@@ -63,9 +66,16 @@ def local_step(
     return backend, step
 
 
-@pytest.mark.parametrize("parts", JOBS.values(), ids=JOBS)
+@pytest.mark.parametrize(
+    ("parts", "make"),
+    [
+        *(pytest.param(parts, random_groups, id=name) for name, parts in JOBS.items()),
+        *(pytest.param(JOBS[name], episode_groups, id=f"{name}, episodes") for name in OF_EPISODES),
+    ],
+)
 def test_equals_plain_pytorch(
     parts: dict[str, Any],
+    make: Callable[..., Groups],
     one_rank: torch.device,
     control: ControlThread,
     served: ScriptedCoordinator,
@@ -76,7 +86,7 @@ def test_equals_plain_pytorch(
     backend, step = local_step(spec, one_rank, control, served)
     plain = Plain(untied_model, spec)
     for number in (1, 2, 3):
-        groups = random_groups(4, 4, seed=number)
+        groups = make(4, 4, seed=number)
         metrics = step(number, groups)
         plain.step(list(groups.values()), learning_rate(spec, number))
         assert metrics["actor/pg_loss"] == pytest.approx(sum(plain.losses) / len(plain.losses), rel=1e-4, abs=1e-6)
@@ -216,7 +226,7 @@ def test_a_bad_gradient_names_its_trajectory_and_gives_up_a_partial_step(
     def overflowing(microbatches: Any, loss_fn: Any, *, temperature: float) -> Any:
         def explode(batch: Any, scores: Any) -> Any:
             loss, output = loss_fn(batch, scores)
-            for part in batch.targets_r.split(list(batch.response_lengths)):
+            for part in batch.targets_r.split(list(batch.sampled_lengths)):
                 if torch.equal(part, bad):
                     loss = loss + (scores.logprobs_r.sum() * 1e38) * 1e38
             return loss, output

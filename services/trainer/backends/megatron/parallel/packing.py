@@ -25,14 +25,14 @@ class PackedBatch:
     """Token ids, int64 [P on this rank]."""
     parameters: PackedTokens
     positions_r: Tensor
-    """For each response token that is scored here, the place of the token before it on this rank, int64."""
+    """For each sampled token that is scored here, the place of the token before it on this rank, int64."""
     targets_r: Tensor
-    """Ids of the response tokens that are scored here, int64."""
+    """Ids of the sampled tokens that are scored here, int64."""
     order_r: Tensor | None
-    """For each response token of the micro-batch, its place in the concatenated scores of all context-parallel ranks,
+    """For each sampled token of the micro-batch, its place in the concatenated scores of all context-parallel ranks,
     int64 [R]. None where this rank scores all of them, in order."""
     counts: tuple[int, ...]
-    """Number of response tokens that each context-parallel rank scores."""
+    """Number of sampled tokens that each context-parallel rank scores."""
 
 
 def pack(

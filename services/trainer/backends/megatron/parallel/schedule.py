@@ -99,7 +99,7 @@ class Pipeline:
         """Sends the scores from the last stage to the others."""
         if self.options.pipeline_parallel == 1:
             return scored
-        counts = [sum(batch.response_lengths) for batch in microbatches]
+        counts = [sum(batch.sampled_lengths) for batch in microbatches]
         flat = torch.empty(2, sum(counts), dtype=torch.float32, device=self.device)
         if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             flat = torch.cat(scored[: len(counts)], dim=1)

@@ -258,7 +258,7 @@ def _by_row(backend: Backend, batches: list[Any], values: Sequence[Tensor | None
     found: dict[int, list[float]] = {}
     for microbatch, values_r in zip(batches, values, strict=True):
         assert values_r is not None
-        parts = values_r.split(microbatch.response_lengths)
+        parts = values_r.split(microbatch.sampled_lengths)
         found |= {row: part.tolist() for row, part in zip(microbatch.rows, parts, strict=True)}
     everyone: list[Any] = [found]
     if backend.data_parallel.group is not None:

@@ -27,4 +27,4 @@ def test_two_context_parallel_ranks_have_all_tokens_and_equal_shares(ranks: Rank
     assert all(length % 4 == 0 for length in told["padded_lengths"])
     whole = packed([0, 1, 2, 3, 4])
     assert all(0 <= padded - length < 4 for padded, length in zip(told["padded_lengths"], whole.lengths, strict=False))
-    assert sum(told["counts"][0]) == sum(whole.response_lengths)
+    assert sum(told["counts"][0]) == sum(whole.sampled_lengths)
