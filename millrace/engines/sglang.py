@@ -13,6 +13,7 @@ DESCRIPTOR = EngineDescriptor(
         tested={"sglang": ("0.5.16",), "torch": TESTED_TORCH},
     ),
     implementation="services.rollout.engines.sglang.engine:SglangEngine",
+    follower="services.rollout.engines.sglang.follower:SglangFollower",
     options_class="sglang.srt.server_args:ServerArgs",
     options_example={"max_running_requests": 256},
     option_bounds={

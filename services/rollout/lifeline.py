@@ -1,8 +1,12 @@
 """An engine's processes end with the replica, however the replica ends."""
 
+import contextlib
 import ctypes
+import multiprocessing
 import os
 import signal
+from collections.abc import Set
+from multiprocessing.process import BaseProcess
 
 import psutil
 
@@ -32,6 +36,16 @@ def hold_on() -> None:
         os.setpgid(0, 0)
     if not psutil.pid_exists(replica):
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_children(others: Set[BaseProcess]) -> None:
+    """Kills what multiprocessing has started in this process, except `others`, and all below. Returns at once."""
+    for child in multiprocessing.active_children():
+        if child not in others and child.pid:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process = psutil.Process(child.pid)
+                kill_descendants(process, 0.0)
+                process.kill()
 
 
 def kill_descendants(process: psutil.Process | None = None, wait_s: float = 5.0) -> None:

@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Self
 
-import psutil
 import typer
 
 from millrace.engines import ENGINES
 from millrace.errors import InvalidState, wrong_value
-from millrace.wire.address import host_address
+from millrace.wire.address import host_address, interface_of
 
 LEADER_PORT = 7650
 MOST_NODES = 1024
@@ -113,9 +112,8 @@ def network_environment() -> Mapping[str, str]:
     except OSError as error:
         raise _wrong("--host", host_address(), f"has no address: {error}", "give this host's address.") from error
     variables = {"VLLM_HOST_IP": address, "SGLANG_HOST_IP": address}
-    for interface, addresses in psutil.net_if_addrs().items():
-        if any(each.family == socket.AF_INET and each.address == address for each in addresses):
-            return {**variables, "GLOO_SOCKET_IFNAME": interface}
+    if interface := interface_of(address):
+        variables["GLOO_SOCKET_IFNAME"] = interface
     return variables
 
 

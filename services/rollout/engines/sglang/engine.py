@@ -1,29 +1,30 @@
 """SGLang behind the engine protocol: its Engine in this process, and a scheduler process for each rank.
 
-The weights are in the schedulers, where `worker.py` receives them during generation. Nothing listens on a network
-address: SGLang's processes and this one connect over Unix sockets.
+The weights are in the schedulers, where `worker.py` receives them during generation. On one host nothing listens on a
+network address: SGLang's processes and this one connect over Unix sockets. Over several hosts this process is on node
+0, and each node has schedulers of its own.
 """
 
 import asyncio
-import atexit
 import contextlib
 import itertools
+import multiprocessing
 import os
 import signal
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
 import numpy as np
-import psutil
 import structlog
 
 from millrace.engines import ENGINES
-from millrace.errors import InvalidJob, InvalidState, Unavailable
+from millrace.errors import InvalidState
 from millrace.ids import Version
 from millrace.spec import JobSpec
 from millrace.spec.rollout import CachePolicy
-from millrace.telemetry import logs
+from millrace.wire.address import host_address
 from services.rollout.engine import (
     EngineDied,
     Load,
@@ -36,10 +37,13 @@ from services.rollout.engine import (
 from services.rollout.engines.adapter import AdapterShape, adapter_shape, check_placed
 from services.rollout.engines.sglang import options as sglang_options
 from services.rollout.engines.sglang.adapter import NAME, lora_reference
+from services.rollout.engines.sglang.launch import lives, set_environment, shut_down, start_engine
 from services.rollout.engines.sglang.options import MARK
 from services.rollout.engines.sglang.worker_methods import SglangMethods
 from services.rollout.engines.versioned import VersionedEngine, samples_that_fit
-from services.rollout.lifeline import own_descendants
+from services.rollout.lifeline import kill_children, own_descendants
+from services.rollout.nodes.leader import Leader
+from services.rollout.nodes.place import EngineStart
 from services.rollout.weights.worker_rpc import SOCKET, WorkerRpc
 
 log = structlog.get_logger(__name__)
@@ -61,8 +65,12 @@ class SglangEngine(VersionedEngine):
 
     name = "sglang"
 
-    def __init__(self) -> None:
+    def __init__(self, nodes: Leader | None = None) -> None:
+        """`nodes`: the other hosts on which the engine lies; None for an engine on this host alone."""
         super().__init__()
+        self._nodes = nodes
+        self._others: set[BaseProcess] = set()
+        """Children of this process that are none of SGLang's."""
         self.release = SOFTWARE.release
         self.device = ""
         self.world_size = 0
@@ -85,15 +93,16 @@ class SglangEngine(VersionedEngine):
         if warning := SOFTWARE.release_warning(self.release):
             log.warning(warning)
         own_descendants()
-        _set_environment()
+        set_environment()
         loop = asyncio.get_running_loop()
         self._death = loop.create_future()
         # SGLang's processes send their parent this signal when one of them has failed.
         with contextlib.suppress(ValueError, RuntimeError):
             loop.add_signal_handler(signal.SIGQUIT, self._lost, "SGLang reported a failure of its processes")
-        os.environ[SOCKET] = await self._workers.listen()
+        self._others = set(multiprocessing.active_children())
+        os.environ[SOCKET] = await self._workers.listen(host_address() if self._nodes is not None else "")
         self._context = sglang_options.context(spec)
-        await loop.run_in_executor(self._thread, self._build, spec)
+        await self._built(spec, os.environ[SOCKET])
         self._handle_outputs()
         first, *others = await self._workers.wait_for_workers(self._engine.server_args.tp_size, CONNECT_S)
         self.world_size, self.dtype, self.device = 1 + len(others), first.dtype, first.device
@@ -133,29 +142,19 @@ class SglangEngine(VersionedEngine):
         self._manager.event_loop = loop
         self._manager.asyncio_tasks.add(handling)
 
-    def _build(self, spec: JobSpec) -> None:
+    async def _built(self, spec: JobSpec, place: str) -> None:
+        """Returns once all processes on all nodes have started."""
+        loop = asyncio.get_running_loop()
+        if self._nodes is None:
+            return await loop.run_in_executor(self._thread, self._build, spec, None)
+        start = await self._nodes.start(place)
+        building = loop.run_in_executor(self._thread, self._build, spec, start)
+        return await self._nodes.or_failure(building, lambda: kill_children(self._others))
+
+    def _build(self, spec: JobSpec, start: EngineStart | None) -> None:
         """Starts SGLang's processes. Takes seconds to minutes; runs in `_thread`."""
-        from sglang.srt.entrypoints.engine import Engine
-
-        from services.rollout.engines.sglang.worker import run_scheduler_process
-
-        sglang_options.check_api()
-
-        class ReplicaEngine(Engine):  # type: ignore[misc]
-            run_scheduler_process_func = staticmethod(run_scheduler_process)
-
-        try:
-            with logs.root_logger_restored():
-                self._adapter = adapter_shape(spec)
-                engine = ReplicaEngine(**sglang_options.server_arguments(spec, self._adapter))
-        except (ValueError, TypeError, OSError, AssertionError) as error:
-            what = f"SGLang refused model.path {spec.model.path} with rollout.engine_options: {error}."
-            raise InvalidJob(what, "fix the named option; SGLang's log above says more.") from error
-        except (RuntimeError, MemoryError, EOFError) as error:
-            what = f"SGLang did not start with {spec.model.path}: {error}."
-            raise Unavailable(what, "its log above names the cause; memory and CUDA devices first.") from error
-        # At exit it would end every descendant of this process, the replica's own too.
-        atexit.unregister(engine.shutdown)
+        engine = start_engine(spec, start)
+        self._adapter = adapter_shape(spec)
         self._engine, self._manager = engine, engine.tokenizer_manager
         sglang_options.check_model(self._manager.model_config)
         self._tokenizer = self._manager.tokenizer
@@ -166,21 +165,23 @@ class SglangEngine(VersionedEngine):
             self._watch.cancel()
         if self._engine is not None:
             engine, self._engine = self._engine, None
-            await asyncio.get_running_loop().run_in_executor(self._thread, _shut_down, engine)
+            await asyncio.get_running_loop().run_in_executor(self._thread, shut_down, engine)
             for task in list(self._manager.asyncio_tasks):
                 task.cancel()
             # Otherwise unsent messages to processes that have ended delay the end of this process.
             for socket in (self._manager.recv_from_detokenizer, self._manager.send_to_scheduler):
                 socket.close(linger=0)
+        if self._nodes is not None:
+            await self._nodes.stop()
         await self._workers.close()
         with contextlib.suppress(ValueError, RuntimeError):
             asyncio.get_running_loop().remove_signal_handler(signal.SIGQUIT)
         self._thread.shutdown(wait=False)
 
     async def _watch_processes(self, processes: list[int]) -> None:
-        while all(_lives(pid) for pid in processes):  # noqa: ASYNC110 - there is no event to wait for
+        while all(lives(pid) for pid in processes):  # noqa: ASYNC110 - there is no event to wait for
             await asyncio.sleep(CHECK_EVERY_S)
-        self._lost(f"{', '.join(str(pid) for pid in processes if not _lives(pid))} ended")
+        self._lost(f"{', '.join(str(pid) for pid in processes if not lives(pid))} ended")
 
     def _lost(self, how: str) -> None:
         if not self._death.done():
@@ -300,31 +301,3 @@ def _spans(marks: Sequence[int]) -> tuple[VersionSpan, ...]:
         spans.append(VersionSpan(Version(version), start, end))
         start = end
     return tuple(spans)
-
-
-def _shut_down(engine: Any) -> None:
-    if (watchdog := engine.tokenizer_manager._subprocess_watchdog) is not None:
-        watchdog.stop()
-    if engine.send_to_rpc is not None:
-        engine.send_to_rpc.close(linger=0)
-    below = [psutil.Process(pid) for pid in engine.get_all_child_pids() if psutil.pid_exists(pid)]
-    further = [child for process in below for child in process.children(recursive=True)]
-    for process in [*below, *further]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs([*below, *further], timeout=10.0)
-
-
-def _lives(pid: int) -> bool:
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
-
-
-def _set_environment() -> None:
-    """Sets environment variables for SGLang, before it is imported. Variables that the user has set are kept."""
-    # SGLang's context is a few tokens longer than the job's (SLACK), and maybe than the model's.
-    os.environ.setdefault("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "1")
-    # SGLang turns it off in its own processes; a rank that has it on cannot connect to one that has it off.
-    os.environ.setdefault("NCCL_CUMEM_ENABLE", "1")

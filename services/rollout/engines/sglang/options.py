@@ -12,6 +12,7 @@ from millrace.spec import JobSpec
 from services.rollout.engines.adapter import AdapterShape, not_served
 from services.rollout.engines.options import check_names, has_latents
 from services.rollout.engines.sglang.adapter import SLOTS
+from services.rollout.nodes.place import EngineStart
 
 MARK = "millrace_version"
 """Key under which SGLang returns the version marks, one for each token."""
@@ -19,9 +20,11 @@ SLACK = 8
 """Tokens by which SGLang's context is longer than the job's: it ends a response a few tokens before its context."""
 
 
-def server_arguments(spec: JobSpec, adapter: AdapterShape | None = None) -> dict[str, Any]:
-    """Keyword arguments of `sglang.Engine`, for a job and the adapter that every request uses. Raises InvalidJob for an
-    option that SGLang does not take."""
+def server_arguments(
+    spec: JobSpec, adapter: AdapterShape | None = None, start: EngineStart | None = None
+) -> dict[str, Any]:
+    """Keyword arguments of `sglang.Engine`, for a job and the adapter that every request uses. `start`: this node's
+    start, for an engine on several hosts. Raises InvalidJob for an option that SGLang does not take."""
     if spec.rollout.dtype == "float32":
         reason = "SGLang's kernels are for bfloat16 and float16"
         raise refused("rollout.dtype", "float32", reason, "set rollout.dtype to bfloat16, or use another engine.")
@@ -48,6 +51,23 @@ def server_arguments(spec: JobSpec, adapter: AdapterShape | None = None) -> dict
         "sampling_backend": "pytorch",
         # Replicas must not draw the same random numbers; the ranks of one replica must.
         "random_seed": secrets.randbits(30),
+        **({} if start is None else _node_arguments(spec, start)),
+    }
+
+
+def _node_arguments(spec: JobSpec, start: EngineStart) -> dict[str, Any]:
+    """Server arguments for one node's share of the engine. Raises InvalidJob where the schedulers do not divide into
+    nodes."""
+    ranks = int(spec.rollout.options_of("sglang").get("tp_size") or 1)
+    if ranks % start.nodes:
+        reason = f"{ranks} schedulers do not divide evenly into the {start.nodes} nodes of this replica"
+        fix = f"choose a multiple of {start.nodes}."
+        raise refused(spec.rollout.field_of("sglang", "tp_size"), ranks, reason, fix)
+    return {
+        "nnodes": start.nodes,
+        "node_rank": start.rank,
+        "dist_init_addr": f"{start.host}:{start.port}",
+        "random_seed": start.seed,
     }
 
 

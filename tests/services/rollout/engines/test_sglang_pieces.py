@@ -24,6 +24,7 @@ from services.rollout.engines.sglang import engine
 from services.rollout.engines.sglang import options as sglang_options
 from services.rollout.engines.sglang.worker import LABEL, SchedulerRpc, relabel
 from services.rollout.engines.sglang.worker_methods import SglangMethods
+from services.rollout.nodes.place import EngineStart
 from services.rollout.weights import worker_rpc
 from services.rollout.weights.worker_messages import Reply, Request, decode_reply, decode_request, encode
 from services.rollout.weights.worker_methods import Received, WorkerMethods
@@ -204,3 +205,17 @@ def test_releases(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "SGLang 0.6.0 was not tried; 0.5.16 was" in sglang.release_warning("0.6.0")
     monkeypatch.setattr(software, "installed_release", lambda package: "")
     assert "'.[gpu-sglang]' in the checkout" in probe("sglang").why
+
+
+def test_a_nodes_share_of_the_schedulers(tmp_path: Path) -> None:
+    start = EngineStart(1, 2, "10.0.0.1", 25000, 7, "tcp://")
+    spec = job_spec(tmp_path, "sglang", rollout={"engine_options": {"tp_size": 4}})
+    assert sglang_options._node_arguments(spec, start) == {
+        "nnodes": 2,
+        "node_rank": 1,
+        "dist_init_addr": "10.0.0.1:25000",
+        "random_seed": 7,
+    }
+    odd = job_spec(tmp_path, "sglang", rollout={"engine_options": {"sglang": {"tp_size": 3}}})
+    with pytest.raises(InvalidJob, match=r"engine_options\.sglang\.tp_size: 3: 3 schedulers do not divide"):
+        sglang_options._node_arguments(odd, start)

@@ -14,6 +14,7 @@ from services.rollout.engines.vllm.options import (
     check_model,
     engine_arguments,
 )
+from services.rollout.nodes.place import EngineStart
 from tests.models import byte_tokenizer
 from tests.services.rollout.jobs import job_spec
 from tests.services.trainer.backends.megatron import tiny
@@ -96,3 +97,26 @@ def test_weights_that_vllm_repacks_are_refused(on_latents: Path) -> None:
     arguments = engine_arguments(job_spec(on_latents, "vllm", rollout={"engine_options": packed}))
     with pytest.raises(InvalidJob, match=r"attention on latents by AMX_MLA, which vLLM repacks"):
         check_model(arguments.create_engine_config())
+
+
+def test_a_nodes_share_of_the_workers(tied_model: Path) -> None:
+    start = EngineStart(1, 2, "10.0.0.1", 25000, 7, "tcp://")
+    spec = job_spec(tied_model, "vllm", rollout={"engine_options": {"tensor_parallel_size": 2}})
+    arguments = engine_arguments(spec, None, start)
+    assert (arguments.nnodes, arguments.node_rank, arguments.seed) == (2, 1, 7)
+    assert (arguments.master_addr, arguments.master_port) == ("10.0.0.1", 25000)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"tensor_parallel_size": 3}, r"tensor_parallel_size: 3: 3 workers do not divide evenly into the 2 nodes"),
+        ({"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}, r"distributed_executor_backend: \"ray\""),
+        ({"tensor_parallel_size": 2, "nnodes": 2}, r"nnodes: a job cannot set this option"),
+        ({"tensor_parallel_size": 2, "data_parallel_size": 2}, r"data_parallel_size: a job cannot set this option"),
+    ],
+)
+def test_what_does_not_lie_over_nodes_is_refused(tied_model: Path, options: dict[str, Any], said: str) -> None:
+    start = EngineStart(1, 2, "10.0.0.1", 25000, 7, "tcp://")
+    with pytest.raises(InvalidJob, match=said):
+        engine_arguments(job_spec(tied_model, "vllm", rollout={"engine_options": options}), None, start)

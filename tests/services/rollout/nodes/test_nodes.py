@@ -238,7 +238,7 @@ def test_the_place_of_a_node() -> None:
     assert Place.of("vllm", 1, 0, "") is None
     place = Place.of("vllm", 2, 0, "gpu-a")
     assert place == Place(0, 2, "gpu-a", LEADER_PORT) and place.own_port(0) == LEADER_PORT
-    assert Place.of("vllm", 4, 3, "10.0.0.1:9000") == Place(3, 4, "10.0.0.1", 9000)
+    assert Place.of("sglang", 4, 3, "10.0.0.1:9000") == Place(3, 4, "10.0.0.1", 9000)
     with pytest.raises(InvalidState, match="--port: 1: --leader names port 7650"):
         place.own_port(1)
 
