@@ -194,6 +194,7 @@ class MemberView(BaseModel):
     tokens_per_s: float
     silent_s: float = Field(description="Seconds since its last heartbeat, request or answer.")
     trouble: str = Field("", description="Why it could not be configured for the job.")
+    gone: str = Field("", description="Why it is lost or has left.")
     missing_boundaries: dict[Boundary, str] = Field(
         default_factory=dict, description="What the sandbox of the job's reward functions lacks on its host, and why."
     )

@@ -13,7 +13,7 @@ from millrace.cli.settings import Settings, changes_of
 from millrace.cli.watch import follow
 from millrace.client import Client
 from millrace.events import Event
-from millrace.rest import JobState, JobView, WaitingFor
+from millrace.rest import JobState, JobView, MemberState, WaitingFor
 from millrace.sandbox.boundaries import Missing, listed
 
 LISTED = 50
@@ -158,6 +158,8 @@ def fleet(url: Url = None, as_json: AsJson = False) -> None:
     for member in view.replicas:
         if member.trouble:
             console.print(f"{member.id} could not be configured: {member.trouble}", style="red", markup=False)
+        if member.gone and member.state is not MemberState.LEFT:
+            console.print(f"{member.id}: {member.gone}", style="yellow", markup=False)
         if member.missing_boundaries:
             missing = listed([Missing(boundary, why) for boundary, why in member.missing_boundaries.items()])
             what = f"{member.id}: the sandbox of reward functions lacks {missing}. Fix: `millrace doctor` on its host."

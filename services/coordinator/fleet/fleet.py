@@ -172,7 +172,7 @@ class Fleet:
     async def _remove(self, member: Member, why: str) -> None:
         self.epoch = await self._store.members.remove(member.id)
         self._members.pop(member.id, None)
-        self._lost[member.id] = member
+        self._lost[member.id], member.why_gone = member, why
         member.gone.set()
         log.warning("member gone", member=member.id, address=member.address, why=why, epoch=self.epoch)
         await self._drop_peer(member.id)

@@ -109,6 +109,8 @@ class Member:
     """Why the last configuration failed. None after one that succeeded."""
     left: bool = False
     """Whether it said that it leaves."""
+    why_gone: str = ""
+    """Why it is lost or has left."""
     gone: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the member is lost or has left."""
 
@@ -203,4 +205,5 @@ class Member:
             silent_s=self.silent_s,
             missing_boundaries=dict(self.configured.missing_boundaries) if self.configured else {},
             trouble=str(self.unconfigured.error) if self.unconfigured is not None else "",
+            gone=self.why_gone,
         )
