@@ -60,6 +60,13 @@ def interface_of(host: str) -> str:
     return next((name for name, its_own in of_each.items() if its_own & addresses), "")
 
 
+def host_name() -> str:
+    """The name of this host for those who only compare it with others': the same in all processes here, another on
+    every other host."""
+    host = host_address()
+    return socket.gethostname() if is_loopback(host) else host
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this host reaches a server that listens at `host`."""
     try:

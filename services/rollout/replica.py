@@ -172,8 +172,10 @@ class Replica:
             manifest = Manifest.from_proto(request.manifest)
         except ValueError as error:
             raise PublicationFailed(f"{error}.", "run the same release of millrace everywhere.") from error
-        boxes = await self.engine.describe(manifest)
-        return rollout_pb2.DescribeReceiveResponse(layouts=wire_layouts.encode(boxes), gpu=self.engine.device != "cpu")
+        boxes, hosts = await self.engine.describe(manifest), await self.engine.hosts()
+        return rollout_pb2.DescribeReceiveResponse(
+            layouts=wire_layouts.encode(boxes, hosts), gpu=self.engine.device != "cpu"
+        )
 
     def drain(self) -> None:
         """Takes no new leases; work in progress continues. Idempotent."""

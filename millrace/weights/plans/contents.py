@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from millrace.weights.plans.boxes import Boxes, Ints, sums
+from millrace.weights.plans.hosts import turns_for
 from millrace.weights.plans.wanted_pieces import WantedPieces
 
 UNEVEN = 2
@@ -58,21 +59,20 @@ class Flows:
         return round_of
 
 
-def flows_to(targets: Sequence[int], wanted: WantedPieces) -> list[Flows]:
-    """The flows to each of `targets`. The ranks of a holder set share evenly what a target wants from the set."""
-    asked = set(targets)
-    count = np.array([len(ranks) for ranks in wanted.holders], np.int64)
-    begin = np.cumsum(count) - count
-    ranks = np.concatenate([*wanted.holders, np.zeros(0, np.int64)])
+def flows_to(targets: Sequence[int], wanted: WantedPieces, hosts: Sequence[str]) -> list[Flows]:
+    """The flows to each of `targets`. The senders of a holder set take turns in what a target wants from the set.
+    `hosts`: the host of each rank."""
+    turns_of, asked = turns_for(wanted, hosts, targets), set(targets)
     flows = []
     for span, alike in zip(wanted.span, wanted.targets, strict=True):
         of_set, size = wanted.holder_set[span], wanted.bytes[span]
         middle, total = _middles(of_set, size)
-        choices, first = count[of_set], begin[of_set]
-        part = middle * choices // total
         for target in alike:
             if target in asked:
-                flows.append(_flows(target, span, size, ranks[first + (part + target) % choices]))
+                turns = turns_of[hosts[target]]
+                count = turns.count[of_set]
+                turn = (middle * count // total + target) % count
+                flows.append(_flows(target, span, size, turns.sender[turns.first[of_set] + turn]))
     return flows
 
 

@@ -1,12 +1,14 @@
 """The sharded plan: every receiver gets the boxes that it wants from ranks that hold them, and nothing is gathered.
 
 1. The senders' boxes are cut until none overlap, and intersected with the boxes that receivers want: the pieces.
-2. Where several ranks hold a piece's box, they share the sending.
+2. Where several ranks hold a piece's box, they share the sending: those on the receiver's host alone, if there are any,
+   else so that all hosts send about as much.
 3. The pieces that one rank sends to another are cut, in the manifest's order, into contents: the bytes of one message.
 4. Contents are dealt to rounds, so that in a round no rank sends or receives more than about MESSAGE_BYTES, all links
    work at once, and all receivers get bytes evenly.
-5. Replicas with the same layout pass contents on in a chain where the trainer could not send fast enough to all. So one
-   content may travel in several messages: its hops.
+5. Replicas with the same layout pass contents on in a chain where the trainer could not send fast enough to all, and
+   where they share a host that has no senders: what one of them got need not cross the network again. So one content
+   may travel in several messages: its hops.
 
 Pure and torch-free. Every rank computes the same plan, and its hash is compared before anything is sent.
 """
@@ -21,6 +23,7 @@ import numpy as np
 
 from millrace.weights.plans.boxes import Boxes, Ints, sums
 from millrace.weights.plans.contents import Contents, deal, flows_to, heaviest_loads
+from millrace.weights.plans.hosts import UNKNOWN
 from millrace.weights.plans.manifest import Manifest
 from millrace.weights.plans.wanted_pieces import ALIGNED, WantedPieces
 
@@ -104,34 +107,54 @@ class ShardedPlan:
 
 
 def plan(
-    manifest: Manifest, senders: Sequence[Boxes], receivers: Sequence[Boxes], message_bytes: int = MESSAGE_BYTES
+    manifest: Manifest,
+    senders: Sequence[Boxes],
+    receivers: Sequence[Boxes],
+    message_bytes: int = MESSAGE_BYTES,
+    hosts: Sequence[str] = (),
 ) -> ShardedPlan:
     """`senders` and `receivers`: the boxes that each rank holds or wants, by rank; senders come first in the
-    communicator.
+    communicator. `hosts`: the name of each rank's host, "" where it is not known; empty: none is.
 
     Raises PublicationFailed where a receiver wants something that no sender holds.
     """
     wanted = WantedPieces.of(manifest, senders, receivers, max(ALIGNED, message_bytes // GRAINS))
-    chains = [[target] for targets in wanted.targets for target in targets]
-    flows = flows_to([chain[0] for chain in chains], wanted)
+    world = len(senders) + len(receivers)
+    host_of = [*hosts] or [UNKNOWN] * world
+    chains = _host_chains(wanted.targets, host_of, len(senders))
+    flows = flows_to([chain[0] for chain in itertools.chain(*chains)], wanted, host_of)
     sent, received = heaviest_loads(flows)
     longest = round(sent / received) if received else 1
+    joined = [chain for of_layout in chains for chain in _joined(of_layout, longest)]
     if longest > 1:
-        chains = [part for targets in wanted.targets for part in _chains(targets, longest)]
-        flows = flows_to([chain[0] for chain in chains], wanted)
-    world = len(senders) + len(receivers)
+        flows = flows_to([chain[0] for chain in joined], wanted, host_of)
     contents = deal(flows, world, message_bytes)
-    hops = _hops(contents, chains, world)
+    hops = _hops(contents, joined, world)
     rounds = int(hops[:, 0].max(initial=-1)) + 1
     pieces, at, first = contents.pieces(wanted)
     return ShardedPlan(manifest.hash, len(senders), world, rounds, pieces, at, first, contents.bytes, hops)
 
 
-def _chains(targets: list[int], longest: int) -> Iterator[list[int]]:
-    """Chains of at most `longest` ranks of one layout: the first gets its contents from the senders, each passes them
-    on to the next."""
-    for start in range(0, len(targets), longest):
-        yield targets[start : start + longest]
+def _host_chains(targets: Sequence[Sequence[int]], hosts: Sequence[str], senders: int) -> list[list[list[int]]]:
+    """For each layout its ranks as chains: the first rank of a chain gets its contents from senders, each passes them
+    on to the next. Ranks of a host without senders are one chain, so that a content comes to that host once."""
+    sending = {UNKNOWN, *hosts[:senders]}
+    chains = []
+    for alike in targets:
+        of_host: dict[str, list[int]] = {}
+        for rank in alike:
+            of_host.setdefault(hosts[rank], []).append(rank)
+        of_layout: list[list[int]] = []
+        for host, ranks in of_host.items():
+            of_layout += [[rank] for rank in ranks] if host in sending else [ranks]
+        chains.append(of_layout)
+    return chains
+
+
+def _joined(chains: Sequence[list[int]], longest: int) -> Iterator[list[int]]:
+    """Chains of one layout, up to `longest` of them made one: the trainer does not have to send to all."""
+    for start in range(0, len(chains), max(1, longest)):
+        yield [rank for chain in chains[start : start + max(1, longest)] for rank in chain]
 
 
 def _hops(contents: Contents, chains: list[list[int]], world: int) -> Ints:

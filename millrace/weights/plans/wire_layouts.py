@@ -6,6 +6,7 @@ import numpy as np
 
 from millrace.errors import PublicationFailed
 from millrace.weights.plans.boxes import Boxes
+from millrace.weights.plans.hosts import UNKNOWN
 from millrace.weights.plans.manifest import Manifest
 from millrace.weights.plans.sharded import MESSAGE_BYTES, ShardedPlan, plan
 from millrace.wire.v1 import weights_pb2
@@ -13,16 +14,23 @@ from millrace.wire.v1 import weights_pb2
 LARGEST_MESSAGE_BYTES = 1 << 40
 
 
-def encode(ranks: Sequence[Boxes]) -> weights_pb2.Layouts:
-    """The boxes that each rank holds or wants; a layout that several ranks have is sent once."""
+def encode(ranks: Sequence[Boxes], hosts: Sequence[str] = ()) -> weights_pb2.Layouts:
+    """The boxes that each rank holds or wants, and the name of its host; empty where that is not known. A layout that
+    several ranks have is sent once."""
     number: dict[bytes, int] = {}
-    layouts = weights_pb2.Layouts()
+    layouts = weights_pb2.Layouts(host_of_rank=hosts)
     for boxes in ranks:
         if boxes.hash not in number:
             number[boxes.hash] = len(number)
             layouts.distinct.append(boxes.encode())
         layouts.of_rank.append(number[boxes.hash])
     return layouts
+
+
+def hosts_of(layouts: weights_pb2.Layouts) -> list[str]:
+    """The name of each rank's host; unknown for all of a member that did not tell it for each of its ranks."""
+    ranks = len(layouts.of_rank)
+    return [*layouts.host_of_rank] if len(layouts.host_of_rank) == ranks else [UNKNOWN] * ranks
 
 
 def _checked(many: Sequence[Boxes], manifest: Manifest) -> Sequence[Boxes]:
@@ -59,6 +67,7 @@ def joined(many: Sequence[weights_pb2.Layouts]) -> weights_pb2.Layouts:
                 number[data] = len(number)
                 layouts.distinct.append(data)
         layouts.of_rank.extend(number[each.distinct[rank]] for rank in each.of_rank)
+        layouts.host_of_rank.extend(hosts_of(each))
     return layouts
 
 
@@ -77,6 +86,7 @@ class Planner:
             senders, receivers = (_checked(decode(side), manifest) for side in (layouts.senders, layouts.receivers))
             if not senders or not receivers:
                 raise PublicationFailed("the layouts name no sender, or no receiver.", "publish again.")
-            made = plan(manifest, senders, receivers, message_bytes)
+            hosts = [*hosts_of(layouts.senders), *hosts_of(layouts.receivers)]
+            made = plan(manifest, senders, receivers, message_bytes, hosts)
             self._latest = (manifest.hash, encoded, made)
         return self._latest[2]

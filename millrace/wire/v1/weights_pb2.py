@@ -24,21 +24,21 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19millrace/v1/weights.proto\x12\x0bmillrace.v1\"8\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x03\x12\r\n\x05\x64type\x18\x03 \x01(\t\"i\n\x08Manifest\x12(\n\x07tensors\x18\x01 \x03(\x0b\x32\x17.millrace.v1.TensorSpec\x12\x0c\n\x04hash\x18\x02 \x01(\x0c\x12%\n\x07\x63ontent\x18\x03 \x01(\x0e\x32\x14.millrace.v1.Content\"5\n\x03\x42ox\x12\x0e\n\x06tensor\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x03(\x03\x12\x0e\n\x06\x65xtent\x18\x03 \x03(\x03\"7\n\x06Layout\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x1f\n\x05\x62oxes\x18\x02 \x03(\x0b\x32\x10.millrace.v1.Box\"J\n\x08Transfer\x12\x1d\n\x03\x62ox\x18\x01 \x01(\x0b\x32\x10.millrace.v1.Box\x12\x0e\n\x06source\x18\x02 \x01(\r\x12\x0f\n\x07targets\x18\x03 \x03(\r\">\n\x04Plan\x12(\n\ttransfers\x18\x01 \x03(\x0b\x32\x15.millrace.v1.Transfer\x12\x0c\n\x04hash\x18\x02 \x01(\x0c\",\n\x07Layouts\x12\x10\n\x08\x64istinct\x18\x01 \x03(\x0c\x12\x0f\n\x07of_rank\x18\x02 \x03(\r\"n\n\x05Sides\x12%\n\x07senders\x18\x01 \x01(\x0b\x32\x14.millrace.v1.Layouts\x12\'\n\treceivers\x18\x02 \x01(\x0b\x32\x14.millrace.v1.Layouts\x12\x15\n\rmessage_bytes\x18\x03 \x01(\x04\"Q\n\x0ePublicationRef\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\r\"}\n\nRendezvous\x12\x0c\n\x04host\x18\x01 \x01(\t\x12\x0c\n\x04port\x18\x02 \x01(\r\x12\x12\n\nworld_size\x18\x03 \x01(\r\x12\x0b\n\x03key\x18\x04 \x01(\t\x12\x0f\n\x07nccl_id\x18\x05 \x01(\x0c\x12\x10\n\x08standing\x18\x06 \x01(\x08\x12\x0f\n\x07passing\x18\x07 \x01(\x08\"E\n\x08Receiver\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12\x12\n\nfirst_rank\x18\x02 \x01(\r\x12\x12\n\nworld_size\x18\x03 \x01(\r\"\x1b\n\tChecksums\x12\x0e\n\x06values\x18\x01 \x03(\x06\"\x9b\x02\n\x0cMemberReport\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x03\x12\x11\n\tprepare_s\x18\x03 \x01(\x01\x12\x10\n\x08gather_s\x18\x04 \x01(\x01\x12\x0e\n\x06wire_s\x18\x05 \x01(\x01\x12\x10\n\x08verify_s\x18\x06 \x01(\x01\x12\x0f\n\x07\x61pply_s\x18\x07 \x01(\x01\x12\x0f\n\x07pause_s\x18\x08 \x01(\x01\x12\x16\n\x0eloader_tensors\x18\t \x01(\r\x12\x14\n\x0cloader_bytes\x18\n \x01(\x04\x12%\n\x04mode\x18\x0b \x01(\x0e\x32\x17.millrace.v1.CommitMode\x12\x15\n\rstaging_bytes\x18\x0c \x01(\x04\x12\x14\n\x0cloader_names\x18\r \x03(\t*\\\n\x07\x43ontent\x12\x17\n\x13\x43ONTENT_UNSPECIFIED\x10\x00\x12\x11\n\rCONTENT_MODEL\x10\x01\x12\x10\n\x0c\x43ONTENT_BASE\x10\x02\x12\x13\n\x0f\x43ONTENT_ADAPTER\x10\x03*I\n\x04Path\x12\x14\n\x10PATH_UNSPECIFIED\x10\x00\x12\x19\n\x15PATH_GATHER_BROADCAST\x10\x01\x12\x10\n\x0cPATH_SHARDED\x10\x02*Z\n\nCommitMode\x12\x1b\n\x17\x43OMMIT_MODE_UNSPECIFIED\x10\x00\x12\x16\n\x12\x43OMMIT_MODE_SHADOW\x10\x01\x12\x17\n\x13\x43OMMIT_MODE_INPLACE\x10\x02*\x8c\x01\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x11\n\rPHASE_PREPARE\x10\x01\x12\x12\n\x0ePHASE_TRANSFER\x10\x02\x12\x10\n\x0cPHASE_VERIFY\x10\x03\x12\x10\n\x0cPHASE_COMMIT\x10\x04\x12\x0e\n\nPHASE_DONE\x10\x05\x12\x11\n\rPHASE_ABORTED\x10\x06\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19millrace/v1/weights.proto\x12\x0bmillrace.v1\"8\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x03\x12\r\n\x05\x64type\x18\x03 \x01(\t\"i\n\x08Manifest\x12(\n\x07tensors\x18\x01 \x03(\x0b\x32\x17.millrace.v1.TensorSpec\x12\x0c\n\x04hash\x18\x02 \x01(\x0c\x12%\n\x07\x63ontent\x18\x03 \x01(\x0e\x32\x14.millrace.v1.Content\"5\n\x03\x42ox\x12\x0e\n\x06tensor\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x03(\x03\x12\x0e\n\x06\x65xtent\x18\x03 \x03(\x03\"7\n\x06Layout\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x1f\n\x05\x62oxes\x18\x02 \x03(\x0b\x32\x10.millrace.v1.Box\"J\n\x08Transfer\x12\x1d\n\x03\x62ox\x18\x01 \x01(\x0b\x32\x10.millrace.v1.Box\x12\x0e\n\x06source\x18\x02 \x01(\r\x12\x0f\n\x07targets\x18\x03 \x03(\r\">\n\x04Plan\x12(\n\ttransfers\x18\x01 \x03(\x0b\x32\x15.millrace.v1.Transfer\x12\x0c\n\x04hash\x18\x02 \x01(\x0c\"B\n\x07Layouts\x12\x10\n\x08\x64istinct\x18\x01 \x03(\x0c\x12\x0f\n\x07of_rank\x18\x02 \x03(\r\x12\x14\n\x0chost_of_rank\x18\x03 \x03(\t\"n\n\x05Sides\x12%\n\x07senders\x18\x01 \x01(\x0b\x32\x14.millrace.v1.Layouts\x12\'\n\treceivers\x18\x02 \x01(\x0b\x32\x14.millrace.v1.Layouts\x12\x15\n\rmessage_bytes\x18\x03 \x01(\x04\"Q\n\x0ePublicationRef\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\r\"}\n\nRendezvous\x12\x0c\n\x04host\x18\x01 \x01(\t\x12\x0c\n\x04port\x18\x02 \x01(\r\x12\x12\n\nworld_size\x18\x03 \x01(\r\x12\x0b\n\x03key\x18\x04 \x01(\t\x12\x0f\n\x07nccl_id\x18\x05 \x01(\x0c\x12\x10\n\x08standing\x18\x06 \x01(\x08\x12\x0f\n\x07passing\x18\x07 \x01(\x08\"E\n\x08Receiver\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12\x12\n\nfirst_rank\x18\x02 \x01(\r\x12\x12\n\nworld_size\x18\x03 \x01(\r\"\x1b\n\tChecksums\x12\x0e\n\x06values\x18\x01 \x03(\x06\"\x9b\x02\n\x0cMemberReport\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x03\x12\x11\n\tprepare_s\x18\x03 \x01(\x01\x12\x10\n\x08gather_s\x18\x04 \x01(\x01\x12\x0e\n\x06wire_s\x18\x05 \x01(\x01\x12\x10\n\x08verify_s\x18\x06 \x01(\x01\x12\x0f\n\x07\x61pply_s\x18\x07 \x01(\x01\x12\x0f\n\x07pause_s\x18\x08 \x01(\x01\x12\x16\n\x0eloader_tensors\x18\t \x01(\r\x12\x14\n\x0cloader_bytes\x18\n \x01(\x04\x12%\n\x04mode\x18\x0b \x01(\x0e\x32\x17.millrace.v1.CommitMode\x12\x15\n\rstaging_bytes\x18\x0c \x01(\x04\x12\x14\n\x0cloader_names\x18\r \x03(\t*\\\n\x07\x43ontent\x12\x17\n\x13\x43ONTENT_UNSPECIFIED\x10\x00\x12\x11\n\rCONTENT_MODEL\x10\x01\x12\x10\n\x0c\x43ONTENT_BASE\x10\x02\x12\x13\n\x0f\x43ONTENT_ADAPTER\x10\x03*I\n\x04Path\x12\x14\n\x10PATH_UNSPECIFIED\x10\x00\x12\x19\n\x15PATH_GATHER_BROADCAST\x10\x01\x12\x10\n\x0cPATH_SHARDED\x10\x02*Z\n\nCommitMode\x12\x1b\n\x17\x43OMMIT_MODE_UNSPECIFIED\x10\x00\x12\x16\n\x12\x43OMMIT_MODE_SHADOW\x10\x01\x12\x17\n\x13\x43OMMIT_MODE_INPLACE\x10\x02*\x8c\x01\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x11\n\rPHASE_PREPARE\x10\x01\x12\x12\n\x0ePHASE_TRANSFER\x10\x02\x12\x10\n\x0cPHASE_VERIFY\x10\x03\x12\x10\n\x0cPHASE_COMMIT\x10\x04\x12\x0e\n\nPHASE_DONE\x10\x05\x12\x11\n\rPHASE_ABORTED\x10\x06\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'millrace.v1.weights_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_CONTENT']._serialized_start=1213
-  _globals['_CONTENT']._serialized_end=1305
-  _globals['_PATH']._serialized_start=1307
-  _globals['_PATH']._serialized_end=1380
-  _globals['_COMMITMODE']._serialized_start=1382
-  _globals['_COMMITMODE']._serialized_end=1472
-  _globals['_PHASE']._serialized_start=1475
-  _globals['_PHASE']._serialized_end=1615
+  _globals['_CONTENT']._serialized_start=1235
+  _globals['_CONTENT']._serialized_end=1327
+  _globals['_PATH']._serialized_start=1329
+  _globals['_PATH']._serialized_end=1402
+  _globals['_COMMITMODE']._serialized_start=1404
+  _globals['_COMMITMODE']._serialized_end=1494
+  _globals['_PHASE']._serialized_start=1497
+  _globals['_PHASE']._serialized_end=1637
   _globals['_TENSORSPEC']._serialized_start=42
   _globals['_TENSORSPEC']._serialized_end=98
   _globals['_MANIFEST']._serialized_start=100
@@ -52,17 +52,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PLAN']._serialized_start=395
   _globals['_PLAN']._serialized_end=457
   _globals['_LAYOUTS']._serialized_start=459
-  _globals['_LAYOUTS']._serialized_end=503
-  _globals['_SIDES']._serialized_start=505
-  _globals['_SIDES']._serialized_end=615
-  _globals['_PUBLICATIONREF']._serialized_start=617
-  _globals['_PUBLICATIONREF']._serialized_end=698
-  _globals['_RENDEZVOUS']._serialized_start=700
-  _globals['_RENDEZVOUS']._serialized_end=825
-  _globals['_RECEIVER']._serialized_start=827
-  _globals['_RECEIVER']._serialized_end=896
-  _globals['_CHECKSUMS']._serialized_start=898
-  _globals['_CHECKSUMS']._serialized_end=925
-  _globals['_MEMBERREPORT']._serialized_start=928
-  _globals['_MEMBERREPORT']._serialized_end=1211
+  _globals['_LAYOUTS']._serialized_end=525
+  _globals['_SIDES']._serialized_start=527
+  _globals['_SIDES']._serialized_end=637
+  _globals['_PUBLICATIONREF']._serialized_start=639
+  _globals['_PUBLICATIONREF']._serialized_end=720
+  _globals['_RENDEZVOUS']._serialized_start=722
+  _globals['_RENDEZVOUS']._serialized_end=847
+  _globals['_RECEIVER']._serialized_start=849
+  _globals['_RECEIVER']._serialized_end=918
+  _globals['_CHECKSUMS']._serialized_start=920
+  _globals['_CHECKSUMS']._serialized_end=947
+  _globals['_MEMBERREPORT']._serialized_start=950
+  _globals['_MEMBERREPORT']._serialized_end=1233
 # @@protoc_insertion_point(module_scope)

@@ -110,12 +110,14 @@ class Plan(_message.Message):
     def __init__(self, transfers: _Optional[_Iterable[_Union[Transfer, _Mapping]]] = ..., hash: _Optional[bytes] = ...) -> None: ...
 
 class Layouts(_message.Message):
-    __slots__ = ("distinct", "of_rank")
+    __slots__ = ("distinct", "of_rank", "host_of_rank")
     DISTINCT_FIELD_NUMBER: _ClassVar[int]
     OF_RANK_FIELD_NUMBER: _ClassVar[int]
+    HOST_OF_RANK_FIELD_NUMBER: _ClassVar[int]
     distinct: _containers.RepeatedScalarFieldContainer[bytes]
     of_rank: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, distinct: _Optional[_Iterable[bytes]] = ..., of_rank: _Optional[_Iterable[int]] = ...) -> None: ...
+    host_of_rank: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, distinct: _Optional[_Iterable[bytes]] = ..., of_rank: _Optional[_Iterable[int]] = ..., host_of_rank: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Sides(_message.Message):
     __slots__ = ("senders", "receivers", "message_bytes")

@@ -177,18 +177,10 @@ class Joining:
         return True
 
     def _sibling(self, job: JobRecord, late: list[Member]) -> Member | None:
-        """The replica that copies to `late`: one that serves the current version in their dtype, if possible with the
-        same engine, and the least busy of these."""
+        """The replica that copies to `late`: one that serves the current version."""
         current = Weights(job.id, job.lineage, job.version)
-        wanted = {(m.configured.dtype, m.engine) for m in late if m.configured}
-        if len({dtype for dtype, _ in wanted}) != 1:
-            return None
-        able = [
-            m
-            for m in self._fleet.ready_for(job.id)
-            if m.holds(current) and self._failed_siblings.get(m.id) != job.version and _dtype(m) == _dtype(late[0])
-        ]
-        return min(able, key=lambda m: ((_dtype(m), m.engine) not in wanted, m.pulse.running), default=None)
+        able = [m for m in self._fleet.ready_for(job.id) if m.holds(current)]
+        return best_sibling([m for m in able if self._failed_siblings.get(m.id) != job.version], late)
 
     async def _publish_from_trainer(self) -> None:
         async with self._trainer.turn:
@@ -220,6 +212,20 @@ def _refused_by_all(errors: Sequence[MillraceError]) -> InvalidJob:
         Mistake("", f"{count} of {len(errors)}: {what.removesuffix('.')}", fix) for (what, fix), count in counts.items()
     ]
     return InvalidJob.of(told, f"{who} refused the job:")
+
+
+def best_sibling(able: Sequence[Member], late: Sequence[Member]) -> Member | None:
+    """The replica of `able` that copies to `late`: one with their dtype, if possible with the same engine, then on the
+    host of one of them, and the least busy of these. None where there is none, and where their dtypes differ."""
+    wanted = {(m.configured.dtype, m.engine) for m in late if m.configured}
+    if len({dtype for dtype, _ in wanted}) != 1:
+        return None
+    hosts, dtype = {m.host for m in late}, _dtype(late[0])
+    return min(
+        (m for m in able if _dtype(m) == dtype),
+        key=lambda m: ((_dtype(m), m.engine) not in wanted, m.host not in hosts, m.pulse.running),
+        default=None,
+    )
 
 
 def _dtype(member: Member) -> str:

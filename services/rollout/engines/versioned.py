@@ -117,6 +117,10 @@ class VersionedEngine(ABC):
         answers = await self._ask(WorkerMethods.describe, manifest.to_proto().SerializeToString())
         return [Boxes.decode(boxes) for boxes in answers]
 
+    async def hosts(self) -> Sequence[str]:
+        """See `EngineWeights`."""
+        return await self._ask(WorkerMethods.host)
+
     async def checksums(self) -> list[dict[str, int]]:
         """The checksum of each parameter by name, for every worker: to compare what engines hold."""
         return await self._ask(WorkerMethods.checksums)

@@ -80,6 +80,9 @@ class EngineWeights(Protocol):
         """The boxes of the manifest that each worker wants; nothing where this engine cannot tell. Raises
         PublicationFailed where the manifest does not fit."""
 
+    async def hosts(self) -> Sequence[str]:
+        """The name of each worker's host."""
+
     async def prepare(self, request: TransferRequest) -> None:
         """Checks a coming version against the engine and makes memory ready for it. Raises PublicationFailed where it
         does not fit."""

@@ -76,9 +76,11 @@ class SiblingCopies:
         """The manifest of `content`, and the boxes of each worker. Raises InvalidState where it cannot be copied
         now."""
         _, served = self._served(content)
-        boxes = await self._engine.describe(served.manifest)
+        boxes, hosts = await self._engine.describe(served.manifest), await self._engine.hosts()
         return trainer_pb2.DescribeSendResponse(
-            manifest=served.manifest.to_proto(), layouts=wire_layouts.encode(boxes), gpu=self._engine.device != "cpu"
+            manifest=served.manifest.to_proto(),
+            layouts=wire_layouts.encode(boxes, hosts),
+            gpu=self._engine.device != "cpu",
         )
 
     async def prepare(self, request: trainer_pb2.PrepareSendRequest) -> trainer_pb2.PrepareSendResponse:

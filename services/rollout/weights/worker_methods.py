@@ -69,6 +69,9 @@ class WorkerMethods(Protocol):
     def describe(self, manifest: bytes) -> bytes:
         """The boxes that this worker wants of a manifest, as `Boxes.encode` writes them."""
 
+    def host(self) -> str:
+        """The name of this worker's host, the same for all workers and trainer ranks there."""
+
     def prepare(self, request: bytes) -> Prepared | None:
         """Checks a coming transfer (`TransferRequest.encode`), and forgets an unfinished one. None where the request
         only names a plan that this worker does not know."""

@@ -17,7 +17,7 @@ from millrace.weights.transfer.channels.gloo import serve_store
 from millrace.weights.transfer.channels.rendezvous import Rendezvous, nccl_id
 from millrace.weights.transfer.pipeline import SendPipeline, TransferTimes
 from millrace.weights.transfer.session import PublicationSession
-from millrace.wire.address import host_address
+from millrace.wire.address import host_address, host_name
 from millrace.wire.v1 import weights_pb2
 from millrace.wire.v1.trainer_pb2 import (
     DescribeSendRequest,
@@ -35,7 +35,7 @@ def describe(request: DescribeSendRequest, backend: Backend) -> DescribeSendResp
     boxes. A collective."""
     source = published(backend, Content.of(request.content))
     memory = source.shards(request.dtype)
-    own = b"" if memory is None else wire_layouts.encode([memory.layout.boxes]).SerializeToString()
+    own = b"" if memory is None else wire_layouts.encode([memory.layout.boxes], [host_name()]).SerializeToString()
     of_ranks = collectives.gather_bytes(own)
     layouts = weights_pb2.Layouts()
     if all(of_ranks):

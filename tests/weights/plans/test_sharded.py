@@ -108,11 +108,13 @@ def _filled(manifest, layout, size):
 
 
 @settings(max_examples=200, deadline=None)
-@given(sides(), st.sampled_from([16, 64, 256, 1 << 20]))
-def test_every_byte_arrives_once_at_its_place(drawn, message_bytes):
+@given(sides(), st.sampled_from([16, 64, 256, 1 << 20]), st.data())
+def test_every_byte_arrives_once_at_its_place(drawn, message_bytes, data):
     manifest, senders, receivers = drawn
-    made = plan(manifest, boxes_of(senders), boxes_of(receivers), message_bytes)
-    again = plan(manifest, boxes_of(senders), boxes_of(receivers), message_bytes)
+    ranks = len(senders) + len(receivers)
+    hosts = data.draw(st.lists(st.sampled_from(["", "a", "b", "c"]), min_size=ranks, max_size=ranks))
+    made = plan(manifest, boxes_of(senders), boxes_of(receivers), message_bytes, hosts)
+    again = plan(manifest, boxes_of(senders), boxes_of(receivers), message_bytes, hosts)
     assert made.hash == again.hash
     held = [_filled(manifest, *s) for s in senders]
     got = [np.full(size + 1, -1, np.int64) for _, size in receivers]
@@ -145,10 +147,11 @@ def test_every_byte_arrives_once_at_its_place(drawn, message_bytes):
 
 
 @settings(max_examples=100, deadline=None)
-@given(sides(), st.sampled_from([64, 256]))
-def test_rounds_are_bounded_and_in_order(drawn, message_bytes):
+@given(sides(), st.sampled_from([64, 256]), st.booleans())
+def test_rounds_are_bounded_and_in_order(drawn, message_bytes, apart):
     manifest, senders, receivers = drawn
-    made = plan(manifest, boxes_of(senders), boxes_of(receivers), message_bytes)
+    hosts = ["a"] * len(senders) + ["b"] * len(receivers) if apart else []
+    made = plan(manifest, boxes_of(senders), boxes_of(receivers), message_bytes, hosts)
     sizes = made.pieces.numel * np.array([ITEM_BYTES[t.dtype] for t in manifest.tensors])[made.pieces.tensor]
     for content in range(len(made.sizes)):
         span = made.pieces_in(content)

@@ -12,6 +12,7 @@ from millrace.weights.plans.manifest import Manifest
 from millrace.weights.plans.memory import Memory
 from millrace.weights.transfer.channels.rendezvous import nccl_id
 from millrace.weights.transfer.checksum import checksum
+from millrace.wire.address import host_name
 from millrace.wire.v1 import weights_pb2
 from services.rollout.weights.in_worker.gather_broadcast import GatherBroadcastPath
 from services.rollout.weights.in_worker.incoming import IncomingPath, IncomingTransfer
@@ -54,6 +55,10 @@ class WeightReceiver:
             decoded = Manifest.from_proto(weights_pb2.Manifest.FromString(manifest))
             part_of(self._model, decoded.content).check(decoded)
             return self._layout.boxes(decoded).encode()
+
+    def host(self) -> str:
+        """See `WorkerMethods`."""
+        return host_name()
 
     def prepare(self, request: bytes) -> Prepared | None:
         """See `WorkerMethods`."""

@@ -10,6 +10,7 @@ import torch
 
 from millrace.errors import InvalidState, PublicationFailed
 from millrace.weights.plans import wire_layouts
+from millrace.wire.address import host_name
 from millrace.wire.method import Request, Response, Unary
 from millrace.wire.methods import RolloutRpc
 from millrace.wire.v1 import rollout_pb2, weights_pb2
@@ -82,6 +83,7 @@ async def coming(stack: Stack, version: int, mode: int = SHADOW, **options: Any)
     request = rollout_pb2.DescribeReceiveRequest(job_id=JOB, manifest=shards.manifest.to_proto())
     told = await stack.peer.call(RolloutRpc.DescribeWeights, request)
     wanted = wire_layouts.decode(told.layouts)
+    assert wire_layouts.hosts_of(told.layouts) == [host_name()] * len(wanted)
     return Coming(stack, ShardSender(shards, wanted, version=version, job=JOB, mode=mode, **options))  # type: ignore[arg-type]
 
 

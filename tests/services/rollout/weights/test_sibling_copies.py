@@ -101,6 +101,7 @@ class Copy:
         wanted = await self.late.peer.call(RolloutRpc.DescribeWeights, request)
         both = weights_pb2.Sides(senders=told.layouts, receivers=wanted.layouts, message_bytes=16384)
         assert len(wire_layouts.decode(told.layouts)) == 1 and not told.gpu
+        assert wire_layouts.hosts_of(told.layouts) == wire_layouts.hosts_of(wanted.layouts) != [""]
         receiver = weights_pb2.Receiver(member_id=self.late.replica.member_id, first_rank=1, world_size=1)
         send = trainer_pb2.PrepareSendRequest(
             publication=self.ref,
