@@ -22,8 +22,8 @@ class Answer:
     weights: list[float] = field(default_factory=list)
     several_rewards: list[float] = field(default_factory=list)
     greedy: float = 0.0
-    turns: list[list[int]] = field(default_factory=list)
-    """For each of its trajectories the lengths of its turns."""
+    turns: list[int] = field(default_factory=list)
+    """Lengths of its turns."""
 
     @property
     def reward(self) -> float:
@@ -101,6 +101,28 @@ def passk(answers, k=4, threshold=0.5):
         return statistics.fmean((solved[subset] - mean) / std for subset in subsets if me in subset)
 
     return _each(answers, rule)
+
+
+def grpo_turns(answers, std=True, ddof=1, eps=1e-6, singleton="zero"):
+    """Turn by turn: an episode's rewards from there on, beside those of the mates that come as far."""
+
+    def from_turn(answer, k):
+        return math.fsum(answer.rewards[sum(answer.turns[:k]) :])
+
+    rows = []
+    for answer in answers:
+        row = []
+        for k, length in enumerate(answer.turns):
+            values = [from_turn(mate, k) for mate in _mates(answers, answer) if len(mate.turns) > k]
+            own = from_turn(answer, k)
+            if len(values) == 1:
+                advantage = own if singleton == "reward" else 0.0
+            else:
+                advantage = own - statistics.fmean(values)
+                advantage = advantage / (_std(values, ddof) + eps) if std else advantage
+            row += [advantage] * length
+        rows.append(row)
+    return rows, [_to_go(answer.rewards, 1.0) for answer in answers]
 
 
 def maxrl(answers):

@@ -1,5 +1,6 @@
 """Every advantage estimator against its paper's formula, by hand, and unmoved by what must not matter."""
 
+import itertools
 import math
 from dataclasses import dataclass, field
 
@@ -37,6 +38,9 @@ CASES = [
     Case("grpo", {"ddof": 0, "eps": 1e-4, "singleton": "reward"}),
     Case("grpo", {"std_over": "batch"}),
     Case("grpo", {"std_over": "batch", "ddof": 0, "eps": 1e-4, "singleton": "reward"}),
+    Case("grpo_turns"),
+    Case("grpo_turns", {"std": False, "singleton": "reward"}),
+    Case("grpo_turns", {"ddof": 0, "eps": 1e-4}),
     Case("grpo_passk"),
     Case("grpo_passk", {"std": False}),
     Case("passk", {"k": 1}),
@@ -68,6 +72,7 @@ def extra_inputs(batch: Batch) -> dict[str, Tensor]:
         "old_logprobs_bt": batch.old_logprobs_bt,
         "sum_pi_squared_bt": (2 * batch.old_logprobs_bt).exp() * 1.1,
         "weights_bt": batch.rollout_logprobs_bt.exp() + 0.5,
+        "turn_starts_bt": batch.mask_bt & ~torch.nn.functional.pad(batch.mask_bt, (1, 0))[:, :-1],
     }
 
 
@@ -99,6 +104,7 @@ def slowly(case: Case, batch: Batch):
             group=int(batch.group_b[i]),
             several_rewards=extras["rewards_bk"][i].tolist(),
             greedy=float(extras["greedy_rewards_b"][i]),
+            turns=[len(list(run)) for counts, run in itertools.groupby(batch.mask_bt[i].tolist()) if counts],
             **{name: row[i] for name, row in rows.items()},
         )
         for i in range(len(batch.group_b))
@@ -192,6 +198,20 @@ def by_hand(name: str, rewards: list[float], lengths: list[int], **options) -> l
 def test_values_by_hand(name, rewards, options, expected):
     lengths = [1, 3] if name == "opo" else [2] * len(rewards)
     assert by_hand(name, rewards, lengths, **options) == pytest.approx(expected)
+
+
+def test_grpo_turns_by_hand_credits_no_turn_with_what_came_before() -> None:
+    """Both episodes earn 1, the second in its second turn, where the first earns nothing."""
+    advantages_bt, returns_bt = advantage(
+        "grpo_turns",
+        token_rewards_bt=torch.tensor([[1.0, 9.0, 0.0, 0.0], [0.0, 9.0, 9.0, 1.0]], dtype=torch.float64),
+        mask_bt=torch.tensor([[1, 0, 1, 1], [1, 0, 0, 1]]),
+        turn_starts_bt=torch.tensor([[1, 0, 1, 0], [1, 0, 0, 1]]).bool(),
+        group_b=torch.tensor([5, 5]),
+        std=False,
+    )
+    assert advantages_bt.tolist() == [[0, 0, -0.5, -0.5], [0, 0, 0, 0.5]]
+    assert returns_bt.tolist() == [[1, 0, 0, 0], [1, 0, 0, 1]]
 
 
 def test_gae_by_hand_carries_over_an_observation():

@@ -14,7 +14,7 @@ from millrace.errors import MillraceError, NonFinite, Unavailable
 from services.trainer.ranks.event_loop import ControlThread
 from tests.services.trainer.backends.fsdp2.test_backend import saved_tensors
 from tests.services.trainer.coordinator import ScriptedCoordinator, coordinator
-from tests.services.trainer.groups import job_spec, random_groups
+from tests.services.trainer.groups import episode_groups, job_spec, random_groups
 from tests.services.trainer.process import IMPATIENT, TwoRanks, trainer
 from tests.services.trainer.publication.receiver import Receiver, reference
 from tests.services.trainer.step.test_step import OPTIMIZER, local_step
@@ -64,8 +64,14 @@ def untimed(metrics: dict[str, float]) -> set[str]:
     return {name for name in metrics if not name.startswith("perf/mfu/")}
 
 
-@pytest.mark.parametrize("name", JOBS)
-@pytest.mark.parametrize("samples", [4, 1])
+OF_EPISODES = ("correction, sequence mean, recompute", "squared probabilities")
+"""The jobs that are also compared on episodes of several turns and trajectories."""
+
+
+@pytest.mark.parametrize(
+    ("name", "samples"),
+    [*((name, samples) for samples in (4, 1) for name in JOBS), *((name, 0) for name in OF_EPISODES)],
+)
 def test_two_ranks_equal_one(
     name: str,
     samples: int,
@@ -76,8 +82,9 @@ def test_two_ranks_equal_one(
     untied_model: Path,
     tmp_path: Path,
 ) -> None:
-    """Relative 2e-6 of loss and gradient norm; with one sample a prompt, one rank has padding in some micro-batches."""
-    parts, prompts = JOBS[name], 4 if samples > 1 else 2
+    """Relative 2e-6 of loss and gradient norm; with one sample a prompt, one rank has padding in some micro-batches.
+    With `samples` 0 there are episodes, whose trajectories may be on both ranks."""
+    parts, prompts = JOBS[name], 2 if samples == 1 else 4
     trainer = {"token_budget": 64, "optimizer": OPTIMIZER, **parts.get("trainer", {})}
     schedule = {"prompts_per_step": prompts}
     spec = job_spec(untied_model, **{**parts, "trainer": trainer, "schedule": schedule})
@@ -85,7 +92,7 @@ def test_two_ranks_equal_one(
     job = f"job-{name}-{samples}".replace(", ", "-").replace(" ", "-")
     two_ranks.calls.configure(spec, job=job)
     for number in (1, 2, 3):
-        groups = random_groups(prompts, samples, seed=number)
+        groups = random_groups(prompts, samples, seed=number) if samples else episode_groups(prompts, 3, seed=number)
         alone, together = step(number, groups), two_ranks.step(number, groups, job)
         assert untimed(alone) == untimed(together)
         for metric in EXACT:

@@ -134,7 +134,7 @@ class Step:
             answer.values += one.said(3)
             answer.old_logprobs += one.old
             answer.sum_pi_squared += [np.exp(1.5 * old) for old in one.old]
-            answer.turns.append([turn.end - turn.start for turn in one.message.turns])
+            answer.turns += [turn.end - turn.start for turn in one.message.turns]
             details = json.loads(one.message.reward_details or "{}")
             if "format" in details:
                 answer.several_rewards = [one.message.reward, details["format"]]
