@@ -267,6 +267,26 @@ def mfu_moe(machine: Machine) -> list[Launch]:
     ]
 
 
+def deepep(machine: Machine) -> list[Launch]:
+    """Both dispatchers of tokens to experts, on two GPUs: the same training with the experts of each token given, and
+    then their speed at 16, 32 and 64 thousand tokens a micro-batch."""
+    given = Training("moe", {}, replayed=True)
+    alone = [_compared(machine, "replayed, huggingface float32", given, kind="huggingface")]
+    alone.append(_compared(machine, "replayed", given))
+    both = {name: {"expert_parallel": 2, "experts": {"dispatcher": name}} for name in ("alltoall", "deepep")}
+    trainings = {f"replayed EP2, {name}": Training("moe", options, replayed=True) for name, options in both.items()}
+    speeds = [
+        _speed(machine, "qwen3-30b-a3b", layers, f"EP2, {4 * sequences}k tokens, {name}", options, sequences=sequences)
+        for sequences, layers in ((4, 10), (8, 10), (16, 8))
+        for name, options in both.items()
+    ]
+    return [
+        Launch("deepep-alone", (0,), 90.0, alone, compared=True),
+        Launch("deepep-equal", (0, 1), 120.0, _all_of(machine, trainings), compared=True),
+        Launch("deepep-speed", (0, 1), 240.0, _runnable(machine, speeds), OWN_QUEUES),
+    ]
+
+
 def experts(machine: Machine) -> list[Launch]:
     """Profiles: what a mixture of experts spends its time on, and ways to shorten it."""
     profile = {**_speed(machine, "qwen3-30b-a3b", 6, "profile", {}), "kind": "profile"}
@@ -314,6 +334,7 @@ PARTS = {
     "memory": memory,
     "mfu": mfu,
     "mfu-moe": mfu_moe,
+    "deepep": deepep,
     "experts": experts,
 }
 
@@ -326,7 +347,13 @@ def _runnable(machine: Machine, cases: list[Case]) -> list[Case]:
 def _needs_gpu(options: dict[str, Any]) -> bool:
     only_on_gpus = {"offload_optimizer", "optimizer_offload_fraction", "optimizer_moments"}
     recomputed = options.get("recompute", {}).get("modules", ())
-    return bool(only_on_gpus & options.keys()) or options.get("context_parallel", 1) > 1 or "moe_act" in recomputed
+    dispatched = options.get("experts", {}).get("dispatcher") == "deepep"
+    return (
+        bool(only_on_gpus & options.keys())
+        or options.get("context_parallel", 1) > 1
+        or "moe_act" in recomputed
+        or dispatched
+    )
 
 
 def _selective(*modules: str) -> dict[str, Any]:

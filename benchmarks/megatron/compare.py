@@ -110,14 +110,15 @@ def deepep(world: World, case: dict[str, Any]) -> dict[str, Any]:
     """Which dispatcher is taken, and what is said where DeepEP is not available."""
     from millrace.backends.megatron import Experts, MegatronOptions
     from millrace.errors import InvalidJob
-    from services.trainer.backends.megatron.experts.dispatch import deepep_obstacle, dispatcher
+    from millrace.megatron.deepep import obstacle
+    from services.trainer.backends.megatron.experts.dispatch import dispatcher
 
     taken = dispatcher(MegatronOptions(expert_parallel=2))
     try:
         demanded = dispatcher(MegatronOptions(expert_parallel=2, experts=Experts(dispatcher="deepep")))
     except InvalidJob as error:
         demanded = str(error)
-    return {"obstacle": deepep_obstacle(), "auto": taken, "demanded": demanded}
+    return {"obstacle": obstacle(), "auto": taken, "demanded": demanded}
 
 
 def _scores(model: Any, row: int, case: dict[str, Any], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -21,9 +21,10 @@ from millrace.backends import BACKENDS
 from millrace.engines import ENGINES
 from millrace.errors import Unavailable
 from millrace.local.devices import visible_devices
+from millrace.megatron.deepep import TESTED as TESTED_DEEPEP
 from millrace.sandbox import probe as sandbox_probe
 from millrace.sandbox.boundaries import Boundary, Missing, listed
-from millrace.software import Software
+from millrace.software import Software, installed_release
 
 IMPORT_TIMEOUT_S = 180.0
 
@@ -99,7 +100,7 @@ def examine() -> list[Finding]:
     """All findings, in the order in which they are shown. Takes as long as the slowest import."""
     probes: list[Callable[[], Finding]] = [python, machine, devices]
     probes += [functools.partial(usable, needed) for needed in SOFTWARE]
-    probes += [sandbox, redis_server, docker, compose]
+    probes += [deepep, sandbox, redis_server, docker, compose]
     with ThreadPoolExecutor(max_workers=max(2, (os.cpu_count() or 2) // 2)) as pool:
         return list(pool.map(lambda probe: probe(), probes))
 
@@ -152,6 +153,23 @@ def usable(needed: Needed) -> Finding:
     untested = [package for package, release in releases.items() if not software.was_tested(package, release)]
     tested = "; ".join(f"{package} was tested with {', '.join(software.tested[package])}" for package in untested)
     return Finding(needed.name, needed.need, Verdict.WARNING if untested else Verdict.GOOD, found, tested)
+
+
+def deepep() -> Finding:
+    """Whether Megatron can send tokens to experts by DeepEP: it is loaded in a separate process."""
+    recipe = "docs/megatron.md says how to build it; without it experts work too, by all-to-all"
+    release = installed_release("deep_ep")
+    if not release and importlib.util.find_spec("deep_ep") is None:
+        return Finding("deepep", Need.TRAIN, Verdict.MISSING, "deep_ep is not installed", recipe)
+    found = f"deep_ep {release or 'of unknown release'}"
+    program = "from millrace.megatron.deepep import obstacle; print(obstacle() or 'usable')"
+    answer = _run([sys.executable, "-c", program], IMPORT_TIMEOUT_S).splitlines()
+    why = answer[-1] if answer else "loading it ends the process"
+    if why != "usable":
+        return Finding("deepep", Need.TRAIN, Verdict.BROKEN, f"{found}; {why}", recipe)
+    if release.partition("+")[0] != TESTED_DEEPEP:
+        return Finding("deepep", Need.TRAIN, Verdict.WARNING, found, f"tested with {TESTED_DEEPEP}")
+    return Finding("deepep", Need.TRAIN, Verdict.GOOD, found)
 
 
 def sandbox() -> Finding:

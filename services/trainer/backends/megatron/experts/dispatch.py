@@ -1,13 +1,11 @@
 """The choice of the dispatcher that sends tokens to the experts: DeepEP where it works, else all-to-all."""
 
-import functools
-import importlib.util
-
 import structlog
 import torch
 
 from millrace.backends.megatron import MegatronOptions
 from millrace.errors import refused
+from millrace.megatron.deepep import obstacle as deepep_obstacle
 
 log = structlog.get_logger(__name__)
 
@@ -24,19 +22,3 @@ def dispatcher(options: MegatronOptions) -> str:
     if torch.cuda.is_available():
         log.warning("experts are dispatched by all-to-all", reason=obstacle)
     return "alltoall"
-
-
-@functools.cache
-def deepep_obstacle() -> str | None:
-    """Why DeepEP cannot be used here; None where it can."""
-    if not torch.cuda.is_available():
-        return "there is no GPU"
-    if torch.cuda.get_device_capability()[0] < 9:
-        return "its kernels need a Hopper GPU or a newer one"
-    if importlib.util.find_spec("deep_ep") is None:
-        return "deep_ep is not installed"
-    try:
-        import deep_ep  # noqa: F401
-    except ImportError as error:  # built for another torch
-        return f"deep_ep cannot be loaded: {error}"
-    return None
