@@ -50,7 +50,7 @@ class RewardTrial:
         first = {"spec": self._spec.model_dump(mode="json"), "function": self._function}
         results, ended = _run(REWARD, [first, *map(self._request, self.rows)], limit_s)
         failed = 0
-        for result in results:
+        for result in sorted(results, key=lambda each: each.get("row", -1)):  # they come as they are scored
             if "mistakes" in result:
                 yield from (Mistake(**each) for each in result["mistakes"])
                 return

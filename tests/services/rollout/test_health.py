@@ -12,7 +12,7 @@ from tests.services.rollout.coordinator import until
 from tests.services.rollout.stack import Stack, play
 
 pytestmark = pytest.mark.slow
-LIMIT_S = 1.0
+LIMIT_S = 2.0
 
 
 def watching(stack: Stack) -> asyncio.Task[None]:
@@ -27,10 +27,10 @@ def test_an_engine_that_stands_still_dies(tied_model: Path) -> None:
         stack.coordinator.issue(0, max_response_tokens=8)
         task = watching(stack)
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 await stack.replica.died.wait()
             await task
-            assert "has not finished a batch for 1 s" in stack.replica.failure
+            assert "has not finished a batch for 2 s" in stack.replica.failure
         finally:
             goes_on.set()
 
@@ -43,7 +43,7 @@ def test_an_engine_that_works_is_idle_or_paused_lives(tied_model: Path) -> None:
         await asyncio.sleep(1.5 * LIMIT_S)  # idle for longer than it may stand still
         for prompt in range(40):
             stack.coordinator.issue(prompt, samples=4, max_response_tokens=60)
-        await until(lambda: stack.coordinator.answered == 20)
+        await until(lambda: stack.coordinator.answered >= 20)
         await stack.publish(2)
         await until(lambda: stack.coordinator.answered == 40)
         assert not stack.replica.died.is_set() and not task.done()
