@@ -10,6 +10,7 @@ from millrace.cli.settings import Settings, changes_of
 from millrace.validation.limits import MOST_RANKS, MOST_TOKENS
 
 if TYPE_CHECKING:
+    from millrace.planner.search import Request
     from millrace.spec import JobSpec
 
 Gpus = Annotated[
@@ -52,6 +53,14 @@ Colocated = Annotated[
         help="Let trainer and replicas take turns on the trainer's GPUs. Millrace does not run so: for comparison.",
     ),
 ]
+Search = Annotated[
+    bool,
+    typer.Option(
+        "--search",
+        help="Propose layouts of the job's backend that fit, the fastest first; without --trainer-gpus, on the fewest "
+        "GPUs that any layout fits.",
+    ),
+]
 
 
 def plan(
@@ -64,6 +73,7 @@ def plan(
     mean_prompt: MeanPrompt = None,
     mean_response: MeanResponse = None,
     colocated: Colocated = False,
+    search: Search = False,
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
@@ -81,15 +91,36 @@ def plan(
     from millrace.planner.hardware import hardware
     from millrace.planner.model import model_shape
     from millrace.planner.plan import Cluster, make_plan
+    from millrace.planner.search import Request
     from millrace.planner.workload import workload
 
     figures, job = hardware(gpu), _job(spec, settings)
     shape = model_shape(job, model)
     cluster = Cluster(figures, *_gpus(job, engine, trainer_gpus, rollout_gpus), colocated)
-    made = make_plan(job, shape, cluster, workload(job, mean_prompt, mean_response), engine)
+    work = workload(job, mean_prompt, mean_response)
+    if search:
+        return _search(Request(job, shape, cluster, work, engine), trainer_gpus is None, as_json)
+    made = make_plan(job, shape, cluster, work, engine)
     if as_json:
         return print_json(text.as_dict(made))
     for line in text.lines(made):
+        people().print(line, markup=False)
+
+
+def _search(request: "Request", smallest: bool, as_json: bool) -> None:
+    """Prints the layouts that fit. Raises InvalidJob where none does."""
+    from millrace.errors import refused
+    from millrace.planner import search, search_text
+
+    gpus = search.fewest(request) if smallest else request.cluster.trainer_gpus
+    found = search.proposals(request.on(gpus)) if gpus else []
+    if not found:
+        reason = "no layout of this backend fits"
+        fix = "leave --trainer-gpus out to find the fewest, lower trainer.token_budget, or give larger GPUs or hosts."
+        raise refused("--trainer-gpus", request.cluster.trainer_gpus, reason, fix)
+    if as_json:
+        return print_json({"trainer_gpus": gpus, "layouts": search_text.as_list(found)})
+    for line in search_text.lines(request.spec, found):
         people().print(line, markup=False)
 
 

@@ -8,6 +8,7 @@ import yaml
 from pydantic import Field
 
 from millrace.errors import InvalidJob, refused
+from millrace.planner import constants
 from millrace.validation.mistakes import options
 from millrace.validation.model import StrictModel
 from millrace.validation.names import choose
@@ -57,9 +58,10 @@ class Gpu(StrictModel):
         """Bytes a second of its memory."""
         return self.memory_gb_s * GIGA
 
-    def hosts(self, gpus: int) -> int:
-        """Hosts that so many GPUs are in."""
-        return -(-gpus // self.gpus_per_host)
+    @property
+    def host_room(self) -> float:
+        """Bytes of a host's memory that services may use."""
+        return (1 - constants.HOST_ROOM) * self.host_memory_gib * GIB
 
 
 KINDS: dict[str, Gpu] = {

@@ -10,7 +10,7 @@ from millrace.memory.prediction import predict
 from millrace.memory.text import fits
 from millrace.planner import constants, generation
 from millrace.planner.generation import Generation
-from millrace.planner.hardware import GIB, Gpu
+from millrace.planner.hardware import Gpu
 from millrace.planner.links import Links
 from millrace.planner.publishing import PublicationTimes, publication_times, turn_seconds
 from millrace.planner.replica import Replica, replica_of
@@ -46,6 +46,28 @@ class Cluster:
     def gpus(self) -> int:
         return self.trainer_gpus if self.colocated else self.trainer_gpus + self.rollout_gpus
 
+    def replicas(self, replica: Replica) -> int:
+        """How many replicas there are. Raises InvalidJob where the GPUs give not even one, or where replicas that take
+        turns with the trainer would leave some GPUs out."""
+        gpus = self.trainer_gpus if self.colocated else self.rollout_gpus
+        field = "--trainer-gpus" if self.colocated else "--rollout-gpus"
+        if self.colocated and gpus % replica.workers:
+            reason = f"replicas of {replica.workers} GPUs would leave some of them out"
+            raise refused(field, gpus, reason, f"give a multiple of {replica.workers}, or smaller replicas.")
+        if gpus < replica.workers:
+            fix = f"give at least {replica.workers}, or lower the sizes in rollout.engine_options."
+            raise refused(field, gpus, f"one replica of this job has {replica.workers} GPUs", fix)
+        return gpus // replica.workers
+
+    def overlaps(self, work: Workload) -> bool:
+        """Whether generation and training go on at the same time."""
+        return work.max_staleness > 0 and not self.colocated
+
+    def generation(self, replica: Replica, work: Workload) -> Generation:
+        """One replica's part of a step. Raises InvalidJob as `replicas`."""
+        generate = generation.steady if self.overlaps(work) else generation.alone
+        return generate(replica, work, self.replicas(replica))
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -70,8 +92,7 @@ class Plan:
 
     @property
     def overlapped(self) -> bool:
-        """Whether generation and training go on at the same time."""
-        return self.work.max_staleness > 0 and not self.cluster.colocated
+        return self.cluster.overlaps(self.work)
 
     @property
     def generating_s(self) -> float:
@@ -122,9 +143,9 @@ class Plan:
         gpu, found = self.cluster.gpu, []
         if not fits(peak(self.trainer_memory).total, gpu.memory):
             found.append(Limit.TRAINER_MEMORY)
-        if self.replica.memory.ledger.total > gpu.memory or not self.replica.cached_tokens:
+        if not self.replica.fits:
             found.append(Limit.REPLICA_MEMORY)
-        if self.host_bytes > (1 - constants.HOST_ROOM) * gpu.host_memory_gib * GIB:
+        if self.host_bytes > gpu.host_room:
             found.append(Limit.HOST_MEMORY)
         return found
 
@@ -142,10 +163,8 @@ def make_plan(
     gpu = cluster.gpu
     memory = predict(spec, shape, cluster.trainer_gpus)
     layout, replica = layout_of(spec, shape, cluster.trainer_gpus), replica_of(spec, shape, engine, gpu)
-    replicas = _replicas(cluster, replica)
+    replicas = cluster.replicas(replica)
     trainer = Trainer(gpu, shape, layout, work, spec.trainer.token_budget, spec.model.lora, imbalance)
-    overlapped = work.max_staleness > 0 and not cluster.colocated
-    generate = generation.steady if overlapped else generation.alone
     return Plan(
         spec=spec,
         shape=shape,
@@ -156,7 +175,7 @@ def make_plan(
         host_bytes=_host_bytes(memory, cluster),
         replica=replica,
         replicas=replicas,
-        generation=generate(replica, work, replicas),
+        generation=cluster.generation(replica, work),
         training=training_times(trainer),
         publication=None
         if cluster.colocated
@@ -165,20 +184,6 @@ def make_plan(
         ),
         turns_s=_turns(spec, shape, memory, gpu) if cluster.colocated else 0.0,
     )
-
-
-def _replicas(cluster: Cluster, replica: Replica) -> int:
-    """How many replicas there are. Raises InvalidJob where the GPUs give not even one, or where replicas that take
-    turns with the trainer would leave some GPUs out."""
-    gpus = cluster.trainer_gpus if cluster.colocated else cluster.rollout_gpus
-    field = "--trainer-gpus" if cluster.colocated else "--rollout-gpus"
-    if cluster.colocated and gpus % replica.workers:
-        reason = f"replicas of {replica.workers} GPUs would leave some of them out"
-        raise refused(field, gpus, reason, f"give a multiple of {replica.workers}, or smaller replicas.")
-    if gpus < replica.workers:
-        fix = f"give at least {replica.workers}, or lower the sizes in rollout.engine_options."
-        raise refused(field, gpus, f"one replica of this job has {replica.workers} GPUs", fix)
-    return gpus // replica.workers
 
 
 def _host_bytes(memory: Prediction, cluster: Cluster) -> float:

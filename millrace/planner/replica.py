@@ -1,6 +1,7 @@
 """One replica: what a step of its engine takes, and how many tokens and requests it holds."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from millrace.megatron.architectures.shape import ModelShape
@@ -41,6 +42,15 @@ class Replica:
     def tensor(self) -> int:
         return self.workers // self.stages
 
+    @property
+    def fits(self) -> bool:
+        """Whether a GPU holds its share, with room for at least one token's keys and values."""
+        return self.memory.ledger.total <= self.gpu.memory and self.cached_tokens > 0
+
+    @cached_property
+    def _active(self) -> int:
+        return active_parameters(self.shape)
+
     def decode(self, running: float, context: float) -> float:
         """Seconds of a step that gives each of `running` requests one token. `context`: tokens of all of them together.
 
@@ -49,35 +59,40 @@ class Replica:
         """
         batch = max(1.0, running / self.stages)
         reading = (self._weights_read(batch) + self.cache_bytes * context) / constants.DECODE_SHARE
-        computing = 2 * active_parameters(self.shape) * batch * self.stages / self.workers
+        computing = 2 * self._active * batch * self.stages / self.workers
         device = max(
             reading / self.gpu.memory_rate, computing / (constants.LAYER_SHARE * self.gpu.product_rate)
         ) + self._sums(batch)
         if self.eager:
-            device = max(device, self._operations() * constants.EAGER_OPERATION_S)
+            device = max(device, self._operations * constants.EAGER_OPERATION_S)
         sampling = constants.LOGIT_S * batch * self.shape.vocabulary
         return device + constants.STEP_S + constants.REQUEST_S * running + sampling
 
     def prefill(self, tokens: float) -> float:
         """Seconds to read so many tokens of prompts."""
-        products = 2 * active_parameters(self.shape) * tokens / self.workers
+        products = 2 * self._active * tokens / self.workers
         sums = self._sums(tokens) - self._sums(0.0)
         return products / (constants.LAYER_SHARE * self.gpu.product_rate) + sums
 
+    @cached_property
+    def _parameters(self) -> tuple[float, float]:
+        """Parameters that every step reads, and those of routed experts."""
+        sizes = [layer_parameters(self.shape, layer) for layer in range(self.shape.layers)]
+        dense = vocabulary_parameters(self.shape) / 2 + sum(size.dense for size in sizes)
+        return dense, sum(size.experts for size in sizes)
+
     def _weights_read(self, batch: float) -> float:
         """Bytes of weights that a worker reads in a step: all, but of experts those that some token is sent to."""
-        read = float(vocabulary_parameters(self.shape)) / 2
-        for layer in range(self.shape.layers):
-            sizes, experts = layer_parameters(self.shape, layer), self.shape.experts
-            read += sizes.dense
-            if experts is not None and sizes.experts:
-                read += sizes.experts * (1 - (1 - experts.per_token / experts.count) ** batch)
+        (read, routed), experts = self._parameters, self.shape.experts
+        if experts is not None:
+            read += routed * (1 - (1 - experts.per_token / experts.count) ** batch)
         return ELEMENT * read / self.workers * self.stages
 
     def _sums(self, batch: float) -> float:
         """Two sums over the tensor-parallel workers in each layer."""
         return 2 * self.shape.layers * Links(self.gpu).summed(ELEMENT * self.shape.hidden * batch, self.tensor)
 
+    @cached_property
     def _operations(self) -> int:
         """Operations that the host starts in a step."""
         counts, found = constants.OPERATIONS, 0

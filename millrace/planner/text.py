@@ -6,8 +6,6 @@ from typing import Any
 from millrace.memory.ledger import peak
 from millrace.memory.savings import Saving, together
 from millrace.memory.text import HEADROOM, gib, replica_lines, trainer_lines
-from millrace.planner import constants
-from millrace.planner.hardware import GIB
 from millrace.planner.plan import Limit, Plan
 from millrace.planner.trainer.seconds import Cause, Seconds, total
 
@@ -44,9 +42,9 @@ def lines(plan: Plan) -> Iterator[str]:
     """The whole plan: memory, then times, then what they cost."""
     gpu = plan.cluster.gpu
     yield from trainer_lines(plan.spec, plan.shape, plan.cluster.trainer_gpus, gpu.memory)
-    room = (1 - constants.HOST_ROOM) * gpu.host_memory_gib * GIB
     verdict = "does not fit" if Limit.HOST_MEMORY in plan.limits else "fits"
-    yield f"  memory of the fullest host: {gib(plan.host_bytes)} of {gib(room)} that services may use: {verdict}"
+    room = f"{gib(gpu.host_room)} that services may use"
+    yield f"  memory of the fullest host: {gib(plan.host_bytes)} of {room}: {verdict}"
     yield from replica_lines(plan.replica.memory, gpu.memory)
     yield ""
     yield from _step(plan)

@@ -41,6 +41,17 @@ def test_settings_that_would_make_it_fit_are_named() -> None:
     assert "does not fit: memory of the trainer's GPUs" in run(*CLUSTER, *kept)
 
 
+def test_a_search_prints_layouts_and_what_the_first_one_needs() -> None:
+    options = ("--rollout-gpus", "8", "--gpu", "h20", "--search")
+    words, told = run(*options), json.loads(run(*options, "--json"))
+    first = told["layouts"][0]
+    assert words.startswith(f"{told['trainer_gpus']} GPUs of the trainer and 8 of replicas; layouts that fit: ")
+    tensor = first["settings_to_change"]["trainer.backend_options.tensor_parallel"]
+    assert first["plan"]["fits"] and f"--set trainer.backend_options.tensor_parallel={tensor}" in words
+    refused = CliRunner().invoke(app, ["plan", JOB, *options, "--trainer-gpus", "1"])
+    assert refused.exit_code == 1 and "--trainer-gpus: 1: no layout of this backend fits." in refused.stderr
+
+
 def test_mistakes_have_field_value_reason_and_fix() -> None:
     for options, told in (
         (("--gpu", "h2"), '--gpu: "h2": is no known kind of GPU and no file.'),
