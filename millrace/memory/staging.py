@@ -1,12 +1,15 @@
 """Memory that a publication takes in addition to the weights."""
 
 from millrace.megatron.architectures.shape import ModelShape
-from millrace.memory.layers import adapter_parameters, parameters
+from millrace.memory.layers import adapter_parameters, linear_layers, parameters
 from millrace.spec import JobSpec
 from millrace.weights.plans.sharded import MESSAGE_BYTES
 
 ROUNDS = 3
 """Rounds of a plan in flight: `SLOTS` in `millrace/weights/transfer/pipeline.py`."""
+
+MERGED_COPIES = 3
+"""Copies in float32 of a weight that is merged with its adapter: the weight, the adapter's product, and their sum."""
 
 
 def element_bytes(dtype: str) -> int:
@@ -20,11 +23,15 @@ def published_bytes(spec: JobSpec, shape: ModelShape) -> float:
 
 
 def sender_bytes(spec: JobSpec, shape: ModelShape) -> float:
-    """On a rank of the trainer: the messages of the rounds in flight. Where tensors are gathered, or merged with an
-    adapter, the largest one twice."""
-    if spec.publication.path == "gather_broadcast" or (spec.model.lora is not None and spec.model.lora.merge):
+    """On a rank of the trainer: the messages of the rounds in flight, and where weights are merged with an adapter one
+    of them at a time. Where tensors are gathered, the largest one twice."""
+    if spec.publication.path == "gather_broadcast":
         return 2.0 * 4 * shape.vocabulary * shape.hidden
-    return min(ROUNDS * MESSAGE_BYTES, _each_time(spec, shape))
+    rounds = min(ROUNDS * MESSAGE_BYTES, _each_time(spec, shape))
+    if spec.model.lora is None or not spec.model.lora.merge:
+        return rounds
+    matrices = (matrix for layer in range(shape.layers) for matrix in linear_layers(shape, layer).values())
+    return rounds + MERGED_COPIES * 4 * max(inputs * outputs for inputs, outputs in matrices)
 
 
 def _each_time(spec: JobSpec, shape: ModelShape) -> float:

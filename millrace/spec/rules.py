@@ -162,9 +162,6 @@ def _lora(spec: JobSpec) -> Iterator[Mistake]:
         yield _broken("model.lora", spec.model.lora.rank, reason, f"set trainer.backend to {able}, or leave it out")
     if not spec.model.lora.merge:
         yield from _adapter_alone(spec.model.lora, spec.trainer.backend)
-    elif spec.publication.path == "sharded":
-        reason = "adapters are merged with the gathered weights, so nothing is published from shards"
-        yield _broken("publication.path", "sharded", reason, "leave it out")
 
 
 def _adapter_alone(lora: Lora, backend: str) -> Iterator[Mistake]:

@@ -1,7 +1,7 @@
 """A rank's memory as its layout describes it, and copying pieces between it and messages."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -19,10 +19,21 @@ class Memory:
     layout: Layout
     buffers: Sequence[torch.Tensor]
     """Tensors that `layout` indexes; its offsets count from a tensor's first element."""
+    computed: Mapping[int, Callable[[], torch.Tensor]] = field(default_factory=dict)
+    """Buffers of which other values are sent than they hold, by index. Each function returns them in new memory,
+    with the buffer's shape and strides. It is called when pieces of the buffer are packed, once a round."""
 
     @property
     def device(self) -> torch.device:
         return self.buffers[0].device if self.buffers else torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class ComputedBuffer:
+    """A buffer of which the values that `compute` returns are sent."""
+
+    buffer: torch.Tensor
+    compute: Callable[[], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -31,6 +42,8 @@ class PieceInMessage:
 
     in_memory: torch.Tensor
     in_message: torch.Tensor
+    computed: ComputedBuffer | None = None
+    """The buffer of `in_memory`, where other values are sent than it holds."""
 
 
 def pieces_in_message(
@@ -59,6 +72,7 @@ def pieces_in_messages(
     rows, place = memory.layout.locate(pieces, every=every)
     dtypes = [getattr(torch, tensor.dtype) for tensor in memory.manifest.tensors]
     columns = (content_of[rows], pieces.tensor[rows], plan.at[index[rows]], place.buffer, place.start)
+    sources = {index: ComputedBuffer(memory.buffers[index], compute) for index, compute in memory.computed.items()}
     views = (place.strides.tolist(), place.boxes.extent.tolist())
     for content, tensor, at, buffer, start, strides, extent in zip(
         *(column.tolist() for column in columns), *views, strict=True
@@ -66,14 +80,33 @@ def pieces_in_messages(
         held, dtype = memory.buffers[buffer], dtypes[tensor]
         in_memory = torch.as_strided(held.detach(), extent, strides, held.storage_offset() + start)
         in_message = messages[content][at : at + in_memory.numel() * dtype.itemsize]
-        found[content].append(PieceInMessage(in_memory, in_message.view(dtype).view(extent)))
+        found[content].append(PieceInMessage(in_memory, in_message.view(dtype).view(extent), sources.get(buffer)))
     return found
 
 
 def pack(pieces: Sequence[PieceInMessage]) -> None:
-    """Copies pieces from memory into messages, converting to the published dtype."""
+    """Copies pieces from memory into messages, converting to the published dtype. Computed buffers exist one at a
+    time."""
+    computed: dict[int, list[PieceInMessage]] = {}
     for piece in pieces:
-        piece.in_message.copy_(piece.in_memory)
+        if piece.computed is None:
+            piece.in_message.copy_(piece.in_memory)
+        else:
+            computed.setdefault(id(piece.computed), []).append(piece)
+    for of_buffer in computed.values():
+        _pack_computed(of_buffer)
+
+
+def _pack_computed(pieces: Sequence[PieceInMessage]) -> None:
+    """The same for pieces of one buffer whose values are computed."""
+    source = pieces[0].computed
+    assert source is not None
+    values = source.compute()
+    assert values.shape == source.buffer.shape and values.stride() == source.buffer.stride()
+    for piece in pieces:
+        held = piece.in_memory
+        start = values.storage_offset() + held.storage_offset() - source.buffer.storage_offset()
+        piece.in_message.copy_(torch.as_strided(values, held.shape, held.stride(), start))
 
 
 def unpack(pieces: Sequence[PieceInMessage]) -> None:

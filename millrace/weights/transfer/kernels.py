@@ -12,7 +12,7 @@ import structlog
 import torch
 from numpy.typing import NDArray
 
-from millrace.weights.plans.memory import PieceInMessage
+from millrace.weights.plans.memory import PieceInMessage, pack
 from millrace.weights.transfer.checksum import mixed
 
 log = structlog.get_logger(__name__)
@@ -60,8 +60,8 @@ def _module() -> Any:
 
 
 class CudaRoundOperations:
-    """`RoundOperations` on a GPU. Pieces that the kernels do not support (other conversions, more than four dimensions)
-    go through torch."""
+    """`RoundOperations` on a GPU. Pieces that the kernels do not support (other conversions, more than four dimensions,
+    values that are computed) go through torch."""
 
     def __init__(
         self, pieces: Sequence[PieceInMessage], messages: Mapping[int, torch.Tensor], device: torch.device
@@ -83,8 +83,7 @@ class CudaRoundOperations:
 
     def pack(self) -> None:
         self._move(PACK)
-        for piece in self._unsupported:
-            piece.in_message.copy_(piece.in_memory)
+        pack(self._unsupported)
 
     def unpack(self) -> None:
         self._move(UNPACK)
@@ -151,7 +150,7 @@ def described(piece: PieceInMessage) -> list[int] | None:
     """A piece as `struct Piece` in kernels.cu, FIELDS words. None where the kernels do not support it."""
     in_memory, in_message = piece.in_memory, piece.in_message
     dims = _merged(in_memory.shape, in_memory.stride())
-    if len(dims) > 4:
+    if len(dims) > 4 or piece.computed is not None:
         return None
     addresses = (in_memory.data_ptr(), in_message.data_ptr())
     if in_memory.dtype != in_message.dtype:

@@ -20,4 +20,4 @@ class Published(Protocol):
 
     def shards(self, dtype: str) -> Memory | None:
         """The boxes of the manifest's tensors that this rank holds, as they are now. None where a tensor is not made of
-        boxes of this rank's memory. Not a collective."""
+        boxes of this rank's memory. A collective."""

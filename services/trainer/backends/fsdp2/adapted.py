@@ -34,15 +34,22 @@ class LayerAdapter:
     lora_b_or: Tensor
     magnitude_o: Tensor | None
 
-    def merged(self, whole_oi: Tensor, scale: float) -> Tensor:
-        """The layer's gathered weight with the adapter added, float32 [out, in]. A collective."""
-        magnitude_o = None if self.magnitude_o is None else gathered(self.magnitude_o)
-        return merged(whole_oi, gathered(self.lora_a_ri), gathered(self.lora_b_or), scale, magnitude_o)
+    def merged(self, weight_oi: Tensor, lora_a_ri: Tensor, scale: float) -> Tensor:
+        """This rank's rows of the layer's weight with the adapter added, float32 [rows, in]. `lora_a_ri` is the whole
+        matrix A; of B and the magnitudes a rank has the rows that it has of the weight."""
+        magnitude_o = None if self.magnitude_o is None else local(self.magnitude_o)
+        return merged(local(weight_oi), lora_a_ri, local(self.lora_b_or), scale, magnitude_o)
 
 
 def gathered(tensor: Tensor) -> Tensor:
     """The whole tensor, on every rank. A collective."""
     return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor."""
+    part: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return part
 
 
 def is_adapter(name: str) -> bool:

@@ -88,6 +88,7 @@ class Fsdp2Backend(ShardedModel):
         self._attention, self._offloaded = sharding.attention, sharding.offload
         self._rank = mesh.get_rank()
         self.adapter: ModuleAdapter | None = None
+        self._merging: shards.MergedLayers | None = None
         self._dropout = False
         model: Any = self._policy(spec, config, sharding, options)
         if spec.trainer.activation_recompute:
@@ -125,6 +126,7 @@ class Fsdp2Backend(ShardedModel):
         self._dropout = chosen.dropout > 0
         settings = settings_of(described)
         parted = parts(model, settings, self.device, self._rank, readable=self._readable)
+        self._merging = shards.MergedLayers(settings.scale)
         self.adapter = ModuleAdapter(model, settings, described, self._rank, parted)
         return model
 
@@ -225,12 +227,12 @@ class Fsdp2Backend(ShardedModel):
     def rest(self) -> None: ...
 
     def shards(self, dtype: str) -> Memory | None:
-        if self.adapter is not None:
-            return None  # what is published is in no memory: each weight is merged with its adapter when it is gathered
         if not self._readable:
             return None
         if dtype not in self._shards:
-            self._shards[dtype] = shards.shards(self._model, dtype)
+            self._shards[dtype] = shards.shards(self._model, dtype, merging=self._merging)
+        if self._merging is not None:
+            self._merging.refresh()
         return self._shards[dtype]
 
     @property

@@ -23,11 +23,11 @@ from millrace.weights.plans.manifest import Content, Manifest, TensorInfo
 from millrace.weights.plans.memory import Memory
 from services.trainer.backends.megatron.adapters.layer import AdapterMode
 from services.trainer.backends.megatron.adapters.policy import (
-    MergedParameters,
     PolicyAdapter,
     ScaledParameters,
     gather_plan,
     in_folder,
+    merged_weights,
 )
 from services.trainer.backends.megatron.experts import replay
 from services.trainer.backends.megatron.experts.dispatch import dispatcher
@@ -118,11 +118,11 @@ class MegatronBackend:
             self._reference = ReferencePolicy(chunks, replace(setup, topology=replace(setup.topology, options=own)))
         self.parameters = self._count()
         self._stale = False
-        tensors = _tensors if self.adapter is None else _merged_tensors
-        current = partial(self._current, partial(tensors, self._chunks))
+        current = partial(self._current, partial(_tensors, self._chunks))
+        merged = [] if self.adapter is None else [merged_weights(chunk) for chunk in self._chunks]
         self._resting = RestingParameters(self._chunks) if setup.options.offload_parameters else None
         self.rest()
-        self._whole = PublishedPart(Content.MODEL, self._gather_plan, self._layout, current, self.device)
+        self._whole = PublishedPart(Content.MODEL, self._gather_plan, self._layout, current, self.device, merged)
 
     @property
     def updates(self) -> int:
@@ -191,8 +191,7 @@ class MegatronBackend:
         return self._whole.export(dtype)
 
     def shards(self, dtype: str) -> Memory | None:
-        # With an adapter what is published is in no memory: each weight is merged with it when it is gathered.
-        return self._whole.shards(dtype) if self.adapter is None else None
+        return self._whole.shards(dtype)
 
     def _current(self, tensors: Callable[[], ChunkTensors]) -> ChunkTensors:
         self._update_parameters()
@@ -348,10 +347,6 @@ def _copy(values: Iterable[tuple[str, Tensor]], chunk: nn.Module, updater: Updat
 
 def _tensors(chunks: Sequence[nn.Module]) -> ChunkTensors:
     return [{**dict(chunk.named_buffers()), **dict(chunk.named_parameters())} for chunk in chunks]
-
-
-def _merged_tensors(chunks: Sequence[nn.Module]) -> ChunkTensors:
-    return [MergedParameters(chunk) for chunk in chunks]
 
 
 def _data_parallel() -> DataParallel:

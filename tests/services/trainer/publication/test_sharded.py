@@ -19,7 +19,16 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "PP2 tied": ("megatron", "qwen2", {"pipeline_parallel": 2}),
     "EP2": ("megatron", "qwen3_moe", {"expert_parallel": 2}),
     "DP2": ("megatron", "qwen3", {}),
+    "FSDP2 merged": ("fsdp2", "qwen3", {}),
+    "TP2 merged": ("megatron", "qwen3", {"tensor_parallel": 2}),
+    "EP2 merged": ("megatron", "qwen3_moe", {"expert_parallel": 2}),
 }
+MERGED: dict[str, dict[str, Any]] = {
+    "FSDP2 merged": {"rank": 3, "dora": True},
+    "TP2 merged": {"rank": 3, "exclude_modules": ["k_proj"]},
+    "EP2 merged": {"rank": 2, "target_modules": ["v_proj", "experts"]},
+}
+"""The adapters that are merged with the weights of some cases."""
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +40,8 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
         name: {"backend": backend, "model": str(root / kind), "options": options, "dtype": "float32"}
         for name, (backend, kind, options) in CASES.items()
     }
+    for name, lora in MERGED.items():
+        cases[name] |= {"lora": {"merge": True, **lora}}
     yield launch(
         2, root / "ranks", module="tests.services.trainer.publication.shard_ranks", arguments=json.dumps(cases)
     )
@@ -39,6 +50,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
 @pytest.mark.parametrize("name", CASES)
 def test_receivers_hold_what_gathering_gives(name: str, answers: dict[str, Any]) -> None:
     assert answers[name]["tensors"] > 20 and answers[name]["wrong"] == []
+    assert bool(answers[name]["computed"]) == (name in MERGED)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from millrace.weights.plans.manifest import Content, Manifest, TensorInfo
 from millrace.weights.plans.memory import Memory
-from services.trainer.backends.fsdp2.adapted import gathered, is_adapter
+from services.trainer.backends.fsdp2.adapted import gathered, is_adapter, local
 from services.trainer.backends.fsdp2.published import export, shards
 from services.trainer.protocol.adapter import LORA_B, AdapterSettings, stored_name
 from services.trainer.protocol.published import Published
@@ -75,7 +75,7 @@ class AdapterPart:
             self._copies[dtype] = shards.copied_shards(manifest, list(self._parameters.values()), self._device)
         memory = self._copies[dtype]
         for buffer, (name, parameter) in zip(memory.buffers, self._parameters.items(), strict=True):
-            buffer.copy_(self._scaled(name, shards.local(parameter)))
+            buffer.copy_(self._scaled(name, local(parameter)))
         return memory
 
     def _scaled(self, name: str, tensor: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """The boxes of the model folder's tensors that this rank holds, for publications that gather nothing."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,25 +12,53 @@ from millrace.weights.plans.layout import Layout, Place, row_major_strides
 from millrace.weights.plans.manifest import Content, Manifest
 from millrace.weights.plans.memory import Memory
 from millrace.weights.plans.views import ViewedBox, viewed_box
-from services.trainer.backends.fsdp2.adapted import model_tensors
+from services.trainer.backends.fsdp2.adapted import LayerAdapter, gathered, local, model_tensors
 from services.trainer.backends.fsdp2.published.export import manifest
 
 
-def shards(module: nn.Module, dtype: str, content: Content = Content.MODEL) -> Memory | None:
-    """Views of the shards of the model's own tensors, without a copy. None where a tensor of the model folder is not
-    made of boxes of the model's parameters."""
+class MergedLayers:
+    """The layers with an adapter, of which merged weights are published. A rank merges the rows that it has, and needs
+    the whole of each matrix A for that."""
+
+    def __init__(self, scale: float) -> None:
+        self._scale = scale
+        self._layers: dict[int, tuple[LayerAdapter, Tensor]] = {}
+        """The adapter of a layer and the memory for its whole A, by the id of A's parameter."""
+
+    def weight(self, weight_oi: Tensor, layer: LayerAdapter) -> Callable[[], Tensor]:
+        """Computes this rank's rows of the layer's weight with its adapter, float32."""
+        device, key = local(weight_oi).device, id(layer.lora_a_ri)
+        _, lora_a_ri = self._layers.setdefault(key, (layer, torch.empty(layer.lora_a_ri.shape, device=device)))
+        return lambda: layer.merged(weight_oi.detach(), lora_a_ri, self._scale).detach()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Gathers every A as it is now. A collective."""
+        for layer, lora_a_ri in self._layers.values():
+            lora_a_ri.copy_(gathered(layer.lora_a_ri))
+
+
+def shards(
+    module: nn.Module, dtype: str, content: Content = Content.MODEL, merging: MergedLayers | None = None
+) -> Memory | None:
+    """Views of the shards of the model's own tensors, without a copy; with `merging`, the weights that have an adapter
+    are computed when they are sent. None where a tensor of the model folder is not made of boxes of the model's
+    parameters."""
     published = manifest(module, dtype, content)
     number = {tensor.name: i for i, tensor in enumerate(published.tensors)}
     places: list[Place] = []
     buffers: list[Tensor] = []
-    for name, tensor, _ in model_tensors(module):
+    computed: dict[int, Callable[[], Tensor]] = {}
+    for name, tensor, layer in model_tensors(module):
         found = _boxes(module, name, tensor)
         if found is None:
             return None
         boxes = {number[piece]: box for piece, box in found.items()}
         places += _places(tensor, boxes, {i: len(published.tensors[i].shape) for i in boxes}, len(buffers))
+        if layer is not None and merging is not None:
+            computed[len(buffers)] = merging.weight(tensor, layer)
         buffers.append(local(tensor).detach())
-    return Memory(published, Layout.of(places, published), buffers)
+    return Memory(published, Layout.of(places, published), buffers, computed)
 
 
 def copied_shards(published: Manifest, tensors: Sequence[Tensor], device: torch.device) -> Memory:
@@ -43,12 +71,6 @@ def copied_shards(published: Manifest, tensors: Sequence[Tensor], device: torch.
         places.append(Place(number, offsets, extents, number, 0, row_major_strides(extents)))
         buffers.append(torch.empty(extents, dtype=getattr(torch, info.dtype), device=device))
     return Memory(published, Layout.of(places, published), buffers)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor."""
-    part: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return part
 
 
 def _local_box(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -1,7 +1,8 @@
 """The adapter of a loaded policy: what is published and saved of it, and the weights with it added."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -74,27 +75,15 @@ class ScaledParameters:
         return [{**parameters, **copies} for parameters, copies in zip(self._parameters, self._scaled, strict=True)]
 
 
-class MergedParameters(Mapping[str, Tensor]):
-    """The parameters and buffers of a chunk by name, each weight with its adapter added to it. The one that was last
-    asked for is kept, since all tensors of a fused weight are asked for one after the other."""
+def merged_weights(chunk: nn.Module) -> dict[str, Callable[[], Tensor]]:
+    """The weights of a chunk that have an adapter, by name: each function computes one with its adapter added, float32,
+    as far as this rank holds it."""
+    parameters = dict(chunk.named_parameters())
+    adapters = (part for part in chunk.modules() if isinstance(part, LayerAdapter))
+    return {adapter.weight: partial(_merged, parameters[adapter.weight], adapter) for adapter in adapters}
 
-    def __init__(self, chunk: nn.Module) -> None:
-        self._tensors = {**dict(chunk.named_buffers()), **dict(chunk.named_parameters())}
-        self._adapters = {part.weight: part for part in chunk.modules() if isinstance(part, LayerAdapter)}
-        self._last: tuple[str, Tensor] = ("", torch.empty(0))
 
-    @torch.no_grad()
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self._adapters:
-            return self._tensors[name]
-        if self._last[0] != name:
-            adapter = self._adapters[name]
-            added = adapter.matrix_b().float() @ adapter.matrix_a().float()
-            self._last = (name, self._tensors[name].float() + added)
-        return self._last[1]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
+@torch.no_grad()
+def _merged(weight_oi: Tensor, adapter: LayerAdapter) -> Tensor:
+    added_oi: Tensor = adapter.matrix_b().float() @ adapter.matrix_a().float()
+    return weight_oi.float() + added_oi

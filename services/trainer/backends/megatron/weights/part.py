@@ -25,8 +25,11 @@ class PublishedPart:
     layout: Layout
     """Where this rank's parameters are in the tensors."""
     tensors: Callable[[], ChunkTensors]
-    """The present values, in the same memory at every call where `shards` is used."""
+    """The present values, in the same memory at every call."""
     device: torch.device
+    merged: Sequence[Mapping[str, Callable[[], Tensor]]] = ()
+    """For each chunk the weights that are published with their adapter, by name: each function computes one, float32.
+    Empty where there is no adapter to merge."""
     _memory: dict[str, Memory] = field(default_factory=dict)
     """Keyed by dtype."""
 
@@ -34,10 +37,36 @@ class PublishedPart:
         return self.gather_plan.manifest(dtype, self.content)
 
     def export(self, dtype: str) -> Iterator[tuple[TensorInfo, Tensor | None]]:
-        return self.gather_plan.export(self.tensors(), dtype, self.device)
+        present: ChunkTensors = self.tensors()
+        if self.merged:
+            present = [MergedTensors(*chunk) for chunk in zip(present, self.merged, strict=True)]
+        return self.gather_plan.export(present, dtype, self.device)
 
     def shards(self, dtype: str) -> Memory:
         present = self.tensors()
         if dtype not in self._memory:
-            self._memory[dtype] = shards(present, self.layout, self.manifest(dtype))
+            self._memory[dtype] = shards(present, self.layout, self.manifest(dtype), self.merged or [{}] * len(present))
         return self._memory[dtype]
+
+
+class MergedTensors(Mapping[str, Tensor]):
+    """The tensors of a chunk by name, some of them computed. The one that was last asked for is kept, since all tensors
+    of a fused weight are asked for one after the other."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], merged: Mapping[str, Callable[[], Tensor]]) -> None:
+        self._tensors = tensors
+        self._merged = merged
+        self._last: tuple[str, Tensor] = ("", torch.empty(0))
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._merged:
+            return self._tensors[name]
+        if self._last[0] != name:
+            self._last = (name, self._merged[name]())
+        return self._last[1]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)

@@ -58,7 +58,8 @@ def check_published(source: Published, dtype: str) -> None:
 
 
 def check_adapter(folder: Path, targets: list[str] | None = None) -> None:
-    """The model without its adapter, and the adapter alone, before and after its values changed. A collective."""
+    """The model without its adapter, the adapter alone, and both merged, before and after its values changed. A
+    collective."""
     spec = job_spec({"model": str(folder), "backend": "fsdp2", "options": {}})
     lora = Lora(rank=3, alpha=6.0, target_modules=targets or "all-linear", merge=False)
     model = build(spec.model_copy(update={"model": spec.model.model_copy(update={"lora": lora})}), torch.device("cpu"))
@@ -66,9 +67,23 @@ def check_adapter(folder: Path, targets: list[str] | None = None) -> None:
         for round_ in range(2):
             for tensor in model.state().values():
                 tensor.add_(0.25 + round_)
-            for content in (Content.BASE, Content.ADAPTER):
+            for content in (Content.BASE, Content.ADAPTER, Content.MODEL):
                 for dtype in ("bfloat16", "float32"):
                     check_published(published(model, content), dtype)
+
+
+def check_merged(folder: Path, **lora: object) -> None:
+    """Whole weights with the adapter merged, of a model whose adapter changes them. A collective."""
+    spec = job_spec({"model": str(folder), "backend": "fsdp2", "options": {}, "lora": {"merge": True, **lora}})
+    model = build(spec, torch.device("cpu"))
+    before = {info.name: tensor for info, tensor in model.export("bfloat16")}
+    with torch.no_grad():
+        for tensor in model.state().values():
+            tensor.add_(0.25)
+        check_published(model, "bfloat16")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    after = {info.name: tensor for info, tensor in model.export("bfloat16")}[name]
+    assert (dist.get_rank() == 0) == (after is not None and not torch.equal(after, before[name]))
 
 
 def on_rank(rank: int, store: str, folders: list[Path]) -> None:
@@ -77,6 +92,7 @@ def on_rank(rank: int, store: str, folders: list[Path]) -> None:
     for folder in folders:
         check(folder)
     check_adapter(folders[0])
+    check_merged(folders[1], rank=3, dora=True)
     dist.destroy_process_group()
 
 
@@ -93,6 +109,7 @@ def test_one_rank(one_rank: torch.device, folders: list[Path]) -> None:
         check(folder)
     check_adapter(folders[0])
     check_adapter(folders[1], ["q_proj", "o_proj"])
+    check_merged(folders[0], rank=3)
 
 
 @pytest.mark.slow
