@@ -1,6 +1,8 @@
 """Memory of a rank of the fsdp2 backend."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Self
 
 from millrace.backends.fsdp2 import Fsdp2Options, parse
 from millrace.fsdp2.sequence_parallel import check
@@ -14,6 +16,7 @@ from millrace.memory.layers import (
     vocabulary_parameters,
 )
 from millrace.memory.ledger import Ledger, Part, Phase, Prediction, fullest
+from millrace.memory.roles import role_tokens
 from millrace.memory.staging import sender_bytes
 from millrace.spec import JobSpec
 from millrace.spec.trainer import ROLES, Role
@@ -28,71 +31,36 @@ ON_DEVICE = 2
 
 
 @dataclass(frozen=True)
-class Fsdp2Memory:
-    """One model on one rank. Sizes are bytes, `tokens` those of a micro-batch on this rank."""
+class ModelPasses:
+    """What the passes of one model take on one rank, in addition to what is kept between passes."""
 
-    spec: JobSpec
     options: Fsdp2Options
     shape: ModelShape
-    ranks: int
+    element: int
+    """Bytes of an element in forward and backward passes."""
+    shards: int
+    """Ranks that share one copy of the model."""
     tokens: int
+    """Of a micro-batch on this rank."""
+    recompute: bool
+    adapted: bool
+    """Whether only an adapter is trained."""
 
-    @property
-    def element(self) -> int:
-        """Bytes of an element in forward and backward passes."""
-        return 2 if self.spec.trainer.dtype == "bfloat16" else FLOAT32
-
-    @property
-    def shards(self) -> int:
-        return self.options.fsdp_size or self.ranks
-
-    @property
-    def adapted(self) -> bool:
-        return self.spec.model.lora is not None
-
-    def state(self) -> dict[Part, float]:
-        """What is kept for the policy at the end of a backward pass: float32 weights, gradients and moments, divided
-        over the ranks. With an adapter the weights have the dtype of the pass, and only the adapter is trained."""
-        count = parameters(self.shape) / self.shards
-        if self.spec.model.lora is None:
-            return {
-                Part.WEIGHTS: FLOAT32 * count,
-                Part.GRADIENTS: FLOAT32 * count,
-                Part.OPTIMIZER: MOMENTS * count,
-            }
-        adapter = adapter_parameters(self.shape, self.spec.model.lora) / self.shards
-        return {Part.WEIGHTS: self.element * count, Part.ADAPTER: (2 * FLOAT32 + MOMENTS) * adapter}
-
-    def of_role(self, role: Role) -> Fsdp2Options:
-        """The options that hold for reference or critic."""
-        return parse(self.spec.trainer.of(role).backend_options)
-
-    def shards_of(self, role: Role) -> int:
-        """Ranks that share one copy of reference or critic."""
-        return self.of_role(role).fsdp_size or self.ranks
-
-    def others(self) -> dict[Part, float]:
-        """What is kept for reference and critic."""
-        found: dict[Part, float] = {}
-        if self.spec.algorithm.kl is not None and not self.adapted:
-            found[Part.REFERENCE] = self.element * parameters(self.shape) / self.shards_of("reference")
-        if self.spec.algorithm.critic is not None:
-            whole = (2 * FLOAT32 + MOMENTS) * parameters(self.shape.as_critic())
-            found[Part.CRITIC] = whole / self.shards_of("critic")
-        return found
-
-    def placed(self, kept: dict[Part, float], passing: dict[Part, float]) -> Ledger:
-        """The ledger with what is offloaded in host memory."""
-        policy = {Part.WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER, Part.ADAPTER}
-        offloaded = policy if self.options.offload_parameters else set()
-        for role, part in zip(ROLES, (Part.REFERENCE, Part.CRITIC), strict=True):
-            if self.of_role(role).offload_parameters:
-                offloaded = offloaded | {part}
-        if self.options.offload_optimizer:
-            offloaded = offloaded | {Part.OPTIMIZER}
-        return Ledger(
-            {**{part: size for part, size in kept.items() if part not in offloaded}, **passing},
-            {part: size for part, size in kept.items() if part in offloaded},
+    @classmethod
+    def of(cls, spec: JobSpec, shape: ModelShape, ranks: int, tokens: int) -> Self:
+        """The passes of a model that is run as `spec.trainer` says. `tokens` are those of a micro-batch on all ranks
+        that share it. Raises InvalidJob for ranks that cannot share it."""
+        trainer = spec.trainer
+        options = parse(trainer.backend_options)
+        check(options, {"num_attention_heads": shape.heads})
+        return cls(
+            options,
+            shape,
+            2 if trainer.dtype == "bfloat16" else FLOAT32,
+            options.fsdp_size or ranks,
+            -(-tokens // options.sequence_parallel_size),
+            trainer.activation_recompute,
+            spec.model.lora is not None and not shape.value_head,
         )
 
     def layers(self) -> list[float]:
@@ -108,57 +76,153 @@ class Fsdp2Memory:
             sizes.append(self.element * self.tokens * (kept.total + kept.sent))
         return sizes
 
-    def update(self) -> Ledger:
-        """The peak of forward and backward. It is either in the backward pass of the head, when all activations are
-        kept, or in that of the last layer, when its gradients are divided over the ranks."""
-        root, layers = self.element * vocabulary_parameters(self.shape), self.layers()
-        kept, whole = self.kept_activations(), PREFETCHED * self.element * max(layers)
+    @property
+    def chunk(self) -> int:
+        """Tokens whose logits exist at a time."""
+        return min(self.options.logprob_chunk_tokens, self.tokens)
+
+    def update(self) -> Iterator[Ledger]:
+        """The moments of forward and backward that take most: the backward pass of the head, when all activations are
+        kept; that of the last layer, when its gradients are divided over the ranks; and the end, when those of
+        embedding and head are. Pinned host memory of offloaded activations stays with the process."""
+        shape, layers = self.shape, self.layers()
+        vocabulary = vocabulary_parameters(shape)
+        root, whole = self.element * vocabulary, PREFETCHED * self.element * max(layers)
+        kept, host = self.kept_activations(), {}
         one_layer = max(kept)
-        if self.spec.trainer.activation_recompute:
-            kept = [self.element * self.tokens * self.shape.hidden for _ in kept]
+        if self.recompute:
+            kept = [self.element * self.tokens * shape.hidden for _ in kept]
         if self.options.offload_activations:
+            host = {Part.ACTIVATIONS: sum(kept[:-ON_DEVICE])}
             kept = kept[-ON_DEVICE:]
-        vocabulary, chunk = self.shape.vocabulary, min(self.options.logprob_chunk_tokens, self.tokens)
-        head = {
-            Part.GATHERED: root + whole / PREFETCHED,
-            Part.ACTIVATIONS: sum(kept),
-            Part.LOGITS: head_bytes(vocabulary, self.shape.hidden, chunk, self.element),
-        }
+        logits = 0.0 if shape.value_head else head_bytes(shape.vocabulary, shape.hidden, self.chunk, self.element)
+        head = {Part.GATHERED: root + whole / PREFETCHED, Part.ACTIVATIONS: sum(kept), Part.LOGITS: logits}
+        yield Ledger(head, host)
         reduced = 0.0 if self.adapted else max(layers) * (self.element + FLOAT32 + FLOAT32 / self.shards)
-        last = {
-            Part.GATHERED: root + whole + reduced + (0.0 if self.adapted else root / (1 if self.shape.tied else 2)),
-            Part.ACTIVATIONS: sum(kept) - kept[-1] + one_layer,
-        }
-        state = {**self.state(), **self.others()}
-        return fullest([self.placed(state, head), self.placed(state, last)])
+        of_head = 0.0 if self.adapted else root / (1 if shape.tied else 2)
+        activations = sum(kept) - kept[-1] + one_layer
+        yield Ledger({Part.GATHERED: root + whole + reduced + of_head, Part.ACTIVATIONS: activations}, host)
+        if not self.adapted:
+            yield Ledger({Part.GATHERED: vocabulary * self._divided()}, host)
+
+    def _divided(self) -> float:
+        """Bytes for each parameter of a group while its gradients are divided over the ranks. With several ranks they
+        are copied to float32 and summed into this rank's share; one rank copies them, divides them by 1 and copies them
+        again."""
+        if self.shards == 1:
+            return 3 * FLOAT32
+        return max(self.element + FLOAT32, FLOAT32 + FLOAT32 / self.shards)
 
     def scoring(self) -> Ledger:
-        """The peak of a forward pass: there are no gradients yet, and one layer's activations at a time."""
-        kept = self.state()
+        """The peak of a forward pass: one layer's activations at a time."""
+        logits = 0.0 if self.shape.value_head else scoring_bytes(self.shape.vocabulary, self.chunk, self.element)
+        return Ledger(
+            {
+                Part.GATHERED: self.element * (vocabulary_parameters(self.shape) + PREFETCHED * max(self.layers())),
+                Part.ACTIVATIONS: max(self.kept_activations()),
+                Part.LOGITS: logits,
+            }
+        )
+
+
+@dataclass(frozen=True)
+class Fsdp2Memory:
+    """All models of a job on one rank. `tokens` are those of the policy's micro-batch, on all ranks that share it."""
+
+    spec: JobSpec
+    shape: ModelShape
+    ranks: int
+    tokens: int
+
+    @property
+    def policy(self) -> ModelPasses:
+        return ModelPasses.of(self.spec, self.shape, self.ranks, self.tokens)
+
+    def role(self, role: Role) -> ModelPasses | None:
+        """The passes of reference or critic with its own options and token budget; None where the job has none. With
+        an adapter the reference is the policy."""
+        algorithm, trainer = self.spec.algorithm, self.spec.trainer.of(role)
+        if (algorithm.kl if role == "reference" else algorithm.critic) is None:
+            return None
+        tokens = role_tokens(self.spec.trainer, role, self.tokens)
+        if role == "reference" and self.adapted:
+            trainer = self.spec.trainer
+        shape = self.shape.as_critic() if role == "critic" else self.shape
+        return ModelPasses.of(self.spec.model_copy(update={"trainer": trainer}), shape, self.ranks, tokens)
+
+    @property
+    def adapted(self) -> bool:
+        return self.spec.model.lora is not None
+
+    def state(self) -> dict[Part, float]:
+        """What is kept for the policy at the end of a backward pass: float32 weights, gradients and moments, divided
+        over the ranks. With an adapter the weights have the dtype of the pass, and only the adapter is trained."""
+        count = parameters(self.shape) / self.policy.shards
+        if self.spec.model.lora is None:
+            return {
+                Part.WEIGHTS: FLOAT32 * count,
+                Part.GRADIENTS: FLOAT32 * count,
+                Part.OPTIMIZER: MOMENTS * count,
+            }
+        adapter = adapter_parameters(self.shape, self.spec.model.lora) / self.policy.shards
+        return {Part.WEIGHTS: self.policy.element * count, Part.ADAPTER: (2 * FLOAT32 + MOMENTS) * adapter}
+
+    def others(self, *, critic_gradients: bool = False) -> dict[Part, float]:
+        """What is kept for reference and critic."""
+        found: dict[Part, float] = {}
+        if (reference := self.role("reference")) is not None and not self.adapted:
+            found[Part.REFERENCE] = reference.element * parameters(self.shape) / reference.shards
+        if (critic := self.role("critic")) is not None:
+            each = FLOAT32 + MOMENTS + (FLOAT32 if critic_gradients else 0)
+            found[Part.CRITIC] = each * parameters(critic.shape) / critic.shards
+        return found
+
+    def placed(self, kept: dict[Part, float], passing: Ledger) -> Ledger:
+        """The ledger with what is offloaded in host memory."""
+        policy = {Part.WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER, Part.ADAPTER}
+        options = self.policy.options
+        offloaded = policy if options.offload_parameters else set()
+        for role, part in zip(ROLES, (Part.REFERENCE, Part.CRITIC), strict=True):
+            if parse(self.spec.trainer.of(role).backend_options).offload_parameters:
+                offloaded = offloaded | {part}
+        if options.offload_optimizer:
+            offloaded = offloaded | {Part.OPTIMIZER}
+        return Ledger(
+            {**{part: size for part, size in kept.items() if part not in offloaded}, **passing.device},
+            {**{part: size for part, size in kept.items() if part in offloaded}, **passing.host},
+        )
+
+    def at_rest(self) -> dict[Part, float]:
+        """What is kept between updates."""
+        kept = {**self.state(), **self.others()}
         kept.pop(Part.GRADIENTS, None)
-        chunk = min(self.options.logprob_chunk_tokens, self.tokens)
-        passing = {
-            Part.GATHERED: self.element * (vocabulary_parameters(self.shape) + PREFETCHED * max(self.layers())),
-            Part.ACTIVATIONS: max(self.kept_activations()),
-            Part.LOGITS: scoring_bytes(self.shape.vocabulary, chunk, self.element),
-        }
-        return self.placed({**kept, **self.others()}, passing)
+        return kept
+
+    def update(self) -> Ledger:
+        """The peak of the updates of policy and critic, which come one after the other."""
+        kept = {**self.state(), **self.others()}
+        moments = [self.placed(kept, passing) for passing in self.policy.update()]
+        if (critic := self.role("critic")) is not None:
+            kept = {**self.at_rest(), **self.others(critic_gradients=True)}
+            moments += [self.placed(kept, passing) for passing in critic.update()]
+        return fullest(moments)
+
+    def scoring(self) -> Ledger:
+        """The peak of the forward passes of all models."""
+        models = (self.policy, *(self.role(role) for role in ROLES))
+        return fullest([self.placed(self.at_rest(), model.scoring()) for model in models if model is not None])
 
 
 def predict(spec: JobSpec, shape: ModelShape, ranks: int, tokens: int) -> Prediction:
-    """The peak of each phase on one of `ranks` ranks, with micro-batches of `tokens` tokens. Raises InvalidJob for
-    options that the model does not allow."""
-    options = parse(spec.trainer.backend_options)
-    check(options, {"num_attention_heads": shape.heads})
-    policy = Fsdp2Memory(spec, options, shape, ranks, -(-tokens // options.sequence_parallel_size))
-    at_rest = policy.state()
-    at_rest.pop(Part.GRADIENTS, None)
-    weights = dict(at_rest)
-    weights.pop(Part.OPTIMIZER, None)
-    staging = {Part.STAGING: sender_bytes(spec, shape)}
+    """The peak of each phase on one of `ranks` ranks, with micro-batches of `tokens` tokens. Reference and critic have
+    micro-batches that are larger or smaller in proportion to their token budgets. Raises InvalidJob for options that
+    the model does not allow."""
+    job = Fsdp2Memory(spec, shape, ranks, tokens)
+    loaded = job.at_rest()
+    loaded.pop(Part.OPTIMIZER, None)
     return {
-        Phase.LOAD: policy.placed({**weights, **policy.others()}, {}),
-        Phase.SCORING: policy.scoring(),
-        Phase.UPDATE: policy.update(),
-        Phase.PUBLICATION: policy.placed({**at_rest, **policy.others()}, staging),
+        Phase.LOAD: job.placed(loaded, Ledger({})),
+        Phase.SCORING: job.scoring(),
+        Phase.UPDATE: job.update(),
+        Phase.PUBLICATION: job.placed(job.at_rest(), Ledger({Part.STAGING: sender_bytes(spec, shape)})),
     }

@@ -1,6 +1,6 @@
 """Memory of a rank of the megatron backend."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from millrace.backends.megatron import MegatronOptions, Recompute, parse
 from millrace.megatron.architectures.shape import ModelShape
@@ -9,13 +9,18 @@ from millrace.megatron.topology import Topology
 from millrace.memory.head import head_bytes, scoring_bytes
 from millrace.memory.layers import KeptElements, adapter_parameters, kept_elements, layer_parameters
 from millrace.memory.ledger import Ledger, Part, Phase, Prediction, fullest
+from millrace.memory.roles import role_tokens
 from millrace.memory.staging import sender_bytes
 from millrace.spec import JobSpec
+from millrace.spec.trainer import ROLES
 
 FLOAT32 = 4
 HOST_COPIES = 2 * FLOAT32
 """Bytes that an update in host memory needs for a parameter in addition to the optimizer: its gradient and its weight.
 Measured: 19.4 in all (BENCHMARKS.md, "The megatron backend on GPUs", optimizer offload 1)."""
+DIVIDED = 4
+"""Bytes more for each parameter whose optimizer is on the device, where that of others is in host memory: measured
+once, with half of the parameters each."""
 
 
 @dataclass(frozen=True)
@@ -73,19 +78,26 @@ class StageMemory:
             adapter = adapter_parameters(shape, lora) * len(self.layers) / shape.layers / o.tensor_parallel
             size = (self.element + FLOAT32 + each / shares[0]) * adapter
             return {Part.WEIGHTS: self.element * (dense + experts), Part.ADAPTER: size}, {}
-        optimizer = each * (dense / shares[0] + experts / shares[1])
+        trained = dense / shares[0] + experts / shares[1]
+        on_host = o.optimizer_offload_fraction
+        on_device = each + (DIVIDED if 0 < on_host < 1 else 0)
         device = {
             Part.WEIGHTS: self.element * (dense + experts),
             Part.GRADIENTS: FLOAT32 * (dense + experts),
-            Part.OPTIMIZER: optimizer * (1 - o.optimizer_offload_fraction),
+            Part.OPTIMIZER: on_device * (1 - on_host) * trained,
         }
-        on_host = optimizer * o.optimizer_offload_fraction * (each + HOST_COPIES) / each
-        return device, {Part.OPTIMIZER: on_host}
+        return device, {Part.OPTIMIZER: (each + HOST_COPIES) * on_host * trained}
 
-    def ledger(self, passing: dict[Part, float], *, resting: bool = False, scoring: bool = False) -> Ledger:
+    def ledger(
+        self, passing: dict[Part, float], *, resting: bool = False, scoring: bool = False, idle: bool = False
+    ) -> Ledger:
         """The ledger of a moment. `resting`: between updates, when the job may have optimizer and gradients in host
-        memory. `scoring`: the reference is on the device even where it is offloaded between uses."""
+        memory. `scoring`: the reference is on the device even where it is offloaded between uses. `idle`: neither a
+        pass nor a publication needs the weights. Host memory for weights is kept while they are on the device."""
         device, host = self.state(self.shape)
+        if self.options.offload_parameters:
+            host[Part.WEIGHTS] = device[Part.WEIGHTS]
+            device[Part.WEIGHTS] *= not idle
         dense, experts = self.counts(self.shape)
         if self.spec.algorithm.kl is not None and self.spec.model.lora is None:
             own = parse(self.spec.trainer.of("reference").backend_options)
@@ -152,8 +164,24 @@ class StageMemory:
             moments.append(self.ledger({Part.ACTIVATIONS: kept, Part.LOGITS: logits}))
         return fullest(moments)
 
+    def moments(self) -> list[Ledger]:
+        """The peaks of the updates of policy and critic, which come one after the other."""
+        found = [self.update()]
+        if self.spec.algorithm.critic is not None:
+            tokens = role_tokens(self.spec.trainer, "critic", self.tokens)
+            kept, again = replace(self, tokens=tokens).activations()
+            found.append(self.ledger({Part.ACTIVATIONS: kept + again}))
+        return found
+
     def scoring(self) -> Ledger:
-        """The peak of a forward pass, with one layer's activations at a time."""
+        """The peak of the forward passes of all models, with one layer's activations at a time."""
+        algorithm, trainer = self.spec.algorithm, self.spec.trainer
+        used = {"reference": algorithm.kl is not None, "critic": algorithm.critic is not None}
+        tokens = [self.tokens, *(role_tokens(trainer, role, self.tokens) for role in ROLES if used[role])]
+        return replace(self, tokens=max(tokens))._scoring()
+
+    def _scoring(self) -> Ledger:
+        """The peak of a forward pass."""
         tokens = self.element * self.tokens / self.options.context_parallel
         layers = [sum(self.layer_elements(kept_elements(self.shape, layer)).values()) for layer in self.layers]
         passing = {Part.ACTIVATIONS: tokens * max(layers)}
@@ -200,8 +228,8 @@ def predict(spec: JobSpec, shape: ModelShape, ranks: int, tokens: int) -> Predic
     stages = [StageMemory(spec, topology, shape, stage, tokens) for stage in range(options.pipeline_parallel)]
     staging = {Part.STAGING: sender_bytes(spec, shape)}
     return {
-        Phase.LOAD: fullest([stage.ledger({}, resting=True) for stage in stages]),
+        Phase.LOAD: fullest([stage.ledger({}, resting=True, idle=True) for stage in stages]),
         Phase.SCORING: fullest([stage.scoring() for stage in stages]),
-        Phase.UPDATE: fullest([stage.update() for stage in stages]),
+        Phase.UPDATE: fullest([moment for stage in stages for moment in stage.moments()]),
         Phase.PUBLICATION: fullest([stage.ledger(staging, resting=True) for stage in stages]),
     }
