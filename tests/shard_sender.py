@@ -25,13 +25,22 @@ TIMEOUT_S = 30.0
 
 
 class Shards:
-    """`tensors` as a trainer has them: split by rows over `ranks` where there are rows, in float32."""
+    """`tensors` as a trainer has them: split by rows over `ranks` where there are rows, in float32. With `computed` the
+    memory holds zeros, and the values are computed when they are sent."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], ranks: int = 2, content: Content = Content.MODEL) -> None:
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        ranks: int = 2,
+        content: Content = Content.MODEL,
+        *,
+        computed: bool = False,
+    ) -> None:
         self.manifest = Manifest(
             tuple(TensorInfo(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in tensors.items()),
             content,
         )
+        self._computed = computed
         self.ranks = [self._of_rank(list(tensors.values()), rank, ranks) for rank in range(ranks)]
 
     def _of_rank(self, tensors: list[torch.Tensor], rank: int, ranks: int) -> Memory:
@@ -44,6 +53,10 @@ class Shards:
             offset = (first, *[0] * (tensor.dim() - 1))[: tensor.dim()]
             places.append(Place(i, offset, tuple(part.shape), len(buffers), 0, row_major_strides(part.shape)))
             buffers.append(part)
+        if self._computed:
+            values, buffers = buffers, [torch.zeros_like(part) for part in buffers]
+            functions = {index: part.clone for index, part in enumerate(values)}
+            return Memory(self.manifest, Layout.of(places, self.manifest), buffers, functions)
         return Memory(self.manifest, Layout.of(places, self.manifest), buffers)
 
 

@@ -56,7 +56,7 @@ ALONE = (
 )
 """The same of "The megatron backend on GPUs", in GiB."""
 EIGHT = cut("qwen3-8b", 8)
-LORA, OFFLOADED = {"rank": 32}, {"offload_activations": True}
+LORA, OFFLOADED, IN_HOST = {"rank": 32}, {"offload_activations": True}, {"offload_parameters": True}
 BY_SWITCH = tuple(
     (EIGHT, spec, 1, 16384, gib)
     for spec, gib in (
@@ -66,6 +66,8 @@ BY_SWITCH = tuple(
         (job(options=OFFLOADED, activation_recompute=True), 55.5),
         (job(lora=LORA), 28.9),
         (job(lora=LORA, activation_recompute=True), 13.2),
+        (job(options=IN_HOST, lora=LORA, activation_recompute=True), 7.7),
+        (job(options=IN_HOST), 23.6),
         (job("megatron"), 68.1),
         (job("megatron", activation_recompute=True), 52.3),
         (job("megatron", selective("mlp", "layernorm")), 58.1),

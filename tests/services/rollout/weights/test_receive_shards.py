@@ -7,17 +7,21 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from millrace.errors import InvalidState, PublicationFailed
 from millrace.weights.plans import wire_layouts
+from millrace.weights.plans.memory import Memory
 from millrace.wire.address import host_name
 from millrace.wire.method import Request, Response, Unary
 from millrace.wire.methods import RolloutRpc
 from millrace.wire.v1 import rollout_pb2, weights_pb2
+from services.trainer.backends import build
 from tests.models import random_model
 from tests.sender import export
 from tests.services.rollout.coordinator import JOB, status
 from tests.services.rollout.stack import Stack, play
+from tests.services.trainer.groups import job_spec
 from tests.shard_sender import Shards, ShardSender
 
 SHADOW, INPLACE = weights_pb2.COMMIT_MODE_SHADOW, weights_pb2.COMMIT_MODE_INPLACE
@@ -78,8 +82,13 @@ class Coming:
         return await self.stack.peer.call(method, request)
 
 
-async def coming(stack: Stack, version: int, mode: int = SHADOW, **options: Any) -> Coming:
+async def coming(
+    stack: Stack, version: int, mode: int = SHADOW, memory: Memory | None = None, **options: Any
+) -> Coming:
+    """What the one rank of a trainer holds in `memory`, or a model with other weights for each version."""
     shards = Shards(export(random_model(tied=True, seed=version)))
+    if memory is not None:
+        shards.manifest, shards.ranks = memory.manifest, [memory]
     request = rollout_pb2.DescribeReceiveRequest(job_id=JOB, manifest=shards.manifest.to_proto())
     told = await stack.peer.call(RolloutRpc.DescribeWeights, request)
     wanted = wire_layouts.decode(told.layouts)
@@ -106,6 +115,30 @@ def test_report_tells_what_was_done(tied_model: Path, mode: int) -> None:
         engine: Any = stack.replica.engine
         expected = export(random_model(tied=True, seed=2))
         assert all(torch.equal(dict(engine._model.named_parameters())[name], t) for name, t in expected.items())
+
+    play(tied_model, scenario)
+
+
+@pytest.mark.parametrize("mode", [SHADOW, INPLACE])
+def test_weights_that_the_trainer_merges_with_an_adapter_as_it_sends_them(tied_model: Path, mode: int) -> None:
+    dist.init_process_group("cpu:gloo", store=dist.HashStore(), rank=0, world_size=1)
+    lora = {"rank": 3, "merge": True}
+    trainer: Any = build(job_spec(tied_model, model={"lora": lora}), torch.device("cpu"))
+    with torch.no_grad():
+        for tensor in trainer.state().values():
+            tensor.add_(0.1)
+    memory = trainer.shards("float32")
+    expected = {info.name: tensor for info, tensor in trainer.export("float32")}
+    dist.destroy_process_group()
+    assert len(memory.computed) == 14
+
+    async def scenario(stack: Stack) -> None:
+        new = await coming(stack, 2, mode, memory=memory)
+        await new.whole()
+        await serves(stack, 2)
+        engine: Any = stack.replica.engine
+        held = dict(engine._model.named_parameters())
+        assert all(torch.equal(held[name], tensor) for name, tensor in expected.items())
 
     play(tied_model, scenario)
 

@@ -66,9 +66,9 @@ class Served:
         self.version += 1
         self._receive(Sender(tensors, version=self.version))
 
-    def publish_shards(self, tensors: Tensors) -> None:
+    def publish_shards(self, tensors: Tensors, *, computed: bool = False) -> None:
         self.version += 1
-        shards = Shards(tensors)
+        shards = Shards(tensors, computed=computed)
         wanted = Boxes.decode(self.receiver.describe(shards.manifest.to_proto().SerializeToString()))
         self.loaders = list(self._receive(ShardSender(shards, [wanted], version=self.version)).loader_names)
 
@@ -113,9 +113,11 @@ def answer(model: str, dtype: str) -> dict[str, Any]:
     served.publish_shards(nothing)
     served.publish(tensors)
     oracle = served.held()
-    served.publish_shards(nothing)
-    served.publish_shards(tensors)
-    differing = [name for name, tensor in served.held().items() if not torch.equal(tensor, oracle[name])]
+    differing: list[str] = []
+    for computed in (False, True):
+        served.publish_shards(nothing)
+        served.publish_shards(tensors, computed=computed)
+        differing += [name for name, tensor in served.held().items() if not torch.equal(tensor, oracle[name])]
     told = {"logprobs": served.logprobs(), "differing": differing, "loaders": served.loaders}
     served.llm.llm_engine.engine_core.shutdown()
     return told
