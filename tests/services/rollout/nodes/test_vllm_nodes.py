@@ -108,7 +108,7 @@ class Replica:
 
 @asynccontextmanager
 async def replica(folder: Path) -> AsyncIterator[Replica]:
-    """Two nodes with one worker each, which have met and registered."""
+    """Two nodes with one worker each, and the job that they serve."""
     coordinator, leader = Coordinator(), f"127.0.0.1:{free_port()}"
     options = ("--coordinator", await coordinator.start(), "--engine", "vllm", "--host", "127.0.0.1", "--nodes", "2")
     nodes = []
@@ -124,7 +124,7 @@ async def replica(folder: Path) -> AsyncIterator[Replica]:
             )
         nodes.append(Node(process, log))
     model = save_tiny_model(folder / "model", tied=True)
-    engine = ENGINE_OPTIONS["vllm"] | {"tensor_parallel_size": 2}
+    engine = {**ENGINE_OPTIONS["vllm"], "tensor_parallel_size": 2}
     peer = Peer(leader)
     try:
         yield Replica(coordinator, nodes[::-1], job_spec(model, "vllm", rollout={"engine_options": engine}), peer)
@@ -156,6 +156,27 @@ def test_two_nodes_are_one_replica(tmp_path: Path) -> None:
             await is_lost_with_its_follower(two)
             assert (await configure(two.peer, two.spec)).world_size == 2, "both nodes are back"
             await drains_by_its_follower(two)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.matrix  # test_two_nodes_are_one_replica covers it with a follower that is killed
+def test_the_loss_of_a_worker_and_of_the_leader(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with replica(tmp_path) as two:
+            await two.registered(1)
+            assert (await configure(two.peer, two.spec)).world_size == 2
+            before = two.member_id
+            two.nodes[1].forked[-1].kill()
+            await until(lambda: before in two.coordinator.left, WITHIN_S)
+            assert "VllmWorker-1 has ended" in two.coordinator.left[before]
+            await two.registered(2)
+            await configure(two.peer, two.spec)
+            two.nodes[0].forked[0].kill()
+            await two.registered(3)
+            assert (await configure(two.peer, two.spec)).world_size == 2, "both nodes are back"
+            two.nodes[0].process.send_signal(signal.SIGTERM)
+            assert [await asyncio.wait_for(node.process.wait(), WITHIN_S) for node in two.nodes] == [0, 0]
 
     asyncio.run(scenario())
 
