@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from millrace.engines import ENGINES
 from millrace.megatron.architectures.shape import ModelShape
 from millrace.memory.ledger import Ledger, Part, Phase, Prediction, peak
 from millrace.memory.prediction import ReplicaPrediction, predict
@@ -94,7 +95,8 @@ def replica_lines(replica: ReplicaPrediction, gpu_bytes: float) -> Iterator[str]
     for part, size in replica.ledger.largest_first():
         tokens = f" ({replica.cached_tokens:,} tokens)" if part is Part.KV_CACHE else ""
         yield f"  {PARTS[part]:32}{gib(size):>12}{tokens}"
-    verdict = "fits" if replica.ledger.total <= gpu_bytes and replica.cached_tokens else "does not fit"
+    has_cache = replica.cached_tokens or not ENGINES[replica.engine].memory_option
+    verdict = "fits" if replica.ledger.total <= gpu_bytes and has_cache else "does not fit"
     yield f"  {verdict}: {gib(replica.ledger.total)} of {gib(gpu_bytes)}"
 
 

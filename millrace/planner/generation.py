@@ -91,11 +91,13 @@ def _fits(replica: Replica, running: float, held: float, prompt: float, weight: 
 
 def steady(replica: Replica, work: Workload, replicas: int) -> Generation:
     """A replica's part of a step where generation never stops (`max_staleness` of 1 and more): new requests take the
-    places of those that end, and as many run as the bound lets be in flight."""
+    places of those that end, and as many run as the bound lets be in flight. Each publication finds them running."""
     requests = work.sequences / replicas
     context = work.mean_prompt + work.mean_held_response
     running = min(replica.slots, requests * work.max_staleness, max(1.0, replica.cached_tokens / context))
     tokens = requests * work.mean_response
     decode = tokens / running * replica.decode(running, running * context)
-    prompts = requests / work.samples * work.mean_prompt
-    return Generation(replica.prefill(prompts), decode, 0.0, tokens, running, float(work.longest_response))
+    read = requests / work.samples * work.mean_prompt
+    if work.recomputes_cache:
+        read += running * context
+    return Generation(replica.prefill(read), decode, 0.0, tokens, running, float(work.longest_response))

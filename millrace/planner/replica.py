@@ -4,10 +4,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from millrace.engines import ENGINES
 from millrace.megatron.architectures.shape import ModelShape
 from millrace.megatron.flops import active_parameters
 from millrace.memory.layers import layer_parameters, vocabulary_parameters
 from millrace.memory.prediction import ReplicaPrediction, cache_bytes_per_token, predict_replica
+from millrace.memory.text import HEADROOM
 from millrace.planner import constants
 from millrace.planner.hardware import Gpu
 from millrace.planner.links import Links
@@ -108,14 +110,18 @@ class Replica:
 def replica_of(spec: JobSpec, shape: ModelShape, engine: str, gpu: Gpu) -> Replica:
     """The replica that a job starts with `engine`, one of `ENGINES`."""
     memory, options = predict_replica(spec, shape, engine, gpu.memory), spec.rollout.options_of(engine)
+    cache_bytes = cache_bytes_per_token(spec, shape, memory.workers)
+    cached = memory.cached_tokens
+    if not ENGINES[engine].memory_option:
+        cached = max(0, int(((1 - HEADROOM) * gpu.memory - memory.ledger.total) / cache_bytes))
     return Replica(
         gpu=gpu,
         shape=shape,
         workers=memory.workers,
         stages=int(_first(options, PIPELINE_OPTIONS) or 1),
         slots=int(_first(options, SLOT_OPTIONS) or SLOTS),
-        cached_tokens=memory.cached_tokens,
-        cache_bytes=cache_bytes_per_token(spec, shape, memory.workers),
+        cached_tokens=cached,
+        cache_bytes=cache_bytes,
         eager=bool(_first(options, EAGER_OPTIONS)),
         memory=memory,
     )

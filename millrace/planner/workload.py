@@ -47,6 +47,8 @@ class Workload:
     longest_response: int
     passes: Passes
     max_staleness: int
+    recomputes_cache: bool = True
+    """Whether running requests are read again with each new version (`rollout.cache_policy`)."""
 
     @property
     def sequences(self) -> int:
@@ -116,6 +118,7 @@ def workload(spec: JobSpec, mean_prompt: float | None = None, mean_response: flo
         longest_response=longest,
         passes=_passes(spec),
         max_staleness=spec.schedule.max_staleness,
+        recomputes_cache=spec.rollout.cache_policy == "recompute",
     )
 
 

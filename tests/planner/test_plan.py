@@ -6,10 +6,12 @@ import pytest
 
 from millrace.errors import InvalidJob
 from millrace.megatron.architectures.published import PUBLISHED, published_as
+from millrace.planner.hardware import KINDS
 from millrace.planner.model import model_shape
-from millrace.planner.plan import Limit
+from millrace.planner.plan import Cluster, Limit, make_plan
 from millrace.planner.publishing import tensors
 from millrace.planner.trainer.seconds import Cause, total
+from millrace.planner.workload import workload
 from tests.memory.jobs import job
 from tests.planner.jobs import planned, preset
 
@@ -86,3 +88,36 @@ def test_published_models_are_found_by_their_folder() -> None:
 def test_the_tensors_of_published_models_are_counted() -> None:
     counted = {name: tensors(PUBLISHED[name]) for name in ("qwen3-1.7b", "qwen3-8b", "qwen3-30b-a3b", "deepseek-v3")}
     assert counted == {"qwen3-1.7b": 310, "qwen3-8b": 399, "qwen3-30b-a3b": 18_867, "deepseek-v3": 45_395}
+
+
+def test_a_version_lets_running_requests_be_read_again_unless_the_cache_is_kept() -> None:
+    again, kept = (
+        planned(preset("qwen3-8b-8gpu", rollout={"cache_policy": policy})).generation
+        for policy in ("recompute", "keep")
+    )
+    assert again.prefill_s > kept.prefill_s and again.decode_s == kept.decode_s
+
+
+def test_what_is_in_host_memory_between_uses_travels() -> None:
+    def moving(**options: object) -> float:
+        spec = preset("qwen3-30b-a3b-8gpu", trainer={"backend_options": {"optimizer_offload_fraction": 0.0, **options}})
+        return planned(spec).training.update.get(Cause.OFFLOAD, 0.0)
+
+    assert moving() == 0.0 < moving(offload_parameters=True) < moving(offload_optimizer=True)
+
+
+def test_an_engine_that_takes_memory_as_it_needs_it_has_what_the_weights_leave() -> None:
+    spec = preset("qwen3-8b-8gpu", rollout={"engine_options": {"max_num_seqs": 64}})
+    made = Cluster(KINDS["h200"], 8, 8)
+    plan = make_plan(spec, model_shape(spec), made, workload(spec), "transformers")
+    assert plan.limits == [] and plan.generation.most_running == 64
+    small = Cluster(KINDS["h200"].model_copy(update={"memory_gib": 12}), 8, 8)
+    limits = make_plan(spec, model_shape(spec), small, workload(spec), "transformers").limits
+    assert Limit.REPLICA_MEMORY in limits
+
+
+def test_a_critic_takes_time_and_leaves_the_policys_mfu_as_it_is() -> None:
+    alone = planned(preset("qwen3-8b-8gpu", algorithm={"kl": None})).training
+    beside = planned(preset("qwen3-8b-8gpu", algorithm={"kl": None, "critic": {}, "advantage": "gae"})).training
+    assert beside.mfu == pytest.approx(alone.mfu)
+    assert total(alone.update) < total(beside.update) < 2 * total(alone.update)

@@ -34,7 +34,9 @@ class TrainingTimes:
     scoring: Seconds
     """Forward passes of policy, reference and critic before the updates."""
     update: Seconds
-    """All updates of the step."""
+    """All updates of the step, the critic's too."""
+    policy_s: float
+    """Seconds of them that are the policy's."""
     flops: float
     """Model FLOPs of the updates, the policy's alone."""
     gpus: int
@@ -43,8 +45,8 @@ class TrainingTimes:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs of the updates over what all GPUs could have computed in their time: `perf/mfu/actor`."""
-        return self.flops / total(self.update) / self.gpus / self.peak
+        """Model FLOPs of the policy's updates over what all GPUs could have computed meanwhile: `perf/mfu/actor`."""
+        return self.flops / self.policy_s / self.gpus / self.peak
 
     @property
     def total(self) -> float:
@@ -90,7 +92,8 @@ class Trainer:
             both = [self._stage(times, stage, backward=backward) for backward in (False, True)]
             stages.append(added([*both, self._moved_activations(times, stage, total(added(both)))]))
         passes = added([self._pipelined(stages, count), self._gathers(count, passes=2)])
-        return scaled(added([self._packed(passes), self._gradients(), self._optimizer()]), updates)
+        each = added([self._packed(passes), self._gradients(), self._optimizer()])
+        return added([scaled(each, updates), self._moved_weights()])
 
     def _packed(self, passes: Seconds) -> dict[Cause, float]:
         waste = self.imbalance.packing(self.layout.data) if self.layout.lockstep else 0.0
@@ -196,6 +199,12 @@ class Trainer:
             Cause.OFFLOAD: moved / self.links.to_host,
         }
 
+    def _moved_weights(self) -> dict[Cause, float]:
+        """Megatron's weights come from host memory once a step, and go back."""
+        if not self.layout.moved_weights or self.layout.backend == "fsdp2":
+            return {}
+        return {Cause.OFFLOAD: 2 * ELEMENT * sum(self._share()) / self.links.to_host}
+
     def _moved_activations(self, times: LayerTimes, stage: int, computing: float) -> dict[Cause, float]:
         """Activations go to host memory during the forward pass and come back during the backward pass: the link or
         the computation takes longer, in each."""
@@ -213,10 +222,10 @@ def training_times(trainer: Trainer) -> TrainingTimes:
     """The seconds of a step, with those of a critic where the job has one."""
     passes = trainer.work.passes
     scoring = scaled(trainer.scoring(), passes.policy + passes.reference)
-    update = trainer.update()
+    update = policy = trainer.update()
     if passes.critic:
         critic = replace(trainer, shape=trainer.shape.as_critic(), lora=None)
         scoring, update = added([scoring, critic.scoring()]), added([update, critic.update()])
     adapters = 0 if trainer.lora is None else int(adapter_parameters(trainer.shape, trainer.lora))
     flops = trainer.work.flops(sequence_cost(trainer.shape, adapters))
-    return TrainingTimes(scoring, update, flops, trainer.layout.gpus, trainer.gpu.bf16_tflops * 1e12)
+    return TrainingTimes(scoring, update, total(policy), flops, trainer.layout.gpus, trainer.gpu.bf16_tflops * 1e12)
