@@ -66,7 +66,7 @@ def test_replicas_in_turns_have_to_fill_the_gpus() -> None:
     spec = preset("qwen3-30b-a3b-8gpu", rollout={"engine_options": {"tensor_parallel_size": 3}})
     with pytest.raises(InvalidJob, match="--trainer-gpus: 8: replicas of 3 GPUs would leave some of them out"):
         planned(spec, 8, 8, "h20", colocated=True)
-    with pytest.raises(InvalidJob, match="--rollout-gpus: 2: one replica of this job has 16 GPUs"):
+    with pytest.raises(InvalidJob, match="--rollout-gpus: 2: one replica of this job has 32 GPUs"):
         planned(preset("deepseek-v3-96gpu"), 96, 2, "h20")
 
 
