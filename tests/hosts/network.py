@@ -149,7 +149,8 @@ def _remove_left() -> None:
     """Removes the networks of tests that were killed."""
     for path in NAMESPACES.glob(f"{PREFIX}*"):
         if not psutil.pid_exists(int(path.name.removeprefix(PREFIX).split("-")[0])):
-            _end(path.name)
+            with contextlib.suppress(subprocess.CalledProcessError):  # somebody else removes it
+                _end(path.name)
 
 
 def _end(namespace: str) -> None:

@@ -10,14 +10,20 @@ from benchmarks.chaos.invariants import Terms
 from benchmarks.chaos.observation import Observer
 from benchmarks.chaos.watch import Watch
 from millrace.client import Client
-from millrace.events import Event, EventKind
+from millrace.events import Event, EventKind, PublicationDone
 from millrace.ids import JobId
 from millrace.rest import MemberState
 from tests.hosts.services import Services
 
 PATIENCE_S = 600.0
 LOSSES = frozenset(
-    {EventKind.TRAINER_LOST, EventKind.MEMBER_OUT, EventKind.MEMBER_FAILED, EventKind.PUBLICATION_FAILED}
+    {
+        EventKind.TRAINER_LOST,
+        EventKind.JOB_REWOUND,
+        EventKind.MEMBER_OUT,
+        EventKind.MEMBER_FAILED,
+        EventKind.PUBLICATION_FAILED,
+    }
 )
 
 
@@ -43,7 +49,7 @@ class Scenario:
     """One job of the services."""
 
     def __init__(self, services: Services, job_id: JobId, terms: Terms, replicas: Sequence[str]) -> None:
-        """`replicas`: the hosts that replicas register from."""
+        """`replicas`: the host of each replica, as it registers."""
         self.services, self.job_id, self.terms = services, job_id, terms
         self._replicas = set(replicas)
         self._observer = Observer(services.state)
@@ -51,6 +57,11 @@ class Scenario:
         self.found: list[str] = []
         """What contradicted a line of "What always holds"."""
         self.costs: list[Cost] = []
+
+    def begin(self) -> None:
+        """Waits until every member works, and for a step."""
+        self.services.until("all members work", self._whole, PATIENCE_S)
+        self.steps(1)
 
     def close(self) -> None:
         self._observer.close()
@@ -80,9 +91,8 @@ class Scenario:
 
     def _whole(self, client: Client) -> bool:
         fleet = client.fleet()
-        return bool(fleet.trainers) and self._replicas <= {
-            one.host for one in fleet.replicas if one.state is MemberState.SERVING
-        }
+        serving = {one.host for one in fleet.replicas if one.state is MemberState.SERVING}
+        return bool(fleet.trainers) and self._replicas <= serving
 
     def wait(self, seconds: float) -> None:
         """The time that a fault lasts."""
@@ -111,8 +121,8 @@ class Scenario:
 
     def publications(self, since_s: float) -> list[float]:
         """Seconds of the publications since a Unix time, without those that failed at first."""
-        done = [e.data for e in self.events() if e.time_s >= since_s and e.kind is EventKind.PUBLICATION_DONE]
-        return [float(data.seconds) for data in done if not data.failures]
+        done = [event.data for event in self.events() if event.time_s >= since_s]
+        return [float(one.seconds) for one in done if isinstance(one, PublicationDone) and not one.failures]
 
     def publishing_s(self, steps: int) -> float:
         """The median of the publications of the next steps."""

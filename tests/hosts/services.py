@@ -119,6 +119,13 @@ class Services:
         given = ("--coordinator", self._grpc, "--engine", engine, *arguments)
         return self.start(host, f"replica-{host}", "services.rollout", *given, **environment)
 
+    def node(self, hosts: Sequence[str], number: int) -> Process:
+        """One host of a replica of vLLM that lies on all of `hosts`."""
+        where = ("--nodes", str(len(hosts)), "--node-rank", str(number), "--leader", self.network[hosts[0]].address)
+        given = ("--coordinator", self._grpc, "--engine", "vllm", *where)
+        log = f"replica-{hosts[number]}"
+        return self.start(hosts[number], log, "services.rollout.launch", *given, VLLM_CPU_KVCACHE_SPACE="1")
+
     @property
     def _grpc(self) -> str:
         return f"{self.network[HEAD].address}:{GRPC}"

@@ -4,6 +4,7 @@ Prints the seconds that each fault cost.
 """
 
 import contextlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,36 +13,37 @@ import pytest
 from benchmarks.chaos.invariants import Terms
 from millrace.demo.run import MARGIN, prepared
 from millrace.demo.task import TRAIN
-from millrace.events import EventKind, MemberOut
 from millrace.ids import JobId
-from tests.hosts.network import Network, why_not
+from tests.hosts import faults
+from tests.hosts.faults import BOTH_NODES, NODES, SINGLE, TRAINERS
+from tests.hosts.network import Network
 from tests.hosts.scenario import Scenario
 from tests.hosts.services import HEAD, Services
 
-pytestmark = [
-    pytest.mark.hosts,
-    pytest.mark.timeout(3600),
-    pytest.mark.skipif(bool(why_not()), reason=f"no network namespaces: {why_not()}"),
-]
-TRAINERS = ("trainer-0", "trainer-1")
-REPLICAS = ("replica-0", "replica-1")
-CUT_S = 20.0
-"""Longer than the silence after which a replica, and a rank of the trainer, counts as lost."""
-SLOW_MBIT_PER_S = 100.0
+pytestmark = [pytest.mark.hosts, pytest.mark.timeout(3600)]
 SEED = 0
+HOSTS = (HEAD, *TRAINERS, *NODES, SINGLE)
+ALL = (
+    faults.lose_a_replica,
+    faults.kill_a_node,
+    faults.lose_a_rank,
+    faults.kill_a_rank,
+    faults.lose_the_coordinator,
+)
 
 
-def demo_job(folder: Path) -> dict[str, Any]:
+def demo_job(folder: Path, backend: str, options: dict[str, Any]) -> dict[str, Any]:
     """The demo's job without an end, with checkpoints and evaluations on the way."""
-    tree = prepared(folder, SEED, steps=100_000).model_dump(mode="json")
+    tree = prepared(folder, SEED, steps=100_000, backend=backend).model_dump(mode="json")
     tree["schedule"]["save_every_steps"] = 5
     tree["evaluation"]["every_steps"] = 10
+    tree["trainer"]["backend_options"] |= options
+    tree["rollout"]["engine_options"]["vllm"]["tensor_parallel_size"] = len(NODES)
     return tree
 
 
-def test_a_job_over_six_hosts_learns_through_faults(tmp_path: Path) -> None:
-    job = demo_job(tmp_path / "demo")
-    terms = Terms(
+def terms_of(job: dict[str, Any]) -> Terms:
+    return Terms(
         job["schedule"]["max_staleness"],
         rows=TRAIN,
         seed=SEED,
@@ -49,56 +51,35 @@ def test_a_job_over_six_hosts_learns_through_faults(tmp_path: Path) -> None:
         prompts_per_step=job["schedule"]["prompts_per_step"],
         lease_s=job["rollout"]["lease_s"],
     )
-    with (
-        Network([HEAD, *TRAINERS, *REPLICAS]) as network,
-        Services(network, tmp_path, forked=False) as services,
-    ):
+
+
+@pytest.mark.parametrize(
+    ("backend", "options", "strikes"),
+    [
+        pytest.param("fsdp2", {}, ALL, id="fsdp2"),
+        pytest.param("megatron", {"pipeline_parallel": 2}, (faults.lose_a_rank,), id="megatron, a stage a host"),
+    ],
+)
+def test_a_job_over_six_hosts_learns_through_faults(
+    backend: str, options: dict[str, Any], strikes: Sequence[Callable[[Scenario], None]], tmp_path: Path
+) -> None:
+    job = demo_job(tmp_path / "demo", backend, options)
+    terms = terms_of(job)
+    with Network(HOSTS) as network, Services(network, tmp_path, forked=False) as services:
         services.coordinator()
         services.torchrun(TRAINERS)
-        for host in REPLICAS:
-            services.replica(host, "transformers")
+        for number in range(len(NODES)):
+            services.node(NODES, number)
+        services.replica(SINGLE, "transformers")
         job_id = JobId(services.at_the_desk(lambda client: client.submit(job)).id)
-        with contextlib.closing(Scenario(services, job_id, terms, REPLICAS)) as scenario:
-            scenario.steps(2)
-            lose_a_replica(scenario)
-            lose_a_rank(scenario)
-            slow = slow_link(scenario)
+        with contextlib.closing(Scenario(services, job_id, terms, (BOTH_NODES, SINGLE))) as scenario:
+            scenario.begin()
+            for strike in strikes:
+                strike(scenario)
+            slow = faults.publications_over_a_slow_link(scenario)
             before, after = scenario.held_out(lambda before, last: last >= before + MARGIN)
             ended, found = services.stop(job_id, terms)
-    print("\n| fault | noticed | next step | all work again |\n|---|---|---|---|")
+    print(f"\n{backend}\n\n| fault | noticed | next step | all work again |\n|---|---|---|---|")
     print("\n".join(cost.row() for cost in scenario.costs))
-    print(f"\npublication, median: {slow[0]:.2f} s, over {SLOW_MBIT_PER_S:g} Mbit/s {slow[1]:.2f} s")
-    print(f"held-out reward {before:.3f} → {after:.3f} in {ended.step} steps", flush=True)
+    print(f"\n{slow}\nheld-out reward {before:.3f} → {after:.3f} in {ended.step} steps", flush=True)
     assert scenario.found + found == []
-
-
-def lose_a_replica(scenario: Scenario) -> None:
-    """The link of a replica is cut for longer than it may be silent: its leases go to the other one, and it returns."""
-    host = REPLICAS[-1]
-    member, network = scenario.member(host), scenario.services.network
-    with scenario.fault(f"link of a replica's host cut for {CUT_S:g} s") as cost:
-        network.cut(host)
-        scenario.wait(CUT_S)
-        network.heal(host)
-    assert member in {event.data.member for event in cost.losses if isinstance(event.data, MemberOut)}
-
-
-def lose_a_rank(scenario: Scenario) -> None:
-    """The link of the trainer's second host is cut: the trainer names the rank and its host, and starts again."""
-    host, network = TRAINERS[1], scenario.services.network
-    with scenario.fault(f"link of a trainer's host cut for {CUT_S:g} s") as cost:
-        network.cut(host)
-        scenario.wait(CUT_S)
-        network.heal(host)
-    lost = [event.message for event in cost.losses if event.kind is EventKind.TRAINER_LOST]
-    assert any(f"rank 1 on {host}" in message for message in lost), lost
-
-
-def slow_link(scenario: Scenario) -> tuple[float, float]:
-    """Median seconds of a publication at full speed, and with a slow link of the trainer's first host."""
-    network = scenario.services.network
-    fast_s = scenario.publishing_s(5)
-    network.throttle(TRAINERS[0], SLOW_MBIT_PER_S)
-    slow_s = scenario.publishing_s(5)
-    network.release(TRAINERS[0])
-    return fast_s, slow_s

@@ -9,10 +9,10 @@ from benchmarks.chaos.invariants import Terms
 from benchmarks.chaos.job import job
 from millrace.events import EventKind, TrainerConfigured
 from millrace.ids import JobId
-from tests.hosts.network import Network, why_not
+from tests.hosts.network import Network
 from tests.hosts.services import HEAD, Services
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(why_not()), reason=f"no network namespaces: {why_not()}")]
+pytestmark = pytest.mark.slow
 STEPS = 6
 CUT_S = 2.0
 
