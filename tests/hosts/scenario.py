@@ -16,6 +16,7 @@ from millrace.rest import MemberState
 from tests.hosts.services import Services
 
 PATIENCE_S = 600.0
+NOTICE_S = 120.0
 LOSSES = frozenset(
     {
         EventKind.TRAINER_LOST,
@@ -33,7 +34,7 @@ class Cost:
 
     fault: str
     noticed_s: float | None = None
-    """Until the first event that names a loss."""
+    """Until an event named the culprit."""
     next_step_s: float | None = None
     """Until a step that began after the fault was trained."""
     whole_s: float | None = None
@@ -67,19 +68,23 @@ class Scenario:
         self._observer.close()
 
     @contextlib.contextmanager
-    def fault(self, name: str) -> Iterator[Cost]:
-        """The code inside strikes, and heals what has to be healed. Afterwards the job has gone on, and all members
-        work again."""
+    def fault(self, name: str, culprit: Callable[[Event], bool]) -> Iterator[Cost]:
+        """The code inside strikes, and heals what has to be healed. Afterwards an event has named the `culprit`, the
+        job has gone on, and all members work again."""
         struck_s = time.time()
         cost = Cost(name)
         yield cost
         recovery_s = self._watch.recovery(self.found)
         assert recovery_s is not None, f"{name}: no step within {PATIENCE_S:g} s\n{self.services.told()}"
+
+        def named(client: Client) -> list[Event]:
+            return [event for event in self._losses(client, struck_s) if culprit(event)]
+
+        first, *_ = self.services.until(f"{name}: the culprit is named", named, NOTICE_S)
+        cost.noticed_s = first.time_s - struck_s
         self.services.until(f"{name}: all members work", self._whole, PATIENCE_S)
         cost.whole_s = time.time() - struck_s
-        events = [event for event in self.events() if event.time_s >= struck_s]
-        cost.losses = [event for event in events if event.kind in LOSSES]
-        cost.noticed_s = cost.losses[0].time_s - struck_s if cost.losses else None
+        cost.losses = self.services.at_the_desk(lambda client: self._losses(client, struck_s))
         cost.next_step_s = self._next_step_s(struck_s)
         self.costs.append(cost)
         print(cost.row(), flush=True)
@@ -88,6 +93,10 @@ class Scenario:
         rows = self.services.at_the_desk(lambda client: client.metrics(self.job_id))
         began = {row.time_s: row.time_s - row.values["timing_s/train"] for row in rows if row.step}
         return min((end - struck_s for end, start in began.items() if start >= struck_s), default=None)
+
+    def _losses(self, client: Client, since_s: float) -> list[Event]:
+        events = client.events(self.job_id, follow=False)
+        return [event for event in events if event.kind in LOSSES and event.time_s >= since_s]
 
     def _whole(self, client: Client) -> bool:
         fleet = client.fleet()
