@@ -237,10 +237,11 @@ class SimulatedTrainer(Member, trainer_pb2_grpc.TrainerServicer):
         await peer.close()
         assert [group.prompt_id for group in groups] == wanted
         for ref, group in zip(request.groups, groups, strict=True):
-            assert list(ref.response_tokens) == [len(t.tokens) // 4 for t in group.trajectories]
+            announced = ref.response_tokens or [one.response_tokens for one in ref.trajectories]
+            assert list(announced) == [len(t.tokens) // 4 for t in group.trajectories]
             oldest = min(span.version for t in group.trajectories for span in t.versions)
             self.stalest = max(self.stalest, self.version - oldest)
-            self.tokens += sum(ref.response_tokens)
+            self.tokens += sum(len(t.logprobs) // 4 for t in group.trajectories)
 
     async def DescribeWeights(self, request, context):
         await self.faults.strike("DescribeWeights", request)
@@ -329,6 +330,10 @@ class Shape:
     """Samples."""
     reward: Callable[[work_pb2.Lease, int, random.Random], float | None] = improving
     """Of one sample under a version; None where scoring fails."""
+    turns: int = 1
+    """Of each trajectory. Before each but the first two tokens are given, and each but the first earns 0.25."""
+    trajectories: int = 1
+    """Of each episode. Each but the first has a prompt of its own, and each but the last no reward."""
 
 
 class SimulatedReplica(Member, rollout_pb2_grpc.RolloutServicer):
@@ -550,10 +555,34 @@ class SimulatedReplica(Member, rollout_pb2_grpc.RolloutServicer):
             ground_truth=lease.ground_truth,
             member_id=self.id,
             engine=self.engine,
-            trajectories=[self._trajectory(lease) for _ in range(lease.sampling.samples)],
+            trajectories=[one for _ in range(lease.sampling.samples) for one in self._episode(lease)],
         )
-        self.tokens += self.shape.tokens * lease.sampling.samples
+        if self.shape.trajectories > 1:
+            group.episode_trajectories.extend([self.shape.trajectories] * lease.sampling.samples)
+        self.tokens += sum(len(one.logprobs) // 4 for one in group.trajectories)
         return group
+
+    def _episode(self, lease: work_pb2.Lease) -> list[common_pb2.Trajectory]:
+        episode = [self._trajectory(lease) for _ in range(self.shape.trajectories)]
+        for one in episode[1:]:
+            one.prompt_tokens = pack_tokens(range(5))
+        for one in episode[:-1]:
+            one.ClearField("reward")
+        for one in episode if self.shape.turns > 1 else []:
+            self._add_turns(one)
+        return episode
+
+    def _add_turns(self, one: common_pb2.Trajectory) -> None:
+        tokens = self.shape.tokens
+        one.ClearField("versions")
+        one.ClearField("text")
+        one.tokens = pack_tokens(range(self.shape.turns * (tokens + 2) - 2))
+        one.logprobs = pack_logprobs([-1.0] * self.shape.turns * tokens)
+        for turn in range(self.shape.turns):
+            start = turn * (tokens + 2)
+            one.versions.add(version=self.version, start=start, end=start + tokens)
+            told = {"reward": 0.25, "given_text": "<tool>"} if turn else {}
+            one.turns.add(start=start, end=start + tokens, text=f"turn {turn}", **told)
 
     def _trajectory(self, lease: work_pb2.Lease) -> common_pb2.Trajectory:
         tokens = self.shape.tokens

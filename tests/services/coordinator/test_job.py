@@ -76,6 +76,27 @@ async def test_metrics_that_are_not_finite_are_kept_and_read(cluster: Cluster, s
 
 
 @scenario
+async def test_a_job_of_episodes(cluster: Cluster, spec: dict[str, Any]) -> None:
+    """Two trajectories of two turns each, from the lease to metrics and samples; 8 of 12 tokens are sampled ones."""
+    trainer, replica = await cluster.trainer(), await cluster.replica(turns=2, trajectories=2)
+    job = await cluster.ended(await cluster.submit(spec))
+    assert (job.state, job.failure) == (JobState.SUCCEEDED, None)
+    client = cluster.coordinator.client
+    ledger = await asyncio.to_thread(client.ledger, job.id)
+    assert (ledger.trained, ledger.queued + ledger.leased + ledger.generated) == (6 * 4, 0)
+    assert 0 < trainer.tokens == ledger.trained * 2 * 2 * 8 <= replica.tokens
+    for row in await asyncio.to_thread(client.metrics, job.id, 1):
+        found = row.values
+        assert (found["num_turns/mean"], found["num_trajectories/max"]) == (4.0, 2.0)
+        assert found["response_length/mean"] == 10 and found["response/sampled_ratio"] == 0.8
+        assert found["perf/total_num_tokens"] == 4 * 2 * (3 + 10 + 5 + 10)
+        assert found["critic/score/min"] >= 0.5
+    samples = [s for s in await asyncio.to_thread(client.samples, job.id) if s.purpose == "train"]
+    assert {(s.tokens, s.sampled_tokens, len(s.turns)) for s in samples} == {(10, 8, 2)}
+    assert {s.episode for s in samples} == {0, 1} and samples[0].answer == "turn 0<tool>turn 1"
+
+
+@scenario
 async def test_nothing_is_stale_where_the_bound_is_zero(cluster: Cluster, spec: dict[str, Any]) -> None:
     trainer, _ = await cluster.trainer(), await cluster.replica(seconds=0.02)
     spec["schedule"]["max_staleness"] = 0
