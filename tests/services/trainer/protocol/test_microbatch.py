@@ -1,8 +1,11 @@
 """Packing samples: what is told of each token stays beside it."""
 
 import numpy as np
+import pytest
+import torch
 
-from services.trainer.protocol.microbatch import MicroBatch, Sample
+from services.trainer.backends.fsdp2.sequence_parallel import SequenceGroup
+from services.trainer.protocol.microbatch import MicroBatch, Sample, Turn
 
 
 def sample(prompt: int, response: int, **more: object) -> Sample:
@@ -33,6 +36,32 @@ def test_padding_is_a_sequence_of_its_own_that_is_not_scored() -> None:
     assert padded.experts_plk is not None and padded.experts_plk.shape == (8, 2, 3)
     assert (padded.experts_plk[7] == -1).all()
     assert batch.padded(7) is batch
+
+
+def with_gaps() -> MicroBatch:
+    """Responses of 7 and 5 tokens, of which four and two were sampled, and a plain answer."""
+    turns = (Turn(0, 2), Turn(4, 6)), (Turn(3, 4), Turn(4, 5))
+    samples = [sample(2, 7, turns=turns[0]), sample(3, 2), sample(1, 5, turns=turns[1])]
+    return MicroBatch.pack(samples, [0, 1, 2])
+
+
+def test_only_the_tokens_of_turns_are_scored() -> None:
+    batch = with_gaps()
+    assert (batch.lengths, batch.sampled_lengths) == ((9, 5, 6), (4, 2, 2))
+    assert batch.targets_r.tolist() == [2, 3, 6, 7, 3, 4, 4, 5]
+    assert batch.predicting_r.tolist() == [1, 2, 5, 6, 11, 12, 17, 18]
+    padded = batch.padded(8)
+    assert padded.predicting_r.equal(batch.predicting_r) and padded.sampled_lengths == (4, 2, 2, 0)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_ranks_that_share_a_micro_batch_score_each_sampled_token_once(ranks: int) -> None:
+    batch, device = with_gaps(), torch.device("cpu")
+    shares = [SequenceGroup(rank, ranks).tokens(batch, device) for rank in range(ranks)]
+    assert torch.cat([share.targets_r for share in shares]).equal(batch.targets_r)
+    before_r = torch.cat([share.tokens_t[share.positions_r] for share in shares])
+    assert before_r.equal(batch.tokens_p[batch.predicting_r])
+    assert all(sum(share.counts) == 8 for share in shares)
 
 
 def test_padding_of_padding_is_padding() -> None:

@@ -55,6 +55,12 @@ def microbatches(rank: int, size: int, count: int, *, told: bool = False) -> lis
     return [packed(mine[i * each : (i + 1) * each], told=told) for i in range(count)]
 
 
+def sampled_of(row: int) -> Tensor:
+    """Places in the sequence of every token of the response but each third: a trajectory with gaps."""
+    trajectory = trajectories()[row]
+    return len(trajectory.prompt) + torch.tensor([at for at in range(len(trajectory.response)) if at % 3])
+
+
 def weights_of(row: int) -> Tensor:
     """What the loss multiplies each response token's log-probability by."""
     return torch.from_numpy(np.random.default_rng(row).normal(size=len(trajectories()[row].response))).float()

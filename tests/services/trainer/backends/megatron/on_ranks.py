@@ -5,6 +5,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from services.trainer.checkpoints import checkpoint
 from services.trainer.checkpoints.adapter_folder import write_adapter
 from services.trainer.memory.garbage import free_unreachable
 from services.trainer.protocol.backend import Backend
+from services.trainer.protocol.microbatch import MicroBatch
 from services.trainer.ranks.world import World
 from tests.services.trainer.backends.megatron import batch
 from tests.services.trainer.checkpoints.saved import prepare
@@ -132,9 +134,18 @@ class LargestTensor(TorchDispatchMode):
 
 def context_parallel_packing(world: World, folder: Path) -> dict[str, Any]:
     """Two ranks' packs of one micro-batch, as they would be with Transformer Engine, put together again."""
+    whole = batch.packed([0, 1, 2, 3, 4])
+    gaps = replace(
+        whole,
+        sampled_lengths=tuple(len(batch.sampled_of(row)) for row in whole.rows),
+        sampled_r=torch.cat([whole.starts[row] + batch.sampled_of(row) for row in whole.rows]),
+    )
+    return {**_packed_by_two(whole), "gaps": _packed_by_two(gaps)}
+
+
+def _packed_by_two(whole: MicroBatch) -> dict[str, Any]:
     from services.trainer.backends.megatron.parallel.packing import pack
 
-    whole = batch.packed([0, 1, 2, 3, 4])
     device = torch.device("cpu")
     parts = [pack(whole, multiple=2, context_rank=rank, context_size=2, device=device) for rank in (0, 1)]
     order_r = parts[0].order_r
@@ -147,6 +158,7 @@ def context_parallel_packing(world: World, folder: Path) -> dict[str, Any]:
         "tokens": [len(part.tokens_p) for part in parts],
         "padded_lengths": parts[0].parameters.cu_seqlens_q.diff().tolist(),
         "counts": [list(part.counts) for part in parts],
+        "sampled": len(whole.predicting_r),
     }
 
 

@@ -23,6 +23,8 @@ def test_scores_are_exact_and_the_logits_never_whole(ranks: Ranks) -> None:
 def test_two_context_parallel_ranks_have_all_tokens_and_equal_shares(ranks: Ranks) -> None:
     told = ranks(1)[0]["context_parallel_packing"]
     assert told["predicting"] and told["targets"]
+    assert told["gaps"]["predicting"] and told["gaps"]["targets"]
+    assert sum(told["gaps"]["counts"][0]) == told["gaps"]["sampled"] < told["sampled"]
     assert told["tokens"][0] == told["tokens"][1]
     assert all(length % 4 == 0 for length in told["padded_lengths"])
     whole = packed([0, 1, 2, 3, 4])
