@@ -1,17 +1,29 @@
 """Episodes as messages: the tokens that the engine saw, whatever became of the history."""
 
+import asyncio
 import json
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from millrace.ids import Version
 from millrace.wire.arrays import unpack_experts, unpack_logprobs, unpack_tokens
+from millrace.wire.sampled import sampled_spans
 from millrace.wire.v1 import common_pb2
 from services.coordinator.state.group import Wanted, fault
-from services.rollout.engine import Sample, StopReason, VersionSpan
+from services.rollout import replica
+from services.rollout.engine import Engine, Sample, Sampling, StopReason, VersionSpan
 from services.rollout.scoring.pool import Scored
 from services.rollout.work.episode import Episode, Trajectory, Turn
+from services.rollout.work.groups import GroupGenerator, OnSample
+from services.rollout.work.job import Prompt
+from tests.models import random_model
+from tests.services.rollout.coordinator import until
+from tests.services.rollout.jobs import job_spec
+from tests.services.rollout.reference import logprobs
+from tests.services.rollout.stack import replica_stack
 
 
 def sample(first: int, count: int, version: int = 0, experts: int | None = None) -> Sample:
@@ -72,3 +84,45 @@ def test_experts_are_those_of_the_turn_that_sampled_the_token(told: tuple[int, i
     assert not Episode((Trajectory(turns),)).without_experts().messages()[0].HasField("experts")
     unknown = (turns[0], Turn(sample(20, 3, 5), given(1, 2)))
     assert not Episode((Trajectory(unknown),)).messages()[0].HasField("experts")
+
+
+async def two_turns_and_a_fork(engine: Engine, prompt: Prompt, sampling: Sampling, on_sample: OnSample) -> Episode:
+    """A tool answers the first turn; then the history is cut to its end. Each turn extends the tokens of the engine."""
+    tool = given(*b"<tool>42</tool>")
+    history = [np.array(prompt.rendered.token_ids, np.int32)]
+    turns: list[Turn] = []
+    for before in (given(), tool):
+        sampled = await engine.generate(np.concatenate([*history, before]).tolist(), sampling)
+        on_sample(sampled)
+        history += [before, sampled.tokens]
+        turns.append(Turn(sampled, before, "<tool>42</tool>" if len(before) else "", reward=0.25))
+    short = np.concatenate(history)[-9:]
+    last = await engine.generate(short.tolist(), sampling)
+    on_sample(last)
+    return Episode((Trajectory(tuple(turns)), Trajectory((Turn(last),), short, "in short")))
+
+
+def test_a_replica_answers_with_episodes_whose_log_probabilities_are_those_of_the_whole_sequence(
+    tied_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica, "GroupGenerator", partial(GroupGenerator, run_episode=two_turns_and_a_fork))
+
+    async def scenario() -> tuple[common_pb2.Group, int]:
+        async with replica_stack() as stack:
+            await stack.serve(job_spec(tied_model), version=3)
+            prompt_id = stack.coordinator.issue(7, samples=3, max_response_tokens=10)
+            await until(lambda: stack.coordinator.answered == 1)
+            return stack.coordinator.groups[prompt_id], stack.replica.leases.generated_tokens
+
+    group, generated = asyncio.run(scenario())
+    assert list(group.episode_trajectories) == [2, 2, 2]
+    assert fault(group, Wanted(3, temperature=1.0, most_tokens=4096)) is None
+    model, sampled_tokens = random_model(tied=True, seed=3), 0
+    for trajectory in group.trajectories:
+        prompt = unpack_tokens(trajectory.prompt_tokens or group.prompt_tokens)
+        expected = logprobs(model, prompt.tolist(), unpack_tokens(trajectory.tokens).tolist())
+        at = [place for start, end in sampled_spans(trajectory) for place in range(start, end)]
+        assert np.abs(unpack_logprobs(trajectory.logprobs) - np.asarray(expected)[at]).max() < 1e-3
+        sampled_tokens += len(at)
+    assert sampled_tokens == generated
+    assert [one.HasField("reward") for one in group.trajectories] == [False, True] * 3
