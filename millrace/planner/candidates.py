@@ -121,7 +121,8 @@ def replica_sizes(spec: JobSpec, shape: ModelShape, engine: str, gpus: int) -> I
     if not names:
         yield {}
         return
+    given = spec.rollout.options_of(engine)
+    others = {spec.rollout.field_of(engine, name): 1 for name in names[1:] if name in given}
     for size in powers(min(gpus, MOST_TENSOR_REPLICA)):
         if shape.heads % size == 0 and gpus % size == 0:
-            others = {spec.rollout.field_of(engine, name): 1 for name in names[1:]}
             yield {spec.rollout.field_of(engine, names[0]): size, **others}

@@ -18,7 +18,7 @@ from millrace.planner.replica import replica_of
 from millrace.planner.workload import Workload
 from millrace.spec import JobSpec
 
-MOST_HOSTS = 256
+FEW_HOSTS, MOST_HOSTS = 16, 128
 KEPT_BYTES = 2 + 4
 """Bytes of a parameter's weight and gradient, which every rank that holds it has on its GPU."""
 OPTIMIZER_BYTES = 3 * 4
@@ -32,6 +32,11 @@ class Proposal:
     changes: Changes
     """Fields of the job spec and their values."""
     plan: Plan
+
+    @property
+    def order(self) -> tuple[float, float]:
+        """The step's seconds; where replicas decide those, the trainer's."""
+        return self.plan.step_s, self.plan.training_s
 
 
 @dataclass(frozen=True)
@@ -58,16 +63,23 @@ class Request:
 
 def proposals(request: Request) -> list[Proposal]:
     """Layouts that fit the cluster, the shortest step first; empty where none fits."""
-    return sorted(_fitting(request), key=lambda proposal: proposal.plan.step_s)
+    return sorted(_fitting(request), key=lambda proposal: proposal.order)
 
 
 def fewest(request: Request) -> int:
-    """The smallest number of GPUs of the trainer for which some layout fits: parts of a host, then whole hosts. 0 where
-    none fits MOST_HOSTS hosts."""
-    per_host = request.cluster.gpu.gpus_per_host
-    parts_of_a_host = [size for size in powers(per_host) if size < per_host]
-    counts = (*parts_of_a_host, *(per_host * hosts for hosts in range(1, MOST_HOSTS + 1)))
-    return next((gpus for gpus in counts if next(_fitting(request.on(gpus)), None) is not None), 0)
+    """The smallest of `counts` GPUs of the trainer for which some layout fits; 0 where none fits."""
+    if not request.cluster.colocated and next(_replica(request), None) is None:
+        return 0
+    tried = counts(request.cluster.gpu.gpus_per_host)
+    return next((gpus for gpus in tried if next(_fitting(request.on(gpus)), None) is not None), 0)
+
+
+def counts(per_host: int) -> list[int]:
+    """Numbers of GPUs to try: parts of a host, every number of hosts up to FEW_HOSTS, then steps of an eighth."""
+    hosts = list(range(1, FEW_HOSTS + 1))
+    while hosts[-1] < MOST_HOSTS:
+        hosts.append(hosts[-1] + (1 << (hosts[-1].bit_length() - 1)) // 8)
+    return [*(size for size in powers(per_host) if size < per_host), *(per_host * count for count in hosts)]
 
 
 def _fitting(request: Request) -> Iterator[Proposal]:
@@ -79,7 +91,7 @@ def _replica(request: Request) -> Iterator[Changes]:
     """The size of a replica that generates its part of a step soonest; none where no size fits its GPUs."""
     cluster = request.cluster
     gpus = cluster.trainer_gpus if cluster.colocated else cluster.rollout_gpus
-    fitting = []
+    fitting: list[tuple[float, int, Changes]] = []
     for size in replica_sizes(request.spec, request.shape, request.engine, gpus):
         replica = replica_of(changed(request.spec, size), request.shape, request.engine, cluster.gpu)
         if replica.fits:
@@ -91,7 +103,7 @@ def _replica(request: Request) -> Iterator[Changes]:
 def _trainers(request: Request, replica: Changes) -> Iterator[Proposal]:
     bounds = Bounds(request)
     for layout in trainer_layouts(request.spec, request.shape, request.cluster.trainer_gpus, request.cluster.gpu):
-        fitting = []
+        fitting: list[Proposal] = []
         for saving in savings_of(request.spec):
             changes = {**layout, **saving, **replica}
             if bounds.exceeded(changes):
@@ -100,7 +112,7 @@ def _trainers(request: Request, replica: Changes) -> Iterator[Proposal]:
             if plan is not None and not plan.limits:
                 fitting.append(Proposal(changes, plan))
         if fitting:
-            yield min(fitting, key=lambda proposal: proposal.plan.step_s)
+            yield min(fitting, key=lambda proposal: proposal.order)
 
 
 class Bounds:
@@ -120,10 +132,12 @@ class Bounds:
             return False
         tensor, expert = changes[f"{OPTIONS}.tensor_parallel"], changes[f"{OPTIONS}.expert_parallel"]
         of_expert = expert * (changes[f"{OPTIONS}.expert_tensor_parallel"] or tensor)
-        kept = KEPT_BYTES * (self._dense / tensor + self._experts / of_expert) / changes[f"{OPTIONS}.pipeline_parallel"]
+        kept: float = (
+            KEPT_BYTES * (self._dense / tensor + self._experts / of_expert) / changes[f"{OPTIONS}.pipeline_parallel"]
+        )
         fraction = changes[f"{OPTIONS}.optimizer_offload_fraction"]
         optimized = (self._dense + self._experts) / cluster.trainer_gpus
         if kept + (1 - fraction) * OPTIMIZER_BYTES * optimized > (1 - HEADROOM) * cluster.gpu.memory:
             return True
         on_host = fraction * (OPTIMIZER_BYTES + HOST_COPIES) * optimized + (kept if cluster.colocated else 0.0)
-        return min(cluster.trainer_gpus, cluster.gpu.gpus_per_host) * on_host > cluster.gpu.host_room
+        return bool(min(cluster.trainer_gpus, cluster.gpu.gpus_per_host) * on_host > cluster.gpu.host_room)

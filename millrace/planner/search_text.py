@@ -4,9 +4,10 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from millrace.backends import BACKENDS
 from millrace.memory.ledger import peak
 from millrace.memory.text import gib
-from millrace.planner.candidates import changed
+from millrace.planner.candidates import OPTIONS, changed
 from millrace.planner.plan import Plan
 from millrace.planner.search import Proposal
 from millrace.planner.text import as_dict, seconds
@@ -27,8 +28,17 @@ def lines(spec: JobSpec, found: Sequence[Proposal]) -> Iterator[str]:
         yield _line(_cells(proposal.plan))
     yield "for the first one the job needs:"
     for field, value in found[0].changes.items():
-        if changed(spec, {field: value}) != spec:
+        if _needed(spec, field, value):
             yield f"  --set {field}={json.dumps(value)}"
+
+
+def _needed(spec: JobSpec, field: str, value: Any) -> bool:
+    """Whether a field of the spec has another value now, its default where it is not given."""
+    name = field.removeprefix(f"{OPTIONS}.")
+    known = BACKENDS[spec.trainer.backend].options.model_fields
+    if name != field and name in known:
+        return bool(spec.trainer.backend_options.get(name, known[name].default) != value)
+    return changed(spec, {field: value}) != spec
 
 
 def _cells(plan: Plan) -> tuple[str, ...]:

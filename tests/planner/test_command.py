@@ -48,6 +48,7 @@ def test_a_search_prints_layouts_and_what_the_first_one_needs() -> None:
     assert words.startswith(f"{told['trainer_gpus']} GPUs of the trainer and 8 of replicas; layouts that fit: ")
     tensor = first["settings_to_change"]["trainer.backend_options.tensor_parallel"]
     assert first["plan"]["fits"] and f"--set trainer.backend_options.tensor_parallel={tensor}" in words
+    assert "virtual_pipeline" not in words  # it has its default
     refused = CliRunner().invoke(app, ["plan", JOB, *options, "--trainer-gpus", "1"])
     assert refused.exit_code == 1 and "--trainer-gpus: 1: no layout of this backend fits." in refused.stderr
 

@@ -1,5 +1,7 @@
 """Proposed layouts fit, are valid, and are in order."""
 
+from itertools import pairwise
+
 import pytest
 
 from millrace.megatron.architectures.published import PUBLISHED
@@ -9,7 +11,7 @@ from millrace.planner.candidates import changed, stage_split, trainer_layouts
 from millrace.planner.hardware import KINDS
 from millrace.planner.model import model_shape
 from millrace.planner.plan import Cluster
-from millrace.planner.search import Bounds, Request, fewest, proposals
+from millrace.planner.search import Bounds, Request, counts, fewest, proposals
 from millrace.planner.workload import workload
 from tests.planner.jobs import preset
 
@@ -24,7 +26,7 @@ def request(name: str = "qwen3-30b-a3b-8gpu", trainer_gpus: int = 4) -> Request:
 def test_proposals_fit_and_the_fastest_is_first() -> None:
     asked = request()
     found = proposals(asked)
-    steps = [proposal.plan.step_s for proposal in found]
+    steps = [(proposal.plan.step_s, proposal.plan.training_s) for proposal in found]
     assert len(found) >= 3 and steps == sorted(steps)
     for proposal in found:
         spec = changed(asked.spec, proposal.changes)
@@ -48,6 +50,19 @@ def test_the_fewest_gpus_are_the_smallest_number_that_fits() -> None:
     asked = request()
     gpus = fewest(asked)
     assert proposals(asked.on(gpus)) and not proposals(asked.on(gpus // 2))
+
+
+def test_the_numbers_that_are_tried_grow_and_end() -> None:
+    tried = counts(8)
+    assert tried[:6] == [1, 2, 4, 8, 16, 24] and {96, 128, 256, 512, 1024} <= set(tried)
+    assert tried == sorted(set(tried)) and max(tried) == 1024
+    assert all(after <= before * 9 / 8 for before, after in pairwise(tried[20:]))
+
+
+def test_a_model_that_fits_no_replica_is_searched_for_no_trainer() -> None:
+    small = H20.model_copy(update={"memory_gib": 4})
+    asked = request()
+    assert fewest(Request(asked.spec, asked.shape, Cluster(small, 8, 2), asked.work)) == 0
 
 
 @pytest.mark.parametrize(("model", "stages"), [("deepseek-v3", 12), ("qwen3-235b-a22b", 8), ("qwen3-8b", 5)])
