@@ -13,6 +13,7 @@ from millrace.megatron.topology import Topology
 from millrace.megatron.weights import TRANSFORMER_ENGINE, layout
 from millrace.weights.plans.boxes import Boxes
 from millrace.weights.plans.layout import most_dims
+from millrace.weights.plans.sharded import ShardedPlan
 
 
 def planning(
@@ -24,6 +25,9 @@ def planning(
     ] = "ep=32",
     workers: Annotated[int, typer.Option(help="workers of one replica")] = 32,
     replicas: Annotated[int, typer.Option()] = 8,
+    gpus_per_host: Annotated[
+        int, typer.Option(min=0, help="GPUs of each host, of which the plan knows; 0: it knows of no hosts")
+    ] = 0,
 ) -> None:
     """Measure how long the plan of a publication takes, from a trainer's layout to those of replicas."""
     from millrace.bench.layouts import manifest
@@ -53,8 +57,10 @@ def planning(
         ]
 
     senders, receivers = boxes(trainer, ranks), boxes(replica, workers) * replicas
+    numbered = [("t", i) for i in range(ranks)] + [("r", i) for i in range(len(receivers))]
+    hosts = [f"{side}{i // gpus_per_host}" for side, i in numbered] if gpus_per_host else []
     began, own_began = time.perf_counter(), time.process_time()
-    made = plan(published, senders, receivers)
+    made = plan(published, senders, receivers, hosts=hosts)
     planned, own_planned = time.perf_counter(), time.process_time()
     digest = made.hash.hex()[:12]
     hashed, own_hashed = time.perf_counter(), time.process_time()
@@ -73,4 +79,18 @@ def planning(
     show(
         f"a trainer rank sends {sent.mean() / 1e9:.1f} GB, at most {sent.max() / 1e9:.1f}; "
         f"a worker gets {got.mean() / 1e9:.1f} GB, at most {got.max() / 1e9:.1f}"
+    )
+    if hosts:
+        _show_hosts(made, hosts)
+
+
+def _show_hosts(made: ShardedPlan, hosts: list[str]) -> None:
+    """What the trainer's hosts send to others."""
+    names, number = np.unique(hosts, return_inverse=True)
+    source, target = number[made.hops[:, 1]], number[made.hops[:, 2]]
+    crossing = made.sizes[made.hops[:, 3]] * (source != target)
+    sent = np.bincount(source, weights=crossing, minlength=len(names))[np.unique(number[: made.senders])]
+    show(
+        f"{crossing.sum() / 1e9:.1f} GB go from host to host; a trainer host sends {sent.mean() / 1e9:.1f} GB, "
+        f"at least {sent.min() / 1e9:.1f}, at most {sent.max() / 1e9:.1f}"
     )

@@ -41,8 +41,11 @@ def test_the_command_writes_what_it_prints(tmp_path: Path) -> None:
 
 def test_planning_needs_no_memory_for_weights() -> None:
     arguments = ["plan", "--shape", "qwen3-30b-a3b", "--trainer", "ep=8", "--ranks", "8"]
-    told = CliRunner().invoke(app, [*arguments, "--replica", "ep=2", "--workers", "2", "--replicas", "2"])
+    arguments += ["--replica", "ep=2", "--workers", "2", "--replicas", "2", "--gpus-per-host", "4"]
+    told = CliRunner().invoke(app, arguments)
     assert told.exit_code == 0 and "18867 tensors, 61.1 GB" in told.output
+    # Both replicas are on one host: over the network go the 32.1 GB of each of two workers, not of all four.
+    assert "64.1 GB go from host to host; a trainer host sends 32.1 GB" in told.output
 
 
 def test_what_cannot_be_run_is_refused() -> None:
