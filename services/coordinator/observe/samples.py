@@ -6,8 +6,8 @@ from typing import Any
 
 from millrace.ids import PromptId
 from millrace.rest import SampleView, TurnView
+from millrace.trajectories import episode_sizes, sampled_spans
 from millrace.wire.enums import PURPOSES
-from millrace.wire.sampled import episode_sizes, sampled_spans
 from millrace.wire.v1 import common_pb2
 from services.coordinator.store.prompts import Prompts
 

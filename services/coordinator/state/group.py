@@ -13,7 +13,7 @@ from typing import Any, Self, TypeVar
 from millrace.drops import Drop, DropReason
 from millrace.ids import PromptId, Version
 from millrace.rewards.outcome import NOT_FINITE, fits
-from millrace.wire.sampled import (
+from millrace.trajectories import (
     TOKEN_BYTES,
     Span,
     episode_reward,

@@ -8,10 +8,10 @@ import numpy as np
 
 from millrace.errors import InvalidState
 from millrace.rewards.outcome import BadOutcome, separate_rewards
+from millrace.trajectories import episode_sizes
 from millrace.wire.arrays import unpack_experts, unpack_logprobs, unpack_tokens
 from millrace.wire.channel import Peer
 from millrace.wire.methods import WorkRpc
-from millrace.wire.sampled import episode_sizes
 from millrace.wire.v1 import common_pb2, work_pb2
 from services.trainer.protocol.microbatch import Sample, Turn
 from services.trainer.step.batch import TrajectoryRef
