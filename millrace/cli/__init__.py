@@ -58,7 +58,7 @@ def demo(context: typer.Context) -> None:
 
 @app.command("export", rich_help_panel=JOBS, **PASSED_ON)
 def export(context: typer.Context) -> None:
-    """Write a checkpoint as an ordinary Hugging Face folder. No service needs to run."""
+    """Write a checkpoint's model for other programs: Hugging Face, Megatron-Core, torch. No service needs to run."""
     if not all(importlib.util.find_spec(package) for package in ("torch", "transformers")):
         raise InvalidState("torch or transformers is not installed here.", f"{how_to_install('transformers')}.")
     done = subprocess.run([sys.executable, "-m", "services.trainer.checkpoints.export", *context.args], check=False)

@@ -1,4 +1,4 @@
-"""`millrace export`: writes a checkpoint as an ordinary Hugging Face folder.
+"""`millrace export`: writes the model of a checkpoint for other programs.
 
 It runs on any machine that sees the checkpoint and the job's model folder. One tensor is in memory at a time.
 """
@@ -14,11 +14,24 @@ import typer
 from rich.progress import Progress
 from safetensors import SafetensorError
 
+from millrace.checkpoints.written import megatron_form
 from millrace.cli.output import print_error
 from millrace.errors import InvalidState, MillraceError
+from millrace.megatron.architectures import read_shape
 from services.trainer.checkpoints import huggingface
 from services.trainer.checkpoints.checkpoint import open_checkpoint
 from services.trainer.checkpoints.exported import Exported
+from services.trainer.checkpoints.foreign.module_names import empty_module, module_form
+from services.trainer.checkpoints.foreign.writing import CheckpointWriter
+
+
+class Format(StrEnum):
+    HUGGINGFACE = "huggingface"
+    """Safetensors."""
+    MEGATRON = "megatron"
+    """A dist-checkpoint of Megatron-Core, of the format torch_dist."""
+    DCP = "dcp"
+    """A checkpoint of torch.distributed.checkpoint, with the names of the transformers module."""
 
 
 class Dtype(StrEnum):
@@ -30,6 +43,10 @@ class Dtype(StrEnum):
 def export(
     checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="OUTPUT/checkpoints/step-N of a job.")],
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder to write to; must not exist.")],
+    format: Annotated[
+        Format,
+        typer.Option(help="Safetensors, Megatron-Core's dist-checkpoint, or a torch distributed checkpoint."),
+    ] = Format.HUGGINGFACE,
     model: Annotated[
         Path | None, typer.Option(help="The job's model folder, if it was moved.", show_default=False)
     ] = None,
@@ -41,13 +58,14 @@ def export(
     ] = None,
     trust_remote_code: Annotated[bool, typer.Option(help="The same as the job's model.trust_remote_code.")] = False,
 ) -> None:
-    """Write a checkpoint as an ordinary Hugging Face folder: safetensors, with config and tokenizer of the job's model.
+    """Write the model of a checkpoint, with config and tokenizer of the job's model: as an ordinary Hugging Face
+    folder, or with the weights in a distributed checkpoint.
 
     Checkpoints of any backend and any number of ranks can be exported. Tensors that are not trained (a router's bias
     under FSDP2, a vision tower under Megatron) are taken from the model folder.
     """
     try:
-        count = write(checkpoint, folder, model, dtype, trust_remote_code, weights)
+        count = write(checkpoint, folder, model, dtype, trust_remote_code, weights, format)
     except MillraceError as error:
         print_error(error)
         raise typer.Exit(1) from error
@@ -61,6 +79,7 @@ def write(
     dtype: str | None = None,
     trust_remote_code: bool = False,
     weights: Path | None = None,
+    form: Format = Format.HUGGINGFACE,
 ) -> int:
     """Writes the folder and returns the number of its tensors. Raises MillraceError: nothing is left behind then."""
     description, stored = open_checkpoint(checkpoint)
@@ -74,12 +93,13 @@ def write(
         raise InvalidState(f"{folder} exists already.", "name a folder that does not exist.")
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    shards, count = huggingface.SafetensorsWriter(partial, huggingface.SHARD_BYTES), 0
+    chosen = dtype or huggingface.dtype_of(model)
+    exported, count = Exported(description, stored, model, weights, chosen, trust_remote_code), 0
+    shards = _writer(form, partial, exported)
     try:
         with Progress(disable=not sys.stderr.isatty(), transient=True) as progress:
             task = progress.add_task("tensors", total=None)
-            chosen = dtype or huggingface.dtype_of(model)
-            for name, tensor in Exported(description, stored, model, weights, chosen, trust_remote_code).tensors():
+            for name, tensor in exported.tensors():
                 shards.add(name, tensor)
                 count += 1
                 progress.update(task, completed=count, description=name)
@@ -91,6 +111,19 @@ def write(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return count
+
+
+def _writer(form: Format, folder: Path, exported: Exported) -> huggingface.SafetensorsWriter | CheckpointWriter:
+    """Raises InvalidJob or InvalidState where the model cannot be written in this form."""
+    if form == Format.HUGGINGFACE:
+        return huggingface.SafetensorsWriter(folder, huggingface.SHARD_BYTES)
+    if form == Format.MEGATRON:
+        return CheckpointWriter(folder, megatron_form(read_shape(exported.folder)), megatron=True)
+    module = empty_module(exported.folder, exported.trust)
+    if module is None or (names := module_form(module)) is None:
+        what = f"transformers builds no module of {exported.folder} whose tensors are those of the folder."
+        raise InvalidState(what, "export it with --format huggingface.")
+    return CheckpointWriter(folder, names, megatron=False)
 
 
 if __name__ == "__main__":

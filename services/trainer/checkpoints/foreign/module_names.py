@@ -1,15 +1,18 @@
-"""The tensors of a model folder in a checkpoint that has those of the transformers module: all experts of a layer in
-one tensor, and some under other names."""
+"""The tensors of a model folder as boxes of those of the transformers module, where all experts of a layer are in one
+tensor, and some tensors have other names."""
 
-from collections.abc import Mapping
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from millrace.checkpoints.located import Located, Part
+from millrace.checkpoints.written import Form, Target
 from millrace.weights.loader.stored import stored_tensors, views
 from millrace.weights.plans.views import viewed_box
 
@@ -31,11 +34,32 @@ def by_folder_names(module: nn.Module, stored: Mapping[str, Located]) -> dict[st
         source = stored.get(name)
         if source is None or source.shape != tuple(like.shape):
             continue
-        for piece, view in (views(module, name, torch.empty(like.shape, device="meta")) or {}).items():
-            shape = tuple(view.shape)
-            box = viewed_box(source.shape, (int(view.storage_offset()), shape, tuple(view.stride())))
-            if box is None:
-                continue
-            part = Part(source.parts[0].key, (0,) * len(shape), shape, box.offset, box.along)
-            found[piece] = replace(source, shape=shape, parts=(part,))
+        for piece, part in _parts(module, name, like, source.parts[0].key):
+            found[piece] = replace(source, shape=part.extent, parts=(part,))
     return found
+
+
+def module_form(module: nn.Module) -> Form | None:
+    """A checkpoint with the tensors of the module's state dict, tied ones under each of their names. None where some
+    tensors of the folder are not boxes of the module's."""
+    same: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        same[id(parameter)].append(name)
+    tied = {names[0]: tuple(names[1:]) for names in same.values()}
+    found: dict[str, list[Target]] = {}
+    for name, like in stored_tensors(module):
+        parts = list(_parts(module, name, like, name))
+        if not parts or sum(math.prod(part.extent) for _, part in parts) != like.numel():
+            return None
+        for piece, part in parts:
+            found[piece] = [Target(part, tuple(like.shape), tied.get(name, ()))]
+    return found
+
+
+def _parts(module: nn.Module, name: str, like: Tensor, key: str) -> Iterator[tuple[str, Part]]:
+    """The folder's tensors that are boxes of the module's tensor `name`, which is stored as `key`."""
+    for piece, view in (views(module, name, torch.empty(like.shape, device="meta")) or {}).items():
+        shape = tuple(view.shape)
+        box = viewed_box(like.shape, (int(view.storage_offset()), shape, tuple(view.stride())))
+        if box is not None:
+            yield piece, Part(key, (0,) * len(shape), shape, box.offset, box.along)

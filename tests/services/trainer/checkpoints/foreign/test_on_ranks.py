@@ -1,5 +1,5 @@
 """Both backends start from what Megatron-Core and FSDP2 wrote themselves on two ranks, as from the Hugging Face folder:
-bit for bit the same weights, and the same log-probabilities."""
+bit for bit the same weights, and the same log-probabilities. What is exported, Megatron-Core and torch load."""
 
 import json
 import shutil
@@ -57,8 +57,9 @@ def _launched(written: Written, root: Path) -> dict[str, Any]:
             for reader, (reading, how) in READERS.items():
                 case = {"model": str(root / f"{kind} config"), "weights": str(root / form), "truth": str(root / kind)}
                 read[f"{form} by {reader}"] = {**case, "backend": reading, "options": how}
+    export = {name: {**case, "to": str(root / f"{name} exported")} for name, case in write.items()}
     module = "tests.services.trainer.checkpoints.foreign.on_ranks"
-    calls = json.dumps({"write": {"cases": write}, "read": {"cases": read}})
+    calls = json.dumps({"write": {"cases": write}, "read": {"cases": read}, "exported": {"cases": export}})
     return launch(2, root / "ranks", module=module, arguments=calls)
 
 
@@ -76,3 +77,10 @@ def test_starts_as_from_the_folder(form: str, reader: str, answers: Callable[[bo
     assert found["read"][f"{form} by {reader}"]["changed"] == []
     expected = found["write"][writer]
     assert found["read"][f"{form} by {reader}"]["logprobs"] == pytest.approx(expected, abs=2e-5)
+
+
+@pytest.mark.parametrize("name", [*WRITTEN, *(pytest.param(name, marks=pytest.mark.matrix) for name in MATRIX)])
+def test_what_is_exported_is_loaded_by_their_own_functions(
+    name: str, answers: Callable[[bool], dict[str, Any]]
+) -> None:
+    assert answers(name in MATRIX)["exported"][name] == []
