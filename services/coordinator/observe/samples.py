@@ -1,5 +1,6 @@
 """Groups as samples for people: one view per trajectory."""
 
+import itertools
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -25,13 +26,10 @@ async def samples_in(prompts: Prompts, wanted: Sequence[PromptId], step: int) ->
 
 
 def samples_of(group: common_pb2.Group, step: int) -> list[SampleView]:
-    """One sample for each trajectory of a group that belongs to `step`."""
-    numbers = [number for number, size in enumerate(episode_sizes(group)) for _ in range(size)]
-    numbers += [0] * (len(group.trajectories) - len(numbers))  # of a group that was refused for that
-    return [
-        _sample(group, trajectory, step, number)
-        for trajectory, number in zip(group.trajectories, numbers, strict=False)
-    ]
+    """One sample for each trajectory of a group that belongs to `step`. The group may be one that `fault` refuses."""
+    counted = (itertools.repeat(number, size) for number, size in enumerate(episode_sizes(group)))
+    numbers = itertools.chain(itertools.chain.from_iterable(counted), itertools.repeat(0))
+    return [_sample(group, one, step, number) for one, number in zip(group.trajectories, numbers, strict=False)]
 
 
 def _sample(group: common_pb2.Group, trajectory: common_pb2.Trajectory, step: int, episode: int) -> SampleView:

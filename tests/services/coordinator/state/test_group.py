@@ -246,6 +246,14 @@ def test_a_turn_at_another_temperature_than_the_trainers_is_refused() -> None:
     assert drop is not None and drop.detail == "a turn was sampled at temperature 0.5, the job trains at 1"
 
 
+@pytest.mark.parametrize("sizes", [[2**32 - 1], [0], [1, 2**31, 1], [1] * 50])
+def test_a_group_whose_episodes_do_not_add_up_is_refused_and_shown_at_no_cost(sizes: list[int]) -> None:
+    made = episodic(sizes, of_turns((0, 8)), of_turns((0, 8)))
+    drop = fault(made, Wanted(len(sizes)))
+    assert drop is not None and drop.reason is DropReason.MALFORMED_GROUP and len(drop.detail) < 200
+    assert len(samples_of(made, step=1)) == 2
+
+
 def test_samples_have_turns() -> None:
     first, second, third = samples_of(rewritten(), step=3)
     assert [(s.episode, s.tokens, s.sampled_tokens) for s in (first, second, third)] == [
