@@ -73,7 +73,7 @@ test-compose: $(INSTALLED) ## the containers: builds them, trains, scales, kills
 
 test-hosts: export OMP_NUM_THREADS ?= 1
 test-hosts: $(INSTALLED) ## the demo's job over six hosts of network namespaces, with cut and slow links (needs root; minutes)
-	$(RESOLVER) $(BIN)/python -m pytest -m hosts --capture=no $(TESTS)
+	$(RESOLVER) $(BIN)/python -m pytest -m hosts --capture=no $(or $(TESTS),tests/hosts)
 
 lint: style types ## ruff, mypy, and whether the stubs are those of proto/
 
