@@ -31,13 +31,13 @@ def network() -> Iterator[Network]:
 
 
 @contextlib.contextmanager
-def served(network: Network) -> Iterator[Callable[[], float]]:
+def served(network: Network, timeout_s: float = 60.0) -> Iterator[Callable[[], float]]:
     """A function that connects from the first host to the second, sends SENT bytes, and answers the seconds."""
     address = (network["two"].address, PORT)
     with at(network["two"], lambda: socket.create_server(address)) as listening:
 
         def connected() -> float:
-            with at(network["one"], lambda: socket.create_connection(address, timeout=0.5)) as sending:
+            with at(network["one"], lambda: socket.create_connection(address, timeout=timeout_s)) as sending:
                 taken, _ = listening.accept()
                 with taken, ThreadPoolExecutor(1) as thread:
                     sending.settimeout(60.0)
@@ -54,10 +54,11 @@ def served(network: Network) -> Iterator[Callable[[], float]]:
 def test_nothing_passes_a_cut_link(network: Network) -> None:
     with served(network) as connected:
         connected()
-        network.cut("two")
-        with pytest.raises(OSError):
-            connected()
-        network.heal("two")
+    network.cut("two")
+    with served(network, timeout_s=0.5) as connected, pytest.raises(OSError):
+        connected()
+    network.heal("two")
+    with served(network) as connected:
         connected()
 
 
