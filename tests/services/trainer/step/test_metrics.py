@@ -39,7 +39,9 @@ def test_one_engine_needs_no_telling_apart(engine_b: list[int]) -> None:
 def test_tokens_of_the_ranks_in_order_and_balanced() -> None:
     """As verl's: contiguous shares of the batch as it came, and the shares that the ranks train."""
     lengths = [10, 20, 30, 40, 5, 6]
-    refs = tuple(TrajectoryRef(f"0-{number}", 0, number, 0, length) for number, length in enumerate(lengths))
+    refs = tuple(
+        TrajectoryRef(f"0-{number}", 0, number, number, 0, length, length) for number, length in enumerate(lengths)
+    )
     division = BatchDivision(refs, ([[[0], [3]], [[1, 2]]], [[[4]], [[5]]]), token_budget=100)
     backend = SimpleNamespace(cost=SequenceCost(1.0, 0.0), data_parallel=DataParallel(0, 2, None))
     found = division.metrics(cast(Backend, backend))
