@@ -123,3 +123,16 @@ def test_a_spec_without_it_stays_as_it_is(memory: Path, model: Path) -> None:
     for copy in used:
         copy.release()
     assert not copies(memory)
+
+
+def test_a_checkpoint_with_the_weights_is_copied_too(memory: Path, model: Path, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.mkdir()
+    (checkpoint / ".metadata").write_bytes(bytes(10))
+    spec = job_spec(model, model={"use_shm": True, "weights": str(checkpoint)})
+    read_from, used = shared_copies.in_shared_memory(spec)
+    assert [read_from.model.path, read_from.model.weights] == [str(copy.path) for copy in used]
+    assert read_from.model.weights and (Path(read_from.model.weights) / ".metadata").is_file()
+    for copy in used:
+        copy.release()
+    assert not copies(memory)

@@ -261,3 +261,19 @@ def test_an_output_that_cannot_be_written_is_refused(output: str, tmp_path: Path
     (tmp_path / "half" / "checkpoints").touch()
     with pytest.raises(InvalidJob, match=r"output: .*: cannot be written: .*Fix: choose a folder"):
         submission.check(job(tmp_path, {}) | {"output": output.format(tmp_path)})
+
+
+def test_weights_elsewhere_are_looked_for_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model folder needs no weights then."""
+    monkeypatch.chdir(tmp_path)
+    tree = job(tmp_path, {})
+    folder = Path(tree["model"]["path"])
+    (folder / "model.safetensors").unlink()
+    for weights, words in (
+        (None, r'model\.path: ".*": has no weights'),
+        ("checkpoint", r'model\.weights: "checkpoint": is not an absolute path'),
+        (str(tmp_path / "nowhere"), r'model\.weights: ".*nowhere": there is no folder'),
+        (str(folder), r'model\.weights: ".*": has no \.metadata'),
+    ):
+        with pytest.raises(InvalidJob, match=words):
+            submission.check(tree | {"model": {"path": str(folder), "weights": weights}})

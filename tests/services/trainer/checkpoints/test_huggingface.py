@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from services.trainer.checkpoints.huggingface import untrained
@@ -49,3 +50,14 @@ def test_a_folder_without_safetensors_has_nothing_to_take_over(folder: Path) -> 
     for file in (*folder.glob("*.safetensors"), *folder.glob("*.index.json")):
         file.unlink()
     assert list(untrained(folder, TRAINED)) == []
+
+
+def test_what_is_not_trained_may_be_in_a_distributed_checkpoint(tmp_path: Path) -> None:
+    """The job's model.weights: the folder has only the config."""
+    (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 2}))
+    stored = {name: torch.full((2,), float(number)) for number, name in enumerate(sorted(TRAINED | VISION | DROPPED))}
+    dcp.save({"model": stored}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    found = dict(untrained(tmp_path, TRAINED, tmp_path / "dcp"))
+    assert found.keys() == VISION
+    assert all(torch.equal(tensor, stored[name]) for name, tensor in found.items())
+    assert list(untrained(tmp_path, TRAINED)) == []

@@ -45,6 +45,11 @@ class ModelFolder:
     def _weights(self) -> Path | None:
         return None if self.model.weights is None else Path(self.model.weights)
 
+    @property
+    def _place(self) -> str:
+        """The field of the job spec that names the weights, and its value."""
+        return f"{self.field}: {self.model.path}" if self._weights is None else f"model.weights: {self._weights}"
+
     def buffers(self, module: PreTrainedModel) -> dict[str, Tensor] | None:
         """The buffers that are in no file, for a module on the meta device; None where the whole model is needed to
         know them."""
@@ -109,12 +114,12 @@ class ModelFolder:
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
             raise self._refusal(error) from error
         if absent := sorted(report["missing_keys"]):
-            what = f"{self.field}: {self.model.path} lacks {len(absent)} of the model's tensors, the first {absent[0]}."
-            raise InvalidJob(what, "give a folder whose safetensors hold the whole model.")
+            what = f"{self._place} lacks {len(absent)} of the model's tensors, the first {absent[0]}."
+            raise InvalidJob(what, "give a folder whose safetensors, or whose checkpoint, hold the whole model.")
         return {**dict(loaded.named_parameters()), **dict(loaded.named_buffers())}
 
     def _refusal(self, error: Exception) -> InvalidJob:
-        return InvalidJob(f"{self.field}: {self.model.path} cannot be loaded: {error}", FIX)
+        return InvalidJob(f"{self._place} cannot be loaded: {error}", FIX)
 
     def _block_scales(self) -> quantization.BlockScales | None:
         folder = Path(self.model.path)
