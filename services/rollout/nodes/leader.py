@@ -205,15 +205,20 @@ class Leader:
                 await asyncio.gather(task, return_exceptions=True)  # how it ended is of no interest
                 starting.result()
             return task.result()
+        except BaseException:
+            # What the leader cannot start, followers cannot either: their failures are not the loss of a node.
+            await self._give(nodes_pb2.NodeBeatResponse(kind=nodes_pb2.NODE_ORDER_IDLE))
+            raise
         finally:
             self._starting = None
             starting.cancel()
 
     async def stop(self) -> None:
         """Tells the followers to end their workers, and waits until they have."""
-        if self._order.kind != nodes_pb2.NODE_ORDER_RUN:
+        if self._ending:
             return
-        await self._give(nodes_pb2.NodeBeatResponse(kind=nodes_pb2.NODE_ORDER_IDLE))
+        if self._order.kind == nodes_pb2.NODE_ORDER_RUN:
+            await self._give(nodes_pb2.NodeBeatResponse(kind=nodes_pb2.NODE_ORDER_IDLE))
         try:
             async with asyncio.timeout(IDLE_S), self._changed:
                 await self._changed.wait_for(lambda: self._loss is not None or all(map(self._idle, self._followers)))

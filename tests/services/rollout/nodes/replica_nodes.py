@@ -26,11 +26,14 @@ class Share:
         self.stops = 0
         self.refuse: MillraceError | None = None
         self.hang = False
+        self.refuse_when = asyncio.Event()
+        self.refuse_when.set()
         self.end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def start(self, spec: JobSpec, start: EngineStart) -> None:
         self.started.append(start)
         if self.refuse is not None:
+            await self.refuse_when.wait()
             raise self.refuse
         if self.hang:
             await asyncio.Event().wait()

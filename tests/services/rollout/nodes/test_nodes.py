@@ -156,6 +156,31 @@ def test_what_a_follower_refuses_the_engine_refuses(tmp_path: Path, error: Inval
     play(scenario())
 
 
+def test_what_both_refuse_is_the_loss_of_no_node(tmp_path: Path) -> None:
+    async def refused() -> int:
+        raise InvalidJob("the leader refuses it.")
+
+    async def scenario() -> None:
+        async with ReplicaNodes(2, LONG_S) as replica, replica.follower() as (_, share, _):
+            await replica.leader.whole(WITHIN_S)
+            replica.leader.serve_job(job_spec(tmp_path).model_dump_json())
+            share.refuse = InvalidJob("so does the follower.")
+            share.refuse_when.clear()
+            await replica.leader.start("tcp://")
+            await until(lambda: share.started, WITHIN_S)
+            stops = share.stops
+            with pytest.raises(InvalidJob, match="the leader refuses it"):
+                await replica.leader.or_failure(refused(), lambda: None)
+            share.refuse_when.set()
+            await until(lambda: replica.lost or share.stops > stops, WITHIN_S)
+            await replica.leader.stop()
+            assert not replica.lost
+            share.refuse = None
+            assert await replica.start(built()) == 7
+
+    play(scenario())
+
+
 def test_workers_that_end_end_the_generation(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with ReplicaNodes(2, LONG_S) as replica, replica.follower() as (_, share, _):
