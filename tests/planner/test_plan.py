@@ -100,7 +100,8 @@ def test_a_version_lets_running_requests_be_read_again_unless_the_cache_is_kept(
 
 def test_what_is_in_host_memory_between_uses_travels() -> None:
     def moving(**options: object) -> float:
-        spec = preset("qwen3-30b-a3b-8gpu", trainer={"backend_options": {"optimizer_offload_fraction": 0.0, **options}})
+        on_the_gpu = {"optimizer_offload_fraction": 0.0, "offload_optimizer": False}
+        spec = preset("qwen3-30b-a3b-8gpu", trainer={"backend_options": {**on_the_gpu, **options}})
         return planned(spec).training.update.get(Cause.OFFLOAD, 0.0)
 
     assert moving() == 0.0 < moving(offload_parameters=True) < moving(offload_optimizer=True)
