@@ -12,9 +12,10 @@ import numpy as np
 import torch
 
 from millrace.errors import PublicationFailed
+from millrace.weights.plans.manifest import ITEM_BYTES
 from millrace.weights.plans.memory import Memory, PieceInMessage, pieces_in_messages
-from millrace.weights.plans.sharded import ShardedPlan
-from millrace.weights.transfer.channels.channel import Channel, ChannelMessage, PendingExchange
+from millrace.weights.plans.sharded import ALIGNED, ShardedPlan
+from millrace.weights.transfer.channels.channel import ChannelMessage, MessageExchange, PendingExchange
 from millrace.weights.transfer.device_stream import DeviceStream, Stopwatch
 from millrace.weights.transfer.round_operations import (
     RoundOperations,
@@ -90,7 +91,7 @@ class SendPipeline:
 
     def __init__(self, plan: ShardedPlan, rank: int, memory: Memory, slots: int = SLOTS) -> None:
         self._steps = plan.steps(rank)
-        self._stream = DeviceStream(memory.device)
+        self.stream = DeviceStream(memory.device)
         outgoing = [list(dict.fromkeys(content for content, _ in step.sends)) for step in self._steps]
         size = max((int(plan.sizes[contents].sum()) for contents in outgoing), default=0)
         self._ring = SlotRing(min(slots, max(1, len(self._steps))), size, memory.device)
@@ -98,33 +99,37 @@ class SendPipeline:
         for number, contents in enumerate(outgoing):
             self._messages.append(_messages(plan, contents, self._ring.slot(number)))
         self._rounds, _ = _operations(plan, self._messages, memory, every=False)
+        self._with_gaps = _messages_with_gaps(plan, self._messages, memory)
         self.bytes = sum(int(plan.sizes[content]) for step in self._steps for content, _ in step.sends)
         self.slot_bytes = self._ring.bytes
         self.device = memory.device
+        self.packed = {content: message.numel() for messages in self._messages for content, message in messages.items()}
+        """Content → size of its message, for all contents that this rank packs."""
 
-    def run(self, channel: Channel) -> tuple[Mapping[int, int], TransferTimes]:
+    def run(self, channel: MessageExchange) -> tuple[Mapping[int, int], TransferTimes]:
         """Sends everything. Returns the checksum of each content that this rank packed, taken from the packed bytes."""
         exchanges: list[PendingExchange] = []
-        packing, summing = Stopwatch(self._stream), Stopwatch(self._stream)
+        packing, summing = Stopwatch(self.stream), Stopwatch(self.stream)
         began = time.perf_counter()
         self._ring.restart()
-        self._stream.follow_current()
+        self.stream.follow_current()
         for number, step in enumerate(self._steps):
             if number >= len(self._ring):
                 exchanges[number - len(self._ring)].wait()
             self._ring.claim(number)
-            with torch.no_grad(), self._stream:
+            with torch.no_grad(), self.stream:
                 with packing:
+                    _zero(self._with_gaps[number])
                     self._rounds[number].pack()
                 with summing:
                     self._rounds[number].sum_messages()
             self._ring.check(number)
             messages = [ChannelMessage(content, peer, self._messages[number][content]) for content, peer in step.sends]
-            exchanges.append(channel.exchange(messages, (), self._stream.cuda))
+            exchanges.append(channel.exchange(messages, (), self.stream.cuda))
         for exchange in exchanges[-len(self._ring) :]:
             exchange.wait()
-        self._stream.join(channel.check)
-        with self._stream:
+        self.stream.join(channel.check)
+        with self.stream:
             checksums = message_checksums(self._rounds)
         return checksums, TransferTimes(packing.seconds(), summing.seconds(), 0.0, time.perf_counter() - began)
 
@@ -148,7 +153,7 @@ class ReceivePipeline:
     def __init__(self, plan: ShardedPlan, rank: int, memory: Memory, *, staged: bool, slots: int = SLOTS) -> None:
         self._staged = staged
         self._steps = plan.steps(rank)
-        self._stream = DeviceStream(memory.device)
+        self.stream = DeviceStream(memory.device)
         incoming = [[content for content, _ in step.receives] for step in self._steps]
         self._step_of = {content: number for number, contents in enumerate(incoming) for content in contents}
         if staged:
@@ -163,20 +168,22 @@ class ReceivePipeline:
         self._rounds, pieces = _operations(plan, by_step, memory, every=True)
         # What is staged is put in place at once: a launch for each round would be most of the pause.
         self._all_rounds = round_operations(pieces, {}, memory.device) if staged else None
+        self._with_gaps = _messages_with_gaps(plan, by_step, memory)
         self._names = [_names(plan, contents, memory) for contents in incoming]
         self.bytes = sum(int(plan.sizes[content]) for content in self._messages)
         self.slot_bytes = self._ring.bytes
         self.device = memory.device
-        self._stream.follow_current()
+        self.stream.follow_current()
 
-    def run(self, channel: Channel) -> ReceivedMessages:
-        """Receives everything, and passes on the contents that other replicas get from this rank. Raises
-        PublicationFailed where that fails, or where memory does not hold what was put in place."""
-        progress = _Progress(Stopwatch(self._stream), Stopwatch(self._stream))
+    def run(self, channel: MessageExchange, *, onto_base: bool = False) -> ReceivedMessages:
+        """Receives everything, and passes on the contents that other replicas get from this rank. With `onto_base`,
+        each message holds what memory holds now before it is received: for a channel that brings only what changed.
+        Raises PublicationFailed where that fails, or where memory does not hold what was put in place."""
+        progress = _Progress(Stopwatch(self.stream), Stopwatch(self.stream), onto_base)
         began = time.perf_counter()
         self._ring.restart()
         if not self._staged:  # the engine must be done with its parameters; it never uses separate memory
-            self._stream.follow_current()
+            self.stream.follow_current()
         for number in range(len(self._steps)):
             self._start_exchange(number, progress, channel)
             self._finish_step(number - 1, progress)
@@ -184,17 +191,17 @@ class ReceivePipeline:
         for exchange in progress.exchanges:
             exchange.wait()
         if self._all_rounds is not None:
-            with self._stream:
+            with self.stream:
                 self._all_rounds.note_pieces()
-        self._stream.join(channel.check)
-        with self._stream:
+        self.stream.join(channel.check)
+        with self.stream:
             checksums = message_checksums(self._rounds)
         self._raise_differing()
         seconds = time.perf_counter() - began
         times = TransferTimes(0.0, progress.summing.seconds(), progress.placing.seconds(), seconds)
         return ReceivedMessages(checksums, times)
 
-    def _start_exchange(self, number: int, progress: "_Progress", channel: Channel) -> None:
+    def _start_exchange(self, number: int, progress: "_Progress", channel: MessageExchange) -> None:
         """Starts a step's messages, once the contents that it passes on are received and its slot is free."""
         step = self._steps[number]
         if any(self._step_of[content] == number - 1 for content, _ in step.sends):
@@ -205,20 +212,24 @@ class ReceivePipeline:
             self._ring.claim(number)
             for content, _ in step.sends:
                 self._ring.check(self._step_of[content])
+        if progress.onto_base:
+            with torch.no_grad(), self.stream, progress.placing:
+                _zero(self._with_gaps[number])
+                self._rounds[number].pack()
         sends = [ChannelMessage(content, peer, self._messages[content]) for content, peer in step.sends]
         receives = [ChannelMessage(content, peer, self._messages[content]) for content, peer in step.receives]
-        progress.exchanges.append(channel.exchange(sends, receives, self._stream.cuda))
+        progress.exchanges.append(channel.exchange(sends, receives, self.stream.cuda))
 
     def _finish_step(self, number: int, progress: "_Progress") -> None:
         """Waits for a step's messages, takes their checksums and, unless staged, puts them in place. Does nothing for a
         step that is finished."""
         if number < progress.finished:
             return
-        progress.exchanges[number].wait_received(self._stream.cuda)
+        progress.exchanges[number].wait_received(self.stream.cuda)
         progress.finished = number + 1
         if not self._staged:
             self._ring.check(number)
-        with torch.no_grad(), self._stream:
+        with torch.no_grad(), self.stream:
             with progress.summing:
                 self._rounds[number].sum_messages()
             if not self._staged:
@@ -231,16 +242,16 @@ class ReceivePipeline:
         seconds of both. Raises PublicationFailed where memory does not hold what was received."""
         assert self._all_rounds is not None, "only what was staged is to be put in place"
         began = time.perf_counter()
-        self._stream.follow_current()
-        with torch.no_grad(), self._stream:
+        self.stream.follow_current()
+        with torch.no_grad(), self.stream:
             self._all_rounds.unpack()
-        self._stream.join()
+        self.stream.join()
         written = time.perf_counter()
-        with torch.no_grad(), self._stream:
+        with torch.no_grad(), self.stream:
             self._all_rounds.compare_noted()
             (differing,) = differing_counts([self._all_rounds])
         if differing:
-            with torch.no_grad(), self._stream:
+            with torch.no_grad(), self.stream:
                 for operations in self._rounds:  # each round knows the names of its tensors
                     operations.compare()
             self._raise_differing()
@@ -248,7 +259,7 @@ class ReceivePipeline:
         return written - began, time.perf_counter() - written
 
     def _raise_differing(self) -> None:
-        with self._stream:
+        with self.stream:
             counts = differing_counts(self._rounds)
         if differing := [names for count, names in zip(counts, self._names, strict=True) if count]:
             what = f"{differing[0]} differ in the engine from what was received, {len(differing)} rounds in all."
@@ -261,6 +272,8 @@ class _Progress:
 
     summing: Stopwatch
     placing: Stopwatch
+    onto_base: bool
+    """Messages are received onto what memory holds."""
     exchanges: list[PendingExchange] = field(default_factory=list)
     """Started, by step."""
     finished: int = 0
@@ -276,6 +289,23 @@ def _operations(
     pieces = [[piece for content in of_step for piece in pieces_of[content]] for of_step in by_step]
     rounds = [round_operations(found, of_step, memory.device) for found, of_step in zip(pieces, by_step, strict=True)]
     return rounds, [piece for of_step in pieces for piece in of_step]
+
+
+def _messages_with_gaps(
+    plan: ShardedPlan, by_step: Sequence[Mapping[int, torch.Tensor]], memory: Memory
+) -> list[list[torch.Tensor]]:
+    """For each step the messages with bytes that belong to no piece, because a piece ends elsewhere than at a multiple
+    of ALIGNED. These bytes are zero in every message, so that two ranks that pack the same content make the same
+    message."""
+    item = np.array([ITEM_BYTES[tensor.dtype] for tensor in memory.manifest.tensors], np.int64)
+    uneven = plan.pieces.numel * item[plan.pieces.tensor] % ALIGNED != 0
+    contents = set((np.searchsorted(plan.first, np.flatnonzero(uneven), side="right") - 1).tolist())
+    return [[message for content, message in messages.items() if content in contents] for messages in by_step]
+
+
+def _zero(messages: Sequence[torch.Tensor]) -> None:
+    for message in messages:
+        message.zero_()
 
 
 def _names(plan: ShardedPlan, contents: Sequence[int], memory: Memory) -> str:

@@ -32,18 +32,8 @@ class PendingExchange(Protocol):
         PublicationFailed where that fails."""
 
 
-class Channel(Protocol):
-    """One rank's end of a communicator."""
-
-    key: str
-    """Name of the communicator."""
-    rank: int
-    deadline: float
-    """time.monotonic() after which no message is waited for."""
-
-    @property
-    def failure(self) -> PublicationFailed | None:
-        """Why the channel cannot be used any more; None while it can."""
+class MessageExchange(Protocol):
+    """The part of a channel that a pipeline uses."""
 
     def exchange(
         self, sends: Sequence[ChannelMessage], receives: Sequence[ChannelMessage], stream: Any = None
@@ -55,6 +45,20 @@ class Channel(Protocol):
     def check(self) -> None:
         """Raises PublicationFailed where the channel has failed: for a caller that waits for something else
         meanwhile."""
+
+
+class Channel(MessageExchange, Protocol):
+    """One rank's end of a communicator."""
+
+    key: str
+    """Name of the communicator."""
+    rank: int
+    deadline: float
+    """time.monotonic() after which no message is waited for."""
+
+    @property
+    def failure(self) -> PublicationFailed | None:
+        """Why the channel cannot be used any more; None while it can."""
 
     def abort(self, reason: str) -> None:
         """Ends operations in progress, which then raise in their threads, and all later ones. From any thread."""

@@ -1,0 +1,175 @@
+"""A channel whose messages travel encoded: each is announced by a header, which says how and in how many bytes."""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from millrace.weights.transfer.channels.channel import ChannelMessage, MessageExchange, PendingExchange
+from millrace.weights.transfer.delta.codec import HEADER_BYTES, Coding, Header, apply
+from millrace.weights.transfer.delta.snapshot import Snapshot
+from millrace.weights.transfer.device_stream import DeviceStream, Stopwatch
+
+ROUNDS = 3
+"""Rounds whose encoded bytes a receiver keeps at most."""
+HEADERS = 1 << 30
+"""The header of content n is message HEADERS + n."""
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """One message as it travels."""
+
+    header: torch.Tensor
+    """[HEADER_BYTES] uint8 on the message's device."""
+    encoded: torch.Tensor
+
+
+class SendingDeltas:
+    """A `MessageExchange` for a `SendPipeline`: encodes each message against the snapshot."""
+
+    def __init__(self, channel: MessageExchange, snapshot: Snapshot, stream: DeviceStream, *, whole: bool) -> None:
+        """`whole`: the receivers do not hold what the snapshot holds."""
+        self._channel = channel
+        self._snapshot = snapshot
+        self._whole = whole
+        self._encoding = Stopwatch(stream)
+        self.sent_bytes = 0
+        self.packed_words = 0
+        """16-bit words of all messages, and those of them that changed."""
+        self.changed_words = 0
+
+    @property
+    def encode_s(self) -> float:
+        """Seconds of comparing and encoding, when the stream has done its work."""
+        return self._encoding.seconds()
+
+    def check(self) -> None:
+        """See `MessageExchange`."""
+        self._channel.check()
+
+    def exchange(
+        self, sends: Sequence[ChannelMessage], receives: Sequence[ChannelMessage], stream: Any = None
+    ) -> PendingExchange:
+        """See `MessageExchange`. A sender receives nothing."""
+        assert not receives, "a sender of deltas receives nothing"
+        frames: dict[int, _Frame] = {}
+        with _on(stream), torch.no_grad(), self._encoding:
+            for message in {m.number: m for m in sends}.values():
+                header, encoded = self._snapshot.encode(message.number, message.data, whole=self._whole)
+                frames[message.number] = _Frame(header.to_bytes().to(message.data.device), encoded)
+                self.packed_words += message.data.numel() // 2
+                self.changed_words += header.changed
+        headers, bodies = _of_frames(sends, frames)
+        self.sent_bytes += sum(m.data.numel() for m in [*headers, *bodies])
+        return _Both(
+            self._channel.exchange(headers, (), stream), self._channel.exchange(bodies, (), stream) if bodies else None
+        )
+
+
+class ReceivingDeltas:
+    """A `MessageExchange` for a `ReceivePipeline` that runs `onto_base`: messages hold the base before `exchange`, and
+    the version after `wait_received`. What other replicas get from this rank is passed on as it arrived."""
+
+    def __init__(self, channel: MessageExchange, stream: DeviceStream) -> None:
+        self._channel = channel
+        self._decoding = Stopwatch(stream)
+        self._frames: dict[int, _Frame] = {}
+        """What arrived in the last round: it is passed on in this one."""
+        self._in_progress: deque[_Decoding] = deque()
+
+    @property
+    def decode_s(self) -> float:
+        """Seconds of applying changes, when the stream has done its work."""
+        return self._decoding.seconds()
+
+    def check(self) -> None:
+        """See `MessageExchange`."""
+        self._channel.check()
+
+    def exchange(
+        self, sends: Sequence[ChannelMessage], receives: Sequence[ChannelMessage], stream: Any = None
+    ) -> PendingExchange:
+        """See `MessageExchange`. Returns when the headers have arrived, since they say how much to receive."""
+        announced = {m.number: torch.empty(HEADER_BYTES, dtype=torch.uint8, device=m.data.device) for m in receives}
+        of_sends, bodies = _of_frames(sends, self._frames)
+        of_receives = [ChannelMessage(HEADERS + m.number, m.peer, announced[m.number]) for m in receives]
+        self._channel.exchange(of_sends, of_receives, stream).wait()
+        headers = {m.number: Header.of_bytes(announced[m.number], m.data.numel()) for m in receives}
+        with _on(stream):
+            encoded = {m.number: _room(headers[m.number], m.data) for m in receives}
+        self._frames = {number: _Frame(announced[number], encoded[number]) for number in announced}
+        incoming = [ChannelMessage(m.number, m.peer, encoded[m.number]) for m in receives if encoded[m.number].numel()]
+        changes = [(headers[m.number], encoded[m.number], m.data) for m in receives if headers[m.number].changed]
+        pending = self._channel.exchange(bodies, incoming, stream) if bodies or incoming else None
+        decoding = _Decoding(pending, [c for c in changes if c[0].coding is not Coding.WHOLE], self._decoding)
+        self._in_progress.append(decoding)
+        if len(self._in_progress) > ROUNDS:
+            self._in_progress.popleft().wait()
+        return decoding
+
+
+class _Both:
+    """A `PendingExchange` of headers and bodies."""
+
+    def __init__(self, headers: PendingExchange, bodies: PendingExchange | None) -> None:
+        self._parts = [headers] if bodies is None else [headers, bodies]
+
+    def wait_received(self, stream: Any = None) -> None:
+        for part in self._parts:
+            part.wait_received(stream)
+
+    def wait(self) -> None:
+        for part in self._parts:
+            part.wait()
+        self._parts = []  # frees the encoded bytes
+
+
+class _Decoding:
+    """A `PendingExchange` whose changes are applied to their messages once, when they have arrived."""
+
+    def __init__(
+        self,
+        bodies: PendingExchange | None,
+        changes: Sequence[tuple[Header, torch.Tensor, torch.Tensor]],
+        decoding: Stopwatch,
+    ) -> None:
+        self._bodies = bodies
+        self._changes = changes
+        self._decoding = decoding
+
+    def wait_received(self, stream: Any = None) -> None:
+        if self._bodies is not None:
+            self._bodies.wait_received(stream)
+        changes, self._changes = self._changes, ()
+        with _on(stream), torch.no_grad(), self._decoding:
+            for header, encoded, message in changes:
+                apply(header, encoded, message)
+
+    def wait(self) -> None:
+        if self._bodies is not None:
+            self._bodies.wait()
+            self._bodies = None  # frees the encoded bytes
+
+
+def _of_frames(
+    sends: Sequence[ChannelMessage], frames: Mapping[int, _Frame]
+) -> tuple[list[ChannelMessage], list[ChannelMessage]]:
+    """Headers and bodies of the messages to send."""
+    headers = [ChannelMessage(HEADERS + m.number, m.peer, frames[m.number].header) for m in sends]
+    bodies = [ChannelMessage(m.number, m.peer, frames[m.number].encoded) for m in sends]
+    return headers, [body for body in bodies if body.data.numel()]
+
+
+def _room(header: Header, message: torch.Tensor) -> torch.Tensor:
+    """Memory for the encoded bytes: a whole message is received where it belongs."""
+    if header.coding is Coding.WHOLE:
+        return message
+    return torch.empty(header.size, dtype=torch.uint8, device=message.device)
+
+
+def _on(stream: Any) -> AbstractContextManager[object]:
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
