@@ -230,6 +230,16 @@ class MemberTransfer(BaseModel):
     staging_bytes: int = Field(description="Extra memory for the transfer, on the rank that needs most.")
     mode: int = Field(description="`CommitMode` of the protocol: 1 is shadow, 2 is in place.")
     loader_names: list[str] = Field(description="Tensors that went through the engine's own loader; the first 64.")
+    sent_bytes: int = Field(0, description="Sender only: bytes that all its ranks sent.")
+    changed: Figure = Field(
+        0.0, description="Sender only, where changes alone are sent: part of the 16-bit words that changed, 0 to 1."
+    )
+    code_s: Figure = Field(
+        0.0, description="Where changes alone are sent: comparing and encoding them, or decoding them."
+    )
+    snapshot_bytes: int = Field(
+        0, description="Sender only: host memory that keeps what was sent, on the rank that has most."
+    )
 
 
 MEMBERS_TOLD = 32

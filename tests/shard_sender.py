@@ -16,7 +16,9 @@ from millrace.weights.plans.memory import Memory
 from millrace.weights.transfer.channels.channel import Channel, ChannelMessage, PendingExchange
 from millrace.weights.transfer.channels.gloo import serve_store
 from millrace.weights.transfer.channels.rendezvous import Rendezvous
-from millrace.weights.transfer.pipeline import SendPipeline
+from millrace.weights.transfer.delta.exchange import SendingDeltas
+from millrace.weights.transfer.delta.snapshot import Snapshot
+from millrace.weights.transfer.pipeline import SendPipeline, TransferTimes
 from millrace.weights.transfer.session import PublicationSession
 from millrace.wire.v1 import weights_pb2
 from services.rollout.weights.transfer_request import TransferRequest
@@ -62,7 +64,10 @@ class Shards:
 
 class ShardSender:
     """Publishes `shards` as one version to receivers that want `wanted`. `hold_after` pauses before that round until
-    `release()`; `corrupt` changes a byte of the first message on its way."""
+    `release()`; `corrupt` changes a byte of the first message on its way.
+
+    With `snapshots`, one a rank, only what changed since the publication `base` is sent; everything without a `base`.
+    """
 
     def __init__(
         self,
@@ -77,6 +82,8 @@ class ShardSender:
         hold_after: int | None = None,
         corrupt: bool = False,
         timeout_s: float = TIMEOUT_S,
+        snapshots: Sequence[Snapshot] = (),
+        base: str = "",
     ) -> None:
         self.shards = shards
         layouts = weights_pb2.Sides(
@@ -87,7 +94,8 @@ class ShardSender:
         self.plan = wire_layouts.Planner().plan(shards.manifest, layouts)
         self._store, self.port = serve_store("127.0.0.1", self.plan.world_size, TIMEOUT_S)
         self.gate = threading.Event()
-        self._hold_after, self._corrupt = hold_after, corrupt
+        self._hold_after, self._corrupt, self._snapshots = hold_after, corrupt, snapshots
+        self.sent_bytes = 0
         self.request = TransferRequest(
             key=f"{job}/{version}/{epoch}/{attempt}",
             version=Version(version),
@@ -97,10 +105,11 @@ class ShardSender:
             world_size=self.plan.world_size,
             first_rank=len(shards.ranks),
             timeout_s=timeout_s,
-            path=weights_pb2.PATH_SHARDED,
+            path=weights_pb2.PATH_DELTA if snapshots else weights_pb2.PATH_SHARDED,
             layouts=layouts,
             communicator=f"{job}/{version}/{epoch}/{attempt}",
             mode=mode,
+            base=base,
         )
         self.sums: dict[int, int] = {}
         self.failures: list[PublicationFailed] = []
@@ -147,17 +156,26 @@ class ShardSender:
             self.sessions[rank].begin()
             give_up = time.monotonic() + self.request.timeout_s
             sums, _ = self.sessions[rank].run(
-                rendezvous, self.request.key, give_up, lambda channel: sending.run(Spoiled(channel, self))
+                rendezvous, self.request.key, give_up, lambda channel: self._send(rank, sending, channel)
             )
             self.sums.update(sums)
         except PublicationFailed as error:
             self.failures.append(error)
 
+    def _send(self, rank: int, sending: SendPipeline, channel: Channel) -> tuple[Mapping[int, int], TransferTimes]:
+        spoiled = Spoiled(channel, self)
+        if not self._snapshots:
+            return sending.run(spoiled)
+        deltas = SendingDeltas(spoiled, self._snapshots[rank], sending.stream, whole=not self.request.base)
+        sums, times = sending.run(deltas)
+        self.sent_bytes += deltas.sent_bytes
+        return sums, times
+
     def spoil(self, number: int, sends: Sequence[ChannelMessage]) -> Sequence[ChannelMessage]:
         """What becomes of a rank's round on its way."""
         if number == self._hold_after:
             self.gate.wait(TIMEOUT_S)
-        if self._corrupt and number == 0:
+        if self._corrupt and number == (1 if self._snapshots else 0):  # of changes the header goes before
             changed = sends[0].data.clone()
             changed[0] ^= 1
             return [ChannelMessage(sends[0].number, sends[0].peer, changed), *sends[1:]]

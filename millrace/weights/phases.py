@@ -51,6 +51,9 @@ class PublicationId:
     def from_proto(cls, ref: weights_pb2.PublicationRef) -> "PublicationId":
         return cls(Epoch(ref.epoch), Version(ref.version), ref.attempt, JobId(ref.job_id))
 
+    def to_proto(self) -> weights_pb2.PublicationRef:
+        return weights_pb2.PublicationRef(job_id=self.job, version=self.version, epoch=self.epoch, attempt=self.attempt)
+
     @property
     def key(self) -> str:
         """The id as text; it also names the publication's communicator."""

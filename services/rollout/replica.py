@@ -174,7 +174,7 @@ class Replica:
             raise PublicationFailed(f"{error}.", "run the same release of millrace everywhere.") from error
         boxes, hosts = await self.engine.describe(manifest), await self.engine.hosts()
         return rollout_pb2.DescribeReceiveResponse(
-            layouts=wire_layouts.encode(boxes, hosts), gpu=self.engine.device != "cpu"
+            layouts=wire_layouts.encode(boxes, hosts), gpu=self.engine.device != "cpu", deltas=True
         )
 
     def drain(self) -> None:

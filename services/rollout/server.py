@@ -45,7 +45,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
     ) -> rollout_pb2.PrepareReceiveResponse:
         receiver = self._replica.receiver(request.publication.job_id)
         agreed = await self._to_its_end(receiver.prepare(request))
-        return rollout_pb2.PrepareReceiveResponse(plan_hash=agreed.plan_hash, begun=agreed.begun)
+        return rollout_pb2.PrepareReceiveResponse(
+            plan_hash=agreed.plan_hash, begun=agreed.begun, lacks_base=agreed.lacks_base
+        )
 
     async def TransferPublication(
         self, request: rollout_pb2.TransferReceiveRequest, context: Context

@@ -42,11 +42,13 @@ class TransferTimes:
     apply_s: float
     """Unpacking and comparing."""
     whole_s: float
+    code_s: float = 0.0
+    """Encoding or decoding, where only changes travel."""
 
     @property
     def wire_s(self) -> float:
         """What remains for the channel. On a GPU the other work is done meanwhile, and most of it costs no time."""
-        return max(0.0, self.whole_s - self.pack_s - self.verify_s - self.apply_s)
+        return max(0.0, self.whole_s - self.pack_s - self.verify_s - self.apply_s - self.code_s)
 
 
 class SlotRing:

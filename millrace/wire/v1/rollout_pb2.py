@@ -28,17 +28,17 @@ from millrace.wire.v1 import weights_pb2 as millrace_dot_v1_dot_weights__pb2
 from millrace.wire.v1 import work_pb2 as millrace_dot_v1_dot_work__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19millrace/v1/rollout.proto\x12\x0bmillrace.v1\x1a\x18millrace/v1/common.proto\x1a\x19millrace/v1/trainer.proto\x1a\x19millrace/v1/weights.proto\x1a\x16millrace/v1/work.proto\"J\n\x0fMissingBoundary\x12\'\n\x08\x62oundary\x18\x01 \x01(\x0e\x32\x15.millrace.v1.Boundary\x12\x0e\n\x06reason\x18\x02 \x01(\t\"F\n\x17\x43onfigureRolloutRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04spec\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\"\x9a\x01\n\x18\x43onfigureRolloutResponse\x12\x12\n\nworld_size\x18\x01 \x01(\r\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\x12\x10\n\x08has_base\x18\x04 \x01(\x08\x12\x38\n\x12missing_boundaries\x18\x05 \x03(\x0b\x32\x1c.millrace.v1.MissingBoundary\"Q\n\x16\x44\x65scribeReceiveRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\'\n\x08manifest\x18\x02 \x01(\x0b\x32\x15.millrace.v1.Manifest\"M\n\x17\x44\x65scribeReceiveResponse\x12%\n\x07layouts\x18\x01 \x01(\x0b\x32\x14.millrace.v1.Layouts\x12\x0b\n\x03gpu\x18\x02 \x01(\x08\"\xe9\x02\n\x15PrepareReceiveRequest\x12\x30\n\x0bpublication\x18\x01 \x01(\x0b\x32\x1b.millrace.v1.PublicationRef\x12\x1f\n\x04path\x18\x02 \x01(\x0e\x32\x11.millrace.v1.Path\x12\'\n\x08manifest\x18\x03 \x01(\x0b\x32\x15.millrace.v1.Manifest\x12+\n\nrendezvous\x18\x04 \x01(\x0b\x32\x17.millrace.v1.Rendezvous\x12\'\n\x08receiver\x18\x05 \x01(\x0b\x32\x15.millrace.v1.Receiver\x12\x11\n\tplan_hash\x18\x06 \x01(\x0c\x12\x12\n\ndeadline_s\x18\x07 \x01(\x01\x12!\n\x05sides\x18\x08 \x01(\x0b\x32\x12.millrace.v1.Sides\x12%\n\x04mode\x18\t \x01(\x0e\x32\x17.millrace.v1.CommitMode\x12\r\n\x05\x62\x65gin\x18\n \x01(\x08\":\n\x16PrepareReceiveResponse\x12\x11\n\tplan_hash\x18\x01 \x01(\x0c\x12\r\n\x05\x62\x65gun\x18\x02 \x01(\x08\"J\n\x16TransferReceiveRequest\x12\x30\n\x0bpublication\x18\x01 \x01(\x0b\x32\x1b.millrace.v1.PublicationRef\"\x19\n\x17TransferReceiveResponse\"\x83\x01\n\x14VerifyReceiveRequest\x12\x30\n\x0bpublication\x18\x01 \x01(\x0b\x32\x1b.millrace.v1.PublicationRef\x12)\n\tchecksums\x18\x02 \x01(\x0b\x32\x16.millrace.v1.Checksums\x12\x0e\n\x06\x63ommit\x18\x03 \x01(\x08\"Z\n\x15VerifyReceiveResponse\x12)\n\x06report\x18\x01 \x01(\x0b\x32\x19.millrace.v1.MemberReport\x12\x16\n\x0e\x63ommit_failure\x18\x02 \x01(\t\"H\n\x14\x43ommitReceiveRequest\x12\x30\n\x0bpublication\x18\x01 \x01(\x0b\x32\x1b.millrace.v1.PublicationRef\"B\n\x15\x43ommitReceiveResponse\x12)\n\x06report\x18\x01 \x01(\x0b\x32\x19.millrace.v1.MemberReport\"W\n\x13\x41\x62ortReceiveRequest\x12\x30\n\x0bpublication\x18\x01 \x01(\x0b\x32\x1b.millrace.v1.PublicationRef\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x16\n\x14\x41\x62ortReceiveResponse\"J\n\x0fGenerateRequest\x12\x0e\n\x06prompt\x18\x01 \x01(\t\x12\'\n\x08sampling\x18\x02 \x01(\x0b\x32\x15.millrace.v1.Sampling\"X\n\x10GenerateResponse\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x0c\x12-\n\x0ctrajectories\x18\x02 \x03(\x0b\x32\x17.millrace.v1.Trajectory\"\x16\n\x14RolloutStatusRequest\"\xa9\x02\n\rRolloutStatus\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12\'\n\x05state\x18\x02 \x01(\x0e\x32\x18.millrace.v1.EngineState\x12\x0e\n\x06job_id\x18\x03 \x01(\t\x12\x0f\n\x07version\x18\x04 \x01(\x03\x12\x0f\n\x07running\x18\x05 \x01(\r\x12\x0f\n\x07waiting\x18\x06 \x01(\r\x12\x0c\n\x04\x66ree\x18\x07 \x01(\r\x12\x18\n\x10generated_tokens\x18\x08 \x01(\x04\x12\x0e\n\x06\x65ngine\x18\t \x01(\t\x12\x16\n\x0e\x65ngine_release\x18\n \x01(\t\x12\x0f\n\x07\x66\x61ilure\x18\x0b \x01(\t\x12\x38\n\x12missing_boundaries\x18\x0c \x03(\x0b\x32\x1c.millrace.v1.MissingBoundary\"\x15\n\x13\x44rainRolloutRequest\"\x16\n\x14\x44rainRolloutResponse*\xcd\x01\n\x0b\x45ngineState\x12\x1c\n\x18\x45NGINE_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x45NGINE_STATE_IDLE\x10\x01\x12\x19\n\x15\x45NGINE_STATE_STARTING\x10\x02\x12 \n\x1c\x45NGINE_STATE_WITHOUT_WEIGHTS\x10\x03\x12\x18\n\x14\x45NGINE_STATE_SERVING\x10\x04\x12\x19\n\x15\x45NGINE_STATE_DRAINING\x10\x05\x12\x17\n\x13\x45NGINE_STATE_FAILED\x10\x06*\xa0\x01\n\x08\x42oundary\x12\x18\n\x14\x42OUNDARY_UNSPECIFIED\x10\x00\x12\x16\n\x12\x42OUNDARY_PROCESSES\x10\x01\x12\x12\n\x0e\x42OUNDARY_FILES\x10\x02\x12\x14\n\x10\x42OUNDARY_NETWORK\x10\x03\x12\x10\n\x0c\x42OUNDARY_IPC\x10\x04\x12\x11\n\rBOUNDARY_USER\x10\x05\x12\x13\n\x0f\x42OUNDARY_LIMITS\x10\x06\x32\xc1\t\n\x07Rollout\x12X\n\tConfigure\x12$.millrace.v1.ConfigureRolloutRequest\x1a%.millrace.v1.ConfigureRolloutResponse\x12\\\n\x0f\x44\x65scribeWeights\x12#.millrace.v1.DescribeReceiveRequest\x1a$.millrace.v1.DescribeReceiveResponse\x12]\n\x12PreparePublication\x12\".millrace.v1.PrepareReceiveRequest\x1a#.millrace.v1.PrepareReceiveResponse\x12`\n\x13TransferPublication\x12#.millrace.v1.TransferReceiveRequest\x1a$.millrace.v1.TransferReceiveResponse\x12Z\n\x11VerifyPublication\x12!.millrace.v1.VerifyReceiveRequest\x1a\".millrace.v1.VerifyReceiveResponse\x12Z\n\x11\x43ommitPublication\x12!.millrace.v1.CommitReceiveRequest\x1a\".millrace.v1.CommitReceiveResponse\x12W\n\x10\x41\x62ortPublication\x12 .millrace.v1.AbortReceiveRequest\x1a!.millrace.v1.AbortReceiveResponse\x12S\n\x0c\x44\x65scribeCopy\x12 .millrace.v1.DescribeSendRequest\x1a!.millrace.v1.DescribeSendResponse\x12P\n\x0bPrepareCopy\x12\x1f.millrace.v1.PrepareSendRequest\x1a .millrace.v1.PrepareSendResponse\x12S\n\x0cTransferCopy\x12 .millrace.v1.TransferSendRequest\x1a!.millrace.v1.TransferSendResponse\x12M\n\nFinishCopy\x12\x1e.millrace.v1.FinishSendRequest\x1a\x1f.millrace.v1.FinishSendResponse\x12G\n\x08Generate\x12\x1c.millrace.v1.GenerateRequest\x1a\x1d.millrace.v1.GenerateResponse\x12J\n\tGetStatus\x12!.millrace.v1.RolloutStatusRequest\x1a\x1a.millrace.v1.RolloutStatus\x12L\n\x05\x44rain\x12 .millrace.v1.DrainRolloutRequest\x1a!.millrace.v1.DrainRolloutResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19millrace/v1/rollout.proto\x12\x0bmillrace.v1\x1a\x18millrace/v1/common.proto\x1a\x19millrace/v1/trainer.proto\x1a\x19millrace/v1/weights.proto\x1a\x16millrace/v1/work.proto\"J\n\x0fMissingBoundary\x12\'\n\x08\x62oundary\x18\x01 \x01(\x0e\x32\x15.millrace.v1.Boundary\x12\x0e\n\x06reason\x18\x02 \x01(\t\"F\n\x17\x43onfigureRolloutRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04spec\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\"\x9a\x01\n\x18\x43onfigureRolloutResponse\x12\x12\n\nworld_size\x18\x01 \x01(\r\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\x12\x10\n\x08has_base\x18\x04 \x01(\x08\x12\x38\n\x12missing_boundaries\x18\x05 \x03(\x0b\x32\x1c.millrace.v1.MissingBoundary\"Q\n\x16\x44\x65scribeReceiveRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\'\n\x08manifest\x18\x02 \x01(\x0b\x32\x15.millrace.v1.Manifest\"]\n\x17\x44\x65scribeReceiveResponse\x12%\n\x07layouts\x18\x01 \x01(\x0b\x32\x14.millrace.v1.Layouts\x12\x0b\n\x03gpu\x18\x02 \x01(\x08\x12\x0e\n\x06\x64\x65ltas\x18\x03 \x01(\x08\"\x94\x03\n\x15PrepareReceiveRequest\x12\x30\n\x0bpublication\x18\x01 \x01(\x0b\x32\x1b.millrace.v1.PublicationRef\x12\x1f\n\x04path\x18\x02 \x01(\x0e\x32\x11.millrace.v1.Path\x12\'\n\x08manifest\x18\x03 \x01(\x0b\x32\x15.millrace.v1.Manifest\x12+\n\nrendezvous\x18\x04 \x01(\x0b\x32\x17.millrace.v1.Rendezvous\x12\'\n\x08receiver\x18\x05 \x01(\x0b\x32\x15.millrace.v1.Receiver\x12\x11\n\tplan_hash\x18\x06 \x01(\x0c\x12\x12\n\ndeadline_s\x18\x07 \x01(\x01\x12!\n\x05sides\x18\x08 \x01(\x0b\x32\x12.millrace.v1.Sides\x12%\n\x04mode\x18\t \x01(\x0e\x32\x17.millrace.v1.CommitMode\x12\r\n\x05\x62\x65gin\x18\n \x01(\x08\x12)\n\x04\x62\x61se\x18\x0b \x01(\x0b\x32\x1b.millrace.v1.PublicationRef\"N\n\x16PrepareReceiveResponse\x12\x11\n\tplan_hash\x18\x01 \x01(\x0c\x12\r\n\x05\x62\x65gun\x18\x02 \x01(\x08\x12\x12\n\nlacks_base\x18\x03 \x01(\x08\"J\n\x16TransferReceiveRequest\x12\x30\n\x0bpublication\x18\x01 \x01(\x0b\x32\x1b.millrace.v1.PublicationRef\"\x19\n\x17TransferReceiveResponse\"\x83\x01\n\x14VerifyReceiveRequest\x12\x30\n\x0bpublication\x18\x01 \x01(\x0b\x32\x1b.millrace.v1.PublicationRef\x12)\n\tchecksums\x18\x02 \x01(\x0b\x32\x16.millrace.v1.Checksums\x12\x0e\n\x06\x63ommit\x18\x03 \x01(\x08\"Z\n\x15VerifyReceiveResponse\x12)\n\x06report\x18\x01 \x01(\x0b\x32\x19.millrace.v1.MemberReport\x12\x16\n\x0e\x63ommit_failure\x18\x02 \x01(\t\"H\n\x14\x43ommitReceiveRequest\x12\x30\n\x0bpublication\x18\x01 \x01(\x0b\x32\x1b.millrace.v1.PublicationRef\"B\n\x15\x43ommitReceiveResponse\x12)\n\x06report\x18\x01 \x01(\x0b\x32\x19.millrace.v1.MemberReport\"W\n\x13\x41\x62ortReceiveRequest\x12\x30\n\x0bpublication\x18\x01 \x01(\x0b\x32\x1b.millrace.v1.PublicationRef\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x16\n\x14\x41\x62ortReceiveResponse\"J\n\x0fGenerateRequest\x12\x0e\n\x06prompt\x18\x01 \x01(\t\x12\'\n\x08sampling\x18\x02 \x01(\x0b\x32\x15.millrace.v1.Sampling\"X\n\x10GenerateResponse\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x0c\x12-\n\x0ctrajectories\x18\x02 \x03(\x0b\x32\x17.millrace.v1.Trajectory\"\x16\n\x14RolloutStatusRequest\"\xa9\x02\n\rRolloutStatus\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12\'\n\x05state\x18\x02 \x01(\x0e\x32\x18.millrace.v1.EngineState\x12\x0e\n\x06job_id\x18\x03 \x01(\t\x12\x0f\n\x07version\x18\x04 \x01(\x03\x12\x0f\n\x07running\x18\x05 \x01(\r\x12\x0f\n\x07waiting\x18\x06 \x01(\r\x12\x0c\n\x04\x66ree\x18\x07 \x01(\r\x12\x18\n\x10generated_tokens\x18\x08 \x01(\x04\x12\x0e\n\x06\x65ngine\x18\t \x01(\t\x12\x16\n\x0e\x65ngine_release\x18\n \x01(\t\x12\x0f\n\x07\x66\x61ilure\x18\x0b \x01(\t\x12\x38\n\x12missing_boundaries\x18\x0c \x03(\x0b\x32\x1c.millrace.v1.MissingBoundary\"\x15\n\x13\x44rainRolloutRequest\"\x16\n\x14\x44rainRolloutResponse*\xcd\x01\n\x0b\x45ngineState\x12\x1c\n\x18\x45NGINE_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x45NGINE_STATE_IDLE\x10\x01\x12\x19\n\x15\x45NGINE_STATE_STARTING\x10\x02\x12 \n\x1c\x45NGINE_STATE_WITHOUT_WEIGHTS\x10\x03\x12\x18\n\x14\x45NGINE_STATE_SERVING\x10\x04\x12\x19\n\x15\x45NGINE_STATE_DRAINING\x10\x05\x12\x17\n\x13\x45NGINE_STATE_FAILED\x10\x06*\xa0\x01\n\x08\x42oundary\x12\x18\n\x14\x42OUNDARY_UNSPECIFIED\x10\x00\x12\x16\n\x12\x42OUNDARY_PROCESSES\x10\x01\x12\x12\n\x0e\x42OUNDARY_FILES\x10\x02\x12\x14\n\x10\x42OUNDARY_NETWORK\x10\x03\x12\x10\n\x0c\x42OUNDARY_IPC\x10\x04\x12\x11\n\rBOUNDARY_USER\x10\x05\x12\x13\n\x0f\x42OUNDARY_LIMITS\x10\x06\x32\xc1\t\n\x07Rollout\x12X\n\tConfigure\x12$.millrace.v1.ConfigureRolloutRequest\x1a%.millrace.v1.ConfigureRolloutResponse\x12\\\n\x0f\x44\x65scribeWeights\x12#.millrace.v1.DescribeReceiveRequest\x1a$.millrace.v1.DescribeReceiveResponse\x12]\n\x12PreparePublication\x12\".millrace.v1.PrepareReceiveRequest\x1a#.millrace.v1.PrepareReceiveResponse\x12`\n\x13TransferPublication\x12#.millrace.v1.TransferReceiveRequest\x1a$.millrace.v1.TransferReceiveResponse\x12Z\n\x11VerifyPublication\x12!.millrace.v1.VerifyReceiveRequest\x1a\".millrace.v1.VerifyReceiveResponse\x12Z\n\x11\x43ommitPublication\x12!.millrace.v1.CommitReceiveRequest\x1a\".millrace.v1.CommitReceiveResponse\x12W\n\x10\x41\x62ortPublication\x12 .millrace.v1.AbortReceiveRequest\x1a!.millrace.v1.AbortReceiveResponse\x12S\n\x0c\x44\x65scribeCopy\x12 .millrace.v1.DescribeSendRequest\x1a!.millrace.v1.DescribeSendResponse\x12P\n\x0bPrepareCopy\x12\x1f.millrace.v1.PrepareSendRequest\x1a .millrace.v1.PrepareSendResponse\x12S\n\x0cTransferCopy\x12 .millrace.v1.TransferSendRequest\x1a!.millrace.v1.TransferSendResponse\x12M\n\nFinishCopy\x12\x1e.millrace.v1.FinishSendRequest\x1a\x1f.millrace.v1.FinishSendResponse\x12G\n\x08Generate\x12\x1c.millrace.v1.GenerateRequest\x1a\x1d.millrace.v1.GenerateResponse\x12J\n\tGetStatus\x12!.millrace.v1.RolloutStatusRequest\x1a\x1a.millrace.v1.RolloutStatus\x12L\n\x05\x44rain\x12 .millrace.v1.DrainRolloutRequest\x1a!.millrace.v1.DrainRolloutResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'millrace.v1.rollout_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ENGINESTATE']._serialized_start=2159
-  _globals['_ENGINESTATE']._serialized_end=2364
-  _globals['_BOUNDARY']._serialized_start=2367
-  _globals['_BOUNDARY']._serialized_end=2527
+  _globals['_ENGINESTATE']._serialized_start=2238
+  _globals['_ENGINESTATE']._serialized_end=2443
+  _globals['_BOUNDARY']._serialized_start=2446
+  _globals['_BOUNDARY']._serialized_end=2606
   _globals['_MISSINGBOUNDARY']._serialized_start=146
   _globals['_MISSINGBOUNDARY']._serialized_end=220
   _globals['_CONFIGUREROLLOUTREQUEST']._serialized_start=222
@@ -48,39 +48,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DESCRIBERECEIVEREQUEST']._serialized_start=451
   _globals['_DESCRIBERECEIVEREQUEST']._serialized_end=532
   _globals['_DESCRIBERECEIVERESPONSE']._serialized_start=534
-  _globals['_DESCRIBERECEIVERESPONSE']._serialized_end=611
-  _globals['_PREPARERECEIVEREQUEST']._serialized_start=614
-  _globals['_PREPARERECEIVEREQUEST']._serialized_end=975
-  _globals['_PREPARERECEIVERESPONSE']._serialized_start=977
-  _globals['_PREPARERECEIVERESPONSE']._serialized_end=1035
-  _globals['_TRANSFERRECEIVEREQUEST']._serialized_start=1037
-  _globals['_TRANSFERRECEIVEREQUEST']._serialized_end=1111
-  _globals['_TRANSFERRECEIVERESPONSE']._serialized_start=1113
-  _globals['_TRANSFERRECEIVERESPONSE']._serialized_end=1138
-  _globals['_VERIFYRECEIVEREQUEST']._serialized_start=1141
-  _globals['_VERIFYRECEIVEREQUEST']._serialized_end=1272
-  _globals['_VERIFYRECEIVERESPONSE']._serialized_start=1274
-  _globals['_VERIFYRECEIVERESPONSE']._serialized_end=1364
-  _globals['_COMMITRECEIVEREQUEST']._serialized_start=1366
-  _globals['_COMMITRECEIVEREQUEST']._serialized_end=1438
-  _globals['_COMMITRECEIVERESPONSE']._serialized_start=1440
-  _globals['_COMMITRECEIVERESPONSE']._serialized_end=1506
-  _globals['_ABORTRECEIVEREQUEST']._serialized_start=1508
-  _globals['_ABORTRECEIVEREQUEST']._serialized_end=1595
-  _globals['_ABORTRECEIVERESPONSE']._serialized_start=1597
-  _globals['_ABORTRECEIVERESPONSE']._serialized_end=1619
-  _globals['_GENERATEREQUEST']._serialized_start=1621
-  _globals['_GENERATEREQUEST']._serialized_end=1695
-  _globals['_GENERATERESPONSE']._serialized_start=1697
-  _globals['_GENERATERESPONSE']._serialized_end=1785
-  _globals['_ROLLOUTSTATUSREQUEST']._serialized_start=1787
-  _globals['_ROLLOUTSTATUSREQUEST']._serialized_end=1809
-  _globals['_ROLLOUTSTATUS']._serialized_start=1812
-  _globals['_ROLLOUTSTATUS']._serialized_end=2109
-  _globals['_DRAINROLLOUTREQUEST']._serialized_start=2111
-  _globals['_DRAINROLLOUTREQUEST']._serialized_end=2132
-  _globals['_DRAINROLLOUTRESPONSE']._serialized_start=2134
-  _globals['_DRAINROLLOUTRESPONSE']._serialized_end=2156
-  _globals['_ROLLOUT']._serialized_start=2530
-  _globals['_ROLLOUT']._serialized_end=3747
+  _globals['_DESCRIBERECEIVERESPONSE']._serialized_end=627
+  _globals['_PREPARERECEIVEREQUEST']._serialized_start=630
+  _globals['_PREPARERECEIVEREQUEST']._serialized_end=1034
+  _globals['_PREPARERECEIVERESPONSE']._serialized_start=1036
+  _globals['_PREPARERECEIVERESPONSE']._serialized_end=1114
+  _globals['_TRANSFERRECEIVEREQUEST']._serialized_start=1116
+  _globals['_TRANSFERRECEIVEREQUEST']._serialized_end=1190
+  _globals['_TRANSFERRECEIVERESPONSE']._serialized_start=1192
+  _globals['_TRANSFERRECEIVERESPONSE']._serialized_end=1217
+  _globals['_VERIFYRECEIVEREQUEST']._serialized_start=1220
+  _globals['_VERIFYRECEIVEREQUEST']._serialized_end=1351
+  _globals['_VERIFYRECEIVERESPONSE']._serialized_start=1353
+  _globals['_VERIFYRECEIVERESPONSE']._serialized_end=1443
+  _globals['_COMMITRECEIVEREQUEST']._serialized_start=1445
+  _globals['_COMMITRECEIVEREQUEST']._serialized_end=1517
+  _globals['_COMMITRECEIVERESPONSE']._serialized_start=1519
+  _globals['_COMMITRECEIVERESPONSE']._serialized_end=1585
+  _globals['_ABORTRECEIVEREQUEST']._serialized_start=1587
+  _globals['_ABORTRECEIVEREQUEST']._serialized_end=1674
+  _globals['_ABORTRECEIVERESPONSE']._serialized_start=1676
+  _globals['_ABORTRECEIVERESPONSE']._serialized_end=1698
+  _globals['_GENERATEREQUEST']._serialized_start=1700
+  _globals['_GENERATEREQUEST']._serialized_end=1774
+  _globals['_GENERATERESPONSE']._serialized_start=1776
+  _globals['_GENERATERESPONSE']._serialized_end=1864
+  _globals['_ROLLOUTSTATUSREQUEST']._serialized_start=1866
+  _globals['_ROLLOUTSTATUSREQUEST']._serialized_end=1888
+  _globals['_ROLLOUTSTATUS']._serialized_start=1891
+  _globals['_ROLLOUTSTATUS']._serialized_end=2188
+  _globals['_DRAINROLLOUTREQUEST']._serialized_start=2190
+  _globals['_DRAINROLLOUTREQUEST']._serialized_end=2211
+  _globals['_DRAINROLLOUTRESPONSE']._serialized_start=2213
+  _globals['_DRAINROLLOUTRESPONSE']._serialized_end=2235
+  _globals['_ROLLOUT']._serialized_start=2609
+  _globals['_ROLLOUT']._serialized_end=3826
 # @@protoc_insertion_point(module_scope)

@@ -86,15 +86,17 @@ class DescribeReceiveRequest(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., manifest: _Optional[_Union[_weights_pb2.Manifest, _Mapping]] = ...) -> None: ...
 
 class DescribeReceiveResponse(_message.Message):
-    __slots__ = ("layouts", "gpu")
+    __slots__ = ("layouts", "gpu", "deltas")
     LAYOUTS_FIELD_NUMBER: _ClassVar[int]
     GPU_FIELD_NUMBER: _ClassVar[int]
+    DELTAS_FIELD_NUMBER: _ClassVar[int]
     layouts: _weights_pb2.Layouts
     gpu: bool
-    def __init__(self, layouts: _Optional[_Union[_weights_pb2.Layouts, _Mapping]] = ..., gpu: bool = ...) -> None: ...
+    deltas: bool
+    def __init__(self, layouts: _Optional[_Union[_weights_pb2.Layouts, _Mapping]] = ..., gpu: bool = ..., deltas: bool = ...) -> None: ...
 
 class PrepareReceiveRequest(_message.Message):
-    __slots__ = ("publication", "path", "manifest", "rendezvous", "receiver", "plan_hash", "deadline_s", "sides", "mode", "begin")
+    __slots__ = ("publication", "path", "manifest", "rendezvous", "receiver", "plan_hash", "deadline_s", "sides", "mode", "begin", "base")
     PUBLICATION_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
@@ -105,6 +107,7 @@ class PrepareReceiveRequest(_message.Message):
     SIDES_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
     BEGIN_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
     publication: _weights_pb2.PublicationRef
     path: _weights_pb2.Path
     manifest: _weights_pb2.Manifest
@@ -115,15 +118,18 @@ class PrepareReceiveRequest(_message.Message):
     sides: _weights_pb2.Sides
     mode: _weights_pb2.CommitMode
     begin: bool
-    def __init__(self, publication: _Optional[_Union[_weights_pb2.PublicationRef, _Mapping]] = ..., path: _Optional[_Union[_weights_pb2.Path, str]] = ..., manifest: _Optional[_Union[_weights_pb2.Manifest, _Mapping]] = ..., rendezvous: _Optional[_Union[_weights_pb2.Rendezvous, _Mapping]] = ..., receiver: _Optional[_Union[_weights_pb2.Receiver, _Mapping]] = ..., plan_hash: _Optional[bytes] = ..., deadline_s: _Optional[float] = ..., sides: _Optional[_Union[_weights_pb2.Sides, _Mapping]] = ..., mode: _Optional[_Union[_weights_pb2.CommitMode, str]] = ..., begin: bool = ...) -> None: ...
+    base: _weights_pb2.PublicationRef
+    def __init__(self, publication: _Optional[_Union[_weights_pb2.PublicationRef, _Mapping]] = ..., path: _Optional[_Union[_weights_pb2.Path, str]] = ..., manifest: _Optional[_Union[_weights_pb2.Manifest, _Mapping]] = ..., rendezvous: _Optional[_Union[_weights_pb2.Rendezvous, _Mapping]] = ..., receiver: _Optional[_Union[_weights_pb2.Receiver, _Mapping]] = ..., plan_hash: _Optional[bytes] = ..., deadline_s: _Optional[float] = ..., sides: _Optional[_Union[_weights_pb2.Sides, _Mapping]] = ..., mode: _Optional[_Union[_weights_pb2.CommitMode, str]] = ..., begin: bool = ..., base: _Optional[_Union[_weights_pb2.PublicationRef, _Mapping]] = ...) -> None: ...
 
 class PrepareReceiveResponse(_message.Message):
-    __slots__ = ("plan_hash", "begun")
+    __slots__ = ("plan_hash", "begun", "lacks_base")
     PLAN_HASH_FIELD_NUMBER: _ClassVar[int]
     BEGUN_FIELD_NUMBER: _ClassVar[int]
+    LACKS_BASE_FIELD_NUMBER: _ClassVar[int]
     plan_hash: bytes
     begun: bool
-    def __init__(self, plan_hash: _Optional[bytes] = ..., begun: bool = ...) -> None: ...
+    lacks_base: bool
+    def __init__(self, plan_hash: _Optional[bytes] = ..., begun: bool = ..., lacks_base: bool = ...) -> None: ...
 
 class TransferReceiveRequest(_message.Message):
     __slots__ = ("publication",)

@@ -115,14 +115,16 @@ class DescribeSendRequest(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., dtype: _Optional[str] = ..., content: _Optional[_Union[_weights_pb2.Content, str]] = ...) -> None: ...
 
 class DescribeSendResponse(_message.Message):
-    __slots__ = ("manifest", "layouts", "gpu")
+    __slots__ = ("manifest", "layouts", "gpu", "deltas")
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     LAYOUTS_FIELD_NUMBER: _ClassVar[int]
     GPU_FIELD_NUMBER: _ClassVar[int]
+    DELTAS_FIELD_NUMBER: _ClassVar[int]
     manifest: _weights_pb2.Manifest
     layouts: _weights_pb2.Layouts
     gpu: bool
-    def __init__(self, manifest: _Optional[_Union[_weights_pb2.Manifest, _Mapping]] = ..., layouts: _Optional[_Union[_weights_pb2.Layouts, _Mapping]] = ..., gpu: bool = ...) -> None: ...
+    deltas: bool
+    def __init__(self, manifest: _Optional[_Union[_weights_pb2.Manifest, _Mapping]] = ..., layouts: _Optional[_Union[_weights_pb2.Layouts, _Mapping]] = ..., gpu: bool = ..., deltas: bool = ...) -> None: ...
 
 class PrepareSendRequest(_message.Message):
     __slots__ = ("publication", "path", "receivers", "dtype", "deadline_s", "sides", "gpu", "content")
@@ -145,20 +147,24 @@ class PrepareSendRequest(_message.Message):
     def __init__(self, publication: _Optional[_Union[_weights_pb2.PublicationRef, _Mapping]] = ..., path: _Optional[_Union[_weights_pb2.Path, str]] = ..., receivers: _Optional[_Iterable[_Union[_weights_pb2.Receiver, _Mapping]]] = ..., dtype: _Optional[str] = ..., deadline_s: _Optional[float] = ..., sides: _Optional[_Union[_weights_pb2.Sides, _Mapping]] = ..., gpu: bool = ..., content: _Optional[_Union[_weights_pb2.Content, str]] = ...) -> None: ...
 
 class PrepareSendResponse(_message.Message):
-    __slots__ = ("manifest", "rendezvous", "plan_hash")
+    __slots__ = ("manifest", "rendezvous", "plan_hash", "base")
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     RENDEZVOUS_FIELD_NUMBER: _ClassVar[int]
     PLAN_HASH_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
     manifest: _weights_pb2.Manifest
     rendezvous: _weights_pb2.Rendezvous
     plan_hash: bytes
-    def __init__(self, manifest: _Optional[_Union[_weights_pb2.Manifest, _Mapping]] = ..., rendezvous: _Optional[_Union[_weights_pb2.Rendezvous, _Mapping]] = ..., plan_hash: _Optional[bytes] = ...) -> None: ...
+    base: _weights_pb2.PublicationRef
+    def __init__(self, manifest: _Optional[_Union[_weights_pb2.Manifest, _Mapping]] = ..., rendezvous: _Optional[_Union[_weights_pb2.Rendezvous, _Mapping]] = ..., plan_hash: _Optional[bytes] = ..., base: _Optional[_Union[_weights_pb2.PublicationRef, _Mapping]] = ...) -> None: ...
 
 class TransferSendRequest(_message.Message):
-    __slots__ = ("publication",)
+    __slots__ = ("publication", "whole")
     PUBLICATION_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_FIELD_NUMBER: _ClassVar[int]
     publication: _weights_pb2.PublicationRef
-    def __init__(self, publication: _Optional[_Union[_weights_pb2.PublicationRef, _Mapping]] = ...) -> None: ...
+    whole: bool
+    def __init__(self, publication: _Optional[_Union[_weights_pb2.PublicationRef, _Mapping]] = ..., whole: bool = ...) -> None: ...
 
 class TransferSendResponse(_message.Message):
     __slots__ = ("checksums", "report")

@@ -19,6 +19,7 @@ class Path(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     PATH_UNSPECIFIED: _ClassVar[Path]
     PATH_GATHER_BROADCAST: _ClassVar[Path]
     PATH_SHARDED: _ClassVar[Path]
+    PATH_DELTA: _ClassVar[Path]
 
 class CommitMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -42,6 +43,7 @@ CONTENT_ADAPTER: Content
 PATH_UNSPECIFIED: Path
 PATH_GATHER_BROADCAST: Path
 PATH_SHARDED: Path
+PATH_DELTA: Path
 COMMIT_MODE_UNSPECIFIED: CommitMode
 COMMIT_MODE_SHADOW: CommitMode
 COMMIT_MODE_INPLACE: CommitMode
@@ -176,7 +178,7 @@ class Checksums(_message.Message):
     def __init__(self, values: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class MemberReport(_message.Message):
-    __slots__ = ("member_id", "bytes", "prepare_s", "gather_s", "wire_s", "verify_s", "apply_s", "pause_s", "loader_tensors", "loader_bytes", "mode", "staging_bytes", "loader_names")
+    __slots__ = ("member_id", "bytes", "prepare_s", "gather_s", "wire_s", "verify_s", "apply_s", "pause_s", "loader_tensors", "loader_bytes", "mode", "staging_bytes", "loader_names", "sent_bytes", "changed", "code_s", "snapshot_bytes")
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     PREPARE_S_FIELD_NUMBER: _ClassVar[int]
@@ -190,6 +192,10 @@ class MemberReport(_message.Message):
     MODE_FIELD_NUMBER: _ClassVar[int]
     STAGING_BYTES_FIELD_NUMBER: _ClassVar[int]
     LOADER_NAMES_FIELD_NUMBER: _ClassVar[int]
+    SENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CHANGED_FIELD_NUMBER: _ClassVar[int]
+    CODE_S_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_BYTES_FIELD_NUMBER: _ClassVar[int]
     member_id: str
     bytes: int
     prepare_s: float
@@ -203,4 +209,8 @@ class MemberReport(_message.Message):
     mode: CommitMode
     staging_bytes: int
     loader_names: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, member_id: _Optional[str] = ..., bytes: _Optional[int] = ..., prepare_s: _Optional[float] = ..., gather_s: _Optional[float] = ..., wire_s: _Optional[float] = ..., verify_s: _Optional[float] = ..., apply_s: _Optional[float] = ..., pause_s: _Optional[float] = ..., loader_tensors: _Optional[int] = ..., loader_bytes: _Optional[int] = ..., mode: _Optional[_Union[CommitMode, str]] = ..., staging_bytes: _Optional[int] = ..., loader_names: _Optional[_Iterable[str]] = ...) -> None: ...
+    sent_bytes: int
+    changed: float
+    code_s: float
+    snapshot_bytes: int
+    def __init__(self, member_id: _Optional[str] = ..., bytes: _Optional[int] = ..., prepare_s: _Optional[float] = ..., gather_s: _Optional[float] = ..., wire_s: _Optional[float] = ..., verify_s: _Optional[float] = ..., apply_s: _Optional[float] = ..., pause_s: _Optional[float] = ..., loader_tensors: _Optional[int] = ..., loader_bytes: _Optional[int] = ..., mode: _Optional[_Union[CommitMode, str]] = ..., staging_bytes: _Optional[int] = ..., loader_names: _Optional[_Iterable[str]] = ..., sent_bytes: _Optional[int] = ..., changed: _Optional[float] = ..., code_s: _Optional[float] = ..., snapshot_bytes: _Optional[int] = ...) -> None: ...

@@ -40,6 +40,8 @@ class Attempt:
     fleet: Fleet
     sender: Sender
     background: BackgroundCalls
+    whole: bool = True
+    """Everything is sent, not only what changed: known after PREPARE."""
     phase: events.PublicationPhase = "prepare"
     prepared: bool = False
     """Whether the sender was asked to prepare, so that it has to be told the end."""

@@ -62,6 +62,7 @@ async def _prepare(job: JobRecord, attempt: Attempt, layouts: MemberLayouts) -> 
     if differing := tuple(i for i, answer in answers.items() if answer.plan_hash != prepared.plan_hash):
         what = f"{', '.join(differing)} worked out another plan than {attempt.sender.id}."
         raise PublicationFailed(what, "run the same release of millrace everywhere.", differing)
+    attempt.whole = not prepared.HasField("base") or any(answer.lacks_base for answer in answers.values())
     return [m for m in attempt.receivers if not answers[m.id].begun]
 
 
@@ -69,7 +70,7 @@ async def _transfer(attempt: Attempt, waiting: Sequence[Member]) -> trainer_pb2.
     """The receivers start to receive, then the sender sends until the last byte is sent or a receiver is lost."""
     receive = rollout_pb2.TransferReceiveRequest(publication=attempt.ref)
     await attempt.ask_all(RolloutRpc.TransferPublication, lambda _: receive, waiting)
-    send = trainer_pb2.TransferSendRequest(publication=attempt.ref)
+    send = trainer_pb2.TransferSendRequest(publication=attempt.ref, whole=attempt.whole)
     sending = asyncio.create_task(attempt.ask_sender(attempt.sender.methods.transfer, send))
     loss = asyncio.create_task(_loss(attempt))
     try:

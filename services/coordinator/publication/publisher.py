@@ -146,6 +146,7 @@ class Publisher:
                     self._background.start(attempt.finish(reason), attempt.abort(attempt.receivers, reason))
                 raise
             else:
+                layouts[content].path_choice.learn(attempt.phase_seconds["transfer"], whole=attempt.whole)
                 return await self._succeeded(job, attempt, reports, time.monotonic() - started, failures)
         return PublicationReport.without_receivers(job.version)
 

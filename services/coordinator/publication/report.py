@@ -9,7 +9,7 @@ from millrace.ids import MemberId, Version
 from millrace.weights.plans.manifest import Content
 from millrace.wire.v1 import weights_pb2
 
-PARTS = ("gather_s", "wire_s", "verify_s", "apply_s", "pause_s")
+PARTS = ("gather_s", "code_s", "wire_s", "verify_s", "apply_s", "pause_s")
 """The seconds of a member of which the slowest counts."""
 CONTENTS: Mapping[Content, PublishedContent] = {
     Content.MODEL: "model",
@@ -90,6 +90,9 @@ class PublicationReport:
             values["publication/bytes"] = float(self.bytes)
             values |= {f"publication/{part}": max(getattr(r, part) for r in self.reports) for part in PARTS}
             values["publication/loader_tensors"] = float(max(r.loader_tensors for r in self.reports))
+            values["publication/sent_bytes"] = float(self.reports[0].sent_bytes)
+            values["publication/changed"] = self.reports[0].changed
+            values["publication/snapshot_bytes"] = float(self.reports[0].snapshot_bytes)
             values["publication/staging_bytes"] = float(max(r.staging_bytes for r in self.reports))
         return values
 
@@ -135,4 +138,8 @@ def _member_transfer(report: weights_pb2.MemberReport) -> MemberTransfer:
         staging_bytes=report.staging_bytes,
         mode=report.mode,
         loader_names=list(report.loader_names),
+        sent_bytes=report.sent_bytes,
+        changed=report.changed,
+        code_s=report.code_s,
+        snapshot_bytes=report.snapshot_bytes,
     )

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from millrace.errors import MillraceError, PublicationFailed
 from millrace.spec.publication import Publication as Settings
 from millrace.weights.plans import wire_layouts
+from millrace.weights.plans.manifest import Content
 from millrace.wire.methods import RolloutRpc
 from millrace.wire.v1 import rollout_pb2, trainer_pb2, weights_pb2
 from services.coordinator.publication.attempt import Attempt
+from services.coordinator.publication.path_choice import PathChoice
 from services.coordinator.state.member import Member
 
 MODES = {
@@ -35,6 +37,11 @@ class TransferSetup:
     manifest: weights_pb2.Manifest | None = None
     """The manifest of the layouts; None where the sender tells it in PREPARE."""
     gpu: bool = False
+
+    @property
+    def delta(self) -> bool:
+        """Whether only changes are sent, where the members agree on what they changed from."""
+        return self.path == weights_pb2.PATH_DELTA
 
     def ranks(self, receivers: Sequence[Member]) -> dict[str, weights_pb2.Receiver]:
         """Each receiver's ranks in the communicator, by member id."""
@@ -82,6 +89,7 @@ class TransferSetup:
             sides=None if knows_plan else self.layouts,
             mode=mode,
             begin=knows_plan and prepared.rendezvous.standing,
+            base=prepared.base if prepared.HasField("base") else None,
         )
 
 
@@ -106,6 +114,7 @@ class MemberLayouts:
         self._last_joined: JoinedLayouts | None = None
         self.agreed_plans: dict[str, bytes] = {}
         """Hash of the plan that each receiver agreed to last; it is enough to name that plan."""
+        self.path_choice = PathChoice()
 
     async def setup(self, attempt: Attempt, settings: Settings) -> TransferSetup:
         """Chooses by what the job asks for and what the members can do.
@@ -130,7 +139,17 @@ class MemberLayouts:
             raise PublicationFailed(what, 'set publication.path to "auto".', tuple(unable))
         layouts = self._joined(sender, [receivers[m.id] for m in attempt.receivers])
         ranks = len(sender.layouts.of_rank)
-        return TransferSetup(weights_pb2.PATH_SHARDED, ranks, dtype, layouts, sender.manifest, sender.gpu)
+        able = sender.deltas and all(told.deltas for told in receivers.values())
+        delta = able and self._wants_delta(attempt, settings)
+        path = weights_pb2.PATH_DELTA if delta else weights_pb2.PATH_SHARDED
+        return TransferSetup(path, ranks, dtype, layouts, sender.manifest, sender.gpu)
+
+    def _wants_delta(self, attempt: Attempt, settings: Settings) -> bool:
+        """Whether the changes of whole weights are to be sent. An adapter is small, the base of one never changes, and
+        a sibling has kept nothing to compare with."""
+        if attempt.content is not Content.MODEL or attempt.sender.is_copy:
+            return False
+        return settings.path == "delta" or (settings.path == "auto" and self.path_choice.delta)
 
     def _joined(
         self, sender: trainer_pb2.DescribeSendResponse, receivers: list[rollout_pb2.DescribeReceiveResponse]

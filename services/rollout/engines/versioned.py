@@ -170,6 +170,7 @@ class VersionedEngine(ABC):
             checksums=tuple(pair for answer in answers for pair in answer.checksums),
             wire_s=max(answer.wire_s for answer in answers),
             checksum_s=max(answer.checksum_s for answer in answers),
+            code_s=max(answer.code_s for answer in answers),
         )
 
     async def commit(self, version: Version | None, cache_policy: CachePolicy) -> CommitReport:

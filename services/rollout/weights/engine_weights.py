@@ -22,6 +22,8 @@ class ReceiveReport:
     wire_s: float
     """Time inside the channel's calls, of the slowest worker."""
     checksum_s: float
+    code_s: float = 0.0
+    """Time to decode messages, where only changes travel, of the slowest worker."""
 
 
 @dataclass(frozen=True)

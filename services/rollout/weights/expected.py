@@ -1,7 +1,7 @@
 """The messages that a replica has to receive by a plan, and the comparison with those that it did receive.
 
-A plan moves numbered messages. By the sharded path they are the contents of the plan; by gather-and-broadcast message n
-is tensor n of the manifest.
+A plan moves numbered messages. By the sharded path, and by deltas, they are the contents of the plan; by
+gather-and-broadcast message n is tensor n of the manifest.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,7 +43,7 @@ class ExpectedMessages:
 def expected(request: TransferRequest, workers: int, planner: Planner) -> ExpectedMessages:
     """The messages for a replica of so many workers. Raises PublicationFailed where the layouts do not fit together,
     InvalidState for an unknown path."""
-    if request.path == weights_pb2.PATH_SHARDED:
+    if request.path in (weights_pb2.PATH_SHARDED, weights_pb2.PATH_DELTA):
         return _of_shards(request, workers, planner)
     if request.path == weights_pb2.PATH_GATHER_BROADCAST:
         return _of_broadcast(request, workers)

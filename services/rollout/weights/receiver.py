@@ -33,6 +33,8 @@ class Agreed:
     """Empty where the request only names a plan that is not known here."""
     begun: bool = False
     """Whether this replica receives already."""
+    lacks_base: bool = False
+    """Whether changes against the base of the request are of no use, because something else is in place."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class _Prepared:
     request: TransferRequest
     expected: ExpectedMessages
     seconds: float
+    lacks_base: bool
 
 
 class PublicationReceiver:
@@ -103,7 +106,8 @@ class PublicationReceiver:
                 if request.begin and self._engine.generates_while_receiving:
                     await self._begin(publication)
             assert self._prepared is not None
-            return Agreed(self._prepared.expected.plan_hash, self._state.phase is Phase.TRANSFER)
+            begun, prepared = self._state.phase is Phase.TRANSFER, self._prepared
+            return Agreed(prepared.expected.plan_hash, begun, prepared.lacks_base)
 
     def _has_begun(self, request: rollout_pb2.PrepareReceiveRequest, publication: PublicationId) -> bool:
         """Whether this is a repeated request, whose publication was prepared and begun before."""
@@ -124,7 +128,9 @@ class PublicationReceiver:
             self._check_base(transfer.manifest.content)
             await self.copies.give_way(publication, transfer.manifest.content)
             messages = self._agreed(request, transfer)
-            transfer = replace(transfer, plan_hash=messages.plan_hash)
+            lacks_base = transfer.base != "" and transfer.base != self._key_in_place(transfer.manifest.content)
+            base = "" if lacks_base else transfer.base
+            transfer = replace(transfer, plan_hash=messages.plan_hash, base=base)
             self._known_plan = transfer.known_plan
             await self._engine.prepare(transfer)
             if self._closed or self._cancelled == publication:
@@ -133,7 +139,7 @@ class PublicationReceiver:
         finally:
             self._preparing = None
         self._state = state
-        self._prepared = _Prepared(transfer, messages, time.perf_counter() - started)
+        self._prepared = _Prepared(transfer, messages, time.perf_counter() - started, lacks_base)
         self._expire_after(request.deadline_s, publication)
         return True
 
@@ -270,6 +276,11 @@ class PublicationReceiver:
         found = self._in_place.get(Content.MODEL) or self._in_place.get(Content.ADAPTER)
         return None if found is None else found.publication
 
+    def _key_in_place(self, content: Content) -> str:
+        """Key of the publication of `content` that is in place; empty for none."""
+        found = self._in_place.get(content)
+        return "" if found is None else found.publication.key
+
     def _copyable(self) -> ServedVersion | None:
         """The version that is served, unless a publication is about to change it."""
         if self._state.phase in UNFINISHED or (served := self._served) is None:
@@ -296,6 +307,7 @@ class PublicationReceiver:
             staging_bytes=committed.staging_bytes,
             mode=committed.mode,
             loader_names=committed.loader_names,
+            code_s=received.code_s,
         )
 
     def _expire_after(self, seconds: float, publication: PublicationId) -> None:

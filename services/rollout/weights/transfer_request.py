@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from millrace.errors import PublicationFailed
 from millrace.ids import Version
+from millrace.weights.phases import PublicationId
 from millrace.weights.plans.manifest import Manifest
 from millrace.wire.v1 import rollout_pb2, weights_pb2
 
@@ -59,12 +60,14 @@ class TransferRequest:
     mode: "weights_pb2.CommitMode" = weights_pb2.COMMIT_MODE_UNSPECIFIED
     """How the version is put in place; unspecified: shadow where the memory allows it."""
     plan_hash: bytes = b""
+    base: str = ""
+    """Key of the publication that is in place here, and that changes may be sent against; empty: everything is sent."""
 
     @classmethod
     def from_proto(cls, request: rollout_pb2.PrepareReceiveRequest, known: KnownPlan) -> "TransferRequest | None":
         """None where the request only gives the hash of a plan, and `known` is another plan. Raises PublicationFailed
         where the manifest contradicts its own hash."""
-        ref, rendezvous = request.publication, request.rendezvous
+        publication, rendezvous = PublicationId.from_proto(request.publication), request.rendezvous
         if request.HasField("manifest"):
             try:
                 manifest = Manifest.from_proto(request.manifest)
@@ -76,8 +79,8 @@ class TransferRequest:
         else:
             return None
         return cls(
-            key=f"{ref.job_id}/{ref.version}/{ref.epoch}/{ref.attempt}",
-            version=Version(ref.version),
+            key=publication.key,
+            version=publication.version,
             manifest=manifest,
             host=rendezvous.host,
             port=rendezvous.port,
@@ -92,16 +95,14 @@ class TransferRequest:
             nccl_id=rendezvous.nccl_id,
             mode=request.mode,
             plan_hash=request.plan_hash,
+            base=PublicationId.from_proto(request.base).key if request.HasField("base") else "",
         )
 
     def encode(self, *, whole: bool = True) -> bytes:
         """The bytes for an engine's workers. Without `whole`, manifest and layouts are left out: the workers know the
         plan."""
-        job, version, epoch, attempt = self.key.rsplit("/", 3)
         request = rollout_pb2.PrepareReceiveRequest(
-            publication=weights_pb2.PublicationRef(
-                job_id=job, version=int(version), epoch=int(epoch), attempt=int(attempt)
-            ),
+            publication=_reference(self.key),
             manifest=self.manifest.to_proto() if whole else None,
             path=self.path,
             rendezvous=weights_pb2.Rendezvous(
@@ -118,6 +119,7 @@ class TransferRequest:
             plan_hash=self.plan_hash,
             receiver=weights_pb2.Receiver(first_rank=self.first_rank),
             deadline_s=self.timeout_s,
+            base=_reference(self.base) if self.base else None,
         )
         return request.SerializeToString()
 
@@ -133,3 +135,9 @@ class TransferRequest:
     @property
     def known_plan(self) -> KnownPlan:
         return KnownPlan(self.plan_hash, self.manifest, self.layouts)
+
+
+def _reference(key: str) -> weights_pb2.PublicationRef:
+    """The publication that a key names."""
+    job, version, epoch, attempt = key.rsplit("/", 3)
+    return weights_pb2.PublicationRef(job_id=job, version=int(version), epoch=int(epoch), attempt=int(attempt))

@@ -30,6 +30,8 @@ class Received:
     wire_s: float
     """Time inside the channel's calls."""
     checksum_s: float
+    code_s: float = 0.0
+    """Time to decode messages, where only changes travel."""
 
 
 @dataclass(frozen=True)

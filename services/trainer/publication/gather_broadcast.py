@@ -18,7 +18,12 @@ from millrace.weights.transfer.channels.gloo import GlooChannel, serve_store
 from millrace.weights.transfer.checksum import checksum
 from millrace.wire.address import host_address
 from millrace.wire.v1 import weights_pb2
-from millrace.wire.v1.trainer_pb2 import PrepareSendRequest, PrepareSendResponse, TransferSendResponse
+from millrace.wire.v1.trainer_pb2 import (
+    PrepareSendRequest,
+    PrepareSendResponse,
+    TransferSendRequest,
+    TransferSendResponse,
+)
 from services.trainer.protocol.backend import Backend, published
 from services.trainer.protocol.published import Published
 
@@ -89,7 +94,7 @@ class GatherBroadcastTransfer:
             plan_hash=gather_broadcast(manifest, world_size).hash,
         )
 
-    def transfer(self, backend: Backend) -> TransferSendResponse:
+    def transfer(self, request: TransferSendRequest, backend: Backend) -> TransferSendResponse:
         """See `OutgoingTransfer`. Raises PublicationFailed on rank 0 only."""
         prepared = self._prepared
         assert prepared is not None, "the sender compares `publication` first"

@@ -3,7 +3,12 @@
 from typing import Protocol
 
 from millrace.weights.phases import PublicationId
-from millrace.wire.v1.trainer_pb2 import PrepareSendRequest, PrepareSendResponse, TransferSendResponse
+from millrace.wire.v1.trainer_pb2 import (
+    PrepareSendRequest,
+    PrepareSendResponse,
+    TransferSendRequest,
+    TransferSendResponse,
+)
 from services.trainer.protocol.backend import Backend
 
 
@@ -21,7 +26,7 @@ class OutgoingTransfer(Protocol):
     def prepare(self, request: PrepareSendRequest, backend: Backend) -> PrepareSendResponse:
         """Makes the plan and the rendezvous, and the buffers of this rank. Frees what an earlier publication held."""
 
-    def transfer(self, backend: Backend) -> TransferSendResponse:
+    def transfer(self, request: TransferSendRequest, backend: Backend) -> TransferSendResponse:
         """Sends what is prepared; returns when the last byte is sent. Raises PublicationFailed where a receiver is
         lost or the deadline passes; all ranks are ready for the next publication then."""
 

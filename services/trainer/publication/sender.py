@@ -16,6 +16,7 @@ from millrace.wire.v1.trainer_pb2 import (
 )
 from services.trainer.protocol.backend import Backend
 from services.trainer.publication import sharded
+from services.trainer.publication.delta import DeltaTransfer
 from services.trainer.publication.gather_broadcast import GatherBroadcastTransfer
 from services.trainer.publication.outgoing_transfer import OutgoingTransfer
 from services.trainer.publication.sharded import ShardedTransfer
@@ -31,6 +32,7 @@ class Sender:
         self._transfers: Mapping[weights_pb2.Path, OutgoingTransfer] = {
             weights_pb2.PATH_GATHER_BROADCAST: GatherBroadcastTransfer(rank, member_id),
             weights_pb2.PATH_SHARDED: ShardedTransfer(rank, member_id),
+            weights_pb2.PATH_DELTA: DeltaTransfer(rank, member_id),
         }
         self._current: OutgoingTransfer | None = None
 
@@ -63,7 +65,7 @@ class Sender:
             raise InvalidState(f"publication {publication.key} is not prepared here.", "prepare it first.")
         if publication.version != version:
             raise Fenced(f"publication {publication.key} is late: version {version} is held now.", _FIX)
-        sent = current.transfer(backend)
+        sent = current.transfer(request, backend)
         backend.rest()
         return sent
 

@@ -2,6 +2,7 @@
 
 import secrets
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +14,7 @@ from millrace.weights.plans import wire_layouts
 from millrace.weights.plans.manifest import Content
 from millrace.weights.plans.memory import Memory
 from millrace.weights.plans.sharded import ShardedPlan
+from millrace.weights.transfer.channels.channel import Channel
 from millrace.weights.transfer.channels.gloo import serve_store
 from millrace.weights.transfer.channels.rendezvous import Rendezvous, nccl_id
 from millrace.weights.transfer.pipeline import SendPipeline, TransferTimes
@@ -24,6 +26,7 @@ from millrace.wire.v1.trainer_pb2 import (
     DescribeSendResponse,
     PrepareSendRequest,
     PrepareSendResponse,
+    TransferSendRequest,
     TransferSendResponse,
 )
 from services.trainer.protocol.backend import Backend, published
@@ -41,7 +44,7 @@ def describe(request: DescribeSendRequest, backend: Backend) -> DescribeSendResp
     if all(of_ranks):
         layouts = wire_layouts.joined([weights_pb2.Layouts.FromString(data) for data in of_ranks])
     manifest = (memory.manifest if memory is not None else source.manifest(request.dtype)).to_proto()
-    return DescribeSendResponse(manifest=manifest, layouts=layouts, gpu=backend.device.type == "cuda")
+    return DescribeSendResponse(manifest=manifest, layouts=layouts, gpu=backend.device.type == "cuda", deltas=True)
 
 
 @dataclass(frozen=True)
@@ -122,14 +125,17 @@ class ShardedTransfer:
         self._pipeline = (plan.hash, addresses, SendPipeline(plan, self._rank, memory))
         return self._pipeline[2]
 
-    def transfer(self, backend: Backend) -> TransferSendResponse:
+    def transfer(self, request: TransferSendRequest, backend: Backend) -> TransferSendResponse:
         """See `OutgoingTransfer`."""
         prepared = self._prepared
         assert prepared is not None, "the sender compares `publication` first"
         began = time.monotonic()
         with collectives.fail_together():
             own, times = self._session.run(
-                prepared.rendezvous, prepared.publication.key, prepared.deadline, prepared.pipeline.run
+                prepared.rendezvous,
+                prepared.publication.key,
+                prepared.deadline,
+                lambda channel: self._send(prepared, channel, request),
             )
         checksums = np.zeros(len(prepared.plan.sizes), np.uint64)
         for data in collectives.gather_bytes(np.array([*own.items()], np.uint64).tobytes()):
@@ -138,18 +144,27 @@ class ShardedTransfer:
         report = self._report(prepared, times, time.monotonic() - began)
         return TransferSendResponse(checksums=weights_pb2.Checksums(values=checksums.tolist()), report=report)
 
+    def _send(
+        self, prepared: Prepared, channel: Channel, request: TransferSendRequest
+    ) -> tuple[Mapping[int, int], TransferTimes]:
+        """This rank's checksums by content, and its seconds."""
+        return prepared.pipeline.run(channel)
+
     def _report(self, prepared: Prepared, times: TransferTimes, seconds: float) -> weights_pb2.MemberReport:
         """Seconds and buffer bytes are those of the rank that has most. A collective."""
         buffers = float(prepared.pipeline.slot_bytes)
-        most = collectives.maxima({"pack": times.pack_s, "verify": times.verify_s, "buffers": buffers})
+        figures = {"pack": times.pack_s, "verify": times.verify_s, "code": times.code_s, "buffers": buffers}
+        most = collectives.maxima(figures)
         return weights_pb2.MemberReport(
             member_id=self._member_id,
             bytes=prepared.bytes,
             prepare_s=prepared.seconds,
             gather_s=most["pack"],
-            wire_s=max(0.0, seconds - most["pack"] - most["verify"]),
+            wire_s=max(0.0, seconds - most["pack"] - most["verify"] - most["code"]),
             verify_s=most["verify"],
             staging_bytes=int(most["buffers"]),
+            sent_bytes=int(prepared.plan.egress()[: prepared.plan.senders].sum()),
+            code_s=most["code"],
         )
 
     def abort(self, reason: str) -> None:

@@ -178,6 +178,11 @@ class SimulatedTrainer(Member, trainer_pb2_grpc.TrainerServicer):
         """Of every publication that was prepared."""
         self.sent: list[tuple[Content, list[str]]] = []
         """Of every publication that was prepared: what, and to whom."""
+        self.sent_whole: list[bool] = []
+        """Of every transfer, whether everything was asked for."""
+        self._preparing: weights_pb2.PublicationRef | None = None
+        self._base: weights_pb2.PublicationRef | None = None
+        """The last publication that succeeded."""
         self._asked: list[str] = []
         self._joined: list[str] = []
         """Receivers of the last publication that succeeded: they are in the communicator."""
@@ -247,14 +252,14 @@ class SimulatedTrainer(Member, trainer_pb2_grpc.TrainerServicer):
         await self.faults.strike("DescribeWeights", request)
         self._check(request.job_id)
         manifest = _manifest(request.content).to_proto()
-        return trainer_pb2.DescribeSendResponse(manifest=manifest, layouts=wire_layouts.encode(HALVES))
+        return trainer_pb2.DescribeSendResponse(manifest=manifest, layouts=wire_layouts.encode(HALVES), deltas=True)
 
     async def PreparePublication(self, request, context):
         await self.faults.strike("PreparePublication", request)
         self._check(request.publication.job_id)
         if request.publication.version != self.version:
             raise InvalidState(f"asked for {request.publication.version}, the trainer holds {self.version}.")
-        sharded = request.path == weights_pb2.PATH_SHARDED
+        sharded = request.path in (weights_pb2.PATH_SHARDED, weights_pb2.PATH_DELTA)
         first = len(HALVES) if sharded else 1
         assert [receiver.first_rank for receiver in request.receivers][:1] == [first]
         self.paths.append(request.path)
@@ -263,19 +268,23 @@ class SimulatedTrainer(Member, trainer_pb2_grpc.TrainerServicer):
         self.sent.append((manifest.content, self._asked))
         standing = sharded and self._asked == self._joined
         world_size = first + sum(receiver.world_size for receiver in request.receivers)
+        base, self._preparing = self._base, request.publication
         return trainer_pb2.PrepareSendResponse(
             manifest=manifest.to_proto(),
             rendezvous=weights_pb2.Rendezvous(host="127.0.0.1", port=1, world_size=world_size, standing=standing),
             plan_hash=_plan_hash(request.sides if sharded else None, world_size, manifest),
+            base=base if standing and request.path == weights_pb2.PATH_DELTA else None,
         )
 
     async def TransferPublication(self, request, context):
         await self.faults.strike("TransferPublication", request)
+        self.sent_whole.append(request.whole)
         report = weights_pb2.MemberReport(member_id=self.id, bytes=MANIFEST.bytes, gather_s=0.01, wire_s=0.02)
         return trainer_pb2.TransferSendResponse(checksums=weights_pb2.Checksums(values=CHECKSUMS), report=report)
 
     async def FinishPublication(self, request, context):
         await self.faults.strike("FinishPublication", request)
+        self._base = None if request.failure else self._preparing
         self._joined = [] if request.failure else self._asked
         return trainer_pb2.FinishSendResponse()
 
@@ -359,6 +368,12 @@ class SimulatedReplica(Member, rollout_pb2_grpc.RolloutServicer):
         self.dtype = "float32"
         self.lacks_ipc = False
         """Whether reward functions are not separated from its IPC."""
+        self.takes_deltas = True
+        """Whether it can receive changes alone. Replicas of earlier releases cannot."""
+        self.loses_base = False
+        """Whether it says that it lacks the base that a publication names."""
+        self._prepared: weights_pb2.PublicationRef | None = None
+        self._placed: weights_pb2.PublicationRef | None = None
         self.describes = True
         """Whether it can tell its layout."""
         self.copied: list[int] = []
@@ -399,7 +414,7 @@ class SimulatedReplica(Member, rollout_pb2_grpc.RolloutServicer):
         layouts = wire_layouts.encode(
             [whole_layout(Manifest.from_proto(request.manifest)).boxes] if self.describes else []
         )
-        return rollout_pb2.DescribeReceiveResponse(layouts=layouts)
+        return rollout_pb2.DescribeReceiveResponse(layouts=layouts, deltas=self.takes_deltas)
 
     async def PreparePublication(self, request, context):
         self.asked.append("PreparePublication")
@@ -407,7 +422,7 @@ class SimulatedReplica(Member, rollout_pb2_grpc.RolloutServicer):
         whole = request.HasField("manifest")
         self.told_whole.append(whole)
         if whole:
-            sharded = request.path == weights_pb2.PATH_SHARDED
+            sharded = request.path in (weights_pb2.PATH_SHARDED, weights_pb2.PATH_DELTA)
             manifest = Manifest.from_proto(request.manifest)
             self._content = manifest.content
             assert self._content is not Content.ADAPTER or Content.BASE in self.in_place
@@ -416,7 +431,10 @@ class SimulatedReplica(Member, rollout_pb2_grpc.RolloutServicer):
             return rollout_pb2.PrepareReceiveResponse()
         if begun := request.begin and self.joins_phases:
             await self._begin(request)
-        return rollout_pb2.PrepareReceiveResponse(plan_hash=self.plan_hash or self.agreed, begun=begun)
+        lacks = request.HasField("base") and (self.loses_base or request.base != self._placed)
+        self._prepared = request.publication
+        plan_hash = self.plan_hash or self.agreed
+        return rollout_pb2.PrepareReceiveResponse(plan_hash=plan_hash, begun=begun, lacks_base=lacks)
 
     async def TransferPublication(self, request, context):
         self.asked.append("TransferPublication")
@@ -445,6 +463,7 @@ class SimulatedReplica(Member, rollout_pb2_grpc.RolloutServicer):
     async def _commit(self, request):
         await self.faults.strike("CommitPublication", request)
         self.in_place.add(self._content)
+        self._placed = self._prepared
         if self._content is not Content.BASE:
             self.version = self._incoming
             self.publications.append(self.version)

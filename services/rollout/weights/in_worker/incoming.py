@@ -1,7 +1,7 @@
 """How versions come into a worker: one protocol for a transfer, one for the path that makes transfers.
 
-The implementations are `sharded.py` and `gather_broadcast.py`. `receiver.py` picks one by the request's path; nothing
-else asks which path a transfer takes.
+The implementations are `sharded.py`, `delta.py` and `gather_broadcast.py`. `receiver.py` picks one by the request's
+path; nothing else asks which path a transfer takes.
 """
 
 from typing import Protocol

@@ -14,6 +14,7 @@ from millrace.weights.transfer.channels.rendezvous import nccl_id
 from millrace.weights.transfer.checksum import checksum
 from millrace.wire.address import host_name
 from millrace.wire.v1 import weights_pb2
+from services.rollout.weights.in_worker.delta import DeltaPath
 from services.rollout.weights.in_worker.gather_broadcast import GatherBroadcastPath
 from services.rollout.weights.in_worker.incoming import IncomingPath, IncomingTransfer
 from services.rollout.weights.in_worker.model import LoadedPart, WorkerModel, part_of
@@ -36,6 +37,7 @@ class WeightReceiver:
         self._sharded = ShardedPath(model, self._layout)
         self._paths: dict[int, IncomingPath] = {
             weights_pb2.PATH_SHARDED: self._sharded,
+            weights_pb2.PATH_DELTA: DeltaPath(self._sharded),
             weights_pb2.PATH_GATHER_BROADCAST: GatherBroadcastPath(model),
         }
         self._known_plan = NO_PLAN

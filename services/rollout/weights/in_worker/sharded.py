@@ -1,7 +1,9 @@
 """A sharded version on its way into one worker: the worker receives the boxes that it wants, nothing is gathered."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import psutil
 import torch
@@ -9,7 +11,8 @@ import torch
 from millrace.errors import PublicationFailed
 from millrace.weights.plans.sharded import ShardedPlan
 from millrace.weights.plans.wire_layouts import Planner
-from millrace.weights.transfer.pipeline import ReceivePipeline
+from millrace.weights.transfer.channels.channel import MessageExchange
+from millrace.weights.transfer.pipeline import ReceivedMessages, ReceivePipeline
 from millrace.weights.transfer.session import PublicationSession
 from services.rollout.weights.in_worker.model import WorkerModel, part_of
 from services.rollout.weights.in_worker.transfer_thread import TransferThread
@@ -17,6 +20,8 @@ from services.rollout.weights.in_worker.worker_layout import WorkerLayout
 from services.rollout.weights.transfer_request import TransferRequest
 from services.rollout.weights.worker_methods import Placed, Prepared, Received
 
+Receive = Callable[[ReceivePipeline, MessageExchange], ReceivedMessages]
+"""How a pipeline receives a version over a channel."""
 SHADOW_SHARE = 0.8
 """Share of the free memory that a version may take in shadow."""
 
@@ -34,13 +39,14 @@ class IncomingShards:
         model: WorkerModel,
         *,
         shadow: bool,
+        receive: Receive,
     ) -> None:
         self.pipeline = pipeline
         self._request = request
         self._layout = layout
         self._model = model
         self._shadow = shadow
-        self._thread = TransferThread(request, rank, pipeline.run, pipeline.device, session)
+        self._thread = TransferThread(request, rank, partial(receive, pipeline), pipeline.device, session)
 
     @property
     def failed(self) -> bool:
@@ -55,7 +61,7 @@ class IncomingShards:
         if (messages := self._thread.wait(at_most_s)) is None:
             return None
         times = messages.times
-        return Received(tuple(messages.sums.items()), wire_s=times.wire_s, checksum_s=times.verify_s)
+        return Received(tuple(messages.sums.items()), times.wire_s, times.verify_s, times.code_s)
 
     def place(self) -> Placed:
         """See `IncomingTransfer`. Without `shadow` the messages lie in place already, compared. What goes through the
@@ -121,11 +127,15 @@ class ShardedPath:
         needed = int(plan.sizes[plan.contents_of(rank)].sum())
         return Prepared(needed < SHADOW_SHARE * free_bytes(memory.device), inplace_possible=True)
 
-    def transfer(self, request: TransferRequest, rank: int, *, shadow: bool) -> IncomingShards:
+    def transfer(
+        self, request: TransferRequest, rank: int, *, shadow: bool, receive: Receive = ReceivePipeline.run
+    ) -> IncomingShards:
         """See `IncomingPath`."""
         session = PublicationSession() if request.leave_after else self._session
         pipeline = self._pipeline(request, rank, shadow=shadow)
-        self._latest = IncomingShards(request, rank, pipeline, session, self._layout, self._model, shadow=shadow)
+        self._latest = IncomingShards(
+            request, rank, pipeline, session, self._layout, self._model, shadow=shadow, receive=receive
+        )
         return self._latest
 
     def _pipeline(self, request: TransferRequest, rank: int, *, shadow: bool) -> ReceivePipeline:

@@ -224,6 +224,32 @@ def test_the_path_follows_the_jobs_choice_and_what_members_can_do(
 
 
 @scenario
+async def test_changes_are_sent_to_replicas_that_hold_the_base(cluster: Cluster, spec: dict[str, Any]) -> None:
+    trainer, _, other = await cluster.trainer(), await cluster.replica(), await cluster.replica()
+
+    async def lose(request: Any) -> None:
+        other.loses_base = request.publication.version == 3
+
+    other.faults["PreparePublication"] = lose
+    spec["publication"] = {"path": "delta"}
+    job_id = await cluster.submit(spec)
+    job = await cluster.ended(job_id)
+    assert job.state is JobState.SUCCEEDED and other.publications == list(range(7))
+    assert set(trainer.paths) == {weights_pb2.PATH_DELTA}
+    assert trainer.sent_whole[-6:] == [False, False, True, False, False, False], "all get everything where one lacks it"
+    assert trainer.sent_whole[0] and not await cluster.events(job_id, "publication.failed")
+
+
+@scenario
+async def test_a_replica_that_takes_no_deltas_makes_them_whole(cluster: Cluster, spec: dict[str, Any]) -> None:
+    trainer, old = await cluster.trainer(), await cluster.replica()
+    old.takes_deltas = False
+    spec["publication"] = {"path": "delta"}
+    job = await cluster.ended(await cluster.submit(spec))
+    assert job.state is JobState.SUCCEEDED and set(trainer.paths) == {weights_pb2.PATH_SHARDED}
+
+
+@scenario
 async def test_layouts_are_asked_for_once(cluster: Cluster, spec: dict[str, Any]) -> None:
     trainer, replica = await cluster.trainer(), await cluster.replica()
     asked = []

@@ -18,8 +18,10 @@ from millrace.weights.plans import wire_layouts
 from millrace.weights.plans.layout import Layout, Place, row_major_strides, whole_layout
 from millrace.weights.plans.manifest import Manifest
 from millrace.weights.plans.memory import Memory
+from millrace.weights.transfer.channels.channel import Channel
 from millrace.weights.transfer.channels.rendezvous import Rendezvous
-from millrace.weights.transfer.pipeline import ReceivePipeline
+from millrace.weights.transfer.delta.exchange import ReceivingDeltas
+from millrace.weights.transfer.pipeline import ReceivedMessages, ReceivePipeline
 from millrace.weights.transfer.session import PublicationSession
 from millrace.wire.v1 import trainer_pb2 as pb
 from millrace.wire.v1 import weights_pb2
@@ -46,8 +48,8 @@ def halves(manifest: Manifest, part: int) -> Memory:
 class Worker:
     """Receives in a thread; in the same communicator from version to version."""
 
-    def __init__(self, memory: Memory, staged: bool) -> None:
-        self.memory, self.staged, self.session = memory, staged, PublicationSession()
+    def __init__(self, memory: Memory, staged: bool, delta: bool) -> None:
+        self.memory, self.staged, self.delta, self.session = memory, staged, delta, PublicationSession()
         self.failure: PublicationFailed | None = None
 
     def start(self, rank: int, layouts: weights_pb2.Sides, prepared: pb.PrepareSendResponse, key: str) -> None:
@@ -57,15 +59,21 @@ class Worker:
         rendezvous = Rendezvous(at.host, at.port, at.key, rank, at.world_size, b"", torch.device("cpu"), 20.0)
         assert at.standing == (self.session.key == at.key)
         self.receiving = ReceivePipeline(plan, rank, self.memory, staged=self.staged)
+        self.base = prepared.HasField("base")
         self.session.begin()
         self.thread = threading.Thread(target=self._run, args=(rendezvous, key))
         self.thread.start()
 
     def _run(self, rendezvous: Rendezvous, key: str) -> None:
         try:
-            self.got = self.session.run(rendezvous, key, time.monotonic() + 20.0, self.receiving.run)
+            self.got = self.session.run(rendezvous, key, time.monotonic() + 20.0, self._receive)
         except PublicationFailed as error:
             self.failure = error
+
+    def _receive(self, channel: Channel) -> ReceivedMessages:
+        if not self.delta:
+            return self.receiving.run(channel)
+        return self.receiving.run(ReceivingDeltas(channel, self.receiving.stream), onto_base=self.base)
 
     def end(self, checksums: list[int]) -> None:
         self.thread.join(30)
@@ -76,7 +84,8 @@ class Worker:
 
 
 def case(world: World, asked: dict[str, Any]) -> dict[str, Any]:
-    """Publishes twice, in bfloat16; between the two every rank's weights change. Then one receiver stays away."""
+    """Publishes three times, in bfloat16; in between every rank's weights change. Then one receiver stays away. By
+    deltas the second publication finds that few elements changed, and the third that all did."""
     backend = build(job_spec(asked), world.device)
     sender = Sender(world.rank, "trainer-1")
     memory = backend.shards("bfloat16")
@@ -85,21 +94,22 @@ def case(world: World, asked: dict[str, Any]) -> dict[str, Any]:
     manifest = Manifest.from_proto(told.manifest)
     everything = whole_layout(manifest)
     empty = [torch.zeros(t.shape, dtype=getattr(torch, t.dtype)) for t in manifest.tensors]
-    workers = [Worker(halves(manifest, part), staged=bool(part)) for part in (0, 1)]
-    workers.append(Worker(Memory(manifest, everything, empty), staged=True))
+    path, delta = (weights_pb2.PATH_DELTA, True) if asked.get("delta") else (weights_pb2.PATH_SHARDED, False)
+    workers = [Worker(halves(manifest, part), staged=bool(part), delta=delta) for part in (0, 1)]
+    workers.append(Worker(Memory(manifest, everything, empty), staged=True, delta=delta))
     wanted = wire_layouts.encode([worker.memory.layout.boxes for worker in workers])
     layouts = weights_pb2.Sides(senders=told.layouts, receivers=wanted, message_bytes=65536)
     wrong: list[str] = []
-    for version in (0, 1):
+    shares: list[float] = []
+    for version in (0, 1, 2):
         ref = reference(version)
-        request = pb.PrepareSendRequest(
-            publication=ref, path=weights_pb2.PATH_SHARDED, dtype="bfloat16", deadline_s=20.0, sides=layouts
-        )
+        request = pb.PrepareSendRequest(publication=ref, path=path, dtype="bfloat16", deadline_s=20.0, sides=layouts)
         prepared = sender.prepare(request, backend, Version(version))
         if world.rank == 0:
             for i, worker in enumerate(workers):
                 worker.start(world.size + i, layouts, prepared, PublicationId.from_proto(ref).key)
         sent = sender.transfer(pb.TransferSendRequest(publication=ref), backend, Version(version))
+        shares.append(sent.report.sent_bytes / manifest.bytes / 2)  # two workers want it whole
         exported = {info.name: tensor for info, tensor in backend.export("bfloat16")}
         if world.rank == 0:
             for worker in workers:
@@ -114,23 +124,30 @@ def case(world: World, asked: dict[str, Any]) -> dict[str, Any]:
         with torch.no_grad():
             for _, tensor in backend.state().items():
                 for part in getattr(tensor, "parts", {0: tensor}).values():
-                    part.mul_(1.5).add_(0.01)  # the matrices B of adapters begin with zeros
+                    if delta and version == 0:
+                        part.view(-1)[::50] *= 1.01
+                    else:
+                        part.mul_(1.5).add_(0.01)  # the matrices B of adapters begin with zeros
         backend.prepare_state(0)
-    ref = reference(2)
+    ref = reference(3)
     request.publication.CopyFrom(ref)
     request.deadline_s = 1.0
-    sender.prepare(request, backend, Version(2))
+    sender.prepare(request, backend, Version(3))
     began = time.monotonic()
     try:
-        sender.transfer(pb.TransferSendRequest(publication=ref), backend, Version(2))
+        sender.transfer(pb.TransferSendRequest(publication=ref), backend, Version(3))
     except PublicationFailed as error:
         failure = error.what
     else:
         failure = "nothing"
     late = time.monotonic() - began
+    sender.finish(failed=True)
+    request.publication.CopyFrom(reference(4))
+    bases = [prepared.HasField("base"), sender.prepare(request, backend, Version(4)).HasField("base")]
     sender.close()
     dist.barrier()
-    return {"wrong": wrong, "computed": computed, "tensors": len(manifest.tensors), "failure": failure, "late": late}
+    told = {"wrong": wrong, "tensors": len(manifest.tensors), "failure": failure, "late": late}
+    return told | {"computed": computed, "shares": shares, "bases": bases}
 
 
 def main() -> None:

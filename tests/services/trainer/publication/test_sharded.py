@@ -22,6 +22,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "FSDP2 merged": ("fsdp2", "qwen3", {}),
     "TP2 merged": ("megatron", "qwen3", {"tensor_parallel": 2}),
     "EP2 merged": ("megatron", "qwen3_moe", {"expert_parallel": 2}),
+    "FSDP2 tied, deltas": ("fsdp2", "qwen2", {}),
+    "TP2, deltas": ("megatron", "qwen3", {"tensor_parallel": 2}),
 }
 MERGED: dict[str, dict[str, Any]] = {
     "FSDP2 merged": {"rank": 3, "dora": True},
@@ -29,6 +31,7 @@ MERGED: dict[str, dict[str, Any]] = {
     "EP2 merged": {"rank": 2, "target_modules": ["v_proj", "experts"]},
 }
 """The adapters that are merged with the weights of some cases."""
+DELTAS = [name for name in CASES if name.endswith("deltas")]
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +40,13 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
     for kind in {kind for _, kind, _ in CASES.values()}:
         tiny.save(kind, root / kind)
     cases = {
-        name: {"backend": backend, "model": str(root / kind), "options": options, "dtype": "float32"}
+        name: {
+            "backend": backend,
+            "model": str(root / kind),
+            "options": options,
+            "dtype": "float32",
+            "delta": name in DELTAS,
+        }
         for name, (backend, kind, options) in CASES.items()
     }
     for name, lora in MERGED.items():
@@ -56,3 +65,15 @@ def test_receivers_hold_what_gathering_gives(name: str, answers: dict[str, Any])
 @pytest.mark.parametrize("name", CASES)
 def test_a_receiver_that_does_not_come_fails_all_ranks_by_the_deadline(name: str, answers: dict[str, Any]) -> None:
     assert answers[name]["failure"] != "nothing" and answers[name]["late"] < 5.0
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_only_what_changed_is_sent_where_that_is_asked_for(name: str, answers: dict[str, Any]) -> None:
+    first, second, third = answers[name]["shares"]
+    assert first == pytest.approx(1.0, abs=0.2) and third == pytest.approx(first, rel=0.1)
+    assert (second < 0.1 * first) == (name in DELTAS)
+
+
+@pytest.mark.parametrize("name", DELTAS)
+def test_after_a_failed_publication_no_base_is_offered(name: str, answers: dict[str, Any]) -> None:
+    assert answers[name]["bases"] == [True, False]
