@@ -17,7 +17,7 @@ from millrace.memory.layers import (
 )
 from millrace.memory.ledger import Ledger, Part, Phase, Prediction, fullest
 from millrace.memory.roles import role_tokens
-from millrace.memory.staging import sender_bytes
+from millrace.memory.staging import sender_bytes, snapshot_bytes
 from millrace.spec import JobSpec
 from millrace.spec.trainer import ROLES, Role
 
@@ -224,5 +224,7 @@ def predict(spec: JobSpec, shape: ModelShape, ranks: int, tokens: int) -> Predic
         Phase.LOAD: job.placed(loaded, Ledger({})),
         Phase.SCORING: job.scoring(),
         Phase.UPDATE: job.update(),
-        Phase.PUBLICATION: job.placed(job.at_rest(), Ledger({Part.STAGING: sender_bytes(spec, shape)})),
+        Phase.PUBLICATION: job.placed(job.at_rest(), Ledger({Part.STAGING: sender_bytes(spec, shape)})).with_host(
+            {Part.STAGING: snapshot_bytes(spec, shape, ranks)}
+        ),
     }

@@ -55,12 +55,19 @@ class Ledger:
     device: Mapping[Part, float]
     """On the rank's device."""
     host: Mapping[Part, float] = field(default_factory=dict)
-    """In host memory because the job offloads it."""
+    """In host memory because the job offloads it, or keeps there what it published."""
 
     @property
     def total(self) -> float:
         """Bytes on the device."""
         return sum(self.device.values())
+
+    def with_host(self, more: Mapping[Part, float]) -> "Ledger":
+        """The same with more in host memory."""
+        host = dict(self.host)
+        for part, size in more.items():
+            host[part] = host.get(part, 0.0) + size
+        return Ledger(self.device, host)
 
     def largest_first(self) -> Iterator[tuple[Part, float]]:
         """The parts on the device that are not empty."""

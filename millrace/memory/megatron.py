@@ -10,7 +10,7 @@ from millrace.memory.head import head_bytes, scoring_bytes
 from millrace.memory.layers import KeptElements, adapter_parameters, kept_elements, layer_parameters
 from millrace.memory.ledger import Ledger, Part, Phase, Prediction, fullest
 from millrace.memory.roles import role_tokens
-from millrace.memory.staging import sender_bytes
+from millrace.memory.staging import sender_bytes, snapshot_bytes
 from millrace.spec import JobSpec
 from millrace.spec.trainer import ROLES
 
@@ -231,5 +231,7 @@ def predict(spec: JobSpec, shape: ModelShape, ranks: int, tokens: int) -> Predic
         Phase.LOAD: fullest([stage.ledger({}, resting=True, idle=True) for stage in stages]),
         Phase.SCORING: fullest([stage.scoring() for stage in stages]),
         Phase.UPDATE: fullest([moment for stage in stages for moment in stage.moments()]),
-        Phase.PUBLICATION: fullest([stage.ledger(staging, resting=True) for stage in stages]),
+        Phase.PUBLICATION: fullest([stage.ledger(staging, resting=True) for stage in stages]).with_host(
+            {Part.STAGING: snapshot_bytes(spec, shape, ranks)}
+        ),
     }

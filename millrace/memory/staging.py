@@ -34,6 +34,15 @@ def sender_bytes(spec: JobSpec, shape: ModelShape) -> float:
     return rounds + MERGED_COPIES * 4 * max(inputs * outputs for inputs, outputs in matrices)
 
 
+def snapshot_bytes(spec: JobSpec, shape: ModelShape, ranks: int) -> float:
+    """In host memory of one of the trainer's `ranks`: the messages that it sent last, where only what changed is sent.
+    For one replica; with more, at most as many times as the trainer has ranks for each worker of a replica. An adapter
+    travels whole."""
+    if spec.publication.path != "delta" or (spec.model.lora is not None and not spec.model.lora.merge):
+        return 0.0
+    return published_bytes(spec, shape) / ranks
+
+
 def _each_time(spec: JobSpec, shape: ModelShape) -> float:
     """Bytes that each publication sends: the adapter alone, or all weights."""
     if spec.model.lora is None or spec.model.lora.merge:

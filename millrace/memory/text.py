@@ -110,4 +110,4 @@ def _table(prediction: Prediction) -> Iterator[str]:
     yield f"  {'together':32}" + "".join(f"{gib(ledger.total):>20}" for ledger in prediction.values())
     host = [sum(ledger.host.values()) for ledger in prediction.values()]
     if any(host):
-        yield f"  {'offloaded to host memory':32}" + "".join(f"{gib(size) if size else '–':>20}" for size in host)
+        yield f"  {'in host memory':32}" + "".join(f"{gib(size) if size else '–':>20}" for size in host)

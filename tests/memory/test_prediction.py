@@ -208,3 +208,13 @@ def test_a_publication_of_an_adapter_alone_needs_no_room_for_the_weights() -> No
         spec = job(lora={"rank": 32, "merge": merge}, rollout={"engine_options": {"gpu_memory_utilization": 0.5}})
         staging[merge] = predict_replica(spec, shape, "vllm", gpu).ledger.device[Part.STAGING]
     assert staging[False] == pytest.approx(2 * 87e6, rel=0.01) and staging[True] == pytest.approx(2 * 8.19e9, rel=0.01)
+
+
+@pytest.mark.parametrize("backend", ["fsdp2", "megatron"])
+def test_changes_alone_need_host_memory_for_what_was_sent(backend: str) -> None:
+    spec, host = job(backend), {}
+    for path in ("sharded", "delta"):
+        publication = spec.publication.model_copy(update={"path": path})
+        asked = spec.model_copy(update={"publication": publication})
+        host[path] = sum(predict(asked, cut("qwen3-8b", 36), 8)[Phase.PUBLICATION].host.values())
+    assert host["sharded"] == 0 and host["delta"] == pytest.approx(2 * 8.19e9 / 8, rel=0.01)

@@ -6,6 +6,9 @@ import torch
 
 from millrace.weights.transfer.delta.codec import Coding, Header, changed_words, encode
 
+FEW = 50
+"""Where fewer than one word in so many bytes changed, these are copied by themselves."""
+
 
 class Snapshot:
     """The bytes of every message that one rank packs, by content of the plan.
@@ -31,10 +34,14 @@ class Snapshot:
         now on the snapshot holds it. On a GPU the work is put on the current stream."""
         kept = self._messages[content]
         if whole:
-            header, encoded = Header(Coding.WHOLE, message.numel()), message
-        else:
-            base = kept.to(message.device, non_blocking=True)
-            header, encoded = encode(base, message, changed_words(base, message))
-        if whole or header.changed:
+            kept.copy_(message, non_blocking=True)
+            return Header(Coding.WHOLE, message.numel()), message
+        base = kept.to(message.device, non_blocking=True)
+        changed = changed_words(base, message)
+        header, encoded = encode(base, message, changed)
+        if kept.device == message.device and FEW * header.changed < message.numel():
+            new = message.view(torch.int16).index_select(0, changed)
+            kept.view(torch.int16).index_copy_(0, changed, new)
+        elif header.changed:
             kept.copy_(message, non_blocking=True)
         return header, encoded

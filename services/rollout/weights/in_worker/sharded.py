@@ -39,7 +39,7 @@ class IncomingShards:
         model: WorkerModel,
         *,
         shadow: bool,
-        receive: Receive,
+        receive: Receive = ReceivePipeline.run,
     ) -> None:
         self.pipeline = pipeline
         self._request = request

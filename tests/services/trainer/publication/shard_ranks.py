@@ -125,7 +125,8 @@ def case(world: World, asked: dict[str, Any]) -> dict[str, Any]:
             for _, tensor in backend.state().items():
                 for part in getattr(tensor, "parts", {0: tensor}).values():
                     if delta and version == 0:
-                        part.view(-1)[::50] *= 1.01
+                        local = part.to_local() if hasattr(part, "to_local") else part
+                        local[..., ::50] *= 1.01
                     else:
                         part.mul_(1.5).add_(0.01)  # the matrices B of adapters begin with zeros
         backend.prepare_state(0)

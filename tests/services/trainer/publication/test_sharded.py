@@ -70,8 +70,9 @@ def test_a_receiver_that_does_not_come_fails_all_ranks_by_the_deadline(name: str
 @pytest.mark.parametrize("name", CASES)
 def test_only_what_changed_is_sent_where_that_is_asked_for(name: str, answers: dict[str, Any]) -> None:
     first, second, third = answers[name]["shares"]
-    assert first == pytest.approx(1.0, abs=0.2) and third == pytest.approx(first, rel=0.1)
-    assert (second < 0.1 * first) == (name in DELTAS)
+    delta = name in DELTAS
+    assert first == pytest.approx(1.0, abs=0.2) and (0.3 if delta else 0.99) * first < third < 1.01 * first
+    assert (second < 0.2 * first) == delta
 
 
 @pytest.mark.parametrize("name", DELTAS)
