@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--mbit", type=float, default=0.0, help="speed of the link in Mbit/s; 0: as it is")
     parser.add_argument("--lr", default="1e-6,1e-5,1e-4", help="learning rates")
     parser.add_argument("--repeats", type=int, default=3, help="publications of each kind for each learning rate")
-    parser.add_argument("--message-mb", type=int, default=16, help="MiB that a side sends in one round")
+    parser.add_argument("--message-mb", type=int, default=128, help="MiB that a side sends in one round")
     parser.add_argument("--threads", type=int, default=1, help="of torch, for each side")
     parser.add_argument("--output", type=Path, help="write the figures there, as JSON")
     options = parser.parse_args()
