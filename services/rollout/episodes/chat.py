@@ -1,0 +1,135 @@
+"""A model's chat format: messages to tokens, tokens to a message, and what is put between two turns.
+
+The `renderers` library knows the formats of many models. For any other chat template its `default` renderer is used,
+and what is put between two turns is found here, in the text that the template makes.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jinja2 import TemplateError
+
+from millrace.errors import BadRow, refused
+from millrace.extras import how_to_install
+
+FIELD = "rollout.environment.renderer"
+DEFAULT = "default"
+Message = dict[str, Any]
+
+
+class Chat:
+    """The chat format of one job."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        renderer: str = DEFAULT,
+        options: Mapping[str, Any] | None = None,
+        template_options: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        """`tools`: what the policy may call, as OpenAI describes functions. Raises InvalidJob for a renderer that does
+        not exist, is not installed, or cannot read calls of tools although there are some."""
+        self._tokenizer = tokenizer
+        self._template_options = dict(template_options or {})
+        self._is_default = renderer == DEFAULT
+        self._renderer = _create(tokenizer, renderer, {**(options or {}), **self._template_options})
+        self.tools = [dict(each) for each in tools] or None
+        if self.tools and not getattr(self._renderer, "supports_tools", True):
+            reason = "it finds no calls of tools, and the environment has tools"
+            fix = "name the renderer of the model, or add options: {tool_parser: qwen3} for that format of calls."
+            raise refused(FIELD, renderer, reason, fix)
+
+    def render(self, messages: Sequence[Message]) -> list[int]:
+        """The tokens of a whole conversation, after which the policy speaks. Raises BadRow."""
+        try:
+            return list(self._renderer.render_ids(list(messages), tools=self.tools, add_generation_prompt=True))
+        except (TemplateError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+            raise _refusal(error) from error
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, with special ones."""
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def read(self, prompt: Sequence[int], sampled: Sequence[int], *, ended: bool) -> tuple[Message, Message]:
+        """What the policy said after `prompt`, as the environment gets it and as it stands in the history.
+
+        `ended`: the last token is one that ends a turn. A call of a tool that cannot be read has no `function`, but its
+        `status` and `raw` text.
+        """
+        parsed = self._renderer.parse_response(list(sampled), tools=self.tools, prompt_ids=list(prompt))
+        told: Message = {"role": "assistant", "content": parsed.content}
+        if parsed.reasoning_content:
+            told["reasoning_content"] = parsed.reasoning_content
+        calls = [_call(number, each) for number, each in enumerate(parsed.tool_calls)]
+        if self._is_default:  # the template is not known: it gets the text as it was said
+            return told | ({"tool_calls": calls} if calls else {}), {
+                "role": "assistant",
+                "content": self._said(prompt, sampled[:-1] if ended else sampled),
+            }
+        good = [{key: call[key] for key in ("id", "type", "function")} for call in calls if "function" in call]
+        return told | ({"tool_calls": calls} if calls else {}), told | ({"tool_calls": good} if good else {})
+
+    def between(
+        self, seen: Sequence[int], turn: int, history: Sequence[Message], new: Sequence[Message]
+    ) -> list[int] | None:
+        """The tokens that follow `seen`, so that the policy answers `new`; None where the format writes what was said
+        before in another way, so that `seen` is not the beginning of any prompt.
+
+        `seen` are the tokens of the engine up to the end of a turn that began at `turn`, `history` the messages that
+        they stand for. Raises BadRow.
+        """
+        try:
+            if self._is_default:
+                return self._between_texts(seen, [*history, *new])
+            bridged = self._renderer.bridge_to_next_turn(
+                list(seen[:turn]), list(seen[turn:]), list(new), tools=self.tools
+            )
+        except (TemplateError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+            raise _refusal(error) from error
+        if bridged is None or bridged.token_ids[: len(seen)] != list(seen):
+            return None
+        return list(bridged.token_ids[len(seen) :])
+
+    def _between_texts(self, seen: Sequence[int], messages: list[Message]) -> list[int] | None:
+        options = {"add_generation_prompt": True, **self._template_options, "tokenize": False}
+        whole = str(self._tokenizer.apply_chat_template(messages, tools=self.tools, **options))
+        before = self.decode(seen)
+        if not whole.startswith(before):
+            return None
+        return list(self._tokenizer.encode(whole[len(before) :], add_special_tokens=False)) or None
+
+    def _said(self, prompt: Sequence[int], sampled: Sequence[int]) -> str:
+        """The text of sampled tokens as it stands after the prompt: decoders may treat the first token of a text in
+        another way."""
+        before, whole = self.decode(prompt), self.decode([*prompt, *sampled])
+        return whole[len(before) :] if whole.startswith(before) else self.decode(sampled)
+
+
+def _create(tokenizer: Any, name: str, options: Mapping[str, Any]) -> Any:
+    try:
+        from renderers import config_from_name, create_renderer
+    except ImportError as error:
+        fix = f"install it on the replicas' hosts: {how_to_install('environments')}."
+        raise refused(FIELD, name, "the library renderers is not installed", fix) from error
+    try:
+        config = config_from_name(name)
+        return create_renderer(tokenizer, None if config is None else type(config)(**options))
+    except (ValueError, TypeError) as error:  # pydantic's errors are ValueErrors
+        reason = f"the renderer cannot be made: {str(error).splitlines()[0]}"
+        raise refused(FIELD, name, reason, "name a renderer of the library renderers, with its options.") from error
+
+
+def _call(number: int, parsed: Any) -> dict[str, Any]:
+    """A call of a tool as chat completions have it."""
+    call: dict[str, Any] = {"id": parsed.id or f"call_{number}", "type": "function"}
+    if parsed.name is None or parsed.status.value not in ("ok", "unknown_tool"):
+        return call | {"status": parsed.status.value, "raw": parsed.raw}
+    given = parsed.arguments if parsed.arguments is not None else {}
+    arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+    return call | {"function": {"name": parsed.name, "arguments": arguments}}
+
+
+def _refusal(error: Exception) -> BadRow:
+    return BadRow(f"the chat template refuses the messages: {error}.", "correct the environment's messages.")
