@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import psutil
 
@@ -62,6 +62,19 @@ class Setup:
     network: bool
     required: bool
     """Whether to refuse a machine that does not give every boundary."""
+    field: ClassVar[str] = "reward.function"
+    """The field of the job spec that names what is loaded."""
+    worker: ClassVar[str] = "services.rollout.scoring.worker"
+    """The module that the process runs."""
+
+    @property
+    def functions(self) -> str:
+        """What is loaded, for messages."""
+        return self.function
+
+    def message(self) -> dict[str, Any]:
+        """The setup in JSON's types, with absolute paths: the sandbox has another working folder and home."""
+        return {**asdict(self), "function": _absolute(self.function)}
 
 
 class ScoringProcess:
@@ -79,6 +92,8 @@ class ScoringProcess:
         self._cleanup = asyncio.create_task(self._clean_up())
         self.missing: tuple[Missing, ...] | None = None
         """The boundaries that this machine does not give; None until the function is loaded."""
+        self.greeting: Mapping[str, Any] = {}
+        """What the process said when it had loaded the function."""
 
     @classmethod
     async def start(cls, setup: Setup, timeout_s: float) -> Self:
@@ -88,7 +103,7 @@ class ScoringProcess:
         """
         ours, theirs = socket.socketpair()
         try:
-            worker = cls(await _spawn(theirs.fileno()), ours, setup.memory_mb)
+            worker = cls(await _spawn(setup.worker, theirs.fileno()), ours, setup.memory_mb)
         except BaseException:
             ours.close()
             raise
@@ -96,13 +111,13 @@ class ScoringProcess:
             number = theirs.fileno()
             theirs.close()
         try:
-            whole = {**asdict(setup), "function": _absolute(setup.function), "parent": os.getpid(), "control": number}
+            whole = {**setup.message(), "parent": os.getpid(), "control": number}
             greeting = await worker._exchange({**whole, "paths": _more_paths(), "hidden": _hidden_paths()}, timeout_s)
-            worker.missing = _accept(greeting, setup)
+            worker.missing, worker.greeting = _accept(greeting, setup), greeting
         except TimeoutError as error:
             await worker.end()
             raise InvalidJob(
-                f"reward.function: {setup.function} was not loaded within {timeout_s:g} s.",
+                f"{setup.field}: {setup.functions} was not loaded within {timeout_s:g} s.",
                 "keep slow work out of the module's top level, or start it when the function is first called.",
             ) from error
         except BaseException:
@@ -207,13 +222,13 @@ class _Spawned:
     mark: str
 
 
-async def _spawn(control: int) -> _Spawned:
+async def _spawn(module: str, control: int) -> _Spawned:
     loop, mark = asyncio.get_running_loop(), uuid.uuid4().hex
     transport, streams = await loop.subprocess_exec(
         _Streams,
         sys.executable,
         "-m",
-        "services.rollout.scoring.worker",
+        module,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=None,
@@ -243,7 +258,7 @@ def _accept(greeting: Mapping[str, Any], setup: Setup) -> tuple[Missing, ...]:
     if told := greeting.get("refused"):
         raise InvalidJob(told["what"], told["fix"])
     if failure := greeting.get("failure"):
-        raise InvalidJob(f"reward.function: {setup.function} {failure} when it was imported.", "fix its module.")
+        raise InvalidJob(f"{setup.field}: {setup.functions} {failure} when it was imported.", "fix its module.")
     if lacking := greeting.get("uncontained"):
         raise refused(
             "reward.isolation",
