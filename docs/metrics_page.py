@@ -1,10 +1,12 @@
 """`python docs/metrics_page.py > docs/metrics.md`: every metric that is declared."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from millrace.telemetry.metrics.catalogue import SECTIONS
 from millrace.telemetry.metrics.declaration import PLACEHOLDERS, StepMetric
-from millrace.telemetry.metrics.prometheus import PROMETHEUS_METRICS
+from millrace.telemetry.metrics.prometheus.declaration import PrometheusMetric
+from millrace.telemetry.metrics.prometheus.registry import PROMETHEUS_SECTIONS
 
 INTRODUCTION = """# Metrics
 
@@ -14,7 +16,9 @@ a declaration, not this page.
 There are two kinds. **Step metrics** are the values of one step of one job: one row a step, kept by the coordinator,
 read with `millrace show`, `GET /v1/jobs/{id}/metrics` or `Client.metrics`, and sent to the job's experiment trackers.
 Row 0 has the evaluation before training. Their names are verl's where verl has the same number.
-**Prometheus metrics** are about the coordinator and its fleet as a whole and are served at `/metrics` on the REST port.
+**Prometheus metrics** are about a service: the coordinator serves those of jobs and fleet at `/metrics` on the REST
+port, the trainer and each replica their own at a port that `millrace fleet` tells
+([running.md](running.md#prometheus)). Times are seconds and sizes bytes; `_total` counts since the process started.
 
 The *owner* is the service that measures the value."""
 FAMILIES = """A key with a part in braces stands for a family of keys:
@@ -31,7 +35,12 @@ def page() -> str:
         f"### {section.heading}\n\n{section.introduction.strip()}\n\n{_step_table(section.metrics)}"
         for section in SECTIONS
     ]
-    return "\n\n".join([*parts, f"## Prometheus metrics\n\n{_prometheus_table()}"]) + "\n"
+    parts.append("## Prometheus metrics")
+    parts += [
+        f"### {section.heading}\n\n{section.introduction.strip()}\n\n{_prometheus_table(section.metrics)}"
+        for section in PROMETHEUS_SECTIONS
+    ]
+    return "\n\n".join(parts) + "\n"
 
 
 def _step_table(metrics: Sequence[StepMetric]) -> str:
@@ -39,12 +48,12 @@ def _step_table(metrics: Sequence[StepMetric]) -> str:
     return "\n".join([*rows, *(_row(f"`{m.key}`", m.unit, m.owner, m.meaning) for m in metrics)])
 
 
-def _prometheus_table() -> str:
-    rows = ["| name | type | labels | unit | owner | meaning |", "|---|---|---|---|---|---|"]
-    for metric in PROMETHEUS_METRICS:
+def _prometheus_table(metrics: Sequence[PrometheusMetric[Any]]) -> str:
+    rows = ["| name | type | labels | unit | meaning |", "|---|---|---|---|---|"]
+    for metric in metrics:
         labels = ", ".join(f"`{label}`" for label in metric.labels)
         kind = metric.kind.__name__.lower()
-        rows.append(_row(f"`{metric.name}`", kind, labels, metric.unit, metric.owner, metric.meaning))
+        rows.append(_row(f"`{metric.name}`", kind, labels, metric.unit, metric.meaning))
     return "\n".join(rows)
 
 

@@ -184,6 +184,7 @@ class MemberView(BaseModel):
     world_size: int
     host: str
     device: str
+    metrics_address: str = Field("", description="host:port of its Prometheus metrics; empty: it serves none.")
     state: MemberState
     version: int = Field(description="Weight version held; -1: none verified.")
     running: int = Field(description="Samples that its engine is generating.")

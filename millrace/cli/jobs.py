@@ -145,12 +145,14 @@ def fleet(url: Url = None, as_json: AsJson = False) -> None:
     if as_json:
         return print_json(view)
     rows = table(
-        "MEMBER", "KIND", "STATE", ">VERSION", ">RUNNING", ">LEASES", ">TOKENS/S", "ENGINE", "ADDRESS", "DEVICE"
+        *("MEMBER", "KIND", "STATE", ">VERSION", ">RUNNING", ">LEASES", ">TOKENS/S"),
+        *("ENGINE", "ADDRESS", "METRICS", "DEVICE"),
     )
     for member in (*view.trainers, *view.replicas):
         engine = f"{member.engine} {member.engine_release} ×{member.world_size}"
         counts = (str(member.version), str(member.running), str(member.leases), f"{member.tokens_per_s:.0f}")
-        rows.add_row(member.id, member.kind, styled(member.state), *counts, engine, member.address, member.device)
+        where = (member.address, member.metrics_address.rpartition(":")[2], member.device)
+        rows.add_row(member.id, member.kind, styled(member.state), *counts, engine, *where)
     console = people()
     console.print(f"epoch {view.epoch}")
     nobody = "No trainers or replicas are connected. Start a local fleet with `millrace up`."

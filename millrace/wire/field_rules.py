@@ -87,6 +87,7 @@ RULES: Mapping[str, Rule] = {
     "generation": ID,
     "life": ID,
     "port": _between(0, 65_535),
+    "metrics_port": _between(0, 65_535),
     "groups": SOME,
     "prompt_tokens": TOKENS,
     "GroupRef.response_tokens": EACH_TOKENS,

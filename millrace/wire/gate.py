@@ -7,6 +7,7 @@ nothing is read for a caller without the token: what such a caller sends stays i
 import asyncio
 import contextlib
 import hmac
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -30,11 +31,19 @@ RECEIVE_S = 60.0
 MOST_CALLS = 10_000
 """Calls in progress at one server. Each costs at most a connection's window before its message is read."""
 
+Observe = Callable[[str, str, float], None]
+"""Takes note of a call that has ended: path of its method, name of its status code, seconds."""
+
+
+def unobserved(path: str, code: str, seconds: float) -> None:
+    """Takes no note of calls."""
+
 
 class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
     """Admits callers that have `token` (empty: every caller), and turns the errors of handlers into statuses."""
 
-    def __init__(self, token: str) -> None:
+    def __init__(self, token: str, observe: Observe = unobserved) -> None:
+        self._observe = observe
         self.serving = False
         """What the health check answers to callers without the token."""
         self._expected = f"Bearer {token}".encode() if token else b""
@@ -87,16 +96,25 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no typ
     async def _call(self, context: grpc.aio.ServicerContext, method: str) -> AsyncIterator[None]:
         """One call in progress; an error ends it with a status."""
         self._calls += 1
+        began, code = time.perf_counter(), grpc.StatusCode.OK
         try:
             yield
+        except asyncio.CancelledError:
+            code = grpc.StatusCode.CANCELLED
+            raise
         except grpc.aio.AbortError:
+            code = grpc.StatusCode.ABORTED
             raise
         except NotImplementedError:  # of the base class of a servicer
-            await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{method} is not implemented here.")
+            code = grpc.StatusCode.UNIMPLEMENTED
+            await context.abort(code, f"{method} is not implemented here.")
         except Exception as error:
-            await self._abort(context, error, method)
+            status = self._status(context, error, method)
+            code = status[0]
+            await context.abort(*status)
         finally:
             self._calls -= 1
+            self._observe(method, code.name, time.perf_counter() - began)
 
     async def _request(self, raw: AsyncIterator[bytes], handler: Any) -> Any:
         """The message of the call; for a method that takes a stream, all its messages as they come."""
@@ -110,8 +128,11 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no typ
         check(message)
         return message
 
-    async def _abort(self, context: grpc.aio.ServicerContext, error: Exception, method: str) -> None:
-        """Answers an error. One that is no MillraceError is a bug: its traceback is logged, but not once per call."""
+    def _status(
+        self, context: grpc.aio.ServicerContext, error: Exception, method: str
+    ) -> tuple[grpc.StatusCode, str, tuple[tuple[str, str | bytes], ...]]:
+        """The status that answers an error, which is logged. One that is no MillraceError is a bug: its traceback is
+        logged, but not once per call."""
         if not isinstance(error, MillraceError):
             self._tally.add("a bug in this service", key=f"bug {method}", exc_info=error, method=method)
             error = MillraceError(f"{method} failed because of a bug in the service.", "report it with its log.")
@@ -122,8 +143,7 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no typ
         else:
             key = f"{method} {type(error).__name__}"
             self._tally.add("call refused", key=key, method=method, caller=context.peer(), error=str(error))
-        code, details, trailing = status_of(error)
-        await context.abort(code, details, trailing_metadata=trailing)
+        return status_of(error)
 
 
 async def _message(raw: AsyncIterator[bytes], parse: Callable[[bytes], Any]) -> Any:

@@ -8,7 +8,7 @@ from grpc_reflection.v1alpha import reflection
 
 from millrace.errors import Unavailable
 from millrace.wire.channel import OPTIONS, token
-from millrace.wire.gate import Gate
+from millrace.wire.gate import Gate, Observe, unobserved
 
 LARGEST_GROUP_BYTES = 512 << 20
 """Largest message with a group that the coordinator takes; Redis takes no larger value. 16 answers of 32,768 tokens
@@ -30,8 +30,9 @@ LIMITS = [
 
 class Server:
     """Serves `servicers` at `host:port`; port 0 takes a free one. `servicers`: for each full service name, the function
-    that adds the service to a server. `largest_bytes`: of one message that it takes. Raises Unavailable where the port
-    is taken."""
+    that adds the service to a server. `largest_bytes`: of one message that it takes. `observe` is called at the end
+    of each call with the path of its method, the name of its status code, and its seconds. Raises Unavailable where the
+    port is taken."""
 
     def __init__(
         self,
@@ -39,8 +40,9 @@ class Server:
         host: str,
         port: int,
         largest_bytes: int = LARGEST_MESSAGE_BYTES,
+        observe: Observe = unobserved,
     ) -> None:
-        self._gate = Gate(token())
+        self._gate = Gate(token(), observe)
         options = dict(OPTIONS) | dict(LIMITS) | {"grpc.max_receive_message_length": largest_bytes}
         self._server = grpc.aio.server(interceptors=[self._gate], options=[*options.items()])
         self._health = health.aio.HealthServicer()

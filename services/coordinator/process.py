@@ -12,6 +12,7 @@ import structlog
 import uvicorn
 
 from millrace.errors import InvalidState, Unavailable
+from millrace.telemetry.metrics.prometheus.every_service import grpc_observer
 from millrace.wire.address import host_address
 from millrace.wire.server import LARGEST_GROUP_BYTES, Server
 from services.coordinator.fleet.fleet import Fleet
@@ -90,7 +91,8 @@ class Coordinator:
         trainer, queue = Trainer(fleet), Queue(store, fleet, events, prometheus)
         publisher = Publisher(store, fleet, trainer, events, prometheus)
         services = servicers(FleetServicer(fleet), WorkServicer(fleet, queue, store, prometheus))
-        grpc = Server(services, self._settings.grpc_host, self._settings.grpc_port, LARGEST_GROUP_BYTES)
+        observe = grpc_observer(prometheus.registry)
+        grpc = Server(services, self._settings.grpc_host, self._settings.grpc_port, LARGEST_GROUP_BYTES, observe)
         components = Components(
             store=store,
             fleet=fleet,

@@ -16,6 +16,8 @@ from millrace.engines import ENGINE_NAMES
 from millrace.errors import MillraceError
 from millrace.ids import MemberId, new_member_id
 from millrace.telemetry import logs
+from millrace.telemetry.metrics.prometheus.endpoint import MetricsEndpoint, MetricsPortOption
+from millrace.telemetry.metrics.prometheus.every_service import grpc_observer
 from millrace.version import VersionOption
 from millrace.wire.address import (
     CoordinatorOption,
@@ -75,6 +77,7 @@ class Options:
     place: Place | None
     """Which node of the replica this process is; None for a replica on one host."""
     node_lost_s: float
+    metrics_port: int
 
 
 @app.command()
@@ -99,6 +102,7 @@ def main(
     node_rank: NodeRankOption = 0,
     leader: LeaderOption = "",
     node_lost_s: NodeLostOption = NODE_LOST_S,
+    metrics_port: MetricsPortOption = 0,
     insecure: InsecureOption = False,
     version: VersionOption = False,
 ) -> None:
@@ -114,7 +118,7 @@ def main(
         if (place := Place.of(engine, nodes, node_rank, leader)) is not None:
             set_network_environment()
         port = place.own_port(port) if place is not None else port
-        where = (host_address(), port, patience_s, drain_s, stall_s, place, node_lost_s)
+        where = (host_address(), port, patience_s, drain_s, stall_s, place, node_lost_s, metrics_port)
         options = Options(coordinator, engine, found.release, *where)
     except MillraceError as error:
         print(f"rollout: {error}", file=sys.stderr)
@@ -159,7 +163,10 @@ async def _serve(member_id: MemberId, options: Options) -> int:
     leases = Leases(coordinator, member_id)
     replica = Replica(member_id, *software, leases, nodes)
     served = {**servicers(replica), **(nodes_servicers(nodes) if nodes is not None else {})}
-    server = Server(served, bind_address(options.host), options.port)
+    bind = bind_address(options.host)
+    server = Server(served, bind, options.port, observe=grpc_observer(replica.metrics.registry))
+    metrics = MetricsEndpoint(replica.metrics.registry, bind, options.metrics_port, replica.metrics.refresh)
+    replica.metrics_port = metrics.port
     membership = replica.membership(coordinator, f"{options.host}:{server.port}", options.patience_s)
     leases.on_forgotten, leases.on_death = membership.forgotten, replica.died_of
     stops, ending = _signals(), Ending.DIED
@@ -176,6 +183,7 @@ async def _serve(member_id: MemberId, options: Options) -> int:
             why = replica.failure or "it was told to stop"
             await nodes.end(why, for_good=ending is Ending.STOPPED and not replica.died.is_set())
     await server.stop(1.0)
+    metrics.close()
     await coordinator.close()
     return 1 if replica.died.is_set() else 0
 

@@ -21,6 +21,7 @@ from millrace.wire.membership import Membership
 from millrace.wire.v1 import fleet_pb2, rollout_pb2
 from services.rollout.engine import Engine, EngineDied, Load
 from services.rollout.engines import create
+from services.rollout.metrics import ReplicaMetrics
 from services.rollout.nodes.leader import Leader
 from services.rollout.weights.receiver import PublicationReceiver
 from services.rollout.work.groups import GroupGenerator
@@ -54,6 +55,9 @@ class Replica:
         self.state: State = rollout_pb2.ENGINE_STATE_IDLE
         self.version: Version | None = None
         self.failure = ""
+        self.metrics = ReplicaMetrics(self)
+        self.metrics_port = 0
+        """Port at which the metrics are served; 0: nowhere."""
         self.draining = asyncio.Event()
         """Set once somebody asked this replica to drain."""
         self.died = asyncio.Event()
@@ -109,7 +113,9 @@ class Replica:
             await self._discard(opening)
             await self._stop_engine()
             raise
-        self._receiver = PublicationReceiver(self.engine, self.member_id, spec.rollout.cache_policy, self._on_version)
+        self._receiver = PublicationReceiver(
+            self.engine, self.member_id, spec.rollout.cache_policy, self._on_version, self.metrics.published
+        )
         self.state = rollout_pb2.ENGINE_STATE_WITHOUT_WEIGHTS
         log.info(CONFIGURED, job=job_id, engine=self.engine.name, release=self.engine.release)
 
@@ -194,6 +200,11 @@ class Replica:
             self.died.set()
 
     @property
+    def takes_leases(self) -> bool:
+        """Whether it takes new leases, as soon as it serves a version."""
+        return not self.draining.is_set()
+
+    @property
     def missing_boundaries(self) -> list[rollout_pb2.MissingBoundary]:
         """What separates the job's reward functions from this replica less than it should."""
         return missing_messages(self.job.scoring.missing if self.job else ())
@@ -232,6 +243,7 @@ class Replica:
             world_size=(self.engine.world_size if self.engine else 0) or 1,
             host=", ".join([socket.gethostname(), *(self.nodes.hosts if self.nodes is not None else [])]),
             device=self.engine.device if self.engine else device_name(),
+            metrics_port=self.metrics_port,
         )
 
     def _heartbeat(self) -> fleet_pb2.HeartbeatRequest:

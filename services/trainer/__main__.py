@@ -26,6 +26,7 @@ from torch.distributed import DistError
 from millrace.errors import MillraceError
 from millrace.ids import MemberId, new_member_id
 from millrace.telemetry import logs
+from millrace.telemetry.metrics.prometheus.endpoint import MetricsPortOption
 from millrace.version import VersionOption
 from millrace.wire.address import (
     CoordinatorOption,
@@ -56,6 +57,7 @@ def main(
     ] = 0,
     host: HostOption = "",
     silent_s: SilentOption = SILENT_S,
+    metrics_port: MetricsPortOption = 0,
     insecure: InsecureOption = False,
     version: VersionOption = False,
 ) -> None:
@@ -67,18 +69,18 @@ def main(
     except MillraceError as error:
         print(f"trainer: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
-    raise typer.Exit(serve(coordinator, port, silent_s))
+    raise typer.Exit(serve(coordinator, port, silent_s, metrics_port))
 
 
-def serve(coordinator: str, port: int, silent_s: float) -> int:
-    """Runs one rank, as the environment says which; returns the exit status. `silent_s`: see SilentOption."""
+def serve(coordinator: str, port: int, silent_s: float, metrics_port: int) -> int:
+    """Runs one rank, as the environment says which; returns the exit status. See SilentOption, MetricsPortOption."""
     member_id = new_member_id("trainer")
     rank = os.environ.get("RANK", "0")
     logs.configure("trainer", member_id if rank == "0" else f"rank-{rank}")
-    return run(coordinator, port, silent_s, member_id)
+    return run(coordinator, port, silent_s, metrics_port, member_id)
 
 
-def run(coordinator: str, port: int, silent_s: float, member_id: MemberId) -> int:
+def run(coordinator: str, port: int, silent_s: float, metrics_port: int, member_id: MemberId) -> int:
     """Runs this rank until the trainer ends; returns the exit status."""
     world = World.join()
     control = ControlThread()
@@ -88,14 +90,14 @@ def run(coordinator: str, port: int, silent_s: float, member_id: MemberId) -> in
     drain = heartbeats.drain
     if world.rank == 0:
         sent = CommandSender(world, heartbeats)
-        rank_zero = RankZero(world, sent, sender, saver, member_id, coordinator, control.loop)
+        rank_zero = RankZero(world, sent, heartbeats, sender, saver, member_id, coordinator, control.loop)
         drain = rank_zero.drain
     worker = Worker(world, control, sender, saver)
     commands = CommandLoop(world, worker.handlers)
     heartbeats.start(on_drain=drain)
     _on_signals(control, drain)
     if world.rank == 0:
-        rank_zero.start(host_address(), port)
+        rank_zero.start(host_address(), port, metrics_port)
     try:
         commands.run()
     except DistError as error:

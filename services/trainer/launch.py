@@ -21,6 +21,7 @@ from millrace.local.launcher import FORKING, Launcher, fork_from, stand_by
 from millrace.local.ports import free_port
 from millrace.local.restarts import Restarts
 from millrace.telemetry import logs
+from millrace.telemetry.metrics.prometheus.endpoint import MetricsPortOption
 from millrace.version import VersionOption
 from millrace.wire.address import (
     CoordinatorOption,
@@ -45,20 +46,19 @@ ASKING_NVML = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 """Whether there is a GPU may be asked before the fork, but CUDA must not be started there."""
 
 
-def life(ranks: int, coordinator: str, port: int, silent_s: float) -> list[ForkServerProcess]:
-    """The ranks of one life, which are not started yet. `port`: of the trainer's gRPC server. `silent_s`: see
-    SilentOption."""
+def life(ranks: int, coordinator: str, port: int, silent_s: float, metrics_port: int = 0) -> list[ForkServerProcess]:
+    """The ranks of one life, which are not started yet. `port`: of the trainer's gRPC server. See SilentOption and
+    MetricsPortOption."""
     together = {
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
     }
+    arguments = (coordinator, port, silent_s, metrics_port)
     own = [{"RANK": str(rank), "LOCAL_RANK": str(rank), **together} for rank in range(ranks)]
     return [
-        FORKING.Process(
-            target=_rank, args=(environment, coordinator, port, silent_s), name=f"rank {environment['RANK']}"
-        )
+        FORKING.Process(target=_rank, args=(environment, *arguments), name=f"rank {environment['RANK']}")
         for environment in own
     ]
 
@@ -69,12 +69,12 @@ def threads(ranks: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // ranks))}
 
 
-def _rank(environment: Mapping[str, str], coordinator: str, port: int, silent_s: float) -> None:
+def _rank(environment: Mapping[str, str], coordinator: str, port: int, silent_s: float, metrics_port: int) -> None:
     """One rank, in its own process."""
     os.environ.update(environment)
     from services.trainer.__main__ import serve
 
-    sys.exit(serve(coordinator, port, silent_s))
+    sys.exit(serve(coordinator, port, silent_s, metrics_port))
 
 
 def main(
@@ -85,6 +85,7 @@ def main(
     ] = 0,
     host: HostOption = "",
     silent_s: SilentOption = SILENT_S,
+    metrics_port: MetricsPortOption = 0,
     insecure: InsecureOption = False,
     version: VersionOption = False,
 ) -> None:
@@ -101,7 +102,7 @@ def main(
     fork_from(*PRELOADED)
     stand_by()
     # The port is the same in every life: the coordinator removes a dead trainer as soon as another one has its address.
-    ranks_of_one_life = partial(life, ranks, coordinator, port or free_port(), silent_s)
+    ranks_of_one_life = partial(life, ranks, coordinator, port or free_port(), silent_s, metrics_port)
     raise typer.Exit(Launcher(ranks_of_one_life, RESTARTS, silent_s + CALL_S).run())
 
 

@@ -8,8 +8,10 @@ from prometheus_client import generate_latest
 
 from millrace.ids import JobId
 from millrace.rest import FleetView, JobState, LedgerView
-from millrace.telemetry.metrics import prometheus as names
-from millrace.telemetry.metrics.prometheus import DeclaredRegistry
+from millrace.telemetry.metrics.declaration import Owner
+from millrace.telemetry.metrics.prometheus import coordinator as names
+from millrace.telemetry.metrics.prometheus.every_service import describe_process
+from millrace.telemetry.metrics.prometheus.registry import DeclaredRegistry
 from millrace.wire.v1 import common_pb2
 from services.coordinator.observe.samples import STOPS
 from services.coordinator.state.job import ACTIVE, JobRecord
@@ -32,7 +34,8 @@ class PrometheusMetrics:
     """Counters and histograms that this process updates, and gauges that are set when the page is requested."""
 
     def __init__(self) -> None:
-        self.registry = DeclaredRegistry()
+        self.registry = DeclaredRegistry(Owner.COORDINATOR)
+        describe_process(self.registry, Owner.COORDINATOR)
         self._counted: set[JobId] = set()
         """Jobs that may have counters."""
 
@@ -40,31 +43,31 @@ class PrometheusMetrics:
         """Counts leases that were given to replicas."""
         if count:
             self._counted.add(job_id)
-            names.LEASES.on(self.registry).labels(job=job_id).inc(count)
+            names.LEASES.on(self.registry).labels(job_id=job_id).inc(count)
 
     def expired(self, job_id: JobId, count: int) -> None:
         """Counts leases whose replica did not extend them in time."""
         self._counted.add(job_id)
-        names.LEASES_EXPIRED.on(self.registry).labels(job=job_id).inc(count)
+        names.LEASES_EXPIRED.on(self.registry).labels(job_id=job_id).inc(count)
 
     def fenced(self, job_id: JobId) -> None:
         """Counts an answer that was refused because its lease had been given to another replica."""
         self._counted.add(job_id)
-        names.LEASES_FENCED.on(self.registry).labels(job=job_id).inc()
+        names.LEASES_FENCED.on(self.registry).labels(job_id=job_id).inc()
 
     def completed(self, job_id: JobId, group: common_pb2.Group) -> None:
         """Counts a group, its trajectories and its response tokens."""
         self._counted.add(job_id)
-        names.GROUPS.on(self.registry).labels(job=job_id).inc()
+        names.GROUPS.on(self.registry).labels(job_id=job_id).inc()
         for stop, count in Counter(t.stop_reason for t in group.trajectories).items():
-            names.TRAJECTORIES.on(self.registry).labels(job=job_id, stop=STOPS.get(stop, "")).inc(count)
+            names.TRAJECTORIES.on(self.registry).labels(job_id=job_id, stop=STOPS.get(stop, "")).inc(count)
         tokens = sum(len(t.tokens) // 4 for t in group.trajectories)
-        names.RESPONSE_TOKENS.on(self.registry).labels(job=job_id).inc(tokens)
+        names.RESPONSE_TOKENS.on(self.registry).labels(job_id=job_id).inc(tokens)
 
     def trained(self, job_id: JobId, staleness: list[int]) -> None:
         """Records the staleness, in versions, of each trajectory of a step."""
         self._counted.add(job_id)
-        histogram = names.STALENESS.on(self.registry).labels(job=job_id)
+        histogram = names.STALENESS.on(self.registry).labels(job_id=job_id)
         for versions in staleness:
             histogram.observe(versions)
 
@@ -72,19 +75,19 @@ class PrometheusMetrics:
         """Records the durations of one step, in seconds by part: gen, train, update_weights, step."""
         self._counted.add(job_id)
         for part, seconds in parts.items():
-            names.STEP_S.on(self.registry).labels(job=job_id, part=part).observe(seconds)
+            names.STEP_S.on(self.registry).labels(job_id=job_id, part=part).observe(seconds)
 
     def published(
         self, job_id: JobId, source: str, outcome: str, phases: dict[str, float], sent: int, pauses: list[float]
     ) -> None:
         """Records a publication. `source` is trainer or sibling, `sent` bytes; phases and pauses are in seconds."""
         self._counted.add(job_id)
-        names.PUBLICATIONS.on(self.registry).labels(job=job_id, source=source, outcome=outcome).inc()
-        names.PUBLICATION_BYTES.on(self.registry).labels(job=job_id, source=source).inc(sent)
+        names.PUBLICATIONS.on(self.registry).labels(job_id=job_id, source=source, outcome=outcome).inc()
+        names.PUBLICATION_BYTES.on(self.registry).labels(job_id=job_id, source=source).inc(sent)
         for phase, seconds in phases.items():
-            names.PUBLICATION_S.on(self.registry).labels(job=job_id, source=source, phase=phase).observe(seconds)
+            names.PUBLICATION_S.on(self.registry).labels(job_id=job_id, source=source, phase=phase).observe(seconds)
         for pause_s in pauses:
-            names.PAUSE_S.on(self.registry).labels(job=job_id).observe(pause_s)
+            names.PAUSE_S.on(self.registry).labels(job_id=job_id).observe(pause_s)
 
     async def page(self, store: Store, fleet: FleetView) -> bytes:
         """The page, in Prometheus's text format. Jobs that are neither active nor have ended lately are only counted by
@@ -104,7 +107,7 @@ class PrometheusMetrics:
         """Removes the counters and histograms of all jobs but those `shown`."""
         for job_id in self._counted - shown:
             for metric in OF_A_JOB:
-                metric.on(self.registry).remove_by_labels({"job": job_id})
+                metric.on(self.registry).remove_by_labels({"job_id": job_id})
         self._counted &= shown
 
     def _jobs(self, counts: Mapping[JobState, int], jobs: Sequence[JobRecord]) -> None:
@@ -120,7 +123,7 @@ class PrometheusMetrics:
             values = (job.step, job.version, job.reward, held_out)
             for gauge, value in zip(gauges, values, strict=True):
                 if value is not None:
-                    gauge.on(self.registry).labels(job=job.id).set(value)
+                    gauge.on(self.registry).labels(job_id=job.id).set(value)
 
     def _ledgers(self, ledgers: dict[JobId, LedgerView]) -> None:
         prompts, reasons = names.PROMPTS.on(self.registry), names.PROMPTS_DROPPED.on(self.registry)
@@ -128,9 +131,9 @@ class PrometheusMetrics:
         reasons.clear()
         for job_id, ledger in ledgers.items():
             for where in LEDGER:
-                prompts.labels(job=job_id, where=where).set(getattr(ledger, where))
+                prompts.labels(job_id=job_id, where=where).set(getattr(ledger, where))
             for reason, count in ledger.reasons.items():
-                reasons.labels(job=job_id, reason=reason).set(count)
+                reasons.labels(job_id=job_id, reason=reason).set(count)
         names.QUEUE_DEPTH.on(self.registry).set(sum(ledger.queued for ledger in ledgers.values()))
 
     def _fleet(self, fleet: FleetView) -> None:

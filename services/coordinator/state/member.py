@@ -88,6 +88,8 @@ class Member:
     world_size: int
     host: str
     device: str
+    metrics_port: int = 0
+    """Port on the host of `address` at which it serves Prometheus metrics; 0: nowhere."""
     joined_s: float = field(default_factory=time.time)
     """Unix time."""
     draining: bool = False
@@ -126,11 +128,23 @@ class Member:
             world_size=request.world_size,
             host=request.host,
             device=request.device,
+            metrics_port=request.metrics_port,
         )
 
     def to_json(self) -> dict[str, Any]:
         """The fields that survive a restart of the coordinator."""
-        names = ("id", "kind", "address", "release", "engine", "engine_release", "world_size", "host", "device")
+        names = (
+            "id",
+            "kind",
+            "address",
+            "release",
+            "engine",
+            "engine_release",
+            "world_size",
+            "host",
+            "device",
+            "metrics_port",
+        )
         tree: dict[str, Any] = {name: getattr(self, name) for name in (*names, "joined_s", "draining")}
         tree["configured"] = vars(self.configured) if self.configured else None
         tree["weights"] = vars(self.weights) if self.weights else None
@@ -194,6 +208,7 @@ class Member:
             world_size=self.world_size,
             host=self.host,
             device=self.device,
+            metrics_address=f"{self.address.rpartition(':')[0]}:{self.metrics_port}" if self.metrics_port else "",
             state=self.state,
             version=self._version,
             running=self.pulse.running,

@@ -51,7 +51,7 @@ class PublicationReceiver:
     """One replica's state in publications, for one job on one engine.
 
     `on_version` is called with the version that is served from now on, or None where a commit failed half-way and
-    nothing may be served.
+    nothing may be served. `on_report` is called with this member's report of each publication that it commits.
     """
 
     def __init__(
@@ -60,11 +60,13 @@ class PublicationReceiver:
         member_id: MemberId,
         cache_policy: CachePolicy,
         on_version: Callable[[Version | None], None],
+        on_report: Callable[[weights_pb2.MemberReport], None] = lambda _: None,
     ) -> None:
         self._engine = engine
         self._member_id = member_id
         self._cache_policy = cache_policy
         self._on_version = on_version
+        self._on_report = on_report
         self._state = PublicationState()
         self._preparing: PublicationId | None = None
         self._cancelled: PublicationId | None = None
@@ -217,6 +219,7 @@ class PublicationReceiver:
                 self._state = state if whole else self._state.fail()
                 self._placed(content, publication if whole else None)
             self._report = self._member_report(committed)
+            self._on_report(self._report)
             pause_s = round(committed.pause_s, 4)
             log.info(VERSION_COMMITTED, version=publication.version, content=content.name.lower(), pause_s=pause_s)
             return self._report

@@ -63,6 +63,11 @@ class Leases:
         self._changed = asyncio.Event()
         self._extend_soon = asyncio.Event()
 
+    @property
+    def held(self) -> int:
+        """Number of leases that are being worked on."""
+        return len(self._held)
+
     def serve(self, generator: GroupGenerator | None) -> None:
         """Generates groups with `generator` from now on. With None no more leases are taken; work in progress
         continues."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import structlog
 from torch.distributed import DistError
 
+from services.trainer.ranks.usage import Usage
 from services.trainer.ranks.world import World
 
 log = structlog.get_logger(__name__)
@@ -27,14 +28,16 @@ class Heartbeat:
     number: int
     wants_drain: bool
     """Whether the rank asks that the trainer drains."""
+    usage: Usage = Usage()  # noqa: RUF009
+    """What the rank uses of its host and GPU."""
 
     def encode(self) -> bytes:
-        return json.dumps([self.number, self.wants_drain]).encode()
+        return json.dumps([self.number, self.wants_drain, vars(self.usage)]).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> "Heartbeat":
-        number, wants_drain = json.loads(data)
-        return cls(number, wants_drain)
+        number, wants_drain, usage = json.loads(data)
+        return cls(number, wants_drain, Usage(**usage))
 
 
 class Heartbeats:
@@ -54,6 +57,7 @@ class Heartbeats:
         """The newest heartbeat of each rank, and time.monotonic() when it was first seen."""
         self._wants_drain = False
         self._drain_reported = False
+        self._usage = Usage()
         self._parent = os.getppid()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeats", daemon=True)
@@ -62,6 +66,7 @@ class Heartbeats:
         """Starts the heartbeats. `on_drain` is called on rank 0, once, when another rank asks to drain."""
         self._on_drain = on_drain
         self._thread.start()
+        threading.Thread(target=self._measure, name="usage", daemon=True).start()
 
     def drain(self) -> None:
         """Asks rank 0 to drain the trainer, with the next heartbeat. Safe in a signal handler."""
@@ -72,6 +77,17 @@ class Heartbeats:
         now = time.monotonic()
         ages = {rank: now - at for rank, (_, at) in self._last.items()}
         return {rank: seconds for rank, seconds in ages.items() if seconds > self.silent_s}
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return self._world.size
+
+    def heard(self) -> dict[int, tuple[float, Usage]]:
+        """For each rank that has sent a heartbeat the seconds since the last one, and what it told of its usage. For
+        rank 0."""
+        now, last = time.monotonic(), dict(self._last)
+        return {rank: (now - at, beat.usage) for rank, (beat, at) in last.items() if beat is not None}
 
     def host(self, rank: int) -> str:
         """Host and process id of a rank, for messages to people."""
@@ -91,13 +107,19 @@ class Heartbeats:
         try:
             while not self._stopped.wait(EVERY_S):
                 number += 1
-                heartbeat = Heartbeat(number, self._wants_drain or self._orphaned())
+                heartbeat = Heartbeat(number, self._wants_drain or self._orphaned(), self._usage)
                 self._store.set(f"heartbeat/{self._world.rank}", heartbeat.encode())
                 if self._world.rank == 0:
                     self._read_all()
         except DistError as error:
             log.error("rank 0 cannot be reached: this rank ends", rank=self._world.rank, error=str(error))
             os._exit(1)
+
+    def _measure(self) -> None:
+        """Keeps the rank's usage current. Not on the thread of the heartbeats: a GPU that does not answer would make
+        the rank look dead."""
+        while not self._stopped.wait(EVERY_S):
+            self._usage = Usage.of(self._world.device)
 
     def _read_all(self) -> None:
         now = time.monotonic()

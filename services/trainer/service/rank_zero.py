@@ -12,6 +12,8 @@ import torch
 import millrace
 from millrace.errors import InvalidState, MillraceError
 from millrace.ids import MemberId
+from millrace.telemetry.metrics.prometheus.endpoint import MetricsEndpoint
+from millrace.telemetry.metrics.prometheus.every_service import grpc_observer
 from millrace.wire.address import bind_address
 from millrace.wire.channel import PROTOCOL_VERSION, Peer
 from millrace.wire.membership import Membership
@@ -21,7 +23,9 @@ from millrace.wire.v1.trainer_pb2_grpc import add_TrainerServicer_to_server
 from services.trainer.checkpoints.background_saver import BackgroundSaver
 from services.trainer.publication.sender import Sender
 from services.trainer.ranks.commands import CommandSender
+from services.trainer.ranks.heartbeats import Heartbeats
 from services.trainer.ranks.world import World
+from services.trainer.service.metrics import TrainerMetrics
 from services.trainer.service.servicer import TrainerService
 
 log = structlog.get_logger(__name__)
@@ -34,6 +38,7 @@ class RankZero:
         self,
         world: World,
         commands: CommandSender,
+        heartbeats: Heartbeats,
         sender: Sender,
         saver: BackgroundSaver,
         member_id: MemberId,
@@ -47,14 +52,24 @@ class RankZero:
         self._loop = loop
         self._ended = asyncio.Event()
         self._failure = ""
+        self._metrics = TrainerMetrics(member_id, heartbeats)
+        self._metrics_port = 0
         self._trainer = TrainerService(
-            commands, sender, saver, member_id=member_id, world_size=world.size, on_failed=self._fail
+            commands,
+            sender,
+            saver,
+            member_id=member_id,
+            world_size=world.size,
+            on_failed=self._fail,
+            on_sent=self._metrics.published,
         )
 
-    def start(self, host: str, port: int) -> None:
+    def start(self, host: str, port: int, metrics_port: int) -> None:
         """Serves on the control thread. At the end the ranks are told to stop. After a failure this process ends at
         once, because its main thread may be blocked for ever, and the other ranks end with it."""
-        asyncio.run_coroutine_threadsafe(self._serve(host, port), self._loop).add_done_callback(self._finish)
+        asyncio.run_coroutine_threadsafe(self._serve(host, port, metrics_port), self._loop).add_done_callback(
+            self._finish
+        )
 
     def _finish(self, served: concurrent.futures.Future[None]) -> None:
         error = served.exception()
@@ -67,10 +82,13 @@ class RankZero:
             os._exit(1)
         self._commands.stop()
 
-    async def _serve(self, host: str, port: int) -> None:
-        """Serves until drained or failed. Raises Unavailable where the port is taken."""
+    async def _serve(self, host: str, port: int, metrics_port: int) -> None:
+        """Serves until drained or failed. Raises Unavailable where a port is taken."""
         servicers = {"millrace.v1.Trainer": lambda grpc: add_TrainerServicer_to_server(self._trainer, grpc)}
-        server = Server(servicers, bind_address(host), port)
+        bind, registry = bind_address(host), self._metrics.registry
+        server = Server(servicers, bind, port, observe=grpc_observer(registry))
+        metrics = MetricsEndpoint(registry, bind, metrics_port, lambda: self._metrics.refresh(self._trainer))
+        self._metrics_port = metrics.port
         await server.start()
         address = f"{host}:{server.port}"
         log.info("trainer serves", address=address, ranks=self._world.size, device=str(self._world.device))
@@ -85,6 +103,7 @@ class RankZero:
             log.info("draining")
             await self._trainer.drain()
         await server.stop()
+        metrics.close()
         member.cancel()
         await membership.leave(self._failure or "drained")
         await coordinator.close()
@@ -117,6 +136,7 @@ class RankZero:
             world_size=self._world.size,
             host=self._world.host,
             device=_device(self._world),
+            metrics_port=self._metrics_port,
         )
 
     def _heartbeat(self) -> fleet_pb2.HeartbeatRequest:

@@ -17,6 +17,7 @@ from millrace.wire.deadlines import DEADLINES_S, of_job
 from millrace.wire.method import Unary
 from millrace.wire.methods import TrainerRpc
 from millrace.wire.v1 import trainer_pb2 as pb
+from millrace.wire.v1 import weights_pb2
 from millrace.wire.v1.trainer_pb2_grpc import TrainerServicer
 from services.trainer.publication.sender import Sender
 from services.trainer.ranks.commands import RanksFailed
@@ -105,19 +106,28 @@ class TrainerService(TrainerServicer):
         member_id: str,
         world_size: int,
         on_failed: Callable[[str], None],
+        on_sent: Callable[[weights_pb2.MemberReport], None] = lambda _: None,
     ) -> None:
+        """`on_failed` is called where the ranks cannot continue, `on_sent` with the report of each publication whose
+        weights were sent."""
         self._ranks = ranks
         self._sender = sender
         self._saves = saves
         self._member_id = member_id
         self._world_size = world_size
         self._on_failed = on_failed
+        self._on_sent = on_sent
         self._lock = CallLock()
         self._job: ConfiguredJob | None = None
         self._publishing = PublicationProgress()
         self._saving: SaveProgress | None = None
         self._failure = ""
         self.trained_tokens = 0
+
+    @property
+    def job_id(self) -> str:
+        """The job that is loaded; empty: none."""
+        return self._job.job_id if self._job else ""
 
     @property
     def version(self) -> int:
@@ -227,6 +237,7 @@ class TrainerService(TrainerServicer):
         publishing.state = state
         deadline_s = job.deadline("TransferPublication") + ENDS_S
         publishing.sent = await self._phase(publishing, TrainerRpc.TransferPublication, request, deadline_s)
+        self._on_sent(publishing.sent.report)
         return publishing.sent
 
     async def FinishPublication(

@@ -15,10 +15,12 @@ import pytest
 
 from millrace.spec import JobSpec
 from millrace.wire.channel import Peer
+from millrace.wire.v1 import fleet_pb2
 from tests.models import random_model
 from tests.sender import export
-from tests.services.rollout.coordinator import Coordinator, configure, publish, until
+from tests.services.rollout.coordinator import JOB, Coordinator, configure, publish, until
 from tests.services.rollout.jobs import job_spec
+from tests.telemetry.metrics.pages import page_with, value
 
 pytestmark = pytest.mark.slow
 
@@ -129,6 +131,19 @@ def test_a_stuck_thread_does_not_hold_up_its_end(ending: str, status: int, said:
     assert said in ended.stdout + ended.stderr
 
 
+def check_metrics(member: fleet_pb2.RegisterRequest) -> None:
+    """Of a replica that generates for a job."""
+    page = page_with(member.metrics_port, ["\nmillrace_member_version 1.0\n"])
+    labels = f'engine_release="{member.engine_release}",job_id="{JOB}",member="{member.member_id}"'
+    assert f'\nmillrace_member_info{{engine="transformers",{labels}}} 1.0\n' in page
+    assert value(page, "millrace_engine_running_samples") + value(page, "millrace_engine_waiting_samples") > 0
+    assert value(page, "millrace_engine_capacity_samples") == 16 and value(page, "millrace_leases_held") >= 4
+    assert value(page, "millrace_member_publication_bytes_total") > 0
+    for phase in ("prepare", "wire", "verify", "apply", "pause"):
+        assert value(page, f'millrace_member_publication_seconds_count{{phase="{phase}"}}') == 1
+    assert value(page, 'millrace_grpc_seconds_count{code="OK",method="Rollout/Configure"}') == 1
+
+
 def test_sigterm_finishes_what_it_holds_and_leaves(tied_model: Path) -> None:
     async def scenario() -> None:
         async with running() as replica:
@@ -136,6 +151,7 @@ def test_sigterm_finishes_what_it_holds_and_leaves(tied_model: Path) -> None:
             for i in range(30):
                 replica.coordinator.issue(i, max_response_tokens=150)
             await until(lambda: len(replica.coordinator.leased) >= 4)
+            await asyncio.to_thread(check_metrics, *replica.coordinator.members.values())
             below = replica.below
             assert await replica.stop(signal.SIGTERM) == 0
             coordinator = replica.coordinator

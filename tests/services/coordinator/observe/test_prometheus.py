@@ -29,7 +29,7 @@ def test_the_page_has_active_jobs_and_those_that_ended_lately(redis_url: str, mo
         for job_id in ids[1:28]:
             await store.jobs.move(job_id, JobState.CANCELLED, "because", finished_s=time.time())
         text = await page()
-        assert f'millrace_job_step{{job="{ids[0]}"}} 0.0' in text
+        assert f'millrace_job_step{{job_id="{ids[0]}"}} 0.0' in text
         assert 'millrace_jobs{state="cancelled"} 27.0' in text and 'millrace_jobs{state="queued"} 2.0' in text
         named = {job_id for job_id in ids if job_id in text}
         assert named == {ids[0], *ids[28 - prometheus.LATELY : 28]}

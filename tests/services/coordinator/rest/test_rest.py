@@ -337,7 +337,7 @@ async def test_the_fleet_and_prometheus(cluster: Cluster, spec: dict[str, Any]) 
         page = (await http.get("/metrics")).text
     for name in ("millrace_jobs", "millrace_prompts", "millrace_groups_total", "millrace_members", "millrace_epoch"):
         assert f"\n{name}" in page, name
-    assert f'millrace_job_step{{job="{job_id}"}}' in page
+    assert f'millrace_job_step{{job_id="{job_id}"}}' in page
     assert (await cluster.ended(job_id)).state is JobState.SUCCEEDED
 
 

@@ -31,6 +31,7 @@ from tests.services.trainer.coordinator import ScriptedCoordinator, coordinator
 from tests.services.trainer.groups import job_spec
 from tests.services.trainer.process import IMPATIENT, TrainerProcess, trainer
 from tests.services.trainer.publication.receiver import reference
+from tests.telemetry.metrics.pages import page_with, value
 
 pytestmark = pytest.mark.slow
 
@@ -124,9 +125,17 @@ def hold_until_killed(address: str, attempt: int, ready: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory, untied_model: Path) -> Iterator[Calls]:
+def fleet() -> Iterator[ScriptedCoordinator]:
+    with coordinator() as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def running(
+    tmp_path_factory: pytest.TempPathFactory, untied_model: Path, fleet: ScriptedCoordinator
+) -> Iterator[Calls]:
     log = tmp_path_factory.mktemp("shards") / "log"
-    with coordinator() as served, trainer(served, log, ranks=RANKS) as processes:
+    with trainer(fleet, log, ranks=RANKS) as processes:
         calls = processes.calls()
         calls.configure(job_spec(untied_model))
         yield calls
@@ -140,6 +149,21 @@ def test_a_communicator_stands_from_version_to_version(running: Calls, untied_mo
         tensor.zero_()
     worker.publish(1, saved)
     assert worker.prepared.rendezvous.standing
+
+
+def test_rank_zero_serves_the_metrics_of_all_ranks(
+    running: Calls, untied_model: Path, fleet: ScriptedCoordinator
+) -> None:
+    Worker(running).publish(5, saved_tensors(untied_model))
+    (member,) = fleet.script.members.values()
+    last = f'millrace_rank_resident_memory_bytes{{host="{member.host}",rank="{RANKS - 1}"}}'
+    page = page_with(member.metrics_port, [last])
+    assert f"\nmillrace_trainer_ranks {float(RANKS)}\n" in page
+    labels = f'engine="torch",engine_release="{torch.__version__}",job_id="job-1",member="{member.member_id}"'
+    assert f"\nmillrace_member_info{{{labels}}} 1.0\n" in page and "\nmillrace_member_version 0.0\n" in page
+    assert 'millrace_member_publication_seconds_count{phase="wire"}' in page
+    assert value(page, "millrace_member_publication_bytes_total") > 0
+    assert value(page, 'millrace_grpc_seconds_count{code="OK",method="Trainer/TransferPublication"}') >= 1
 
 
 def test_a_receiver_that_takes_nothing_is_called_off_or_runs_out_of_time(running: Calls, untied_model: Path) -> None:

@@ -1,0 +1,135 @@
+"""Prometheus metrics of the coordinator. Values that the ledger knows are gauges that are set from it, so that they
+survive a restart of the coordinator."""
+
+from prometheus_client import Counter, Gauge, Histogram
+
+from millrace.telemetry.metrics.declaration import Unit
+from millrace.telemetry.metrics.prometheus.declaration import (
+    LONG_S,
+    PUBLICATION_BUCKETS_S,
+    SHORT_S,
+    VERSIONS,
+    PrometheusMetric,
+)
+
+# Jobs and their ledgers.
+JOBS = PrometheusMetric(Gauge, "millrace_jobs", Unit.COUNT, "Jobs by state.", ("state",))
+JOB_STEP = PrometheusMetric(Gauge, "millrace_job_step", Unit.STEP, "Steps that the job has trained.", ("job_id",))
+JOB_VERSION = PrometheusMetric(
+    Gauge, "millrace_job_version", Unit.VERSIONS, "Version of the weights that the trainer holds.", ("job_id",)
+)
+JOB_REWARD = PrometheusMetric(
+    Gauge, "millrace_job_reward", Unit.REWARD, "Mean reward of the last step's trajectories.", ("job_id",)
+)
+JOB_EVALUATION = PrometheusMetric(
+    Gauge,
+    "millrace_job_evaluation_reward",
+    Unit.REWARD,
+    "Mean reward on held-out prompts in the last evaluation.",
+    ("job_id",),
+)
+PROMPTS = PrometheusMetric(
+    Gauge,
+    "millrace_prompts",
+    Unit.COUNT,
+    "Prompts by their place in the ledger: queued, leased, generated, trained, dropped.",
+    ("job_id", "where"),
+)
+PROMPTS_DROPPED = PrometheusMetric(
+    Gauge, "millrace_prompts_dropped", Unit.COUNT, "Dropped prompts by reason.", ("job_id", "reason")
+)
+QUEUE_DEPTH = PrometheusMetric(
+    Gauge, "millrace_queue_depth_prompts", Unit.COUNT, "Prompts that wait for a lease. A measure for scaling replicas."
+)
+
+# Work.
+LEASES = PrometheusMetric(Counter, "millrace_leases_total", Unit.COUNT, "Leases given to replicas.", ("job_id",))
+LEASES_EXPIRED = PrometheusMetric(
+    Counter,
+    "millrace_leases_expired_total",
+    Unit.COUNT,
+    "Leases that ended because their replica did not extend them.",
+    ("job_id",),
+)
+LEASES_FENCED = PrometheusMetric(
+    Counter,
+    "millrace_leases_fenced_total",
+    Unit.COUNT,
+    "Answers that were refused because their lease had been given to another replica.",
+    ("job_id",),
+)
+GROUPS = PrometheusMetric(Counter, "millrace_groups_total", Unit.COUNT, "Groups that replicas completed.", ("job_id",))
+TRAJECTORIES = PrometheusMetric(
+    Counter,
+    "millrace_trajectories_total",
+    Unit.COUNT,
+    "Trajectories that replicas completed, by the reason why generation stopped.",
+    ("job_id", "stop"),
+)
+RESPONSE_TOKENS = PrometheusMetric(
+    Counter, "millrace_response_tokens_total", Unit.TOKENS, "Response tokens that replicas sent.", ("job_id",)
+)
+STALENESS = PrometheusMetric(
+    Histogram,
+    "millrace_staleness_versions",
+    Unit.VERSIONS,
+    "Version that the trainer held less the oldest version in a trained trajectory.",
+    ("job_id",),
+    VERSIONS,
+)
+
+# Steps and publications.
+STEP_S = PrometheusMetric(
+    Histogram,
+    "millrace_step_seconds",
+    Unit.SECONDS,
+    "Duration of a step: generation, training, weight update, and the whole.",
+    ("job_id", "part"),
+    LONG_S,
+)
+PUBLICATIONS = PrometheusMetric(
+    Counter,
+    "millrace_publications_total",
+    Unit.COUNT,
+    "Publications by sender (trainer, or sibling replica) and outcome.",
+    ("job_id", "source", "outcome"),
+)
+PUBLICATION_S = PrometheusMetric(
+    Histogram,
+    "millrace_publication_seconds",
+    Unit.SECONDS,
+    "Duration of a publication by phase; verify includes the commit of replicas that do both in one call.",
+    ("job_id", "source", "phase"),
+    PUBLICATION_BUCKETS_S,
+)
+PUBLICATION_BYTES = PrometheusMetric(
+    Counter,
+    "millrace_publication_bytes_total",
+    Unit.BYTES,
+    "Bytes of the weights that were published, counted once a publication.",
+    ("job_id", "source"),
+)
+PAUSE_S = PrometheusMetric(
+    Histogram,
+    "millrace_publication_pause_seconds",
+    Unit.SECONDS,
+    "Time in which a publication kept an engine from generating.",
+    ("job_id",),
+    SHORT_S,
+)
+
+# The fleet.
+MEMBERS = PrometheusMetric(Gauge, "millrace_members", Unit.COUNT, "Trainers and replicas by state.", ("kind", "state"))
+EPOCH = PrometheusMetric(
+    Gauge,
+    "millrace_epoch",
+    Unit.COUNT,
+    "Epoch of the weight communicators; it grows when a member joins, leaves or is lost.",
+)
+MEMBER_TOKENS_PER_S = PrometheusMetric(
+    Gauge,
+    "millrace_member_tokens_per_second",
+    Unit.TOKENS_PER_SECOND,
+    "Tokens that a member generates or trains, a second.",
+    ("member",),
+)

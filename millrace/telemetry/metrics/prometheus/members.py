@@ -1,0 +1,60 @@
+"""Prometheus metrics of trainer and replicas: each member's own part in publications."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from millrace.telemetry.metrics.declaration import Unit
+from millrace.telemetry.metrics.prometheus.declaration import PUBLICATION_BUCKETS_S, PrometheusMetric
+from millrace.wire.v1 import weights_pb2
+
+MEMBER_INFO = PrometheusMetric(
+    Gauge,
+    "millrace_member_info",
+    Unit.COUNT,
+    "Always 1; its labels name the member, its engine or torch, and the job that it works on.",
+    ("member", "engine", "engine_release", "job_id"),
+)
+MEMBER_VERSION = PrometheusMetric(
+    Gauge,
+    "millrace_member_version",
+    Unit.VERSIONS,
+    "Version of the weights that the member holds; -1 where it holds none.",
+)
+MEMBER_TOKENS = PrometheusMetric(
+    Counter,
+    "millrace_member_tokens_total",
+    Unit.TOKENS,
+    "Response tokens that the replica generated, or that the trainer trained.",
+)
+MEMBER_PUBLICATION_S = PrometheusMetric(
+    Histogram,
+    "millrace_member_publication_seconds",
+    Unit.SECONDS,
+    "Time of this member in a publication by phase: prepare, gather, wire, verify, apply, and the pause of generation.",
+    ("phase",),
+    PUBLICATION_BUCKETS_S,
+)
+MEMBER_PUBLICATION_BYTES = PrometheusMetric(
+    Counter,
+    "millrace_member_publication_bytes_total",
+    Unit.BYTES,
+    "Bytes of weights that this member sent or received in publications.",
+)
+SENDER_PHASES = ("prepare", "gather", "wire", "verify")
+RECEIVER_PHASES = ("prepare", "wire", "verify", "apply", "pause")
+
+
+def record_publication(registry: CollectorRegistry, report: weights_pb2.MemberReport, phases: tuple[str, ...]) -> None:
+    """Records a member's part in a publication: its seconds in each of `phases`, and its bytes."""
+    for phase in phases:
+        MEMBER_PUBLICATION_S.on(registry).labels(phase=phase).observe(getattr(report, f"{phase}_s"))
+    MEMBER_PUBLICATION_BYTES.on(registry).inc(report.bytes)
+
+
+def describe_member(
+    registry: CollectorRegistry, *, member: str, engine: str, engine_release: str, job_id: str, version: int | None
+) -> None:
+    """Sets who this member is, what it works on (empty: no job), and the version that it holds (None: none)."""
+    info = MEMBER_INFO.on(registry)
+    info.clear()
+    info.labels(member=member, engine=engine, engine_release=engine_release, job_id=job_id).set(1)
+    MEMBER_VERSION.on(registry).set(-1 if version is None else version)

@@ -1,0 +1,73 @@
+"""The replica's page for Prometheus. Its metrics are declared in millrace/telemetry/metrics/prometheus."""
+
+from typing import Protocol
+
+from millrace.ids import MemberId, Version
+from millrace.telemetry.metrics.declaration import Owner
+from millrace.telemetry.metrics.prometheus import replica as names
+from millrace.telemetry.metrics.prometheus.every_service import describe_process
+from millrace.telemetry.metrics.prometheus.members import (
+    MEMBER_TOKENS,
+    RECEIVER_PHASES,
+    describe_member,
+    record_publication,
+)
+from millrace.telemetry.metrics.prometheus.registry import DeclaredRegistry
+from millrace.wire.v1 import weights_pb2
+from services.rollout.engine import Engine, Load
+from services.rollout.work.job import Job
+from services.rollout.work.leases import Leases
+
+
+class Observed(Protocol):
+    """A replica."""
+
+    member_id: MemberId
+    engine_name: str
+    engine_release: str
+    engine: Engine | None
+    job: Job | None
+    version: Version | None
+    leases: Leases
+
+    @property
+    def takes_leases(self) -> bool:
+        """Whether it does not drain."""
+
+    def load(self) -> tuple[Load, int]:
+        """Samples in the engine, and how many more it could start now."""
+
+
+class ReplicaMetrics:
+    """What Prometheus reads of one replica."""
+
+    def __init__(self, replica: Observed) -> None:
+        self.registry = DeclaredRegistry(Owner.REPLICA)
+        describe_process(self.registry, Owner.REPLICA)
+        self._replica = replica
+        self._counted_tokens = 0
+
+    def published(self, report: weights_pb2.MemberReport) -> None:
+        """Records the replica's part in a publication that it has committed."""
+        record_publication(self.registry, report, RECEIVER_PHASES)
+
+    def refresh(self) -> None:
+        """Sets every gauge to what the replica is now. On the replica's event loop."""
+        replica = self._replica
+        load, _ = replica.load()
+        names.ENGINE_RUNNING.on(self.registry).set(load.running)
+        names.ENGINE_WAITING.on(self.registry).set(load.waiting)
+        names.ENGINE_CAPACITY.on(self.registry).set(replica.engine.capacity if replica.engine is not None else 0)
+        names.LEASES_HELD.on(self.registry).set(replica.leases.held)
+        names.DRAINING.on(self.registry).set(not replica.takes_leases)
+        generated = replica.leases.generated_tokens
+        MEMBER_TOKENS.on(self.registry).inc(generated - self._counted_tokens)
+        self._counted_tokens = generated
+        describe_member(
+            self.registry,
+            member=replica.member_id,
+            engine=replica.engine_name,
+            engine_release=replica.engine_release,
+            job_id=replica.job.id if replica.job is not None else "",
+            version=replica.version,
+        )
