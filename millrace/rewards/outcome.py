@@ -37,6 +37,24 @@ def read_outcome(returned: Any) -> Outcome:
     )
 
 
+def read_outcomes(returned: Any, count: int) -> list[Outcome]:
+    """The outcomes of `count` answers from what a function returned for all of them: a list, an array or a tensor of
+    what `read_outcome` reads. Raises BadOutcome."""
+    if hasattr(returned, "tolist"):
+        returned = returned.tolist()
+    if not isinstance(returned, list | tuple):
+        raise BadOutcome(f"returned {_short(returned)}, not a list of scores")
+    if len(returned) != count:
+        raise BadOutcome(f"returned {len(returned)} scores for {count} answers")
+    found = []
+    for number, each in enumerate(returned, start=1):
+        try:
+            found.append(read_outcome(each))
+        except BadOutcome as error:
+            raise BadOutcome(f"{error} (answer {number} of {count})") from error
+    return found
+
+
 def separate_rewards(score: float, details: Mapping[str, Any], names: Sequence[str]) -> tuple[float, ...]:
     """The numbers with these names among the details of a score, in order; `score` is the score itself. Raises
     BadOutcome."""

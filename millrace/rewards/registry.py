@@ -14,12 +14,12 @@ from millrace.errors import refused
 from millrace.extras import how_to_install
 from millrace.rewards.locate import FunctionNotFound, Target, definition, functions, parse, parsed, source_file
 from millrace.rewards.signature import ARGUMENTS, Signature
+from millrace.rewards.term import Scope, Term
 from millrace.validation.kinds import kind_of
 from millrace.validation.names import closest
 
 ComputeScore = Callable[..., Any]
-"""A scorer: called with data_source, solution_str, ground_truth and extra_info by keyword; returns a number or
-{"score": ...}."""
+"""A scorer: called by keyword with the arguments of its scope; returns a number, {"score": ...} or a list."""
 
 BUILT_IN = {
     "exact": "millrace.rewards.exact",
@@ -33,7 +33,11 @@ whose options can have wrong values also has a `check_options`, which raises Val
 
 FIELD = "reward.function"
 OPTIONS_FIELD = "reward.options"
-WANTED = "compute_score(data_source, solution_str, ground_truth, extra_info=None, **options)"
+SCOPE_FIELD = "reward.scope"
+WANTED: Mapping[Scope, str] = {
+    "answer": "compute_score(data_source, solution_str, ground_truth, extra_info=None, **options)",
+    "group": "compute_score(data_sources, solution_strs, ground_truths, extra_infos, **options)",
+}
 
 
 def choose(name: str, *, procedural: bool, style: str = "rule") -> str:
@@ -54,10 +58,11 @@ def choose(name: str, *, procedural: bool, style: str = "rule") -> str:
     )
 
 
-def check(name: str, options: Mapping[str, Any] | None = None) -> None:
+def check(name: str, options: Mapping[str, Any] | None = None, scope: Scope = "answer") -> None:
     """Checks whether `load` would succeed, without running the user's code: the file is parsed, and the function has to
-    accept the four arguments and `options`. Raises InvalidJob."""
-    options = options or {}
+    accept the four arguments of `scope` and `options`. Raises InvalidJob."""
+    term = Term(name, options or {}, scope)
+    _may_score_groups(term)
     try:
         target = _target(name)
         path = source_file(target)
@@ -65,18 +70,20 @@ def check(name: str, options: Mapping[str, Any] | None = None) -> None:
     except FunctionNotFound as error:
         raise refused(FIELD, name, error.reason, error.fix) from error
     if function is not None:
-        _fits(name, Signature.of_source(function), options)
+        _fits(term, Signature.of_source(function))
     if name in BUILT_IN and path is not None and "check_options" in functions(parsed(path)):
-        _check_built_in(importlib.import_module(BUILT_IN[name]), options)
+        _check_built_in(importlib.import_module(BUILT_IN[name]), term.options)
 
 
-def load(name: str, options: Mapping[str, Any] | None = None) -> ComputeScore:
+def load(name: str, options: Mapping[str, Any] | None = None, scope: Scope = "answer") -> ComputeScore:
     """The function with `options` bound. An `async def` runs to its end in an event loop that is kept between calls.
 
     The result is called with keywords, outside any event loop. Raises InvalidJob for a missing file, module, function
     or dependency, a wrong signature or wrong options. Other exceptions of the user's module at import are passed on.
     """
     options = dict(options or {})
+    term = Term(name, options, scope)
+    _may_score_groups(term)
     try:
         target = _target(name)
         path = source_file(target)
@@ -93,7 +100,7 @@ def load(name: str, options: Mapping[str, Any] | None = None) -> ComputeScore:
         signature = Signature.of_callable(function)
     except (ValueError, TypeError):
         signature = Signature(frozenset(), frozenset(), open=True)
-    _fits(name, signature, options)
+    _fits(term, signature)
     if name in BUILT_IN and hasattr(module, "check_options"):
         _check_built_in(module, options)
     bound = functools.partial(function, **options) if options else function
@@ -137,15 +144,25 @@ def _import_file(path: Path) -> ModuleType:
     return module
 
 
-def _fits(name: str, signature: Signature, options: Mapping[str, Any]) -> None:
-    if reason := signature.misfit():
-        raise refused(FIELD, name, reason, f"define it as {WANTED}.")
-    if reason := signature.misfit_of_options(options):
-        fix = f"its options are {', '.join(sorted(signature.named - set(ARGUMENTS))) or 'none'}."
+def _may_score_groups(term: Term) -> None:
+    if term.scope == "group" and term.function in BUILT_IN:
+        reason = f"the reward {term.function} scores one answer at a time"
+        raise refused(SCOPE_FIELD, term.scope, reason, "leave it out, or name a function of your own.")
+
+
+def _fits(term: Term, signature: Signature) -> None:
+    name, options, wanted = term.function, term.options, WANTED[term.scope]
+    if reason := signature.misfit(term.scope):
+        other: Scope = "answer" if term.scope == "group" else "group"
+        fits_other = not signature.open and signature.misfit(other) is None
+        also = f", or set {SCOPE_FIELD} to {other}, whose arguments it takes" if fits_other else ""
+        raise refused(FIELD, name, reason, f"define it as {wanted}{also}.")
+    if reason := signature.misfit_of_options(options, term.scope):
+        fix = f"its options are {', '.join(sorted(signature.named - set(ARGUMENTS[term.scope]))) or 'none'}."
         raise refused(OPTIONS_FIELD, dict(options), f"{name}: {reason}", fix)
-    if unfilled := signature.unfilled(options):
+    if unfilled := signature.unfilled(options, term.scope):
         needed = ", ".join(unfilled)
-        fix = f"define it as {WANTED}, or give {needed} in {OPTIONS_FIELD}."
+        fix = f"define it as {wanted}, or give {needed} in {OPTIONS_FIELD}."
         raise refused(FIELD, name, f"also needs {needed}, which {OPTIONS_FIELD} does not give", fix)
 
 

@@ -6,8 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
-"""The arguments of every scorer, given by keyword."""
+from millrace.rewards.term import Scope
+
+ARGUMENTS: Mapping[Scope, tuple[str, ...]] = {
+    "answer": ("data_source", "solution_str", "ground_truth", "extra_info"),
+    "group": ("data_sources", "solution_strs", "ground_truths", "extra_infos"),
+}
+"""The arguments of every scorer by its scope, given by keyword. They are verl's."""
 
 
 @dataclass(frozen=True)
@@ -41,18 +46,18 @@ class Signature:
         required = {p.name for p in parameters if p.default is kinds.empty and p.kind not in variadic}
         return cls(frozenset(named), frozenset(required), any(p.kind is kinds.VAR_KEYWORD for p in parameters))
 
-    def misfit(self) -> str | None:
-        """Why the function cannot be called with the four arguments; None if it can."""
-        missing = [] if self.open else [name for name in ARGUMENTS if name not in self.named]
+    def misfit(self, scope: Scope) -> str | None:
+        """Why the function cannot be called with the four arguments of `scope`; None if it can."""
+        missing = [] if self.open else [name for name in ARGUMENTS[scope] if name not in self.named]
         return f"does not take {', '.join(missing)} by keyword" if missing else None
 
-    def misfit_of_options(self, options: Mapping[str, Any]) -> str | None:
+    def misfit_of_options(self, options: Mapping[str, Any], scope: Scope) -> str | None:
         """Why the function does not accept `options`; None if it does."""
-        if clash := sorted(set(ARGUMENTS) & set(options)):
+        if clash := sorted(set(ARGUMENTS[scope]) & set(options)):
             return f"the options {', '.join(clash)} have the names of arguments of every scorer"
         unknown = [] if self.open else sorted(set(options) - self.named)
         return f"does not take the options {', '.join(unknown)}" if unknown else None
 
-    def unfilled(self, options: Mapping[str, Any]) -> list[str]:
+    def unfilled(self, options: Mapping[str, Any], scope: Scope) -> list[str]:
         """Parameters that neither the four arguments nor `options` provide."""
-        return sorted(self.required - set(ARGUMENTS) - set(options))
+        return sorted(self.required - set(ARGUMENTS[scope]) - set(options))

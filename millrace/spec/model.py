@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from millrace.rewards.term import Scope
 from millrace.spec.lora import Lora
 from millrace.validation import limits
 from millrace.validation.model import StrictModel
@@ -64,6 +65,10 @@ class Reward(StrictModel):
     `/path/to/file.py:function` with verl's signature compute_score(data_source, solution_str, ground_truth,
     extra_info). auto: reasoning_gym for a procedural source, otherwise chosen by the row's reward_model.style: math for
     the style rule."""
+    scope: Scope = "answer"
+    """What one call scores. answer: one answer. group: all answers to a prompt, with verl's batch signature
+    compute_score(data_sources, solution_strs, ground_truths, extra_infos); it returns a list of scores, one for each
+    answer. Built-in rewards score one answer. Limits hold for a call, and a failure of a call costs its group."""
     options: dict[str, Any] = Field(default_factory=dict, examples=[{"require_boxed": True}])
     """Keyword arguments of the function."""
     parts: list[str] = Field(default_factory=list, max_length=64, examples=[["score", "format"]])

@@ -202,3 +202,26 @@ def test_auto_is_settled_by_the_source() -> None:
     assert choose("exact", procedural=True) == "exact"
     with pytest.raises(InvalidJob, match="in the data is 'model'"):
         choose("auto", procedural=False, style="model")
+
+
+GROUP = "def compute_score(data_sources, solution_strs, ground_truths, extra_infos):\n    return [0.0]\n"
+
+
+@pytest.mark.parametrize("act", [check, load])
+def test_a_function_of_groups_takes_verls_batch_signature(act: Callable, write: Callable[[str], str]) -> None:
+    act(write(GROUP), {}, "group")
+    with pytest.raises(InvalidJob, match=r"reward\.function: .* does not take data_source, solution_str") as refused:
+        act(write(GROUP))
+    assert "set reward.scope to group" in refused.value.fix
+    with pytest.raises(InvalidJob, match="does not take data_sources, solution_strs") as refused:
+        act(write(GOOD), {}, "group")
+    assert "set reward.scope to answer" in refused.value.fix
+    assert "compute_score(data_sources, solution_strs, ground_truths, extra_infos" in refused.value.fix
+    with pytest.raises(InvalidJob, match=r"names of arguments"):
+        act(write(GROUP.replace("extra_infos", "extra_infos, **more")), {"solution_strs": []}, "group")
+
+
+@pytest.mark.parametrize("act", [check, load])
+def test_a_built_in_reward_scores_no_groups(act: Callable) -> None:
+    with pytest.raises(InvalidJob, match=r"reward\.scope: .group.: the reward exact scores one answer at a time"):
+        act("exact", {}, "group")

@@ -117,7 +117,7 @@ def _data(spec: JobSpec, named_spec: JobSpec) -> Iterator[Mistake]:
     if not unusable:
         yield from _attempt(_checkpoint, spec.model)
     for name in sorted(rewards):
-        yield from _attempt(check_reward, name, spec.reward.options)
+        yield from _attempt(check_reward, name, spec.reward.options, spec.reward.scope)
 
 
 def _checkpoint(model: Model) -> None:

@@ -7,12 +7,25 @@ pool kills the process where needed, starts another, and `Scored.failure` says w
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from millrace.rewards.term import Term
 from millrace.spec.model import Reward
-from services.rollout.scoring.process import ScoringProcess, Setup, WorkerDied
+from services.rollout.scoring.process import ScoringProcess, Setup, WorkerDied, absolute
 from services.rollout.scoring.processes import START_TIMEOUT_S, ProcessPool
+
+
+@dataclass(frozen=True)
+class RewardSetup(Setup):
+    """The first message to a process that scores; `function` has the names of all functions, for messages."""
+
+    terms: Sequence[Term] = ()
+    """The functions of the reward; a call names one by its place."""
+
+    def message(self) -> dict[str, Any]:
+        terms = [replace(term, function=absolute(term.function)) for term in self.terms]
+        return asdict(replace(self, terms=terms))
 
 
 @dataclass(frozen=True)
@@ -29,12 +42,11 @@ class Scored:
 
 
 class ScoringPool(ProcessPool):
-    """`workers` processes that each have the reward function loaded. Use it between `start` and `close`."""
+    """`workers` processes that each have the reward's functions loaded. Use it between `start` and `close`."""
 
     def __init__(
         self,
-        function: str,
-        options: Mapping[str, Any] | None = None,
+        terms: Sequence[Term],
         *,
         workers: int = 2,
         timeout_s: float = 30.0,
@@ -43,18 +55,20 @@ class ScoringPool(ProcessPool):
         required: bool = False,
         start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
-        """`timeout_s` limits one call, `start_timeout_s` the loading of the function. `memory_mb`: what one process
-        and all that it starts may allocate beyond the size of Python itself. Without `network` the function cannot
-        reach any network. `required`: a machine that does not give every boundary is refused."""
-        super().__init__(Setup(function, dict(options or {}), memory_mb, network, required), workers, start_timeout_s)
+        """`terms`: at least one function. `timeout_s` limits one call, `start_timeout_s` the loading of the functions.
+        `memory_mb`: what one process and all that it starts may allocate beyond the size of Python itself. Without
+        `network` the functions cannot reach any network. `required`: a machine that does not give every boundary is
+        refused."""
+        names = ", ".join(dict.fromkeys(term.function for term in terms))
+        super().__init__(RewardSetup(names, {}, memory_mb, network, required, terms), workers, start_timeout_s)
+        self._terms = terms
         self._timeout_s = timeout_s
 
     @classmethod
     def of_job(cls, reward: Reward, function: str, workers: int) -> "ScoringPool":
         """A pool that obeys a job's `reward`. `function`: the name of the reward that is meant."""
         return cls(
-            function,
-            reward.options,
+            [Term(function, reward.options, reward.scope)],
             workers=workers,
             timeout_s=reward.timeout_s,
             memory_mb=reward.memory_mb,
@@ -70,15 +84,21 @@ class ScoringPool(ProcessPool):
         Raises Unavailable where the pool is closed, or no process can be started any more.
         """
         rest = {"data_source": data_source, "ground_truth": ground_truth, "extra_info": dict(extra_info)}
-        calls = (self._score({"solution_str": answer, **rest}) for answer in answers)
+        return await self._score_term(0, answers, rest)
+
+    async def _score_term(self, number: int, answers: Sequence[str], rest: Mapping[str, Any]) -> list[Scored]:
+        """The scores by one function: of all answers in one call, or of each in a call of its own."""
+        batches = [answers] if self._terms[number].scope == "group" else [[answer] for answer in answers]
+        calls = (self._score({"term": number, "answers": batch, **rest}) for batch in batches if batch)
         scored: list[Scored] = []
         for result in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(result, BaseException):
                 raise result
-            scored.append(result)
+            scored += result
         return scored
 
-    async def _score(self, arguments: Mapping[str, Any]) -> Scored:
+    async def _score(self, arguments: Mapping[str, Any]) -> list[Scored]:
+        """The scores of the answers of one call. A failure is that of each of them."""
         worker = await self._take()
         usable = False
         try:
@@ -87,17 +107,25 @@ class ScoringPool(ProcessPool):
         finally:
             self._give_back(worker, usable=usable)
 
-    async def _ask(self, worker: ScoringProcess, arguments: Mapping[str, Any]) -> tuple[Scored, bool]:
-        """The score, and whether the process can be used again."""
+    async def _ask(self, worker: ScoringProcess, arguments: Mapping[str, Any]) -> tuple[list[Scored], bool]:
+        """The scores, and whether the process can be used again."""
         start = time.perf_counter()
+
+        def failed(why: str, seconds: float | None = None) -> list[Scored]:
+            elapsed = time.perf_counter() - start if seconds is None else seconds
+            return [Scored(None, {}, elapsed, why)] * len(arguments["answers"])
+
         try:
             reply = await worker.ask(arguments, self._timeout_s)
         except TimeoutError:
-            return Scored(None, {}, time.perf_counter() - start, f"timeout after {self._timeout_s:g} s"), False
+            return failed(f"timeout after {self._timeout_s:g} s"), False
         except WorkerDied as death:
-            return Scored(None, {}, time.perf_counter() - start, str(death)), False
+            return failed(str(death)), False
+        seconds = reply["seconds"]
         if reply.get("out_of_memory"):
-            return Scored(None, {}, reply["seconds"], f"killed: memory limit {self._setup.memory_mb} MB"), False
+            return failed(f"killed: memory limit {self._setup.memory_mb} MB", seconds), False
         if (failure := reply.get("failure")) is not None:
-            return Scored(None, {}, reply["seconds"], failure), not reply.get("spoiled")
-        return Scored(reply["score"], reply["details"], reply["seconds"]), True
+            return failed(failure, seconds), not reply.get("spoiled")
+        if len(found := reply["outcomes"]) != len(arguments["answers"]):
+            return failed("broke the protocol: its answer has another number of scores", seconds), False
+        return [Scored(each["score"], each["details"], seconds) for each in found], True

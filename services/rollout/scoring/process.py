@@ -74,7 +74,7 @@ class Setup:
 
     def message(self) -> dict[str, Any]:
         """The setup in JSON's types, with absolute paths: the sandbox has another working folder and home."""
-        return {**asdict(self), "function": _absolute(self.function)}
+        return {**asdict(self), "function": absolute(self.function)}
 
 
 class ScoringProcess:
@@ -273,7 +273,7 @@ def _missing(told: Sequence[Sequence[str]]) -> tuple[Missing, ...]:
     return tuple(Missing(Boundary(boundary), reason) for boundary, reason in told)
 
 
-def _absolute(function: str) -> str:
+def absolute(function: str) -> str:
     """The name of a function with the whole path of its file: the sandbox has another working folder and home."""
     target = Target(*function.rpartition(":")[::2])
     return f"{Path(target.place).expanduser().absolute()}:{target.function}" if target.is_file else function

@@ -1,11 +1,12 @@
 """One scoring process: reads JSON lines on its standard input, answers each on what was its standard output.
 
-First line in: the fields of `Setup`, {parent, control}. First line out: {"ready": true, "missing": [[boundary, reason],
-...]}, or {"refused": {what, fix}}, or {"failure": text}, or {"uncontained": [[boundary, reason], ...]} where the job
-requires every boundary. From then on one request at a time, {id, data_source, solution_str, ground_truth, extra_info};
-the answer is {id, seconds} and {score, details}, {failure} or {out_of_memory}. It ends when its input does.
+First line in: the fields of `RewardSetup`, {parent, control}. First line out: {"ready": true, "missing": [[boundary,
+reason], ...]}, or {"refused": {what, fix}}, or {"failure": text}, or {"uncontained": [[boundary, reason], ...]} where
+the job requires every boundary. From then on one request at a time, {id, term, data_source, answers, ground_truth,
+extra_info}; the answer is {id, seconds} and {outcomes: [{score, details}, ...]}, {failure} or {out_of_memory}. It ends
+when its input does.
 
-The function is loaded and runs inside a sandbox (`millrace.sandbox`).
+The functions are loaded and run inside a sandbox (`millrace.sandbox`).
 """
 
 import json
@@ -15,8 +16,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from millrace.errors import InvalidJob
-from millrace.rewards.outcome import BadOutcome, read_outcome
+from millrace.rewards.calls import outcomes
+from millrace.rewards.outcome import BadOutcome
 from millrace.rewards.registry import ComputeScore, load
+from millrace.rewards.term import Scope, Term
 from millrace.sandbox.boundaries import Missing
 from millrace.sandbox.first import Wanted
 from millrace.sandbox.launch import confine
@@ -24,12 +27,16 @@ from millrace.sandbox.view import view
 from services.rollout.scoring.sandboxed import code_of, left_processes, reply, take_pipes, told_error
 
 LONGEST_DETAILS = 16 << 10
+"""Characters of the details of one answer."""
+LONGEST_DETAILS_OF_CALL = 512 << 10
+"""Characters of the details of all answers of a call."""
 
 
 def main() -> None:
     requests, replies = take_pipes()
     setup = json.loads(requests.readline())
-    seen = view([*code_of(setup["function"]), *map(Path, setup["paths"])], setup["hidden"])
+    code = [path for term in setup["terms"] for path in code_of(term["function"])]
+    seen = view([*code, *map(Path, setup["paths"])], setup["hidden"])
     wanted = Wanted(seen, setup["memory_mb"], setup["network"], (requests.fileno(), replies.fileno()))
     confine(wanted, setup["parent"], setup["control"], lambda missing: _serve(setup, requests, replies, missing))
 
@@ -39,17 +46,20 @@ def _serve(setup: Mapping[str, Any], requests: Iterable[bytes], replies: IO[byte
     if told and setup["required"]:
         reply(replies, {"uncontained": told})
         return
-    function = _load(setup, replies)
-    if function is None:
-        return
+    functions: list[tuple[ComputeScore, Scope]] = []
+    for term in setup["terms"]:
+        function = _load(Term(**term), replies)
+        if function is None:
+            return
+        functions.append((function, term["scope"]))
     reply(replies, {"ready": True, "missing": told})
     for line in requests:
-        reply(replies, _answer(function, line))
+        reply(replies, _answer(functions, line))
 
 
-def _load(setup: Mapping[str, Any], replies: IO[bytes]) -> ComputeScore | None:
+def _load(term: Term, replies: IO[bytes]) -> ComputeScore | None:
     try:
-        return load(setup["function"], setup["options"])
+        return load(term.function, term.options, term.scope)
     except InvalidJob as error:
         reply(replies, {"refused": {"what": error.what, "fix": error.fix}})
     except BaseException as error:
@@ -58,23 +68,21 @@ def _load(setup: Mapping[str, Any], replies: IO[bytes]) -> ComputeScore | None:
     return None
 
 
-def _answer(function: ComputeScore, line: bytes) -> dict[str, Any]:
+def _answer(functions: Sequence[tuple[ComputeScore, Scope]], line: bytes) -> dict[str, Any]:
     request = json.loads(line)
-    number = request.pop("id")
+    number, (function, scope) = request.pop("id"), functions[request.pop("term")]
     start = time.perf_counter()
-    scored = _score(function, request)
+    scored = _score(function, scope, request)
     if "failure" in scored and left_processes():
         scored["spoiled"] = True
     return {"id": number, "seconds": time.perf_counter() - start, **scored}
 
 
-def _score(function: ComputeScore, arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _score(function: ComputeScore, scope: Scope, request: Mapping[str, Any]) -> dict[str, Any]:
     try:
-        outcome = read_outcome(function(**arguments))
-        details = outcome.details
-        if (length := len(json.dumps(details))) > LONGEST_DETAILS:
-            details = {"left_out": f"details of {length} characters, more than {LONGEST_DETAILS}"}
-        return {"score": outcome.score, "details": details}
+        found = outcomes(function, scope, **request)
+        most = min(LONGEST_DETAILS, LONGEST_DETAILS_OF_CALL // len(found))
+        return {"outcomes": [{"score": each.score, "details": _short_enough(each.details, most)} for each in found]}
     except BadOutcome as error:
         return {"failure": str(error)}
     except MemoryError:
@@ -82,6 +90,11 @@ def _score(function: ComputeScore, arguments: Mapping[str, Any]) -> dict[str, An
     except BaseException as error:
         # The user's function runs here, and may raise anything, SystemExit too.
         return {"failure": told_error(error)}
+
+
+def _short_enough(details: dict[str, Any], most: int) -> dict[str, Any]:
+    length = len(json.dumps(details))
+    return details if length <= most else {"left_out": f"details of {length} characters, more than {most}"}
 
 
 if __name__ == "__main__":

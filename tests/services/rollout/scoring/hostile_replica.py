@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 
 import millrace
+from millrace.rewards import Term
 from millrace.sandbox import privileges, syscalls
 from services.rollout.scoring.pool import ScoringPool
 from tests.services.rollout.scoring import hostile_rewards
@@ -86,7 +87,7 @@ def prey(folder: Path) -> Iterator[dict[str, Any]]:
 
 async def attacked(code: Path, attacks: list[str], prey: dict[str, Any]) -> dict[str, Any]:
     """Each attack beside a group of good answers, and another such group after it."""
-    pool = ScoringPool(f"{code}:compute_score", workers=2, timeout_s=TIMEOUT_S, memory_mb=MEMORY_MB)
+    pool = ScoringPool([Term(f"{code}:compute_score")], workers=2, timeout_s=TIMEOUT_S, memory_mb=MEMORY_MB)
     await pool.start()
     scored: dict[str, Any] = {}
     try:

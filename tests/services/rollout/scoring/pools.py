@@ -3,18 +3,22 @@
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
 import psutil
 
+from millrace.rewards import Scope, Term
 from services.rollout.scoring.pool import Scored, ScoringPool
 
 
 @asynccontextmanager
-async def running(function: str, **settings: Any) -> AsyncIterator[ScoringPool]:
-    pool = ScoringPool(function, **{"workers": 1, "timeout_s": 20.0, "start_timeout_s": 60.0, **settings})
+async def running(
+    function: str, *, options: Mapping[str, Any] | None = None, scope: Scope = "answer", **settings: Any
+) -> AsyncIterator[ScoringPool]:
+    term = Term(function, options or {}, scope)
+    pool = ScoringPool([term], **{"workers": 1, "timeout_s": 20.0, "start_timeout_s": 60.0, **settings})
     try:
         await pool.start()
         yield pool

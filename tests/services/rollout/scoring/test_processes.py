@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from millrace.errors import InvalidJob, Unavailable
+from millrace.rewards import Term
 from millrace.sandbox.boundaries import Boundary
 from services.rollout.scoring.pool import Scored, ScoringPool
 from tests.services.rollout.scoring.pools import gone, one_group, processes, reached, running, scoring
@@ -40,10 +41,11 @@ def test_the_network_is_there_only_if_asked_for(network: bool, obedient: str) ->
 ONE_GROUP = """
 import asyncio
 from millrace.errors import InvalidJob
+from millrace.rewards import Term
 from services.rollout.scoring.pool import ScoringPool
 
 async def main():
-    pool = ScoringPool(FUNCTION, workers=2, required=REQUIRED)
+    pool = ScoringPool([Term(FUNCTION)], workers=2, required=REQUIRED)
     try:
         await pool.start()
     except InvalidJob as refusal:
@@ -161,7 +163,7 @@ def test_a_process_that_dies_idle_costs_nothing(which: int, obedient: str, mark:
 
 def test_a_pool_that_is_not_open_says_so(obedient: str) -> None:
     async def whole() -> None:
-        pool = ScoringPool(obedient, workers=1)
+        pool = ScoringPool([Term(obedient)], workers=1)
         with pytest.raises(Unavailable, match="not started"):
             await pool.score_group("d", ["score 1"], "t", {})
         await pool.start()
@@ -191,9 +193,9 @@ def test_closing_leaves_no_process(obedient: str, mark: str) -> None:
 @pytest.mark.parametrize("answer", ["child", "hold"])
 def test_processes_do_not_outlive_a_parent_that_is_killed(answer: str, obedient: str, mark: str) -> None:
     code = (
-        "import asyncio, sys\nfrom services.rollout.scoring.pool import ScoringPool\n"
+        "import asyncio\nfrom millrace.rewards import Term\nfrom services.rollout.scoring.pool import ScoringPool\n"
         "async def main():\n"
-        f"    pool = ScoringPool({obedient!r}, workers=1)\n"
+        f"    pool = ScoringPool([Term({obedient!r})], workers=1)\n"
         "    await pool.start()\n"
         "    print('started', flush=True)\n"
         f"    await pool.score_group('d', ['{answer}'], 't', {{}})\n"

@@ -1,0 +1,19 @@
+"""What a job's reward is computed with: a function, its options, and how it is called."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Scope = Literal["answer", "group"]
+"""What one call of a function scores: one answer, or all answers to a prompt."""
+
+
+@dataclass(frozen=True)
+class Term:
+    """One function of a reward."""
+
+    function: str
+    """Its name: built-in, `module:function` or `file.py:function`."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of every call."""
+    scope: Scope = "answer"
