@@ -84,7 +84,9 @@ class Coordinator:
         return self._redis.url
 
     async def _serve(self, store: Store, http: socket.socket, stop: asyncio.Event) -> None:
-        events, prometheus, control_bell = Events(store), PrometheusMetrics(), Bell()
+        prometheus, control_bell = PrometheusMetrics(), Bell()
+        events = Events(store, prometheus.happened)
+        store.connection.observe = prometheus.asked_redis
         fleet = Fleet(store, self._settings.patience)
         await store.take_over()
         await fleet.load()

@@ -1,7 +1,7 @@
 """The event log of each job: kept in the store, followed over REST."""
 
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import structlog
@@ -16,8 +16,10 @@ log = structlog.get_logger(__name__)
 
 
 class Events:
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, on_event: Callable[[JobId, EventKind], None] = lambda *_: None) -> None:
+        """`on_event` is called with the kind of each event that is added."""
         self._store = store
+        self._on_event = on_event
         self._closed = False
         self._bells: defaultdict[JobId, Bell] = defaultdict(Bell)
 
@@ -25,6 +27,7 @@ class Events:
         """Adds an event: `data` is its kind and payload, `message` tells it to people."""
         log.info(message, kind=data.kind, job=job_id)
         await self._store.records(job_id).add_event(data, message)
+        self._on_event(job_id, data.kind)
         self._bells[job_id].ring()
 
     async def move(
@@ -33,6 +36,7 @@ class Events:
         """Moves a job to another state and adds the event of it. Raises NotFound, InvalidState."""
         await self._store.jobs.move(job_id, state, message, only, **fields)
         log.info(message, kind=EventKind.JOB_STATE, job=job_id, state=state)
+        self._on_event(job_id, EventKind.JOB_STATE)
         self._bells[job_id].ring()
 
     async def follow(self, job_id: JobId, after: str, silence_s: float) -> AsyncIterator[list[Event]]:

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from prometheus_client import generate_latest
 
+from millrace.drops import DropReason
+from millrace.events import EventKind
 from millrace.ids import JobId
 from millrace.rest import FleetView, JobState, LedgerView
 from millrace.telemetry.metrics.declaration import Owner
@@ -13,6 +15,7 @@ from millrace.telemetry.metrics.prometheus import coordinator as names
 from millrace.telemetry.metrics.prometheus.every_service import describe_process
 from millrace.telemetry.metrics.prometheus.registry import DeclaredRegistry
 from millrace.wire.v1 import common_pb2
+from services.coordinator.observe.job_health import JobHealth
 from services.coordinator.observe.samples import STOPS
 from services.coordinator.state.job import ACTIVE, JobRecord
 from services.coordinator.store import Store
@@ -25,7 +28,7 @@ LATELY = 20
 OF_A_JOB = (
     *(names.LEASES, names.LEASES_EXPIRED, names.LEASES_FENCED, names.GROUPS, names.TRAJECTORIES),
     *(names.RESPONSE_TOKENS, names.STALENESS, names.STEP_S, names.PAUSE_S),
-    *(names.PUBLICATIONS, names.PUBLICATION_S, names.PUBLICATION_BYTES),
+    *(names.PUBLICATIONS, names.PUBLICATION_S, names.PUBLICATION_BYTES, names.EVENTS),
 )
 """Counters and histograms of single jobs. They are removed with their job from the page."""
 
@@ -36,8 +39,22 @@ class PrometheusMetrics:
     def __init__(self) -> None:
         self.registry = DeclaredRegistry(Owner.COORDINATOR)
         describe_process(self.registry, Owner.COORDINATOR)
+        self._health = JobHealth(self.registry)
         self._counted: set[JobId] = set()
         """Jobs that may have counters."""
+
+    def happened(self, job_id: JobId, kind: EventKind) -> None:
+        """Counts an event."""
+        self._counted.add(job_id)
+        names.EVENTS.on(self.registry).labels(job_id=job_id, kind=kind).inc()
+
+    def requested(self, method: str, route: str, code: int, seconds: float) -> None:
+        """Records a REST request: the time until its answer began."""
+        names.HTTP_S.on(self.registry).labels(method=method, route=route, code=code).observe(seconds)
+
+    def asked_redis(self, seconds: float) -> None:
+        """Records a command or script in Redis."""
+        names.REDIS_S.on(self.registry).observe(seconds)
 
     def leased(self, job_id: JobId, count: int) -> None:
         """Counts leases that were given to replicas."""
@@ -97,11 +114,36 @@ class PrometheusMetrics:
         ids += await store.index.finished_since(time.time() - LATELY_S, LATELY)
         jobs = await store.index.without_specs(ids)
         ledgers = {job.id: await store.prompts(job.id).view() for job in jobs if job.state in ACTIVE}
+        active = [job for job in jobs if job.state in ACTIVE]
+        await self._health.set(store, active)
+        await self._redis(store)
         self._jobs(counts, jobs)
+        self._begin_counting(active)
         self._ledgers(ledgers)
         self._fleet(fleet)
         self._forget({job.id for job in jobs})
         return generate_latest(self.registry)
+
+    def _begin_counting(self, active: Sequence[JobRecord]) -> None:
+        """Counters of an active job begin at 0: Prometheus sees no growth in a series that begins at 1."""
+        for job in active:
+            self._counted.add(job.id)
+            for counter in (
+                names.LEASES,
+                names.LEASES_EXPIRED,
+                names.LEASES_FENCED,
+                names.GROUPS,
+                names.RESPONSE_TOKENS,
+            ):
+                counter.on(self.registry).labels(job_id=job.id)
+            for kind in EventKind:
+                names.EVENTS.on(self.registry).labels(job_id=job.id, kind=kind)
+
+    async def _redis(self, store: Store) -> None:
+        usage = await store.connection.usage()
+        if usage is not None:
+            names.REDIS_MEMORY.on(self.registry).set(usage.memory_bytes)
+            names.REDIS_CLIENTS.on(self.registry).set(usage.clients)
 
     def _forget(self, shown: set[JobId]) -> None:
         """Removes the counters and histograms of all jobs but those `shown`."""
@@ -132,8 +174,8 @@ class PrometheusMetrics:
         for job_id, ledger in ledgers.items():
             for where in LEDGER:
                 prompts.labels(job_id=job_id, where=where).set(getattr(ledger, where))
-            for reason, count in ledger.reasons.items():
-                reasons.labels(job_id=job_id, reason=reason).set(count)
+            for reason in DropReason:
+                reasons.labels(job_id=job_id, reason=reason).set(ledger.reasons.get(reason, 0))
         names.QUEUE_DEPTH.on(self.registry).set(sum(ledger.queued for ledger in ledgers.values()))
 
     def _fleet(self, fleet: FleetView) -> None:

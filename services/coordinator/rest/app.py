@@ -6,7 +6,7 @@ from pathlib import Path
 
 from fastapi import Depends, FastAPI, Response
 from fastapi.responses import FileResponse
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from millrace import __version__
 from millrace.errors import Unavailable
@@ -17,6 +17,7 @@ from services.coordinator.rest import callers, documentation, fleet, jobs
 from services.coordinator.rest.crowd import MOST_REQUESTS, InProgress
 from services.coordinator.rest.problems import install
 from services.coordinator.rest.schema import CALLERS, EVERYWHERE, Application, Responses, error_responses
+from services.coordinator.rest.timed import Timed
 from services.coordinator.stages.run import Components
 
 PAGE = Path(__file__).parent / "page.html"
@@ -36,6 +37,13 @@ class Health(BaseModel):
     status: str
 
 
+class ScrapeTarget(BaseModel):
+    """Members whose metrics Prometheus can read, as its `http_sd_configs` take them."""
+
+    targets: list[str] = Field(description="host:port")
+    labels: dict[str, str]
+
+
 def application(components: Components, control: Control, views: JobViews, name: str) -> FastAPI:
     """The application of one coordinator. `name` is the host that it listens at."""
     app = Application(
@@ -43,6 +51,7 @@ def application(components: Components, control: Control, views: JobViews, name:
     )
     install(app)
     app.add_middleware(InProgress, most=MOST_REQUESTS)
+    app.add_middleware(Timed, observe=components.prometheus.requested)
     secret = token()
     allowed = [Depends(callers.bearer(secret))]
     if not secret:
@@ -84,3 +93,10 @@ def _operations(app: FastAPI, components: Components) -> None:
         """Metrics in Prometheus's text format, of the jobs that are active or have ended lately."""
         page = await components.prometheus.page(components.store, components.fleet.view({}))
         return Response(page, media_type="text/plain; version=0.0.4")
+
+    @app.get("/metrics/targets", tags=["operations"])
+    async def targets() -> list[ScrapeTarget]:
+        """Where trainer and replicas serve their metrics, for the `http_sd_configs` of Prometheus."""
+        fleet = components.fleet.view({})
+        present = [m for m in (*fleet.trainers, *fleet.replicas) if m.metrics_address and not m.gone]
+        return [ScrapeTarget(targets=[m.metrics_address], labels={"kind": m.kind, "member": m.id}) for m in present]

@@ -6,6 +6,7 @@ import math
 import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -48,6 +49,15 @@ class Superseded(MillraceError):
     """Another coordinator was started on this Redis. The newest one works, all others stop."""
 
 
+@dataclass(frozen=True)
+class Usage:
+    """What a Redis uses."""
+
+    memory_bytes: int
+    clients: int
+    """Connections."""
+
+
 class Connection:
     """One Redis. The scripts are the transitions of ledgers and jobs: each is atomic, and each may be repeated."""
 
@@ -55,6 +65,8 @@ class Connection:
         self.name = _without_password(url)
         self.up_since = -math.inf
         """When Redis answered again after it had been down, in time.monotonic()."""
+        self.observe: Callable[[float], None] = lambda _: None
+        """Called with the seconds that each command or script took."""
         self._down = False
         self._large = asyncio.Semaphore(LARGE_AT_ONCE)
         pool = BlockingConnectionPool.from_url(
@@ -99,11 +111,13 @@ class Connection:
             return await self.do("EVAL", source, len(keys), *keys, *arguments)
 
     async def _answer(self, ask: Callable[[], Awaitable[Any]], within_s: float | None = None) -> Any:
+        began = time.perf_counter()
         try:
             answer = await self._asked(ask, within_s or TIMEOUT_S)
         except StoreDown:
             self._down = True
             raise
+        self.observe(time.perf_counter() - began)
         if self._down:
             self._down, self.up_since = False, time.monotonic()
         return answer
@@ -140,6 +154,14 @@ class Connection:
         while not await self.up():
             await asyncio.sleep(pause_s)
             pause_s = min(2.0, pause_s * 2)
+
+    async def usage(self) -> Usage | None:
+        """What Redis uses; None where it does not say: hosted ones forbid the question. Raises StoreDown."""
+        try:
+            memory, clients = [await self.do("INFO", section) for section in ("memory", "clients")]
+        except ResponseError:
+            return None
+        return Usage(int(memory["used_memory"]), int(clients["connected_clients"]))
 
     async def is_persistent(self) -> bool:
         """Whether Redis writes its data to disk. True where it does not say: hosted ones forbid the question."""

@@ -108,6 +108,7 @@ class Member:
             world_size=1,
             host="test",
             device="cpu",
+            metrics_port=9400,
         )
         await self.coordinator.call(FleetRpc.Register, request)
 

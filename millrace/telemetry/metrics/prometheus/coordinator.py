@@ -5,6 +5,7 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from millrace.telemetry.metrics.declaration import Unit
 from millrace.telemetry.metrics.prometheus.declaration import (
+    CALLS_S,
     LONG_S,
     PUBLICATION_BUCKETS_S,
     SHORT_S,
@@ -132,4 +133,76 @@ MEMBER_TOKENS_PER_S = PrometheusMetric(
     Unit.TOKENS_PER_SECOND,
     "Tokens that a member generates or trains, a second.",
     ("member",),
+)
+
+# What goes wrong, and how far a job is.
+EVENTS = PrometheusMetric(
+    Counter,
+    "millrace_events_total",
+    Unit.COUNT,
+    "Events by kind, as `millrace events` shows them: rewinds, lost trainers, members that are out, warnings.",
+    ("job_id", "kind"),
+)
+JOB_STEP_TIME = PrometheusMetric(
+    Gauge,
+    "millrace_job_step_timestamp_seconds",
+    Unit.SECONDS,
+    "Unix time at which an active job's last step was trained; before the first step that of its start.",
+    ("job_id",),
+)
+JOB_CHECKPOINT_TIME = PrometheusMetric(
+    Gauge,
+    "millrace_job_checkpoint_timestamp_seconds",
+    Unit.SECONDS,
+    "Unix time of the step that an active job's newest checkpoint holds; before the first one that of its start.",
+    ("job_id",),
+)
+JOB_NOT_FINITE = PrometheusMetric(
+    Gauge,
+    "millrace_job_not_finite_metrics",
+    Unit.COUNT,
+    "Step metrics of an active job's last step that are NaN or infinite.",
+    ("job_id",),
+)
+JOB_MISMATCH_KL = PrometheusMetric(
+    Gauge,
+    "millrace_job_mismatch_kl_nats",
+    Unit.NATS,
+    "KL divergence of engine and trainer in an active job's last step: on tokens of the same version where there are "
+    "any, otherwise on all.",
+    ("job_id",),
+)
+DISK_FREE = PrometheusMetric(
+    Gauge,
+    "millrace_output_disk_free_bytes",
+    Unit.BYTES,
+    "Free space where an active job's output folder is, as the coordinator sees it.",
+    ("job_id",),
+)
+DISK_SIZE = PrometheusMetric(
+    Gauge, "millrace_output_disk_size_bytes", Unit.BYTES, "Size of the disk of that folder.", ("job_id",)
+)
+
+# The coordinator's own work.
+HTTP_S = PrometheusMetric(
+    Histogram,
+    "millrace_http_seconds",
+    Unit.SECONDS,
+    "Time until the answer to a REST request begins, by method, route and status code.",
+    ("method", "route", "code"),
+    CALLS_S,
+)
+REDIS_S = PrometheusMetric(
+    Histogram,
+    "millrace_redis_seconds",
+    Unit.SECONDS,
+    "Duration of commands and scripts in Redis, with the way there and back.",
+    (),
+    SHORT_S,
+)
+REDIS_MEMORY = PrometheusMetric(
+    Gauge, "millrace_redis_memory_bytes", Unit.BYTES, "Memory that Redis uses. Absent where it does not say."
+)
+REDIS_CLIENTS = PrometheusMetric(
+    Gauge, "millrace_redis_clients", Unit.COUNT, "Connections that Redis has. Absent where it does not say."
 )

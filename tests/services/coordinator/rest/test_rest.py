@@ -21,6 +21,7 @@ from services.coordinator.rest import bodies
 from services.coordinator.rest.jobs import frame
 from tests.services.coordinator.cluster import Cluster, scenario
 from tests.services.coordinator.conftest import CoordinatorProcess, running
+from tests.telemetry.metrics.pages import value
 
 pytestmark = pytest.mark.slow
 
@@ -334,7 +335,18 @@ async def test_the_fleet_and_prometheus(cluster: Cluster, spec: dict[str, Any]) 
         assert [m["id"] for m in fleet["trainers"] if m["state"] != "lost"] == [trainer.id]
         (found,) = [m for m in fleet["replicas"] if m["id"] == replica.id]
         assert found["state"] == "serving" and found["version"] >= 1 and found["silent_s"] < 1.0
+        targets = (await http.get("/metrics/targets")).json()
+        await http.get("/v1/nothing")
         page = (await http.get("/metrics")).text
+    (scraped,) = [target for target in targets if target["labels"]["member"] == replica.id]
+    assert scraped == {"targets": ["127.0.0.1:9400"], "labels": {"kind": "rollout", "member": replica.id}}
+    assert value(page, f'millrace_events_total{{job_id="{job_id}",kind="step.done"}}') >= 2
+    assert value(page, f'millrace_events_total{{job_id="{job_id}",kind="trainer.lost"}}') == 0
+    assert value(page, 'millrace_http_seconds_count{code="200",method="GET",route="/v1/fleet"}') >= 1
+    assert value(page, 'millrace_http_seconds_count{code="404",method="GET",route="unknown"}') >= 1
+    assert value(page, 'millrace_grpc_seconds_count{code="OK",method="Fleet/Register"}') >= 2
+    assert value(page, "millrace_redis_seconds_count") > 10 and value(page, "millrace_redis_memory_bytes") > 1e5
+    assert value(page, "millrace_redis_clients") >= 1 and 'service="coordinator"} 1.0' in page
     for name in ("millrace_jobs", "millrace_prompts", "millrace_groups_total", "millrace_members", "millrace_epoch"):
         assert f"\n{name}" in page, name
     assert f'millrace_job_step{{job_id="{job_id}"}}' in page
