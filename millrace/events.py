@@ -95,8 +95,8 @@ class TrainerConfigured(EventData):
     kind: Literal[EventKind.TRAINER_CONFIGURED] = EventKind.TRAINER_CONFIGURED
     member: MemberId
     version: int = Field(description="Weight version that it holds.")
-    warnings: Sequence[str] = Field(
-        (), description="Fields with which ranks of different hosts exchange more than need be, with a better value."
+    warnings: list[str] = Field(
+        [], description="Fields with which ranks of different hosts exchange more than need be, with a better value."
     )
 
 

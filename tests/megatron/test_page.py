@@ -19,7 +19,7 @@ def test_every_option_is_told() -> None:
 
 
 def test_its_example_is_valid() -> None:
-    (block,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    block = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)[0]
     assert parse(yaml.safe_load(block)["trainer"]["backend_options"]).pipeline_parallel == 8
 
 

@@ -154,10 +154,13 @@ class WorkerRpcServer:
         self._carry_out = carry_out
         self._lock = threading.Lock()
         self._socket, secret = _connect(place)
+        asked = time.monotonic()
         self._socket.sendall(_frame(replace(introduction, secret=secret)))
         self._stream = self._socket.makefile("rb")
-        self._ahead_s = self._welcome() - time.monotonic()
-        """By how much the replica's clock is ahead of this one's: hosts count time.monotonic() from different days."""
+        clock = self._welcome()
+        self._ahead_s = clock - asked if self._socket.family != socket.AF_UNIX else 0.0
+        """By how much the replica's clock is ahead of this one's: hosts count time.monotonic() from different days.
+        Over the network this is too much by the time of the introduction: nothing is carried out that was given up."""
         # A new thread starts on the first GPU, whichever GPU its worker uses.
         self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
         threading.Thread(target=self._listen, name="millrace worker rpc", daemon=True).start()
