@@ -97,19 +97,22 @@ def functions(tree: ast.Module) -> list[str]:
 def definition(path: Path, function: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
     """The definition of `function` in `path`; None if only running the file can tell it: after an assignment, an import
     or a decorator that may change the signature. Raises FunctionNotFound."""
+    found = bound_to(path, function)
+    if isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef) and not found.decorator_list:
+        return found
+    return None
+
+
+def bound_to(path: Path, name: str, kind: str = "function") -> ast.stmt:
+    """The last statement at the top level of `path` that binds `name`, which should be a function or of another `kind`.
+    Raises FunctionNotFound."""
     tree = parsed(path)
-    found: ast.FunctionDef | ast.AsyncFunctionDef | None = None
-    bound = False
-    for statement in _top_level(tree):
-        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef) and statement.name == function:
-            found, bound = (None if statement.decorator_list else statement), True
-        elif _binds(statement, function):
-            found, bound = None, True
-    if not bound:
+    found = [statement for statement in _top_level(tree) if _binds(statement, name)]
+    if not found:
         there = functions(tree)
         have = f"it has {', '.join(there[:8])}" if there else "it defines no function"
-        raise FunctionNotFound(f"{path} has no function {function}; {have}", "name a function of that file.")
-    return found
+        raise FunctionNotFound(f"{path} has no {kind} {name}; {have}", f"name a {kind} of that file.")
+    return found[-1]
 
 
 def _top_level(tree: ast.Module) -> list[ast.stmt]:
@@ -127,7 +130,7 @@ def _top_level(tree: ast.Module) -> list[ast.stmt]:
 
 def _binds(statement: ast.stmt, name: str) -> bool:
     match statement:
-        case ast.ClassDef(name=bound):
+        case ast.ClassDef(name=bound) | ast.FunctionDef(name=bound) | ast.AsyncFunctionDef(name=bound):
             return bound == name
         case ast.Import() | ast.ImportFrom():
             return any(a.name == "*" or (a.asname or a.name) == name for a in statement.names)

@@ -89,7 +89,7 @@ def load(name: str, options: Mapping[str, Any] | None = None, scope: Scope = "an
         path = source_file(target)
     except FunctionNotFound as error:
         raise refused(FIELD, name, error.reason, error.fix) from error
-    module = _import(name, target, path)
+    module = import_target(FIELD, name, target, path)
     function = getattr(module, target.function, None)
     if not callable(function):
         reason = f"{target.function} in {target.place} is {kind_of(function)}, not a function"
@@ -115,7 +115,9 @@ def _target(name: str) -> Target:
     return parse(name)
 
 
-def _import(name: str, target: Target, path: Path | None) -> ModuleType:
+def import_target(field: str, name: str, target: Target, path: Path | None) -> ModuleType:
+    """The module of `target`, which `name` in the field names. Raises InvalidJob where it cannot be imported; other
+    exceptions of the module are passed on."""
     try:
         if target.is_file and path is not None:
             return _import_file(path.resolve())
@@ -127,7 +129,7 @@ def _import(name: str, target: Target, path: Path | None) -> ModuleType:
         fix = "install what it imports on the replicas' hosts, or correct the file."
         if name in BUILT_IN:
             fix = f"install the scorers on the replicas' hosts: {how_to_install('scoring')}."
-        raise refused(FIELD, name, what, fix) from error
+        raise refused(field, name, what, fix) from error
 
 
 def _import_file(path: Path) -> ModuleType:

@@ -1,0 +1,113 @@
+"""Runs one environment after the other in a process of its own: from a request in JSON's types to its answer.
+
+Requests are {op: "reset", row}, {op: "step", message}, {op: "call", name, arguments}, {op: "score"}, {op: "close"}.
+What the user's class raises is passed on, except from a tool: that is the tool's result, told to the policy.
+"""
+
+import asyncio
+import inspect
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from millrace.environments.tools import BadArguments, tools_of
+from millrace.rewards.outcome import fits, plain, read_outcome
+
+LONGEST_RESULT = 256 << 10
+"""Characters of a tool's result. The rest is cut, as answers of a process have a longest line."""
+
+
+class BadReturn(ValueError):
+    """A method of the environment returned something that cannot be used."""
+
+
+class Host:
+    """Holds the environment of the running episode, and the event loop that it lives on."""
+
+    def __init__(self, environment: type, options: Mapping[str, Any], call_s: float) -> None:
+        """`call_s`: seconds after which an `async` tool is cancelled. Raises BadTool."""
+        self.tools = tools_of(environment)
+        self._class, self._options, self._call_s = environment, dict(options), call_s
+        self._runner = asyncio.Runner()
+        self._running: Any = None
+
+    @property
+    def specs(self) -> list[dict[str, Any]]:
+        """The tools, as chat templates take them."""
+        return [each.spec for each in self.tools.values()]
+
+    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer to one request. Raises BadReturn, and whatever the user's class raises."""
+        return self._runner.run(self._answer(request))
+
+    async def _answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        match request["op"]:
+            case "reset":
+                self._running = self._class(**self._options)
+                return {"messages": _messages(await _awaited(self._running.reset(request["row"])), "reset")}
+            case "step":
+                return _step(await _awaited(self._running.step(request["message"])))
+            case "call":
+                return await self._call(request["name"], request["arguments"])
+            case "score":
+                return _score(await _awaited(self._running.score()))
+            case "close":
+                running, self._running = self._running, None
+                if running is not None:
+                    await _awaited(running.close())
+                return {}
+            case other:
+                raise BadReturn(f"there is no request {other}")
+
+    async def _call(self, name: str, given: Any) -> dict[str, Any]:
+        found = self.tools.get(name)
+        if found is None:
+            known = ", ".join(self.tools) or "none"
+            return {"content": f"Error: there is no tool {name}. Tools: {known}.", "failed": True}
+        try:
+            arguments = found.checked(given)
+            async with asyncio.timeout(self._call_s):
+                result = await _awaited(getattr(self._running, name)(**arguments))
+        except BadArguments as error:
+            return {"content": f"Error: {error}.", "failed": True}
+        except TimeoutError:
+            return {"content": f"Error: {name} took longer than {self._call_s:g} s.", "failed": True}
+        except Exception as error:
+            if isinstance(error, MemoryError):
+                raise
+            # The user's tool may raise anything. The policy is told, as it is told a result.
+            return {"content": f"Error: {type(error).__name__}: {error}"[:LONGEST_RESULT], "failed": True}
+        content = result if isinstance(result, str) else json.dumps(plain(result), ensure_ascii=False)
+        return {"content": content[:LONGEST_RESULT], "failed": False}
+
+
+async def _awaited(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value
+
+
+def _messages(returned: Any, method: str) -> list[dict[str, Any]]:
+    if isinstance(returned, str):
+        return [{"role": "user", "content": returned}]
+    if not isinstance(returned, Sequence):
+        raise BadReturn(f"{method} returned {type(returned).__name__} instead of messages")
+    for message in returned:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
+            raise BadReturn(f"{method} returned a message without role and content")
+    return [plain(message) for message in returned]
+
+
+def _step(returned: Any) -> dict[str, Any]:
+    if not isinstance(returned, Sequence) or isinstance(returned, str) or len(returned) != 3:
+        raise BadReturn("step returned something else than (messages, reward, done)")
+    messages, reward, done = returned
+    number = None if reward is None else read_outcome(reward).score
+    if number is not None and not fits(number):
+        raise BadReturn(f"step returned the reward {number}")
+    return {"messages": _messages(messages or [], "step"), "reward": number, "done": bool(done)}
+
+
+def _score(returned: Any) -> dict[str, Any]:
+    if returned is None:
+        return {"score": None, "details": {}}
+    outcome = read_outcome(returned)
+    return {"score": outcome.score, "details": outcome.details}
