@@ -26,6 +26,8 @@ class DropReason(StrEnum):
     temperature, length."""
     GROUP_TOO_LARGE = "group_too_large"
     """The group is larger than one message to the coordinator may be."""
+    ENVIRONMENT_FAILED = "environment_failed"
+    """The environment failed, hung, crashed or took too long in an episode, twice."""
     REPLICA_FAILED = "replica_failed"
     """The replica met a bug while it worked on this prompt."""
     NO_SIGNAL = "no_signal"

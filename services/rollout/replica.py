@@ -4,6 +4,7 @@ import asyncio
 import json
 import socket
 import time
+from dataclasses import replace
 
 import structlog
 
@@ -21,6 +22,7 @@ from millrace.wire.membership import Membership
 from millrace.wire.v1 import fleet_pb2, rollout_pb2
 from services.rollout.engine import Engine, EngineDied, Load
 from services.rollout.engines import create
+from services.rollout.episodes.runner import EnvironmentEpisodes
 from services.rollout.metrics import ReplicaMetrics
 from services.rollout.nodes.leader import Leader
 from services.rollout.weights.receiver import PublicationReceiver
@@ -160,6 +162,8 @@ class Replica:
             raise InvalidState(what, "configure it and publish a version to it.")
         if self._generator is None or self._generator.job is not self.job:
             self._generator = GroupGenerator(self.member_id, self.engine, self.job)
+            if self.job.environments is not None:
+                self._generator = replace(self._generator, run_episode=EnvironmentEpisodes.of_job(self.job))
         return self._generator
 
     def receiver(self, job_id: str) -> PublicationReceiver:
@@ -206,7 +210,7 @@ class Replica:
 
     @property
     def missing_boundaries(self) -> list[rollout_pb2.MissingBoundary]:
-        """What separates the job's reward functions from this replica less than it should."""
+        """What separates the job's reward functions and environment from this replica less than it should."""
         return missing_messages(self.job.scoring.missing if self.job else ())
 
     @property

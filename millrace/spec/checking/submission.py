@@ -17,6 +17,7 @@ from millrace.checkpoints.source import check_checkpoint
 from millrace.data import open_source
 from millrace.data.model_folder import check_model_folder, check_weights_folder, context, vocabulary
 from millrace.descriptors import imported
+from millrace.environments.registry import check as check_environment
 from millrace.errors import InvalidJob, Mistake, Unavailable, refused, wrong_value
 from millrace.rewards import check as check_reward
 from millrace.rewards import choose
@@ -88,6 +89,10 @@ def _paths(spec: JobSpec) -> Iterator[tuple[str, str, str]]:
     place, colon, function = spec.reward.function.rpartition(":")
     if Target(place, function).is_file:
         yield "reward.function", place, colon + function
+    if (environment := spec.rollout.environment) is not None:
+        place, colon, name = environment.name.rpartition(":")
+        if Target(place, name).is_file:
+            yield "rollout.environment.name", place, colon + name
     for _, choice, field in choices.chosen(spec.algorithm):
         if ":" in choice.name:
             place, colon, function = choice.name.rpartition(":")
@@ -164,6 +169,8 @@ def _critic_folder(model: str, critic: str, weights: bool) -> None:
 def _rest(spec: JobSpec) -> Iterator[Mistake]:
     yield from _attempt(_backend, spec)
     yield from engine_options.mistakes_of(spec.rollout.engine_options)
+    if (environment := spec.rollout.environment) is not None:
+        yield from _attempt(check_environment, environment.name)
     yield from _attempt(check_trackers, spec.tracking.trackers)
     yield from _attempt(_output, Path(spec.output))
 

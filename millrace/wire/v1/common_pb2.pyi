@@ -36,6 +36,7 @@ class DropReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     DROP_REASON_JOB_FAILED: _ClassVar[DropReason]
     DROP_REASON_JOB_CANCELLED: _ClassVar[DropReason]
     DROP_REASON_GROUP_TOO_LARGE: _ClassVar[DropReason]
+    DROP_REASON_ENVIRONMENT_FAILED: _ClassVar[DropReason]
 STOP_REASON_UNSPECIFIED: StopReason
 STOP_REASON_END_OF_TURN: StopReason
 STOP_REASON_STOP_STRING: StopReason
@@ -57,6 +58,7 @@ DROP_REASON_JOB_SUCCEEDED: DropReason
 DROP_REASON_JOB_FAILED: DropReason
 DROP_REASON_JOB_CANCELLED: DropReason
 DROP_REASON_GROUP_TOO_LARGE: DropReason
+DROP_REASON_ENVIRONMENT_FAILED: DropReason
 
 class Drop(_message.Message):
     __slots__ = ("reason", "detail")

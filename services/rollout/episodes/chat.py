@@ -38,7 +38,7 @@ class Chat:
         self.tools = [dict(each) for each in tools] or None
         if self.tools and not getattr(self._renderer, "supports_tools", True):
             reason = "it finds no calls of tools, and the environment has tools"
-            fix = "name the renderer of the model, or add options: {tool_parser: qwen3} for that format of calls."
+            fix = "name the model's renderer, or set renderer_options to {tool_parser: qwen3} for that format of calls."
             raise refused(FIELD, renderer, reason, fix)
 
     def render(self, messages: Sequence[Message]) -> list[int]:

@@ -21,7 +21,15 @@ from services.rollout.work.job import Job, Prompt
 OnSample = Callable[[Sample], None]
 RunEpisode = Callable[[Engine, Prompt, Sampling, OnSample], Awaitable[Episode]]
 """Runs one episode of a prompt with an engine. It calls the function with each sample of the engine as it ends.
-Cancelling it aborts what it has in the engine."""
+Cancelling it aborts what it has in the engine. Raises EpisodeFailed where the group has to be dropped."""
+
+
+class EpisodeFailed(Exception):
+    """An episode cannot be run, so that its group is dropped; `drop` says why."""
+
+    def __init__(self, drop: Drop) -> None:
+        super().__init__(str(drop))
+        self.drop = drop
 
 
 async def single_turn(engine: Engine, prompt: Prompt, sampling: Sampling, on_sample: OnSample) -> Episode:
@@ -52,7 +60,10 @@ class GroupGenerator:
             return Drop(DropReason.BAD_PROMPT, str(error))
         if prompt.rendered.dropped is not None:
             return prompt.rendered.dropped
-        episodes = await self.episodes(prompt, requests_of(lease.sampling), on_sample, on_episode)
+        try:
+            episodes = await self.episodes(prompt, requests_of(lease.sampling), on_sample, on_episode)
+        except EpisodeFailed as error:
+            return error.drop
         if not all(np.isfinite(sample.logprobs).all() for episode in episodes for sample in episode.samples):
             return Drop(DropReason.BAD_LOGPROBS, "a log-probability is not finite")
         ended = time.monotonic()

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,11 @@ from millrace.errors import BadRow, InvalidJob
 from millrace.ids import JobId, row_of
 from millrace.rewards import choose
 from millrace.spec import JobSpec
+from millrace.spec.environment import Environment
+from millrace.spec.model import Data
 from millrace.wire.v1 import work_pb2
+from services.rollout.episodes.chat import Chat
+from services.rollout.episodes.processes import EnvironmentPool
 from services.rollout.scoring.pool import ScoringPool
 
 
@@ -28,24 +33,46 @@ class Prompt:
 class Job:
     """The job, with its tokenizer loaded and its scoring processes running. `close` ends them."""
 
-    def __init__(self, job_id: JobId, spec: JobSpec, tokenizer: Any, scoring: ScoringPool) -> None:
+    def __init__(
+        self,
+        job_id: JobId,
+        spec: JobSpec,
+        tokenizer: Any,
+        scoring: ScoringPool,
+        environments: EnvironmentPool | None = None,
+        chat: Chat | None = None,
+    ) -> None:
+        """With `environments` there is the `chat` format in which the policy talks to them."""
         self.id = job_id
         self.spec = spec
         self.scoring = scoring
+        self.environments = environments
+        self.chat = chat
         self._tokenizer = tokenizer
 
     @classmethod
     async def open(cls, job_id: JobId, spec: JobSpec) -> "Job":
-        """Loads the tokenizer and starts the scoring processes. Raises InvalidJob."""
+        """Loads the tokenizer and starts the processes of reward and environment. Raises InvalidJob."""
         tokenizer = await asyncio.to_thread(_load_tokenizer, spec)
         reward = spec.reward
         function = choose(reward.function, procedural=bool(spec.data.procedural))
         scoring = ScoringPool.of_job(reward, function, reward.workers)
         await scoring.start()
-        return cls(job_id, spec, tokenizer, scoring)
+        if (environment := spec.rollout.environment) is None:
+            return cls(job_id, spec, tokenizer, scoring)
+        environments = EnvironmentPool.of_job(environment, reward)
+        try:
+            await environments.start()
+            chat = await asyncio.to_thread(_chat, spec.data, environment, tokenizer, environments.tools)
+        except BaseException:
+            await asyncio.gather(scoring.close(), environments.close())
+            raise
+        return cls(job_id, spec, tokenizer, scoring, environments, chat)
 
     async def close(self) -> None:
         await self.scoring.close()
+        if self.environments is not None:
+            await self.environments.close()
 
     async def prompt(self, lease: work_pb2.Lease) -> Prompt:
         """The lease's prompt as tokens. Raises BadRow where it does not go through the tokenizer or chat template."""
@@ -68,6 +95,11 @@ class Job:
             chat_template_options=data.chat_template_options,
         )
         return Prompt(row, rendered, str(self._tokenizer.decode(rendered.token_ids)))
+
+
+def _chat(data: Data, environment: Environment, tokenizer: Any, tools: Sequence[Mapping[str, Any]]) -> Chat:
+    options, template_options = environment.renderer_options, data.chat_template_options
+    return Chat(tokenizer, environment.renderer, options, template_options, tools)
 
 
 def import_transformers() -> None:

@@ -1,0 +1,187 @@
+"""Runs the episodes of a job with an environment: turn by turn, within the job's limits."""
+
+import asyncio
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
+from typing import Any, Self
+
+from millrace.drops import Drop, DropReason
+from millrace.errors import BadRow
+from millrace.spec import JobSpec
+from millrace.spec.environment import Environment
+from millrace.validation import limits
+from services.rollout.engine import Engine, Sampling
+from services.rollout.episodes.chat import Chat, Message
+from services.rollout.episodes.conversation import Conversation
+from services.rollout.episodes.processes import EnvironmentFailed, EnvironmentPool, Session
+from services.rollout.scoring.pool import Scored
+from services.rollout.work.episode import Episode
+from services.rollout.work.groups import EpisodeFailed, OnSample
+from services.rollout.work.job import Job, Prompt
+
+ATTEMPTS = 2
+"""Runs of an episode whose environment fails, before its group is dropped."""
+
+
+class EpisodeEnd(StrEnum):
+    """Why an episode ended."""
+
+    DONE = "done"
+    """The environment said so."""
+    TURNS = "turns"
+    """It had `max_turns` turns."""
+    TOKENS = "tokens"
+    """The last turn was cut, or there was no room for another one."""
+
+
+@dataclass
+class Account:
+    """What happened in an episode: the metadata of its last trajectory."""
+
+    end: EpisodeEnd = EpisodeEnd.DONE
+    tool_calls: int = 0
+    tool_failures: int = 0
+    """Calls whose result was an error."""
+    tool_s: float = 0.0
+    failures: list[str] = field(default_factory=list)
+    """Why the episode was run again, one a time."""
+
+
+@dataclass(frozen=True)
+class EnvironmentEpisodes:
+    """Runs episodes; a `RunEpisode`."""
+
+    pool: EnvironmentPool
+    chat: Chat
+    spec: JobSpec
+
+    @classmethod
+    def of_job(cls, job: Job) -> Self:
+        """Those of a job that has an environment."""
+        assert job.environments is not None and job.chat is not None
+        return cls(job.environments, job.chat, job.spec)
+
+    @property
+    def environment(self) -> Environment:
+        """What the job says of its environment."""
+        assert self.spec.rollout.environment is not None
+        return self.spec.rollout.environment
+
+    async def __call__(self, engine: Engine, prompt: Prompt, sampling: Sampling, on_sample: OnSample) -> Episode:
+        """One episode. One whose environment fails is run again once. Raises EpisodeFailed, Unavailable where no
+        process of the environment can be started any more."""
+        account = Account()
+        while len(account.failures) < ATTEMPTS:
+            try:
+                return await self._attempt(engine, prompt, sampling, on_sample, account)
+            except EnvironmentFailed as error:
+                account = Account(failures=[*account.failures, str(error)])
+            except TimeoutError:
+                told = f"the episode took longer than {self.environment.episode_s:g} s"
+                account = Account(failures=[*account.failures, told])
+            except BadRow as error:
+                raise EpisodeFailed(Drop(DropReason.BAD_PROMPT, str(error))) from error
+        raise EpisodeFailed(Drop(DropReason.ENVIRONMENT_FAILED, "; then ".join(account.failures)))
+
+    async def _attempt(
+        self, engine: Engine, prompt: Prompt, sampling: Sampling, on_sample: OnSample, account: Account
+    ) -> Episode:
+        """The time limit begins when there is a process for the episode."""
+        async with self.pool.session() as session, asyncio.timeout(self.environment.episode_s):
+            return await _Run(self, engine, session, sampling, on_sample, account).run(prompt)
+
+
+@dataclass
+class _Run:
+    """One run of one episode."""
+
+    episodes: EnvironmentEpisodes
+    engine: Engine
+    session: Session
+    sampling: Sampling
+    on_sample: OnSample
+    account: Account
+    turns: int = 0
+    rewarded: bool = False
+
+    async def run(self, prompt: Prompt) -> Episode:
+        row = prompt.row
+        told = {"index": row.index, "data_source": row.data_source, "prompt": row.prompt}
+        messages = await self.session.reset({**told, "ground_truth": row.ground_truth, "extra_info": row.extra_info})
+        conversation = await asyncio.to_thread(Conversation, self.episodes.chat, messages)
+        data = self.episodes.spec.data
+        if (length := len(conversation.prompt)) > data.max_prompt_tokens:
+            detail = f"{length} > {data.max_prompt_tokens} tokens"
+            raise EpisodeFailed(Drop(DropReason.PROMPT_TOO_LONG, detail))
+        while await self._turn(conversation):
+            pass
+        score, details = await self.session.score()
+        return self._episode(conversation, prompt, score, details)
+
+    async def _turn(self, conversation: Conversation) -> bool:
+        """Has the policy sample one turn, and tells it what follows. Returns whether there is room for another."""
+        room = min(self._room(conversation), self.episodes.environment.max_turn_tokens or limits.MOST_TOKENS)
+        sample = await self.engine.generate(conversation.prompt, replace(self.sampling, max_response_tokens=room))
+        self.on_sample(sample)
+        self.turns += 1
+        message = await asyncio.to_thread(conversation.add, sample)
+        if calls := message.get("tool_calls"):
+            new, done = [await self._result(call) for call in calls], False
+        else:
+            new, reward, done = await self.session.step(message)
+            if reward is not None:
+                self.rewarded = True
+                conversation.reward(reward)
+        if done:
+            return False
+        if self.turns >= self.episodes.environment.max_turns:
+            self.account.end = EpisodeEnd.TURNS
+            return False
+        if self._room(conversation) > 0:
+            await asyncio.to_thread(conversation.tell, new)
+        if self._room(conversation) <= 0:
+            self.account.end = EpisodeEnd.TOKENS
+            return False
+        return True
+
+    def _room(self, conversation: Conversation) -> int:
+        """Tokens that the next turn may have."""
+        spec, response = self.episodes.spec, self.sampling.max_response_tokens
+        whole = spec.data.max_prompt_tokens + response
+        return min(response - conversation.response_tokens, whole - len(conversation.prompt))
+
+    async def _result(self, call: Mapping[str, Any]) -> Message:
+        """The result of a call of a tool, as a message to the policy."""
+        started = asyncio.get_running_loop().time()
+        function = call.get("function")
+        if function is None:
+            content, failed = f"Error: the call cannot be read ({call['status']}).", True
+        else:
+            content, failed = await self.session.call(function["name"], _decoded(function["arguments"]))
+        self.account.tool_calls += 1
+        self.account.tool_failures += failed
+        self.account.tool_s += asyncio.get_running_loop().time() - started
+        name = {} if function is None else {"name": function["name"]}
+        return {"role": "tool", "content": content, "tool_call_id": call["id"], **name}
+
+    def _episode(
+        self, conversation: Conversation, prompt: Prompt, score: float | None, details: dict[str, Any]
+    ) -> Episode:
+        trajectories = list(conversation.trajectories())
+        first = trajectories[0]
+        if first.prompt is not None and first.prompt.tolist() == prompt.rendered.token_ids:
+            trajectories[0] = replace(first, prompt=None, prompt_text="")
+        trajectories[-1] = replace(trajectories[-1], metadata={"episode": asdict(self.account)})
+        if score is None and self.rewarded:
+            score = 0.0
+        return Episode(tuple(trajectories), None if score is None else Scored(score, details))
+
+
+def _decoded(arguments: str) -> Any:
+    """The arguments of a call; the text itself where it is not JSON, which no tool accepts."""
+    try:
+        return json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments

@@ -1,0 +1,240 @@
+"""Episodes with an environment in processes: what is trained, what fails, and what ends an episode."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from millrace.data.chat import Rendered
+from millrace.data.row import PromptRow
+from millrace.drops import DropReason
+from millrace.trajectories import sampled_spans
+from millrace.wire.arrays import unpack_logprobs, unpack_tokens
+from millrace.wire.v1 import common_pb2
+from services.coordinator.state.group import Wanted, fault
+from services.rollout.engine import Sample, Sampling
+from services.rollout.engines.versioned import VersionedEngine
+from services.rollout.episodes.chat import Chat
+from services.rollout.episodes.processes import EnvironmentPool
+from services.rollout.episodes.runner import EnvironmentEpisodes
+from services.rollout.work.episode import Episode
+from services.rollout.work.groups import EpisodeFailed
+from services.rollout.work.job import Prompt
+from tests.models import CHATML, random_model, save_tiny_model
+from tests.services.rollout.coordinator import until
+from tests.services.rollout.episodes.formats import CHATML as PLAIN_CHATML
+from tests.services.rollout.episodes.formats import merging_tokenizer, sampled
+from tests.services.rollout.jobs import job_spec
+from tests.services.rollout.reference import logprobs
+from tests.services.rollout.stack import replica_stack
+
+GUESS = Path(__file__).parents[4] / "examples/environments/guess.py"
+TALK = '''
+import os, time
+from millrace.environments import Environment, tool
+
+FAILED = []
+
+class Talk(Environment):
+    async def reset(self, row):
+        self.kind = row["ground_truth"]
+        if self.kind == "fails once" and not FAILED:
+            FAILED.append(True)
+            raise RuntimeError("not yet")
+        return await super().reset(row)
+
+    async def step(self, message):
+        if self.kind == "crash":
+            os._exit(3)
+        if self.kind == "raise":
+            raise ValueError("no such move")
+        if self.kind == "unrewarded":
+            return "and then?", None, False
+        return "and then?", 0.25, self.kind == "one turn"
+
+    @tool
+    def hang(self) -> str:
+        """Hangs."""
+        time.sleep(3600)
+        return ""
+'''
+
+
+@pytest.fixture(scope="session")
+def talk(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("talk") / "talk.py"
+    path.write_text(TALK)
+    return f"{path}:Talk"
+
+
+FORGETFUL = CHATML.replace(
+    "message.content", "(message.content[1:] if message.role == 'assistant' else message.content)"
+)
+"""It leaves out the first letter of what the policy said: no prompt extends what was sampled."""
+
+
+@pytest.mark.parametrize(("template", "trajectories"), [(CHATML, 1), (FORGETFUL, 3)])
+def test_what_is_trained_are_the_tokens_that_the_engine_saw(
+    template: str, trajectories: int, talk: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = save_tiny_model(tmp_path, tied=True, chat_template=template)
+    seen: list[list[int]] = []
+    generate = VersionedEngine.generate
+
+    async def recorded(self: Any, prompt_tokens: Sequence[int], sampling: Sampling) -> Sample:
+        sample = await generate(self, prompt_tokens, sampling)
+        seen.append([*prompt_tokens, *sample.tokens.tolist()])
+        return sample
+
+    monkeypatch.setattr(VersionedEngine, "generate", recorded)
+    environment: dict[str, Any] = {"name": talk, "max_turns": 3, "max_turn_tokens": 6, "processes": 2}
+    environment["renderer_options"] = {"tool_parser": "qwen3"}
+    spec = job_spec(model, rollout={"environment": environment, "max_response_tokens": 150})
+
+    async def scenario() -> common_pb2.Group:
+        async with replica_stack() as stack:
+            await stack.serve(spec, version=3)
+            prompt_id = stack.coordinator.issue(7, samples=2, max_response_tokens=150)
+            await until(lambda: stack.coordinator.answered == 1, 90.0)
+            assert not stack.coordinator.dropped
+            return stack.coordinator.groups[prompt_id]
+
+    group = asyncio.run(scenario())
+    assert list(group.episode_trajectories) == ([] if trajectories == 1 else [trajectories] * 2)
+    assert fault(group, Wanted(2, temperature=1.0, most_tokens=350)) is None
+    weights, trained = random_model(tied=True, seed=3), []
+    for trajectory in group.trajectories:
+        prompt = unpack_tokens(trajectory.prompt_tokens or group.prompt_tokens).tolist()
+        tokens = unpack_tokens(trajectory.tokens).tolist()
+        spans = list(sampled_spans(trajectory))
+        trained += [[*prompt, *tokens[:end]] for _, end in spans]
+        at = [place for start, end in spans for place in range(start, end)]
+        expected = np.asarray(logprobs(weights, prompt, tokens))[at]
+        assert np.abs(unpack_logprobs(trajectory.logprobs) - expected).max() < 1e-3
+    assert sorted(trained) == sorted(seen) and len(seen) == 6
+    rewards = [turn.reward for one in group.trajectories for turn in one.turns]
+    assert rewards == [0.25] * 6 and [one.reward for one in group.trajectories if one.HasField("reward")] == [0.0] * 2
+    account = json.loads(group.trajectories[-1].metadata)["episode"]
+    assert (account["end"], account["tool_calls"], account["failures"]) == ("turns", 0, [])
+
+
+TOKENIZER = merging_tokenizer(PLAIN_CHATML)
+
+
+class Scripted:
+    """An engine whose policy is a function of the text before."""
+
+    def __init__(self, policy: Any) -> None:
+        self.policy, self.limits = policy, list[int]()
+
+    async def generate(self, prompt_tokens: Sequence[int], sampling: Sampling) -> Sample:
+        self.limits.append(sampling.max_response_tokens)
+        text = self.policy(TOKENIZER.decode(prompt_tokens))
+        return sampled(TOKENIZER.encode(text + "<|im_end|>", add_special_tokens=False)[: sampling.max_response_tokens])
+
+
+@asynccontextmanager
+async def environments(name: str, **fields: Any) -> AsyncIterator[EnvironmentEpisodes]:
+    environment = {"name": name, "processes": 1, "renderer_options": {"tool_parser": "qwen3"}, **fields}
+    spec = job_spec(Path("/nowhere"), rollout={"environment": environment, "max_response_tokens": 2000})
+    assert spec.rollout.environment is not None
+    pool = EnvironmentPool.of_job(spec.rollout.environment, spec.reward)
+    await pool.start()
+    try:
+        yield EnvironmentEpisodes(pool, Chat(TOKENIZER, "default", {"tool_parser": "qwen3"}, tools=pool.tools), spec)
+    finally:
+        await pool.close()
+
+
+async def play(episodes: EnvironmentEpisodes, policy: Any, truth: str, most_tokens: int = 2000) -> Episode:
+    row = PromptRow(0, "d", [{"role": "user", "content": "hi"}], truth)
+    prompt = Prompt(row, Rendered([1, 2]), "")
+    engine: Any = Scripted(policy)
+    return await episodes(engine, prompt, Sampling(most_tokens), lambda _: None)
+
+
+def account_of(episode: Episode) -> dict[str, Any]:
+    found: dict[str, Any] = episode.trajectories[-1].metadata["episode"]
+    return found
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def bisect(text: str) -> str:
+    """Finds the number as one would, after a call that cannot be read and one that is refused."""
+    answers = [part.split("<|im_end|>")[0] for part in text.split("<|im_start|>tool\n")[1:]]
+    if len(answers) < 2:
+        return ["<tool_call>{oh</tool_call>", call("compare", guess=1000)][len(answers)]
+    low, high, middle = 1, 100, 50
+    for answer in answers[2:]:
+        if answer == "equal":
+            return str(middle)
+        low, high = (middle + 1, high) if answer == "higher" else (low, middle - 1)
+        middle = (low + high) // 2
+    return call("compare", guess=middle)
+
+
+def test_the_example_is_played_with_its_tool() -> None:
+    async def scenario() -> Episode:
+        async with environments(f"{GUESS}:Guess") as episodes:
+            return await play(episodes, bisect, "37")
+
+    episode = asyncio.run(scenario())
+    (trajectory,) = episode.trajectories
+    assert "cannot be read (invalid_json)" in trajectory.turns[1].given_text
+    assert "the number lies between 1 and 100" in trajectory.turns[2].given_text
+    account = account_of(episode)
+    asked = account["tool_calls"] - 2
+    assert (account["end"], account["tool_failures"], asked) == ("done", 2, len(trajectory.turns) - 3)
+    assert trajectory.turns[-1].reward == 1.0
+    assert episode.scored is not None and episode.scored.score == pytest.approx(-0.05 * asked)
+
+
+def test_a_failing_environment_costs_its_episode_and_no_other(talk: str) -> None:
+    async def scenario() -> None:
+        async with environments(talk, call_s=1.0, max_turns=2) as episodes:
+            for kind, said, detail in (
+                ("raise", "x", "step: raised ValueError: no such move (talk.py"),
+                ("crash", "x", "step: exited with status 3"),
+                ("", call("hang"), "call: timeout after 1 s"),
+            ):
+                with pytest.raises(EpisodeFailed) as failed:
+                    await play(episodes, lambda _, said=said: said, kind)
+                drop = failed.value.drop
+                assert drop.reason is DropReason.ENVIRONMENT_FAILED and drop.detail.count(detail) == 2, drop
+            assert account_of(await play(episodes, lambda _: "x", "one turn"))["end"] == "done"
+
+    asyncio.run(scenario())
+
+
+def test_an_episode_that_fails_once_is_run_again_and_its_limits_end_it(talk: str) -> None:
+    async def scenario() -> None:
+        async with environments(talk, max_turns=2) as episodes:
+            again = account_of(await play(episodes, lambda _: "x", "fails once"))
+            assert again["end"] == "turns" and len(again["failures"]) == 1 and "not yet" in again["failures"][0]
+            cut = await play(episodes, lambda _: "x" * 30, "", most_tokens=20)
+            assert account_of(cut)["end"] == "tokens" and len(cut.trajectories[0].turns) == 1
+            assert cut.scored is not None and cut.scored.score == 0.0
+            unrewarded = await play(episodes, lambda _: "x", "unrewarded")
+            assert unrewarded.scored is None, "the reward function scores what the environment does not"
+
+    asyncio.run(scenario())
+
+
+def test_an_episode_has_a_deadline(talk: str) -> None:
+    async def scenario() -> None:
+        async with environments(talk, episode_s=0.2) as episodes:
+            engine: Any = Scripted(None)
+            engine.generate = lambda *_: asyncio.Event().wait()
+            prompt = Prompt(PromptRow(0, "d", "hi", ""), Rendered([1]), "")
+            with pytest.raises(EpisodeFailed, match=r"took longer than 0.2 s; then the episode took longer"):
+                await episodes(engine, prompt, Sampling(9), lambda _: None)
+
+    asyncio.run(scenario())
