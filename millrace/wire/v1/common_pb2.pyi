@@ -37,6 +37,13 @@ class DropReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     DROP_REASON_JOB_CANCELLED: _ClassVar[DropReason]
     DROP_REASON_GROUP_TOO_LARGE: _ClassVar[DropReason]
     DROP_REASON_ENVIRONMENT_FAILED: _ClassVar[DropReason]
+
+class EpisodeEnd(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    EPISODE_END_UNSPECIFIED: _ClassVar[EpisodeEnd]
+    EPISODE_END_DONE: _ClassVar[EpisodeEnd]
+    EPISODE_END_TURNS: _ClassVar[EpisodeEnd]
+    EPISODE_END_TOKENS: _ClassVar[EpisodeEnd]
 STOP_REASON_UNSPECIFIED: StopReason
 STOP_REASON_END_OF_TURN: StopReason
 STOP_REASON_STOP_STRING: StopReason
@@ -59,6 +66,10 @@ DROP_REASON_JOB_FAILED: DropReason
 DROP_REASON_JOB_CANCELLED: DropReason
 DROP_REASON_GROUP_TOO_LARGE: DropReason
 DROP_REASON_ENVIRONMENT_FAILED: DropReason
+EPISODE_END_UNSPECIFIED: EpisodeEnd
+EPISODE_END_DONE: EpisodeEnd
+EPISODE_END_TURNS: EpisodeEnd
+EPISODE_END_TOKENS: EpisodeEnd
 
 class Drop(_message.Message):
     __slots__ = ("reason", "detail")
@@ -97,7 +108,7 @@ class Turn(_message.Message):
     def __init__(self, start: _Optional[int] = ..., end: _Optional[int] = ..., stop_reason: _Optional[_Union[StopReason, str]] = ..., reward: _Optional[float] = ..., temperature: _Optional[float] = ..., given_text: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
 
 class Trajectory(_message.Message):
-    __slots__ = ("tokens", "logprobs", "versions", "stop_reason", "text", "reward", "reward_details", "reward_failure", "experts", "turns", "prompt_tokens", "prompt_text", "metadata")
+    __slots__ = ("tokens", "logprobs", "versions", "stop_reason", "text", "reward", "reward_details", "reward_failure", "experts", "turns", "prompt_tokens", "prompt_text", "metadata", "account")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
@@ -111,6 +122,7 @@ class Trajectory(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TEXT_FIELD_NUMBER: _ClassVar[int]
     METADATA_FIELD_NUMBER: _ClassVar[int]
+    ACCOUNT_FIELD_NUMBER: _ClassVar[int]
     tokens: bytes
     logprobs: bytes
     versions: _containers.RepeatedCompositeFieldContainer[VersionSpan]
@@ -124,7 +136,22 @@ class Trajectory(_message.Message):
     prompt_tokens: bytes
     prompt_text: str
     metadata: str
-    def __init__(self, tokens: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., versions: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., stop_reason: _Optional[_Union[StopReason, str]] = ..., text: _Optional[str] = ..., reward: _Optional[float] = ..., reward_details: _Optional[str] = ..., reward_failure: _Optional[str] = ..., experts: _Optional[_Union[Experts, _Mapping]] = ..., turns: _Optional[_Iterable[_Union[Turn, _Mapping]]] = ..., prompt_tokens: _Optional[bytes] = ..., prompt_text: _Optional[str] = ..., metadata: _Optional[str] = ...) -> None: ...
+    account: EpisodeAccount
+    def __init__(self, tokens: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., versions: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., stop_reason: _Optional[_Union[StopReason, str]] = ..., text: _Optional[str] = ..., reward: _Optional[float] = ..., reward_details: _Optional[str] = ..., reward_failure: _Optional[str] = ..., experts: _Optional[_Union[Experts, _Mapping]] = ..., turns: _Optional[_Iterable[_Union[Turn, _Mapping]]] = ..., prompt_tokens: _Optional[bytes] = ..., prompt_text: _Optional[str] = ..., metadata: _Optional[str] = ..., account: _Optional[_Union[EpisodeAccount, _Mapping]] = ...) -> None: ...
+
+class EpisodeAccount(_message.Message):
+    __slots__ = ("end", "tool_calls", "tool_failures", "tool_s", "reruns")
+    END_FIELD_NUMBER: _ClassVar[int]
+    TOOL_CALLS_FIELD_NUMBER: _ClassVar[int]
+    TOOL_FAILURES_FIELD_NUMBER: _ClassVar[int]
+    TOOL_S_FIELD_NUMBER: _ClassVar[int]
+    RERUNS_FIELD_NUMBER: _ClassVar[int]
+    end: EpisodeEnd
+    tool_calls: int
+    tool_failures: int
+    tool_s: float
+    reruns: int
+    def __init__(self, end: _Optional[_Union[EpisodeEnd, str]] = ..., tool_calls: _Optional[int] = ..., tool_failures: _Optional[int] = ..., tool_s: _Optional[float] = ..., reruns: _Optional[int] = ...) -> None: ...
 
 class Experts(_message.Message):
     __slots__ = ("chosen", "layers", "per_token", "wide")

@@ -46,6 +46,7 @@ def batch_metrics(groups: Sequence[GroupSummary], version: Version, spec: JobSpe
         "timing_s/reward": max(g.score_s for g in groups),
         TOTAL_TOKENS: tokens,
         **episode_metrics(groups),
+        **environment_metrics(groups),
     }
 
 
@@ -58,6 +59,21 @@ def episode_metrics(groups: Sequence[GroupSummary]) -> dict[str, float]:
         **spread("num_turns", [float(n) for g in groups for n in g.turns]),
         **spread("num_trajectories", [float(n) for g in groups for n in g.trajectories_of_episodes]),
         "response/sampled_ratio": sum(g.sampled_tokens for g in groups) / sum(sum(g.response_tokens) for g in groups),
+    }
+
+
+def environment_metrics(groups: Sequence[GroupSummary]) -> dict[str, float]:
+    """Tools, limits and repeated runs of the episodes that had an environment; nothing where none had."""
+    accounts = [account for g in groups for account in g.accounts or ()]
+    if not accounts:
+        return {}
+    calls = [float(account.tool_calls) for account in accounts]
+    return {
+        **spread("tool_calls", calls),
+        "tool_calls/failed_ratio": sum(account.tool_failures for account in accounts) / max(sum(calls), 1.0),
+        **spread("timing_s/tools", [account.tool_s for account in accounts]),
+        "episode/truncated_ratio": mean([float(not account.ended) for account in accounts]),
+        "episode/rerun_ratio": mean([float(account.reruns > 0) for account in accounts]),
     }
 
 

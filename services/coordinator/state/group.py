@@ -43,6 +43,24 @@ class TrajectoryShape:
 
 
 @dataclass(frozen=True)
+class Account:
+    """What happened in an episode with an environment."""
+
+    ended: bool
+    """Whether the environment ended it, not a limit of turns or tokens."""
+    tool_calls: int
+    tool_failures: int
+    tool_s: float
+    reruns: int
+
+    @classmethod
+    def of(cls, told: common_pb2.EpisodeAccount) -> Self:
+        """The account that a replica told."""
+        ended = told.end == common_pb2.EPISODE_END_DONE
+        return cls(ended, told.tool_calls, told.tool_failures, told.tool_s, told.reruns)
+
+
+@dataclass(frozen=True)
 class GroupSummary:
     """A complete, scored group. Lists run over its trajectories, those of rewards and what belongs to them over its
     episodes."""
@@ -67,6 +85,8 @@ class GroupSummary:
     shapes: list[TrajectoryShape] | None = None
     """None where each trajectory is an episode of one turn, all of its response was sampled, and its prompt is the
     group's."""
+    accounts: list[Account] | None = None
+    """Of each episode; None where they had no environment."""
 
     @classmethod
     def of(cls, group: common_pb2.Group) -> Self:
@@ -90,6 +110,7 @@ class GroupSummary:
             accuracies=_of_every(_accuracy, details),
             votes=_of_every(_vote, details),
             shapes=shapes,
+            accounts=[Account.of(t.account) for t in group.trajectories if t.HasField("account")] or None,
         )
 
     @property
@@ -132,6 +153,8 @@ class GroupSummary:
         tree = json.loads(data)
         if tree.get("shapes") is not None:
             tree["shapes"] = [TrajectoryShape(**shape) for shape in tree["shapes"]]
+        if tree.get("accounts") is not None:
+            tree["accounts"] = [Account(**account) for account in tree["accounts"]]
         return cls(**tree)
 
 

@@ -3,8 +3,7 @@
 import asyncio
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
-from enum import StrEnum
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from millrace.drops import Drop, DropReason
@@ -12,6 +11,8 @@ from millrace.errors import BadRow
 from millrace.spec import JobSpec
 from millrace.spec.environment import Environment
 from millrace.validation import limits
+from millrace.wire.v1 import common_pb2
+from millrace.wire.v1.common_pb2 import EpisodeAccount
 from services.rollout.engine import Engine, Sampling
 from services.rollout.episodes.chat import Chat, Message
 from services.rollout.episodes.conversation import Conversation
@@ -23,30 +24,6 @@ from services.rollout.work.job import Job, Prompt
 
 ATTEMPTS = 2
 """Runs of an episode whose environment fails, before its group is dropped."""
-
-
-class EpisodeEnd(StrEnum):
-    """Why an episode ended."""
-
-    DONE = "done"
-    """The environment said so."""
-    TURNS = "turns"
-    """It had `max_turns` turns."""
-    TOKENS = "tokens"
-    """The last turn was cut, or there was no room for another one."""
-
-
-@dataclass
-class Account:
-    """What happened in an episode: the metadata of its last trajectory."""
-
-    end: EpisodeEnd = EpisodeEnd.DONE
-    tool_calls: int = 0
-    tool_failures: int = 0
-    """Calls whose result was an error."""
-    tool_s: float = 0.0
-    failures: list[str] = field(default_factory=list)
-    """Why the episode was run again, one a time."""
 
 
 @dataclass(frozen=True)
@@ -72,21 +49,21 @@ class EnvironmentEpisodes:
     async def __call__(self, engine: Engine, prompt: Prompt, sampling: Sampling, on_sample: OnSample) -> Episode:
         """One episode. One whose environment fails is run again once. Raises EpisodeFailed, Unavailable where no
         process of the environment can be started any more."""
-        account = Account()
-        while len(account.failures) < ATTEMPTS:
+        failures: list[str] = []
+        while len(failures) < ATTEMPTS:
+            account = EpisodeAccount(end=common_pb2.EPISODE_END_DONE, reruns=len(failures))
             try:
                 return await self._attempt(engine, prompt, sampling, on_sample, account)
             except EnvironmentFailed as error:
-                account = Account(failures=[*account.failures, str(error)])
+                failures.append(str(error))
             except TimeoutError:
-                told = f"the episode took longer than {self.environment.episode_s:g} s"
-                account = Account(failures=[*account.failures, told])
+                failures.append(f"the episode took longer than {self.environment.episode_s:g} s")
             except BadRow as error:
                 raise EpisodeFailed(Drop(DropReason.BAD_PROMPT, str(error))) from error
-        raise EpisodeFailed(Drop(DropReason.ENVIRONMENT_FAILED, "; then ".join(account.failures)))
+        raise EpisodeFailed(Drop(DropReason.ENVIRONMENT_FAILED, "; then ".join(failures)))
 
     async def _attempt(
-        self, engine: Engine, prompt: Prompt, sampling: Sampling, on_sample: OnSample, account: Account
+        self, engine: Engine, prompt: Prompt, sampling: Sampling, on_sample: OnSample, account: EpisodeAccount
     ) -> Episode:
         """The time limit begins when there is a process for the episode."""
         async with self.pool.session() as session, asyncio.timeout(self.environment.episode_s):
@@ -102,7 +79,7 @@ class _Run:
     session: Session
     sampling: Sampling
     on_sample: OnSample
-    account: Account
+    account: EpisodeAccount
     turns: int = 0
     rewarded: bool = False
 
@@ -137,12 +114,12 @@ class _Run:
         if done:
             return False
         if self.turns >= self.episodes.environment.max_turns:
-            self.account.end = EpisodeEnd.TURNS
+            self.account.end = common_pb2.EPISODE_END_TURNS
             return False
         if self._room(conversation) > 0:
             await asyncio.to_thread(conversation.tell, new)
         if self._room(conversation) <= 0:
-            self.account.end = EpisodeEnd.TOKENS
+            self.account.end = common_pb2.EPISODE_END_TOKENS
             return False
         return True
 
@@ -173,10 +150,9 @@ class _Run:
         first = trajectories[0]
         if first.prompt is not None and first.prompt.tolist() == prompt.rendered.token_ids:
             trajectories[0] = replace(first, prompt=None, prompt_text="")
-        trajectories[-1] = replace(trajectories[-1], metadata={"episode": asdict(self.account)})
         if score is None and self.rewarded:
             score = 0.0
-        return Episode(tuple(trajectories), None if score is None else Scored(score, details))
+        return Episode(tuple(trajectories), None if score is None else Scored(score, details), self.account)
 
 
 def _decoded(arguments: str) -> Any:

@@ -109,6 +109,8 @@ class Episode:
     """In the order in which they began; at least one."""
     scored: Scored | None = None
     """The score that the environment gave; None: the reward function scores `answer`."""
+    account: common_pb2.EpisodeAccount | None = None
+    """What happened in it; None where it had no environment."""
 
     @classmethod
     def of(cls, sample: Sample) -> Self:
@@ -134,8 +136,10 @@ class Episode:
         return replace(self, trajectories=tuple(bare))
 
     def messages(self, scored: Scored | None = None) -> list[common_pb2.Trajectory]:
-        """The trajectories as messages, the last of them with the score."""
+        """The trajectories as messages, the last of them with the score and the account."""
         messages = [trajectory.message() for trajectory in self.trajectories]
+        if self.account is not None:
+            messages[-1].account.CopyFrom(self.account)
         if scored is not None and scored.score is not None:
             messages[-1].reward = scored.score
             messages[-1].reward_details = json.dumps(scored.details) if scored.details else ""

@@ -62,6 +62,28 @@ BATCH = (
         "Trajectories of an episode: more than one where its history was rewritten.",
     ),
     StepMetric(
+        "tool_calls/{statistic}",
+        Unit.COUNT,
+        COORDINATOR,
+        "Calls of tools in an episode. Only with `rollout.environment`, as with the next four.",
+    ),
+    StepMetric(
+        "tool_calls/failed_ratio", Unit.SHARE, COORDINATOR, "Part of the calls of tools whose result was an error."
+    ),
+    StepMetric("timing_s/tools/{statistic}", Unit.SECONDS, COORDINATOR, "Time in tools in an episode."),
+    StepMetric(
+        "episode/truncated_ratio",
+        Unit.SHARE,
+        COORDINATOR,
+        "Episodes that ended at a limit of turns or tokens, not by their environment.",
+    ),
+    StepMetric(
+        "episode/rerun_ratio",
+        Unit.SHARE,
+        COORDINATOR,
+        "Episodes that were run again because their environment failed or took too long.",
+    ),
+    StepMetric(
         "response/aborted_ratio",
         Unit.SHARE,
         COORDINATOR,

@@ -8,7 +8,7 @@ from millrace.ids import PromptId, Version
 from millrace.spec import JobSpec
 from millrace.telemetry.metrics.catalogue import UndeclaredMetric
 from services.coordinator.observe.step_metrics import batch_metrics, milliseconds_per_token, step_row, step_seconds
-from services.coordinator.state.group import GroupSummary, TrajectoryShape
+from services.coordinator.state.group import Account, GroupSummary, TrajectoryShape
 
 SPEC = {
     "name": "sums",
@@ -64,6 +64,19 @@ def test_turns_and_sampled_tokens_are_told_where_there_are_episodes() -> None:
     assert found["response/sampled_ratio"] == 20 / 24 and found["critic/score/mean"] == 2.5 / 4
     assert found["perf/total_num_tokens"] == 10 + 2 * 5 + 14 + 5 + 7 + 5
     assert milliseconds_per_token({"timing_s/gen": 2.0}, groups) == {"timing_per_token_ms/gen": 100.0}
+
+
+def test_tools_and_limits_are_told_where_there_are_environments() -> None:
+    spec, plain = JobSpec.model_validate(SPEC), summary(5, [8, 2], [1.0, 0.0], [3, 4])
+    assert not {
+        name for name in batch_metrics([plain], Version(4), spec) if name.startswith(("tool_calls", "episode/"))
+    }
+    accounts = [Account(True, 3, 1, 0.5, 0), Account(False, 1, 0, 0.1, 1)]
+    found = batch_metrics([plain, replace(plain, accounts=accounts)], Version(4), spec)
+    assert [found[f"tool_calls/{name}"] for name in ("mean", "max", "min")] == [2.0, 3.0, 1.0]
+    assert (found["tool_calls/failed_ratio"], found["timing_s/tools/max"]) == (0.25, 0.5)
+    assert (found["episode/truncated_ratio"], found["episode/rerun_ratio"]) == (0.5, 0.5)
+    assert step_row(1, found).values["tool_calls/max"] == 3.0, "each is declared"
 
 
 def test_the_epoch_is_the_later_pass_and_empty_responses_are_counted() -> None:

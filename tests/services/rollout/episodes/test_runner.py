@@ -16,7 +16,7 @@ from millrace.drops import DropReason
 from millrace.trajectories import sampled_spans
 from millrace.wire.arrays import unpack_logprobs, unpack_tokens
 from millrace.wire.v1 import common_pb2
-from services.coordinator.state.group import Wanted, fault
+from services.coordinator.state.group import Account, GroupSummary, Wanted, fault
 from services.rollout.engine import Sample, Sampling
 from services.rollout.engines.versioned import VersionedEngine
 from services.rollout.episodes.chat import Chat
@@ -33,6 +33,7 @@ from tests.services.rollout.jobs import job_spec
 from tests.services.rollout.reference import logprobs
 from tests.services.rollout.stack import replica_stack
 
+DONE = common_pb2.EPISODE_END_DONE
 GUESS = Path(__file__).parents[4] / "examples/environments/guess.py"
 TALK = '''
 import os, time
@@ -119,8 +120,11 @@ def test_what_is_trained_are_the_tokens_that_the_engine_saw(
     assert sorted(trained) == sorted(seen) and len(seen) == 6
     rewards = [turn.reward for one in group.trajectories for turn in one.turns]
     assert rewards == [0.25] * 6 and [one.reward for one in group.trajectories if one.HasField("reward")] == [0.0] * 2
-    account = json.loads(group.trajectories[-1].metadata)["episode"]
-    assert (account["end"], account["tool_calls"], account["failures"]) == ("turns", 0, [])
+    accounts = [one.account for one in group.trajectories if one.HasField("account")]
+    assert accounts == [common_pb2.EpisodeAccount(end=common_pb2.EPISODE_END_TURNS)] * 2
+    assert group.trajectories[-1].HasField("account")
+    summary = GroupSummary.from_json(GroupSummary.of(group).to_json())
+    assert summary.accounts == [Account(ended=False, tool_calls=0, tool_failures=0, tool_s=0.0, reruns=0)] * 2
 
 
 TOKENIZER = merging_tokenizer(PLAIN_CHATML)
@@ -158,9 +162,9 @@ async def play(episodes: EnvironmentEpisodes, policy: Any, truth: str, most_toke
     return await episodes(engine, prompt, Sampling(most_tokens), lambda _: None)
 
 
-def account_of(episode: Episode) -> dict[str, Any]:
-    found: dict[str, Any] = episode.trajectories[-1].metadata["episode"]
-    return found
+def account_of(episode: Episode) -> common_pb2.EpisodeAccount:
+    """As it is told with the last trajectory."""
+    return episode.messages()[-1].account
 
 
 def call(name: str, **arguments: Any) -> str:
@@ -191,8 +195,9 @@ def test_the_example_is_played_with_its_tool() -> None:
     assert "cannot be read (invalid_json)" in trajectory.turns[1].given_text
     assert "the number lies between 1 and 100" in trajectory.turns[2].given_text
     account = account_of(episode)
-    asked = account["tool_calls"] - 2
-    assert (account["end"], account["tool_failures"], asked) == ("done", 2, len(trajectory.turns) - 3)
+    asked = account.tool_calls - 2
+    assert (account.end, account.tool_failures, asked) == (DONE, 2, len(trajectory.turns) - 3)
+    assert account.tool_s > 0.0
     assert trajectory.turns[-1].reward == 1.0
     assert episode.scored is not None and episode.scored.score == pytest.approx(-0.05 * asked)
 
@@ -209,7 +214,7 @@ def test_a_failing_environment_costs_its_episode_and_no_other(talk: str) -> None
                     await play(episodes, lambda _, said=said: said, kind)
                 drop = failed.value.drop
                 assert drop.reason is DropReason.ENVIRONMENT_FAILED and drop.detail.count(detail) == 2, drop
-            assert account_of(await play(episodes, lambda _: "x", "one turn"))["end"] == "done"
+            assert account_of(await play(episodes, lambda _: "x", "one turn")).end == DONE
 
     asyncio.run(scenario())
 
@@ -218,9 +223,9 @@ def test_an_episode_that_fails_once_is_run_again_and_its_limits_end_it(talk: str
     async def scenario() -> None:
         async with environments(talk, max_turns=2) as episodes:
             again = account_of(await play(episodes, lambda _: "x", "fails once"))
-            assert again["end"] == "turns" and len(again["failures"]) == 1 and "not yet" in again["failures"][0]
+            assert (again.end, again.reruns) == (common_pb2.EPISODE_END_TURNS, 1)
             cut = await play(episodes, lambda _: "x" * 30, "", most_tokens=20)
-            assert account_of(cut)["end"] == "tokens" and len(cut.trajectories[0].turns) == 1
+            assert account_of(cut).end == common_pb2.EPISODE_END_TOKENS and len(cut.trajectories[0].turns) == 1
             assert cut.scored is not None and cut.scored.score == 0.0
             unrewarded = await play(episodes, lambda _: "x", "unrewarded")
             assert unrewarded.scored is None, "the reward function scores what the environment does not"
