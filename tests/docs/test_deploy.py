@@ -24,10 +24,19 @@ def test_a_container_is_killed_later_than_its_service_gives_up() -> None:
     assert grace_s("trainer") > int(shutdown_s)
 
 
-def test_rest_is_published_on_the_loopback_unless_told_otherwise() -> None:
-    assert [port for service in SERVICES.values() for port in service.get("ports", [])] == [
-        "${MILLRACE_HTTP_BIND:-127.0.0.1}:${MILLRACE_HTTP_PORT:-7700}:7700"
-    ]
+def test_what_is_published_is_published_on_the_loopback_unless_told_otherwise() -> None:
+    assert {name: service["ports"] for name, service in SERVICES.items() if "ports" in service} == {
+        "coordinator": ["${MILLRACE_HTTP_BIND:-127.0.0.1}:${MILLRACE_HTTP_PORT:-7700}:7700"],
+        "prometheus": ["${MILLRACE_WATCH_BIND:-127.0.0.1}:9090:9090"],
+        "grafana": ["${MILLRACE_WATCH_BIND:-127.0.0.1}:3000:3000"],
+    }
+
+
+def test_what_watches_starts_only_when_asked_for_and_finds_its_files() -> None:
+    for name in ("prometheus", "grafana"):
+        assert SERVICES[name]["profiles"] == ["watch"]
+        mounted = [volume.split(":")[0] for volume in SERVICES[name]["volumes"] if volume.startswith("./")]
+        assert mounted and all((DEPLOY / folder).is_dir() for folder in mounted)
 
 
 ROOT = DEPLOY.parent

@@ -99,4 +99,4 @@ def _operations(app: FastAPI, components: Components) -> None:
         """Where trainer and replicas serve their metrics, for the `http_sd_configs` of Prometheus."""
         fleet = components.fleet.view({})
         present = [m for m in (*fleet.trainers, *fleet.replicas) if m.metrics_address and not m.gone]
-        return [ScrapeTarget(targets=[m.metrics_address], labels={"kind": m.kind, "member": m.id}) for m in present]
+        return [ScrapeTarget(targets=[m.metrics_address], labels={"role": m.kind, "member": m.id}) for m in present]

@@ -226,6 +226,7 @@ class SimulatedTrainer(Member, trainer_pb2_grpc.TrainerServicer):
                 version=self.version,
                 metrics={
                     "actor/grad_norm": 1.0,
+                    "rollout_corr/k3_kl": 0.001,
                     "timing_s/update_actor": 99.0,
                     "memory/predicted/weights": 5.25,
                     "memory/update/weights": 5.0 + 0.01 * request.step,

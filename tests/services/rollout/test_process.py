@@ -14,8 +14,10 @@ import psutil
 import pytest
 
 from millrace.spec import JobSpec
+from millrace.telemetry.metrics.declaration import Owner
 from millrace.wire.channel import Peer
 from millrace.wire.v1 import fleet_pb2
+from tests.deploy.expressions import without_data
 from tests.models import random_model
 from tests.sender import export
 from tests.services.rollout.coordinator import JOB, Coordinator, configure, publish, until
@@ -142,6 +144,7 @@ def check_metrics(member: fleet_pb2.RegisterRequest) -> None:
     for phase in ("prepare", "wire", "verify", "apply", "pause"):
         assert value(page, f'millrace_member_publication_seconds_count{{phase="{phase}"}}') == 1
     assert value(page, 'millrace_grpc_seconds_count{code="OK",method="Rollout/Configure"}') == 1
+    assert without_data(page, Owner.REPLICA) == []
 
 
 def test_sigterm_finishes_what_it_holds_and_leaves(tied_model: Path) -> None:

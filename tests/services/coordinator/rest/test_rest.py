@@ -17,8 +17,10 @@ import yaml
 from millrace.errors import InvalidState
 from millrace.events import Event, EventKind, StepDone
 from millrace.rest import JobState
+from millrace.telemetry.metrics.declaration import Owner
 from services.coordinator.rest import bodies
 from services.coordinator.rest.jobs import frame
+from tests.deploy.expressions import without_data
 from tests.services.coordinator.cluster import Cluster, scenario
 from tests.services.coordinator.conftest import CoordinatorProcess, running
 from tests.telemetry.metrics.pages import value
@@ -339,7 +341,8 @@ async def test_the_fleet_and_prometheus(cluster: Cluster, spec: dict[str, Any]) 
         await http.get("/v1/nothing")
         page = (await http.get("/metrics")).text
     (scraped,) = [target for target in targets if target["labels"]["member"] == replica.id]
-    assert scraped == {"targets": ["127.0.0.1:9400"], "labels": {"kind": "rollout", "member": replica.id}}
+    assert scraped == {"targets": ["127.0.0.1:9400"], "labels": {"role": "rollout", "member": replica.id}}
+    assert without_data(page, Owner.COORDINATOR) == []
     assert value(page, f'millrace_events_total{{job_id="{job_id}",kind="step.done"}}') >= 2
     assert value(page, f'millrace_events_total{{job_id="{job_id}",kind="trainer.lost"}}') == 0
     assert value(page, 'millrace_http_seconds_count{code="200",method="GET",route="/v1/fleet"}') >= 1

@@ -13,6 +13,7 @@ import torch
 
 from millrace.errors import MillraceError, PublicationFailed, Unavailable
 from millrace.ids import new_member_id
+from millrace.telemetry.metrics.declaration import Owner
 from millrace.weights.phases import PublicationId
 from millrace.weights.plans import wire_layouts
 from millrace.weights.plans.layout import whole_layout
@@ -24,6 +25,7 @@ from millrace.weights.transfer.session import PublicationSession
 from millrace.wire.methods import TrainerRpc
 from millrace.wire.v1 import trainer_pb2 as pb
 from millrace.wire.v1 import weights_pb2
+from tests.deploy.expressions import without_data
 from tests.forked import CONTEXT
 from tests.services.trainer.backends.fsdp2.test_backend import saved_tensors
 from tests.services.trainer.calls import Calls
@@ -158,6 +160,7 @@ def test_rank_zero_serves_the_metrics_of_all_ranks(
     (member,) = fleet.script.members.values()
     last = f'millrace_rank_resident_memory_bytes{{host="{member.host}",rank="{RANKS - 1}"}}'
     page = page_with(member.metrics_port, [last])
+    assert without_data(page, Owner.TRAINER) == []
     assert f"\nmillrace_trainer_ranks {float(RANKS)}\n" in page
     labels = f'engine="torch",engine_release="{torch.__version__}",job_id="job-1",member="{member.member_id}"'
     assert f"\nmillrace_member_info{{{labels}}} 1.0\n" in page and "\nmillrace_member_version 0.0\n" in page
