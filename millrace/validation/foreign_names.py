@@ -18,6 +18,10 @@ FIELDS: dict[str, str] = {
     "max_completion_length": "rollout.max_response_tokens",
     "rollout_max_response_len": "rollout.max_response_tokens",
     "rollout_temperature": "rollout.temperature",
+    "multi_turn": "rollout.environment",
+    "max_assistant_turns": "rollout.environment.max_turns",
+    "tool_config_path": "rollout.environment",
+    "interaction_config_path": "rollout.environment",
     "tensor_model_parallel_size": (
         "rollout.engine_options.tensor_parallel_size, trainer.backend_options.tensor_parallel"
     ),

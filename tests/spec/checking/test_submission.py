@@ -197,6 +197,7 @@ def test_options_are_left_to_whom_they_belong_to(tmp_path: Path) -> None:
         ({"evaluation": {"files": ["held_out.jsonl"]}}, "evaluation.files"),
         ({"reward": {"function": "here/mine.py:compute_score"}}, "reward.function"),
         ({"reward": {"function": "~/mine.py:compute_score"}}, "reward.function"),
+        ({"rollout": {"environment": "mine.py:Mine"}}, "rollout.environment.name"),
         ({"algorithm": {"advantage": "mine.py:mine"}}, "algorithm.advantage.name"),
         ({"algorithm": {"policy_loss": {"name": "./mine.py:mine"}}}, "algorithm.policy_loss.name"),
         ({"algorithm": {"correction": "mine.py:mine"}}, "algorithm.correction.name"),
@@ -241,6 +242,16 @@ def test_functions_by_module_and_whole_paths_are_taken(tmp_path: Path) -> None:
     algorithm = tree["algorithm"] | {"policy_loss": f"{own}:loss"}
     submission.check(tree | {"reward": {"function": f"{own}:score"}, "algorithm": algorithm})
     submission.check(tree | {"reward": {"function": "millrace.rewards.exact:compute_score"}})
+
+
+def test_the_class_of_an_environment_is_looked_for(tmp_path: Path) -> None:
+    own = tmp_path / "own.py"
+    own.write_text("from millrace.environments import Environment\nclass Mine(Environment): ...\nraise SystemExit\n")
+    tree = job(tmp_path, {})
+    spec = submission.check(tree | {"rollout": {"environment": f"{own}:Mine"}})
+    assert spec.rollout.environment is not None and spec.rollout.environment.name == f"{own}:Mine"
+    with pytest.raises(InvalidJob, match=rf"rollout.environment.name: .*{own} has no class Yours"):
+        submission.check(tree | {"rollout": {"environment": {"name": f"{own}:Yours"}}})
 
 
 def test_looking_leaves_nothing_behind(tmp_path: Path) -> None:
