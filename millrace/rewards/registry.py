@@ -31,16 +31,15 @@ BUILT_IN = {
 """The module of each built-in reward. It has a `compute_score` whose keyword-only parameters are its options. A module
 whose options can have wrong values also has a `check_options`, which raises ValueError, and imports nothing heavy."""
 
-FIELD = "reward.function"
-OPTIONS_FIELD = "reward.options"
-SCOPE_FIELD = "reward.scope"
+FIELD = "reward"
+"""Path of the mapping in a job spec that names a function, where there is one function."""
 WANTED: Mapping[Scope, str] = {
     "answer": "compute_score(data_source, solution_str, ground_truth, extra_info=None, **options)",
     "group": "compute_score(data_sources, solution_strs, ground_truths, extra_infos, **options)",
 }
 
 
-def choose(name: str, *, procedural: bool, style: str = "rule") -> str:
+def choose(name: str, *, procedural: bool, style: str = "rule", field: str = FIELD) -> str:
     """The reward that `auto` stands for: reasoning_gym for a procedural source, math for rows of style `rule`. Other
     names are returned unchanged. Raises InvalidJob for another style.
     """
@@ -51,58 +50,61 @@ def choose(name: str, *, procedural: bool, style: str = "rule") -> str:
     if style == "rule":
         return "math"
     raise refused(
-        FIELD,
+        f"{field}.function",
         name,
         f"reward_model.style in the data is {style!r}, and only `rule` has a built-in reward",
         f"name a reward: {', '.join(BUILT_IN)}, or your own as file.py:function.",
     )
 
 
-def check(name: str, options: Mapping[str, Any] | None = None, scope: Scope = "answer") -> None:
+def check(name: str, options: Mapping[str, Any] | None = None, scope: Scope = "answer", field: str = FIELD) -> None:
     """Checks whether `load` would succeed, without running the user's code: the file is parsed, and the function has to
-    accept the four arguments of `scope` and `options`. Raises InvalidJob."""
-    term = Term(name, options or {}, scope)
+    accept the four arguments of `scope` and `options`. `field` is the path of what names it in the job spec. Raises
+    InvalidJob."""
+    term = Term(name, options or {}, scope, field=field)
     _may_score_groups(term)
     try:
         target = _target(name)
         path = source_file(target)
         function = None if path is None else definition(path, target.function)
     except FunctionNotFound as error:
-        raise refused(FIELD, name, error.reason, error.fix) from error
+        raise refused(f"{field}.function", name, error.reason, error.fix) from error
     if function is not None:
         _fits(term, Signature.of_source(function))
     if name in BUILT_IN and path is not None and "check_options" in functions(parsed(path)):
-        _check_built_in(importlib.import_module(BUILT_IN[name]), term.options)
+        _check_built_in(importlib.import_module(BUILT_IN[name]), term)
 
 
-def load(name: str, options: Mapping[str, Any] | None = None, scope: Scope = "answer") -> ComputeScore:
+def load(
+    name: str, options: Mapping[str, Any] | None = None, scope: Scope = "answer", field: str = FIELD
+) -> ComputeScore:
     """The function with `options` bound. An `async def` runs to its end in an event loop that is kept between calls.
 
     The result is called with keywords, outside any event loop. Raises InvalidJob for a missing file, module, function
     or dependency, a wrong signature or wrong options. Other exceptions of the user's module at import are passed on.
     """
     options = dict(options or {})
-    term = Term(name, options, scope)
+    term = Term(name, options, scope, field=field)
     _may_score_groups(term)
     try:
         target = _target(name)
         path = source_file(target)
     except FunctionNotFound as error:
-        raise refused(FIELD, name, error.reason, error.fix) from error
-    module = import_target(FIELD, name, target, path)
+        raise refused(f"{field}.function", name, error.reason, error.fix) from error
+    module = import_target(f"{field}.function", name, target, path)
     function = getattr(module, target.function, None)
     if not callable(function):
         reason = f"{target.function} in {target.place} is {kind_of(function)}, not a function"
         if function is None:
             reason = f"{target.place} has no function {target.function}"
-        raise refused(FIELD, name, reason, "name a function of that file.")
+        raise refused(f"{field}.function", name, reason, "name a function of that file.")
     try:
         signature = Signature.of_callable(function)
     except (ValueError, TypeError):
         signature = Signature(frozenset(), frozenset(), open=True)
     _fits(term, signature)
     if name in BUILT_IN and hasattr(module, "check_options"):
-        _check_built_in(module, options)
+        _check_built_in(module, term)
     bound = functools.partial(function, **options) if options else function
     return bound if name in BUILT_IN else _run_to_the_end(bound)
 
@@ -149,30 +151,31 @@ def _import_file(path: Path) -> ModuleType:
 def _may_score_groups(term: Term) -> None:
     if term.scope == "group" and term.function in BUILT_IN:
         reason = f"the reward {term.function} scores one answer at a time"
-        raise refused(SCOPE_FIELD, term.scope, reason, "leave it out, or name a function of your own.")
+        raise refused(f"{term.field}.scope", term.scope, reason, "leave it out, or name a function of your own.")
 
 
 def _fits(term: Term, signature: Signature) -> None:
     name, options, wanted = term.function, term.options, WANTED[term.scope]
+    field, options_field = f"{term.field}.function", f"{term.field}.options"
     if reason := signature.misfit(term.scope):
         other: Scope = "answer" if term.scope == "group" else "group"
         fits_other = not signature.open and signature.misfit(other) is None
-        also = f", or set {SCOPE_FIELD} to {other}, whose arguments it takes" if fits_other else ""
-        raise refused(FIELD, name, reason, f"define it as {wanted}{also}.")
+        also = f", or set {term.field}.scope to {other}, whose arguments it takes" if fits_other else ""
+        raise refused(field, name, reason, f"define it as {wanted}{also}.")
     if reason := signature.misfit_of_options(options, term.scope):
         fix = f"its options are {', '.join(sorted(signature.named - set(ARGUMENTS[term.scope]))) or 'none'}."
-        raise refused(OPTIONS_FIELD, dict(options), f"{name}: {reason}", fix)
+        raise refused(options_field, dict(options), f"{name}: {reason}", fix)
     if unfilled := signature.unfilled(options, term.scope):
         needed = ", ".join(unfilled)
-        fix = f"define it as {wanted}, or give {needed} in {OPTIONS_FIELD}."
-        raise refused(FIELD, name, f"also needs {needed}, which {OPTIONS_FIELD} does not give", fix)
+        fix = f"define it as {wanted}, or give {needed} in {options_field}."
+        raise refused(field, name, f"also needs {needed}, which {options_field} does not give", fix)
 
 
-def _check_built_in(module: ModuleType, options: Mapping[str, Any]) -> None:
+def _check_built_in(module: ModuleType, term: Term) -> None:
     try:
-        module.check_options(**options)
+        module.check_options(**term.options)
     except ValueError as error:
-        raise refused(OPTIONS_FIELD, dict(options), str(error), "correct that option.") from error
+        raise refused(f"{term.field}.options", dict(term.options), str(error), "correct that option.") from error
 
 
 def _run_to_the_end(function: Callable[..., Any]) -> ComputeScore:

@@ -17,3 +17,9 @@ class Term:
     options: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of every call."""
     scope: Scope = "answer"
+    weight: float = 1.0
+    """Factor of its score in the reward."""
+    name: str = ""
+    """Name of its score beside the reward; empty where it is the only function and its score is the reward."""
+    field: str = "reward"
+    """Path of the mapping in the job spec that names it."""

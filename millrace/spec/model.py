@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from millrace.rewards.term import Scope
+from millrace.rewards import Scope, Term, choose
 from millrace.spec.lora import Lora
 from millrace.validation import limits
 from millrace.validation.model import StrictModel
@@ -59,6 +59,21 @@ class Data(StrictModel):
     """Arguments of the tokenizer's chat template: enable_thinking, tools, ..."""
 
 
+class RewardFunction(StrictModel):
+    """One of several functions of a reward."""
+
+    function: str
+    """The function, as in `reward.function`."""
+    name: str = Field(min_length=1, max_length=64, pattern=r"^[A-Za-z][A-Za-z0-9_.-]*$", examples=["format"])
+    """Name of its score, in metrics, in samples and in `reward.parts`."""
+    weight: float = Field(1.0, ge=-limits.LARGEST_WEIGHT, le=limits.LARGEST_WEIGHT)
+    """Factor of its score in the sum; 0: it is only reported."""
+    scope: Scope = "answer"
+    """What one call scores, as in `reward.scope`."""
+    options: dict[str, Any] = Field(default_factory=dict, examples=[{"pattern": "<answer>.*</answer>"}])
+    """Keyword arguments of the function."""
+
+
 class Reward(StrictModel):
     function: str = "auto"
     """math, exact, regex, format, reasoning_gym, or a function of your own: `module:function` or
@@ -71,9 +86,14 @@ class Reward(StrictModel):
     answer. Built-in rewards score one answer. Limits hold for a call, and a failure of a call costs its group."""
     options: dict[str, Any] = Field(default_factory=dict, examples=[{"require_boxed": True}])
     """Keyword arguments of the function."""
+    functions: list[RewardFunction] = Field(
+        default_factory=list, max_length=16, examples=[[{"function": "math", "name": "right"}]]
+    )
+    """Several functions instead of `function`, `scope` and `options`. The reward is the sum of their scores, each times
+    its weight. Each function scores every answer; the limits hold for each call."""
     parts: list[str] = Field(default_factory=list, max_length=64, examples=[["score", "format"]])
     """Names of further numbers that the function returns with its score, for advantages that normalise several rewards
-    separately (`gdpo`). `score` names the score itself."""
+    separately (`gdpo`). `score` names the score itself, the `name` of one of `functions` its score."""
     timeout_s: float = Field(30.0, ge=0.01, le=limits.LONGEST_S)
     """Longest time for one call, seconds. A call that takes longer is killed, and its group is dropped."""
     memory_mb: int = Field(2048, ge=64, le=4_000_000)
@@ -89,6 +109,29 @@ class Reward(StrictModel):
     the replica's machine allows; the replica's log and `millrace doctor` say what is missing. required: a replica whose
     machine does not allow all of it refuses the job, and `millrace validate` does not call the function on such a
     machine."""
+
+    def terms(self, *, procedural: bool, style: str = "rule") -> list[Term]:
+        """The functions, `auto` settled for a source of data and a row's `reward_model.style`. Raises InvalidJob."""
+        if not self.functions:
+            function = choose(self.function, procedural=procedural, style=style)
+            return [Term(function, self.options, self.scope)]
+        return [
+            Term(
+                choose(each.function, procedural=procedural, style=style, field=f"reward.functions.{number}"),
+                each.options,
+                each.scope,
+                each.weight,
+                each.name,
+                f"reward.functions.{number}",
+            )
+            for number, each in enumerate(self.functions)
+        ]
+
+    @property
+    def reported(self) -> list[str]:
+        """Names of the separate rewards that steps report: of the functions, and those of `parts`."""
+        named = [each.name for each in self.functions]
+        return list(dict.fromkeys([*named, *(part for part in self.parts if part != "score")]))
 
 
 class Evaluation(StrictModel):

@@ -20,6 +20,7 @@ def broken_rules(spec: JobSpec) -> list[Mistake]:
     """Every rule that the spec breaks."""
     return [
         *_data(spec),
+        *_reward(spec),
         *_sizes(spec),
         *_amounts(spec),
         *_algorithm(spec),
@@ -44,6 +45,26 @@ def _data(spec: JobSpec) -> Iterator[Mistake]:
         if data.procedural and not data.procedural.startswith("reasoning_gym:"):
             fix = "write reasoning_gym:<task>, for example reasoning_gym:spell_backward"
             yield _broken(f"{field}.procedural", data.procedural, "there is no such kind of source", fix)
+
+
+def _reward(spec: JobSpec) -> Iterator[Mistake]:
+    """Several functions are given instead of one, with a name each, and some of them count."""
+    reward, names = spec.reward, [each.name for each in spec.reward.functions]
+    if not names:
+        return
+    for alone in ("function", "scope", "options"):
+        if (value := getattr(reward, alone)) != type(reward).model_fields[alone].get_default(call_default_factory=True):
+            reason = "reward.functions is given too, and each of its functions has its own"
+            yield _broken(f"reward.{alone}", value, reason, "move it into reward.functions, or leave that out")
+    for number, name in enumerate(names):
+        field = f"reward.functions.{number}.name"
+        if name == "score":
+            yield _broken(field, name, "is the name of the sum", "choose another one")
+        elif name in names[:number]:
+            yield _broken(field, name, "an earlier function has this name", "give each function a name of its own")
+    if all(each.weight == 0.0 for each in reward.functions):
+        weights = [each.weight for each in reward.functions]
+        yield _broken("reward.functions", weights, "every weight is 0, so every reward would be", "raise one of them")
 
 
 def _sizes(spec: JobSpec) -> Iterator[Mistake]:

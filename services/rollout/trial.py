@@ -1,7 +1,7 @@
 """Scores a few rows of a job's data, in the processes in which a replica scores its groups.
 
-`python -m services.rollout.trial` reads JSON lines on its standard input: first {spec, function}, the job spec and the
-reward that is meant, then rows, {row, data_source, answer, ground_truth, extra_info}. It prints a line a row, in the
+`python -m services.rollout.trial` reads JSON lines on its standard input: first {spec, terms}, the job spec and the
+functions of the reward, then rows, {row, data_source, answer, ground_truth, extra_info}. It prints a line a row, in the
 order in which they are scored: {row, score, details}, or {row, failure}. Where the function cannot be loaded it prints
 {mistakes} alone.
 """
@@ -9,11 +9,12 @@ order in which they are scored: {row, score, details}, or {row, failure}. Where 
 import asyncio
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from millrace.errors import InvalidJob, MillraceError, Mistake
+from millrace.rewards import Term
 from millrace.spec import JobSpec, parse
 from millrace.telemetry import logs
 from services.rollout.scoring.pool import Scored, ScoringPool
@@ -21,9 +22,9 @@ from services.rollout.scoring.pool import Scored, ScoringPool
 PROCESSES = 2
 
 
-async def score(spec: JobSpec, function: str, rows: list[dict[str, Any]]) -> None:
+async def score(spec: JobSpec, terms: Sequence[Term], rows: list[dict[str, Any]]) -> None:
     """Prints the result of every row. Raises InvalidJob, Unavailable."""
-    pool = ScoringPool.of_job(spec.reward, function, min(PROCESSES, len(rows)))
+    pool = ScoringPool.of_job(spec.reward, terms, min(PROCESSES, len(rows)))
     await pool.start()
     try:
         waiting = iter(rows)
@@ -54,7 +55,7 @@ def main() -> None:
     logs.configure("trial")
     first, *rows = (json.loads(line) for line in sys.stdin)
     try:
-        asyncio.run(score(parse(first["spec"]), first["function"], rows))
+        asyncio.run(score(parse(first["spec"]), [Term(**term) for term in first["terms"]], rows))
     except InvalidJob as error:
         _print({"mistakes": [asdict(mistake) for mistake in error.mistakes]})
     except MillraceError as error:

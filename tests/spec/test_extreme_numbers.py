@@ -6,7 +6,7 @@ The numbers of a job spec are found in its models, so that a new field is drawn 
 import json
 import math
 from collections.abc import Iterator
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import pytest
 from hypothesis import given, settings
@@ -27,7 +27,11 @@ from services.coordinator.stages.issue import training_sampling
 from services.coordinator.work.queue import LeaseTerms
 
 SMALLEST = {"name": "a job", "output": "/out", "model": {"path": "/model"}, "data": {"files": ["train.parquet"]}}
-SECTIONS = {"evaluation": {"files": ["held_out.parquet"]}, "algorithm": {"critic": {}, "advantage": "gae"}}
+SECTIONS = {
+    "evaluation": {"files": ["held_out.parquet"]},
+    "algorithm": {"critic": {}, "advantage": "gae"},
+    "reward": {"functions": [{"function": "math", "name": "right"}]},
+}
 """Sections that a job may leave out and that have numbers."""
 Place = tuple[str, ...]
 
@@ -37,7 +41,7 @@ def numbers(model: type[BaseModel], above: Place = ()) -> Iterator[Place]:
     for name, field in model.model_fields.items():
         place = (*above, name)
         if (inner := model_in(field.annotation)) is not None:
-            yield from numbers(inner, place)
+            yield from numbers(inner, (*place, "0") if get_origin(field.annotation) is list else place)
         elif {int, float} & set(kinds(field.annotation)):
             yield place
 
@@ -52,7 +56,7 @@ def with_number(place: Place, value: object) -> dict[str, Any]:
     tree: dict[str, Any] = json.loads(json.dumps({**SMALLEST, **SECTIONS}))
     part = tree
     for name in place[:-1]:
-        part = part.setdefault(name, {})
+        part = part[0] if name == "0" else part.setdefault(name, {})
     part[place[-1]] = value
     return tree
 

@@ -259,3 +259,36 @@ def test_imports_in_time_without_torch_or_an_engine():
         if seconds[-1] < 0.3:
             break
     assert min(seconds) < 0.3
+
+
+FORMAT, RIGHT = {"function": "format", "name": "format"}, {"function": "math", "name": "right", "weight": 2}
+
+
+def test_several_functions_become_terms_with_their_fields():
+    spec = parse(with_("reward.functions", [FORMAT, {**RIGHT, "function": "auto"}]))
+    told = [(t.function, t.weight, t.name, t.field) for t in spec.reward.terms(procedural=True)]
+    assert told == [
+        ("format", 1.0, "format", "reward.functions.0"),
+        ("reasoning_gym", 2.0, "right", "reward.functions.1"),
+    ]
+    assert spec.reward.reported == ["format", "right"]
+
+
+@pytest.mark.parametrize(
+    "reward, told",
+    [
+        ({"functions": [FORMAT], "function": "math"}, 'reward.function: "math": reward.functions is given too'),
+        ({"functions": [FORMAT], "scope": "group"}, 'reward.scope: "group": reward.functions is given too'),
+        ({"functions": [FORMAT], "options": {"a": 1}}, "reward.options: "),
+        (
+            {"functions": [FORMAT, {**RIGHT, "name": "format"}]},
+            'reward.functions.1.name: "format": an earlier function',
+        ),
+        ({"functions": [{**RIGHT, "name": "score"}]}, 'reward.functions.0.name: "score": is the name of the sum'),
+        ({"functions": [{**RIGHT, "weight": 0}]}, "every weight is 0"),
+        ({"functions": [{**RIGHT, "weight": 1e9}]}, "reward.functions.0.weight: "),
+        ({"functions": [{"function": "math"}]}, "reward.functions.0.name: "),
+    ],
+)
+def test_several_functions_that_cannot_be_summed_are_refused(reward, told):
+    assert told in refusal(with_("reward", reward))

@@ -19,8 +19,8 @@ from millrace.data.model_folder import check_model_folder, check_weights_folder,
 from millrace.descriptors import imported
 from millrace.environments.registry import check as check_environment
 from millrace.errors import InvalidJob, Mistake, Unavailable, refused, wrong_value
+from millrace.rewards import Term
 from millrace.rewards import check as check_reward
-from millrace.rewards import choose
 from millrace.rewards.locate import Target
 from millrace.spec import JobSpec, parse
 from millrace.spec.checking import choices, engine_options
@@ -86,9 +86,11 @@ def _paths(spec: JobSpec) -> Iterator[tuple[str, str, str]]:
         yield "algorithm.critic.path", critic.path, ""
     for field, data in (("data.files", spec.data), ("evaluation.files", spec.evaluation)):
         yield from ((field, file, "") for file in (data.files if data is not None else ()))
-    place, colon, function = spec.reward.function.rpartition(":")
-    if Target(place, function).is_file:
-        yield "reward.function", place, colon + function
+    named = [(f"reward.functions.{n}.function", each.function) for n, each in enumerate(spec.reward.functions)]
+    for field, name in named or [("reward.function", spec.reward.function)]:
+        place, colon, function = name.rpartition(":")
+        if Target(place, function).is_file:
+            yield field, place, colon + function
     if (environment := spec.rollout.environment) is not None:
         place, colon, name = environment.name.rpartition(":")
         if Target(place, name).is_file:
@@ -107,12 +109,13 @@ def _data(spec: JobSpec, named_spec: JobSpec) -> Iterator[Mistake]:
     named = [("data", data.files, data.procedural, data.procedural_options)]
     if evaluation is not None:
         named.append(("evaluation", evaluation.files, evaluation.procedural, evaluation.procedural_options))
-    messages, rewards = False, set()
+    messages, terms = False, dict[tuple[str, str], Term]()
     for field, files, procedural, options in named:
         try:
             first = open_source(files, procedural, options, field=field)[0]
             messages = messages or isinstance(first.prompt, list)
-            rewards.add(choose(spec.reward.function, procedural=procedural is not None, style=first.reward_style))
+            chosen = spec.reward.terms(procedural=procedural is not None, style=first.reward_style)
+            terms |= {(term.field, term.function): term for term in chosen}
         except InvalidJob as error:
             mistakes += error.mistakes
     yield from dict.fromkeys(mistakes)
@@ -121,8 +124,8 @@ def _data(spec: JobSpec, named_spec: JobSpec) -> Iterator[Mistake]:
     yield from unusable or _attempt(_context, spec)
     if not unusable:
         yield from _attempt(_checkpoint, spec.model)
-    for name in sorted(rewards):
-        yield from _attempt(check_reward, name, spec.reward.options, spec.reward.scope)
+    for _, term in sorted(terms.items()):
+        yield from _attempt(check_reward, term.function, term.options, term.scope, term.field)
 
 
 def _checkpoint(model: Model) -> None:

@@ -11,7 +11,7 @@ from millrace.data import PromptRow, PromptSource, open_source
 from millrace.data.chat import render
 from millrace.data.row import json_texts
 from millrace.errors import BadRow, InvalidJob, Mistake, wrong_value
-from millrace.rewards import BUILT_IN, choose
+from millrace.rewards import BUILT_IN
 from millrace.spec.checking.trials import SHOWN, RewardTrial, model_mistakes
 from millrace.spec.job import JobSpec
 
@@ -98,7 +98,7 @@ def _read(spec: JobSpec, section: Section, progress: Progress) -> Section:
             if isinstance(row, BadRow):
                 raise row
             json_texts(row)
-            choose(spec.reward.function, procedural=section.procedural, style=row.reward_style)
+            spec.reward.terms(procedural=section.procedural, style=row.reward_style)
         except (BadRow, InvalidJob) as error:
             section.add(index, error.what, error.fix)
             continue
@@ -163,9 +163,11 @@ def _lengths(spec: JobSpec, section: Section, lengths: list[int], notes: list[st
 
 def _rewards(spec: JobSpec, section: Section, notes: list[str]) -> list[Mistake]:
     """Scores rows with their own ground truths: a user's function few of them, a built-in reward the whole sample."""
-    name = choose(spec.reward.function, procedural=section.procedural)
-    rows = section.sample if name in BUILT_IN else list(section.first_of_source.values())
-    trial = RewardTrial(spec, name, section.name, rows)
+    terms = spec.reward.terms(procedural=section.procedural)
+    name = ", ".join(term.function for term in terms)
+    built_in = all(term.function in BUILT_IN for term in terms)
+    rows = section.sample if built_in else list(section.first_of_source.values())
+    trial = RewardTrial(spec, terms, section.name, rows)
     if mistakes := list(trial.mistakes()):
         return mistakes
     given = "" if trial.score is None else f"; the first one's ground truth as an answer gives {trial.score:g}"

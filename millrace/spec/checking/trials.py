@@ -10,12 +10,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from millrace.backends import BACKENDS
 from millrace.data.row import PromptRow
 from millrace.errors import Mistake, wrong_value
-from millrace.rewards import BUILT_IN, BadOutcome
+from millrace.rewards import BUILT_IN, BadOutcome, Term
 from millrace.rewards.outcome import separate_rewards
 from millrace.spec.job import JobSpec
 
@@ -27,27 +28,28 @@ BUDGET_S = 60.0
 LONGEST_S = 600.0
 SHOWN = 5
 """Rows of which a mistake is told; the others are counted."""
-FIELD = "reward.function"
 
 
 class RewardTrial:
     """Rows that are scored once with their own ground truth as the answer."""
 
-    def __init__(self, spec: JobSpec, function: str, section: str, rows: Sequence[PromptRow]) -> None:
-        """`function` is the reward's name, `section` the section of the job spec that has the rows."""
+    def __init__(self, spec: JobSpec, terms: Sequence[Term], section: str, rows: Sequence[PromptRow]) -> None:
+        """`terms` are the functions of the reward, `section` the section of the job spec that has the rows."""
         self.rows = rows
         self.scored = 0
         """Rows whose ground truth the reward could use."""
         self.score: float | None = None
         """The reward of the first of `rows`."""
-        self._spec, self._function, self._section = spec, function, section
-        self._built_in = function in BUILT_IN
+        self._spec, self._terms, self._section = spec, terms, section
+        self._function = ", ".join(term.function for term in terms)
+        self._function_field = f"{terms[0].field}.function" if len(terms) == 1 else "reward.functions"
+        self._built_in = all(term.function in BUILT_IN for term in terms)
 
     def mistakes(self) -> Iterator[Mistake]:
         """Runs the trial; the mistakes that it finds."""
-        calls = self._spec.reward.timeout_s * len(self.rows)
+        calls = self._spec.reward.timeout_s * len(self.rows) * len(self._terms)
         limit_s = START_S + (min(calls, BUDGET_S) if self._built_in else min(calls, LONGEST_S - START_S))
-        first = {"spec": self._spec.model_dump(mode="json"), "function": self._function}
+        first = {"spec": self._spec.model_dump(mode="json"), "terms": [asdict(term) for term in self._terms]}
         results, ended = _run(REWARD, [first, *map(self._request, self.rows)], limit_s)
         failed = 0
         for result in sorted(results, key=lambda each: each.get("row", -1)):  # they come as they are scored
@@ -62,19 +64,19 @@ class RewardTrial:
             yield Mistake(self._field, f"{failed - SHOWN} more rows fail like these", "correct them too.")
         if not results:
             fix = "try the function by itself; nothing slow belongs to its file's top level."
-            yield wrong_value(FIELD, self._function, f"could not be tried: {ended}", fix)
+            yield wrong_value(self._function_field, self._function, f"could not be tried: {ended}", fix)
 
     def _request(self, row: PromptRow) -> dict[str, Any]:
         truth = row.ground_truth
         answer = truth if isinstance(truth, str) else "" if truth is None else json.dumps(truth, ensure_ascii=False)
-        if self._function == "reasoning_gym":
+        if any(term.function == "reasoning_gym" for term in self._terms):
             answer = f"<answer>{answer}</answer>"  # where its prompts ask for the answer
         told = {"row": row.index, "data_source": row.data_source, "answer": answer}
         return {**told, "ground_truth": truth, "extra_info": row.extra_info}
 
     @property
     def _field(self) -> str:
-        return f"{self._section}.files" if self._built_in else FIELD
+        return f"{self._section}.files" if self._built_in else self._function_field
 
     def _of_row(self, result: Mapping[str, Any]) -> Iterator[Mistake]:
         row = result["row"]
@@ -91,7 +93,9 @@ class RewardTrial:
             yield Mistake(self._field, f"row {row}: the reward {self._function} cannot use it: it {failure}", fix)
         else:
             reason = f"for row {row}, with its ground truth as the answer, it failed: {failure}"
-            yield wrong_value(FIELD, self._function, reason, "correct the function: such groups are dropped.")
+            yield wrong_value(
+                self._function_field, self._function, reason, "correct the function: such groups are dropped."
+            )
 
 
 def model_mistakes(spec: JobSpec) -> list[Mistake]:

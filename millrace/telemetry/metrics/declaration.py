@@ -81,6 +81,7 @@ PLACEHOLDERS = {
         "one of those, `gathered`, `activations`, `logits` or `staging`",
         r"weights|gradients|optimizer|adapter|reference|critic|gathered|activations|logits|staging",
     ),
+    "reward_part": Placeholder("a name in `reward.functions` or `reward.parts`", r".+"),
     "statistic": Placeholder("`mean`, `max` or `min`", r"mean|max|min"),
     "variable": Placeholder("`reward`, the reward function's score, or `acc`, which it gives besides", r"reward|acc"),
 }

@@ -33,6 +33,7 @@ def batch_metrics(groups: Sequence[GroupSummary], version: Version, spec: JobSpe
     longest_prompt, longest_response = spec.data.max_prompt_tokens, spec.rollout.max_response_tokens
     return {
         **spread("critic/score", rewards),
+        **reward_parts(groups),
         **spread("response_length", responses),
         "response/aborted_ratio": mean([float(n == 0) for n in responses]),
         "response_length/clip_ratio": mean([float(n >= longest_response) for n in responses]),
@@ -47,6 +48,17 @@ def batch_metrics(groups: Sequence[GroupSummary], version: Version, spec: JobSpe
         TOTAL_TOKENS: tokens,
         **episode_metrics(groups),
         **environment_metrics(groups),
+    }
+
+
+def reward_parts(groups: Sequence[GroupSummary]) -> dict[str, float]:
+    """The separate rewards that every group has."""
+    found = [g.parts or {} for g in groups]
+    names = [name for name in found[0] if all(name in parts for parts in found)]
+    return {
+        key: value
+        for name in names
+        for key, value in spread(f"rewards/{name}", [score for parts in found for score in parts[name]]).items()
     }
 
 

@@ -82,6 +82,9 @@ class GroupSummary:
     """`acc` of each answer to a held-out prompt; None where the reward function did not give every answer one."""
     votes: list[str] | None = None
     """A digest of `pred` of each answer to a held-out prompt; None where not every answer has one."""
+    parts: dict[str, list[float]] | None = None
+    """The separate rewards of each episode, by name; None where the job names none. A name that some episode lacks is
+    left out."""
     shapes: list[TrajectoryShape] | None = None
     """None where each trajectory is an episode of one turn, all of its response was sampled, and its prompt is the
     group's."""
@@ -89,13 +92,14 @@ class GroupSummary:
     """Of each episode; None where they had no environment."""
 
     @classmethod
-    def of(cls, group: common_pb2.Group) -> Self:
-        """The summary of a group in which `fault` finds nothing."""
+    def of(cls, group: common_pb2.Group, parts: Sequence[str] = ()) -> Self:
+        """The summary of a group in which `fault` finds nothing. `parts`: names of its separate rewards."""
         stop = common_pb2.STOP_REASON_LENGTH
         held_out = group.purpose == common_pb2.PURPOSE_EVALUATION
         shapes, prompt_tokens = _shapes(group), len(group.prompt_tokens) // TOKEN_BYTES
         by_episode = [[one] for one in group.trajectories] if shapes is None else episodes(group)
-        details = [_details(trajectories[-1].reward_details) for trajectories in by_episode] if held_out else []
+        known = [_details(each[-1].reward_details) for each in by_episode] if held_out or parts else []
+        details = known if held_out else []
         return cls(
             prompt_id=PromptId(group.prompt_id),
             data_source=group.data_source,
@@ -109,6 +113,7 @@ class GroupSummary:
             member_id=group.member_id,
             accuracies=_of_every(_accuracy, details),
             votes=_of_every(_vote, details),
+            parts=_parts(parts, known) if parts else None,
             shapes=shapes,
             accounts=[Account.of(t.account) for t in group.trajectories if t.HasField("account")] or None,
         )
@@ -187,6 +192,16 @@ def _of_every(read: Callable[[Details], Value | None], details: Sequence[Details
     """What `read` finds in the details of each answer; None where one lacks it, or there are no answers."""
     found = [value for each in details if (value := read(each)) is not None]
     return found if found and len(found) == len(details) else None
+
+
+def _parts(names: Sequence[str], details: Sequence[Details]) -> dict[str, list[float]]:
+    read = {name: [_number(each.get(name)) for each in details] for name in names}
+    return {name: [v for v in values if v is not None] for name, values in read.items() if None not in values}
+
+
+def _number(value: Any) -> float | None:
+    """A reward that the trainer can compute with; None for anything else."""
+    return float(value) if isinstance(value, int | float) and fits(value) else None
 
 
 def _accuracy(details: Details) -> float | None:

@@ -49,6 +49,8 @@ class LeaseTerms:
     """Tokens that a trajectory may have, prompt and response; None: no limit."""
     purposes: Sequence[Purpose] = (Purpose.EVALUATION, Purpose.TRAIN)
     """The purposes for which the job issues prompts, in the order in which they are leased."""
+    reward_parts: Sequence[str] = ()
+    """Names of the separate rewards that steps report."""
 
     @classmethod
     def of(cls, spec: JobSpec) -> Self:
@@ -62,6 +64,7 @@ class LeaseTerms:
             spec.rollout.temperature,
             spec.data.max_prompt_tokens + spec.rollout.max_response_tokens,
             purposes,
+            spec.reward.reported,
         )
 
     def wanted(self, purpose: Purpose) -> Wanted:
@@ -220,7 +223,8 @@ class Queue:
             await self.refuse(member_id, job_id, lease, drop)
             await self._store.records(job_id).add_samples(samples_of(group, await self._next_step(job_id))[:1])
             return
-        new = await self._prompts(job_id, purpose).complete(lease, group.SerializeToString(), GroupSummary.of(group))
+        summary = GroupSummary.of(group, terms.reward_parts)
+        new = await self._prompts(job_id, purpose).complete(lease, group.SerializeToString(), summary)
         if new:
             self._prometheus.completed(job_id, group)
         self.answered.ring()

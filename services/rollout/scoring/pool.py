@@ -6,14 +6,19 @@ pool kills the process where needed, starts another, and `Scored.failure` says w
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, TypeVar
 
 from millrace.rewards.term import Term
 from millrace.spec.model import Reward
 from services.rollout.scoring.process import ScoringProcess, Setup, WorkerDied, absolute
 from services.rollout.scoring.processes import START_TIMEOUT_S, ProcessPool
+from services.rollout.scoring.scored import Scored, summed
+
+__all__ = ["Scored", "ScoringPool"]
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -26,19 +31,6 @@ class RewardSetup(Setup):
     def message(self) -> dict[str, Any]:
         terms = [replace(term, function=absolute(term.function)) for term in self.terms]
         return asdict(replace(self, terms=terms))
-
-
-@dataclass(frozen=True)
-class Scored:
-    """The score of one answer."""
-
-    score: float | None
-    """A finite number; None where scoring failed."""
-    details: dict[str, Any] = field(default_factory=dict)
-    """Further values that the reward function returned."""
-    seconds: float = 0.0
-    failure: str | None = None
-    """`timeout after 10 s`, `raised ValueError: ...`, `killed: memory limit 512 MB`, `returned nan`."""
 
 
 class ScoringPool(ProcessPool):
@@ -65,10 +57,10 @@ class ScoringPool(ProcessPool):
         self._timeout_s = timeout_s
 
     @classmethod
-    def of_job(cls, reward: Reward, function: str, workers: int) -> "ScoringPool":
-        """A pool that obeys a job's `reward`. `function`: the name of the reward that is meant."""
+    def of_job(cls, reward: Reward, terms: Sequence[Term], workers: int) -> "ScoringPool":
+        """A pool for the functions `terms` that obeys the limits of a job's `reward`."""
         return cls(
-            [Term(function, reward.options, reward.scope)],
+            terms,
             workers=workers,
             timeout_s=reward.timeout_s,
             memory_mb=reward.memory_mb,
@@ -84,18 +76,14 @@ class ScoringPool(ProcessPool):
         Raises Unavailable where the pool is closed, or no process can be started any more.
         """
         rest = {"data_source": data_source, "ground_truth": ground_truth, "extra_info": dict(extra_info)}
-        return await self._score_term(0, answers, rest)
+        calls = (self._score_term(number, answers, rest) for number in range(len(self._terms)))
+        return summed(self._terms, await _every(calls))
 
     async def _score_term(self, number: int, answers: Sequence[str], rest: Mapping[str, Any]) -> list[Scored]:
         """The scores by one function: of all answers in one call, or of each in a call of its own."""
         batches = [answers] if self._terms[number].scope == "group" else [[answer] for answer in answers]
         calls = (self._score({"term": number, "answers": batch, **rest}) for batch in batches if batch)
-        scored: list[Scored] = []
-        for result in await asyncio.gather(*calls, return_exceptions=True):
-            if isinstance(result, BaseException):
-                raise result
-            scored += result
-        return scored
+        return [scored for of_call in await _every(calls) for scored in of_call]
 
     async def _score(self, arguments: Mapping[str, Any]) -> list[Scored]:
         """The scores of the answers of one call. A failure is that of each of them."""
@@ -129,3 +117,13 @@ class ScoringPool(ProcessPool):
         if len(found := reply["outcomes"]) != len(arguments["answers"]):
             return failed("broke the protocol: its answer has another number of scores", seconds), False
         return [Scored(each["score"], each["details"], seconds) for each in found], True
+
+
+async def _every(calls: Iterable[Coroutine[Any, Any, Found]]) -> list[Found]:
+    """All results, in order. The first exception is raised when all calls have ended."""
+    found: list[Found] = []
+    for result in await asyncio.gather(*calls, return_exceptions=True):
+        if isinstance(result, BaseException):
+            raise result
+        found.append(result)
+    return found

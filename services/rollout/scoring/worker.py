@@ -1,7 +1,7 @@
 """One scoring process: reads JSON lines on its standard input, answers each on what was its standard output.
 
 First line in: the fields of `RewardSetup`, {parent, control}. First line out: {"ready": true, "missing": [[boundary,
-reason], ...]}, or {"refused": {what, fix}}, or {"failure": text}, or {"uncontained": [[boundary, reason], ...]} where
+reason], ...]}, or {"refused": {what, fix}}, or {"uncontained": [[boundary, reason], ...]} where
 the job requires every boundary. From then on one request at a time, {id, term, data_source, answers, ground_truth,
 extra_info}; the answer is {id, seconds} and {outcomes: [{score, details}, ...]}, {failure} or {out_of_memory}. It ends
 when its input does.
@@ -59,12 +59,13 @@ def _serve(setup: Mapping[str, Any], requests: Iterable[bytes], replies: IO[byte
 
 def _load(term: Term, replies: IO[bytes]) -> ComputeScore | None:
     try:
-        return load(term.function, term.options, term.scope)
+        return load(term.function, term.options, term.scope, term.field)
     except InvalidJob as error:
         reply(replies, {"refused": {"what": error.what, "fix": error.fix}})
     except BaseException as error:
         # The user's module runs here, and may raise anything.
-        reply(replies, {"failure": told_error(error)})
+        what = f"{term.field}.function: {term.function} {told_error(error)} when it was imported."
+        reply(replies, {"refused": {"what": what, "fix": "fix its module."}})
     return None
 
 

@@ -10,7 +10,6 @@ from millrace.data.chat import Rendered, render
 from millrace.data.row import PromptRow
 from millrace.errors import BadRow, InvalidJob
 from millrace.ids import JobId, row_of
-from millrace.rewards import choose
 from millrace.spec import JobSpec
 from millrace.spec.environment import Environment
 from millrace.spec.model import Data
@@ -54,13 +53,12 @@ class Job:
     async def open(cls, job_id: JobId, spec: JobSpec) -> "Job":
         """Loads the tokenizer and starts the processes of reward and environment. Raises InvalidJob."""
         tokenizer = await asyncio.to_thread(_load_tokenizer, spec)
-        reward = spec.reward
-        function = choose(reward.function, procedural=bool(spec.data.procedural))
-        scoring = ScoringPool.of_job(reward, function, reward.workers)
+        terms = spec.reward.terms(procedural=bool(spec.data.procedural))
+        scoring = ScoringPool.of_job(spec.reward, terms, spec.reward.workers)
         await scoring.start()
         if (environment := spec.rollout.environment) is None:
             return cls(job_id, spec, tokenizer, scoring)
-        environments = EnvironmentPool.of_job(environment, reward)
+        environments = EnvironmentPool.of_job(environment, spec.reward)
         try:
             await environments.start()
             chat = await asyncio.to_thread(_chat, spec.data, environment, tokenizer, environments.tools)

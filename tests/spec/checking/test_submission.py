@@ -198,6 +198,7 @@ def test_options_are_left_to_whom_they_belong_to(tmp_path: Path) -> None:
         ({"reward": {"function": "here/mine.py:compute_score"}}, "reward.function"),
         ({"reward": {"function": "~/mine.py:compute_score"}}, "reward.function"),
         ({"rollout": {"environment": "mine.py:Mine"}}, "rollout.environment.name"),
+        ({"reward": {"functions": [{"name": "a", "function": "mine.py:f"}]}}, "reward.functions.0.function"),
         ({"algorithm": {"advantage": "mine.py:mine"}}, "algorithm.advantage.name"),
         ({"algorithm": {"policy_loss": {"name": "./mine.py:mine"}}}, "algorithm.policy_loss.name"),
         ({"algorithm": {"correction": "mine.py:mine"}}, "algorithm.correction.name"),

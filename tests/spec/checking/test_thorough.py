@@ -101,7 +101,8 @@ def test_prompts_that_would_be_dropped_are_counted(tmp_path: Path) -> None:
 
 
 def trial(folder: Path, function: str, tried: list[PromptRow], **reward: Any) -> tuple[RewardTrial, list[str]]:
-    made = RewardTrial(spec_of(folder, "x.jsonl", {"function": function, **reward}), function, "data", tried)
+    spec = spec_of(folder, "x.jsonl", {"function": function, **reward})
+    made = RewardTrial(spec, spec.reward.terms(procedural=False), "data", tried)
     return made, [str(mistake) for mistake in made.mistakes()]
 
 

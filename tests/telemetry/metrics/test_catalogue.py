@@ -24,6 +24,7 @@ EXAMPLES = {
     "phase": "update",
     "predicted": "activations",
     "variable": "acc",
+    "reward_part": "format",
     "statistic": "max",
 }
 PREFIXES = "|".join(sorted({metric.key.partition("/")[0] for metric in STEP_METRICS}))

@@ -24,6 +24,13 @@ BATCH = (
         "Reward of an episode as the reward function gave it, with the rewards of its turns.",
     ),
     StepMetric(
+        "rewards/{reward_part}/{statistic}",
+        Unit.REWARD,
+        COORDINATOR,
+        "Score of an episode by one of `reward.functions`, before its weight, or one of the numbers that `reward.parts`"
+        " names.",
+    ),
+    StepMetric(
         "critic/rewards/{statistic}",
         Unit.REWARD,
         TRAINER,

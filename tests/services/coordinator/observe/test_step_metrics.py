@@ -6,7 +6,9 @@ import pytest
 
 from millrace.ids import PromptId, Version
 from millrace.spec import JobSpec
+from millrace.telemetry.metrics import catalogue
 from millrace.telemetry.metrics.catalogue import UndeclaredMetric
+from millrace.telemetry.metrics.declaration import Owner
 from services.coordinator.observe.step_metrics import batch_metrics, milliseconds_per_token, step_row, step_seconds
 from services.coordinator.state.group import Account, GroupSummary, TrajectoryShape
 
@@ -77,6 +79,19 @@ def test_tools_and_limits_are_told_where_there_are_environments() -> None:
     assert (found["tool_calls/failed_ratio"], found["timing_s/tools/max"]) == (0.25, 0.5)
     assert (found["episode/truncated_ratio"], found["episode/rerun_ratio"]) == (0.5, 0.5)
     assert step_row(1, found).values["tool_calls/max"] == 3.0, "each is declared"
+
+
+def test_separate_rewards_are_told_by_name_where_every_group_has_them() -> None:
+    spec, plain = JobSpec.model_validate(SPEC), summary(5, [8, 2], [1.0, 0.0], [3, 4])
+    assert not any(key.startswith("rewards/") for key in batch_metrics([plain], Version(4), spec))
+    groups = [
+        replace(plain, parts={"format": [1.0, 0.0], "right": [0.5, 0.0]}),
+        replace(plain, parts={"format": [1.0, 1.0]}),
+    ]
+    found = batch_metrics(groups, Version(4), spec)
+    told = {key: value for key, value in found.items() if key.startswith("rewards/")}
+    assert told == {"rewards/format/mean": 0.75, "rewards/format/max": 1.0, "rewards/format/min": 0.0}
+    catalogue.check(told, [Owner.COORDINATOR])
 
 
 def test_the_epoch_is_the_later_pass_and_empty_responses_are_counted() -> None:

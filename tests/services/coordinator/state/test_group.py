@@ -193,6 +193,16 @@ def test_accuracies_are_those_of_the_last_trajectory_of_an_episode() -> None:
     assert GroupSummary.of(made).accuracies == [1.0, 1.0]
 
 
+def test_separate_rewards_are_those_of_every_episode() -> None:
+    made = rewritten()
+    made.trajectories[1].reward_details = '{"format": 1, "right": 0.5, "huge": 1e99, "some": 1}'
+    made.trajectories[2].reward_details = '{"format": 0, "right": 0, "huge": 1, "text": "x"}'
+    summary = GroupSummary.of(made, ["format", "right", "huge", "some", "text"])
+    assert summary.parts == {"format": [1.0, 0.0], "right": [0.5, 0.0]}
+    assert GroupSummary.from_json(summary.to_json()) == summary
+    assert GroupSummary.of(made).parts is None
+
+
 def spoilt(**fields: object) -> common_pb2.Group:
     """One turn of two sampled tokens, with other values in its trajectory."""
     one = of_turns((2, 4))

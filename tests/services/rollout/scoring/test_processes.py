@@ -81,12 +81,13 @@ def test_what_the_kernel_does_not_give_is_told_once_or_refused(required: bool, o
 
 VALIDATED = """
 from millrace.data.row import PromptRow
+from millrace.rewards import Term
 from millrace.spec import parse
 from millrace.spec.checking.trials import RewardTrial
 
 reward = {"function": FUNCTION, "isolation": "required"}
 job = {"name": "j", "output": "/o", "model": {"path": "/m"}, "data": {"files": ["/d.jsonl"]}, "reward": reward}
-for mistake in RewardTrial(parse(job), FUNCTION, "data", [PromptRow(0, "d", "p", ground_truth="t")]).mistakes():
+for mistake in RewardTrial(parse(job), [Term(FUNCTION)], "data", [PromptRow(0, "d", "p", ground_truth="t")]).mistakes():
     print(mistake)
 """
 
