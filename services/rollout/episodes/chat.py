@@ -6,15 +6,19 @@ and what is put between two turns is found here, in the text that the template m
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from jinja2 import TemplateError
+from pydantic import ValidationError
 
-from millrace.errors import BadRow, refused
+from millrace.errors import BadRow, InvalidJob, refused
 from millrace.extras import how_to_install
+from millrace.validation.mistakes import explain
 
 FIELD = "rollout.environment.renderer"
 DEFAULT = "default"
+NOT_NAMED = frozenset({"auto", "custom"})
+"""Names of the library that stand for another renderer, or for code outside it."""
 Message = dict[str, Any]
 
 
@@ -109,16 +113,25 @@ class Chat:
 
 def _create(tokenizer: Any, name: str, options: Mapping[str, Any]) -> Any:
     try:
-        from renderers import config_from_name, create_renderer
+        from openai_harmony import HarmonyError
+        from renderers import RendererConfig, create_renderer
     except ImportError as error:
         fix = f"install it on the replicas' hosts: {how_to_install('environments')}."
         raise refused(FIELD, name, "the library renderers is not installed", fix) from error
+    union, *_ = get_args(RendererConfig)
+    configs = {each.model_fields["name"].default: each for each in get_args(union)}
+    if name not in configs or name in NOT_NAMED:
+        known = ", ".join(sorted(configs.keys() - NOT_NAMED))
+        raise refused(FIELD, name, "there is no such renderer", f"name one of {known}.")
     try:
-        config = config_from_name(name)
-        return create_renderer(tokenizer, None if config is None else type(config)(**options))
-    except (ValueError, TypeError) as error:  # pydantic's errors are ValueErrors
-        reason = f"the renderer cannot be made: {str(error).splitlines()[0]}"
-        raise refused(FIELD, name, reason, "name a renderer of the library renderers, with its options.") from error
+        config = configs[name](**options)
+    except ValidationError as error:
+        raise InvalidJob.of(explain(error.errors(), configs[name], f"{FIELD}_options")) from error
+    try:
+        return create_renderer(tokenizer, config)
+    except (ValueError, TypeError, KeyError, AssertionError, HarmonyError) as error:
+        fix = "name the renderer of the model, or default, which takes its chat template."
+        raise refused(FIELD, name, f"it cannot be used with the model's tokenizer: {error}", fix) from error
 
 
 def _call(number: int, parsed: Any) -> dict[str, Any]:

@@ -154,7 +154,10 @@ def test_what_cannot_be_rendered_or_read_is_refused_in_plain_words() -> None:
         Conversation(Chat(tokenizer), [user("hi")])
     with pytest.raises(InvalidJob, match="finds no calls of tools"):
         Chat(tokenizer, tools=[ADD])
-    with pytest.raises(InvalidJob, match=r"rollout.environment.renderer: .*no-such"):
+    with pytest.raises(InvalidJob, match=r"rollout.environment.renderer: .*no-such.*no such renderer. .*qwen3,"):
         Chat(tokenizer, "no-such")
-    with pytest.raises(InvalidJob, match=r"rollout.environment.renderer: .*qwen3"):
+    with pytest.raises(InvalidJob, match=r"rollout.environment.renderer_options.no_such_option") as refusal:
         Chat(tokenizer, "qwen3", {"no_such_option": 1})
+    assert "Config" not in str(refusal.value) and "validation error" not in str(refusal.value)
+    with pytest.raises(InvalidJob, match=r'rollout.environment.renderer: "kimi-k2": it cannot be used with the model'):
+        Chat(tokenizer, "kimi-k2")
