@@ -14,6 +14,7 @@ from millrace.errors import refused
 from millrace.extras import how_to_install
 from millrace.rewards.locate import FunctionNotFound, Target, definition, functions, parse, parsed, source_file
 from millrace.rewards.signature import ARGUMENTS, Signature
+from millrace.rewards.sources.rules import rule_of, why_none
 from millrace.rewards.term import Scope, Term
 from millrace.validation.kinds import kind_of
 from millrace.validation.names import closest
@@ -21,7 +22,9 @@ from millrace.validation.names import closest
 ComputeScore = Callable[..., Any]
 """A scorer: called by keyword with the arguments of its scope; returns a number, {"score": ...} or a list."""
 
+BY_SOURCE = "by_data_source"
 BUILT_IN = {
+    BY_SOURCE: "millrace.rewards.sources.scorer",
     "exact": "millrace.rewards.exact",
     "format": "millrace.rewards.format",
     "math": "millrace.rewards.math",
@@ -39,10 +42,16 @@ WANTED: Mapping[Scope, str] = {
 }
 
 
-def choose(name: str, *, procedural: bool, style: str = "rule", field: str = FIELD) -> str:
+def choose(
+    name: str, *, procedural: bool, style: str = "rule", data_source: str | None = None, field: str = FIELD
+) -> str:
     """The reward that `auto` stands for: reasoning_gym for a procedural source, math for rows of style `rule`. Other
-    names are returned unchanged. Raises InvalidJob for another style.
+    names are returned unchanged. Raises InvalidJob for another style, and for a `data_source` that `by_data_source`
+    cannot score.
     """
+    if name == BY_SOURCE and data_source is not None and rule_of(data_source) is None:
+        fix = "name another reward, or your own as file.py:function."
+        raise refused(f"{field}.function", name, why_none(data_source), fix)
     if name != "auto":
         return name
     if procedural:

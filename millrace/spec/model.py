@@ -76,7 +76,7 @@ class RewardFunction(StrictModel):
 
 class Reward(StrictModel):
     function: str = "auto"
-    """math, exact, regex, format, reasoning_gym, or a function of your own: `module:function` or
+    """math, exact, regex, format, reasoning_gym, by_data_source, or a function of your own: `module:function` or
     `/path/to/file.py:function` with verl's signature compute_score(data_source, solution_str, ground_truth,
     extra_info). auto: reasoning_gym for a procedural source, otherwise chosen by the row's reward_model.style: math for
     the style rule."""
@@ -110,14 +110,15 @@ class Reward(StrictModel):
     machine does not allow all of it refuses the job, and `millrace validate` does not call the function on such a
     machine."""
 
-    def terms(self, *, procedural: bool, style: str = "rule") -> list[Term]:
-        """The functions, `auto` settled for a source of data and a row's `reward_model.style`. Raises InvalidJob."""
+    def terms(self, *, procedural: bool, style: str = "rule", data_source: str | None = None) -> list[Term]:
+        """The functions, `auto` settled for a source of data and a row's `reward_model.style`. Raises InvalidJob, also
+        where a function cannot score rows of `data_source`."""
+        row: dict[str, Any] = {"procedural": procedural, "style": style, "data_source": data_source}
         if not self.functions:
-            function = choose(self.function, procedural=procedural, style=style)
-            return [Term(function, self.options, self.scope)]
+            return [Term(choose(self.function, **row), self.options, self.scope)]
         return [
             Term(
-                choose(each.function, procedural=procedural, style=style, field=f"reward.functions.{number}"),
+                choose(each.function, **row, field=f"reward.functions.{number}"),
                 each.options,
                 each.scope,
                 each.weight,

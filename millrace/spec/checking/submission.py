@@ -114,7 +114,9 @@ def _data(spec: JobSpec, named_spec: JobSpec) -> Iterator[Mistake]:
         try:
             first = open_source(files, procedural, options, field=field)[0]
             messages = messages or isinstance(first.prompt, list)
-            chosen = spec.reward.terms(procedural=procedural is not None, style=first.reward_style)
+            chosen = spec.reward.terms(
+                procedural=procedural is not None, style=first.reward_style, data_source=first.data_source
+            )
             terms |= {(term.field, term.function): term for term in chosen}
         except InvalidJob as error:
             mistakes += error.mistakes

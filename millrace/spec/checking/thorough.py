@@ -98,7 +98,7 @@ def _read(spec: JobSpec, section: Section, progress: Progress) -> Section:
             if isinstance(row, BadRow):
                 raise row
             json_texts(row)
-            spec.reward.terms(procedural=section.procedural, style=row.reward_style)
+            spec.reward.terms(procedural=section.procedural, style=row.reward_style, data_source=row.data_source)
         except (BadRow, InvalidJob) as error:
             section.add(index, error.what, error.fix)
             continue

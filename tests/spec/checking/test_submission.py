@@ -289,3 +289,14 @@ def test_weights_elsewhere_are_looked_for_there(tmp_path: Path, monkeypatch: pyt
     ):
         with pytest.raises(InvalidJob, match=words):
             submission.check(tree | {"model": {"path": str(folder), "weights": weights}})
+
+
+def test_rows_that_by_data_source_cannot_score_are_refused_by_their_source(tmp_path: Path) -> None:
+    tree = job(tmp_path, {})
+    with pytest.raises(InvalidJob, match=r'reward\.function: "by_data_source": there is no rule for .*\'sums\''):
+        submission.check(tree | {"reward": {"function": "by_data_source"}})
+    functions = [{"name": "a", "function": "exact"}, {"name": "b", "function": "by_data_source"}]
+    with pytest.raises(InvalidJob, match=r'reward\.functions\.1\.function: "by_data_source": there is no rule'):
+        submission.check(tree | {"reward": {"functions": functions}})
+    rows = write_rows(tmp_path / "gsm8k.parquet", [PromptRow(0, "openai/gsm8k", "1 + 1 =", ground_truth="2")])
+    submission.check(tree | {"reward": {"function": "by_data_source"}, "data": {"files": [str(rows)]}})
