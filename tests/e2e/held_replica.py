@@ -84,8 +84,8 @@ class Changed:
 
 
 class HeldReceiving(ReceivePipeline):
-    def run(self, channel: Channel) -> Any:
-        return super().run(HeldChannel(channel, "transfer"))
+    def run(self, channel: Any, *, onto_base: bool = False) -> Any:
+        return super().run(HeldChannel(channel, "transfer"), onto_base=onto_base)
 
 
 class HeldSending(SendPipeline):

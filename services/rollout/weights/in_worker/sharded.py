@@ -26,6 +26,11 @@ SHADOW_SHARE = 0.8
 """Share of the free memory that a version may take in shadow."""
 
 
+def receive_whole(pipeline: ReceivePipeline, channel: MessageExchange) -> ReceivedMessages:
+    """Receives whole messages."""
+    return pipeline.run(channel)
+
+
 class IncomingShards:
     """See `IncomingTransfer`."""
 
@@ -39,7 +44,7 @@ class IncomingShards:
         model: WorkerModel,
         *,
         shadow: bool,
-        receive: Receive = ReceivePipeline.run,
+        receive: Receive = receive_whole,
     ) -> None:
         self.pipeline = pipeline
         self._request = request
@@ -128,7 +133,7 @@ class ShardedPath:
         return Prepared(needed < SHADOW_SHARE * free_bytes(memory.device), inplace_possible=True)
 
     def transfer(
-        self, request: TransferRequest, rank: int, *, shadow: bool, receive: Receive = ReceivePipeline.run
+        self, request: TransferRequest, rank: int, *, shadow: bool, receive: Receive = receive_whole
     ) -> IncomingShards:
         """See `IncomingPath`."""
         session = PublicationSession() if request.leave_after else self._session

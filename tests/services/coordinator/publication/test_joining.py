@@ -85,7 +85,7 @@ async def test_a_replica_joins_from_a_sibling_while_the_trainer_steps(cluster: C
     joining = [e for e in await cluster.events(play.job_id, "member.joining") if late.id in e.data.members]
     assert [e.data.sender for e in joining] == [play.sibling.id]
     page = await asyncio.to_thread(metrics, cluster)
-    label = f'job="{play.job_id}",outcome="done",source="sibling"'
+    label = f'job_id="{play.job_id}",outcome="done",source="sibling"'
     assert f"millrace_publications_total{{{label}}} 1.0" in page
 
 

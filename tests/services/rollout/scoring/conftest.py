@@ -33,7 +33,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, scal
     if command == "print":
         print('{"id": 1, "score": 99}', flush=True)
         os.write(1, b"straight to the descriptor\\n")
-        subprocess.run(["echo", "from a child"])
+        subprocess.run(["echo", "from a child"], check=True)
         return 0.5
     if command == "read":
         return len(sys.stdin.read())
