@@ -14,7 +14,8 @@ import torch
 from millrace.errors import PublicationFailed
 from millrace.weights.plans.manifest import ITEM_BYTES
 from millrace.weights.plans.memory import Memory, PieceInMessage, pieces_in_messages
-from millrace.weights.plans.sharded import ALIGNED, ShardedPlan
+from millrace.weights.plans.sharded import ShardedPlan
+from millrace.weights.plans.wanted_pieces import ALIGNED
 from millrace.weights.transfer.channels.channel import ChannelMessage, MessageExchange, PendingExchange
 from millrace.weights.transfer.device_stream import DeviceStream, Stopwatch
 from millrace.weights.transfer.round_operations import (
