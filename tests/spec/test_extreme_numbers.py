@@ -5,7 +5,7 @@ The numbers of a job spec are found in its models, so that a new field is drawn 
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, get_args, get_origin
 
 import pytest
@@ -52,12 +52,13 @@ def kinds(annotation: Any) -> Iterator[Any]:
         yield from kinds(each)
 
 
-def with_number(place: Place, value: object) -> dict[str, Any]:
+def with_numbers(values: Mapping[Place, object]) -> dict[str, Any]:
     tree: dict[str, Any] = json.loads(json.dumps({**SMALLEST, **SECTIONS}))
-    part = tree
-    for name in place[:-1]:
-        part = part[0] if name == "0" else part.setdefault(name, {})
-    part[place[-1]] = value
+    for place, value in values.items():
+        part: Any = tree
+        for name in place[:-1]:
+            part = part[0] if name == "0" else part.setdefault(name, {})
+        part[place[-1]] = value
     return tree
 
 
@@ -100,7 +101,7 @@ def test_the_numbers_of_every_section_are_found() -> None:
 def test_every_number_has_a_lower_and_an_upper_bound(place: Place) -> None:
     for value in (-(2**63), 2**63, 10**400, 1e308, -1e308, math.inf, math.nan):
         with pytest.raises(InvalidJob) as refused:
-            parse(with_number(place, [value, value] if place[-1] == "betas" else value))
+            parse(with_numbers({place: [value, value] if place[-1] == "betas" else value}))
         assert any(mistake.field.startswith(".".join(place)) for mistake in refused.value.mistakes)
 
 
@@ -108,7 +109,7 @@ def test_every_number_has_a_lower_and_an_upper_bound(place: Place) -> None:
 @given(place=st.sampled_from(PLACES), value=ANY)
 def test_an_extreme_number_is_refused_or_accepted_at_a_bounded_cost(place: Place, value: object) -> None:
     try:
-        spec = parse(with_number(place, value))
+        spec = parse(with_numbers({place: value}))
         choices.check(spec)
     except InvalidJob as refused:
         check_refusal(refused, place)
@@ -119,14 +120,8 @@ def test_an_extreme_number_is_refused_or_accepted_at_a_bounded_cost(place: Place
 @settings(deadline=2000, max_examples=150)
 @given(st.dictionaries(st.sampled_from(PLACES), ANY, min_size=2, max_size=5))
 def test_several_at_once(values: dict[Place, object]) -> None:
-    tree: dict[str, Any] = json.loads(json.dumps({**SMALLEST, **SECTIONS}))
-    for place, value in values.items():
-        part = tree
-        for name in place[:-1]:
-            part = part.setdefault(name, {})
-        part[place[-1]] = value
     try:
-        check_cost(parse(tree))
+        check_cost(parse(with_numbers(values)))
     except InvalidJob as refused:
         assert all(mistake.field and mistake.fix for mistake in refused.mistakes)
 
@@ -165,4 +160,4 @@ def test_free_options_hold_numbers_that_json_and_64_bits_hold(field: str) -> Non
     }[field]
     for value in (2**63, -(2**64), 10**5000, math.inf, math.nan):
         with pytest.raises(InvalidJob, match=r"holds a number that .*Fix: give finite numbers"):
-            parse(with_number(place, {"a": [{"b": value}]}))
+            parse(with_numbers({place: {"a": [{"b": value}]}}))
