@@ -9,10 +9,12 @@ from rich import print as show
 
 from millrace.backends.megatron import MegatronOptions
 from millrace.bench.shapes import SHAPES, shape_of
+from millrace.megatron.architectures.shape import ModelShape
 from millrace.megatron.topology import Topology
 from millrace.megatron.weights import TRANSFORMER_ENGINE, layout
 from millrace.weights.plans.boxes import Boxes
 from millrace.weights.plans.layout import most_dims
+from millrace.weights.plans.manifest import Manifest
 from millrace.weights.plans.sharded import ShardedPlan
 
 
@@ -35,28 +37,8 @@ def planning(
 
     model = shape_of(shape)
     published = manifest(model)
-    number = {tensor.name: i for i, tensor in enumerate(published.tensors)}
-
-    def boxes(text: str, count: int) -> list[Boxes]:
-        from millrace.bench.layouts import OPTIONS, numbers
-
-        topology = Topology(
-            count, MegatronOptions.model_validate({OPTIONS[name]: n for name, n in numbers(text).items()})
-        )
-        return [
-            Boxes.of(
-                (
-                    (number[piece.tensor.name], piece.source, piece.extent)
-                    for chunk in layout(model, topology, rank, TRANSFORMER_ENGINE)
-                    for placement in chunk.values()
-                    for piece in placement.pieces
-                ),
-                most_dims(published),
-            )
-            for rank in range(count)
-        ]
-
-    senders, receivers = boxes(trainer, ranks), boxes(replica, workers) * replicas
+    senders = _boxes(model, published, trainer, ranks)
+    receivers = _boxes(model, published, replica, workers) * replicas
     numbered = [("t", i) for i in range(ranks)] + [("r", i) for i in range(len(receivers))]
     hosts = [f"{side}{i // gpus_per_host}" for side, i in numbered] if gpus_per_host else []
     began, own_began = time.perf_counter(), time.process_time()
@@ -84,8 +66,29 @@ def planning(
         _show_hosts(made, hosts)
 
 
+def _boxes(model: ModelShape, published: Manifest, split: str, count: int) -> list[Boxes]:
+    """The boxes of `published` that each of `count` ranks holds; `split` says how, as tp=8,pp=8."""
+    from millrace.bench.layouts import OPTIONS, numbers
+
+    number = {tensor.name: i for i, tensor in enumerate(published.tensors)}
+    options = MegatronOptions.model_validate({OPTIONS[name]: n for name, n in numbers(split).items()})
+    topology = Topology(count, options)
+    return [
+        Boxes.of(
+            (
+                (number[piece.tensor.name], piece.source, piece.extent)
+                for chunk in layout(model, topology, rank, TRANSFORMER_ENGINE)
+                for placement in chunk.values()
+                for piece in placement.pieces
+            ),
+            most_dims(published),
+        )
+        for rank in range(count)
+    ]
+
+
 def _show_hosts(made: ShardedPlan, hosts: list[str]) -> None:
-    """What the trainer's hosts send to others."""
+    """Prints the bytes that the trainer's hosts send to others."""
     names, number = np.unique(hosts, return_inverse=True)
     source, target = number[made.hops[:, 1]], number[made.hops[:, 2]]
     crossing = made.sizes[made.hops[:, 3]] * (source != target)

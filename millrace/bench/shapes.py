@@ -15,7 +15,7 @@ SHAPES: dict[str, ModelShape] = {
     "small-moe": qwen3(2, 256, 512, 4, 2, experts=(8, 2, 128), sizes=SMALL),
     **{name: shape for name, shape in PUBLISHED.items() if shape.architecture != "qwen2"},
 }
-"""Those of which benchmarks can make a model folder (`benchmarks/shapes.py`)."""
+"""The shapes of which benchmarks can make a model folder (`benchmarks/shapes.py`)."""
 
 
 def shape_of(name: str) -> ModelShape:

@@ -73,7 +73,7 @@ class CheckpointIndex:
     field: str
     """Field of the job spec that names the folder."""
     tensors: Mapping[str, StoredTensor]
-    """By key."""
+    """The tensors by key."""
 
 
 def is_checkpoint(folder: Path) -> bool:

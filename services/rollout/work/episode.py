@@ -40,7 +40,7 @@ class Trajectory:
     """A sequence of tokens that begins with a prompt."""
 
     turns: tuple[Turn, ...]
-    """At least one."""
+    """The turns, in order; at least one."""
     prompt: NDArray[np.int32] | None = None
     """Tokens before the first turn, int32; None: those of the group's prompt."""
     prompt_text: str = ""

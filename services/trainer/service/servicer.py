@@ -66,7 +66,7 @@ class ConfiguredJob:
     version: Version
     parameters: int
     warnings: tuple[str, ...]
-    """Of the ranks' layout over hosts."""
+    """Warnings about the ranks' layout over hosts."""
     last_step: tuple[int, pb.StepResponse] | None = None
     """Number of the last step, and its response."""
 

@@ -1,5 +1,8 @@
 """A training step: from references to groups to new weights and metrics. Every rank runs the same code."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
 import torch
 
 from millrace.errors import InvalidJob, NonFinite, PartialStep
@@ -24,6 +27,17 @@ GIVEN_UP = (
     "earlier updates of this step were written, so the trainer gives these weights up: `millrace resume` continues from"
     " the last checkpoint."
 )
+
+
+@contextmanager
+def _said_what_was_written(updates: Sequence[UpdateResult]) -> Iterator[None]:
+    """Failures of an update say whether earlier `updates` of the step changed the weights."""
+    try:
+        yield
+    except (InvalidJob, NonFinite) as error:
+        if updates:
+            raise PartialStep(error.what, f"{GIVEN_UP} {error.fix}") from error
+        raise type(error)(error.what, f"{UNCHANGED} {error.fix}") from error
 
 
 def train_step(
@@ -62,13 +76,9 @@ def train_step(
         inputs, metrics = make_loss_inputs(spec, batch, scored)
     updates: list[UpdateResult] = []
     for number in range(len(batch.updates)):
-        try:
+        with _said_what_was_written(updates):
             updates.append(update(spec, backend, batch, number, inputs, request.step, clock))
-            meter.updated = True
-        except (InvalidJob, NonFinite) as error:
-            if updates:
-                raise PartialStep(error.what, f"{GIVEN_UP} {error.fix}") from error
-            raise type(error)(error.what, f"{UNCHANGED} {error.fix}") from error
+        meter.updated = True
     # The first update's pass is over the weights that the step began with, so it can be compared with the engine's.
     train_bt, mask_bt = updates[0].logprobs_bt, updates[0].mask_bt
     if train_bt is None:

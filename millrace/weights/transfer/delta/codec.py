@@ -26,8 +26,6 @@ from millrace.errors import PublicationFailed
 
 WORD = 2
 """Bytes of a word."""
-ALIGNED = 16
-"""Sizes of messages are multiples of this."""
 HEADER_BYTES = 40
 LONGEST_GAP = 255
 LARGE_BYTES = 6
@@ -87,7 +85,7 @@ class Header:
 
 def changed_words(base: torch.Tensor, message: torch.Tensor) -> torch.Tensor:
     """[changes] int64: places of the words in which two messages of equal size differ, ascending. Both are [bytes]
-    uint8, a multiple of ALIGNED."""
+    uint8, a multiple of 16."""
     ours, theirs = message.view(torch.int16), base.view(torch.int16)
     if message.device.type == "cpu":
         parts = [
