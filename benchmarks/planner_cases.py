@@ -48,12 +48,12 @@ class Measured:
     shape: ModelShape
     gpus: int
     sequences: int
-    """Of the whole update, over all ranks."""
+    """Sequences of the whole update, over all ranks."""
     prompt: float
     response: float
     longest: int
     tokens: int
-    """Of a micro-batch."""
+    """Tokens of a micro-batch."""
     seconds: float = 0.0
     """0: not measured."""
     gib: float = 0.0

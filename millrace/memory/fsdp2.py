@@ -41,7 +41,7 @@ class ModelPasses:
     shards: int
     """Ranks that share one copy of the model."""
     tokens: int
-    """Of a micro-batch on this rank."""
+    """Tokens of a micro-batch on this rank."""
     recompute: bool
     adapted: bool
     """Whether only an adapter is trained."""

@@ -19,7 +19,7 @@ class Links:
 
     @property
     def across(self) -> float:
-        """To other hosts, this GPU's share of the network cards."""
+        """Bytes a second to other hosts: this GPU's share of the network cards."""
         return constants.NETWORK_SHARE * self.gpu.network_gb_s * GIGA
 
     @property

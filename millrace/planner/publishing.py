@@ -20,7 +20,7 @@ class PublicationTimes:
     bytes: float
     """Bytes of one copy of what is published."""
     seconds: float
-    """From the first message to the last."""
+    """Seconds from the first message to the last."""
     pause: float
     """Seconds of it in which a replica does not generate."""
     commit: str

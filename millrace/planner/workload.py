@@ -123,7 +123,7 @@ def workload(spec: JobSpec, mean_prompt: float | None = None, mean_response: flo
 
 
 def _passes(spec: JobSpec) -> Passes:
-    """As the trainer decides it: with a single update, the policy's own pass would repeat what the update computes."""
+    """The passes of a step. With a single update the policy's own pass would repeat what the update computes."""
     algorithm, updates = spec.algorithm, spec.trainer.updates_per_step
     in_reward = algorithm.kl is not None and algorithm.kl_in == "reward"
     again = algorithm.old_logprobs == "recompute" and (updates > 1 or in_reward)

@@ -89,7 +89,7 @@ class GroupSummary:
     """None where each trajectory is an episode of one turn, all of its response was sampled, and its prompt is the
     group's."""
     accounts: list[Account] | None = None
-    """Of each episode; None where they had no environment."""
+    """The account of each episode; None where they had no environment."""
 
     @classmethod
     def of(cls, group: common_pb2.Group, parts: Sequence[str] = ()) -> Self:

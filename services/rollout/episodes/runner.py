@@ -36,7 +36,7 @@ class EnvironmentEpisodes:
 
     @classmethod
     def of_job(cls, job: Job) -> Self:
-        """Those of a job that has an environment."""
+        """The episodes of a job that has an environment."""
         assert job.environments is not None and job.chat is not None
         return cls(job.environments, job.chat, job.spec)
 

@@ -37,9 +37,9 @@ class DeltaTransfer(ShardedTransfer):
         self._kept: PublicationId | None = None
         """The publication whose messages the snapshot holds whole."""
         self._committed: PublicationId | None = None
-        """On rank 0: the publication that succeeded last."""
+        """The publication that succeeded last; on rank 0 only."""
         self._sent = np.zeros(3, np.int64)
-        """Of the last transfer: bytes sent, 16-bit words compared, words changed."""
+        """Figures of the last transfer: bytes sent, 16-bit words compared, words changed."""
 
     def prepare(self, request: PrepareSendRequest, backend: Backend) -> PrepareSendResponse:
         """See `ShardedTransfer.prepare`. Raises PublicationFailed where there is no host memory for the snapshot."""

@@ -68,7 +68,7 @@ class World:
 
     @property
     def ranks_per_host(self) -> int:
-        """As torchrun says; all ranks are on one host where nothing does."""
+        """Ranks of one host, which torchrun says; all ranks where nothing does."""
         return int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
 
     def connect(self, timeout_s: float) -> Store:

@@ -87,7 +87,7 @@ class _PageServer(ThreadingMixIn, WSGIServer):
         super().__init__(*arguments)
 
     def server_bind(self) -> None:
-        """As WSGIServer, without asking a name server for the name of this host."""
+        """Binds as WSGIServer does, without asking a name server for the name of this host."""
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
