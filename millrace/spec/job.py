@@ -37,4 +37,4 @@ class JobSpec(StrictModel):
     deadlines: Deadlines = Field(Deadlines(), examples=[{"step_s": 3600}])
     """How long each remote operation may take."""
     tracking: Tracking = Field(Tracking(), examples=[{"trackers": ["tensorboard"]}])
-    """Which experiment trackers get the job's step metrics."""
+    """Which experiment trackers get the job's step metrics and samples."""

@@ -51,6 +51,8 @@ class Tracking(StrictModel):
     trackers: list[Annotated[str, OneOf(tuple(TRACKERS))]] = Field(default_factory=list, examples=[["tensorboard"]])
     """Experiment trackers. The `trackers` extra installs them on the coordinator's host: docs/running.md."""
     project: str = "millrace"
-    """Project in Weights & Biases."""
+    """Project in Weights & Biases, experiment in MLflow."""
+    offline: bool = False
+    """true: Weights & Biases and MLflow write into the output folder and send nothing: docs/running.md."""
     samples_per_step: int = Field(4, ge=0, le=1000)
-    """Groups of each step that are kept for GET /v1/jobs/{id}/samples."""
+    """Groups of each step that are kept for GET /v1/jobs/{id}/samples and sent to the trackers."""

@@ -74,13 +74,13 @@ def test_a_tracker(followed: Path, tmp_path: Path) -> None:
     code = f"""
 from pathlib import Path
 from millrace.telemetry.trackers import TrackedJob, open_trackers
-names = job(tracking={{"trackers": ["lines"]}}).tracking.trackers
+names = job(tracking={{"trackers": ["table"]}}).tracking.trackers
 (tracker,) = open_trackers(names, TrackedJob("job-1", "test", "tests", Path("{tmp_path}"), {{}}))
 tracker.log(3, {{"reward": 0.5}})
 tracker.close()
 """
     succeeds(followed, "-c", JOB + code)
-    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 3, "reward": 0.5}\n'
+    assert (tmp_path / "metrics.csv").read_text().splitlines() == ["3,reward,0.5"]
 
 
 def test_a_policy_loss_with_a_new_input(followed: Path) -> None:

@@ -1,8 +1,8 @@
-"""Experiment trackers: services such as TensorBoard that get a copy of a job's step metrics.
+"""Experiment trackers: services such as TensorBoard that get a copy of a job's step metrics and samples.
 
-`check_trackers` is called at submission and `open_trackers` when a job starts. Then `Tracker.log` is called after each
-step and `Tracker.close` at the end. A new tracker is one file with a class that has these two methods, and one line in
-`TRACKERS`.
+`check_trackers` is called at submission and `open_trackers` when a job starts. Then `Tracker.log` and
+`Tracker.log_samples` are called after each step and `Tracker.close` at the end. A new tracker is one file with a class
+that has these three methods, and one line in `TRACKERS`.
 """
 
 import importlib
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from millrace.errors import InvalidJob
+from millrace.rest import SampleView
 
 
 @dataclass(frozen=True)
@@ -26,13 +27,18 @@ class TrackedJob:
     """The job's output folder, for local files."""
     spec: Mapping[str, Any]
     """The job spec as JSON."""
+    offline: bool = False
+    """Whether a tracker that usually sends to a server writes into `folder` instead."""
 
 
 class Tracker(Protocol):
     """A connection to one experiment tracker."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Records the metrics of one step. Steps come in ascending order."""
+        """Records the metrics of one step. Steps come in ascending order; those that are trained again come again."""
+
+    def log_samples(self, step: int, samples: Sequence[SampleView]) -> None:
+        """Records samples of the step, after its metrics. A tracker without a place for texts does nothing here."""
 
     def close(self) -> None:
         """Sends everything that is buffered, and ends."""
@@ -45,10 +51,14 @@ class TrackerEntry:
     module: str
     factory: str
     package: str
-    """The package that has to be installed."""
+    """The package that it imports."""
+    distribution: str = ""
+    """The name under which the package is installed; empty: the same name."""
 
 
 TRACKERS: dict[str, TrackerEntry] = {
+    "jsonl": TrackerEntry("millrace.telemetry.trackers.jsonl", "JsonLines", "json"),
+    "mlflow": TrackerEntry("millrace.telemetry.trackers.mlflow", "MLflow", "mlflow", "mlflow-skinny"),
     "tensorboard": TrackerEntry("millrace.telemetry.trackers.tensorboard", "TensorBoard", "tensorboard"),
     "wandb": TrackerEntry("millrace.telemetry.trackers.wandb", "WeightsAndBiases", "wandb"),
 }
@@ -60,8 +70,9 @@ def check_trackers(names: Sequence[str]) -> None:
         if name not in TRACKERS:
             known = ", ".join(sorted(TRACKERS))
             raise InvalidJob(f"tracking.trackers: there is no tracker {name!r}.", f"choose from {known}.")
-        package = TRACKERS[name].package
-        if importlib.util.find_spec(package) is None:
+        entry = TRACKERS[name]
+        if importlib.util.find_spec(entry.package) is None:
+            package = entry.distribution or entry.package
             raise InvalidJob(
                 f"tracking.trackers: {name!r} needs the package {package}, which the coordinator does not have.",
                 f"install it beside the coordinator (`uv pip install {package}`), or leave the tracker out.",

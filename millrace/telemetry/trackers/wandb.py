@@ -1,12 +1,15 @@
 """Weights & Biases. The API key is read from WANDB_API_KEY or comes from `wandb login`, never from a job spec."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from millrace.rest import SampleView
 from millrace.telemetry.trackers import TrackedJob
+from millrace.telemetry.trackers.samples import COLUMNS, rows
 
 
 class WeightsAndBiases:
-    """One run for each job. After a restart of the coordinator the job continues in the same run."""
+    """One run for each job. After a restart of the coordinator the job continues in the same run. An offline run is in
+    `<folder>/wandb`; `wandb sync` sends it later."""
 
     def __init__(self, job: TrackedJob) -> None:
         import wandb
@@ -19,10 +22,17 @@ class WeightsAndBiases:
             resume="allow",
             dir=str(job.folder),
             config=dict(job.spec),
+            mode="offline" if job.offline else None,
         )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
+
+    def log_samples(self, step: int, samples: Sequence[SampleView]) -> None:
+        import wandb
+
+        table = wandb.Table(columns=list(COLUMNS), data=rows(samples), allow_mixed_types=True)
+        self._run.log({"samples": table}, step=step)
 
     def close(self) -> None:
         self._run.finish()

@@ -1,4 +1,4 @@
-"""Sends a job's step metrics to the experiment trackers that its spec names."""
+"""Sends a job's step metrics and samples to the experiment trackers that its spec names."""
 
 import asyncio
 import threading
@@ -13,7 +13,7 @@ import structlog
 
 from millrace import events
 from millrace.ids import Version
-from millrace.rest import StepMetrics
+from millrace.rest import SampleView, StepMetrics
 from millrace.telemetry import trackers
 from services.coordinator.stages.run import Run
 
@@ -47,6 +47,9 @@ class GuardedTracker:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self.tracker.log(step, values)
 
+    def log_samples(self, step: int, samples: Sequence[SampleView]) -> None:
+        self.tracker.log_samples(step, samples)
+
     def close(self) -> None:
         try:
             _start_in_thread(self.tracker.close).result(LIMIT_S)
@@ -55,15 +58,18 @@ class GuardedTracker:
 
 
 async def track(run: Run) -> None:
-    """Sends the rows that were not sent yet. A tracker that fails or hangs loses these rows; the job continues."""
+    """Sends the rows that were not sent yet, each with its step's samples. A tracker that fails or hangs loses these
+    rows; the job continues."""
     if not run.spec.tracking.trackers:
         return
     if run.trackers is None:
         run.trackers = await _open_trackers(run)
-    sent = await run.records.note(NOTE)
-    rows = await run.records.rows(-1 if sent is None else sent, run.job.step)
+    noted = await run.records.note(NOTE)
+    sent = -1 if noted is None else noted
+    rows = await run.records.rows(sent, run.job.step)
+    samples = await run.records.samples_between(sent, run.job.step)
     for tracker in list(run.trackers):
-        if not await _send(run, tracker, rows):
+        if not await _send(run, tracker, rows, samples):
             run.trackers.remove(tracker)
     await run.records.set_note(NOTE, run.job.step)
 
@@ -82,6 +88,7 @@ async def _open_trackers(run: Run) -> list[trackers.Tracker]:
         project=run.spec.tracking.project,
         folder=Path(run.spec.output),
         spec=run.spec.model_dump(mode="json"),
+        offline=run.spec.tracking.offline,
     )
     opened: list[trackers.Tracker] = []
     for name in run.spec.tracking.trackers:
@@ -96,10 +103,12 @@ async def _open_trackers(run: Run) -> list[trackers.Tracker]:
     return opened
 
 
-async def _send(run: Run, tracker: trackers.Tracker, rows: Sequence[StepMetrics]) -> bool:
-    """Sends `rows`. Returns whether the tracker can still be used."""
+async def _send(
+    run: Run, tracker: trackers.Tracker, rows: Sequence[StepMetrics], samples: Sequence[SampleView]
+) -> bool:
+    """Sends `rows` and `samples`. Returns whether the tracker can still be used."""
     try:
-        await _within_limit(partial(_log, tracker, rows))
+        await _within_limit(partial(_log, tracker, rows, samples))
     except TrackerFailed as error:
         await run.tell(events.TrackerFailed(tracker=str(tracker)), f"{tracker} did not accept the metrics: {error}")
     except TrackerHangs as error:
@@ -108,9 +117,11 @@ async def _send(run: Run, tracker: trackers.Tracker, rows: Sequence[StepMetrics]
     return True
 
 
-def _log(tracker: trackers.Tracker, rows: Sequence[StepMetrics]) -> None:
+def _log(tracker: trackers.Tracker, rows: Sequence[StepMetrics], samples: Sequence[SampleView]) -> None:
     for row in rows:
         tracker.log(row.step, row.values)
+        if of_step := [sample for sample in samples if sample.step == row.step]:
+            tracker.log_samples(row.step, of_step)
 
 
 async def _within_limit(work: Callable[[], Answer]) -> Answer:

@@ -12,6 +12,8 @@ from services.coordinator.store.connection import Connection, text
 from services.coordinator.store.jobs import event_parts, key
 
 EVENTS_KEPT = 10_000
+SAMPLES_PAGE = 100
+"""Samples that are read at once in search of those of some steps."""
 PARTS = ("events", "metrics", "samples", "batch", "kept", "publications", "checkpoints")
 """The keys of one job's records."""
 
@@ -64,6 +66,20 @@ class Records:
         found = await self._redis.do("LRANGE", f"{self._job}:samples", 0 if step is not None else -limit, -1)
         samples = [SampleView.model_validate_json(sample) for sample in reversed(found)]
         return [s for s in samples if step is None or s.step == step][:limit]
+
+    async def samples_between(self, after: int, last: int) -> list[SampleView]:
+        """The samples of the steps after `after` up to `last` that are kept, in the order of their steps. Steps of an
+        earlier attempt, before a rewind, are left out."""
+        found: list[SampleView] = []
+        end = -1
+        while page := await self._redis.do("LRANGE", f"{self._job}:samples", end - SAMPLES_PAGE + 1, end):
+            for one in reversed(page):
+                sample = SampleView.model_validate_json(one)
+                if not after < sample.step <= (found[-1].step if found else last):
+                    return found[::-1]
+                found.append(sample)
+            end -= SAMPLES_PAGE
+        return found[::-1]
 
     # The batch of the step in progress.
 

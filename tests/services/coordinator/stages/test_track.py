@@ -4,23 +4,26 @@ import asyncio
 import dataclasses
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from millrace.ids import Version
-from millrace.rest import StepMetrics
+from millrace.rest import SampleView, StepMetrics
 from millrace.telemetry import trackers
 from services.coordinator.observe.events import Events
 from services.coordinator.stages import track as stage
 from services.coordinator.stages.track import track, track_again
 from services.coordinator.store import Store
 from tests.services.coordinator.redis import a_job, with_store
+from tests.telemetry.test_trackers import a_sample
 
 SENT: list[int] = []
 """Steps that arrived."""
+SAMPLES: list[tuple[int, list[str]]] = []
+"""Answers that arrived, with their step."""
 
 
 class Told:
@@ -34,6 +37,10 @@ class Told:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._fault()
         SENT.append(step)
+
+    def log_samples(self, step: int, samples: Sequence[SampleView]) -> None:
+        self._fault()
+        SAMPLES.append((step, [sample.answer for sample in samples]))
 
     def close(self) -> None:
         self._fault()
@@ -57,12 +64,13 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setitem(trackers.TRACKERS, name, trackers.TrackerEntry(__name__, name, "pytest"))
     monkeypatch.setattr(stage, "LIMIT_S", 0.5)
     SENT.clear()
+    SAMPLES.clear()
     yield
 
 
 def a_run(store: Store, names: list[str], fault: str = "") -> Any:
     job, events = dataclasses.replace(a_job(), name=fault), Events(store)
-    tracking = SimpleNamespace(trackers=names, project="millrace")
+    tracking = SimpleNamespace(trackers=names, project="millrace", offline=False)
     return SimpleNamespace(
         job=job,
         records=store.records(job.id),
@@ -106,5 +114,33 @@ def test_what_is_trained_again_is_sent_again(redis_url: str) -> None:
         await track_again(run, Version(5))
         await reaches(run, 4)
         assert SENT == [0, 1, 2, 3, 2, 3, 4]
+
+    with_store(redis_url, scenario)
+
+
+def test_samples_are_sent_with_the_row_of_their_step(redis_url: str) -> None:
+    async def scenario(store: Store) -> None:
+        run = a_run(store, ["Sound"])
+        for step in (0, 1, 2, 3):
+            await run.records.add_samples([a_sample(step, answer=f"{step} {number}") for number in range(step)])
+            await reaches(run, step)
+        assert SAMPLES == [(1, ["1 0"]), (2, ["2 0", "2 1"]), (3, ["3 0", "3 1", "3 2"])]
+        await track_again(run, Version(1))
+        SAMPLES.clear()
+        await run.records.add_samples([a_sample(2, answer="again")])
+        await reaches(run, 2)
+        assert SAMPLES == [(2, ["again"])]
+
+    with_store(redis_url, scenario)
+
+
+def test_the_samples_of_many_steps_are_found_page_by_page(redis_url: str) -> None:
+    async def scenario(store: Store) -> None:
+        records = store.records(a_job().id)
+        await records.add_samples([a_sample(step, answer=str(number)) for step in range(10) for number in range(50)])
+        found = await records.samples_between(3, 9)
+        assert [(one.step, one.answer) for one in found] == [(step, str(n)) for step in range(4, 10) for n in range(50)]
+        assert len(await records.samples_between(-1, 9)) == 500
+        assert await records.samples_between(3, 8) == []
 
     with_store(redis_url, scenario)
