@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from millrace.environments.protocol import ToolResult
 from millrace.environments.tools import BadArguments, tools_of
 from millrace.rewards.outcome import fits, plain, read_outcome
 
@@ -63,22 +64,33 @@ class Host:
         found = self.tools.get(name)
         if found is None:
             known = ", ".join(self.tools) or "none"
-            return {"content": f"Error: there is no tool {name}. Tools: {known}.", "failed": True}
+            return _failed(f"there is no tool {name}. Tools: {known}.")
         try:
             arguments = found.checked(given)
             async with asyncio.timeout(self._call_s):
-                result = await _awaited(getattr(self._running, name)(**arguments))
+                result = await _awaited(found.call(self._running, arguments))
         except BadArguments as error:
-            return {"content": f"Error: {error}.", "failed": True}
+            return _failed(f"{error}.")
         except TimeoutError:
-            return {"content": f"Error: {name} took longer than {self._call_s:g} s.", "failed": True}
+            return _failed(f"{name} took longer than {self._call_s:g} s.")
         except Exception as error:
             if isinstance(error, MemoryError):
                 raise
             # The user's tool may raise anything. The policy is told, as it is told a result.
-            return {"content": f"Error: {type(error).__name__}: {error}"[:LONGEST_RESULT], "failed": True}
-        content = result if isinstance(result, str) else json.dumps(plain(result), ensure_ascii=False)
-        return {"content": content[:LONGEST_RESULT], "failed": False}
+            return _failed(f"{type(error).__name__}: {error}")
+        return _called(name, result)
+
+
+def _failed(reason: str) -> dict[str, Any]:
+    return {"content": f"Error: {reason}"[:LONGEST_RESULT], "failed": True, "reward": None, "done": False}
+
+
+def _called(name: str, returned: Any) -> dict[str, Any]:
+    result = returned if isinstance(returned, ToolResult) else ToolResult(returned)
+    text = result.content
+    content = text if isinstance(text, str) else json.dumps(plain(text), ensure_ascii=False)
+    reward = _reward(result.reward, name)
+    return {"content": content[:LONGEST_RESULT], "failed": False, "reward": reward, "done": bool(result.done)}
 
 
 async def _awaited(value: Any) -> Any:
@@ -100,10 +112,14 @@ def _step(returned: Any) -> dict[str, Any]:
     if not isinstance(returned, Sequence) or isinstance(returned, str) or len(returned) != 3:
         raise BadReturn("step returned something else than (messages, reward, done)")
     messages, reward, done = returned
-    number = None if reward is None else read_outcome(reward).score
+    return {"messages": _messages(messages or [], "step"), "reward": _reward(reward, "step"), "done": bool(done)}
+
+
+def _reward(given: Any, method: str) -> float | None:
+    number = None if given is None else read_outcome(given).score
     if number is not None and not fits(number):
-        raise BadReturn(f"step returned the reward {number}")
-    return {"messages": _messages(messages or [], "step"), "reward": number, "done": bool(done)}
+        raise BadReturn(f"{method} returned the reward {number}")
+    return number
 
 
 def _score(returned: Any) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The class that a user writes. One object of it lives for one episode."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypedDict
 
 Message = Mapping[str, Any]
@@ -9,6 +10,18 @@ OpenAI's chat completions have them) where the renderer found such."""
 Step = tuple[Sequence[Message] | str, float | None, bool]
 """What follows a turn: messages to the policy (text is one message of the user), the reward of the turn or None, and
 whether the episode is over."""
+
+
+@dataclass(frozen=True)
+class ToolResult:
+    """What a tool may return where it says more than its content."""
+
+    content: Any
+    """Text, or what can be written as JSON."""
+    reward: float | None = None
+    """What the turn earns with the call."""
+    done: bool = False
+    """Whether the episode is over."""
 
 
 class Row(TypedDict):

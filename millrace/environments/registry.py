@@ -5,6 +5,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+from millrace.environments.built_in import BUILT_IN, TOOLS, options_of
 from millrace.environments.protocol import Environment
 from millrace.errors import refused
 from millrace.rewards.locate import FunctionNotFound, bound_to, parse, source_file
@@ -12,11 +13,25 @@ from millrace.rewards.registry import import_target
 from millrace.validation.kinds import kind_of
 
 FIELD = "rollout.environment.name"
-FIX = "name a class with `async def step(self, message)`, for example /data/environments/game.py:Game."
+FIX = (
+    "name a class with `async def step(self, message)`, for example /data/environments/game.py:Game, or one of "
+    f"{', '.join(BUILT_IN)}."
+)
 
 
-def check(name: str) -> None:
-    """Checks whether the class exists, without running the user's code. Raises InvalidJob."""
+def check(name: str, options: Mapping[str, Any], *, has_servers: bool = False) -> None:
+    """Checks whether the class exists, without running the user's code, or whether a built-in environment has its
+    options. `has_servers`: there are MCP servers with tools. Raises InvalidJob."""
+    if name in BUILT_IN:
+        options_of(name, options)
+        if name == TOOLS and not has_servers:
+            fix = "name servers in `mcp`, or the class of an environment in `name`."
+            raise refused("rollout.environment.mcp", [], "the environment has neither a class nor tools", fix)
+    else:
+        _check_class(name)
+
+
+def _check_class(name: str) -> None:
     try:
         target = parse(name)
         path = source_file(target)

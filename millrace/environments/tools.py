@@ -48,6 +48,10 @@ class Tool:
         described = {"name": self.name, "description": self.description, "parameters": schema}
         return {"type": "function", "function": described}
 
+    def call(self, environment: Any, arguments: Mapping[str, Any]) -> Any:
+        """What the method of `environment` returns, to be awaited where it is awaitable."""
+        return getattr(environment, self.name)(**arguments)
+
     def checked(self, given: Any) -> dict[str, Any]:
         """The arguments as the annotations of the method say. Raises BadArguments."""
         if not isinstance(given, Mapping):

@@ -1,20 +1,51 @@
 """The environment of a job's episodes."""
 
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from millrace.errors import wrong_value
 from millrace.validation import limits
+from millrace.validation.mistakes import InvalidValue
 from millrace.validation.model import StrictModel
+
+
+class McpServer(StrictModel):
+    """A server of the Model Context Protocol, whose tools the policy may call. Either `command` or `url`."""
+
+    command: list[Annotated[str, Field(min_length=1)]] = Field(
+        default_factory=list, max_length=256, examples=[["python3", "/data/tools/search.py"]]
+    )
+    """Program and arguments of a server that speaks over its standard input and output. It runs beside the engine, with
+    the limits of reward.memory_mb, reward.network and reward.isolation."""
+    url: str | None = Field(None, pattern="^https?://", max_length=2048, examples=["http://tools:8000/mcp"])
+    """Address of a server that speaks streamable HTTP."""
+    token_env: str | None = Field(None, pattern="^MCP_[A-Z0-9_]{1,60}$", examples=["MCP_TOKEN"])
+    """Environment variable of the replicas that holds the bearer token for `url`. Its name begins with MCP_."""
+    scope: Literal["replica", "episode"] = "replica"
+    """replica: all episodes of a replica share one connection. episode: each has a connection of its own, and with
+    `command` a process of its own; a lost connection then ends the episode."""
+    tools: list[str] | None = Field(None, min_length=1, max_length=1024, examples=[["search", "open_page"]])
+    """Names of the tools that are offered; null: all of the server."""
+
+    @model_validator(mode="after")
+    def one_place(self) -> "McpServer":
+        if bool(self.command) == (self.url is not None):
+            fix = "give one of them: `command` for a program, `url` for a server that runs already."
+            raise InvalidValue(wrong_value("url", self.url, "command and url are both given or both missing", fix))
+        return self
 
 
 class Environment(StrictModel):
     """Its processes have the limits of reward.memory_mb, reward.network and reward.isolation."""
 
-    name: str
-    """A class: `/path/to/file.py:MyEnvironment` or `module:MyEnvironment`."""
+    name: str = "tools"
+    """A class, `/path/to/file.py:MyEnvironment` or `module:MyEnvironment`, or one that is built in:
+    docs/environments.md. tools: nothing beside the tools of `mcp`."""
     options: dict[str, Any] = Field(default_factory=dict, examples=[{"difficulty": 3}])
-    """Keyword arguments of the class."""
+    """Keyword arguments of the class, or the options of the built-in environment."""
+    mcp: list[McpServer] = Field(default_factory=list, max_length=64, examples=[[{"url": "http://tools:8000/mcp"}]])
+    """Servers whose tools the policy may call, beside those of the environment."""
     renderer: str = "default"
     """The chat format: a name of the library renderers, for example qwen3, or default, which takes the model's own chat
     template and extends what was sampled where the template allows it."""
@@ -31,7 +62,7 @@ class Environment(StrictModel):
     """Seconds of one call of the class or of a tool. The policy is told that an `async` tool took longer; any other
     call that does is killed, and its episode with it."""
     processes: int = Field(8, ge=1, le=1024)
-    """Processes of the environment in each replica. As many episodes run at once."""
+    """Episodes of each replica that run at once. A class has a process for each of them."""
 
     @model_validator(mode="before")
     @classmethod

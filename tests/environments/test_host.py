@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from examples.environments.guess import Guess
-from millrace.environments import Environment, Message, Step, tool
+from millrace.environments import Environment, Message, Step, ToolResult, tool
 from millrace.environments.host import BadReturn, Host
 from millrace.environments.registry import check, load
 from millrace.environments.tools import BadTool, tools_of
@@ -23,9 +23,7 @@ def test_the_example_is_played_from_its_first_message_to_its_score() -> None:
     (message,) = host.answer({"op": "reset", "row": ROW})["messages"]
     assert message["role"] == "user" and "from 1 to 50" in message["content"]
     assert [host.answer({"op": "call", "name": "compare", "arguments": {"guess": n}}) for n in (40, 36, 37)] == [
-        {"content": "lower", "failed": False},
-        {"content": "higher", "failed": False},
-        {"content": "equal", "failed": False},
+        {"content": content, "failed": False, "reward": None, "done": False} for content in ("lower", "higher", "equal")
     ]
     said = host.answer({"op": "step", "message": {"role": "assistant", "content": "thirty"}})
     assert (said["messages"][0]["role"], said["reward"], said["done"]) == ("user", 0.0, False)
@@ -33,6 +31,22 @@ def test_the_example_is_played_from_its_first_message_to_its_score() -> None:
     assert (said["messages"], said["reward"], said["done"]) == ([], 1.0, True)
     assert host.answer({"op": "score"}) == {"score": pytest.approx(-0.15), "details": {}}
     assert host.answer({"op": "close"}) == {}
+
+
+class Shop(Environment):
+    @tool
+    def buy(self, price: float) -> ToolResult:
+        """Buys something."""
+        return ToolResult({"paid": price}, reward=-price, done=price > 1.0)
+
+
+def test_a_tool_may_say_what_the_turn_earns_and_that_the_episode_is_over() -> None:
+    host = Host(Shop, {}, 10.0)
+    host.answer({"op": "reset", "row": ROW})
+    told = host.answer({"op": "call", "name": "buy", "arguments": {"price": 2.0}})
+    assert told == {"content": '{"paid": 2.0}', "failed": False, "reward": -2.0, "done": True}
+    with pytest.raises(BadOutcome, match="not a number to compute with"):
+        host.answer({"op": "call", "name": "buy", "arguments": {"price": 1e300}})
 
 
 def test_a_tool_is_described_by_its_signature_and_docstring() -> None:
@@ -92,7 +106,7 @@ def test_a_result_that_is_no_text_is_told_as_json() -> None:
     host = Host(Clumsy, {}, 10.0)
     assert host.answer({"op": "reset", "row": ROW})["messages"] == [{"role": "user", "content": "hi"}]
     told = host.answer({"op": "call", "name": "fail", "arguments": {"title": [1], "depth": 2}})
-    assert told == {"content": '{"title": [1]}', "failed": False}
+    assert told == {"content": '{"title": [1]}', "failed": False, "reward": None, "done": False}
     assert host.specs[1]["function"]["parameters"]["properties"]["title"]["items"] == {"type": "integer"}
 
 
@@ -137,11 +151,11 @@ def test_a_class_that_is_not_there_is_refused_without_running_the_file(
 ) -> None:
     (tmp_path / "game.py").write_text(text)
     with pytest.raises(InvalidJob, match=rf"rollout.environment.name: .*{reason}"):
-        check(f"{tmp_path}/game.py:{name}")
+        check(f"{tmp_path}/game.py:{name}", {})
 
 
 def test_the_example_is_found_and_its_options_are_checked() -> None:
-    check(f"{GUESS}:Guess")
+    check(f"{GUESS}:Guess", {})
     assert load(f"{GUESS}:Guess", {"highest": 3}).__name__ == "Guess"
     with pytest.raises(InvalidJob, match=r"rollout.environment.options: .*unexpected keyword argument 'lowest'"):
         load(f"{GUESS}:Guess", {"lowest": 3})

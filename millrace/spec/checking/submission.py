@@ -175,7 +175,7 @@ def _rest(spec: JobSpec) -> Iterator[Mistake]:
     yield from _attempt(_backend, spec)
     yield from engine_options.mistakes_of(spec.rollout.engine_options)
     if (environment := spec.rollout.environment) is not None:
-        yield from _attempt(check_environment, environment.name)
+        yield from _attempt(check_environment, environment.name, environment.options, has_servers=bool(environment.mcp))
     yield from _attempt(check_trackers, spec.tracking.trackers)
     yield from _attempt(_output, Path(spec.output))
 

@@ -8,15 +8,12 @@ from typing import Any, ClassVar, Self
 from millrace.environments.registry import FIELD
 from millrace.spec.environment import Environment
 from millrace.spec.model import Reward
+from services.rollout.episodes.environments import Called, EnvironmentFailed
 from services.rollout.scoring.process import ScoringProcess, Setup, WorkerDied
 from services.rollout.scoring.processes import START_TIMEOUT_S, ProcessPool
 
 GRACE_S = 1.0
 """A tool that can be cancelled is cancelled this long before its process would be killed."""
-
-
-class EnvironmentFailed(Exception):
-    """The episode cannot go on: `step: raised ValueError: ...`, `call: timeout after 30 s`, `killed: SIGSEGV`."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +26,7 @@ class EnvironmentSetup(Setup):
     worker: ClassVar[str] = "services.rollout.episodes.worker"
 
 
-class Session:
+class ProcessSession:
     """One episode in one process. Every method raises EnvironmentFailed."""
 
     def __init__(self, process: ScoringProcess, setup: EnvironmentSetup) -> None:
@@ -46,10 +43,10 @@ class Session:
         told = await self._ask("step", message=message)
         return list(told["messages"]), told["reward"], told["done"]
 
-    async def call(self, name: str, arguments: Any) -> tuple[str, bool]:
-        """The result of a tool as text, and whether it failed."""
+    async def call(self, name: str, arguments: Any) -> Called:
+        """The answer of a tool."""
         told = await self._ask("call", name=name, arguments=arguments)
-        return told["content"], told["failed"]
+        return Called(told["content"], told["failed"], told["reward"], told["done"])
 
     async def score(self) -> tuple[float | None, dict[str, Any]]:
         """The score at the end, with further values; None where the environment gives none."""
@@ -96,11 +93,11 @@ class EnvironmentPool(ProcessPool):
         return list(next(iter(self._alive)).greeting["tools"])
 
     @asynccontextmanager
-    async def session(self) -> AsyncIterator[Session]:
+    async def session(self) -> AsyncIterator[ProcessSession]:
         """A process for one episode, as soon as one is free. A process that did not answer, or whose call was
         cancelled, is killed. Raises Unavailable where the pool is closed or no process can be started any more."""
         process = await self._take()
-        session = Session(process, self._environment)
+        session = ProcessSession(process, self._environment)
         try:
             yield session
             await session.close()

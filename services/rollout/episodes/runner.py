@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -16,7 +16,7 @@ from millrace.wire.v1.common_pb2 import EpisodeAccount
 from services.rollout.engine import Engine, Sampling
 from services.rollout.episodes.chat import Chat, Message
 from services.rollout.episodes.conversation import Conversation
-from services.rollout.episodes.processes import EnvironmentFailed, EnvironmentPool, Session
+from services.rollout.episodes.environments import Called, EnvironmentFailed, Environments, Session
 from services.rollout.scoring.pool import Scored
 from services.rollout.work.episode import Episode
 from services.rollout.work.groups import EpisodeFailed, OnSample
@@ -30,7 +30,7 @@ ATTEMPTS = 2
 class EnvironmentEpisodes:
     """Runs episodes; a `RunEpisode`."""
 
-    pool: EnvironmentPool
+    environments: Environments
     chat: Chat
     spec: JobSpec
 
@@ -47,8 +47,8 @@ class EnvironmentEpisodes:
         return self.spec.rollout.environment
 
     async def __call__(self, engine: Engine, prompt: Prompt, sampling: Sampling, on_sample: OnSample) -> Episode:
-        """One episode. One whose environment fails is run again once. Raises EpisodeFailed, Unavailable where no
-        process of the environment can be started any more."""
+        """One episode. One whose environment fails is run again once. Raises EpisodeFailed, Unavailable where the
+        environment cannot run any episode any more."""
         failures: list[str] = []
         while len(failures) < ATTEMPTS:
             account = EpisodeAccount(end=common_pb2.EPISODE_END_DONE, reruns=len(failures))
@@ -65,8 +65,8 @@ class EnvironmentEpisodes:
     async def _attempt(
         self, engine: Engine, prompt: Prompt, sampling: Sampling, on_sample: OnSample, account: EpisodeAccount
     ) -> Episode:
-        """The time limit begins when there is a process for the episode."""
-        async with self.pool.session() as session, asyncio.timeout(self.environment.episode_s):
+        """The time limit begins when the environment has room for the episode."""
+        async with self.environments.session() as session, asyncio.timeout(self.environment.episode_s):
             return await _Run(self, engine, session, sampling, on_sample, account).run(prompt)
 
 
@@ -105,12 +105,12 @@ class _Run:
         self.turns += 1
         message = await asyncio.to_thread(conversation.add, sample)
         if calls := message.get("tool_calls"):
-            new, done = [await self._result(call) for call in calls], False
+            new, reward, done = await self._results(calls)
         else:
             new, reward, done = await self.session.step(message)
-            if reward is not None:
-                self.rewarded = True
-                conversation.reward(reward)
+        if reward is not None:
+            self.rewarded = True
+            conversation.reward(reward)
         if done:
             return False
         if self.turns >= self.episodes.environment.max_turns:
@@ -129,19 +129,32 @@ class _Run:
         whole = spec.data.max_prompt_tokens + response
         return min(response - conversation.response_tokens, whole - len(conversation.prompt))
 
-    async def _result(self, call: Mapping[str, Any]) -> Message:
-        """The result of a call of a tool, as a message to the policy."""
+    async def _results(self, calls: Sequence[Mapping[str, Any]]) -> tuple[list[Message], float | None, bool]:
+        """Calls the tools of a turn, one after the other until one ends the episode: their results as messages to the
+        policy, what the turn has earned with them, and whether the episode is over."""
+        messages: list[Message] = []
+        rewards: list[float] = []
+        for call in calls:
+            called = await self._call(call)
+            name = {"name": call["function"]["name"]} if "function" in call else {}
+            messages.append({"role": "tool", "content": called.content, "tool_call_id": call["id"], **name})
+            rewards += [] if called.reward is None else [called.reward]
+            if called.done:
+                break
+        return messages, sum(rewards) if rewards else None, called.done
+
+    async def _call(self, call: Mapping[str, Any]) -> Called:
+        """What a tool answers, entered into the account."""
         started = asyncio.get_running_loop().time()
         function = call.get("function")
         if function is None:
-            content, failed = f"Error: the call cannot be read ({call['status']}).", True
+            called = Called(f"Error: the call cannot be read ({call['status']}).", failed=True)
         else:
-            content, failed = await self.session.call(function["name"], _decoded(function["arguments"]))
+            called = await self.session.call(function["name"], _decoded(function["arguments"]))
         self.account.tool_calls += 1
-        self.account.tool_failures += failed
+        self.account.tool_failures += called.failed
         self.account.tool_s += asyncio.get_running_loop().time() - started
-        name = {} if function is None else {"name": function["name"]}
-        return {"role": "tool", "content": content, "tool_call_id": call["id"], **name}
+        return called
 
     def _episode(
         self, conversation: Conversation, prompt: Prompt, score: float | None, details: dict[str, Any]

@@ -112,7 +112,7 @@ class ScoringProcess:
             theirs.close()
         try:
             whole = {**setup.message(), "parent": os.getpid(), "control": number}
-            greeting = await worker._exchange({**whole, "paths": _more_paths(), "hidden": _hidden_paths()}, timeout_s)
+            greeting = await worker._exchange({**whole, "paths": more_paths(), "hidden": hidden_paths()}, timeout_s)
             worker.missing, worker.greeting = _accept(greeting, setup), greeting
         except TimeoutError as error:
             await worker.end()
@@ -234,7 +234,7 @@ async def _spawn(module: str, control: int) -> _Spawned:
         stderr=None,
         pass_fds=(control,),
         start_new_session=True,
-        env={**_environment(), MARK: mark},
+        env={**passed_environment(), MARK: mark},
     )
     return _Spawned(asyncio.subprocess.Process(transport, streams, loop), transport, streams.ended, mark)
 
@@ -279,12 +279,12 @@ def absolute(function: str) -> str:
     return f"{Path(target.place).expanduser().absolute()}:{target.function}" if target.is_file else function
 
 
-def _more_paths() -> list[str]:
+def more_paths() -> list[str]:
     """What the operator lets every reward function read."""
     return [path for path in os.environ.get("MILLRACE_REWARD_PATHS", "").split(os.pathsep) if path]
 
 
-def _hidden_paths() -> list[str]:
+def hidden_paths() -> list[str]:
     """Where the services keep their state and secrets."""
     named = os.environ.get("MILLRACE_HIDDEN_PATHS", "").split(os.pathsep)
     state = (os.environ.get("MILLRACE_STACK_STATE", ""), str(Path("~/.millrace").expanduser()))
@@ -292,7 +292,7 @@ def _hidden_paths() -> list[str]:
     return [path for path in (*named, *own) if path]
 
 
-def _environment() -> dict[str, str]:
+def passed_environment() -> dict[str, str]:
     """A few named variables, and those that the operator names. Numeric libraries use one thread, as there are several
     processes."""
     named = os.environ.get("MILLRACE_REWARD_ENVIRONMENT", "").replace(",", " ").split()

@@ -15,7 +15,8 @@ from millrace.spec.environment import Environment
 from millrace.spec.model import Data
 from millrace.wire.v1 import work_pb2
 from services.rollout.episodes.chat import Chat
-from services.rollout.episodes.processes import EnvironmentPool
+from services.rollout.episodes.environments import Environments
+from services.rollout.episodes.opening import environments_of
 from services.rollout.scoring.pool import ScoringPool
 
 
@@ -38,7 +39,7 @@ class Job:
         spec: JobSpec,
         tokenizer: Any,
         scoring: ScoringPool,
-        environments: EnvironmentPool | None = None,
+        environments: Environments | None = None,
         chat: Chat | None = None,
     ) -> None:
         """With `environments` there is the `chat` format in which the policy talks to them."""
@@ -58,7 +59,7 @@ class Job:
         await scoring.start()
         if (environment := spec.rollout.environment) is None:
             return cls(job_id, spec, tokenizer, scoring)
-        environments = EnvironmentPool.of_job(environment, spec.reward)
+        environments = environments_of(environment, spec.reward)
         try:
             await environments.start()
             chat = await asyncio.to_thread(_chat, spec.data, environment, tokenizer, environments.tools)

@@ -20,7 +20,7 @@ from services.coordinator.state.group import Account, GroupSummary, Wanted, faul
 from services.rollout.engine import Sample, Sampling
 from services.rollout.engines.versioned import VersionedEngine
 from services.rollout.episodes.chat import Chat
-from services.rollout.episodes.processes import EnvironmentPool
+from services.rollout.episodes.opening import environments_of
 from services.rollout.episodes.runner import EnvironmentEpisodes
 from services.rollout.work.episode import Episode
 from services.rollout.work.groups import EpisodeFailed
@@ -147,12 +147,13 @@ async def environments(name: str, **fields: Any) -> AsyncIterator[EnvironmentEpi
     environment = {"name": name, "processes": 1, "renderer_options": {"tool_parser": "qwen3"}, **fields}
     spec = job_spec(Path("/nowhere"), rollout={"environment": environment, "max_response_tokens": 2000})
     assert spec.rollout.environment is not None
-    pool = EnvironmentPool.of_job(spec.rollout.environment, spec.reward)
-    await pool.start()
+    opened = environments_of(spec.rollout.environment, spec.reward)
+    await opened.start()
     try:
-        yield EnvironmentEpisodes(pool, Chat(TOKENIZER, "default", {"tool_parser": "qwen3"}, tools=pool.tools), spec)
+        chat = Chat(TOKENIZER, "default", {"tool_parser": "qwen3"}, tools=opened.tools)
+        yield EnvironmentEpisodes(opened, chat, spec)
     finally:
-        await pool.close()
+        await opened.close()
 
 
 async def play(episodes: EnvironmentEpisodes, policy: Any, truth: str, most_tokens: int = 2000) -> Episode:
