@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
+from millrace.python_source import syntax_tree
+
 
 class FunctionNotFound(Exception):
     """There is no such function; `reason` says why, and `fix` what to do."""
@@ -84,7 +86,7 @@ def _find(dotted: str, folders: list[str] | None) -> ModuleSpec | None:
 def parsed(path: Path) -> ast.Module:
     """The syntax tree of a file. Raises FunctionNotFound for a file that is not Python."""
     try:
-        return ast.parse(path.read_bytes(), filename=str(path))
+        return syntax_tree(path)
     except (SyntaxError, ValueError, OSError) as error:
         raise FunctionNotFound(f"{path} is not readable as Python: {error}", "correct the file.") from error
 

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from millrace.errors import InvalidJob, refused
+from millrace.python_source import syntax_tree
 from millrace.rl.registry.options import TYPES
 from millrace.validation.mistakes import explain
 from millrace.validation.names import choose, closest
@@ -177,8 +178,8 @@ def _built_in(kind: AlgorithmKind, name: str) -> AlgorithmEntry:
 def _read(kind: AlgorithmKind, name: str, path: Path, function: str, where: str) -> AlgorithmEntry:
     field = where or kind.singular
     try:
-        tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
-    except (OSError, SyntaxError, UnicodeDecodeError) as error:
+        tree = syntax_tree(path)
+    except (OSError, SyntaxError, ValueError) as error:
         fix = "name a Python file as file.py:function."
         raise refused(field, name, f"{path} cannot be read: {error}", fix) from None
     found = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == function]

@@ -12,6 +12,7 @@ from millrace import engines
 from millrace.descriptors import EngineDescriptor
 from millrace.engines import ENGINES, FIELD
 from millrace.errors import Mistake, wrong_value
+from millrace.python_source import syntax_tree
 from millrace.rewards.locate import FunctionNotFound, Target, source_file
 from millrace.validation.mistakes import number
 from millrace.validation.names import closest
@@ -107,7 +108,7 @@ def _kind(value: Any) -> str:
 @cache
 def _fields(file: Path, class_name: str) -> Mapping[str, KnownOption] | None:
     """The annotated fields of a class in a file, and of its bases there; None where the file has no such class."""
-    classes = {node.name: node for node in ast.parse(file.read_bytes()).body if isinstance(node, ast.ClassDef)}
+    classes = {node.name: node for node in syntax_tree(file).body if isinstance(node, ast.ClassDef)}
     if class_name not in classes:
         return None
     found: dict[str, KnownOption] = {}
