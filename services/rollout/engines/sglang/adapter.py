@@ -29,7 +29,7 @@ def lora_reference() -> Any:
     """The adapter as SGLang refers to it, the same in every process. No file is read."""
     from sglang.srt.lora.lora_registry import LoRARef
 
-    return LoRARef(lora_id=NAME, lora_name=NAME, lora_path="published by the trainer")
+    return LoRARef(lora_id=NAME, lora_name=NAME, lora_path="published by the trainer", pinned=False)
 
 
 @dataclass(frozen=True)
