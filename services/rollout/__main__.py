@@ -197,6 +197,8 @@ async def _member(
     watching = asyncio.create_task(watch(replica, options.stall_s, replica.died_of))
     try:
         ending = await _until_ending(replica, stops, beating, pulling)
+        if ending is Ending.DIED:
+            await replica.name_lost_nodes()
         if ending is Ending.STOPPED:
             await drain(replica, membership, stops, options.drain_s)
     finally:

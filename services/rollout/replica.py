@@ -203,6 +203,14 @@ class Replica:
             self.leases.serve(None)
             self.died.set()
 
+    async def name_lost_nodes(self) -> None:
+        """Puts the nodes that died with the engine into the failure: an engine notices their end before their leader
+        does, and cannot name them."""
+        if self.nodes is not None and (silent := await self.nodes.silent()):
+            lost = " and ".join(silent)
+            self.failure = f"{lost} of the replica is lost: nothing came since the engine failed: {self.failure}"
+            log.error("nodes are lost", nodes=silent)
+
     @property
     def takes_leases(self) -> bool:
         """Whether it takes new leases, as soon as it serves a version."""

@@ -1,6 +1,7 @@
 """The leader: which followers have joined, what they are to do, and whether they are alive."""
 
 import asyncio
+import contextlib
 import secrets
 import time
 from collections.abc import Awaitable, Callable
@@ -25,6 +26,8 @@ LOOKS = 8
 """How often within the longest silence it is looked whether the followers are alive."""
 IDLE_S = 20.0
 """How long the followers may take to end their workers."""
+HEARD_S = 5 * WAIT_S
+"""How long a follower that is alive may take until its next beat."""
 LEAVE_S = 5.0
 """How long the leader waits until the followers know that the replica ends."""
 
@@ -173,6 +176,18 @@ class Leader:
                 else:
                     log.warning("node has not answered and has to join again", node=follower.name)
                     del self._followers[follower.rank]
+
+    async def silent(self) -> list[str]:
+        """Names of the followers from which nothing comes any more. Waits for a beat of each, for HEARD_S at most."""
+        asked, followers = time.monotonic(), list(self._followers.values())
+
+        def heard(follower: _Follower) -> bool:
+            return follower.heard > asked
+
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(HEARD_S), self._changed:
+                await self._changed.wait_for(lambda: all(heard(each) or each.lost for each in followers))
+        return [each.name for each in followers if not heard(each)]
 
     def serve_job(self, spec: str) -> None:
         """The job spec, as the coordinator sent it, that the followers start their workers for: each host has its own

@@ -110,6 +110,19 @@ def test_a_silent_follower_is_lost_after_the_deadline() -> None:
     play(scenario())
 
 
+def test_nodes_that_died_with_the_engine_are_named() -> None:
+    async def scenario() -> None:
+        async with ReplicaNodes(3, LONG_S) as replica, replica.follower(1), replica.follower(2) as (_, _, killed):
+            await replica.leader.whole(WITHIN_S)
+            assert await replica.leader.silent() == []
+            killed.cancel()
+            await asyncio.wait({killed})
+            (name,) = await replica.leader.silent()
+            assert name.startswith("node 2 (") and not replica.lost
+
+    play(scenario())
+
+
 def test_a_follower_ends_where_the_leader_is_gone() -> None:
     async def scenario() -> None:
         async with ReplicaNodes(2, 1.0) as replica, replica.follower() as (_, share, running):
