@@ -35,6 +35,7 @@ from millrace.rest import (
     SampleView,
     StepMetrics,
 )
+from millrace.timeline.view import TimelineView
 
 if TYPE_CHECKING:
     import httpx
@@ -144,6 +145,11 @@ class Client:
     def ledger(self, job_id: str) -> LedgerView:
         """How many prompts of the job are in which state. Raises NotFound."""
         return self._view(LedgerView, "GET", f"/v1/jobs/{job_id}/ledger")
+
+    def timeline(self, job_id: str, from_step: int | None = None, to_step: int | None = None) -> TimelineView:
+        """What every service did from `from_step` to `to_step`; the last trained step by default. Raises NotFound."""
+        asked = {name: step for name, step in (("from_step", from_step), ("to_step", to_step)) if step is not None}
+        return self._view(TimelineView, "GET", f"/v1/jobs/{job_id}/timeline", params=asked)
 
     def wait(self, job_id: str, timeout_s: float) -> JobView:
         """Waits until the job has ended, and returns it. Raises NotFound, and Unavailable after `timeout_s`."""

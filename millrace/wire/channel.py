@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 
 from millrace.errors import InvalidState, Unavailable
+from millrace.telemetry.spans.context import outgoing
 from millrace.wire.deadlines import DEADLINES_S
 from millrace.wire.method import Request, Response, Streaming, Unary
 from millrace.wire.status import error_of
@@ -89,7 +90,7 @@ class Peer:
         call = self._calls[method.key]
         for attempt in range(1, attempts + 1):
             try:
-                reply: Response = await call(request, timeout=deadline_s, metadata=self._metadata)
+                reply: Response = await call(request, timeout=deadline_s, metadata=(*self._metadata, *outgoing()))
                 return reply
             except grpc.aio.UsageError as failure:  # the channel was closed before the call began
                 raise Unavailable(f"the channel to {self.address} was closed before {method.key}.") from failure
@@ -109,7 +110,7 @@ class Peer:
             response_deserializer=method.response.FromString,
         )
         try:
-            async for reply in call(request, timeout=deadline_s, metadata=self._metadata):
+            async for reply in call(request, timeout=deadline_s, metadata=(*self._metadata, *outgoing())):
                 yield reply
         except grpc.aio.AioRpcError as failure:
             raise error_of(failure, self.address, method.key, deadline_s) from failure

@@ -17,6 +17,7 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 
 from millrace.errors import Fenced, InvalidRequest, MillraceError, NotFound, Unavailable
+from millrace.telemetry.spans.context import enter, incoming
 from millrace.wire.field_rules import check
 from millrace.wire.status import status_of
 from millrace.wire.tally import Tally
@@ -94,8 +95,9 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no typ
 
     @contextlib.asynccontextmanager
     async def _call(self, context: grpc.aio.ServicerContext, method: str) -> AsyncIterator[None]:
-        """One call in progress; an error ends it with a status."""
+        """One call in progress, within the caller's span; an error ends it with a status."""
         self._calls += 1
+        enter(incoming(dict(context.invocation_metadata() or ())))
         began, code = time.perf_counter(), grpc.StatusCode.OK
         try:
             yield

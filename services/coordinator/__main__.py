@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 
 from millrace.errors import MillraceError
-from millrace.telemetry import logs, tracing
+from millrace.telemetry import logs
+from millrace.telemetry.spans import export
 from millrace.version import VersionOption
 from millrace.wire.address import InsecureOption, require_token
 from services.coordinator.fleet.patience import Patience
@@ -69,7 +70,7 @@ def main(
     )
     try:
         logs.configure("coordinator")
-        tracing.configure("coordinator")
+        export.configure("coordinator")
         require_token(http_host, grpc_host, insecure=insecure)
         _collect_rarely()
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:

@@ -24,6 +24,7 @@ from services.coordinator.jobs.runner import Runner
 from services.coordinator.jobs.waiting import JobViews, WaitingEvents
 from services.coordinator.observe.events import Events
 from services.coordinator.observe.prometheus import PrometheusMetrics
+from services.coordinator.observe.span_store import SpanStore
 from services.coordinator.publication.publisher import Publisher
 from services.coordinator.redis_server import RedisServer
 from services.coordinator.rest.app import application
@@ -91,8 +92,9 @@ class Coordinator:
         await store.take_over()
         await fleet.load()
         trainer, queue = Trainer(fleet), Queue(store, fleet, events, prometheus)
+        spans = SpanStore(store, prometheus, queue.place)
         publisher = Publisher(store, fleet, trainer, events, prometheus)
-        services = servicers(FleetServicer(fleet), WorkServicer(fleet, queue, store, prometheus))
+        services = servicers(FleetServicer(fleet, spans), WorkServicer(fleet, queue, store, prometheus))
         observe = grpc_observer(prometheus.registry)
         grpc = Server(services, self._settings.grpc_host, self._settings.grpc_port, LARGEST_GROUP_BYTES, observe)
         components = Components(
@@ -104,6 +106,7 @@ class Coordinator:
             events=events,
             turn=Turn(),
             prometheus=prometheus,
+            spans=spans,
             control=control_bell,
             work_address=_work_address(self._settings.grpc_host, grpc.port),
         )
@@ -111,7 +114,7 @@ class Coordinator:
         rest = _Rest(application(components, control, JobViews(components), self._settings.http_host))
         await grpc.start()
         old_jobs = expire_jobs(store, self._settings.keep_jobs)
-        watches = (fleet.watch(), queue.expire(), WaitingEvents(components).run(), old_jobs)
+        watches = (fleet.watch(), queue.expire(), WaitingEvents(components).run(), old_jobs, spans.run())
         work = [asyncio.create_task(work) for work in (*watches, Runner(components).run())]
         if self._redis is not None:
             work.append(asyncio.create_task(self._redis.watch()))

@@ -10,6 +10,7 @@ from millrace.wire.enums import drop_of
 from millrace.wire.v1 import common_pb2, fleet_pb2, fleet_pb2_grpc, work_pb2, work_pb2_grpc
 from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.observe.prometheus import PrometheusMetrics
+from services.coordinator.observe.span_store import SpanStore
 from services.coordinator.state.lease import LeaseRef
 from services.coordinator.store import Store
 from services.coordinator.work.queue import Queue
@@ -18,8 +19,9 @@ from services.coordinator.work.queue import Queue
 class FleetServicer(fleet_pb2_grpc.FleetServicer):
     """Fleet of proto/millrace/v1/fleet.proto."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, spans: SpanStore) -> None:
         self._fleet = fleet
+        self._spans = spans
 
     async def Register(
         self, request: fleet_pb2.RegisterRequest, context: grpc.aio.ServicerContext
@@ -34,6 +36,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServicer):
         self, request: fleet_pb2.HeartbeatRequest, context: grpc.aio.ServicerContext
     ) -> fleet_pb2.HeartbeatResponse:
         member = self._fleet.heartbeat(request)
+        self._spans.received(request.spans, request.span_count)
         return fleet_pb2.HeartbeatResponse(
             epoch=self._fleet.epoch, drain=member.draining, heartbeat_s=self._fleet.patience_now.heartbeat_s
         )

@@ -51,20 +51,24 @@ class RegisterResponse(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., heartbeat_s: _Optional[float] = ..., lost_after_s: _Optional[float] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("member_id", "running", "waiting", "free", "version", "tokens")
+    __slots__ = ("member_id", "running", "waiting", "free", "version", "tokens", "spans", "span_count")
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     FREE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SPANS_FIELD_NUMBER: _ClassVar[int]
+    SPAN_COUNT_FIELD_NUMBER: _ClassVar[int]
     member_id: str
     running: int
     waiting: int
     free: int
     version: int
     tokens: int
-    def __init__(self, member_id: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., free: _Optional[int] = ..., version: _Optional[int] = ..., tokens: _Optional[int] = ...) -> None: ...
+    spans: bytes
+    span_count: int
+    def __init__(self, member_id: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., free: _Optional[int] = ..., version: _Optional[int] = ..., tokens: _Optional[int] = ..., spans: _Optional[bytes] = ..., span_count: _Optional[int] = ...) -> None: ...
 
 class HeartbeatResponse(_message.Message):
     __slots__ = ("epoch", "drain", "heartbeat_s")

@@ -76,18 +76,20 @@ class TrajectoryLengths(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., response_tokens: _Optional[int] = ..., sampled_tokens: _Optional[int] = ..., episode: _Optional[int] = ...) -> None: ...
 
 class StepRequest(_message.Message):
-    __slots__ = ("job_id", "step", "groups", "work_address", "token_budget")
+    __slots__ = ("job_id", "step", "groups", "work_address", "token_budget", "traceparent")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     WORK_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_BUDGET_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     step: int
     groups: _containers.RepeatedCompositeFieldContainer[GroupRef]
     work_address: str
     token_budget: int
-    def __init__(self, job_id: _Optional[str] = ..., step: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupRef, _Mapping]]] = ..., work_address: _Optional[str] = ..., token_budget: _Optional[int] = ...) -> None: ...
+    traceparent: str
+    def __init__(self, job_id: _Optional[str] = ..., step: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupRef, _Mapping]]] = ..., work_address: _Optional[str] = ..., token_budget: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class StepResponse(_message.Message):
     __slots__ = ("version", "metrics")

@@ -38,7 +38,7 @@ class Sampling(_message.Message):
     def __init__(self, samples: _Optional[int] = ..., max_response_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., greedy_baseline: bool = ...) -> None: ...
 
 class Lease(_message.Message):
-    __slots__ = ("ref", "prompt_id", "purpose", "sampling", "data_source", "prompt", "ground_truth", "extra_info", "expires_s", "traceparent")
+    __slots__ = ("ref", "prompt_id", "purpose", "sampling", "data_source", "prompt", "ground_truth", "extra_info", "expires_s", "traceparent", "issued_s")
     REF_FIELD_NUMBER: _ClassVar[int]
     PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
     PURPOSE_FIELD_NUMBER: _ClassVar[int]
@@ -49,6 +49,7 @@ class Lease(_message.Message):
     EXTRA_INFO_FIELD_NUMBER: _ClassVar[int]
     EXPIRES_S_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    ISSUED_S_FIELD_NUMBER: _ClassVar[int]
     ref: LeaseRef
     prompt_id: str
     purpose: _common_pb2.Purpose
@@ -59,7 +60,8 @@ class Lease(_message.Message):
     extra_info: str
     expires_s: float
     traceparent: str
-    def __init__(self, ref: _Optional[_Union[LeaseRef, _Mapping]] = ..., prompt_id: _Optional[str] = ..., purpose: _Optional[_Union[_common_pb2.Purpose, str]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., data_source: _Optional[str] = ..., prompt: _Optional[str] = ..., ground_truth: _Optional[str] = ..., extra_info: _Optional[str] = ..., expires_s: _Optional[float] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    issued_s: float
+    def __init__(self, ref: _Optional[_Union[LeaseRef, _Mapping]] = ..., prompt_id: _Optional[str] = ..., purpose: _Optional[_Union[_common_pb2.Purpose, str]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., data_source: _Optional[str] = ..., prompt: _Optional[str] = ..., ground_truth: _Optional[str] = ..., extra_info: _Optional[str] = ..., expires_s: _Optional[float] = ..., traceparent: _Optional[str] = ..., issued_s: _Optional[float] = ...) -> None: ...
 
 class LeaseRequest(_message.Message):
     __slots__ = ("member_id", "free_samples", "wait_s")

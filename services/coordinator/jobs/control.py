@@ -14,6 +14,9 @@ from millrace.ids import JobId, new_job_id
 from millrace.rest import JobState, WaitingFor
 from millrace.spec.checking import submission
 from millrace.spec.checking.changes import applied
+from millrace.telemetry.spans.context import TraceContext
+from millrace.telemetry.spans.kinds import SpanKind
+from millrace.telemetry.spans.recorder import RECORDER
 from services.coordinator.observe.events import Events
 from services.coordinator.state.bell import Bell
 from services.coordinator.state.job import ACTIVE, ENDED, JobRecord, Wanted, refusal
@@ -42,6 +45,7 @@ class Control:
 
         Raises InvalidJob, and InvalidState for a key that was used with another spec.
         """
+        began_s = time.time()
         spec = await asyncio.to_thread(submission.check, tree)
         job = JobRecord(
             id=new_job_id(),
@@ -56,6 +60,7 @@ class Control:
                 await asyncio.to_thread(_check_output, spec.output, await self._store.index.with_output(job.folder))
             job_id, new = await self._store.jobs.create(job, idempotency_key)
         if new:
+            RECORDER.past(SpanKind.SUBMIT, TraceContext.of_step(job.id, 0, 0), began_s, time.time())
             await self._tell_queue(job)
             self._bell.ring()
         return await self._store.jobs.get(job_id), new

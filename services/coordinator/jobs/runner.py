@@ -16,6 +16,9 @@ from millrace.drops import DropReason
 from millrace.errors import InvalidState, MillraceError
 from millrace.ids import JobId
 from millrace.rest import JobState
+from millrace.telemetry.spans.context import TraceContext
+from millrace.telemetry.spans.kinds import SpanKind
+from millrace.telemetry.spans.recorder import RECORDER
 from services.coordinator.fleet.trainer import TrainerLost
 from services.coordinator.jobs.loop import train
 from services.coordinator.stages.checkpoint import recover
@@ -72,6 +75,8 @@ class Runner:
         except InvalidState:  # it was cancelled meanwhile
             return None
         self._reached = ("", -1)
+        began_s = turn.job.since_s or turn.job.created_s
+        RECORDER.past(SpanKind.JOB_QUEUE, TraceContext.of_step(queued, 0, 0), began_s, time.time())
         return await store.jobs.get(queued)
 
     async def _run_job(self, job: JobRecord) -> None:

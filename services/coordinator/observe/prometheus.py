@@ -40,6 +40,7 @@ class PrometheusMetrics:
         self.registry = DeclaredRegistry(Owner.COORDINATOR)
         describe_process(self.registry, Owner.COORDINATOR)
         self._health = JobHealth(self.registry)
+        names.SPANS_DROPPED.on(self.registry)  # on the page from the beginning
         self._counted: set[JobId] = set()
         """Jobs that may have counters."""
 
@@ -51,6 +52,10 @@ class PrometheusMetrics:
     def requested(self, method: str, route: str, code: int, seconds: float) -> None:
         """Records a REST request: the time until its answer began."""
         names.HTTP_S.on(self.registry).labels(method=method, route=route, code=code).observe(seconds)
+
+    def dropped_spans(self, count: int) -> None:
+        """Counts spans that are not kept."""
+        names.SPANS_DROPPED.on(self.registry).inc(count)
 
     def asked_redis(self, seconds: float) -> None:
         """Records a command or script in Redis."""

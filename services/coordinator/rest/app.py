@@ -13,7 +13,7 @@ from millrace.errors import Unavailable
 from millrace.wire.channel import token
 from services.coordinator.jobs.control import Control
 from services.coordinator.jobs.waiting import JobViews
-from services.coordinator.rest import callers, documentation, fleet, jobs
+from services.coordinator.rest import callers, documentation, fleet, jobs, timeline
 from services.coordinator.rest.crowd import MOST_REQUESTS, InProgress
 from services.coordinator.rest.problems import install
 from services.coordinator.rest.schema import CALLERS, EVERYWHERE, Application, Responses, error_responses
@@ -60,6 +60,7 @@ def application(components: Components, control: Control, views: JobViews, name:
     app.include_router(
         jobs.routes(components.store, control, views, components.events), dependencies=allowed, responses=CALLERS
     )
+    app.include_router(timeline.routes(components.store, components.spans), dependencies=allowed, responses=CALLERS)
     app.include_router(fleet.routes(components.fleet, components.queue), dependencies=allowed, responses=CALLERS)
     _operations(app, components)
     documentation.add(app)

@@ -9,6 +9,7 @@ from millrace.batching.filters import without_signal
 from millrace.drops import DropReason
 from millrace.errors import InvalidState
 from millrace.ids import PromptId
+from millrace.telemetry.spans.kinds import SpanKind
 from services.coordinator.stages.issue import issue
 from services.coordinator.stages.run import LOOK_EVERY_S, Run
 from services.coordinator.stages.spans import traced
@@ -45,7 +46,7 @@ class Gathered:
     """Number of the last group that was looked at, in the order of completion."""
 
 
-@traced
+@traced(SpanKind.ADMIT)
 async def admit(run: Run) -> Batch:
     """The groups of the next step: of those that are complete, the stalest. Groups that came too late are generated
     again; groups without signal are dropped and replaced, where the job asks for it.

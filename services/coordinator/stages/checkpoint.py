@@ -16,6 +16,7 @@ import structlog
 
 from millrace import events
 from millrace.errors import InvalidState, MillraceError, NotFound
+from millrace.telemetry.spans.kinds import SpanKind
 from millrace.wire.methods import TrainerRpc
 from millrace.wire.v1 import trainer_pb2
 from services.coordinator.stages.run import Run
@@ -33,7 +34,7 @@ class SaveFailed(MillraceError):
     """A checkpoint could not be written, and the job's events say so."""
 
 
-@traced
+@traced(SpanKind.CHECKPOINT)
 async def checkpoint(run: Run) -> None:
     """Begins a checkpoint of the version that the trainer holds, where one is due and not saved yet. After the last
     step it also waits for the checkpoint. A checkpoint that fails is skipped; if the last one fails, the job fails.

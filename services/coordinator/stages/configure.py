@@ -7,6 +7,7 @@ from millrace import events
 from millrace.errors import MillraceError, Unavailable
 from millrace.ids import Version
 from millrace.rest import JobState
+from millrace.telemetry.spans.kinds import SpanKind
 from millrace.wire.deadlines import of_job
 from millrace.wire.methods import TrainerRpc
 from millrace.wire.v1 import trainer_pb2
@@ -17,7 +18,7 @@ from services.coordinator.stages.track import track_again
 from services.coordinator.state.bell import waited
 
 
-@traced
+@traced(SpanKind.CONFIGURE)
 async def configure(run: Run) -> None:
     """Has the trainer load the job, where it does not hold it. If it then holds an earlier version than the ledger, the
     ledger goes back. Raises Unavailable, TrainerLost, and MillraceError where the two cannot agree."""

@@ -6,15 +6,16 @@ from collections import defaultdict
 
 from millrace import events
 from millrace.data import PromptSource
-from millrace.ids import Purpose, Version, evaluation_prompt
+from millrace.ids import JobId, Purpose, Version, evaluation_prompt
 from millrace.spec.model import Evaluation
+from millrace.telemetry.spans.kinds import SpanKind
 from millrace.wire.v1 import work_pb2
 from services.coordinator.observe.evaluation import held_out
 from services.coordinator.observe.samples import samples_in
 from services.coordinator.observe.step_metrics import mean
 from services.coordinator.stages.issue import AT_ONCE, draft
 from services.coordinator.stages.run import LOOK_EVERY_S, Run
-from services.coordinator.stages.spans import traced
+from services.coordinator.stages.spans import close_groups, traced
 from services.coordinator.state.bell import waited
 from services.coordinator.state.group import GroupSummary
 from services.coordinator.state.lease import Draft
@@ -23,7 +24,7 @@ NOTE = "evaluation"
 """Names the note that says which evaluation is in progress."""
 
 
-@traced
+@traced(SpanKind.EVALUATE)
 async def evaluate(run: Run) -> None:
     """Evaluates the current version, where that is due at this step and has no result yet. Raises Unavailable where no
     replica serves, TrainerLost, Cancelled."""
@@ -42,6 +43,7 @@ async def evaluate(run: Run) -> None:
     await _issue(run, wanted, count)
     groups = await _answers(run, count)
     await _record(run, groups, count, time.monotonic() - started)
+    close_groups(run, groups, time.time())
     await run.evaluation.forget()
 
 
@@ -58,14 +60,16 @@ async def _issue(run: Run, wanted: Evaluation, count: int) -> None:
     )
     for start in range(0, count, AT_ONCE):
         rows = range(start, min(start + AT_ONCE, count))
-        drafts = await asyncio.to_thread(_drafts, source, rows, version, sampling)
+        drafts = await asyncio.to_thread(_drafts, run.job.id, source, rows, version, sampling)
         await run.evaluation.issue(drafts, run.job.step + 1)
         run.components.queue.issued.ring()
         await run.heed()
 
 
-def _drafts(source: PromptSource, rows: range, version: Version, sampling: work_pb2.Sampling) -> list[Draft]:
-    return [draft(source, evaluation_prompt(version, row), Purpose.EVALUATION, sampling) for row in rows]
+def _drafts(
+    job_id: JobId, source: PromptSource, rows: range, version: Version, sampling: work_pb2.Sampling
+) -> list[Draft]:
+    return [draft(job_id, source, evaluation_prompt(version, row), Purpose.EVALUATION, sampling) for row in rows]
 
 
 async def _answers(run: Run, count: int) -> list[GroupSummary]:

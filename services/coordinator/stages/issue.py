@@ -1,6 +1,7 @@
 """Puts prompts into the queue, as many as the staleness bound allows."""
 
 import asyncio
+import time
 from collections.abc import Sequence
 
 from millrace import events
@@ -8,13 +9,16 @@ from millrace.data import PromptRow, PromptSource
 from millrace.data.row import json_texts
 from millrace.drops import Drop, DropReason
 from millrace.errors import BadRow, MillraceError
-from millrace.ids import PromptId, Purpose, row_of, training_prompt
+from millrace.ids import JobId, PromptId, Purpose, row_of, training_prompt
 from millrace.spec.checking.choices import needs_greedy_baseline
 from millrace.spec.job import JobSpec
+from millrace.telemetry.spans.context import TraceContext
+from millrace.telemetry.spans.kinds import SpanKind
+from millrace.telemetry.spans.recorder import RECORDER
 from millrace.wire.enums import PURPOSE_NUMBERS
 from millrace.wire.v1 import work_pb2
 from services.coordinator.stages.run import Run
-from services.coordinator.stages.spans import traced, traceparent
+from services.coordinator.stages.spans import stage_span
 from services.coordinator.state.lease import Draft, DroppedPrompt, QueuedPrompt
 from services.coordinator.state.ledger import capacity
 
@@ -22,7 +26,6 @@ AT_ONCE = 256
 """Prompts that one command issues."""
 
 
-@traced
 async def issue(run: Run) -> None:
     """Issues as many prompts as the capacity allows: first those to be issued again, then the next of the data.
 
@@ -39,11 +42,14 @@ async def issue(run: Run) -> None:
     )
     still_needed = run.steps * schedule.prompts_per_step - counts.trained - counts.in_flight
     room = min(room, still_needed)
-    while room > 0:
-        room -= await _issue_some(run, min(room, AT_ONCE))
-        run.components.queue.issued.ring()
-        if room > 0:
-            await run.heed()
+    if room <= 0:
+        return
+    with stage_span(run, SpanKind.ISSUE):
+        while room > 0:
+            room -= await _issue_some(run, min(room, AT_ONCE))
+            run.components.queue.issued.ring()
+            if room > 0:
+                await run.heed()
 
 
 async def _issue_some(run: Run, count: int) -> int:
@@ -74,7 +80,7 @@ def _draw(run: Run, count: int) -> list[Draft]:
 
 def _drafts(run: Run, prompts: Sequence[PromptId]) -> list[Draft]:
     sampling = training_sampling(run.spec)
-    return [draft(run.source, prompt_id, Purpose.TRAIN, sampling) for prompt_id in prompts]
+    return [draft(run.job.id, run.source, prompt_id, Purpose.TRAIN, sampling) for prompt_id in prompts]
 
 
 def training_sampling(spec: JobSpec) -> work_pb2.Sampling:
@@ -91,8 +97,10 @@ def training_sampling(spec: JobSpec) -> work_pb2.Sampling:
     )
 
 
-def draft(source: PromptSource, prompt_id: PromptId, purpose: Purpose, sampling: work_pb2.Sampling) -> Draft:
-    """The prompt of one row of `source`: dropped where the row cannot be used."""
+def draft(
+    job_id: JobId, source: PromptSource, prompt_id: PromptId, purpose: Purpose, sampling: work_pb2.Sampling
+) -> Draft:
+    """The prompt of one row of `source`, with a new trace for its group: dropped where the row cannot be used."""
     row = row_of(prompt_id)
     try:
         found: PromptRow = source[row]
@@ -105,11 +113,17 @@ def draft(source: PromptSource, prompt_id: PromptId, purpose: Purpose, sampling:
             prompt=prompt,
             ground_truth=ground_truth,
             extra_info=extra_info,
-            traceparent=traceparent(),
+            traceparent=_new_trace(job_id, prompt_id),
+            issued_s=time.time(),
         )
     except BadRow as error:
         return _bad_row(prompt_id, str(error))
     return QueuedPrompt(prompt_id, purpose, lease)
+
+
+def _new_trace(job_id: JobId, prompt_id: PromptId) -> str:
+    root = TraceContext.new(job_id, group=prompt_id)
+    return (root if RECORDER.sampled(root.trace_id) else root.unsampled()).traceparent
 
 
 def _bad_row(prompt_id: PromptId, detail: str) -> DroppedPrompt:

@@ -1,5 +1,6 @@
 """Publishes the trainer's version to every replica that is ready for it."""
 
+from millrace.telemetry.spans.kinds import SpanKind
 from services.coordinator.observe.step_metrics import step_seconds
 from services.coordinator.publication.report import PublicationReport
 from services.coordinator.stages.run import Run
@@ -8,7 +9,7 @@ from services.coordinator.stages.spans import traced
 PARTS = ("gen", "train", "update_weights", "step")
 
 
-@traced
+@traced(SpanKind.PUBLISH)
 async def publish(run: Run) -> None:
     """Publishes the current version. Replicas that join later get it when they join.
 

@@ -12,11 +12,13 @@ from millrace.events import Payload
 from millrace.ids import Purpose
 from millrace.rest import JobState
 from millrace.spec.job import JobSpec
+from millrace.telemetry.spans.context import TraceContext
 from millrace.telemetry.trackers import Tracker
 from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.fleet.trainer import Trainer, TrainerLost
 from services.coordinator.observe.events import Events
 from services.coordinator.observe.prometheus import PrometheusMetrics
+from services.coordinator.observe.span_store import SpanStore
 from services.coordinator.observe.step_metrics import step_row
 from services.coordinator.publication.joining import Joining
 from services.coordinator.publication.publisher import Publisher
@@ -46,6 +48,7 @@ class Components:
     events: Events
     turn: Turn
     prometheus: PrometheusMetrics
+    spans: SpanStore
     control: Bell
     """Rings at every request to a job: submit, cancel, pause, resume."""
     work_address: str
@@ -91,6 +94,10 @@ class Run:
         self._terms = LeaseTerms.of(self.spec)
         self._without_replicas = TimeWithoutReplicas()
         self._order: tuple[int, Order] | None = None
+        self.step_began: dict[int, float] = {}
+        """Unix time at which the step in progress began."""
+        self.groups_of_step: list[TraceContext] = []
+        """Roots of the traces of the groups that the step in progress has used."""
 
     def order(self, turn: int) -> Order:
         """The order of the rows in pass `turn`. Computed once for each pass."""

@@ -5,6 +5,8 @@ from dataclasses import replace
 
 from millrace import events
 from millrace.errors import MillraceError, OutOfMemory
+from millrace.telemetry.spans.kinds import SpanKind
+from millrace.telemetry.spans.recorder import span
 from millrace.wire.methods import TrainerRpc
 from millrace.wire.v1 import trainer_pb2
 from services.coordinator.fleet.trainer import TrainerLost
@@ -13,7 +15,7 @@ from services.coordinator.observe.step_metrics import batch_metrics, mean, milli
 from services.coordinator.stages.admit import Batch
 from services.coordinator.stages.configure import holds_job
 from services.coordinator.stages.run import Run
-from services.coordinator.stages.spans import traced
+from services.coordinator.stages.spans import close_groups, traced
 from services.coordinator.stages.warn import warn
 from services.coordinator.state.group import GroupSummary
 
@@ -26,20 +28,22 @@ async def interrupted(run: Run) -> Batch | None:
     return Batch(*saved)
 
 
-@traced
+@traced(SpanKind.TRAIN)
 async def step(run: Run, batch: Batch) -> None:
     """Sends the trainer references to the groups and their lengths, then marks the batch as trained: metrics, samples
     and ledger at once."""
     await run.records.set_batch(batch.step, batch.groups, batch.waited_s)
-    trainer, started = run.components.trainer, time.monotonic()
+    trainer, started, began_s = run.components.trainer, time.monotonic(), time.time()
     async with trainer.turn:
         trainer.holds = None
         answer = await _trained(run, batch)
         if answer.version != batch.step:
             what = f"{trainer.member.id} answered step {batch.step} with version {answer.version}."
             raise MillraceError(what, "run the same release of millrace everywhere.")
-        await _mark(run, batch, answer, time.monotonic() - started)
-        await run.refresh()
+        close_groups(run, batch.groups, began_s)
+        with span(SpanKind.MARK):
+            await _mark(run, batch, answer, time.monotonic() - started)
+            await run.refresh()
         trainer.holds = (run.job.id, run.job.version)
 
 

@@ -15,7 +15,9 @@ from millrace import events
 from millrace.ids import Version
 from millrace.rest import SampleView, StepMetrics
 from millrace.telemetry import trackers
+from millrace.telemetry.spans.kinds import SpanKind
 from services.coordinator.stages.run import Run
+from services.coordinator.stages.spans import traced
 
 Answer = TypeVar("Answer")
 log = structlog.get_logger(__name__)
@@ -57,6 +59,7 @@ class GuardedTracker:
             log.warning("a tracker was not closed", tracker=self.name, error=str(error))
 
 
+@traced(SpanKind.TRACK)
 async def track(run: Run) -> None:
     """Sends the rows that were not sent yet, each with its step's samples. A tracker that fails or hangs loses these
     rows; the job continues."""

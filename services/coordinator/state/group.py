@@ -90,6 +90,12 @@ class GroupSummary:
     group's."""
     accounts: list[Account] | None = None
     """The account of each episode; None where they had no environment."""
+    traceparent: str = ""
+    """The root span of the group's trace; empty where it has none."""
+    issued_s: float = 0.0
+    """Unix time at which the prompt was issued; 0: not known."""
+    completed_s: float = 0.0
+    """Unix time at which the group came; 0: not known."""
 
     @classmethod
     def of(cls, group: common_pb2.Group, parts: Sequence[str] = ()) -> Self:
@@ -116,6 +122,8 @@ class GroupSummary:
             parts=_parts(parts, known) if parts else None,
             shapes=shapes,
             accounts=[Account.of(t.account) for t in group.trajectories if t.HasField("account")] or None,
+            traceparent=group.traceparent,
+            issued_s=group.issued_s,
         )
 
     @property

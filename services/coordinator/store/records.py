@@ -14,7 +14,9 @@ from services.coordinator.store.jobs import event_parts, key
 EVENTS_KEPT = 10_000
 SAMPLES_PAGE = 100
 """Samples that are read at once in search of those of some steps."""
-PARTS = ("events", "metrics", "samples", "batch", "kept", "publications", "checkpoints")
+SPANS_KEPT_S = 24 * 3600
+"""A job's spans are kept for this long after the last of them came."""
+PARTS = ("events", "metrics", "samples", "batch", "kept", "publications", "checkpoints", "spans")
 """The keys of one job's records."""
 
 
@@ -111,6 +113,20 @@ class Records:
 
     async def publications(self) -> list[dict[str, Any]]:
         return [json.loads(r) for r in await self._redis.do("LRANGE", f"{self._job}:publications", 0, -1)]
+
+    # Spans, in batches as they came: see services/coordinator/observe/span_store.py.
+
+    async def add_spans(self, step: int, batches: Sequence[bytes], keep_steps: int) -> None:
+        """Adds batches that came during `step`, and deletes those of steps before the last `keep_steps`."""
+        name = f"{self._job}:spans"
+        scored = [part for batch in batches for part in (step, batch)]
+        old = ("ZREMRANGEBYSCORE", name, "-inf", f"({step - keep_steps + 1}")
+        await self._redis.together(("ZADD", name, *scored), old, ("EXPIRE", name, SPANS_KEPT_S))
+
+    async def spans(self, first: int, last: int) -> list[bytes]:
+        """The batches that came during the steps `first` to `last`."""
+        found: list[bytes] = await self._redis.read("ZRANGE", f"{self._job}:spans", first, last, "BYSCORE")
+        return found
 
     # Checkpoints.
 

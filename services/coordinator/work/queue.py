@@ -16,6 +16,9 @@ from millrace.errors import NotFound
 from millrace.ids import JobId, MemberId, Purpose
 from millrace.spec.checking.choices import needs_greedy_baseline
 from millrace.spec.job import JobSpec
+from millrace.telemetry.spans.context import TraceContext
+from millrace.telemetry.spans.kinds import SpanKind
+from millrace.telemetry.spans.recorder import RECORDER
 from millrace.wire.v1 import common_pb2, work_pb2
 from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.observe.events import Events
@@ -131,6 +134,11 @@ class Queue:
         fleet.on_drain(lambda member: self._line.wake(member.id))
         fleet.on_gone(self.take_back)
 
+    def place(self) -> tuple[JobId, int] | None:
+        """The running job and the step in progress; None while no job runs."""
+        job = self.running_job
+        return None if job is None else (job.weights.job_id, job.weights.version + 1)
+
     # Lease.
 
     async def lease(self, member_id: MemberId, free_samples: int, wait_s: float) -> tuple[list[work_pb2.Lease], str]:
@@ -185,6 +193,7 @@ class Queue:
                 lease = claim.row.lease
                 lease.ref.CopyFrom(claim.ref.message(job.weights.job_id))
                 lease.expires_s = job.terms.lease_s
+                _record_queue(job.weights.job_id, lease)
                 leases.append(lease)
                 free_samples -= samples
         self._prometheus.leased(job.weights.job_id, len(leases))
@@ -223,7 +232,7 @@ class Queue:
             await self.refuse(member_id, job_id, lease, drop)
             await self._store.records(job_id).add_samples(samples_of(group, await self._next_step(job_id))[:1])
             return
-        summary = GroupSummary.of(group, terms.reward_parts)
+        summary = replace(GroupSummary.of(group, terms.reward_parts), completed_s=time.time())
         new = await self._prompts(job_id, purpose).complete(lease, group.SerializeToString(), summary)
         if new:
             self._prometheus.completed(job_id, group)
@@ -316,6 +325,13 @@ def _why_idle(job: RunningJob, member: Member) -> str:
         held = f"version {member.weights.version}" if member.weights else "no verified weights"
         return f"{member.id} holds {held}, the job is at version {job.weights.version}"
     return ""
+
+
+def _record_queue(job_id: JobId, lease: work_pb2.Lease) -> None:
+    """Records how long the prompt of a new lease was in the queue."""
+    root = TraceContext.parse(lease.traceparent, job_id=job_id, group=lease.prompt_id)
+    if lease.issued_s:
+        RECORDER.past(SpanKind.QUEUE, root, lease.issued_s, time.time(), figures={"claim": float(lease.ref.fence)})
 
 
 def _by_purpose(leases: Sequence[LeaseRef]) -> dict[Purpose, list[LeaseRef]]:

@@ -134,6 +134,8 @@ class GroupGenerator:
             episode_trajectories=sizes if max(sizes) > 1 else [],
             member_id=self.member_id,
             engine=self.engine.name,
+            traceparent=lease.traceparent,
+            issued_s=lease.issued_s,
         )
 
 

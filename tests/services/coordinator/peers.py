@@ -576,6 +576,8 @@ class SimulatedReplica(Member, rollout_pb2_grpc.RolloutServicer):
             ground_truth=lease.ground_truth,
             member_id=self.id,
             engine=self.engine,
+            traceparent=lease.traceparent,
+            issued_s=lease.issued_s,
             trajectories=[one for _ in range(lease.sampling.samples) for one in self._episode(lease)],
         )
         if self.shape.trajectories > 1:

@@ -184,6 +184,12 @@ DISK_SIZE = PrometheusMetric(
 )
 
 # The coordinator's own work.
+SPANS_DROPPED = PrometheusMetric(
+    Counter,
+    "millrace_spans_dropped_total",
+    Unit.COUNT,
+    "Spans that are not in the timeline, because a step had too many or they came too fast.",
+)
 HTTP_S = PrometheusMetric(
     Histogram,
     "millrace_http_seconds",

@@ -13,7 +13,7 @@ from millrace.data.row import PromptRow
 from millrace.data.write import write_rows
 from millrace.drops import DropReason
 from millrace.errors import MillraceError
-from millrace.ids import Purpose, training_prompt
+from millrace.ids import JobId, Purpose, training_prompt
 from millrace.spec import parse
 from millrace.wire.v1 import work_pb2
 from services.coordinator.stages.issue import draft, issue
@@ -42,7 +42,10 @@ def test_a_row_that_no_lease_can_carry_is_a_bad_one(changes: dict, reason: str, 
     good = {"data_source": "sums \U0001f642", "prompt": "1 + 1", "reward_model": {"ground_truth": "2"}}
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (good, good | changes)))
     source = open_source([tmp_path / "a.jsonl"])
-    made = [draft(source, training_prompt(0, row), Purpose.TRAIN, work_pb2.Sampling(samples=2)) for row in range(2)]
+    made = [
+        draft(JobId("job-1"), source, training_prompt(0, row), Purpose.TRAIN, work_pb2.Sampling(samples=2))
+        for row in range(2)
+    ]
     good_one, bad_one = made
     assert isinstance(good_one, QueuedPrompt) and good_one.lease.data_source == "sums \U0001f642"
     assert (

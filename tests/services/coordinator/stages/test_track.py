@@ -76,6 +76,9 @@ def a_run(store: Store, names: list[str], fault: str = "") -> Any:
         records=store.records(job.id),
         spec=SimpleNamespace(output="/nowhere", tracking=tracking, model_dump=lambda mode: {}),
         trackers=None,
+        done=False,
+        step_began={},
+        groups_of_step=[],
         tell=lambda data, message: events.add(job.id, data, message),
     )
 

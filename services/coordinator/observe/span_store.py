@@ -1,0 +1,121 @@
+"""Keeps the spans of all services for the timeline: the last steps of each job, in Redis, within a bound.
+
+A batch is kept as it came, at the step that was in progress when it came. Batches that do not fit are dropped and
+counted: neither members nor the job's loop wait for this.
+"""
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+
+import structlog
+
+from millrace.ids import JobId, MemberId
+from millrace.telemetry.spans.batches import MOST_AT_ONCE, Batch, decode, encode
+from millrace.telemetry.spans.recorder import RECORDER, Recorder, Span
+from millrace.timeline.lanes import timeline
+from millrace.timeline.view import LaneKind, TimelineView
+from services.coordinator.observe.prometheus import PrometheusMetrics
+from services.coordinator.state.job import JobRecord
+from services.coordinator.store import Store, StoreDown
+
+log = structlog.get_logger(__name__)
+COORDINATOR = MemberId("coordinator")
+EVERY_S = 0.5
+KEPT_STEPS = 50
+"""Steps of a job whose spans are kept."""
+STEP_BYTES = 512 << 10
+"""Most bytes of spans of one step: some 13,000 spans. So a job's spans take at most 25 MiB of Redis's memory."""
+MOST_WAITING = 1000
+"""Batches of members that wait to be stored."""
+LARGEST_BATCH = 128 << 10
+"""Largest batch of a member, compressed."""
+Place = tuple[JobId, int]
+"""A job, and the step that is in progress."""
+
+
+class SpanStore:
+    """Takes the batches of members and this process's own spans, stores them every EVERY_S seconds, and reads them."""
+
+    def __init__(
+        self,
+        store: Store,
+        prometheus: PrometheusMetrics,
+        running: Callable[[], Place | None],
+        recorder: Recorder = RECORDER,
+    ) -> None:
+        """`running`: the job that runs and the step in progress; None while none runs."""
+        self._store = store
+        self._prometheus = prometheus
+        self._running = running
+        self._recorder = recorder
+        self._place: Place | None = None
+        """Where the last spans belonged: a job's last ones come after its end."""
+        self._waiting: deque[tuple[bytes, int]] = deque()
+        self._bytes: Counter[Place] = Counter()
+
+    def received(self, batch: bytes, count: int) -> None:
+        """Takes a member's batch of `count` spans."""
+        if not batch:
+            return
+        if len(batch) > LARGEST_BATCH or len(self._waiting) >= MOST_WAITING:
+            self._prometheus.dropped_spans(count)
+        else:
+            self._waiting.append((batch, count))
+
+    async def run(self) -> None:
+        """Stores what comes, until it is cancelled."""
+        while True:
+            await asyncio.sleep(EVERY_S)
+            try:
+                await self.flush()
+            except StoreDown:
+                await self._store.connection.wait_until_up()
+
+    async def flush(self) -> None:
+        """Stores what waits. Raises StoreDown; what was being stored is lost then."""
+        self._place = self._running() or self._place
+        by_place: dict[Place, list[tuple[bytes, int]]] = {}
+        if self._place is not None and self._waiting:
+            by_place[self._place] = [self._waiting.popleft() for _ in range(len(self._waiting))]
+        spans, dropped = self._recorder.take(MOST_AT_ONCE)
+        by_job: dict[str, list[Span]] = {}
+        for span in spans:
+            by_job.setdefault(span.context.job_id, []).append(span)
+        for job, own in by_job.items():
+            place = self._place if self._place is not None and self._place[0] == job else (JobId(job), 0)
+            batch = Batch(COORDINATOR, LaneKind.COORDINATOR, own)
+            by_place.setdefault(place, []).append((encode(batch), len(own)))
+        if dropped:
+            self._prometheus.dropped_spans(dropped)
+        for place, batches in by_place.items():
+            if kept := self._fitting(place, batches):
+                await self._store.records(place[0]).add_spans(place[1], kept, KEPT_STEPS)
+
+    def _fitting(self, place: Place, batches: Sequence[tuple[bytes, int]]) -> list[bytes]:
+        """The batches for which the step still has room."""
+        kept: list[bytes] = []
+        for batch, count in batches:
+            if self._bytes[place] + len(batch) > STEP_BYTES:
+                self._prometheus.dropped_spans(count)
+                continue
+            self._bytes[place] += len(batch)
+            kept.append(batch)
+        if len(self._bytes) > 2 * KEPT_STEPS:
+            self._bytes = Counter({place: self._bytes[place]})
+        return kept
+
+    async def timeline(self, job: JobRecord, from_step: int | None, to_step: int | None) -> TimelineView:
+        """What all services did from `from_step` to `to_step`, at most KEPT_STEPS. None: the last trained step."""
+        last = min(job.step if to_step is None else to_step, job.step + 1)
+        first = max(0, last - KEPT_STEPS + 1, last if from_step is None else min(from_step, last))
+        # The spans of a step come until later steps: a lease may end as many steps later as it may be stale.
+        until = last + job.spec.schedule.max_staleness + 2
+        found = await self._store.records(job.id).spans(first, until)
+        kept_from = max(0, job.step + 2 - KEPT_STEPS)
+        return await asyncio.to_thread(_timeline, job.id, found, first, last, kept_from)
+
+
+def _timeline(job_id: JobId, found: Sequence[bytes], first: int, last: int, kept_from: int) -> TimelineView:
+    batches = [batch for data in found if (batch := decode(data)) is not None]
+    return timeline(job_id, batches, first, last, kept_from)
