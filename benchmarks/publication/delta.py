@@ -2,6 +2,7 @@
 
     python -m benchmarks.publication.delta --mbit 1000                # two network namespaces; needs root
     python -m benchmarks.publication.delta --shape qwen3-8b           # on a host with two GPUs: at full link speed
+    python -m benchmarks.publication.delta --shape qwen3-8b --mbit 1000   # the same over sockets, each of that speed
 
 One rank holds the bfloat16 weights of a published shape, one worker receives them in spare memory and puts them in
 place. Between two publications AdamW takes its first step from random gradients, in float32, which changes every weight
@@ -16,6 +17,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -45,6 +47,18 @@ from millrace.weights.transfer.pipeline import ReceivePipeline, SendPipeline
 from tests.hosts.network import DEVICE, Host, Network
 
 LIMIT_S = 300.0
+SO_MAX_PACING_RATE = 47
+"""Of Linux, in bytes/s; Python has no name for it."""
+OVER_SOCKETS = {
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_SHM_DISABLE": "1",
+    "NCCL_NET": "Socket",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_NTHREADS": "1",
+    "NCCL_NSOCKS_PERTHREAD": "1",
+    "NCCL_MAX_NCHANNELS": "1",
+}
+"""Environment with which NCCL sends all bytes from one GPU to another over one socket."""
 WEIGHT_DECAY = 0.01
 
 
@@ -52,7 +66,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=[n for n, s in SHAPES.items() if s.latent is None], default="qwen3-0.6b")
     parser.add_argument("--layers", type=int, default=8, help="of the shape; 0: all")
-    parser.add_argument("--mbit", type=float, default=0.0, help="speed of the link in Mbit/s; 0: as it is")
+    parser.add_argument(
+        "--mbit",
+        type=float,
+        default=0.0,
+        help="speed of the link in Mbit/s; 0: as it is. Between two GPUs that of each socket",
+    )
     parser.add_argument("--lr", default="1e-6,1e-5,1e-4", help="learning rates")
     parser.add_argument("--repeats", type=int, default=3, help="publications of each kind for each learning rate")
     parser.add_argument("--message-mb", type=int, default=128, help="MiB that a side sends in one round")
@@ -103,6 +122,13 @@ class Side:
         for buffer in self._memory.buffers:  # near enough to trained weights: normal, 0.02
             buffer.copy_(torch.randn(buffer.shape, generator=random, device=self._device) * 0.02)
         self._master = [buffer.float() for buffer in self._memory.buffers]
+
+    def pace(self, mbit: float) -> None:
+        """From now on no TCP socket of this process sends faster."""
+        for entry in Path("/proc/self/fd").iterdir():
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(entry.name))) as end:
+                if end.type == socket.SOCK_STREAM and end.family in (socket.AF_INET, socket.AF_INET6):
+                    end.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, int(mbit * 1e6 / 8))
 
     def step(self, lr: float) -> None:
         """AdamW's first step, one tensor at a time."""
@@ -156,6 +182,8 @@ def serve(pipe: Connection, rank: int, options: argparse.Namespace, host: Host |
     device = torch.device(f"cuda:{rank}" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        if options.mbit:
+            os.environ.update(OVER_SOCKETS)
     side = Side(rank, options, device)
     with torch.no_grad(), contextlib.suppress(EOFError):
         while True:
@@ -212,8 +240,8 @@ class Sides:
 
 @contextlib.contextmanager
 def network_of(options: argparse.Namespace) -> Iterator[Network | None]:
-    """Two hosts with a slow link between them; None for a link as it is."""
-    if not options.mbit:
+    """Two hosts with a slow link between them; None for a link as it is, and between GPUs."""
+    if not options.mbit or torch.cuda.is_available():
         yield None
         return
     with Network(["trainer", "replica"]) as network:
@@ -226,6 +254,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         sides = Sides(options, network)
         try:
             sides.publish("first")
+            if options.mbit and network is None:
+                sides.both("pace", options.mbit)
             exact, rows = sides.exact(), {}
             for lr in [float(part) for part in options.lr.split(",")]:
                 found: dict[str, list[dict[str, float]]] = {"whole": [], "delta": [], "nothing": []}
