@@ -138,7 +138,7 @@ class Whole:
         job["rollout"] |= {"max_response_tokens": 24, "samples_per_prompt": 2}
         job["schedule"] |= {"steps": 100_000, "prompts_per_step": 4, "max_staleness": 0}
         job["deadlines"] = {"publication_s": self.deadline_s}
-        job["publication"] = {"path": "sharded"}
+        job.setdefault("publication", {"path": "sharded"})
         self.job = self.client.submit(job).id
         for _ in range(REPLICAS):
             self.another_replica()

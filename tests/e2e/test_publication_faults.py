@@ -4,8 +4,9 @@ processes, a coordinator. One job goes on through all of them, strictly on-polic
 `make test` has each fault, and each phase with one of them. The rest is `matrix`: that the coordinator recovers from
 every fault in every phase is shown with simulated members by tests/services/coordinator/publication/test_publication.py
 (replicas), test_joining.py (siblings) and tests/services/coordinator/test_recovery.py (trainer and coordinator). The
-same faults with an adapter instead of whole weights are `matrix`, too: tests/services/rollout/weights/test_adapters.py
-and tests/services/coordinator/publication/test_adapters.py cover them.
+same faults with an adapter instead of whole weights, and with changes alone, are `matrix`, too:
+tests/services/rollout/weights/test_adapters.py and test_receive_deltas.py, and
+tests/services/coordinator/publication/test_adapters.py cover them.
 """
 
 from collections.abc import Iterator
@@ -32,7 +33,10 @@ COVERING = {
 assert FAULTS.keys() >= COVERING
 
 
-@pytest.fixture(scope="module", params=["weights", pytest.param("adapter", marks=pytest.mark.matrix)])
+@pytest.fixture(
+    scope="module",
+    params=["weights", *(pytest.param(kind, marks=pytest.mark.matrix) for kind in ("adapter", "changes"))],
+)
 def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Whole]:
     folder = tmp_path_factory.mktemp("faults")
     with running(folder / "coordinator") as coordinator:
@@ -44,6 +48,8 @@ def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
             if request.param == "adapter":
                 job["model"]["lora"] = {"rank": 4}
                 job["trainer"]["optimizer"]["lr"] = 1e-3
+            if request.param == "changes":
+                job["publication"] = {"path": "delta"}
             everything.begin(job)
             yield everything
         finally:

@@ -24,6 +24,7 @@ from millrace.weights.plans.manifest import Content, Manifest
 from millrace.weights.plans.memory import Memory
 from millrace.weights.plans.wire_layouts import Planner, encode
 from millrace.weights.transfer.channels.rendezvous import Rendezvous, serve_store
+from millrace.weights.transfer.delta.snapshot import Snapshot
 from millrace.weights.transfer.pipeline import ReceivePipeline
 from millrace.weights.transfer.session import PublicationSession
 from millrace.wire.v1 import weights_pb2
@@ -108,6 +109,25 @@ class Case:
         shards = self.shards(self.model)
         wanted = await self.engine.describe(shards.manifest)
         return ShardSender(shards, wanted, version=self.version, mode=mode, **options)  # type: ignore[arg-type]
+
+    async def delta_sender(self, mode: int, snapshots: list[Snapshot], base: str) -> ShardSender:
+        """A sender of what changed in the next version: one element of fifty. `snapshots` are filled at first; `base`:
+        key of the publication before."""
+        if self.engine.device != "cpu":
+            pytest.skip("this sender's shards are on the CPU")
+        self.version += 1
+        random = torch.Generator().manual_seed(self.version)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter[torch.rand(parameter.shape, generator=random) < 0.02] *= 1.5
+        shards = self.shards(self.model)
+        wanted, options = await self.engine.describe(shards.manifest), {"version": self.version, "mode": mode}
+        if not snapshots:
+            plan = ShardSender(shards, wanted, **options).plan  # type: ignore[arg-type]
+            for rank in range(plan.senders):
+                sizes = {content: int(plan.sizes[content]) for content in plan.packed_by(rank).tolist()}
+                snapshots.append(Snapshot(plan.hash, sizes, torch.device("cpu")))
+        return ShardSender(shards, wanted, snapshots=snapshots, base=base, **options)  # type: ignore[arg-type]
 
     async def publish_shards(self, mode: int) -> CommitReport:
         """The same as `publish`, from two ranks with half of the rows each."""
@@ -467,6 +487,30 @@ def test_a_sharded_publication_is_the_oracle_bit_for_bit(case: Case, run: Run, m
         assert shards.keys() == oracle.keys()
         for name, tensor in oracle.items():
             assert torch.equal(shards[name], tensor), name
+
+    run(published())
+
+
+@pytest.mark.parametrize("mode", [weights_pb2.COMMIT_MODE_SHADOW, weights_pb2.COMMIT_MODE_INPLACE])
+def test_changes_alone_make_every_bit_of_the_version(case: Case, run: Run, mode: int) -> None:
+    skip_adapters(case)
+
+    async def published() -> None:
+        snapshots: list[Snapshot] = []
+        base, sent = "", []
+        for _ in range(3):
+            sender = await case.delta_sender(mode, snapshots, base)
+            await case.receive(sender)
+            await case.engine.commit(sender.request.version, "recompute")
+            base = sender.request.key
+            sent.append(sender.sent_bytes)
+        assert max(sent[1:]) < 0.2 * sent[0]
+        held = await engine_parameters(case.engine)
+        await case.receive(broadcast := Sender(export(case.model), version=case.version + 1))
+        case.version += 1
+        await case.engine.commit(broadcast.request.version, "recompute")
+        for name, tensor in (await engine_parameters(case.engine)).items():
+            assert torch.equal(held[name].view(torch.uint8), tensor.view(torch.uint8)), name
 
     run(published())
 
