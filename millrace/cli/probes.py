@@ -100,7 +100,7 @@ def examine() -> list[Finding]:
     """All findings, in the order in which they are shown. Takes as long as the slowest import."""
     probes: list[Callable[[], Finding]] = [python, machine, devices]
     probes += [functools.partial(usable, needed) for needed in SOFTWARE]
-    probes += [deepep, sandbox, redis_server, docker, compose]
+    probes += [deepep, sandbox, programs, redis_server, docker, compose]
     with ThreadPoolExecutor(max_workers=max(2, (os.cpu_count() or 2) // 2)) as pool:
         return list(pool.map(lambda probe: probe(), probes))
 
@@ -183,6 +183,20 @@ def sandbox() -> Finding:
     found = f"reward functions are not separated in {listed(missing)}"
     fix = "allow user namespaces, or run replicas as root with CAP_SYS_ADMIN: docs/running.md has more"
     return Finding("sandbox", Need.GENERATE, Verdict.MISSING, found, fix, missing)
+
+
+def programs() -> Finding:
+    """Whether the reward `code` can run programs of answers, each in a sandbox inside that of a scorer."""
+    try:
+        missing = tuple(sandbox_probe.missing("programs"))
+    except Unavailable as error:
+        return Finding("programs", Need.GENERATE, Verdict.BROKEN, error.what, error.fix)
+    if not missing:
+        found = "the reward `code` can run programs of answers"
+        return Finding("programs", Need.GENERATE, Verdict.GOOD, found)
+    found = f"the reward `code` refuses jobs: its programs are not separated in {listed(missing)}"
+    fix = "allow user namespaces inside others; no other reward needs that: docs/running.md has more"
+    return Finding("programs", Need.GENERATE, Verdict.MISSING, found, fix, missing)
 
 
 def _import_failure(modules: Sequence[str]) -> str:

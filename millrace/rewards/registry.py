@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from millrace.errors import refused
+from millrace.errors import Unavailable, refused
 from millrace.extras import how_to_install
 from millrace.rewards.locate import FunctionNotFound, Target, definition, functions, parse, parsed, source_file
 from millrace.rewards.signature import ARGUMENTS, Signature
@@ -25,6 +25,7 @@ ComputeScore = Callable[..., Any]
 BY_SOURCE = "by_data_source"
 BUILT_IN = {
     BY_SOURCE: "millrace.rewards.sources.scorer",
+    "code": "millrace.rewards.programs.scorer",
     "exact": "millrace.rewards.exact",
     "format": "millrace.rewards.format",
     "math": "millrace.rewards.math",
@@ -32,7 +33,8 @@ BUILT_IN = {
     "regex": "millrace.rewards.regex",
 }
 """The module of each built-in reward. It has a `compute_score` whose keyword-only parameters are its options. A module
-whose options can have wrong values also has a `check_options`, which raises ValueError, and imports nothing heavy."""
+whose options can have wrong values also has a `check_options`, which raises ValueError, and imports nothing heavy. One
+that needs something of the machine has a `check_machine`, which raises Unavailable."""
 
 FIELD = "reward"
 """Path of the mapping in a job spec that names a function, where there is one function."""
@@ -114,6 +116,8 @@ def load(
     _fits(term, signature)
     if name in BUILT_IN and hasattr(module, "check_options"):
         _check_built_in(module, term)
+    if name in BUILT_IN and hasattr(module, "check_machine"):
+        _check_machine(module, term)
     bound = functools.partial(function, **options) if options else function
     return bound if name in BUILT_IN else _run_to_the_end(bound)
 
@@ -185,6 +189,13 @@ def _check_built_in(module: ModuleType, term: Term) -> None:
         module.check_options(**term.options)
     except ValueError as error:
         raise refused(f"{term.field}.options", dict(term.options), str(error), "correct that option.") from error
+
+
+def _check_machine(module: ModuleType, term: Term) -> None:
+    try:
+        module.check_machine()
+    except Unavailable as error:
+        raise refused(f"{term.field}.function", term.function, error.what.removesuffix("."), error.fix) from error
 
 
 def _run_to_the_end(function: Callable[..., Any]) -> ComputeScore:

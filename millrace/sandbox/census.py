@@ -1,9 +1,12 @@
 """The memory and the number of all processes of a sandbox, as its first process sees them in /proc."""
 
+import contextlib
 import math
 import os
-from collections.abc import Callable
 from pathlib import Path
+
+from millrace.sandbox import tree
+from millrace.sandbox.verdict import Limit
 
 FIRST = 1
 """The pid of the first process of a PID namespace."""
@@ -38,7 +41,31 @@ def _children(pid: int) -> list[int]:
     return [int(child) for text in texts for child in text.split()]
 
 
-Members = Callable[[], list[int]]
+class Meter:
+    """Whether all processes and files of a sandbox together have passed its limits."""
+
+    def __init__(self, memory_mb: int, processes: int, *, own_tree: bool) -> None:
+        """What is there now is not counted. `own_tree`: this process is the first of a PID namespace and has a tree of
+        files of its own; otherwise its descendants are counted, and no files."""
+        self._own_tree = own_tree
+        self._processes = processes
+        self._most = (memory_mb << 20) + self._files() + memory_bytes([os.getpid()])
+        self._segments = _segment_bytes()
+
+    def passed(self) -> Limit | None:
+        """The limit that is passed at this moment."""
+        pids = inside() if self._own_tree else descendants()
+        files = self._files() + self._unmapped(pids)
+        if memory_bytes(pids, self._most - files) + files > self._most:
+            return Limit.MEMORY
+        return Limit.PROCESSES if len(pids) > self._processes else None
+
+    def _files(self) -> int:
+        return tree.used_bytes() if self._own_tree else 0
+
+    def _unmapped(self, pids: list[int]) -> int:
+        """Memory that belongs to no process: files without a name, and segments that need not be attached."""
+        return nameless_bytes(pids) + max(0, _segment_bytes() - self._segments)
 
 
 def memory_bytes(pids: list[int], enough: float = math.inf) -> int:
@@ -50,6 +77,29 @@ def memory_bytes(pids: list[int], enough: float = math.inf) -> int:
     if (most := sum(_counted(pid, "status", ("RssAnon", "RssShmem", "VmSwap")) for pid in pids)) <= enough:
         return most
     return sum(_counted(pid, "smaps_rollup", ("Pss_Anon", "Pss_Shmem", "SwapPss")) for pid in pids)
+
+
+def nameless_bytes(pids: list[int]) -> int:
+    """Memory of the files of memfd_create(2) that these processes have open."""
+    sizes: dict[tuple[int, int], int] = {}
+    for pid in pids:
+        folder = f"/proc/{pid}/fd"
+        with contextlib.suppress(OSError):
+            for number in os.listdir(folder):
+                with contextlib.suppress(OSError):
+                    if os.readlink(f"{folder}/{number}").startswith("/memfd:"):
+                        held = os.stat(f"{folder}/{number}")
+                        sizes[held.st_dev, held.st_ino] = held.st_blocks * 512
+    return sum(sizes.values())
+
+
+def _segment_bytes() -> int:
+    """Memory of the segments of shmget(2) in this IPC namespace."""
+    try:
+        _, *lines = Path("/proc/sysvipc/shm").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(sum(map(int, line.split()[-2:])) for line in lines)
 
 
 def _counted(pid: int, file: str, fields: tuple[str, ...]) -> int:

@@ -1,6 +1,7 @@
 """The first process of a sandbox: makes its boundaries, starts the code in them, counts, collects what ended."""
 
 import contextlib
+import fcntl
 import os
 import signal
 import socket
@@ -11,7 +12,7 @@ from typing import NoReturn
 
 from millrace.sandbox import census, privileges, syscalls, tree
 from millrace.sandbox.boundaries import Boundary, Missing
-from millrace.sandbox.verdict import Limit, Verdict
+from millrace.sandbox.verdict import Verdict
 from millrace.sandbox.view import View
 
 Work = Callable[[Sequence[Missing]], None]
@@ -20,6 +21,8 @@ LOOK_S = 0.05
 """Shortest time between two counts."""
 SHARE_OF_TIME = 50
 """Between two counts passes at least so many times the time that a count takes."""
+FIRST_COPY = 64
+"""Copies of descriptors get numbers from here on."""
 BUG = 70
 """Exit status of a first process with a bug."""
 
@@ -34,7 +37,9 @@ class Wanted:
     network: bool
     """Whether the network of the machine can be reached."""
     kept: tuple[int, ...]
-    """Descriptors, besides 0 and 1, that the code keeps."""
+    """Descriptors, besides its standard ones, that the code keeps."""
+    processes: int = privileges.PROCESSES
+    """Most processes and threads together."""
 
 
 @dataclass(frozen=True)
@@ -57,15 +62,15 @@ def run(wanted: Wanted, given: Given, control: int, output: int, work: Work) -> 
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         size = privileges.Size.now()
-        user, missing = _separate(wanted, given)
+        user, missing = separate(wanted, given)
         code = os.fork()
         if code == 0:
-            _become_code(wanted, given, user, size, output)
+            become_code(wanted, given, user, size, (0, output, output))
             work(missing)
             os._exit(0)
         for descriptor in wanted.kept:
             os.close(descriptor)
-        _tell(control, _watch(code, wanted.memory_mb, _members(given, missing)))
+        _tell(control, _watch(code, _meter(wanted, given, missing)))
         os._exit(0)
     except BaseException:
         import traceback
@@ -79,7 +84,7 @@ def _tell(control: int, verdict: Verdict) -> None:
         channel.send(verdict.encode())
 
 
-def _separate(wanted: Wanted, given: Given) -> tuple[int | None, list[Missing]]:
+def separate(wanted: Wanted, given: Given) -> tuple[int | None, list[Missing]]:
     """Enters the namespaces. Returns the user that the code becomes, None for the same, and what is missing."""
     missing = list(given.missing)
     flags = {Boundary.IPC: syscalls.CLONE_NEWIPC | syscalls.CLONE_NEWUTS, Boundary.NETWORK: syscalls.CLONE_NEWNET}
@@ -95,7 +100,7 @@ def _separate(wanted: Wanted, given: Given) -> tuple[int | None, list[Missing]]:
     try:
         syscalls.unshare(syscalls.CLONE_NEWNS)
         other = isinstance(user, int)
-        missing += tree.enter(wanted.view, _scratch_mb(wanted), processes=given.processes, as_other_user=other)
+        missing += tree.enter(wanted.view, scratch_mb(wanted), processes=given.processes, as_other_user=other)
     except OSError as error:
         missing.append(Missing(Boundary.FILES, str(error.strerror)))
         if given.processes:
@@ -106,18 +111,23 @@ def _separate(wanted: Wanted, given: Given) -> tuple[int | None, list[Missing]]:
     return user, missing
 
 
-def _become_code(wanted: Wanted, given: Given, user: int | None, size: privileges.Size, output: int) -> None:
-    os.dup2(output, 1)
-    os.dup2(output, 2)
+def become_code(wanted: Wanted, given: Given, user: int | None, size: privileges.Size, standard: Sequence[int]) -> None:
+    """Makes this process the one that runs the code: in a session of its own, with `standard` as its descriptors from 0
+    on and without any other that is not kept, with the limits of `wanted` beyond `size`, as `user`, in /tmp."""
+    # Copies first: a descriptor may have the number that another one of them is to have.
+    copies = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, FIRST_COPY) for descriptor in standard]
+    for number, descriptor in enumerate(copies):
+        os.dup2(descriptor, number)
     others = set(map(int, os.listdir("/proc/self/fd"))) if os.path.isdir("/proc/self") else set(range(3, 256))
-    for descriptor in others - {0, 1, 2, *wanted.kept}:
+    for descriptor in others - {*range(len(standard)), *wanted.kept}:
         try:
             os.close(descriptor)
         except OSError:
             continue
     os.setsid()
     counted = user is not None or (given.users and privileges.kernel_counts_by_namespace())
-    privileges.limit(wanted.memory_mb, size, _scratch_mb(wanted), count_processes=counted)
+    processes = wanted.processes if counted else None
+    privileges.limit(wanted.memory_mb, size, scratch_mb(wanted), processes)
     privileges.become(user)
     syscalls.end_with_parent(signal.SIGKILL)
     os.chdir("/tmp")
@@ -127,38 +137,30 @@ def _become_code(wanted: Wanted, given: Given, user: int | None, size: privilege
     signal.pthread_sigmask(signal.SIG_SETMASK, set())
 
 
-def _scratch_mb(wanted: Wanted) -> int:
+def scratch_mb(wanted: Wanted) -> int:
     """Size of each folder that can be written: both together cannot reach the limit by themselves."""
     return max(1, wanted.memory_mb // 2)
 
 
-def _members(given: Given, missing: Sequence[Missing]) -> census.Members | None:
+def _meter(wanted: Wanted, given: Given, missing: Sequence[Missing]) -> census.Meter | None:
     if any(each.boundary is Boundary.LIMITS for each in missing):
         return None
-    return census.inside if given.processes else census.descendants
+    return census.Meter(wanted.memory_mb, wanted.processes, own_tree=given.processes)
 
 
-def _watch(code: int, memory_mb: int, members: census.Members | None) -> Verdict:
+def _watch(code: int, meter: census.Meter | None) -> Verdict:
     """Waits until the code ends or a limit is passed. SIGCHLD is blocked."""
-    own_tree = members is census.inside
-    most = (memory_mb << 20) + (tree.used_bytes() if own_tree else 0)
-    most += census.memory_bytes([os.getpid()]) if members is not None else 0
     while True:
-        if (ended := _collect(code)) is not None:
+        if (ended := collect(code)) is not None:
             return ended
         begun = time.monotonic()
-        if members is not None:
-            pids = members()
-            files = tree.used_bytes() if own_tree else 0
-            if census.memory_bytes(pids, most - files) + files > most:
-                return Verdict(limit=Limit.MEMORY)
-            if len(pids) > privileges.PROCESSES:
-                return Verdict(limit=Limit.PROCESSES)
+        if meter is not None and (limit := meter.passed()) is not None:
+            return Verdict(limit=limit)
         pause_s = max(LOOK_S, SHARE_OF_TIME * (time.monotonic() - begun))
         signal.sigtimedwait({signal.SIGCHLD}, pause_s)
 
 
-def _collect(code: int) -> Verdict | None:
+def collect(code: int) -> Verdict | None:
     """Collects all children that have ended, orphans too. Returns how the code ended, None while it runs."""
     while True:
         try:

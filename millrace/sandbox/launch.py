@@ -36,7 +36,7 @@ def confine(wanted: first.Wanted, parent: int, control: int, work: first.Work) -
         os._exit(0)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
-    given = _prepare()
+    given = prepare()
     syscalls.adopt_orphans()
     # Not SIGKILL: without a PID namespace this process has to end what the code has started.
     syscalls.end_with_parent(signal.SIGTERM)
@@ -56,7 +56,7 @@ def confine(wanted: first.Wanted, parent: int, control: int, work: first.Work) -
         os._exit(0)
 
 
-def _prepare() -> first.Given:
+def prepare() -> first.Given:
     """Makes the namespaces that only children enter, and the user namespace without which there are no others."""
     missing = []
     users = processes = False

@@ -81,14 +81,14 @@ class Size:
         return cls(_bytes(held["VmData"]), _bytes(held["VmSize"]))
 
 
-def limit(memory_mb: int, beyond: Size, largest_file_mb: int, *, count_processes: bool) -> None:
+def limit(memory_mb: int, beyond: Size, largest_file_mb: int, processes: int | None) -> None:
     """Sets the limits of this process and of each that it starts. Allocating more than `memory_mb` beyond that size
-    raises MemoryError. `count_processes`: the user of this process has no processes elsewhere."""
+    raises MemoryError. `processes`: most processes of its user; None where that user has processes elsewhere."""
     _lower(resource.RLIMIT_CORE, 0)
     _lower(resource.RLIMIT_NOFILE, OPEN_FILES)
     _lower(resource.RLIMIT_FSIZE, largest_file_mb << 20)
-    if count_processes:
-        _lower(resource.RLIMIT_NPROC, PROCESSES)
+    if processes is not None:
+        _lower(resource.RLIMIT_NPROC, processes)
     _lower(resource.RLIMIT_DATA, beyond.data + (memory_mb << 20))
     _lower(resource.RLIMIT_AS, beyond.whole + (memory_mb << 20) + MAPPED_LIBRARIES)
 

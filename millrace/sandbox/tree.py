@@ -31,7 +31,8 @@ def enter(view: View, scratch_mb: int, *, processes: bool, as_other_user: bool) 
     try:
         for folder in SCRATCH:  # before what is shown: that may lie in /tmp
             os.makedirs(STAGE + folder, exist_ok=True)
-            _mount_memory(STAGE + folder, f"mode=1777,size={scratch_mb}m,nr_inodes={SCRATCH_FILES}")
+            _mount_scratch(STAGE + folder, scratch_mb)
+        os.mkdir(STAGE + STAGE)  # for a sandbox inside this one
         for path in view.shown:
             if as_other_user and path in view.code and _is_kept_from_others(path):
                 _copy_code(path)
@@ -61,6 +62,18 @@ def used_bytes() -> int:
     """Bytes that the folders which can be written take. Called inside."""
     sizes = [os.statvfs(folder) for folder in SCRATCH]
     return sum((size.f_blocks - size.f_bfree) * size.f_frsize for size in sizes)
+
+
+def empty_scratch(scratch_mb: int) -> None:
+    """Replaces the folders that can be written by empty ones. Called inside, where no process has a file there open
+    that others are to see."""
+    for folder in SCRATCH:
+        syscalls.unmount(folder)
+        _mount_scratch(folder, scratch_mb)
+
+
+def _mount_scratch(folder: str, scratch_mb: int) -> None:
+    _mount_memory(folder, f"mode=1777,size={scratch_mb}m,nr_inodes={SCRATCH_FILES}")
 
 
 def _mount_memory(folder: str, options: str) -> None:

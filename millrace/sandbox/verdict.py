@@ -10,6 +10,10 @@ class Limit(StrEnum):
 
     MEMORY = "memory"
     PROCESSES = "processes"
+    TIME = "time"
+    """Seconds since its start, or of a processor."""
+    OUTPUT = "output"
+    """Bytes that it prints."""
 
 
 @dataclass(frozen=True)

@@ -62,18 +62,30 @@ def view(code: Iterable[Path] = (), hidden: Sequence[str] = ()) -> View:
     """What this interpreter needs, the entries of its search path, and `code`: files with the folder in which they
     lie, or folders. A folder that is broad or hidden is not shown, of such a folder only the file."""
     away = tuple(os.path.realpath(path) for path in hidden if path)
-    installed = [Path(path) for path in (sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix)]
-    seen = [*installed, *_loaded_packages()]
+    seen = [*_installed(), *_loaded_packages()]
     others = [path for path in _search_path() if not _is_kept_back(path, away)]
     others += [shown for path in code for shown in _with_folder(path, away)]
-    named = [os.path.abspath(path) for path in (*seen, *others) if path.exists()]
+    return _view_of(seen, others, away)
+
+
+def interpreter() -> View:
+    """What programs in Python need: the interpreter, and the packages that are installed beside it."""
+    return _view_of(_installed(), [], ())
+
+
+def _view_of(needed: Sequence[Path], code: Sequence[Path], hidden: tuple[str, ...]) -> View:
+    named = [os.path.abspath(path) for path in (*needed, *code) if path.exists()]
     links = {(name, real) for name in named if (real := os.path.realpath(name)) != name}
     return View(
-        tuple(os.path.realpath(path) for path in seen if path.exists()),
-        tuple(os.path.realpath(path) for path in others if path.exists()),
+        tuple(os.path.realpath(path) for path in needed if path.exists()),
+        tuple(os.path.realpath(path) for path in code if path.exists()),
         tuple(sorted(links)),
-        away,
+        hidden,
     )
+
+
+def _installed() -> list[Path]:
+    return [Path(path) for path in (sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix)]
 
 
 def _loaded_packages() -> list[Path]:

@@ -76,7 +76,7 @@ class RewardFunction(StrictModel):
 
 class Reward(StrictModel):
     function: str = "auto"
-    """math, exact, regex, format, reasoning_gym, by_data_source, or a function of your own: `module:function` or
+    """math, code, exact, regex, format, reasoning_gym, by_data_source, or a function of your own: `module:function` or
     `/path/to/file.py:function` with verl's signature compute_score(data_source, solution_str, ground_truth,
     extra_info). auto: reasoning_gym for a procedural source, otherwise chosen by the row's reward_model.style: math for
     the style rule."""

@@ -9,6 +9,7 @@ import pytest
 
 from millrace.errors import InvalidJob
 from millrace.rewards import BUILT_IN, check, choose, load
+from millrace.sandbox import program
 
 GOOD = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return len(solution_str)\n"
 ARGUMENTS = {"data_source": "d", "solution_str": "four", "ground_truth": "4", "extra_info": {}}
@@ -27,6 +28,10 @@ def write(tmp_path: Path) -> Callable[[str], str]:
 @pytest.mark.parametrize("name", sorted(BUILT_IN))
 def test_every_built_in_reward_passes_its_check_and_loads(name: str) -> None:
     check(name)
+    if name == "code" and program.missing():
+        with pytest.raises(InvalidJob, match="does not give"):
+            load(name)
+        return
     assert callable(load(name))
 
 

@@ -28,6 +28,13 @@ def test_doctor_says_what_this_machine_gives() -> None:
     assert bool(found.fix) is bool(lacking)
 
 
+def test_doctor_says_whether_programs_of_answers_can_run() -> None:
+    lacking = missing("programs")
+    found = probes.programs()
+    assert found.missing == tuple(lacking)
+    assert found.verdict is (Verdict.MISSING if lacking else Verdict.GOOD)
+
+
 @pytest.mark.slow
 def test_doctor_lists_each_boundary_of_a_machine_without_namespaces() -> None:
     code = FORBIDDEN.replace("USER", "65533" if os.getuid() == 0 else "0")

@@ -16,21 +16,28 @@ class Rule(StrEnum):
     """The expression in `\\boxed`, and a tenth for reasoning in `<think>`."""
     SEARCH = "search"
     """The text in the last `<answer>`, without case, articles and punctuation."""
+    MATH = "math"
+    """The expression in `\\boxed`, after words like "the answer is", or anywhere."""
+    PROGRAM = "program"
+    """The code in the last code block, run against the first test cases."""
 
 
 SEARCHED = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
+NUMINA = ("aops_forum", "synthetic_math", "amc_aime", "synthetic_amc", "cn_k12", "olympiads")
+PROGRAMS = ("codecontests", "apps", "codeforces", "taco")
 RULES = {
     "openai/gsm8k": Rule.GSM8K,
     "lighteval/MATH": Rule.BOXED,
     "DigitalLearningGmbH/MATH-lighteval": Rule.BOXED,
     "HuggingFaceH4/MATH-500": Rule.BOXED,
+    "math": Rule.DAPO,
     "math_dapo": Rule.DAPO,
     "math_dapo_reasoning": Rule.DAPO,
     "hiyouga/geometry3k": Rule.GEOMETRY,
+    **{f"numina_{name}": Rule.MATH for name in NUMINA},
+    **{name: Rule.PROGRAM for name in PROGRAMS},
     **{f"searchR1_{name}": Rule.SEARCH for name in SEARCHED},
 }
-PROGRAMS = ("codecontests", "apps", "codeforces", "taco")
-"""Data sources whose answers are programs, which no built-in reward runs."""
 
 
 def rule_of(data_source: str) -> Rule | None:
@@ -40,6 +47,4 @@ def rule_of(data_source: str) -> Rule | None:
 
 def why_none(data_source: str) -> str:
     """Why a data source has no rule."""
-    if data_source in PROGRAMS:
-        return f"answers to prompts of {data_source!r} are programs, which no built-in reward runs"
     return f"there is no rule for the data source {data_source!r}; there are rules for {', '.join(RULES)} and aime*"

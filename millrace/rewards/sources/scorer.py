@@ -7,10 +7,13 @@ from typing import Any
 
 from millrace.rewards import math
 from millrace.rewards.ground_truth import truths_of
+from millrace.rewards.programs import scorer as programs
 from millrace.rewards.sources.rules import Rule, rule_of, why_none
 
 END = 300
 """Characters at the end of an answer in which a final answer is looked for."""
+CASES = 10
+"""Test cases of a program that count, the first ones."""
 FORMAT_SHARE = 0.1
 """Part of the score of a geometry problem that its form earns."""
 
@@ -20,10 +23,11 @@ def compute_score(
 ) -> float | dict[str, Any]:
     """The rule of the row's `data_source`, with the names of verl's `default_compute_score`. Expressions are compared
     by math-verify. `openai/gsm8k`: the number after the last `####`. `lighteval/MATH`,
-    `DigitalLearningGmbH/MATH-lighteval`, `HuggingFaceH4/MATH-500`: the expression in `\\boxed`. `math_dapo`,
+    `DigitalLearningGmbH/MATH-lighteval`, `HuggingFaceH4/MATH-500`: the expression in `\\boxed`. `math`, `math_dapo`,
     `math_dapo_reasoning` and `aime*`: what follows the last `Answer:`, 1 or -1. `hiyouga/geometry3k`: 0.9 for the
     expression in `\\boxed` and 0.1 for the form `<think>…</think>…\\boxed{…}`. `searchR1_*`: the text in the last
-    `<answer>`, without case, articles and punctuation.
+    `<answer>`, without case, articles and punctuation. `numina_*`: as `math`. `codecontests`, `apps`, `codeforces`,
+    `taco`: as `code`, with the first 10 test cases.
 
     Raises ValueError for another data source and for a row without a usable ground truth.
     """
@@ -38,6 +42,10 @@ def compute_score(
             return _geometry(solution_str, ground_truth)
         case Rule.SEARCH:
             return _search(solution_str, ground_truth)
+        case Rule.MATH:
+            return math.compute_score(data_source, solution_str, ground_truth)
+        case Rule.PROGRAM:
+            return programs.compute_score(data_source, solution_str, ground_truth, max_cases=CASES)
         case None:
             raise ValueError(why_none(data_source))
 

@@ -27,6 +27,8 @@ class RewardSetup(Setup):
 
     terms: Sequence[Term] = ()
     """The functions of the reward; a call names one by its place."""
+    timeout_s: float = 30.0
+    """Seconds of a call."""
 
     def message(self) -> dict[str, Any]:
         terms = [replace(term, function=absolute(term.function)) for term in self.terms]
@@ -52,7 +54,9 @@ class ScoringPool(ProcessPool):
         `network` the functions cannot reach any network. `required`: a machine that does not give every boundary is
         refused."""
         names = ", ".join(dict.fromkeys(term.function for term in terms))
-        super().__init__(RewardSetup(names, {}, memory_mb, network, required, terms), workers, start_timeout_s)
+        super().__init__(
+            RewardSetup(names, {}, memory_mb, network, required, terms, timeout_s), workers, start_timeout_s
+        )
         self._terms = terms
         self._timeout_s = timeout_s
 

@@ -18,6 +18,7 @@ from typing import IO, Any
 from millrace.errors import InvalidJob
 from millrace.rewards.calls import outcomes
 from millrace.rewards.outcome import BadOutcome
+from millrace.rewards.programs import limits
 from millrace.rewards.registry import ComputeScore, load
 from millrace.rewards.term import Scope, Term
 from millrace.sandbox.boundaries import Missing
@@ -46,6 +47,7 @@ def _serve(setup: Mapping[str, Any], requests: Iterable[bytes], replies: IO[byte
     if told and setup["required"]:
         reply(replies, {"uncontained": told})
         return
+    limits.set_for_process(limits.CallLimits(setup["timeout_s"], setup["memory_mb"]))
     functions: list[tuple[ComputeScore, Scope]] = []
     for term in setup["terms"]:
         function = _load(Term(**term), replies)

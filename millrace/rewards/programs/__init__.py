@@ -1,0 +1,1 @@
+"""Scores answers that are programs by running them against test cases, in sandboxes."""

@@ -1,0 +1,49 @@
+"""Messages over a pipe between a process and its sandbox: JSON after its length, read without a buffer, so that several
+processes may read one after the other from the same pipe."""
+
+import json
+import os
+import select
+import struct
+import time
+from collections.abc import Mapping
+from typing import Any
+
+_LENGTH = struct.Struct(">I")
+LONGEST = 256 << 20
+"""Bytes of a message."""
+
+
+def send(descriptor: int, message: Mapping[str, Any]) -> None:
+    """Writes a message. Raises BrokenPipeError where nobody reads it any more."""
+    text = json.dumps(message).encode()
+    left = memoryview(_LENGTH.pack(len(text)) + text)
+    while left:
+        left = left[os.write(descriptor, left) :]
+
+
+def receive(descriptor: int, deadline: float | None = None) -> dict[str, Any] | None:
+    """The next message; None at the end of the pipe. Raises TimeoutError at `deadline`, a time of time.monotonic(),
+    and ValueError for what is not a message."""
+    if (head := _read(descriptor, _LENGTH.size, deadline)) is None:
+        return None
+    (length,) = _LENGTH.unpack(head)
+    if length > LONGEST:
+        raise ValueError(f"a message of {length} bytes")
+    text = _read(descriptor, length, deadline)
+    message = None if text is None else json.loads(text)
+    return message if isinstance(message, dict) else None
+
+
+def _read(descriptor: int, count: int, deadline: float | None) -> bytes | None:
+    """Exactly `count` bytes; None where the pipe ends before."""
+    parts = bytearray()
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    while len(parts) < count:
+        if deadline is not None and not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            raise TimeoutError
+        if not (part := os.read(descriptor, count - len(parts))):
+            return None
+        parts += part
+    return bytes(parts)
