@@ -6,7 +6,9 @@ import hashlib
 import importlib.util
 import os
 import shutil
+import subprocess
 import tempfile
+import threading
 from pathlib import Path
 
 import structlog
@@ -35,7 +37,7 @@ class RedisServer:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._socket = _socket(folder)
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: _Process | None = None
 
     @property
     def url(self) -> str:
@@ -58,10 +60,7 @@ class RedisServer:
             "daemonize": "no",
         }
         arguments = [part for name, value in settings.items() for part in (f"--{name}", value)]
-        # In a new session Ctrl-C does not reach it: the coordinator stops Redis last.
-        self._process = await asyncio.create_subprocess_exec(
-            executable, *arguments, "--save", "", stdout=asyncio.subprocess.DEVNULL, start_new_session=True
-        )
+        self._process = _Process([executable, *arguments, "--save", ""])
         await self._until_it_answers()
 
     async def _replace_previous(self) -> None:
@@ -137,6 +136,40 @@ class RedisServer:
         if self._process.returncode is None:
             self._process.kill()
         await self._process.wait()
+
+
+class _Process:
+    """A child process that does not get Ctrl-C: the coordinator stops Redis last.
+
+    asyncio's own processes are forked by uvloop, with gRPC's handlers for forks, and these crash the child now and then
+    while other threads call gRPC. `subprocess` forks without handlers.
+    """
+
+    def __init__(self, argv: list[str]) -> None:
+        self._process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, start_new_session=True)
+        self._loop = asyncio.get_running_loop()
+        self._ended = asyncio.Event()
+        threading.Thread(target=self._wait, name="redis-server", daemon=True).start()
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.returncode if self._ended.is_set() else None
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    async def wait(self) -> int:
+        """Its exit status, once it has ended."""
+        await self._ended.wait()
+        return self._process.returncode
+
+    def _wait(self) -> None:
+        self._process.wait()
+        with contextlib.suppress(RuntimeError):  # the loop has been closed meanwhile
+            self._loop.call_soon_threadsafe(self._ended.set)
 
 
 def _executable() -> str:

@@ -182,19 +182,23 @@ async def test_who_joins_during_a_publication_is_looked_after_once_it_is_over(
     await play.begin(spec)
     slow = await cluster.replica()
     await until(lambda: asyncio.sleep(0, slow.publications == [1]))
-    committing, joined = asyncio.Event(), asyncio.Event()
+    committing, joined, served = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def linger(request: Any) -> None:
         if request.publication.version == 2:
             committing.set()
             await joined.wait()
 
-    slow.faults["CommitPublication"] = linger
+    async def hold(request: Any) -> None:
+        await (served if request.step > 2 else play.step).wait()
+
+    slow.faults["CommitPublication"], play.trainer.faults["Step"] = linger, hold
     play.step.set()
     await asyncio.wait_for(committing.wait(), 10)
     late = await play.join()
     joined.set()
     await until(lambda: asyncio.sleep(0, bool(late.publications)))
+    served.set()
     await play.end()
     joining = [e for e in await cluster.events(play.job_id, "member.joining") if late.id in e.data.members]
     assert len(joining) <= 1 and await play.failures() == []

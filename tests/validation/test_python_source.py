@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.python_source import syntax_tree
+from millrace.validation.python_source import syntax_tree
 
 
 @pytest.fixture
