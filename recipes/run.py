@@ -8,8 +8,8 @@ import typer
 import yaml
 
 from millrace import hub
+from millrace.cli.live.watch import show_live
 from millrace.cli.settings import Settings, changes_of
-from millrace.cli.watch import show_live
 from millrace.client import Client
 from millrace.local.options import StackOptions, pythons
 from millrace.local.stack import Stack

@@ -112,6 +112,19 @@ def test_jobs_are_compared_by_what_differs(url: str, client: Client, spec: dict[
         client.cancel(job.id)
 
 
+def test_a_waiting_job_is_on_top_and_has_a_report(
+    url: str, client: Client, spec: dict[str, Any], tmp_path: Path
+) -> None:
+    job = client.submit({**spec, "name": "reported", "output": f"{spec['output']}-reported"}).id
+    shown = millrace("top", "--once", url=url).stdout
+    assert re.search(rf"{job} +reported +(queued|starting) +0/", shown) and "No trainers or replicas" in shown
+    assert job in [each["id"] for each in json.loads(millrace("top", "--json", url=url).stdout)["jobs"]]
+    made = json.loads(millrace("report", job, "-o", str(tmp_path / "report.html"), "--json", url=url).stdout)
+    page = Path(made["path"]).read_text()
+    assert made["bytes"] == len(page.encode()) and "<h1>reported</h1>" in page and "schedule.steps" in page
+    client.cancel(job)
+
+
 def test_json_is_for_programs(url: str, client: Client, job_file: Path) -> None:
     job = json.loads(millrace("submit", str(job_file), "--json", url=url).stdout)
     assert job["id"] in [row["id"] for row in json.loads(millrace("jobs", "--json", url=url).stdout)]

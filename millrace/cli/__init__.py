@@ -7,7 +7,8 @@ from typing import Any
 
 import typer
 
-from millrace.cli import compare, doctor, jobs, logs, plan, show, stack, validate, watch
+from millrace.cli import compare, doctor, jobs, logs, plan, report, show, stack, validate
+from millrace.cli.live import top, watch
 from millrace.cli.output import ErrorReporting
 from millrace.errors import InvalidState
 from millrace.extras import how_to_install
@@ -70,10 +71,12 @@ app.command("logs", rich_help_panel=LOCAL)(logs.logs)
 app.command("doctor", rich_help_panel=LOCAL)(doctor.doctor)
 app.command("validate", rich_help_panel=JOBS)(validate.validate)
 app.command("plan", rich_help_panel=JOBS)(plan.plan)
+app.command("top", rich_help_panel=JOBS)(top.top)
 app.command("submit", rich_help_panel=JOBS)(jobs.submit)
 app.command("watch", rich_help_panel=JOBS)(watch.watch)
 app.command("jobs", rich_help_panel=JOBS)(jobs.jobs)
 app.command("show", rich_help_panel=JOBS)(show.show)
+app.command("report", rich_help_panel=JOBS)(report.report)
 app.command("compare", rich_help_panel=JOBS)(compare.compare)
 app.command("events", rich_help_panel=JOBS)(jobs.events)
 app.command("pause", rich_help_panel=JOBS)(jobs.pause)

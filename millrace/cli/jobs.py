@@ -7,10 +7,10 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
+from millrace.cli.live.watch import follow
 from millrace.cli.names import JobName, MemberName, job_id, member_id
 from millrace.cli.output import AsJson, Url, connect, duration, held_out, number, people, print_json, styled, table
 from millrace.cli.settings import Settings, changes_of
-from millrace.cli.watch import follow
 from millrace.client import Client
 from millrace.events import Event
 from millrace.rest import JobState, JobView, MemberState, WaitingFor

@@ -11,7 +11,7 @@ import typer
 import yaml
 
 from millrace.backends import BACKEND_NAMES
-from millrace.cli.watch import show_live
+from millrace.cli.live.watch import show_live
 from millrace.client import Client
 from millrace.demo.report import Outcome, print_outcome
 from millrace.engines import ENGINE_NAMES
