@@ -65,6 +65,8 @@ class WaitingFor(StrEnum):
     """Every connected replica refused the job as invalid."""
     REPLICAS_FAILED = "replicas_failed"
     """No connected replica could be made ready for the job; they are tried again."""
+    JUDGE = "judge"
+    """A judge does not answer a replica: answers wait for their scores, and generation goes on as far as it can."""
     RESUME = "resume"
     """Somebody paused the job."""
 

@@ -40,6 +40,9 @@ def validate(
         int,
         typer.Option("--gpus-per-host", min=1, max=MOST_RANKS, help="GPUs of each host of the trainer."),
     ] = 8,
+    judges: Annotated[
+        bool, typer.Option("--judges", help="Ask each judge of the reward once, about the first row.")
+    ] = False,
     engine: Annotated[str, typer.Option("--engine", help="Engine of the replicas, for --memory.")] = "vllm",
     as_json: AsJson = False,
 ) -> None:
@@ -63,7 +66,7 @@ def validate(
         checked = parse(document.tree)
         if not fields_only:
             pinned = submission.check(checked.model_dump(mode="json"))
-            notes = thorough.look(hub.local(pinned, data=True), _progress)
+            notes = thorough.look(hub.local(pinned, data=True), _progress, judges=judges)
     if as_json:
         return print_json(checked)
     if memory:

@@ -5,6 +5,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from millrace.rewards import Scope, Term, choose
+from millrace.spec.judges.judge import Judge, JudgeTerm
 from millrace.spec.lora import Lora
 from millrace.validation import limits
 from millrace.validation.model import StrictModel
@@ -60,10 +61,12 @@ class Data(StrictModel):
 
 
 class RewardFunction(StrictModel):
-    """One of several functions of a reward."""
+    """One of several functions of a reward, or a judge."""
 
-    function: str
+    function: str | None = None
     """The function, as in `reward.function`."""
+    judge: Judge | None = Field(None, examples=[{"url": "http://10.0.0.5:8000/v1", "model": "judge"}])
+    """A language model that scores answers, instead of a function."""
     name: str = Field(min_length=1, max_length=64, pattern=r"^[A-Za-z][A-Za-z0-9_.-]*$", examples=["format"])
     """Name of its score, in metrics, in samples and in `reward.parts`."""
     weight: float = Field(1.0, ge=-limits.LARGEST_WEIGHT, le=limits.LARGEST_WEIGHT)
@@ -111,8 +114,8 @@ class Reward(StrictModel):
     machine."""
 
     def terms(self, *, procedural: bool, style: str = "rule", data_source: str | None = None) -> list[Term]:
-        """The functions, `auto` settled for a source of data and a row's `reward_model.style`. Raises InvalidJob, also
-        where a function cannot score rows of `data_source`."""
+        """The functions, `auto` settled for a source of data and a row's `reward_model.style`; not what is asked of
+        others. Raises InvalidJob, also where a function cannot score rows of `data_source`."""
         row: dict[str, Any] = {"procedural": procedural, "style": style, "data_source": data_source}
         if not self.functions:
             return [Term(choose(self.function, **row), self.options, self.scope)]
@@ -126,6 +129,16 @@ class Reward(StrictModel):
                 f"reward.functions.{number}",
             )
             for number, each in enumerate(self.functions)
+            if each.function is not None
+        ]
+
+    @property
+    def judge_terms(self) -> list[JudgeTerm]:
+        """What judges score."""
+        return [
+            JudgeTerm(each.judge, each.name, each.weight, each.scope, f"reward.functions.{number}.judge")
+            for number, each in enumerate(self.functions)
+            if each.judge is not None
         ]
 
     @property

@@ -11,6 +11,7 @@ from millrace.engines import ENGINES
 from millrace.errors import Mistake, wrong_value
 from millrace.spec.algorithm import Algorithm
 from millrace.spec.job import JobSpec
+from millrace.spec.judges import rules as judge_rules
 from millrace.spec.lora import Lora
 from millrace.spec.trainer import CriticRun, ReferenceRun
 from millrace.validation import limits
@@ -27,6 +28,7 @@ def broken_rules(spec: JobSpec) -> list[Mistake]:
         *_roles(spec),
         *_optimizers(spec),
         *_lora(spec),
+        *judge_rules.broken_rules(spec),
     ]
 
 

@@ -1,6 +1,8 @@
 """The replica's page for Prometheus. Its metrics are declared in millrace/telemetry/metrics/prometheus."""
 
+from collections.abc import Mapping, Sequence
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 from millrace.ids import MemberId, Version
 from millrace.telemetry.metrics.declaration import Owner
@@ -15,6 +17,8 @@ from millrace.telemetry.metrics.prometheus.members import (
 from millrace.telemetry.metrics.prometheus.registry import DeclaredRegistry
 from millrace.wire.v1 import weights_pb2
 from services.rollout.engine import Engine, Load
+from services.rollout.judges.client import JudgeClient
+from services.rollout.judges.scorer import JudgeScorer
 from services.rollout.work.job import Job
 from services.rollout.work.leases import Leases
 
@@ -29,6 +33,10 @@ class Observed(Protocol):
     job: Job | None
     version: Version | None
     leases: Leases
+
+    @property
+    def judges(self) -> Sequence[JudgeScorer]:
+        """The judges of its job."""
 
     @property
     def takes_leases(self) -> bool:
@@ -46,6 +54,7 @@ class ReplicaMetrics:
         describe_process(self.registry, Owner.REPLICA)
         self._replica = replica
         self._counted_tokens = 0
+        self._counted_requests = WeakKeyDictionary[JudgeClient, Mapping[str, int]]()
 
     def published(self, report: weights_pb2.MemberReport) -> None:
         """Records the replica's part in a publication that it has committed."""
@@ -63,6 +72,8 @@ class ReplicaMetrics:
         generated = replica.leases.generated_tokens
         MEMBER_TOKENS.on(self.registry).inc(generated - self._counted_tokens)
         self._counted_tokens = generated
+        for judge in replica.judges:
+            self._record(judge.client)
         describe_member(
             self.registry,
             member=replica.member_id,
@@ -71,3 +82,13 @@ class ReplicaMetrics:
             job_id=replica.job.id if replica.job is not None else "",
             version=replica.version,
         )
+
+    def _record(self, judge: JudgeClient) -> None:
+        """Sets what a judge's client is now, and adds what it has asked since the last time."""
+        down_s = judge.outage.seconds if judge.outage is not None else 0.0
+        names.JUDGE_DOWN.on(self.registry).labels(judge.name).set(down_s)
+        names.JUDGE_WAITING.on(self.registry).labels(judge.name).set(judge.waiting)
+        counted = self._counted_requests.get(judge, {})
+        for outcome, count in judge.asked.items():
+            names.JUDGE_REQUESTS.on(self.registry).labels(judge.name, outcome).inc(count - counted.get(outcome, 0))
+        self._counted_requests[judge] = dict(judge.asked)

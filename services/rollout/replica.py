@@ -4,6 +4,7 @@ import asyncio
 import json
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 import structlog
@@ -23,6 +24,7 @@ from millrace.wire.v1 import fleet_pb2, rollout_pb2
 from services.rollout.engine import Engine, EngineDied, Load
 from services.rollout.engines import create
 from services.rollout.episodes.runner import EnvironmentEpisodes
+from services.rollout.judges.scorer import JudgeScorer
 from services.rollout.metrics import ReplicaMetrics
 from services.rollout.nodes.leader import Leader
 from services.rollout.weights.receiver import PublicationReceiver
@@ -222,6 +224,11 @@ class Replica:
         return missing_messages(self.job.scoring.missing if self.job else ())
 
     @property
+    def judges(self) -> Sequence[JudgeScorer]:
+        """The judges of its job."""
+        return self.job.judges if self.job is not None else ()
+
+    @property
     def ready_engine(self) -> Engine | None:
         """The engine, while it is neither starting nor stopping; None otherwise."""
         return None if self.job is None or self._turn.locked() else self.engine
@@ -267,6 +274,7 @@ class Replica:
             free=free,
             version=-1 if self.version is None else self.version,
             tokens=self.leases.generated_tokens,
+            judge_outages=[message for judge in self.judges if (message := judge.outage_message()) is not None],
         )
 
     async def close(self) -> None:

@@ -3,7 +3,8 @@
 `python -m services.rollout.trial` reads JSON lines on its standard input: first {spec, terms}, the job spec and the
 functions of the reward, then rows, {row, data_source, answer, ground_truth, extra_info}. It prints a line a row, in the
 order in which they are scored: {row, score, details}, or {row, failure}. Where the function cannot be loaded it prints
-{mistakes} alone.
+{mistakes} alone. With {spec, judges: true} the judges are asked instead, about rows that have {prompt} too; each line
+names the judge's {field}.
 """
 
 import asyncio
@@ -13,11 +14,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from millrace.data.row import PromptRow
 from millrace.errors import InvalidJob, MillraceError, Mistake
 from millrace.rewards import Term
+from millrace.rewards.judges.template import text_of
 from millrace.spec import JobSpec, parse
 from millrace.telemetry import logs
-from services.rollout.scoring.pool import Scored, ScoringPool
+from services.rollout.judges.scorer import JudgeScorer
+from services.rollout.scoring.pool import ScoringPool
+from services.rollout.scoring.scored import Answer, Scored
 
 PROCESSES = 2
 
@@ -40,6 +45,19 @@ async def _score_some(pool: ScoringPool, waiting: Iterable[dict[str, Any]]) -> N
         _print({"row": row["row"], **_result(scored)})
 
 
+async def ask_judges(spec: JobSpec, rows: list[dict[str, Any]]) -> None:
+    """Prints what every judge gives to every row. Raises InvalidJob."""
+    for judge in [JudgeScorer(term) for term in spec.reward.judge_terms]:
+        try:
+            for row in rows:
+                whole = PromptRow(row["row"], row["data_source"], row["prompt"], row["ground_truth"], row["extra_info"])
+                answer = Answer(row["answer"], f"{text_of(whole.prompt)}\n{row['answer']}")
+                (scored,) = await judge.score(whole, [answer])
+                _print({"row": row["row"], "field": judge.term.field, **_result(scored)})
+        finally:
+            await judge.close()
+
+
 def _result(scored: Scored) -> dict[str, Any]:
     if scored.failure is not None:
         return {"failure": scored.failure}
@@ -55,7 +73,11 @@ def main() -> None:
     logs.configure("trial")
     first, *rows = (json.loads(line) for line in sys.stdin)
     try:
-        asyncio.run(score(parse(first["spec"]), [Term(**term) for term in first["terms"]], rows))
+        spec = parse(first["spec"])
+        if first.get("judges"):
+            asyncio.run(ask_judges(spec, rows))
+        else:
+            asyncio.run(score(spec, [Term(**term) for term in first["terms"]], rows))
     except InvalidJob as error:
         _print({"mistakes": [asdict(mistake) for mistake in error.mistakes]})
     except MillraceError as error:

@@ -196,7 +196,7 @@ def test_what_yaml_can_say_and_no_job(tmp_path, text, told):
 
 
 def test_the_tree_is_small_and_every_unclear_leaf_is_explained():
-    assert leaves(JobSpec) < 150
+    assert leaves(JobSpec) < 165
 
 
 def test_a_role_has_the_policys_values_and_its_own():
@@ -261,6 +261,7 @@ def test_imports_in_time_without_torch_or_an_engine():
     assert min(seconds) < 0.3
 
 
+JUDGE = {"url": "http://judge:8000/v1", "model": "j", "prompt": "{{answer}}"}
 FORMAT, RIGHT = {"function": "format", "name": "format"}, {"function": "math", "name": "right", "weight": 2}
 
 
@@ -272,6 +273,16 @@ def test_several_functions_become_terms_with_their_fields():
         ("reasoning_gym", 2.0, "right", "reward.functions.1"),
     ]
     assert spec.reward.reported == ["format", "right"]
+
+
+def test_judges_are_parts_of_the_reward_beside_functions():
+    judged = {"name": "quality", "judge": JUDGE, "weight": 0.5, "scope": "group"}
+    spec = parse(with_("reward.functions", [FORMAT, judged]))
+    assert [term.name for term in spec.reward.terms(procedural=True)] == ["format"]
+    (term,) = spec.reward.judge_terms
+    assert (term.judge.model, term.name, term.weight, term.scope) == ("j", "quality", 0.5, "group")
+    assert term.field == "reward.functions.1.judge"
+    assert spec.reward.reported == ["format", "quality"]
 
 
 @pytest.mark.parametrize(
@@ -288,6 +299,19 @@ def test_several_functions_become_terms_with_their_fields():
         ({"functions": [{**RIGHT, "weight": 0}]}, "every weight is 0"),
         ({"functions": [{**RIGHT, "weight": 1e9}]}, "reward.functions.0.weight: "),
         ({"functions": [{"function": "math"}]}, "reward.functions.0.name: "),
+        ({"functions": [{"name": "a"}]}, 'reward.functions.0.name: "a": neither a function nor a judge is given'),
+        ({"functions": [{**RIGHT, "judge": JUDGE}]}, 'reward.functions.0.function: "math": a judge is given too'),
+        ({"functions": [{"name": "a", "judge": {**JUDGE, "url": "judge:8000"}}]}, "reward.functions.0.judge.url: "),
+        (
+            {"functions": [{"name": "a", "judge": {**JUDGE, "url": "http://a:b@c/v1"}}]},
+            "reward.functions.0.judge.url: ",
+        ),
+        ({"functions": [{"name": "a", "judge": {**JUDGE, "scale": [1]}}]}, "reward.functions.0.judge.scale: "),
+        ({"functions": [{"name": "a", "judge": {**JUDGE, "scale": [1, 1]}}]}, "both ends are the same number"),
+        ({"functions": [{"name": "a", "judge": {**JUDGE, "prompt_file": "/a"}}]}, "both prompt and prompt_file"),
+        ({"functions": [{"name": "a", "judge": {**JUDGE, "prompt": None}}]}, "neither prompt nor prompt_file"),
+        ({"functions": [{"name": "a", "judge": {**JUDGE, "options": {"n": 2}}}]}, "judge.options.n: 2: "),
+        ({"functions": [{"name": "a", "judge": JUDGE, "options": {"a": 1}}]}, "a judge has its own"),
     ],
 )
 def test_several_functions_that_cannot_be_summed_are_refused(reward, told):

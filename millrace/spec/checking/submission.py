@@ -24,6 +24,7 @@ from millrace.rewards import check as check_reward
 from millrace.rewards.locate import Target
 from millrace.spec import JobSpec, parse
 from millrace.spec.checking import choices, engine_options
+from millrace.spec.checking.judges import mistakes_of as mistakes_of_judge
 from millrace.spec.model import Model
 from millrace.spec.trainer import ROLES
 from millrace.telemetry.trackers import check_trackers
@@ -87,7 +88,12 @@ def _paths(spec: JobSpec) -> Iterator[tuple[str, str, str]]:
     for field, data in (("data.files", spec.data), ("evaluation.files", spec.evaluation)):
         yield from ((field, file, "") for file in (data.files if data is not None else ()))
     named = [(f"reward.functions.{n}.function", each.function) for n, each in enumerate(spec.reward.functions)]
+    for term in spec.reward.judge_terms:
+        if term.judge.prompt_file is not None:
+            yield f"{term.field}.prompt_file", term.judge.prompt_file, ""
     for field, name in named or [("reward.function", spec.reward.function)]:
+        if name is None:
+            continue
         place, colon, function = name.rpartition(":")
         if Target(place, function).is_file:
             yield field, place, colon + function
@@ -173,6 +179,8 @@ def _critic_folder(model: str, critic: str, weights: bool) -> None:
 
 def _rest(spec: JobSpec) -> Iterator[Mistake]:
     yield from _attempt(_backend, spec)
+    for term in spec.reward.judge_terms:
+        yield from mistakes_of_judge(term)
     yield from engine_options.mistakes_of(spec.rollout.engine_options)
     if (environment := spec.rollout.environment) is not None:
         yield from _attempt(check_environment, environment.name, environment.options, has_servers=bool(environment.mcp))

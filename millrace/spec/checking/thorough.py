@@ -12,7 +12,7 @@ from millrace.data.chat import render
 from millrace.data.row import json_texts
 from millrace.errors import BadRow, InvalidJob, Mistake, wrong_value
 from millrace.rewards import BUILT_IN
-from millrace.spec.checking.trials import SHOWN, RewardTrial, model_mistakes
+from millrace.spec.checking.trials import SHOWN, RewardTrial, ask_judges, model_mistakes
 from millrace.spec.job import JobSpec
 
 SAMPLE = 2000
@@ -50,8 +50,9 @@ class Section:
             self.mistakes.append(Mistake(self.field, f"row {index}: {reason.removesuffix('.')}", fix))
 
 
-def look(spec: JobSpec, progress: Progress) -> list[str]:
-    """What was found, for people, in the order of the job spec. Raises InvalidJob with every mistake."""
+def look(spec: JobSpec, progress: Progress, *, judges: bool = False) -> list[str]:
+    """What was found, for people, in the order of the job spec. With `judges` each judge is asked once. Raises
+    InvalidJob with every mistake."""
     mistakes, notes = list(_output(spec)), []
     sections = [_read(spec, section, progress) for section in _sections(spec)]
     for section in sections:
@@ -65,6 +66,8 @@ def look(spec: JobSpec, progress: Progress) -> list[str]:
         mistakes += _prompts(spec, sections, progress, notes)
         for section in sections:
             mistakes += _rewards(spec, section, notes)
+        if judges and spec.reward.judge_terms:
+            mistakes += ask_judges(spec, sections[0].name, sections[0].sample[0], notes)
         mistakes += model_mistakes(spec)
     if mistakes:
         raise InvalidJob.of(list(dict.fromkeys(mistakes)), "the job cannot run:")
@@ -164,6 +167,8 @@ def _lengths(spec: JobSpec, section: Section, lengths: list[int], notes: list[st
 def _rewards(spec: JobSpec, section: Section, notes: list[str]) -> list[Mistake]:
     """Scores rows with their own ground truths: a user's function few of them, a built-in reward the whole sample."""
     terms = spec.reward.terms(procedural=section.procedural)
+    if not terms:
+        return []
     name = ", ".join(term.function for term in terms)
     built_in = all(term.function in BUILT_IN for term in terms)
     rows = section.sample if built_in else list(section.first_of_source.values())

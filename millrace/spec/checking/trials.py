@@ -68,7 +68,7 @@ class RewardTrial:
 
     def _request(self, row: PromptRow) -> dict[str, Any]:
         truth = row.ground_truth
-        answer = truth if isinstance(truth, str) else "" if truth is None else json.dumps(truth, ensure_ascii=False)
+        answer = _truth_as_answer(row)
         if any(term.function == "reasoning_gym" for term in self._terms):
             answer = f"<answer>{answer}</answer>"  # where its prompts ask for the answer
         told = {"row": row.index, "data_source": row.data_source, "answer": answer}
@@ -83,11 +83,13 @@ class RewardTrial:
         if (failure := result.get("failure")) is None:
             if row == self.rows[0].index:
                 self.score = result["score"]
+            elsewhere = {each.name for each in self._spec.reward.functions if each.function is None}
+            parts = [part for part in self._spec.reward.parts if part not in elsewhere]
             try:
-                separate_rewards(result["score"], result["details"], self._spec.reward.parts)
+                separate_rewards(result["score"], result["details"], parts)
             except BadOutcome as error:
                 fix = "return it beside the score, or leave it out."
-                yield wrong_value("reward.parts", self._spec.reward.parts, f"for row {row} the function {error}", fix)
+                yield wrong_value("reward.parts", parts, f"for row {row} the function {error}", fix)
         elif self._built_in:
             fix = "correct the row's reward_model.ground_truth, or name another reward in reward.function."
             yield Mistake(self._field, f"row {row}: the reward {self._function} cannot use it: it {failure}", fix)
@@ -96,6 +98,32 @@ class RewardTrial:
             yield wrong_value(
                 self._function_field, self._function, reason, "correct the function: such groups are dropped."
             )
+
+
+def ask_judges(spec: JobSpec, section: str, row: PromptRow, notes: list[str]) -> list[Mistake]:
+    """Asks each judge once, about a row of a section with its ground truth as the answer. Adds what it says to
+    `notes`."""
+    limit_s = START_S + sum(term.judge.deadline_s for term in spec.reward.judge_terms)
+    told = {"row": row.index, "data_source": row.data_source, "prompt": row.prompt, "extra_info": row.extra_info}
+    asked = {**told, "ground_truth": row.ground_truth, "answer": _truth_as_answer(row)}
+    results, ended = _run(REWARD, [{"spec": spec.model_dump(mode="json"), "judges": True}, asked], limit_s)
+    mistakes = [] if results else [Mistake("reward.functions", f"the judges could not be asked: {ended}", "try again.")]
+    for result in results:
+        if "mistakes" in result:
+            return [Mistake(**each) for each in result["mistakes"]]
+        if (failure := result.get("failure")) is not None:
+            reason = f"about row {row.index} of {section} the judge {failure}"
+            mistakes.append(Mistake(result["field"], reason, "correct the judge, or start it."))
+        else:
+            notes.append(
+                f"{result['field']}: gives {result['score']:g} to the ground truth of row {row.index} of {section}"
+            )
+    return mistakes
+
+
+def _truth_as_answer(row: PromptRow) -> str:
+    truth = row.ground_truth
+    return truth if isinstance(truth, str) else "" if truth is None else json.dumps(truth, ensure_ascii=False)
 
 
 def model_mistakes(spec: JobSpec) -> list[Mistake]:

@@ -1,6 +1,8 @@
+from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
@@ -51,7 +53,7 @@ class RegisterResponse(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., heartbeat_s: _Optional[float] = ..., lost_after_s: _Optional[float] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("member_id", "running", "waiting", "free", "version", "tokens", "spans", "span_count")
+    __slots__ = ("member_id", "running", "waiting", "free", "version", "tokens", "spans", "span_count", "judge_outages")
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -60,6 +62,7 @@ class HeartbeatRequest(_message.Message):
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     SPANS_FIELD_NUMBER: _ClassVar[int]
     SPAN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    JUDGE_OUTAGES_FIELD_NUMBER: _ClassVar[int]
     member_id: str
     running: int
     waiting: int
@@ -68,7 +71,20 @@ class HeartbeatRequest(_message.Message):
     tokens: int
     spans: bytes
     span_count: int
-    def __init__(self, member_id: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., free: _Optional[int] = ..., version: _Optional[int] = ..., tokens: _Optional[int] = ..., spans: _Optional[bytes] = ..., span_count: _Optional[int] = ...) -> None: ...
+    judge_outages: _containers.RepeatedCompositeFieldContainer[JudgeOutage]
+    def __init__(self, member_id: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., free: _Optional[int] = ..., version: _Optional[int] = ..., tokens: _Optional[int] = ..., spans: _Optional[bytes] = ..., span_count: _Optional[int] = ..., judge_outages: _Optional[_Iterable[_Union[JudgeOutage, _Mapping]]] = ...) -> None: ...
+
+class JudgeOutage(_message.Message):
+    __slots__ = ("name", "reason", "waiting", "seconds")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    reason: str
+    waiting: int
+    seconds: float
+    def __init__(self, name: _Optional[str] = ..., reason: _Optional[str] = ..., waiting: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class HeartbeatResponse(_message.Message):
     __slots__ = ("epoch", "drain", "heartbeat_s")

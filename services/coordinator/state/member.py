@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -67,12 +67,15 @@ class Pulse:
     tokens_per_s: float = 0.0
     version: int = -1
     """The version that the member reported. For a replica, `Member.weights` is what counts."""
+    judge_outages: Sequence[fleet_pb2.JudgeOutage] = ()
+    """Judges that do not answer a replica."""
 
     def next(self, beat: fleet_pb2.HeartbeatRequest) -> "Pulse":
         now = time.monotonic()
         grown = max(0, beat.tokens - self.tokens) / max(now - self.at, 1e-3) if self.tokens else 0.0
         smooth = 0.7 * self.tokens_per_s + 0.3 * grown
-        return Pulse(now, beat.running, beat.waiting, beat.free, beat.tokens, smooth, beat.version)
+        outages = tuple(beat.judge_outages)
+        return Pulse(now, beat.running, beat.waiting, beat.free, beat.tokens, smooth, beat.version, outages)
 
 
 @dataclass

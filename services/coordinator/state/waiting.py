@@ -31,7 +31,7 @@ def waits_for(
         return None
     if trainer.configuring:
         return WaitingView(reason=WaitingFor.TRAINER_LOADING, message=f"{trainer.id} loads the model")
-    return _for_replicas(job, replicas)
+    return _for_replicas(job, replicas) or _for_judges(replicas)
 
 
 def _for_replicas(job: JobRecord, replicas: Sequence[Member]) -> WaitingView | None:
@@ -48,6 +48,22 @@ def _for_replicas(job: JobRecord, replicas: Sequence[Member]) -> WaitingView | N
             parts.append(f"{how} {len(each)} of {_replicas(total)}: {each[0].error}")
     reason = WaitingFor.REPLICAS_REFUSED if len(refused) == total else WaitingFor.REPLICAS_FAILED
     return WaitingView(reason=WaitingFor.REPLICAS_PREPARING if preparing else reason, message="; ".join(parts))
+
+
+def _for_judges(replicas: Sequence[Member]) -> WaitingView | None:
+    """The first judge, by name, that does not answer some of the replicas."""
+    told = [outage for m in replicas for outage in m.pulse.judge_outages]
+    if not told:
+        return None
+    name = min(outage.name for outage in told)
+    of_judge = [outage for outage in told if outage.name == name]
+    longest = max(of_judge, key=lambda outage: outage.seconds)
+    requests = sum(outage.waiting for outage in of_judge)
+    where = f"{len(of_judge)} of {_replicas(len(replicas))}"
+    message = (
+        f"the judge {name} does not answer {where}: {longest.reason}; {requests} requests wait, generation goes on"
+    )
+    return WaitingView(reason=WaitingFor.JUDGE, message=message)
 
 
 def _replicas(count: int) -> str:

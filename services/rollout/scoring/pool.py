@@ -49,15 +49,15 @@ class ScoringPool(ProcessPool):
         required: bool = False,
         start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
-        """`terms`: at least one function. `timeout_s` limits one call, `start_timeout_s` the loading of the functions.
-        `memory_mb`: what one process and all that it starts may allocate beyond the size of Python itself. Without
-        `network` the functions cannot reach any network. `required`: a machine that does not give every boundary is
-        refused."""
+        """`terms`: the functions; without any there are no processes. `timeout_s` limits one call, `start_timeout_s`
+        the loading of the functions. `memory_mb`: what one process and all that it starts may allocate beyond the size
+        of Python itself. Without `network` the functions cannot reach any network. `required`: a machine that does not
+        give every boundary is refused."""
         names = ", ".join(dict.fromkeys(term.function for term in terms))
         super().__init__(
             RewardSetup(names, {}, memory_mb, network, required, terms, timeout_s), workers, start_timeout_s
         )
-        self._terms = terms
+        self.terms = terms
         self._timeout_s = timeout_s
 
     @classmethod
@@ -72,6 +72,11 @@ class ScoringPool(ProcessPool):
             required=reward.isolation == "required",
         )
 
+    async def start(self) -> None:
+        """See `ProcessPool`."""
+        if self.terms:
+            await super().start()
+
     async def score_group(
         self, data_source: str, answers: Sequence[str], ground_truth: Any, extra_info: Mapping[str, Any]
     ) -> list[Scored]:
@@ -79,13 +84,18 @@ class ScoringPool(ProcessPool):
 
         Raises Unavailable where the pool is closed, or no process can be started any more.
         """
+        return summed(self.terms, await self.scores_by_term(data_source, answers, ground_truth, extra_info))
+
+    async def scores_by_term(
+        self, data_source: str, answers: Sequence[str], ground_truth: Any, extra_info: Mapping[str, Any]
+    ) -> list[list[Scored]]:
+        """The scores of the answers by each function. Raises as `score_group`."""
         rest = {"data_source": data_source, "ground_truth": ground_truth, "extra_info": dict(extra_info)}
-        calls = (self._score_term(number, answers, rest) for number in range(len(self._terms)))
-        return summed(self._terms, await _every(calls))
+        return await _every(self._score_term(number, answers, rest) for number in range(len(self.terms)))
 
     async def _score_term(self, number: int, answers: Sequence[str], rest: Mapping[str, Any]) -> list[Scored]:
         """The scores by one function: of all answers in one call, or of each in a call of its own."""
-        batches = [answers] if self._terms[number].scope == "group" else [[answer] for answer in answers]
+        batches = [answers] if self.terms[number].scope == "group" else [[answer] for answer in answers]
         calls = (self._score({"term": number, "answers": batch, **rest}) for batch in batches if batch)
         return [scored for of_call in await _every(calls) for scored in of_call]
 

@@ -2,10 +2,19 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from millrace.rewards.outcome import NOT_FINITE, fits
-from millrace.rewards.term import Term
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What is scored."""
+
+    text: str
+    """The answer; of an episode of several turns the last one."""
+    conversation: str = ""
+    """All of its episode, as the model saw it."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +30,19 @@ class Scored:
     """`timeout after 10 s`, `raised ValueError: ...`, `killed: memory limit 512 MB`, `returned nan`."""
 
 
-def summed(terms: Sequence[Term], scored: Sequence[Sequence[Scored]]) -> list[Scored]:
+class Weighted(Protocol):
+    """A part of a reward."""
+
+    @property
+    def name(self) -> str:
+        """Name of its score; empty where that is the reward."""
+
+    @property
+    def weight(self) -> float:
+        """Factor of its score in the reward."""
+
+
+def summed(terms: Sequence[Weighted], scored: Sequence[Sequence[Scored]]) -> list[Scored]:
     """The reward of each answer from its scores by each of `terms`.
 
     The score of the only function without a name is the reward. Otherwise the reward is the sum of the scores times
@@ -33,7 +54,7 @@ def summed(terms: Sequence[Term], scored: Sequence[Sequence[Scored]]) -> list[Sc
     return [_sum(terms, of_answer) for of_answer in zip(*scored, strict=True)]
 
 
-def _sum(terms: Sequence[Term], scored: Sequence[Scored]) -> Scored:
+def _sum(terms: Sequence[Weighted], scored: Sequence[Scored]) -> Scored:
     seconds = sum(each.seconds for each in scored)
     total, details, scores = 0.0, dict[str, Any](), dict[str, float]()
     for term, each in zip(terms, scored, strict=True):

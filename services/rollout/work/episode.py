@@ -127,6 +127,11 @@ class Episode:
         """The text of the last turn."""
         return self.trajectories[-1].turns[-1].sample.text
 
+    def conversation(self, prompt_text: str) -> str:
+        """All of its last trajectory as text, with special tokens. `prompt_text`: the group's prompt."""
+        last = self.trajectories[-1]
+        return (last.prompt_text or prompt_text) + "".join(turn.given_text + turn.sample.text for turn in last.turns)
+
     def without_experts(self) -> Self:
         """The episode without the experts that the engine's routers chose."""
         bare = (

@@ -14,7 +14,7 @@ from millrace.rewards.outcome import BadOutcome, separate_rewards
 from millrace.wire.arrays import pack_tokens
 from millrace.wire.v1 import common_pb2, work_pb2
 from services.rollout.engine import Engine, Sample, Sampling
-from services.rollout.scoring.pool import Scored
+from services.rollout.scoring.scored import Answer, Scored
 from services.rollout.work.episode import Episode
 from services.rollout.work.job import Job, Prompt
 
@@ -105,8 +105,9 @@ class GroupGenerator:
         self, prompt: Prompt, episodes: Sequence[Episode], purpose: common_pb2.Purpose
     ) -> list[Scored] | Drop:
         """The scores of the episodes: those of their environment, or of the reward function where it gave none."""
-        row, answers = prompt.row, [episode.answer for episode in episodes if episode.scored is None]
-        found = iter(await self.job.scoring.score_group(row.data_source, answers, row.ground_truth, row.extra_info))
+        unscored = [episode for episode in episodes if episode.scored is None]
+        answers = [Answer(episode.answer, episode.conversation(prompt.text)) for episode in unscored]
+        found = iter(await self.job.reward.score_group(prompt.row, answers))
         scores = [next(found) if episode.scored is None else episode.scored for episode in episodes]
         if failure := next((score.failure for score in scores if score.failure is not None), None):
             return Drop(DropReason.REWARD_FAILED, failure)

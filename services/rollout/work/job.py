@@ -17,7 +17,9 @@ from millrace.wire.v1 import work_pb2
 from services.rollout.episodes.chat import Chat
 from services.rollout.episodes.environments import Environments
 from services.rollout.episodes.opening import environments_of
+from services.rollout.judges.scorer import JudgeScorer
 from services.rollout.scoring.pool import ScoringPool
+from services.rollout.scoring.reward import RewardScorer
 
 
 @dataclass(frozen=True)
@@ -41,11 +43,14 @@ class Job:
         scoring: ScoringPool,
         environments: Environments | None = None,
         chat: Chat | None = None,
+        judges: Sequence[JudgeScorer] = (),
     ) -> None:
         """With `environments` there is the `chat` format in which the policy talks to them."""
         self.id = job_id
         self.spec = spec
         self.scoring = scoring
+        self.judges = judges
+        self.reward = RewardScorer(scoring, judges)
         self.environments = environments
         self.chat = chat
         self._tokenizer = tokenizer
@@ -53,12 +58,13 @@ class Job:
     @classmethod
     async def open(cls, job_id: JobId, spec: JobSpec) -> "Job":
         """Loads the tokenizer and starts the processes of reward and environment. Raises InvalidJob."""
+        judges = [JudgeScorer(term) for term in spec.reward.judge_terms]
         tokenizer = await asyncio.to_thread(_load_tokenizer, spec)
         terms = spec.reward.terms(procedural=bool(spec.data.procedural))
         scoring = ScoringPool.of_job(spec.reward, terms, spec.reward.workers)
         await scoring.start()
         if (environment := spec.rollout.environment) is None:
-            return cls(job_id, spec, tokenizer, scoring)
+            return cls(job_id, spec, tokenizer, scoring, judges=judges)
         environments = environments_of(environment, spec.reward)
         try:
             await environments.start()
@@ -66,10 +72,12 @@ class Job:
         except BaseException:
             await asyncio.gather(scoring.close(), environments.close())
             raise
-        return cls(job_id, spec, tokenizer, scoring, environments, chat)
+        return cls(job_id, spec, tokenizer, scoring, environments, chat, judges)
 
     async def close(self) -> None:
         await self.scoring.close()
+        for judge in self.judges:
+            await judge.close()
         if self.environments is not None:
             await self.environments.close()
 

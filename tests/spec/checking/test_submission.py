@@ -300,3 +300,28 @@ def test_rows_that_by_data_source_cannot_score_are_refused_by_their_source(tmp_p
         submission.check(tree | {"reward": {"functions": functions}})
     rows = write_rows(tmp_path / "gsm8k.parquet", [PromptRow(0, "openai/gsm8k", "1 + 1 =", ground_truth="2")])
     submission.check(tree | {"reward": {"function": "by_data_source"}, "data": {"files": [str(rows)]}})
+
+
+@pytest.mark.parametrize(
+    ("judge", "words"),
+    [
+        ({"prompt": "{{anser}}"}, r"judge\.prompt: .*\{\{anser\}\} is not known with scope: answer"),
+        ({"prompt": "{{answers}}"}, r"judge\.prompt: .*\{\{answers\}\} is not known"),
+        ({"prompt": "Rate it: {{prompt}}"}, r"judge\.prompt: .*it shows no answer: write \{\{answer\}\}"),
+        ({"prompt_file": "judge.txt"}, r"judge\.prompt_file: .*is not an absolute path"),
+        ({"prompt_file": "/nowhere/judge.txt"}, r"judge\.prompt_file: .*cannot be read: No such file"),
+        ({"prompt": "{{answer}}", "pattern": "("}, r'judge\.pattern: "\(": is not a regular expression'),
+    ],
+)
+def test_a_judge_that_cannot_be_asked_is_refused(judge: dict[str, Any], words: str, tmp_path: Path) -> None:
+    whole = {"url": "http://judge:8000/v1", "model": "j", **judge}
+    reward = {"functions": [{"name": "quality", "judge": whole}]}
+    with pytest.raises(InvalidJob, match=rf"reward\.functions\.0\.{words}"):
+        submission.check(job(tmp_path, {}) | {"reward": reward})
+
+
+def test_a_judge_may_be_the_whole_reward(tmp_path: Path) -> None:
+    (tmp_path / "judge.txt").write_text("Rate {{ answers }}")
+    judge = {"url": "http://judge:8000/v1", "model": "j", "prompt_file": str(tmp_path / "judge.txt")}
+    reward = {"functions": [{"name": "quality", "scope": "group", "judge": judge}]}
+    assert submission.check(job(tmp_path, {}) | {"reward": reward}).reward.judge_terms[0].scope == "group"

@@ -1,7 +1,9 @@
 """What `millrace validate` finds beyond the fields: in every row, in prompts as tokens, in the reward and the model."""
 
 import gzip
+import http.server
 import json
+import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from millrace.data.row import PromptRow
 from millrace.data.write import write_rows
 from millrace.spec import parse
 from millrace.spec.checking import thorough
-from millrace.spec.checking.trials import RewardTrial, model_mistakes
+from millrace.spec.checking.trials import RewardTrial, ask_judges, model_mistakes
 from tests.models import CHATML, byte_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -151,3 +153,31 @@ def test_an_output_with_checkpoints_of_another_job_is_told(tmp_path: Path) -> No
     (tmp_path / "out" / "checkpoints" / "step-3").mkdir(parents=True)
     (mistake,) = thorough._output(spec_of(tmp_path, "x.jsonl"))
     assert "holds checkpoints of an earlier job" in mistake.reason and "millrace resume" in mistake.fix
+
+
+def test_judges_are_asked_once_where_that_is_wanted(tmp_path: Path) -> None:
+    asked = []
+
+    class Judge(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            text = json.dumps({"choices": [{"message": {"content": "Score: 7" if len(asked) == 1 else "?"}}]})
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, *arguments: Any) -> None:
+            """Prints nothing."""
+
+    write_rows(tmp_path / "train.parquet", rows(3))
+    with http.server.HTTPServer(("127.0.0.1", 0), Judge) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        judge = {"url": f"http://127.0.0.1:{server.server_port}/v1", "model": "j", "scale": [0, 10], "retries": 0}
+        reward = {"functions": [{"name": "quality", "judge": {**judge, "prompt": "{{prompt}} {{answer}}"}}]}
+        spec, notes = spec_of(tmp_path, "train.parquet", reward), list[str]()
+        assert ask_judges(spec, "data", rows(2)[1], notes) == []
+        (mistake,) = ask_judges(spec, "data", rows(2)[1], notes)
+        server.shutdown()
+    assert asked[0]["messages"] == [{"role": "user", "content": "1 + 0 = 1"}]
+    assert notes == ["reward.functions.0.judge: gives 0.7 to the ground truth of row 1 of data"]
+    assert str(mistake).startswith("reward.functions.0.judge: about row 1 of data the judge gave no score: ")

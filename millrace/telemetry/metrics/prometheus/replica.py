@@ -1,6 +1,6 @@
 """Prometheus metrics of a replica: its engine and its leases."""
 
-from prometheus_client import Gauge
+from prometheus_client import Counter, Gauge
 
 from millrace.telemetry.metrics.declaration import Unit
 from millrace.telemetry.metrics.prometheus.declaration import PrometheusMetric
@@ -20,4 +20,25 @@ ENGINE_CAPACITY = PrometheusMetric(
 LEASES_HELD = PrometheusMetric(Gauge, "millrace_leases_held", Unit.COUNT, "Prompts that the replica works on.")
 DRAINING = PrometheusMetric(
     Gauge, "millrace_replica_draining", Unit.COUNT, "1 while the replica takes no new leases and finishes those it has."
+)
+JUDGE_WAITING = PrometheusMetric(
+    Gauge,
+    "millrace_judge_waiting_requests",
+    Unit.COUNT,
+    "Requests to a judge that are asked or wait, by the name of the part of the reward.",
+    ("judge",),
+)
+JUDGE_DOWN = PrometheusMetric(
+    Gauge,
+    "millrace_judge_down_seconds",
+    Unit.SECONDS,
+    "How long a judge has not answered this replica; 0: it answers.",
+    ("judge",),
+)
+JUDGE_REQUESTS = PrometheusMetric(
+    Counter,
+    "millrace_judge_requests_total",
+    Unit.COUNT,
+    "Requests to a judge by how they ended: answered, refused, given_up; and repeated, of those that were asked again.",
+    ("judge", "outcome"),
 )

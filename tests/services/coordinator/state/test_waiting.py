@@ -7,6 +7,7 @@ import pytest
 from millrace.errors import InvalidJob, Unavailable
 from millrace.ids import JobId, MemberId, Version
 from millrace.rest import JobState, MemberKind, WaitingFor
+from millrace.wire.v1 import fleet_pb2
 from services.coordinator.state.job import ENDED, JobRecord
 from services.coordinator.state.member import Configured, Member, Unconfigured, Weights
 from services.coordinator.state.waiting import waits_for
@@ -39,6 +40,24 @@ def with_weights(job_id: JobId = RUNNING.id) -> Member:
     one = member()
     one.configured, one.weights = Configured(job_id, 1, "float32"), Weights(job_id, 0, Version(0))
     return one
+
+
+def without_judge(name: str, seconds: float, waiting: int) -> Member:
+    one = with_weights()
+    outage = fleet_pb2.JudgeOutage(name=name, reason=f"down {seconds:g} s", waiting=waiting, seconds=seconds)
+    one.pulse = one.pulse.next(fleet_pb2.HeartbeatRequest(judge_outages=[outage]))
+    return one
+
+
+def test_a_job_says_that_its_scores_wait_for_a_judge() -> None:
+    replicas = [without_judge("quality", 3, 5), without_judge("quality", 9, 2), without_judge("style", 1, 1)]
+    found = waits_for(RUNNING, RUNNING, TRAINER, replicas)
+    assert found is not None and found.reason is WaitingFor.JUDGE
+    assert found.message == (
+        "the judge quality does not answer 2 of 3 replicas: down 9 s; 7 requests wait, generation goes on"
+    )
+    replicas[0].pulse = replicas[0].pulse.next(fleet_pb2.HeartbeatRequest())
+    assert waits_for(RUNNING, RUNNING, TRAINER, replicas[:1]) is None, "the judge answers again"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+"""Judges of a job, and the rules about them."""

@@ -1,0 +1,1 @@
+"""Judges: language models behind OpenAI-compatible endpoints that score answers."""

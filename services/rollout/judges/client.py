@@ -1,0 +1,205 @@
+"""Asks a judge: a bounded number of requests at a time, each repeated for as long as the judge may be down.
+
+A judge is down from the first request that it does not answer until it answers one. Nobody else has to wait for that:
+the coroutine that asks does.
+"""
+
+import asyncio
+import json
+import os
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from typing import Any, NoReturn
+
+import httpx
+import structlog
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type
+
+from millrace.spec.judges.judge import Judge
+
+log = structlog.get_logger(__name__)
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+LARGEST_ANSWER = 16 << 20
+"""Bytes of an answer of the endpoint."""
+BUSY = frozenset({408, 409, 425, 429})
+"""Statuses after which the same request may succeed, besides those from 500 on."""
+LONGEST_SHOWN = 300
+Message = Mapping[str, str]
+
+
+class JudgeRefused(Exception):
+    """The judge refuses the request: repeating it would not help."""
+
+
+class JudgeDown(Exception):
+    """The judge has not answered for `deadline_s`."""
+
+
+class _NotNow(Exception):
+    """The judge does not answer at the moment. `after_s`: when it wants to be asked again."""
+
+    def __init__(self, why: str, after_s: float | None = None) -> None:
+        super().__init__(why)
+        self.after_s = after_s
+
+
+@dataclass(frozen=True)
+class Outage:
+    """A judge is down."""
+
+    since: float
+    """time.monotonic() of the first request that it did not answer."""
+    why: str
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.since
+
+
+class JudgeClient:
+    """One judge of one job. Use it in one event loop; `close` ends its connections."""
+
+    def __init__(self, judge: Judge, name: str) -> None:
+        """`name`: of the part of the reward, for messages. Raises KeyError where the environment has no such key."""
+        self.judge = judge
+        self.name = name
+        self.outage: Outage | None = None
+        """Set while the judge is down."""
+        self.waiting = 0
+        """Requests that are asked or wait."""
+        self.asked = {"answered": 0, "repeated": 0, "refused": 0, "given_up": 0}
+        """How often requests ended in which way."""
+        key = os.environ[judge.api_key_env] if judge.api_key_env is not None else None
+        self._http = httpx.AsyncClient(
+            headers={"Authorization": f"Bearer {key}"} if key is not None else {},
+            timeout=judge.timeout_s,
+            limits=httpx.Limits(max_connections=judge.max_concurrent),
+        )
+        self._slots = asyncio.Semaphore(judge.max_concurrent)
+
+    async def ask(self, messages: Sequence[Message]) -> str:
+        """The judge's reply. Raises JudgeDown, JudgeRefused."""
+        arrived = time.monotonic()
+        self.waiting += 1
+        try:
+            async with self._slots:
+                self._give_up_after(arrived)
+                return await self._patiently(messages, time.monotonic())
+        finally:
+            self.waiting -= 1
+
+    def _give_up_after(self, arrived: float) -> None:
+        """Ends what waited in line for as long as others waited for an answer."""
+        if self.outage is not None and self._is_over(max(arrived, self.outage.since)):
+            self._give_up(self.outage.why)
+
+    def _is_over(self, since: float) -> bool:
+        return time.monotonic() - since >= self.judge.deadline_s
+
+    def _give_up(self, why: str) -> NoReturn:
+        self.asked["given_up"] += 1
+        raise JudgeDown(f"did not answer for {self.judge.deadline_s:g} s: {why}")
+
+    async def _patiently(self, messages: Sequence[Message], began: float) -> str:
+        """Repeats a request until it is answered, refused, or the deadline is over."""
+        attempts = AsyncRetrying(
+            retry=retry_if_exception_type(_NotNow),
+            stop=lambda _: self._is_over(began),
+            wait=lambda state: min(_pause_s(state), max(0.0, began + self.judge.deadline_s - time.monotonic())),
+            before_sleep=self._repeats,
+            reraise=True,
+        )
+        try:
+            reply: str = await attempts(self._ask_once, messages)
+        except _NotNow as error:
+            self._give_up(str(error))
+        except JudgeRefused:
+            self.asked["refused"] += 1
+            raise
+        self.asked["answered"] += 1
+        return reply
+
+    async def _repeats(self, state: RetryCallState) -> None:
+        self.asked["repeated"] += 1
+
+    async def _ask_once(self, messages: Sequence[Message]) -> str:
+        try:
+            reply = await self._exchange(messages)
+        except _NotNow as error:
+            if self.outage is None:
+                self.outage = Outage(time.monotonic(), str(error))
+                log.warning("a judge does not answer; scores wait", judge=self.name, reason=str(error))
+            raise
+        except JudgeRefused:
+            self._is_back()
+            raise
+        self._is_back()
+        return reply
+
+    def _is_back(self) -> None:
+        if self.outage is not None:
+            log.info("the judge answers again", judge=self.name, seconds=round(self.outage.seconds, 1))
+            self.outage = None
+
+    async def _exchange(self, messages: Sequence[Message]) -> str:
+        body = {**self.judge.options, "model": self.judge.model, "messages": list(messages), "stream": False}
+        url = f"{self.judge.url.rstrip('/')}/chat/completions"
+        try:
+            async with asyncio.timeout(self.judge.timeout_s), self._http.stream("POST", url, json=body) as response:
+                text = await _read(response)
+        except TimeoutError as error:
+            raise _NotNow(f"no answer within {self.judge.timeout_s:g} s") from error
+        except httpx.TransportError as error:
+            raise _NotNow(str(error) or type(error).__name__) from error
+        if response.status_code in BUSY or response.status_code >= 500:
+            raise _NotNow(f"status {response.status_code}: {_short(text)}", _retry_after_s(response))
+        if response.status_code != 200:
+            raise JudgeRefused(f"refused the request with status {response.status_code}: {_short(text)}")
+        return _content(text)
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+
+async def _read(response: httpx.Response) -> bytes:
+    held = bytearray()
+    async for part in response.aiter_bytes():
+        held += part
+        if len(held) > LARGEST_ANSWER:
+            raise JudgeRefused(f"answered more than {LARGEST_ANSWER} bytes")
+    return bytes(held)
+
+
+def _content(text: bytes) -> str:
+    """The text of the first choice; empty where the model said nothing."""
+    try:
+        content: Any = json.loads(text)["choices"][0]["message"].get("content")
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise JudgeRefused(f"is no OpenAI-compatible endpoint: it answered {_short(text)}") from error
+    return content if isinstance(content, str) else ""
+
+
+def _short(text: bytes) -> str:
+    return text[:LONGEST_SHOWN].decode(errors="replace").strip() or "nothing"
+
+
+def _pause_s(state: RetryCallState) -> float:
+    """What the judge asked for; otherwise twice as long each time. Jitter keeps requests apart."""
+    error = state.outcome.exception() if state.outcome is not None else None
+    if isinstance(error, _NotNow) and error.after_s is not None:
+        return error.after_s + random.uniform(0.0, FIRST_PAUSE_S)
+    longest = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(state.attempt_number - 1, 16))
+    return random.uniform(longest / 2, longest)
+
+
+def _retry_after_s(response: httpx.Response) -> float | None:
+    """The seconds of the header Retry-After, which has seconds or a date."""
+    told = response.headers.get("Retry-After", "").strip()
+    try:
+        seconds = float(told) if told[:1].isdigit() else parsedate_to_datetime(told).timestamp() - time.time()
+    except (ValueError, TypeError, OverflowError):
+        return None
+    return max(0.0, seconds)
