@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 EXTRAS := cpu,dev
 OVERRIDES := deploy/cpu-overrides.txt
-SLOW := slow or matrix or e2e or chaos or compose or gpu or hosts
+SLOW := slow or matrix or e2e or chaos or compose or gpu or hosts or web
 # Tests that run side by side: two workers for the cores, and one for the tests that mostly wait.
 WORKERS ?= 3
 # Torch's stores look up by name whoever connects, and a name server that drops a question costs five seconds by default.
@@ -29,7 +29,7 @@ export MPLBACKEND ?= Agg
 export TOKENIZERS_PARALLELISM ?= false
 export VLLM_NO_USAGE_STATS ?= 1
 
-.PHONY: help install demo test tests test-all tests-all test-fast test-compose test-hosts lint style types format proto bench bench-learning chaos clean
+.PHONY: help install demo test tests test-all tests-all test-fast test-compose test-hosts test-web web lint style types format proto bench bench-learning chaos clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -53,13 +53,13 @@ test: style ## lint, types and tests: every claim, and of each matrix a covering
 	@$(MAKE) --no-print-directory --jobs 2 types tests
 
 tests: $(INSTALLED)
-	$(PYTEST) -m "not compose and not hosts and not matrix" $(TESTS)
+	$(PYTEST) -m "not compose and not hosts and not web and not matrix" $(TESTS)
 
 test-all: style ## before a release: `make test`, and each architecture, topology and fault of every matrix with real engines
 	@$(MAKE) --no-print-directory --jobs 2 types tests-all
 
 tests-all: $(INSTALLED)
-	$(PYTEST) -m "not compose and not hosts" $(TESTS)
+	$(PYTEST) -m "not compose and not hosts and not web" $(TESTS)
 
 # One thread a process: with tiny models, threads beyond the cores only wait for each other.
 tests tests-all test-fast: export OMP_NUM_THREADS ?= 1
@@ -74,6 +74,15 @@ test-compose: $(INSTALLED) ## the containers: builds them, trains, scales, kills
 test-hosts: export OMP_NUM_THREADS ?= 1
 test-hosts: $(INSTALLED) ## the demo's job over six hosts of network namespaces, with cut and slow links (needs root; minutes)
 	$(RESOLVER) $(BIN)/python -m pytest -m hosts --capture=no $(or $(TESTS),tests/hosts)
+
+test-web: $(INSTALLED) ## the page in headless Chromium (needs chromium, or CHROMIUM=/path/to/one)
+	@command -v "$${CHROMIUM:-chromium}" > /dev/null || { echo "chromium is missing: apt-get install chromium, or name one in CHROMIUM"; exit 1; }
+	$(BIN)/python -c 'import playwright' 2> /dev/null || $(BIN)/uv pip install --quiet --python $(BIN)/python -e ".[web-tests]"
+	$(RESOLVER) $(BIN)/python -m pytest -m web $(or $(TESTS),tests/web)
+
+web: ## builds the page of web/ into the coordinator's static folder (needs Node 20 or later)
+	$(BIN)/python web/rest_types.py > web/src/rest.ts
+	cd web && npm install --no-package-lock --no-fund --no-audit && npm run build
 
 lint: style types ## ruff, mypy, and whether the stubs are those of proto/
 

@@ -217,6 +217,49 @@ class StepMetrics(BaseModel):
     values: dict[str, Figure]
 
 
+class SpecView(BaseModel):
+    """A job spec, and the part of it that differs from the defaults."""
+
+    spec: dict[str, Any] = Field(description="The job spec with all defaults.")
+    given: dict[str, Any] = Field(description="Fields whose values are not the defaults, nested as in the spec.")
+
+
+class ValidationView(BaseModel):
+    """Whether a job spec can be submitted."""
+
+    valid: bool
+    spec: SpecView | None = Field(description="The spec as it would be stored; null where it is not valid.")
+    mistakes: list[Mistake] = Field(description="Everything that is wrong in it.")
+    detail: str = Field(description="For people: what is wrong; empty where it is valid.")
+    fix: str = Field(description="What to do next; empty where `detail` or `mistakes` say it.")
+
+
+class MetricView(BaseModel):
+    """A step metric that a job has."""
+
+    key: str
+    section: str = Field(description="Heading of its section in docs/metrics.md.")
+    unit: str = Field(description="Empty where this release does not declare the metric.")
+    meaning: str = Field(description="One sentence in Markdown.")
+
+
+class BandView(BaseModel):
+    """One metric at each point of a curve; null where no step of the point has it."""
+
+    mean: list[Figure | None]
+    least: list[Figure | None] = Field(description="Least value of the point's steps; empty where each has one step.")
+    greatest: list[Figure | None] = Field(description="As `least`.")
+
+
+class SeriesView(BaseModel):
+    """Curves of step metrics. A point stands for one step, or for several steps in a row."""
+
+    steps: list[int] = Field(description="The last step of each point.")
+    time_s: list[float] = Field(description="Unix time of that step.")
+    tokens: list[float] = Field(description="Prompt and response tokens that the point's steps were trained on.")
+    metrics: dict[str, BandView]
+
+
 class TurnView(BaseModel):
     """One answer of the policy within a response, and what it was given before."""
 
@@ -247,7 +290,44 @@ class SampleView(BaseModel):
     sampled_tokens: int | None = Field(None, description="Tokens that the policy sampled; null in older samples.")
     episode: int = Field(0, description="The prompt's episode that the trajectory belongs to, counted from 0.")
     turns: list[TurnView] = Field([], description="The turns; none where the answer is one turn.")
+    data_source: str = Field("", description="`data_source` of the prompt's row; empty in older samples.")
+    details: dict[str, Any] = Field({}, description="What the reward function returned besides the score.")
+    record: str = Field("", description="Names the record of the group's tokens; empty where none was kept.")
     metadata: dict[str, Any] = Field({}, description="What else the environment said of the trajectory.")
+
+
+class GroupView(BaseModel):
+    """The samples of one prompt in one step."""
+
+    step: int
+    prompt_id: str
+    purpose: str = Field(description="train or evaluation")
+    data_source: str
+    samples: list[SampleView] = Field(description="One for each trajectory, in order.")
+
+
+class GroupPage(BaseModel):
+    """One page of groups, the newest first."""
+
+    groups: list[GroupView]
+    next: int | None = Field(
+        description="`cursor` of the page that follows; null on the last page. A page with a filter may be short: only"
+        " so many samples are looked at for one page."
+    )
+    total: int = Field(description="Number of trajectories that the job keeps.")
+
+
+class TokensView(BaseModel):
+    """The tokens of one trajectory: the prompt's, then those of the response, sampled and given."""
+
+    prompt_tokens: int = Field(description="How many of the tokens are the prompt's.")
+    ids: list[int]
+    texts: list[str] | None = Field(
+        description="Text of each token; null where the coordinator's host does not have the tokenizer. A character of"
+        " several tokens is the text of the last of them."
+    )
+    logprobs: list[Figure | None] = Field(description="Of each sampled token under the engine, in nats; null: given.")
+    versions: list[int | None] = Field(description="Weight version that sampled each token; null: given.")
 
 
 class ProblemType(StrEnum):

@@ -56,3 +56,5 @@ class Tracking(StrictModel):
     """true: Weights & Biases and MLflow write into the output folder and send nothing: docs/running.md."""
     samples_per_step: int = Field(4, ge=0, le=1000)
     """Groups of each step that are kept for GET /v1/jobs/{id}/samples and sent to the trackers."""
+    samples_kept: int = Field(2000, ge=1, le=2_000_000)
+    """Trajectories of the whole job that are kept, the newest ones. Redis holds their prompts and answers."""

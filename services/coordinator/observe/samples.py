@@ -10,7 +10,9 @@ from millrace.rest import SampleView, TurnView
 from millrace.trajectories import episode_sizes, sampled_spans
 from millrace.wire.enums import PURPOSES
 from millrace.wire.v1 import common_pb2
+from services.coordinator.observe import tokens
 from services.coordinator.store.prompts import Prompts
+from services.coordinator.store.records import Records
 
 STOPS = {
     common_pb2.STOP_REASON_END_OF_TURN: "end_of_turn",
@@ -19,21 +21,27 @@ STOPS = {
 }
 
 
-async def samples_in(prompts: Prompts, wanted: Sequence[PromptId], step: int) -> list[SampleView]:
-    """Samples of `step`, from those of the `wanted` groups that the store still holds."""
-    groups = [common_pb2.Group.FromString(g) for p in wanted if (g := await prompts.group(p)) is not None]
-    return [sample for group in groups for sample in samples_of(group, step)]
+async def samples_in(prompts: Prompts, records: Records, wanted: Sequence[PromptId], step: int) -> list[SampleView]:
+    """Samples of `step`, from those of the `wanted` groups that the store still holds. Their tokens are kept too."""
+    found: list[SampleView] = []
+    for prompt in wanted:
+        if (data := await prompts.group(prompt)) is not None:
+            group = common_pb2.Group.FromString(data)
+            found += samples_of(group, step, await records.add_tokens(tokens.record(group)))
+    return found
 
 
-def samples_of(group: common_pb2.Group, step: int) -> list[SampleView]:
-    """One sample for each trajectory of a group that belongs to `step`. The group may be one that `fault` refuses."""
+def samples_of(group: common_pb2.Group, step: int, record: str = "") -> list[SampleView]:
+    """One sample for each trajectory of a group that belongs to `step`. The group may be one that `fault` refuses.
+    `record` names what is kept of its tokens."""
     counted = (itertools.repeat(number, size) for number, size in enumerate(episode_sizes(group)))
     numbers = itertools.chain(itertools.chain.from_iterable(counted), itertools.repeat(0))
-    return [_sample(group, one, step, number) for one, number in zip(group.trajectories, numbers, strict=False)]
+    shown = zip(group.trajectories, numbers, strict=False)
+    return [_sample(group, one, step, number).model_copy(update={"record": record}) for one, number in shown]
 
 
 def _sample(group: common_pb2.Group, trajectory: common_pb2.Trajectory, step: int, episode: int) -> SampleView:
-    turns = _turns(trajectory)
+    turns, details = _turns(trajectory), _json(trajectory.reward_details)
     return SampleView(
         step=step,
         prompt_id=group.prompt_id,
@@ -50,6 +58,8 @@ def _sample(group: common_pb2.Group, trajectory: common_pb2.Trajectory, step: in
         sampled_tokens=sum(end - start for start, end in sampled_spans(trajectory)),
         episode=episode,
         turns=turns,
+        data_source=group.data_source,
+        details=details if isinstance(details, dict) else {},
         metadata=metadata if isinstance(metadata := _json(trajectory.metadata), dict) else {},
     )
 

@@ -1,11 +1,9 @@
-"""The FastAPI application: routes, errors, token, health, page."""
+"""The FastAPI application: routes, errors, token, health."""
 
 import os
 import socket
-from pathlib import Path
 
 from fastapi import Depends, FastAPI, Response
-from fastapi.responses import FileResponse
 from pydantic import BaseModel, Field
 
 from millrace import __version__
@@ -13,14 +11,14 @@ from millrace.errors import Unavailable
 from millrace.wire.channel import token
 from services.coordinator.jobs.control import Control
 from services.coordinator.jobs.waiting import JobViews
-from services.coordinator.rest import callers, documentation, fleet, jobs, timeline
+from services.coordinator.rest import callers, documentation, fleet, jobs, page, timeline
 from services.coordinator.rest.crowd import MOST_REQUESTS, InProgress
 from services.coordinator.rest.problems import install
+from services.coordinator.rest.reading import spec
 from services.coordinator.rest.schema import CALLERS, EVERYWHERE, Application, Responses, error_responses
 from services.coordinator.rest.timed import Timed
 from services.coordinator.stages.run import Components
 
-PAGE = Path(__file__).parent / "page.html"
 ABOUT = """Reinforcement-learning post-training of language models as three services.
 
 Submit a **job**, follow its **events**, read its **metrics**, **samples** and **ledger**, and see the **fleet** of
@@ -62,16 +60,14 @@ def application(components: Components, control: Control, views: JobViews, name:
     )
     app.include_router(timeline.routes(components.store, components.spans), dependencies=allowed, responses=CALLERS)
     app.include_router(fleet.routes(components.fleet, components.queue), dependencies=allowed, responses=CALLERS)
+    app.include_router(spec.routes(), dependencies=allowed, responses=CALLERS)
     _operations(app, components)
     documentation.add(app)
+    page.add(app)
     return app
 
 
 def _operations(app: FastAPI, components: Components) -> None:
-    @app.get("/", include_in_schema=False)
-    async def page() -> FileResponse:
-        return FileResponse(PAGE, media_type="text/html")
-
     @app.get("/healthz", tags=["operations"])
     async def healthz() -> Health:
         """Whether the process runs."""
@@ -92,8 +88,8 @@ def _operations(app: FastAPI, components: Components) -> None:
     )
     async def metrics() -> Response:
         """Metrics in Prometheus's text format, of the jobs that are active or have ended lately."""
-        page = await components.prometheus.page(components.store, components.fleet.view({}))
-        return Response(page, media_type="text/plain; version=0.0.4")
+        text = await components.prometheus.page(components.store, components.fleet.view({}))
+        return Response(text, media_type="text/plain; version=0.0.4")
 
     @app.get("/metrics/targets", tags=["operations"])
     async def targets() -> list[ScrapeTarget]:

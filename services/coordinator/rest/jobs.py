@@ -1,22 +1,25 @@
 """/v1/jobs: submitting, reading, controlling and following jobs."""
 
 import json
-import re
 from collections.abc import AsyncIterator
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
+from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
 from millrace.events import Event, JobMoved
 from millrace.rest import JobPage, JobState, JobView, LedgerView, SampleView, StepMetrics
 from services.coordinator.jobs.control import Control
 from services.coordinator.jobs.waiting import JobViews
+from services.coordinator.observe import groups
 from services.coordinator.observe.events import Events
 from services.coordinator.rest import bodies
-from services.coordinator.rest.schema import CHANGES_BODY, SPEC_BODY, Responses, error_responses
-from services.coordinator.state.job import ENDED, no_such_job
+from services.coordinator.rest.parameters import LARGEST_STEP, Id
+from services.coordinator.rest.reading import samples, series, spec
+from services.coordinator.rest.schema import BODY_ERRORS, CHANGES_BODY, SPEC_BODY, Responses, error_responses
+from services.coordinator.state.job import ENDED
 from services.coordinator.store import Store
+from services.coordinator.store.records import EVENTS_KEPT
 
 CURSOR = r"^$|^\d{1,15}(\.\d{1,20})?$"
 """A cursor of the list of jobs: the Unix time of a submission."""
@@ -25,14 +28,6 @@ SILENCE_S = 15.0
 
 
 ERRORS = error_responses({404: "No such job.", 409: "The job's state does not allow it."})
-BODY_ERRORS = error_responses(
-    {
-        408: "The body was not sent in time.",
-        413: "The body is too large for a job spec.",
-        415: "The body is neither JSON nor YAML.",
-        422: "The body has mistakes.",
-    }
-)
 SUBMITTED: Responses = {
     200: {"model": JobView, "description": "The job of an earlier call with this `Idempotency-Key`."},
     **BODY_ERRORS,
@@ -44,20 +39,6 @@ class EventStream(StreamingResponse):
     """Server-sent events."""
 
     media_type = "text/event-stream"
-
-
-JOB_ID = r"^job-[0-9a-f]{12}$"
-LARGEST_STEP = 2**31 - 1
-
-
-async def _id(job_id: Annotated[str, Path(json_schema_extra={"pattern": JOB_ID})]) -> str:
-    """A job's id. The store makes keys of it, so nothing else may get there."""
-    if not re.fullmatch(JOB_ID, job_id):
-        raise no_such_job(job_id)
-    return job_id
-
-
-Id = Annotated[str, Depends(_id)]
 
 
 def routes(store: Store, control: Control, views: JobViews, events: Events) -> APIRouter:
@@ -110,6 +91,9 @@ def routes(store: Store, control: Control, views: JobViews, events: Events) -> A
         return views.of(await control.resume(job_id, await bodies.fields(request)))
 
     _add_reading(router, store)
+    series.add(router, store)
+    samples.add(router, store)
+    spec.add(router, store)
     _add_following(router, store, events)
     return router
 
@@ -132,7 +116,10 @@ def _add_reading(router: APIRouter, store: Store) -> None:
     ) -> list[SampleView]:
         """Prompts with their answers, rewards and weight versions, newest first."""
         job = await store.jobs.get(job_id)
-        return await store.records(job.id).samples(limit, step)
+        if step is None:
+            return await store.records(job.id).samples(limit)
+        found = await groups.page(store.records(job.id), groups.Wanted(step=step), limit, None)
+        return [sample for group in found.groups for sample in reversed(group.samples)][:limit]
 
     @router.get("/{job_id}/ledger")
     async def ledger(job_id: Id) -> LedgerView:
@@ -149,10 +136,16 @@ def _add_following(router: APIRouter, store: Store, events: Events) -> None:
         follow: Annotated[
             bool, Query(description="Wait for new events; otherwise the stream ends with the last one.")
         ] = True,
+        newest: Annotated[
+            int | None, Query(ge=1, le=EVENTS_KEPT, description="Begin with so many events before the end.")
+        ] = None,
     ) -> EventStream:
-        """The job's event log as server-sent events, from the beginning or after `Last-Event-ID`. The stream ends when
-        the job has ended and every event was sent."""
+        """The job's event log as server-sent events, from the beginning, after `Last-Event-ID`, or of the `newest` ones
+        only. The stream ends when the job has ended and every event was sent."""
         job = await store.jobs.get(job_id)
+        after = last_event_id
+        if newest is not None and not after:
+            after = await store.records(job.id).event_before(newest)
 
         async def has_ended() -> bool:
             found = await store.index.without_specs([job.id])
@@ -160,7 +153,7 @@ def _add_following(router: APIRouter, store: Store, events: Events) -> None:
 
         async def stream() -> AsyncIterator[bytes]:
             only_past = not follow or await has_ended()
-            async for found in events.follow(job.id, last_event_id, 0.0 if only_past else SILENCE_S):
+            async for found in events.follow(job.id, after, 0.0 if only_past else SILENCE_S):
                 for event in found:
                     yield frame(event)
                 if not found:

@@ -74,6 +74,15 @@ def error_responses(descriptions: Mapping[int, str]) -> Responses:
     }
 
 
+BODY_ERRORS = error_responses(
+    {
+        408: "The body was not sent in time.",
+        413: "The body is too large for a job spec.",
+        415: "The body is neither JSON nor YAML.",
+        422: "The body has mistakes.",
+    }
+)
+"""Error answers of a route that takes a body."""
 EVERYWHERE = error_responses({405: "The path does not take this method."})
 """Error answers of every path."""
 CALLERS = error_responses(

@@ -6,7 +6,8 @@ from fastapi import APIRouter, Query
 
 from millrace.timeline.view import TimelineView
 from services.coordinator.observe.span_store import KEPT_STEPS, SpanStore
-from services.coordinator.rest.jobs import ERRORS, LARGEST_STEP, Id
+from services.coordinator.rest.jobs import ERRORS
+from services.coordinator.rest.parameters import LARGEST_STEP, Id
 from services.coordinator.store import Store
 
 Step = Annotated[

@@ -96,7 +96,7 @@ async def _record(run: Run, groups: list[GroupSummary], count: int, seconds: flo
     values = await asyncio.to_thread(_metrics, groups)
     values |= {"val-aux/scored_prompts": float(len(groups)), "timing_s/testing": seconds}
     shown = [group.prompt_id for group in groups[: run.spec.tracking.samples_per_step]]
-    await run.records.add_samples(await samples_in(run.evaluation, shown, run.job.step))
+    await run.records.add_samples(await samples_in(run.evaluation, run.records, shown, run.job.step))
     if groups:
         reward = mean([r for group in groups for r in group.rewards])
         found: dict[str, float] = {"evaluation_before": reward} if run.job.step == 0 else {}

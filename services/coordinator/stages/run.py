@@ -138,7 +138,7 @@ class Run:
     async def add_to_row(self, values: dict[str, float]) -> None:
         """Adds metrics to the row of the current step."""
         earlier = await self.records.row(self.job.step)
-        await self.records.set_row(step_row(self.job.step, values, earlier=earlier))
+        await self.records.set_rows(step_row(self.job.step, values, earlier=earlier))
 
     async def heed(self) -> None:
         """Carries out a pending request: raises Cancelled, or waits as long as the job is paused.

@@ -10,6 +10,7 @@ from millrace.telemetry.spans.recorder import span
 from millrace.wire.methods import TrainerRpc
 from millrace.wire.v1 import trainer_pb2
 from services.coordinator.fleet.trainer import TrainerLost
+from services.coordinator.observe import series
 from services.coordinator.observe.samples import samples_in
 from services.coordinator.observe.step_metrics import batch_metrics, mean, milliseconds_per_token, step_row
 from services.coordinator.stages.admit import Batch
@@ -117,15 +118,17 @@ async def _mark(run: Run, batch: Batch, answer: trainer_pb2.StepResponse, second
     row = step_row(batch.step, values, trainer=answer.metrics)
     prompts = [g.prompt_id for g in batch.groups]
     samples = await _samples(run, batch)
-    if not await run.prompts.train(prompts, batch.step, reward, row.model_dump_json(), samples):
+    kept = run.spec.tracking.samples_kept
+    if not await run.prompts.train(prompts, batch.step, reward, row.model_dump_json(), samples, kept):
         return
     staleness = [run.job.version - oldest for g in batch.groups for oldest in g.oldest]
     run.components.prometheus.trained(run.job.id, staleness)
     message = f"step {batch.step} of {run.steps}: reward {reward:.4g}"
+    await series.keep(run.records, batch.step)
     await run.tell(events.StepDone(step=batch.step, reward=reward, seconds=seconds), message)
     await warn(run, row)
 
 
 async def _samples(run: Run, batch: Batch) -> list[str]:
     wanted = [g.prompt_id for g in batch.groups[: run.spec.tracking.samples_per_step]]
-    return [sample.model_dump_json() for sample in await samples_in(run.prompts, wanted, batch.step)]
+    return [sample.model_dump_json() for sample in await samples_in(run.prompts, run.records, wanted, batch.step)]

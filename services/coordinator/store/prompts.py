@@ -136,9 +136,12 @@ class Prompts:
         """Deletes the groups of generated prompts, which wait to be issued again; answers how many."""
         return int(await self._redis.run("regenerate", [self._base], [step, *prompts])) if prompts else 0
 
-    async def train(self, prompts: Sequence[PromptId], step: int, reward: float, row: str, samples: list[str]) -> bool:
-        """Marks `step` as trained on `prompts`, all at once. False where it was marked before."""
-        arguments = [step, reward, row, len(samples), *samples, *prompts]
+    async def train(
+        self, prompts: Sequence[PromptId], step: int, reward: float, row: str, samples: list[str], kept: int
+    ) -> bool:
+        """Marks `step` as trained on `prompts`, all at once. False where it was marked before. `kept`: most samples
+        that the job keeps."""
+        arguments = [step, reward, row, len(samples), kept, *samples, *prompts]
         return bool(await self._redis.run("train", [self._base, self._job], arguments))
 
     async def rewind(self, to: int) -> int:

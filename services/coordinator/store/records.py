@@ -16,7 +16,12 @@ SAMPLES_PAGE = 100
 """Samples that are read at once in search of those of some steps."""
 SPANS_KEPT_S = 24 * 3600
 """A job's spans are kept for this long after the last of them came."""
-PARTS = ("events", "metrics", "samples", "batch", "kept", "publications", "checkpoints", "spans")
+TOKEN_RECORDS = 1000
+TOKEN_BYTES_KEPT = 8 << 20
+"""Most records of tokens of one job, and most bytes if all are as large as the newest."""
+TOKENS_KEPT_S = 3 * 24 * 3600
+"""They are kept for this long after the last of them came."""
+PARTS = ("events", "metrics", "series", "samples", "tokens", "batch", "kept", "publications", "checkpoints", "spans")
 """The keys of one job's records."""
 
 
@@ -41,6 +46,11 @@ class Records:
         found = await self._redis.do("XRANGE", f"{self._job}:events", start, "+", "COUNT", count)
         return [_event(text(identity), fields) for identity, fields in found]
 
+    async def event_before(self, count: int) -> str:
+        """Id of the event before the `count` newest ones; empty where there are no more than those."""
+        found = await self._redis.do("XREVRANGE", f"{self._job}:events", "+", "-", "COUNT", count + 1)
+        return text(found[-1][0]) if len(found) > count else ""
+
     # Step metrics, one row a step.
 
     async def row(self, step: int) -> dict[str, float] | None:
@@ -48,8 +58,10 @@ class Records:
         found = await self._redis.do("HGET", f"{self._job}:metrics", step)
         return None if found is None else StepMetrics.model_validate_json(found).values
 
-    async def set_row(self, row: StepMetrics) -> None:
-        await self._redis.do("HSET", f"{self._job}:metrics", row.step, row.model_dump_json())
+    async def set_rows(self, *rows: StepMetrics) -> None:
+        """Stores at least one row, each in place of the one that its step had."""
+        parts = (part for row in rows for part in (row.step, row.model_dump_json()))
+        await self._redis.do("HSET", f"{self._job}:metrics", *parts)
 
     async def rows(self, after: int, last: int) -> list[StepMetrics]:
         """The rows of the steps after `after` up to `last`."""
@@ -57,17 +69,28 @@ class Records:
         found = await self._redis.do("HMGET", f"{self._job}:metrics", *steps) if steps else []
         return [StepMetrics.model_validate_json(row) for row in found if row is not None]
 
+    # Points of curves, each for several steps (observe/series.py).
+
+    async def series(self, names: Sequence[str]) -> list[bytes | None]:
+        """The points of these names; None for those that are not kept."""
+        found: list[bytes | None] = await self._redis.read("HMGET", f"{self._job}:series", *names) if names else []
+        return found
+
+    async def set_series(self, kept: Mapping[str, str]) -> None:
+        """Keeps points. The name of each ends with a colon and its last step; a rewind to a step before it deletes
+        it."""
+        await self._redis.do("HSET", f"{self._job}:series", *(part for pair in kept.items() for part in pair))
+
     # Samples.
 
     async def add_samples(self, samples: Sequence[SampleView]) -> None:
         if samples:
             await self._redis.do("RPUSH", f"{self._job}:samples", *(s.model_dump_json() for s in samples))
 
-    async def samples(self, limit: int, step: int | None = None) -> list[SampleView]:
-        """The newest samples first; those of `step` only, where it is given."""
-        found = await self._redis.do("LRANGE", f"{self._job}:samples", 0 if step is not None else -limit, -1)
-        samples = [SampleView.model_validate_json(sample) for sample in reversed(found)]
-        return [s for s in samples if step is None or s.step == step][:limit]
+    async def samples(self, limit: int) -> list[SampleView]:
+        """The newest samples first."""
+        found = await self._redis.do("LRANGE", f"{self._job}:samples", -limit, -1)
+        return [SampleView.model_validate_json(sample) for sample in reversed(found)]
 
     async def samples_between(self, after: int, last: int) -> list[SampleView]:
         """The samples of the steps after `after` up to `last` that are kept, in the order of their steps. Steps of an
@@ -82,6 +105,27 @@ class Records:
                 found.append(sample)
             end -= SAMPLES_PAGE
         return found[::-1]
+
+    async def sample_count(self) -> int:
+        return int(await self._redis.do("LLEN", f"{self._job}:samples"))
+
+    async def sample_range(self, first: int, end: int) -> list[SampleView]:
+        """The samples from the index `first` up to `end`, which is not one of them; the oldest has index 0."""
+        found = await self._redis.read("LRANGE", f"{self._job}:samples", first, end - 1) if end > first else []
+        return [SampleView.model_validate_json(sample) for sample in found]
+
+    # Tokens of groups that samples show.
+
+    async def add_tokens(self, record: bytes) -> str:
+        """Keeps what `observe/tokens.py` makes of a group, in place of the oldest records; answers its name."""
+        kept = max(1, min(TOKEN_RECORDS, TOKEN_BYTES_KEPT // max(1, len(record))))
+        add = ("XADD", f"{self._job}:tokens", "MAXLEN", kept, "*", "group", record)
+        return text((await self._redis.together(add, ("EXPIRE", f"{self._job}:tokens", TOKENS_KEPT_S)))[0])
+
+    async def tokens(self, name: str) -> bytes | None:
+        """The record of this name; None where it is not kept any more."""
+        found = await self._redis.read("XRANGE", f"{self._job}:tokens", name, name)
+        return None if not found else bytes(found[0][1][b"group"] if isinstance(found[0][1], dict) else found[0][1][1])
 
     # The batch of the step in progress.
 

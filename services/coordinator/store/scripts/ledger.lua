@@ -136,6 +136,9 @@ local function rewind(base, job, to)
     until #held == 0
   end
   for gone = to + 1, step do redis.call('HDEL', job .. ':metrics', gone) end
+  for _, point in ipairs(redis.call('HKEYS', job .. ':series')) do
+    if tonumber(string.match(point, ':(%d+)$')) >= to then redis.call('HDEL', job .. ':series', point) end
+  end
   redis.call('HSET', base .. ':notes', 'refused_in_a_row', 0, 'undoing_after', to)
   redis.call('HSET', job, 'step', to, 'version', to)
   redis.call('HINCRBY', job, 'lineage', 1)

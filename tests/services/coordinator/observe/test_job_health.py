@@ -36,8 +36,8 @@ def test_the_last_step_and_the_newest_checkpoint_are_told(redis_url: str, tmp_pa
         size = value(page, f"millrace_output_disk_size_bytes{label}")
         assert 0 <= value(page, f"millrace_output_disk_free_bytes{label}") <= size > 0
         records = store.records(job.id)
-        await records.set_row(StepMetrics(step=1, time_s=60.0, values={K3_KL: 0.5, "actor/loss": 1.0}))
-        await records.set_row(
+        await records.set_rows(StepMetrics(step=1, time_s=60.0, values={K3_KL: 0.5, "actor/loss": 1.0}))
+        await records.set_rows(
             StepMetrics(step=2, time_s=70.0, values={K3_KL: 0.5, K3_KL_SAME_VERSION: 0.25, "actor/loss": math.nan})
         )
         page = await told(store, dataclasses.replace(job, step=1, checkpoint_step=1))

@@ -85,7 +85,7 @@ def a_run(store: Store, names: list[str], fault: str = "") -> Any:
 
 async def reaches(run: Any, step: int) -> None:
     run.job = dataclasses.replace(run.job, step=step)
-    await run.records.set_row(StepMetrics(step=step, time_s=0.0, values={}))
+    await run.records.set_rows(StepMetrics(step=step, time_s=0.0, values={}))
     await track(run)
 
 

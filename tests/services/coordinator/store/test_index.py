@@ -112,7 +112,7 @@ async def _with_everything(store: Store, job_id: JobId) -> None:
         await ledger.refuse(refused.ref, 1, Drop(DropReason.REWARD_FAILED, "no"))
     await prompts.regenerate((await prompts.generated())[0], 1)
     await records.add_event(TrainerLost(step=1, setbacks=1), "lost")
-    await records.set_row(StepMetrics(step=1, time_s=1.0, values={}))
+    await records.set_rows(StepMetrics(step=1, time_s=1.0, values={}))
     sample = dict.fromkeys(("prompt_id", "purpose", "prompt", "answer", "ground_truth", "stop_reason", "member"), "")
     await records.add_samples([SampleView(**sample, step=1, reward=1.0, reward_failure=None, tokens=1, versions=[0])])
     await records.set_batch(1, [], 0.0)

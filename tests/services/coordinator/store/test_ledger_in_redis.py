@@ -218,8 +218,8 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def train_on(self, batch: list[PromptId]) -> None:
         step = self.model.step + 1
-        assert self.run(self.prompts.train(batch, step, 1.0, "{}", ["sample"]))
-        assert not self.run(self.prompts.train(batch, step, 1.0, "{}", ["sample"]))
+        assert self.run(self.prompts.train(batch, step, 1.0, "{}", ["sample"], 10))
+        assert not self.run(self.prompts.train(batch, step, 1.0, "{}", ["sample"], 10))
         for prompt in batch:
             self.model.move(prompt, Move.TRAIN)
             self.model.settled[prompt] = step

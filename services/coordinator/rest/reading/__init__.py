@@ -1,0 +1,1 @@
+"""Routes that read what a job has left: curves, groups of samples, its spec."""

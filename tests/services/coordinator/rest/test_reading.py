@@ -1,0 +1,64 @@
+"""What REST tells of a job besides its state: curves, groups, tokens, publications, its spec."""
+
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.services.coordinator.cluster import Cluster, scenario
+
+pytestmark = pytest.mark.slow
+
+
+@scenario
+async def test_what_a_job_has_left(cluster: Cluster, spec: dict[str, Any]) -> None:
+    await cluster.trainer()
+    await cluster.replica()
+    job_id = await cluster.submit(spec)
+    job = await cluster.ended(job_id)
+    assert job.step == 6
+    base = f"http://127.0.0.1:{cluster.coordinator.http_port}"
+    async with httpx.AsyncClient(base_url=base, trust_env=False) as http:
+
+        async def get(path: str, **query: Any) -> Any:
+            answer = await http.get(f"/v1/jobs/{job_id}/{path}", params=query)
+            assert answer.status_code == 200, answer.text
+            return answer.json()
+
+        keys = {metric["key"] for metric in await get("metrics/keys")}
+        assert {"critic/score/mean", "val-core/sums/reward/mean@1"} <= keys
+        found = await get("series", keys=["critic/score/mean", "critic/score/max"], first=1)
+        rows = (await get("metrics"))[1:]
+        assert found["steps"] == [*range(1, 7)]
+        assert found["metrics"]["critic/score/mean"]["mean"] == [row["values"]["critic/score/mean"] for row in rows]
+        newest = (await get("groups", purpose="train", limit=1))["groups"][0]
+        assert newest["step"] == 6 and len(newest["samples"]) == 2
+        tokens = await get(f"tokens/{newest['samples'][0]['record']}")
+        assert [len(each["ids"]) for each in tokens] == [3 + 4, 3 + 4] and tokens[0]["logprobs"][3:] == [-1.0] * 4
+        publications = await get("publications", limit=3)
+        assert [each["version"] for each in publications] == [6, 5, 4] and publications[0]["members"]
+        told = await get("spec")
+        assert told["given"]["schedule"]["steps"] == 6 and "save_every_steps" not in told["given"]["schedule"]
+        assert "optimizer" not in told["given"]["trainer"] and "optimizer" in told["spec"]["trainer"]
+        events = (await http.get(f"/v1/jobs/{job_id}/events?newest=2&follow=false")).text
+        assert events.count("\nevent: ") + events.startswith("event: ") == 2 and '"state": "succeeded"' in events
+        gone = await http.get(f"/v1/jobs/{job_id}/tokens/1-1")
+        assert gone.status_code == 404 and gone.json()["fix"]
+
+
+@scenario
+async def test_a_spec_is_checked_without_being_submitted(cluster: Cluster, spec: dict[str, Any]) -> None:
+    base = f"http://127.0.0.1:{cluster.coordinator.http_port}"
+    async with httpx.AsyncClient(base_url=base, trust_env=False) as http:
+        before = (await http.get("/v1/jobs")).json()["total"]
+        valid = (await http.post("/v1/spec/validate", json=spec)).json()
+        assert valid["valid"] and not valid["mistakes"] and valid["spec"]["given"]["name"] == "sums"
+        wrong = (await http.post("/v1/spec/validate", json=spec | {"modell": 1, "name": ""})).json()
+        assert not wrong["valid"] and {each["field"] for each in wrong["mistakes"]} == {"modell", "name"}
+        assert all(each["fix"] for each in wrong["mistakes"])
+        schema = (await http.get("/v1/spec/schema")).json()
+        assert {"name", "model", "data"} <= set(schema["properties"])
+        assert (await http.get("/v1/jobs")).json()["total"] == before
+        assert (await http.get("/")).text.startswith("<!doctype html>")
+        for name in ("page.js", "page.css"):
+            assert (await http.get(f"/static/{name}")).status_code == 200

@@ -1,0 +1,169 @@
+"""A coordinator whose simulated members answer with texts, tokens and metrics that look like those of a real job."""
+
+import asyncio
+import contextlib
+import json
+import math
+import random
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models
+
+from millrace.data.row import PromptRow
+from millrace.data.write import write_rows
+from millrace.wire.arrays import pack_logprobs, pack_tokens
+from millrace.wire.v1 import common_pb2, trainer_pb2, work_pb2
+from tests.services.coordinator.cluster import Cluster
+from tests.services.coordinator.conftest import CoordinatorProcess, running
+from tests.services.coordinator.peers import Shape, SimulatedReplica, SimulatedTrainer
+
+CHARACTERS = [chr(code) for code in range(32, 127)] + ["\n"]
+ROWS = 400
+
+
+def tokens_of(text: str) -> list[int]:
+    return [CHARACTERS.index(character) for character in text]
+
+
+class TalkingReplica(SimulatedReplica):
+    """Adds two numbers, better with every version, and in one of four episodes asks a calculator."""
+
+    def group(self, lease: work_pb2.Lease) -> common_pb2.Group:
+        group = super().group(lease)
+        prompt = (
+            "".join(f"{each['role']}: {each['content']}\n" for each in json.loads(lease.prompt))
+            if (lease.prompt.startswith("["))
+            else lease.prompt
+        )
+        group.prompt_text = prompt
+        group.prompt_tokens = pack_tokens(tokens_of(prompt))
+        group.data_source = "sums"
+        truth = json.loads(group.ground_truth or "0")
+        for trajectory in group.trajectories:
+            right = self._chance.random() < 1 - math.exp(-(self.version + 1) / 12)
+            answer = str(truth if right else int(truth) + self._chance.randint(1, 9))
+            self._say(trajectory, f"The sum of both numbers is {answer}.", calls=self._chance.random() < 0.25)
+            trajectory.reward = float(right)
+            trajectory.reward_details = json.dumps({"acc": float(right), "format": 1.0, "pred": answer})
+        return group
+
+    def _say(self, one: common_pb2.Trajectory, text: str, calls: bool) -> None:
+        turns = ["<call>add</call>", text] if calls else [text]
+        given = "\ntool: the result is above\n"
+        one.ClearField("versions")
+        one.ClearField("turns")
+        tokens: list[int] = []
+        for number, turn in enumerate(turns):
+            if number:
+                tokens += tokens_of(given)
+            start = len(tokens)
+            tokens += tokens_of(turn)
+            middle = (start + len(tokens)) // 2
+            older = max(0, self.version - 1)
+            one.versions.add(version=older, start=start, end=middle)
+            one.versions.add(version=self.version, start=middle, end=len(tokens))
+            if calls:
+                one.turns.add(start=start, end=len(tokens), text=turn, given_text=given if number else "", reward=0.0)
+        sampled = sum(len(turn) for turn in turns)
+        one.tokens = pack_tokens(tokens)
+        one.logprobs = pack_logprobs([-min(9.0, self._chance.expovariate(1.6)) for _ in range(sampled)])
+        one.text = "" if calls else text
+
+
+class MeasuringTrainer(SimulatedTrainer):
+    """Reports metrics that change from step to step."""
+
+    async def Step(self, request: trainer_pb2.StepRequest, context: Any) -> trainer_pb2.StepResponse:
+        answer = await super().Step(request, context)
+        chance, step = random.Random(request.step), request.step
+        answer.metrics["actor/grad_norm"] = 0.6 + 0.3 * chance.random() + 2 / (1 + step)
+        answer.metrics["actor/entropy"] = 0.2 + 1.4 * math.exp(-step / 25) + 0.05 * chance.random()
+        answer.metrics["actor/pg_loss"] = 0.02 * chance.gauss(0, 1)
+        answer.metrics["rollout_corr/k3_kl"] = 0.0004 * (1 + chance.random())
+        answer.metrics["timing_s/update_actor"] = self.step_s
+        return answer
+
+
+class Stage:
+    """The coordinator and its members, which run in a thread of their own."""
+
+    def __init__(self, folder: Path, coordinator: CoordinatorProcess) -> None:
+        self.folder = folder
+        self.coordinator = coordinator
+        self.url = f"http://127.0.0.1:{coordinator.http_port}"
+        self.cluster = Cluster(coordinator)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self._write()
+
+    def _write(self) -> None:
+        model = self.folder / "model"
+        model.mkdir()
+        (model / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"]}))
+        (model / "chat_template.jinja").write_text("{{ messages }}")
+        (model / "model.safetensors").write_bytes(b"")
+        tokenizer = Tokenizer(models.WordLevel({c: n for n, c in enumerate(CHARACTERS)}, unk_token="?"))
+        tokenizer.decoder = decoders.Fuse()
+        tokenizer.save(str(model / "tokenizer.json"))
+        chance = random.Random(0)
+        pairs = [(chance.randint(10, 99), chance.randint(10, 99)) for _ in range(ROWS)]
+        asked = [[{"role": "user", "content": f"What is {a} + {b}? Say it in a sentence."}] for a, b in pairs]
+        rows = [PromptRow(n, "sums", prompt, ground_truth=str(sum(pairs[n]))) for n, prompt in enumerate(asked)]
+        write_rows(self.folder / "train.jsonl", rows)
+        write_rows(self.folder / "held_out.jsonl", rows[:8])
+
+    def spec(self, name: str, steps: int, **changed: Any) -> dict[str, Any]:
+        return {
+            "name": name,
+            "output": str(self.folder / name),
+            "model": {"path": str(self.folder / "model")},
+            "data": {"files": [str(self.folder / "train.jsonl")], "max_prompt_tokens": 128},
+            "reward": {"function": "exact"},
+            "rollout": {"samples_per_prompt": 4, "max_response_tokens": 128, "lease_s": 5.0},
+            "trainer": {"token_budget": 2048},
+            "schedule": {"steps": steps, "prompts_per_step": 4, "max_staleness": 2, "save_every_steps": 10},
+            "evaluation": {"files": [str(self.folder / "held_out.jsonl")], "samples_per_prompt": 1, "every_steps": 10},
+        } | changed
+
+    def run(self, work: Coroutine[Any, Any, Any], within_s: float = 120.0) -> Any:
+        """What `work` returns, run in the members' thread."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(within_s)
+
+    def trainer(self, step_s: float = 0.05) -> MeasuringTrainer:
+        made: MeasuringTrainer = self.run(self._join(lambda: MeasuringTrainer(self.coordinator.address, step_s=step_s)))
+        return made
+
+    def replica(self, seconds: float = 0.05) -> TalkingReplica:
+        made: TalkingReplica = self.run(
+            self._join(lambda: TalkingReplica(self.coordinator.address, Shape(seconds=seconds)))
+        )
+        return made
+
+    async def _join(self, make: Callable[[], Any]) -> Any:
+        """A member that `make` makes in the members' event loop."""
+        member = make()
+        await member.start()
+        self.cluster.members.append(member)
+        return member
+
+    def submit(self, spec: dict[str, Any]) -> str:
+        return self.coordinator.client.submit(spec).id
+
+    def close(self) -> None:
+        self.run(self.cluster.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+
+@contextlib.contextmanager
+def stage(folder: Path, environment: dict[str, str] | None = None) -> Iterator[Stage]:
+    with running(folder / "state", environment=environment) as coordinator:
+        made = Stage(folder, coordinator)
+        try:
+            yield made
+        finally:
+            made.close()

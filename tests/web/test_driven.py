@@ -1,0 +1,187 @@
+"""What people do with the page, done in headless Chromium."""
+
+import re
+from typing import Any
+
+import pytest
+
+from millrace.rest import JobState
+from tests.web.stage import Stage
+
+pytestmark = [pytest.mark.web, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def trained(staged: Stage) -> list[str]:
+    """Two jobs that have succeeded, with different learning rates."""
+    ids = [
+        staged.submit(
+            staged.spec(f"rate-{number}", 12, trainer={"token_budget": 2048, "optimizer": {"lr": number * 1e-6}})
+        )
+        for number in (1, 2)
+    ]
+    for job_id in ids:
+        assert staged.coordinator.client.wait(job_id, 120).state is JobState.SUCCEEDED
+    return ids
+
+
+def expect(found: Any) -> Any:
+    """Playwright's assertion, which waits."""
+    from playwright.sync_api import expect as playwright_expect
+
+    playwright_expect.set_options(timeout=60_000)
+    return playwright_expect(found)
+
+
+def test_a_job_is_submitted_from_the_form_and_followed_live(page: Any, staged: Stage) -> None:
+    spec = staged.spec("from the form", 40)
+    page.goto("/#/submit")
+    expect(page.get_by_role("list", name="Mistakes")).to_contain_text("is missing")
+    page.get_by_label("name *").first.fill(spec["name"])
+    page.get_by_label("output *").first.fill(spec["output"].replace(" ", "-"))
+    page.get_by_label("model.path *").fill(spec["model"]["path"])
+    page.get_by_label("data.files").fill(spec["data"]["files"][0])
+    page.get_by_label("reward.function").fill("exakt")
+    expect(page.get_by_role("list", name="Mistakes")).to_contain_text("exakt")
+    page.get_by_label("reward.function").fill("exact")
+    for field, value in (("schedule.steps", 40), ("schedule.prompts_per_step", 4), ("rollout.samples_per_prompt", 4)):
+        page.get_by_label(field).fill(str(value))
+    page.get_by_label("rollout.max_response_tokens").fill("128")
+    expect(page.get_by_role("status")).to_have_text("valid")
+    page.get_by_role("button", name="submit").click()
+    expect(page.get_by_role("heading", name="from the form")).to_be_visible()
+    expect(page.locator(".figure.steps b")).to_have_text(re.compile(r"^[3-9] / 40"))
+    expect(page.get_by_role("img", name="critic/score:")).to_be_visible()
+    page.get_by_role("button", name="cancel", exact=True).click()
+    page.get_by_role("button", name="cancel the job").click()
+    expect(page.locator(".head .state")).to_have_text("cancelled")
+
+
+def test_a_cancelled_job_is_resumed_with_a_change(page: Any, staged: Stage) -> None:
+    job_id = staged.submit(staged.spec("resumed", 500))
+    page.goto(f"/#/job/{job_id}")
+    expect(page.locator(".figure.steps b")).to_have_text(re.compile(r"^[2-9] / 500"))
+    page.get_by_role("button", name="pause").click()
+    expect(page.locator(".head .state")).to_have_text("paused")
+    page.get_by_role("button", name="resume").click()
+    expect(page.locator(".head .state")).to_have_text("running")
+    staged.coordinator.client.cancel(job_id)
+    expect(page.locator(".head .state")).to_have_text("cancelled")
+    page.get_by_role("button", name="resume…").click()
+    changes = page.get_by_label("Changes of its spec")
+    changes.fill("schedule.steps")
+    page.get_by_role("dialog").get_by_role("button", name="resume").click()
+    expect(page.get_by_role("alert")).to_contain_text("Fix:")
+    steps = staged.coordinator.client.job(job_id).step + 5
+    changes.fill(f"schedule.steps: {steps}")
+    page.get_by_role("dialog").get_by_role("button", name="resume").click()
+    expect(page.locator(".head .state")).to_have_text("succeeded")
+    assert staged.coordinator.client.job(job_id).steps == steps
+
+
+def test_two_jobs_are_compared(page: Any, trained: list[str]) -> None:
+    page.goto("/#/jobs")
+    page.get_by_label("Search jobs").fill("rate-")
+    for number in (1, 2):
+        page.get_by_label(f"Compare rate-{number}").check()
+    page.get_by_role("button", name="compare 2").click()
+    expect(page.get_by_role("row", name=re.compile("trainer.optimizer.lr"))).to_contain_text("0.000002")
+    chart = page.get_by_role("img", name="critic/score: rate-")
+    expect(chart.locator("canvas")).to_be_visible()
+    page.get_by_label("only what differs").uncheck()
+    expect(page.get_by_role("row", name=re.compile("schedule.steps"))).to_be_visible()
+
+
+def test_metrics_are_searched_smoothed_and_zoomed(page: Any, trained: list[str]) -> None:
+    page.goto(f"/#/job/{trained[0]}")
+    page.get_by_label("Search metrics").fill("grad_norm")
+    chart = page.get_by_role("img", name="actor/grad_norm:")
+    expect(chart.locator("canvas")).to_be_visible()
+    page.get_by_label("smoothing").fill("0.8")
+    page.get_by_label("log scale").check()
+    for axis in ("tokens", "time", "step"):
+        page.get_by_role("button", name=axis, exact=True).click()
+        expect(chart.locator("canvas")).to_be_visible()
+    page.locator("figure.chart").focus()
+    page.keyboard.press("ArrowLeft")
+    expect(page.locator(".told")).to_contain_text("at step")
+    place = chart.bounding_box()
+    page.mouse.move(place["x"] + 0.5 * place["width"], place["y"] + 50)
+    page.mouse.down()
+    page.mouse.move(place["x"] + 0.9 * place["width"], place["y"] + 50, steps=5)
+    page.mouse.up()
+    page.get_by_role("button", name=re.compile(r"steps \d+ to \d+")).click()
+
+
+def test_a_group_and_its_tokens_are_opened(page: Any, trained: list[str]) -> None:
+    page.goto(f"/#/job/{trained[0]}/samples")
+    page.get_by_role("button", name="train").click()
+    page.get_by_label("step", exact=True).fill("7")
+    rows = page.get_by_role("option")
+    expect(rows).to_have_count(4)
+    rows.nth(2).click()
+    group = page.get_by_role("article")
+    expect(group).to_contain_text("What is")
+    expect(group.get_by_role("region")).to_have_count(4)
+    group.get_by_role("button", name="tokens").click()
+    tokens = group.locator("pre.tokens").first.locator("span")
+    expect(tokens.first).to_have_attribute("title", re.compile("nats"))
+    assert "sum of both" in "".join(tokens.all_text_contents()) or "<call>" in "".join(tokens.all_text_contents())
+    for way in ("version", "sampled"):
+        group.get_by_role("button", name=way).click()
+    page.get_by_role("button", name="keep beside").click()
+    page.get_by_label("step", exact=True).fill("8")
+    expect(page.get_by_role("article")).to_have_count(2)
+    page.get_by_label("Search prompts and answers").fill("no such text")
+    expect(page.get_by_text("No group matches.")).to_be_visible()
+
+
+def test_the_timeline_of_a_step(page: Any, trained: list[str]) -> None:
+    page.goto(f"/#/job/{trained[0]}/timeline/5")
+    canvas = page.locator(".lanes canvas")
+    expect(canvas).to_have_attribute("aria-label", re.compile(r"Timeline of [1-9]"))
+    place = canvas.bounding_box()
+    for share in range(20, 100, 2):  # until the pointer is over a span
+        page.mouse.move(place["x"] + place["width"] * share / 100, place["y"] + 26)
+        if page.locator(".hint").count():
+            break
+    page.mouse.down()
+    page.mouse.up()
+    expect(page.get_by_role("region", name="Trace")).to_contain_text("trace")
+    page.get_by_role("button", name="Later").click()
+    expect(page.get_by_label("to", exact=True)).to_have_value("6")
+
+
+def test_records_events_and_spec_of_a_job(page: Any, trained: list[str]) -> None:
+    page.goto(f"/#/job/{trained[0]}/records")
+    expect(page.get_by_role("region", name="Ledger")).to_contain_text("48 trained")
+    publications = page.get_by_role("region", name="Publications")
+    publications.get_by_role("button").first.click()
+    expect(publications).to_contain_text("sends")
+    page.get_by_role("link", name="events").click()
+    page.get_by_label("Search events").fill("checkpoint")
+    expect(page.get_by_role("listitem").first).to_contain_text("checkpoint")
+    page.get_by_role("link", name="spec").click()
+    expect(page.get_by_role("row", name=re.compile("schedule.steps"))).to_be_visible()
+    expect(page.get_by_role("row", name=re.compile("publication.path"))).to_have_count(0)
+    page.get_by_role("button", name="all").click()
+    expect(page.get_by_role("row", name=re.compile("publication.path"))).to_be_visible()
+
+
+def test_a_replica_is_drained(page: Any, staged: Stage) -> None:
+    member = staged.replica().id
+    page.goto("/#/fleet")
+    row = page.get_by_role("listitem").filter(has_text=member)
+    row.get_by_role("button", name="drain…").click()
+    page.get_by_role("button", name="drain it").click()
+    expect(row).to_contain_text(re.compile("draining|left"))
+    expect(row.get_by_role("button")).to_have_count(0)
+
+
+def test_the_theme_is_chosen(page: Any) -> None:
+    page.goto("/#/fleet")
+    page.get_by_role("button", name=re.compile("Colours: system")).click()
+    page.get_by_role("button", name=re.compile("Colours: light")).click()
+    page.reload()
+    expect(page.locator("html")).to_have_attribute("data-theme", "dark")
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 24, 26)"

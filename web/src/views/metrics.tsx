@@ -1,0 +1,93 @@
+/* All metrics of a job, in the groups of docs/metrics.md. */
+import { useEffect, useMemo, useState } from "preact/hooks";
+
+import { get } from "../api";
+import { groupsOf, lineOf, mainOf, useCurves, useInView, type Group, type Points, type Zoom } from "../curves";
+import { Chart, type Axis } from "../parts/chart";
+import { Choice, Empty } from "../parts/small";
+import type { JobView, MetricView } from "../rest";
+import { problem, useKept } from "../state";
+
+const AXES: readonly Axis[] = ["step", "time", "tokens"];
+const MAIN = "Main";
+
+export interface Look { axis: Axis; smoothing: number; log: boolean }
+export const PLAIN_LOOK: Look = { axis: "step", smoothing: 0, log: false };
+
+export function LookBar({ look, set }: { look: Look; set: (look: Look) => void }) {
+  return (
+    <>
+      <Choice label="Horizontal axis" of={AXES} chosen={look.axis} choose={axis => set({ ...look, axis })} />
+      <label class="inline">smoothing
+        <input type="range" min={0} max={0.98} step={0.02} value={look.smoothing} onInput={e => set({ ...look, smoothing: Number(e.currentTarget.value) })} />
+      </label>
+      <label class="inline"><input type="checkbox" checked={look.log} onChange={e => set({ ...look, log: e.currentTarget.checked })} /> log scale</label>
+    </>
+  );
+}
+
+export function Metrics({ job }: { job: JobView }) {
+  const [metrics, setMetrics] = useState<MetricView[] | null>(null);
+  const [look, setLook] = useKept<Look>("metrics.look", PLAIN_LOOK);
+  const [text, search] = useState("");
+  const [zoom, setZoom] = useState<Zoom | null>(null);
+  const { points, want } = useCurves(job.id, job.step, zoom);
+  const young = job.step < 3 ? job.step : 3; // new metrics appear with the first steps
+  useEffect(() => { get<MetricView[]>(`/v1/jobs/${job.id}/metrics/keys`).then(setMetrics, problem); }, [job.id, young, job.state]);
+  const sections = useMemo(() => {
+    const groups = groupsOf(metrics ?? []);
+    const found = new Map<string, Group[]>();
+    if (!text) found.set(MAIN, mainOf(groups));
+    for (const group of groups) {
+      if (!text || group.title.toLowerCase().includes(text.toLowerCase())) found.set(group.section, [...(found.get(group.section) ?? []), group]);
+    }
+    return [...found].filter(([, own]) => own.length);
+  }, [metrics, text]);
+  if (metrics && !metrics.length) return <Empty>No step is trained yet.</Empty>;
+  const zoomed = (first: number, last: number) => points && last > first && setZoom({ first: points.steps[first], last: points.steps[last] });
+  return (
+    <>
+      <div class="bar">
+        <input type="search" aria-label="Search metrics" placeholder="Search metrics" value={text} onInput={e => search(e.currentTarget.value)} />
+        <LookBar look={look} set={setLook} />
+        {zoom && <button type="button" onClick={() => setZoom(null)}>steps {zoom.first} to {zoom.last} ×</button>}
+      </div>
+      {metrics && !sections.length && <Empty>No metric matches.</Empty>}
+      {sections.map(([name, groups]) => (
+        <details key={name} open={name === MAIN || Boolean(text)}>
+          <summary><h2>{name}</h2> <small>{groups.length}</small></summary>
+          <Charts groups={groups} {...{ points, want, look, zoomed }} reset={() => setZoom(null)} />
+        </details>
+      ))}
+    </>
+  );
+}
+
+interface ChartsProps {
+  groups: Group[]; points: Points | null; look: Look;
+  want: (group: Group, wanted: boolean) => void; zoomed: (first: number, last: number) => void; reset: () => void;
+}
+function Charts({ groups, ...rest }: ChartsProps) {
+  return <div class="charts">{groups.map(group => <OneChart key={group.mean} group={group} {...rest} />)}</div>;
+}
+
+function OneChart({ group, points, look, want, zoomed, reset }: Omit<ChartsProps, "groups"> & { group: Group }) {
+  const [element, seen] = useInView<HTMLDivElement>();
+  useEffect(() => {
+    if (!seen) return undefined;
+    want(group, true);
+    return () => want(group, false);
+  }, [seen, group.mean]);
+  const has = points?.metrics.has(group.mean);
+  const lines = useMemo(() => (points && has ? [lineOf(points, group, "water", group.title)] : []), [points, has, group]);
+  return (
+    <div ref={element} class="card">
+      {seen && points && has
+        ? <Chart {...group} {...look} group="job" lines={lines} xs={xsOf(points, look.axis)} onZoom={zoomed} onReset={reset} />
+        : <figure class="chart waiting"><figcaption><b>{group.title}</b></figcaption></figure>}
+    </div>
+  );
+}
+
+export const xsOf = (points: Points, axis: Axis): number[] =>
+  axis === "step" ? points.steps : axis === "time" ? points.time_s : points.tokens;
