@@ -187,6 +187,7 @@ class MemberView(BaseModel):
     host: str
     device: str
     metrics_address: str = Field("", description="host:port of its Prometheus metrics; empty: it serves none.")
+    sessions_address: str = Field("", description="host:port at which agents reach their sessions; empty: nowhere.")
     state: MemberState
     version: int = Field(description="Weight version held; -1: none verified.")
     running: int = Field(description="Samples that its engine is generating.")

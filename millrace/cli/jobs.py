@@ -146,12 +146,13 @@ def fleet(url: Url = None, as_json: AsJson = False) -> None:
         return print_json(view)
     rows = table(
         *("MEMBER", "KIND", "STATE", ">VERSION", ">RUNNING", ">LEASES", ">TOKENS/S"),
-        *("ENGINE", "ADDRESS", "METRICS", "DEVICE"),
+        *("ENGINE", "ADDRESS", "METRICS", "SESSIONS", "DEVICE"),
     )
     for member in (*view.trainers, *view.replicas):
         engine = f"{member.engine} {member.engine_release} ×{member.world_size}"
         counts = (str(member.version), str(member.running), str(member.leases), f"{member.tokens_per_s:.0f}")
-        where = (member.address, member.metrics_address.rpartition(":")[2], member.device)
+        ports = [address.rpartition(":")[2] for address in (member.metrics_address, member.sessions_address)]
+        where = (member.address, *ports, member.device)
         rows.add_row(member.id, member.kind, styled(member.state), *counts, engine, *where)
     console = people()
     console.print(f"epoch {view.epoch}")

@@ -7,6 +7,7 @@ from pydantic import Field, field_validator
 from millrace.engines import ENGINES, FIELD
 from millrace.errors import wrong_value
 from millrace.spec.environment import Environment
+from millrace.spec.episodes.agent import Agent
 from millrace.validation import limits
 from millrace.validation.mistakes import InvalidValue, in_one_line
 from millrace.validation.model import StrictModel
@@ -18,8 +19,8 @@ class Rollout(StrictModel):
     samples_per_prompt: int = Field(8, ge=1, le=limits.MOST_SAMPLES)
     """Answers to each prompt: the size of a group."""
     max_response_tokens: int = Field(1024, ge=1, le=limits.MOST_TOKENS)
-    """Longest answer, in tokens. A longer one is cut. With an environment: all tokens of a trajectory after its prompt,
-    sampled and given."""
+    """Longest answer, in tokens. A longer one is cut. With an environment or an agent: all tokens of a
+    trajectory after its prompt, sampled and given."""
     temperature: float = Field(1.0, ge=limits.LOWEST_TEMPERATURE, le=limits.HIGHEST_TEMPERATURE)
     """Temperature of sampling, and of the log-probabilities that are trained on."""
     top_p: float = Field(1.0, ge=0.001, le=1.0)
@@ -39,6 +40,9 @@ class Rollout(StrictModel):
     environment: Environment | None = Field(None, examples=[{"name": "/data/environments/game.py:Game"}])
     """What the policy talks to, for episodes of several turns: docs/environments.md. Plain text is the name alone.
     null: an episode is one answer to the prompt."""
+    agent: Agent | None = Field(None, examples=["external"])
+    """The program that plays the episodes and asks the policy over HTTP: docs/agents.md. `external` alone: agents that
+    run elsewhere. null: no agent."""
     engine_options: dict[str, Any] = Field(default_factory=dict, examples=[{"max_num_seqs": 256}])
     """Options of the engine, which checks them: vLLM's AsyncEngineArgs, SGLang's ServerArgs. Options under an engine's
     name are for replicas with that engine only: docs/engines.md."""

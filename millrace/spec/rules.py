@@ -24,6 +24,7 @@ def broken_rules(spec: JobSpec) -> list[Mistake]:
         *_reward(spec),
         *_sizes(spec),
         *_amounts(spec),
+        *_agent(spec),
         *_algorithm(spec),
         *_roles(spec),
         *_optimizers(spec),
@@ -67,6 +68,15 @@ def _reward(spec: JobSpec) -> Iterator[Mistake]:
     if all(each.weight == 0.0 for each in reward.functions):
         weights = [each.weight for each in reward.functions]
         yield _broken("reward.functions", weights, "every weight is 0, so every reward would be", "raise one of them")
+
+
+def _agent(spec: JobSpec) -> Iterator[Mistake]:
+    """Either an agent or an environment plays the episodes."""
+    if spec.rollout.agent is not None and not spec.rollout.agent.external:
+        yield _broken("rollout.agent.external", False, "nobody would play the episodes", "set it to true")
+    if spec.rollout.agent is not None and spec.rollout.environment is not None:
+        reason = "rollout.environment is given too, and an episode has one of the two"
+        yield _broken("rollout.agent", "external", reason, "leave one of them out")
 
 
 def _sizes(spec: JobSpec) -> Iterator[Mistake]:

@@ -88,6 +88,7 @@ RULES: Mapping[str, Rule] = {
     "life": ID,
     "port": _between(0, 65_535),
     "metrics_port": _between(0, 65_535),
+    "sessions_port": _between(0, 65_535),
     "groups": SOME,
     "prompt_tokens": TOKENS,
     "GroupRef.response_tokens": EACH_TOKENS,

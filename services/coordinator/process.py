@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
-import uvicorn
 
 from millrace.errors import InvalidState, Unavailable
 from millrace.telemetry.metrics.prometheus.every_service import grpc_observer
 from millrace.wire.address import host_address
+from millrace.wire.http.server import GRACE_S, HttpServer, listening
 from millrace.wire.server import LARGEST_GROUP_BYTES, Server
 from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.fleet.patience import Patience
@@ -28,7 +28,6 @@ from services.coordinator.observe.span_store import SpanStore
 from services.coordinator.publication.publisher import Publisher
 from services.coordinator.redis_server import RedisServer
 from services.coordinator.rest.app import application
-from services.coordinator.rest.connections import PatientProtocol
 from services.coordinator.servicers import FleetServicer, WorkServicer, servicers
 from services.coordinator.stages.run import Components
 from services.coordinator.state.bell import Bell
@@ -39,8 +38,6 @@ from services.coordinator.work.queue import Queue
 log = structlog.get_logger(__name__)
 REDIS_START_S = 10.0
 """How long the Redis of REDIS_URL may take to answer at start."""
-GRACE_S = 5.0
-"""Time for calls in progress when the coordinator stops."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +62,7 @@ class Coordinator:
     async def run(self, stop: asyncio.Event) -> None:
         """Serves until `stop` is set. Raises Unavailable or InvalidState where it cannot start or continue."""
         with contextlib.ExitStack() as held:
-            http = held.enter_context(_listening(self._settings.http_host, self._settings.http_port))
+            http = held.enter_context(listening(self._settings.http_host, self._settings.http_port, "--http-port"))
             url = self._settings.redis_url or await self._embedded(held)
             store = Store(url)
             try:
@@ -111,7 +108,7 @@ class Coordinator:
             work_address=_work_address(self._settings.grpc_host, grpc.port),
         )
         control = Control(store, events, control_bell, components.turn)
-        rest = _Rest(application(components, control, JobViews(components), self._settings.http_host))
+        rest = HttpServer(application(components, control, JobViews(components), self._settings.http_host))
         await grpc.start()
         old_jobs = expire_jobs(store, self._settings.keep_jobs)
         watches = (fleet.watch(), queue.expire(), WaitingEvents(components).run(), old_jobs, spans.run())
@@ -135,46 +132,6 @@ class Coordinator:
             rest.should_exit = True
             await asyncio.gather(serving, grpc.stop(GRACE_S), return_exceptions=True)
             await fleet.close()
-
-
-class _Rest(uvicorn.Server):
-    """uvicorn in this process's event loop. The process handles signals itself."""
-
-    def __init__(self, app: object) -> None:
-        super().__init__(
-            uvicorn.Config(
-                app,  # type: ignore[arg-type]
-                http=PatientProtocol,
-                log_config=None,
-                access_log=False,
-                timeout_graceful_shutdown=int(GRACE_S),
-            )
-        )
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-@contextlib.contextmanager
-def _listening(host: str, port: int) -> Iterator[socket.socket]:
-    """A listening socket. Raises Unavailable where the port is taken."""
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind)
-    except OSError as error:
-        raise Unavailable(f"cannot listen on {host}:{port}: {error}.", "name an address of this host.") from error
-    with listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(address)
-            listener.listen(1024)
-        except OSError as error:
-            what = f"cannot listen on {host}:{port}: the address is taken or not this host's ({error.strerror})."
-            raise Unavailable(
-                what, "choose another port with --http-port, or stop the process that uses it."
-            ) from error
-        yield listener
 
 
 @contextlib.contextmanager

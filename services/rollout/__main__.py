@@ -48,6 +48,7 @@ from services.rollout.nodes.process import follow, meet
 from services.rollout.nodes.service import servicers as nodes_servicers
 from services.rollout.replica import Replica
 from services.rollout.server import servicers
+from services.rollout.sessions.server import SessionServer
 from services.rollout.work.leases import Leases
 
 log = structlog.get_logger(__name__)
@@ -78,6 +79,7 @@ class Options:
     """Which node of the replica this process is; None for a replica on one host."""
     node_lost_s: float
     metrics_port: int
+    sessions_port: int
 
 
 @app.command()
@@ -103,6 +105,15 @@ def main(
     leader: LeaderOption = "",
     node_lost_s: NodeLostOption = NODE_LOST_S,
     metrics_port: MetricsPortOption = 0,
+    sessions_port: Annotated[
+        int,
+        typer.Option(
+            envvar="MILLRACE_SESSIONS_PORT",
+            min=0,
+            max=65_535,
+            help="Port at which agents reach their sessions; 0: a free port, which `millrace fleet` tells.",
+        ),
+    ] = 0,
     insecure: InsecureOption = False,
     version: VersionOption = False,
 ) -> None:
@@ -118,7 +129,7 @@ def main(
         if (place := Place.of(engine, nodes, node_rank, leader)) is not None:
             set_network_environment()
         port = place.own_port(port) if place is not None else port
-        where = (host_address(), port, patience_s, drain_s, stall_s, place, node_lost_s, metrics_port)
+        where = (host_address(), port, patience_s, drain_s, stall_s, place, node_lost_s, metrics_port, sessions_port)
         options = Options(coordinator, engine, found.release, *where)
     except MillraceError as error:
         print(f"rollout: {error}", file=sys.stderr)
@@ -167,10 +178,14 @@ async def _serve(member_id: MemberId, options: Options) -> int:
     server = Server(served, bind, options.port, observe=grpc_observer(replica.metrics.registry))
     metrics = MetricsEndpoint(replica.metrics.registry, bind, options.metrics_port, replica.metrics.refresh)
     replica.metrics_port = metrics.port
+    sessions = SessionServer(replica.sessions, bind, options.sessions_port)
+    replica.sessions_port = sessions.port
+    replica.sessions.url = f"http://{options.host}:{sessions.port}"
     membership = replica.membership(coordinator, f"{options.host}:{server.port}", options.patience_s)
     leases.on_forgotten, leases.on_death = membership.forgotten, replica.died_of
     stops, ending = _signals(), Ending.DIED
     await server.start()
+    sessions.start()
     watching = None if nodes is None else asyncio.create_task(nodes.watch())
     try:
         if nodes is None or await meet(nodes, replica, stops, options.patience_s):
@@ -182,6 +197,7 @@ async def _serve(member_id: MemberId, options: Options) -> int:
             watching.cancel()
             why = replica.failure or "it was told to stop"
             await nodes.end(why, for_good=ending is Ending.STOPPED and not replica.died.is_set())
+    await sessions.stop()
     await server.stop(1.0)
     metrics.close()
     await coordinator.close()

@@ -27,6 +27,8 @@ from services.rollout.episodes.runner import EnvironmentEpisodes
 from services.rollout.judges.scorer import JudgeScorer
 from services.rollout.metrics import ReplicaMetrics
 from services.rollout.nodes.leader import Leader
+from services.rollout.sessions.episodes import AgentEpisodes
+from services.rollout.sessions.open_sessions import OpenSessions
 from services.rollout.weights.receiver import PublicationReceiver
 from services.rollout.work.groups import GroupGenerator
 from services.rollout.work.job import Job, import_transformers
@@ -62,6 +64,9 @@ class Replica:
         self.metrics = ReplicaMetrics(self)
         self.metrics_port = 0
         """Port at which the metrics are served; 0: nowhere."""
+        self.sessions = OpenSessions()
+        self.sessions_port = 0
+        """Port at which agents reach their sessions; 0: nowhere."""
         self.draining = asyncio.Event()
         """Set once somebody asked this replica to drain."""
         self.died = asyncio.Event()
@@ -166,6 +171,8 @@ class Replica:
             self._generator = GroupGenerator(self.member_id, self.engine, self.job)
             if self.job.environments is not None:
                 self._generator = replace(self._generator, run_episode=EnvironmentEpisodes.of_job(self.job))
+            elif self.job.spec.rollout.agent is not None:
+                self._generator = replace(self._generator, run_episode=AgentEpisodes.of_job(self.job, self.sessions))
         return self._generator
 
     def receiver(self, job_id: str) -> PublicationReceiver:
@@ -263,6 +270,7 @@ class Replica:
             host=", ".join([socket.gethostname(), *(self.nodes.hosts if self.nodes is not None else [])]),
             device=self.engine.device if self.engine else device_name(),
             metrics_port=self.metrics_port,
+            sessions_port=self.sessions_port,
         )
 
     def _heartbeat(self) -> fleet_pb2.HeartbeatRequest:

@@ -93,6 +93,8 @@ class Member:
     device: str
     metrics_port: int = 0
     """Port on the host of `address` at which it serves Prometheus metrics; 0: nowhere."""
+    sessions_port: int = 0
+    """Port on the host of `address` at which agents reach their sessions; 0: nowhere."""
     joined_s: float = field(default_factory=time.time)
     """Unix time."""
     draining: bool = False
@@ -132,6 +134,7 @@ class Member:
             host=request.host,
             device=request.device,
             metrics_port=request.metrics_port,
+            sessions_port=request.sessions_port,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -147,6 +150,7 @@ class Member:
             "host",
             "device",
             "metrics_port",
+            "sessions_port",
         )
         tree: dict[str, Any] = {name: getattr(self, name) for name in (*names, "joined_s", "draining")}
         tree["configured"] = vars(self.configured) if self.configured else None
@@ -201,6 +205,10 @@ class Member:
             return self.pulse.version
         return self.weights.version if self.weights else -1
 
+    def _at(self, port: int) -> str:
+        """host:port of another server of the member; empty where it has none."""
+        return f"{self.address.rpartition(':')[0]}:{port}" if port else ""
+
     def view(self, leases: int) -> MemberView:
         return MemberView(
             id=self.id,
@@ -211,7 +219,8 @@ class Member:
             world_size=self.world_size,
             host=self.host,
             device=self.device,
-            metrics_address=f"{self.address.rpartition(':')[0]}:{self.metrics_port}" if self.metrics_port else "",
+            metrics_address=self._at(self.metrics_port),
+            sessions_address=self._at(self.sessions_port),
             state=self.state,
             version=self._version,
             running=self.pulse.running,

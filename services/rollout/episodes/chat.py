@@ -4,6 +4,7 @@ The `renderers` library knows the formats of many models. For any other chat tem
 and what is put between two turns is found here, in the text that the template makes.
 """
 
+import copy
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
@@ -15,7 +16,7 @@ from millrace.errors import BadRow, InvalidJob, refused
 from millrace.extras import how_to_install
 from millrace.validation.mistakes import explain
 
-FIELD = "rollout.environment.renderer"
+ENVIRONMENT = "rollout.environment"
 DEFAULT = "default"
 NOT_NAMED = frozenset({"auto", "custom"})
 """Names of the library that stand for another renderer, or for code outside it."""
@@ -32,18 +33,36 @@ class Chat:
         options: Mapping[str, Any] | None = None,
         template_options: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
+        field: str = ENVIRONMENT,
     ) -> None:
-        """`tools`: what the policy may call, as OpenAI describes functions. Raises InvalidJob for a renderer that does
-        not exist, is not installed, or cannot read calls of tools although there are some."""
+        """`tools`: what the policy may call, as OpenAI describes functions. `field`: the section of the job spec
+        that names the renderer. Raises InvalidJob for a renderer that does not exist, is not installed, or cannot read
+        calls of tools although there are some."""
         self._tokenizer = tokenizer
         self._template_options = dict(template_options or {})
         self._is_default = renderer == DEFAULT
-        self._renderer = _create(tokenizer, renderer, {**(options or {}), **self._template_options})
+        self._name, self._field = renderer, field
+        self._renderer = _create(tokenizer, renderer, {**(options or {}), **self._template_options}, field)
+        self._take_tools(tools)
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of tokens that the tokenizer knows."""
+        return len(self._tokenizer)
+
+    def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> "Chat":
+        """The same format with other tools. Raises InvalidJob where it cannot read calls of tools although there are
+        some."""
+        other = copy.copy(self)
+        other._take_tools(tools)
+        return other
+
+    def _take_tools(self, tools: Sequence[Mapping[str, Any]]) -> None:
         self.tools = [dict(each) for each in tools] or None
         if self.tools and not getattr(self._renderer, "supports_tools", True):
-            reason = "it finds no calls of tools, and the environment has tools"
+            reason = "it finds no calls of tools, and there are tools"
             fix = "name the model's renderer, or set renderer_options to {tool_parser: qwen3} for that format of calls."
-            raise refused(FIELD, renderer, reason, fix)
+            raise refused(f"{self._field}.renderer", self._name, reason, fix)
 
     def render(self, messages: Sequence[Message]) -> list[int]:
         """The tokens of a whole conversation, after which the policy speaks. Raises BadRow."""
@@ -56,17 +75,19 @@ class Chat:
         """The text of tokens, with special ones."""
         return str(self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
-    def read(self, prompt: Sequence[int], sampled: Sequence[int], *, ended: bool) -> tuple[Message, Message]:
+    def read(
+        self, prompt: Sequence[int], sampled: Sequence[int], *, ended: bool, calls_before: int = 0
+    ) -> tuple[Message, Message]:
         """What the policy said after `prompt`, as the environment gets it and as it stands in the history.
 
-        `ended`: the last token is one that ends a turn. A call of a tool that cannot be read has no `function`, but its
-        `status` and `raw` text.
+        `ended`: the last token is one that ends a turn. `calls_before`: in earlier turns, for the ids of calls. A call
+        of a tool that cannot be read has no `function`, but its `status` and `raw` text.
         """
         parsed = self._renderer.parse_response(list(sampled), tools=self.tools, prompt_ids=list(prompt))
         told: Message = {"role": "assistant", "content": parsed.content}
         if parsed.reasoning_content:
             told["reasoning_content"] = parsed.reasoning_content
-        calls = [_call(number, each) for number, each in enumerate(parsed.tool_calls)]
+        calls = [_call(number, each) for number, each in enumerate(parsed.tool_calls, calls_before)]
         if self._is_default:  # the template is not known: it gets the text as it was said
             return told | ({"tool_calls": calls} if calls else {}), {
                 "role": "assistant",
@@ -111,27 +132,28 @@ class Chat:
         return whole[len(before) :] if whole.startswith(before) else self.decode(sampled)
 
 
-def _create(tokenizer: Any, name: str, options: Mapping[str, Any]) -> Any:
+def _create(tokenizer: Any, name: str, options: Mapping[str, Any], section: str) -> Any:
+    field = f"{section}.renderer"
     try:
         from openai_harmony import HarmonyError
         from renderers import RendererConfig, create_renderer
     except ImportError as error:
         fix = f"install it on the replicas' hosts: {how_to_install('environments')}."
-        raise refused(FIELD, name, "the library renderers is not installed", fix) from error
+        raise refused(field, name, "the library renderers is not installed", fix) from error
     union, *_ = get_args(RendererConfig)
     configs = {each.model_fields["name"].default: each for each in get_args(union)}
     if name not in configs or name in NOT_NAMED:
         known = ", ".join(sorted(configs.keys() - NOT_NAMED))
-        raise refused(FIELD, name, "there is no such renderer", f"name one of {known}.")
+        raise refused(field, name, "there is no such renderer", f"name one of {known}.")
     try:
         config = configs[name](**options)
     except ValidationError as error:
-        raise InvalidJob.of(explain(error.errors(), configs[name], f"{FIELD}_options")) from error
+        raise InvalidJob.of(explain(error.errors(), configs[name], f"{field}_options")) from error
     try:
         return create_renderer(tokenizer, config)
     except (ValueError, TypeError, KeyError, AssertionError, HarmonyError) as error:
         fix = "name the renderer of the model, or default, which takes its chat template."
-        raise refused(FIELD, name, f"it cannot be used with the model's tokenizer: {error}", fix) from error
+        raise refused(field, name, f"it cannot be used with the model's tokenizer: {error}", fix) from error
 
 
 def _call(number: int, parsed: Any) -> dict[str, Any]:
@@ -145,4 +167,4 @@ def _call(number: int, parsed: Any) -> dict[str, Any]:
 
 
 def _refusal(error: Exception) -> BadRow:
-    return BadRow(f"the chat template refuses the messages: {error}.", "correct the environment's messages.")
+    return BadRow(f"the chat template refuses the messages: {error}.", "correct the messages.")

@@ -3,40 +3,29 @@ before: no turn is made into tokens twice. Where the chat format leaves no such 
 is another trajectory, with the rewritten history as its prompt.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-
-import numpy as np
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
 
 from services.rollout.engine import Sample, StopReason
 from services.rollout.episodes.chat import Chat, Message
-from services.rollout.work.episode import Trajectory, Turn
-
-
-@dataclass
-class _Growing:
-    """The trajectory that the next turn extends."""
-
-    tokens: list[int]
-    """Prompt, turns and what was given, up to the next turn."""
-    prompt: int
-    """Number of tokens of the prompt."""
-    turn: int
-    """Where the last turn begins."""
-    turns: list[Turn] = field(default_factory=list)
-    given: list[int] = field(default_factory=list)
-    """What was given since the last turn: the last of `tokens`."""
+from services.rollout.episodes.growing import Growing
+from services.rollout.work.episode import Trajectory
 
 
 class Conversation:
     """A conversation in progress. Its methods change it, and do nothing else."""
 
-    def __init__(self, chat: Chat, messages: Sequence[Message]) -> None:
-        """Begins with `messages`. Raises BadRow."""
+    def __init__(self, chat: Chat, messages: Sequence[Message], prompt: Sequence[int] | None = None) -> None:
+        """Begins with `messages`. `prompt`: their tokens, where the engine has seen them already; None: the chat format
+        makes them. Raises BadRow."""
         self._chat = chat
         self._history = list(messages)
+        self._said = [_identity(message) for message in messages]
+        self._answered, self._calls = False, 0
+        self._asked: list[tuple[int, int, Growing, int]] = []
         self._done: list[Trajectory] = []
-        self._growing = self._begun()
+        self._growing = Growing.begun(chat.render(self._history) if prompt is None else prompt)
 
     @property
     def prompt(self) -> list[int]:
@@ -46,48 +35,87 @@ class Conversation:
     @property
     def response_tokens(self) -> int:
         """Tokens of this trajectory after its first prompt."""
-        return len(self._growing.tokens) - self._growing.prompt
+        return self._growing.response_tokens
 
     @property
     def forks(self) -> int:
         """Number of trajectories that ended because the history was rewritten."""
         return len(self._done)
 
-    def add(self, sample: Sample) -> Message:
-        """Adds a turn that was sampled after `prompt`. Returns it as the environment gets it."""
+    def add(self, sample: Sample, *, calls: bool = True) -> Message:
+        """Adds a turn that was sampled after `prompt`. Returns it as the environment gets it; without `calls` what
+        looks like a call of a tool is text."""
         now, ended = self._growing, sample.stop_reason is StopReason.END_OF_TURN
-        sampled = sample.tokens.tolist()
-        message, remembered = self._chat.read(now.tokens, sampled, ended=ended)
-        text = self._chat.decode(now.given) if now.given else ""
-        now.turns.append(Turn(sample, np.array(now.given, np.int32), text))
-        now.turn, now.given, now.tokens = len(now.tokens), [], [*now.tokens, *sampled]
+        message, remembered = self._chat.read(now.tokens, sample.tokens.tolist(), ended=ended, calls_before=self._calls)
+        self._calls += len(message.get("tool_calls", ()))
+        if not calls and message.pop("tool_calls", None):
+            message["content"] = sample.text
+        self._asked.append((len(self._said), len(self._history), now, len(now.tokens)))
+        now.add(sample, self._chat.decode)
         self._history.append(remembered)
+        self._said.append(_identity(message))
+        self._answered = True
         return message | {"stop_reason": sample.stop_reason.name.lower()}
 
     def reward(self, value: float) -> None:
         """The last turn has earned `value`."""
-        turns = self._growing.turns
-        turns[-1] = replace(turns[-1], reward=turns[-1].reward + value)
+        self._growing.reward(value)
 
     def tell(self, messages: Sequence[Message]) -> None:
         """Adds what follows the last turn. Raises BadRow."""
         now = self._growing
         given = self._chat.between(now.tokens, now.turn, self._history, messages)
         self._history += messages
+        self._said += map(_identity, messages)
+        self._answered = False
         if given is None:
             self._done.append(self._trajectory())
-            self._growing = self._begun()
+            self._growing = Growing.begun(self._chat.render(self._history))
         else:
-            now.given, now.tokens = given, [*now.tokens, *given]
+            now.give(given)
+
+    def added_by(self, history: Sequence[Message]) -> list[Message] | None:
+        """The messages that a client, which sends its whole `history` each time, adds to this conversation: those to
+        `tell`, none where `prompt` waits for its answer already. None where the history is not this conversation's, or
+        was rewritten.
+
+        Messages of the policy are compared by their text and calls of tools: clients leave out reasoning, and rename
+        calls."""
+        known = len(self._said)
+        if list(map(_identity, history[:known])) != self._said:
+            return None
+        new = list(history[known:])
+        return new if bool(new) == self._answered else None
+
+    def again(self, history: Sequence[Message]) -> Self | None:
+        """A conversation that begins with the prompt of a turn that was sampled after exactly `history`, or that waits
+        for its answer; None where there is none such. Its tokens are those that the engine saw."""
+        known = list(map(_identity, history))
+        for said, remembered, growing, end in self._asked:
+            if said == len(known) and self._said[:said] == known:
+                return type(self)(self._chat, self._history[:remembered], growing.tokens[:end])
+        if self._said == known and not self._answered:
+            return type(self)(self._chat, self._history, self.prompt)
+        return None
 
     def trajectories(self) -> tuple[Trajectory, ...]:
         """All trajectories that have turns, in order. What was told after the last turn is in none."""
         return (*self._done, self._trajectory()) if self._growing.turns else tuple(self._done)
 
-    def _begun(self) -> _Growing:
-        prompt = self._chat.render(self._history)
-        return _Growing(prompt, prompt=len(prompt), turn=len(prompt))
-
     def _trajectory(self) -> Trajectory:
-        prompt = self._growing.tokens[: self._growing.prompt]
-        return Trajectory(tuple(self._growing.turns), np.array(prompt, np.int32), self._chat.decode(prompt))
+        return self._growing.trajectory(self._chat.decode)
+
+
+def _identity(message: Mapping[str, Any]) -> object:
+    """What has to be equal in two messages that are the same one."""
+    calls = [_call(call["function"]) for call in message.get("tool_calls") or () if "function" in call]
+    return message.get("role"), message.get("content") or "", tuple(calls)
+
+
+def _call(function: Mapping[str, Any]) -> object:
+    arguments = function.get("arguments")
+    try:
+        read = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        read = arguments
+    return function.get("name"), json.dumps(read, sort_keys=True)

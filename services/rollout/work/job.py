@@ -11,8 +11,6 @@ from millrace.data.row import PromptRow
 from millrace.errors import BadRow, InvalidJob
 from millrace.ids import JobId, row_of
 from millrace.spec import JobSpec
-from millrace.spec.environment import Environment
-from millrace.spec.model import Data
 from millrace.wire.v1 import work_pb2
 from services.rollout.episodes.chat import Chat
 from services.rollout.episodes.environments import Environments
@@ -45,7 +43,7 @@ class Job:
         chat: Chat | None = None,
         judges: Sequence[JudgeScorer] = (),
     ) -> None:
-        """With `environments` there is the `chat` format in which the policy talks to them."""
+        """With `environments`, or an agent, there is the `chat` format in which the policy talks to them."""
         self.id = job_id
         self.spec = spec
         self.scoring = scoring
@@ -64,11 +62,16 @@ class Job:
         scoring = ScoringPool.of_job(spec.reward, terms, spec.reward.workers)
         await scoring.start()
         if (environment := spec.rollout.environment) is None:
-            return cls(job_id, spec, tokenizer, scoring, judges=judges)
+            try:
+                chat = await asyncio.to_thread(_chat, spec, tokenizer)
+            except BaseException:
+                await scoring.close()
+                raise
+            return cls(job_id, spec, tokenizer, scoring, chat=chat, judges=judges)
         environments = environments_of(environment, spec.reward)
         try:
             await environments.start()
-            chat = await asyncio.to_thread(_chat, spec.data, environment, tokenizer, environments.tools)
+            chat = await asyncio.to_thread(_chat, spec, tokenizer, environments.tools)
         except BaseException:
             await asyncio.gather(scoring.close(), environments.close())
             raise
@@ -104,9 +107,13 @@ class Job:
         return Prompt(row, rendered, str(self._tokenizer.decode(rendered.token_ids)))
 
 
-def _chat(data: Data, environment: Environment, tokenizer: Any, tools: Sequence[Mapping[str, Any]]) -> Chat:
-    options, template_options = environment.renderer_options, data.chat_template_options
-    return Chat(tokenizer, environment.renderer, options, template_options, tools)
+def _chat(spec: JobSpec, tokenizer: Any, tools: Sequence[Mapping[str, Any]] = ()) -> Chat | None:
+    """The format in which the policy talks to the job's environment or agent; None where it has neither."""
+    player = spec.rollout.environment or spec.rollout.agent
+    if player is None:
+        return None
+    field = "rollout.agent" if spec.rollout.environment is None else "rollout.environment"
+    return Chat(tokenizer, player.renderer, player.renderer_options, spec.data.chat_template_options, tools, field)
 
 
 def import_transformers() -> None:

@@ -9,8 +9,9 @@ import pytest
 import uvicorn
 from fastapi import FastAPI, Request
 
-from services.coordinator.rest import bodies, connections
-from services.coordinator.rest.connections import PatientProtocol
+from millrace.wire.http import connections
+from millrace.wire.http.connections import PatientProtocol
+from services.coordinator.rest import bodies
 from services.coordinator.rest.crowd import InProgress
 from services.coordinator.rest.problems import install
 

@@ -1,0 +1,1 @@
+"""Who plays the episodes of a job."""

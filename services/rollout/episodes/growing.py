@@ -1,0 +1,62 @@
+"""A trajectory in growth, as tokens: every prompt begins with what the engine saw and sampled before."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+import numpy as np
+
+from services.rollout.engine import Sample
+from services.rollout.work.episode import Trajectory, Turn
+
+Decode = Callable[[Sequence[int]], str]
+"""The text of tokens, with special ones."""
+
+
+@dataclass
+class Growing:
+    """The trajectory that the next turn extends."""
+
+    tokens: list[int]
+    """Prompt, turns and what was given, up to the next turn."""
+    prompt: int
+    """Number of tokens of the prompt."""
+    turn: int
+    """Where the last turn begins."""
+    turns: list[Turn] = field(default_factory=list)
+    given: list[int] = field(default_factory=list)
+    """What was given since the last turn: the last of `tokens`."""
+
+    @classmethod
+    def begun(cls, prompt: Sequence[int]) -> Self:
+        """The trajectory that begins with `prompt`."""
+        return cls(list(prompt), prompt=len(prompt), turn=len(prompt))
+
+    @property
+    def response_tokens(self) -> int:
+        """Tokens after the prompt, sampled and given."""
+        return len(self.tokens) - self.prompt
+
+    def added_by(self, prompt: Sequence[int]) -> Sequence[int] | None:
+        """The tokens that `prompt` has after those of the trajectory; None where it does not begin with them."""
+        known = len(self.tokens)
+        return prompt[known:] if list(prompt[:known]) == self.tokens else None
+
+    def give(self, tokens: Sequence[int]) -> None:
+        """Adds what stands before the next turn."""
+        self.given, self.tokens = [*self.given, *tokens], [*self.tokens, *tokens]
+
+    def add(self, sample: Sample, decode: Decode) -> None:
+        """Adds a turn that was sampled after `tokens`."""
+        text = decode(self.given) if self.given else ""
+        self.turns.append(Turn(sample, np.array(self.given, np.int32), text))
+        self.turn, self.given, self.tokens = len(self.tokens), [], [*self.tokens, *sample.tokens.tolist()]
+
+    def reward(self, value: float) -> None:
+        """The last turn has earned `value`."""
+        self.turns[-1] = replace(self.turns[-1], reward=self.turns[-1].reward + value)
+
+    def trajectory(self, decode: Decode) -> Trajectory:
+        """What has grown. What was given after the last turn is not in it."""
+        prompt = self.tokens[: self.prompt]
+        return Trajectory(tuple(self.turns), np.array(prompt, np.int32), decode(prompt))

@@ -1,0 +1,128 @@
+"""OpenAI's chat completions: requests to what they ask of the policy, turns to answers."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, Field
+
+from millrace.errors import wrong_value
+from millrace.validation import limits
+from services.rollout.engine import Sample, StopReason
+from services.rollout.episodes.chat import Chat
+from services.rollout.sessions.histories import history
+from services.rollout.sessions.policy import Ask, Said
+from services.rollout.sessions.refusals import Refused
+from services.rollout.sessions.session import Session
+
+
+class ChatRequest(BaseModel):
+    """What is read of a request. temperature, top_p, seed, penalties and other fields of sampling are the job's and are
+    not read."""
+
+    model: str = ""
+    messages: list[dict[str, Any]] = Field(min_length=1, max_length=100_000)
+    tools: list[dict[str, Any]] | None = Field(None, max_length=1024)
+    tool_choice: Any = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    max_tokens: int | None = Field(None, ge=1, le=limits.MOST_TOKENS)
+    max_completion_tokens: int | None = Field(None, ge=1, le=limits.MOST_TOKENS)
+    stop: Any = None
+    n: int | None = None
+    response_format: dict[str, Any] | None = None
+
+    def ask(self) -> Ask:
+        """What the request asks of the policy. Raises Refused."""
+        if self.n not in (None, 1):
+            raise Refused.of(wrong_value("n", self.n, "a session samples one turn at a time", "leave it out."))
+        if self.top_logprobs:
+            reason = "only the sampled tokens have log-probabilities here"
+            raise Refused.of(wrong_value("top_logprobs", self.top_logprobs, reason, "leave it out."))
+        kind = (self.response_format or {}).get("type", "text")
+        if kind != "text":
+            reason = "a format would change what the policy samples"
+            raise Refused.of(wrong_value("response_format.type", kind, reason, "ask for the format in the prompt."))
+        return Ask(
+            messages=history(self.messages),
+            tools=self.tools or (),
+            max_tokens=self.max_completion_tokens or self.max_tokens,
+            stop=stops(self.stop),
+            calls=calls_allowed(self.tool_choice),
+        )
+
+
+def calls_allowed(choice: Any) -> bool:
+    """Whether calls of tools are told as such. Raises Refused for a choice that would force a call."""
+    if choice in (None, "auto", "none"):
+        return bool(choice != "none")
+    reason = "a call that is forced would not be sampled by the policy"
+    raise Refused.of(wrong_value("tool_choice", choice, reason, "give auto or none."))
+
+
+def stops(given: Any) -> tuple[str, ...]:
+    """The strings that end a turn. Raises Refused."""
+    texts = [given] if isinstance(given, str) else given or []
+    if not isinstance(texts, list) or len(texts) > 64 or not all(isinstance(text, str) and text for text in texts):
+        raise Refused.of(wrong_value("stop", given, "is not text or a list of at most 64 texts", "give texts."))
+    return tuple(texts)
+
+
+def finish_reason(said: Said) -> str:
+    """Why the turn ended, in OpenAI's words."""
+    if said.sample.stop_reason is StopReason.LENGTH:
+        return "length"
+    return "tool_calls" if said.calls else "stop"
+
+
+def message_of(said: Said) -> dict[str, Any]:
+    """The message of a turn."""
+    message: dict[str, Any] = {"role": "assistant", "content": said.content or (None if said.calls else "")}
+    if said.reasoning:
+        message["reasoning_content"] = said.reasoning
+    if said.calls:
+        message["tool_calls"] = said.calls
+    return message
+
+
+def usage(said: Said) -> dict[str, int]:
+    """Tokens of the request and of the turn."""
+    sampled = len(said.sample.tokens)
+    return {
+        "prompt_tokens": said.prompt_tokens,
+        "completion_tokens": sampled,
+        "total_tokens": said.prompt_tokens + sampled,
+    }
+
+
+def completion(request: ChatRequest, session: Session, said: Said) -> dict[str, Any]:
+    """The answer to a request that does not stream."""
+    choice = {"index": 0, "message": message_of(said), "finish_reason": finish_reason(said)}
+    choice["logprobs"] = logprobs(said.sample, session.policy.chats.without_tools) if request.logprobs else None
+    return {**_head(request, session, said, "chat.completion"), "choices": [choice], "usage": usage(said)}
+
+
+def _head(request: ChatRequest, session: Session, said: Said, kind: str) -> dict[str, Any]:
+    return {
+        "id": f"chatcmpl-{session.id}-{said.number}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": request.model or session.policy.model,
+    }
+
+
+def logprobs(sample: Sample, chat: Chat) -> Mapping[str, Any]:
+    """The log-probability of each sampled token, nats."""
+    return {
+        "content": [
+            {
+                "token": (text := chat.decode([token])),
+                "logprob": value,
+                "bytes": list(text.encode()),
+                "top_logprobs": [],
+            }
+            for token, value in zip(sample.tokens.tolist(), sample.logprobs.tolist(), strict=True)
+        ]
+    }

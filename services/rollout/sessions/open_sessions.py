@@ -1,0 +1,68 @@
+"""The sessions of a replica that are open, and those of them that wait for an agent."""
+
+import asyncio
+import hmac
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from services.rollout.sessions.refusals import Refusals, Refused
+from services.rollout.sessions.session import Session
+
+
+class OpenSessions:
+    """Every session from its beginning to its end."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        """Where the endpoint is reached, `http://host:port`."""
+        self._open: dict[str, Session] = {}
+        self._waiting: deque[tuple[Session, asyncio.Event]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    @property
+    def waiting(self) -> int:
+        """Sessions that no agent has claimed."""
+        return len(self._waiting)
+
+    @contextmanager
+    def hold(self, session: Session) -> Iterator[None]:
+        """Keeps a session open, and closes it in the end."""
+        self._open[session.id] = session
+        try:
+            yield
+        finally:
+            del self._open[session.id]
+            session.close()
+
+    async def offer(self, session: Session, deadline_s: float) -> None:
+        """Waits until an agent claims the session. From then on it has `deadline_s` seconds."""
+        entry = session, asyncio.Event()
+        self._waiting.append(entry)
+        try:
+            await entry[1].wait()
+        except asyncio.CancelledError:
+            if entry in self._waiting:
+                self._waiting.remove(entry)
+            raise
+        session.deadline = asyncio.get_running_loop().time() + deadline_s
+
+    def claim(self) -> Session:
+        """The session that has waited longest for an agent. Raises Refused where none waits."""
+        if not self._waiting:
+            raise Refused(Refusals.BUSY, "no episode waits for an agent here.", "ask again, or ask another replica.")
+        session, claimed = self._waiting.popleft()
+        claimed.set()
+        return session
+
+    def find(self, session_id: str, key: str) -> Session:
+        """The open session with this id, for a caller with its key. Raises Refused."""
+        session = self._open.get(session_id)
+        if session is None:
+            what = f"{session_id[:64]} is not an open session here."
+            raise Refused(Refusals.UNKNOWN, what, "claim another episode: this one is over, or of another replica.")
+        if not hmac.compare_digest(key.encode(), session.key.encode()):
+            raise Refused(Refusals.UNAUTHENTICATED, f"the key is not that of {session.id}.", "send the session's key.")
+        return session

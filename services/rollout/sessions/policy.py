@@ -1,0 +1,120 @@
+"""What answers in a session: the engine, the chat format with the agent's tools, and the limits of the job."""
+
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from millrace.errors import InvalidJob, wrong_value
+from services.rollout.engine import Engine, Sample, Sampling
+from services.rollout.episodes.chat import Chat, Message
+from services.rollout.sessions.refusals import Refusals, Refused
+from services.rollout.sessions.strands import Strand
+
+MOST_CHATS = 256
+"""Sets of tools of which the chat format is kept."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What one request asks of the policy."""
+
+    messages: Sequence[Message] = ()
+    """The whole history, the content of each message as text."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    """As OpenAI describes functions."""
+    max_tokens: int | None = None
+    """Longest turn; None: as long as there is room."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the turn, besides those of the job."""
+    calls: bool = True
+    """Whether calls of tools are told as such, or as text."""
+
+
+@dataclass(frozen=True)
+class Said:
+    """A turn that was sampled for a request."""
+
+    number: int
+    """Of the turn in its session, from 0."""
+    message: Message
+    """As the client gets it."""
+    sample: Sample
+    prompt_tokens: int
+
+    @property
+    def calls(self) -> list[dict[str, Any]]:
+        """Calls of tools that can be read."""
+        return [call for call in self.message.get("tool_calls", ()) if "function" in call]
+
+    @property
+    def content(self) -> str:
+        """The text, with the calls that cannot be read."""
+        unread = [call["raw"] for call in self.message.get("tool_calls", ()) if "function" not in call]
+        return "".join([self.message.get("content") or "", *unread])
+
+    @property
+    def reasoning(self) -> str:
+        """What the policy thought before the text."""
+        return str(self.message.get("reasoning_content") or "")
+
+
+class Chats:
+    """The job's chat format, with the tools that a request names."""
+
+    def __init__(self, chat: Chat) -> None:
+        self.without_tools = chat
+        self._of: OrderedDict[str, Chat] = OrderedDict()
+
+    def of(self, tools: Sequence[Mapping[str, Any]]) -> tuple[Chat, str]:
+        """The format with these tools, and the tools as text. Raises Refused where it cannot read calls of tools."""
+        key = json.dumps(tools, sort_keys=True) if tools else ""
+        if not key:
+            return self.without_tools, key
+        if key not in self._of:
+            try:
+                self._of[key] = self.without_tools.with_tools(tools)
+            except InvalidJob as error:
+                raise Refused(Refusals.INVALID, error.what, error.fix, "tools") from error
+            if len(self._of) > MOST_CHATS:
+                self._of.popitem(last=False)
+        self._of.move_to_end(key)
+        return self._of[key], key
+
+    def check_tokens(self, tokens: Sequence[int]) -> None:
+        """Raises Refused for tokens that the model does not have: an engine may end when it gets one."""
+        most = self.without_tools.vocabulary
+        if (wrong := next((token for token in tokens if not 0 <= token < most), None)) is not None:
+            reason = f"the model's tokens are 0 to {most - 1}"
+            raise Refused.of(wrong_value("token_ids", wrong, reason, "use the tokenizer of the job's model."))
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What answers in the sessions of one lease."""
+
+    engine: Engine
+    chats: Chats
+    sampling: Sampling
+    """The lease's. Its temperature, top-p and top-k hold for every turn, whatever an agent asks for."""
+    on_sample: Callable[[Sample], None]
+    longest: int
+    """Tokens of a trajectory, at most."""
+    max_turns: int
+    max_turn_tokens: int | None
+    model: str
+    """Name of the model, as clients see it."""
+
+    def room(self, strand: Strand) -> int:
+        """Tokens that the next turn may have."""
+        room = min(self.sampling.max_response_tokens - strand.response_tokens, self.longest - len(strand.prompt))
+        return min(room, self.max_turn_tokens or room)
+
+    def cut_by_turn(self, room: int) -> bool:
+        """Whether a turn of `room` tokens is as long as one turn may be, and not as long as the trajectory allows."""
+        return room == self.max_turn_tokens
+
+    def asked(self, most: int, stop: Sequence[str]) -> Sampling:
+        """The request to the engine for a turn of at most `most` tokens."""
+        return replace(self.sampling, max_response_tokens=most, stop=(*self.sampling.stop, *stop))

@@ -1,0 +1,82 @@
+"""Requests over HTTP: who sends them, what is in them, and whether their sender still waits."""
+
+import asyncio
+import hmac
+import json
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect, Request
+
+from millrace.validation.mistakes import explain
+from services.rollout.sessions.refusals import Refusals, Refused
+
+LARGEST_BODY = 64 << 20
+"""Bytes of a request's body."""
+BODY_S = 60.0
+"""How long a body may take to arrive."""
+Model = TypeVar("Model", bound=BaseModel)
+T = TypeVar("T")
+
+
+def key_of(request: Request) -> str:
+    """The key that came with a request, as OpenAI's clients (`Authorization: Bearer`) or Anthropic's (`x-api-key`)
+    send it; empty where none did."""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+
+
+def check_token(request: Request, secret: str) -> None:
+    """Raises Refused for a caller without the token of the deployment; where there is none (`secret` is empty), for
+    the page of a browser: it may be anybody's."""
+    if secret and not hmac.compare_digest(key_of(request).encode(), secret.encode()):
+        what, fix = "the token is missing or wrong.", "send `Authorization: Bearer <MILLRACE_TOKEN>`."
+        raise Refused(Refusals.UNAUTHENTICATED, what, fix)
+    if not secret and "origin" in request.headers:
+        fix = "set MILLRACE_TOKEN, or call from a program that is no browser."
+        raise Refused(Refusals.UNAUTHENTICATED, "web pages may not claim episodes.", fix)
+
+
+async def body_of(request: Request, model: type[Model]) -> Model:
+    """The body, checked. Raises Refused."""
+    given = await _json(request)
+    try:
+        return model.model_validate(given)
+    except ValidationError as error:
+        raise Refused.of(explain(error.errors(), model)[0]) from error
+
+
+async def _json(request: Request) -> Any:
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for part in request.stream():
+                parts.append(part)
+                if (size := size + len(part)) > LARGEST_BODY:
+                    what = f"the body has more than {LARGEST_BODY >> 20} MiB."
+                    raise Refused(Refusals.TOO_LARGE, what, "send a shorter history.")
+    except TimeoutError as error:
+        raise Refused(Refusals.INVALID, f"the body did not arrive within {BODY_S:g} s.", "send it faster.") from error
+    try:
+        return json.loads(b"".join(parts) or b"{}")
+    except (ValueError, RecursionError) as error:
+        raise Refused(Refusals.INVALID, f"the body is not JSON: {error}.", "send a JSON object.") from error
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled when the sender of the request goes away. Raises ClientDisconnect."""
+    working, gone = asyncio.create_task(work), asyncio.create_task(_gone(request))
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        gone.cancel()
+        working.cancel()
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        continue

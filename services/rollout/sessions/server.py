@@ -1,0 +1,177 @@
+"""The HTTP server of a replica's sessions.
+
+| path | for |
+|---|---|
+| `POST /sessions` | agents that run elsewhere: claims an episode, with the token of the deployment |
+| `GET /sessions/ID`, `POST …/reward`, `POST …/end` | the episode: what is known of it, its reward, its end |
+| `/sessions/ID/v1/…` | the policy, as OpenAI's and Anthropic's clients ask it |
+| `POST /inference/v1/generate` | the policy, tokens in and tokens out |
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import structlog
+from pydantic import BaseModel, Field
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from millrace.validation import limits
+from millrace.wire.channel import token
+from millrace.wire.http.server import HttpServer, listening
+from services.rollout.sessions import chat_completions, token_endpoint
+from services.rollout.sessions.chat_completions import ChatRequest
+from services.rollout.sessions.episodes import row_of
+from services.rollout.sessions.open_sessions import OpenSessions
+from services.rollout.sessions.refusals import Refusals, Refused, refusal
+from services.rollout.sessions.requests import body_of, check_token, key_of, while_connected
+from services.rollout.sessions.session import Session
+from services.rollout.sessions.token_endpoint import GenerateRequest
+
+log = structlog.get_logger(__name__)
+KEEP_ALIVE_S = 120
+"""How long a connection without a request is kept: tools may take long between two turns."""
+BACKLOG = 4096
+"""Connections that wait to be accepted."""
+Answer = Callable[[Request], Awaitable[Response]]
+
+
+class Reward(BaseModel):
+    """The body of `POST /sessions/ID/reward`."""
+
+    reward: float = Field(ge=-limits.LARGEST_WEIGHT, le=limits.LARGEST_WEIGHT, allow_inf_nan=False)
+    turn: int | None = None
+
+
+class End(BaseModel):
+    """The body of `POST /sessions/ID/end`, which may be empty."""
+
+    reward: float | None = Field(None, ge=-limits.LARGEST_WEIGHT, le=limits.LARGEST_WEIGHT, allow_inf_nan=False)
+
+
+class SessionServer:
+    """Serves the sessions of one replica at `host:port`; port 0 takes a free one. Raises Unavailable where the port is
+    taken."""
+
+    def __init__(self, sessions: OpenSessions, host: str, port: int) -> None:
+        self._held = contextlib.ExitStack()
+        self._socket = self._held.enter_context(listening(host, port, "--sessions-port", BACKLOG))
+        self.port = int(self._socket.getsockname()[1])
+        self._server = HttpServer(application(sessions, token()), KEEP_ALIVE_S, BACKLOG)
+        self._serving: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Answers requests from now on."""
+        self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+
+    async def stop(self) -> None:
+        """Ends the requests in progress within a few seconds."""
+        self._server.should_exit = True
+        if self._serving is not None:
+            await asyncio.gather(self._serving, return_exceptions=True)
+        self._held.close()
+
+
+def application(sessions: OpenSessions, secret: str) -> Starlette:
+    """The ASGI application. `secret` is the token of the deployment; empty: there is none."""
+    desk = Desk(sessions, secret)
+    one, policy = "/sessions/{id}", "/sessions/{id}/v1"
+    return Starlette(
+        routes=[
+            Route("/healthz", answering(desk.health), methods=["GET"]),
+            Route("/sessions", answering(desk.claim), methods=["POST"]),
+            Route(one, answering(desk.describe), methods=["GET"]),
+            Route(f"{one}/reward", answering(desk.reward), methods=["POST"]),
+            Route(f"{one}/end", answering(desk.end), methods=["POST"]),
+            Route(f"{policy}/models", answering(desk.models), methods=["GET"]),
+            Route(f"{policy}/chat/completions", answering(desk.chat_completions), methods=["POST"]),
+            Route("/inference/v1/generate", answering(desk.generate), methods=["POST"]),
+            Route(f"{one}/inference/v1/generate", answering(desk.generate), methods=["POST"]),
+        ]
+    )
+
+
+def answering(answer: Answer) -> Answer:
+    """The same answer, with what is refused told as the client expects it."""
+
+    async def answered(request: Request) -> Response:
+        try:
+            return await answer(request)
+        except Refused as error:
+            return refusal(error)
+        except ClientDisconnect:
+            return Response(status_code=499)
+
+    return answered
+
+
+class Desk:
+    """Answers requests."""
+
+    def __init__(self, sessions: OpenSessions, secret: str) -> None:
+        self._sessions = sessions
+        self._secret = secret
+
+    async def health(self, request: Request) -> Response:
+        """Whether the process answers."""
+        return JSONResponse({"status": "ok"})
+
+    async def claim(self, request: Request) -> Response:
+        """The episode that has waited longest: its row, its base URLs and its key."""
+        check_token(request, self._secret)
+        session = self._sessions.claim()
+        log.info("session claimed", session=session.id, caller=request.client.host if request.client else "")
+        url = f"{self._sessions.url or str(request.base_url).rstrip('/')}/sessions/{session.id}"
+        told = {"key": session.key, "url": url, "openai_base_url": f"{url}/v1", "anthropic_base_url": url}
+        return JSONResponse({**told, **self._described(session)}, 201)
+
+    async def describe(self, request: Request) -> Response:
+        """What is known of an episode."""
+        return JSONResponse(self._described(self._session(request)))
+
+    async def reward(self, request: Request) -> Response:
+        """Adds to the reward of the episode, or of one of its turns."""
+        session, body = self._session(request), await body_of(request, Reward)
+        session.reward(body.reward, body.turn)
+        return JSONResponse({"id": session.id})
+
+    async def end(self, request: Request) -> Response:
+        """Ends the episode; its reward may come with it."""
+        session, body = self._session(request), await body_of(request, End)
+        if body.reward is not None:
+            session.reward(body.reward)
+        session.end()
+        return JSONResponse({"id": session.id, "turns": session.turns})
+
+    async def models(self, request: Request) -> Response:
+        """The one model there is."""
+        policy = self._session(request).policy
+        entry = {"id": policy.model, "object": "model", "created": 0, "owned_by": "millrace"}
+        return JSONResponse({"object": "list", "data": [{**entry, "max_model_len": policy.longest}]})
+
+    async def chat_completions(self, request: Request) -> Response:
+        """A turn, for OpenAI's chat completions."""
+        session, body = self._session(request), await body_of(request, ChatRequest)
+        said = await while_connected(request, session.say(body.ask()))
+        return JSONResponse(chat_completions.completion(body, session, said))
+
+    async def generate(self, request: Request) -> Response:
+        """A turn, for clients that make the tokens themselves."""
+        session, body = self._session(request), await body_of(request, GenerateRequest)
+        said = await while_connected(request, session.follow(body.token_ids, body.ask()))
+        return JSONResponse(token_endpoint.generated(body, session, said))
+
+    def _session(self, request: Request) -> Session:
+        """The session of a request: of its path, or of its header `X-Session-ID`. Raises Refused."""
+        session_id = request.path_params.get("id") or request.headers.get("x-session-id", "")
+        if not session_id:
+            raise Refused(Refusals.UNKNOWN, "the request names no session.", "send the header X-Session-ID.")
+        return self._sessions.find(session_id, key_of(request))
+
+    def _described(self, session: Session) -> dict[str, Any]:
+        told = {"id": session.id, "model": session.policy.model, "row": row_of(session.prompt)}
+        return {**told, "turns": session.turns, "seconds_left": round(session.seconds_left, 3)}

@@ -1,0 +1,262 @@
+"""One session: an episode whose turns are asked for by an agent, request by request."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Generic, TypeVar
+
+from millrace.errors import BadRow, MillraceError, wrong_value
+from millrace.wire.v1 import common_pb2
+from services.rollout.engine import Sample, Sampling, StopReason
+from services.rollout.episodes.chat import Message
+from services.rollout.episodes.conversation import Conversation
+from services.rollout.scoring.pool import Scored
+from services.rollout.sessions.policy import Ask, Policy, Said
+from services.rollout.sessions.refusals import Refusals, Refused
+from services.rollout.sessions.strands import Strand, TokenStrand
+from services.rollout.work.episode import Episode, Trajectory
+from services.rollout.work.job import Prompt
+
+T = TypeVar("T")
+S = TypeVar("S", bound=Strand)
+
+
+class AgentFailed(Exception):
+    """The agent's episode cannot be used: it took too long, its command failed, or it asked for no turn."""
+
+
+@dataclass(eq=False)
+class _Held(Generic[S]):
+    """A strand, and what the session knows of it."""
+
+    strand: S
+    tools: str = ""
+    """Of a conversation: its tools as text."""
+    busy: bool = True
+    """Whether a turn of it is being sampled."""
+    numbers: list[int] = field(default_factory=list)
+    """Of its turns, among those of the session."""
+    called_at: float = 0.0
+    """When the last turn called tools; 0.0 where it did not."""
+
+
+class Session:
+    """Its turns are recorded as tokens. Every method that asks for a turn raises Refused."""
+
+    def __init__(self, policy: Policy, prompt: Prompt, reruns: int = 0) -> None:
+        """`reruns`: how often the episode was run before."""
+        self.id = f"session-{secrets.token_hex(8)}"
+        self.key = secrets.token_urlsafe(32)
+        self.prompt = prompt
+        self.policy = policy
+        self.ended = asyncio.Event()
+        """Set once the agent ended the episode, or the session failed."""
+        self.failure: MillraceError | None = None
+        """Why it cannot go on."""
+        self.deadline = 0.0
+        """Of the event loop's clock; 0.0 until somebody plays the episode."""
+        self._account = common_pb2.EpisodeAccount(end=common_pb2.EPISODE_END_DONE, reruns=reruns)
+        self._conversations: list[_Held[Conversation]] = []
+        self._sequences: list[_Held[TokenStrand]] = []
+        self._turns = 0
+        self._rewards: dict[int, float] = {}
+        self._score: float | None = None
+        self._running: set[asyncio.Task[Sample]] = set()
+
+    @property
+    def turns(self) -> int:
+        """Turns that were sampled."""
+        return self._turns
+
+    @property
+    def seconds_left(self) -> float:
+        """Seconds until the deadline."""
+        return max(0.0, self.deadline - asyncio.get_running_loop().time())
+
+    async def say(self, ask: Ask) -> Said:
+        """Samples the turn that follows the messages of `ask`."""
+        held = await self._conversation(ask)
+        conversation = held.strand
+        try:
+            prompt_tokens = len(conversation.prompt)
+            sample = await self._sample(conversation, ask)
+            number = self._numbered(held)
+            message = await in_thread(lambda: conversation.add(sample, calls=ask.calls))
+            held.called_at = time.monotonic() if message.get("tool_calls") else 0.0
+            return Said(number, message, sample, prompt_tokens)
+        finally:
+            held.busy = False
+
+    async def follow(self, tokens: Sequence[int], ask: Ask) -> Said:
+        """Samples the turn that follows `tokens`; of `ask` only the limits count."""
+        self._check_open()
+        held = self._sequence(tokens)
+        try:
+            sample = await self._sample(held.strand, ask)
+            held.strand.add(sample)
+            return Said(self._numbered(held), {}, sample, len(tokens))
+        finally:
+            held.busy = False
+
+    def reward(self, value: float, turn: int | None = None) -> None:
+        """Adds to the reward of a turn, or of the whole episode. Raises Refused."""
+        self._check_open()
+        if turn is None:
+            self._score = (self._score or 0.0) + value
+        elif 0 <= turn < self._turns:
+            self._rewards[turn] = self._rewards.get(turn, 0.0) + value
+        else:
+            why = "there is no such turn" if self._turns else "there is no turn yet"
+            raise Refused.of(wrong_value("turn", turn, why, f"name one of {self._turns} turns, from 0."))
+
+    def end(self) -> None:
+        """The agent has finished. Idempotent."""
+        self.ended.set()
+
+    def close(self) -> None:
+        """Ends the session: what it has in the engine is aborted, further requests are refused."""
+        self.ended.set()
+        for task in self._running:
+            task.cancel()
+
+    def episode(self) -> Episode:
+        """What was recorded. Raises AgentFailed where that is nothing."""
+        known: list[_Held[Conversation] | _Held[TokenStrand]] = [*self._conversations, *self._sequences]
+        used = sorted((each for each in known if each.numbers), key=lambda each: each.numbers[-1])
+        if not used:
+            raise AgentFailed("the agent asked for no turn")
+        trajectories = [one for each in used for one in self._rewarded(each)]
+        first, rendered = trajectories[0], self.prompt.rendered.token_ids
+        if first.prompt is not None and first.prompt.tolist() == rendered:
+            trajectories[0] = replace(first, prompt=None, prompt_text="")
+        score = 0.0 if self._score is None and self._rewards else self._score
+        return Episode(tuple(trajectories), None if score is None else Scored(score, {}), self._account)
+
+    def _rewarded(self, held: _Held[Conversation] | _Held[TokenStrand]) -> list[Trajectory]:
+        """The trajectories of a strand with the rewards of its turns."""
+        numbers = iter(held.numbers)
+        return [
+            replace(one, turns=tuple(replace(turn, reward=self._rewards.get(next(numbers), 0.0)) for turn in one.turns))
+            for one in held.strand.trajectories()
+        ]
+
+    # Finding what a request continues.
+
+    async def _conversation(self, ask: Ask) -> _Held[Conversation]:
+        """The conversation that a request continues, busy. Its tokens end where the turn begins."""
+        self._check_open()
+        chat, key = self.policy.chats.of(ask.tools)
+        for held in _idle(self._conversations):
+            if held.tools == key and (new := held.strand.added_by(ask.messages)) is not None:
+                held.busy = True
+                await self._told(held, new)
+                return held
+        conversation = self._again(ask.messages, key)
+        if conversation is None:
+            conversation = await _rendered(lambda: Conversation(chat, ask.messages))
+        held = _Held(conversation, key)
+        self._conversations.append(held)
+        return held
+
+    def _sequence(self, tokens: Sequence[int]) -> _Held[TokenStrand]:
+        """The sequence that `tokens` extend, busy; a new one where they extend none. Raises Refused."""
+        for held in _idle(self._sequences):
+            if (added := held.strand.added_by(tokens)) is not None:
+                self.policy.chats.check_tokens(added)
+                held.strand.give(added)
+                held.busy = True
+                return held
+        self.policy.chats.check_tokens(tokens)
+        self._sequences.append(_Held(TokenStrand(self.policy.chats.without_tools, tokens)))
+        return self._sequences[-1]
+
+    async def _told(self, held: _Held[Conversation], new: Sequence[Message]) -> None:
+        """Tells a conversation what its client added."""
+        if not new:
+            return
+        try:
+            await _rendered(lambda: held.strand.tell(new))
+        except BaseException:
+            held.busy = False
+            raise
+        results = sum(message["role"] == "tool" for message in new)
+        self._account.tool_calls += results
+        if results and held.called_at:
+            self._account.tool_s += time.monotonic() - held.called_at
+
+    def _again(self, messages: Sequence[Message], tools: str) -> Conversation | None:
+        """A conversation that begins where an earlier request had begun a turn: the client asks once more."""
+        asked = (held.strand.again(messages) for held in self._conversations if held.tools == tools)
+        return next((conversation for conversation in asked if conversation is not None), None)
+
+    # Sampling.
+
+    async def _sample(self, strand: Strand, ask: Ask) -> Sample:
+        room = self.policy.room(strand)
+        if room <= 0:
+            self._account.end = common_pb2.EPISODE_END_TOKENS
+            limit = self.policy.longest
+            what = f"the conversation has {len(strand.prompt)} tokens, a trajectory at most {limit} and at most "
+            what += f"{self.policy.sampling.max_response_tokens} after its prompt: there is no room for another turn."
+            raise Refused(Refusals.TOO_LONG, what, "end the session, or send a shorter history.", "messages")
+        if self._turns + len(self._running) >= self.policy.max_turns:
+            self._account.end = common_pb2.EPISODE_END_TURNS
+            what = f"the session has had its {self.policy.max_turns} turns (rollout.agent.max_turns)."
+            raise Refused(Refusals.ENDED, what, "end the session.")
+        most = min(room, ask.max_tokens or room)
+        sample = await self._generated(strand.prompt, self.policy.asked(most, ask.stop))
+        cut = most == room and sample.stop_reason is StopReason.LENGTH and not self.policy.cut_by_turn(room)
+        self._account.end = common_pb2.EPISODE_END_TOKENS if cut else common_pb2.EPISODE_END_DONE
+        self.policy.on_sample(sample)
+        return sample
+
+    async def _generated(self, prompt: Sequence[int], sampling: Sampling) -> Sample:
+        task = asyncio.create_task(self.policy.engine.generate(prompt, sampling))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            self._check_open()
+            raise
+        except MillraceError as error:
+            self.failure = error
+            self.ended.set()
+            raise Refused(Refusals.UNAVAILABLE, error.what, "claim another episode.") from error
+
+    def _numbered(self, held: _Held[S]) -> int:
+        """The number of the next turn, which is one of `held`."""
+        number, self._turns = self._turns, self._turns + 1
+        held.numbers.append(number)
+        return number
+
+    def _check_open(self) -> None:
+        """Raises Refused where the session is over."""
+        if self.ended.is_set():
+            raise Refused(Refusals.ENDED, f"{self.id} is over.", "claim another episode.")
+
+
+def _idle(strands: list[_Held[S]]) -> list[_Held[S]]:
+    """Strands that wait for a request, the last ones first."""
+    return [each for each in reversed(strands) if not each.busy]
+
+
+async def in_thread(work: Callable[[], T]) -> T:
+    """The result of `work`, which runs in a thread. A caller that is cancelled waits for its end: what a thread changes
+    is free for others only then."""
+    task = asyncio.ensure_future(asyncio.to_thread(work))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
+
+
+async def _rendered(render: Callable[[], T]) -> T:
+    """Runs what makes messages into tokens, in a thread. Raises Refused where the chat format refuses the messages."""
+    try:
+        return await in_thread(render)
+    except BadRow as error:
+        raise Refused(Refusals.INVALID, error.what, error.fix, "messages") from error
