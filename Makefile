@@ -29,7 +29,7 @@ export MPLBACKEND ?= Agg
 export TOKENIZERS_PARALLELISM ?= false
 export VLLM_NO_USAGE_STATS ?= 1
 
-.PHONY: help install demo test tests test-all tests-all test-fast test-compose test-hosts test-web web lint style types format proto bench bench-learning chaos clean
+.PHONY: help install demo test tests test-all tests-all test-fast test-compose test-hosts test-environments test-web web lint style types format proto bench bench-learning chaos clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -83,6 +83,17 @@ test-web: $(INSTALLED) ## the page in headless Chromium (needs chromium, or CHRO
 web: ## builds the page of web/ into the coordinator's static folder (needs Node 20 or later)
 	$(BIN)/python web/rest_types.py > web/src/rest.ts
 	cd web && npm install --no-package-lock --no-fund --no-audit && npm run build
+
+# Packages of environments that clash with the engines have virtual environments of their own.
+HOSTS := .environments
+$(HOSTS)/%: $(INSTALLED)
+	$(BIN)/python -m venv $@
+	$@/bin/pip install --quiet $(PACKAGE_$*)
+PACKAGE_openenv := openenv-core==0.3.0
+
+test-environments: $(HOSTS)/openenv ## environments with the packages of others: OpenEnv (installs them into .environments)
+	MILLRACE_OPENENV_PYTHON=$(CURDIR)/$(HOSTS)/openenv/bin/python \
+	$(BIN)/python -m pytest $(or $(TESTS),tests/services/rollout/episodes/test_openenv.py)
 
 lint: style types ## ruff, mypy, and whether the stubs are those of proto/
 

@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 
 from millrace.backends import BACKENDS
 from millrace.engines import ENGINES
+from millrace.environments import built_in as environments
 from millrace.rewards import BUILT_IN
 from millrace.spec import JobSpec
 from millrace.spec.algorithm import Choice
@@ -55,7 +56,8 @@ def page() -> str:
         headings.pop(model, None)  # a model at several paths is described at the last one
         headings[model] = path
     sections = (_section(path, model, headings) for model, path in headings.items())
-    return "\n\n".join([INTRODUCTION, *sections, _engines(), *_backends(), *_rewards()]) + "\n"
+    rest = (_engines(), *_environments(), *_backends(), *_rewards())
+    return "\n\n".join([INTRODUCTION, *sections, *rest]) + "\n"
 
 
 def _models(path: str, model: type[BaseModel]) -> Iterator[tuple[type[BaseModel], str]]:
@@ -161,6 +163,13 @@ def _backends() -> Iterator[str]:
         link = backend.page.removeprefix("docs/")
         table = f"In [{link.partition('#')[0]}]({link})." if link else _table(backend.options, {})
         yield f"## `trainer.backend_options` of `{name}`\n\n{table}"
+
+
+def _environments() -> Iterator[str]:
+    for name, model in environments.BUILT_IN.items():
+        table = _table(model, {}) if model.model_fields else ""
+        told = _linked(model.__dict__.get("__doc__") or "")
+        yield "\n\n".join(filter(None, [f"## `rollout.environment.options` of `{name}`", told, table]))
 
 
 def _engines() -> str:

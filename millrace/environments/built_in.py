@@ -4,15 +4,17 @@ Adding one: its options here, and how it is opened in services/rollout/episodes/
 """
 
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
-from millrace.errors import InvalidJob
+from millrace.environments.verl import configs
+from millrace.errors import InvalidJob, refused
 from millrace.validation.mistakes import explain
 from millrace.validation.model import StrictModel
 
-FIELD = "rollout.environment.options"
+FIELD = configs.FIELD
 
 
 class Tools(StrictModel):
@@ -20,8 +22,55 @@ class Tools(StrictModel):
     the answer."""
 
 
+class OpenEnv(StrictModel):
+    """A server of OpenEnv. Each episode has a session of its own there."""
+
+    url: str = Field(pattern="^https?://", max_length=2048, examples=["http://games:8000"])
+    """Address of the server, without `/ws`."""
+    action_field: str | None = Field(None, min_length=1, max_length=200, examples=["message"])
+    """Field of the action that takes the text of a turn. null: the policy acts by tools. They are those of the server;
+    one that has none of its own gets the tool `act`, whose parameters are the fields of its action."""
+    action: dict[str, Any] = Field(default_factory=dict, examples=[{"player": 1}])
+    """Other fields of every action."""
+    observation_field: str | None = Field(None, min_length=1, max_length=200, examples=["text"])
+    """Field of the observation that is told to the policy; null: the whole observation, as JSON."""
+    reset: dict[str, Any] = Field(default_factory=dict, examples=[{"difficulty": 3}])
+    """Parameters of every reset. A row's `extra_info.reset` is laid over them."""
+
+
+class Verl(StrictModel):
+    """Tools and interactions that were written for verl, from its two YAML files; at least one of them is given.
+    Classes are looked for on Python's path and in the folder of the file."""
+
+    tools: str | None = Field(None, pattern="^/", max_length=4096, examples=["/data/verl/tools.yaml"])
+    """Absolute path of the file with the tools, verl's `multi_turn.tool_config_path`."""
+    interaction: str | None = Field(None, pattern="^/", max_length=4096, examples=["/data/verl/interaction.yaml"])
+    """Absolute path of the file with the interactions, verl's `multi_turn.interaction_config_path`. null: a turn that
+    calls no tool ends the episode."""
+    rewards: Literal["function", "tools"] = "function"
+    """function: the reward function scores the last turn, as in verl. tools: an episode earns what `execute`,
+    `calc_reward` and `generate_response` return, added up."""
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """Where the files are."""
+        return tuple({str(Path(each).parent) for each in (self.tools, self.interaction) if each is not None})
+
+    def check(self) -> None:
+        """Reads the files. Raises InvalidJob."""
+        if self.tools is None and self.interaction is None:
+            fix = "give the path of verl's tool_config_path, interaction_config_path or both."
+            raise refused(f"{FIELD}.tools", None, "neither tools nor interaction is given", fix)
+        if self.tools is not None:
+            configs.read(self.tools, "tools")
+        if self.interaction is not None:
+            configs.read(self.interaction, "interaction")
+
+
 TOOLS = "tools"
-BUILT_IN: dict[str, type[StrictModel]] = {TOOLS: Tools}
+OPENENV = "openenv"
+VERL = "verl"
+BUILT_IN: dict[str, type[StrictModel]] = {TOOLS: Tools, OPENENV: OpenEnv, VERL: Verl}
 
 
 def options_of(name: str, given: Mapping[str, Any]) -> StrictModel:

@@ -27,7 +27,7 @@ class Host:
 
     def __init__(self, environment: type, options: Mapping[str, Any], call_s: float) -> None:
         """`call_s`: seconds after which an `async` tool is cancelled. Raises BadTool."""
-        self.tools = tools_of(environment)
+        self.tools = tools_of(environment, options)
         self._class, self._options, self._call_s = environment, dict(options), call_s
         self._runner = asyncio.Runner()
         self._running: Any = None

@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from millrace.environments.built_in import BUILT_IN, TOOLS, options_of
+from millrace.environments.built_in import BUILT_IN, TOOLS, Verl, options_of
 from millrace.environments.protocol import Environment
 from millrace.errors import refused
 from millrace.rewards.locate import FunctionNotFound, bound_to, parse, source_file
@@ -23,7 +23,9 @@ def check(name: str, options: Mapping[str, Any], *, has_servers: bool = False) -
     """Checks whether the class exists, without running the user's code, or whether a built-in environment has its
     options. `has_servers`: there are MCP servers with tools. Raises InvalidJob."""
     if name in BUILT_IN:
-        options_of(name, options)
+        given = options_of(name, options)
+        if isinstance(given, Verl):
+            given.check()
         if name == TOOLS and not has_servers:
             fix = "name servers in `mcp`, or the class of an environment in `name`."
             raise refused("rollout.environment.mcp", [], "the environment has neither a class nor tools", fix)

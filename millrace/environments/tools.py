@@ -5,7 +5,7 @@ import re
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticUserError
@@ -64,8 +64,26 @@ class Tool:
         return {name: getattr(model, name) for name in type(model).model_fields if name in model.model_fields_set}
 
 
-def tools_of(environment: type) -> dict[str, Tool]:
-    """The tools of a class, by name, in the order in which it defines them. Raises BadTool."""
+class Offered(Protocol):
+    """A tool that an environment offers. `Tool` is one."""
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """OpenAI's description of a function, which chat templates take."""
+
+    def checked(self, given: Any) -> dict[str, Any]:
+        """The arguments that the policy gave. Raises BadArguments."""
+
+    def call(self, environment: Any, arguments: Mapping[str, Any]) -> Any:
+        """What the tool returns, to be awaited where it is awaitable."""
+
+
+def tools_of(environment: type, options: Mapping[str, Any]) -> Mapping[str, Offered]:
+    """The tools of a class that is made with `options`, by name: what its `tools_with` says, otherwise its methods in
+    the order in which it defines them. Raises BadTool."""
+    if (given := getattr(environment, "tools_with", None)) is not None:
+        offered: Mapping[str, Offered] = given(options)
+        return offered
     methods = {name: method for base in reversed(environment.__mro__) for name, method in vars(base).items()}
     return {name: _tool(name, method) for name, method in methods.items() if getattr(method, MARK, False)}
 

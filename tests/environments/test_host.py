@@ -134,7 +134,7 @@ class Untyped(Environment):
 
 def test_a_parameter_without_a_type_is_no_tool() -> None:
     with pytest.raises(BadTool, match="the parameter where of the tool look has no type annotation"):
-        tools_of(Untyped)
+        tools_of(Untyped, {})
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,15 @@
-"""From what a job says of its environment to what its episodes use."""
+"""From what a job says of its environment to what its episodes use.
 
-from millrace.environments.built_in import BUILT_IN
+What needs a library that not every replica has is imported only for jobs that use it.
+"""
+
+from millrace.environments.built_in import BUILT_IN, OpenEnv, Verl, options_of
 from millrace.spec.environment import Environment
 from millrace.spec.model import Reward
 from services.rollout.episodes.environments import Environments, ToolsAlone
 from services.rollout.episodes.processes import EnvironmentPool
+
+VERL_CLASS = "millrace.environments.verl.environment:VerlEnvironment"
 
 
 def environments_of(environment: Environment, reward: Reward) -> Environments:
@@ -12,7 +17,7 @@ def environments_of(environment: Environment, reward: Reward) -> Environments:
     itself = _itself(environment, reward)
     if not environment.mcp:
         return itself
-    from services.rollout.episodes.mcp_tools import WithServers  # the library mcp may be missing without servers
+    from services.rollout.episodes.mcp_tools import WithServers
 
     return WithServers.of_job(itself, environment, reward)
 
@@ -20,4 +25,11 @@ def environments_of(environment: Environment, reward: Reward) -> Environments:
 def _itself(environment: Environment, reward: Reward) -> Environments:
     if environment.name not in BUILT_IN:
         return EnvironmentPool.of_job(environment, reward)
+    options = options_of(environment.name, environment.options)
+    if isinstance(options, OpenEnv):
+        from services.rollout.episodes.openenv import OpenEnvServer
+
+        return OpenEnvServer(options, environment.processes, environment.call_s)
+    if isinstance(options, Verl):
+        return EnvironmentPool.of_class(VERL_CLASS, environment, reward, options.folders)
     return ToolsAlone(environment.processes)

@@ -22,6 +22,8 @@ class EnvironmentSetup(Setup):
 
     call_s: float
     """Seconds of one call of the user's class, and of a tool."""
+    code: tuple[str, ...] = ()
+    """Folders that it sees besides that of the class."""
     field: ClassVar[str] = FIELD
     worker: ClassVar[str] = "services.rollout.episodes.worker"
 
@@ -82,10 +84,15 @@ class EnvironmentPool(ProcessPool):
 
     @classmethod
     def of_job(cls, environment: Environment, reward: Reward) -> Self:
-        """A pool that obeys a job's `environment`, with the limits of its `reward`."""
+        """A pool for the class that a job names, with the limits of its `reward`."""
+        return cls.of_class(environment.name, environment, reward)
+
+    @classmethod
+    def of_class(cls, name: str, environment: Environment, reward: Reward, code: tuple[str, ...] = ()) -> Self:
+        """A pool for the class `name`, which sees the folders `code` too."""
         required = reward.isolation == "required"
         limits = (reward.memory_mb, reward.network, required, environment.call_s)
-        return cls(EnvironmentSetup(environment.name, environment.options, *limits), environment.processes)
+        return cls(EnvironmentSetup(name, environment.options, *limits, code), environment.processes)
 
     @property
     def tools(self) -> Sequence[Mapping[str, Any]]:

@@ -26,7 +26,7 @@ from services.rollout.scoring.sandboxed import code_of, left_processes, reply, t
 def main() -> None:
     requests, replies = take_pipes()
     setup = json.loads(requests.readline())
-    seen = view([*code_of(setup["function"]), *map(Path, setup["paths"])], setup["hidden"])
+    seen = view([*code_of(setup["function"]), *map(Path, [*setup["code"], *setup["paths"]])], setup["hidden"])
     wanted = Wanted(seen, setup["memory_mb"], setup["network"], (requests.fileno(), replies.fileno()))
     confine(wanted, setup["parent"], setup["control"], lambda missing: _serve(setup, requests, replies, missing))
 

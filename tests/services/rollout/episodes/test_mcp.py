@@ -89,16 +89,16 @@ def test_tools_alone_are_called_until_the_policy_answers() -> None:
 
 
 @asynccontextmanager
-async def served() -> AsyncIterator[str]:
-    """The example over HTTP, in a process of its own."""
+async def served(command: list[str]) -> AsyncIterator[int]:
+    """The port of a server in a process of its own. It is told the port as its last argument."""
     with held_port() as port:
-        process = await asyncio.create_subprocess_exec(*CAPITALS, str(port))
+        process = await asyncio.create_subprocess_exec(*command, str(port))
         try:
             async with asyncio.timeout(90.0):
                 while not await _accepts(port):
                     assert process.returncode is None
                     await asyncio.sleep(0.05)
-            yield f"http://127.0.0.1:{port}/mcp"
+            yield port
         finally:
             if process.returncode is None:
                 process.kill()
@@ -118,14 +118,16 @@ def test_a_class_has_the_tools_of_a_server_over_http_beside_its_own() -> None:
     guess = f"{EXAMPLES}/guess.py:Guess"
 
     async def scenario() -> None:
-        async with served() as url, environments(guess, mcp=[{"url": url}]) as episodes:
-            assert [each["function"]["name"] for each in episodes.environments.tools] == ["compare", "capital"]
-            async with episodes.environments.session() as session:
-                await session.reset({"index": 0, "data_source": "d", "prompt": "", "ground_truth": 7})
-                assert await session.call("compare", {"guess": 9}) == Called("lower")
-                assert await session.call("capital", {"country": "Japan"}) == Called("Tokyo")
-                assert (await session.call("capital", "Japan")).failed
-                assert (await session.call("capital", {"town": "Japan"})).failed
+        async with served(CAPITALS) as port:
+            server = {"url": f"http://127.0.0.1:{port}/mcp"}
+            async with environments(guess, mcp=[server]) as episodes:
+                assert [each["function"]["name"] for each in episodes.environments.tools] == ["compare", "capital"]
+                async with episodes.environments.session() as session:
+                    await session.reset({"index": 0, "data_source": "d", "prompt": "", "ground_truth": 7})
+                    assert await session.call("compare", {"guess": 9}) == Called("lower")
+                    assert await session.call("capital", {"country": "Japan"}) == Called("Tokyo")
+                    assert (await session.call("capital", "Japan")).failed
+                    assert (await session.call("capital", {"town": "Japan"})).failed
 
     asyncio.run(scenario())
 

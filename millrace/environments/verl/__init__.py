@@ -1,0 +1,1 @@
+"""Tools and interactions that were written for verl, as an environment."""
