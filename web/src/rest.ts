@@ -275,6 +275,7 @@ export interface MemberView {
   host: string;
   device: string;
   metrics_address: string;
+  sessions_address: string;
   state: MemberState;
   version: number;
   running: number;

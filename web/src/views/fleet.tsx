@@ -1,12 +1,13 @@
 /* Trainers and replicas: what they do, and draining them. */
-import { useState } from "preact/hooks";
+import { useEffect, useState } from "preact/hooks";
 
 import { get, send } from "../api";
 import { figure, plural } from "../format";
 import { VirtualList } from "../parts/list";
 import { Dialog, Empty, Figure, State } from "../parts/small";
-import type { FleetView, MemberView } from "../rest";
-import { problem, usePolled } from "../state";
+import type { FleetView, JobPage, JobSummary, MemberView, PublicationDone } from "../rest";
+import { link, problem, usePolled } from "../state";
+import { Publication, PublicationHead } from "./records";
 
 const ROW = 56;
 const present = (member: MemberView) => member.state !== "left" && member.state !== "lost";
@@ -39,6 +40,7 @@ export function Fleet() {
           <Figure name="leases" value={figure(sum(member => member.leases))} />
         </div>
       )}
+      <LastPublication version={Math.max(-1, ...here.map(member => member.version))} />
       {fleet && !all.length && <Empty>No trainers or replicas are connected.</Empty>}
       <VirtualList count={shown.length} rowHeight={ROW} label="Members" class="members" row={index => {
         const member = shown[index];
@@ -54,6 +56,29 @@ export function Fleet() {
         </Dialog>
       )}
     </section>
+  );
+}
+
+/* The newest publication of the job that runs, with the phases of each member. */
+function LastPublication({ version }: { version: number }) {
+  const [found, set] = useState<{ job: JobSummary; publication: PublicationDone } | null>(null);
+  const [open, show] = useState(false);
+  useEffect(() => {
+    let current = true;
+    const look = async () => {
+      const { jobs } = await get<JobPage>("/v1/jobs?state=running&limit=1");
+      const [publication] = jobs.length ? await get<PublicationDone[]>(`/v1/jobs/${jobs[0].id}/publications?limit=1`) : [];
+      if (current) set(publication ? { job: jobs[0], publication } : null);
+    };
+    look().catch(problem);
+    return () => { current = false; };
+  }, [version]);
+  if (!found) return null;
+  return (
+    <div class="card scroll" tabIndex={0} role="region" aria-label="Newest publication">
+      <table><caption>Newest publication of <a href={link("job", found.job.id, "records")}>{found.job.name}</a></caption>
+        <PublicationHead /><tbody><Publication of={found.publication} open={open} toggle={() => show(!open)} /></tbody></table>
+    </div>
   );
 }
 

@@ -75,7 +75,7 @@ function Publications({ job }: { job: JobView }) {
       <h2>Publications</h2>
       {found && !found.length && <Empty>None yet.</Empty>}
       {found && found.length > 0 && <div class="scroll" tabIndex={0} role="region" aria-label="Table of publications"><table>
-        <thead><tr><th>version</th><th>what</th><th>from</th><th>took</th><th>phases</th><th>replicas</th><th>size</th><th>GB/s</th><th>longest pause</th><th>failures</th></tr></thead>
+        <PublicationHead />
         <tbody>{found.map((each, at) => <Publication key={`${each.version} ${each.attempt}`} of={each} open={open === at} toggle={() => show(open === at ? -1 : at)} />)}</tbody>
       </table></div>}
     </section>
@@ -85,6 +85,9 @@ function Publications({ job }: { job: JobView }) {
 const seconds = (value: number | string): string => (typeof value === "number" ? duration(value) : value);
 const most = (values: (number | string)[]): number => Math.max(0, ...values.filter((value): value is number => typeof value === "number"));
 const speed = (moved: number, time: number | string): string => (typeof time === "number" && time > 0 && moved ? figure(moved / time / 1e9) : "–");
+
+const COLUMNS = ["version", "what", "from", "took", "phases", "replicas", "size", "GB/s", "longest pause", "failures"];
+export const PublicationHead = () => <thead><tr>{COLUMNS.map(name => <th key={name}>{name}</th>)}</tr></thead>;
 
 export function Publication({ of, open, toggle }: { of: PublicationDone; open: boolean; toggle: () => void }) {
   const [sender, ...receivers] = of.members;

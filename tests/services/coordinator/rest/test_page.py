@@ -19,14 +19,27 @@ def test_the_page_was_built_from_these_sources() -> None:
     """Otherwise run `make web` and commit services/coordinator/rest/static."""
     names = [path.relative_to(WEB).as_posix() for path in (WEB / "src").rglob("*") if path.is_file()]
     digest = hashlib.sha256()
-    for name in sorted([*names, "package.json", "build.mjs"]):
+    for name in sorted({*names, "package.json", "build.mjs"} - {"src/rest.ts"}):
         digest.update(f"{name}\n".encode() + (WEB / name).read_bytes())
     assert (STATIC / "sources.sha256").read_text().strip() == digest.hexdigest()
 
 
+def declared(types: str) -> set[tuple[str, str]]:
+    """Every field of every interface, and every member of every other type, in a TypeScript file."""
+    found = {
+        (name, part) for name, body in re.findall(r"export type (\w+) = (.*);", types) for part in body.split(" | ")
+    }
+    for name, body in re.findall(r"export interface (\w+) \{\n(.*?)\n\}", types, re.DOTALL):
+        found |= {(name, line.strip()) for line in body.splitlines()}
+    return found
+
+
 def test_the_types_of_the_page_are_those_of_rest() -> None:
-    """Otherwise run `make web`. The compiler refuses a page that reads a field which no model has."""
-    assert runpy.run_path(str(WEB / "rest_types.py"))["page"]() == (WEB / "src" / "rest.ts").read_text()
+    """Otherwise run `python web/rest_types.py > web/src/rest.ts`. The compiler refuses a page that reads a field which
+    no model has. A field that the page does not know yet is no mistake."""
+    kept = declared((WEB / "src" / "rest.ts").read_text())
+    assert len(kept) > 300
+    assert kept <= declared(runpy.run_path(str(WEB / "rest_types.py"))["page"]())
 
 
 def test_the_page_needs_nothing_from_the_internet() -> None:
