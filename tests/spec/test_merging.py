@@ -34,3 +34,17 @@ def test_a_text_that_is_no_mapping_stays_as_it_is() -> None:
     document = Document("[1, 2]")
     document.change({"name": "x"})
     assert document.tree == [1, 2]
+
+
+def test_another_function_does_not_get_the_options_of_the_one_before() -> None:
+    loss = {"name": "ppo", "options": {"clip_low": 0.2, "clip_high": 0.28}}
+    tree = {"name": "job", "algorithm": {"policy_loss": loss, "aggregation": "token-mean"}}
+
+    def after(change: object) -> object:
+        return merged(tree, {"name": "other", "algorithm": {"policy_loss": change}})["algorithm"]["policy_loss"]
+
+    assert after({"name": "mine", "options": {"negative": 0.3}}) == {"name": "mine", "options": {"negative": 0.3}}
+    assert after({"name": "mine"}) == {"name": "mine"}
+    assert after({"options": {"clip_low": 0.1}}) == {"name": "ppo", "options": {"clip_low": 0.1, "clip_high": 0.28}}
+    assert after({"name": "ppo", "options": {"clip_low": 0.1}}) == after({"options": {"clip_low": 0.1}})
+    assert merged(tree, {"name": "other"})["algorithm"] == tree["algorithm"]
