@@ -29,7 +29,7 @@ export MPLBACKEND ?= Agg
 export TOKENIZERS_PARALLELISM ?= false
 export VLLM_NO_USAGE_STATS ?= 1
 
-.PHONY: help install demo test tests test-all tests-all test-fast test-compose test-hosts test-environments test-web web lint style types format proto bench bench-learning chaos clean
+.PHONY: help docs install demo test tests test-all tests-all test-fast test-compose test-hosts test-environments test-web web lint style types format proto bench bench-learning chaos clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -119,6 +119,10 @@ bench: $(INSTALLED) ## measures the coordinator and a replica on this machine, a
 
 bench-learning: $(INSTALLED) ## the demo's task with seven algorithms, three seeds each, into BENCHMARKS.md (LEARNING="--seeds 0", or "--compare adapters")
 	$(BIN)/python -m benchmarks.learning $(LEARNING)
+
+docs: $(INSTALLED) ## the pages as a site, into build/site; ends with an error at a link that leads nowhere
+	$(BIN)/uv pip install --quiet --python $(BIN)/python -e ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 SEEDS ?= 5
 chaos: export OMP_NUM_THREADS ?= 1

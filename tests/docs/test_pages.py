@@ -15,7 +15,7 @@ LINKED = (
     "SECURITY.md",
     "presets/README.md",
     "recipes/README.md",
-    *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
+    *(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")),
 )
 ROOMS = "proto|millrace|services|deploy|demo|docs|tests|presets|recipes|benchmarks"
 LOOKS_LIKE_A_PATH = re.compile(rf"`((?:{ROOMS})/[\w./-]*)`|\]\(([\w./-]+)\)")
@@ -62,7 +62,7 @@ def test_a_folder_holds_at_most_fifteen_files_of_its_own(top: str) -> None:
     assert {str(f.relative_to(ROOT)) for f in folders if len(list(f.glob("*.py"))) > 15} == set()
 
 
-@pytest.mark.parametrize("page", (*PAGES, "docs/running.md"))
+@pytest.mark.parametrize("page", LINKED)
 def test_each_make_target_and_subcommand_that_a_page_names_exists(page: str) -> None:
     from millrace.cli import app
 
