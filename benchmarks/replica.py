@@ -2,10 +2,10 @@
 
     python -m benchmarks.replica --prompts 64 --samples 8 --tokens 128 --rounds 5
 
-One engine, two ways in turn: through the replica (leases over gRPC from a coordinator in a process of its own, chat
-template, scoring, packed answers) and straight through vLLM's AsyncLLM or SGLang's tokenizer manager (the same prompts
-already tokenised, n samples a request). SGLang's direct rounds mark versions too, as its replica's do. Everything
-shares this machine's cores. Prints one JSON object.
+One engine, three ways in turn: through the replica (leases over gRPC from a coordinator in a process of its own, chat
+template, scoring, packed answers), the same without recording spans, and straight through vLLM's AsyncLLM or SGLang's
+tokenizer manager (the same prompts already tokenised, n samples a request). SGLang's direct rounds mark versions too,
+as its replica's do. Everything shares this machine's cores. Prints one JSON object.
 """
 
 import argparse
@@ -26,6 +26,7 @@ from millrace.demo.tokenizer import byte_tokenizer
 from millrace.ids import new_member_id
 from millrace.spec import JobSpec, parse
 from millrace.telemetry import logs
+from millrace.telemetry.spans.recorder import RECORDER
 from millrace.wire.channel import Peer
 from millrace.wire.server import Server
 from services.rollout.replica import Replica
@@ -33,6 +34,8 @@ from services.rollout.server import servicers
 from services.rollout.work.leases import Leases
 from tests.sender import export
 from tests.services.rollout.coordinator import Coordinator, configure, publish, until
+
+WITHOUT_SPANS = "replica without spans"
 
 
 def main() -> None:
@@ -135,19 +138,21 @@ async def bring_up(peer: Peer, replica: Replica, model: Path, options: argparse.
 
 
 async def rounds(replica: Replica, control: Connection, options: argparse.Namespace) -> dict[str, Any]:
-    ways: dict[str, list[float]] = {"direct": [], "replica": []}
-    cpu_ms: dict[str, list[float]] = {"direct": [], "replica": []}
+    ways: dict[str, list[float]] = {"direct": [], "replica": [], WITHOUT_SPANS: []}
+    cpu_ms: dict[str, list[float]] = {"direct": [], "replica": [], WITHOUT_SPANS: []}
     for number in range(options.rounds + 1):
-        for way, make in (
-            ("direct", DIRECT[options.engine](replica, options)),
-            ("replica", through_replica(replica, control, options)),
-        ):
+        for way in ways if number % 2 else reversed(ways):
+            RECORDER.enabled = way != WITHOUT_SPANS
             started, cpu = time.perf_counter(), time.process_time()
-            tokens = await make
+            direct = way == "direct"
+            tokens = await (
+                DIRECT[options.engine](replica, options) if direct else through_replica(replica, control, options)
+            )
             if number:  # the first round warms up
                 ways[way].append(tokens / (time.perf_counter() - started))
                 cpu_ms[way].append(1e6 * (time.process_time() - cpu) / tokens)
     ratios = [b / a for a, b in zip(ways["direct"], ways["replica"], strict=True)]
+    spans = [b / a for a, b in zip(ways[WITHOUT_SPANS], ways["replica"], strict=True)]
     assert replica.engine is not None
     return {
         "engine": f"{options.engine} {replica.engine.release} on {replica.engine.device}",
@@ -163,6 +168,10 @@ async def rounds(replica: Replica, control: Connection, options: argparse.Namesp
             "median": round(statistics.median(ratios), 3),
             # Neighbours on the machine only ever slow a round down.
             "best": round(max(ways["replica"]) / max(ways["direct"]), 3),
+        },
+        "with_over_without_spans": {
+            "median": round(statistics.median(spans), 3),
+            "best": round(max(ways["replica"]) / max(ways[WITHOUT_SPANS]), 3),
         },
     }
 

@@ -7,6 +7,8 @@ from millrace.ids import JobId
 from millrace.telemetry.spans.batches import Batch
 from millrace.telemetry.spans.kinds import SpanKind
 from millrace.telemetry.spans.recorder import Span
+from millrace.timeline import idle
+from millrace.timeline.activity import Activity
 from millrace.timeline.view import LaneKind, LaneView, SpanView, TimelineView
 
 LANES = {
@@ -44,7 +46,8 @@ def timeline(
         seen = seen[:room]
         room -= len(seen)
         if seen:
-            views.append(LaneView(member=member, kind=kind, spans=[_view(span, kind, steps) for span in seen]))
+            views.append(LaneView(member=member, kind=kind, spans=[_view(span, steps) for span in seen]))
+    _tell_idle(views, Activity.of(lanes, start_s, end_s, to_step - from_step + 1))
     return TimelineView(
         job_id=job_id,
         from_step=from_step,
@@ -55,6 +58,19 @@ def timeline(
         dropped_spans=dropped,
         kept_from_step=kept_from,
     )
+
+
+def _tell_idle(views: Sequence[LaneView], activity: Activity) -> None:
+    """Adds idle time to the lanes of trainer and replicas."""
+    loop = idle.loop_causes(activity)
+    for view in views:
+        if view.kind is LaneKind.TRAINER:
+            causes = idle.trainer_idle(activity, loop)
+        elif view.kind is LaneKind.ROLLOUT:
+            causes = idle.replica_idle(activity, view.member, loop)
+        else:
+            continue
+        view.idle, view.idle_s = idle.intervals(activity, causes), idle.seconds(activity, causes)
 
 
 def lanes_of(job_id: JobId, batches: Iterable[Batch]) -> dict[Lane, list[Span]]:
@@ -95,7 +111,7 @@ def steps_of_groups(lanes: Mapping[Lane, Sequence[Span]]) -> dict[str, int]:
     }
 
 
-def _view(span: Span, kind: LaneKind, steps: Mapping[str, int]) -> SpanView:
+def _view(span: Span, steps: Mapping[str, int]) -> SpanView:
     own = span.context
     known = own.step or not own.group
     return SpanView(

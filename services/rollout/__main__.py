@@ -18,6 +18,7 @@ from millrace.ids import MemberId, new_member_id
 from millrace.telemetry import logs
 from millrace.telemetry.metrics.prometheus.endpoint import MetricsEndpoint, MetricsPortOption
 from millrace.telemetry.metrics.prometheus.every_service import grpc_observer
+from millrace.telemetry.spans import export
 from millrace.version import VersionOption
 from millrace.wire.address import (
     CoordinatorOption,
@@ -122,6 +123,7 @@ def main(
     member_id = new_member_id("rollout")
     try:
         logs.configure("rollout", member_id)
+        export.configure("rollout", member_id)
         require_token(bind_address(host_address()), insecure=insecure)
         found = probe(engine)
         if not found.ok:
@@ -159,6 +161,7 @@ async def _process(member_id: MemberId, options: Options) -> NoReturn:
 def _end(status: int) -> NoReturn:
     try:
         kill_descendants()
+        export.flush()
         sys.stdout.flush()
         sys.stderr.flush()
     finally:

@@ -66,6 +66,8 @@ class Sample:
     experts: NDArray[np.integer] | None = None
     """Experts that the routers chose, where the job replays routers: [tokens, layers with experts, experts a token] for
     the first tokens of prompt and response. The last token may be missing: no expert may have seen it."""
+    waited_s: float = 0.0
+    """Seconds that it waited in the engine for one of its slots."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,9 @@ from millrace.errors import InvalidState, PublicationFailed
 from millrace.ids import JobId, MemberId, Version
 from millrace.local.devices import device_name
 from millrace.spec import JobSpec, received
+from millrace.telemetry.spans.batches import taken
+from millrace.telemetry.spans.recorder import RECORDER
+from millrace.timeline.view import LaneKind
 from millrace.weights.plans import wire_layouts
 from millrace.weights.plans.manifest import Manifest
 from millrace.wire.channel import PROTOCOL_VERSION, Peer
@@ -275,6 +278,7 @@ class Replica:
 
     def _heartbeat(self) -> fleet_pb2.HeartbeatRequest:
         load, free = self.load()
+        spans, count = taken(RECORDER, self.member_id, LaneKind.ROLLOUT)
         return fleet_pb2.HeartbeatRequest(
             member_id=self.member_id,
             running=load.running,
@@ -283,6 +287,8 @@ class Replica:
             version=-1 if self.version is None else self.version,
             tokens=self.leases.generated_tokens,
             judge_outages=[message for judge in self.judges if (message := judge.outage_message()) is not None],
+            spans=spans,
+            span_count=count,
         )
 
     async def close(self) -> None:

@@ -10,6 +10,8 @@ import structlog
 
 from millrace.errors import BadRow, MillraceError
 from millrace.ids import JobId
+from millrace.telemetry.spans.kinds import SpanKind
+from millrace.telemetry.spans.recorder import span
 from millrace.weights.phases import PublicationId
 from millrace.weights.plans.manifest import Content
 from millrace.wire.arrays import pack_tokens
@@ -33,7 +35,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
     async def Configure(
         self, request: rollout_pb2.ConfigureRolloutRequest, context: Context
     ) -> rollout_pb2.ConfigureRolloutResponse:
-        return await self._to_its_end(self._replica.configure(JobId(request.job_id), request.spec))
+        with span(SpanKind.CONFIGURE):
+            return await self._to_its_end(self._replica.configure(JobId(request.job_id), request.spec))
 
     async def DescribeWeights(
         self, request: rollout_pb2.DescribeReceiveRequest, context: Context
@@ -44,7 +47,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         self, request: rollout_pb2.PrepareReceiveRequest, context: Context
     ) -> rollout_pb2.PrepareReceiveResponse:
         receiver = self._replica.receiver(request.publication.job_id)
-        agreed = await self._to_its_end(receiver.prepare(request))
+        with span(SpanKind.PREPARE):
+            agreed = await self._to_its_end(receiver.prepare(request))
         return rollout_pb2.PrepareReceiveResponse(
             plan_hash=agreed.plan_hash, begun=agreed.begun, lacks_base=agreed.lacks_base
         )
@@ -65,7 +69,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         self, request: rollout_pb2.CommitReceiveRequest, context: Context
     ) -> rollout_pb2.CommitReceiveResponse:
         receiver = self._replica.receiver(request.publication.job_id)
-        report = await self._to_its_end(receiver.commit(PublicationId.from_proto(request.publication)))
+        with span(SpanKind.COMMIT):
+            report = await self._to_its_end(receiver.commit(PublicationId.from_proto(request.publication)))
         return rollout_pb2.CommitReceiveResponse(report=report)
 
     async def AbortPublication(
@@ -91,7 +96,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         self, request: trainer_pb2.TransferSendRequest, context: Context
     ) -> trainer_pb2.TransferSendResponse:
         copies = self._replica.receiver(request.publication.job_id).copies
-        return await self._to_its_end(copies.transfer(PublicationId.from_proto(request.publication)))
+        with span(SpanKind.TRANSFER, detail="copy"):
+            return await self._to_its_end(copies.transfer(PublicationId.from_proto(request.publication)))
 
     async def FinishCopy(
         self, request: trainer_pb2.FinishSendRequest, context: Context
@@ -159,11 +165,13 @@ async def _verify(
     """VERIFY, and COMMIT where the request asks for both. A COMMIT that fails is answered: the caller is to know which
     of the two failed."""
     publication = PublicationId.from_proto(request.publication)
-    await receiver.verify(publication, tuple(request.checksums.values))
+    with span(SpanKind.VERIFY):
+        await receiver.verify(publication, tuple(request.checksums.values))
     if not request.commit:
         return rollout_pb2.VerifyReceiveResponse()
     try:
-        return rollout_pb2.VerifyReceiveResponse(report=await receiver.commit(publication))
+        with span(SpanKind.COMMIT):
+            return rollout_pb2.VerifyReceiveResponse(report=await receiver.commit(publication))
     except MillraceError as error:
         log.warning("commit failed", publication=publication.key, error=str(error))
         return rollout_pb2.VerifyReceiveResponse(commit_failure=str(error))

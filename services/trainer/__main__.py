@@ -27,6 +27,7 @@ from millrace.errors import MillraceError
 from millrace.ids import MemberId, new_member_id
 from millrace.telemetry import logs
 from millrace.telemetry.metrics.prometheus.endpoint import MetricsPortOption
+from millrace.telemetry.spans import export
 from millrace.version import VersionOption
 from millrace.wire.address import (
     CoordinatorOption,
@@ -76,7 +77,13 @@ def serve(coordinator: str, port: int, silent_s: float, metrics_port: int) -> in
     """Runs one rank, as the environment says which; returns the exit status. See SilentOption, MetricsPortOption."""
     member_id = new_member_id("trainer")
     rank = os.environ.get("RANK", "0")
-    logs.configure("trainer", member_id if rank == "0" else f"rank-{rank}")
+    named = member_id if rank == "0" else f"rank-{rank}"
+    logs.configure("trainer", named)
+    try:
+        export.configure("trainer", named)
+    except MillraceError as error:
+        print(f"trainer: {error}", file=sys.stderr)
+        return 1
     return run(coordinator, port, silent_s, metrics_port, member_id)
 
 
@@ -107,6 +114,7 @@ def run(coordinator: str, port: int, silent_s: float, metrics_port: int, member_
         worker.release_copies()
     heartbeats.stop()
     control.stop()
+    export.flush()
     dist.destroy_process_group()
     return 0
 

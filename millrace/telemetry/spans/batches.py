@@ -1,4 +1,4 @@
-"""Spans as compact batches: what members send to the coordinator, and what it keeps. About 40 bytes a span."""
+"""Spans as compact batches: what members send to the coordinator, and what it keeps. About 20 bytes a span."""
 
 import zlib
 from collections.abc import Sequence

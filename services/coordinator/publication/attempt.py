@@ -10,6 +10,8 @@ import structlog
 
 from millrace import events
 from millrace.errors import MillraceError, PublicationFailed
+from millrace.telemetry.spans.kinds import SpanKind
+from millrace.telemetry.spans.recorder import span
 from millrace.weights.phases import PublicationId
 from millrace.weights.plans.manifest import Content
 from millrace.wire.method import Request, Response, Unary
@@ -85,7 +87,8 @@ class Attempt:
         self.phase = phase
         started = time.monotonic()
         try:
-            return await work
+            with span(SpanKind(phase), detail=self.content.name.lower()):
+                return await work
         finally:
             self.phase_seconds[phase] = time.monotonic() - started
 

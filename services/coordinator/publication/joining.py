@@ -14,6 +14,9 @@ import structlog
 from millrace import events
 from millrace.errors import InvalidJob, MillraceError, Mistake, PublicationFailed
 from millrace.ids import MemberId, Version
+from millrace.telemetry.spans.context import TraceContext, within
+from millrace.telemetry.spans.kinds import SpanKind
+from millrace.telemetry.spans.recorder import span
 from millrace.wire.enums import missing_of
 from millrace.wire.methods import RolloutRpc
 from millrace.wire.v1 import rollout_pb2
@@ -118,7 +121,8 @@ class Joining:
         try:
             message = f"{member.id} ({member.engine}, {member.device}) joins from {member.host}; its engine gets ready"
             await self._events.add(self.job.id, events.MemberJoined(member=member.id, epoch=self._fleet.epoch), message)
-            answer = await self._fleet.call(member, RolloutRpc.Configure, request)
+            with within(self._context()):
+                answer = await self._fleet.call(member, RolloutRpc.Configure, request)
         except MillraceError as error:
             await self._configuration_failed(member, error)
         else:
@@ -134,6 +138,11 @@ class Joining:
         finally:
             member.configuring = False
             self._fleet.bell.ring()
+
+    def _context(self) -> TraceContext:
+        """The trace of the step in progress, or of the start of the job."""
+        step = self.job.step
+        return TraceContext.of_step(self.job.id, self.job.lineage, step + 1 if step else 0)
 
     async def _configuration_failed(self, member: Member, error: MillraceError) -> None:
         """A replica that refuses the job as invalid stays in the fleet; any other failure takes it out of service."""
@@ -158,8 +167,9 @@ class Joining:
         steps."""
         if self._publisher.publishing:
             return  # it may be on its way to them
-        if not await self._copy_from_sibling():
-            await self._publish_from_trainer()
+        with span(SpanKind.PUBLISH, detail="joining", parent=self._context(), at_least_s=0.001):
+            if not await self._copy_from_sibling():
+                await self._publish_from_trainer()
 
     async def _copy_from_sibling(self) -> bool:
         """Whether nothing is left for the trainer: the copy is made, a publication came first, or nobody needs it."""

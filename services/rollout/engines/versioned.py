@@ -4,7 +4,7 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar, TypeVarTuple
 
 from millrace.errors import InvalidState, PublicationFailed
@@ -14,6 +14,7 @@ from millrace.weights.plans.boxes import Boxes
 from millrace.weights.plans.manifest import Manifest
 from millrace.wire.v1 import weights_pb2
 from services.rollout.engine import EngineDied, Load, Sample, Sampling
+from services.rollout.engines.slots import Slots
 from services.rollout.weights.engine_weights import CommitReport, ReceiveReport, SendReport
 from services.rollout.weights.transfer_request import TransferRequest, nothing_prepared
 from services.rollout.weights.worker_methods import Placed, Prepared, WorkerMethods
@@ -43,6 +44,7 @@ class VersionedEngine(ABC):
     def __init__(self) -> None:
         self._running: set[str] = set()
         """Requests in flight."""
+        self._slots = Slots(lambda: self.capacity)
         self._tokenizer: Any = None
         self._version: Version | None = None
         """The version in place; None where there is none."""
@@ -94,11 +96,14 @@ class VersionedEngine(ABC):
         self.load()
         if self._version is None:
             raise InvalidState("no version is in place.", "the prompt is issued again.")
-        dropped = self._dropped
-        sample = await self._generate(prompt_tokens, sampling)
+        dropped, ticket = self._dropped, self._slots.enter()
+        try:
+            sample = await self._generate(prompt_tokens, sampling)
+        finally:
+            self._slots.leave(ticket)
         if self._dropped != dropped:
             raise InvalidState("no version was in place for a while.", "the prompt is issued again.")
-        return sample
+        return replace(sample, waited_s=ticket.waited_s)
 
     def load(self) -> Load:
         """See `Engine`."""

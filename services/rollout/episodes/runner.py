@@ -10,6 +10,8 @@ from millrace.drops import Drop, DropReason
 from millrace.errors import BadRow
 from millrace.spec import JobSpec
 from millrace.spec.environment import Environment
+from millrace.telemetry.spans.kinds import SpanKind
+from millrace.telemetry.spans.recorder import span
 from millrace.validation import limits
 from millrace.wire.v1 import common_pb2
 from millrace.wire.v1.common_pb2 import EpisodeAccount
@@ -19,7 +21,7 @@ from services.rollout.episodes.conversation import Conversation
 from services.rollout.episodes.environments import Called, EnvironmentFailed, Environments, Session
 from services.rollout.scoring.pool import Scored
 from services.rollout.work.episode import Episode
-from services.rollout.work.groups import EpisodeFailed, OnSample
+from services.rollout.work.groups import EpisodeFailed, OnSample, sampled
 from services.rollout.work.job import Job, Prompt
 
 ATTEMPTS = 2
@@ -86,7 +88,9 @@ class _Run:
     async def run(self, prompt: Prompt) -> Episode:
         row = prompt.row
         told = {"index": row.index, "data_source": row.data_source, "prompt": row.prompt}
-        messages = await self.session.reset({**told, "ground_truth": row.ground_truth, "extra_info": row.extra_info})
+        with span(SpanKind.ENVIRONMENT, detail="reset"):
+            given = {**told, "ground_truth": row.ground_truth, "extra_info": row.extra_info}
+            messages = await self.session.reset(given)
         conversation = await asyncio.to_thread(Conversation, self.episodes.chat, messages)
         data = self.episodes.spec.data
         if (length := len(conversation.prompt)) > data.max_prompt_tokens:
@@ -94,20 +98,22 @@ class _Run:
             raise EpisodeFailed(Drop(DropReason.PROMPT_TOO_LONG, detail))
         while await self._turn(conversation):
             pass
-        score, details = await self.session.score()
+        with span(SpanKind.ENVIRONMENT, detail="score"):
+            score, details = await self.session.score()
         return self._episode(conversation, prompt, score, details)
 
     async def _turn(self, conversation: Conversation) -> bool:
         """Has the policy sample one turn, and tells it what follows. Returns whether there is room for another."""
         room = min(self._room(conversation), self.episodes.environment.max_turn_tokens or limits.MOST_TOKENS)
-        sample = await self.engine.generate(conversation.prompt, replace(self.sampling, max_response_tokens=room))
-        self.on_sample(sample)
+        asked = replace(self.sampling, max_response_tokens=room)
+        sample = await sampled(self.engine, conversation.prompt, asked, self.on_sample)
         self.turns += 1
         message = await asyncio.to_thread(conversation.add, sample)
         if calls := message.get("tool_calls"):
             new, reward, done = await self._results(calls)
         else:
-            new, reward, done = await self.session.step(message)
+            with span(SpanKind.ENVIRONMENT, detail="step"):
+                new, reward, done = await self.session.step(message)
         if reward is not None:
             self.rewarded = True
             conversation.reward(reward)
@@ -150,7 +156,9 @@ class _Run:
         if function is None:
             called = Called(f"Error: the call cannot be read ({call['status']}).", failed=True)
         else:
-            called = await self.session.call(function["name"], _decoded(function["arguments"]))
+            with span(SpanKind.TOOL, detail=function["name"][:100]) as calling:
+                called = await self.session.call(function["name"], _decoded(function["arguments"]))
+                calling.figures["failed"] = float(called.failed)
         self.account.tool_calls += 1
         self.account.tool_failures += called.failed
         self.account.tool_s += asyncio.get_running_loop().time() - started

@@ -10,6 +10,9 @@ import structlog
 from millrace.errors import InvalidState, PublicationFailed
 from millrace.ids import MemberId, Version
 from millrace.spec.rollout import CachePolicy
+from millrace.telemetry.spans.context import current
+from millrace.telemetry.spans.kinds import SpanKind
+from millrace.telemetry.spans.recorder import RECORDER
 from millrace.weights.phases import Phase, PublicationId, PublicationState
 from millrace.weights.plans.manifest import Content
 from millrace.weights.plans.wire_layouts import Planner
@@ -85,6 +88,8 @@ class PublicationReceiver:
         self._known_plan = NO_PLAN
         self._planner = Planner()
         self._received: ReceiveReport | None = None
+        self._began_s = 0.0
+        """Unix time at which the last transfer began."""
         self._report = weights_pb2.MemberReport()
         self._deadline: asyncio.TimerHandle | None = None
         self._expiry: asyncio.Task[None] | None = None
@@ -176,6 +181,7 @@ class PublicationReceiver:
     async def _begin(self, publication: PublicationId) -> None:
         state = self._state.advance(publication, Phase.TRANSFER)
         if state is not self._state:
+            self._began_s = time.time()
             await self._engine.begin_receive()
             self._state = state
 
@@ -189,6 +195,8 @@ class PublicationReceiver:
             assert self._prepared is not None
             try:
                 self._received = await self._engine.received()
+                wire_s = self._received.wire_s
+                RECORDER.past(SpanKind.TRANSFER, current(), self._began_s, time.time(), figures={"wire_s": wire_s})
                 self._prepared.expected.compare(self._received.checksums, checksums, self._member_id)
             except PublicationFailed as error:
                 self._state = self._state.fail()
@@ -211,7 +219,10 @@ class PublicationReceiver:
             try:
                 version = None if content is Content.BASE else publication.version
                 committed = await self._engine.commit(version, self._cache_policy)
-                whole = True
+                now_s, whole = time.time(), True
+                in_place = float(committed.mode == weights_pb2.COMMIT_MODE_INPLACE)
+                pause = (now_s - committed.pause_s, now_s)
+                RECORDER.past(SpanKind.PAUSE, current(), *pause, figures={"in_place": in_place})
             except PublicationFailed as error:
                 raise self._with_culprit(error) from error
             finally:

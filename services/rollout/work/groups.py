@@ -11,6 +11,9 @@ from millrace.drops import Drop, DropReason
 from millrace.errors import BadRow
 from millrace.ids import MemberId
 from millrace.rewards.outcome import BadOutcome, separate_rewards
+from millrace.telemetry.spans.context import current
+from millrace.telemetry.spans.kinds import SpanKind
+from millrace.telemetry.spans.recorder import RECORDER
 from millrace.wire.arrays import pack_tokens
 from millrace.wire.v1 import common_pb2, work_pb2
 from services.rollout.engine import Engine, Sample, Sampling
@@ -34,9 +37,20 @@ class EpisodeFailed(Exception):
 
 async def single_turn(engine: Engine, prompt: Prompt, sampling: Sampling, on_sample: OnSample) -> Episode:
     """The episode of a job without an environment: one answer to the prompt."""
-    sample = await engine.generate(prompt.rendered.token_ids, sampling)
+    return Episode.of(await sampled(engine, prompt.rendered.token_ids, sampling, on_sample))
+
+
+async def sampled(engine: Engine, prompt_tokens: Sequence[int], sampling: Sampling, on_sample: OnSample) -> Sample:
+    """One sample of the engine, with its spans: the wait for a slot, and the generation."""
+    began_s, context = time.time(), current()
+    sample = await engine.generate(prompt_tokens, sampling)
+    slot_s = began_s + sample.waited_s
+    if sample.waited_s > 0.001:
+        RECORDER.past(SpanKind.ENGINE_QUEUE, context, began_s, slot_s)
+    tokens = float(len(sample.tokens))
+    RECORDER.past(SpanKind.GENERATE, context, slot_s, time.time(), figures={"tokens": tokens})
     on_sample(sample)
-    return Episode.of(sample)
+    return sample
 
 
 @dataclass(frozen=True)
@@ -55,7 +69,8 @@ class GroupGenerator:
         is called with each sample of the engine as it ends, `on_episode` as each episode ends. Cancelling aborts the
         samples in the engine. Raises EngineDied, Unavailable where nothing can be scored any more."""
         try:
-            prompt = await self.job.prompt(lease)
+            with RECORDER.span(SpanKind.RENDER):
+                prompt = await self.job.prompt(lease)
         except BadRow as error:
             return Drop(DropReason.BAD_PROMPT, str(error))
         if prompt.rendered.dropped is not None:
@@ -67,7 +82,9 @@ class GroupGenerator:
         if not all(np.isfinite(sample.logprobs).all() for episode in episodes for sample in episode.samples):
             return Drop(DropReason.BAD_LOGPROBS, "a log-probability is not finite")
         ended = time.monotonic()
-        scores = await self._scores(prompt, episodes, lease.purpose)
+        with RECORDER.span(SpanKind.SCORE) as scoring:
+            scoring.figures["answers"] = float(len(episodes))
+            scores = await self._scores(prompt, episodes, lease.purpose)
         if isinstance(scores, Drop):
             return scores
         count = lease.sampling.samples

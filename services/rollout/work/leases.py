@@ -14,6 +14,9 @@ import structlog
 from millrace.drops import Drop, DropReason
 from millrace.errors import Fenced, InvalidState, MillraceError, NotFound, Unavailable
 from millrace.ids import MemberId
+from millrace.telemetry.spans.context import TraceContext
+from millrace.telemetry.spans.kinds import SpanKind
+from millrace.telemetry.spans.recorder import RECORDER
 from millrace.wire.channel import Peer
 from millrace.wire.enums import drop_message
 from millrace.wire.methods import WorkRpc
@@ -158,15 +161,18 @@ class Leases:
             self._held[key].running -= 1
             self._changed.set()
 
-        try:
-            answer = await generator.answer(lease, time.monotonic(), on_sample, on_episode)
-        except EngineDied as error:
-            self.on_death(error)
-            return
-        except MillraceError as error:
-            await self._return(lease, str(error))
-            return
-        await self._answer(lease, answer)
+        root = TraceContext.parse(lease.traceparent, job_id=lease.ref.job_id, group=lease.prompt_id)
+        with RECORDER.span(SpanKind.LEASE, parent=root) as holding:
+            holding.figures |= {"samples": float(lease.sampling.samples), "capacity": float(generator.engine.capacity)}
+            try:
+                answer = await generator.answer(lease, time.monotonic(), on_sample, on_episode)
+            except EngineDied as error:
+                self.on_death(error)
+                return
+            except MillraceError as error:
+                await self._return(lease, str(error))
+                return
+            await self._answer(lease, answer)
 
     async def _answer(self, lease: work_pb2.Lease, answer: common_pb2.Group | Drop) -> None:
         request = work_pb2.CompleteRequest(member_id=self._member_id, ref=lease.ref)
@@ -178,7 +184,8 @@ class Leases:
         else:
             request.group.CopyFrom(answer)
         try:
-            await self._coordinator.call(WorkRpc.Complete, request, attempts=ANSWER_ATTEMPTS)
+            with RECORDER.span(SpanKind.COMPLETE):
+                await self._coordinator.call(WorkRpc.Complete, request, attempts=ANSWER_ATTEMPTS)
         except (Fenced, NotFound, InvalidState) as error:
             log.info("answer refused", prompt=lease.prompt_id, error=str(error))
         except MillraceError as error:

@@ -14,6 +14,9 @@ from millrace.errors import InvalidState, MillraceError
 from millrace.ids import MemberId
 from millrace.telemetry.metrics.prometheus.endpoint import MetricsEndpoint
 from millrace.telemetry.metrics.prometheus.every_service import grpc_observer
+from millrace.telemetry.spans.batches import taken
+from millrace.telemetry.spans.recorder import RECORDER
+from millrace.timeline.view import LaneKind
 from millrace.wire.address import bind_address
 from millrace.wire.channel import PROTOCOL_VERSION, Peer
 from millrace.wire.membership import Membership
@@ -140,8 +143,13 @@ class RankZero:
         )
 
     def _heartbeat(self) -> fleet_pb2.HeartbeatRequest:
+        spans, count = taken(RECORDER, self._member_id, LaneKind.TRAINER)
         return fleet_pb2.HeartbeatRequest(
-            member_id=self._member_id, version=self._trainer.version, tokens=self._trainer.trained_tokens
+            member_id=self._member_id,
+            version=self._trainer.version,
+            tokens=self._trainer.trained_tokens,
+            spans=spans,
+            span_count=count,
         )
 
 

@@ -12,6 +12,9 @@ from google.protobuf.message import Message
 from millrace.errors import Fenced, MillraceError, NotFound, PartialOutOfMemory, PartialStep
 from millrace.ids import JobId, Version
 from millrace.spec import JobSpec, received
+from millrace.telemetry.spans.context import current
+from millrace.telemetry.spans.kinds import SpanKind
+from millrace.telemetry.spans.recorder import span
 from millrace.weights.phases import Phase, PublicationId, PublicationState
 from millrace.wire.deadlines import DEADLINES_S, of_job
 from millrace.wire.method import Unary
@@ -37,6 +40,17 @@ STATES = {
     "Save": pb.TRAINER_STATE_SAVING,
 }
 """State of the trainer while its ranks work on a call of each method."""
+
+SPANS = {
+    "Configure": SpanKind.CONFIGURE,
+    "Load": SpanKind.CONFIGURE,
+    "Step": SpanKind.TRAIN,
+    "DescribeWeights": SpanKind.PREPARE,
+    "PreparePublication": SpanKind.PREPARE,
+    "TransferPublication": SpanKind.TRANSFER,
+    "Save": SpanKind.CHECKPOINT,
+}
+"""The span of a call of each method on the ranks."""
 
 ENDS_S = 1.0
 """Ranks end a transfer by themselves at its deadline. Ranks that have not ended it this long afterwards are blocked."""
@@ -357,7 +371,10 @@ class TrainerService(TrainerServicer):
     async def _on_ranks(self, method: Unary[Request, Response], request: Request, deadline_s: float) -> Response:
         """Runs a command on the ranks. Where the ranks cannot continue, neither can this process."""
         try:
-            return await asyncio.to_thread(self._ranks.call, method, request, deadline_s)
+            with span(SPANS[method.name], detail=method.name) as working:
+                if isinstance(request, pb.StepRequest) and current() is not None:
+                    request.traceparent = working.context.traceparent
+                return await asyncio.to_thread(self._ranks.call, method, request, deadline_s)
         except RanksFailed as error:
             self._failure = self._lock.closed = str(error)
             self._on_failed(self._failure)

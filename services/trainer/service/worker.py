@@ -13,6 +13,7 @@ from millrace.memory.ledger import Phase
 from millrace.rl.registry import functions as registry
 from millrace.spec import JobSpec
 from millrace.spec.checking import choices, hosts
+from millrace.telemetry.spans.context import TraceContext, within
 from millrace.wire.methods import TrainerRpc
 from millrace.wire.v1 import trainer_pb2 as pb
 from services.trainer.backends import build
@@ -96,7 +97,8 @@ class Worker:
     def step(self, request: pb.StepRequest) -> pb.StepResponse:
         job = self._loaded()
         try:
-            metrics = train_step(job.spec, job.backend, request, self._control, job.coefficient, job.meter)
+            with within(TraceContext.parse(request.traceparent, job_id=request.job_id, step=request.step)):
+                metrics = train_step(job.spec, job.backend, request, self._control, job.coefficient, job.meter)
         except PartialStep:
             self._job = None
             raise

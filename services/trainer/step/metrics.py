@@ -19,6 +19,8 @@ from millrace.spec import JobSpec
 from millrace.telemetry.metrics import catalogue
 from millrace.telemetry.metrics.declaration import Owner
 from millrace.telemetry.metrics.step.mismatch import SPLIT
+from millrace.telemetry.spans.kinds import SpanKind
+from millrace.telemetry.spans.recorder import span
 from services.trainer.memory.meter import MemoryMeter
 from services.trainer.ranks import collectives
 from services.trainer.step.batch import RankBatch
@@ -35,6 +37,8 @@ VERL = {
     "value_mean": "critic/vpred_mean",
 }
 """verl's names of a loss's metrics. A metric that is not here is reported as `actor/<name>` or `critic/<name>`."""
+SPANS = {"fetch": SpanKind.FETCH, "update_actor": SpanKind.UPDATE, "update_critic": SpanKind.UPDATE}
+"""The span of a part of a step; all others assess the batch."""
 VARIANCE_EPS = 1e-5
 """Added to the variance of the returns, as in verl."""
 REDUCTIONS = {
@@ -63,7 +67,7 @@ class Clock:
         """Raises OutOfMemory where the device has no memory left in this part."""
         began = time.perf_counter()
         try:
-            with self._meter.during(part):
+            with self._meter.during(part), span(SPANS.get(part, SpanKind.ASSESS), detail=part):
                 yield
         finally:
             self._parts[part] = self._parts.get(part, 0.0) + time.perf_counter() - began

@@ -4,9 +4,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from millrace.errors import InvalidJob, NonFinite, PartialStep
 from millrace.spec import JobSpec
+from millrace.telemetry.spans.kinds import SpanKind
+from millrace.telemetry.spans.recorder import span
 from millrace.wire.v1.trainer_pb2 import StepRequest
 from services.trainer.memory.meter import MemoryMeter
 from services.trainer.protocol.backend import Backend
@@ -14,7 +17,7 @@ from services.trainer.ranks import collectives
 from services.trainer.ranks.event_loop import ControlThread
 from services.trainer.step.batch import BatchDivision, RankBatch
 from services.trainer.step.fetch import fetch
-from services.trainer.step.forward_passes import passes_needed, run_passes
+from services.trainer.step.forward_passes import ForwardResults, passes_needed, run_passes
 from services.trainer.step.kl import KlCoefficient, mean_kl
 from services.trainer.step.loss_inputs import make_loss_inputs
 from services.trainer.step.metrics import Clock, mismatch_by_part, over_updates, reported
@@ -68,8 +71,7 @@ def train_step(
         samples = control.run(fetch(request.work_address, request.job_id, wanted, spec.reward.parts))
         batch = RankBatch(division, samples, parallel, backend.device)
     meter.tokens = max((sum(m.lengths) for microbatches in batch.updates for m in microbatches), default=0)
-    critic = spec.algorithm.critic
-    warm = critic is None or request.step > critic.warmup_steps
+    warm = (critic := spec.algorithm.critic) is None or request.step > critic.warmup_steps
     needed = passes_needed(spec, updates=len(batch.updates), policy_is_trained=warm)
     scored = run_passes(spec, backend, batch, needed, clock)
     with clock("adv"):
@@ -84,25 +86,38 @@ def train_step(
     if train_bt is None:
         assert scored.train_bt is not None
         train_bt = scored.train_bt
-    apart = (train_bt, batch.rollout_bt, mask_bt, batch.sampled_with_bt(request.step - 1))
-    of_trainer, of_engine, counted, same_bt = (batch.gather(values_bt) for values_bt in apart)
-    adapted: dict[str, float] = {}
-    if scored.ref_bt is not None:
-        before = (train_bt, mask_bt) if scored.train_bt is None else (scored.train_bt, batch.mask_bt)
-        mean = mean_kl(spec, batch, before[0], scored.ref_bt, before[1])
-        adapted = {"actor/reference_kl": mean, "actor/kl_coef": coefficient.value}
-        coefficient.follow(spec, mean, len(division.trajectories))
-    lengths = [trajectory.tokens for trajectory in division.trajectories]
-    timings = clock.metrics()
-    costs = {"actor": backend.cost} | ({} if backend.critic is None else {"critic": backend.critic.cost})
-    metrics = {
-        **mismatch_by_part(of_trainer, of_engine, counted, same_bt, batch.whole_engine_b),
-        **metrics,
-        **adapted,
-        **over_updates([done.metrics for done in updates]),
-        **division.metrics(backend),
-        **collectives.maxima({**backend.metrics(), **meter.metrics()}),
-        **timings,
-        **utilisation(costs, backend.device, lengths, timings, collectives.world_size()),
-    }
-    return reported(spec, metrics)
+    with span(SpanKind.REPORT):
+        apart = (train_bt, batch.rollout_bt, mask_bt, batch.sampled_with_bt(request.step - 1))
+        of_trainer, of_engine, counted, same_bt = (batch.gather(values_bt) for values_bt in apart)
+        lengths = [trajectory.tokens for trajectory in division.trajectories]
+        timings = clock.metrics()
+        costs = {"actor": backend.cost} | ({} if backend.critic is None else {"critic": backend.critic.cost})
+        metrics = {
+            **mismatch_by_part(of_trainer, of_engine, counted, same_bt, batch.whole_engine_b),
+            **metrics,
+            **_adapted(spec, batch, scored, (train_bt, mask_bt), coefficient),
+            **over_updates([done.metrics for done in updates]),
+            **division.metrics(backend),
+            **collectives.maxima({**backend.metrics(), **meter.metrics()}),
+            **timings,
+            **utilisation(costs, backend.device, lengths, timings, collectives.world_size()),
+        }
+        return reported(spec, metrics)
+
+
+def _adapted(
+    spec: JobSpec,
+    batch: RankBatch,
+    scored: ForwardResults,
+    updated: tuple[Tensor, Tensor],
+    coefficient: KlCoefficient,
+) -> dict[str, float]:
+    """Adapts the KL coefficient to the step's mean divergence from the reference; the metrics of both. `updated`:
+    log-probabilities and mask of the first update, for a step without a pass of its own over the policy."""
+    if scored.ref_bt is None:
+        return {}
+    train_bt, mask_bt = updated if scored.train_bt is None else (scored.train_bt, batch.mask_bt)
+    mean = mean_kl(spec, batch, train_bt, scored.ref_bt, mask_bt)
+    metrics = {"actor/reference_kl": mean, "actor/kl_coef": coefficient.value}
+    coefficient.follow(spec, mean, len(batch.division.trajectories))
+    return metrics

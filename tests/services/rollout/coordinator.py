@@ -12,6 +12,7 @@ import torch
 from millrace.drops import Drop
 from millrace.errors import Fenced, InvalidState, NotFound
 from millrace.spec import JobSpec
+from millrace.telemetry.spans.context import TraceContext
 from millrace.weights.plans.gather_broadcast import gather_broadcast
 from millrace.wire.channel import PROTOCOL_VERSION, Peer
 from millrace.wire.enums import drop_of
@@ -165,6 +166,7 @@ class Coordinator(fleet_pb2_grpc.FleetServicer, work_pb2_grpc.WorkServicer):
             prompt=json.dumps(prompt or [{"role": "user", "content": f"question {number}"}]),
             ground_truth=json.dumps(ground_truth),
             expires_s=self.lease_s,
+            traceparent=TraceContext.new(JOB).traceparent,
         )
         self.waiting.append(lease)
         return lease.prompt_id

@@ -1,0 +1,22 @@
+"""The wait of samples in an engine with few slots."""
+
+import pytest
+
+from services.rollout.engines import slots
+from services.rollout.engines.slots import Slots
+
+
+def test_samples_get_slots_in_the_order_in_which_they_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(slots.time, "monotonic", lambda: now)
+    engine = Slots(lambda: 2)
+    first, second, third, fourth = (engine.enter() for _ in range(4))
+    now = 3.0
+    engine.leave(second)
+    now = 5.0
+    engine.leave(fourth)  # aborted while it waited
+    engine.leave(first)
+    now = 9.0
+    engine.leave(third)
+    assert [each.waited_s for each in (first, second, third, fourth)] == [0.0, 0.0, 3.0, 5.0]
+    assert engine.enter().waited_s == 0.0
