@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from urllib.parse import urlsplit
 
 from millrace import errors
+from millrace.diagnosis.view import DiagnosisView
 from millrace.events import Event
 from millrace.rest import (
     ENDED,
@@ -150,6 +151,11 @@ class Client:
         """What every service did from `from_step` to `to_step`; the last trained step by default. Raises NotFound."""
         asked = {name: step for name, step in (("from_step", from_step), ("to_step", to_step)) if step is not None}
         return self._view(TimelineView, "GET", f"/v1/jobs/{job_id}/timeline", params=asked)
+
+    def diagnosis(self, job_id: str, from_step: int | None = None, to_step: int | None = None) -> DiagnosisView:
+        """What slows the job down from `from_step` to `to_step`; in the last ten steps by default. Raises NotFound."""
+        asked = {name: step for name, step in (("from_step", from_step), ("to_step", to_step)) if step is not None}
+        return self._view(DiagnosisView, "GET", f"/v1/jobs/{job_id}/diagnosis", params=asked)
 
     def wait(self, job_id: str, timeout_s: float) -> JobView:
         """Waits until the job has ended, and returns it. Raises NotFound, and Unavailable after `timeout_s`."""

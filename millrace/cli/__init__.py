@@ -7,7 +7,8 @@ from typing import Any
 
 import typer
 
-from millrace.cli import compare, doctor, jobs, logs, plan, report, show, stack, validate
+from millrace.cli import doctor, jobs, logs, plan, report, show, stack, validate
+from millrace.cli.analysis import compare, diagnose
 from millrace.cli.live import top, watch
 from millrace.cli.output import ErrorReporting
 from millrace.errors import InvalidState
@@ -78,6 +79,7 @@ app.command("jobs", rich_help_panel=JOBS)(jobs.jobs)
 app.command("show", rich_help_panel=JOBS)(show.show)
 app.command("report", rich_help_panel=JOBS)(report.report)
 app.command("compare", rich_help_panel=JOBS)(compare.compare)
+app.command("diagnose", rich_help_panel=JOBS)(diagnose.diagnose)
 app.command("events", rich_help_panel=JOBS)(jobs.events)
 app.command("pause", rich_help_panel=JOBS)(jobs.pause)
 app.command("resume", rich_help_panel=JOBS)(jobs.resume)

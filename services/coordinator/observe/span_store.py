@@ -25,7 +25,7 @@ EVERY_S = 0.5
 KEPT_STEPS = 50
 """Steps of a job whose spans are kept."""
 STEP_BYTES = 512 << 10
-"""Most bytes of spans of one step: some 13,000 spans. So a job's spans take at most 25 MiB of Redis's memory."""
+"""Most bytes of spans of one step: some 25,000 spans. So a job's spans take at most 25 MiB of Redis's memory."""
 MOST_WAITING = 1000
 """Batches of members that wait to be stored."""
 LARGEST_BATCH = 128 << 10
@@ -108,14 +108,19 @@ class SpanStore:
     async def timeline(self, job: JobRecord, from_step: int | None, to_step: int | None) -> TimelineView:
         """What all services did from `from_step` to `to_step`, at most KEPT_STEPS. None: the last trained step."""
         last = min(job.step if to_step is None else to_step, job.step + 1)
-        first = max(0, last - KEPT_STEPS + 1, last if from_step is None else min(from_step, last))
+        first, last, batches = await self.batches(job, last if from_step is None else from_step, last)
+        kept_from = max(0, job.step + 2 - KEPT_STEPS)
+        return await asyncio.to_thread(timeline, job.id, batches, first, last, kept_from)
+
+    async def batches(self, job: JobRecord, first: int, last: int) -> tuple[int, int, list[Batch]]:
+        """The spans of the steps `first` to `last`, of at most the last KEPT_STEPS of these; the first and the last of
+        them."""
+        first = max(0, last - KEPT_STEPS + 1, min(first, last))
         # The spans of a step come until later steps: a lease may end as many steps later as it may be stale.
         until = last + job.spec.schedule.max_staleness + 2
         found = await self._store.records(job.id).spans(first, until)
-        kept_from = max(0, job.step + 2 - KEPT_STEPS)
-        return await asyncio.to_thread(_timeline, job.id, found, first, last, kept_from)
+        return first, last, await asyncio.to_thread(_decoded, found)
 
 
-def _timeline(job_id: JobId, found: Sequence[bytes], first: int, last: int, kept_from: int) -> TimelineView:
-    batches = [batch for data in found if (batch := decode(data)) is not None]
-    return timeline(job_id, batches, first, last, kept_from)
+def _decoded(found: Sequence[bytes]) -> list[Batch]:
+    return [batch for data in found if (batch := decode(data)) is not None]

@@ -1,10 +1,12 @@
-"""/v1/jobs/{job_id}/timeline: what every service did during some steps of a job."""
+"""/v1/jobs/{job_id}/timeline and /diagnosis: what every service did in some steps of a job, and what slows it down."""
 
 from typing import Annotated
 
 from fastapi import APIRouter, Query
 
+from millrace.diagnosis.view import DiagnosisView
 from millrace.timeline.view import TimelineView
+from services.coordinator.observe.diagnosis import diagnosis
 from services.coordinator.observe.span_store import KEPT_STEPS, SpanStore
 from services.coordinator.rest.jobs import ERRORS
 from services.coordinator.rest.parameters import LARGEST_STEP, Id
@@ -21,6 +23,12 @@ def routes(store: Store, spans: SpanStore) -> APIRouter:
     @router.get("/{job_id}/timeline", description=ABOUT)
     async def timeline(job_id: Id, from_step: Step = None, to_step: Step = None) -> TimelineView:
         return await spans.timeline(await store.jobs.get(job_id), from_step, to_step)
+
+    @router.get("/{job_id}/diagnosis")
+    async def diagnose(job_id: Id, from_step: Step = None, to_step: Step = None) -> DiagnosisView:
+        """What slows the job down, with the figures that say so and what to change: in the steps from `from_step` to
+        `to_step`, by default the last ten. It is computed from spans, and from step metrics where none are kept."""
+        return await diagnosis(store, spans, await store.jobs.get(job_id), from_step, to_step)
 
     return router
 

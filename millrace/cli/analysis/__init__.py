@@ -1,0 +1,1 @@
+"""Commands that judge jobs: compare two, or say what slows one down."""

@@ -1,0 +1,128 @@
+"""Planted bottlenecks in jobs of real services: `diagnose` names each, and the timeline shows it."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from millrace.client import Client
+from millrace.diagnosis.view import Bottleneck, DiagnosisView
+from millrace.local.stack import Stack
+from millrace.telemetry.spans.kinds import SpanKind
+from millrace.timeline.view import IdleCause, LaneKind
+from tests.e2e.conftest import finished, until
+
+STEPS = 4
+
+
+def diagnosed(client: Client, job: dict[str, Any], cause: IdleCause, first: int = 2) -> DiagnosisView:
+    """The diagnosis of the job's later steps. The timeline has idle time of the trainer with that cause."""
+    job_id = finished(client, client.submit(job).id).id
+
+    def whole() -> bool:
+        spans = {lane.kind: lane.spans for lane in client.timeline(job_id, STEPS, STEPS).lanes}
+        told = [(LaneKind.COORDINATOR, SpanKind.STEP), (LaneKind.TRAINER, SpanKind.REPORT)]
+        return all(any(s.kind is kind and s.step == STEPS for s in spans.get(lane, [])) for lane, kind in told)
+
+    until("the spans of the last step", whole, 60.0)
+    found = client.diagnosis(job_id, first, STEPS)
+    assert found.from_spans
+    assert sum(found.loop_s.values()) == pytest.approx(found.step_s, rel=0.01)
+    timeline = client.timeline(job_id, first, STEPS)
+    (trainer,) = [lane for lane in timeline.lanes if lane.kind is LaneKind.TRAINER]
+    assert trainer.idle_s.get(cause, 0.0) > 0 or cause is IdleCause.TRAINER
+    return found
+
+
+def short(job: dict[str, Any]) -> dict[str, Any]:
+    job["schedule"] |= {"steps": STEPS}
+    job["rollout"] |= {"max_response_tokens": 8}
+    return job
+
+
+def test_a_slow_reward(client: Client, job: dict[str, Any], tmp_path: Path) -> None:
+    reward = "import time\ndef compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+    (tmp_path / "slow.py").write_text(f"{reward}    time.sleep(0.05)\n    return float(len(solution_str) % 2)\n")
+    job = short(job)
+    job["reward"] = {"function": f"{tmp_path / 'slow.py'}:compute_score", "workers": 1}
+    found = diagnosed(client, job, IdleCause.REWARDS)
+    assert found.bottleneck is Bottleneck.REWARDS, found
+    assert found.findings[0].changes[0].setting == "reward.workers"
+    told = subprocess.run(
+        [sys.executable, "-m", "millrace", "diagnose", found.job_id, "--url", client.url],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert "rewards, at most" in told.stdout and "reward.workers: raise it" in told.stdout
+
+
+@pytest.mark.matrix  # test_a_slow_reward covers the way from the spans to the answer
+def test_a_trainer_that_is_too_slow(client: Client, job: dict[str, Any]) -> None:
+    job = short(job)
+    job["rollout"]["max_response_tokens"] = 2
+    job["trainer"] |= {"updates_per_step": 8}
+    found = diagnosed(client, job, IdleCause.TRAINER)
+    assert found.bottleneck is Bottleneck.TRAINER, found
+
+
+@pytest.mark.matrix  # test_a_slow_reward covers the way from the spans to the answer
+def test_no_staleness_and_a_long_tail(client: Client, job: dict[str, Any]) -> None:
+    """An answer ends at one of some letters: most are short, and a few long."""
+    job["schedule"] |= {"steps": STEPS, "max_staleness": 0}
+    job["rollout"] |= {"max_response_tokens": 400, "stop": list("aeiostn")}
+    job["rollout"]["engine_options"]["vllm"] = {"max_model_len": 1024, "enforce_eager": True}
+    found = diagnosed(client, job, IdleCause.LONG_TAIL)
+    assert found.bottleneck is Bottleneck.STALENESS_BOUND, found
+    assert found.findings[0].changes[0].setting == "schedule.max_staleness"
+
+
+@contextlib.contextmanager
+def slowed(pids: list[int]) -> Iterator[None]:
+    """The processes run for a fifth of the time only."""
+    ended = threading.Event()
+
+    def alternate() -> None:
+        stopped = False
+        while not ended.wait(0.04 if stopped else 0.01) or stopped:
+            stopped = not stopped
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGSTOP if stopped else signal.SIGCONT)
+
+    thread = threading.Thread(target=alternate)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+@pytest.mark.matrix  # test_a_slow_reward covers the way from the spans to the answer
+def test_one_slow_replica(
+    start: Callable[..., Stack],
+    another_replica: Callable[[Stack, str], subprocess.Popen[bytes]],
+    job: dict[str, Any],
+) -> None:
+    stack = start(replicas=1, engine="transformers")
+    slow = another_replica(stack, "transformers")
+    with stack.client() as client:
+        until("two replicas", lambda: len(client.fleet().replicas) == 2, 120.0)
+        children = [child.pid for child in psutil.Process(slow.pid).children(recursive=True)]
+        job["schedule"] |= {"steps": STEPS, "max_staleness": 0}
+        job["rollout"] |= {"max_response_tokens": 48}
+        with slowed([slow.pid, *children]):
+            found = diagnosed(client, job, IdleCause.LONG_TAIL)
+        assert found.bottleneck is Bottleneck.LONG_TAIL, found
+        (address,) = [member for member in client.fleet().replicas if member.id == found.findings[0].member]
+        assert psutil.Process(slow.pid).is_running() and address.host
