@@ -1,7 +1,7 @@
 """OpenAI's chat completions: requests to what they ask of the policy, turns to answers."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pydantic import BaseModel, Field
@@ -14,6 +14,10 @@ from services.rollout.sessions.histories import history
 from services.rollout.sessions.policy import Ask, Said
 from services.rollout.sessions.refusals import Refused
 from services.rollout.sessions.session import Session
+from services.rollout.sessions.streams import event
+
+DONE = "data: [DONE]\n\n"
+"""The end of a stream."""
 
 
 class ChatRequest(BaseModel):
@@ -102,6 +106,23 @@ def completion(request: ChatRequest, session: Session, said: Said) -> dict[str, 
     choice = {"index": 0, "message": message_of(said), "finish_reason": finish_reason(said)}
     choice["logprobs"] = logprobs(said.sample, session.policy.chats.without_tools) if request.logprobs else None
     return {**_head(request, session, said, "chat.completion"), "choices": [choice], "usage": usage(said)}
+
+
+def chunks(request: ChatRequest, session: Session, said: Said) -> Iterator[str]:
+    """The answer to a request that streams."""
+    head = _head(request, session, said, "chat.completion.chunk")
+    whole = message_of(said)
+    deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+    deltas += [{name: whole[name]} for name in ("reasoning_content", "content") if whole.get(name)]
+    deltas += [{"tool_calls": [{"index": number, **call}]} for number, call in enumerate(said.calls)]
+    told = logprobs(said.sample, session.policy.chats.without_tools) if request.logprobs else None
+    for number, delta in enumerate(deltas):
+        choice = {"index": 0, "delta": delta, "logprobs": told if number == len(deltas) - 1 else None}
+        yield event({**head, "choices": [{**choice, "finish_reason": None}]})
+    yield event({**head, "choices": [{"index": 0, "delta": {}, "finish_reason": finish_reason(said)}]})
+    if (request.stream_options or {}).get("include_usage"):
+        yield event({**head, "choices": [], "usage": usage(said)})
+    yield DONE
 
 
 def _head(request: ChatRequest, session: Session, said: Said, kind: str) -> dict[str, Any]:

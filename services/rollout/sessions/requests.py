@@ -66,17 +66,18 @@ async def _json(request: Request) -> Any:
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`, which is cancelled when the sender of the request goes away. Raises ClientDisconnect."""
-    working, gone = asyncio.create_task(work), asyncio.create_task(_gone(request))
+    working, away = asyncio.create_task(work), asyncio.create_task(gone(request))
     try:
-        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({working, away}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
             raise ClientDisconnect
         return working.result()
     finally:
-        gone.cancel()
+        away.cancel()
         working.cancel()
 
 
-async def _gone(request: Request) -> None:
+async def gone(request: Request) -> None:
+    """Returns when the sender of the request has gone away."""
     while (await request.receive())["type"] != "http.disconnect":
         continue

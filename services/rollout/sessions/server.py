@@ -11,6 +11,7 @@
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import structlog
@@ -23,13 +24,16 @@ from starlette.routing import Route
 from millrace.validation import limits
 from millrace.wire.channel import token
 from millrace.wire.http.server import HttpServer, listening
-from services.rollout.sessions import chat_completions, token_endpoint
+from services.rollout.sessions import anthropic_messages, chat_completions, responses, token_endpoint
+from services.rollout.sessions.anthropic_messages import MessagesRequest
 from services.rollout.sessions.chat_completions import ChatRequest
 from services.rollout.sessions.episodes import row_of
 from services.rollout.sessions.open_sessions import OpenSessions
-from services.rollout.sessions.refusals import Refusals, Refused, refusal
+from services.rollout.sessions.refusals import Refusals, Refused, anthropic_error, openai_error, refusal
 from services.rollout.sessions.requests import body_of, check_token, key_of, while_connected
+from services.rollout.sessions.responses import ResponsesRequest
 from services.rollout.sessions.session import Session
+from services.rollout.sessions.streams import event, streamed
 from services.rollout.sessions.token_endpoint import GenerateRequest
 
 log = structlog.get_logger(__name__)
@@ -89,20 +93,23 @@ def application(sessions: OpenSessions, secret: str) -> Starlette:
             Route(f"{one}/end", answering(desk.end), methods=["POST"]),
             Route(f"{policy}/models", answering(desk.models), methods=["GET"]),
             Route(f"{policy}/chat/completions", answering(desk.chat_completions), methods=["POST"]),
+            Route(f"{policy}/responses", answering(desk.responses), methods=["POST"]),
+            Route(f"{policy}/messages", answering(desk.messages, anthropic=True), methods=["POST"]),
+            Route(f"{policy}/messages/count_tokens", answering(desk.count, anthropic=True), methods=["POST"]),
             Route("/inference/v1/generate", answering(desk.generate), methods=["POST"]),
             Route(f"{one}/inference/v1/generate", answering(desk.generate), methods=["POST"]),
         ]
     )
 
 
-def answering(answer: Answer) -> Answer:
-    """The same answer, with what is refused told as the client expects it."""
+def answering(answer: Answer, *, anthropic: bool = False) -> Answer:
+    """The same answer, with what is refused told as OpenAI's clients expect it, or Anthropic's."""
 
     async def answered(request: Request) -> Response:
         try:
             return await answer(request)
         except Refused as error:
-            return refusal(error)
+            return refusal(error, anthropic=anthropic)
         except ClientDisconnect:
             return Response(status_code=499)
 
@@ -156,8 +163,35 @@ class Desk:
     async def chat_completions(self, request: Request) -> Response:
         """A turn, for OpenAI's chat completions."""
         session, body = self._session(request), await body_of(request, ChatRequest)
-        said = await while_connected(request, session.say(body.ask()))
-        return JSONResponse(chat_completions.completion(body, session, said))
+        saying = session.say(body.ask())
+        if body.stream:
+            events = partial(chat_completions.chunks, body, session)
+            return await streamed(request, saying, events, lambda error: event(openai_error(error)))
+        return JSONResponse(chat_completions.completion(body, session, await while_connected(request, saying)))
+
+    async def responses(self, request: Request) -> Response:
+        """A turn, for OpenAI's responses."""
+        session, body = self._session(request), await body_of(request, ResponsesRequest)
+        ask = body.ask(session)
+        if body.stream:
+            events = partial(responses.events, body, session, ask)
+            return await streamed(request, session.say(ask), events, responses.error_event)
+        said = await while_connected(request, session.say(ask))
+        return JSONResponse(responses.response(body, session, ask, said))
+
+    async def messages(self, request: Request) -> Response:
+        """A turn, for Anthropic's messages."""
+        session, body = self._session(request), await body_of(request, MessagesRequest)
+        saying = session.say(body.ask())
+        if body.stream:
+            events = partial(anthropic_messages.events, body, session)
+            return await streamed(request, saying, events, lambda error: event(anthropic_error(error), "error"))
+        return JSONResponse(anthropic_messages.message(body, session, await while_connected(request, saying)))
+
+    async def count(self, request: Request) -> Response:
+        """The tokens of a request to Anthropic's messages."""
+        session, body = self._session(request), await body_of(request, MessagesRequest)
+        return JSONResponse({"input_tokens": await session.count(body.ask())})
 
     async def generate(self, request: Request) -> Response:
         """A turn, for clients that make the tokens themselves."""

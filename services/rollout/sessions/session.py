@@ -57,6 +57,8 @@ class Session:
         """Why it cannot go on."""
         self.deadline = 0.0
         """Of the event loop's clock; 0.0 until somebody plays the episode."""
+        self.histories: dict[str, list[Message]] = {}
+        """The messages up to each response that a client may continue, by the response's id."""
         self._account = common_pb2.EpisodeAccount(end=common_pb2.EPISODE_END_DONE, reruns=reruns)
         self._conversations: list[_Held[Conversation]] = []
         self._sequences: list[_Held[TokenStrand]] = []
@@ -99,6 +101,12 @@ class Session:
             return Said(self._numbered(held), {}, sample, len(tokens))
         finally:
             held.busy = False
+
+    async def count(self, ask: Ask) -> int:
+        """Number of tokens of the prompt for `ask`, where nothing was said before."""
+        self._check_open()
+        chat, _ = self.policy.chats.of(ask.tools)
+        return len(await _rendered(lambda: chat.render(ask.messages)))
 
     def reward(self, value: float, turn: int | None = None) -> None:
         """Adds to the reward of a turn, or of the whole episode. Raises Refused."""
