@@ -155,7 +155,7 @@ def test_the_timeline_of_a_step(page: Any, trained: list[str]) -> None:
 def test_records_events_and_spec_of_a_job(page: Any, trained: list[str]) -> None:
     page.goto(f"/#/job/{trained[0]}/records")
     expect(page.get_by_role("region", name="Ledger")).to_contain_text("48 trained")
-    publications = page.get_by_role("region", name="Publications")
+    publications = page.get_by_role("region", name="Publications", exact=True)
     publications.get_by_role("button").first.click()
     expect(publications).to_contain_text("sends")
     page.get_by_role("link", name="events").click()

@@ -105,6 +105,16 @@ export function usePolled<T>(ask: (signal: AbortSignal) => Promise<T>, everyMs: 
   return [found, () => again.current()];
 }
 
+/* A value as it was when it had not changed for a while: what is costly is drawn once, not for every letter. */
+export function useSettled<T>(value: T, afterMs = 150): T {
+  const [found, set] = useState(value);
+  useEffect(() => {
+    const timer = setTimeout(() => set(value), afterMs);
+    return () => clearTimeout(timer);
+  }, [value]);
+  return found;
+}
+
 /* A value that is kept in this browser. */
 export function useKept<T>(name: string, first: T): [T, (value: T) => void] {
   const [found, set] = useState<T>(() => {

@@ -2,10 +2,11 @@
 import { useEffect, useRef } from "preact/hooks";
 import uPlot from "uplot";
 
-import { clock, figure, short } from "../format";
+import { clock, duration, figure, short } from "../format";
 import { color, faint, useRepaint } from "../state";
 
-export type Axis = "step" | "time" | "tokens";
+/* `seconds`: since the start of each curve. */
+export type Axis = "step" | "time" | "tokens" | "seconds";
 export interface Line {
   label: string;
   /* Name of a colour of the style sheet. */
@@ -41,7 +42,7 @@ export function smoothed(values: (number | null)[], share: number): (number | nu
 }
 
 const positive = (values: (number | null)[]) => values.map(value => (value !== null && value > 0 ? value : null));
-export const axisText = (axis: Axis, value: number): string => (axis === "time" ? clock(value) : short(value));
+export const axisText = (axis: Axis, value: number): string => (axis === "time" ? clock(value) : axis === "seconds" ? duration(value) : short(value));
 
 interface Drawn { series: uPlot.Series[]; bands: uPlot.Band[]; data: (number | null)[][] }
 
@@ -95,7 +96,7 @@ export function Chart(props: Props) {
       legend: { show: false }, padding: [8, 8, 0, 0],
       scales: { x: { time: axis === "time" }, y: { distr: props.log ? 3 : 1 } },
       axes: [
-        { ...ruled(), size: 24, values: axis === "time" ? undefined : (_, ticks) => ticks.map(tick => short(tick)) },
+        { ...ruled(), size: 24, values: axis === "time" ? undefined : (_, ticks) => ticks.map(tick => axisText(axis, tick)) },
         { ...ruled(), size: 48, values: (_, ticks) => ticks.map(tick => (tick === null ? "" : figure(tick))) },
       ],
       cursor: {

@@ -2,29 +2,34 @@
 import { useEffect, useMemo, useState } from "preact/hooks";
 
 import { get } from "../api";
-import { groupsOf, lineOf, mainOf, useCurves, useInView, type Group } from "../curves";
+import { groupsOf, lineOf, mainOf, useCurves, useInView, type Group, type Points } from "../curves";
 import { figure } from "../format";
 import { Chart, type Line } from "../parts/chart";
 import { State } from "../parts/small";
 import type { JobView, MetricView } from "../rest";
-import { link, problem, useKept, usePolled } from "../state";
+import { link, problem, useKept, usePolled, useSettled } from "../state";
 import { LookBar, PLAIN_LOOK, xsOf, type Look } from "./metrics";
 import { leaves, shown } from "./spec";
 
+/* Most charts at a time. */
+const MOST = 60;
 export const COLORS = ["water", "warm", "good", "bad", "violet", "c6", "c7", "c8"];
 
 export function Compare({ ids }: { ids: string[] }) {
   const [jobs] = usePolled(signal => Promise.all(ids.map(id => get<JobView>(`/v1/jobs/${id}`, signal))), 5000, [ids.join()]);
   const [metrics, setMetrics] = useState<MetricView[][]>([]);
   const [look, setLook] = useKept<Look>("metrics.look", PLAIN_LOOK);
-  const [text, search] = useState("");
+  const [typed, search] = useState("");
+  const text = useSettled(typed);
   const [only, show] = useState(true);
   useEffect(() => { Promise.all(ids.map(id => get<MetricView[]>(`/v1/jobs/${id}/metrics/keys`))).then(setMetrics, problem); }, [ids.join()]);
   const groups = useMemo(() => {
     const all = new Map(metrics.flat().map(metric => [metric.key, metric]));
     const found = groupsOf([...all.values()]);
-    return text ? found.filter(group => group.title.toLowerCase().includes(text.toLowerCase())) : mainOf(found);
+    return (text ? found.filter(group => group.title.toLowerCase().includes(text.toLowerCase())) : mainOf(found)).slice(0, MOST);
   }, [metrics, text]);
+  const [curves, setCurves] = useState<Record<string, Points>>({});
+  const all = useMemo(() => (jobs ?? []).flatMap((job, at) => (curves[job.id] ? [{ job, points: curves[job.id], color: COLORS[at] }] : [])), [jobs, curves]);
   if (!jobs) return <p class="empty">…</p>;
   return (
     <>
@@ -32,10 +37,11 @@ export function Compare({ ids }: { ids: string[] }) {
         {jobs.map((job, at) => <span key={job.id}><i style={{ background: `var(--${COLORS[at]})` }} /><a href={link("job", job.id)}>{job.name}</a> <State of={job.status} /> <small>step {figure(job.step)}</small></span>)}
       </span></div>
       <div class="bar">
-        <input type="search" aria-label="Search metrics" placeholder="Search metrics" value={text} onInput={e => search(e.currentTarget.value)} />
+        <input type="search" aria-label="Search metrics" placeholder="Search metrics" value={typed} onInput={e => search(e.currentTarget.value)} />
         <LookBar look={look} set={setLook} />
       </div>
-      <div class="charts">{groups.slice(0, 60).map(group => <Overlaid key={group.mean} group={group} jobs={jobs} look={look} />)}</div>
+      {jobs.map(job => <JobCurves key={job.id} job={job} groups={groups} set={points => setCurves(before => ({ ...before, [job.id]: points }))} />)}
+      <div class="charts">{groups.map(group => <Overlaid key={group.mean} group={group} all={all} look={look} />)}</div>
       <div class="bar"><h2>Specs</h2><label class="inline"><input type="checkbox" checked={only} onChange={e => show(e.currentTarget.checked)} /> only what differs</label></div>
       <Difference jobs={jobs} only={only} />
     </>
@@ -53,34 +59,32 @@ function Difference({ jobs, only }: { jobs: JobView[]; only: boolean }) {
   );
 }
 
-function Overlaid({ group, jobs, look }: { group: Group; jobs: JobView[]; look: Look }) {
+interface Own { job: JobView; points: Points; color: string }
+
+function Overlaid({ group, all, look }: { group: Group; all: Own[]; look: Look }) {
   const [element, seen] = useInView<HTMLDivElement>();
-  const [lines, setLines] = useState<Record<string, { xs: number[]; line: Line }>>({});
-  const found = jobs.map(job => lines[job.id]).filter(Boolean);
-  const joined = useMemo(() => together(found), [lines]);
+  const joined = useMemo(() => together(all.filter(({ points }) => points.metrics.has(group.mean)).map(({ job, points, color }) => {
+    const xs = xsOf(points, look.axis), start = look.axis === "time" ? points.time_s[0] : 0;
+    return { xs: xs.map(x => x - start), line: { ...lineOf(points, group, color, job.name), least: undefined, greatest: undefined } };
+  })), [all, group, look.axis]);
   return (
     <div ref={element} class="card">
-      {seen && jobs.map((job, at) => (
-        <Fetched key={job.id} {...{ job, group, look }} color={COLORS[at]} set={(xs, line) => setLines(before => ({ ...before, [job.id]: { xs, line } }))} />
-      ))}
-      {joined.xs.length > 0
-        ? <Chart {...group} {...look} group="compare" lines={joined.lines} xs={joined.xs} />
+      {seen && joined.xs.length > 0
+        ? <Chart {...group} {...look} axis={look.axis === "time" ? "seconds" : look.axis} group="compare" lines={joined.lines} xs={joined.xs} />
         : <figure class="chart waiting"><figcaption><b>{group.title}</b></figcaption></figure>}
     </div>
   );
 }
 
-interface FetchedProps { job: JobView; group: Group; look: Look; color: string; set: (xs: number[], line: Line) => void }
-function Fetched({ job, group, look, color, set }: FetchedProps) {
-  const plain = useMemo(() => ({ ...group, least: undefined, greatest: undefined }), [group]);
+/* Fetches the curves of one job for all charts. */
+function JobCurves({ job, groups, set }: { job: JobView; groups: Group[]; set: (points: Points) => void }) {
   const { points, want } = useCurves(job.id, job.step, null);
-  useEffect(() => { want(plain, true); return () => want(plain, false); }, [plain]);
   useEffect(() => {
-    if (points?.metrics.has(plain.mean)) {
-      const xs = xsOf(points, look.axis), start = look.axis === "time" ? points.time_s[0] : 0;
-      set(xs.map(x => x - start), { ...lineOf(points, plain, color, job.name), least: undefined, greatest: undefined });
-    }
-  }, [points, look.axis]);
+    const means = groups.map(group => ({ ...group, least: undefined, greatest: undefined }));
+    means.forEach(group => want(group, true));
+    return () => means.forEach(group => want(group, false));
+  }, [groups]);
+  useEffect(() => { if (points) set(points); }, [points]);
   return null;
 }
 

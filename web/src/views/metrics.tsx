@@ -6,7 +6,7 @@ import { groupsOf, lineOf, mainOf, useCurves, useInView, type Group, type Points
 import { Chart, type Axis } from "../parts/chart";
 import { Choice, Empty } from "../parts/small";
 import type { JobView, MetricView } from "../rest";
-import { problem, useKept } from "../state";
+import { problem, useKept, useSettled } from "../state";
 
 const AXES: readonly Axis[] = ["step", "time", "tokens"];
 const MAIN = "Main";
@@ -29,7 +29,8 @@ export function LookBar({ look, set }: { look: Look; set: (look: Look) => void }
 export function Metrics({ job }: { job: JobView }) {
   const [metrics, setMetrics] = useState<MetricView[] | null>(null);
   const [look, setLook] = useKept<Look>("metrics.look", PLAIN_LOOK);
-  const [text, search] = useState("");
+  const [typed, search] = useState("");
+  const text = useSettled(typed);
   const [zoom, setZoom] = useState<Zoom | null>(null);
   const { points, want } = useCurves(job.id, job.step, zoom);
   const young = job.step < 3 ? job.step : 3; // new metrics appear with the first steps
@@ -48,7 +49,7 @@ export function Metrics({ job }: { job: JobView }) {
   return (
     <>
       <div class="bar">
-        <input type="search" aria-label="Search metrics" placeholder="Search metrics" value={text} onInput={e => search(e.currentTarget.value)} />
+        <input type="search" aria-label="Search metrics" placeholder="Search metrics" value={typed} onInput={e => search(e.currentTarget.value)} />
         <LookBar look={look} set={setLook} />
         {zoom && <button type="button" onClick={() => setZoom(null)}>steps {zoom.first} to {zoom.last} ×</button>}
       </div>

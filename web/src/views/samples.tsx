@@ -125,6 +125,7 @@ const SHOWS = ["text", "tokens"] as const;
 function Group({ job, group, close, keep }: { job: JobView; group: GroupView; close?: () => void; keep?: () => void }) {
   const [show, choose] = useState<(typeof SHOWS)[number]>("text");
   const first = group.samples[0], average = mean(rewards(group));
+  const several = new Set(group.samples.map(sample => sample.episode)).size < group.samples.length;
   const truth = first.ground_truth;
   return (
     <article class="card samples" aria-label={`Group of step ${group.step}`}>
@@ -140,14 +141,21 @@ function Group({ job, group, close, keep }: { job: JobView; group: GroupView; cl
       <pre class="prompt">{first.prompt}</pre>
       {truth !== null && truth !== undefined && <><h3>Ground truth</h3><pre>{typeof truth === "string" ? truth : JSON.stringify(truth, null, 1)}</pre></>}
       {show === "tokens" && first.record
-        ? <Tokens job={job.id} record={first.record} samples={group.samples} average={average} />
-        : group.samples.map((sample, at) => <Answer key={at} number={at + 1} sample={sample} average={average} />)}
+        ? <Tokens job={job.id} record={first.record} samples={group.samples} average={average} several={several} />
+        : group.samples.map((sample, at) => <Answer key={at} number={at + 1} sample={sample} average={average} several={several} />)}
     </article>
   );
 }
 
 /* What is known of an answer, in one line. */
-export function Facts({ number, sample, average }: { number: number; sample: SampleView; average: number | null }) {
+export interface FactsProps {
+  number: number;
+  sample: SampleView;
+  average: number | null;
+  /* Whether an episode has several trajectories. */
+  several: boolean;
+}
+export function Facts({ number, sample, average, several }: FactsProps) {
   const above = sample.reward !== null && average !== null ? sample.reward - average : null;
   const parts = Object.entries(sample.details).filter(([, value]) => typeof value === "number" || typeof value === "string" || typeof value === "boolean");
   return (
@@ -159,15 +167,15 @@ export function Facts({ number, sample, average }: { number: number; sample: Sam
       <span>{figure(sample.tokens)} tokens{sample.sampled_tokens !== null && sample.sampled_tokens !== sample.tokens && `, ${figure(sample.sampled_tokens)} sampled`}</span>
       <span class={sample.stop_reason === "length" ? "waits" : ""}>{sample.stop_reason.replaceAll("_", " ")}</span>
       <span>version {sample.versions.join(", ")}</span>
-      {sample.episode > 0 && <span>episode {sample.episode}</span>}
+      {several && <span>episode {sample.episode + 1}</span>}
     </p>
   );
 }
 
-function Answer({ number, sample, average }: { number: number; sample: SampleView; average: number | null }) {
+function Answer({ number, sample, average, several }: FactsProps) {
   return (
     <section class="answer" aria-label={`Answer ${number}`}>
-      <Facts {...{ number, sample, average }} />
+      <Facts {...{ number, sample, average, several }} />
       {!sample.turns.length && <pre>{sample.answer}</pre>}
       {sample.turns.map((turn, at) => (
         <div key={at} class="turn">

@@ -14,9 +14,9 @@ const MOST = 6000;
 /* Nats at which a token has the full colour. */
 const UNLIKELY = 5;
 
-interface Props { job: string; record: string; samples: SampleView[]; average: number | null }
+interface Props { job: string; record: string; samples: SampleView[]; average: number | null; several: boolean }
 
-export function Tokens({ job, record, samples, average }: Props) {
+export function Tokens({ job, record, samples, average, several }: Props) {
   const [found, set] = useState<TokensView[] | Error | null>(null);
   const [by, choose] = useState<By>("log-probability");
   useEffect(() => { get<TokensView[]>(`/v1/jobs/${job}/tokens/${record}`).then(set, set); }, [job, record]);
@@ -28,7 +28,7 @@ export function Tokens({ job, record, samples, average }: Props) {
       {found[0] && !found[0].texts && <p class="soft">The tokenizer is not on the coordinator's host: tokens are shown as their ids.</p>}
       {found.map((tokens, at) => (
         <section key={at} class="answer" aria-label={`Tokens of answer ${at + 1}`}>
-          {samples[at] && <Facts number={at + 1} sample={samples[at]} average={average} />}
+          {samples[at] && <Facts number={at + 1} sample={samples[at]} average={average} several={several} />}
           <Strip tokens={tokens} by={by} />
         </section>
       ))}
