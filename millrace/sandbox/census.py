@@ -44,13 +44,15 @@ def _children(pid: int) -> list[int]:
 class Meter:
     """Whether all processes and files of a sandbox together have passed its limits."""
 
-    def __init__(self, memory_mb: int, processes: int, *, own_tree: bool) -> None:
+    def __init__(self, memory_mb: int, processes: int, *, own_tree: bool, own_segments: bool) -> None:
         """What is there now is not counted. `own_tree`: this process is the first of a PID namespace and has a tree of
-        files of its own; otherwise its descendants are counted, and no files."""
+        files of its own; otherwise its descendants are counted, and no files. `own_segments`: it has an IPC namespace
+        of its own; otherwise segments of shared memory are others' too, and are not counted."""
         self._own_tree = own_tree
+        self._own_segments = own_segments
         self._processes = processes
         self._most = (memory_mb << 20) + self._files() + memory_bytes([os.getpid()])
-        self._segments = _segment_bytes()
+        self._segments = self._segment_bytes()
 
     def passed(self) -> Limit | None:
         """The limit that is passed at this moment."""
@@ -65,7 +67,10 @@ class Meter:
 
     def _unmapped(self, pids: list[int]) -> int:
         """Memory that belongs to no process: files without a name, and segments that need not be attached."""
-        return nameless_bytes(pids) + max(0, _segment_bytes() - self._segments)
+        return nameless_bytes(pids) + max(0, self._segment_bytes() - self._segments)
+
+    def _segment_bytes(self) -> int:
+        return segment_bytes() if self._own_segments else 0
 
 
 def memory_bytes(pids: list[int], enough: float = math.inf) -> int:
@@ -93,7 +98,7 @@ def nameless_bytes(pids: list[int]) -> int:
     return sum(sizes.values())
 
 
-def _segment_bytes() -> int:
+def segment_bytes() -> int:
     """Memory of the segments of shmget(2) in this IPC namespace."""
     try:
         _, *lines = Path("/proc/sysvipc/shm").read_text().splitlines()

@@ -143,9 +143,11 @@ def scratch_mb(wanted: Wanted) -> int:
 
 
 def _meter(wanted: Wanted, given: Given, missing: Sequence[Missing]) -> census.Meter | None:
-    if any(each.boundary is Boundary.LIMITS for each in missing):
+    lacking = {each.boundary for each in missing}
+    if Boundary.LIMITS in lacking:
         return None
-    return census.Meter(wanted.memory_mb, wanted.processes, own_tree=given.processes)
+    own_segments = Boundary.IPC not in lacking
+    return census.Meter(wanted.memory_mb, wanted.processes, own_tree=given.processes, own_segments=own_segments)
 
 
 def _watch(code: int, meter: census.Meter | None) -> Verdict:

@@ -106,7 +106,7 @@ class _Inside:
             os.close(descriptor)
         output, errors, told = (_Pipe(read) for read, _ in pipes)
         output.most, told.most = self._room.output_bytes, LONGEST_TOLD
-        meter = census.Meter(self._room.memory_mb, self._room.processes, own_tree=True)
+        meter = census.Meter(self._room.memory_mb, self._room.processes, own_tree=True, own_segments=True)
         verdict = _watch(pid, meter, (output, errors, told), begun + timeout_s)
         seconds = time.monotonic() - begun
         _kill_all()

@@ -38,6 +38,7 @@ FRUITLESS = (
 STOPPED = {
     "forks": "raised BlockingIOError",
     "memory_of_children": "killed: memory limit 1024 MB",
+    "nameless_memory": "killed: memory limit 1024 MB",
     "stops": "timeout after 25 s",
     "huge_file": "raised OSError",
 }

@@ -45,6 +45,12 @@ def episode() -> Episode:
     return Episode((first, second))
 
 
+def test_a_conversation_is_the_text_of_the_last_trajectory() -> None:
+    assert episode().conversation("<question>") == "in shortt30"
+    first = Episode(episode().trajectories[:1])
+    assert first.conversation("<question>") == "<question>t10<tool>t20"
+
+
 def test_an_answer_is_told_as_plainly_as_without_episodes() -> None:
     (message,) = Episode.of(sample(5, 3, 2)).messages(Scored(1.0, {"acc": 1}))
     told = {field.name for field, _ in message.ListFields()}
