@@ -77,6 +77,8 @@ def test_a_cancelled_job_is_resumed_with_a_change(page: Any, staged: Stage) -> N
     page.get_by_role("dialog").get_by_role("button", name="resume").click()
     expect(page.locator(".head .state")).to_have_text("succeeded")
     assert staged.coordinator.client.job(job_id).steps == steps
+    page.get_by_role("link", name="events").click()  # the stream that had ended goes on
+    expect(page.get_by_text("is queued again")).to_be_visible()
 
 
 def test_two_jobs_are_compared(page: Any, trained: list[str]) -> None:

@@ -124,8 +124,8 @@ async def _mark(run: Run, batch: Batch, answer: trainer_pb2.StepResponse, second
     staleness = [run.job.version - oldest for g in batch.groups for oldest in g.oldest]
     run.components.prometheus.trained(run.job.id, staleness)
     message = f"step {batch.step} of {run.steps}: reward {reward:.4g}"
-    await series.keep(run.records, batch.step)
     await run.tell(events.StepDone(step=batch.step, reward=reward, seconds=seconds), message)
+    await series.keep(run.records, batch.step)
     await warn(run, row)
 
 

@@ -59,6 +59,12 @@ async def test_a_spec_is_checked_without_being_submitted(cluster: Cluster, spec:
         schema = (await http.get("/v1/spec/schema")).json()
         assert {"name", "model", "data"} <= set(schema["properties"])
         assert (await http.get("/v1/jobs")).json()["total"] == before
-        assert (await http.get("/")).text.startswith("<!doctype html>")
+        page = await http.get("/")
+        assert (
+            page.text.startswith("<!doctype html>") and "default-src 'self'" in page.headers["Content-Security-Policy"]
+        )
         for name in ("page.js", "page.css"):
-            assert (await http.get(f"/static/{name}")).status_code == 200
+            found = await http.get(f"/static/{name}")
+            assert found.status_code == 200 and found.headers["Cache-Control"] == "no-cache"
+            known = {"If-None-Match": found.headers["ETag"]}
+            assert (await http.get(f"/static/{name}", headers=known)).status_code == 304
