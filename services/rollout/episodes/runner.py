@@ -21,8 +21,9 @@ from services.rollout.episodes.conversation import Conversation
 from services.rollout.episodes.environments import Called, EnvironmentFailed, Environments, Session
 from services.rollout.scoring.pool import Scored
 from services.rollout.work.episode import Episode
-from services.rollout.work.groups import EpisodeFailed, OnSample, sampled
+from services.rollout.work.groups import EpisodeFailed
 from services.rollout.work.job import Job, Prompt
+from services.rollout.work.sampled import OnSample, sampled
 
 ATTEMPTS = 2
 """Runs of an episode whose environment fails, before its group is dropped."""

@@ -7,13 +7,16 @@ from typing import Any, Self
 from millrace.drops import Drop, DropReason
 from millrace.spec import JobSpec
 from millrace.spec.episodes.agent import Agent
+from millrace.telemetry.spans.kinds import SpanKind
+from millrace.telemetry.spans.recorder import span
 from services.rollout.engine import Engine, Sampling
 from services.rollout.sessions.open_sessions import OpenSessions
 from services.rollout.sessions.policy import Chats, Policy
 from services.rollout.sessions.session import AgentFailed, Session
 from services.rollout.work.episode import Episode
-from services.rollout.work.groups import EpisodeFailed, OnSample
+from services.rollout.work.groups import EpisodeFailed
 from services.rollout.work.job import Job, Prompt
+from services.rollout.work.sampled import OnSample
 
 ATTEMPTS = 2
 """Runs of an episode whose agent fails, before its group is dropped."""
@@ -55,7 +58,8 @@ class AgentEpisodes:
             session = Session(policy, prompt, reruns=len(failures))
             try:
                 with self.sessions.hold(session):
-                    await self._played(session)
+                    with span(SpanKind.ENVIRONMENT, detail="agent"):
+                        await self._played(session)
                     return session.episode()
             except AgentFailed as error:
                 failures.append(str(error))

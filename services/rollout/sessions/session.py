@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 from millrace.errors import BadRow, MillraceError, wrong_value
+from millrace.telemetry.spans.context import current, within
 from millrace.wire.v1 import common_pb2
 from services.rollout.engine import Sample, Sampling, StopReason
 from services.rollout.episodes.chat import Message
@@ -18,6 +19,7 @@ from services.rollout.sessions.refusals import Refusals, Refused
 from services.rollout.sessions.strands import Strand, TokenStrand
 from services.rollout.work.episode import Episode, Trajectory
 from services.rollout.work.job import Prompt
+from services.rollout.work.sampled import sampled
 
 T = TypeVar("T")
 S = TypeVar("S", bound=Strand)
@@ -66,6 +68,7 @@ class Session:
         self._rewards: dict[int, float] = {}
         self._score: float | None = None
         self._running: set[asyncio.Task[Sample]] = set()
+        self._context = current()  # requests come from other tasks than the lease's
 
     @property
     def turns(self) -> int:
@@ -217,11 +220,12 @@ class Session:
         sample = await self._generated(strand.prompt, self.policy.asked(most, ask.stop))
         cut = most == room and sample.stop_reason is StopReason.LENGTH and not self.policy.cut_by_turn(room)
         self._account.end = common_pb2.EPISODE_END_TOKENS if cut else common_pb2.EPISODE_END_DONE
-        self.policy.on_sample(sample)
         return sample
 
     async def _generated(self, prompt: Sequence[int], sampling: Sampling) -> Sample:
-        task = asyncio.create_task(self.policy.engine.generate(prompt, sampling))
+        with within(self._context):
+            turn = sampled(self.policy.engine, prompt, sampling, self.policy.on_sample)
+            task = asyncio.create_task(turn)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         try:

@@ -11,17 +11,16 @@ from millrace.drops import Drop, DropReason
 from millrace.errors import BadRow
 from millrace.ids import MemberId
 from millrace.rewards.outcome import BadOutcome, separate_rewards
-from millrace.telemetry.spans.context import current
 from millrace.telemetry.spans.kinds import SpanKind
 from millrace.telemetry.spans.recorder import RECORDER
 from millrace.wire.arrays import pack_tokens
 from millrace.wire.v1 import common_pb2, work_pb2
-from services.rollout.engine import Engine, Sample, Sampling
+from services.rollout.engine import Engine, Sampling
 from services.rollout.scoring.scored import Answer, Scored
 from services.rollout.work.episode import Episode
 from services.rollout.work.job import Job, Prompt
+from services.rollout.work.sampled import OnSample, sampled
 
-OnSample = Callable[[Sample], None]
 RunEpisode = Callable[[Engine, Prompt, Sampling, OnSample], Awaitable[Episode]]
 """Runs one episode of a prompt with an engine. It calls the function with each sample of the engine as it ends.
 Cancelling it aborts what it has in the engine. Raises EpisodeFailed where the group has to be dropped."""
@@ -38,19 +37,6 @@ class EpisodeFailed(Exception):
 async def single_turn(engine: Engine, prompt: Prompt, sampling: Sampling, on_sample: OnSample) -> Episode:
     """The episode of a job without an environment: one answer to the prompt."""
     return Episode.of(await sampled(engine, prompt.rendered.token_ids, sampling, on_sample))
-
-
-async def sampled(engine: Engine, prompt_tokens: Sequence[int], sampling: Sampling, on_sample: OnSample) -> Sample:
-    """One sample of the engine, with its spans: the wait for a slot, and the generation."""
-    began_s, context = time.time(), current()
-    sample = await engine.generate(prompt_tokens, sampling)
-    slot_s = began_s + sample.waited_s
-    if sample.waited_s > 0.001:
-        RECORDER.past(SpanKind.ENGINE_QUEUE, context, began_s, slot_s)
-    tokens = float(len(sample.tokens))
-    RECORDER.past(SpanKind.GENERATE, context, slot_s, time.time(), figures={"tokens": tokens})
-    on_sample(sample)
-    return sample
 
 
 @dataclass(frozen=True)

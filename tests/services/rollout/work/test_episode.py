@@ -17,8 +17,9 @@ from services.rollout import replica
 from services.rollout.engine import Engine, Sample, Sampling, StopReason, VersionSpan
 from services.rollout.scoring.pool import Scored
 from services.rollout.work.episode import Episode, Trajectory, Turn
-from services.rollout.work.groups import GroupGenerator, OnSample
+from services.rollout.work.groups import GroupGenerator
 from services.rollout.work.job import Prompt
+from services.rollout.work.sampled import OnSample
 from tests.models import random_model
 from tests.services.rollout.coordinator import until
 from tests.services.rollout.jobs import job_spec
