@@ -95,7 +95,7 @@ class _Inside:
     def _run(self, program: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         """Runs a program to its end, and kills what it has started."""
         for name, text in program["files"].items():
-            Path("/tmp", name).write_text(text)
+            Path("/tmp", name).write_bytes(text.encode(errors="surrogatepass"))
         given = _sealed(program["input"])
         pipes = [os.pipe() for _ in range(3)]
         begun = time.monotonic()

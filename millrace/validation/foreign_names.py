@@ -54,6 +54,7 @@ FIELDS: dict[str, str] = {
     "reward_fn": "reward.function",
     "rm_type": "reward.function",
     "reward_kwargs": "reward.options",
+    "sandbox_fusion": "reward.function",
     "adv_estimator": "algorithm.advantage",
     "advantage_estimator": "algorithm.advantage",
     "loss_mode": "algorithm.policy_loss",

@@ -11,7 +11,7 @@ import asyncio
 import json
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from millrace.data.row import PromptRow
@@ -20,6 +20,7 @@ from millrace.rewards import Term
 from millrace.rewards.judges.template import text_of
 from millrace.spec import JobSpec, parse
 from millrace.telemetry import logs
+from millrace.validation.limits import SHORTEST_S
 from services.rollout.judges.scorer import JudgeScorer
 from services.rollout.scoring.pool import ScoringPool
 from services.rollout.scoring.scored import Answer, Scored
@@ -46,8 +47,10 @@ async def _score_some(pool: ScoringPool, waiting: Iterable[dict[str, Any]]) -> N
 
 
 async def ask_judges(spec: JobSpec, rows: list[dict[str, Any]]) -> None:
-    """Prints what every judge gives to every row. Raises InvalidJob."""
-    for judge in [JudgeScorer(term) for term in spec.reward.judge_terms]:
+    """Prints what every judge gives to every row; one that does not answer is not asked again. Raises InvalidJob."""
+    once = {"deadline_s": SHORTEST_S}
+    terms = [replace(term, judge=term.judge.model_copy(update=once)) for term in spec.reward.judge_terms]
+    for judge in map(JudgeScorer, terms):
         try:
             for row in rows:
                 whole = PromptRow(row["row"], row["data_source"], row["prompt"], row["ground_truth"], row["extra_info"])

@@ -129,6 +129,13 @@ def test_the_score_is_the_share_of_passed_cases_or_all_or_nothing() -> None:
 
 
 @contained
+@pytest.mark.parametrize("code", ["print('\ud83d')", "print(1)\0", "x = (" + "(" * 10_000, "print(" * 200, "\f\r"])
+def test_code_that_is_no_python_is_a_wrong_answer(code: str) -> None:
+    assert scored(block(code), {"inputs": ["\ud83d"], "outputs": ["1"]})["score"] == 0.0
+    assert scored(ADDS, SUMS)["score"] == 1.0
+
+
+@contained
 def test_functions_and_methods_are_called_with_arguments() -> None:
     truth = {"fn_name": "pair", "inputs": ["3\n4", "5\n6"], "outputs": ["[3, 7]", "[[5, 11]]"]}
     assert scored(block("def pair(a: int, b: int):\n    return a, a + b"), truth)["score"] == 1.0

@@ -103,7 +103,8 @@ class RewardTrial:
 def ask_judges(spec: JobSpec, section: str, row: PromptRow, notes: list[str]) -> list[Mistake]:
     """Asks each judge once, about a row of a section with its ground truth as the answer. Adds what it says to
     `notes`."""
-    limit_s = START_S + sum(term.judge.deadline_s for term in spec.reward.judge_terms)
+    judges = [term.judge for term in spec.reward.judge_terms]
+    limit_s = START_S + sum(judge.timeout_s * (judge.retries + 1) for judge in judges)
     told = {"row": row.index, "data_source": row.data_source, "prompt": row.prompt, "extra_info": row.extra_info}
     asked = {**told, "ground_truth": row.ground_truth, "answer": _truth_as_answer(row)}
     results, ended = _run(REWARD, [{"spec": spec.model_dump(mode="json"), "judges": True}, asked], limit_s)

@@ -178,6 +178,8 @@ def test_judges_are_asked_once_where_that_is_wanted(tmp_path: Path) -> None:
         assert ask_judges(spec, "data", rows(2)[1], notes) == []
         (mistake,) = ask_judges(spec, "data", rows(2)[1], notes)
         server.shutdown()
+    (gone,) = ask_judges(spec, "data", rows(2)[1], notes)
+    assert "the judge did not answer for 0.1 s: " in str(gone) and len(asked) == 2
     assert asked[0]["messages"] == [{"role": "user", "content": "1 + 0 = 1"}]
     assert notes == ["reward.functions.0.judge: gives 0.7 to the ground truth of row 1 of data"]
     assert str(mistake).startswith("reward.functions.0.judge: about row 1 of data the judge gave no score: ")
