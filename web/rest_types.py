@@ -9,6 +9,7 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 from millrace import events, rest
+from millrace.diagnosis.view import DiagnosisView
 from millrace.timeline.view import TimelineView
 
 ROOTS = (
@@ -26,6 +27,7 @@ ROOTS = (
     rest.Problem,
     events.Event,
     TimelineView,
+    DiagnosisView,
 )
 """What the page reads; models that these hold come with them."""
 PLAIN = {"string": "string", "integer": "number", "number": "number", "boolean": "boolean", "null": "null"}

@@ -6,6 +6,7 @@ import json
 import math
 import random
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,18 @@ from tokenizers import Tokenizer, decoders, models
 
 from millrace.data.row import PromptRow
 from millrace.data.write import write_rows
+from millrace.ids import MemberId
+from millrace.telemetry.spans.batches import taken
+from millrace.telemetry.spans.context import TraceContext, current
+from millrace.telemetry.spans.kinds import SpanKind
+from millrace.telemetry.spans.recorder import Recorder, Span
+from millrace.timeline.view import LaneKind
 from millrace.wire.arrays import pack_logprobs, pack_tokens
-from millrace.wire.v1 import common_pb2, trainer_pb2, work_pb2
+from millrace.wire.methods import FleetRpc
+from millrace.wire.v1 import common_pb2, fleet_pb2, trainer_pb2, work_pb2
 from tests.services.coordinator.cluster import Cluster
 from tests.services.coordinator.conftest import CoordinatorProcess, running
-from tests.services.coordinator.peers import Shape, SimulatedReplica, SimulatedTrainer
+from tests.services.coordinator.peers import Member, Shape, SimulatedReplica, SimulatedTrainer
 
 CHARACTERS = [chr(code) for code in range(32, 127)] + ["\n"]
 ROWS = 400
@@ -28,8 +36,50 @@ def tokens_of(text: str) -> list[int]:
     return [CHARACTERS.index(character) for character in text]
 
 
-class TalkingReplica(SimulatedReplica):
+class TellsSpans(Member):
+    """Sends its spans with its heartbeats, as services do."""
+
+    source: LaneKind
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.recorder = Recorder()
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(0.2)
+            spans, count = taken(self.recorder, MemberId(self.id), self.source)
+            beat = fleet_pb2.HeartbeatRequest(
+                member_id=self.id, version=self.version, tokens=self.tokens, running=self.running
+            )
+            beat.spans, beat.span_count = spans, count
+            await self.coordinator.call(FleetRpc.Heartbeat, beat)
+
+    def was(self, kind: SpanKind, parent: TraceContext, start_s: float, end_s: float, **figures: float) -> TraceContext:
+        """Records a span; answers its context."""
+        own = parent.child()
+        self.recorder.add(Span(kind, own, parent.span_id, start_s, end_s, figures=figures))
+        return own
+
+
+class TalkingReplica(TellsSpans, SimulatedReplica):
     """Adds two numbers, better with every version, and in one of four episodes asks a calculator."""
+
+    source = LaneKind.ROLLOUT
+
+    async def _answer(self, lease: work_pb2.Lease) -> None:
+        began_s = time.time()
+        await super()._answer(lease)
+        root = TraceContext.parse(lease.traceparent, job_id=lease.ref.job_id, group=lease.prompt_id)
+        if root is None:
+            return
+        ended_s = time.time()
+        held = self.was(SpanKind.LEASE, root, began_s, ended_s)
+        generated_s = began_s + 0.8 * (ended_s - began_s)
+        for _ in range(lease.sampling.samples):
+            until_s = began_s + (0.4 + 0.6 * self._chance.random()) * (generated_s - began_s)
+            self.was(SpanKind.GENERATE, held, began_s, until_s, tokens=40.0)
+        self.was(SpanKind.SCORE, held, generated_s, ended_s, samples=lease.sampling.samples)
 
     def group(self, lease: work_pb2.Lease) -> common_pb2.Group:
         group = super().group(lease)
@@ -73,11 +123,20 @@ class TalkingReplica(SimulatedReplica):
         one.text = "" if calls else text
 
 
-class MeasuringTrainer(SimulatedTrainer):
+class MeasuringTrainer(TellsSpans, SimulatedTrainer):
     """Reports metrics that change from step to step."""
 
+    source = LaneKind.TRAINER
+
     async def Step(self, request: trainer_pb2.StepRequest, context: Any) -> trainer_pb2.StepResponse:
+        began_s = time.time()
         answer = await super().Step(request, context)
+        if (caller := current()) is not None:
+            ended_s = time.time()
+            whole = self.was(SpanKind.TRAIN, caller, began_s, ended_s)
+            assessed_s = began_s + 0.3 * (ended_s - began_s)
+            self.was(SpanKind.ASSESS, whole, began_s, assessed_s)
+            self.was(SpanKind.UPDATE, whole, assessed_s, ended_s)
         chance, step = random.Random(request.step), request.step
         answer.metrics["actor/grad_norm"] = 0.6 + 0.3 * chance.random() + 2 / (1 + step)
         answer.metrics["actor/entropy"] = 0.2 + 1.4 * math.exp(-step / 25) + 0.05 * chance.random()

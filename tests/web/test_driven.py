@@ -141,10 +141,11 @@ def test_a_group_and_its_tokens_are_opened(page: Any, trained: list[str]) -> Non
 def test_the_timeline_of_a_step(page: Any, trained: list[str]) -> None:
     page.goto(f"/#/job/{trained[0]}/timeline/5")
     canvas = page.locator(".lanes canvas")
-    expect(canvas).to_have_attribute("aria-label", re.compile(r"Timeline of [1-9]"))
+    expect(canvas).to_have_attribute("aria-label", re.compile(r"Timeline of [4-9] lanes.*Idle: .*trainer"))
+    expect(page.get_by_role("region", name="Diagnosis")).to_contain_text("each")
     place = canvas.bounding_box()
     for share in range(20, 100, 2):  # until the pointer is over a span
-        page.mouse.move(place["x"] + place["width"] * share / 100, place["y"] + 26)
+        page.mouse.move(place["x"] + place["width"] * share / 100, place["y"] + 30)
         if page.locator(".hint").count():
             break
     page.mouse.down()

@@ -7,8 +7,17 @@ export interface BandView {
   greatest: (number | string | null)[];
 }
 
+/** What slows a job down. */
+export type Bottleneck = "generation" | "long_tail" | "rewards" | "environment" | "trainer" | "publication" | "queue" | "memory" | "staleness_bound" | "evaluation" | "checkpoint";
+
 /** One thing that a sandbox keeps apart. */
 export type Boundary = "processes" | "files" | "network" | "ipc" | "user" | "limits";
+
+/** What may help. */
+export interface ChangeView {
+  setting: string;
+  advice: string;
+}
 
 /** A checkpoint could not be written; the one before stays the newest. */
 export interface CheckpointFailed {
@@ -24,6 +33,18 @@ export interface CheckpointSaved {
   path: string;
   bytes: number | null;
   seconds: number | string | null;
+}
+
+/** What slows a job down, and what to change. */
+export interface DiagnosisView {
+  job_id: string;
+  from_step: number;
+  to_step: number;
+  step_s: number;
+  bottleneck: Bottleneck | null;
+  findings: FindingView[];
+  loop_s: Record<string, number>;
+  from_spans: boolean;
 }
 
 /** DropReason of proto/millrace/v1/common.proto. The ledger, events, Prometheus and REST use these values. */
@@ -47,6 +68,25 @@ export interface Event {
 }
 
 export type EventKind = "job.state" | "job.waiting" | "job.rewound" | "trainer.configuring" | "trainer.configured" | "trainer.lost" | "trainer.out_of_memory" | "member.joined" | "member.configured" | "member.failed" | "member.joining" | "member.out" | "prompt.dropped" | "lease.expired" | "group.stale" | "group.dropped" | "step.done" | "training.warning" | "publication.done" | "publication.failed" | "evaluation.done" | "checkpoint.saved" | "checkpoint.failed" | "tracker.failed" | "report.failed";
+
+/** A number that speaks for a finding. */
+export interface FigureView {
+  name: string;
+  value: number;
+  unit: Unit;
+  meaning: string;
+}
+
+/** Something that slows the job down. */
+export interface FindingView {
+  bottleneck: Bottleneck;
+  share: number;
+  seconds: number;
+  message: string;
+  member: string;
+  figures: FigureView[];
+  changes: ChangeView[];
+}
 
 export interface FleetView {
   epoch: number;
@@ -508,6 +548,9 @@ export interface TurnView {
   stop_reason: string;
   versions: number[];
 }
+
+/** The unit of a metric. */
+export type Unit = "bytes" | "count" | "GiB" | "learning rate" | "loss" | "ms" | "nats" | "nats²" | "norm" | "perplexity" | "probability" | "ratio" | "any" | "reward" | "reward²" | "s" | "share" | "step" | "tokens" | "tokens/s" | "versions";
 
 /** Whether a job spec can be submitted. */
 export interface ValidationView {

@@ -8,6 +8,7 @@ import { Empty } from "../parts/small";
 import { IDLE_COLORS, Lanes } from "../parts/timeline";
 import type { IdleCause, JobView, SpanKind, SpanView, TimelineView } from "../rest";
 import { link, problem } from "../state";
+import { Diagnosis } from "./diagnosis";
 
 const KINDS: SpanKind[] = ["train", "generate", "publish", "score", "tool", "evaluate", "queue", "pause", "issue"];
 const SHOWN: Partial<Record<SpanKind, string>> = { train: "train, update", publish: "publication", evaluate: "evaluate, fetch", queue: "waiting", pause: "pause, checkpoint", tool: "environment, tools", issue: "others" };
@@ -55,6 +56,7 @@ export function Timeline({ job, step }: { job: JobView; step?: number }) {
       <p class="soft">Drag to zoom in, Escape to see all, arrows and + − on the keyboard, Ctrl and the wheel. Click a span for its trace.</p>
       <div class="cards">
         {chosen && <Trace job={job} timeline={timeline} span={chosen} choose={choose} />}
+        <Diagnosis job={job} />
         <Idle timeline={timeline} />
       </div>
     </>
