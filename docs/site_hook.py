@@ -71,4 +71,4 @@ def rewritten(markdown: str, source: str, place: str) -> str:
 
 
 def _on_site(path: str) -> bool:
-    return path.startswith("docs/") and path.endswith((".md", ".svg")) and (ROOT / path).is_file()
+    return path.startswith("docs/") and path.endswith((".md", ".svg", ".png")) and (ROOT / path).is_file()
