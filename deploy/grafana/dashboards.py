@@ -149,6 +149,13 @@ FLEET = Dashboard(
         ),
         Panel("Leases held", "short", {"{{member}}": "millrace_leases_held"}),
         Panel("Draining", "short", {"{{member}}": "millrace_replica_draining"}),
+        Panel("Judges that do not answer", "s", {"{{judge}} {{member}}": "millrace_judge_down_seconds"}),
+        Panel("Requests to judges", "short", {"{{judge}} {{member}}": "millrace_judge_waiting_requests"}),
+        Panel(
+            "Requests to judges a second",
+            "short",
+            {"{{judge}} {{outcome}}": f"sum by (judge, outcome) (rate(millrace_judge_requests_total{RATE}))"},
+        ),
         Panel("Versions", "short", {"{{member}}": "millrace_member_version"}),
         Panel("What members work on", "short", {"{{member}} {{engine}} {{job_id}}": "millrace_member_info"}),
         Panel("Epoch", "short", {"epoch": "millrace_epoch"}),

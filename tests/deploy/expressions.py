@@ -18,6 +18,10 @@ SELECTOR = re.compile(r"\b((?:millrace|process)_[a-z_]+)(\{[^}]*\})?")
 MATCHER = re.compile(r"(\w+)(=~|!=|=)\"([^\"]*)\"")
 NEEDS_GPU = frozenset({"millrace_rank_gpu_memory_bytes"})
 """Metrics that a service has on a GPU only."""
+OF_JUDGES = frozenset(
+    {"millrace_judge_down_seconds", "millrace_judge_waiting_requests", "millrace_judge_requests_total"}
+)
+"""Metrics that a replica has while its job has a judge."""
 OF_TARGETS = frozenset({"job", "instance", "role", "member"})
 """Labels that Prometheus gives to every series, by deploy/prometheus/prometheus.yml."""
 
@@ -73,13 +77,14 @@ def selectors(expression: str) -> list[Selector]:
     return [Selector(sample, tuple(MATCHER.findall(conditions))) for sample, conditions in found]
 
 
-def without_data(page: str, owner: Owner) -> list[str]:
-    """The panels and alerts that look at a metric of the service `owner` of which its `page` has no series."""
+def without_data(page: str, owner: Owner, absent: frozenset[str] = NEEDS_GPU | OF_JUDGES) -> list[str]:
+    """The panels and alerts that look at a metric of the service `owner` of which its `page` has no series, but for
+    those of metrics that may be `absent`."""
     samples: dict[str, list[Mapping[str, str]]] = {}
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
             samples.setdefault(sample.name, []).append(sample.labels)
-    owned = {m.name for section in PROMETHEUS_SECTIONS if owner in section.owners for m in section.metrics} - NEEDS_GPU
+    owned = {m.name for section in PROMETHEUS_SECTIONS if owner in section.owners for m in section.metrics} - absent
     return [
         f"{name}: {selector.sample}{selector.matchers}"
         for name, expression, _ in expressions()

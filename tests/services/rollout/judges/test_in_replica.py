@@ -5,10 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import generate_latest
 
 from millrace.drops import DropReason
 from millrace.spec import JobSpec
+from millrace.telemetry.metrics.declaration import Owner
 from services.rollout.judges import client
+from tests.deploy.expressions import NEEDS_GPU, without_data
 from tests.services.rollout.coordinator import Coordinator, until
 from tests.services.rollout.jobs import job_spec
 from tests.services.rollout.judges.judge_server import Failure, said, serving
@@ -52,6 +55,8 @@ def test_scores_wait_for_a_judge_that_is_down_and_generation_goes_on(tied_model:
             beats = len(coordinator.beats)
             await until(lambda: len(coordinator.beats) > beats + 1, WAIT_S)
             page.refresh()
+            lacking = without_data(generate_latest(page.registry).decode(), Owner.REPLICA, NEEDS_GPU)
+            assert not [panel for panel in lacking if "_judge_" in panel]
             answered = {"judge": "quality", "outcome": "answered"}
             assert page.registry.get_sample_value("millrace_judge_requests_total", answered) == 16
             return coordinator, [said(body) for body in server.asked], reason
