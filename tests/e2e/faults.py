@@ -171,8 +171,10 @@ class Whole:
     def until(self, what: str, holds: Callable[[], Any]) -> Any:
         deadline = time.monotonic() + self.latest_s
         while not (value := holds()):
-            told = "\n".join(event.message for event in self._told[-8:])
-            assert time.monotonic() < deadline, f"{what}: not within {self.latest_s:g} s\n{told}"
+            if time.monotonic() > deadline:
+                self.events("")
+                told = "\n".join(event.message for event in self._told[-8:])
+                raise AssertionError(f"{what}: not within {self.latest_s:g} s\n{told}")
             time.sleep(0.05)
         return value
 

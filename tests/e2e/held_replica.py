@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from millrace.weights.transfer.channels.channel import Channel, ChannelMessage, PendingExchange
+from millrace.weights.transfer.channels.channel import ChannelMessage, MessageExchange, PendingExchange
 from millrace.weights.transfer.pipeline import ReceivePipeline, SendPipeline
 from services.rollout.__main__ import app
 from services.rollout.weights.in_worker import outgoing, sharded
@@ -54,10 +54,11 @@ def holding(phase: str) -> Callable[..., Any]:
     return waits
 
 
-class HeldChannel:
-    def __init__(self, channel: Channel, phase: str) -> None:
-        self.key, self.rank, self.deadline = channel.key, channel.rank, channel.deadline
-        self.check, self.abort, self.close = channel.check, channel.abort, channel.close
+class HeldExchange:
+    """A `MessageExchange`, which is what pipelines use of a channel."""
+
+    def __init__(self, channel: MessageExchange, phase: str) -> None:
+        self.check = channel.check
         self._channel, self._phase = channel, phase
 
     def exchange(
@@ -85,12 +86,12 @@ class Changed:
 
 class HeldReceiving(ReceivePipeline):
     def run(self, channel: Any, *, onto_base: bool = False) -> Any:
-        return super().run(HeldChannel(channel, "transfer"), onto_base=onto_base)
+        return super().run(HeldExchange(channel, "transfer"), onto_base=onto_base)
 
 
 class HeldSending(SendPipeline):
-    def run(self, channel: Channel) -> Any:
-        return super().run(HeldChannel(channel, "copy"))
+    def run(self, channel: MessageExchange) -> Any:
+        return super().run(HeldExchange(channel, "copy"))
 
 
 if __name__ in ("__main__", "__mp_main__"):

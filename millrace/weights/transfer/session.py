@@ -67,7 +67,7 @@ class PublicationSession:
             result = work(channel)
             self._raise_failure()
             return result
-        except (PublicationFailed, RuntimeError, ValueError) as error:
+        except Exception as error:
             if (failure := self._failure_of(error, rendezvous.rank, publication)) is error:
                 raise
             raise failure from error
@@ -80,7 +80,9 @@ class PublicationSession:
     def _failure_of(self, error: Exception, rank: int, publication: str) -> PublicationFailed:
         """Ends the session for `error`, and tells the other ranks unless they know; what `run` raises."""
         failed = error if isinstance(error, PublicationFailed) else None
-        reason = f"rank {rank}: {failed.what if failed else error}"
+        if not isinstance(error, PublicationFailed | RuntimeError | ValueError):
+            log.error("a transfer ended with an error that nobody expects", exc_info=error)
+        reason = f"rank {rank}: {failed.what if failed else _told(error)}"
         first = self._failure
         self.fail(reason, tell_others=first is None)
         self.leave()
@@ -125,3 +127,8 @@ class PublicationSession:
     def _raise_failure(self) -> None:
         if (failure := self._new_failure()) is not None:
             raise failure
+
+
+def _told(error: Exception) -> str:
+    """The message of an error of the network or of memory; of one that nobody expects its type as well."""
+    return str(error) if isinstance(error, RuntimeError | ValueError) else repr(error)

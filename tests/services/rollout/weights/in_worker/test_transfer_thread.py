@@ -82,6 +82,18 @@ def test_one_that_never_began_leaves_the_communicator_as_it_was() -> None:
     session.leave()
 
 
+def test_an_error_that_nobody_expects_fails_the_publication_at_once() -> None:
+    def work(channel: Channel) -> str:
+        raise AttributeError("there is no such thing")
+
+    _store, port = serve_store("127.0.0.1", 1, 20.0)
+    thread = TransferThread(transfer_request(port), 0, work, CPU, PublicationSession())
+    thread.begin()
+    with pytest.raises(PublicationFailed, match=r"rank 0: AttributeError\('there is no such thing'\)"):
+        thread.wait(20)
+    thread.close()
+
+
 def test_a_communicator_that_failed_is_not_one_that_this_rank_is_in() -> None:
     _store, port = serve_store("127.0.0.1", 1, 20.0)
     session = PublicationSession()
