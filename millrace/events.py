@@ -124,14 +124,16 @@ class MemberJoined(EventData):
     kind: Literal[EventKind.MEMBER_JOINED] = EventKind.MEMBER_JOINED
     member: MemberId
     epoch: int = Field(description="Membership epoch of the fleet.")
+    pool: str = Field("rollout", description="The pool of the replica.")
 
 
 class MemberConfigured(EventData):
-    """A replica's engine is ready; it still needs the current weights."""
+    """A replica's engine is ready. One that generates still needs the current weights."""
 
     kind: Literal[EventKind.MEMBER_CONFIGURED] = EventKind.MEMBER_CONFIGURED
     member: MemberId
     engine: str
+    pool: str = Field("rollout", description="The pool of the replica.")
 
 
 class MemberFailed(EventData):
@@ -142,6 +144,7 @@ class MemberFailed(EventData):
     refused: bool = Field(
         False, description="Whether it refused the job as invalid. The job fails if every connected replica does."
     )
+    pool: str = Field("rollout", description="The pool of the replica.")
 
 
 class MemberJoining(EventData):

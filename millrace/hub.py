@@ -99,9 +99,10 @@ def pinned(spec: JobSpec) -> JobSpec:
     return changed
 
 
-def local(spec: JobSpec, *, weights: bool = False, data: bool = False) -> JobSpec:
+def local(spec: JobSpec, *, weights: bool = False, data: bool = False, pool: str | None = None) -> JobSpec:
     """The spec with a path on this host for every name of a model, whose files are downloaded unless they are in the
-    cache: config and tokenizer, and the weights where they are asked for. With `data` the same for data files.
+    cache: config and tokenizer, and the weights where they are asked for; those of a pool's model only for that `pool`.
+    With `data` the same for data files.
 
     Raises InvalidJob with every name that the hub refuses, and Unavailable where it does not answer.
     """
@@ -111,7 +112,9 @@ def local(spec: JobSpec, *, weights: bool = False, data: bool = False) -> JobSpe
         if name is None or (name.file is not None and not data):
             return text
         elsewhere = field == "model.path" and spec.model.weights is not None
-        return _downloaded(name, field, weights and not elsewhere)
+        return _downloaded(name, field, field in own or (weights and not elsewhere and not field.startswith("pools.")))
+
+    own = [f"pools.{number}.path" for number, each in enumerate(spec.pools) if each.name == pool]
 
     changed = _changed(spec, _collecting(load, mistakes))
     if mistakes:
@@ -158,6 +161,11 @@ def _changed(spec: JobSpec, change: Callable[[str, str], str]) -> JobSpec:
     if critic is not None and critic.path is not None:
         critic = critic.model_copy(update={"path": change("algorithm.critic.path", critic.path)})
         parts["algorithm"] = spec.algorithm.model_copy(update={"critic": critic})
+    if spec.pools:
+        parts["pools"] = [
+            pool.model_copy(update={"path": change(f"pools.{number}.path", pool.path)})
+            for number, pool in enumerate(spec.pools)
+        ]
     changed = spec.model_copy(update=parts)
     return spec if changed == spec else changed
 

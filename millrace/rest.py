@@ -59,6 +59,8 @@ class WaitingFor(StrEnum):
     """The trainer loads the model or a checkpoint."""
     REPLICA = "replica"
     """No rollout replica is connected."""
+    POOL = "pool"
+    """A pool of the job has no replica that is ready to score."""
     REPLICAS_PREPARING = "replicas_preparing"
     """Replicas start their engines for the job, or receive the weights; none serves it yet."""
     REPLICAS_REFUSED = "replicas_refused"
@@ -180,6 +182,7 @@ class MemberState(StrEnum):
 class MemberView(BaseModel):
     id: str
     kind: MemberKind
+    pool: str = Field("", description="The pool of a replica; `rollout` for those that generate.")
     address: str
     engine: str
     engine_release: str

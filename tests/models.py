@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -84,4 +84,18 @@ def save_tiny_model(
     """Writes config, tokenizer and float32 weights to `folder` and returns it."""
     random_model(tied=tied, seed=seed, sizes=sizes).save_pretrained(folder)
     byte_tokenizer(chat_template).save_pretrained(folder)
+    return folder
+
+
+def save_reward_model(folder: Path, *, seed: int = 0, labels: int = 1) -> Path:
+    """The same for a random model that gives a text one number for each label."""
+    torch.manual_seed(seed)
+    config = tiny_config(tied=False, vocab_size=259)
+    config.num_labels = labels
+    model = Qwen3ForSequenceClassification(config).float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
     return folder

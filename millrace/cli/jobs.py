@@ -15,6 +15,7 @@ from millrace.client import Client
 from millrace.events import Event
 from millrace.rest import JobState, JobView, MemberState, WaitingFor
 from millrace.sandbox.boundaries import Missing, listed
+from millrace.spec.pools.pool import ROLLOUT
 
 LISTED = 50
 """Jobs that `millrace jobs` lists unless told otherwise."""
@@ -153,7 +154,8 @@ def fleet(url: Url = None, as_json: AsJson = False) -> None:
         counts = (str(member.version), str(member.running), str(member.leases), f"{member.tokens_per_s:.0f}")
         ports = [address.rpartition(":")[2] for address in (member.metrics_address, member.sessions_address)]
         where = (member.address, *ports, member.device)
-        rows.add_row(member.id, member.kind, styled(member.state), *counts, engine, *where)
+        kind = member.kind if member.pool in ("", ROLLOUT) else f"pool {member.pool}"
+        rows.add_row(member.id, kind, styled(member.state), *counts, engine, *where)
     console = people()
     console.print(f"epoch {view.epoch}")
     nobody = "No trainers or replicas are connected. Start a local fleet with `millrace up`."

@@ -14,6 +14,7 @@ DESCRIPTOR = EngineDescriptor(
         tested={"transformers": TESTED_TRANSFORMERS, "torch": TESTED_TORCH},
     ),
     implementation="services.rollout.engines.transformers.engine:TransformersEngine",
+    scoring="services.rollout.engines.transformers.scoring:TransformersScoring",
     options_class="services.rollout.engines.transformers.engine:Options",
     options_example={"max_num_seqs": 64},
     option_bounds={"max_num_seqs": (1, 65_536)},

@@ -23,3 +23,15 @@ class Term:
     """Name of its score beside the reward; empty where it is the only function and its score is the reward."""
     field: str = "reward"
     """Path of the mapping in the job spec that names it."""
+
+
+@dataclass(frozen=True)
+class PoolTerm:
+    """A part of a reward that the replicas of a pool score."""
+
+    pool: str
+    """Name of the pool."""
+    name: str
+    """Name of its score beside the reward."""
+    weight: float = 1.0
+    """Factor of its score in the reward."""

@@ -4,6 +4,7 @@ from pydantic import Field
 
 from millrace.spec.algorithm import Algorithm
 from millrace.spec.model import Data, Evaluation, Model, Reward
+from millrace.spec.pools.pool import Pool, PoolTask
 from millrace.spec.publication import Publication
 from millrace.spec.rollout import Rollout
 from millrace.spec.schedule import Deadlines, Schedule, Tracking
@@ -24,6 +25,10 @@ class JobSpec(StrictModel):
     """How the answers are scored."""
     rollout: Rollout = Field(Rollout(), examples=[{"samples_per_prompt": 8, "max_response_tokens": 1024}])
     """How the answers are generated."""
+    pools: list[Pool] = Field(
+        default_factory=list, max_length=16, examples=[[{"name": "quality", "path": "/data/reward-model"}]]
+    )
+    """Replicas with models of their own that score: reward models, and teachers."""
     algorithm: Algorithm = Field(Algorithm(), examples=[{"preset": "grpo"}])
     """What is optimised."""
     trainer: Trainer = Field(Trainer(), examples=[{"backend": "fsdp2", "token_budget": 16384}])
@@ -38,3 +43,11 @@ class JobSpec(StrictModel):
     """How long each remote operation may take."""
     tracking: Tracking = Field(Tracking(), examples=[{"trackers": ["tensorboard"]}])
     """Which experiment trackers get the job's step metrics and samples."""
+
+    def pool(self, name: str) -> Pool | None:
+        """The pool of that name; None where there is none."""
+        return next((pool for pool in self.pools if pool.name == name), None)
+
+    def pool_tasks(self, name: str) -> set[PoolTask]:
+        """What the job uses a pool for: one task, in a job that follows the rules."""
+        return {PoolTask.REWARDS for each in self.reward.functions if each.pool == name}

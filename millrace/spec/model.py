@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from millrace.rewards import Scope, Term, choose
+from millrace.rewards import PoolTerm, Scope, Term, choose
 from millrace.spec.judges.judge import Judge, JudgeTerm
 from millrace.spec.lora import Lora
 from millrace.validation import limits
@@ -61,12 +61,15 @@ class Data(StrictModel):
 
 
 class RewardFunction(StrictModel):
-    """One of several functions of a reward, or a judge."""
+    """One of several functions of a reward, a judge, or a reward model that a pool serves."""
 
     function: str | None = None
     """The function, as in `reward.function`."""
     judge: Judge | None = Field(None, examples=[{"url": "http://10.0.0.5:8000/v1", "model": "judge"}])
     """A language model that scores answers, instead of a function."""
+    pool: str | None = Field(None, examples=["quality"])
+    """Name of one of `pools` instead of a function: the score is the number that its model gives to prompt and
+    answer."""
     name: str = Field(min_length=1, max_length=64, pattern=r"^[A-Za-z][A-Za-z0-9_.-]*$", examples=["format"])
     """Name of its score, in metrics, in samples and in `reward.parts`."""
     weight: float = Field(1.0, ge=-limits.LARGEST_WEIGHT, le=limits.LARGEST_WEIGHT)
@@ -140,6 +143,11 @@ class Reward(StrictModel):
             for number, each in enumerate(self.functions)
             if each.judge is not None
         ]
+
+    @property
+    def pool_terms(self) -> list[PoolTerm]:
+        """What pools score."""
+        return [PoolTerm(each.pool, each.name, each.weight) for each in self.functions if each.pool is not None]
 
     @property
     def reported(self) -> list[str]:

@@ -13,6 +13,7 @@ from millrace.spec.algorithm import Algorithm
 from millrace.spec.job import JobSpec
 from millrace.spec.judges import rules as judge_rules
 from millrace.spec.lora import Lora
+from millrace.spec.pools import rules as pool_rules
 from millrace.spec.trainer import CriticRun, ReferenceRun
 from millrace.validation import limits
 
@@ -30,6 +31,7 @@ def broken_rules(spec: JobSpec) -> list[Mistake]:
         *_optimizers(spec),
         *_lora(spec),
         *judge_rules.broken_rules(spec),
+        *pool_rules.broken_rules(spec),
     ]
 
 

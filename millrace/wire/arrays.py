@@ -1,6 +1,8 @@
 """Arrays on the wire: little-endian bytes, no copy where the host is little-endian."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,3 +51,34 @@ def unpack_experts(experts: common_pb2.Experts, tokens: int) -> NDArray[np.int16
     whole = np.full((tokens, *told.shape[1:]), NOT_TOLD, np.int16)
     whole[: len(told)] = told
     return whole
+
+
+@dataclass(frozen=True, eq=False)
+class TokenScores:
+    """Scores of N tokens, and of the K most likely tokens in the place of each."""
+
+    logprobs_n: NDArray[np.float32]
+    """[N], nats."""
+    top_tokens_nk: NDArray[np.int32]
+    """[N, K], the most likely token first; K is 0 where none were asked for."""
+    top_logprobs_nk: NDArray[np.float32]
+    """[N, K], nats."""
+
+    def message(self) -> common_pb2.TokenScores:
+        return common_pb2.TokenScores(
+            logprobs=pack_logprobs(self.logprobs_n),
+            top_tokens=pack_tokens(self.top_tokens_nk),
+            top_logprobs=pack_logprobs(self.top_logprobs_nk),
+        )
+
+    @classmethod
+    def of(cls, message: common_pb2.TokenScores, tokens: int, top: int) -> Self:
+        """The scores of `tokens` tokens with `top` others each. Raises ValueError where the message has other sizes, or
+        a score that is NaN or infinite."""
+        logprobs_n = unpack_logprobs(message.logprobs)
+        top_tokens, top_logprobs = unpack_tokens(message.top_tokens), unpack_logprobs(message.top_logprobs)
+        if (len(logprobs_n), len(top_tokens), len(top_logprobs)) != (tokens, tokens * top, tokens * top):
+            raise ValueError(f"{len(logprobs_n)} scores, {len(top_tokens)} others, of {tokens} tokens with {top} each")
+        if not (np.isfinite(logprobs_n).all() and np.isfinite(top_logprobs).all()):
+            raise ValueError("a log-probability is not finite")
+        return cls(logprobs_n, top_tokens.reshape(tokens, top), top_logprobs.reshape(tokens, top))

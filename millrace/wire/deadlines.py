@@ -11,6 +11,7 @@ DEADLINES_S: dict[str, float] = {
     "Fleet/Heartbeat": 5.0,
     "Fleet/Drain": 10.0,
     "Fleet/Leave": 5.0,
+    "Fleet/FindPool": 40.0,  # waits for a replica for up to wait_s, at most 30
     "Work/Lease": 40.0,  # waits for work for up to wait_s, at most 30
     "Work/Extend": 10.0,
     "Work/Complete": 30.0,
@@ -30,6 +31,10 @@ DEADLINES_S: dict[str, float] = {
     "Rollout/Generate": 600.0,
     "Rollout/GetStatus": 5.0,
     "Rollout/Drain": 10.0,
+    "Scoring/Configure": 1800.0,  # deadlines.configure_s
+    "Scoring/ScoreTokens": 300.0,  # pools.timeout_s
+    "Scoring/ScoreConversations": 300.0,  # pools.timeout_s
+    "Scoring/GetStatus": 5.0,
     "Nodes/Join": 10.0,
     "Nodes/Beat": 5.0,  # waits for an order for up to a second
     "Trainer/Configure": 1800.0,  # deadlines.configure_s
@@ -50,6 +55,7 @@ def of_job(deadlines: Deadlines) -> dict[str, float]:
     """The deadlines of calls that are made for a job."""
     return DEADLINES_S | {
         "Rollout/Configure": deadlines.configure_s,
+        "Scoring/Configure": deadlines.configure_s,
         "Trainer/Configure": deadlines.configure_s,
         "Trainer/Load": deadlines.configure_s,
         "Trainer/Step": deadlines.step_s,

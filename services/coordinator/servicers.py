@@ -53,6 +53,12 @@ class FleetServicer(fleet_pb2_grpc.FleetServicer):
         await self._fleet.leave(request.member_id, request.reason)
         return fleet_pb2.LeaveResponse()
 
+    async def FindPool(
+        self, request: fleet_pb2.FindPoolRequest, context: grpc.aio.ServicerContext
+    ) -> fleet_pb2.FindPoolResponse:
+        members = await self._fleet.find_pool(request.pool, JobId(request.job_id), request.wait_s)
+        return fleet_pb2.FindPoolResponse(addresses=[member.address for member in members])
+
 
 class WorkServicer(work_pb2_grpc.WorkServicer):
     """Work of proto/millrace/v1/work.proto."""

@@ -15,6 +15,7 @@ import typer
 from millrace.engines import ENGINE_NAMES
 from millrace.errors import MillraceError
 from millrace.ids import MemberId, new_member_id
+from millrace.spec.pools.pool import ROLLOUT
 from millrace.telemetry import logs
 from millrace.telemetry.metrics.prometheus.endpoint import MetricsEndpoint, MetricsPortOption
 from millrace.telemetry.metrics.prometheus.every_service import grpc_observer
@@ -47,6 +48,9 @@ from services.rollout.nodes.place import (
 )
 from services.rollout.nodes.process import follow, meet
 from services.rollout.nodes.service import servicers as nodes_servicers
+from services.rollout.pools.process import PoolProcess, check_pool_option
+from services.rollout.pools.process import serve as serve_pool
+from services.rollout.pools.replica import PoolReplica
 from services.rollout.replica import Replica
 from services.rollout.server import servicers
 from services.rollout.sessions.server import SessionServer
@@ -81,6 +85,7 @@ class Options:
     node_lost_s: float
     metrics_port: int
     sessions_port: int
+    pool: str
 
 
 @app.command()
@@ -101,6 +106,10 @@ def main(
         float,
         typer.Option(envvar="MILLRACE_STALL_S", min=0.1, help="Seconds that the engine may take for one batch."),
     ] = 300.0,
+    pool: Annotated[
+        str,
+        typer.Option(envvar="MILLRACE_POOL", help="Pool that it scores for; `rollout`: it generates."),
+    ] = ROLLOUT,
     nodes: NodesOption = 1,
     node_rank: NodeRankOption = 0,
     leader: LeaderOption = "",
@@ -120,10 +129,11 @@ def main(
 ) -> None:
     """Serves one engine to the fleet until it is told to stop. A second signal ends it without waiting for leases."""
     advertise(host)
-    member_id = new_member_id("rollout")
+    member_id = new_member_id(pool)
     try:
         logs.configure("rollout", member_id)
         export.configure("rollout", member_id)
+        check_pool_option(pool, engine, nodes)
         require_token(bind_address(host_address()), insecure=insecure)
         found = probe(engine)
         if not found.ok:
@@ -131,7 +141,8 @@ def main(
         if (place := Place.of(engine, nodes, node_rank, leader)) is not None:
             set_network_environment()
         port = place.own_port(port) if place is not None else port
-        where = (host_address(), port, patience_s, drain_s, stall_s, place, node_lost_s, metrics_port, sessions_port)
+        times, ports = (patience_s, drain_s, stall_s), (metrics_port, sessions_port)
+        where = (host_address(), port, *times, place, node_lost_s, *ports, pool)
         options = Options(coordinator, engine, found.release, *where)
     except MillraceError as error:
         print(f"rollout: {error}", file=sys.stderr)
@@ -148,6 +159,13 @@ async def _process(member_id: MemberId, options: Options) -> NoReturn:
         if place is not None and place.rank > 0:
             engine = (options.engine, options.engine_release)
             status = await follow(place, engine, _signals(), options.patience_s, options.drain_s)
+        elif options.pool != ROLLOUT:
+            process = PoolProcess(
+                *(options.coordinator, options.host, options.port, options.metrics_port),
+                *(options.patience_s, options.drain_s),
+            )
+            replica = PoolReplica(member_id, options.pool, options.engine, options.engine_release)
+            status = await serve_pool(replica, process, _signals())
         else:
             status = await _serve(member_id, options)
     except MillraceError as error:

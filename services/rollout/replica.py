@@ -114,7 +114,7 @@ class Replica:
         if self.engine is not None and self._engine_of != wanted:
             await self._stop_engine()
         await asyncio.to_thread(import_transformers)
-        opening = asyncio.create_task(Job.open(job_id, spec))
+        opening = asyncio.create_task(Job.open(job_id, spec, self.leases.coordinator))
         try:
             if self.engine is None:
                 self.engine = create(self.engine_name, self.nodes)

@@ -30,7 +30,8 @@ SMALLEST = {"name": "a job", "output": "/out", "model": {"path": "/model"}, "dat
 SECTIONS = {
     "evaluation": {"files": ["held_out.parquet"]},
     "algorithm": {"critic": {}, "advantage": "gae"},
-    "reward": {"functions": [{"function": "math", "name": "right"}]},
+    "reward": {"functions": [{"function": "math", "name": "right"}, {"pool": "quality", "name": "liked"}]},
+    "pools": [{"name": "quality", "path": "/reward-model"}],
 }
 """Sections that a job may leave out and that have numbers."""
 Place = tuple[str, ...]

@@ -25,6 +25,7 @@ from millrace.rewards.locate import Target
 from millrace.spec import JobSpec, parse
 from millrace.spec.checking import choices, engine_options
 from millrace.spec.checking.judges import mistakes_of as mistakes_of_judge
+from millrace.spec.checking.pools import check_pool
 from millrace.spec.model import Model
 from millrace.spec.trainer import ROLES
 from millrace.telemetry.trackers import check_trackers
@@ -42,7 +43,7 @@ def check(tree: Any) -> JobSpec:
         here = hub.local(spec, data=True)
     except Unavailable as error:
         raise InvalidJob(error.what, error.fix) from error
-    mistakes = [*_relative(here), *_data(here, spec), *_algorithm(here, spec), *_rest(here)]
+    mistakes = [*_relative(here), *_data(here, spec), *_algorithm(here, spec), *_pools(here, spec), *_rest(here)]
     if mistakes:
         raise InvalidJob.of(mistakes, "the job cannot run:")
     return spec
@@ -85,6 +86,7 @@ def _paths(spec: JobSpec) -> Iterator[tuple[str, str, str]]:
     critic = spec.algorithm.critic
     if critic is not None and critic.path is not None:
         yield "algorithm.critic.path", critic.path, ""
+    yield from ((f"pools.{number}.path", pool.path, "") for number, pool in enumerate(spec.pools))
     for field, data in (("data.files", spec.data), ("evaluation.files", spec.evaluation)):
         yield from ((field, file, "") for file in (data.files if data is not None else ()))
     named = [(f"reward.functions.{n}.function", each.function) for n, each in enumerate(spec.reward.functions)]
@@ -175,6 +177,12 @@ def _critic_folder(model: str, critic: str, weights: bool) -> None:
     if None not in sizes and sizes[0] != sizes[1]:
         reason = f"has a vocabulary of {sizes[1]} tokens, the policy's has {sizes[0]}"
         raise refused(field, critic, reason, "give a model with the policy's tokenizer.")
+
+
+def _pools(spec: JobSpec, named_spec: JobSpec) -> Iterator[Mistake]:
+    for number, (pool, named) in enumerate(zip(spec.pools, named_spec.pools, strict=True)):
+        for task in spec.pool_tasks(pool.name):
+            yield from _attempt(check_pool, spec.model.path, pool, task, f"pools.{number}.path", weights=named == pool)
 
 
 def _rest(spec: JobSpec) -> Iterator[Mistake]:

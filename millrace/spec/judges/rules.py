@@ -15,9 +15,9 @@ def broken_rules(spec: JobSpec) -> Iterator[Mistake]:
     for number, each in enumerate(spec.reward.functions):
         field = f"reward.functions.{number}"
         if each.judge is None:
-            if each.function is None:
-                reason = "neither a function nor a judge is given"
-                yield wrong_value(f"{field}.name", each.name, reason, "give one of the two.")
+            if each.function is None and each.pool is None:
+                reason = "neither a function nor a judge nor a pool is given"
+                yield wrong_value(f"{field}.name", each.name, reason, "give one of the three.")
             continue
         if each.function is not None:
             yield wrong_value(f"{field}.function", each.function, "a judge is given too", "give one of the two.")

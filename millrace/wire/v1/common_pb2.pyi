@@ -139,6 +139,16 @@ class Trajectory(_message.Message):
     account: EpisodeAccount
     def __init__(self, tokens: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., versions: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., stop_reason: _Optional[_Union[StopReason, str]] = ..., text: _Optional[str] = ..., reward: _Optional[float] = ..., reward_details: _Optional[str] = ..., reward_failure: _Optional[str] = ..., experts: _Optional[_Union[Experts, _Mapping]] = ..., turns: _Optional[_Iterable[_Union[Turn, _Mapping]]] = ..., prompt_tokens: _Optional[bytes] = ..., prompt_text: _Optional[str] = ..., metadata: _Optional[str] = ..., account: _Optional[_Union[EpisodeAccount, _Mapping]] = ...) -> None: ...
 
+class TokenScores(_message.Message):
+    __slots__ = ("logprobs", "top_tokens", "top_logprobs")
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    TOP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    logprobs: bytes
+    top_tokens: bytes
+    top_logprobs: bytes
+    def __init__(self, logprobs: _Optional[bytes] = ..., top_tokens: _Optional[bytes] = ..., top_logprobs: _Optional[bytes] = ...) -> None: ...
+
 class EpisodeAccount(_message.Message):
     __slots__ = ("end", "tool_calls", "tool_failures", "tool_s", "reruns")
     END_FIELD_NUMBER: _ClassVar[int]

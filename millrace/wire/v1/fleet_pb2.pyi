@@ -17,7 +17,7 @@ MEMBER_KIND_TRAINER: MemberKind
 MEMBER_KIND_ROLLOUT: MemberKind
 
 class RegisterRequest(_message.Message):
-    __slots__ = ("member_id", "kind", "address", "protocol_version", "release", "engine", "engine_release", "world_size", "host", "device", "metrics_port", "sessions_port")
+    __slots__ = ("member_id", "kind", "address", "protocol_version", "release", "engine", "engine_release", "world_size", "host", "device", "metrics_port", "sessions_port", "pool")
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -30,6 +30,7 @@ class RegisterRequest(_message.Message):
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     METRICS_PORT_FIELD_NUMBER: _ClassVar[int]
     SESSIONS_PORT_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
     member_id: str
     kind: MemberKind
     address: str
@@ -42,7 +43,8 @@ class RegisterRequest(_message.Message):
     device: str
     metrics_port: int
     sessions_port: int
-    def __init__(self, member_id: _Optional[str] = ..., kind: _Optional[_Union[MemberKind, str]] = ..., address: _Optional[str] = ..., protocol_version: _Optional[int] = ..., release: _Optional[str] = ..., engine: _Optional[str] = ..., engine_release: _Optional[str] = ..., world_size: _Optional[int] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., metrics_port: _Optional[int] = ..., sessions_port: _Optional[int] = ...) -> None: ...
+    pool: str
+    def __init__(self, member_id: _Optional[str] = ..., kind: _Optional[_Union[MemberKind, str]] = ..., address: _Optional[str] = ..., protocol_version: _Optional[int] = ..., release: _Optional[str] = ..., engine: _Optional[str] = ..., engine_release: _Optional[str] = ..., world_size: _Optional[int] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., metrics_port: _Optional[int] = ..., sessions_port: _Optional[int] = ..., pool: _Optional[str] = ...) -> None: ...
 
 class RegisterResponse(_message.Message):
     __slots__ = ("epoch", "heartbeat_s", "lost_after_s")
@@ -119,3 +121,19 @@ class LeaveRequest(_message.Message):
 class LeaveResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class FindPoolRequest(_message.Message):
+    __slots__ = ("job_id", "pool", "wait_s")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    pool: str
+    wait_s: float
+    def __init__(self, job_id: _Optional[str] = ..., pool: _Optional[str] = ..., wait_s: _Optional[float] = ...) -> None: ...
+
+class FindPoolResponse(_message.Message):
+    __slots__ = ("addresses",)
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    addresses: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, addresses: _Optional[_Iterable[str]] = ...) -> None: ...

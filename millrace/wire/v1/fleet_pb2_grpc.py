@@ -54,6 +54,11 @@ class FleetStub(object):
                 request_serializer=millrace_dot_v1_dot_fleet__pb2.LeaveRequest.SerializeToString,
                 response_deserializer=millrace_dot_v1_dot_fleet__pb2.LeaveResponse.FromString,
                 _registered_method=True)
+        self.FindPool = channel.unary_unary(
+                '/millrace.v1.Fleet/FindPool',
+                request_serializer=millrace_dot_v1_dot_fleet__pb2.FindPoolRequest.SerializeToString,
+                response_deserializer=millrace_dot_v1_dot_fleet__pb2.FindPoolResponse.FromString,
+                _registered_method=True)
 
 
 class FleetServicer(object):
@@ -90,6 +95,13 @@ class FleetServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FindPool(self, request, context):
+        """Where the replicas of a pool are that are ready for a job. Waits up to `wait_s` while there are none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_FleetServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -112,6 +124,11 @@ def add_FleetServicer_to_server(servicer, server):
                     servicer.Leave,
                     request_deserializer=millrace_dot_v1_dot_fleet__pb2.LeaveRequest.FromString,
                     response_serializer=millrace_dot_v1_dot_fleet__pb2.LeaveResponse.SerializeToString,
+            ),
+            'FindPool': grpc.unary_unary_rpc_method_handler(
+                    servicer.FindPool,
+                    request_deserializer=millrace_dot_v1_dot_fleet__pb2.FindPoolRequest.FromString,
+                    response_serializer=millrace_dot_v1_dot_fleet__pb2.FindPoolResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -222,6 +239,33 @@ class Fleet(object):
             '/millrace.v1.Fleet/Leave',
             millrace_dot_v1_dot_fleet__pb2.LeaveRequest.SerializeToString,
             millrace_dot_v1_dot_fleet__pb2.LeaveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FindPool(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.v1.Fleet/FindPool',
+            millrace_dot_v1_dot_fleet__pb2.FindPoolRequest.SerializeToString,
+            millrace_dot_v1_dot_fleet__pb2.FindPoolResponse.FromString,
             options,
             channel_credentials,
             insecure,

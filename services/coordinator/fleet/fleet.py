@@ -10,12 +10,13 @@ import structlog
 from millrace.errors import InvalidState, NotFound, Unavailable
 from millrace.ids import Epoch, JobId, MemberId
 from millrace.rest import FleetView, MemberKind
+from millrace.spec.pools.pool import ROLLOUT
 from millrace.wire.channel import PROTOCOL_VERSION, Peer
 from millrace.wire.deadlines import DEADLINES_S
 from millrace.wire.method import Request, Response, Unary
 from millrace.wire.v1 import fleet_pb2
 from services.coordinator.fleet.patience import Patience
-from services.coordinator.state.bell import Bell
+from services.coordinator.state.bell import Bell, waited
 from services.coordinator.state.member import KINDS, Configured, Member, Pulse, Unconfigured, Weights
 from services.coordinator.store import Store, StoreDown
 
@@ -28,6 +29,8 @@ HUNG_AFTER = 6.0
 """A silent member whose address still takes connections counts as busy for this many times lost_after_s."""
 LOST_SHOWN_S = 120.0
 """How long a lost member is still shown."""
+LONGEST_WAIT_S = 30.0
+"""Longest wait for the replicas of a pool."""
 LONGEST_RETRY_S = 60.0
 """Longest wait before a member that fails repeatedly is tried again."""
 
@@ -206,7 +209,7 @@ class Fleet:
 
     async def recall(self, job_id: JobId, spec: str) -> None:
         """Replicas that were configured for the job with another spec have to be configured again."""
-        for member in self.ready_for(job_id):
+        for member in [m for m in self._members.values() if m.ready_for(job_id)]:
             if member.configured is not None and member.configured.spec != spec:
                 member.weights = member.configured = None
                 await self._store.members.put(member.id, member.to_json())
@@ -252,8 +255,20 @@ class Fleet:
 
     @property
     def replicas(self) -> list[Member]:
-        """Rollout replicas that are not draining."""
-        return [m for m in self._members.values() if m.kind is MemberKind.ROLLOUT and not m.draining]
+        """Replicas that generate and are not draining."""
+        return self.pool(ROLLOUT)
+
+    def pool(self, name: str) -> list[Member]:
+        """The replicas of a pool that are not draining."""
+        return [m for m in self._members.values() if (m.kind, m.pool, m.draining) == (MemberKind.ROLLOUT, name, False)]
+
+    async def find_pool(self, name: str, job_id: JobId, wait_s: float) -> list[Member]:
+        """The replicas of a pool that are ready for a job. Waits up to `wait_s` while there are none."""
+        deadline = time.monotonic() + min(wait_s, LONGEST_WAIT_S)
+        while True:
+            ring, ready = self.bell.next(), [m for m in self.pool(name) if m.ready_for(job_id)]
+            if ready or not await waited(ring, deadline - time.monotonic()):
+                return ready
 
     def ready_for(self, job_id: JobId) -> list[Member]:
         """Replicas that are configured for the job."""

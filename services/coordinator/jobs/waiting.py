@@ -6,6 +6,7 @@ from dataclasses import replace
 from millrace import events
 from millrace.errors import NotFound
 from millrace.rest import JobSummary, JobView, WaitingFor, WaitingView
+from millrace.spec.pools.pool import ROLLOUT
 from services.coordinator.stages.run import Components
 from services.coordinator.state.bell import waited
 from services.coordinator.state.job import JobRecord
@@ -35,8 +36,10 @@ class JobViews:
         return job.summary(self.waits_for(whole))
 
     def waits_for(self, job: JobRecord) -> WaitingView | None:
-        fleet = self._components.fleet
-        return waits_for(job, self._components.turn.job, fleet.trainer, fleet.replicas)
+        fleet, turn = self._components.fleet, self._components.turn.job
+        declared = [pool.name for pool in turn.spec.pools] if turn is not None and turn.spec_json else []
+        pools = {name: fleet.pool(name) for name in (ROLLOUT, *declared)}
+        return waits_for(job, turn, fleet.trainer, pools)
 
 
 class WaitingEvents:

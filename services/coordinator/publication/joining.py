@@ -1,43 +1,37 @@
 """Replicas on their way from registration to their first lease: configured in the background, then given the weights.
+Those of other pools than `rollout` are configured only.
 
 Replicas that serve the version before the last publication are served by the job's loop. This module looks after those
 that came late, failed, or lost their weights.
 """
 
 import asyncio
-import time
-from collections import Counter
 from collections.abc import Sequence
 
 import structlog
 
 from millrace import events
-from millrace.errors import InvalidJob, MillraceError, Mistake, PublicationFailed
+from millrace.errors import PublicationFailed
 from millrace.ids import MemberId, Version
-from millrace.telemetry.spans.context import TraceContext, within
+from millrace.spec.pools.pool import ROLLOUT
+from millrace.telemetry.spans.context import TraceContext
 from millrace.telemetry.spans.kinds import SpanKind
 from millrace.telemetry.spans.recorder import span
-from millrace.wire.enums import missing_of
-from millrace.wire.methods import RolloutRpc
-from millrace.wire.v1 import rollout_pb2
 from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.fleet.trainer import Trainer
 from services.coordinator.observe.events import Events
+from services.coordinator.publication.configuring import Configuring
 from services.coordinator.publication.publisher import Publisher
 from services.coordinator.publication.transfer_setup import SiblingCannotSend
 from services.coordinator.state.bell import waited
 from services.coordinator.state.job import JobRecord
-from services.coordinator.state.member import Configured, Member, Unconfigured, Weights
+from services.coordinator.state.member import Member, Weights
 from services.coordinator.store import Store
 
 log = structlog.get_logger(__name__)
 LOOK_EVERY_S = 1.0
 GATHER_S = 0.05
 """Changes of the fleet within this time are looked at together: each look costs as much as there are replicas."""
-REFUSED_RETRY_S = 60.0
-"""After this time a replica that refused the job is asked again: what was missing on its host may be there by then."""
-ACCEPTED = "accepted"
-"""Names the note with the digest of the spec that a replica has accepted."""
 
 
 class Joining:
@@ -48,33 +42,27 @@ class Joining:
     ) -> None:
         self.job = job
         """The job's record, which the loop replaces with every version."""
-        self._store = store
         self._fleet = fleet
         self._trainer = trainer
         self._publisher = publisher
         self._events = events
         self._failed_siblings: dict[MemberId, Version] = {}
         """Siblings that failed to copy, and which version."""
-        self._accepted = False
-        """Whether a replica has accepted the job with this spec, now or before a restart of the coordinator."""
+        pools = (ROLLOUT, *(pool.name for pool in job.spec.pools))
+        self._configuring = [Configuring(job, pool, store, fleet, events, self._context) for pool in pools]
 
     async def run(self) -> None:
         """Configures new replicas and gives them the weights, until it is cancelled. Raises InvalidJob where every
-        replica refuses the job."""
-        self._accepted = await self._store.records(self.job.id).note(ACCEPTED) == self.job.spec_digest
-        configurations: set[asyncio.Task[None]] = set()
+        replica of a pool refuses the job."""
+        for configuring in self._configuring:
+            await configuring.begin()
         catching_up: asyncio.Task[None] | None = None
         await self._fleet.recall(self.job.id, self.job.spec_digest)
         try:
             while True:
                 ring = self._fleet.bell.next()
-                for finished in [task for task in configurations if task.done()]:
-                    configurations.remove(finished)
-                    finished.result()
-                self._check_refusals()
-                for member in [m for m in self._fleet.replicas if self._needs_configuration(m)]:
-                    member.configuring = True
-                    configurations.add(asyncio.create_task(self._configure(member)))
+                for configuring in self._configuring:
+                    configuring.look()
                 if catching_up is not None and catching_up.done():
                     catching_up = catching_up.result()
                 if catching_up is None and self._without_weights():
@@ -82,28 +70,10 @@ class Joining:
                 if await waited(ring, LOOK_EVERY_S):
                     await asyncio.sleep(GATHER_S)
         finally:
-            for task in (*configurations, *([catching_up] if catching_up else [])):
-                task.cancel()
-
-    def _needs_configuration(self, member: Member) -> bool:
-        if member.configuring or member.ready_for(self.job.id) or not member.due:
-            return False
-        refusal = self._refusal(member)
-        return refusal is None or time.monotonic() - refusal.at > REFUSED_RETRY_S
-
-    def _refusal(self, member: Member) -> Unconfigured | None:
-        found = member.failed_at(self.job.id, self.job.spec_digest)
-        return found if found is not None and found.refused else None
-
-    def _check_refusals(self) -> None:
-        """Raises InvalidJob where every connected replica has refused the job, and none ever accepted it. While
-        replicas are still joining the fleet, the next one may accept it."""
-        replicas = self._fleet.replicas
-        refusals = [refusal for member in replicas if (refusal := self._refusal(member)) is not None]
-        if self._accepted or not replicas or len(refusals) < len(replicas):
-            return
-        if time.time() - max(member.joined_s for member in replicas) >= self._fleet.patience.lost_after_s:
-            raise _refused_by_all([refusal.error for refusal in refusals])
+            for configuring in self._configuring:
+                configuring.cancel()
+            if catching_up is not None:
+                catching_up.cancel()
 
     def _without_weights(self) -> list[Member]:
         return [m for m in self._fleet.ready_for(self.job.id) if not self._has_weights(m) and m.due]
@@ -113,54 +83,10 @@ class Joining:
         held = member.weights
         return held is not None and (held.job_id, held.lineage) == (self.job.id, self.job.lineage)
 
-    async def _configure(self, member: Member) -> None:
-        request = rollout_pb2.ConfigureRolloutRequest(
-            job_id=self.job.id, spec=self.job.spec_json, epoch=self._fleet.epoch
-        )
-        started = time.monotonic()
-        try:
-            message = f"{member.id} ({member.engine}, {member.device}) joins from {member.host}; its engine gets ready"
-            await self._events.add(self.job.id, events.MemberJoined(member=member.id, epoch=self._fleet.epoch), message)
-            with within(self._context()):
-                answer = await self._fleet.call(member, RolloutRpc.Configure, request)
-        except MillraceError as error:
-            await self._configuration_failed(member, error)
-        else:
-            await self._accept()
-            missing = missing_of(answer.missing_boundaries)
-            made = Configured(
-                self.job.id, answer.world_size, answer.dtype, self.job.spec_digest, answer.has_base, missing
-            )
-            await self._fleet.configured(member, made)
-            message = f"{member.id} ({member.engine}) is ready for the job after {time.monotonic() - started:.1f} s"
-            payload = events.MemberConfigured(member=member.id, engine=member.engine)
-            await self._events.add(self.job.id, payload, message)
-        finally:
-            member.configuring = False
-            self._fleet.bell.ring()
-
     def _context(self) -> TraceContext:
         """The trace of the step in progress, or of the start of the job."""
         step = self.job.step
         return TraceContext.of_step(self.job.id, self.job.lineage, step + 1 if step else 0)
-
-    async def _configuration_failed(self, member: Member, error: MillraceError) -> None:
-        """A replica that refuses the job as invalid stays in the fleet; any other failure takes it out of service."""
-        refused = isinstance(error, InvalidJob)
-        failed = Unconfigured(self.job.id, self.job.spec_digest, error, refused)
-        if refused:
-            await self._fleet.refused(member, failed)
-            message = f"{member.id} refused {self.job.id}: {error}"
-        else:
-            member.unconfigured = failed
-            await self._fleet.cut(member, "it could not be configured")
-            message = f"{member.id} could not be configured for {self.job.id}: {error}"
-        await self._events.add(self.job.id, events.MemberFailed(member=member.id, refused=refused), message)
-
-    async def _accept(self) -> None:
-        if not self._accepted:
-            self._accepted = True
-            await self._store.records(self.job.id).set_note(ACCEPTED, self.job.spec_digest)
 
     async def _catch_up(self) -> None:
         """Gives the current version to replicas without weights: from a sibling, or else from the trainer between its
@@ -210,18 +136,6 @@ class Joining:
         message = f"{', '.join(m.id for m in late)} gets version {self.job.version} from {sender}"
         payload = events.MemberJoining(members=[m.id for m in late], sender=sender)
         await self._events.add(self.job.id, payload, message)
-
-
-def _refused_by_all(errors: Sequence[MillraceError]) -> InvalidJob:
-    """One error with the words of all replicas, each distinct text once."""
-    who = f"all {len(errors)} connected replicas" if len(errors) > 1 else "the only connected replica"
-    counts = Counter((error.what, error.fix) for error in errors)
-    if len(counts) == 1:
-        return InvalidJob(f"{who} refused the job: {errors[0].what}", errors[0].fix)
-    told = [
-        Mistake("", f"{count} of {len(errors)}: {what.removesuffix('.')}", fix) for (what, fix), count in counts.items()
-    ]
-    return InvalidJob.of(told, f"{who} refused the job:")
 
 
 def best_sibling(able: Sequence[Member], late: Sequence[Member]) -> Member | None:

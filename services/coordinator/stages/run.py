@@ -12,6 +12,7 @@ from millrace.events import Payload
 from millrace.ids import Purpose
 from millrace.rest import JobState
 from millrace.spec.job import JobSpec
+from millrace.spec.pools.pool import ROLLOUT
 from millrace.telemetry.spans.context import TraceContext
 from millrace.telemetry.trackers import Tracker
 from services.coordinator.fleet.fleet import Fleet
@@ -92,7 +93,7 @@ class Run:
         self.trackers: list[Tracker] | None = None
         """Opened when the first row is sent."""
         self._terms = LeaseTerms.of(self.spec)
-        self._without_replicas = TimeWithoutReplicas()
+        self._without_replicas = {name: TimeWithoutReplicas() for name in (ROLLOUT, *(p.name for p in self.spec.pools))}
         self._order: tuple[int, Order] | None = None
         self.step_began: dict[int, float] = {}
         """Unix time at which the step in progress began."""
@@ -167,15 +168,24 @@ class Run:
 
     def check_fleet(self) -> None:
         """Called while groups are waited for. Raises TrainerLost where another trainer has taken over: replicas may be
-        waiting for its weights. Raises Unavailable where no replica has served the job for too long."""
+        waiting for its weights. Raises Unavailable where no replica of a pool has served the job for too long."""
         if self.components.fleet.trainer is not None and self.components.trainer.holds is None:
             raise TrainerLost("another trainer has taken over.")
-        replicas = self.components.fleet.replicas
-        serving = any(m.weights is not None and m.weights.job_id == self.job.id for m in replicas)
+        for pool, without in self._without_replicas.items():
+            self._check_pool(pool, without)
+
+    def _check_pool(self, pool: str, without: TimeWithoutReplicas) -> None:
+        """Raises Unavailable where no replica of the pool has served the job for too long."""
+        job, replicas = self.job.id, self.components.fleet.pool(pool)
+        if pool == ROLLOUT:
+            serving = any(m.weights is not None and m.weights.job_id == job for m in replicas)
+        else:
+            serving = any(m.ready_for(job) for m in replicas)
         limit_s = self.spec.deadlines.no_replica_s
-        if self._without_replicas.update(serving, any(m.configuring for m in replicas)) > limit_s:
-            what = f"no replica has served the job for {limit_s:g} s; {len(replicas)} are in the fleet."
-            failures = (m.failed_at(self.job.id, self.job.spec_digest) for m in replicas)
+        if without.update(serving, any(m.configuring for m in replicas)) > limit_s:
+            which, start = ("", "") if pool == ROLLOUT else (f" of the pool {pool}", f" with --pool {pool}")
+            what = f"no replica{which} has served the job for {limit_s:g} s; {len(replicas)} are in the fleet."
+            failures = (m.failed_at(job, self.job.spec_digest) for m in replicas)
             for error, number in Counter(str(failed.error) for failed in failures if failed is not None).items():
                 what += f" {number} could not be made ready: {error}"
-            raise Unavailable(what, "start replicas, see why they fail, or raise deadlines.no_replica_s.")
+            raise Unavailable(what, f"start replicas{start}, see why they fail, or raise deadlines.no_replica_s.")

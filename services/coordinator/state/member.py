@@ -10,6 +10,7 @@ from millrace.errors import MillraceError
 from millrace.ids import JobId, MemberId, Version
 from millrace.rest import MemberKind, MemberState, MemberView
 from millrace.sandbox.boundaries import Boundary
+from millrace.spec.pools.pool import ROLLOUT
 from millrace.wire.v1 import fleet_pb2
 
 KINDS = {
@@ -95,6 +96,8 @@ class Member:
     """Port on the host of `address` at which it serves Prometheus metrics; 0: nowhere."""
     sessions_port: int = 0
     """Port on the host of `address` at which agents reach their sessions; 0: nowhere."""
+    pool: str = ROLLOUT
+    """The pool of a replica."""
     joined_s: float = field(default_factory=time.time)
     """Unix time."""
     draining: bool = False
@@ -135,6 +138,7 @@ class Member:
             device=request.device,
             metrics_port=request.metrics_port,
             sessions_port=request.sessions_port,
+            pool=request.pool or ROLLOUT,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -151,6 +155,7 @@ class Member:
             "device",
             "metrics_port",
             "sessions_port",
+            "pool",
         )
         tree: dict[str, Any] = {name: getattr(self, name) for name in (*names, "joined_s", "draining")}
         tree["configured"] = vars(self.configured) if self.configured else None
@@ -190,7 +195,7 @@ class Member:
             return MemberState.CONFIGURING
         if self.kind is MemberKind.TRAINER:
             return MemberState.SERVING
-        if self.weights is not None:
+        if self.weights is not None or (self.pool != ROLLOUT and self.configured is not None):
             return MemberState.SERVING
         return MemberState.JOINING if self.configured else MemberState.IDLE
 
@@ -213,6 +218,7 @@ class Member:
         return MemberView(
             id=self.id,
             kind=self.kind,
+            pool=self.pool if self.kind is MemberKind.ROLLOUT else "",
             address=self.address,
             engine=self.engine,
             engine_release=self.engine_release,

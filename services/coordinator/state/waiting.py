@@ -1,8 +1,9 @@
 """What a job waits for, from its record, the job whose turn it is, and the fleet. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from millrace.rest import JobState, WaitingFor, WaitingView
+from millrace.spec.pools.pool import ROLLOUT
 from services.coordinator.state.job import ENDED, JobRecord
 from services.coordinator.state.member import Member
 
@@ -14,10 +15,10 @@ class Turn:
 
 
 def waits_for(
-    job: JobRecord, turn: JobRecord | None, trainer: Member | None, replicas: Sequence[Member]
+    job: JobRecord, turn: JobRecord | None, trainer: Member | None, pools: Mapping[str, Sequence[Member]]
 ) -> WaitingView | None:
-    """What `job` waits for; None while it works, or has ended. `turn` is the job whose turn it is; `replicas` are those
-    that do not drain."""
+    """What `job` waits for; None while it works, or has ended. `turn` is the job whose turn it is; `pools` are the
+    replicas that do not drain, of `rollout` and of the pools of the job whose turn it is."""
     if job.state in ENDED:
         return None
     if job.state is JobState.PAUSED:
@@ -31,7 +32,12 @@ def waits_for(
         return None
     if trainer.configuring:
         return WaitingView(reason=WaitingFor.TRAINER_LOADING, message=f"{trainer.id} loads the model")
-    return _for_replicas(job, replicas) or _for_judges(replicas)
+    if (found := _for_replicas(job, pools[ROLLOUT])) is not None:
+        return found
+    for name, members in pools.items():
+        if name != ROLLOUT and not any(member.ready_for(job.id) for member in members):
+            return _for_pool(job, name, members)
+    return _for_judges(pools[ROLLOUT])
 
 
 def _for_replicas(job: JobRecord, replicas: Sequence[Member]) -> WaitingView | None:
@@ -64,6 +70,16 @@ def _for_judges(replicas: Sequence[Member]) -> WaitingView | None:
         f"the judge {name} does not answer {where}: {longest.reason}; {requests} requests wait, generation goes on"
     )
     return WaitingView(reason=WaitingFor.JUDGE, message=message)
+
+
+def _for_pool(job: JobRecord, name: str, members: Sequence[Member]) -> WaitingView:
+    if not members:
+        fix = f"start one with --pool {name}"
+        return WaitingView(reason=WaitingFor.POOL, message=f"no replica of the pool {name} is connected: {fix}")
+    failed = [found for m in members if (found := m.failed_at(job.id, job.spec_digest)) is not None]
+    why = f": {failed[0].error}" if failed else ""
+    message = f"no replica of the pool {name} is ready, of {_replicas(len(members))}{why}"
+    return WaitingView(reason=WaitingFor.POOL, message=message)
 
 
 def _replicas(count: int) -> str:

@@ -16,6 +16,7 @@ from millrace.errors import NotFound
 from millrace.ids import JobId, MemberId, Purpose
 from millrace.spec.checking.choices import needs_greedy_baseline
 from millrace.spec.job import JobSpec
+from millrace.spec.pools.pool import ROLLOUT
 from millrace.telemetry.spans.context import TraceContext
 from millrace.telemetry.spans.kinds import SpanKind
 from millrace.telemetry.spans.recorder import RECORDER
@@ -321,6 +322,8 @@ def _why_idle(job: RunningJob, member: Member) -> str:
     """Why the member gets no leases; empty where it may have some."""
     if member.draining:
         return f"{member.id} drains"
+    if member.pool != ROLLOUT:
+        return f"{member.id} is of the pool {member.pool}, which generates nothing"
     if not job.allows(member.weights, Purpose.TRAIN):
         held = f"version {member.weights.version}" if member.weights else "no verified weights"
         return f"{member.id} holds {held}, the job is at version {job.weights.version}"

@@ -6,6 +6,7 @@ from millrace.errors import NotFound
 from millrace.software import Probe
 from services.rollout.engine import Engine
 from services.rollout.nodes.leader import Leader
+from services.rollout.pools.engine import ScoringEngine
 
 
 def probe(name: str) -> Probe:
@@ -18,6 +19,15 @@ def create(name: str, nodes: Leader | None = None) -> Engine:
     NotFound for an unknown name."""
     implementation = imported(_descriptor(name).implementation)
     engine: Engine = implementation() if nodes is None else implementation(nodes)
+    return engine
+
+
+def create_scoring(name: str) -> ScoringEngine:
+    """An engine that scores for a pool, and is not started yet. Raises NotFound for one that cannot."""
+    if not (scoring := _descriptor(name).scoring):
+        able = ", ".join(each for each, engine in ENGINES.items() if engine.scoring)
+        raise NotFound(f"--engine: {name}: this engine does not score for pools.", f"choose one of {able}.")
+    engine: ScoringEngine = imported(scoring)()
     return engine
 
 

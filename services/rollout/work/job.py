@@ -11,11 +11,14 @@ from millrace.data.row import PromptRow
 from millrace.errors import BadRow, InvalidJob
 from millrace.ids import JobId, row_of
 from millrace.spec import JobSpec
+from millrace.wire.channel import Peer
 from millrace.wire.v1 import work_pb2
 from services.rollout.episodes.chat import Chat
 from services.rollout.episodes.environments import Environments
 from services.rollout.episodes.opening import environments_of
 from services.rollout.judges.scorer import JudgeScorer
+from services.rollout.pools.client import PoolClient
+from services.rollout.pools.rewards import PoolScorer
 from services.rollout.scoring.pool import ScoringPool
 from services.rollout.scoring.reward import RewardScorer
 
@@ -42,20 +45,26 @@ class Job:
         environments: Environments | None = None,
         chat: Chat | None = None,
         judges: Sequence[JudgeScorer] = (),
+        pools: Mapping[str, PoolClient] | None = None,
     ) -> None:
-        """With `environments`, or an agent, there is the `chat` format in which the policy talks to them."""
+        """With `environments`, or an agent, there is the `chat` format in which the policy talks to them. `pools`: by
+        name."""
         self.id = job_id
         self.spec = spec
         self.scoring = scoring
         self.judges = judges
-        self.reward = RewardScorer(scoring, judges)
+        self.pools = pools or {}
+        by_pools = [PoolScorer(term, self.pools[term.pool]) for term in spec.reward.pool_terms]
+        self.reward = RewardScorer(scoring, [*judges, *by_pools])
         self.environments = environments
         self.chat = chat
         self._tokenizer = tokenizer
 
     @classmethod
-    async def open(cls, job_id: JobId, spec: JobSpec) -> "Job":
-        """Loads the tokenizer and starts the processes of reward and environment. Raises InvalidJob."""
+    async def open(cls, job_id: JobId, spec: JobSpec, coordinator: Peer) -> "Job":
+        """Loads the tokenizer and starts the processes of reward and environment. The `coordinator` knows where the
+        replicas of pools are. Raises InvalidJob."""
+        pools = {pool.name: PoolClient(coordinator, job_id, pool) for pool in spec.pools}
         judges = [JudgeScorer(term) for term in spec.reward.judge_terms]
         tokenizer = await asyncio.to_thread(_load_tokenizer, spec)
         terms = spec.reward.terms(procedural=bool(spec.data.procedural))
@@ -67,7 +76,7 @@ class Job:
             except BaseException:
                 await scoring.close()
                 raise
-            return cls(job_id, spec, tokenizer, scoring, chat=chat, judges=judges)
+            return cls(job_id, spec, tokenizer, scoring, chat=chat, judges=judges, pools=pools)
         environments = environments_of(environment, spec.reward)
         try:
             await environments.start()
@@ -75,12 +84,14 @@ class Job:
         except BaseException:
             await asyncio.gather(scoring.close(), environments.close())
             raise
-        return cls(job_id, spec, tokenizer, scoring, environments, chat, judges)
+        return cls(job_id, spec, tokenizer, scoring, environments, chat, judges, pools)
 
     async def close(self) -> None:
         await self.scoring.close()
         for judge in self.judges:
             await judge.close()
+        for pool in self.pools.values():
+            await pool.close()
         if self.environments is not None:
             await self.environments.close()
 

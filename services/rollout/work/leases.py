@@ -59,7 +59,7 @@ class Leases:
         """Called when the coordinator does not know this member."""
         self.on_death: Callable[[EngineDied], None] = lambda _: None
         """Called when the engine has died."""
-        self._coordinator = coordinator
+        self.coordinator = coordinator
         self._member_id = member_id
         self._held: dict[Key, HeldLease] = {}
         self._generator: GroupGenerator | None = None
@@ -99,7 +99,7 @@ class Leases:
         log.info("leases returned", count=len(held), reason=reason)
         request = work_pb2.ReleaseRequest(member_id=self._member_id, leases=[one.lease.ref for one in held])
         try:
-            await self._coordinator.call(WorkRpc.Release, request, attempts=3)
+            await self.coordinator.call(WorkRpc.Release, request, attempts=3)
         except MillraceError as error:
             log.warning("leases could not be returned; they expire", count=len(held), error=str(error))
 
@@ -110,7 +110,7 @@ class Leases:
             generator, free = await self._room()
             request = work_pb2.LeaseRequest(member_id=self._member_id, free_samples=free, wait_s=WAIT_S)
             try:
-                reply = await self._coordinator.call(WorkRpc.Lease, request)
+                reply = await self.coordinator.call(WorkRpc.Lease, request)
             except NotFound:
                 self.on_forgotten()
                 await asyncio.sleep(RETRY_S)
@@ -185,7 +185,7 @@ class Leases:
             request.group.CopyFrom(answer)
         try:
             with RECORDER.span(SpanKind.COMPLETE):
-                await self._coordinator.call(WorkRpc.Complete, request, attempts=ANSWER_ATTEMPTS)
+                await self.coordinator.call(WorkRpc.Complete, request, attempts=ANSWER_ATTEMPTS)
         except (Fenced, NotFound, InvalidState) as error:
             log.info("answer refused", prompt=lease.prompt_id, error=str(error))
         except MillraceError as error:
@@ -195,7 +195,7 @@ class Leases:
         log.warning("lease returned", prompt=lease.prompt_id, reason=reason)
         request = work_pb2.ReleaseRequest(member_id=self._member_id, leases=[lease.ref])
         try:
-            await self._coordinator.call(WorkRpc.Release, request, attempts=3)
+            await self.coordinator.call(WorkRpc.Release, request, attempts=3)
         except MillraceError as error:
             log.warning("the lease expires instead", prompt=lease.prompt_id, error=str(error))
 
@@ -231,7 +231,7 @@ class Leases:
                 continue
             try:
                 request = work_pb2.ExtendRequest(member_id=self._member_id, leases=refs)
-                reply = await self._coordinator.call(WorkRpc.Extend, request)
+                reply = await self.coordinator.call(WorkRpc.Extend, request)
             except NotFound:
                 self.on_forgotten()
             except Unavailable as error:

@@ -51,6 +51,9 @@ class Coordinator(fleet_pb2_grpc.FleetServicer, work_pb2_grpc.WorkServicer):
     left: dict[str, str] = field(default_factory=dict)
     draining: set[str] = field(default_factory=set)
     extends: int = 0
+    pools: dict[str, list[str]] = field(default_factory=dict)
+    """Addresses of the replicas of each pool. `pools_asked` counts the questions for them."""
+    pools_asked: int = 0
     server: Server | None = None
 
     async def start(self, port: int = 0) -> str:
@@ -103,6 +106,16 @@ class Coordinator(fleet_pb2_grpc.FleetServicer, work_pb2_grpc.WorkServicer):
         self.left[request.member_id] = request.reason
         self.members.pop(request.member_id, None)
         return fleet_pb2.LeaveResponse()
+
+    async def FindPool(
+        self, request: fleet_pb2.FindPoolRequest, context: grpc.aio.ServicerContext
+    ) -> fleet_pb2.FindPoolResponse:
+        self.pools_asked += 1
+        for _ in range(int(request.wait_s / 0.02)):
+            if self.pools.get(request.pool):
+                break
+            await asyncio.sleep(0.02)
+        return fleet_pb2.FindPoolResponse(addresses=self.pools.get(request.pool, []))
 
     def _known(self, member_id: str) -> None:
         if member_id not in self.members:

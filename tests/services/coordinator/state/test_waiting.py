@@ -1,5 +1,6 @@
 """What a job waits for, in each state of the fleet."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from millrace.errors import InvalidJob, Unavailable
 from millrace.ids import JobId, MemberId, Version
 from millrace.rest import JobState, MemberKind, WaitingFor
+from millrace.spec.pools.pool import ROLLOUT
 from millrace.wire.v1 import fleet_pb2
 from services.coordinator.state.job import ENDED, JobRecord
 from services.coordinator.state.member import Configured, Member, Unconfigured, Weights
@@ -19,6 +21,10 @@ QUEUED = a_job(2)
 
 def member(kind: MemberKind = MemberKind.ROLLOUT) -> Member:
     return Member(MemberId(f"{kind}-1"), kind, "host:1", "", "vllm", "", 1, "host", "cpu")
+
+
+def generating(replicas: Sequence[Member]) -> dict[str, Sequence[Member]]:
+    return {ROLLOUT: replicas}
 
 
 TRAINER = member(MemberKind.TRAINER)
@@ -51,13 +57,13 @@ def without_judge(name: str, seconds: float, waiting: int) -> Member:
 
 def test_a_job_says_that_its_scores_wait_for_a_judge() -> None:
     replicas = [without_judge("quality", 3, 5), without_judge("quality", 9, 2), without_judge("style", 1, 1)]
-    found = waits_for(RUNNING, RUNNING, TRAINER, replicas)
+    found = waits_for(RUNNING, RUNNING, TRAINER, generating(replicas))
     assert found is not None and found.reason is WaitingFor.JUDGE
     assert found.message == (
         "the judge quality does not answer 2 of 3 replicas: down 9 s; 7 requests wait, generation goes on"
     )
     replicas[0].pulse = replicas[0].pulse.next(fleet_pb2.HeartbeatRequest())
-    assert waits_for(RUNNING, RUNNING, TRAINER, replicas[:1]) is None, "the judge answers again"
+    assert waits_for(RUNNING, RUNNING, TRAINER, generating(replicas[:1])) is None, "the judge answers again"
 
 
 @pytest.mark.parametrize(
@@ -86,29 +92,44 @@ def test_a_job_says_that_its_scores_wait_for_a_judge() -> None:
     ],
 )
 def test_a_job_without_a_serving_replica_says_why(replicas: list[Member], reason: WaitingFor, message: str) -> None:
-    found = waits_for(RUNNING, RUNNING, TRAINER, replicas)
+    found = waits_for(RUNNING, RUNNING, TRAINER, generating(replicas))
     assert found is not None and (found.reason, found.message) == (reason, message)
-    assert waits_for(RUNNING, RUNNING, TRAINER, [*replicas, with_weights()]) is None
+    assert waits_for(RUNNING, RUNNING, TRAINER, generating([*replicas, with_weights()])) is None
 
 
 def test_a_job_waits_for_its_trainer_first() -> None:
     loading = member(MemberKind.TRAINER)
     loading.configuring = True
     for job in (QUEUED, RUNNING):
-        nobody = waits_for(job, job, None, [])
+        nobody = waits_for(job, job, None, generating([]))
         assert nobody is not None and nobody.reason is WaitingFor.TRAINER
-    found = waits_for(RUNNING, RUNNING, loading, [refused()])
+    found = waits_for(RUNNING, RUNNING, loading, generating([refused()]))
     assert found is not None and found.reason is WaitingFor.TRAINER_LOADING
-    assert waits_for(QUEUED, QUEUED, TRAINER, []) is None
+    assert waits_for(QUEUED, QUEUED, TRAINER, generating([])) is None
 
 
 def test_a_queued_job_names_the_job_whose_turn_comes_first() -> None:
-    found = waits_for(QUEUED, RUNNING, None, [])
+    found = waits_for(QUEUED, RUNNING, None, generating([]))
     assert found is not None and found.reason is WaitingFor.EARLIER_JOB
     assert found.message == f"its turn comes after {RUNNING.id} (sums)"
 
 
 def test_a_paused_job_waits_for_somebody_and_an_ended_one_for_nothing() -> None:
-    found = waits_for(replace(RUNNING, state=JobState.PAUSED), None, None, [])
+    found = waits_for(replace(RUNNING, state=JobState.PAUSED), None, None, generating([]))
     assert found is not None and found.reason is WaitingFor.RESUME and f"millrace resume {RUNNING.id}" in found.message
-    assert [waits_for(replace(RUNNING, state=state), None, None, []) for state in ENDED] == [None] * 3
+    assert [waits_for(replace(RUNNING, state=state), None, None, generating([])) for state in ENDED] == [None] * 3
+
+
+def test_a_job_waits_for_a_replica_of_each_pool() -> None:
+    def waits(*teachers: Member) -> tuple[WaitingFor, str] | None:
+        found = waits_for(RUNNING, RUNNING, TRAINER, {**generating([with_weights()]), "teacher": teachers})
+        return None if found is None else (found.reason, found.message)
+
+    nobody = "no replica of the pool teacher is connected: start one with --pool teacher"
+    assert waits() == (WaitingFor.POOL, nobody)
+    assert waits(member()) == (WaitingFor.POOL, "no replica of the pool teacher is ready, of 1 replica")
+    why = "vLLM did not start."
+    assert waits(failed()) == (WaitingFor.POOL, f"no replica of the pool teacher is ready, of 1 replica: {why}")
+    ready = member()
+    ready.configured = Configured(RUNNING.id, 1, "float32")
+    assert waits(failed(), ready) is None

@@ -1,0 +1,51 @@
+"""Whether the model of a pool can do what the job uses the pool for, as far as its folder tells."""
+
+from pathlib import Path
+
+from millrace.data.model_folder import TOKENIZER_FILES, check_weights_folder, text_config, vocabulary
+from millrace.errors import refused
+from millrace.spec.pools.pool import Pool, PoolTask
+
+REWARD_MODELS = "ForSequenceClassification"
+"""Ending of the names of architectures that give a text one number, or one for each label."""
+
+
+def check_pool(policy: str, pool: Pool, task: PoolTask, field: str, *, weights: bool = True) -> None:
+    """Raises InvalidJob about `field`, which has the folder of the pool's model. `policy`: folder of the model that is
+    trained. Without `weights` those are not looked for."""
+    folder = check_weights_folder(pool.path, field=field, weights=weights)
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        fix = "save the tokenizer into the same folder (tokenizer.save_pretrained)."
+        raise refused(field, pool.path, f"has no tokenizer: none of {', '.join(TOKENIZER_FILES)}", fix)
+    config = text_config(folder, field)
+    architecture = next(iter(config.get("architectures") or []), "")
+    if task is PoolTask.REWARDS:
+        _check_reward_model(pool.path, architecture, config.get("id2label"), field)
+    elif architecture.endswith(REWARD_MODELS):
+        fix = "give a language model, for example a Qwen3ForCausalLM."
+        raise refused(field, pool.path, f"{architecture} gives no log-probabilities of tokens", fix)
+    else:
+        _check_vocabulary(policy, folder, field)
+
+
+def _check_reward_model(path: str, architecture: str, labels: object, field: str) -> None:
+    if not architecture.endswith(REWARD_MODELS):
+        reason = f"{architecture or 'config.json names no architecture, which'} is no reward model"
+        fix = f"give a model whose architecture ends in {REWARD_MODELS}."
+        raise refused(field, path, reason, fix)
+    if isinstance(labels, dict) and len(labels) != 1:
+        fix = "give a model with one label, whose number is the reward."
+        raise refused(field, path, f"its head has {len(labels)} labels", fix)
+
+
+def _check_vocabulary(policy: str, folder: Path, field: str) -> None:
+    """The teacher knows every token that the policy may sample. Raises InvalidJob."""
+    own, given = vocabulary(Path(policy)), vocabulary(folder)
+    if own is not None and given is not None and given < own - PADDING:
+        reason = f"has a vocabulary of {given} tokens, the policy's has {own}"
+        raise refused(field, str(folder), reason, "give a model with the policy's tokenizer.")
+
+
+PADDING = 1024
+"""Vocabularies of the same tokenizer differ by as much, because sizes are rounded up to multiples. The replicas compare
+the tokenizers themselves."""

@@ -1,0 +1,269 @@
+"""One replica of a pool: the model that it holds, and the requests that it answers."""
+
+import asyncio
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import structlog
+from numpy.typing import NDArray
+
+import millrace
+from millrace import hub
+from millrace.data.chat import Tokenizer
+from millrace.data.model_folder import vocabulary
+from millrace.errors import InvalidJob, InvalidRequest, InvalidState, refused
+from millrace.ids import JobId, MemberId
+from millrace.local.devices import device_name
+from millrace.spec import JobSpec, received
+from millrace.spec.pools.pool import PoolTask
+from millrace.wire.arrays import TokenScores
+from millrace.wire.channel import PROTOCOL_VERSION, Peer
+from millrace.wire.membership import Membership
+from millrace.wire.v1 import fleet_pb2, rollout_pb2
+from services.rollout.engine import EngineDied
+from services.rollout.engines import create_scoring
+from services.rollout.pools.conversation import tokens_of
+from services.rollout.pools.engine import PoolModel, ScoringEngine, TokenSequence
+from services.rollout.work.job import import_transformers
+
+log = structlog.get_logger(__name__)
+State = rollout_pb2.EngineState
+
+
+class PoolReplica:
+    """Configured by the coordinator. From then on it answers calls."""
+
+    def __init__(self, member_id: MemberId, pool: str, engine_name: str, engine_release: str) -> None:
+        self.member_id = member_id
+        self.pool = pool
+        self.engine_name = engine_name
+        self.engine_release = engine_release
+        self.state: State = rollout_pb2.ENGINE_STATE_IDLE
+        self.failure = ""
+        self.job_id = ""
+        self.tokens = 0
+        """Tokens scored since the process started."""
+        self.metrics_port = 0
+        """Port at which the metrics are served; 0: nowhere."""
+        self.draining = asyncio.Event()
+        """Set once somebody asked this replica to drain."""
+        self.died = asyncio.Event()
+        """Set once the engine has died; `failure` says why."""
+        self._engine: ScoringEngine | None = None
+        self._model: PoolModel | None = None
+        self._tokenizer: Tokenizer
+        self._template_options: dict[str, Any] = {}
+        self._calls = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._turn = asyncio.Lock()
+
+    async def configure(self, job_id: JobId, spec_json: str) -> rollout_pb2.ConfigureRolloutResponse:
+        """Loads the pool's model for a job, unless it is loaded. Raises InvalidJob, InvalidState while draining,
+        EngineDied."""
+        started = time.monotonic()
+        async with self._turn:
+            spec = await asyncio.to_thread(_downloaded, received(spec_json), self.pool)
+            if self.draining.is_set():
+                raise InvalidState(f"{self.member_id} drains.", "configure another replica.")
+            self.job_id = ""
+            try:
+                await self._hold(_pool_model(spec, self.pool), spec)
+            except Exception as error:
+                self.state, self.failure = rollout_pb2.ENGINE_STATE_FAILED, str(error)
+                await self._stop_engine()
+                raise
+            assert self._engine is not None and self._model is not None
+            self.job_id, self.state, self.failure = job_id, rollout_pb2.ENGINE_STATE_SERVING, ""
+            self._template_options = spec.data.chat_template_options
+            log.info("configured for a pool", job=job_id, pool=self.pool, engine=self._engine.name)
+            return rollout_pb2.ConfigureRolloutResponse(
+                world_size=self._engine.world_size, dtype=self._model.pool.dtype, seconds=time.monotonic() - started
+            )
+
+    async def _hold(self, model: PoolModel, spec: JobSpec) -> None:
+        """Has the engine hold the model, and checks it against the job."""
+        await asyncio.to_thread(import_transformers)
+        tokenizer = await asyncio.to_thread(_tokenizer, model, spec)
+        if self._engine is None or self._model != model:
+            await self._stop_engine()
+            self.state, self.failure = rollout_pb2.ENGINE_STATE_STARTING, ""
+            self._engine = create_scoring(self.engine_name)
+            await self._engine.start(model)
+            self._model = model
+        self._tokenizer = tokenizer
+        longest, context = spec.data.max_prompt_tokens + spec.rollout.max_response_tokens, self._engine.context
+        if model.task is PoolTask.LOGPROBS and context is not None and context < longest:
+            reason = f"has positions for {context} tokens, and prompt and response may have {longest}"
+            raise refused(f"{model.field}.path", model.pool.path, reason, "give a model with a longer context.")
+
+    async def score_tokens(
+        self, job_id: str, pool: str, sequences: Sequence[TokenSequence], top: int
+    ) -> list[TokenScores]:
+        """The scores of token sequences. Raises InvalidState, InvalidRequest, EngineDied."""
+        with self._call(job_id, pool, PoolTask.LOGPROBS) as engine:
+            self._check([sequence.tokens_t for sequence in sequences], engine)
+            if top > engine.vocabulary:
+                raise InvalidRequest(f"top: {top}: the model has {engine.vocabulary} tokens.", "ask for fewer.")
+            scores = await engine.score_tokens(sequences, top)
+            self.tokens += sum(len(sequence.tokens_t) for sequence in sequences)
+            return scores
+
+    async def rewards(self, job_id: str, pool: str, conversations: Sequence[tuple[Any, str]]) -> list[float | str]:
+        """The reward of each conversation, a prompt and an answer; or why it has none. Raises as `score_tokens`."""
+        with self._call(job_id, pool, PoolTask.REWARDS) as engine:
+            found: list[float | str] = [""] * len(conversations)
+            usable: dict[int, NDArray[np.int32]] = {}
+            for place, (prompt, answer) in enumerate(conversations):
+                told = await asyncio.to_thread(tokens_of, prompt, answer, self._tokenizer, self._template_options)
+                if isinstance(told, str):
+                    found[place] = told
+                elif engine.context is not None and len(told) > engine.context:
+                    found[place] = f"{len(told)} tokens, more than the {engine.context} that the reward model takes"
+                else:
+                    usable[place] = told
+            self._check(list(usable.values()), engine, of_request=False)
+            for place, reward in zip(usable, await engine.rewards(list(usable.values())), strict=True):
+                found[place] = reward if np.isfinite(reward) else f"the reward model gave {reward}"
+            self.tokens += sum(map(len, usable.values()))
+            return found
+
+    @contextmanager
+    def _call(self, job_id: str, pool: str, task: PoolTask) -> Iterator[ScoringEngine]:
+        """A call that is answered with the engine. Raises InvalidState where this replica cannot."""
+        engine, model = self._engine, self._model
+        if engine is None or model is None or (self.job_id, self.pool, model.task) != (job_id, pool, task):
+            held = f"job {self.job_id}" if self.job_id else "no job"
+            what = f"{self.member_id} of the pool {self.pool} is ready for {held}, not to give {task} for {job_id}."
+            raise InvalidState(what, "ask another replica of the pool.")
+        self._calls += 1
+        self._idle.clear()
+        try:
+            yield engine
+        except EngineDied as error:
+            self._died_of(error)
+            raise
+        finally:
+            self._calls -= 1
+            if not self._calls:
+                self._idle.set()
+
+    def _check(self, sequences: Sequence[NDArray[np.int32]], engine: ScoringEngine, *, of_request: bool = True) -> None:
+        """Raises InvalidRequest for tokens that the model does not have and for sequences that are too long for it; and
+        with `of_request` for more tokens than one request may have."""
+        assert self._model is not None
+        most = self._model.pool.batch_tokens
+        for tokens_t in sequences:
+            if len(tokens_t) and not 0 <= int(tokens_t.min()) <= int(tokens_t.max()) < engine.vocabulary:
+                span = f"{tokens_t.min()} to {tokens_t.max()}"
+                what = f"a sequence has tokens from {span}, the model has {engine.vocabulary}."
+                raise InvalidRequest(what, "use a model with the policy's tokenizer.")
+            if engine.context is not None and len(tokens_t) > engine.context:
+                what = f"a sequence has {len(tokens_t)} tokens, the model takes {engine.context}."
+                raise InvalidRequest(what, "use a model with a longer context.")
+        if of_request and len(sequences) > 1 and sum(map(len, sequences)) > most:
+            raise InvalidRequest(f"{sum(map(len, sequences))} tokens in a request, at most {most}.", "send fewer.")
+
+    def _died_of(self, error: EngineDied) -> None:
+        if not self.died.is_set():
+            log.error("the engine of the pool died", error=str(error))
+            self.state, self.failure = rollout_pb2.ENGINE_STATE_FAILED, str(error)
+            self.died.set()
+
+    def drain(self) -> None:
+        """Takes no new calls; those in progress are answered. Idempotent."""
+        if not self.draining.is_set():
+            log.info("draining")
+            self.state, self.job_id = rollout_pb2.ENGINE_STATE_DRAINING, ""
+            self.draining.set()
+
+    async def finish(self) -> None:
+        """Waits until no call is in progress."""
+        await self._idle.wait()
+
+    def load(self) -> tuple[int, int]:
+        """Calls that are being computed, and that wait."""
+        running = min(self._calls, 1)
+        return running, self._calls - running
+
+    def membership(
+        self, coordinator: Peer, address: str, patience_s: float, on_drain: Callable[[], None] | None = None
+    ) -> Membership:
+        """This replica's membership in the fleet. `address`: host:port of its own server, as others reach it."""
+        drain = on_drain or self.drain
+        registration = lambda: self._registration(address)  # noqa: E731
+        return Membership(coordinator, self.member_id, registration, self._heartbeat, drain, patience_s)
+
+    def _registration(self, address: str) -> fleet_pb2.RegisterRequest:
+        return fleet_pb2.RegisterRequest(
+            member_id=self.member_id,
+            kind=fleet_pb2.MEMBER_KIND_ROLLOUT,
+            address=address,
+            protocol_version=PROTOCOL_VERSION,
+            release=millrace.__version__,
+            engine=self.engine_name,
+            engine_release=self.engine_release,
+            world_size=self._engine.world_size if self._engine is not None else 1,
+            host=socket.gethostname(),
+            device=self._engine.device if self._engine is not None else device_name(),
+            metrics_port=self.metrics_port,
+            pool=self.pool,
+        )
+
+    def _heartbeat(self) -> fleet_pb2.HeartbeatRequest:
+        running, waiting = self.load()
+        return fleet_pb2.HeartbeatRequest(
+            member_id=self.member_id, running=running, waiting=waiting, version=-1, tokens=self.tokens
+        )
+
+    async def close(self) -> None:
+        """Stops the engine."""
+        async with self._turn:
+            self.job_id = ""
+            await self._stop_engine()
+
+    async def _stop_engine(self) -> None:
+        if self._engine is not None:
+            engine, self._engine, self._model = self._engine, None, None
+            await engine.stop()
+
+
+def _downloaded(spec: JobSpec, pool: str) -> JobSpec:
+    return hub.local(spec, pool=pool)
+
+
+def _pool_model(spec: JobSpec, name: str) -> PoolModel:
+    """What a replica of the pool has to hold for the job. Raises InvalidJob where the job has no such pool."""
+    for number, pool in enumerate(spec.pools):
+        for task in spec.pool_tasks(name) if pool.name == name else ():
+            size = vocabulary(Path(spec.model.path)) if task is PoolTask.LOGPROBS else None
+            return PoolModel(pool, task, f"pools.{number}", spec.rollout.temperature, size)
+    raise InvalidJob(f"pools: the job has no pool {name!r}.", "declare it, or start the replica with another --pool.")
+
+
+def _tokenizer(model: PoolModel, spec: JobSpec) -> Any:
+    """The tokenizer of the pool's model. Raises InvalidJob where it cannot be loaded, and for a teacher that does not
+    have the policy's tokens."""
+    from transformers import AutoTokenizer
+
+    pool, field = model.pool, f"{model.field}.path"
+    try:
+        own = AutoTokenizer.from_pretrained(pool.path, trust_remote_code=pool.trust_remote_code)
+        if model.task is PoolTask.REWARDS:
+            return own
+        trust = spec.model.trust_remote_code
+        policy = AutoTokenizer.from_pretrained(spec.model.path, trust_remote_code=trust)
+    except (OSError, ValueError, KeyError) as error:
+        what = f"{field}: the tokenizer of {pool.path} or of the policy cannot be loaded: {error}."
+        raise InvalidJob(what, "save it in the model folder.") from error
+    known = own.get_vocab()
+    if other := sorted(text for text, token in policy.get_vocab().items() if known.get(text) != token):
+        reason = f"its tokenizer has other ids than the policy's for {len(other)} tokens, {json.dumps(other[:3])} first"
+        raise refused(field, pool.path, reason, "give a model with the policy's tokenizer.")
+    return own
