@@ -70,6 +70,9 @@ OVERVIEW = Dashboard(
         Panel("REST, 95 %", "s", {"{{method}} {{route}}": quantile(0.95, "millrace_http_seconds", "method, route")}),
         Panel("Redis, 95 %", "s", {"commands and scripts": quantile(0.95, "millrace_redis_seconds")}),
         Panel("Redis memory", "bytes", {"used": "millrace_redis_memory_bytes"}),
+        Panel(
+            "Spans that were dropped, a minute", "short", {"spans": f"60 * rate(millrace_spans_dropped_total{RATE})"}
+        ),
         Panel("Redis connections", "short", {"connections": "millrace_redis_clients"}),
         Panel("Releases", "short", {"{{service}} {{release}}": "count by (service, release) (millrace_build_info)"}),
     ),
