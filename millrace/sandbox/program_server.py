@@ -89,7 +89,7 @@ class _Inside:
         send(replies, {"missing": [[each.boundary, each.reason] for each in self._missing]})
         while (request := receive(requests)) is not None and "program" in request:
             syscalls.unshare(syscalls.CLONE_NEWIPC)  # segments of the program before end with its namespace
-            tree.empty_scratch(first.scratch_mb(self._wanted))
+            tree.empty_scratch(self._wanted.view, first.scratch_mb(self._wanted))
             send(replies, self._run(request["program"], request["timeout_s"]))
 
     def _run(self, program: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:

@@ -64,12 +64,23 @@ def used_bytes() -> int:
     return sum((size.f_blocks - size.f_bfree) * size.f_frsize for size in sizes)
 
 
-def empty_scratch(scratch_mb: int) -> None:
+def empty_scratch(view: View, scratch_mb: int) -> None:
     """Replaces the folders that can be written by empty ones. Called inside, where no process has a file there open
-    that others are to see."""
+    that others are to see. What is shown in them (an interpreter in /tmp) is shown in the new ones too."""
     for folder in SCRATCH:
+        inside = [path for path in view.shown if is_within(path, folder) and os.path.exists(path)]
+        shown = [(path, os.path.isdir(path), syscalls.copy_of_tree(path)) for path in inside]
+        links = [(name, real) for name, real in view.links if is_within(name, folder) and os.path.islink(name)]
         syscalls.unmount(folder)
         _mount_scratch(folder, scratch_mb)
+        for path, is_folder, copy in shown:
+            _make_place(path, is_folder=is_folder)
+            syscalls.attach(copy, path)
+            os.close(copy)
+        for name, real in links:
+            if not os.path.lexists(name):
+                os.makedirs(os.path.dirname(name), exist_ok=True)
+                os.symlink(real, name)
 
 
 def _mount_scratch(folder: str, scratch_mb: int) -> None:
@@ -84,17 +95,22 @@ def _show(path: str) -> None:
     """Mounts the tree at `path` at the same place of the new tree, read-only."""
     devices = 0 if is_within(path, "/dev") else syscalls.NO_DEVICES
     target = STAGE + path
-    if os.path.isdir(path):
-        os.makedirs(target, exist_ok=True)
-    else:
-        os.makedirs(os.path.dirname(target), exist_ok=True)
-        Path(target).touch()
+    _make_place(target, is_folder=os.path.isdir(path))
     copy = syscalls.copy_of_tree(path)
     try:
         syscalls.restrict(copy, syscalls.READ_ONLY | syscalls.NO_SETUID | devices)
         syscalls.attach(copy, target)
     finally:
         os.close(copy)
+
+
+def _make_place(target: str, *, is_folder: bool) -> None:
+    """An empty folder or file that a mount covers."""
+    if is_folder:
+        os.makedirs(target, exist_ok=True)
+    else:
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        Path(target).touch()
 
 
 def _is_kept_from_others(path: str) -> bool:
