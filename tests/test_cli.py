@@ -104,10 +104,10 @@ def test_a_shell_completes_jobs(url: str, client: Client, spec: dict[str, Any]) 
 
 
 def test_jobs_are_compared_by_what_differs(url: str, client: Client, spec: dict[str, Any]) -> None:
-    one, other = (client.submit({**spec, "name": name, "output": f"{spec['output']}-{name}"}) for name in ("a1", "b1"))
-    compared = json.loads(millrace("compare", "a1", "b1", "--json", url=url).stdout)
+    one, other = (client.submit({**spec, "name": name, "output": f"{spec['output']}-{name}"}) for name in ("left", "right"))
+    compared = json.loads(millrace("compare", "left", "right", "--json", url=url).stdout)
     assert compared["jobs"] == [one.id, other.id] and set(compared["spec"]) == {"name", "output"}
-    assert "Neither job has trained a step." in millrace("compare", "a1", "a1", url=url).stdout
+    assert "Neither job has trained a step." in millrace("compare", "left", "left", url=url).stdout
     for job in (one, other):
         client.cancel(job.id)
 
