@@ -104,7 +104,8 @@ def test_a_shell_completes_jobs(url: str, client: Client, spec: dict[str, Any]) 
 
 
 def test_jobs_are_compared_by_what_differs(url: str, client: Client, spec: dict[str, Any]) -> None:
-    one, other = (client.submit({**spec, "name": name, "output": f"{spec['output']}-{name}"}) for name in ("left", "right"))
+    names = ("left", "right")
+    one, other = (client.submit({**spec, "name": name, "output": f"{spec['output']}-{name}"}) for name in names)
     compared = json.loads(millrace("compare", "left", "right", "--json", url=url).stdout)
     assert compared["jobs"] == [one.id, other.id] and set(compared["spec"]) == {"name", "output"}
     assert "Neither job has trained a step." in millrace("compare", "left", "left", url=url).stdout
