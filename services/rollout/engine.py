@@ -78,6 +78,18 @@ class Load:
     waiting: int
 
 
+@dataclass(frozen=True)
+class EngineStats:
+    """What the scheduler of the engine library tells of itself."""
+
+    running: int
+    waiting: int
+    """Requests in its queue."""
+    cache_used: float
+    """Part of its cache of keys and values that running requests hold, 0 to 1. An engine without a cache of fixed size
+    gives the part of its slots that is in use."""
+
+
 class Engine(EngineWeights, Protocol):
     """Generates samples, and receives weights meanwhile. All methods are called on one event loop and do not block
     it.
@@ -105,6 +117,9 @@ class Engine(EngineWeights, Protocol):
 
     def load(self) -> Load:
         """Raises EngineDied where the engine has ended."""
+
+    def stats(self) -> EngineStats | None:
+        """Unlike `load`, which counts what the replica has asked for. None where the library has told nothing (yet)."""
 
     async def finish_batch(self) -> None:
         """Returns when what generates has come to the end of a batch, at once where it has nothing to do. It never

@@ -1,16 +1,20 @@
 """The replica's page for Prometheus. Its metrics are declared in millrace/telemetry/metrics/prometheus."""
 
+import math
+import platform
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
 from millrace.ids import MemberId, Version
+from millrace.telemetry.gpus import GpuMonitor, visible
 from millrace.telemetry.metrics.declaration import Owner
 from millrace.telemetry.metrics.prometheus import replica as names
 from millrace.telemetry.metrics.prometheus.every_service import describe_process
 from millrace.telemetry.metrics.prometheus.members import (
     MEMBER_TOKENS,
     RECEIVER_PHASES,
+    describe_gpus,
     describe_member,
     record_publication,
 )
@@ -21,6 +25,8 @@ from services.rollout.judges.client import JudgeClient
 from services.rollout.judges.scorer import JudgeScorer
 from services.rollout.work.job import Job
 from services.rollout.work.leases import Leases
+
+HOST = platform.node()
 
 
 class Observed(Protocol):
@@ -55,6 +61,8 @@ class ReplicaMetrics:
         self._replica = replica
         self._counted_tokens = 0
         self._counted_requests = WeakKeyDictionary[JudgeClient, Mapping[str, int]]()
+        self._gpus = GpuMonitor(visible())
+        self._gpus.start()
 
     def published(self, report: weights_pb2.MemberReport) -> None:
         """Records the replica's part in a publication that it has committed."""
@@ -64,10 +72,13 @@ class ReplicaMetrics:
         """Sets every gauge to what the replica is now. On the replica's event loop."""
         replica = self._replica
         load, _ = replica.load()
-        names.ENGINE_RUNNING.on(self.registry).set(load.running)
-        names.ENGINE_WAITING.on(self.registry).set(load.waiting)
+        stats = replica.engine.stats() if replica.engine is not None else None
+        names.ENGINE_RUNNING.on(self.registry).set(load.running if stats is None else stats.running)
+        names.ENGINE_WAITING.on(self.registry).set(load.waiting if stats is None else stats.waiting)
+        names.ENGINE_CACHE_USED.on(self.registry).set(math.nan if stats is None else stats.cache_used)
         names.ENGINE_CAPACITY.on(self.registry).set(replica.engine.capacity if replica.engine is not None else 0)
         names.LEASES_HELD.on(self.registry).set(replica.leases.held)
+        describe_gpus(self.registry, [(HOST, reading) for reading in self._gpus.latest])
         names.DRAINING.on(self.registry).set(not replica.takes_leases)
         generated = replica.leases.generated_tokens
         MEMBER_TOKENS.on(self.registry).inc(generated - self._counted_tokens)

@@ -16,7 +16,16 @@ from millrace.telemetry.metrics.prometheus.registry import PROMETHEUS_SECTIONS
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 SELECTOR = re.compile(r"\b((?:millrace|process)_[a-z_]+)(\{[^}]*\})?")
 MATCHER = re.compile(r"(\w+)(=~|!=|=)\"([^\"]*)\"")
-NEEDS_GPU = frozenset({"millrace_rank_gpu_memory_bytes"})
+NEEDS_GPU = frozenset(
+    {
+        "millrace_rank_gpu_memory_bytes",
+        "millrace_gpu_busy_ratio",
+        "millrace_gpu_memory_used_bytes",
+        "millrace_gpu_memory_size_bytes",
+        "millrace_gpu_power_watts",
+        "millrace_gpu_temperature_celsius",
+    }
+)
 """Metrics that a service has on a GPU only."""
 OF_JUDGES = frozenset(
     {"millrace_judge_down_seconds", "millrace_judge_waiting_requests", "millrace_judge_requests_total"}

@@ -21,6 +21,7 @@ class Unit(StrEnum):
     """The unit of a metric."""
 
     BYTES = "bytes"
+    CELSIUS = "°C"
     COUNT = "count"
     GIBIBYTES = "GiB"
     LEARNING_RATE = "learning rate"
@@ -44,6 +45,7 @@ class Unit(StrEnum):
     TOKENS = "tokens"
     TOKENS_PER_SECOND = "tokens/s"
     VERSIONS = "versions"
+    WATTS = "W"
 
 
 @dataclass(frozen=True)

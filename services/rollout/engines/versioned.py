@@ -13,7 +13,7 @@ from millrace.spec.rollout import CachePolicy
 from millrace.weights.plans.boxes import Boxes
 from millrace.weights.plans.manifest import Manifest
 from millrace.wire.v1 import weights_pb2
-from services.rollout.engine import EngineDied, Load, Sample, Sampling
+from services.rollout.engine import EngineDied, EngineStats, Load, Sample, Sampling
 from services.rollout.engines.slots import Slots
 from services.rollout.weights.engine_weights import CommitReport, ReceiveReport, SendReport
 from services.rollout.weights.transfer_request import TransferRequest, nothing_prepared
@@ -109,6 +109,10 @@ class VersionedEngine(ABC):
         """See `Engine`."""
         running = min(len(self._running), self.capacity)
         return Load(running, len(self._running) - running)
+
+    def stats(self) -> EngineStats | None:
+        """See `Engine`."""
+        return None
 
     async def finish_batch(self) -> None:
         """See `Engine`."""

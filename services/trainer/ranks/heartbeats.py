@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import structlog
 from torch.distributed import DistError
 
-from services.trainer.ranks.usage import Usage
+from services.trainer.ranks.usage import Usage, UsageMeter
 from services.trainer.ranks.world import World
 
 log = structlog.get_logger(__name__)
@@ -32,12 +32,12 @@ class Heartbeat:
     """What the rank uses of its host and GPU."""
 
     def encode(self) -> bytes:
-        return json.dumps([self.number, self.wants_drain, vars(self.usage)]).encode()
+        return json.dumps([self.number, self.wants_drain, self.usage.to_json()]).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> "Heartbeat":
         number, wants_drain, usage = json.loads(data)
-        return cls(number, wants_drain, Usage(**usage))
+        return cls(number, wants_drain, Usage.from_json(usage))
 
 
 class Heartbeats:
@@ -118,8 +118,9 @@ class Heartbeats:
     def _measure(self) -> None:
         """Keeps the rank's usage current. Not on the thread of the heartbeats: a GPU that does not answer would make
         the rank look dead."""
+        meter = UsageMeter(self._world.device)
         while not self._stopped.wait(EVERY_S):
-            self._usage = Usage.of(self._world.device)
+            self._usage = meter.measure()
 
     def _read_all(self) -> None:
         now = time.monotonic()

@@ -4,12 +4,14 @@ millrace/telemetry/metrics/prometheus."""
 import torch
 
 from millrace.ids import MemberId
+from millrace.telemetry.gpus import GpuReading
 from millrace.telemetry.metrics.declaration import Owner
 from millrace.telemetry.metrics.prometheus import trainer as names
 from millrace.telemetry.metrics.prometheus.every_service import describe_process
 from millrace.telemetry.metrics.prometheus.members import (
     MEMBER_TOKENS,
     SENDER_PHASES,
+    describe_gpus,
     describe_member,
     record_publication,
 )
@@ -51,8 +53,11 @@ class TrainerMetrics:
 
     def _ranks(self) -> None:
         names.RANKS.on(self.registry).set(self._heartbeats.ranks)
+        readings: list[tuple[str, GpuReading]] = []
         for rank, (silent_s, usage) in self._heartbeats.heard().items():
-            labels = {"rank": str(rank), "host": self._heartbeats.host(rank).partition(" ")[0]}
+            host = self._heartbeats.host(rank).partition(" ")[0]
+            labels = {"rank": str(rank), "host": host}
+            readings += [(host, usage.gpu)] if usage.gpu is not None else []
             names.RANK_SILENT_S.on(self.registry).labels(**labels).set(silent_s)
             names.RANK_RESIDENT.on(self.registry).labels(**labels).set(usage.resident_bytes)
             cpu_s = names.RANK_CPU_S.on(self.registry).labels(**labels)
@@ -60,3 +65,4 @@ class TrainerMetrics:
             self._cpu_s[rank] = usage.cpu_s
             for kind, size in usage.gpu_bytes.items():
                 names.RANK_GPU_MEMORY.on(self.registry).labels(**labels, kind=kind).set(size)
+        describe_gpus(self.registry, readings)

@@ -139,6 +139,7 @@ def check_metrics(member: fleet_pb2.RegisterRequest) -> None:
     labels = f'engine_release="{member.engine_release}",job_id="{JOB}",member="{member.member_id}"'
     assert f'\nmillrace_member_info{{engine="transformers",{labels}}} 1.0\n' in page
     assert value(page, "millrace_engine_running_samples") + value(page, "millrace_engine_waiting_samples") > 0
+    assert 0.0 < value(page, "millrace_engine_cache_used_ratio") <= 1.0
     assert value(page, "millrace_engine_capacity_samples") == 16 and value(page, "millrace_leases_held") >= 4
     assert value(page, "millrace_member_publication_bytes_total") > 0
     for phase in ("prepare", "wire", "verify", "apply", "pause"):

@@ -1,7 +1,14 @@
-"""Prometheus metrics of trainer and replicas: each member's own part in publications."""
+"""Prometheus metrics of trainer and replicas: each member's own part in publications, and the GPUs that it uses.
+
+GPUs are measured by NVML where the package `nvidia-ml-py` is installed, which the engines' GPU builds bring. A replica
+tells of the GPUs that it may use on its own host, the trainer of the GPU of each rank.
+"""
+
+from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from millrace.telemetry.gpus import GpuReading
 from millrace.telemetry.metrics.declaration import Unit
 from millrace.telemetry.metrics.prometheus.declaration import PUBLICATION_BUCKETS_S, PrometheusMetric
 from millrace.wire.v1 import weights_pb2
@@ -39,6 +46,28 @@ MEMBER_PUBLICATION_BYTES = PrometheusMetric(
     Unit.BYTES,
     "Bytes of weights that this member sent or received in publications.",
 )
+GPU_LABELS = ("gpu", "host")
+GPU_BUSY = PrometheusMetric(
+    Gauge,
+    "millrace_gpu_busy_ratio",
+    Unit.SHARE,
+    "Part of the last moment, up to a second, in which the GPU ran a kernel.",
+    GPU_LABELS,
+)
+GPU_MEMORY_USED = PrometheusMetric(
+    Gauge,
+    "millrace_gpu_memory_used_bytes",
+    Unit.BYTES,
+    "Memory of the GPU that all processes together use.",
+    GPU_LABELS,
+)
+GPU_MEMORY_SIZE = PrometheusMetric(
+    Gauge, "millrace_gpu_memory_size_bytes", Unit.BYTES, "Memory of the GPU.", GPU_LABELS
+)
+GPU_POWER = PrometheusMetric(Gauge, "millrace_gpu_power_watts", Unit.WATTS, "Power that the GPU draws.", GPU_LABELS)
+GPU_TEMPERATURE = PrometheusMetric(
+    Gauge, "millrace_gpu_temperature_celsius", Unit.CELSIUS, "Temperature of the GPU.", GPU_LABELS
+)
 SENDER_PHASES = ("prepare", "gather", "wire", "verify")
 RECEIVER_PHASES = ("prepare", "wire", "verify", "apply", "pause")
 
@@ -58,3 +87,15 @@ def describe_member(
     info.clear()
     info.labels(member=member, engine=engine, engine_release=engine_release, job_id=job_id).set(1)
     MEMBER_VERSION.on(registry).set(-1 if version is None else version)
+
+
+def describe_gpus(registry: CollectorRegistry, readings: Iterable[tuple[str, GpuReading]]) -> None:
+    """Sets what GPUs do: readings with the host of each. What a GPU does not tell has no series."""
+    every = (GPU_BUSY, GPU_MEMORY_USED, GPU_MEMORY_SIZE, GPU_POWER, GPU_TEMPERATURE)
+    for metric in every:
+        metric.on(registry).clear()
+    for host, one in readings:
+        values = (one.busy, one.used_bytes, one.size_bytes, one.power_w, one.temperature_c)
+        for metric, value in zip(every, values, strict=True):
+            if value is not None:
+                metric.on(registry).labels(gpu=one.gpu, host=host).set(value)

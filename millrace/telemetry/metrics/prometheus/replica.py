@@ -6,10 +6,20 @@ from millrace.telemetry.metrics.declaration import Unit
 from millrace.telemetry.metrics.prometheus.declaration import PrometheusMetric
 
 ENGINE_RUNNING = PrometheusMetric(
-    Gauge, "millrace_engine_running_samples", Unit.COUNT, "Samples that the engine generates now."
+    Gauge, "millrace_engine_running_samples", Unit.COUNT, "Samples that the engine generates now, as the engine counts."
 )
 ENGINE_WAITING = PrometheusMetric(
-    Gauge, "millrace_engine_waiting_samples", Unit.COUNT, "Samples that wait in the engine's queue."
+    Gauge,
+    "millrace_engine_waiting_samples",
+    Unit.COUNT,
+    "Samples that wait in the engine's queue, as the engine counts.",
+)
+ENGINE_CACHE_USED = PrometheusMetric(
+    Gauge,
+    "millrace_engine_cache_used_ratio",
+    Unit.SHARE,
+    "Part of the engine's cache of keys and values that running samples hold; of the transformers engine the part of "
+    "its slots. NaN where the engine does not tell (sglang).",
 )
 ENGINE_CAPACITY = PrometheusMetric(
     Gauge,

@@ -19,7 +19,7 @@ from millrace.ids import Version
 from millrace.spec import JobSpec
 from millrace.spec.rollout import CachePolicy
 from millrace.validation.mistakes import options as checked_options
-from services.rollout.engine import EngineDied, Load, Sample, Sampling, compute_threads, end_of_turn
+from services.rollout.engine import EngineDied, EngineStats, Load, Sample, Sampling, compute_threads, end_of_turn
 from services.rollout.engines.options import with_whole_paths
 from services.rollout.engines.versioned import VersionedEngine
 from services.rollout.weights.workers import InProcessWorker
@@ -143,6 +143,13 @@ class TransformersEngine(VersionedEngine):
         if self._decoding.done():
             raise EngineDied(f"the decode loop ended: {self._decoding.exception()}")
         return Load(*self._decode_loop.counts())
+
+    def stats(self) -> EngineStats | None:
+        """See `Engine`. The cache grows with the batch; what is limited is the number of its rows."""
+        if self._decoding is None:
+            return None
+        running, waiting = self._decode_loop.counts()
+        return EngineStats(running, waiting, running / self.capacity)
 
     async def finish_batch(self) -> None:
         """See `Engine`. The loop pauses for a moment: between two tokens."""

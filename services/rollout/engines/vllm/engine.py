@@ -27,6 +27,7 @@ from millrace.spec.rollout import CachePolicy
 from millrace.wire.address import host_address
 from services.rollout.engine import (
     EngineDied,
+    EngineStats,
     Load,
     Sample,
     Sampling,
@@ -40,6 +41,7 @@ from services.rollout.engines.vllm import options as vllm_options
 from services.rollout.engines.vllm.adapter import lora_request
 from services.rollout.engines.vllm.environment import set_cpu_environment, set_environment
 from services.rollout.engines.vllm.processes import kill_engine, reason, refusals, take_over_spawn
+from services.rollout.engines.vllm.scheduler_stats import SchedulerStats
 from services.rollout.engines.vllm.versions import VersionMarks
 from services.rollout.engines.vllm.workers import VllmWorkers
 from services.rollout.lifeline import own_descendants
@@ -71,6 +73,7 @@ class VllmEngine(VersionedEngine):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="vllm")
         self._numbers = itertools.count()
         self._workers: VllmWorkers = VllmWorkers()
+        self._scheduler = SchedulerStats()
         self._marks: VersionMarks | None = None
         self._end_of_turn: list[int] = []
         self._replayed: list[int] | None = None
@@ -127,7 +130,7 @@ class VllmEngine(VersionedEngine):
             arguments = vllm_options.engine_arguments(spec, self._adapter, start)
             config = arguments.create_engine_config()
             vllm_options.check_model(config)
-            llm = AsyncLLM.from_vllm_config(config, disable_log_stats=arguments.disable_log_stats)
+            llm = AsyncLLM.from_vllm_config(config, disable_log_stats=False)
         except (ValueError, TypeError, OSError) as error:
             what = f"vLLM refused model.path {spec.model.path} with rollout.engine_options: {reason(error)}."
             raise InvalidJob(what, "fix the named option; vLLM's log above says more.") from error
@@ -137,6 +140,7 @@ class VllmEngine(VersionedEngine):
                 raise InvalidJob(what, "fix the named option; vLLM's log above says more.") from error
             what = f"vLLM did not start with {spec.model.path}: {error}."
             raise Unavailable(what, "its log above names the cause; memory and CUDA devices first.") from error
+        self._scheduler.attach(llm, others=not arguments.disable_log_stats)
         self._tokenizer = llm.get_tokenizer()
         self._lora_request = None if self._adapter is None else lora_request()
         named = llm.model_config.try_get_generation_config().get("eos_token_id")
@@ -168,6 +172,10 @@ class VllmEngine(VersionedEngine):
         if self._llm is not None and self._llm.errored:
             raise EngineDied(f"vLLM's engine process ended: {self._llm.dead_error}")
         return super().load()
+
+    def stats(self) -> EngineStats | None:
+        """See `Engine`. vLLM tells nothing while it has nothing to do."""
+        return self._scheduler.last if self._running else EngineStats(0, 0, 0.0)
 
     async def _generate(self, prompt_tokens: Sequence[int], sampling: Sampling) -> Sample:
         from vllm.v1.engine.exceptions import EngineDeadError

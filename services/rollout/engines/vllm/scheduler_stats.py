@@ -1,0 +1,45 @@
+"""What vLLM's scheduler tells of itself after each of its steps.
+
+vLLM has statistics off or on as a whole. On, they cost the replica's event loop a look at every output, and metrics for
+Prometheus that nobody reads. Here only the scheduler's own numbers are taken.
+"""
+
+from typing import Any
+
+from services.rollout.engine import EngineStats
+
+
+class SchedulerStats:
+    """Stands where AsyncLLM has its loggers of statistics, and keeps the last numbers."""
+
+    def __init__(self) -> None:
+        self.last: EngineStats | None = None
+        """None before the first step."""
+        self._others: Any = None
+
+    def attach(self, llm: Any, *, others: bool) -> None:
+        """Takes the place of the loggers of an AsyncLLM that was built with statistics and has not generated yet.
+        `others`: whether the loggers go on, as the job asks for them; otherwise single outputs are not looked at."""
+        if others:
+            self._others = llm.logger_manager
+        else:
+            llm.log_stats = llm.output_processor.log_stats = False
+        llm.logger_manager = self
+
+    def record(self, *arguments: Any, scheduler_stats: Any = None, **named: Any) -> None:
+        """Called by AsyncLLM with the outputs of each step."""
+        if scheduler_stats is not None:
+            waiting = scheduler_stats.num_waiting_reqs + getattr(scheduler_stats, "num_skipped_waiting_reqs", 0)
+            self.last = EngineStats(scheduler_stats.num_running_reqs, waiting, float(scheduler_stats.kv_cache_usage))
+        if self._others is not None:
+            self._others.record(*arguments, scheduler_stats=scheduler_stats, **named)
+
+    def __getattr__(self, name: str) -> Any:
+        """What else AsyncLLM calls of its loggers: theirs, or nothing."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return _nothing if self._others is None else getattr(self._others, name)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Does nothing."""
