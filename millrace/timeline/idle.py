@@ -43,7 +43,8 @@ def loop_causes(activity: Activity) -> Codes:
         for cause, where in _waits_of(activity, admit, within):
             put(cause, where & within)
         put(IdleCause.GENERATION, within)
-    put(IdleCause.COORDINATION, activity.stage(SpanKind.ISSUE, SpanKind.TRAIN, SpanKind.TRACK))
+    # Between two stages the coordinator reads and writes its ledger.
+    put(IdleCause.COORDINATION, activity.stage(SpanKind.ISSUE, SpanKind.TRAIN, SpanKind.TRACK, SpanKind.STEP))
     return causes
 
 

@@ -21,9 +21,9 @@ SOURCES = {
     spans_pb2.SPAN_SOURCE_ROLLOUT: LaneKind.ROLLOUT,
 }
 SOURCE_NUMBERS = {source: number for number, source in SOURCES.items()}
-MOST_AT_ONCE = 2000
+MOST_AT_ONCE = 4000
 """Spans in a batch."""
-LARGEST_BYTES = 1 << 20
+LARGEST_BYTES = 2 << 20
 """Largest batch, uncompressed. A larger one is not read."""
 
 

@@ -28,7 +28,7 @@ STEP_BYTES = 512 << 10
 """Most bytes of spans of one step: some 25,000 spans. So a job's spans take at most 25 MiB of Redis's memory."""
 MOST_WAITING = 1000
 """Batches of members that wait to be stored."""
-LARGEST_BATCH = 128 << 10
+LARGEST_BATCH = 256 << 10
 """Largest batch of a member, compressed."""
 Place = tuple[JobId, int]
 """A job, and the step that is in progress."""

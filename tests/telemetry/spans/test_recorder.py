@@ -6,11 +6,12 @@ import threading
 import pytest
 
 from millrace.ids import MemberId
-from millrace.telemetry.spans.batches import LARGEST_BYTES, Batch, decode, encode
+from millrace.telemetry.spans.batches import LARGEST_BYTES, MOST_AT_ONCE, Batch, decode, encode
 from millrace.telemetry.spans.context import TraceContext, current, incoming, outgoing, within
 from millrace.telemetry.spans.kinds import SpanKind
 from millrace.telemetry.spans.recorder import Recorder, Span
 from millrace.timeline.view import LaneKind
+from services.coordinator.observe.span_store import LARGEST_BATCH
 
 ROOT = TraceContext.of_step("job-0123456789ab", 1, 3)
 
@@ -108,8 +109,9 @@ def test_a_batch_comes_back_as_it_was() -> None:
     batch = Batch(MemberId("rollout-1"), LaneKind.ROLLOUT, spans, dropped=7)
     data = encode(batch)
     assert decode(data) == batch
-    many = encode(Batch(MemberId("m"), LaneKind.TRAINER, [_sample(n) for n in range(2000)]))
-    assert len(many) / 2000 < 60
+    many = encode(Batch(MemberId("m"), LaneKind.TRAINER, [_sample(n) for n in range(MOST_AT_ONCE)]))
+    assert len(many) / MOST_AT_ONCE < 60
+    assert len(many) < LARGEST_BATCH and len(decode(many).spans) == MOST_AT_ONCE
 
 
 def _sample(number: int) -> Span:
