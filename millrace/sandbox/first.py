@@ -40,6 +40,8 @@ class Wanted:
     """Descriptors, besides its standard ones, that the code keeps."""
     processes: int = privileges.PROCESSES
     """Most processes and threads together."""
+    loopback: bool = False
+    """Whether there is a loopback where the network of the machine cannot be reached."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,9 @@ def separate(wanted: Wanted, given: Given) -> tuple[int | None, list[Missing]]:
             syscalls.unshare(flag)
         except OSError as error:
             missing.append(Missing(boundary, str(error.strerror)))
+        else:
+            if boundary is Boundary.NETWORK and wanted.loopback:
+                syscalls.raise_loopback()
     changes = privileges.may_change_user() and not given.users
     user = privileges.own_user(wanted.view, given.number, own_tree=True) if changes else None
     try:

@@ -5,8 +5,11 @@ pivot_root(2), capabilities(7).
 """
 
 import ctypes
+import fcntl
 import os
 import platform
+import socket
+import struct
 
 CLONE_NEWNS = 0x00020000
 CLONE_NEWUTS = 0x04000000
@@ -20,6 +23,8 @@ MS_REMOUNT, MS_BIND, MS_REC, MS_SLAVE = 0x20, 0x1000, 0x4000, 0x80000
 READ_ONLY, NO_SETUID, NO_DEVICES = 0x1, 0x2, 0x4
 """Attributes of a mount, for `restrict`."""
 
+_SIOCSIFFLAGS = 0x8914
+_IFF_UP, _IFF_RUNNING = 0x1, 0x40
 _AT_FDCWD = -100
 _AT_EMPTY_PATH = 0x1000
 _AT_RECURSIVE = 0x8000
@@ -139,3 +144,10 @@ def drop_capabilities() -> None:
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
     none = (ctypes.c_uint32 * 6)()
     _done("capset", _libc.capset(header, none))
+
+
+def raise_loopback() -> None:
+    """Makes the loopback of this network namespace usable. See netdevice(7)."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        request = struct.pack("16sH22x", b"lo", _IFF_UP | _IFF_RUNNING)
+        fcntl.ioctl(any_socket, _SIOCSIFFLAGS, request)

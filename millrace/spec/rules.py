@@ -73,12 +73,16 @@ def _reward(spec: JobSpec) -> Iterator[Mistake]:
 
 
 def _agent(spec: JobSpec) -> Iterator[Mistake]:
-    """Either an agent or an environment plays the episodes."""
-    if spec.rollout.agent is not None and not spec.rollout.agent.external:
-        yield _broken("rollout.agent.external", False, "nobody would play the episodes", "set it to true")
-    if spec.rollout.agent is not None and spec.rollout.environment is not None:
+    """An agent is run by the replica or elsewhere, and it is the only one that plays the episodes."""
+    if (agent := spec.rollout.agent) is None:
+        return
+    if bool(agent.command) == agent.external:
+        both = "both rollout.agent.command and rollout.agent.external are given"
+        reason = both if agent.external else "neither rollout.agent.command nor rollout.agent.external is given"
+        yield _broken("rollout.agent.command", agent.command, reason, "give one of the two")
+    if spec.rollout.environment is not None:
         reason = "rollout.environment is given too, and an episode has one of the two"
-        yield _broken("rollout.agent", "external", reason, "leave one of them out")
+        yield _broken("rollout.agent", agent.command or "external", reason, "leave one of them out")
 
 
 def _sizes(spec: JobSpec) -> Iterator[Mistake]:

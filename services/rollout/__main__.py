@@ -199,9 +199,8 @@ async def _serve(member_id: MemberId, options: Options) -> int:
     server = Server(served, bind, options.port, observe=grpc_observer(replica.metrics.registry))
     metrics = MetricsEndpoint(replica.metrics.registry, bind, options.metrics_port, replica.metrics.refresh)
     replica.metrics_port = metrics.port
-    sessions = SessionServer(replica.sessions, bind, options.sessions_port)
+    sessions = SessionServer(replica.sessions, bind, options.sessions_port, options.host)
     replica.sessions_port = sessions.port
-    replica.sessions.url = f"http://{options.host}:{sessions.port}"
     membership = replica.membership(coordinator, f"{options.host}:{server.port}", options.patience_s)
     leases.on_forgotten, leases.on_death = membership.forgotten, replica.died_of
     stops, ending = _signals(), Ending.DIED

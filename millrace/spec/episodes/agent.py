@@ -9,10 +9,19 @@ from millrace.validation.model import StrictModel
 
 
 class Agent(StrictModel):
-    """Agents run elsewhere, and claim the episodes."""
+    """Either `command` or `external`. A command has the limits of reward.memory_mb, reward.network and
+    reward.isolation."""
 
+    command: list[str] = Field(default_factory=list, max_length=256, examples=[["python", "/data/agents/agent.py"]])
+    """The program with its arguments, which the replica runs once for each episode. Exit status 0 ends the episode."""
     external: bool = False
     """Whether agents run elsewhere and claim episodes with `POST /sessions`."""
+    sandbox: bool = True
+    """Whether the command runs in a sandbox, which sees the files that its arguments name with their folders, and of
+    the network only its session, or everything with reward.network. If not, it runs as the replica does, with all of
+    its files and network."""
+    commands: int = Field(8, ge=1, le=1024)
+    """Commands that run at once in each replica."""
     renderer: str = "default"
     """The chat format: a name of the library renderers, for example qwen3, or default, which takes the model's own chat
     template and extends what was sampled where the template allows it."""
@@ -23,7 +32,7 @@ class Agent(StrictModel):
     max_turn_tokens: int | None = Field(None, ge=1, le=limits.MOST_TOKENS)
     """Longest turn, in tokens; null: as long as rollout.max_response_tokens leaves room."""
     episode_s: float = Field(600.0, ge=limits.SHORTEST_S, le=limits.LONGEST_S)
-    """Seconds of an episode, from its claim. One that takes longer is run again once; then
+    """Seconds of an episode, from its claim or the start of the command. One that takes longer is run again once; then
     its group is dropped."""
 
     @model_validator(mode="before")

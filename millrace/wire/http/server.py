@@ -1,8 +1,10 @@
 """An HTTP server in the event loop of a service, which handles signals itself."""
 
+import asyncio
 import contextlib
 import socket
 from collections.abc import Iterator
+from functools import partial
 
 import uvicorn
 
@@ -29,6 +31,14 @@ class HttpServer(uvicorn.Server):
                 timeout_graceful_shutdown=int(GRACE_S),
             )
         )
+
+    async def serve_also(self, listener: socket.socket) -> asyncio.Server:
+        """Answers requests at another listening socket too, until the server that is returned is closed. `serve` has
+        begun."""
+        create = partial(
+            PatientProtocol, config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        return await asyncio.get_running_loop().create_server(create, sock=listener)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

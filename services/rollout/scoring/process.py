@@ -68,6 +68,11 @@ class Setup:
     """The module that the process runs."""
 
     @property
+    def descriptors(self) -> tuple[int, ...]:
+        """Descriptors of this process, besides those of the protocol, that the process gets."""
+        return ()
+
+    @property
     def functions(self) -> str:
         """What is loaded, for messages."""
         return self.function
@@ -103,7 +108,7 @@ class ScoringProcess:
         """
         ours, theirs = socket.socketpair()
         try:
-            worker = cls(await _spawn(setup.worker, theirs.fileno()), ours, setup.memory_mb)
+            worker = cls(await _spawn(setup.worker, theirs.fileno(), *setup.descriptors), ours, setup.memory_mb)
         except BaseException:
             ours.close()
             raise
@@ -222,7 +227,7 @@ class _Spawned:
     mark: str
 
 
-async def _spawn(module: str, control: int) -> _Spawned:
+async def _spawn(module: str, *descriptors: int) -> _Spawned:
     loop, mark = asyncio.get_running_loop(), uuid.uuid4().hex
     transport, streams = await loop.subprocess_exec(
         _Streams,
@@ -232,7 +237,7 @@ async def _spawn(module: str, control: int) -> _Spawned:
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=None,
-        pass_fds=(control,),
+        pass_fds=descriptors,
         start_new_session=True,
         env={**passed_environment(), MARK: mark},
     )

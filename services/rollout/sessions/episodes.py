@@ -1,7 +1,9 @@
 """Runs the episodes of a job with an agent: each is a session that the agent plays."""
 
 import asyncio
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from millrace.drops import Drop, DropReason
@@ -10,6 +12,7 @@ from millrace.spec.episodes.agent import Agent
 from millrace.telemetry.spans.kinds import SpanKind
 from millrace.telemetry.spans.recorder import span
 from services.rollout.engine import Engine, Sampling
+from services.rollout.sessions.commands.run import Ended, run
 from services.rollout.sessions.open_sessions import OpenSessions
 from services.rollout.sessions.policy import Chats, Policy
 from services.rollout.sessions.session import AgentFailed, Session
@@ -20,6 +23,8 @@ from services.rollout.work.sampled import OnSample
 
 ATTEMPTS = 2
 """Runs of an episode whose agent fails, before its group is dropped."""
+LONGEST_REASON = 300
+"""Characters of a command's last line that a failure tells."""
 
 
 def row_of(prompt: Prompt) -> dict[str, Any]:
@@ -36,12 +41,14 @@ class AgentEpisodes:
     sessions: OpenSessions
     chats: Chats
     spec: JobSpec
+    running: asyncio.Semaphore
+    """Commands that may be started."""
 
     @classmethod
     def of_job(cls, job: Job, sessions: OpenSessions) -> Self:
         """The episodes of a job that has an agent."""
-        assert job.chat is not None
-        return cls(sessions, Chats(job.chat), job.spec)
+        assert job.chat is not None and job.spec.rollout.agent is not None
+        return cls(sessions, Chats(job.chat), job.spec, asyncio.Semaphore(job.spec.rollout.agent.commands))
 
     @property
     def agent(self) -> Agent:
@@ -59,23 +66,57 @@ class AgentEpisodes:
             try:
                 with self.sessions.hold(session):
                     with span(SpanKind.ENVIRONMENT, detail="agent"):
-                        await self._played(session)
-                    return session.episode()
+                        ended = await self._played(session)
+                    return _with(session.episode(), ended)
             except AgentFailed as error:
                 failures.append(str(error))
         raise EpisodeFailed(Drop(DropReason.ENVIRONMENT_FAILED, "; then ".join(failures)))
 
-    async def _played(self, session: Session) -> None:
-        """Returns when the agent has ended the episode. Raises AgentFailed, and what the engine raised."""
-        limit_s = self.agent.episode_s
-        await self.sessions.offer(session, limit_s)
-        try:
-            async with asyncio.timeout(limit_s):
-                await session.ended.wait()
-        except TimeoutError as error:
-            raise AgentFailed(f"the episode took longer than {limit_s:g} s") from error
+    async def _played(self, session: Session) -> Ended | None:
+        """Returns when the agent has ended the episode; how its command ended, where one did. Raises AgentFailed, and
+        what the engine raised."""
+        if self.agent.command:
+            async with self.running:
+                return await self._run(session)
+        await self.sessions.offer(session, self.agent.episode_s)
+        async with self._limit():
+            await session.ended.wait()
         if session.failure is not None:
             raise session.failure
+        return None
+
+    async def _run(self, session: Session) -> Ended | None:
+        """Runs the command until it has ended, or the session has."""
+        assert self.sessions.endpoint is not None
+        session.deadline = asyncio.get_running_loop().time() + self.agent.episode_s
+        row, endpoint = row_of(session.prompt), self.sessions.endpoint
+        command = asyncio.create_task(run(self.agent, self.spec.reward, session, endpoint, row))
+        over = asyncio.create_task(session.ended.wait())
+        try:
+            async with self._limit():
+                await asyncio.wait({command, over}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            over.cancel()
+            command.cancel()
+            await asyncio.wait({command})
+        if session.failure is not None:
+            raise session.failure
+        if command.cancelled():
+            return None
+        ended = command.result()
+        if ended.status != 0 and not session.ended.is_set() and not session.at_limit:
+            last = ended.tail.strip().rpartition("\n")[2]
+            raise AgentFailed(f"the command ended with status {ended.status}: {last[:LONGEST_REASON]}")
+        return ended
+
+    @asynccontextmanager
+    async def _limit(self) -> AsyncIterator[None]:
+        """The time of an episode. Raises AgentFailed when it is over."""
+        try:
+            async with asyncio.timeout(self.agent.episode_s):
+                yield
+        except TimeoutError as error:
+            raise AgentFailed(f"the episode took longer than {self.agent.episode_s:g} s") from error
 
     def _policy(self, engine: Engine, sampling: Sampling, on_sample: OnSample) -> Policy:
         return Policy(
@@ -88,3 +129,12 @@ class AgentEpisodes:
             max_turn_tokens=self.agent.max_turn_tokens,
             model=self.spec.model.path,
         )
+
+
+def _with(episode: Episode, ended: Ended | None) -> Episode:
+    """The episode, with how its command ended in the metadata of the last trajectory."""
+    if ended is None:
+        return episode
+    *before, last = episode.trajectories
+    told = {**last.metadata, "agent": {"status": ended.status, "output": ended.tail}}
+    return replace(episode, trajectories=(*before, replace(last, metadata=told)))

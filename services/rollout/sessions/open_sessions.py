@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from services.rollout.sessions.commands.endpoint import Endpoint
 from services.rollout.sessions.refusals import Refusals, Refused
 from services.rollout.sessions.session import Session
 
@@ -14,8 +15,8 @@ class OpenSessions:
     """Every session from its beginning to its end."""
 
     def __init__(self) -> None:
-        self.url = ""
-        """Where the endpoint is reached, `http://host:port`."""
+        self.endpoint: Endpoint | None = None
+        """The server that answers for them; None: nobody reaches them."""
         self._open: dict[str, Session] = {}
         self._waiting: deque[tuple[Session, asyncio.Event]] = deque()
 

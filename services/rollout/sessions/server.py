@@ -10,6 +10,7 @@
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
@@ -37,8 +38,8 @@ from services.rollout.sessions.streams import event, streamed
 from services.rollout.sessions.token_endpoint import GenerateRequest
 
 log = structlog.get_logger(__name__)
-KEEP_ALIVE_S = 120
-"""How long a connection without a request is kept: tools may take long between two turns."""
+KEEP_ALIVE_S = 30
+"""How long a connection without a request is kept. Clients connect again for a turn after a longer pause."""
 BACKLOG = 4096
 """Connections that wait to be accepted."""
 Answer = Callable[[Request], Awaitable[Response]]
@@ -61,16 +62,25 @@ class SessionServer:
     """Serves the sessions of one replica at `host:port`; port 0 takes a free one. Raises Unavailable where the port is
     taken."""
 
-    def __init__(self, sessions: OpenSessions, host: str, port: int) -> None:
+    def __init__(
+        self, sessions: OpenSessions, host: str, port: int, reached_at: str = "127.0.0.1", app: object = None
+    ) -> None:
+        """`reached_at`: name or address by which agents reach this host. `app`: instead of the application."""
         self._held = contextlib.ExitStack()
         self._socket = self._held.enter_context(listening(host, port, "--sessions-port", BACKLOG))
         self.port = int(self._socket.getsockname()[1])
-        self._server = HttpServer(application(sessions, token()), KEEP_ALIVE_S, BACKLOG)
+        self._server = HttpServer(app or application(sessions, token()), KEEP_ALIVE_S, BACKLOG)
         self._serving: asyncio.Task[None] | None = None
+        self.url = f"http://{reached_at}:{self.port}"
+        sessions.endpoint = self
 
     def start(self) -> None:
         """Answers requests from now on."""
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+
+    async def serve_also(self, listener: socket.socket) -> asyncio.Server:
+        """See `Endpoint`."""
+        return await self._server.serve_also(listener)
 
     async def stop(self) -> None:
         """Ends the requests in progress within a few seconds."""
@@ -131,8 +141,9 @@ class Desk:
         """The episode that has waited longest: its row, its base URLs and its key."""
         check_token(request, self._secret)
         session = self._sessions.claim()
-        log.info("session claimed", session=session.id, caller=request.client.host if request.client else "")
-        url = f"{self._sessions.url or str(request.base_url).rstrip('/')}/sessions/{session.id}"
+        log.debug("session claimed", session=session.id, caller=request.client.host if request.client else "")
+        assert self._sessions.endpoint is not None
+        url = f"{self._sessions.endpoint.url}/sessions/{session.id}"
         told = {"key": session.key, "url": url, "openai_base_url": f"{url}/v1", "anthropic_base_url": url}
         return JSONResponse({**told, **self._described(session)}, 201)
 

@@ -76,6 +76,11 @@ class Session:
         return self._turns
 
     @property
+    def at_limit(self) -> bool:
+        """Whether there is no room for another turn, or none is allowed."""
+        return bool(self._account.end != common_pb2.EPISODE_END_DONE)
+
+    @property
     def seconds_left(self) -> float:
         """Seconds until the deadline."""
         return max(0.0, self.deadline - asyncio.get_running_loop().time())

@@ -21,6 +21,7 @@ from services.rollout.pools.client import PoolClient
 from services.rollout.pools.rewards import PoolScorer
 from services.rollout.scoring.pool import ScoringPool
 from services.rollout.scoring.reward import RewardScorer
+from services.rollout.sessions.commands.program import check_command
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,8 @@ class Job:
     async def open(cls, job_id: JobId, spec: JobSpec, coordinator: Peer) -> "Job":
         """Loads the tokenizer and starts the processes of reward and environment. The `coordinator` knows where the
         replicas of pools are. Raises InvalidJob."""
+        if spec.rollout.agent is not None:
+            check_command(spec.rollout.agent)
         pools = {pool.name: PoolClient(coordinator, job_id, pool) for pool in spec.pools}
         judges = [JudgeScorer(term) for term in spec.reward.judge_terms]
         tokenizer = await asyncio.to_thread(_load_tokenizer, spec)

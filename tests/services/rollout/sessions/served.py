@@ -95,16 +95,17 @@ class Served:
 async def served(policy: Callable[[str], str] = lambda _: "ok", **agent: Any) -> AsyncIterator[Served]:
     """Sessions of external agents. `agent`: fields of rollout.agent."""
     tools = {"renderer_options": {"tool_parser": "qwen3"}}
-    spec = job_spec(Path("/nowhere"), rollout={"agent": {"external": True, **tools, **agent}})
+    asked = {"external": "command" not in agent, **tools, **agent}
+    spec = job_spec(Path("/nowhere"), rollout={"agent": asked})
     assert spec.rollout.agent is not None
     sessions = OpenSessions()
     server = SessionServer(sessions, "127.0.0.1", 0)
     server.start()
-    url = sessions.url = f"http://127.0.0.1:{server.port}"
+    url = server.url
     chats = Chats(Chat(TOKENIZER, "default", spec.rollout.agent.renderer_options, field="rollout.agent"))
     try:
         async with httpx.AsyncClient(base_url=url, timeout=120) as http:
-            yield Served(AgentEpisodes(sessions, chats, spec), Scripted(policy), url, http)
+            yield Served(AgentEpisodes(sessions, chats, spec, asyncio.Semaphore(2)), Scripted(policy), url, http)
     finally:
         await server.stop()
 

@@ -1,8 +1,12 @@
 """A replica whose episodes agents play over HTTP, with the Transformers engine."""
 
 import asyncio
+import json
+import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from shutil import which
 from typing import Any
 
 import httpx
@@ -40,44 +44,77 @@ async def agent(url: str, turns: int) -> None:
         await http.post(f"{base}/end", json={"reward": 1.0}, headers=headers)
 
 
+EXAMPLES = Path(__file__).parents[4] / "examples/agents"
+
+
+class Seen:
+    """The whole sequences that the engine has seen."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sequences: list[list[int]] = []
+        generate = VersionedEngine.generate
+
+        async def recorded(engine: Any, prompt_tokens: Sequence[int], sampling: Sampling) -> Sample:
+            sample = await generate(engine, prompt_tokens, sampling)
+            self.sequences.append([*prompt_tokens, *sample.tokens.tolist()])
+            return sample
+
+        monkeypatch.setattr(VersionedEngine, "generate", recorded)
+
+    def check(self, group: common_pb2.Group, episodes: int, most_tokens: int) -> None:
+        """What is trained are these, with the log-probabilities of version 3."""
+        assert fault(group, Wanted(episodes, temperature=1.0, most_tokens=most_tokens)) is None
+        weights, trained = random_model(tied=True, seed=3), []
+        for trajectory in group.trajectories:
+            prompt = unpack_tokens(trajectory.prompt_tokens or group.prompt_tokens).tolist()
+            tokens = unpack_tokens(trajectory.tokens).tolist()
+            spans = list(sampled_spans(trajectory)) if trajectory.turns else [(0, len(tokens))]
+            trained += [[*prompt, *tokens[:end]] for _, end in spans]
+            at = [place for start, end in spans for place in range(start, end)]
+            expected = np.asarray(logprobs(weights, prompt, tokens))[at]
+            assert np.abs(unpack_logprobs(trajectory.logprobs) - expected).max() < 1e-3
+        assert sorted(trained) == sorted(self.sequences)
+
+
+async def trained_group(model: Path, agents: dict[str, Any], samples: int, *players: Any) -> common_pb2.Group:
+    """A group of a replica with the Transformers engine. `players`: agents elsewhere, called with the sessions' URL."""
+    async with replica_stack() as stack:
+        server = SessionServer(stack.replica.sessions, "127.0.0.1", 0)
+        server.start()
+        try:
+            await stack.serve(job_spec(model, rollout={"max_response_tokens": 150, **agents}), version=3)
+            prompt_id = stack.coordinator.issue(7, ground_truth="37", samples=samples, max_response_tokens=150)
+            await asyncio.gather(*(player(server.url) for player in players))
+            await until(lambda: stack.coordinator.answered == 1, 120.0)
+            assert not stack.coordinator.dropped, stack.coordinator.dropped
+            return stack.coordinator.groups[prompt_id]
+        finally:
+            await server.stop()
+
+
 def test_what_is_trained_are_the_tokens_that_the_engine_saw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = save_tiny_model(tmp_path, tied=True)
-    seen: list[list[int]] = []
-    generate = VersionedEngine.generate
-
-    async def recorded(self: Any, prompt_tokens: Sequence[int], sampling: Sampling) -> Sample:
-        sample = await generate(self, prompt_tokens, sampling)
-        seen.append([*prompt_tokens, *sample.tokens.tolist()])
-        return sample
-
-    monkeypatch.setattr(VersionedEngine, "generate", recorded)
-
-    async def scenario() -> common_pb2.Group:
-        async with replica_stack() as stack:
-            server = SessionServer(stack.replica.sessions, "127.0.0.1", 0)
-            server.start()
-            try:
-                spec = job_spec(model, rollout={"agent": "external", "max_response_tokens": 150})
-                await stack.serve(spec, version=3)
-                prompt_id = stack.coordinator.issue(7, samples=2, max_response_tokens=150)
-                await asyncio.gather(*(agent(f"http://127.0.0.1:{server.port}", 3) for _ in range(2)))
-                await until(lambda: stack.coordinator.answered == 1, 90.0)
-                assert not stack.coordinator.dropped
-                return stack.coordinator.groups[prompt_id]
-            finally:
-                await server.stop()
-
-    group = asyncio.run(scenario())
-    assert fault(group, Wanted(2, temperature=1.0, most_tokens=350)) is None
-    weights, trained = random_model(tied=True, seed=3), []
-    for trajectory in group.trajectories:
-        prompt = unpack_tokens(trajectory.prompt_tokens or group.prompt_tokens).tolist()
-        tokens = unpack_tokens(trajectory.tokens).tolist()
-        spans = list(sampled_spans(trajectory))
-        trained += [[*prompt, *tokens[:end]] for _, end in spans]
-        at = [place for start, end in spans for place in range(start, end)]
-        expected = np.asarray(logprobs(weights, prompt, tokens))[at]
-        assert np.abs(unpack_logprobs(trajectory.logprobs) - expected).max() < 1e-3
-    assert sorted(trained) == sorted(seen) and len(seen) == 6
+    model, seen = save_tiny_model(tmp_path, tied=True), Seen(monkeypatch)
+    group = asyncio.run(trained_group(model, {"agent": "external"}, 2, *[partial(agent, turns=3)] * 2))
+    seen.check(group, 2, 350)
+    assert len(seen.sequences) == 6
     assert [turn.reward for one in group.trajectories for turn in one.turns] == [0.25] * 6
     assert [one.reward for one in group.trajectories if one.HasField("reward")] == [1.0] * 2
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(["guess.sh"], marks=pytest.mark.skipif(not which("jq"), reason="the example needs jq")),
+        [sys.executable, "guess_openai.py"],
+        pytest.param([sys.executable, "guess_anthropic.py"], marks=pytest.mark.matrix),  # test_clients.py
+    ],
+    ids=lambda command: command[-1],
+)
+def test_the_examples_are_trained(command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, seen = save_tiny_model(tmp_path, tied=True), Seen(monkeypatch)
+    asked = {"command": [*command[:-1], str(EXAMPLES / command[-1])], "renderer_options": {"tool_parser": "qwen3"}}
+    group = asyncio.run(trained_group(model, {"agent": asked}, 2))
+    seen.check(group, 2, 350)
+    assert len(seen.sequences) >= 2 and all(one.HasField("reward") for one in group.trajectories[-1:])
+    told = [json.loads(one.metadata)["agent"] for one in group.trajectories if one.metadata]
+    assert all(each["status"] == 0 for each in told), told
