@@ -75,6 +75,7 @@ async def fill_steps(records: Records, steps: int) -> None:
             names = [series.name(size, first + at * size) for at in range(len(whole))]
             if whole:
                 await records.set_series({n: Point.merged(p).to_json() for n, p in zip(names, whole, strict=True)})
+                await records.add_metric_keys(rows[0].values)
 
 
 async def fill_samples(records: Records, samples: int, steps: int) -> None:

@@ -78,6 +78,7 @@ def test_a_cancelled_job_is_resumed_with_a_change(page: Any, staged: Stage) -> N
     expect(page.locator(".head .state")).to_have_text("succeeded")
     assert staged.coordinator.client.job(job_id).steps == steps
     page.get_by_role("link", name="events").click()  # the stream that had ended goes on
+    page.get_by_label("Search events").fill("queued again")
     expect(page.get_by_text("is queued again")).to_be_visible()
 
 

@@ -126,6 +126,7 @@ async def _made(records: Records, size: int, start: int, newest: int, keys: Coll
     if end < newest:
         point = Point.merged([Point.of_row(row) for row in rows])
         await records.set_series({name(size, start): point.to_json()})
+        await records.add_metric_keys(point.values.keys())
     return Point.merged([Point.of_row(row, keys) for row in rows])
 
 
@@ -167,8 +168,9 @@ def _band_view(bands: Sequence[Band | None]) -> BandView:
 
 async def metrics(records: Records, newest: int) -> list[MetricView]:
     """Every metric that a step of the job has, in the order of docs/metrics.md."""
-    found: set[str] = set()
-    for point in await points(records, 0, newest, newest):
+    found = await records.metric_keys()
+    first = newest - newest % LEVELS[0] if found else 0  # those of the steps before were noted as their point was kept
+    for point in await points(records, first, newest, newest):
         found |= point.values.keys()
     return sorted(_described(found), key=lambda metric: (_ORDER.get(metric.section, len(_ORDER)), metric.key))
 

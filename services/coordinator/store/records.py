@@ -1,7 +1,7 @@
 """A job's records in Redis: events, step metrics, samples, the batch in progress, publications, checkpoints."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from millrace.events import Event, Payload
@@ -21,7 +21,19 @@ TOKEN_BYTES_KEPT = 8 << 20
 """Most records of tokens of one job, and most bytes if all are as large as the newest."""
 TOKENS_KEPT_S = 3 * 24 * 3600
 """They are kept for this long after the last of them came."""
-PARTS = ("events", "metrics", "series", "samples", "tokens", "batch", "kept", "publications", "checkpoints", "spans")
+PARTS = (
+    "events",
+    "metrics",
+    "series",
+    "metric_keys",
+    "samples",
+    "tokens",
+    "batch",
+    "kept",
+    "publications",
+    "checkpoints",
+    "spans",
+)
 """The keys of one job's records."""
 
 
@@ -80,6 +92,15 @@ class Records:
         """Keeps points. The name of each ends with a colon and its last step; a rewind to a step before it deletes
         it."""
         await self._redis.do("HSET", f"{self._job}:series", *(part for pair in kept.items() for part in pair))
+
+    async def add_metric_keys(self, keys: Collection[str]) -> None:
+        """Notes that steps of the job have these metrics."""
+        if keys:
+            await self._redis.do("SADD", f"{self._job}:metric_keys", *keys)
+
+    async def metric_keys(self) -> set[str]:
+        """The metrics that were noted."""
+        return {text(key) for key in await self._redis.do("SMEMBERS", f"{self._job}:metric_keys")}
 
     # Samples.
 

@@ -5,7 +5,7 @@ import { get } from "../api";
 import { groupsOf, lineOf, mainOf, useCurves, useInView, type Group, type Points, type Zoom } from "../curves";
 import { Chart, type Axis } from "../parts/chart";
 import { Choice, Empty } from "../parts/small";
-import type { JobView, MetricView } from "../rest";
+import type { JobView, MetricView, StepMetrics } from "../rest";
 import { problem, useKept, useSettled } from "../state";
 
 const AXES: readonly Axis[] = ["step", "time", "tokens"];
@@ -26,7 +26,11 @@ export function LookBar({ look, set }: { look: Look; set: (look: Look) => void }
   );
 }
 
-export function Metrics({ job }: { job: JobView }) {
+/* Before all metrics are known, those of the last step are drawn. */
+const ofRow = (row: StepMetrics | null): MetricView[] =>
+  Object.keys(row?.values ?? {}).map(key => ({ key, section: "", unit: "", meaning: "" }));
+
+export function Metrics({ job, last }: { job: JobView; last: StepMetrics | null }) {
   const [metrics, setMetrics] = useState<MetricView[] | null>(null);
   const [look, setLook] = useKept<Look>("metrics.look", PLAIN_LOOK);
   const [typed, search] = useState("");
@@ -36,14 +40,14 @@ export function Metrics({ job }: { job: JobView }) {
   const young = job.step < 3 ? job.step : 3; // new metrics appear with the first steps
   useEffect(() => { get<MetricView[]>(`/v1/jobs/${job.id}/metrics/keys`).then(setMetrics, problem); }, [job.id, young, job.state]);
   const sections = useMemo(() => {
-    const groups = groupsOf(metrics ?? []);
+    const groups = groupsOf(metrics ?? ofRow(last));
     const found = new Map<string, Group[]>();
     if (!text) found.set(MAIN, mainOf(groups));
-    for (const group of groups) {
+    for (const group of metrics ? groups : []) {
       if (!text || group.title.toLowerCase().includes(text.toLowerCase())) found.set(group.section, [...(found.get(group.section) ?? []), group]);
     }
     return [...found].filter(([, own]) => own.length);
-  }, [metrics, text]);
+  }, [metrics, text, metrics ? null : last]);
   if (metrics && !metrics.length) return <Empty>No step is trained yet.</Empty>;
   const zoomed = (first: number, last: number) => points && last > first && setZoom({ first: points.steps[first], last: points.steps[last] });
   return (

@@ -122,9 +122,13 @@ def test_a_value_that_is_not_finite_stays_so() -> None:
 
 def test_every_metric_is_described(redis_url: str) -> None:
     async def play() -> None:
-        async with filled(redis_url, 60) as (_, records, _id):
-            found = {metric.key: metric for metric in await series.metrics(records, 60)}
-            assert found["actor/grad_norm"].section == "Losses and updates" and found["actor/grad_norm"].meaning
-            assert found["val-core/sums/reward/mean@1"].section == "Evaluation"
+        async with filled(redis_url, 66) as (_, records, _id):
+            for noted in (False, True):  # from all rows, and from what was noted and the newest rows
+                found = {metric.key: metric for metric in await series.metrics(records, 66)}
+                assert found["actor/grad_norm"].section == "Losses and updates" and found["actor/grad_norm"].meaning
+                assert found["val-core/sums/reward/mean@1"].section == "Evaluation"
+                assert await records.metric_keys() == (found.keys() if noted else set())
+                for step in range(67):
+                    await series.keep(records, step)
 
     asyncio.run(play())
