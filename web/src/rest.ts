@@ -245,11 +245,12 @@ export interface LedgerView {
   reasons: Record<string, number>;
 }
 
-/** A replica's engine is ready; it still needs the current weights. */
+/** A replica's engine is ready. One that generates still needs the current weights. */
 export interface MemberConfigured {
   kind: "member.configured";
   member: string;
   engine: string;
+  pool: string;
 }
 
 /** A replica could not be configured for the job, or refused it. */
@@ -257,6 +258,7 @@ export interface MemberFailed {
   kind: "member.failed";
   member: string;
   refused: boolean;
+  pool: string;
 }
 
 /** A replica registered and is being configured for the job. */
@@ -264,6 +266,7 @@ export interface MemberJoined {
   kind: "member.joined";
   member: string;
   epoch: number;
+  pool: string;
 }
 
 /** Replicas without weights are being sent the current version. */
@@ -308,6 +311,7 @@ export interface MemberTransfer {
 export interface MemberView {
   id: string;
   kind: MemberKind;
+  pool: string;
   address: string;
   engine: string;
   engine_release: string;
@@ -550,7 +554,7 @@ export interface TurnView {
 }
 
 /** The unit of a metric. */
-export type Unit = "bytes" | "count" | "GiB" | "learning rate" | "loss" | "ms" | "nats" | "nats²" | "norm" | "perplexity" | "probability" | "ratio" | "any" | "reward" | "reward²" | "s" | "share" | "step" | "tokens" | "tokens/s" | "versions";
+export type Unit = "bytes" | "°C" | "count" | "GiB" | "learning rate" | "loss" | "ms" | "nats" | "nats²" | "norm" | "perplexity" | "probability" | "ratio" | "any" | "reward" | "reward²" | "s" | "share" | "step" | "tokens" | "tokens/s" | "versions" | "W";
 
 /** Whether a job spec can be submitted. */
 export interface ValidationView {
@@ -562,7 +566,7 @@ export interface ValidationView {
 }
 
 /** What a job waits for. */
-export type WaitingFor = "earlier_job" | "trainer" | "trainer_loading" | "replica" | "replicas_preparing" | "replicas_refused" | "replicas_failed" | "judge" | "resume";
+export type WaitingFor = "earlier_job" | "trainer" | "trainer_loading" | "replica" | "pool" | "replicas_preparing" | "replicas_refused" | "replicas_failed" | "judge" | "resume";
 
 export interface WaitingView {
   reason: WaitingFor;
