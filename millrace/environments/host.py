@@ -1,7 +1,8 @@
-"""Runs one environment after the other in a process of its own: from a request in JSON's types to its answer.
+"""Runs environments in a process of their own: from a request in JSON's types to its answer.
 
-Requests are {op: "reset", row}, {op: "step", message}, {op: "call", name, arguments}, {op: "score"}, {op: "close"}.
-What the user's class raises is passed on, except from a tool: that is the tool's result, told to the policy.
+Requests are {op: "reset", row}, {op: "step", message}, {op: "call", name, arguments}, {op: "score"}, {op: "close"},
+each with the {episode} that it is for. What the user's class raises is passed on, except from a tool: that is the
+tool's result, told to the policy.
 """
 
 import asyncio
@@ -22,56 +23,89 @@ class BadReturn(ValueError):
     """A method of the environment returned something that cannot be used."""
 
 
+class TooSlow(Exception):
+    """An `async` method of the environment took longer than it may."""
+
+
 class Host:
-    """Holds the environment of the running episode, and the event loop that it lives on."""
+    """Holds the environments of the running episodes. Those with `async` methods wait side by side."""
 
     def __init__(self, environment: type, options: Mapping[str, Any], call_s: float) -> None:
-        """`call_s`: seconds after which an `async` tool is cancelled. Raises BadTool."""
+        """`call_s`: seconds after which an `async` method is cancelled. Raises BadTool."""
         self.tools = tools_of(environment, options)
         self._class, self._options, self._call_s = environment, dict(options), call_s
-        self._runner = asyncio.Runner()
-        self._running: Any = None
+        self._running: dict[int, Any] = {}
+        self._calls: dict[int, asyncio.Task[Any] | None] = {}
 
     @property
     def specs(self) -> list[dict[str, Any]]:
         """The tools, as chat templates take them."""
         return [each.spec for each in self.tools.values()]
 
-    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer to one request. Raises BadReturn, and whatever the user's class raises."""
-        return self._runner.run(self._answer(request))
+    @property
+    def episodes(self) -> int:
+        """Number of episodes that run."""
+        return len(self._running)
 
-    async def _answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        match request["op"]:
+    async def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer to one request. Raises BadReturn, TooSlow, and whatever the user's class raises. "close" ends a
+        request of the same episode that was given up."""
+        episode = int(request["episode"])
+        if request["op"] == "close":
+            if (given_up := self._calls.pop(episode, None)) is not None:
+                given_up.cancel()
+                await asyncio.wait({given_up})
+            running = self._running.pop(episode, None)
+            if running is not None:
+                await self._limited(running.close())
+            return {}
+        self._calls[episode] = call = asyncio.current_task()
+        try:
+            return await self._answer(episode, request)
+        finally:
+            if self._calls.get(episode) is call:
+                del self._calls[episode]
+
+    async def _answer(self, episode: int, request: Mapping[str, Any]) -> dict[str, Any]:
+        if (op := request["op"]) == "reset":
+            self._running[episode] = self._class(**self._options)
+        running = self._running[episode]
+        match op:
             case "reset":
-                self._running = self._class(**self._options)
-                return {"messages": _messages(await _awaited(self._running.reset(request["row"])), "reset")}
+                return {"messages": _messages(await self._limited(running.reset(request["row"])), op)}
             case "step":
-                return _step(await _awaited(self._running.step(request["message"])))
+                return _step(await self._limited(running.step(request["message"])))
             case "call":
-                return await self._call(request["name"], request["arguments"])
+                return await self._call(running, request["name"], request["arguments"])
             case "score":
-                return _score(await _awaited(self._running.score()))
-            case "close":
-                running, self._running = self._running, None
-                if running is not None:
-                    await _awaited(running.close())
-                return {}
+                return _score(await self._limited(running.score()))
             case other:
                 raise BadReturn(f"there is no request {other}")
 
-    async def _call(self, name: str, given: Any) -> dict[str, Any]:
+    async def _limited(self, value: Any) -> Any:
+        """What a method returned. Raises TooSlow."""
+        if not inspect.isawaitable(value):
+            return value
+        limit = asyncio.timeout(self._call_s)
+        try:
+            async with limit:
+                return await value
+        except TimeoutError as error:
+            if limit.expired():
+                raise TooSlow(f"timeout after {self._call_s:g} s") from error
+            raise
+
+    async def _call(self, running: Any, name: str, given: Any) -> dict[str, Any]:
         found = self.tools.get(name)
         if found is None:
             known = ", ".join(self.tools) or "none"
             return _failed(f"there is no tool {name}. Tools: {known}.")
         try:
             arguments = found.checked(given)
-            async with asyncio.timeout(self._call_s):
-                result = await _awaited(found.call(self._running, arguments))
+            result = await self._limited(found.call(running, arguments))
         except BadArguments as error:
             return _failed(f"{error}.")
-        except TimeoutError:
+        except TooSlow:
             return _failed(f"{name} took longer than {self._call_s:g} s.")
         except Exception as error:
             if isinstance(error, MemoryError):
@@ -91,10 +125,6 @@ def _called(name: str, returned: Any) -> dict[str, Any]:
     content = text if isinstance(text, str) else json.dumps(plain(text), ensure_ascii=False)
     reward = _reward(result.reward, name)
     return {"content": content[:LONGEST_RESULT], "failed": False, "reward": reward, "done": bool(result.done)}
-
-
-async def _awaited(value: Any) -> Any:
-    return await value if inspect.isawaitable(value) else value
 
 
 def _messages(returned: Any, method: str) -> list[dict[str, Any]]:

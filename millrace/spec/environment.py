@@ -59,10 +59,14 @@ class Environment(StrictModel):
     """Seconds of an episode, with its generation. One that takes longer is run again once; then its group is
     dropped."""
     call_s: float = Field(30.0, ge=limits.SHORTEST_S, le=limits.LONGEST_S)
-    """Seconds of one call of the class or of a tool. The policy is told that an `async` tool took longer; any other
-    call that does is killed, and its episode with it."""
+    """Seconds of one call of the class or of a tool. An `async` call that takes longer is cancelled: the policy is told
+    of a tool, and by any other call the episode fails. A plain call is killed with its process."""
     processes: int = Field(8, ge=1, le=1024)
-    """Episodes of each replica that run at once. A class has a process for each of them."""
+    """Processes of a class in each replica."""
+    episodes_per_process: int = Field(1, ge=1, le=1024)
+    """Episodes that run in each process at the same time; of any other environment `processes` times as many run at
+    once. More than 1 is for classes whose methods are `async` where they wait: a plain call holds up the others of its
+    process, and one that hangs or crashes ends them."""
 
     @model_validator(mode="before")
     @classmethod

@@ -172,8 +172,9 @@ class Replica:
             raise InvalidState(what, "configure it and publish a version to it.")
         if self._generator is None or self._generator.job is not self.job:
             self._generator = GroupGenerator(self.member_id, self.engine, self.job)
-            if self.job.environments is not None:
-                self._generator = replace(self._generator, run_episode=EnvironmentEpisodes.of_job(self.job))
+            if (environments := self.job.environments) is not None:
+                run, most = EnvironmentEpisodes.of_job(self.job), environments.most_episodes
+                self._generator = replace(self._generator, run_episode=run, most_episodes=most)
             elif self.job.spec.rollout.agent is not None:
                 self._generator = replace(self._generator, run_episode=AgentEpisodes.of_job(self.job, self.sessions))
         return self._generator

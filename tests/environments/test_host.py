@@ -13,24 +13,27 @@ from millrace.environments.registry import check, load
 from millrace.environments.tools import BadTool, tools_of
 from millrace.errors import InvalidJob
 from millrace.rewards.outcome import BadOutcome
+from tests.environments.asking import ask
 
 ROW = {"index": 0, "data_source": "d", "prompt": "hi", "ground_truth": "37", "extra_info": {}}
+
+
 GUESS = Path(__file__).parents[2] / "examples/environments/guess.py"
 
 
 def test_the_example_is_played_from_its_first_message_to_its_score() -> None:
     host = Host(Guess, {"highest": 50}, 10.0)
-    (message,) = host.answer({"op": "reset", "row": ROW})["messages"]
+    (message,) = ask(host, {"op": "reset", "row": ROW})["messages"]
     assert message["role"] == "user" and "from 1 to 50" in message["content"]
-    assert [host.answer({"op": "call", "name": "compare", "arguments": {"guess": n}}) for n in (40, 36, 37)] == [
+    assert [ask(host, {"op": "call", "name": "compare", "arguments": {"guess": n}}) for n in (40, 36, 37)] == [
         {"content": content, "failed": False, "reward": None, "done": False} for content in ("lower", "higher", "equal")
     ]
-    said = host.answer({"op": "step", "message": {"role": "assistant", "content": "thirty"}})
+    said = ask(host, {"op": "step", "message": {"role": "assistant", "content": "thirty"}})
     assert (said["messages"][0]["role"], said["reward"], said["done"]) == ("user", 0.0, False)
-    said = host.answer({"op": "step", "message": {"role": "assistant", "content": " 37"}})
+    said = ask(host, {"op": "step", "message": {"role": "assistant", "content": " 37"}})
     assert (said["messages"], said["reward"], said["done"]) == ([], 1.0, True)
-    assert host.answer({"op": "score"}) == {"score": pytest.approx(-0.15), "details": {}}
-    assert host.answer({"op": "close"}) == {}
+    assert ask(host, {"op": "score"}) == {"score": pytest.approx(-0.15), "details": {}}
+    assert ask(host, {"op": "close"}) == {}
 
 
 class Shop(Environment):
@@ -42,11 +45,11 @@ class Shop(Environment):
 
 def test_a_tool_may_say_what_the_turn_earns_and_that_the_episode_is_over() -> None:
     host = Host(Shop, {}, 10.0)
-    host.answer({"op": "reset", "row": ROW})
-    told = host.answer({"op": "call", "name": "buy", "arguments": {"price": 2.0}})
+    ask(host, {"op": "reset", "row": ROW})
+    told = ask(host, {"op": "call", "name": "buy", "arguments": {"price": 2.0}})
     assert told == {"content": '{"paid": 2.0}', "failed": False, "reward": -2.0, "done": True}
     with pytest.raises(BadOutcome, match="not a number to compute with"):
-        host.answer({"op": "call", "name": "buy", "arguments": {"price": 1e300}})
+        ask(host, {"op": "call", "name": "buy", "arguments": {"price": 1e300}})
 
 
 def test_a_tool_is_described_by_its_signature_and_docstring() -> None:
@@ -97,15 +100,15 @@ class Clumsy(Environment):
 )
 def test_the_policy_is_told_what_is_wrong_with_a_call(name: str, arguments: Any, expected: str) -> None:
     host = Host(Clumsy, {}, 0.05)
-    host.answer({"op": "reset", "row": ROW})
-    told = host.answer({"op": "call", "name": name, "arguments": arguments})
+    ask(host, {"op": "reset", "row": ROW})
+    told = ask(host, {"op": "call", "name": name, "arguments": arguments})
     assert told["failed"] and told["content"].startswith(expected)
 
 
 def test_a_result_that_is_no_text_is_told_as_json() -> None:
     host = Host(Clumsy, {}, 10.0)
-    assert host.answer({"op": "reset", "row": ROW})["messages"] == [{"role": "user", "content": "hi"}]
-    told = host.answer({"op": "call", "name": "fail", "arguments": {"title": [1], "depth": 2}})
+    assert ask(host, {"op": "reset", "row": ROW})["messages"] == [{"role": "user", "content": "hi"}]
+    told = ask(host, {"op": "call", "name": "fail", "arguments": {"title": [1], "depth": 2}})
     assert told == {"content": '{"title": [1]}', "failed": False, "reward": None, "done": False}
     assert host.specs[1]["function"]["parameters"]["properties"]["title"]["items"] == {"type": "integer"}
 
@@ -121,9 +124,9 @@ def test_a_result_that_is_no_text_is_told_as_json() -> None:
 )
 def test_what_step_returns_has_to_be_a_step(returned: Any, error: type[Exception], reason: str) -> None:
     host = Host(Clumsy, {"returned": returned}, 10.0)
-    host.answer({"op": "reset", "row": ROW})
+    ask(host, {"op": "reset", "row": ROW})
     with pytest.raises(error, match=reason):
-        host.answer({"op": "step", "message": {"role": "assistant", "content": ""}})
+        ask(host, {"op": "step", "message": {"role": "assistant", "content": ""}})
 
 
 class Untyped(Environment):

@@ -10,6 +10,7 @@ from millrace.environments.host import Host
 from millrace.environments.registry import check, load
 from millrace.environments.verl.environment import VerlEnvironment
 from millrace.errors import InvalidJob
+from tests.environments.asking import ask
 
 EXAMPLE = Path(__file__).parents[2] / "examples/environments/verl_tools"
 TOOLS, INTERACTION = str(EXAMPLE / "tools.yaml"), str(EXAMPLE / "interaction.yaml")
@@ -22,16 +23,16 @@ ROW = {"index": 0, "data_source": "d", "prompt": "2 and 3?", "ground_truth": "5"
 
 def hosted(**options: Any) -> Host:
     host = Host(VerlEnvironment, options, 10.0)
-    assert host.answer({"op": "reset", "row": ROW})["messages"] == [{"role": "user", "content": "2 and 3?"}]
+    assert ask(host, {"op": "reset", "row": ROW})["messages"] == [{"role": "user", "content": "2 and 3?"}]
     return host
 
 
 def said(host: Host, text: str) -> dict[str, Any]:
-    return host.answer({"op": "step", "message": {"role": "assistant", "content": text}})
+    return ask(host, {"op": "step", "message": {"role": "assistant", "content": text}})
 
 
 def added(host: Host, number: Any) -> dict[str, Any]:
-    return host.answer({"op": "call", "name": "add", "arguments": {"number": number}})
+    return ask(host, {"op": "call", "name": "add", "arguments": {"number": number}})
 
 
 def test_the_example_is_played_with_its_tool_and_its_interaction() -> None:
@@ -49,8 +50,8 @@ def test_the_example_is_played_with_its_tool_and_its_interaction() -> None:
     assert (wrong["reward"], wrong["done"]) == (0.0, False)
     right = said(host, " 5")
     assert (right["reward"], right["done"]) == (1.0, True)
-    assert host.answer({"op": "score"}) == {"score": 1.0, "details": {"add_reward": 1.0}}
-    assert host.answer({"op": "close"}) == {}
+    assert ask(host, {"op": "score"}) == {"score": 1.0, "details": {"add_reward": 1.0}}
+    assert ask(host, {"op": "close"}) == {}
     tool = sys.modules["adding"].Adder
     (made,) = (each.tool for each in VerlEnvironment.tools_with({"tools": TOOLS}).values())
     assert isinstance(made, tool) and made._sums == {}, "the instance is released"
@@ -59,8 +60,8 @@ def test_the_example_is_played_with_its_tool_and_its_interaction() -> None:
 def test_episodes_have_instances_of_their_own() -> None:
     host = hosted(tools=TOOLS)
     assert added(host, 2)["content"] == "The sum is 2."
-    host.answer({"op": "close"})
-    host.answer({"op": "reset", "row": ROW})
+    ask(host, {"op": "close"})
+    ask(host, {"op": "reset", "row": ROW})
     assert added(host, 3)["content"] == "The sum is 3."
 
 
@@ -68,7 +69,7 @@ def test_as_in_verl_the_reward_function_scores_unless_the_tools_are_to() -> None
     host = hosted(tools=TOOLS)
     assert added(host, 5)["reward"] is None
     assert said(host, "5") == {"messages": [], "reward": None, "done": True}, "without interaction a turn ends it"
-    assert host.answer({"op": "score"})["score"] is None
+    assert ask(host, {"op": "score"})["score"] is None
 
 
 @pytest.mark.parametrize(

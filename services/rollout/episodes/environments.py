@@ -13,6 +13,10 @@ class EnvironmentFailed(Exception):
     """The episode cannot go on: `step: raised ValueError: ...`, `call: timeout after 30 s`, `killed: SIGSEGV`."""
 
 
+class ProcessLost(EnvironmentFailed):
+    """The episode cannot go on, because its process ended when another episode hung or crashed in it."""
+
+
 @dataclass(frozen=True)
 class Called:
     """What a tool answered."""
@@ -51,6 +55,10 @@ class Environments(Protocol):
         """Ends it. Sessions in progress fail."""
 
     @property
+    def most_episodes(self) -> int:
+        """Episodes that can run at the same time."""
+
+    @property
     def tools(self) -> Sequence[Mapping[str, Any]]:
         """Its tools, as chat templates take them. Valid once it has started."""
 
@@ -67,6 +75,7 @@ class ToolsAlone:
 
     def __init__(self, at_once: int) -> None:
         """`at_once`: episodes that run at the same time."""
+        self.most_episodes = at_once
         self._room = asyncio.Semaphore(at_once)
 
     async def start(self) -> None:

@@ -54,6 +54,11 @@ class WithServers:
         await asyncio.gather(self._itself.close(), *(each.close() for each in self._shared.values()))
 
     @property
+    def most_episodes(self) -> int:
+        """Episodes that can run at the same time."""
+        return self._itself.most_episodes
+
+    @property
     def tools(self) -> Sequence[Mapping[str, Any]]:
         return [*self._itself.tools, *self._specs]
 

@@ -60,6 +60,7 @@ class OpenEnvServer:
         """`at_once`: sessions of this replica at the same time. `call_s`: seconds of a reset or an action."""
         self._options, self._call_s = options, call_s
         self._room = asyncio.Semaphore(at_once)
+        self.most_episodes = at_once
         self._has_tools = False
         self.tools: Sequence[Mapping[str, Any]] = ()
 

@@ -26,10 +26,11 @@ def _itself(environment: Environment, reward: Reward) -> Environments:
     if environment.name not in BUILT_IN:
         return EnvironmentPool.of_job(environment, reward)
     options = options_of(environment.name, environment.options)
+    at_once = environment.processes * environment.episodes_per_process
     if isinstance(options, OpenEnv):
         from services.rollout.episodes.openenv import OpenEnvServer
 
-        return OpenEnvServer(options, environment.processes, environment.call_s)
+        return OpenEnvServer(options, at_once, environment.call_s)
     if isinstance(options, Verl):
         return EnvironmentPool.of_class(VERL_CLASS, environment, reward, options.folders)
-    return ToolsAlone(environment.processes)
+    return ToolsAlone(at_once)

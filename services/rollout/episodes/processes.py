@@ -1,19 +1,26 @@
-"""Processes in which environments run, one episode at a time each."""
+"""Processes in which environments run: episodes, each with a session in one of them."""
 
+import asyncio
+import itertools
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
+import structlog
+
 from millrace.environments.registry import FIELD
 from millrace.spec.environment import Environment
 from millrace.spec.model import Reward
-from services.rollout.episodes.environments import Called, EnvironmentFailed
-from services.rollout.scoring.process import ScoringProcess, Setup, WorkerDied
+from services.rollout.episodes.environments import Called, EnvironmentFailed, ProcessLost
+from services.rollout.episodes.process import EnvironmentProcess
+from services.rollout.scoring.process import Setup, WorkerDied
 from services.rollout.scoring.processes import START_TIMEOUT_S, ProcessPool
 
+log = structlog.get_logger(__name__)
 GRACE_S = 1.0
-"""A tool that can be cancelled is cancelled this long before its process would be killed."""
+"""A process says itself which call takes longer than it may. One that does not within twice that time and this is
+killed."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +38,12 @@ class EnvironmentSetup(Setup):
 class ProcessSession:
     """One episode in one process. Every method raises EnvironmentFailed."""
 
-    def __init__(self, process: ScoringProcess, setup: EnvironmentSetup) -> None:
-        self._process, self._setup = process, setup
-        self.usable = True
-        """Whether the process can run another episode."""
+    def __init__(self, process: EnvironmentProcess, setup: EnvironmentSetup, number: int) -> None:
+        self._process, self._setup, self._number = process, setup, number
+        self.closed = False
+        """Whether the environment was closed."""
+        self.process_usable = True
+        """Whether the process can run other episodes."""
 
     async def reset(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The first messages."""
@@ -56,31 +65,51 @@ class ProcessSession:
         return told["score"], told["details"]
 
     async def close(self) -> None:
-        """Ends the episode."""
+        """Ends the episode. A call that was given up is cancelled in the process."""
+        self.closed = True
         await self._ask("close")
 
     async def _ask(self, op: str, **arguments: Any) -> dict[str, Any]:
-        limit_s, usable, self.usable = self._setup.call_s, self.usable, False
+        limit_s = self._setup.call_s
+        if not self._process.alive or self._process.condemned:
+            raise ProcessLost(f"{op}: the process ended with another episode")
         try:
-            reply = await self._process.ask({"op": op, **arguments}, limit_s + GRACE_S)
-        except TimeoutError as error:
-            raise EnvironmentFailed(f"{op}: timeout after {limit_s:g} s") from error
+            reply = await self._process.ask({"op": op, "episode": self._number, **arguments}, 2 * limit_s + GRACE_S)
+        except TimeoutError:
+            reply = {"blocked": True}
         except WorkerDied as death:
-            raise EnvironmentFailed(f"{op}: {death}") from death
-        if reply.get("out_of_memory"):
-            raise EnvironmentFailed(f"{op}: killed: memory limit {self._setup.memory_mb} MB")
-        self.usable = usable and not reply.get("spoiled")
-        if (failure := reply.get("failure")) is not None:
-            raise EnvironmentFailed(f"{op}: {failure}")
+            self.process_usable = False
+            failure = ProcessLost if self._process.condemned else EnvironmentFailed
+            raise failure(f"{op}: {death}") from death
+        if reply.get("blocked") or reply.get("out_of_memory"):
+            self.process_usable, self._process.condemned = False, True
+            memory = f"killed: memory limit {self._setup.memory_mb} MB"
+            raise EnvironmentFailed(f"{op}: {f'timeout after {limit_s:g} s' if reply.get('blocked') else memory}")
+        if reply.get("spoiled"):
+            self.process_usable, self._process.condemned = False, True
+        if (failure_text := reply.get("failure")) is not None:
+            raise EnvironmentFailed(f"{op}: {failure_text}")
         return reply
 
 
 class EnvironmentPool(ProcessPool):
-    """Processes that each have the environment's class loaded. As many episodes run at once as there are processes."""
+    """Processes that each have the environment's class loaded, and run some episodes at the same time each."""
 
-    def __init__(self, setup: EnvironmentSetup, size: int, start_timeout_s: float = START_TIMEOUT_S) -> None:
-        super().__init__(setup, size, start_timeout_s)
+    process = EnvironmentProcess
+
+    def __init__(
+        self,
+        setup: EnvironmentSetup,
+        size: int,
+        start_timeout_s: float = START_TIMEOUT_S,
+        episodes_per_process: int = 1,
+    ) -> None:
+        super().__init__(setup, size, start_timeout_s, episodes_per_process)
+        self.most_episodes = size * episodes_per_process
+        """Episodes that can run at the same time."""
         self._environment = setup
+        self._numbers = itertools.count()
+        self._closing: set[asyncio.Task[None]] = set()
 
     @classmethod
     def of_job(cls, environment: Environment, reward: Reward) -> Self:
@@ -92,21 +121,42 @@ class EnvironmentPool(ProcessPool):
         """A pool for the class `name`, which sees the folders `code` too."""
         required = reward.isolation == "required"
         limits = (reward.memory_mb, reward.network, required, environment.call_s)
-        return cls(EnvironmentSetup(name, environment.options, *limits, code), environment.processes)
+        setup = EnvironmentSetup(name, environment.options, *limits, code)
+        return cls(setup, environment.processes, episodes_per_process=environment.episodes_per_process)
 
     @property
     def tools(self) -> Sequence[Mapping[str, Any]]:
         """The environment's tools, as chat templates take them. Valid once the pool has started."""
         return list(next(iter(self._alive)).greeting["tools"])
 
+    async def close(self) -> None:
+        """Kills all processes and waits until they are gone. Calls in progress fail."""
+        await super().close()
+        await asyncio.gather(*self._closing, return_exceptions=True)
+
     @asynccontextmanager
     async def session(self) -> AsyncIterator[ProcessSession]:
-        """A process for one episode, as soon as one is free. A process that did not answer, or whose call was
-        cancelled, is killed. Raises Unavailable where the pool is closed or no process can be started any more."""
+        """A place for one episode, as soon as one is free. A process that does not answer is killed, with all of its
+        episodes. Raises Unavailable where the pool is closed or no process can be started any more."""
         process = await self._take()
-        session = ProcessSession(process, self._environment)
+        assert isinstance(process, EnvironmentProcess)
+        session = ProcessSession(process, self._environment, next(self._numbers))
         try:
             yield session
             await session.close()
         finally:
-            self._give_back(process, usable=session.usable)
+            if session.closed or not session.process_usable or not process.alive:
+                self._give_back(process, usable=session.process_usable)
+            else:
+                # The episode failed or was cancelled. Nobody waits until its environment has ended.
+                closing = asyncio.create_task(self._end(session, process))
+                self._closing.add(closing)
+                closing.add_done_callback(self._closing.discard)
+
+    async def _end(self, session: ProcessSession, process: EnvironmentProcess) -> None:
+        try:
+            await session.close()
+        except EnvironmentFailed as error:
+            log.info("an environment did not close", reason=str(error))
+        finally:
+            self._give_back(process, usable=session.process_usable)

@@ -18,15 +18,18 @@ from millrace.wire.v1.common_pb2 import EpisodeAccount
 from services.rollout.engine import Engine, Sampling
 from services.rollout.episodes.chat import Chat, Message
 from services.rollout.episodes.conversation import Conversation
-from services.rollout.episodes.environments import Called, EnvironmentFailed, Environments, Session
+from services.rollout.episodes.environments import Called, EnvironmentFailed, Environments, ProcessLost, Session
 from services.rollout.scoring.pool import Scored
 from services.rollout.work.episode import Episode
 from services.rollout.work.groups import EpisodeFailed
 from services.rollout.work.job import Job, Prompt
-from services.rollout.work.sampled import OnSample, sampled
+from services.rollout.work.sampled import sampled
+from services.rollout.work.slots import EpisodeSlot
 
 ATTEMPTS = 2
 """Runs of an episode whose environment fails, before its group is dropped."""
+MOST_RUNS = 8
+"""Runs of an episode, those included that ended because another one hung or crashed in the same process."""
 
 
 @dataclass(frozen=True)
@@ -49,28 +52,37 @@ class EnvironmentEpisodes:
         assert self.spec.rollout.environment is not None
         return self.spec.rollout.environment
 
-    async def __call__(self, engine: Engine, prompt: Prompt, sampling: Sampling, on_sample: OnSample) -> Episode:
-        """One episode. One whose environment fails is run again once. Raises EpisodeFailed, Unavailable where the
-        environment cannot run any episode any more."""
+    async def __call__(self, engine: Engine, prompt: Prompt, sampling: Sampling, slot: EpisodeSlot) -> Episode:
+        """One episode, which has its slot only while it generates. One whose environment fails is run again once.
+        Raises EpisodeFailed, Unavailable where the environment cannot run any episode any more."""
+        with slot.free():
+            return await self._run(engine, prompt, sampling, slot)
+
+    async def _run(self, engine: Engine, prompt: Prompt, sampling: Sampling, slot: EpisodeSlot) -> Episode:
         failures: list[str] = []
-        while len(failures) < ATTEMPTS:
-            account = EpisodeAccount(end=common_pb2.EPISODE_END_DONE, reruns=len(failures))
+        for run in range(MOST_RUNS):
+            account = EpisodeAccount(end=common_pb2.EPISODE_END_DONE, reruns=run)
             try:
-                return await self._attempt(engine, prompt, sampling, on_sample, account)
+                return await self._attempt(engine, prompt, sampling, slot, account)
+            except ProcessLost as error:
+                if run + 1 == MOST_RUNS:
+                    failures.append(str(error))
             except EnvironmentFailed as error:
                 failures.append(str(error))
             except TimeoutError:
                 failures.append(f"the episode took longer than {self.environment.episode_s:g} s")
             except BadRow as error:
                 raise EpisodeFailed(Drop(DropReason.BAD_PROMPT, str(error))) from error
+            if len(failures) == ATTEMPTS:
+                break
         raise EpisodeFailed(Drop(DropReason.ENVIRONMENT_FAILED, "; then ".join(failures)))
 
     async def _attempt(
-        self, engine: Engine, prompt: Prompt, sampling: Sampling, on_sample: OnSample, account: EpisodeAccount
+        self, engine: Engine, prompt: Prompt, sampling: Sampling, slot: EpisodeSlot, account: EpisodeAccount
     ) -> Episode:
         """The time limit begins when the environment has room for the episode."""
         async with self.environments.session() as session, asyncio.timeout(self.environment.episode_s):
-            return await _Run(self, engine, session, sampling, on_sample, account).run(prompt)
+            return await _Run(self, engine, session, sampling, slot, account).run(prompt)
 
 
 @dataclass
@@ -81,7 +93,7 @@ class _Run:
     engine: Engine
     session: Session
     sampling: Sampling
-    on_sample: OnSample
+    slot: EpisodeSlot
     account: EpisodeAccount
     turns: int = 0
     rewarded: bool = False
@@ -107,7 +119,8 @@ class _Run:
         """Has the policy sample one turn, and tells it what follows. Returns whether there is room for another."""
         room = min(self._room(conversation), self.episodes.environment.max_turn_tokens or limits.MOST_TOKENS)
         asked = replace(self.sampling, max_response_tokens=room)
-        sample = await sampled(self.engine, conversation.prompt, asked, self.on_sample)
+        with self.slot.taken():
+            sample = await sampled(self.engine, conversation.prompt, asked, self.slot.sampled)
         self.turns += 1
         message = await asyncio.to_thread(conversation.add, sample)
         if calls := message.get("tool_calls"):

@@ -1,17 +1,22 @@
 """One process of an environment: reads JSON lines on its standard input, answers each on what was its standard output.
 
 First line in: the fields of `EnvironmentSetup`, {parent, control}. First line out: {"ready": true, "missing": ...,
-"tools": [...]}, otherwise as a scoring process says it (`services/rollout/scoring/worker.py`). From then on one request
-at a time, {id} and a request of `millrace.environments.host`; the answer is {id} and that of the host, {failure} or
-{out_of_memory}. It ends when its input does. The class is loaded and runs inside a sandbox (`millrace.sandbox`).
+"tools": [...]}, otherwise as a scoring process says it (`services/rollout/scoring/worker.py`). From then on requests,
+{id} and a request of `millrace.environments.host`; the answer is {id} and that of the host, {failure} or
+{out_of_memory}. Requests of several episodes run side by side, and are answered as they end. One that blocks the
+process for too long is answered {blocked}, and the replica kills the process. It ends when its input does. The class is
+loaded and runs inside a sandbox (`millrace.sandbox`).
 """
 
+import asyncio
+import contextlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from millrace.environments.host import BadReturn, Host
+from millrace.environments.host import BadReturn, Host, TooSlow
 from millrace.environments.registry import FIELD, load
 from millrace.environments.tools import BadTool
 from millrace.errors import InvalidJob, refused
@@ -22,6 +27,10 @@ from millrace.sandbox.launch import confine
 from millrace.sandbox.view import view
 from services.rollout.scoring.sandboxed import code_of, left_processes, reply, take_pipes, told_error
 
+LONGEST_REQUEST = 64 << 20
+"""Bytes of a request: a row, or a turn of the policy."""
+LOOK_EVERY_S = 0.25
+
 
 def main() -> None:
     requests, replies = take_pipes()
@@ -31,7 +40,7 @@ def main() -> None:
     confine(wanted, setup["parent"], setup["control"], lambda missing: _serve(setup, requests, replies, missing))
 
 
-def _serve(setup: Mapping[str, Any], requests: Iterable[bytes], replies: IO[bytes], missing: Sequence[Missing]) -> None:
+def _serve(setup: Mapping[str, Any], requests: IO[bytes], replies: IO[bytes], missing: Sequence[Missing]) -> None:
     told = [[each.boundary, each.reason] for each in missing]
     if told and setup["required"]:
         reply(replies, {"uncontained": told})
@@ -46,8 +55,50 @@ def _serve(setup: Mapping[str, Any], requests: Iterable[bytes], replies: IO[byte
         reply(replies, {"failure": told_error(error)})
         return
     reply(replies, {"ready": True, "missing": told, "tools": host.specs})
-    for line in requests:
-        reply(replies, _answer(host, json.loads(line)))
+    asyncio.run(Requests(host, setup["call_s"], replies).answer_all(requests))
+
+
+class Requests:
+    """Answers requests side by side."""
+
+    def __init__(self, host: Host, call_s: float, replies: IO[bytes]) -> None:
+        self._host, self._call_s, self._replies = host, call_s, replies
+        self._running: dict[asyncio.Task[None], int] = {}
+        """Ids of the requests that are not answered."""
+        self._one_at_a_time = threading.Lock()
+
+    async def answer_all(self, requests: IO[bytes]) -> None:
+        """Answers until the input ends. What still runs then is cancelled."""
+        reader, loop = asyncio.StreamReader(LONGEST_REQUEST), asyncio.get_running_loop()
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), requests)
+        threading.Thread(target=self._watch, args=(loop,), daemon=True).start()
+        while line := await reader.readline():
+            request = json.loads(line)
+            task = asyncio.create_task(self._answer(request))
+            self._running[task] = request["id"]
+            task.add_done_callback(self._running.pop)
+
+    async def _answer(self, request: Mapping[str, Any]) -> None:
+        self._reply(await _answer(self._host, request))
+
+    def _reply(self, message: Mapping[str, Any]) -> None:
+        with self._one_at_a_time, contextlib.suppress(BrokenPipeError):
+            reply(self._replies, message)
+
+    def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Tells which request runs plain code for longer than a call may take. Others in the process wait for it, so
+        that their time says nothing of them. Runs in a thread of its own."""
+        went_on, never = threading.Event(), threading.Event()
+        while not loop.is_closed():
+            went_on.clear()
+            with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+                loop.call_soon_threadsafe(went_on.set)
+            if not went_on.wait(self._call_s):
+                current = asyncio.current_task(loop)
+                if current is not None and (blocked := self._running.get(current)) is not None:
+                    self._reply({"id": blocked, "blocked": True})
+                went_on.wait()
+            never.wait(LOOK_EVERY_S)
 
 
 def _host(setup: Mapping[str, Any]) -> Host:
@@ -59,17 +110,18 @@ def _host(setup: Mapping[str, Any]) -> Host:
         ) from error
 
 
-def _answer(host: Host, request: Mapping[str, Any]) -> dict[str, Any]:
+async def _answer(host: Host, request: Mapping[str, Any]) -> dict[str, Any]:
     try:
-        return {"id": request["id"], **host.answer(request)}
-    except (BadReturn, BadOutcome) as error:
+        return {"id": request["id"], **await host.answer(request)}
+    except (BadReturn, BadOutcome, TooSlow) as error:
         failure = str(error)
     except MemoryError:
         return {"id": request["id"], "out_of_memory": True}
     except BaseException as error:
-        # The user's class runs here, and may raise anything, SystemExit too.
+        # The user's class runs here, and may raise anything, SystemExit too. A call that was given up is cancelled.
         failure = told_error(error)
-    return {"id": request["id"], "failure": failure, "spoiled": left_processes()}
+    # The processes of other episodes cannot be told from those that this one left.
+    return {"id": request["id"], "failure": failure, "spoiled": host.episodes <= 1 and left_processes()}
 
 
 if __name__ == "__main__":

@@ -174,15 +174,27 @@ class ScoringProcess:
             await asyncio.to_thread(_kill_marked, self._spawned.mark)
 
     async def _exchange(self, message: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-        assert self._process.stdin is not None and self._process.stdout is not None
+        async with asyncio.timeout(timeout_s):
+            await self.send(message)
+            return await self.receive()
+
+    async def send(self, message: Mapping[str, Any]) -> None:
+        """Writes one message to the process. Raises WorkerDied."""
+        assert self._process.stdin is not None
         try:
-            async with asyncio.timeout(timeout_s):
-                self._process.stdin.write(json.dumps(message).encode() + b"\n")
-                await self._process.stdin.drain()
-                line = await self._process.stdout.readline()
-                if not line.endswith(b"\n"):
-                    raise WorkerDied(await self._how_it_ended())
-                reply = json.loads(line)
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+            await self._process.stdin.drain()
+        except ConnectionError as error:
+            raise WorkerDied(await self._how_it_ended()) from error
+
+    async def receive(self) -> dict[str, Any]:
+        """The next message of the process. Raises WorkerDied."""
+        assert self._process.stdout is not None
+        try:
+            line = await self._process.stdout.readline()
+            if not line.endswith(b"\n"):
+                raise WorkerDied(await self._how_it_ended())
+            reply = json.loads(line)
         except ConnectionError as error:
             raise WorkerDied(await self._how_it_ended()) from error
         except ValueError as error:

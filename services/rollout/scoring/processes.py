@@ -2,6 +2,7 @@
 and replaced."""
 
 import asyncio
+from typing import ClassVar
 
 import structlog
 
@@ -17,13 +18,22 @@ START_TIMEOUT_S = 120.0
 class ProcessPool:
     """`size` processes that each have loaded what `setup` names. Use it between `start` and `close`."""
 
-    def __init__(self, setup: Setup, size: int, start_timeout_s: float = START_TIMEOUT_S) -> None:
-        """`start_timeout_s` limits the loading."""
+    process: ClassVar[type[ScoringProcess]] = ScoringProcess
+    """What it starts."""
+
+    def __init__(
+        self, setup: Setup, size: int, start_timeout_s: float = START_TIMEOUT_S, uses_at_once: int = 1
+    ) -> None:
+        """`start_timeout_s` limits the loading. A process is taken `uses_at_once` times at the same time."""
         self._setup = setup
         self._size = size
+        self._uses_at_once = uses_at_once
         self._start_timeout_s = start_timeout_s
         self._alive: set[ScoringProcess] = set()
         self._idle: asyncio.Queue[ScoringProcess | None] = asyncio.Queue()
+        """Each living process as often as it can be taken; dead ones until they are found."""
+        self._replaced: set[ScoringProcess] = set()
+        """Processes that were killed and have not ended yet."""
         self._starting: set[asyncio.Task[None]] = set()
         self._over: Unavailable | None = Unavailable("the pool of processes was not started.", "start it first.")
         self.restarts = 0
@@ -31,16 +41,23 @@ class ProcessPool:
         self.missing: tuple[Missing, ...] = ()
         """What does not separate the user's code from this replica, although it should."""
 
+    @property
+    def free(self) -> int:
+        """How often a process can be taken without waiting."""
+        return self._idle.qsize()
+
     async def start(self) -> None:
         """Starts the processes. Raises InvalidJob where the function cannot be loaded or a boundary that is required
         is missing, Unavailable where no process can be started."""
         self._over, self._idle = None, asyncio.Queue()
         started = await asyncio.gather(*(self._start_one() for _ in range(self._size)), return_exceptions=True)
-        for worker in started:
-            if isinstance(worker, BaseException):
+        for failure in started:
+            if isinstance(failure, BaseException):
                 await self.close()
-                raise worker
-            self._idle.put_nowait(worker)
+                raise failure
+        for _ in range(self._uses_at_once):
+            for worker in self._alive:
+                self._idle.put_nowait(worker)
         self.missing = next(iter(self._alive)).missing or ()
         if self.missing:
             log.warning(
@@ -64,7 +81,7 @@ class ProcessPool:
             if worker is None:
                 # The pool is closed. The None is put back for the next caller that waits.
                 self._idle.put_nowait(None)
-            elif worker.alive:
+            elif worker.alive and worker not in self._replaced:
                 return worker
             else:
                 self._replace(worker)
@@ -78,17 +95,22 @@ class ProcessPool:
             self._replace(worker)
 
     def _replace(self, worker: ScoringProcess) -> None:
+        """Starts another process in the place of `worker`, once, however often it was taken."""
         worker.kill()
-        if self._over is not None:
+        if self._over is not None or worker in self._replaced or worker not in self._alive:
             return
         self.restarts += 1
+        self._replaced.add(worker)
         self._starting.add(asyncio.create_task(self._start_another(worker)))
 
     async def _start_another(self, worker: ScoringProcess) -> None:
         await worker.end()
         self._alive.discard(worker)
+        self._replaced.discard(worker)
         try:
-            self._idle.put_nowait(await self._start_one())
+            another = await self._start_one()
+            for _ in range(self._uses_at_once):
+                self._idle.put_nowait(another)
         except (InvalidJob, Unavailable) as error:
             log.error("a scoring process is lost", reason=str(error), left=len(self._alive))
             if not self._alive and self._starting == {asyncio.current_task()}:
@@ -101,7 +123,7 @@ class ProcessPool:
         tried again, at most START_ATTEMPTS times."""
         for attempt in range(1, START_ATTEMPTS + 1):
             try:
-                worker = await ScoringProcess.start(self._setup, self._start_timeout_s)
+                worker = await self.process.start(self._setup, self._start_timeout_s)
             except WorkerDied as death:
                 reason = str(death)
                 log.warning(

@@ -19,7 +19,7 @@ from services.rollout.sessions.session import AgentFailed, Session
 from services.rollout.work.episode import Episode
 from services.rollout.work.groups import EpisodeFailed
 from services.rollout.work.job import Job, Prompt
-from services.rollout.work.sampled import OnSample
+from services.rollout.work.slots import EpisodeSlot
 
 ATTEMPTS = 2
 """Runs of an episode whose agent fails, before its group is dropped."""
@@ -56,11 +56,11 @@ class AgentEpisodes:
         assert self.spec.rollout.agent is not None
         return self.spec.rollout.agent
 
-    async def __call__(self, engine: Engine, prompt: Prompt, sampling: Sampling, on_sample: OnSample) -> Episode:
+    async def __call__(self, engine: Engine, prompt: Prompt, sampling: Sampling, slot: EpisodeSlot) -> Episode:
         """One episode. One whose agent fails or takes too long is run again once. Raises EpisodeFailed, and what the
         engine raises."""
         failures: list[str] = []
-        policy = self._policy(engine, sampling, on_sample)
+        policy = self._policy(engine, sampling, slot)
         while len(failures) < ATTEMPTS:
             session = Session(policy, prompt, reruns=len(failures))
             try:
@@ -118,12 +118,12 @@ class AgentEpisodes:
         except TimeoutError as error:
             raise AgentFailed(f"the episode took longer than {self.agent.episode_s:g} s") from error
 
-    def _policy(self, engine: Engine, sampling: Sampling, on_sample: OnSample) -> Policy:
+    def _policy(self, engine: Engine, sampling: Sampling, slot: EpisodeSlot) -> Policy:
         return Policy(
             engine=engine,
             chats=self.chats,
             sampling=sampling,
-            on_sample=on_sample,
+            on_sample=slot.sampled,
             longest=self.spec.data.max_prompt_tokens + sampling.max_response_tokens,
             max_turns=self.agent.max_turns,
             max_turn_tokens=self.agent.max_turn_tokens,

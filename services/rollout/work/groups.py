@@ -19,11 +19,12 @@ from services.rollout.engine import Engine, Sampling
 from services.rollout.scoring.scored import Answer, Scored
 from services.rollout.work.episode import Episode
 from services.rollout.work.job import Job, Prompt
-from services.rollout.work.sampled import OnSample, sampled
+from services.rollout.work.sampled import sampled
+from services.rollout.work.slots import EpisodeSlot, Slots
 
-RunEpisode = Callable[[Engine, Prompt, Sampling, OnSample], Awaitable[Episode]]
-"""Runs one episode of a prompt with an engine. It calls the function with each sample of the engine as it ends.
-Cancelling it aborts what it has in the engine. Raises EpisodeFailed where the group has to be dropped."""
+RunEpisode = Callable[[Engine, Prompt, Sampling, EpisodeSlot], Awaitable[Episode]]
+"""Runs one episode of a prompt with an engine, in a slot that it tells each sample of the engine as it ends. Cancelling
+it aborts what it has in the engine. Raises EpisodeFailed where the group has to be dropped."""
 
 
 class EpisodeFailed(Exception):
@@ -34,9 +35,9 @@ class EpisodeFailed(Exception):
         self.drop = drop
 
 
-async def single_turn(engine: Engine, prompt: Prompt, sampling: Sampling, on_sample: OnSample) -> Episode:
+async def single_turn(engine: Engine, prompt: Prompt, sampling: Sampling, slot: EpisodeSlot) -> Episode:
     """The episode of a job without an environment: one answer to the prompt."""
-    return Episode.of(await sampled(engine, prompt.rendered.token_ids, sampling, on_sample))
+    return Episode.of(await sampled(engine, prompt.rendered.token_ids, sampling, slot.sampled))
 
 
 @dataclass(frozen=True)
@@ -47,13 +48,13 @@ class GroupGenerator:
     engine: Engine
     job: Job
     run_episode: RunEpisode = single_turn
+    most_episodes: int | None = None
+    """Episodes that can be open at the same time; None: as many as the engine has slots."""
 
-    async def answer(
-        self, lease: work_pb2.Lease, arrived: float, on_sample: OnSample, on_episode: Callable[[], None]
-    ) -> common_pb2.Group | Drop:
-        """The group of `lease`, or why there is none. `arrived`: time.monotonic() when the lease arrived. `on_sample`
-        is called with each sample of the engine as it ends, `on_episode` as each episode ends. Cancelling aborts the
-        samples in the engine. Raises EngineDied, Unavailable where nothing can be scored any more."""
+    async def answer(self, lease: work_pb2.Lease, arrived: float, slots: Slots) -> common_pb2.Group | Drop:
+        """The group of `lease`, or why there is none. `arrived`: time.monotonic() when the lease arrived. `slots`: of
+        the lease's episodes. Cancelling aborts the samples in the engine. Raises EngineDied, Unavailable where nothing
+        can be scored any more."""
         try:
             with RECORDER.span(SpanKind.RENDER):
                 prompt = await self.job.prompt(lease)
@@ -62,7 +63,7 @@ class GroupGenerator:
         if prompt.rendered.dropped is not None:
             return prompt.rendered.dropped
         try:
-            episodes = await self.episodes(prompt, requests_of(lease.sampling), on_sample, on_episode)
+            episodes = await self.episodes(prompt, requests_of(lease.sampling), slots)
         except EpisodeFailed as error:
             return error.drop
         if not all(np.isfinite(sample.logprobs).all() for episode in episodes for sample in episode.samples):
@@ -82,20 +83,14 @@ class GroupGenerator:
         group.generate_s, group.score_s = ended - arrived, time.monotonic() - ended
         return group
 
-    async def episodes(
-        self,
-        prompt: Prompt,
-        requests: Sequence[Sampling],
-        on_sample: OnSample = lambda _: None,
-        on_episode: Callable[[], None] = lambda: None,
-    ) -> list[Episode]:
+    async def episodes(self, prompt: Prompt, requests: Sequence[Sampling], slots: Slots | None = None) -> list[Episode]:
         """One episode for each request. Each asks the engine by itself, so that it can be aborted and gets its own
         versions; the engine's prefix cache shares the prompt between them."""
+        taken = slots or Slots(len(requests))
 
         async def one(sampling: Sampling) -> Episode:
-            episode = await self.run_episode(self.engine, prompt, sampling, on_sample)
-            on_episode()
-            return episode
+            with taken.episode() as slot:
+                return await self.run_episode(self.engine, prompt, sampling, slot)
 
         tasks = [asyncio.create_task(one(sampling)) for sampling in requests]
         try:

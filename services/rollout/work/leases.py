@@ -24,6 +24,7 @@ from millrace.wire.server import LARGEST_GROUP_BYTES
 from millrace.wire.v1 import common_pb2, work_pb2
 from services.rollout.engine import EngineDied, Sample
 from services.rollout.work.groups import GroupGenerator
+from services.rollout.work.slots import Slots
 
 log = structlog.get_logger(__name__)
 WAIT_S = 25.0
@@ -45,8 +46,8 @@ class HeldLease:
     task: asyncio.Task[None]
     expires_s: float
     """Seconds for which the last extension holds."""
-    running: int
-    """Episodes that have not ended."""
+    slots: Slots
+    """What its episodes take of the engine."""
 
 
 class Leases:
@@ -124,12 +125,15 @@ class Leases:
 
     async def _room(self) -> tuple[GroupGenerator, int]:
         """Waits until the engine has a free slot, then answers for how many samples to ask: one free slot is room for
-        a whole group, whose other samples wait in the engine so that no slot stays empty."""
+        a whole group, whose other samples wait in the engine so that no slot stays empty. Episodes that wait for their
+        environment have no slot; no more of them are open than it can run."""
         while True:
             self._changed.clear()
             if self._generator is not None:
                 generator, group = self._generator, self._generator.job.spec.rollout.samples_per_prompt
-                free = generator.engine.capacity - sum(held.running for held in self._held.values())
+                free = generator.engine.capacity - sum(held.slots.generating for held in self._held.values())
+                if generator.most_episodes is not None:
+                    free = min(free, generator.most_episodes - sum(held.slots.open for held in self._held.values()))
                 # Groups that wait for their scores hold no slot. Without a bound a slow reward would fill the memory.
                 if free > 0 and len(self._held) < 2 * generator.engine.capacity:
                     return generator, free + group - 1
@@ -140,32 +144,26 @@ class Leases:
         held = self._held.get(key)
         if held is not None:  # this replica's own lease expired and it claimed it again: the older fence is refused
             held.task.cancel("claimed again")
-        task = asyncio.create_task(self._work(lease, generator), name=f"lease {lease.ref.lease_id}")
-        requested = lease.sampling.samples + lease.sampling.greedy_baseline
-        self._held[key] = HeldLease(lease, task, lease.expires_s, requested)
+        slots = Slots(lease.sampling.samples + lease.sampling.greedy_baseline, self._changed.set, self._count_tokens)
+        task = asyncio.create_task(self._work(lease, generator, slots), name=f"lease {lease.ref.lease_id}")
+        self._held[key] = HeldLease(lease, task, lease.expires_s, slots)
         self._extend_soon.set()
         task.add_done_callback(lambda done: self._done(key, done))
 
     # Working.
 
-    async def _work(self, lease: work_pb2.Lease, generator: GroupGenerator) -> None:
+    def _count_tokens(self, sample: Sample) -> None:
+        self.generated_tokens += len(sample.tokens)
+
+    async def _work(self, lease: work_pb2.Lease, generator: GroupGenerator, slots: Slots) -> None:
         if self._generator is not generator or lease.ref.job_id != generator.job.id:
             await self._return(lease, "the replica serves another job now")
             return
-        key = _key(lease.ref)
-
-        def on_sample(sample: Sample) -> None:
-            self.generated_tokens += len(sample.tokens)
-
-        def on_episode() -> None:
-            self._held[key].running -= 1
-            self._changed.set()
-
         root = TraceContext.parse(lease.traceparent, job_id=lease.ref.job_id, group=lease.prompt_id)
         with RECORDER.span(SpanKind.LEASE, parent=root) as holding:
             holding.figures |= {"samples": float(lease.sampling.samples), "capacity": float(generator.engine.capacity)}
             try:
-                answer = await generator.answer(lease, time.monotonic(), on_sample, on_episode)
+                answer = await generator.answer(lease, time.monotonic(), slots)
             except EngineDied as error:
                 self.on_death(error)
                 return
@@ -212,7 +210,7 @@ class Leases:
             drop = Drop(DropReason.REPLICA_FAILED, f"{type(error).__name__}: {error}")
             self._extend_soon.set()
             failed = asyncio.create_task(self._answer(held.lease, drop))
-            self._held[key] = HeldLease(held.lease, failed, held.expires_s, 0)
+            self._held[key] = HeldLease(held.lease, failed, held.expires_s, Slots(0))
             failed.add_done_callback(lambda _: self._held.pop(key, None))
 
     # Extending.

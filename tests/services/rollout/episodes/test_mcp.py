@@ -16,7 +16,7 @@ from millrace.validation.mistakes import InvalidValue
 from services.rollout.episodes.environments import Called, EnvironmentFailed
 from services.rollout.episodes.opening import environments_of
 from tests.ports import held_port
-from tests.services.rollout.episodes.test_runner import account_of, call, environments, play
+from tests.services.rollout.episodes.playing import account_of, call, environments, play
 from tests.services.rollout.jobs import job_spec
 
 EXAMPLES = Path(__file__).parents[4] / "examples/environments"

@@ -16,8 +16,8 @@ from services.rollout.episodes.environments import Called, EnvironmentFailed
 from tests.ports import held_port
 from tests.services.rollout.coordinator import until
 from tests.services.rollout.episodes.openenv_server import Echo, Number, Tools, serving
+from tests.services.rollout.episodes.playing import account_of, call, environments, play
 from tests.services.rollout.episodes.test_mcp import served, started
-from tests.services.rollout.episodes.test_runner import account_of, call, environments, play
 
 PYTHON = os.environ.get("MILLRACE_OPENENV_PYTHON", "")
 """An interpreter that has openenv-core."""

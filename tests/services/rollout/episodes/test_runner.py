@@ -1,9 +1,7 @@
 """Episodes with an environment in processes: what is trained, what fails, and what ends an episode."""
 
 import asyncio
-import json
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +17,13 @@ from millrace.wire.v1 import common_pb2
 from services.coordinator.state.group import Account, GroupSummary, Wanted, fault
 from services.rollout.engine import Sample, Sampling
 from services.rollout.engines.versioned import VersionedEngine
-from services.rollout.episodes.chat import Chat
-from services.rollout.episodes.opening import environments_of
-from services.rollout.episodes.runner import EnvironmentEpisodes
 from services.rollout.work.episode import Episode
 from services.rollout.work.groups import EpisodeFailed
 from services.rollout.work.job import Prompt
+from services.rollout.work.slots import Slots
 from tests.models import CHATML, random_model, save_tiny_model
 from tests.services.rollout.coordinator import until
-from tests.services.rollout.episodes.formats import CHATML as PLAIN_CHATML
-from tests.services.rollout.episodes.formats import merging_tokenizer, sampled
+from tests.services.rollout.episodes.playing import Scripted, account_of, call, environments, play
 from tests.services.rollout.jobs import job_spec
 from tests.services.rollout.reference import logprobs
 from tests.services.rollout.stack import replica_stack
@@ -127,51 +122,6 @@ def test_what_is_trained_are_the_tokens_that_the_engine_saw(
     assert summary.accounts == [Account(ended=False, tool_calls=0, tool_failures=0, tool_s=0.0, reruns=0)] * 2
 
 
-TOKENIZER = merging_tokenizer(PLAIN_CHATML)
-
-
-class Scripted:
-    """An engine whose policy is a function of the text before."""
-
-    def __init__(self, policy: Any) -> None:
-        self.policy, self.limits = policy, list[int]()
-
-    async def generate(self, prompt_tokens: Sequence[int], sampling: Sampling) -> Sample:
-        self.limits.append(sampling.max_response_tokens)
-        text = self.policy(TOKENIZER.decode(prompt_tokens))
-        return sampled(TOKENIZER.encode(text + "<|im_end|>", add_special_tokens=False)[: sampling.max_response_tokens])
-
-
-@asynccontextmanager
-async def environments(name: str, **fields: Any) -> AsyncIterator[EnvironmentEpisodes]:
-    environment = {"name": name, "processes": 1, "renderer_options": {"tool_parser": "qwen3"}, **fields}
-    spec = job_spec(Path("/nowhere"), rollout={"environment": environment, "max_response_tokens": 2000})
-    assert spec.rollout.environment is not None
-    opened = environments_of(spec.rollout.environment, spec.reward)
-    await opened.start()
-    try:
-        chat = Chat(TOKENIZER, "default", {"tool_parser": "qwen3"}, tools=opened.tools)
-        yield EnvironmentEpisodes(opened, chat, spec)
-    finally:
-        await opened.close()
-
-
-async def play(episodes: EnvironmentEpisodes, policy: Any, truth: str, most_tokens: int = 2000) -> Episode:
-    row = PromptRow(0, "d", [{"role": "user", "content": "hi"}], truth)
-    prompt = Prompt(row, Rendered([1, 2]), "")
-    engine: Any = Scripted(policy)
-    return await episodes(engine, prompt, Sampling(most_tokens), lambda _: None)
-
-
-def account_of(episode: Episode) -> common_pb2.EpisodeAccount:
-    """As it is told with the last trajectory."""
-    return episode.messages()[-1].account
-
-
-def call(name: str, **arguments: Any) -> str:
-    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
-
-
 def bisect(text: str) -> str:
     """Finds the number as one would, after a call that cannot be read and one that is refused."""
     answers = [part.split("<|im_end|>")[0] for part in text.split("<|im_start|>tool\n")[1:]]
@@ -240,7 +190,8 @@ def test_an_episode_has_a_deadline(talk: str) -> None:
             engine: Any = Scripted(None)
             engine.generate = lambda *_: asyncio.Event().wait()
             prompt = Prompt(PromptRow(0, "d", "hi", ""), Rendered([1]), "")
-            with pytest.raises(EpisodeFailed, match=r"took longer than 0.2 s; then the episode took longer"):
-                await episodes(engine, prompt, Sampling(9), lambda _: None)
+            too_long = r"took longer than 0.2 s; then the episode took longer"
+            with Slots(1).episode() as slot, pytest.raises(EpisodeFailed, match=too_long):
+                await episodes(engine, prompt, Sampling(9), slot)
 
     asyncio.run(scenario())

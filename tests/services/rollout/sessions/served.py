@@ -19,6 +19,7 @@ from services.rollout.sessions.policy import Chats
 from services.rollout.sessions.server import SessionServer
 from services.rollout.work.episode import Episode
 from services.rollout.work.job import Prompt
+from services.rollout.work.slots import Slots
 from tests.services.rollout.episodes.formats import merging_tokenizer, sampled
 from tests.services.rollout.jobs import job_spec
 
@@ -67,7 +68,12 @@ class Served:
         rendered = TOKENIZER.apply_chat_template(ROW.prompt, add_generation_prompt=True, return_dict=False)
         prompt = Prompt(ROW, Rendered(list(rendered)), "")
         wanted = Sampling(most_tokens, **{"temperature": 0.7, **sampling})
-        return asyncio.create_task(self.episodes(self.engine, prompt, wanted, lambda _: None))
+
+        async def one() -> Episode:
+            with Slots(1).episode() as slot:
+                return await self.episodes(self.engine, prompt, wanted, slot)
+
+        return asyncio.create_task(one())
 
     async def claim(self) -> dict[str, Any]:
         """Claims an episode, as soon as one waits."""

@@ -19,7 +19,7 @@ from services.rollout.scoring.pool import Scored
 from services.rollout.work.episode import Episode, Trajectory, Turn
 from services.rollout.work.groups import GroupGenerator
 from services.rollout.work.job import Prompt
-from services.rollout.work.sampled import OnSample
+from services.rollout.work.slots import EpisodeSlot
 from tests.models import random_model
 from tests.services.rollout.coordinator import until
 from tests.services.rollout.jobs import job_spec
@@ -93,19 +93,19 @@ def test_experts_are_those_of_the_turn_that_sampled_the_token(told: tuple[int, i
     assert not Episode((Trajectory(unknown),)).messages()[0].HasField("experts")
 
 
-async def two_turns_and_a_fork(engine: Engine, prompt: Prompt, sampling: Sampling, on_sample: OnSample) -> Episode:
+async def two_turns_and_a_fork(engine: Engine, prompt: Prompt, sampling: Sampling, slot: EpisodeSlot) -> Episode:
     """A tool answers the first turn; then the history is cut to its end. Each turn extends the tokens of the engine."""
     tool = given(*b"<tool>42</tool>")
     history = [np.array(prompt.rendered.token_ids, np.int32)]
     turns: list[Turn] = []
     for before in (given(), tool):
         sampled = await engine.generate(np.concatenate([*history, before]).tolist(), sampling)
-        on_sample(sampled)
+        slot.sampled(sampled)
         history += [before, sampled.tokens]
         turns.append(Turn(sampled, before, "<tool>42</tool>" if len(before) else "", reward=0.25))
     short = np.concatenate(history)[-9:]
     last = await engine.generate(short.tolist(), sampling)
-    on_sample(last)
+    slot.sampled(last)
     return Episode((Trajectory(tuple(turns)), Trajectory((Turn(last),), short, "in short")))
 
 

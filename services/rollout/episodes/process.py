@@ -1,0 +1,53 @@
+"""One process of an environment. It runs several episodes at the same time, and answers their calls in any order."""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from services.rollout.scoring.process import ScoringProcess, WorkerDied
+
+
+class EnvironmentProcess(ScoringProcess):
+    """A process that answers several calls at once. After WorkerDied, or TimeoutError of a call, it is to be killed."""
+
+    condemned = False
+    """Whether it is about to be killed: a call blocked it, needed too much memory or left processes behind."""
+    _reader: asyncio.Task[None] | None = None
+    _death: WorkerDied | None = None
+    _waiting: dict[int, asyncio.Future[dict[str, Any]]]
+
+    async def ask(self, arguments: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        """The answer to one call. Raises TimeoutError, WorkerDied. A call that is cancelled goes on in the process."""
+        if self._reader is None:
+            self._waiting, self._reader = {}, asyncio.create_task(self._read())
+        if self._death is not None:
+            raise self._death
+        self._asked += 1
+        number = self._asked
+        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.send({"id": number, **arguments})
+                return await answer
+        finally:
+            del self._waiting[number]
+
+    async def end(self) -> None:
+        """Kills the process and waits until none of its descendants is left."""
+        await super().end()
+        if self._reader is not None:
+            await asyncio.wait({self._reader})
+
+    async def _read(self) -> None:
+        """Passes answers on until the process ends."""
+        try:
+            while True:
+                reply = await self.receive()
+                answer = self._waiting.get(reply.get("id", 0))
+                if answer is not None and not answer.done():
+                    answer.set_result(reply)
+        except WorkerDied as death:
+            self._death = death
+            for answer in self._waiting.values():
+                if not answer.done():
+                    answer.set_exception(death)
