@@ -20,7 +20,7 @@ class DropReason(StrEnum):
     REWARD_FAILED = "reward_failed"
     """The reward function failed, hung or crashed on one of the answers, or returned a value that cannot be used."""
     INCOMPLETE_GROUP = "incomplete_group"
-    """The group has another number of episodes than `samples_per_prompt`, or lacks the greedy reward."""
+    """The group has fewer episodes than `min_samples`, more than `samples_per_prompt`, or lacks the greedy reward."""
     MALFORMED_GROUP = "malformed_group"
     """The parts of a trajectory contradict each other or the job: tokens, turns, log-probabilities, version spans,
     temperature, length."""

@@ -18,6 +18,9 @@ CachePolicy = Literal["recompute", "keep"]
 class Rollout(StrictModel):
     samples_per_prompt: int = Field(8, ge=1, le=limits.MOST_SAMPLES)
     """Answers to each prompt: the size of a group."""
+    min_samples: int | None = Field(None, ge=1, le=limits.MOST_SAMPLES)
+    """Answers or episodes with which a group is complete: as soon as so many have ended, the others are cancelled.
+    Failed episodes are left out as long as so many remain. It favours what ends early. null: samples_per_prompt."""
     max_response_tokens: int = Field(1024, ge=1, le=limits.MOST_TOKENS)
     """Longest answer, in tokens. A longer one is cut. With an environment or an agent: all tokens of a
     trajectory after its prompt, sampled and given."""
@@ -46,6 +49,11 @@ class Rollout(StrictModel):
     engine_options: dict[str, Any] = Field(default_factory=dict, examples=[{"max_num_seqs": 256}])
     """Options of the engine, which checks them: vLLM's AsyncEngineArgs, SGLang's ServerArgs. Options under an engine's
     name are for replicas with that engine only: docs/engines.md."""
+
+    @property
+    def smallest_group(self) -> int:
+        """Episodes that a group has at least."""
+        return self.samples_per_prompt if self.min_samples is None else self.min_samples
 
     def options_of(self, engine: str) -> dict[str, Any]:
         """The engine options for a replica with `engine`: the shared ones, and over them those under its name."""

@@ -122,6 +122,9 @@ def _amounts(spec: JobSpec) -> Iterator[Mistake]:
         arithmetic = f"a step of {schedule.prompts_per_step} prompts would have {trajectories} trajectories"
         fix = f"lower it or schedule.prompts_per_step, to {limits.MOST_TRAJECTORIES} together"
         yield _broken("rollout.samples_per_prompt", samples, arithmetic, fix)
+    if (least := spec.rollout.min_samples) is not None and least > samples:
+        arithmetic = f"a group has {samples} samples, which are rollout.samples_per_prompt"
+        yield _broken("rollout.min_samples", least, arithmetic, f"lower it to at most {samples}, or leave it out")
     if evaluation is None:
         return
     if (trajectories := evaluation.prompts * evaluation.samples_per_prompt) > limits.MOST_TRAJECTORIES:
@@ -186,10 +189,11 @@ def _algorithm(spec: JobSpec) -> Iterator[Mistake]:
     if algorithm.kl is None and given not in (0.0, Algorithm.model_fields["kl_coefficient"].default):
         fix = "set algorithm.kl, for example {name: k3}, or leave it out"
         yield _broken("algorithm.kl_coefficient", given, "there is no KL for it to weigh", fix)
-    if algorithm.drop_groups_without_signal and spec.rollout.samples_per_prompt < 2:
+    if algorithm.drop_groups_without_signal and spec.rollout.smallest_group < 2:
         reason = "the rewards in a group of one answer are always equal, so every group would be dropped"
         fix = "raise it to at least 2, or set algorithm.drop_groups_without_signal to false"
-        yield _broken("rollout.samples_per_prompt", spec.rollout.samples_per_prompt, reason, fix)
+        field = "samples_per_prompt" if spec.rollout.min_samples is None else "min_samples"
+        yield _broken(f"rollout.{field}", spec.rollout.smallest_group, reason, fix)
 
 
 def _lora(spec: JobSpec) -> Iterator[Mistake]:

@@ -116,10 +116,10 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         if prompt.rendered.dropped is not None:
             raise BadRow(f"the prompt is too long: {prompt.rendered.dropped.detail}.", "send a shorter one.")
         count = request.sampling.samples or 1
-        episodes = await generator.episodes(prompt, [sampling_of(request.sampling)] * count)
+        ended = await generator.episodes(prompt, [sampling_of(request.sampling)] * count)
         return rollout_pb2.GenerateResponse(
             prompt_tokens=pack_tokens(prompt.rendered.token_ids),
-            trajectories=[message for episode in episodes for message in episode.messages()],
+            trajectories=[message for episode in ended.episodes for message in episode.messages()],
         )
 
     async def GetStatus(self, request: rollout_pb2.RolloutStatusRequest, context: Context) -> rollout_pb2.RolloutStatus:

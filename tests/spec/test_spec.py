@@ -235,6 +235,14 @@ def test_a_group_of_one_has_no_signal_to_keep_it():
     assert parse(tree).rollout.samples_per_prompt == 1
 
 
+def test_the_smallest_group_is_no_larger_than_a_group_and_large_enough_to_compare():
+    assert parse(with_("rollout.min_samples", 2)).rollout.smallest_group == 2
+    assert "rollout.min_samples: 900: a group has" in refusal(with_("rollout.min_samples", 900))
+    alone = with_("rollout.min_samples", 1)
+    quick = {"drop_groups_without_signal": True, "advantage": "remax"}
+    assert "rollout.min_samples: 1: the rewards in a group of one" in refusal(alone | {"algorithm": quick})
+
+
 def test_a_coefficient_of_no_kl_is_taken_where_it_says_nothing():
     for value in (0.0, 0.001):
         assert parse(with_("algorithm.kl_coefficient", value)).algorithm.kl is None

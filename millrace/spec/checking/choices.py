@@ -85,11 +85,12 @@ def _group_size(spec: JobSpec, entry: AlgorithmEntry) -> Iterator[Mistake]:
     options = entry.defaults | spec.algorithm.advantage.options
     if entry.is_user_defined or "group_b" not in entry.required_inputs or options.get("singleton") == "reward":
         return
-    least, size = max(2, options.get("k", 0)), spec.rollout.samples_per_prompt
+    least, size = max(2, options.get("k", 0)), spec.rollout.smallest_group
     if size < least:
         reason = f"the advantage {entry.name!r} compares the answers to a prompt, and is 0 with fewer than {least}"
         fix = f"raise it to at least {least}, or choose an advantage that compares no answers, for example remax."
-        yield wrong_value("rollout.samples_per_prompt", size, reason, fix)
+        field = "samples_per_prompt" if spec.rollout.min_samples is None else "min_samples"
+        yield wrong_value(f"rollout.{field}", size, reason, fix)
 
 
 def _separate_rewards(spec: JobSpec, entry: AlgorithmEntry) -> Iterator[Mistake]:

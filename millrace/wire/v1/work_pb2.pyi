@@ -20,7 +20,7 @@ class LeaseRef(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., lease_id: _Optional[str] = ..., fence: _Optional[int] = ..., purpose: _Optional[_Union[_common_pb2.Purpose, str]] = ...) -> None: ...
 
 class Sampling(_message.Message):
-    __slots__ = ("samples", "max_response_tokens", "temperature", "top_p", "top_k", "stop", "greedy_baseline")
+    __slots__ = ("samples", "max_response_tokens", "temperature", "top_p", "top_k", "stop", "greedy_baseline", "min_samples")
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     MAX_RESPONSE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
@@ -28,6 +28,7 @@ class Sampling(_message.Message):
     TOP_K_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
     GREEDY_BASELINE_FIELD_NUMBER: _ClassVar[int]
+    MIN_SAMPLES_FIELD_NUMBER: _ClassVar[int]
     samples: int
     max_response_tokens: int
     temperature: float
@@ -35,7 +36,8 @@ class Sampling(_message.Message):
     top_k: int
     stop: _containers.RepeatedScalarFieldContainer[str]
     greedy_baseline: bool
-    def __init__(self, samples: _Optional[int] = ..., max_response_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., greedy_baseline: bool = ...) -> None: ...
+    min_samples: int
+    def __init__(self, samples: _Optional[int] = ..., max_response_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., greedy_baseline: bool = ..., min_samples: _Optional[int] = ...) -> None: ...
 
 class Lease(_message.Message):
     __slots__ = ("ref", "prompt_id", "purpose", "sampling", "data_source", "prompt", "ground_truth", "extra_info", "expires_s", "traceparent", "issued_s")

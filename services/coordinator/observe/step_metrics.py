@@ -48,6 +48,7 @@ def batch_metrics(groups: Sequence[GroupSummary], version: Version, spec: JobSpe
         TOTAL_TOKENS: tokens,
         **episode_metrics(groups),
         **environment_metrics(groups),
+        **missing_metrics(groups),
     }
 
 
@@ -87,6 +88,15 @@ def environment_metrics(groups: Sequence[GroupSummary]) -> dict[str, float]:
         "episode/truncated_ratio": mean([float(not account.ended) for account in accounts]),
         "episode/rerun_ratio": mean([float(account.reruns > 0) for account in accounts]),
     }
+
+
+def missing_metrics(groups: Sequence[GroupSummary]) -> dict[str, float]:
+    """Episodes that were asked for and are in no group; nothing where none is missing."""
+    cancelled, failed = sum(g.cancelled for g in groups), sum(g.failed for g in groups)
+    if not cancelled + failed:
+        return {}
+    asked = sum(len(g.rewards) for g in groups) + cancelled + failed
+    return {"episode/cancelled_ratio": cancelled / asked, "episode/failed_ratio": failed / asked}
 
 
 def milliseconds_per_token(values: Mapping[str, float], groups: Sequence[GroupSummary]) -> dict[str, float]:

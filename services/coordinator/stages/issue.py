@@ -94,6 +94,7 @@ def training_sampling(spec: JobSpec) -> work_pb2.Sampling:
         top_k=rollout.top_k,
         stop=rollout.stop,
         greedy_baseline=needs_greedy_baseline(spec),
+        min_samples=rollout.min_samples or 0,
     )
 
 

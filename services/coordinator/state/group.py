@@ -96,6 +96,10 @@ class GroupSummary:
     """Unix time at which the prompt was issued; 0: not known."""
     completed_s: float = 0.0
     """Unix time at which the group came; 0: not known."""
+    cancelled: int = 0
+    """Episodes that were cancelled when the group had enough others."""
+    failed: int = 0
+    """Episodes that failed and were left out."""
 
     @classmethod
     def of(cls, group: common_pb2.Group, parts: Sequence[str] = ()) -> Self:
@@ -124,6 +128,8 @@ class GroupSummary:
             accounts=[Account.of(t.account) for t in group.trajectories if t.HasField("account")] or None,
             traceparent=group.traceparent,
             issued_s=group.issued_s,
+            cancelled=group.cancelled_episodes,
+            failed=group.failed_episodes,
         )
 
     @property
@@ -232,6 +238,8 @@ class Wanted:
     """What a group has to be, so that it can be trained."""
 
     episodes: int
+    least: int | None = None
+    """Episodes that are enough; None: all of them."""
     greedy_baseline: bool = False
     temperature: float | None = None
     """The only temperature of its turns; None where they are not trained."""
@@ -244,8 +252,10 @@ def fault(group: common_pb2.Group, wanted: Wanted) -> Drop | None:
     sizes, count = episode_sizes(group), len(group.trajectories)
     if sum(sizes) != count or 0 in sizes:
         return _malformed(f"{count} trajectories in episodes of {list(sizes)[:SHOWN]}")
-    if len(sizes) != wanted.episodes:
-        return _incomplete(f"{len(sizes)} episodes instead of {wanted.episodes}")
+    least = wanted.episodes if wanted.least is None else wanted.least
+    if not least <= len(sizes) <= wanted.episodes:
+        asked = f"{wanted.episodes}" if least == wanted.episodes else f"{least} to {wanted.episodes}"
+        return _incomplete(f"{len(sizes)} episodes instead of {asked}")
     if wanted.greedy_baseline and not (group.HasField("greedy_reward") and fits(group.greedy_reward)):
         return _incomplete("there is no reward of a greedy answer")
     if not group.prompt_tokens or len(group.prompt_tokens) % TOKEN_BYTES:

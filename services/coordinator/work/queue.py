@@ -45,6 +45,8 @@ class LeaseTerms:
     lease_s: float
     samples: Mapping[Purpose, int]
     """Samples of one prompt."""
+    min_samples: int | None = None
+    """Samples of a prompt to train on, at least; None: all of them."""
     greedy_baseline: bool = False
     """Whether a prompt to train on also has one greedy answer."""
     temperature: float | None = None
@@ -64,6 +66,7 @@ class LeaseTerms:
         return cls(
             spec.rollout.lease_s,
             samples,
+            spec.rollout.min_samples,
             needs_greedy_baseline(spec),
             spec.rollout.temperature,
             spec.data.max_prompt_tokens + spec.rollout.max_response_tokens,
@@ -74,7 +77,8 @@ class LeaseTerms:
     def wanted(self, purpose: Purpose) -> Wanted:
         """What the group of a prompt has to be."""
         if purpose is Purpose.TRAIN:
-            return Wanted(self.samples[purpose], self.greedy_baseline, self.temperature, self.most_tokens)
+            least, most = self.min_samples, self.samples[purpose]
+            return Wanted(most, least, self.greedy_baseline, self.temperature, self.most_tokens)
         return Wanted(self.samples[purpose])
 
     def requests(self, purpose: Purpose) -> int:

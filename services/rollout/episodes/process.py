@@ -24,7 +24,8 @@ class EnvironmentProcess(ScoringProcess):
             raise self._death
         self._asked += 1
         number = self._asked
-        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = answer
         try:
             async with asyncio.timeout(timeout_s):
                 await self.send({"id": number, **arguments})

@@ -35,6 +35,36 @@ class EpisodeFailed(Exception):
         self.drop = drop
 
 
+@dataclass(frozen=True)
+class Ended:
+    """The episodes of a lease that ended, in the order of its requests, and how many did not."""
+
+    episodes: list[Episode]
+    cancelled: int = 0
+    """Those that were cancelled because enough others had ended."""
+    failed: int = 0
+
+
+async def first_of(tasks: Sequence[asyncio.Task[Episode]], enough: int) -> Ended:
+    """The episodes of the tasks, as soon as there are `enough`; the other tasks are cancelled. Tasks that raise
+    EpisodeFailed are left out, unless too few remain: then it is raised."""
+    pending, failures = set(tasks), list[EpisodeFailed]()
+    while pending and len(tasks) - len(pending) - len(failures) < enough:
+        ended, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        for task in ended:
+            error = task.exception()
+            if isinstance(error, EpisodeFailed):
+                failures.append(error)
+            elif error is not None:
+                raise error
+        if len(tasks) - len(failures) < enough:
+            raise failures[0]
+    for task in pending:
+        task.cancel()
+    done = [task.result() for task in tasks if task not in pending and task.exception() is None]
+    return Ended(done, len(pending), len(failures))
+
+
 async def single_turn(engine: Engine, prompt: Prompt, sampling: Sampling, slot: EpisodeSlot) -> Episode:
     """The episode of a job without an environment: one answer to the prompt."""
     return Episode.of(await sampled(engine, prompt.rendered.token_ids, sampling, slot.sampled))
@@ -62,30 +92,46 @@ class GroupGenerator:
             return Drop(DropReason.BAD_PROMPT, str(error))
         if prompt.rendered.dropped is not None:
             return prompt.rendered.dropped
+        asked = lease.sampling
+        requests, enough, greedy = requests_of(asked), asked.min_samples or None, asked.greedy_baseline
         try:
-            episodes = await self.episodes(prompt, requests_of(lease.sampling), slots)
+            ended = await self.episodes(prompt, requests, slots, enough=enough, greedy=greedy)
         except EpisodeFailed as error:
             return error.drop
+        episodes = ended.episodes
         if not all(np.isfinite(sample.logprobs).all() for episode in episodes for sample in episode.samples):
             return Drop(DropReason.BAD_LOGPROBS, "a log-probability is not finite")
-        ended = time.monotonic()
+        generated = time.monotonic()
         with RECORDER.span(SpanKind.SCORE) as scoring:
             scoring.figures["answers"] = float(len(episodes))
             scores = await self._scores(prompt, episodes, lease.purpose)
         if isinstance(scores, Drop):
             return scores
-        count = lease.sampling.samples
+        count = len(episodes) - greedy
         if lease.purpose != common_pb2.PURPOSE_TRAIN:  # the trainer replays expert routing only for what it trains
             episodes = [episode.without_experts() for episode in episodes]
         group = self._group(lease, prompt, episodes[:count], scores[:count])
-        if lease.sampling.greedy_baseline:
+        if greedy:
             group.greedy_reward = scores[count].score or 0.0
-        group.generate_s, group.score_s = ended - arrived, time.monotonic() - ended
+        group.cancelled_episodes, group.failed_episodes = ended.cancelled, ended.failed
+        group.generate_s, group.score_s = generated - arrived, time.monotonic() - generated
         return group
 
-    async def episodes(self, prompt: Prompt, requests: Sequence[Sampling], slots: Slots | None = None) -> list[Episode]:
+    async def episodes(
+        self,
+        prompt: Prompt,
+        requests: Sequence[Sampling],
+        slots: Slots | None = None,
+        *,
+        enough: int | None = None,
+        greedy: bool = False,
+    ) -> Ended:
         """One episode for each request. Each asks the engine by itself, so that it can be aborted and gets its own
-        versions; the engine's prefix cache shares the prompt between them."""
+        versions; the engine's prefix cache shares the prompt between them.
+
+        As soon as `enough` have ended, the others are cancelled; `greedy`: the last one is needed besides. Raises
+        EpisodeFailed where too few can end.
+        """
         taken = slots or Slots(len(requests))
 
         async def one(sampling: Sampling) -> Episode:
@@ -94,7 +140,9 @@ class GroupGenerator:
 
         tasks = [asyncio.create_task(one(sampling)) for sampling in requests]
         try:
-            return list(await asyncio.gather(*tasks))
+            count = len(tasks) - greedy
+            ended = await first_of(tasks[:count], count if enough is None else enough)
+            return replace(ended, episodes=[*ended.episodes, *await asyncio.gather(*tasks[count:])])
         finally:
             for task in tasks:
                 task.cancel()

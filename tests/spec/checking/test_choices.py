@@ -154,6 +154,8 @@ def test_answers_are_compared_with_others(advantage: Any, least: int) -> None:
     assert f"rollout.samples_per_prompt: {least - 1}: the advantage" in text
     assert f"raise it to at least {least}" in text
     choices.check(job(algorithm, rollout={"samples_per_prompt": least}))
+    text = told(algorithm, rollout={"samples_per_prompt": least, "min_samples": least - 1})
+    assert f"rollout.min_samples: {least - 1}: the advantage" in text
 
 
 def test_one_answer_is_enough_where_none_is_compared() -> None:

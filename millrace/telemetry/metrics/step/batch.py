@@ -91,6 +91,19 @@ BATCH = (
         "Episodes that were run again because their environment failed or took too long.",
     ),
     StepMetric(
+        "episode/cancelled_ratio",
+        Unit.SHARE,
+        COORDINATOR,
+        "Episodes that were cancelled when their group had `rollout.min_samples` others. Only where some are missing,"
+        " as with the next one.",
+    ),
+    StepMetric(
+        "episode/failed_ratio",
+        Unit.SHARE,
+        COORDINATOR,
+        "Episodes that failed and were left out of their group, which had `rollout.min_samples` others.",
+    ),
+    StepMetric(
         "response/aborted_ratio",
         Unit.SHARE,
         COORDINATOR,

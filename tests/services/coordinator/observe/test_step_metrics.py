@@ -55,6 +55,14 @@ def test_lengths_rewards_and_staleness_of_a_batch() -> None:
     assert found["perf/total_num_tokens"] == 8 + 2 + 8 + 8 + 2 * 5 + 2 * 3
 
 
+def test_episodes_that_are_in_no_group_are_told() -> None:
+    whole, short = summary(5, [8, 2], [1.0, 0.0], [3, 4]), summary(3, [8, 8], [0.5, 0.5], [4, 4])
+    spec = JobSpec.model_validate(SPEC)
+    assert not any(key.startswith("episode/") for key in batch_metrics([whole, short], Version(4), spec))
+    found = batch_metrics([whole, replace(short, cancelled=3, failed=1)], Version(4), spec)
+    assert (found["episode/cancelled_ratio"], found["episode/failed_ratio"]) == (3 / 8, 1 / 8)
+
+
 def test_turns_and_sampled_tokens_are_told_where_there_are_episodes() -> None:
     spec, plain = JobSpec.model_validate(SPEC), summary(5, [8, 2], [1.0, 0.0], [3, 4])
     assert "num_turns/mean" not in batch_metrics([plain], Version(4), spec)

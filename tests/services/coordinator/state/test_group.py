@@ -122,6 +122,20 @@ def test_a_group_without_the_greedy_answer_that_was_asked_for_is_refused(reward:
     assert fault(made, Wanted(1, greedy_baseline=True)) is None
 
 
+@pytest.mark.parametrize(
+    ("episodes", "told"), [(1, "1 episodes instead of 2 to 3"), (2, ""), (3, ""), (4, "4 episodes")]
+)
+def test_a_group_may_lack_episodes_as_long_as_enough_are_there(episodes: int, told: str) -> None:
+    made = group(*(trajectory([(1, 0, 4)]) for _ in range(episodes)))
+    made.cancelled_episodes, made.failed_episodes = 2, 1
+    drop = fault(made, Wanted(3, least=2))
+    assert (drop is None) == (told == "")
+    if drop is not None:
+        assert drop.reason is DropReason.INCOMPLETE_GROUP and drop.detail.startswith(told)
+    summary = GroupSummary.from_json(GroupSummary.of(made).to_json())
+    assert (summary.cancelled, summary.failed) == (2, 1)
+
+
 def test_log_probabilities_have_to_be_as_many_as_tokens() -> None:
     short = trajectory([(1, 0, 4)])
     short.logprobs = pack_logprobs([-0.5] * 3)

@@ -8,6 +8,7 @@ import pytest
 
 from millrace.drops import DropReason
 from millrace.wire.v1 import common_pb2
+from services.coordinator.state.group import Wanted, fault
 from services.rollout.episodes.processes import EnvironmentPool
 from services.rollout.work.episode import Episode
 from services.rollout.work.groups import EpisodeFailed
@@ -70,6 +71,18 @@ class Meeting(Environment):
         CLOSED += 1
 
 CLOSED = 0
+
+class FirstTwo(Environment):
+    started = {}
+
+    async def reset(self, row):
+        self.number = FirstTwo.started[row["index"]] = FirstTwo.started.get(row["index"], 0) + 1
+        return await super().reset(row)
+
+    async def step(self, message):
+        if self.number > 2:
+            await asyncio.Event().wait()
+        return "", 1.0, True
 '''
 
 
@@ -150,6 +163,29 @@ def test_episodes_that_wait_for_their_environment_take_no_slot_of_the_engine(mee
 
     groups = asyncio.run(scenario())
     assert {one.account.reruns for group in groups for one in group.trajectories} == {0}
+
+
+def test_a_group_is_complete_when_enough_episodes_are_and_the_others_leave_their_places(
+    meeting: str, tmp_path: Path
+) -> None:
+    """Of 4 episodes 2 end and 2 would wait without end. All places are there for the next group."""
+    model = save_tiny_model(tmp_path, tied=True, chat_template=CHATML)
+    environment = {"name": meeting.replace(":Meeting", ":FirstTwo"), "max_turn_tokens": 6, "processes": 1}
+    environment |= {"episodes_per_process": 4, "renderer_options": {"tool_parser": "qwen3"}}
+    rollout = {"environment": environment, "samples_per_prompt": 4, "min_samples": 2}
+
+    async def scenario() -> list[common_pb2.Group]:
+        async with replica_stack() as stack:
+            await stack.serve(job_spec(model, rollout=rollout))
+            for row in range(3):
+                stack.coordinator.issue(row, samples=4, min_samples=2, max_response_tokens=150)
+            await until(lambda: stack.coordinator.answered == 3, 90.0)
+            assert not stack.coordinator.dropped
+            return list(stack.coordinator.groups.values())
+
+    for group in asyncio.run(scenario()):
+        assert (len(group.trajectories), group.cancelled_episodes, group.failed_episodes) == (2, 2, 0)
+        assert fault(group, Wanted(4, least=2, temperature=1.0, most_tokens=350)) is None
 
 
 def test_no_more_episodes_are_leased_than_the_environment_can_run(meeting: str, tmp_path: Path) -> None:

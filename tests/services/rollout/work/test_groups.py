@@ -1,0 +1,86 @@
+"""When the episodes of a group are enough."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from millrace.drops import Drop, DropReason
+from services.rollout.work.episode import Episode
+from services.rollout.work.groups import Ended, EpisodeFailed, first_of
+
+FAILURE = Drop(DropReason.ENVIRONMENT_FAILED, "step: raised ValueError")
+Play = Callable[[asyncio.Event], Awaitable[Episode]]
+
+
+async def ends(_: asyncio.Event) -> Episode:
+    return Episode(())
+
+
+async def ends_later(first: asyncio.Event) -> Episode:
+    await first.wait()
+    return Episode(())
+
+
+async def fails(_: asyncio.Event) -> Episode:
+    raise EpisodeFailed(FAILURE)
+
+
+async def waits(_: asyncio.Event) -> Episode:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+async def breaks(_: asyncio.Event) -> Episode:
+    raise RuntimeError("a bug")
+
+
+def gathered(plays: list[Play], enough: int) -> Ended:
+    async def scenario() -> Ended:
+        later = asyncio.Event()
+        asyncio.get_running_loop().call_later(0.05, later.set)
+        tasks = [asyncio.ensure_future(play(later)) for play in plays]
+        try:
+            return await first_of(tasks, enough)
+        finally:
+            await asyncio.wait(tasks)
+            assert [task.cancelled() for task in tasks] == [play is waits for play in plays]
+
+    return asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("plays", "enough", "episodes", "cancelled", "failed"),
+    [
+        ([ends, ends_later, ends], 3, 3, 0, 0),
+        ([waits, ends_later, ends, waits], 2, 2, 2, 0),
+        ([fails, ends_later, ends], 2, 2, 0, 1),
+        ([fails, ends, ends_later, waits], 2, 2, 1, 1),
+    ],
+)
+def test_enough_episodes_are_a_group(
+    plays: list[Play], enough: int, episodes: int, cancelled: int, failed: int
+) -> None:
+    ended = gathered(plays, enough)
+    assert (len(ended.episodes), ended.cancelled, ended.failed) == (episodes, cancelled, failed)
+
+
+def test_too_many_failures_are_the_group_s_failure() -> None:
+    async def scenario() -> None:
+        tasks = [asyncio.ensure_future(play(asyncio.Event())) for play in (fails, waits, fails)]
+        with pytest.raises(EpisodeFailed) as failed:
+            await first_of(tasks, 2)
+        assert failed.value.drop is FAILURE
+        tasks[1].cancel()
+
+    asyncio.run(scenario())
+
+
+def test_a_bug_is_no_failed_episode() -> None:
+    async def scenario() -> None:
+        tasks = [asyncio.ensure_future(play(asyncio.Event())) for play in (breaks, ends)]
+        with pytest.raises(RuntimeError, match="a bug"):
+            await first_of(tasks, 1)
+        await asyncio.wait(tasks)
+
+    asyncio.run(scenario())
