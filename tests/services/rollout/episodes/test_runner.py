@@ -74,9 +74,20 @@ FORGETFUL = CHATML.replace(
 """It leaves out the first letter of what the policy said: no prompt extends what was sampled."""
 
 
-@pytest.mark.parametrize(("template", "trajectories"), [(CHATML, 1), (FORGETFUL, 3)])
+VLLM = [pytest.mark.e2e, pytest.mark.matrix]  # the same with the Transformers engine, and vLLM's tokens in test_engines
+
+
+@pytest.mark.parametrize(
+    ("engine", "template", "trajectories"),
+    [
+        ("transformers", CHATML, 1),
+        ("transformers", FORGETFUL, 3),
+        pytest.param("vllm", CHATML, 1, marks=VLLM),
+        pytest.param("vllm", FORGETFUL, 3, marks=VLLM),
+    ],
+)
 def test_what_is_trained_are_the_tokens_that_the_engine_saw(
-    template: str, trajectories: int, talk: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: str, template: str, trajectories: int, talk: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = save_tiny_model(tmp_path, tied=True, chat_template=template)
     seen: list[list[int]] = []
@@ -90,10 +101,10 @@ def test_what_is_trained_are_the_tokens_that_the_engine_saw(
     monkeypatch.setattr(VersionedEngine, "generate", recorded)
     environment: dict[str, Any] = {"name": talk, "max_turns": 3, "max_turn_tokens": 6, "processes": 2}
     environment["renderer_options"] = {"tool_parser": "qwen3"}
-    spec = job_spec(model, rollout={"environment": environment, "max_response_tokens": 150})
+    spec = job_spec(model, engine, rollout={"environment": environment, "max_response_tokens": 150})
 
     async def scenario() -> common_pb2.Group:
-        async with replica_stack() as stack:
+        async with replica_stack(engine) as stack:
             await stack.serve(spec, version=3)
             prompt_id = stack.coordinator.issue(7, samples=2, max_response_tokens=150)
             await until(lambda: stack.coordinator.answered == 1, 90.0)

@@ -1,0 +1,169 @@
+"""How much generation the waiting of episodes costs: tokens a second with tools that wait, and with tools that do not.
+
+    python -m benchmarks.waiting --engine vllm --wait-s 1.0
+
+One replica with a real engine, the demo's model with random weights, and an environment of several turns, after each of
+which the episode waits for a random time (exponential, of the mean --wait-s). Rounds with and without waiting in turn,
+of the same prompts and longest turns. Tokens are counted while there are prompts to lease, from when an eighth of them
+is answered: the beginning and the end of a round, when the engine is not full, are not what a running job sees. Prints
+one JSON object.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.replica import RUNNING, made_model
+from millrace.environments import Environment, Message, Step
+from millrace.ids import new_member_id
+from millrace.spec import JobSpec, parse
+from millrace.telemetry import logs
+from millrace.wire.channel import Peer
+from millrace.wire.server import Server
+from services.rollout.replica import Replica
+from services.rollout.server import servicers
+from services.rollout.work.leases import Leases
+from tests.sender import export
+from tests.services.rollout.coordinator import JOB, Coordinator, configure, publish, until
+
+LONGEST_ROUND_S = 1200.0
+
+
+class Waits(Environment):
+    """Answers each turn, after a while where the row says so."""
+
+    def __init__(self, wait_s: float) -> None:
+        self.wait_s = wait_s
+
+    async def reset(self, row: Any) -> list[Message]:
+        import random
+
+        self.waits = row["ground_truth"] == "waits"
+        self.random = random.Random(os.urandom(8))
+        return list(row["prompt"])
+
+    async def step(self, message: Message) -> Step:
+        if self.waits:
+            await asyncio.sleep(self.random.expovariate(1.0 / self.wait_s))
+        return "go on", 0.0, False
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", choices=("vllm", "transformers"), default="vllm")
+    parser.add_argument("--wait-s", type=float, default=1.0, help="mean of a wait")
+    parser.add_argument("--prompts", type=int, default=256, help="in a round")
+    parser.add_argument("--samples", type=int, default=8, help="of each prompt")
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=32, help="longest turn")
+    parser.add_argument("--running", type=int, default=64, help="slots of the engine")
+    parser.add_argument("--episodes", type=int, default=512, help="that may be open at once")
+    parser.add_argument("--rounds", type=int, default=3, help="of each kind")
+    options = parser.parse_args()
+    logs.configure("bench")
+    with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
+        print(json.dumps(asyncio.run(measure(made_model(Path(folder)), options)), indent=2))
+
+
+def job(model: Path, options: argparse.Namespace) -> JobSpec:
+    given_tokens = 30  # what the chat format puts between two turns is shorter
+    response = options.turns * (options.tokens + given_tokens)
+    engine: dict[str, Any] = {{**RUNNING, "transformers": "max_num_seqs"}[options.engine]: options.running}
+    environment = {
+        "name": f"{Path(__file__)}:Waits",
+        "options": {"wait_s": options.wait_s},
+        "max_turns": options.turns,
+        "max_turn_tokens": options.tokens,
+        "processes": 1,
+        "episodes_per_process": options.episodes,
+    }
+    return parse(
+        {
+            "name": "bench",
+            "output": str(model / "output"),
+            "model": {"path": str(model)},
+            "data": {"files": ["rows.jsonl"], "max_prompt_tokens": 40},
+            "reward": {"function": "exact", "workers": 1},
+            "rollout": {
+                "dtype": "float32",
+                "samples_per_prompt": options.samples,
+                "max_response_tokens": response,
+                "environment": environment,
+                "engine_options": engine,
+            },
+            "trainer": {"token_budget": 40 + response},
+        }
+    )
+
+
+async def measure(model: Path, options: argparse.Namespace) -> dict[str, Any]:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    coordinator = Coordinator()
+    calls = Peer(await coordinator.start())
+    leases = Leases(calls, new_member_id("rollout"))
+    replica = Replica(leases._member_id, options.engine, "bench", leases)
+    server = Server(servicers(replica), "127.0.0.1", 0)
+    await server.start()
+    membership = replica.membership(calls, f"127.0.0.1:{server.port}", 60.0)
+    await membership.join()
+    loops = [asyncio.create_task(membership.run()), asyncio.create_task(leases.run())]
+    try:
+        peer = Peer(f"127.0.0.1:{server.port}")
+        await configure(peer, job(model, options), JOB)
+        weights = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        await publish(peer, replica.member_id, export(weights), 1)
+        return await rounds(replica, coordinator, options)
+    finally:
+        for loop in loops:
+            loop.cancel()
+        await replica.close()
+        await server.stop(0.1)
+        await coordinator.stop()
+
+
+async def rounds(replica: Replica, coordinator: Coordinator, options: argparse.Namespace) -> dict[str, Any]:
+    found: dict[str, list[dict[str, float]]] = {"none": [], "waits": []}
+    for number in range(options.rounds + 1):
+        for kind, kept in found.items():
+            told = await one_round(replica, coordinator, kind, options)
+            if number:  # the first round warms up
+                kept.append(told)
+    assert replica.engine is not None
+    speed = {kind: statistics.median(each["tokens_per_s"] for each in kept) for kind, kept in found.items()}
+    return {
+        "engine": f"{options.engine} {replica.engine.release} on {replica.engine.device}",
+        "cores": os.cpu_count(),
+        "options": {name: str(value) for name, value in vars(options).items()},
+        "rounds": found,
+        "tokens_per_s": {kind: round(value) for kind, value in speed.items()},
+        "waits_over_none": round(speed["waits"] / speed["none"], 3),
+    }
+
+
+async def one_round(
+    replica: Replica, coordinator: Coordinator, kind: str, options: argparse.Namespace
+) -> dict[str, float]:
+    coordinator.groups.clear()
+    for number in range(options.prompts):
+        prompt = [{"role": "user", "content": f"question {number}"}]
+        response = replica.job.spec.rollout.max_response_tokens if replica.job else 0
+        coordinator.issue(number, prompt, kind, samples=options.samples, max_response_tokens=response)
+    await until(lambda: coordinator.answered >= options.prompts / 8, LONGEST_ROUND_S)
+    before, started = replica.leases.generated_tokens, time.perf_counter()
+    await until(lambda: not coordinator.waiting, LONGEST_ROUND_S)
+    seconds, tokens = time.perf_counter() - started, replica.leases.generated_tokens - before
+    await until(lambda: coordinator.answered == options.prompts, LONGEST_ROUND_S)
+    assert not coordinator.dropped, coordinator.dropped
+    return {"seconds": round(seconds, 2), "tokens": tokens, "tokens_per_s": round(tokens / seconds)}
+
+
+if __name__ == "__main__":
+    main()
