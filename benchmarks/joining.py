@@ -28,8 +28,8 @@ from benchmarks.shapes import config_of
 from millrace.bench.layouts import manifest
 from millrace.bench.shapes import SHAPES, shape_of
 from millrace.client import Client
+from millrace.demo.reverse import write_data
 from millrace.demo.run import ENVIRONMENT
-from millrace.demo.task import write_data
 from millrace.demo.tokenizer import byte_tokenizer
 from millrace.engines import ENGINE_NAMES
 from millrace.events import PublicationDone

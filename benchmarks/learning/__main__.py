@@ -103,7 +103,7 @@ def _train(missing: list[Run], comparison: Comparison, results: Results, state: 
 
 def _prepared(state: Path, seed: int) -> tuple[Path, Path]:
     from millrace.demo.model import WarmUp, made_model
-    from millrace.demo.task import write_data
+    from millrace.demo.reverse import write_data
 
     made_model(model_folder(state, seed), WarmUp(seed=seed))
     return write_data(state / f"data-{seed}", seed)

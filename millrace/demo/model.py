@@ -1,13 +1,15 @@
 """A Qwen3 of 427,000 parameters, or of 19 million for GPUs, warmed until it gets the task right now and then.
 
-The demonstrations are wrong more often than right: most of them copy the word instead of turning it round. So both
-answers are in the model's distribution and reinforcement has to choose between them. Warmed on right ones alone it
-would jump from almost never to almost always within a few steps, and from random weights it would never find out.
+The demonstrations are wrong more often than right: most of them copy the word instead of turning it round, or give the
+hunt up. So both are in the model's distribution and reinforcement has to choose between them. Warmed on right ones
+alone it would jump from almost never to almost always within a few steps, and from random weights it would never find
+out.
 """
 
 import json
 import random
 import shutil
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +18,8 @@ import torch
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from millrace.demo.task import answer, question, words
+from millrace.demo.task import Turn
+from millrace.demo.tasks import TASKS
 from millrace.demo.tokenizer import byte_tokenizer
 
 IGNORED = -100
@@ -44,8 +47,8 @@ SIZES: dict[Size, dict[str, Any]] = {
 }
 LEARNING_RATES: dict[Size, float] = {"small": 2e-3, "grown": 5e-4}
 """Settings of the supervised run."""
-Demonstration = tuple[list[int], int]
-"""Token ids of prompt and answer, and how many of them are the prompt's."""
+Demonstration = tuple[list[int], list[int]]
+"""Token ids of a conversation, and its labels: the ids that the policy says, IGNORED for all others."""
 
 
 @dataclass(frozen=True)
@@ -54,15 +57,16 @@ class WarmUp:
 
     seed: int = 0
     size: Size = "small"
+    task: str = "reverse"
     until: float = 0.12
-    """Ends once the model gives the right answer to new words with this probability; seeds take 175 to 275 steps."""
+    """Ends once the model gets new cases right with this probability; seeds take 175 to 275 steps for words."""
     look_every: int = 25
     max_steps: int = 1000
     samples: int = 64
     lr_warmup_steps: int = 20
     weight_decay: float = 0.01
     right: float = 0.3
-    """Share of demonstrations that turn the word round; the others copy it."""
+    """Share of demonstrations that earn the reward."""
 
 
 def made_model(folder: Path, warm_up: WarmUp) -> Path:
@@ -72,7 +76,7 @@ def made_model(folder: Path, warm_up: WarmUp) -> Path:
         return folder
     part = folder.with_name(folder.name + ".part")
     shutil.rmtree(part, ignore_errors=True)
-    tokenizer = byte_tokenizer()
+    tokenizer = byte_tokenizer(TASKS[warm_up.task].tokens)
     model = warmed(tokenizer, warm_up)
     disable_progress_bar()
     model.save_pretrained(part)
@@ -109,8 +113,9 @@ def warmed(tokenizer: PreTrainedTokenizerFast, warm_up: WarmUp) -> Qwen3ForCausa
     torch.set_num_threads(1)  # the model is so small that threads would mostly wait for each other
     torch.manual_seed(warm_up.seed)
     rng = random.Random(warm_up.seed)
-    source = words(rng)
-    unseen = [_demonstration(tokenizer, next(source), right=True) for _ in range(128)]
+    task = TASKS[warm_up.task]
+    source = task.cases(rng)
+    unseen = [demonstration(tokenizer, task.conversation(next(source), rng, right=True)) for _ in range(128)]
     model = qwen3(tokenizer, warm_up.size)
     if warm_up.size == "grown" and torch.cuda.is_available():
         torch.nn.Module.to(model, "cuda")
@@ -118,7 +123,10 @@ def warmed(tokenizer: PreTrainedTokenizerFast, warm_up: WarmUp) -> Qwen3ForCausa
         model.parameters(), lr=LEARNING_RATES[warm_up.size], weight_decay=warm_up.weight_decay
     )
     for step in range(1, warm_up.max_steps + 1):
-        batch = [_demonstration(tokenizer, next(source), rng.random() < warm_up.right) for _ in range(warm_up.samples)]
+        batch = [
+            demonstration(tokenizer, task.conversation(next(source), rng, right=rng.random() < warm_up.right))
+            for _ in range(warm_up.samples)
+        ]
         for group in optimizer.param_groups:
             group["lr"] = LEARNING_RATES[warm_up.size] * min(1.0, step / warm_up.lr_warmup_steps)
         optimizer.zero_grad()
@@ -135,7 +143,7 @@ def warmed(tokenizer: PreTrainedTokenizerFast, warm_up: WarmUp) -> Qwen3ForCausa
 
 
 def probability(model: Qwen3ForCausalLM, demonstrations: list[Demonstration]) -> float:
-    """Mean probability with which the model would sample the demonstrated answers, whole."""
+    """Mean probability with which the model would say all that the policy says in a demonstration."""
     tokens_bt, labels_bt = (tensor.to(model.device) for tensor in _padded(demonstrations))
     with torch.no_grad():
         logprobs_btv = torch.log_softmax(model(input_ids=tokens_bt).logits[:, :-1], dim=-1)
@@ -145,19 +153,26 @@ def probability(model: Qwen3ForCausalLM, demonstrations: list[Demonstration]) ->
     return float((logprobs_bt * answered_bt).sum(dim=1).exp().mean())
 
 
-def _demonstration(tokenizer: PreTrainedTokenizerFast, word: str, right: bool) -> Demonstration:
-    asked = [{"role": "user", "content": question(word)}]
-    prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
-    said = tokenizer.encode((answer(word) if right else word) + str(tokenizer.eos_token))
-    return [*prompt, *said], len(prompt)
+def demonstration(tokenizer: PreTrainedTokenizerFast, turns: Sequence[Turn]) -> Demonstration:
+    """A conversation that ends with a turn of the policy, as tokens."""
+    messages = [{"role": role, "content": text} for role, text in turns]
+    tokens: list[int] = []
+    labels: list[int] = []
+    for number, (role, text) in enumerate(turns):
+        if role == "assistant":
+            prompt = tokenizer.apply_chat_template(messages[:number], add_generation_prompt=True, return_dict=False)
+            said = tokenizer.encode(text + str(tokenizer.eos_token))
+            labels += [IGNORED] * (len(prompt) - len(tokens)) + said
+            tokens = [*prompt, *said]
+    return tokens, labels
 
 
 def _padded(batch: list[Demonstration]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and labels, int64 [samples, longest]; prompts and padding carry no loss."""
+    """Token ids and labels, int64 [samples, longest]; padding carries no loss."""
     longest = max(len(tokens) for tokens, _ in batch)
     tokens_bt = torch.zeros((len(batch), longest), dtype=torch.int64)
     labels_bt = torch.full((len(batch), longest), IGNORED)
-    for i, (tokens, prompt) in enumerate(batch):
+    for i, (tokens, labels) in enumerate(batch):
         tokens_bt[i, : len(tokens)] = torch.tensor(tokens)
-        labels_bt[i, prompt : len(tokens)] = torch.tensor(tokens[prompt:])
+        labels_bt[i, : len(tokens)] = torch.tensor(labels)
     return tokens_bt, labels_bt

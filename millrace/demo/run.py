@@ -52,6 +52,9 @@ def demo(
         typer.Option(metavar="ENGINE=PATH", help="Interpreter of the replicas with an engine; as often as needed."),
     ] = None,
     backend: Annotated[str, typer.Option(help=f"Training backend: {' or '.join(BACKEND_NAMES)}.")] = "fsdp2",
+    task: Annotated[str, typer.Option(help="reverse: words are turned round. hunt: a game of turns with a tool.")] = (
+        "reverse"
+    ),
     size: Annotated[str, typer.Option(help="Of the model: small, or grown, for GPUs.")] = "small",
     lora: Annotated[
         int | None, typer.Option(metavar="RANK", help="Train adapters of this rank instead of all weights.", min=1)
@@ -63,9 +66,9 @@ def demo(
     ] = Path("state/demo"),
     keep_state: Annotated[bool, typer.Option(help="Keep the stack's Redis data and logs after success.")] = False,
 ) -> None:
-    """A small language model learns to turn words round, through the three services. Needs no network and no GPU.
+    """A small language model learns a task, through the three services. Needs no network and no GPU.
 
-    Status 0 only if the reward on held-out words rose by the margin that the README states.
+    Status 0 only if the reward on held-out cases rose by the margin that the README states.
     """
     begun = time.monotonic()
     state = _writable(state)
@@ -81,7 +84,7 @@ def demo(
         grpc_port=free_port(),
         environment={name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()},
     )
-    spec = prepared(state, seed, steps, backend, _size(size), lora)
+    spec = prepared(state, seed, steps, backend, _size(size), lora, task)
     made_s = time.monotonic() - begun
     print(
         f"starting coordinator, trainer and {replicas} {engine} replica(s); logs: {options.folder / 'logs'}", flush=True
@@ -99,15 +102,25 @@ def demo(
 
 
 def prepared(
-    state: Path, seed: int, steps: int, backend: str = "fsdp2", size: "Size" = "small", lora: int | None = None
+    state: Path,
+    seed: int,
+    steps: int,
+    backend: str = "fsdp2",
+    size: "Size" = "small",
+    lora: int | None = None,
+    task: str = "reverse",
 ) -> JobSpec:
-    """Makes model and data, and the job about them."""
+    """Makes model and data, and the job about them. Raises InvalidJob for a task that does not exist."""
+    from millrace.demo.task import write_task_data
+    from millrace.demo.tasks import task_named
+
+    named = task_named(task)
     from millrace.demo.model import WarmUp, made_model
-    from millrace.demo.task import write_data
 
     print(f"making the model (once a seed) and the data in {state}", flush=True)
-    made_model(model_folder(state, seed, size), WarmUp(seed=seed, size=size))
-    return job_spec(state, seed, steps, write_data(state / f"data-{seed}", seed), backend, size, lora)
+    made_model(model_folder(state, seed, size, task), WarmUp(seed=seed, size=size, task=task))
+    data = write_task_data(named, state / _folder("data", seed, task=task), seed)
+    return job_spec(state, seed, steps, data, backend, size, lora, task)
 
 
 def _writable(folder: Path) -> Path:
@@ -123,8 +136,13 @@ def _writable(folder: Path) -> Path:
     return folder
 
 
-def model_folder(state: Path, seed: int, size: "Size" = "small") -> Path:
-    return state / (f"model-{seed}" if size == "small" else f"model-{size}-{seed}")
+def model_folder(state: Path, seed: int, size: "Size" = "small", task: str = "reverse") -> Path:
+    return state / _folder("model", seed, size, task)
+
+
+def _folder(what: str, seed: int, size: str = "small", task: str = "reverse") -> str:
+    """Its name says what is not the default."""
+    return "-".join([what, *([task] if task != "reverse" else []), *([size] if size != "small" else []), str(seed)])
 
 
 def _size(text: str) -> "Size":
@@ -143,13 +161,17 @@ def job_spec(
     backend: str = "fsdp2",
     size: "Size" = "small",
     lora: int | None = None,
+    task: str = "reverse",
 ) -> JobSpec:
-    """The job of `job.yaml` with this run's folders; `data` is what to train on and what to hold out. Adapters have a
-    ten times higher learning rate than all weights."""
+    """The job of `job.yaml` with what task and size change, and with this run's folders; `data` is what to train on and
+    what to hold out. Adapters have a ten times higher learning rate than all weights."""
+    from millrace.demo.tasks import task_named
+
     tree = yaml.safe_load(JOB.read_text())
-    if size == "grown":
-        tree = merged(tree, yaml.safe_load(GROWN.read_text()))
-    tree["model"]["path"] = str(model_folder(state, seed, size))
+    for changes in (task_named(task).changes, GROWN if size == "grown" else None):
+        if changes is not None:
+            tree = merged(tree, yaml.safe_load(changes.read_text()))
+    tree["model"]["path"] = str(model_folder(state, seed, size, task))
     tree["data"] |= {"files": [str(data[0])], "seed": seed}
     tree["evaluation"]["files"] = [str(data[1])]
     tree["trainer"] |= {"seed": seed, "backend": backend}
@@ -158,5 +180,5 @@ def job_spec(
         tree["trainer"]["optimizer"]["lr"] *= 10
     tree["schedule"]["steps"] = steps
     tree["trainer"]["optimizer"]["warmup_steps"] = min(steps, tree["trainer"]["optimizer"]["warmup_steps"])
-    tree["output"] = str(state / time.strftime(f"output-{seed}-%Y%m%d-%H%M%S"))
+    tree["output"] = str(state / time.strftime(f"{_folder('output', seed, task=task)}-%Y%m%d-%H%M%S"))
     return parse(tree)

@@ -1,52 +1,51 @@
-"""The task: `reverse badge` → `egdab`. Words of 4 to 6 letters out of ten, so there are 1.1 million of them."""
+"""A task of the demo: its rows, and the conversations that its model is warmed with."""
 
 import random
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 from millrace.data.row import PromptRow
 from millrace.data.write import write_rows
 
-LETTERS = "abcdefghij"
-LENGTHS = (4, 5, 6)
 TRAIN, HELD_OUT = 2048, 256
 """Number of rows."""
-DATA_SOURCE = "demo/reverse"
+Turn = tuple[str, str]
+"""Role and text of a message."""
 
 
-def words(rng: random.Random) -> Iterator[str]:
-    """Random words without end."""
-    while True:
-        yield "".join(rng.choices(LETTERS, k=rng.choice(LENGTHS)))
+class Task(ABC):
+    """A task. A case is the text that a row is made of: a word to turn round, or the places of a hunt."""
+
+    changes: ClassVar[Path | None] = None
+    """What its job has other than `job.yaml`; None: nothing."""
+    tokens: ClassVar[Sequence[str]] = ()
+    """Tokens of its chat format besides those of ChatML."""
+
+    @abstractmethod
+    def cases(self, rng: random.Random) -> Iterator[str]:
+        """Random cases without end."""
+
+    @abstractmethod
+    def row(self, index: int, case: str) -> PromptRow:
+        """The row of a case."""
+
+    @abstractmethod
+    def conversation(self, case: str, rng: random.Random, *, right: bool) -> list[Turn]:
+        """A conversation about a case, to warm the model with: one that earns the reward, or one that does not."""
 
 
-def question(word: str) -> str:
-    return f"reverse {word}"
-
-
-def answer(word: str) -> str:
-    return word[::-1]
-
-
-def row(index: int, word: str) -> PromptRow:
-    return PromptRow(
-        index=index,
-        data_source=DATA_SOURCE,
-        prompt=[{"role": "user", "content": question(word)}],
-        ground_truth=answer(word),
-        ability="letters",
-        extra_info={"index": index, "letters": len(word)},
-    )
-
-
-def write_data(folder: Path, seed: int, train: int = TRAIN, held_out: int = HELD_OUT) -> tuple[Path, Path]:
-    """`train.parquet` and `held_out.parquet` in `folder`, in verl's columns; no word is in both."""
+def write_task_data(
+    task: Task, folder: Path, seed: int, train: int = TRAIN, held_out: int = HELD_OUT
+) -> tuple[Path, Path]:
+    """`train.parquet` and `held_out.parquet` in `folder`, in verl's columns; no case is in both."""
     chosen: dict[str, None] = {}
-    for word in words(random.Random(seed)):
-        chosen.setdefault(word)
+    for case in task.cases(random.Random(seed)):
+        chosen.setdefault(case)
         if len(chosen) == train + held_out:
             break
-    rows = [row(index, word) for index, word in enumerate(chosen)]
+    rows = [task.row(index, case) for index, case in enumerate(chosen)]
     return (
         write_rows(folder / "train.parquet", rows[:train]),
         write_rows(folder / "held_out.parquet", rows[train:]),

@@ -1,5 +1,7 @@
 """A tokenizer that needs no training: 256 byte symbols, no merges, three special tokens, ChatML."""
 
+from collections.abc import Sequence
+
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -13,13 +15,14 @@ CHAT_TEMPLATE = (
 )
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """259 tokens: every text is one token a byte, and decodes to itself."""
+def byte_tokenizer(more: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """259 tokens and `more`: every other text is one token a byte, and decodes to itself."""
     symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(symbols)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(t, special=True) for t in (END_OF_TEXT, TURN, END_OF_TURN)])
+    tokenizer.add_tokens([AddedToken(t, normalized=False) for t in more])
     made = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=END_OF_TURN, pad_token=END_OF_TEXT, clean_up_tokenization_spaces=False
     )

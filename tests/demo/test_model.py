@@ -1,3 +1,4 @@
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -6,7 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from millrace.data.model_folder import check_model_folder
-from millrace.demo.model import WarmUp, made_model, probability, qwen3, warmed
+from millrace.demo.model import IGNORED, WarmUp, demonstration, made_model, probability, qwen3, warmed
+from millrace.demo.tasks import TASKS
 from millrace.demo.tokenizer import byte_tokenizer
 
 SHORT = WarmUp(seed=1, until=0.0, look_every=3, samples=4)
@@ -58,14 +60,15 @@ def test_the_probability_is_that_of_the_whole_answer() -> None:
     tokenizer = byte_tokenizer()
     model = qwen3(tokenizer).eval()
     prompt, said = tokenizer.encode("reverse ab\n"), tokenizer.encode("ba<|im_end|>")
+    said_after = [IGNORED] * len(prompt) + said
     expected = 1.0
     for i, token in enumerate(said):
         logits = model(torch.tensor([[*prompt, *said[:i]]])).logits[0, -1].detach()
         expected *= float(torch.softmax(logits.double(), -1)[token])
-    longer = ([*prompt, *prompt, *said], 2 * len(prompt))
-    assert probability(model, [([*prompt, *said], len(prompt))]) == pytest.approx(expected, rel=1e-4)
+    longer = ([*prompt, *prompt, *said], [IGNORED] * 2 * len(prompt) + said)
+    assert probability(model, [([*prompt, *said], said_after)]) == pytest.approx(expected, rel=1e-4)
     mean = (expected + probability(model, [longer])) / 2
-    assert probability(model, [([*prompt, *said], len(prompt)), longer]) == pytest.approx(mean, rel=1e-4)
+    assert probability(model, [([*prompt, *said], said_after), longer]) == pytest.approx(mean, rel=1e-4)
 
 
 def test_the_warm_up_moves_the_weights(folder: Path) -> None:
@@ -73,3 +76,16 @@ def test_the_warm_up_moves_the_weights(folder: Path) -> None:
     fresh = qwen3(byte_tokenizer())
     warm = AutoModelForCausalLM.from_pretrained(folder)
     assert (fresh.model.embed_tokens.weight - warm.model.embed_tokens.weight).abs().max() > 1e-4
+
+
+def test_the_policy_s_turns_of_a_conversation_are_trained_and_nothing_else() -> None:
+    hunt = TASKS["hunt"]
+    tokenizer = byte_tokenizer(hunt.tokens)
+    turns = hunt.conversation("gc fab", random.Random(0), right=True)
+    tokens, labels = demonstration(tokenizer, turns)
+    assert [role for role, _ in turns] == ["user", "assistant", "tool", "assistant", "tool", "assistant"]
+    said = "".join(f"{text}<|im_end|>" for role, text in turns if role == "assistant")
+    assert tokenizer.decode([label for label in labels if label != IGNORED]) == said
+    assert len(tokens) == len(labels) and all(b in (a, IGNORED) for a, b in zip(tokens, labels, strict=True))
+    whole = tokenizer.apply_chat_template([{"role": role, "content": text} for role, text in turns], tokenize=False)
+    assert tokenizer.decode(tokens) + "\n" == whole, "the policy is warmed on what the chat template makes of it"

@@ -159,7 +159,9 @@ def _create(tokenizer: Any, name: str, options: Mapping[str, Any], section: str)
 def _call(number: int, parsed: Any) -> dict[str, Any]:
     """A call of a tool as chat completions have it."""
     call: dict[str, Any] = {"id": parsed.id or f"call_{number}", "type": "function"}
-    if parsed.name is None or parsed.status.value not in ("ok", "unknown_tool"):
+    # Formats that write arguments as plain text tell every one that is not JSON; it is a string then.
+    is_plain_text = parsed.status.value == "invalid_json" and isinstance(parsed.arguments, dict)
+    if parsed.name is None or not (is_plain_text or parsed.status.value in ("ok", "unknown_tool")):
         return call | {"status": parsed.status.value, "raw": parsed.raw}
     given = parsed.arguments if parsed.arguments is not None else {}
     arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
