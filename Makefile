@@ -90,10 +90,12 @@ $(HOSTS)/%: $(INSTALLED)
 	$(BIN)/python -m venv $@
 	$@/bin/pip install --quiet $(PACKAGE_$*)
 PACKAGE_openenv := openenv-core==0.3.0
+PACKAGE_verifiers := verifiers==0.4.0 openenv==0.4.1 uv
 
-test-environments: $(HOSTS)/openenv ## environments with the packages of others: OpenEnv (installs them into .environments)
+test-environments: $(HOSTS)/openenv $(HOSTS)/verifiers ## environments of others: OpenEnv, verifiers (installs them into .environments)
 	MILLRACE_OPENENV_PYTHON=$(CURDIR)/$(HOSTS)/openenv/bin/python \
-	$(BIN)/python -m pytest $(or $(TESTS),tests/services/rollout/episodes/test_openenv.py)
+	MILLRACE_VERIFIERS_PYTHON=$(CURDIR)/$(HOSTS)/verifiers/bin/python \
+	$(BIN)/python -m pytest $(or $(TESTS),$(addprefix tests/services/rollout/episodes/test_,openenv.py verifiers.py))
 
 lint: style types ## ruff, mypy, and whether the stubs are those of proto/
 

@@ -67,10 +67,22 @@ class Verl(StrictModel):
             configs.read(self.interaction, "interaction")
 
 
+class Verifiers(StrictModel):
+    """A host of an environment that was written for verifiers (`python -m services.environments serve`)."""
+
+    url: str = Field(pattern="^https?://", max_length=2048, examples=["http://environments:7790"])
+    """Address of the host."""
+    token_env: str | None = Field(None, pattern="^ENVIRONMENT_[A-Z0-9_]{1,60}$", examples=["ENVIRONMENT_TOKEN"])
+    """Environment variable of the replicas that holds the host's token. Its name begins with ENVIRONMENT_."""
+    tokenizer: str | None = Field(None, min_length=1, max_length=4096, examples=["/data/models/Qwen3-0.6B"])
+    """Folder or name of the tokenizer, as the host finds it; null: model.path."""
+
+
 TOOLS = "tools"
 OPENENV = "openenv"
 VERL = "verl"
-BUILT_IN: dict[str, type[StrictModel]] = {TOOLS: Tools, OPENENV: OpenEnv, VERL: Verl}
+VERIFIERS = "verifiers"
+BUILT_IN: dict[str, type[StrictModel]] = {TOOLS: Tools, OPENENV: OpenEnv, VERL: Verl, VERIFIERS: Verifiers}
 
 
 def options_of(name: str, given: Mapping[str, Any]) -> StrictModel:

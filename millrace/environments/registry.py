@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from millrace.environments.built_in import BUILT_IN, TOOLS, Verl, options_of
+from millrace.environments.built_in import BUILT_IN, TOOLS, VERIFIERS, Verl, options_of
 from millrace.environments.protocol import Environment
 from millrace.errors import refused
 from millrace.rewards.locate import FunctionNotFound, bound_to, parse, source_file
@@ -26,6 +26,9 @@ def check(name: str, options: Mapping[str, Any], *, has_servers: bool = False) -
         given = options_of(name, options)
         if isinstance(given, Verl):
             given.check()
+        if name == VERIFIERS and has_servers:
+            fix = "give the servers to the environment in its host."
+            raise refused("rollout.environment.mcp", name, "a host's environment has its tools by itself", fix)
         if name == TOOLS and not has_servers:
             fix = "name servers in `mcp`, or the class of an environment in `name`."
             raise refused("rollout.environment.mcp", [], "the environment has neither a class nor tools", fix)

@@ -26,6 +26,7 @@ from millrace.wire.membership import Membership
 from millrace.wire.v1 import fleet_pb2, rollout_pb2
 from services.rollout.engine import Engine, EngineDied, Load
 from services.rollout.engines import create
+from services.rollout.episodes.hosted import HostedEpisodes
 from services.rollout.episodes.runner import EnvironmentEpisodes
 from services.rollout.judges.scorer import JudgeScorer
 from services.rollout.metrics import ReplicaMetrics
@@ -175,6 +176,9 @@ class Replica:
             if (environments := self.job.environments) is not None:
                 run, most = EnvironmentEpisodes.of_job(self.job), environments.most_episodes
                 self._generator = replace(self._generator, run_episode=run, most_episodes=most)
+            elif (environment := self.job.spec.rollout.environment) is not None:
+                hosted, most = HostedEpisodes.of_job(self.job, self.sessions), environment.processes
+                self._generator = replace(self._generator, run_episode=hosted, most_episodes=most)
             elif self.job.spec.rollout.agent is not None:
                 self._generator = replace(self._generator, run_episode=AgentEpisodes.of_job(self.job, self.sessions))
         return self._generator

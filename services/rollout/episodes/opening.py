@@ -3,7 +3,7 @@
 What needs a library that not every replica has is imported only for jobs that use it.
 """
 
-from millrace.environments.built_in import BUILT_IN, OpenEnv, Verl, options_of
+from millrace.environments.built_in import BUILT_IN, VERIFIERS, OpenEnv, Verl, options_of
 from millrace.spec.environment import Environment
 from millrace.spec.model import Reward
 from services.rollout.episodes.environments import Environments, ToolsAlone
@@ -12,8 +12,11 @@ from services.rollout.episodes.processes import EnvironmentPool
 VERL_CLASS = "millrace.environments.verl.environment:VerlEnvironment"
 
 
-def environments_of(environment: Environment, reward: Reward) -> Environments:
-    """The environment of a job, not started, with the limits of its `reward`. Raises InvalidJob."""
+def environments_of(environment: Environment, reward: Reward) -> Environments | None:
+    """The environment of a job, not started, with the limits of its `reward`; None where a host plays the episodes by
+    itself. Raises InvalidJob."""
+    if environment.name == VERIFIERS:
+        return None
     itself = _itself(environment, reward)
     if not environment.mcp:
         return itself

@@ -73,19 +73,17 @@ class Job:
         terms = spec.reward.terms(procedural=bool(spec.data.procedural))
         scoring = ScoringPool.of_job(spec.reward, terms, spec.reward.workers)
         await scoring.start()
-        if (environment := spec.rollout.environment) is None:
-            try:
-                chat = await asyncio.to_thread(_chat, spec, tokenizer)
-            except BaseException:
-                await scoring.close()
-                raise
-            return cls(job_id, spec, tokenizer, scoring, chat=chat, judges=judges, pools=pools)
-        environments = environments_of(environment, spec.reward)
+        environment = spec.rollout.environment
+        environments = None if environment is None else environments_of(environment, spec.reward)
         try:
-            await environments.start()
-            chat = await asyncio.to_thread(_chat, spec, tokenizer, environments.tools)
+            if environments is not None:
+                await environments.start()
+            tools = environments.tools if environments is not None else ()
+            chat = await asyncio.to_thread(_chat, spec, tokenizer, tools)
         except BaseException:
-            await asyncio.gather(scoring.close(), environments.close())
+            await scoring.close()
+            if environments is not None:
+                await environments.close()
             raise
         return cls(job_id, spec, tokenizer, scoring, environments, chat, judges, pools)
 

@@ -41,6 +41,7 @@ async def environments(name: str, **fields: Any) -> AsyncIterator[EnvironmentEpi
     spec = job_spec(Path("/nowhere"), rollout={"environment": environment, "max_response_tokens": 2000})
     assert spec.rollout.environment is not None
     opened = environments_of(spec.rollout.environment, spec.reward)
+    assert opened is not None
     await opened.start()
     try:
         chat = Chat(TOKENIZER, "default", {"tool_parser": "qwen3"}, tools=opened.tools)

@@ -137,6 +137,7 @@ async def started(**fields: Any) -> AsyncIterator[Any]:
     spec = job_spec(Path("/nowhere"))
     environment = Environment.model_validate({"processes": 2, **fields})
     opened = environments_of(environment, spec.reward)
+    assert opened is not None
     await opened.start()
     try:
         yield opened

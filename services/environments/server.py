@@ -1,0 +1,82 @@
+"""The HTTP server of a host of environments.
+
+| path | for |
+|---|---|
+| `GET /health` | whether it answers, the environment's name, the episodes that run |
+| `POST /episodes` | runs one episode (`Asked`) and answers when it is over (`Told`); it ends with its connection |
+"""
+
+import asyncio
+import hmac
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from services.environments.messages import Asked, Plays, Told
+
+
+class Desk:
+    """Answers requests."""
+
+    def __init__(self, environment: Plays, at_once: int, secret: str) -> None:
+        """`at_once`: episodes that run at the same time; further ones wait. `secret`: what callers have to know; empty:
+        nothing."""
+        self._environment, self._secret = environment, secret
+        self._room = asyncio.Semaphore(at_once)
+        self._running = 0
+
+    async def health(self, request: Request) -> Response:
+        """Whether the host answers."""
+        return JSONResponse({"environment": self._environment.name, "running": self._running})
+
+    async def episode(self, request: Request) -> Response:
+        """One episode."""
+        given = request.headers.get("authorization", "")
+        if self._secret and not hmac.compare_digest(given.encode(), f"Bearer {self._secret}".encode()):
+            return JSONResponse({"error": "the token is missing or wrong"}, 401)
+        try:
+            asked = Asked.read(await request.json())
+        except (ValueError, TypeError) as error:
+            return JSONResponse({"error": str(error)}, 400)
+        running = asyncio.create_task(self._run(asked))
+        gone = asyncio.create_task(_gone(request))
+        try:
+            await asyncio.wait({running, gone}, return_when=asyncio.FIRST_COMPLETED)
+            return JSONResponse(running.result().json()) if running.done() else Response(status_code=499)
+        finally:
+            gone.cancel()
+            running.cancel()
+
+    async def _run(self, asked: Asked) -> Told:
+        async with self._room:
+            self._running += 1
+            try:
+                return await self._environment.run(asked)
+            finally:
+                self._running -= 1
+
+
+def application(environment: Plays, at_once: int, secret: str) -> Starlette:
+    """The ASGI application."""
+    desk = Desk(environment, at_once, secret)
+
+    @asynccontextmanager
+    async def lifespan(_: Any) -> AsyncIterator[None]:
+        async with environment.serving():
+            yield
+
+    routes = [
+        Route("/health", desk.health, methods=["GET"]),
+        Route("/episodes", desk.episode, methods=["POST"]),
+    ]
+    return Starlette(routes=routes, lifespan=lifespan)
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        continue
