@@ -48,7 +48,7 @@ TOLD = (
     "perf/throughput",
     "perf/mfu/actor",
 )
-CACHE = re.compile(r"^\S*prefix_cache_(queries|hits)\S*?(?:\{[^}]*\})? ([0-9.e+]+)$", re.MULTILINE)
+CACHE = re.compile(r"^millrace_engine_(prompt|cached_prompt)_tokens_total\S* ([0-9.e+]+)$", re.MULTILINE)
 
 
 def main() -> None:
@@ -114,7 +114,7 @@ def job(folder: Path, options: argparse.Namespace, turns: int) -> JobSpec:
         "max_response_tokens": sampled + 128 * (turns - 1),
         "temperature": 1.0,
         "dtype": options.dtype,
-        "engine_options": {"vllm": {"disable_log_stats": False, **options.engine_options}},
+        "engine_options": {"vllm": options.engine_options},
     }
     return parse(
         {
@@ -159,13 +159,13 @@ def measured(client: Client, spec: JobSpec, turns: int) -> dict[str, Any]:
 
 def prefix_cache(client: Client) -> tuple[float, float]:
     """Prompt tokens that vLLM looked for in its prefix cache so far, and those that were there."""
-    counts = {"queries": 0.0, "hits": 0.0}
+    counts = {"prompt": 0.0, "cached_prompt": 0.0}
     for member in client.fleet().replicas:
         if member.metrics_address:
             page = httpx.get(f"http://{member.metrics_address}/metrics", timeout=10.0, trust_env=False).text
             for name, value in CACHE.findall(page):
                 counts[name] += float(value)
-    return counts["queries"], counts["hits"]
+    return counts["prompt"], counts["cached_prompt"]
 
 
 if __name__ == "__main__":

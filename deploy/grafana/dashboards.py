@@ -155,6 +155,14 @@ FLEET = Dashboard(
             "percentunit",
             {"{{member}}": "millrace_engine_cache_used_ratio"},
         ),
+        Panel(
+            "Share of prompt tokens in the prefix cache",
+            "percentunit",
+            {
+                "{{member}}": f"rate(millrace_engine_cached_prompt_tokens_total{RATE})"
+                f" / (rate(millrace_engine_prompt_tokens_total{RATE}) > 0)"
+            },
+        ),
         Panel("Leases held", "short", {"{{member}}": "millrace_leases_held"}),
         Panel("Draining", "short", {"{{member}}": "millrace_replica_draining"}),
         Panel("Judges that do not answer", "s", {"{{judge}} {{member}}": "millrace_judge_down_seconds"}),

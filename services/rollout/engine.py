@@ -88,6 +88,10 @@ class EngineStats:
     cache_used: float
     """Part of its cache of keys and values that running requests hold, 0 to 1. An engine without a cache of fixed size
     gives the part of its slots that is in use."""
+    prompt_tokens: int = 0
+    """Of all requests so far; 0 where the engine has no cache of prompts."""
+    cached_prompt_tokens: int = 0
+    """Of these, those whose keys and values were in its cache."""
 
 
 class Engine(EngineWeights, Protocol):

@@ -20,13 +20,16 @@ from millrace.telemetry.metrics.prometheus.members import (
 )
 from millrace.telemetry.metrics.prometheus.registry import DeclaredRegistry
 from millrace.wire.v1 import weights_pb2
-from services.rollout.engine import Engine, Load
+from services.rollout.engine import Engine, EngineStats, Load
 from services.rollout.judges.client import JudgeClient
 from services.rollout.judges.scorer import JudgeScorer
 from services.rollout.work.job import Job
 from services.rollout.work.leases import Leases
 
 HOST = platform.node()
+
+
+PROMPTS = (names.PROMPT_TOKENS, names.CACHED_PROMPT_TOKENS)
 
 
 class Observed(Protocol):
@@ -60,6 +63,8 @@ class ReplicaMetrics:
         describe_process(self.registry, Owner.REPLICA)
         self._replica = replica
         self._counted_tokens = 0
+        self._counted_prompts = (0, 0)
+        """Tokens of prompts that the engine has told of, and those of them that were in its cache."""
         self._counted_requests = WeakKeyDictionary[JudgeClient, Mapping[str, int]]()
         self._gpus = GpuMonitor(visible())
         self._gpus.start()
@@ -76,6 +81,7 @@ class ReplicaMetrics:
         names.ENGINE_RUNNING.on(self.registry).set(load.running if stats is None else stats.running)
         names.ENGINE_WAITING.on(self.registry).set(load.waiting if stats is None else stats.waiting)
         names.ENGINE_CACHE_USED.on(self.registry).set(math.nan if stats is None else stats.cache_used)
+        self._count_prompts(stats or EngineStats(0, 0, 0.0))
         names.ENGINE_CAPACITY.on(self.registry).set(replica.engine.capacity if replica.engine is not None else 0)
         names.LEASES_HELD.on(self.registry).set(replica.leases.held)
         describe_gpus(self.registry, [(HOST, reading) for reading in self._gpus.latest])
@@ -93,6 +99,13 @@ class ReplicaMetrics:
             job_id=replica.job.id if replica.job is not None else "",
             version=replica.version,
         )
+
+    def _count_prompts(self, stats: EngineStats) -> None:
+        """Adds what the engine has got since the last time. An engine that was started anew counts from 0."""
+        now = (stats.prompt_tokens, stats.cached_prompt_tokens)
+        for metric, before, count in zip(PROMPTS, self._counted_prompts, now, strict=True):
+            metric.on(self.registry).inc(count - before if count >= before else count)
+        self._counted_prompts = now
 
     def _record(self, judge: JudgeClient) -> None:
         """Sets what a judge's client is now, and adds what it has asked since the last time."""

@@ -21,6 +21,18 @@ ENGINE_CACHE_USED = PrometheusMetric(
     "Part of the engine's cache of keys and values that running samples hold; of the transformers engine the part of "
     "its slots. NaN where the engine does not tell (sglang).",
 )
+PROMPT_TOKENS = PrometheusMetric(
+    Counter,
+    "millrace_engine_prompt_tokens_total",
+    Unit.TOKENS,
+    "Tokens of prompts and of earlier turns that the engine got, where it has a cache of them (vllm).",
+)
+CACHED_PROMPT_TOKENS = PrometheusMetric(
+    Counter,
+    "millrace_engine_cached_prompt_tokens_total",
+    Unit.TOKENS,
+    "Of these, those whose keys and values were in its prefix cache.",
+)
 ENGINE_CAPACITY = PrometheusMetric(
     Gauge,
     "millrace_engine_capacity_samples",

@@ -175,7 +175,7 @@ class VllmEngine(VersionedEngine):
 
     def stats(self) -> EngineStats | None:
         """See `Engine`. vLLM tells nothing while it has nothing to do."""
-        return self._scheduler.last if self._running else EngineStats(0, 0, 0.0)
+        return self._scheduler.last if self._running else self._scheduler.idle
 
     async def _generate(self, prompt_tokens: Sequence[int], sampling: Sampling) -> Sample:
         from vllm.v1.engine.exceptions import EngineDeadError

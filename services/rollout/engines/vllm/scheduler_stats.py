@@ -4,6 +4,7 @@ vLLM has statistics off or on as a whole. On, they cost the replica's event loop
 Prometheus that nobody reads. Here only the scheduler's own numbers are taken.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from services.rollout.engine import EngineStats
@@ -15,7 +16,13 @@ class SchedulerStats:
     def __init__(self) -> None:
         self.last: EngineStats | None = None
         """None before the first step."""
+        self._prompt_tokens = self._cached_prompt_tokens = 0
         self._others: Any = None
+
+    @property
+    def idle(self) -> EngineStats:
+        """The numbers of an engine that has nothing to do."""
+        return EngineStats(0, 0, 0.0, self._prompt_tokens, self._cached_prompt_tokens)
 
     def attach(self, llm: Any, *, others: bool) -> None:
         """Takes the place of the loggers of an AsyncLLM that was built with statistics and has not generated yet.
@@ -30,7 +37,11 @@ class SchedulerStats:
         """Called by AsyncLLM with the outputs of each step."""
         if scheduler_stats is not None:
             waiting = scheduler_stats.num_waiting_reqs + getattr(scheduler_stats, "num_skipped_waiting_reqs", 0)
-            self.last = EngineStats(scheduler_stats.num_running_reqs, waiting, float(scheduler_stats.kv_cache_usage))
+            if (prompts := scheduler_stats.prefix_cache_stats) is not None:
+                self._prompt_tokens += prompts.queries
+                self._cached_prompt_tokens += prompts.hits
+            running, used = scheduler_stats.num_running_reqs, float(scheduler_stats.kv_cache_usage)
+            self.last = replace(self.idle, running=running, waiting=waiting, cache_used=used)
         if self._others is not None:
             self._others.record(*arguments, scheduler_stats=scheduler_stats, **named)
 
