@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.replica import RUNNING, made_model
-from millrace.environments import Environment, Message, Step
 from millrace.ids import new_member_id
 from millrace.spec import JobSpec, parse
 from millrace.telemetry import logs
@@ -33,25 +32,6 @@ from tests.sender import export
 from tests.services.rollout.coordinator import JOB, Coordinator, configure, publish, until
 
 LONGEST_ROUND_S = 1200.0
-
-
-class Waits(Environment):
-    """Answers each turn, after a while where the row says so."""
-
-    def __init__(self, wait_s: float) -> None:
-        self.wait_s = wait_s
-
-    async def reset(self, row: Any) -> list[Message]:
-        import random
-
-        self.waits = row["ground_truth"] == "waits"
-        self.random = random.Random(os.urandom(8))
-        return list(row["prompt"])
-
-    async def step(self, message: Message) -> Step:
-        if self.waits:
-            await asyncio.sleep(self.random.expovariate(1.0 / self.wait_s))
-        return "go on", 0.0, False
 
 
 def main() -> None:
@@ -76,7 +56,7 @@ def job(model: Path, options: argparse.Namespace) -> JobSpec:
     response = options.turns * (options.tokens + given_tokens)
     engine: dict[str, Any] = {{**RUNNING, "transformers": "max_num_seqs"}[options.engine]: options.running}
     environment = {
-        "name": f"{Path(__file__)}:Waits",
+        "name": f"{Path(__file__).with_name('environment.py')}:Waits",
         "options": {"wait_s": options.wait_s},
         "max_turns": options.turns,
         "max_turn_tokens": options.tokens,

@@ -1,0 +1,1 @@
+"""What the waiting of episodes costs: `python -m benchmarks.waiting`."""
