@@ -172,9 +172,11 @@ class HostedEpisodes:
         extra_info = session.prompt.row.extra_info
         if not isinstance(task := extra_info.get("task"), dict):
             raise EnvironmentFailed("the row has no extra_info.task, which names the host's task")
+        if (endpoint := self.sessions.endpoint) is None:
+            raise EnvironmentFailed("the replica serves no sessions")
         return {
             "task": task,
-            "url": f"{self.sessions.url}/sessions/{session.id}",
+            "url": f"{endpoint.url}/sessions/{session.id}",
             "key": session.key,
             "model": self.options.tokenizer or self.spec.model.path,
             "renderer": {"name": self.environment.renderer, **self.environment.renderer_options},

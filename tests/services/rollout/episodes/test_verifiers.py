@@ -121,7 +121,6 @@ async def serving(model: Path, host: Host) -> AsyncIterator[Any]:
     async with replica_stack() as stack:
         server = SessionServer(stack.replica.sessions, "127.0.0.1", 0)
         server.start()
-        stack.replica.sessions.url = f"http://127.0.0.1:{server.port}"
         try:
             await stack.serve(spec_of(model, host), version=3)
             yield stack
