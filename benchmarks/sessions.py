@@ -40,7 +40,7 @@ from services.rollout.work.job import Prompt
 
 ENGINE_SECONDS: ContextVar[list[float] | None] = ContextVar("engine_seconds", default=None)
 """Where the engine writes the seconds of the request that asks it."""
-PROMPT = [{"role": "user", "content": "Find the number that I think of. " * 8}]
+PROMPT: Any = [{"role": "user", "content": "Find the number that I think of. " * 8}]
 LONGEST_IDLE_S = 20.0
 PERCENTILES = (50, 90, 99, 99.9)
 
@@ -118,8 +118,10 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     while len(timed.overheads) < turns and agents.is_alive():  # noqa: ASYNC110
         await asyncio.sleep(0.05)
     largest, open_now, seconds = process.memory_info().rss, len(sessions), time.monotonic() - began
-    await asyncio.gather(*playing)
     await asyncio.to_thread(agents.join)
+    if agents.exitcode != 0:
+        raise SystemExit("the agents failed")
+    await asyncio.gather(*playing)
     await server.stop()
     return {
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
@@ -160,12 +162,12 @@ def run_agents(port: int, sessions: int, turns: int, pause_s: float) -> None:
 async def _agent(port: int, turns: int, pause_s: float, ready: asyncio.Barrier, done: asyncio.Barrier) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
 
-    async def pause() -> None:
-        """A connection that is idle for long is closed by the server: the agent connects again."""
+    async def idle(waiting: Awaitable[Any]) -> None:
+        """Waits. A connection that is idle for long is closed by the server: the agent connects again."""
         nonlocal reader, writer
-        seconds = random.expovariate(1 / pause_s)
-        await asyncio.sleep(seconds)
-        if seconds > LONGEST_IDLE_S:
+        began = time.monotonic()
+        await waiting
+        if time.monotonic() - began > LONGEST_IDLE_S:
             writer.close()
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
 
@@ -178,15 +180,13 @@ async def _agent(port: int, turns: int, pause_s: float, ready: asyncio.Barrier, 
         return json.loads(await reader.readexactly(size))
 
     claimed = await post("/sessions", {})
-    await ready.wait()
+    await idle(ready.wait())
     path, messages = f"/sessions/{claimed['id']}", list(claimed["row"]["prompt"])
     for turn in range(turns):
-        await pause()
+        await idle(asyncio.sleep(random.expovariate(1 / pause_s)))
         reply = await post(f"{path}/v1/chat/completions", {"messages": messages}, claimed["key"])
         messages += [reply["choices"][0]["message"], {"role": "user", "content": f"That was guess {turn}. " * 8}]
-    await done.wait()
-    writer.close()
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    await idle(done.wait())
     await post(f"{path}/end", {}, claimed["key"])
     writer.close()
 
