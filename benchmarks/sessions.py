@@ -37,6 +37,7 @@ from services.rollout.sessions.open_sessions import OpenSessions
 from services.rollout.sessions.policy import Chats
 from services.rollout.sessions.server import SessionServer, application
 from services.rollout.work.job import Prompt
+from services.rollout.work.slots import Slots
 
 ENGINE_SECONDS: ContextVar[list[float] | None] = ContextVar("engine_seconds", default=None)
 """Where the engine writes the seconds of the request that asks it."""
@@ -107,9 +108,12 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     engine: Any = WaitingEngine(options.tokens, options.engine_s)
     prompt = Prompt(PromptRow(0, "bench", PROMPT, "37"), Rendered(rendered), "")
     began = time.monotonic()
-    playing = [
-        asyncio.create_task(episodes(engine, prompt, Sampling(32_768), lambda _: None)) for _ in range(options.sessions)
-    ]
+
+    async def play() -> None:
+        with Slots(1).episode() as slot:
+            await episodes(engine, prompt, Sampling(32_768), slot)
+
+    playing = [asyncio.create_task(play()) for _ in range(options.sessions)]
     agents = multiprocessing.get_context("spawn").Process(
         target=run_agents, args=(server.port, options.sessions, options.turns, options.pause_s)
     )
