@@ -52,6 +52,23 @@ class Critic(StrictModel):
     """Optimizer of the critic."""
 
 
+class Distillation(StrictModel):
+    """On-policy distillation: the replicas of a pool score the tokens that the policy sampled, and the policy is
+    trained towards their probabilities. docs/distillation.md."""
+
+    pool: str = Field(examples=["teacher"])
+    """Name of the pool in `pools` whose replicas are the teacher."""
+    loss: Choice = Field(Choice(name="k1"), examples=[{"name": "k1", "options": {"cap": 5.0}}])
+    """How the difference to the teacher becomes the loss of a token: k1, k3 or forward_kl_topk."""
+    coefficient: float = Field(1.0, ge=limits.SMALLEST_POSITIVE, le=limits.LARGEST_WEIGHT)
+    """Weight of the loss."""
+    use_rewards: bool = False
+    """Whether it is added to the policy loss of the rewards. If not, the rewards are only reported."""
+    top_k: int = Field(32, ge=1, le=1024)
+    """Most likely tokens that the teacher reports in each place, for losses that read them. Each costs 8 bytes for each
+    sampled token on the way to the trainer."""
+
+
 class Algorithm(StrictModel):
     """docs/algorithms.md has every function with its formula and its options. A function of your own is named as
     `/path/to/file.py:function`."""
@@ -100,6 +117,8 @@ class Algorithm(StrictModel):
     count_rejected_sequences: bool = True
     """Whether answers that the correction rejects whole still count in the divisor of the `seq-mean-*` aggregations, as
     in verl and NeMo-RL. false: the mean is over the answers that are kept, which makes steps larger."""
+    distillation: Distillation | None = Field(None, examples=[{"pool": "teacher"}])
+    """Training towards a teacher on the policy's own samples, alone or beside the rewards; null: no teacher."""
     entropy_coefficient: float = Field(0.0, ge=0.0, le=limits.LARGEST_WEIGHT)
     """Weight of the entropy, which is subtracted from the loss."""
     old_logprobs: Literal["recompute", "rollout"] = "recompute"

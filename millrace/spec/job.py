@@ -50,4 +50,6 @@ class JobSpec(StrictModel):
 
     def pool_tasks(self, name: str) -> set[PoolTask]:
         """What the job uses a pool for: one task, in a job that follows the rules."""
-        return {PoolTask.REWARDS for each in self.reward.functions if each.pool == name}
+        tasks = {PoolTask.REWARDS for each in self.reward.functions if each.pool == name}
+        distillation = self.algorithm.distillation
+        return tasks | ({PoolTask.LOGPROBS} if distillation is not None and distillation.pool == name else set())

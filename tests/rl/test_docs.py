@@ -12,6 +12,7 @@ HEADINGS = {
     AlgorithmKind.ADVANTAGE: "## Advantages",
     AlgorithmKind.POLICY_LOSS: "## Policy losses",
     AlgorithmKind.CORRECTION: "## Corrections",
+    AlgorithmKind.DISTILLATION: "## Distillation",
 }
 
 

@@ -29,9 +29,9 @@ from services.coordinator.work.queue import LeaseTerms
 SMALLEST = {"name": "a job", "output": "/out", "model": {"path": "/model"}, "data": {"files": ["train.parquet"]}}
 SECTIONS = {
     "evaluation": {"files": ["held_out.parquet"]},
-    "algorithm": {"critic": {}, "advantage": "gae"},
+    "algorithm": {"critic": {}, "advantage": "gae", "distillation": {"pool": "teacher"}},
     "reward": {"functions": [{"function": "math", "name": "right"}, {"pool": "quality", "name": "liked"}]},
-    "pools": [{"name": "quality", "path": "/reward-model"}],
+    "pools": [{"name": "quality", "path": "/reward-model"}, {"name": "teacher", "path": "/teacher"}],
 }
 """Sections that a job may leave out and that have numbers."""
 Place = tuple[str, ...]

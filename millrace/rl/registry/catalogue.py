@@ -30,11 +30,17 @@ class AlgorithmKind(StrEnum):
     ADVANTAGE = "advantages"
     POLICY_LOSS = "policy_losses"
     CORRECTION = "corrections"
+    DISTILLATION = "distillation_losses"
 
     @property
     def singular(self) -> str:
         """The kind in words, for messages."""
-        return {"advantages": "advantage", "policy_losses": "policy loss", "corrections": "correction"}[self.value]
+        return {
+            "advantages": "advantage",
+            "policy_losses": "policy loss",
+            "corrections": "correction",
+            "distillation_losses": "distillation loss",
+        }[self.value]
 
 
 INPUTS: dict[AlgorithmKind, frozenset[str]] = {
@@ -60,6 +66,17 @@ INPUTS: dict[AlgorithmKind, frozenset[str]] = {
             "mask_bt",
             "behaviour_logprobs_bt",  # under the policy that generated the tokens
             "selected_bt",  # tokens chosen over the whole step, see policy_losses.selected_tokens
+        }
+    ),
+    AlgorithmKind.DISTILLATION: frozenset(
+        {
+            "logprobs_bt",
+            "old_logprobs_bt",
+            "teacher_logprobs_bt",
+            "mask_bt",
+            "weights_bt",  # importance weights of a correction
+            "top_logprobs_btk",  # of the teacher's most likely tokens, under the policy
+            "teacher_top_logprobs_btk",  # and under the teacher
         }
     ),
     AlgorithmKind.CORRECTION: frozenset({"train_logprobs_bt", "rollout_logprobs_bt", "mask_bt"}),

@@ -15,10 +15,11 @@ from torch import Tensor
 from millrace.errors import InvalidJob, MillraceError
 from millrace.rl.registry.catalogue import AlgorithmEntry, AlgorithmKind
 
+LOSS = "(loss_bt, metrics_bt): the loss of each token, [B, T], and the metrics of each token by name"
 RETURNS = {
     AlgorithmKind.ADVANTAGE: "(advantages_bt, returns_bt), both [B, T]",
-    AlgorithmKind.POLICY_LOSS: "(loss_bt, metrics_bt): the loss of each token, [B, T], and the metrics of each token by"
-    " name",
+    AlgorithmKind.POLICY_LOSS: LOSS,
+    AlgorithmKind.DISTILLATION: LOSS,
     AlgorithmKind.CORRECTION: "(weights_bt, keep_bt, metrics_bt): weights [B, T] or None, bool [B, T], and the metrics"
     " of each token by name",
 }
@@ -59,9 +60,9 @@ def check_returned(entry: AlgorithmEntry, returned: Any, inputs: Mapping[str, An
     match entry.kind, returned:
         case AlgorithmKind.ADVANTAGE, (advantages, returns):
             right = _fits(advantages, shape) and _fits(returns, shape)
-        case AlgorithmKind.POLICY_LOSS, (loss, shares):
-            differentiable = not torch.is_grad_enabled() or not inputs["logprobs_bt"].requires_grad
-            right = _fits(loss, shape) and _reported(shares, shape) and (differentiable or loss.requires_grad)
+        case AlgorithmKind.POLICY_LOSS | AlgorithmKind.DISTILLATION, (loss, shares):
+            gradient_wanted = torch.is_grad_enabled() and inputs["logprobs_bt"].requires_grad
+            right = _fits(loss, shape) and _reported(shares, shape) and (loss.requires_grad or not gradient_wanted)
         case AlgorithmKind.CORRECTION, (weights, keep, shares):
             right = (weights is None or _fits(weights, shape)) and _fits(keep, shape) and keep.dtype == torch.bool
             right = right and _reported(shares, shape, by_sequence=True)
@@ -74,6 +75,8 @@ def check_returned(entry: AlgorithmEntry, returned: Any, inputs: Mapping[str, An
 
 
 def _field(entry: AlgorithmEntry) -> str:
+    if entry.kind is AlgorithmKind.DISTILLATION:
+        return "algorithm.distillation.loss.name"
     return f"algorithm.{entry.kind.singular.replace(' ', '_')}.name"
 
 

@@ -12,6 +12,10 @@ from millrace.validation.names import choose
 
 BEHAVIOUR = "behaviour_logprobs_bt"
 """Input of a policy loss: the log-probabilities of the engine."""
+TEACHER_TOP = "teacher_top_logprobs_btk"
+"""Input of a distillation loss: the log-probabilities of the teacher's most likely tokens."""
+LARGEST_SCORES = 384 << 20
+"""Bytes of the teacher's scores of one group. A group is one message, of at most 512 MiB."""
 Entries = dict[AlgorithmKind, list[tuple[str, AlgorithmEntry]]]
 """The functions that a job names and that exist, by kind, each with the field of its name."""
 
@@ -30,6 +34,14 @@ def needs_greedy_baseline(spec: JobSpec) -> bool:
 def compares_within_groups(spec: JobSpec) -> bool:
     """Whether the job's advantage is 0 for a group whose rewards are equal: it compares the answers to one prompt."""
     return "group_b" in find(AlgorithmKind.ADVANTAGE, spec.algorithm.advantage.name).required_inputs
+
+
+def teacher_top(spec: JobSpec) -> int | None:
+    """Number of most likely tokens that the teacher reports in each place; None for a job without a teacher."""
+    if (distillation := spec.algorithm.distillation) is None:
+        return None
+    entry = find(AlgorithmKind.DISTILLATION, distillation.loss.name)
+    return distillation.top_k if TEACHER_TOP in entry.inputs else 0
 
 
 def mistakes_of(spec: JobSpec) -> Iterator[Mistake]:
@@ -52,6 +64,8 @@ def mistakes_of(spec: JobSpec) -> Iterator[Mistake]:
         entries[kind].append((f"{field}.name", entry))
     for _, entry in entries[AlgorithmKind.ADVANTAGE]:
         yield from _advantage(spec, entry)
+    if entries[AlgorithmKind.DISTILLATION]:
+        yield from _distillation(spec)
     yield from _weighted_once(algorithm, entries)
     yield from _correction_options(algorithm, entries)
     yield from _cut_distribution(spec, entries)
@@ -61,6 +75,8 @@ def chosen(algorithm: Algorithm) -> Iterator[tuple[AlgorithmKind, Choice, str]]:
     """The functions that a job names, each with its kind and its field."""
     yield AlgorithmKind.ADVANTAGE, algorithm.advantage, "algorithm.advantage"
     yield AlgorithmKind.POLICY_LOSS, algorithm.policy_loss, "algorithm.policy_loss"
+    if algorithm.distillation is not None:
+        yield AlgorithmKind.DISTILLATION, algorithm.distillation.loss, "algorithm.distillation.loss"
     for number, correction in enumerate(algorithm.corrections):
         place = f".{number}" if isinstance(algorithm.correction, tuple) else ""
         yield AlgorithmKind.CORRECTION, correction, f"algorithm.correction{place}"
@@ -78,6 +94,23 @@ def _advantage(spec: JobSpec, entry: AlgorithmEntry) -> Iterator[Mistake]:
         yield wrong_value("algorithm.critic", given, reason, "leave it out, or choose gae.")
     yield from _group_size(spec, entry)
     yield from _separate_rewards(spec, entry)
+
+
+def _distillation(spec: JobSpec) -> Iterator[Mistake]:
+    """The teacher's scores of a group fit a message, and no group is dropped for rewards that are not trained."""
+    algorithm, top = spec.algorithm, teacher_top(spec) or 0
+    assert algorithm.distillation is not None
+    if algorithm.drop_groups_without_signal and not algorithm.distillation.use_rewards:
+        reason = "the rewards are not trained, so a group with equal ones teaches as much as others"
+        fix = "set it to false, or set algorithm.distillation.use_rewards."
+        yield wrong_value("algorithm.drop_groups_without_signal", True, reason, fix)
+    tokens = spec.rollout.samples_per_prompt * spec.rollout.max_response_tokens
+    if (needed := tokens * 8 * top) > LARGEST_SCORES:
+        reason = (
+            f"the teacher's scores of a group may have {needed >> 20:,} MiB, of {LARGEST_SCORES >> 20} that can be sent"
+        )
+        fix = f"lower it to {max(1, LARGEST_SCORES // (tokens * 8))}, or rollout.max_response_tokens."
+        yield wrong_value("algorithm.distillation.top_k", algorithm.distillation.top_k, reason, fix)
 
 
 def _group_size(spec: JobSpec, entry: AlgorithmEntry) -> Iterator[Mistake]:

@@ -18,7 +18,7 @@ def broken_rules(spec: JobSpec) -> Iterator[Mistake]:
         elif name in names[:number]:
             yield wrong_value(field, name, "an earlier pool has this name", "give each pool a name of its own.")
         elif not (tasks := spec.pool_tasks(name)):
-            fix = "name it in one of reward.functions, or remove it."
+            fix = "name it in one of reward.functions or in algorithm.distillation, or remove it."
             yield wrong_value(field, name, "nothing in the job uses this pool", fix)
         elif len(tasks) > 1:
             reason = f"it is used for {' and for '.join(sorted(tasks))}, which no model gives"
@@ -45,3 +45,5 @@ def _named(spec: JobSpec) -> Iterator[tuple[str, str]]:
     for number, each in enumerate(spec.reward.functions):
         if each.pool is not None:
             yield f"reward.functions.{number}.pool", each.pool
+    if spec.algorithm.distillation is not None:
+        yield "algorithm.distillation.pool", spec.algorithm.distillation.pool

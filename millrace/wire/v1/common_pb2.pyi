@@ -108,7 +108,7 @@ class Turn(_message.Message):
     def __init__(self, start: _Optional[int] = ..., end: _Optional[int] = ..., stop_reason: _Optional[_Union[StopReason, str]] = ..., reward: _Optional[float] = ..., temperature: _Optional[float] = ..., given_text: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
 
 class Trajectory(_message.Message):
-    __slots__ = ("tokens", "logprobs", "versions", "stop_reason", "text", "reward", "reward_details", "reward_failure", "experts", "turns", "prompt_tokens", "prompt_text", "metadata", "account")
+    __slots__ = ("tokens", "logprobs", "versions", "stop_reason", "text", "reward", "reward_details", "reward_failure", "experts", "turns", "prompt_tokens", "prompt_text", "metadata", "account", "teacher")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
@@ -123,6 +123,7 @@ class Trajectory(_message.Message):
     PROMPT_TEXT_FIELD_NUMBER: _ClassVar[int]
     METADATA_FIELD_NUMBER: _ClassVar[int]
     ACCOUNT_FIELD_NUMBER: _ClassVar[int]
+    TEACHER_FIELD_NUMBER: _ClassVar[int]
     tokens: bytes
     logprobs: bytes
     versions: _containers.RepeatedCompositeFieldContainer[VersionSpan]
@@ -137,7 +138,8 @@ class Trajectory(_message.Message):
     prompt_text: str
     metadata: str
     account: EpisodeAccount
-    def __init__(self, tokens: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., versions: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., stop_reason: _Optional[_Union[StopReason, str]] = ..., text: _Optional[str] = ..., reward: _Optional[float] = ..., reward_details: _Optional[str] = ..., reward_failure: _Optional[str] = ..., experts: _Optional[_Union[Experts, _Mapping]] = ..., turns: _Optional[_Iterable[_Union[Turn, _Mapping]]] = ..., prompt_tokens: _Optional[bytes] = ..., prompt_text: _Optional[str] = ..., metadata: _Optional[str] = ..., account: _Optional[_Union[EpisodeAccount, _Mapping]] = ...) -> None: ...
+    teacher: TokenScores
+    def __init__(self, tokens: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., versions: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., stop_reason: _Optional[_Union[StopReason, str]] = ..., text: _Optional[str] = ..., reward: _Optional[float] = ..., reward_details: _Optional[str] = ..., reward_failure: _Optional[str] = ..., experts: _Optional[_Union[Experts, _Mapping]] = ..., turns: _Optional[_Iterable[_Union[Turn, _Mapping]]] = ..., prompt_tokens: _Optional[bytes] = ..., prompt_text: _Optional[str] = ..., metadata: _Optional[str] = ..., account: _Optional[_Union[EpisodeAccount, _Mapping]] = ..., teacher: _Optional[_Union[TokenScores, _Mapping]] = ...) -> None: ...
 
 class TokenScores(_message.Message):
     __slots__ = ("logprobs", "top_tokens", "top_logprobs")

@@ -245,6 +245,8 @@ class Wanted:
     """The only temperature of its turns; None where they are not trained."""
     most_tokens: int | None = None
     """Tokens that a trajectory of several turns may have, prompt and response; None: no limit."""
+    teacher_top: int | None = None
+    """Number of tokens that the teacher reports in each place; None where there is no teacher."""
 
 
 def fault(group: common_pb2.Group, wanted: Wanted) -> Drop | None:
@@ -267,6 +269,8 @@ def fault(group: common_pb2.Group, wanted: Wanted) -> Drop | None:
         drop = _reward_fault(trajectory, ends_episode=number in last) or _trajectory_fault(trajectory)
         if drop is None and (trajectory.turns or trajectory.prompt_tokens):
             drop = _turns_fault(trajectory, len(group.prompt_tokens), wanted)
+        if drop is None and wanted.teacher_top is not None:
+            drop = _teacher_fault(trajectory, wanted.teacher_top)
         if drop is not None:
             return drop
     return None
@@ -309,6 +313,16 @@ def _turns_fault(trajectory: common_pb2.Trajectory, group_prompt_bytes: int, wan
             what = f"a turn was sampled at temperature {turn.temperature:g}, the job trains at {wanted.temperature:g}"
             return _malformed(what)
     return None
+
+
+def _teacher_fault(trajectory: common_pb2.Trajectory, top: int) -> Drop | None:
+    """What is wrong with the sizes of the teacher's scores."""
+    scores, sampled = trajectory.teacher, len(trajectory.logprobs)
+    found = (len(scores.logprobs), len(scores.top_tokens), len(scores.top_logprobs))
+    if found == (sampled, top * sampled, top * sampled):
+        return None
+    tokens = sampled // TOKEN_BYTES
+    return _malformed(f"the teacher's scores of {tokens} sampled tokens, with {top} others each, have {found} bytes")
 
 
 def _joined(spans: Iterable[Span]) -> list[Span] | None:

@@ -14,7 +14,7 @@ from millrace import events
 from millrace.drops import Drop
 from millrace.errors import NotFound
 from millrace.ids import JobId, MemberId, Purpose
-from millrace.spec.checking.choices import needs_greedy_baseline
+from millrace.spec.checking.choices import needs_greedy_baseline, teacher_top
 from millrace.spec.job import JobSpec
 from millrace.spec.pools.pool import ROLLOUT
 from millrace.telemetry.spans.context import TraceContext
@@ -57,6 +57,8 @@ class LeaseTerms:
     """The purposes for which the job issues prompts, in the order in which they are leased."""
     reward_parts: Sequence[str] = ()
     """Names of the separate rewards that steps report."""
+    teacher_top: int | None = None
+    """Number of tokens that the teacher reports in each place; None where there is no teacher."""
 
     @classmethod
     def of(cls, spec: JobSpec) -> Self:
@@ -72,13 +74,14 @@ class LeaseTerms:
             spec.data.max_prompt_tokens + spec.rollout.max_response_tokens,
             purposes,
             spec.reward.reported,
+            teacher_top(spec),
         )
 
     def wanted(self, purpose: Purpose) -> Wanted:
         """What the group of a prompt has to be."""
         if purpose is Purpose.TRAIN:
-            least, most = self.min_samples, self.samples[purpose]
-            return Wanted(most, least, self.greedy_baseline, self.temperature, self.most_tokens)
+            limits = (self.temperature, self.most_tokens, self.teacher_top)
+            return Wanted(self.samples[purpose], self.min_samples, self.greedy_baseline, *limits)
         return Wanted(self.samples[purpose])
 
     def requests(self, purpose: Purpose) -> int:

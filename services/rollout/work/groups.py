@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from millrace.drops import Drop, DropReason
-from millrace.errors import BadRow
+from millrace.errors import BadRow, InvalidRequest
 from millrace.ids import MemberId
 from millrace.rewards.outcome import BadOutcome, separate_rewards
 from millrace.telemetry.spans.kinds import SpanKind
@@ -102,15 +102,22 @@ class GroupGenerator:
         if not all(np.isfinite(sample.logprobs).all() for episode in episodes for sample in episode.samples):
             return Drop(DropReason.BAD_LOGPROBS, "a log-probability is not finite")
         generated = time.monotonic()
+        count = len(episodes) - greedy
         with RECORDER.span(SpanKind.SCORE) as scoring:
             scoring.figures["answers"] = float(len(episodes))
-            scores = await self._scores(prompt, episodes, lease.purpose)
+            scores, taught = await asyncio.gather(
+                self._scores(prompt, episodes, lease.purpose),
+                self._taught(prompt, episodes[:count], lease.purpose),
+            )
         if isinstance(scores, Drop):
             return scores
-        count = len(episodes) - greedy
+        if isinstance(taught, Drop):
+            return taught
         if lease.purpose != common_pb2.PURPOSE_TRAIN:  # the trainer replays expert routing only for what it trains
             episodes = [episode.without_experts() for episode in episodes]
         group = self._group(lease, prompt, episodes[:count], scores[:count])
+        for trajectory, told in zip(group.trajectories, taught, strict=False):
+            trajectory.teacher.CopyFrom(told)
         if greedy:
             group.greedy_reward = scores[count].score or 0.0
         group.cancelled_episodes, group.failed_episodes = ended.cancelled, ended.failed
@@ -164,6 +171,18 @@ class GroupGenerator:
         except BadOutcome as error:
             return Drop(DropReason.REWARD_FAILED, str(error))
         return scores
+
+    async def _taught(
+        self, prompt: Prompt, episodes: Sequence[Episode], purpose: common_pb2.Purpose
+    ) -> list[common_pb2.TokenScores] | Drop:
+        """The teacher's scores of the episodes' trajectories, in order; none where nothing is distilled."""
+        if self.job.teacher is None or purpose != common_pb2.PURPOSE_TRAIN:
+            return []
+        trajectories = [message for episode in episodes for message in episode.messages()]
+        try:
+            return await self.job.teacher.scores(pack_tokens(prompt.rendered.token_ids), trajectories)
+        except (InvalidRequest, ValueError) as error:
+            return Drop(DropReason.BAD_LOGPROBS, f"the teacher: {error}")
 
     def _group(
         self, lease: work_pb2.Lease, prompt: Prompt, episodes: list[Episode], scores: list[Scored]

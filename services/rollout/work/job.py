@@ -19,6 +19,7 @@ from services.rollout.episodes.opening import environments_of
 from services.rollout.judges.scorer import JudgeScorer
 from services.rollout.pools.client import PoolClient
 from services.rollout.pools.rewards import PoolScorer
+from services.rollout.pools.teacher import Teacher
 from services.rollout.scoring.pool import ScoringPool
 from services.rollout.scoring.reward import RewardScorer
 from services.rollout.sessions.commands.program import check_command
@@ -57,6 +58,7 @@ class Job:
         self.pools = pools or {}
         by_pools = [PoolScorer(term, self.pools[term.pool]) for term in spec.reward.pool_terms]
         self.reward = RewardScorer(scoring, [*judges, *by_pools])
+        self.teacher = Teacher.of_job(spec, self.pools)
         self.environments = environments
         self.chat = chat
         self._tokenizer = tokenizer

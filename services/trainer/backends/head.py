@@ -25,6 +25,14 @@ class WantedTokens:
     targets_r: Tensor
     """Ids of the tokens to score, int64 [R]."""
     temperature: float
+    others_rk: Tensor | None = None
+    """Further tokens to score at each of the positions, int64 [R, K]; None: there are none."""
+
+    @property
+    def columns_rk(self) -> Tensor:
+        """The tokens to score at each position: the target first, then the others, int64 [R, 1 + K]."""
+        targets_r1 = self.targets_r[:, None]
+        return targets_r1 if self.others_rk is None else torch.cat([targets_r1, self.others_rk], dim=1)
 
 
 @dataclass(frozen=True)
@@ -41,12 +49,13 @@ class VocabularyPart:
 def scores(
     hidden_rh: Tensor, weight_vh: Tensor, wanted: WantedTokens, vocabulary: VocabularyPart, chunk_tokens: int
 ) -> Tensor:
-    """Log-probabilities at the targets and entropies, float32 [2, R], nats, the same on every rank of the group.
+    """Log-probabilities at the targets, entropies, and log-probabilities of the other tokens, float32 [2 + K, R], nats,
+    the same on every rank of the group.
 
     hidden_rh [R, H] and weight_vh [padded part of V, H] of one dtype. The gradient of hidden_rh is this rank's part.
     """
-    scores_2r: Tensor = _Scores.apply(hidden_rh, weight_vh, wanted, vocabulary, chunk_tokens)  # type: ignore[no-untyped-call]
-    return scores_2r
+    scores_kr: Tensor = _Scores.apply(hidden_rh, weight_vh, wanted, vocabulary, chunk_tokens)  # type: ignore[no-untyped-call]
+    return scores_kr
 
 
 class _Scores(torch.autograd.Function):
@@ -59,32 +68,37 @@ class _Scores(torch.autograd.Function):
         vocabulary: VocabularyPart,
         chunk_tokens: int,
     ) -> Tensor:
-        scores_2r = torch.empty(2, hidden_rh.shape[0], dtype=torch.float32, device=hidden_rh.device)
-        normaliser_r = torch.empty_like(scores_2r[0])
+        rows = 1 + wanted.columns_rk.shape[1]
+        scores_kr = torch.empty(rows, hidden_rh.shape[0], dtype=torch.float32, device=hidden_rh.device)
+        normaliser_r = torch.empty_like(scores_kr[0])
         for part in _chunks(hidden_rh, chunk_tokens):
             logits_rv = hidden_rh[part] @ weight_vh[: vocabulary.size].t()
-            normaliser_r[part], scores_2r[:, part] = _normalised(logits_rv, wanted, part, vocabulary)
-        ctx.save_for_backward(hidden_rh, weight_vh, normaliser_r, scores_2r)
+            normaliser_r[part], scores_kr[:, part] = _normalised(logits_rv, wanted, part, vocabulary)
+        ctx.save_for_backward(hidden_rh, weight_vh, normaliser_r, scores_kr)
         ctx.rest = wanted, vocabulary, chunk_tokens
-        return scores_2r
+        return scores_kr
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_2r: Tensor) -> Any:
-        hidden_rh, weight_vh, normaliser_r, scores_2r = ctx.saved_tensors
+    def backward(ctx: Any, grad_kr: Tensor) -> Any:
+        hidden_rh, weight_vh, normaliser_r, scores_kr = ctx.saved_tensors
         wanted, vocabulary, chunk_tokens = ctx.rest
         rows = weight_vh[: vocabulary.size]
         grad_hidden_rh = torch.empty_like(hidden_rh)
         # float32: the sum over chunks would lose precision in the weight's dtype.
         grad_weight_vh = torch.zeros(weight_vh.shape, dtype=torch.float32, device=weight_vh.device)
         for part in _chunks(hidden_rh, chunk_tokens):
-            here_r, column_r = _in_part(wanted.targets_r[part], vocabulary)
+            here_rk, column_rk = _in_part(wanted.columns_rk[part], vocabulary)
+            grad_entropy_r, grad_rk = grad_kr[1, part], torch.cat([grad_kr[:1, part], grad_kr[2:, part]]).t()
             grad_logits = _fused(_logits_gradient)(
                 hidden_rh[part] @ rows.t(),
-                torch.stack([normaliser_r[part], scores_2r[1, part], *grad_2r[:, part]]),
-                torch.where(here_r, column_r, -1),
+                torch.stack([normaliser_r[part], scores_kr[1, part], grad_rk.sum(1), grad_entropy_r, grad_rk[:, 0]]),
+                torch.where(here_rk[:, 0], column_rk[:, 0], -1),
                 1.0 / wanted.temperature,
             )
+            if column_rk.shape[1] > 1:
+                added_rk = grad_rk[:, 1:] * here_rk[:, 1:] / wanted.temperature
+                grad_logits.scatter_add_(1, column_rk[:, 1:], added_rk.to(grad_logits.dtype))
             grad_hidden_rh[part] = grad_logits @ rows
             grad_weight_vh[: vocabulary.size] += grad_logits.t() @ hidden_rh[part]
         return grad_hidden_rh, grad_weight_vh.to(weight_vh.dtype), None, None, None
@@ -93,17 +107,18 @@ class _Scores(torch.autograd.Function):
 def _normalised(
     logits_rv: Tensor, wanted: WantedTokens, part: slice, vocabulary: VocabularyPart
 ) -> tuple[Tensor, Tensor]:
-    """log Σ exp z over the whole vocabulary, [R], and the scores, [2, R]."""
+    """log Σ exp z over the whole vocabulary, [R], and the scores, [2 + K, R]."""
     scale = 1.0 / wanted.temperature
     local_r, sums_2r = _fused(_part_sums)(logits_rv, scale)
     top_r = local_r.clone()
     _all_reduce(top_r, dist.ReduceOp.MAX, vocabulary)
-    here_r, column_r = _in_part(wanted.targets_r[part], vocabulary)
-    target_r = logits_rv.gather(1, column_r[:, None])[:, 0].float() * scale * here_r
-    sums_3r = torch.cat([sums_2r * (local_r - top_r).exp(), target_r[None]])
-    _all_reduce(sums_3r, dist.ReduceOp.SUM, vocabulary)
-    normaliser_r = top_r + sums_3r[0].log()
-    return normaliser_r, torch.stack([sums_3r[2] - normaliser_r, normaliser_r - sums_3r[1] / sums_3r[0]])
+    here_rk, column_rk = _in_part(wanted.columns_rk[part], vocabulary)
+    wanted_rk = logits_rv.gather(1, column_rk).float() * scale * here_rk
+    sums_kr = torch.cat([sums_2r * (local_r - top_r).exp(), wanted_rk.t()])
+    _all_reduce(sums_kr, dist.ReduceOp.SUM, vocabulary)
+    normaliser_r = top_r + sums_kr[0].log()
+    entropy_r = normaliser_r - sums_kr[1] / sums_kr[0]
+    return normaliser_r, torch.cat([(sums_kr[2] - normaliser_r)[None], entropy_r[None], sums_kr[3:] - normaliser_r])
 
 
 def _part_sums(logits_rv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -114,17 +129,17 @@ def _part_sums(logits_rv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     return top_r, torch.stack([weights_rv.sum(dim=-1), (weights_rv * z_rv).sum(dim=-1)])
 
 
-def _logits_gradient(logits_rv: Tensor, known_4r: Tensor, column_r: Tensor, scale: float) -> Tensor:
-    """The gradient of the logits, [R, V], in their dtype.
+def _logits_gradient(logits_rv: Tensor, known_5r: Tensor, column_r: Tensor, scale: float) -> Tensor:
+    """The gradient of the logits, [R, V], in their dtype, without what the other tokens add in their columns.
 
-    `known_4r`: normaliser, entropy, and the gradients of log-probability and entropy. `column_r`: the column of the
-    target, negative where another rank has it.
+    `known_5r`: normaliser, entropy, and the gradients of the sum of all log-probabilities, of the entropy, and of the
+    target's log-probability. `column_r`: the column of the target, negative where another rank has it.
     """
-    normaliser, entropy, grad_logprob, grad_entropy = (known_r[:, None] for known_r in known_4r)
+    normaliser, entropy, grad_sum, grad_entropy, grad_target = (known_r[:, None] for known_r in known_5r)
     log_p = logits_rv.float() * scale - normaliser
-    grad_z = -log_p.exp() * (grad_logprob + grad_entropy * (log_p + entropy))
+    grad_z = -log_p.exp() * (grad_sum + grad_entropy * (log_p + entropy))
     hit = torch.arange(logits_rv.shape[1], device=logits_rv.device) == column_r[:, None]
-    grad_rv: Tensor = ((grad_z + torch.where(hit, grad_logprob, 0.0)) * scale).to(logits_rv.dtype)
+    grad_rv: Tensor = ((grad_z + torch.where(hit, grad_target, 0.0)) * scale).to(logits_rv.dtype)
     return grad_rv
 
 
@@ -135,11 +150,11 @@ def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
     return compiled
 
 
-def _in_part(targets_r: Tensor, vocabulary: VocabularyPart) -> tuple[Tensor, Tensor]:
-    """Whether each target is in this rank's part, and its column there (any column where it is not)."""
-    column_r = targets_r - vocabulary.start
-    here_r = (column_r >= 0) & (column_r < vocabulary.size)
-    return here_r, column_r.clamp(0, vocabulary.size - 1)
+def _in_part(tokens_rk: Tensor, vocabulary: VocabularyPart) -> tuple[Tensor, Tensor]:
+    """Whether each token is in this rank's part, and its column there (any column where it is not)."""
+    column_rk = tokens_rk - vocabulary.start
+    here_rk = (column_rk >= 0) & (column_rk < vocabulary.size)
+    return here_rk, column_rk.clamp(0, vocabulary.size - 1)
 
 
 def _all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, vocabulary: VocabularyPart) -> None:

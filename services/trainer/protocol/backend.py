@@ -6,7 +6,7 @@ A backend spans all ranks. Every method is called on every rank in the same orde
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +30,14 @@ class TokenScores:
     """Log-probabilities at the job's temperature, float32 [R], nats."""
     entropy_r: Tensor | None
     """Entropies of the same distributions, float32 [R], nats; None where they were not asked for."""
+    others_rk: Tensor | None = None
+    """Log-probabilities of `MicroBatch.others_rk` in the same distributions, float32 [R, K], nats; None where there are
+    none."""
+
+    @classmethod
+    def of(cls, scores_kr: Tensor) -> Self:
+        """From the rows that a head gives: log-probabilities, entropies, and a row for each further token."""
+        return cls(scores_kr[0], scores_kr[1], scores_kr[2:].t() if len(scores_kr) > 2 else None)
 
 
 Output = TypeVar("Output")

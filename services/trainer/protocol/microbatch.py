@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from millrace.wire.arrays import TokenScores as TeacherScores
+
 
 @dataclass(frozen=True)
 class Turn:
@@ -47,6 +49,8 @@ class Sample:
     """Version of the weights that each sampled token was sampled with."""
     turns: tuple[Turn, ...] = ()
     """Empty: one turn, which is the whole response."""
+    teacher: TeacherScores | None = None
+    """The teacher's scores of each sampled token, where the job has a teacher."""
 
     @property
     def sampled_tokens(self) -> int:
@@ -82,6 +86,9 @@ class MicroBatch:
     negative, and for all tokens where this is None."""
     sampled_r: Tensor | None = None
     """Places of the sampled tokens among the [P], int64 [R]. None: they are the last ones of each sequence."""
+    others_rk: Tensor | None = None
+    """Further tokens to score in the place of each sampled token: the teacher's most likely ones, int64 [R, K]. None:
+    there are none."""
 
     @classmethod
     def pack(cls, samples: Sequence[Sample], rows: Sequence[int]) -> "MicroBatch":
@@ -91,7 +98,12 @@ class MicroBatch:
         tokens_p = torch.from_numpy(np.concatenate(parts).astype(np.int64)) if parts else torch.zeros(1).long()
         lengths = tuple(len(sample.prompt) + len(sample.response) for sample in chosen) or (1,)
         sampled = tuple(sample.sampled_tokens for sample in chosen)
-        return cls(tuple(rows), lengths, sampled, tokens_p, _experts(chosen), _sampled(chosen, lengths))
+        places = _sampled(chosen, lengths)
+        return cls(tuple(rows), lengths, sampled, tokens_p, _experts(chosen), places, _others(chosen))
+
+    def without_others(self) -> "MicroBatch":
+        """The micro-batch of which only the sampled tokens are scored."""
+        return self if self.others_rk is None else replace(self, others_rk=None)
 
     def padded(self, multiple: int) -> "MicroBatch":
         """The micro-batch with as many tokens as a multiple: the added ones are a sequence of which nothing was
@@ -139,6 +151,14 @@ def _sampled(samples: Sequence[Sample], lengths: Sequence[int]) -> Tensor | None
         return None
     starts = np.cumsum([0, *lengths])
     return torch.from_numpy(np.concatenate([start + s.sampled_r for start, s in zip(starts, samples, strict=False)]))
+
+
+def _others(samples: Sequence[Sample]) -> Tensor | None:
+    """The teacher's most likely tokens in the places of all sampled ones; None where it reported none."""
+    told = [sample.teacher.top_tokens_nk for sample in samples if sample.teacher is not None]
+    if not told or not told[0].shape[1]:
+        return None
+    return torch.from_numpy(np.concatenate(told).astype(np.int64))
 
 
 def _experts(samples: Sequence[Sample]) -> Tensor | None:

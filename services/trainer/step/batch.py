@@ -7,13 +7,14 @@ Rewards and advantages have episodes as rows (`_et`): the sampled tokens of an e
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from millrace.batching.cost import SequenceCost
@@ -21,6 +22,7 @@ from millrace.batching.plan import Plan, plan_microbatches, repack
 from millrace.batching.report import report
 from millrace.engines import ENGINE_NAMES
 from millrace.rl.formulas import segments
+from millrace.wire.arrays import TokenScores as TeacherScores
 from millrace.wire.v1.trainer_pb2 import GroupRef
 from services.trainer.protocol.backend import Backend, DataParallel
 from services.trainer.protocol.microbatch import MicroBatch, Sample
@@ -164,6 +166,23 @@ class RankBatch:
         rollout = [torch.tensor(sample.rollout_logprobs) for sample in samples]
         self.rollout_bt = self.pad(torch.cat([torch.zeros(0), *rollout]).to(device))
 
+    @cached_property
+    def teacher_bt(self) -> Tensor | None:
+        """Log-probabilities of the sampled tokens under the teacher, [rows, longest]; None without a teacher."""
+        return self._of_teacher(lambda scores: scores.logprobs_n)
+
+    @cached_property
+    def teacher_top_btk(self) -> Tensor | None:
+        """Those of the teacher's most likely tokens, [rows, longest, K]; None where it reported none."""
+        top_btk = self._of_teacher(lambda scores: scores.top_logprobs_nk)
+        return top_btk if top_btk is not None and top_btk.shape[-1] else None
+
+    def _of_teacher(self, read: Callable[[TeacherScores], NDArray[np.float32]]) -> Tensor | None:
+        told = [read(sample.teacher) for sample in self.samples if sample.teacher is not None]
+        if not told:
+            return None
+        return self.pad(torch.from_numpy(np.concatenate(told)).to(self.device))
+
     @property
     def turn_starts_bt(self) -> Tensor:
         """The first token of each turn, bool [rows, longest]."""
@@ -253,7 +272,8 @@ class RankBatch:
         return whole_bt[self.division.indices(self._data_parallel.rank), : self.mask_bt.shape[1]]
 
     def pad(self, values_r: Tensor) -> Tensor:
-        """Values of the sampled tokens of all of this rank's rows, [R], as [rows, longest]."""
+        """Values of the sampled tokens of all of this rank's rows, [R] or [R, K], as [rows, longest] or [rows, longest,
+        K]."""
         return segments.unpack(values_r, self.lengths) if self.lengths else values_r.view(0, 0)
 
     def from_microbatches(self, microbatches: Sequence[MicroBatch], values: Sequence[Tensor]) -> Tensor:

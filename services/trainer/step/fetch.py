@@ -3,13 +3,14 @@
 import itertools
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from millrace.errors import InvalidState
 from millrace.rewards.outcome import BadOutcome, separate_rewards
 from millrace.trajectories import episode_sizes
-from millrace.wire.arrays import unpack_experts, unpack_logprobs, unpack_tokens
+from millrace.wire.arrays import TokenScores, unpack_experts, unpack_logprobs, unpack_tokens
 from millrace.wire.channel import Peer
 from millrace.wire.methods import WorkRpc
 from millrace.wire.v1 import common_pb2, work_pb2
@@ -18,9 +19,14 @@ from services.trainer.step.batch import TrajectoryRef
 
 
 async def fetch(
-    address: str, job_id: str, wanted: Sequence[TrajectoryRef], reward_parts: Sequence[str] = ()
+    address: str,
+    job_id: str,
+    wanted: Sequence[TrajectoryRef],
+    reward_parts: Sequence[str] = (),
+    teacher_top: int | None = None,
 ) -> list[Sample]:
-    """The wanted trajectories, in their order, with the separate rewards that the job names.
+    """The wanted trajectories, in their order, with the separate rewards that the job names. `teacher_top`: number of
+    tokens that the job's teacher reports in each place; None for a job without a teacher.
 
     Raises InvalidState where a trajectory is not as the coordinator announced it.
     """
@@ -39,7 +45,10 @@ async def fetch(
     if missing:
         what = f"{address} did not give the groups of {len(missing)} prompts of {job_id}, the first {missing[0]}."
         raise InvalidState(what, "ask for a step of groups that the coordinator still holds.")
-    return [_sample(ref, groups[ref.prompt_id], reward_parts) for ref in wanted]
+    samples = [_sample(ref, groups[ref.prompt_id], reward_parts) for ref in wanted]
+    if teacher_top is None:
+        return samples
+    return [_taught(ref, groups[ref.prompt_id], one, teacher_top) for ref, one in zip(wanted, samples, strict=True)]
 
 
 def _sample(ref: TrajectoryRef, group: common_pb2.Group, reward_parts: Sequence[str]) -> Sample:
@@ -74,6 +83,15 @@ def _sample(ref: TrajectoryRef, group: common_pb2.Group, reward_parts: Sequence[
     if turns:
         versions = np.concatenate([versions[turn.start : turn.end] for turn in turns])
     return Sample(ref.label, prompt, response, logprobs, reward, parts, greedy, group.engine, experts, versions, turns)
+
+
+def _taught(ref: TrajectoryRef, group: common_pb2.Group, sample: Sample, top: int) -> Sample:
+    """The sample with the teacher's scores of its sampled tokens."""
+    try:
+        scores = TokenScores.of(group.trajectories[ref.sample].teacher, ref.sampled_tokens, top)
+    except ValueError as error:
+        raise _differs(ref, f"the teacher's scores: {error}") from error
+    return replace(sample, teacher=scores)
 
 
 def _turns(ref: TrajectoryRef, trajectory: common_pb2.Trajectory, tokens: int) -> tuple[Turn, ...]:

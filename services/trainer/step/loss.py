@@ -6,12 +6,14 @@ import torch
 from torch import Tensor
 
 from millrace.rl.aggregation import BatchTotals, aggregate
+from millrace.rl.distillation_losses import distillation_loss
 from millrace.rl.formulas import segments
 from millrace.rl.formulas.divergence import kl
 from millrace.rl.masks import off_policy
 from millrace.rl.policy_losses import entropy_bonus, policy_loss
 from millrace.rl.value_loss import value_loss
 from millrace.spec import JobSpec
+from millrace.spec.algorithm import Distillation
 from services.trainer.protocol.backend import TokenScores
 from services.trainer.protocol.microbatch import MicroBatch
 from services.trainer.step.loss_inputs import LossInputs
@@ -28,7 +30,7 @@ class LossOutput:
 
 @dataclass(frozen=True)
 class ActorLoss:
-    """The loss of the policy, a `LossFn`: clipped policy loss, KL to the reference, entropy bonus."""
+    """The loss of the policy, a `LossFn`: clipped policy loss, KL to the reference, distillation, entropy bonus."""
 
     spec: JobSpec
     inputs: LossInputs
@@ -61,6 +63,8 @@ class ActorLoss:
             **algorithm.policy_loss.options,
         )
         metrics |= off_policy_share
+        if algorithm.distillation is not None and not algorithm.distillation.use_rewards:
+            loss = torch.zeros_like(loss)  # the policy loss of the rewards is only reported
         if algorithm.entropy_coefficient:
             loss = loss + entropy_bonus(
                 entropy_bt,
@@ -76,7 +80,31 @@ class ActorLoss:
                 algorithm.aggregation, divergence_bt, inputs.mask_bt, totals=self.totals, horizon=horizon
             )
             loss, metrics["kl_loss"] = loss + algorithm.kl_coefficient * kl_loss, kl_loss.detach()
+        if algorithm.distillation is not None:
+            distilled, told = self._distilled(algorithm.distillation, batch, scores, inputs, logprobs_bt)
+            loss, metrics = loss + algorithm.distillation.coefficient * distilled, metrics | told
         return loss, LossOutput(logprobs_r, metrics)
+
+    def _distilled(
+        self, chosen: Distillation, batch: MicroBatch, scores: TokenScores, inputs: LossInputs, logprobs_bt: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss that brings the policy nearer to the teacher, before its coefficient, and its metrics."""
+        assert inputs.teacher_bt is not None
+        others_rk = scores.others_rk
+        return distillation_loss(
+            chosen.loss.name,
+            logprobs_bt=logprobs_bt,
+            old_logprobs_bt=logprobs_bt.detach() if inputs.old_bt is None else inputs.old_bt,
+            teacher_logprobs_bt=inputs.teacher_bt,
+            mask_bt=inputs.mask_bt,
+            weights_bt=inputs.weights_bt,
+            top_logprobs_btk=None if others_rk is None else segments.unpack(others_rk, batch.sampled_lengths),
+            teacher_top_logprobs_btk=inputs.teacher_top_btk,
+            aggregation=self.spec.algorithm.aggregation,
+            totals=self.totals,
+            horizon=self.spec.rollout.max_response_tokens,
+            **chosen.loss.options,
+        )
 
     def _weights(self, inputs: LossInputs, logprobs_bt: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
         """The weights of the tokens' losses, 0 for what `off_policy_limit` masks, and the share of what it masks."""

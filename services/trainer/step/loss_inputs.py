@@ -44,6 +44,10 @@ class LossInputs:
     """Values of the critic before the step."""
     returns_bt: Tensor | None = None
     """What the critic learns to predict."""
+    teacher_bt: Tensor | None = None
+    """Log-probabilities under the teacher."""
+    teacher_top_btk: Tensor | None = None
+    """Those of the teacher's most likely tokens, [rows, longest, K]."""
 
     def rows_of(self, batch: MicroBatch) -> "LossInputs":
         """The rows of a micro-batch, [sequences, most sampled tokens of the micro-batch]."""
@@ -65,6 +69,8 @@ class LossInputs:
             selected_bt=cut_if_given(self.selected_bt),
             values_bt=cut_if_given(self.values_bt),
             returns_bt=cut_if_given(self.returns_bt),
+            teacher_bt=cut_if_given(self.teacher_bt),
+            teacher_top_btk=cut_if_given(self.teacher_top_btk),
         )
 
 
@@ -115,6 +121,8 @@ def make_loss_inputs(spec: JobSpec, batch: RankBatch, passes: ForwardResults) ->
         selected_bt=_selected_tokens(spec, batch, known.get("old_logprobs_bt"), advantages_bt, keep_bt),
         values_bt=passes.values_bt,
         returns_bt=None if passes.values_bt is None else batch.own_rows(returns_bt),
+        teacher_bt=batch.teacher_bt,
+        teacher_top_btk=batch.teacher_top_btk,
     )
     statistics = batch_metrics(
         batch,

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from millrace.engines import ENGINE_NAMES
+from millrace.rl.distillation_losses import PREFIX
 from millrace.rl.metrics.combining import Rule, combined, rule_of, summarised
 from millrace.rl.metrics.mismatch import mismatch_metrics
 from millrace.rl.registry.catalogue import AlgorithmKind, find
@@ -81,6 +82,8 @@ def reported(spec: JobSpec, metrics: dict[str, float]) -> dict[str, float]:
     """The step's `metrics`, each key checked against its declaration in `millrace/telemetry/metrics`."""
     functions = [find(AlgorithmKind.POLICY_LOSS, spec.algorithm.policy_loss.name)]
     functions += [find(AlgorithmKind.CORRECTION, correction.name) for correction in spec.algorithm.corrections]
+    if (distillation := spec.algorithm.distillation) is not None:
+        functions.append(find(AlgorithmKind.DISTILLATION, distillation.loss.name))
     catalogue.check(metrics, [Owner.TRAINER], user_defined=any(function.is_user_defined for function in functions))
     return metrics
 
@@ -113,7 +116,8 @@ def over_updates(updates: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[s
         of_learner = [update[learner] for update in updates if learner in update]
         for name in sorted({name for update in of_learner for name in update}):
             values = [update[name] for update in of_learner if name in update]
-            metrics[VERL.get(name, f"{learner}/{name}")] = OVER_UPDATES[rule_of(name)](values)
+            key = name if name.startswith(PREFIX) else VERL.get(name, f"{learner}/{name}")
+            metrics[key] = OVER_UPDATES[rule_of(name)](values)
     return metrics
 
 

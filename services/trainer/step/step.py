@@ -8,6 +8,7 @@ from torch import Tensor
 
 from millrace.errors import InvalidJob, NonFinite, PartialStep
 from millrace.spec import JobSpec
+from millrace.spec.checking.choices import teacher_top
 from millrace.telemetry.spans.kinds import SpanKind
 from millrace.telemetry.spans.recorder import span
 from millrace.wire.v1.trainer_pb2 import StepRequest
@@ -68,7 +69,7 @@ def train_step(
             request.groups, backend, updates=spec.trainer.updates_per_step, token_budget=spec.trainer.token_budget
         )
         wanted = [division.trajectories[index] for index in division.indices(parallel.rank)]
-        samples = control.run(fetch(request.work_address, request.job_id, wanted, spec.reward.parts))
+        samples = control.run(fetch(request.work_address, request.job_id, wanted, spec.reward.parts, teacher_top(spec)))
         batch = RankBatch(division, samples, parallel, backend.device)
     meter.tokens = max((sum(m.lengths) for microbatches in batch.updates for m in microbatches), default=0)
     warm = (critic := spec.algorithm.critic) is None or request.step > critic.warmup_steps

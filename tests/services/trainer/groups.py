@@ -16,8 +16,8 @@ from services.coordinator.state.group import GroupSummary
 BYTES = 256
 
 
-def job_spec(model: Path, /, **parts: dict[str, Any]) -> JobSpec:
-    """A small float32 job; `parts` override, one level deep: trainer={"token_budget": 64}."""
+def job_spec(model: Path, /, **parts: dict[str, Any] | list[Any]) -> JobSpec:
+    """A small float32 job; `parts` override, one level deep: trainer={"token_budget": 64}. Lists are taken whole."""
     tree: dict[str, Any] = {
         "name": "test",
         "output": str(model.parent / "output"),
@@ -28,7 +28,7 @@ def job_spec(model: Path, /, **parts: dict[str, Any]) -> JobSpec:
         "schedule": {"steps": 10, "prompts_per_step": 4},
     }
     for name, part in parts.items():
-        tree[name] = {**tree.get(name, {}), **part}
+        tree[name] = part if isinstance(part, list) else {**tree.get(name, {}), **part}
     return parse(tree)
 
 

@@ -151,7 +151,7 @@ class Fsdp2Backend(ShardedModel):
         self, model: nn.Module, sequence: SequenceGroup, microbatches: Sequence[MicroBatch], temperature: float
     ) -> list[TokenScores]:
         with self._without_dropout():
-            scores = [self._scores(model, sequence, batch, temperature) for batch in microbatches]
+            scores = [self._scores(model, sequence, batch.without_others(), temperature) for batch in microbatches]
         model.reshard()  # type: ignore[operator]  # the root waits for a backward pass, which does not come
         return scores
 
@@ -185,19 +185,19 @@ class Fsdp2Backend(ShardedModel):
         tokens = sequence.tokens(batch, self.device)
         with sequence.own_random_numbers(self.device) if self._dropout else nullcontext():
             score = self._from_hidden_states if self._chunked else self._from_logits
-            scores_2r = sequence.whole_scores(score(model, tokens, temperature), tokens)
-        return TokenScores(*scores_2r.unbind())
+            scores_kr = sequence.whole_scores(score(model, tokens, temperature), tokens)
+        return TokenScores.of(scores_kr)
 
     def _from_hidden_states(self, model: nn.Module, tokens: RankTokens, temperature: float) -> Tensor:
-        """Log-probabilities and entropies of the tokens that this rank scores, [2, R of this rank]."""
-        wanted = WantedTokens(tokens.positions_r, tokens.targets_r, temperature)
-        scores_2r: Tensor = model(wanted=wanted, **self._inputs(tokens))
-        return scores_2r
+        """What `head.scores` gives for the tokens that this rank scores, [2 + K, R of this rank]."""
+        wanted = WantedTokens(tokens.positions_r, tokens.targets_r, temperature, tokens.others_rk)
+        scores_kr: Tensor = model(wanted=wanted, **self._inputs(tokens))
+        return scores_kr
 
     def _from_logits(self, model: nn.Module, tokens: RankTokens, temperature: float) -> Tensor:
         """The same from the model's logits, which exist for all these tokens at a time."""
         logits_1rv = model(logits_to_keep=tokens.positions_r, **self._inputs(tokens)).logits
-        return token_scores(logits_1rv[0], tokens.targets_r, temperature)
+        return token_scores(logits_1rv[0], tokens.targets_r, temperature, tokens.others_rk)
 
     def _scores_in_chunks(self, *chunk_tokens: int) -> bool:
         """Whether token scores can be computed from hidden states, see `head`. A few tokens are scored in both ways to

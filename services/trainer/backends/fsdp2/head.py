@@ -18,8 +18,9 @@ LOGIT_SETTINGS = ("final_logit_softcapping", "logits_soft_cap", "logit_scale", "
 
 
 def install(module: PreTrainedModel, chunk_tokens: int) -> bool:
-    """Adds the keyword `wanted` to a model's forward pass: with it the pass returns float32 [2, R], log-probabilities
-    and entropies of the wanted tokens. Returns False, and changes nothing, where the model's head does not allow that.
+    """Adds the keyword `wanted` to a model's forward pass: with it the pass returns float32 [2 + K, R], what
+    `services.trainer.backends.head.scores` gives for the wanted tokens. Returns False, and changes nothing, where the
+    model's head does not allow that.
 
     A module sharded by FSDP is allowed: the hooks of FSDP run around the forward pass and gather the head's weight.
     """

@@ -97,6 +97,8 @@ class RankTokens:
     """Number of sampled tokens that each rank of the group scores."""
     exchange: HeadExchange | None
     """What attention does before and after; None where this rank has all tokens."""
+    others_rk: Tensor | None = None
+    """Further tokens to score at the positions, int64 [R of this rank, K]."""
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,7 @@ class SequenceGroup:
             padded.targets_r[scored].to(device),
             tuple(counts),
             None if self.group is None else HeadExchange(self.size, self.group.group_name),
+            None if padded.others_rk is None else padded.others_rk[scored].to(device),
         )
 
     def whole_scores(self, mine_kr: Tensor, tokens: RankTokens) -> Tensor:

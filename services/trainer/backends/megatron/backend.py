@@ -146,7 +146,7 @@ class MegatronBackend:
         self._update_parameters()
         scored = self._policy.forward(microbatches, temperature=temperature)
         self.rest()
-        return [TokenScores(*scores_2r) for scores_2r in scored]
+        return [TokenScores.of(scores_2r) for scores_2r in scored]
 
     def forward_backward(
         self, microbatches: Sequence[MicroBatch], loss_fn: LossFn[Output], *, temperature: float
@@ -157,16 +157,16 @@ class MegatronBackend:
             self._load.clear()
         outputs: dict[int, Output] = {}
 
-        def score(number: int, scores_2r: Tensor) -> Tensor:
-            loss, outputs[number] = loss_fn(microbatches[number], TokenScores(*scores_2r))
+        def score(number: int, scores_kr: Tensor) -> Tensor:
+            loss, outputs[number] = loss_fn(microbatches[number], TokenScores.of(scores_kr))
             return loss
 
         with self._adapter_mode.training():
             scored = self._policy.backward(microbatches, score, temperature=temperature)
         self._last_expert_metrics = self._expert_metrics(microbatches)
-        for number, scores_2r in enumerate(scored):
+        for number, scores_kr in enumerate(scored):
             if number not in outputs:  # another pipeline stage computed the loss; the same scores give the same output
-                outputs[number] = loss_fn(microbatches[number], TokenScores(*scores_2r))[1]
+                outputs[number] = loss_fn(microbatches[number], TokenScores.of(scores_kr))[1]
         return [outputs[number] for number in range(len(microbatches))]
 
     def gradient_norm(self) -> float:

@@ -68,8 +68,9 @@ class MegatronCritic:
         return self._model.logprobs(microbatches, temperature=UNUSED)
 
     def forward_backward(self, microbatches: Sequence[MicroBatch], loss_fn: ValueLossFn[Output]) -> list[Output]:
+        alone = [batch.without_others() for batch in microbatches]
         return self._model.forward_backward(
-            microbatches, lambda batch, scores: loss_fn(batch, scores.logprobs_r), temperature=UNUSED
+            alone, lambda batch, scores: loss_fn(batch, scores.logprobs_r), temperature=UNUSED
         )
 
     def gradient_norm(self) -> float:

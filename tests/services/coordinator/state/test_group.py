@@ -143,6 +143,17 @@ def test_log_probabilities_have_to_be_as_many_as_tokens() -> None:
     assert drop is not None and str(drop) == "malformed_group: 4 sampled tokens with 3 log-probabilities"
 
 
+@pytest.mark.parametrize(("scored", "top", "right"), [(4, 3, True), (4, 2, False), (3, 3, False), (0, 0, False)])
+def test_the_scores_of_a_teacher_have_to_be_as_many_as_sampled_tokens(scored: int, top: int, right: bool) -> None:
+    told, answer = pack_logprobs([-1.0] * scored * top), trajectory([(0, 0, 4)])
+    told_tokens, told_scores = pack_tokens([7] * scored * top), pack_logprobs([-1.0] * scored)
+    answer.teacher.CopyFrom(common_pb2.TokenScores(logprobs=told_scores, top_tokens=told_tokens, top_logprobs=told))
+    drop = fault(group(answer), Wanted(1, teacher_top=3))
+    assert (drop is None) == right
+    assert drop is None or drop.reason is DropReason.MALFORMED_GROUP
+    assert fault(group(answer), Wanted(1)) is None
+
+
 def test_samples_are_readable() -> None:
     shown = samples_of(group(trajectory([(3, 0, 2), (4, 2, 4)]), trajectory([(4, 0, 4)], None)), step=9)
     assert [s.reward for s in shown] == [1.0, None] and shown[1].reward_failure == "raised ValueError: no"

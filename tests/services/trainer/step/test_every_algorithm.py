@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -23,7 +24,7 @@ from millrace.rl.registry import user_functions
 from millrace.rl.registry.catalogue import AGGREGATIONS, KL_ESTIMATORS, AlgorithmKind, names
 from millrace.spec import JobSpec, presets
 from millrace.spec.checking import choices
-from millrace.wire.arrays import pack_logprobs, unpack_tokens
+from millrace.wire.arrays import TokenScores, pack_logprobs, unpack_tokens
 from millrace.wire.v1 import common_pb2
 from millrace.wire.v1.trainer_pb2 import StepRequest
 from services.trainer.backends import build
@@ -43,6 +44,7 @@ pytestmark = pytest.mark.slow
 
 REWARDS = ((1, 0, 0, 0), (1, 1, 0, 0), (1, 1, 1, 0), (0.5, 0, 1, 0))
 """Rewards of four groups that every estimator can distinguish."""
+TEACHER_TOP = 3
 LOSSES: dict[str, dict[str, Any]] = {
     "gspo": {"aggregation": "seq-mean-token-mean"},
     "sapo": {"aggregation": "seq-mean-token-mean"},
@@ -69,6 +71,14 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         for name in names(AlgorithmKind.POLICY_LOSS)
     },
     **{f"correction {name}": {"correction": {"name": name}} for name in names(AlgorithmKind.CORRECTION)},
+    **{
+        f"distillation {name}": {"distillation": {"pool": "teacher", "loss": name, "top_k": TEACHER_TOP}}
+        for name in names(AlgorithmKind.DISTILLATION)
+    },
+    "distillation beside rewards": {
+        "distillation": {"pool": "teacher", "coefficient": 0.5, "use_rewards": True},
+        "correction": "tis_token",
+    },
     "corrections together": {
         "correction": ["tis_sequence", "reject_token", "reject_sequence_mean"],
         "normalize_correction_weights": True,
@@ -98,12 +108,17 @@ class Trainer:
             self.folder,
             algorithm=algorithm,
             reward=several,
+            **with_teacher(self.folder, algorithm),
             trainer={"token_budget": 128, "optimizer": {"lr": lr, "weight_decay": 0.0}},
         )
         choices.check(spec)
         return spec
 
     def step(self, spec: JobSpec, groups: dict[str, common_pb2.Group], number: int = 1) -> dict[str, float]:
+        if not choices.teacher_top(spec):
+            for trajectory in (each for group in groups.values() for each in group.trajectories):
+                trajectory.teacher.ClearField("top_tokens")
+                trajectory.teacher.ClearField("top_logprobs")
         self.served.script.groups = groups
         request = StepRequest(job_id="job-1", step=number, groups=refs(groups), work_address=self.served.address)
         coefficient = KlCoefficient(spec.algorithm.kl_coefficient)
@@ -130,6 +145,11 @@ def running(tied_model: Path) -> Iterator[Trainer]:
         dist.destroy_process_group()
 
 
+def with_teacher(folder: Path, algorithm: dict[str, Any]) -> dict[str, Any]:
+    """The pool of a job that distils; the groups have the teacher's scores already."""
+    return {"pools": [{"name": "teacher", "path": str(folder)}]} if "distillation" in algorithm else {}
+
+
 def scored_groups(backend: Backend, seed: int = 0) -> dict[str, common_pb2.Group]:
     """Groups of an engine whose log-probabilities differ a little from the trainer's."""
     groups, noise = random_groups(4, 4, seed=seed), np.random.default_rng(seed)
@@ -143,7 +163,15 @@ def scored_groups(backend: Backend, seed: int = 0) -> dict[str, common_pb2.Group
         (logprobs_r,) = backend.logprobs([batch], temperature=1.0)
         for trajectory, part in zip(group.trajectories, logprobs_r.split(list(batch.sampled_lengths)), strict=True):
             trajectory.logprobs = pack_logprobs((part.numpy() + 1e-3 * noise.standard_normal(len(part))).tolist())
+            trajectory.teacher.CopyFrom(random_scores(part.numpy(), noise).message())
     return groups
+
+
+def random_scores(logprobs_n: NDArray[np.float32], random: np.random.Generator) -> TokenScores:
+    """A teacher that differs from the policy, and prefers random tokens."""
+    tokens_nk = np.stack([random.choice(256, TEACHER_TOP, replace=False) for _ in logprobs_n]).astype(np.int32)
+    shares_nk = np.log(np.tile(np.asarray([0.5, 0.2, 0.1], np.float32), (len(logprobs_n), 1)))
+    return TokenScores(logprobs_n + random.standard_normal(len(logprobs_n)).astype(np.float32), tokens_nk, shares_nk)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

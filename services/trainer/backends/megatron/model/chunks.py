@@ -31,7 +31,7 @@ class ChunkPlan:
 
 
 class Policy(GPTModel):  # type: ignore[misc]  # megatron has no types
-    """GPT whose `labels` are `WantedTokens`: then the last stage gives float32 [2, R], log-probabilities and entropies.
+    """GPT whose `labels` are `WantedTokens`: then the last stage gives what `head.scores` does, float32 [2 + K, R].
     Without them it gives logits [1, P, vocabulary part], as GPT does."""
 
     def __init__(self, plan: ChunkPlan, chunk: int) -> None:

@@ -7,13 +7,13 @@ from services.trainer.backends.megatron.parallel.packing import PackedBatch
 from services.trainer.backends.whole_scores import gather_scores
 
 
-def whole_scores(mine_2r: Tensor, packed: PackedBatch) -> Tensor:
-    """The scores of all context-parallel ranks, [2, R], in the order of the micro-batch.
+def whole_scores(mine_kr: Tensor, packed: PackedBatch) -> Tensor:
+    """The scores of all context-parallel ranks, [2 + K, R], in the order of the micro-batch.
 
     All ranks compute the same loss. Each keeps the gradient of its part; these are summed with the gradients of
     data parallelism.
     """
     if packed.order_r is None:
-        return mine_2r
-    by_rank_2r = gather_scores(mine_2r, packed.counts, parallel_state.get_context_parallel_group())
-    return by_rank_2r[:, packed.order_r]
+        return mine_kr
+    by_rank_kr = gather_scores(mine_kr, packed.counts, parallel_state.get_context_parallel_group())
+    return by_rank_kr[:, packed.order_r]

@@ -33,6 +33,8 @@ class PackedBatch:
     int64 [R]. None where this rank scores all of them, in order."""
     counts: tuple[int, ...]
     """Number of sampled tokens that each context-parallel rank scores."""
+    others_rk: Tensor | None = None
+    """Further tokens to score at the positions, int64 [R here, K]."""
 
 
 def pack(
@@ -50,10 +52,12 @@ def pack(
     asked_r = places_p[batch.predicting_r]
     parameters = _parameters(padded, device, split=context_size > 1)
     experts_ltk = _experts(batch, places_p, len(tokens), device)
+    others_rk = None if batch.others_rk is None else batch.others_rk.to(device)
     if context_size == 1:
         parameters.experts_ltk = experts_ltk
         positions_r, targets_r = asked_r.to(device), batch.targets_r.to(device)
-        return PackedBatch(tokens.to(device), parameters, positions_r, targets_r, None, (len(asked_r),))
+        alone = (len(asked_r),)
+        return PackedBatch(tokens.to(device), parameters, positions_r, targets_r, None, alone, others_rk)
     owner_p, local_p = context_split(padded, context_size)
     owner_r = owner_p[asked_r]
     mine_r = owner_r == context_rank
@@ -67,6 +71,7 @@ def pack(
         batch.targets_r[mine_r].to(device),
         owner_r.argsort(stable=True).argsort().to(device),
         tuple(counts.tolist()),
+        None if others_rk is None else others_rk[mine_r.to(device)],
     )
 
 

@@ -19,7 +19,7 @@ from services.trainer.backends.megatron.parallel.packing import PackedBatch, pac
 from services.trainer.protocol.microbatch import MicroBatch
 
 ScoreFn = Callable[[int, Tensor], Tensor]
-"""Computes the loss of a micro-batch from its number and its scores [2, R]. Called on the ranks with the last
+"""Computes the loss of a micro-batch from its number and its scores [2 + K, R]. Called on the ranks with the last
 layers."""
 
 
@@ -33,14 +33,14 @@ class Pipeline:
 
     def backward(self, microbatches: Sequence[MicroBatch], score: ScoreFn, *, temperature: float) -> list[Tensor]:
         """Adds the gradient of the sum of the losses over micro-batches and data-parallel ranks. Returns the scores of
-        each micro-batch, [2, R], without gradient, on every rank."""
+        each micro-batch, [2 + K, R], without gradient, on every rank."""
         ranks = parallel_state.get_data_parallel_world_size()
         return self._run(microbatches, score, temperature, ranks)
 
     def forward(self, microbatches: Sequence[MicroBatch], *, temperature: float) -> list[Tensor]:
-        """The scores of each micro-batch, [2, R], on every rank."""
+        """The scores of each micro-batch's sampled tokens alone, [2, R], on every rank."""
         with torch.no_grad():
-            return self._run(microbatches, None, temperature, 1)
+            return self._run([batch.without_others() for batch in microbatches], None, temperature, 1)
 
     def _run(
         self, microbatches: Sequence[MicroBatch], score: ScoreFn | None, temperature: float, ranks: int
@@ -56,17 +56,17 @@ class Pipeline:
             numbers: Iterator[tuple[int, PackedBatch]], model: nn.Module
         ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, None]]]:
             number, packed = next(numbers)
-            wanted = WantedTokens(packed.positions_r, packed.targets_r, temperature)
+            wanted = WantedTokens(packed.positions_r, packed.targets_r, temperature, packed.others_rk)
             output = model(packed.tokens_p[None], None, None, labels=wanted, packed_seq_params=packed.parameters)
             return output, partial(loss, number, packed)
 
-        def loss(number: int, packed: PackedBatch, mine_2r: Tensor) -> tuple[Tensor, None]:
-            scores_2r = whole_scores(mine_2r, packed)
-            scored.append(scores_2r.detach())
+        def loss(number: int, packed: PackedBatch, mine_kr: Tensor) -> tuple[Tensor, None]:
+            scores_kr = whole_scores(mine_kr, packed)
+            scored.append(scores_kr.detach())
             if score is None or number >= len(microbatches):
-                return scores_2r.sum() * 0.0, None
+                return scores_kr.sum() * 0.0, None
             # The schedule divides by the number of micro-batches, and the reduction of the gradient by that of ranks.
-            return score(number, scores_2r) * (len(batches) * ranks), None
+            return score(number, scores_kr) * (len(batches) * ranks), None
 
         get_forward_backward_func()(
             forward_step_func=step,
@@ -100,7 +100,8 @@ class Pipeline:
         if self.options.pipeline_parallel == 1:
             return scored
         counts = [sum(batch.sampled_lengths) for batch in microbatches]
-        flat = torch.empty(2, sum(counts), dtype=torch.float32, device=self.device)
+        others = max(0 if batch.others_rk is None else batch.others_rk.shape[1] for batch in microbatches)
+        flat = torch.empty(2 + others, sum(counts), dtype=torch.float32, device=self.device)
         if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             flat = torch.cat(scored[: len(counts)], dim=1)
         last = parallel_state.get_pipeline_model_parallel_last_rank()

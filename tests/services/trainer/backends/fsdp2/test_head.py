@@ -44,6 +44,33 @@ def test_scores_and_gradients_are_those_of_the_logits(kind: type, tied: bool, ch
         torch.testing.assert_close(given.grad, expected.grad, atol=1e-6, rtol=1e-4, msg=name)
 
 
+@pytest.mark.parametrize("chunk_tokens", [2, 1024])
+def test_further_tokens_are_scored_as_from_the_logits(chunk_tokens: int) -> None:
+    """The target may be among them, and one of them twice."""
+    plain, chunked = (model(Qwen3Config) for _ in range(2))
+    assert head.install(chunked, chunk_tokens)
+    tokens, positions_r = torch.arange(9)[None], torch.tensor([1, 2, 5, 7])
+    targets_r, others_rk = tokens[0, positions_r + 1], torch.tensor([[2, 0, 60], [9, 9, 1], [4, 6, 8], [8, 3, 2]])
+    logits_rv = plain(input_ids=tokens, logits_to_keep=positions_r).logits[0]
+    columns = torch.cat([targets_r[:, None], others_rk], dim=1)
+    log_p = (logits_rv / 0.7).log_softmax(-1)
+    exact_kr = torch.cat([log_p.gather(1, columns), -(log_p.exp() * log_p).sum(-1)[:, None]], dim=1).t()[
+        [0, 4, 1, 2, 3]
+    ]
+    from_logits_kr = token_scores(logits_rv, targets_r, 0.7, others_rk)
+    scores_kr = chunked(input_ids=tokens, wanted=WantedTokens(positions_r, targets_r, 0.7, others_rk))
+    torch.testing.assert_close(scores_kr, exact_kr, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(from_logits_kr, exact_kr, atol=1e-5, rtol=1e-5)
+    weights_kr = torch.randn(5, 4)
+    parameters = list(plain.parameters())
+    exact = torch.autograd.grad((exact_kr * weights_kr).sum(), parameters, retain_graph=True)
+    from_logits = torch.autograd.grad((from_logits_kr * weights_kr).sum(), parameters)
+    (scores_kr * weights_kr).sum().backward()
+    for expected, one, other in zip(exact, from_logits, chunked.parameters(), strict=True):
+        torch.testing.assert_close(one, expected, atol=1e-6, rtol=1e-4)
+        torch.testing.assert_close(other.grad, expected, atol=1e-6, rtol=1e-4)
+
+
 def test_a_model_that_changes_its_logits_keeps_its_own_path() -> None:
     capped = model(Gemma2Config, final_logit_softcapping=30.0)
     own = capped.forward
