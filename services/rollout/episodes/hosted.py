@@ -33,7 +33,7 @@ from services.rollout.sessions.session import AgentFailed, Session
 from services.rollout.work.episode import Episode, Trajectory
 from services.rollout.work.groups import EpisodeFailed
 from services.rollout.work.job import Job, Prompt
-from services.rollout.work.sampled import OnSample
+from services.rollout.work.slots import EpisodeSlot
 
 ATTEMPTS = 2
 """Runs of an episode that fails, before its group is dropped."""
@@ -94,11 +94,11 @@ class HostedEpisodes:
         assert self.spec.rollout.environment is not None
         return self.spec.rollout.environment
 
-    async def __call__(self, engine: Engine, prompt: Prompt, sampling: Sampling, on_sample: OnSample) -> Episode:
+    async def __call__(self, engine: Engine, prompt: Prompt, sampling: Sampling, slot: EpisodeSlot) -> Episode:
         """One episode. One that fails is run again once, as soon as the host answers. Raises EpisodeFailed, and what
         the engine raises."""
         failures: list[str] = []
-        policy = self._policy(engine, sampling, on_sample)
+        policy = self._policy(engine, sampling, slot)
         async with self.room:
             while len(failures) < ATTEMPTS:
                 session = Session(policy, prompt, reruns=len(failures))
@@ -184,12 +184,12 @@ class HostedEpisodes:
             "temperature": session.policy.sampling.temperature,
         }
 
-    def _policy(self, engine: Engine, sampling: Sampling, on_sample: OnSample) -> Policy:
+    def _policy(self, engine: Engine, sampling: Sampling, slot: EpisodeSlot) -> Policy:
         return Policy(
             engine=engine,
             chats=self.chats,
             sampling=sampling,
-            on_sample=on_sample,
+            on_sample=slot.sampled,
             longest=self.spec.data.max_prompt_tokens + sampling.max_response_tokens,
             max_turns=self.environment.max_turns,
             max_turn_tokens=self.environment.max_turn_tokens,

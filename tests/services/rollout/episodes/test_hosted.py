@@ -27,6 +27,7 @@ from services.rollout.episodes.hosted import HostedEpisodes
 from services.rollout.work.episode import Episode
 from services.rollout.work.groups import EpisodeFailed
 from services.rollout.work.job import Prompt
+from services.rollout.work.slots import Slots
 from tests.ports import held_port
 from tests.services.rollout.sessions.served import TOKENIZER, Served, served
 
@@ -123,7 +124,8 @@ async def hosted(
 
 async def play_one(episodes: HostedEpisodes, here: Served, most_tokens: int = 2000, row: PromptRow = ROW) -> Episode:
     prompt = Prompt(row, Rendered([1, 2]), "")
-    return await episodes(here.engine, prompt, Sampling(most_tokens, temperature=0.7), lambda _: None)
+    with Slots(1).episode() as slot:
+        return await episodes(here.engine, prompt, Sampling(most_tokens, temperature=0.7), slot)
 
 
 def test_the_turns_of_the_trace_are_trained_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
