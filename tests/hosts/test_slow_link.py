@@ -37,4 +37,4 @@ def test_the_publication_is_named(tmp_path: Path) -> None:
     assert found.bottleneck is Bottleneck.PUBLICATION, found.model_dump_json()
     assert found.findings[0].changes[0].setting == "publication.path"
     (trainer,) = [lane for lane in timeline.lanes if lane.kind is LaneKind.TRAINER]
-    assert max(span.end_s - span.start_s for span in trainer.spans if span.kind == "transfer") > 0.5
+    assert max(span.end_s - span.start_s for span in trainer.spans if span.kind == "transfer") > 0.2
