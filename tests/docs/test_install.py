@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_only_installs_for_a_cpu_leave_out_what_engines_on_gpus_import() -> None:
     assert "uv" not in tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
     assert "override" not in (ROOT / "deploy/trainer.Dockerfile").read_text()
-    (install,) = re.findall(r"^\t.*uv pip install.*$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    (install,) = re.findall(r"^\t.*uv pip install.*EXTRAS.*$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert "--override $(OVERRIDES)" in install
     assert "cpu-*) export UV_OVERRIDE=cpu-overrides.txt" in (ROOT / "deploy/rollout.Dockerfile").read_text()
     lines = (ROOT / "deploy/cpu-overrides.txt").read_text().splitlines()
