@@ -307,7 +307,10 @@ def test_judges_are_parts_of_the_reward_beside_functions():
         ({"functions": [{**RIGHT, "weight": 0}]}, "every weight is 0"),
         ({"functions": [{**RIGHT, "weight": 1e9}]}, "reward.functions.0.weight: "),
         ({"functions": [{"function": "math"}]}, "reward.functions.0.name: "),
-        ({"functions": [{"name": "a"}]}, 'reward.functions.0.name: "a": neither a function nor a judge is given'),
+        (
+            {"functions": [{"name": "a"}]},
+            'reward.functions.0.name: "a": neither a function nor a judge nor a pool is given',
+        ),
         ({"functions": [{**RIGHT, "judge": JUDGE}]}, 'reward.functions.0.function: "math": a judge is given too'),
         ({"functions": [{"name": "a", "judge": {**JUDGE, "url": "judge:8000"}}]}, "reward.functions.0.judge.url: "),
         (
