@@ -6,15 +6,18 @@ torchrun gives its ranks 30 seconds to drain; `--shutdown-timeout` gives them mo
 """
 
 import os
+import sys
 
 # torch reads these when it is loaded. A wait that reaches its time limit is not worth a warning. Threads that wait for
 # each other sleep instead of spinning: with an engine on the same cores a step would otherwise take ten times as long.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# transformers and PEFT import torchao where it is installed, as SGLang has it, and that starts CUDA, before ranks are
+# forked too. Nothing here uses it: they find that it is not there.
+sys.modules.setdefault("torchao", None)  # type: ignore[arg-type]
 
 import signal
 import socket
-import sys
 from collections.abc import Callable
 from typing import Annotated
 

@@ -126,13 +126,20 @@ def test_ranks_that_keep_failing_end_the_trainer(launched: Launched) -> None:
     assert "ended too often" in launched.log.read_text()
 
 
-def test_what_is_imported_before_the_fork_starts_no_thread_and_no_cuda() -> None:
-    """A forked process has none of its parent's threads, and CUDA does not work in one whose parent has used it."""
+def test_what_is_imported_before_the_fork_starts_no_thread_and_no_cuda(tmp_path: Path) -> None:
+    """A forked process has none of its parent's threads, and CUDA does not work in one whose parent has used it.
+    torchao, which starts CUDA when it is imported, is installed where SGLang is."""
+    (tmp_path / "torchao").mkdir()
+    (tmp_path / "torchao" / "__init__.py").write_text("raise SystemExit('torchao was imported')")
+    (tmp_path / "torchao-0.17.0.dist-info").mkdir()
+    metadata = "Metadata-Version: 2.1\nName: torchao\nVersion: 0.17.0\n"
+    (tmp_path / "torchao-0.17.0.dist-info" / "METADATA").write_text(metadata)
     code = (
         f"import importlib, torch\nfor name in {PRELOADED}: importlib.import_module(name)\n"
         "import os; print(len(os.listdir('/proc/self/task')), torch.cuda.is_initialized())"
     )
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), *filter(None, [environment.get("PYTHONPATH")])])
     environment["OPENBLAS_NUM_THREADS"] = "1"  # it starts a thread of its own, and starts it anew after a fork
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     assert told.stdout.split() == ["1", "False"]
