@@ -4,12 +4,30 @@ Files are handed to the workers, those that take longest first; a file stays on 
 last worker begins with the files that mostly wait, so that the others have the cores.
 """
 
+import ast
 import os
+import sys
+from typing import Any
 
 import pytest
 
 os.environ["MILLRACE_STRICT_METRICS"] = "1"
 """Here and in every process that a test starts: a metric that nobody declared is an error."""
+
+if sys.version_info < (3, 12):
+    PARSE = ast.parse
+
+    def parse(*arguments: Any, **named: Any) -> Any:
+        """As in `millrace/validation/python_source.py`: CPython 3.11 disturbs threads that parse at the same time, and
+        so pytest, which parses what it tells of a failure, and Hypothesis."""
+        for _ in range(4):
+            try:
+                return PARSE(*arguments, **named)
+            except SystemError:
+                continue
+        return PARSE(*arguments, **named)
+
+    ast.parse = parse
 
 MEGATRON = "services/trainer/backends/megatron"
 BUSY = (

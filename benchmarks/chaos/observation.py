@@ -140,8 +140,12 @@ class Observer:
                 return list(self._redis.lrange(name, 0, -1))
             case b"stream":
                 return [v for _, fields in self._redis.xrange(name) for v in fields.values()]
-            case _:
+            case b"set":
+                return list(self._redis.smembers(name))
+            case b"zset":
                 return list(self._redis.zrange(name, 0, -1))
+            case _:
+                return []  # it has expired meanwhile
 
     def close(self) -> None:
         self._redis.close()

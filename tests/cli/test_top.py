@@ -1,5 +1,6 @@
 """`millrace top`: what it shows, and how it leaves the terminal."""
 
+import functools
 import io
 import json
 import math
@@ -176,7 +177,9 @@ def test_ctrl_c_leaves_the_terminal_as_it_was() -> None:
     ours, theirs = pty.openpty()
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "140", "LINES": "40"}
     root = Path(__file__).resolve().parents[2]
-    watching = subprocess.Popen([sys.executable, "-c", LIVE], stdout=theirs, env=environment, cwd=root)
+    with_interrupts = functools.partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    argv = [sys.executable, "-c", LIVE]
+    watching = subprocess.Popen(argv, stdout=theirs, env=environment, cwd=root, preexec_fn=with_interrupts)
     os.close(theirs)
     told, deadline, stopped = b"", time.monotonic() + 120, False
     while time.monotonic() < deadline:

@@ -1,4 +1,5 @@
-"""The estimate k3 of the KL to the teacher, differentiated as it stands (http://joschu.net/blog/kl-approx.html)."""
+"""The estimate k3 of the KL to the teacher, differentiated as it stands (http://joschu.net/blog/kl-approx.html), on
+the student's own samples (arXiv 2306.13649)."""
 
 from torch import Tensor
 

@@ -57,7 +57,7 @@ async def test_the_stages_of_every_step_follow_each_other(cluster: Cluster, spec
             assert queued.step == root.step and queued.parent_id == group.span_id
             assert group.start_s == queued.start_s and group.end_s >= train.start_s
     one = await asyncio.to_thread(client.timeline, job_id, 3, 3)
-    assert (one.start_s, one.end_s) == (roots[2].start_s, roots[2].end_s)
+    assert one.start_s == roots[2].start_s and one.end_s >= roots[2].end_s, "what belongs to a step may end after it"
     newest = await asyncio.to_thread(client.timeline, job_id)
     assert (newest.from_step, newest.to_step) == (6, 6)
     with pytest.raises(NotFound):
