@@ -142,7 +142,7 @@ def test_a_silent_rank_is_dead_long_before_the_deadline(started: Any) -> None:
     ranks = started(answer, stuck)
     ranks.heartbeats[1]._stopped.set()
     began = time.monotonic()
-    with pytest.raises(RanksFailed, match=r"rank 1 on node-1 .*silent for 1 s"):
+    with pytest.raises(RanksFailed, match=r"rank 1 on node-1 .*silent for \d s"):
         ranks.step(deadline_s=60.0)
     assert time.monotonic() - began < 10.0
 
