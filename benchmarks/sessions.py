@@ -40,7 +40,7 @@ from services.rollout.work.job import Prompt
 from services.rollout.work.slots import Slots
 
 ENGINE_SECONDS: ContextVar[list[float] | None] = ContextVar("engine_seconds", default=None)
-"""Where the engine writes the seconds of the request that asks it."""
+"""The list of the running request, to which the engine adds its own seconds."""
 PROMPT: Any = [{"role": "user", "content": "Find the number that I think of. " * 8}]
 LONGEST_IDLE_S = 20.0
 PERCENTILES = (50, 90, 99, 99.9)

@@ -5,6 +5,7 @@ last worker begins with the files that mostly wait, so that the others have the 
 """
 
 import ast
+import functools
 import os
 import sys
 from typing import Any
@@ -17,6 +18,7 @@ os.environ["MILLRACE_STRICT_METRICS"] = "1"
 if sys.version_info < (3, 12):
     PARSE = ast.parse
 
+    @functools.wraps(PARSE)
     def parse(*arguments: Any, **named: Any) -> Any:
         """As in `millrace/validation/python_source.py`: CPython 3.11 disturbs threads that parse at the same time, and
         so pytest, which parses what it tells of a failure, and Hypothesis."""

@@ -48,7 +48,7 @@ from tests.hosts.network import DEVICE, Host, Network
 
 LIMIT_S = 300.0
 SO_MAX_PACING_RATE = 47
-"""Of Linux, in bytes/s; Python has no name for it."""
+"""The socket option of Linux for bytes/s; Python has no name for it."""
 OVER_SOCKETS = {
     "NCCL_P2P_DISABLE": "1",
     "NCCL_SHM_DISABLE": "1",
@@ -124,7 +124,7 @@ class Side:
         self._master = [buffer.float() for buffer in self._memory.buffers]
 
     def pace(self, mbit: float) -> None:
-        """From now on no TCP socket of this process sends faster."""
+        """Bounds how fast each TCP socket of this process sends from now on."""
         for entry in Path("/proc/self/fd").iterdir():
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(entry.name))) as end:
                 if end.type == socket.SOCK_STREAM and end.family in (socket.AF_INET, socket.AF_INET6):

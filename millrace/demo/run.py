@@ -141,7 +141,7 @@ def model_folder(state: Path, seed: int, size: "Size" = "small", task: str = "re
 
 
 def _folder(what: str, seed: int, size: str = "small", task: str = "reverse") -> str:
-    """Its name says what is not the default."""
+    """The folder's name: what it holds, then the task and the size where they are not the default, then the seed."""
     return "-".join([what, *([task] if task != "reverse" else []), *([size] if size != "small" else []), str(seed)])
 
 

@@ -1,4 +1,4 @@
-"""From the summary of some steps to what slows them down.
+"""Finds what slows some steps down, from their summary.
 
 Of each cause it is computed how much of the steps' time would be saved at most if it took none. Generation sets a bound
 to that: while replicas generate, a faster trainer or a faster publication would only wait for them.

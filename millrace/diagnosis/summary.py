@@ -36,7 +36,7 @@ class Summary:
 
     steps: int
     seconds: float
-    """Of all the steps."""
+    """The time that all the steps took together."""
     loop_s: Mapping[IdleCause, float]
     """Seconds by what the loop was at; they add up to `seconds`. TRAINER is training."""
     max_staleness: int
@@ -140,7 +140,7 @@ def _paces(activity: Activity, from_step: int, to_step: int) -> list[ReplicaPace
 
 
 def _last_members(activity: Activity, from_step: int, to_step: int) -> Counter[str]:
-    """For each replica the number of steps whose last group it generated."""
+    """The number of steps whose last group each replica generated."""
     roots = [span for span in _spans(activity, LaneKind.COORDINATOR) if span.kind is SpanKind.GROUP]
     steps = {root.context.trace_id: root.context.step for root in roots}
     newest: dict[int, tuple[float, str]] = {}

@@ -53,7 +53,7 @@ class Verl(StrictModel):
 
     @property
     def folders(self) -> tuple[str, ...]:
-        """Where the files are."""
+        """The folders of the files."""
         return tuple({str(Path(each).parent) for each in (self.tools, self.interaction) if each is not None})
 
     def check(self) -> None:

@@ -17,7 +17,7 @@ class Contents:
     job: JobView
     ledger: LedgerView
     metrics: list[StepMetrics]
-    """In the order of the steps; step 0 has the evaluation before training."""
+    """One row a step, in their order; step 0 has the evaluation before training."""
     events: list[Event]
     samples: list[SampleView]
     """The newest first."""

@@ -44,7 +44,7 @@ def curve(name: str, rows: Sequence[tuple[int, Mapping[str, float]]], key: str, 
 
 @dataclass(frozen=True)
 class Area:
-    """Where a step and a value are on the chart."""
+    """The part of the chart that has the curves, and the steps and values that it spans."""
 
     steps: tuple[float, float]
     values: tuple[float, float]

@@ -25,7 +25,7 @@ def ticks(low: float, high: float, wanted: int = 4) -> list[float]:
 
 
 def thinned(points: Sequence[Point], most: int) -> list[Point]:
-    """At most `most` of the points, in their order: the first, the last, and the lowest and highest of equal parts."""
+    """The points, or `most` of them in their order: the first, the last, and the lowest and highest of equal parts."""
     if len(points) <= most:
         return list(points)
     parts = max(1, (most - 2) // 2)

@@ -20,7 +20,7 @@ MOST_PUBLICATIONS = 50
 ROUTINE = (EventKind.STEP_DONE, EventKind.PUBLICATION_DONE)
 """Kinds of events that other sections show."""
 PLACES = ("queued", "leased", "generated", "trained", "dropped")
-"""Where a prompt may stand, in the order of its way."""
+"""The states of a prompt, in the order in which it passes them."""
 
 
 def clock(time_s: float) -> str:

@@ -59,7 +59,7 @@ class Program:
     code: str
     """What Python runs, with the arguments of `python -c`."""
     input: str = ""
-    """Its standard input."""
+    """What the program reads from its standard input."""
     files: Mapping[str, str] = field(default_factory=dict)
     """Texts of files in its working folder, by name."""
 

@@ -134,7 +134,8 @@ class _Inside:
 
 
 def _forbid_user_namespaces(given: first.Given) -> list[Missing]:
-    """In a user namespace of its own a program could mount files whose memory nobody counts."""
+    """Lets programs make no user namespace, in which they could mount files whose memory nobody counts. Returns what is
+    missing."""
     if not given.users:
         return []
     try:

@@ -82,11 +82,11 @@ class Activity:
 
     @cached_property
     def training(self) -> NDArray[np.bool_]:
-        """Where the trainer works on something for the job."""
+        """The instants at which the trainer works on something for the job."""
         trained: NDArray[np.bool_] = self.of_kind(*WORK_OF_A_TRAINER, lane=LaneKind.TRAINER) > 0
         return trained
 
     def stage(self, *kinds: SpanKind) -> NDArray[np.bool_]:
-        """Where the coordinator is in one of these stages."""
+        """The instants at which the coordinator is in one of these stages."""
         where: NDArray[np.bool_] = self.of_kind(*kinds, lane=LaneKind.COORDINATOR) > 0
         return where

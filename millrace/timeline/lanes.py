@@ -1,4 +1,4 @@
-"""From the batches of all services to the timeline of some steps of a job. Pure functions."""
+"""Makes the timeline of some steps of a job from the batches of all services. Pure functions."""
 
 import time
 from collections.abc import Iterable, Mapping, Sequence

@@ -162,7 +162,7 @@ class _Process:
         self._process.kill()
 
     async def wait(self) -> int:
-        """Its exit status, once it has ended."""
+        """Waits until the process has ended; answers its exit status."""
         await self._ended.wait()
         return self._process.returncode
 

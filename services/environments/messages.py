@@ -13,9 +13,9 @@ class Asked:
     task: Mapping[str, Any]
     """The task's data, as `tasks` wrote it."""
     url: str
-    """Of the session at the replica."""
+    """The address of the session at the replica."""
     key: str
-    """Of the session."""
+    """The key of the session."""
     model: str
     """Folder or name of the model, whose tokenizer the host loads."""
     renderer: Mapping[str, Any]
@@ -53,7 +53,7 @@ class Told:
     branches: list[Branch] = field(default_factory=list)
 
     def json(self) -> dict[str, Any]:
-        """In JSON's types."""
+        """The trace in JSON's types."""
         return asdict(self)
 
 
@@ -62,7 +62,7 @@ class Plays(Protocol):
 
     @property
     def name(self) -> str:
-        """Its name, the `data_source` of its rows."""
+        """The environment's name, which is the `data_source` of its rows."""
 
     def serving(self) -> AbstractAsyncContextManager[None]:
         """Holds what its episodes share."""

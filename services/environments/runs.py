@@ -29,7 +29,7 @@ class Environment:
 
     @property
     def name(self) -> str:
-        """Its name, the `data_source` of its rows."""
+        """The environment's name, which is the `data_source` of its rows."""
         return str(self._config.env_id)
 
     def rows(self, first: int, count: int) -> Iterator[dict[str, Any]]:

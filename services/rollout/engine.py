@@ -89,9 +89,9 @@ class EngineStats:
     """Part of its cache of keys and values that running requests hold, 0 to 1. An engine without a cache of fixed size
     gives the part of its slots that is in use."""
     prompt_tokens: int = 0
-    """Of all requests so far; 0 where the engine has no cache of prompts."""
+    """Tokens of the prompts of all requests so far; 0 where the engine has no cache of prompts."""
     cached_prompt_tokens: int = 0
-    """Of these, those whose keys and values were in its cache."""
+    """The part of these tokens whose keys and values were in the cache."""
 
 
 class Engine(EngineWeights, Protocol):

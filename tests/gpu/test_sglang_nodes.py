@@ -5,14 +5,13 @@ import signal
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 import torch
 
 from millrace.wire.arrays import unpack_logprobs, unpack_tokens
 from services.rollout.engines import probe
 from tests.models import random_model
-from tests.services.rollout.coordinator import configure, until
+from tests.services.rollout.coordinator import configure
 from tests.services.rollout.nodes.engine_nodes import WITHIN_S, Replica, replica
 from tests.services.rollout.reference import logprobs
 
@@ -34,7 +33,7 @@ def test_two_nodes_are_one_replica(tmp_path: Path) -> None:
             await two.registered(1)
             assert (await configure(two.peer, two.spec)).world_size == 2
             await serves_what_is_published(two)
-            await is_lost_with_its_follower(two)
+            await two.lose_follower()
             assert (await configure(two.peer, two.spec)).world_size == 2, "both nodes are back"
             two.nodes[1].process.send_signal(signal.SIGTERM)
             assert [await asyncio.wait_for(node.process.wait(), WITHIN_S) for node in two.nodes] == [0, 0]
@@ -57,12 +56,3 @@ async def serves_what_is_published(two: Replica) -> None:
         assert (np.exp(difference) - 1 - difference).mean() < 0.01
     assert answers[0].tokens == answers[2].tokens and answers[0].logprobs == answers[2].logprobs
     assert answers[1].logprobs != answers[0].logprobs
-
-
-async def is_lost_with_its_follower(two: Replica) -> None:
-    before, workers = two.member_id, [*two.nodes[0].forked, *two.nodes[1].forked]
-    two.nodes[1].forked[0].kill()
-    await until(lambda: before in two.coordinator.left, WITHIN_S)
-    assert "node 1 (" in two.coordinator.left[before] and "is lost" in two.coordinator.left[before]
-    await two.registered(2)
-    assert not [process for process in workers if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]

@@ -68,7 +68,7 @@ class Frame:
     """Unix time."""
     jobs: list[JobSummary]
     paces: dict[str, Pace]
-    """By id, of the jobs that have trained a step and are not over."""
+    """The pace of each job that has trained a step and is not over, by the job's id."""
     fleet: FleetView
 
 

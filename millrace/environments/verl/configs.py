@@ -25,7 +25,7 @@ class Named:
     """`package.module.Class`."""
     config: Mapping[str, Any]
     rest: Mapping[str, Any]
-    """Its other fields: `tool_schema` of a tool, `name` of an interaction."""
+    """The other fields of the class: `tool_schema` of a tool, `name` of an interaction."""
 
 
 def read(path: str, key: str) -> list[Named]:

@@ -1,4 +1,4 @@
-"""From what a judge says to scores."""
+"""Reads scores from what a judge says."""
 
 import json
 import math

@@ -50,7 +50,7 @@ class SpanStore:
         self._running = running
         self._recorder = recorder
         self._place: Place | None = None
-        """Where the last spans belonged: a job's last ones come after its end."""
+        """The job of the last spans: a job's last ones come after its end."""
         self._waiting: deque[tuple[bytes, int]] = deque()
         self._bytes: Counter[Place] = Counter()
 

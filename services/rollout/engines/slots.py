@@ -25,7 +25,7 @@ class Slots:
     def __init__(self, capacity: Callable[[], int]) -> None:
         self._capacity = capacity
         self._inside: dict[Ticket, None] = {}
-        """In the order in which they came."""
+        """The samples in the engine, in the order in which they came."""
 
     def enter(self) -> Ticket:
         """A sample begins."""

@@ -60,7 +60,7 @@ class Environments(Protocol):
 
     @property
     def tools(self) -> Sequence[Mapping[str, Any]]:
-        """Its tools, as chat templates take them. Valid once it has started."""
+        """The environment's tools, as chat templates take them. Valid once it has started."""
 
     def session(self) -> AbstractAsyncContextManager[Session]:
         """A session for one episode, as soon as there is room for one. Entering and leaving raise EnvironmentFailed,

@@ -22,7 +22,7 @@ class Growing:
     prompt: int
     """Number of tokens of the prompt."""
     turn: int
-    """Where the last turn begins."""
+    """The index of the last turn's first token."""
     turns: list[Turn] = field(default_factory=list)
     given: list[int] = field(default_factory=list)
     """What was given since the last turn: the last of `tokens`."""

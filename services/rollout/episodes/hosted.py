@@ -77,7 +77,7 @@ class HostedEpisodes:
     spec: JobSpec
     options: Verifiers
     room: asyncio.Semaphore
-    """For the episodes that run at once."""
+    """A place for each episode that may run at once."""
 
     @classmethod
     def of_job(cls, job: Job, sessions: OpenSessions) -> Self:
@@ -98,7 +98,7 @@ class HostedEpisodes:
         """One episode. One that fails is run again once, as soon as the host answers. Raises EpisodeFailed, and what
         the engine raises."""
         failures: list[str] = []
-        policy = self._policy(engine, sampling, slot)
+        policy = Policy.of_job(self.spec, self.environment, self.chats, engine, sampling, slot)
         async with self.room:
             while len(failures) < ATTEMPTS:
                 session = Session(policy, prompt, reruns=len(failures))
@@ -183,18 +183,6 @@ class HostedEpisodes:
             "seconds": self.environment.episode_s,
             "temperature": session.policy.sampling.temperature,
         }
-
-    def _policy(self, engine: Engine, sampling: Sampling, slot: EpisodeSlot) -> Policy:
-        return Policy(
-            engine=engine,
-            chats=self.chats,
-            sampling=sampling,
-            on_sample=slot.sampled,
-            longest=self.spec.data.max_prompt_tokens + sampling.max_response_tokens,
-            max_turns=self.environment.max_turns,
-            max_turn_tokens=self.environment.max_turn_tokens,
-            model=self.spec.model.path,
-        )
 
 
 def episode_of(session: Session, told: Told) -> Episode:

@@ -1,4 +1,4 @@
-"""From what a job says of its environment to what its episodes use.
+"""Makes what a job's episodes use, from what the job says of its environment.
 
 What needs a library that not every replica has is imported only for jobs that use it.
 """

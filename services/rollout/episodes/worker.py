@@ -25,7 +25,7 @@ from millrace.sandbox.boundaries import Missing
 from millrace.sandbox.first import Wanted
 from millrace.sandbox.launch import confine
 from millrace.sandbox.view import view
-from services.rollout.scoring.sandboxed import code_of, left_processes, reply, take_pipes, told_error
+from services.rollout.scoring.sandboxed import code_of, left_processes, refuses, reply, take_pipes, told_error
 
 LONGEST_REQUEST = 64 << 20
 """Bytes of a request: a row, or a turn of the policy."""
@@ -42,8 +42,7 @@ def main() -> None:
 
 def _serve(setup: Mapping[str, Any], requests: IO[bytes], replies: IO[bytes], missing: Sequence[Missing]) -> None:
     told = [[each.boundary, each.reason] for each in missing]
-    if told and setup["required"]:
-        reply(replies, {"uncontained": told})
+    if refuses(setup, told, replies):
         return
     try:
         host = _host(setup)

@@ -4,7 +4,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,6 +21,14 @@ def take_pipes() -> tuple[IO[bytes], IO[bytes]]:
     os.dup2(2, 1)
     sys.stdout = sys.stderr
     return requests, replies
+
+
+def refuses(setup: Mapping[str, Any], missing: Sequence[Sequence[str]], replies: IO[bytes]) -> bool:
+    """Whether the process is not to run, since it has to have every boundary and lacks some; then it is answered."""
+    if missing and setup["required"]:
+        reply(replies, {"uncontained": missing})
+        return True
+    return False
 
 
 def code_of(function: str) -> list[Path]:

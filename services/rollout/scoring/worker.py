@@ -25,7 +25,7 @@ from millrace.sandbox.boundaries import Missing
 from millrace.sandbox.first import Wanted
 from millrace.sandbox.launch import confine
 from millrace.sandbox.view import view
-from services.rollout.scoring.sandboxed import code_of, left_processes, reply, take_pipes, told_error
+from services.rollout.scoring.sandboxed import code_of, left_processes, refuses, reply, take_pipes, told_error
 
 LONGEST_DETAILS = 16 << 10
 """Characters of the details of one answer."""
@@ -44,8 +44,7 @@ def main() -> None:
 
 def _serve(setup: Mapping[str, Any], requests: Iterable[bytes], replies: IO[bytes], missing: Sequence[Missing]) -> None:
     told = [[each.boundary, each.reason] for each in missing]
-    if told and setup["required"]:
-        reply(replies, {"uncontained": told})
+    if refuses(setup, told, replies):
         return
     limits.set_for_process(limits.CallLimits(setup["timeout_s"], setup["memory_mb"]))
     functions: list[tuple[ComputeScore, Scope]] = []

@@ -60,7 +60,7 @@ class AgentEpisodes:
         """One episode. One whose agent fails or takes too long is run again once. Raises EpisodeFailed, and what the
         engine raises."""
         failures: list[str] = []
-        policy = self._policy(engine, sampling, slot)
+        policy = Policy.of_job(self.spec, self.agent, self.chats, engine, sampling, slot)
         while len(failures) < ATTEMPTS:
             session = Session(policy, prompt, reruns=len(failures))
             try:
@@ -117,18 +117,6 @@ class AgentEpisodes:
                 yield
         except TimeoutError as error:
             raise AgentFailed(f"the episode took longer than {self.agent.episode_s:g} s") from error
-
-    def _policy(self, engine: Engine, sampling: Sampling, slot: EpisodeSlot) -> Policy:
-        return Policy(
-            engine=engine,
-            chats=self.chats,
-            sampling=sampling,
-            on_sample=slot.sampled,
-            longest=self.spec.data.max_prompt_tokens + sampling.max_response_tokens,
-            max_turns=self.agent.max_turns,
-            max_turn_tokens=self.agent.max_turn_tokens,
-            model=self.spec.model.path,
-        )
 
 
 def _with(episode: Episode, ended: Ended | None) -> Episode:

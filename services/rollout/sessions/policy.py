@@ -4,13 +4,17 @@ import json
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 from millrace.errors import InvalidJob, wrong_value
+from millrace.spec import JobSpec
+from millrace.spec.environment import Environment
+from millrace.spec.episodes.agent import Agent
 from services.rollout.engine import Engine, Sample, Sampling
 from services.rollout.episodes.chat import Chat, Message
 from services.rollout.sessions.refusals import Refusals, Refused
 from services.rollout.sessions.strands import Strand
+from services.rollout.work.slots import EpisodeSlot
 
 MOST_CHATS = 256
 """Sets of tools of which the chat format is kept."""
@@ -23,7 +27,7 @@ class Ask:
     messages: Sequence[Message] = ()
     """The whole history, the content of each message as text."""
     tools: Sequence[Mapping[str, Any]] = ()
-    """As OpenAI describes functions."""
+    """The tools that the agent offers, in the form in which OpenAI describes functions."""
     max_tokens: int | None = None
     """Longest turn; None: as long as there is room."""
     stop: tuple[str, ...] = ()
@@ -37,9 +41,9 @@ class Said:
     """A turn that was sampled for a request."""
 
     number: int
-    """Of the turn in its session, from 0."""
+    """The number of the turn in its session, from 0."""
     message: Message
-    """As the client gets it."""
+    """The turn in the form in which the client gets it."""
     sample: Sample
     prompt_tokens: int
 
@@ -105,6 +109,28 @@ class Policy:
     max_turn_tokens: int | None
     model: str
     """Name of the model, as clients see it."""
+
+    @classmethod
+    def of_job(
+        cls,
+        spec: JobSpec,
+        limits: Agent | Environment,
+        chats: Chats,
+        engine: Engine,
+        sampling: Sampling,
+        slot: EpisodeSlot,
+    ) -> Self:
+        """The policy of a lease with `sampling`, within the job's `limits` of turns."""
+        return cls(
+            engine=engine,
+            chats=chats,
+            sampling=sampling,
+            on_sample=slot.sampled,
+            longest=spec.data.max_prompt_tokens + sampling.max_response_tokens,
+            max_turns=limits.max_turns,
+            max_turn_tokens=limits.max_turn_tokens,
+            model=spec.model.path,
+        )
 
     def room(self, strand: Strand) -> int:
         """Tokens that the next turn may have."""

@@ -35,17 +35,17 @@ class _Held(Generic[S]):
 
     strand: S
     tools: str = ""
-    """Of a conversation: its tools as text."""
+    """The tools of a conversation as text; empty for tokens."""
     busy: bool = True
     """Whether a turn of it is being sampled."""
     numbers: list[int] = field(default_factory=list)
-    """Of its turns, among those of the session."""
+    """The numbers of its turns among those of the session."""
     called_at: float = 0.0
     """When the last turn called tools; 0.0 where it did not."""
 
 
 class Session:
-    """Its turns are recorded as tokens. Every method that asks for a turn raises Refused."""
+    """An episode of an agent, whose turns are recorded as tokens. Every method that asks for a turn raises Refused."""
 
     def __init__(self, policy: Policy, prompt: Prompt, reruns: int = 0) -> None:
         """`reruns`: how often the episode was run before."""
@@ -58,7 +58,7 @@ class Session:
         self.failure: MillraceError | None = None
         """Why it cannot go on."""
         self.deadline = 0.0
-        """Of the event loop's clock; 0.0 until somebody plays the episode."""
+        """The time of the event loop's clock at which it ends; 0.0 until somebody plays the episode."""
         self.histories: dict[str, list[Message]] = {}
         """The messages up to each response that a client may continue, by the response's id."""
         self._account = common_pb2.EpisodeAccount(end=common_pb2.EPISODE_END_DONE, reruns=reruns)

@@ -41,7 +41,7 @@ class Ended:
 
     episodes: list[Episode]
     cancelled: int = 0
-    """Those that were cancelled because enough others had ended."""
+    """Episodes that were cancelled because enough others had ended."""
     failed: int = 0
 
 

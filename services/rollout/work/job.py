@@ -49,8 +49,8 @@ class Job:
         judges: Sequence[JudgeScorer] = (),
         pools: Mapping[str, PoolClient] | None = None,
     ) -> None:
-        """With `environments`, or an agent, there is the `chat` format in which the policy talks to them. `pools`: by
-        name."""
+        """`chat`: the format in which the policy talks to `environments`, or to an agent; None without either. `pools`:
+        a client of each pool, by the pool's name."""
         self.id = job_id
         self.spec = spec
         self.scoring = scoring

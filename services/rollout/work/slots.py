@@ -24,7 +24,7 @@ class Slots:
     open: int = field(init=False)
     """Episodes that have not ended."""
     generating: int = field(init=False)
-    """Those that have a slot."""
+    """Episodes that have a slot."""
 
     def __post_init__(self) -> None:
         self.open = self.generating = self.episodes

@@ -36,7 +36,7 @@ class TokenScores:
 
     @classmethod
     def of(cls, scores_kr: Tensor) -> Self:
-        """From the rows that a head gives: log-probabilities, entropies, and a row for each further token."""
+        """The scores from a head's rows: log-probabilities, entropies, and a row for each further token."""
         return cls(scores_kr[0], scores_kr[1], scores_kr[2:].t() if len(scores_kr) > 2 else None)
 
 

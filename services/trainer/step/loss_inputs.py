@@ -47,7 +47,7 @@ class LossInputs:
     teacher_bt: Tensor | None = None
     """Log-probabilities under the teacher."""
     teacher_top_btk: Tensor | None = None
-    """Those of the teacher's most likely tokens, [rows, longest, K]."""
+    """Log-probabilities of the teacher's most likely tokens under the teacher, [rows, longest, K]."""
 
     def rows_of(self, batch: MicroBatch) -> "LossInputs":
         """The rows of a micro-batch, [sequences, most sampled tokens of the micro-batch]."""

@@ -9,7 +9,7 @@ class Endpoint(Protocol):
     """The server of the sessions."""
 
     url: str
-    """Where it is reached, `http://host:port`."""
+    """The endpoint's address, `http://host:port`."""
 
     async def serve_also(self, listener: socket.socket) -> asyncio.Server:
         """Answers requests at another listening socket too, until the server that is returned is closed."""

@@ -19,7 +19,7 @@ from millrace.sandbox.boundaries import Missing
 from millrace.sandbox.first import Wanted
 from millrace.sandbox.launch import confine
 from millrace.sandbox.view import view
-from services.rollout.scoring.sandboxed import reply, take_pipes
+from services.rollout.scoring.sandboxed import refuses, reply, take_pipes
 
 LONGEST_TAIL = 16 << 10
 """Bytes of the command's output that are kept, the last ones."""
@@ -38,8 +38,7 @@ def main() -> None:
 
 def _serve(setup: Mapping[str, Any], requests: Iterable[bytes], replies: IO[bytes], missing: Sequence[Missing]) -> None:
     told = [[each.boundary, each.reason] for each in missing]
-    if told and setup["required"]:
-        reply(replies, {"uncontained": told})
+    if refuses(setup, told, replies):
         return
     with socket.socket(fileno=setup["channel"]) as channel, socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

@@ -1,7 +1,6 @@
 """Episodes with an environment in processes: what is trained, what fails, and what ends an episode."""
 
 import asyncio
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,14 @@ from millrace.trajectories import sampled_spans
 from millrace.wire.arrays import unpack_logprobs, unpack_tokens
 from millrace.wire.v1 import common_pb2
 from services.coordinator.state.group import Account, GroupSummary, Wanted, fault
-from services.rollout.engine import Sample, Sampling
-from services.rollout.engines.versioned import VersionedEngine
+from services.rollout.engine import Sampling
 from services.rollout.work.episode import Episode
 from services.rollout.work.groups import EpisodeFailed
 from services.rollout.work.job import Prompt
 from services.rollout.work.slots import Slots
 from tests.models import CHATML, random_model, save_tiny_model
 from tests.services.rollout.coordinator import until
+from tests.services.rollout.engine_sequences import engine_sequences
 from tests.services.rollout.episodes.playing import Scripted, account_of, call, environments, play
 from tests.services.rollout.jobs import job_spec
 from tests.services.rollout.reference import logprobs
@@ -90,15 +89,7 @@ def test_what_is_trained_are_the_tokens_that_the_engine_saw(
     engine: str, template: str, trajectories: int, talk: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = save_tiny_model(tmp_path, tied=True, chat_template=template)
-    seen: list[list[int]] = []
-    generate = VersionedEngine.generate
-
-    async def recorded(self: Any, prompt_tokens: Sequence[int], sampling: Sampling) -> Sample:
-        sample = await generate(self, prompt_tokens, sampling)
-        seen.append([*prompt_tokens, *sample.tokens.tolist()])
-        return sample
-
-    monkeypatch.setattr(VersionedEngine, "generate", recorded)
+    seen = engine_sequences(monkeypatch)
     environment: dict[str, Any] = {"name": talk, "max_turns": 3, "max_turn_tokens": 6, "processes": 2}
     environment["renderer_options"] = {"tool_parser": "qwen3"}
     spec = job_spec(model, engine, rollout={"environment": environment, "max_response_tokens": 150})

@@ -28,6 +28,7 @@ from services.rollout.sessions.server import SessionServer
 from tests.models import random_model, save_tiny_model
 from tests.ports import held_port
 from tests.services.rollout.coordinator import until
+from tests.services.rollout.engine_sequences import engine_sequences
 from tests.services.rollout.episodes.test_mcp import served
 from tests.services.rollout.jobs import job_spec
 from tests.services.rollout.reference import logprobs
@@ -137,15 +138,7 @@ def issue(stack: Any, row: dict[str, Any]) -> str:
 def test_an_unchanged_environment_is_played_and_its_tokens_are_trained(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[list[int]] = []
-    generate = VersionedEngine.generate
-
-    async def recorded(self: Any, prompt_tokens: Sequence[int], sampling: Sampling) -> Sample:
-        sample = await generate(self, prompt_tokens, sampling)
-        seen.append([*prompt_tokens, *sample.tokens.tolist()])
-        return sample
-
-    monkeypatch.setattr(VersionedEngine, "generate", recorded)
+    seen = engine_sequences(monkeypatch)
 
     async def scenario() -> common_pb2.Group:
         async with hosted(tmp_path) as (host, rows), serving(model, host) as stack:

@@ -95,6 +95,15 @@ class Replica:
         await publication.verify(sender.checksums)
         return await publication.commit()
 
+    async def lose_follower(self) -> None:
+        """Kills the follower: the replica is lost with it, is told so by the node's name, and comes back as another."""
+        before, workers = self.member_id, [*self.nodes[0].forked, *self.nodes[1].forked]
+        self.nodes[1].forked[0].kill()
+        await until(lambda: before in self.coordinator.left, WITHIN_S)
+        assert "node 1 (" in self.coordinator.left[before] and "is lost" in self.coordinator.left[before]
+        await self.registered(2)
+        assert not [process for process in workers if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+
     async def answer(self) -> rollout_pb2.GenerateResponse:
         sampling = work_pb2.Sampling(samples=1, max_response_tokens=24, temperature=0.0, top_p=1.0)
         request = rollout_pb2.GenerateRequest(prompt='"a question"', sampling=sampling)

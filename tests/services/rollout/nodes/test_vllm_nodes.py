@@ -5,7 +5,6 @@ import signal
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 
 from millrace.wire.arrays import unpack_logprobs, unpack_tokens
@@ -27,7 +26,7 @@ def test_two_nodes_are_one_replica(tmp_path: Path) -> None:
             assert len(member.host.split(", ")) == 2
             assert (await configure(two.peer, two.spec)).world_size == 2
             await serves_what_is_published(two)
-            await is_lost_with_its_follower(two)
+            await two.lose_follower()
             assert (await configure(two.peer, two.spec)).world_size == 2, "both nodes are back"
             await drains_by_its_follower(two)
 
@@ -69,15 +68,6 @@ async def serves_what_is_published(two: Replica) -> None:
     prompt, response = unpack_tokens(again.prompt_tokens), unpack_tokens(found.tokens)
     reference = logprobs(first, prompt.tolist(), response.tolist(), temperature=0.0)
     assert np.abs(unpack_logprobs(found.logprobs) - reference).max() < 1e-4
-
-
-async def is_lost_with_its_follower(two: Replica) -> None:
-    before, workers = two.member_id, [*two.nodes[0].forked, *two.nodes[1].forked]
-    two.nodes[1].forked[0].kill()
-    await until(lambda: before in two.coordinator.left, WITHIN_S)
-    assert "node 1 (" in two.coordinator.left[before] and "is lost" in two.coordinator.left[before]
-    await two.registered(2)
-    assert not [process for process in workers if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
 
 
 async def drains_by_its_follower(two: Replica) -> None:

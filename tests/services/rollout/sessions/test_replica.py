@@ -3,7 +3,6 @@
 import asyncio
 import json
 import sys
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from shutil import which
@@ -17,11 +16,10 @@ from millrace.trajectories import sampled_spans
 from millrace.wire.arrays import unpack_logprobs, unpack_tokens
 from millrace.wire.v1 import common_pb2
 from services.coordinator.state.group import Wanted, fault
-from services.rollout.engine import Sample, Sampling
-from services.rollout.engines.versioned import VersionedEngine
 from services.rollout.sessions.server import SessionServer
 from tests.models import random_model, save_tiny_model
 from tests.services.rollout.coordinator import until
+from tests.services.rollout.engine_sequences import engine_sequences
 from tests.services.rollout.jobs import job_spec
 from tests.services.rollout.reference import logprobs
 from tests.services.rollout.stack import replica_stack
@@ -51,15 +49,7 @@ class Seen:
     """The whole sequences that the engine has seen."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.sequences: list[list[int]] = []
-        generate = VersionedEngine.generate
-
-        async def recorded(engine: Any, prompt_tokens: Sequence[int], sampling: Sampling) -> Sample:
-            sample = await generate(engine, prompt_tokens, sampling)
-            self.sequences.append([*prompt_tokens, *sample.tokens.tolist()])
-            return sample
-
-        monkeypatch.setattr(VersionedEngine, "generate", recorded)
+        self.sequences = engine_sequences(monkeypatch)
 
     def check(self, group: common_pb2.Group, episodes: int, most_tokens: int) -> None:
         """What is trained are these, with the log-probabilities of version 3."""
