@@ -30,6 +30,8 @@ MOST_WAITING = 1000
 """Batches of members that wait to be stored."""
 LARGEST_BATCH = 256 << 10
 """Largest batch of a member, compressed."""
+LATE_S = 10.0
+"""Spans come at most so late: they wait for their member's next heartbeat, and then to be stored."""
 Place = tuple[JobId, int]
 """A job, and the step that is in progress."""
 
@@ -116,10 +118,15 @@ class SpanStore:
         """The spans of the steps `first` to `last`, of at most the last KEPT_STEPS of these; the first and the last of
         them."""
         first = max(0, last - KEPT_STEPS + 1, min(first, last))
-        # The spans of a step come until later steps: a lease may end as many steps later as it may be stale.
-        until = last + job.spec.schedule.max_staleness + 2
-        found = await self._store.records(job.id).spans(first, until)
+        found = await self._store.records(job.id).spans(first, await self._last_place(job, last))
         return first, last, await asyncio.to_thread(_decoded, found)
+
+    async def _last_place(self, job: JobRecord, step: int) -> int:
+        """The last step at which spans of `step` are kept: a lease may end as many steps later as it may be stale, and
+        short steps end before the spans of an earlier one have come."""
+        rows = await self._store.records(job.id).rows(step - 1, step + KEPT_STEPS)
+        in_time = [row.step for row in rows if row.time_s <= rows[0].time_s + LATE_S]
+        return max(step + job.spec.schedule.max_staleness, *in_time, step) + 2
 
 
 def _decoded(found: Sequence[bytes]) -> list[Batch]:

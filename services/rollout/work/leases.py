@@ -66,11 +66,18 @@ class Leases:
         self._generator: GroupGenerator | None = None
         self._changed = asyncio.Event()
         self._extend_soon = asyncio.Event()
+        self._not_asking = asyncio.Event()
+        self._not_asking.set()
 
     @property
     def held(self) -> int:
         """Number of leases that are being worked on."""
         return len(self._held)
+
+    @property
+    def asking(self) -> bool:
+        """Whether a request for leases is on its way."""
+        return not self._not_asking.is_set()
 
     def serve(self, generator: GroupGenerator | None) -> None:
         """Generates groups with `generator` from now on. With None no more leases are taken; work in progress
@@ -85,9 +92,12 @@ class Leases:
             tasks.create_task(self._extend())
 
     async def finish(self) -> None:
-        """Waits until no lease is held any more."""
-        while self._held:
-            await asyncio.wait([held.task for held in self._held.values()])
+        """Waits until no lease is held any more, and none can come: a request may have been granted just before
+        `serve(None)`."""
+        while self._held or self.asking:
+            await self._not_asking.wait()
+            if self._held:
+                await asyncio.wait([held.task for held in self._held.values()])
 
     async def release(self, reason: str) -> None:
         """Stops all work in progress and returns the leases, so that they are issued again at once."""
@@ -109,19 +119,29 @@ class Leases:
     async def _pull(self) -> None:
         while True:
             generator, free = await self._room()
-            request = work_pb2.LeaseRequest(member_id=self._member_id, free_samples=free, wait_s=WAIT_S)
+            self._not_asking.clear()
             try:
-                reply = await self.coordinator.call(WorkRpc.Lease, request)
-            except NotFound:
-                self.on_forgotten()
+                answered = await self._ask(generator, free)
+            finally:
+                self._not_asking.set()
+            if not answered:
                 await asyncio.sleep(RETRY_S)
-                continue
-            except MillraceError as error:
-                log.info("no leases", error=str(error))
-                await asyncio.sleep(RETRY_S)
-                continue
-            for lease in reply.leases:
-                self._take(lease, generator)
+
+    async def _ask(self, generator: GroupGenerator, free: int) -> bool:
+        """Asks for leases for `free` samples, and takes them. False where the coordinator gave no answer:
+        ask again later."""
+        request = work_pb2.LeaseRequest(member_id=self._member_id, free_samples=free, wait_s=WAIT_S)
+        try:
+            reply = await self.coordinator.call(WorkRpc.Lease, request)
+        except NotFound:
+            self.on_forgotten()
+            return False
+        except MillraceError as error:
+            log.info("no leases", error=str(error))
+            return False
+        for lease in reply.leases:
+            self._take(lease, generator)
+        return True
 
     async def _room(self) -> tuple[GroupGenerator, int]:
         """Waits until the engine has a free slot, then answers for how many samples to ask: one free slot is room for
@@ -157,7 +177,7 @@ class Leases:
 
     async def _work(self, lease: work_pb2.Lease, generator: GroupGenerator, slots: Slots) -> None:
         if self._generator is not generator or lease.ref.job_id != generator.job.id:
-            await self._return(lease, "the replica serves another job now")
+            await self._return(lease, "the replica takes no more work for this job")
             return
         root = TraceContext.parse(lease.traceparent, job_id=lease.ref.job_id, group=lease.prompt_id)
         with RECORDER.span(SpanKind.LEASE, parent=root) as holding:

@@ -15,6 +15,7 @@ from millrace.telemetry.spans.recorder import Span
 from millrace.timeline.view import LaneKind, TimelineView
 from millrace.wire.methods import FleetRpc
 from millrace.wire.v1 import fleet_pb2
+from services.coordinator.observe import span_store
 from tests.services.coordinator.cluster import Cluster, scenario, until
 
 
@@ -29,8 +30,10 @@ def lane(timeline: TimelineView, kind: LaneKind) -> dict[SpanKind, list[Any]]:
 @scenario
 async def test_the_stages_of_every_step_follow_each_other(cluster: Cluster, spec: dict[str, Any]) -> None:
     await cluster.trainer(step_s=0.05), await cluster.replica(seconds=0.05)
-    job_id = await cluster.submit(spec)
-    await cluster.ended(job_id)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(span_store, "EVERY_S", 1.0)  # later than the steps, so that spans are kept at later steps
+        job_id = await cluster.submit(spec)
+        await cluster.ended(job_id)
     client = cluster.coordinator.client
 
     async def whole() -> TimelineView:

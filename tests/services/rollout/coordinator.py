@@ -38,6 +38,8 @@ class Coordinator(fleet_pb2_grpc.FleetServicer, work_pb2_grpc.WorkServicer):
     """Leases `waiting` in order; keeps what comes back. `forgotten` members get NOT_FOUND until they register."""
 
     protocol_version: int = PROTOCOL_VERSION
+    withholds: bool = False
+    """Whether requests for leases wait although there are some."""
     lease_s: float = 60.0
     waiting: list[work_pb2.Lease] = field(default_factory=list)
     leased: dict[str, work_pb2.Lease] = field(default_factory=dict)
@@ -128,7 +130,7 @@ class Coordinator(fleet_pb2_grpc.FleetServicer, work_pb2_grpc.WorkServicer):
         for _ in range(int(request.wait_s / 0.02)):
             if request.member_id in self.draining:
                 return work_pb2.LeaseResponse(idle_reason="draining")
-            if self.waiting:
+            if self.waiting and not self.withholds:
                 break
             await asyncio.sleep(0.02)
         free, leases = request.free_samples, []

@@ -159,8 +159,9 @@ def test_sigterm_finishes_what_it_holds_and_leaves(tied_model: Path) -> None:
             below = replica.below
             assert await replica.stop(signal.SIGTERM) == 0
             coordinator = replica.coordinator
-            assert len(coordinator.leased) == coordinator.answered < 30
-            assert coordinator.released == []
+            # A lease that was granted while the replica stopped asking is given back.
+            assert len(coordinator.leased) == coordinator.answered + len(coordinator.released)
+            assert 0 < coordinator.answered < 30 and len(coordinator.released) <= 1
             assert list(coordinator.left.values()) == ["it was told to stop"]
             assert not any(process.is_running() for process in below)
 

@@ -344,8 +344,24 @@ def test_draining_finishes_what_is_held_and_takes_no_more(tied_model: Path) -> N
             await stack.replica.draining.wait()
             await stack.replica.leases.finish()
             assert (await status(stack.peer)).state == rollout_pb2.ENGINE_STATE_DRAINING
-            assert stack.coordinator.answered == len(stack.coordinator.leased) < 20
-            assert stack.coordinator.released == []
+            coordinator = stack.coordinator
+            assert len(coordinator.leased) == coordinator.answered + len(coordinator.released) < 20
+            assert coordinator.answered > 0
+
+    asyncio.run(scenario())
+
+
+def test_a_lease_granted_while_the_replica_stops_asking_is_given_back(tied_model: Path) -> None:
+    async def scenario() -> None:
+        async with replica_stack() as stack:
+            stack.coordinator.withholds = True
+            await stack.serve(job_spec(tied_model))
+            stack.coordinator.issue(0)
+            await until(lambda: stack.replica.leases.asking)
+            stack.replica.drain()
+            stack.coordinator.withholds = False
+            await stack.replica.leases.finish()
+            assert stack.coordinator.released == list(stack.coordinator.leased) == ["lease-0"]
 
     asyncio.run(scenario())
 
