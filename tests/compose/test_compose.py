@@ -37,6 +37,8 @@ class Project:
             "MILLRACE_HTTP_PORT": str(port),
             "OMP_NUM_THREADS": "1",
             "MILLRACE_TOKEN": TOKEN,
+            "ENVIRONMENT_TOKEN": "the-token-of-the-environments",
+            "ENVIRONMENT_PACKAGES": "openenv==0.4.1",
         }
 
     def compose(self, *words: str, timeout_s: float = 300.0) -> str:
@@ -59,7 +61,7 @@ def project() -> Iterator[Project]:
     try:
         yield project
     finally:
-        project.compose("down", "-v", "--remove-orphans", "-t", "20")
+        project.compose("--profile", "environments", "down", "-v", "--remove-orphans", "-t", "20")
 
 
 def until(what: str, holds: Callable[[], Any], timeout_s: float) -> Any:
@@ -117,3 +119,22 @@ def test_the_coordinators_image_has_no_torch_and_runs_as_nobody_special(project:
     look = "import importlib.util as u, os; print(u.find_spec('torch'), u.find_spec('vllm'), os.getuid())"
     image = ["run", "--rm", "--no-deps", "-T", "coordinator", "python3", "-c", look]
     assert project.compose(*image).split() == ["None", "None", "10001"]
+
+
+def test_the_environment_host_has_its_own_packages_and_wants_its_token(project: Project) -> None:
+    project.compose("build", "environments", timeout_s=900)
+    alone = ("run", "--rm", "--no-deps", "-T", "--entrypoint", "python3", "environments", "-c")
+    look = "import importlib.util as u, os; print(u.find_spec('torch'), u.find_spec('millrace'), os.getuid())"
+    assert project.compose(*alone, look).split() == ["None", "None", "10001"]
+    config = (ROOT / "examples/environments/verifiers/env.json").read_text()
+    project.compose(*alone, f"open('/data/env.json', 'w').write({config!r})")
+    told = project.compose("run", "--rm", "--no-deps", "-T", "environments", "tasks", "/data/env.json")
+    assert [json.loads(line)["data_source"] for line in told.splitlines()] == ["openenv", "openenv"]
+    project.compose("--profile", "environments", "up", "-d", "--no-deps", "environments")
+    container = project.compose("ps", "-q", "environments").strip()
+    state = ("inspect", "--format", "{{.State.Health.Status}}", container)
+    until("the host answers", lambda: project.docker(*state).strip() == "healthy", 120)
+    ask = "import urllib.request as u; u.urlopen(u.Request('http://127.0.0.1:7790/episodes', b'{}'))"
+    argv = ["docker", "exec", container, "python3", "-c", ask]
+    asked = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    assert "HTTP Error 401" in asked.stderr

@@ -1,5 +1,6 @@
 """The containers are given the time that what runs in them may take to stop, and show themselves to this host alone."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -42,6 +43,26 @@ def test_what_watches_starts_only_when_asked_for_and_finds_its_files() -> None:
 ROOT = DEPLOY.parent
 
 
+def test_the_environment_host_starts_when_asked_for_and_holds_nothing_of_the_services() -> None:
+    host = SERVICES["environments"]
+    assert host["profiles"] == ["environments"] and "ports" not in host
+    assert list(host["environment"]) == ["ENVIRONMENT_TOKEN"], "the code of others does not get the services' token"
+    assert SERVICES["rollout"]["environment"]["ENVIRONMENT_TOKEN"] == host["environment"]["ENVIRONMENT_TOKEN"]
+    recipe = (DEPLOY / "environments.Dockerfile").read_text()
+    copied = re.findall(r"^COPY (\S+)", recipe, re.MULTILINE)
+    assert copied == ["deploy/wheels", "services/__init__.py", "services/environments"]
+    (command,) = re.findall(r"^CMD (\[.*\])$", recipe, re.MULTILINE)
+    told = [word for word in host["command"] if not word.startswith("${")]
+    assert told == [word for word in json.loads(command) if word != "/data/env.json"]
+    (port,) = re.findall(r"^EXPOSE (\d+)$", recipe, re.MULTILINE)
+    assert command.endswith(f'"--port", "{port}"]') and f"http://127.0.0.1:{port}/health" in recipe
+
+
+def test_images_and_make_install_the_same_release_of_verifiers() -> None:
+    (release,) = re.findall(r"^ARG VERIFIERS=(\S+)$", (DEPLOY / "environments.Dockerfile").read_text(), re.MULTILINE)
+    assert f"verifiers=={release} " in (ROOT / "Makefile").read_text()
+
+
 def settings(file: Path) -> dict[str, str]:
     lines = file.read_text().splitlines()
     return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
@@ -56,7 +77,7 @@ def test_the_example_of_settings_names_the_compose_file_and_holds_no_secret() ->
 
 def test_git_and_images_leave_out_the_settings_with_the_token() -> None:
     assert "/.env" in (ROOT / ".gitignore").read_text().splitlines()
-    assert ".env" in (ROOT / ".dockerignore").read_text().splitlines()
+    assert {".env", ".environments"} <= set((ROOT / ".dockerignore").read_text().splitlines())
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
