@@ -172,6 +172,30 @@ FLEET = Dashboard(
             "short",
             {"{{judge}} {{outcome}}": f"sum by (judge, outcome) (rate(millrace_judge_requests_total{RATE}))"},
         ),
+        Panel(
+            "Sessions of agents",
+            "short",
+            {"{{member}} open": "millrace_sessions_open", "{{member}} unclaimed": "millrace_sessions_waiting"},
+        ),
+        Panel(
+            "Requests of agents a second",
+            "short",
+            {"{{api}} {{status}}": f"sum by (api, status) (rate(millrace_session_requests_total{RATE}))"},
+        ),
+        Panel(
+            "Claims without a session (429) a second",
+            "short",
+            {"{{member}}": f'rate(millrace_session_requests_total{{api="claim",status="429"}}{RATE})'},
+        ),
+        Panel(
+            "Overhead of a turn in a session",
+            "s",
+            {
+                "median": quantile(0.5, "millrace_session_overhead_seconds"),
+                "99 %": quantile(0.99, "millrace_session_overhead_seconds"),
+            },
+        ),
+        Panel("Sessions abandoned an hour", "short", {"{{member}}": "increase(millrace_sessions_abandoned_total[1h])"}),
         Panel("Versions", "short", {"{{member}}": "millrace_member_version"}),
         Panel("What members work on", "short", {"{{member}} {{engine}} {{job_id}}": "millrace_member_info"}),
         Panel("Epoch", "short", {"epoch": "millrace_epoch"}),

@@ -23,6 +23,8 @@ from millrace.wire.v1 import weights_pb2
 from services.rollout.engine import Engine, EngineStats, Load
 from services.rollout.judges.client import JudgeClient
 from services.rollout.judges.scorer import JudgeScorer
+from services.rollout.sessions.metrics import SessionMetrics
+from services.rollout.sessions.open_sessions import OpenSessions
 from services.rollout.work.job import Job
 from services.rollout.work.leases import Leases
 
@@ -42,6 +44,7 @@ class Observed(Protocol):
     job: Job | None
     version: Version | None
     leases: Leases
+    sessions: OpenSessions
 
     @property
     def judges(self) -> Sequence[JudgeScorer]:
@@ -61,6 +64,7 @@ class ReplicaMetrics:
     def __init__(self, replica: Observed) -> None:
         self.registry = DeclaredRegistry(Owner.REPLICA)
         describe_process(self.registry, Owner.REPLICA)
+        self.sessions = SessionMetrics(self.registry)
         self._replica = replica
         self._counted_tokens = 0
         self._counted_prompts = (0, 0)
@@ -89,6 +93,7 @@ class ReplicaMetrics:
         generated = replica.leases.generated_tokens
         MEMBER_TOKENS.on(self.registry).inc(generated - self._counted_tokens)
         self._counted_tokens = generated
+        self.sessions.show(len(replica.sessions), replica.sessions.waiting)
         for judge in replica.judges:
             self._record(judge.client)
         describe_member(

@@ -68,7 +68,7 @@ class Replica:
         self.metrics = ReplicaMetrics(self)
         self.metrics_port = 0
         """Port at which the metrics are served; 0: nowhere."""
-        self.sessions = OpenSessions()
+        self.sessions = OpenSessions(self.metrics.sessions)
         self.sessions_port = 0
         """Port at which agents reach their sessions; 0: nowhere."""
         self.draining = asyncio.Event()

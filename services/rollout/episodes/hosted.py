@@ -137,6 +137,7 @@ class HostedEpisodes:
                 answer = await self._answer(self._asked(session))
                 told = Told.model_validate_json(answer)
         except TimeoutError as error:
+            self.sessions.metrics.abandoned()
             raise EnvironmentFailed(f"the episode took longer than {limit_s:g} s") from error
         except httpx.HTTPStatusError as error:
             status = error.response.status_code

@@ -116,6 +116,7 @@ class AgentEpisodes:
             async with asyncio.timeout(self.agent.episode_s):
                 yield
         except TimeoutError as error:
+            self.sessions.metrics.abandoned()
             raise AgentFailed(f"the episode took longer than {self.agent.episode_s:g} s") from error
 
 

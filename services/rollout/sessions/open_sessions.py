@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from services.rollout.sessions.commands.endpoint import Endpoint
+from services.rollout.sessions.metrics import SessionMetrics
 from services.rollout.sessions.refusals import Refusals, Refused
 from services.rollout.sessions.session import Session
 
@@ -14,7 +15,9 @@ from services.rollout.sessions.session import Session
 class OpenSessions:
     """Every session from its beginning to its end."""
 
-    def __init__(self) -> None:
+    def __init__(self, metrics: SessionMetrics | None = None) -> None:
+        """`metrics`: counts of the replica's page; None: the counts are on no page."""
+        self.metrics = metrics or SessionMetrics()
         self.endpoint: Endpoint | None = None
         """The server that answers for them; None: nobody reaches them."""
         self._open: dict[str, Session] = {}

@@ -46,6 +46,8 @@ class Said:
     """The turn in the form in which the client gets it."""
     sample: Sample
     prompt_tokens: int
+    engine_s: float
+    """Seconds that the engine took for it."""
 
     @property
     def calls(self) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 import asyncio
 import hmac
 import json
+import time
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -39,7 +40,8 @@ def check_token(request: Request, secret: str) -> None:
 
 
 async def body_of(request: Request, model: type[Model]) -> Model:
-    """The body, checked. Raises Refused."""
+    """The body, checked. `request.state.arrived` is set to the time at which its last byte came, on the clock
+    `time.perf_counter`. Raises Refused."""
     given = await _json(request)
     try:
         return model.model_validate(given)
@@ -58,6 +60,7 @@ async def _json(request: Request) -> Any:
                     raise Refused(Refusals.TOO_LARGE, what, "send a shorter history.")
     except TimeoutError as error:
         raise Refused(Refusals.INVALID, f"the body did not arrive within {BODY_S:g} s.", "send it faster.") from error
+    request.state.arrived = time.perf_counter()
     try:
         return json.loads(b"".join(parts) or b"{}")
     except (ValueError, RecursionError) as error:

@@ -11,7 +11,7 @@
 import asyncio
 import contextlib
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from functools import partial
 from typing import Any
 
@@ -25,17 +25,19 @@ from starlette.routing import Route
 from millrace.validation import limits
 from millrace.wire.channel import token
 from millrace.wire.http.server import HttpServer, listening
-from services.rollout.sessions import anthropic_messages, chat_completions, responses, token_endpoint
-from services.rollout.sessions.anthropic_messages import MessagesRequest
-from services.rollout.sessions.chat_completions import ChatRequest
+from services.rollout.sessions.dialects import anthropic_messages, chat_completions, responses, token_endpoint
+from services.rollout.sessions.dialects.anthropic_messages import MessagesRequest
+from services.rollout.sessions.dialects.chat_completions import ChatRequest
+from services.rollout.sessions.dialects.responses import ResponsesRequest
+from services.rollout.sessions.dialects.token_endpoint import GenerateRequest
 from services.rollout.sessions.episodes import row_of
+from services.rollout.sessions.metrics import Api
 from services.rollout.sessions.open_sessions import OpenSessions
+from services.rollout.sessions.policy import Said
 from services.rollout.sessions.refusals import Refusals, Refused, anthropic_error, openai_error, refusal
 from services.rollout.sessions.requests import body_of, check_token, key_of, while_connected
-from services.rollout.sessions.responses import ResponsesRequest
 from services.rollout.sessions.session import Session
-from services.rollout.sessions.streams import event, streamed
-from services.rollout.sessions.token_endpoint import GenerateRequest
+from services.rollout.sessions.streams import Events, event, streamed
 
 log = structlog.get_logger(__name__)
 KEEP_ALIVE_S = 30
@@ -43,6 +45,8 @@ KEEP_ALIVE_S = 30
 BACKLOG = 4096
 """Connections that wait to be accepted."""
 Answer = Callable[[Request], Awaitable[Response]]
+OF_ANTHROPIC = (Api.MESSAGES, Api.COUNT_TOKENS)
+"""What Anthropic's clients ask for."""
 
 
 class Reward(BaseModel):
@@ -96,34 +100,30 @@ def application(sessions: OpenSessions, secret: str) -> Starlette:
     one, policy = "/sessions/{id}", "/sessions/{id}/v1"
     return Starlette(
         routes=[
-            Route("/healthz", answering(desk.health), methods=["GET"]),
-            Route("/sessions", answering(desk.claim), methods=["POST"]),
-            Route(one, answering(desk.describe), methods=["GET"]),
-            Route(f"{one}/reward", answering(desk.reward), methods=["POST"]),
-            Route(f"{one}/end", answering(desk.end), methods=["POST"]),
-            Route(f"{policy}/models", answering(desk.models), methods=["GET"]),
-            Route(f"{policy}/chat/completions", answering(desk.chat_completions), methods=["POST"]),
-            Route(f"{policy}/responses", answering(desk.responses), methods=["POST"]),
-            Route(f"{policy}/messages", answering(desk.messages, anthropic=True), methods=["POST"]),
-            Route(f"{policy}/messages/count_tokens", answering(desk.count, anthropic=True), methods=["POST"]),
-            Route("/inference/v1/generate", answering(desk.generate), methods=["POST"]),
-            Route(f"{one}/inference/v1/generate", answering(desk.generate), methods=["POST"]),
+            Route("/healthz", desk.health, methods=["GET"]),
+            desk.route(Api.CLAIM, "/sessions", desk.claim),
+            desk.route(Api.DESCRIBE, one, desk.describe, "GET"),
+            desk.route(Api.REWARD, f"{one}/reward", desk.reward),
+            desk.route(Api.END, f"{one}/end", desk.end),
+            desk.route(Api.MODELS, f"{policy}/models", desk.models, "GET"),
+            desk.route(Api.CHAT_COMPLETIONS, f"{policy}/chat/completions", desk.chat_completions),
+            desk.route(Api.RESPONSES, f"{policy}/responses", desk.responses),
+            desk.route(Api.MESSAGES, f"{policy}/messages", desk.messages),
+            desk.route(Api.COUNT_TOKENS, f"{policy}/messages/count_tokens", desk.count),
+            desk.route(Api.GENERATE, "/inference/v1/generate", desk.generate),
+            desk.route(Api.GENERATE, f"{one}/inference/v1/generate", desk.generate),
         ]
     )
 
 
-def answering(answer: Answer, *, anthropic: bool = False) -> Answer:
-    """The same answer, with what is refused told as OpenAI's clients expect it, or Anthropic's."""
+def openai_event(refused: Refused) -> str:
+    """The end of a stream of chat completions that fails."""
+    return event(openai_error(refused))
 
-    async def answered(request: Request) -> Response:
-        try:
-            return await answer(request)
-        except Refused as error:
-            return refusal(error, anthropic=anthropic)
-        except ClientDisconnect:
-            return Response(status_code=499)
 
-    return answered
+def anthropic_event(refused: Refused) -> str:
+    """The end of a stream of Anthropic's messages that fails."""
+    return event(anthropic_error(refused), "error")
 
 
 class Desk:
@@ -131,7 +131,23 @@ class Desk:
 
     def __init__(self, sessions: OpenSessions, secret: str) -> None:
         self._sessions = sessions
+        self._metrics = sessions.metrics
         self._secret = secret
+
+    def route(self, api: Api, path: str, answer: Answer, method: str = "POST") -> Route:
+        """Requests to `path`, which are counted. What is refused is told as the clients of `api` expect it."""
+
+        async def answered(request: Request) -> Response:
+            try:
+                response = await answer(request)
+            except Refused as error:
+                response = refusal(error, anthropic=api in OF_ANTHROPIC)
+            except ClientDisconnect:
+                response = Response(status_code=499)
+            self._metrics.answered(api, response.status_code)
+            return response
+
+        return Route(path, answered, methods=[method])
 
     async def health(self, request: Request) -> Response:
         """Whether the process answers."""
@@ -177,8 +193,9 @@ class Desk:
         saying = session.say(body.ask())
         if body.stream:
             events = partial(chat_completions.chunks, body, session)
-            return await streamed(request, saying, events, lambda error: event(openai_error(error)))
-        return JSONResponse(chat_completions.completion(body, session, await while_connected(request, saying)))
+            return await self._stream(Api.CHAT_COMPLETIONS, request, saying, events, openai_event)
+        answer = partial(chat_completions.completion, body, session)
+        return await self._turn(Api.CHAT_COMPLETIONS, request, saying, answer)
 
     async def responses(self, request: Request) -> Response:
         """A turn, for OpenAI's responses."""
@@ -186,9 +203,9 @@ class Desk:
         ask = body.ask(session)
         if body.stream:
             events = partial(responses.events, body, session, ask)
-            return await streamed(request, session.say(ask), events, responses.error_event)
-        said = await while_connected(request, session.say(ask))
-        return JSONResponse(responses.response(body, session, ask, said))
+            return await self._stream(Api.RESPONSES, request, session.say(ask), events, responses.error_event)
+        answer = partial(responses.response, body, session, ask)
+        return await self._turn(Api.RESPONSES, request, session.say(ask), answer)
 
     async def messages(self, request: Request) -> Response:
         """A turn, for Anthropic's messages."""
@@ -196,8 +213,8 @@ class Desk:
         saying = session.say(body.ask())
         if body.stream:
             events = partial(anthropic_messages.events, body, session)
-            return await streamed(request, saying, events, lambda error: event(anthropic_error(error), "error"))
-        return JSONResponse(anthropic_messages.message(body, session, await while_connected(request, saying)))
+            return await self._stream(Api.MESSAGES, request, saying, events, anthropic_event)
+        return await self._turn(Api.MESSAGES, request, saying, partial(anthropic_messages.message, body, session))
 
     async def count(self, request: Request) -> Response:
         """The tokens of a request to Anthropic's messages."""
@@ -207,8 +224,34 @@ class Desk:
     async def generate(self, request: Request) -> Response:
         """A turn, for clients that make the tokens themselves."""
         session, body = self._session(request), await body_of(request, GenerateRequest)
-        said = await while_connected(request, session.follow(body.token_ids, body.ask()))
-        return JSONResponse(token_endpoint.generated(body, session, said))
+        following = session.follow(body.token_ids, body.ask())
+        return await self._turn(Api.GENERATE, request, following, partial(token_endpoint.generated, body, session))
+
+    async def _turn(
+        self, api: Api, request: Request, saying: Coroutine[Any, Any, Said], answer: Callable[[Said], dict[str, Any]]
+    ) -> Response:
+        """The turn of `saying` as one answer."""
+        said = await while_connected(request, saying)
+        response = JSONResponse(answer(said))
+        self._metrics.turn(api, request.state.arrived, said.engine_s)
+        return response
+
+    async def _stream(
+        self,
+        api: Api,
+        request: Request,
+        saying: Coroutine[Any, Any, Said],
+        events: Events,
+        refused: Callable[[Refused], str],
+    ) -> Response:
+        """The turn of `saying` as a stream."""
+
+        def counted(said: Said) -> Iterable[str]:
+            told = events(said)
+            self._metrics.turn(api, request.state.arrived, said.engine_s)
+            return told
+
+        return await streamed(request, saying, counted, refused)
 
     def _session(self, request: Request) -> Session:
         """The session of a request: of its path, or of its header `X-Session-ID`. Raises Refused."""

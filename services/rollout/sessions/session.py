@@ -67,7 +67,7 @@ class Session:
         self._turns = 0
         self._rewards: dict[int, float] = {}
         self._score: float | None = None
-        self._running: set[asyncio.Task[Sample]] = set()
+        self._running: set[asyncio.Task[tuple[Sample, float]]] = set()
         self._context = current()  # requests come from other tasks than the lease's
 
     @property
@@ -91,11 +91,11 @@ class Session:
         conversation = held.strand
         try:
             prompt_tokens = len(conversation.prompt)
-            sample = await self._sample(conversation, ask)
+            sample, engine_s = await self._sample(conversation, ask)
             number = self._numbered(held)
             message = await in_thread(lambda: conversation.add(sample, calls=ask.calls))
             held.called_at = time.monotonic() if message.get("tool_calls") else 0.0
-            return Said(number, message, sample, prompt_tokens)
+            return Said(number, message, sample, prompt_tokens, engine_s)
         finally:
             held.busy = False
 
@@ -104,9 +104,9 @@ class Session:
         self._check_open()
         held = self._sequence(tokens)
         try:
-            sample = await self._sample(held.strand, ask)
+            sample, engine_s = await self._sample(held.strand, ask)
             held.strand.add(sample)
-            return Said(self._numbered(held), {}, sample, len(tokens))
+            return Said(self._numbered(held), {}, sample, len(tokens), engine_s)
         finally:
             held.busy = False
 
@@ -209,7 +209,8 @@ class Session:
 
     # Sampling.
 
-    async def _sample(self, strand: Strand, ask: Ask) -> Sample:
+    async def _sample(self, strand: Strand, ask: Ask) -> tuple[Sample, float]:
+        """The next turn of a strand, and the seconds that the engine took for it. Raises Refused."""
         room = self.policy.room(strand)
         if room <= 0:
             self._account.end = common_pb2.EPISODE_END_TOKENS
@@ -222,15 +223,14 @@ class Session:
             what = f"the session has had its {self.policy.max_turns} turns (rollout.agent.max_turns)."
             raise Refused(Refusals.ENDED, what, "end the session.")
         most = min(room, ask.max_tokens or room)
-        sample = await self._generated(strand.prompt, self.policy.asked(most, ask.stop))
+        sample, engine_s = await self._generated(strand.prompt, self.policy.asked(most, ask.stop))
         cut = most == room and sample.stop_reason is StopReason.LENGTH and not self.policy.cut_by_turn(room)
         self._account.end = common_pb2.EPISODE_END_TOKENS if cut else common_pb2.EPISODE_END_DONE
-        return sample
+        return sample, engine_s
 
-    async def _generated(self, prompt: Sequence[int], sampling: Sampling) -> Sample:
+    async def _generated(self, prompt: Sequence[int], sampling: Sampling) -> tuple[Sample, float]:
         with within(self._context):
-            turn = sampled(self.policy.engine, prompt, sampling, self.policy.on_sample)
-            task = asyncio.create_task(turn)
+            task = asyncio.create_task(self._timed(prompt, sampling))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         try:
@@ -242,6 +242,12 @@ class Session:
             self.failure = error
             self.ended.set()
             raise Refused(Refusals.UNAVAILABLE, error.what, "claim another episode.") from error
+
+    async def _timed(self, prompt: Sequence[int], sampling: Sampling) -> tuple[Sample, float]:
+        """A sample of the engine, and how long it took, seconds."""
+        asked = time.perf_counter()
+        sample = await sampled(self.policy.engine, prompt, sampling, self.policy.on_sample)
+        return sample, time.perf_counter() - asked
 
     def _numbered(self, held: _Held[S]) -> int:
         """The number of the next turn, which is one of `held`."""

@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 
 from millrace.telemetry.metrics.catalogue import complain
 from millrace.telemetry.metrics.declaration import Owner
-from millrace.telemetry.metrics.prometheus import coordinator, every_service, members, replica, trainer
+from millrace.telemetry.metrics.prometheus import coordinator, every_service, members, replica, sessions, trainer
 from millrace.telemetry.metrics.prometheus.declaration import PrometheusMetric
 
 
@@ -37,6 +37,7 @@ PROMETHEUS_SECTIONS = (
     PrometheusSection.of("Trainer and replicas", members, Owner.TRAINER, Owner.REPLICA),
     PrometheusSection.of("The trainer", trainer, Owner.TRAINER),
     PrometheusSection.of("A replica", replica, Owner.REPLICA),
+    PrometheusSection.of("Sessions of agents", sessions, Owner.REPLICA),
 )
 PROMETHEUS_METRICS = tuple(metric for section in PROMETHEUS_SECTIONS for metric in section.metrics)
 _OWNERS: Mapping[str, tuple[Owner, ...]] = {

@@ -14,6 +14,7 @@ from millrace.data.row import PromptRow
 from services.rollout.engine import Sample, Sampling, StopReason
 from services.rollout.episodes.chat import Chat
 from services.rollout.sessions.episodes import AgentEpisodes
+from services.rollout.sessions.metrics import SessionMetrics
 from services.rollout.sessions.open_sessions import OpenSessions
 from services.rollout.sessions.policy import Chats
 from services.rollout.sessions.server import SessionServer
@@ -98,13 +99,15 @@ class Served:
 
 
 @asynccontextmanager
-async def served(policy: Callable[[str], str] = lambda _: "ok", **agent: Any) -> AsyncIterator[Served]:
+async def served(
+    policy: Callable[[str], str] = lambda _: "ok", metrics: SessionMetrics | None = None, **agent: Any
+) -> AsyncIterator[Served]:
     """Sessions of external agents. `agent`: fields of rollout.agent."""
     tools = {"renderer_options": {"tool_parser": "qwen3"}}
     asked = {"external": "command" not in agent, **tools, **agent}
     spec = job_spec(Path("/nowhere"), rollout={"agent": asked})
     assert spec.rollout.agent is not None
-    sessions = OpenSessions()
+    sessions = OpenSessions(metrics)
     server = SessionServer(sessions, "127.0.0.1", 0)
     server.start()
     url = server.url

@@ -10,7 +10,7 @@ from millrace.errors import wrong_value
 from millrace.validation import limits
 from services.rollout.engine import Sample, StopReason
 from services.rollout.episodes.chat import Chat
-from services.rollout.sessions.histories import history
+from services.rollout.sessions.dialects.histories import history
 from services.rollout.sessions.policy import Ask, Said
 from services.rollout.sessions.refusals import Refused
 from services.rollout.sessions.session import Session

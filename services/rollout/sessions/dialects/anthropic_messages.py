@@ -10,8 +10,8 @@ from millrace.errors import wrong_value
 from millrace.validation import limits
 from services.rollout.engine import StopReason
 from services.rollout.episodes.chat import Message
-from services.rollout.sessions.chat_completions import calls_allowed, stops
-from services.rollout.sessions.histories import arguments_of, text_of
+from services.rollout.sessions.dialects.chat_completions import calls_allowed, stops
+from services.rollout.sessions.dialects.histories import arguments_of, text_of
 from services.rollout.sessions.policy import Ask, Said
 from services.rollout.sessions.refusals import Refused
 from services.rollout.sessions.session import Session

@@ -1,0 +1,1 @@
+"""What clients say to a session: OpenAI's chat completions and responses, Anthropic's messages, and tokens."""
