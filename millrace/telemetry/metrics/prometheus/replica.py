@@ -19,13 +19,14 @@ ENGINE_CACHE_USED = PrometheusMetric(
     "millrace_engine_cache_used_ratio",
     Unit.SHARE,
     "Part of the engine's cache of keys and values that running samples hold; of the transformers engine the part of "
-    "its slots. NaN where the engine does not tell (sglang).",
+    "its slots. NaN until the engine has told.",
 )
 PROMPT_TOKENS = PrometheusMetric(
     Counter,
     "millrace_engine_prompt_tokens_total",
     Unit.TOKENS,
-    "Tokens of prompts and of earlier turns that the engine got, where it has a cache of them (vllm).",
+    "Tokens of prompts and of earlier turns that the engine got, where it has a cache of them (vllm, and sglang when "
+    "their samples are done).",
 )
 CACHED_PROMPT_TOKENS = PrometheusMetric(
     Counter,

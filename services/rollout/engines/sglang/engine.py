@@ -27,6 +27,7 @@ from millrace.spec.rollout import CachePolicy
 from millrace.wire.address import host_address
 from services.rollout.engine import (
     EngineDied,
+    EngineStats,
     Load,
     Sample,
     Sampling,
@@ -39,6 +40,7 @@ from services.rollout.engines.sglang import options as sglang_options
 from services.rollout.engines.sglang.adapter import NAME, lora_reference
 from services.rollout.engines.sglang.launch import lives, set_environment, shut_down, start_engine
 from services.rollout.engines.sglang.options import MARK
+from services.rollout.engines.sglang.scheduler_stats import SchedulerStats
 from services.rollout.engines.sglang.worker_methods import SglangMethods
 from services.rollout.engines.versioned import VersionedEngine, samples_that_fit
 from services.rollout.lifeline import kill_children, own_descendants
@@ -80,6 +82,7 @@ class SglangEngine(VersionedEngine):
         self._engine: Any = None
         self._manager: Any = None
         self._workers: WorkerRpc = WorkerRpc("SGLang")
+        self._scheduler = SchedulerStats()
         self._numbers = itertools.count()
         self._context = 0
         self._end_of_turn: list[int] = []
@@ -156,6 +159,7 @@ class SglangEngine(VersionedEngine):
         engine = start_engine(spec, start)
         self._adapter = adapter_shape(spec)
         self._engine, self._manager = engine, engine.tokenizer_manager
+        self._scheduler.attach(self._manager)
         sglang_options.check_model(self._manager.model_config)
         self._tokenizer = self._manager.tokenizer
         self._end_of_turn = end_of_turn(self._manager.model_config.hf_eos_token_id, self._tokenizer)
@@ -195,6 +199,10 @@ class SglangEngine(VersionedEngine):
         self._check_alive()
         return super().load()
 
+    def stats(self) -> EngineStats | None:
+        """See `Engine`. A snapshot may be some steps of decoding old."""
+        return self._scheduler.now
+
     # Generation.
 
     async def _generate(self, prompt_tokens: Sequence[int], sampling: Sampling) -> Sample:
@@ -214,7 +222,9 @@ class SglangEngine(VersionedEngine):
         self._running.add(request_id)
         try:
             final = await self._while_alive(self._last_output(request))
-            return await self._sample(request_id, final, sampling)
+            sample = await self._sample(request_id, final, sampling)
+            self._scheduler.answered(len(prompt_tokens), final["meta_info"])
+            return sample
         finally:
             self._running.discard(request_id)
             if not self._death.done() and self._engine is not None:

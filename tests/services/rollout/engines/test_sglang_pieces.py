@@ -17,11 +17,12 @@ from millrace import software
 from millrace.engines import ENGINES
 from millrace.errors import InvalidJob, PublicationFailed, Unavailable
 from millrace.ids import Version
-from services.rollout.engine import VersionSpan
+from services.rollout.engine import EngineStats, VersionSpan
 from services.rollout.engines import probe
 from services.rollout.engines.options import check_name
 from services.rollout.engines.sglang import engine
 from services.rollout.engines.sglang import options as sglang_options
+from services.rollout.engines.sglang.scheduler_stats import SchedulerStats
 from services.rollout.engines.sglang.worker import LABEL, SchedulerRpc, relabel
 from services.rollout.engines.sglang.worker_methods import SglangMethods
 from services.rollout.nodes.place import EngineStart
@@ -219,3 +220,45 @@ def test_a_nodes_share_of_the_schedulers(tmp_path: Path) -> None:
     odd = job_spec(tmp_path, "sglang", rollout={"engine_options": {"sglang": {"tp_size": 3}}})
     with pytest.raises(InvalidJob, match=r"engine_options\.sglang\.tp_size: 3: 3 schedulers do not divide"):
         sglang_options._node_arguments(odd, start)
+
+
+def test_stats_are_those_of_the_newest_snapshots_and_of_the_answers() -> None:
+    def snapshot(time_s: float, running: int, used: int, usage: float) -> SimpleNamespace:
+        return SimpleNamespace(
+            timestamp=time_s,
+            num_running_reqs=running,
+            num_waiting_reqs=2 * running,
+            num_used_tokens=used,
+            max_total_num_tokens=1_000_000,
+            token_usage=usage,
+        )
+
+    snapshots = [snapshot(0.0, 0, 0, 0.0)]
+    stats = SchedulerStats()
+    assert stats.now is None
+    stats.attach(SimpleNamespace(load_snapshot_reader=SimpleNamespace(read_all=lambda: snapshots)))
+    assert stats.now is None, "the empty snapshot of a scheduler that has done nothing yet"
+    stats.answered(30, {"cached_tokens": 16})
+    stats.answered(10, {"cached_tokens": None})
+    snapshots[:] = [snapshot(5.0, 3, 20, 0.0)]
+    assert stats.now == EngineStats(3, 6, 2e-5, 40, 16)
+    snapshots.append(snapshot(6.0, 1, 20, 0.25))  # a second copy, whose smaller cache is the fuller one
+    assert stats.now == EngineStats(4, 8, 0.25, 40, 16)
+    stats.attach(SimpleNamespace())
+    assert stats.now is None, "a release without snapshots"
+
+
+def test_stats_read_what_sglang_writes(tmp_path: Path) -> None:
+    snapshots = pytest.importorskip("sglang.srt.managers.load_snapshot")
+    path = str(tmp_path / "loads")
+    stats = SchedulerStats()
+    stats.attach(SimpleNamespace(load_snapshot_reader=snapshots.ShmLoadSnapshotReader(path, 1)))
+    assert stats.now is None
+    writer = snapshots.ShmLoadSnapshotWriter(path, 1, 0)
+    assert stats.now is None
+    told = {"num_running_reqs": 5, "num_waiting_reqs": 2, "num_used_tokens": 300, "max_total_num_tokens": 1200}
+    writer.write(snapshots.LoadSnapshot(timestamp=1.0, token_usage=0.25, **told))
+    assert stats.now == EngineStats(5, 2, 0.25, 0, 0)
+    writer.write(snapshots.LoadSnapshot(timestamp=2.0, max_total_num_tokens=1200))
+    assert stats.now == EngineStats(0, 0, 0.0, 0, 0)
+    writer.close()
