@@ -5,7 +5,8 @@
 One engine, three ways in turn: through the replica (leases over gRPC from a coordinator in a process of its own, chat
 template, scoring, packed answers), the same without recording spans, and straight through vLLM's AsyncLLM or SGLang's
 tokenizer manager (the same prompts already tokenised, n samples a request). SGLang's direct rounds mark versions too,
-as its replica's do. Everything shares this machine's cores. Prints one JSON object.
+as its replica's do. Everything shares this machine's cores. `--no-direct` leaves the last way out, for many rounds of
+the first two: what spans cost. Prints one JSON object; the quartiles are those of the ratios of neighbouring rounds.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import platform
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -49,6 +51,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="of each way")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--running", type=int, default=64, help="samples in the engine at once ")
+    parser.add_argument("--no-direct", action="store_true", help="only through the replica, with and without spans")
     options = parser.parse_args()
     logs.configure("bench")
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
@@ -138,8 +141,9 @@ async def bring_up(peer: Peer, replica: Replica, model: Path, options: argparse.
 
 
 async def rounds(replica: Replica, control: Connection, options: argparse.Namespace) -> dict[str, Any]:
-    ways: dict[str, list[float]] = {"direct": [], "replica": [], WITHOUT_SPANS: []}
-    cpu_ms: dict[str, list[float]] = {"direct": [], "replica": [], WITHOUT_SPANS: []}
+    ways = ["replica", WITHOUT_SPANS] if options.no_direct else ["direct", "replica", WITHOUT_SPANS]
+    rates: dict[str, list[float]] = {way: [] for way in ways}
+    cpu_ms: dict[str, list[float]] = {way: [] for way in ways}
     for number in range(options.rounds + 1):
         for way in ways if number % 2 else reversed(ways):
             RECORDER.enabled = way != WITHOUT_SPANS
@@ -149,30 +153,34 @@ async def rounds(replica: Replica, control: Connection, options: argparse.Namesp
                 DIRECT[options.engine](replica, options) if direct else through_replica(replica, control, options)
             )
             if number:  # the first round warms up
-                ways[way].append(tokens / (time.perf_counter() - started))
+                rates[way].append(tokens / (time.perf_counter() - started))
                 cpu_ms[way].append(1e6 * (time.process_time() - cpu) / tokens)
-    ratios = [b / a for a, b in zip(ways["direct"], ways["replica"], strict=True)]
-    spans = [b / a for a, b in zip(ways[WITHOUT_SPANS], ways["replica"], strict=True)]
     assert replica.engine is not None
     return {
         "engine": f"{options.engine} {replica.engine.release} on {replica.engine.device}",
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "options": {k: str(v) for k, v in vars(options).items()},
-        "tokens_per_s": {way: [round(v) for v in values] for way, values in ways.items()},
-        "median_tokens_per_s": {way: round(statistics.median(values)) for way, values in ways.items()},
+        "tokens_per_s": {way: [round(v) for v in values] for way, values in rates.items()},
+        "median_tokens_per_s": {way: round(statistics.median(values)) for way, values in rates.items()},
         # Of this process alone, the one that a replica adds work to; neighbours hardly change it.
         "cpu_ms_per_1000_tokens": {way: round(statistics.median(values), 1) for way, values in cpu_ms.items()},
-        "best_tokens_per_s": {way: round(max(values)) for way, values in ways.items()},
-        "replica_over_direct": {
-            "median": round(statistics.median(ratios), 3),
-            # Neighbours on the machine only ever slow a round down.
-            "best": round(max(ways["replica"]) / max(ways["direct"]), 3),
-        },
-        "with_over_without_spans": {
-            "median": round(statistics.median(spans), 3),
-            "best": round(max(ways["replica"]) / max(ways[WITHOUT_SPANS]), 3),
-        },
+        "best_tokens_per_s": {way: round(max(values)) for way, values in rates.items()},
+        **({} if options.no_direct else {"replica_over_direct": ratio(rates["replica"], rates["direct"])}),
+        "with_over_without_spans": ratio(rates["replica"], rates[WITHOUT_SPANS]),
+        "cpu_with_over_without_spans": ratio(cpu_ms["replica"], cpu_ms[WITHOUT_SPANS], best=min),
+    }
+
+
+def ratio(these: list[float], those: list[float], best: Callable[[list[float]], float] = max) -> dict[str, Any]:
+    """What the ratios of two rounds that follow each other say, and the ratio of the best rounds: neighbours on the
+    machine only ever slow a round down."""
+    ratios = [a / b for a, b in zip(these, those, strict=True)]
+    quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else []
+    return {
+        "median": round(statistics.median(ratios), 4),
+        "quartiles": [round(quartiles[at], 4) for at in (0, 2)] if quartiles else None,
+        "best": round(best(these) / best(those), 4),
     }
 
 
