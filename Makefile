@@ -8,8 +8,8 @@ INSTALLED := $(VENV)/installed
 EXTRAS := cpu,dev
 OVERRIDES := deploy/cpu-overrides.txt
 SLOW := slow or matrix or e2e or chaos or compose or gpu or hosts or web
-# Tests that run side by side: two workers for the cores, and one for the tests that mostly wait.
-WORKERS ?= 3
+# Tests that run side by side: two workers for the cores, and two for the tests that mostly wait.
+WORKERS ?= 4
 # Torch's stores look up by name whoever connects, and a name server that drops a question costs five seconds by default.
 RESOLVER := RES_OPTIONS="timeout:1 attempts:1"
 PYTEST := $(RESOLVER) $(BIN)/python -m pytest --numprocesses $(WORKERS) --durations 15 --durations-min 5
@@ -49,7 +49,7 @@ $(INSTALLED): pyproject.toml $(OVERRIDES)
 demo: $(INSTALLED) ## a small model learns through all three services (BACKEND=megatron, DEMO="--seed 1 --replicas 2")
 	$(BIN)/python -m millrace.demo $(if $(BACKEND),--backend $(BACKEND)) $(DEMO)
 
-test: style ## lint, types and tests: every claim, and of each matrix a covering part (TESTS=tests/rl, WORKERS=3 at a time)
+test: style ## lint, types and tests: every claim, and of each matrix a covering part (TESTS=tests/rl, WORKERS=4 at a time)
 	@$(MAKE) --no-print-directory --jobs 2 types tests
 
 tests: $(INSTALLED)

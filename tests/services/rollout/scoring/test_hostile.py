@@ -61,13 +61,16 @@ def attacked(user: str, namespaces: str, *attacks: str) -> dict[str, Any]:
     return result
 
 
-@pytest.fixture(scope="module", params=["root", "ordinary user"])
+ROOT = os.getuid() == 0
+ORDINARY = pytest.param("ordinary user", marks=[pytest.mark.matrix] * ROOT)  # where root's attacks cover it
+
+
+@pytest.fixture(scope="module", params=["root", ORDINARY])
 def replica(request: pytest.FixtureRequest) -> dict[str, Any]:
     """A replica after all attacks."""
-    root = os.getuid() == 0
-    if request.param == "root" and not root:
+    if request.param == "root" and not ROOT:
         pytest.skip("needs root")
-    user = ORDINARY_USER if root and request.param != "root" else "same"
+    user = ORDINARY_USER if ROOT and request.param != "root" else "same"
     result = attacked(user, "yes", *FRUITLESS, *STOPPED)
     if result["missing"]:
         pytest.skip(f"this machine does not give {result['missing']}")
@@ -96,7 +99,7 @@ def test_nothing_is_left_of_attacks(replica: dict[str, Any]) -> None:
 
 
 def test_without_namespaces_attacks_succeed_and_the_pool_says_what_is_missing() -> None:
-    user = ORDINARY_USER if os.getuid() == 0 else "same"
+    user = ORDINARY_USER if ROOT else "same"
     result = attacked(user, "no", *REACHED, "own_environment", "outlived", "memory_of_children")
     assert {each["boundary"] for each in result["missing"]} == set(Boundary) - {Boundary.LIMITS}
     assert all(each["reason"] for each in result["missing"])

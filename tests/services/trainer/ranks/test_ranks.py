@@ -176,7 +176,7 @@ def test_a_lost_rank_is_named_and_the_trainer_ends(
         assert not any(rank.is_running() for rank in [lost])
 
 
-@pytest.mark.parametrize("killed", ["torchrun", "rank 0"])
+@pytest.mark.parametrize("killed", [pytest.param("torchrun", marks=pytest.mark.matrix), "rank 0"])
 def test_nothing_is_left_behind(killed: str, served: ScriptedCoordinator, tied_model: Path, tmp_path: Path) -> None:
     with trainer(served, tmp_path / "log", ranks=2, by_command=True) as running:
         running.calls().configure(job_spec(tied_model))
