@@ -5,6 +5,7 @@ from typing import Any
 
 from millrace.telemetry.metrics.catalogue import SECTIONS
 from millrace.telemetry.metrics.declaration import PLACEHOLDERS, StepMetric
+from millrace.telemetry.metrics.histograms import BINS, STEP_HISTOGRAMS, STEPS_KEPT, StepHistogram
 from millrace.telemetry.metrics.prometheus.declaration import PrometheusMetric
 from millrace.telemetry.metrics.prometheus.registry import PROMETHEUS_SECTIONS
 
@@ -26,6 +27,10 @@ FAMILIES = """A key with a part in braces stands for a family of keys:
 | part | what replaces it |
 |---|---|"""
 
+HISTOGRAMS = f"""Each step also leaves histograms of values of its batch. `GET /v1/jobs/{{id}}/histograms` reads them
+and the page draws them. They have up to {BINS} bins between the least and the greatest value of the step; those of
+ratios have the same bins in every step. The coordinator keeps those of a job's last {STEPS_KEPT:,} steps."""
+
 
 def page() -> str:
     """The whole page, in Markdown."""
@@ -35,7 +40,7 @@ def page() -> str:
         f"### {section.heading}\n\n{section.introduction.strip()}\n\n{_step_table(section.metrics)}"
         for section in SECTIONS
     ]
-    parts.append("## Prometheus metrics")
+    parts += [f"## Histograms\n\n{HISTOGRAMS}\n\n{_histogram_table(STEP_HISTOGRAMS)}", "## Prometheus metrics"]
     parts += [
         f"### {section.heading}\n\n{section.introduction.strip()}\n\n{_prometheus_table(section.metrics)}"
         for section in PROMETHEUS_SECTIONS
@@ -46,6 +51,11 @@ def page() -> str:
 def _step_table(metrics: Sequence[StepMetric]) -> str:
     rows = ["| key | unit | owner | meaning |", "|---|---|---|---|"]
     return "\n".join([*rows, *(_row(f"`{m.key}`", m.unit, m.owner, m.meaning) for m in metrics)])
+
+
+def _histogram_table(histograms: Sequence[StepHistogram]) -> str:
+    rows = ["| key | unit | owner | meaning |", "|---|---|---|---|"]
+    return "\n".join([*rows, *(_row(f"`{h.key}`", h.unit, h.owner, h.meaning) for h in histograms)])
 
 
 def _prometheus_table(metrics: Sequence[PrometheusMetric[Any]]) -> str:

@@ -264,6 +264,22 @@ class SeriesView(BaseModel):
     metrics: dict[str, BandView]
 
 
+class HistogramView(BaseModel):
+    """How one quantity was distributed in some steps of a job."""
+
+    key: str
+    unit: str
+    meaning: str = Field(description="One sentence in Markdown.")
+    fixed: bool = Field(description="Whether the edges are the same in every step; then the bins differ in width.")
+    whole_numbers: bool = Field(description="Whether the values are whole numbers.")
+    steps: list[int]
+    edges: list[list[float]] = Field(
+        description="Edges of each step's bins, ascending, one more than bins. A bin has its lower edge, the last one"
+        " both of its edges."
+    )
+    counts: list[list[int]] = Field(description="Values in each bin of each step.")
+
+
 class TurnView(BaseModel):
     """One answer of the policy within a response, and what it was given before."""
 

@@ -20,6 +20,7 @@ ROOTS = (
     rest.GroupPage,
     rest.TokensView,
     rest.SeriesView,
+    rest.HistogramView,
     rest.MetricView,
     rest.SpecView,
     rest.ValidationView,

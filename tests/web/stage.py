@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, decoders, models
 from millrace.data.row import PromptRow
 from millrace.data.write import write_rows
 from millrace.ids import MemberId
+from millrace.telemetry.metrics.histograms import ADVANTAGES, IMPORTANCE_RATIOS
 from millrace.telemetry.spans.batches import taken
 from millrace.telemetry.spans.context import TraceContext, current
 from millrace.telemetry.spans.kinds import SpanKind
@@ -143,6 +144,14 @@ class MeasuringTrainer(TellsSpans, SimulatedTrainer):
         answer.metrics["actor/pg_loss"] = 0.02 * chance.gauss(0, 1)
         answer.metrics["rollout_corr/k3_kl"] = 0.0004 * (1 + chance.random())
         answer.metrics["timing_s/update_actor"] = self.step_s
+        ratios = [math.exp(chance.gauss(0, 0.02)) for _ in range(2000)]
+        for declared, values in (
+            (IMPORTANCE_RATIOS, ratios),
+            (ADVANTAGES, [chance.gauss(0, 1) for _ in ratios]),
+        ):
+            made = declared.of(values)
+            assert made is not None
+            answer.histograms[declared.key].CopyFrom(trainer_pb2.Histogram(edges=made.edges, counts=made.counts))
         return answer
 
 

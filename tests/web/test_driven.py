@@ -116,6 +116,18 @@ def test_metrics_are_searched_smoothed_and_zoomed(page: Any, trained: list[str])
     page.get_by_role("button", name=re.compile(r"steps \d+ to \d+")).click()
 
 
+def test_distributions_are_looked_at_step_by_step(page: Any, trained: list[str]) -> None:
+    page.goto(f"/#/job/{trained[0]}")
+    shown = page.get_by_role("img", name=re.compile(r"Distribution of response_length in step 12: \d+ of 16 are"))
+    expect(shown).to_be_visible()
+    expect(page.get_by_role("img", name=re.compile("^Distribution of"))).to_have_count(5)
+    page.locator("figure.distribution").filter(has_text="response_length").focus()
+    page.keyboard.press("ArrowLeft")
+    expect(page.get_by_role("img", name="Distribution of response_length in step 11")).to_be_visible()
+    page.get_by_label("Search metrics").fill("grad_norm")
+    expect(page.locator("figure.distribution")).to_have_count(0)
+
+
 def test_a_group_and_its_tokens_are_opened(page: Any, trained: list[str]) -> None:
     page.goto(f"/#/job/{trained[0]}/samples")
     page.get_by_role("button", name="train").click()

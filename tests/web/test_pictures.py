@@ -33,6 +33,7 @@ def views(first: str, second: str) -> dict[str, tuple[str, str]]:
     return {
         "jobs": ("jobs", ".row.job"),
         "job": (f"job/{first}", ".chart canvas"),
+        "distributions": (f"job/{first}", ".chart canvas"),
         "timeline": (f"job/{first}/timeline/5", ".lanes canvas"),
         "samples": (f"job/{first}/samples/7", ".row.group"),
         "records": (f"job/{first}/records", ".phases"),
@@ -54,6 +55,9 @@ def test_every_view_is_complete_and_accessible(
         page.goto("about:blank")
         page.goto(f"/#/{path}")
         page.locator(selector).first.wait_for()
+        if name == "distributions":
+            page.locator("summary", has_text="Distributions").scroll_into_view_if_needed()
+            page.locator("figure.distribution canvas").last.scroll_into_view_if_needed()
         if name == "samples":
             page.get_by_role("option").first.click()
             page.get_by_role("button", name="tokens").click()

@@ -123,6 +123,18 @@ export interface GroupView {
   samples: SampleView[];
 }
 
+/** How one quantity was distributed in some steps of a job. */
+export interface HistogramView {
+  key: string;
+  unit: string;
+  meaning: string;
+  fixed: boolean;
+  whole_numbers: boolean;
+  steps: number[];
+  edges: number[][];
+  counts: number[][];
+}
+
 /** Why a trainer or a replica did nothing for the job. */
 export type IdleCause = "starting" | "generation" | "long_tail" | "rewards" | "environment" | "queue" | "trainer" | "staleness_bound" | "publication" | "evaluation" | "checkpoint" | "coordination" | "unknown";
 

@@ -10,7 +10,7 @@ from millrace.telemetry.spans.recorder import span
 from millrace.wire.methods import TrainerRpc
 from millrace.wire.v1 import trainer_pb2
 from services.coordinator.fleet.trainer import TrainerLost
-from services.coordinator.observe import series
+from services.coordinator.observe import histograms, series
 from services.coordinator.observe.samples import samples_in
 from services.coordinator.observe.step_metrics import batch_metrics, mean, milliseconds_per_token, step_row
 from services.coordinator.stages.admit import Batch
@@ -119,7 +119,8 @@ async def _mark(run: Run, batch: Batch, answer: trainer_pb2.StepResponse, second
     prompts = [g.prompt_id for g in batch.groups]
     samples = await _samples(run, batch)
     kept = run.spec.tracking.samples_kept
-    if not await run.prompts.train(prompts, batch.step, reward, row.model_dump_json(), samples, kept):
+    drawn = histograms.to_json(histograms.of_groups(batch.groups, run.job.version) | histograms.of_trainer(answer))
+    if not await run.prompts.train(prompts, batch.step, reward, row.model_dump_json(), samples, kept, drawn):
         return
     staleness = [run.job.version - oldest for g in batch.groups for oldest in g.oldest]
     run.components.prometheus.trained(run.job.id, staleness)

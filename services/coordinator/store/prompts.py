@@ -13,6 +13,7 @@ from millrace.drops import Drop, DropReason
 from millrace.errors import Fenced, InvalidState
 from millrace.ids import Fence, JobId, LeaseId, MemberId, PromptId, Purpose
 from millrace.rest import LedgerView
+from millrace.telemetry.metrics.histograms import STEPS_KEPT
 from services.coordinator.state.group import GroupSummary
 from services.coordinator.state.lease import Claim, Draft, LeaseRef, QueuedPrompt
 from services.coordinator.state.ledger import Counts
@@ -137,11 +138,18 @@ class Prompts:
         return int(await self._redis.run("regenerate", [self._base], [step, *prompts])) if prompts else 0
 
     async def train(
-        self, prompts: Sequence[PromptId], step: int, reward: float, row: str, samples: list[str], kept: int
+        self,
+        prompts: Sequence[PromptId],
+        step: int,
+        reward: float,
+        row: str,
+        samples: list[str],
+        kept: int,
+        histograms: str = "{}",
     ) -> bool:
         """Marks `step` as trained on `prompts`, all at once. False where it was marked before. `kept`: most samples
         that the job keeps."""
-        arguments = [step, reward, row, len(samples), kept, *samples, *prompts]
+        arguments = [step, reward, row, histograms, STEPS_KEPT, len(samples), kept, *samples, *prompts]
         return bool(await self._redis.run("train", [self._base, self._job], arguments))
 
     async def rewind(self, to: int) -> int:

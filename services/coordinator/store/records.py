@@ -24,6 +24,7 @@ TOKENS_KEPT_S = 3 * 24 * 3600
 PARTS = (
     "events",
     "metrics",
+    "histograms",
     "series",
     "metric_keys",
     "samples",
@@ -80,6 +81,11 @@ class Records:
         steps = range(after + 1, last + 1)
         found = await self._redis.do("HMGET", f"{self._job}:metrics", *steps) if steps else []
         return [StepMetrics.model_validate_json(row) for row in found if row is not None]
+
+    async def histograms(self, steps: Sequence[int]) -> list[bytes | None]:
+        """The histograms of each of the steps, as observe/histograms.py stores them; None where none are kept."""
+        found: list[bytes | None] = await self._redis.read("HMGET", f"{self._job}:histograms", *steps) if steps else []
+        return found
 
     # Points of curves, each for several steps (observe/series.py).
 

@@ -29,7 +29,7 @@ from services.trainer.ranks.commands import Handler
 from services.trainer.ranks.event_loop import ControlThread
 from services.trainer.ranks.world import World
 from services.trainer.step.kl import KlCoefficient
-from services.trainer.step.step import train_step
+from services.trainer.step.step import StepResult, train_step
 
 log = structlog.get_logger(__name__)
 
@@ -98,7 +98,7 @@ class Worker:
         job = self._loaded()
         try:
             with within(TraceContext.parse(request.traceparent, job_id=request.job_id, step=request.step)):
-                metrics = train_step(job.spec, job.backend, request, self._control, job.coefficient, job.meter)
+                result = train_step(job.spec, job.backend, request, self._control, job.coefficient, job.meter)
         except PartialStep:
             self._job = None
             raise
@@ -106,7 +106,7 @@ class Worker:
             what, fix = error.what, error.fix
         else:
             job.version = Version(request.step)
-            return pb.StepResponse(version=job.version, metrics=metrics)
+            return _response(job.version, result, self._world.rank)
         # Outside of the handler: the exception holds the frames of the failed pass, and they hold its tensors.
         if self._world.size == 1:  # other ranks are in the middle of a pass, and wait for this one
             exhausted.recover(job.backend)
@@ -180,3 +180,11 @@ class Worker:
         if self._job is None:
             raise InvalidState("no job is loaded on this rank.", "configure the trainer first.")
         return self._job
+
+
+def _response(version: Version, result: StepResult, rank: int) -> pb.StepResponse:
+    """The answer of a rank. Only that of rank 0 reaches the coordinator, so the others leave out what is large."""
+    response = pb.StepResponse(version=version, metrics=result.metrics)
+    for key, histogram in result.histograms.items() if rank == 0 else ():
+        response.histograms[key].CopyFrom(pb.Histogram(edges=histogram.edges, counts=histogram.counts))
+    return response

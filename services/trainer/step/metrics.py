@@ -19,6 +19,7 @@ from millrace.rl.registry.catalogue import AlgorithmKind, find
 from millrace.spec import JobSpec
 from millrace.telemetry.metrics import catalogue
 from millrace.telemetry.metrics.declaration import Owner
+from millrace.telemetry.metrics.histograms import ADVANTAGES, IMPORTANCE_RATIOS, Histogram, declared
 from millrace.telemetry.metrics.step.mismatch import SPLIT
 from millrace.telemetry.spans.kinds import SpanKind
 from millrace.telemetry.spans.recorder import span
@@ -192,3 +193,16 @@ def mismatch(train_bt: Tensor, rollout_bt: Tensor, mask_bt: Tensor) -> dict[str,
         "training/rollout_logprobs_diff_max": float((train - rollout).abs().max()),
         **summarised(mismatch_metrics(train_bt, rollout_bt, mask_bt)),
     }
+
+
+def step_histograms(
+    train_bt: Tensor, rollout_bt: Tensor, compared_bt: Tensor, advantages_bt: Tensor, batch: RankBatch
+) -> dict[str, Histogram]:
+    """The histograms of the whole batch; all tensors are [trajectories, most sampled tokens]. `compared_bt`: the tokens
+    of which both log-probabilities are known."""
+    values = {
+        IMPORTANCE_RATIOS: (train_bt[compared_bt].double() - rollout_bt[compared_bt].double()).exp(),
+        ADVANTAGES: advantages_bt[batch.whole_mask_bt],
+    }
+    made = {declaration.key: declaration.of(own.cpu().numpy()) for declaration, own in values.items()}
+    return declared({key: histogram for key, histogram in made.items() if histogram is not None}, Owner.TRAINER)

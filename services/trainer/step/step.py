@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -9,6 +10,7 @@ from torch import Tensor
 from millrace.errors import InvalidJob, NonFinite, PartialStep
 from millrace.spec import JobSpec
 from millrace.spec.checking.choices import teacher_top
+from millrace.telemetry.metrics.histograms import Histogram
 from millrace.telemetry.spans.kinds import SpanKind
 from millrace.telemetry.spans.recorder import span
 from millrace.wire.v1.trainer_pb2 import StepRequest
@@ -21,7 +23,7 @@ from services.trainer.step.fetch import fetch
 from services.trainer.step.forward_passes import ForwardResults, passes_needed, run_passes
 from services.trainer.step.kl import KlCoefficient, mean_kl
 from services.trainer.step.loss_inputs import make_loss_inputs
-from services.trainer.step.metrics import Clock, mismatch_by_part, over_updates, reported
+from services.trainer.step.metrics import Clock, mismatch_by_part, over_updates, reported, step_histograms
 from services.trainer.step.schedule import random_seed
 from services.trainer.step.update import UpdateResult, update
 from services.trainer.step.utilisation import utilisation
@@ -31,6 +33,14 @@ GIVEN_UP = (
     "earlier updates of this step were written, so the trainer gives these weights up: `millrace resume` continues from"
     " the last checkpoint."
 )
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step tells the coordinator. Every rank has the same."""
+
+    metrics: dict[str, float]
+    histograms: dict[str, Histogram]
 
 
 @contextmanager
@@ -51,8 +61,8 @@ def train_step(
     control: ControlThread,
     coefficient: KlCoefficient,
     meter: MemoryMeter,
-) -> dict[str, float]:
-    """Makes one step, adapts the KL coefficient, and returns the step's metrics.
+) -> StepResult:
+    """Makes one step and adapts the KL coefficient.
 
     Raises NonFinite, with the trajectory named, for a NaN or an infinity, InvalidJob where a user's own loss fails:
     the weights are unchanged. PartialStep for the same failures after the first of several updates. OutOfMemory, on the
@@ -90,9 +100,9 @@ def train_step(
     with span(SpanKind.REPORT):
         apart = (train_bt, batch.rollout_bt, mask_bt, batch.sampled_with_bt(request.step - 1))
         of_trainer, of_engine, counted, same_bt = (batch.gather(values_bt) for values_bt in apart)
-        lengths = [trajectory.tokens for trajectory in division.trajectories]
-        timings = clock.metrics()
+        lengths, timings = [trajectory.tokens for trajectory in division.trajectories], clock.metrics()
         costs = {"actor": backend.cost} | ({} if backend.critic is None else {"critic": backend.critic.cost})
+        histograms = step_histograms(of_trainer, of_engine, counted, batch.gather(inputs.advantages_bt), batch)
         metrics = {
             **mismatch_by_part(of_trainer, of_engine, counted, same_bt, batch.whole_engine_b),
             **metrics,
@@ -103,7 +113,7 @@ def train_step(
             **timings,
             **utilisation(costs, backend.device, lengths, timings, collectives.world_size()),
         }
-        return reported(spec, metrics)
+        return StepResult(reported(spec, metrics), histograms)
 
 
 def _adapted(

@@ -1,4 +1,5 @@
 /* All metrics of a job, in the groups of docs/metrics.md. */
+import { Fragment } from "preact";
 import { useEffect, useMemo, useState } from "preact/hooks";
 
 import { get } from "../api";
@@ -7,6 +8,7 @@ import { Chart, type Axis } from "../parts/chart";
 import { Choice, Empty } from "../parts/small";
 import type { JobView, MetricView, StepMetrics } from "../rest";
 import { problem, useKept, useSettled } from "../state";
+import { Distributions } from "./distributions";
 
 const AXES: readonly Axis[] = ["step", "time", "tokens"];
 const MAIN = "Main";
@@ -59,10 +61,13 @@ export function Metrics({ job, last }: { job: JobView; last: StepMetrics | null 
       </div>
       {metrics && !sections.length && <Empty>No metric matches.</Empty>}
       {sections.map(([name, groups]) => (
-        <details key={name} open={name === MAIN || Boolean(text)}>
-          <summary><h2>{name}</h2> <small>{groups.length}</small></summary>
-          <Charts groups={groups} {...{ points, want, look, zoomed }} reset={() => setZoom(null)} />
-        </details>
+        <Fragment key={name}>
+          <details open={name === MAIN || Boolean(text)}>
+            <summary><h2>{name}</h2> <small>{groups.length}</small></summary>
+            <Charts groups={groups} {...{ points, want, look, zoomed }} reset={() => setZoom(null)} />
+          </details>
+          {name === MAIN && <Distributions job={job.id} step={job.step} zoom={zoom} />}
+        </Fragment>
       ))}
     </>
   );

@@ -1,17 +1,21 @@
-"""/v1/jobs/{job_id}/series and what else of a job's metrics is drawn: curves, publications."""
+"""/v1/jobs/{job_id}/series and what else of a job's metrics is drawn: curves, histograms, publications."""
 
 from typing import Annotated
 
 from fastapi import APIRouter, Query
 
 from millrace.events import PublicationDone
-from millrace.rest import MetricView, SeriesView
-from services.coordinator.observe import series
+from millrace.rest import HistogramView, MetricView, SeriesView
+from millrace.telemetry.metrics.histograms import STEPS_KEPT
+from services.coordinator.observe import histograms, series
 from services.coordinator.rest.parameters import LARGEST_STEP, Id
 from services.coordinator.store import Store
 
 MOST_KEYS = 100
 MOST_POINTS = 5000
+MOST_HISTOGRAMS = 500
+HISTOGRAMS = f"""How rewards, lengths, staleness, importance ratios and advantages were distributed in the steps of a
+job. The last {STEPS_KEPT:,} steps have histograms."""
 
 
 def add(router: APIRouter, store: Store) -> None:
@@ -36,6 +40,17 @@ def add(router: APIRouter, store: Store) -> None:
         job = await store.jobs.get(job_id)
         end = job.step if last is None else min(last, job.step)
         return await series.series(store.records(job.id), keys, first, end, job.step, points)
+
+    @router.get("/{job_id}/histograms", description=HISTOGRAMS)
+    async def distributions(
+        job_id: Id,
+        points: Annotated[int, Query(ge=1, le=MOST_HISTOGRAMS, description="Most steps, spread evenly.")] = 100,
+        first: Annotated[int, Query(ge=0, le=LARGEST_STEP, description="First step.")] = 0,
+        last: Annotated[int | None, Query(ge=0, le=LARGEST_STEP, description="Last step; the job's newest.")] = None,
+    ) -> list[HistogramView]:
+        job = await store.jobs.get(job_id)
+        end = job.step if last is None else min(last, job.step)
+        return await histograms.views(store.records(job.id), first, end, job.step, points)
 
     @router.get("/{job_id}/publications")
     async def publications(

@@ -135,7 +135,10 @@ local function rewind(base, job, to)
       end
     until #held == 0
   end
-  for gone = to + 1, step do redis.call('HDEL', job .. ':metrics', gone) end
+  for gone = to + 1, step do
+    redis.call('HDEL', job .. ':metrics', gone)
+    redis.call('HDEL', job .. ':histograms', gone)
+  end
   for _, point in ipairs(redis.call('HKEYS', job .. ':series')) do
     if tonumber(string.match(point, ':(%d+)$')) >= to then redis.call('HDEL', job .. ':series', point) end
   end

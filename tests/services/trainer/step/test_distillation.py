@@ -64,7 +64,7 @@ def stepped(
     served[0].script.groups = groups
     request = StepRequest(job_id="job-1", step=step, groups=refs(groups), work_address=served[0].address)
     meter = MemoryMeter(spec, backend, rank=0, ranks=1)
-    return train_step(spec, backend, request, served[1], KlCoefficient(0.0), meter)
+    return train_step(spec, backend, request, served[1], KlCoefficient(0.0), meter).metrics
 
 
 def logprobs(model: Any, group: common_pb2.Group, trajectory: common_pb2.Trajectory) -> tuple[Tensor, Tensor]:

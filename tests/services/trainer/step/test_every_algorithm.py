@@ -123,7 +123,7 @@ class Trainer:
         request = StepRequest(job_id="job-1", step=number, groups=refs(groups), work_address=self.served.address)
         coefficient = KlCoefficient(spec.algorithm.kl_coefficient)
         meter = MemoryMeter(spec, self.backend, rank=0, ranks=1)
-        return train_step(spec, self.backend, request, self.control, coefficient, meter)
+        return train_step(spec, self.backend, request, self.control, coefficient, meter).metrics
 
     def weights(self) -> list[Tensor]:
         assert self.backend.critic is not None

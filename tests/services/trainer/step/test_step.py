@@ -61,7 +61,7 @@ def local_step(
     def step(number: int, groups: Groups) -> dict[str, float]:
         served.script.groups = groups
         request = StepRequest(job_id="job-1", step=number, groups=refs(groups), work_address=served.address)
-        return train_step(spec, backend, request, control, coefficient, meter)
+        return train_step(spec, backend, request, control, coefficient, meter).metrics
 
     return backend, step
 
