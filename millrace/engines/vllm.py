@@ -28,6 +28,7 @@ DESCRIPTOR = EngineDescriptor(
     ),
     implementation="services.rollout.engines.vllm.engine:VllmEngine",
     follower="services.rollout.engines.vllm.follower:VllmFollower",
+    scoring="services.rollout.engines.vllm.scoring:VllmScoring",
     options_class="vllm.engine.arg_utils:AsyncEngineArgs",
     options_example={"max_num_seqs": 256},
     option_bounds={

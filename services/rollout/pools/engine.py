@@ -23,6 +23,8 @@ class PoolModel:
     """Temperature of the log-probabilities."""
     policy_tokens: int | None
     """Size of the policy's vocabulary: log-probabilities are over so many first tokens. None: over all tokens."""
+    longest: int
+    """Tokens of the longest prompt and response together."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -98,9 +98,9 @@ class PoolReplica:
             await self._engine.start(model)
             self._model = model
         self._tokenizer = tokenizer
-        longest, context = spec.data.max_prompt_tokens + spec.rollout.max_response_tokens, self._engine.context
-        if model.task is PoolTask.LOGPROBS and context is not None and context < longest:
-            reason = f"has positions for {context} tokens, and prompt and response may have {longest}"
+        context = self._engine.context
+        if model.task is PoolTask.LOGPROBS and context is not None and context < model.longest:
+            reason = f"has positions for {context} tokens, and prompt and response may have {model.longest}"
             raise refused(f"{model.field}.path", model.pool.path, reason, "give a model with a longer context.")
 
     async def score_tokens(
@@ -243,7 +243,8 @@ def _pool_model(spec: JobSpec, name: str) -> PoolModel:
     for number, pool in enumerate(spec.pools):
         for task in spec.pool_tasks(name) if pool.name == name else ():
             size = vocabulary(Path(spec.model.path)) if task is PoolTask.LOGPROBS else None
-            return PoolModel(pool, task, f"pools.{number}", spec.rollout.temperature, size)
+            longest = spec.data.max_prompt_tokens + spec.rollout.max_response_tokens
+            return PoolModel(pool, task, f"pools.{number}", spec.rollout.temperature, size, longest)
     raise InvalidJob(f"pools: the job has no pool {name!r}.", "declare it, or start the replica with another --pool.")
 
 

@@ -8,7 +8,6 @@ import asyncio
 import gc
 import itertools
 import multiprocessing
-import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.process import BaseProcess
@@ -19,7 +18,7 @@ import numpy as np
 import structlog
 
 from millrace.engines import ENGINES
-from millrace.errors import InvalidJob, InvalidState, Unavailable
+from millrace.errors import InvalidState
 from millrace.ids import Version
 from millrace.megatron.architectures import read_shape
 from millrace.spec import JobSpec
@@ -40,7 +39,7 @@ from services.rollout.engines.versioned import VersionedEngine, samples_that_fit
 from services.rollout.engines.vllm import options as vllm_options
 from services.rollout.engines.vllm.adapter import lora_request
 from services.rollout.engines.vllm.environment import set_cpu_environment, set_environment
-from services.rollout.engines.vllm.processes import kill_engine, reason, refusals, take_over_spawn
+from services.rollout.engines.vllm.processes import kill_engine, shut_down, start_errors, take_over_spawn
 from services.rollout.engines.vllm.scheduler_stats import SchedulerStats
 from services.rollout.engines.vllm.versions import VersionMarks
 from services.rollout.engines.vllm.workers import VllmWorkers
@@ -52,7 +51,6 @@ log = structlog.get_logger(__name__)
 SOFTWARE = ENGINES["vllm"].software
 CONNECT_S = 30.0
 """Longest time until every worker has connected to the replica."""
-WORKERS_END_S = 0.5
 
 
 class VllmEngine(VersionedEngine):
@@ -125,21 +123,12 @@ class VllmEngine(VersionedEngine):
         self.device = "cpu" if current_platform.is_cpu() else str(current_platform.get_device_name())
         if current_platform.is_cpu():
             set_cpu_environment()
-        try:
+        with start_errors("model.path", spec.model.path, "rollout.engine_options"):
             self._adapter = adapter_shape(spec)
             arguments = vllm_options.engine_arguments(spec, self._adapter, start)
             config = arguments.create_engine_config()
             vllm_options.check_model(config)
             llm = AsyncLLM.from_vllm_config(config, disable_log_stats=False)
-        except (ValueError, TypeError, OSError) as error:
-            what = f"vLLM refused model.path {spec.model.path} with rollout.engine_options: {reason(error)}."
-            raise InvalidJob(what, "fix the named option; vLLM's log above says more.") from error
-        except (RuntimeError, MemoryError) as error:
-            if refused := refusals():
-                what = f"vLLM's engine refused model.path {spec.model.path} with rollout.engine_options: {refused[0]}."
-                raise InvalidJob(what, "fix the named option; vLLM's log above says more.") from error
-            what = f"vLLM did not start with {spec.model.path}: {error}."
-            raise Unavailable(what, "its log above names the cause; memory and CUDA devices first.") from error
         self._scheduler.attach(llm, others=not arguments.disable_log_stats)
         self._tokenizer = llm.get_tokenizer()
         self._lora_request = None if self._adapter is None else lora_request()
@@ -162,11 +151,7 @@ class VllmEngine(VersionedEngine):
 
     def _shut_down(self) -> None:
         llm, self._llm = self._llm, None
-        # EngineCore would wait seconds for its workers, which have nothing to finish.
-        hurry = threading.Timer(WORKERS_END_S, kill_engine, [self._others], {"cores": False})
-        hurry.start()
-        llm.shutdown()
-        hurry.cancel()
+        shut_down(llm, self._others)
 
     def load(self) -> Load:
         if self._llm is not None and self._llm.errored:

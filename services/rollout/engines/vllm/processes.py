@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Set
+from collections.abc import Iterator, Set
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess, SpawnContext, SpawnProcess
@@ -20,9 +20,11 @@ from typing import Any
 import psutil
 from pydantic import ValidationError
 
+from millrace.errors import InvalidJob, Unavailable
 from services.rollout.lifeline import kill_descendants
 
 PRELOAD = "services.rollout.engines.vllm.preload"
+WORKERS_END_S = 0.5
 LONGEST_REASON = 4000
 """Characters."""
 
@@ -108,6 +110,33 @@ def refusals() -> list[str]:
         reader.close()
     STARTED.clear()
     return told
+
+
+@contextlib.contextmanager
+def start_errors(model: str, path: str, options: str) -> Iterator[None]:
+    """Around the start of an engine. Raises InvalidJob where vLLM refuses the folder `path`, which the job names in the
+    field `model`, with the options in the field `options`; and Unavailable where it does not start for another
+    reason."""
+    try:
+        yield
+    except (ValueError, TypeError, OSError) as error:
+        what = f"vLLM refused {model} {path} with {options}: {reason(error)}."
+        raise InvalidJob(what, "fix the named option; vLLM's log above says more.") from error
+    except (RuntimeError, MemoryError) as error:
+        if refused := refusals():
+            what = f"vLLM's engine refused {model} {path} with {options}: {refused[0]}."
+            raise InvalidJob(what, "fix the named option; vLLM's log above says more.") from error
+        what = f"vLLM did not start with {path}: {error}."
+        raise Unavailable(what, "its log above names the cause; memory and CUDA devices first.") from error
+
+
+def shut_down(llm: Any, others: Set[BaseProcess]) -> None:
+    """Ends the processes of an AsyncLLM. `others`: as in `kill_engine`."""
+    # EngineCore would wait seconds for its workers, which have nothing to finish.
+    hurry = threading.Timer(WORKERS_END_S, kill_engine, [others], {"cores": False})
+    hurry.start()
+    llm.shutdown()
+    hurry.cancel()
 
 
 def kill_engine(others: Set[BaseProcess], *, cores: bool = True) -> None:

@@ -1,7 +1,7 @@
 """The part of a replica that runs inside each of vLLM's worker processes."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from services.rollout.engines.adapter import AdapterShape
 from services.rollout.engines.vllm.adapter import AdapterSlot
@@ -10,6 +10,9 @@ from services.rollout.weights.in_worker.receiver import WeightReceiver
 from services.rollout.weights.in_worker.without_adapters import without_adapters
 from services.rollout.weights.worker_messages import Introduction, carry_out, decode_request, encode
 from services.rollout.weights.worker_rpc import WorkerRpcServer
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class WorkerExtension:
@@ -46,3 +49,26 @@ class WorkerExtension:
     def millrace_call(self, request: bytes) -> bytes:
         """Carries out a request in the thread that generates."""
         return encode(carry_out(self._millrace_receiver, decode_request(request)))
+
+
+class ScoringExtension:
+    """A base class that vLLM adds to the Worker of an engine that scores tokens for a pool."""
+
+    get_model: Callable[[], Any]
+
+    def millrace_score(self, temperature: float, tokens: int | None) -> None:
+        """From now on log-probabilities are those at `temperature`, over the first `tokens` tokens of the vocabulary
+        (None: over all). vLLM computes those of a prompt without either."""
+        model = self.get_model()
+        compute: Callable[..., Tensor | None] = model.compute_logits
+
+        def scaled(*arguments: Any, **named: Any) -> "Tensor | None":
+            logits_nv = compute(*arguments, **named)
+            if logits_nv is None:  # a rank without the whole vocabulary
+                return None
+            scaled_nv = logits_nv.float() / temperature
+            if tokens is not None:
+                scaled_nv[:, tokens:] = -float("inf")
+            return scaled_nv
+
+        model.compute_logits = scaled

@@ -1,7 +1,8 @@
-"""The Transformers engine of a pool against one plain forward pass for each sequence."""
+"""The engines of a pool against one plain forward pass for each sequence."""
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,15 +11,28 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from millrace.errors import InvalidJob
 from millrace.spec.pools.pool import Pool, PoolTask
+from services.rollout.engines import create_scoring
 from services.rollout.engines.transformers.scoring import TransformersScoring
 from services.rollout.pools.engine import PoolModel, TokenSequence
 from tests.models import save_reward_model
 from tests.services.rollout.reference import logits
 
+VLLM = pytest.param("vllm", marks=[pytest.mark.matrix, pytest.mark.e2e, pytest.mark.timeout(600)])
+OPTIONS: dict[str, dict[str, Any]] = {"transformers": {"device": "cpu"}, "vllm": {"kv_cache_memory_bytes": 1 << 26}}
 
-def held(path: Path, task: PoolTask, *, policy_tokens: int | None = None, temperature: float = 1.0) -> PoolModel:
-    pool = Pool(name="held", path=str(path), dtype="float32", batch_tokens=48, engine_options={"device": "cpu"})
-    return PoolModel(pool, task, "pools.0", temperature, policy_tokens)
+
+def held(
+    path: Path,
+    task: PoolTask,
+    *,
+    policy_tokens: int | None = None,
+    temperature: float = 1.0,
+    engine: str = "transformers",
+    **options: Any,
+) -> PoolModel:
+    given = OPTIONS[engine] | options
+    pool = Pool(name="held", path=str(path), dtype="float32", batch_tokens=48, engine_options=given)
+    return PoolModel(pool, task, "pools.0", temperature, policy_tokens, longest=60)
 
 
 def sequence(seed: int, length: int, scored: list[int]) -> TokenSequence:
@@ -26,11 +40,16 @@ def sequence(seed: int, length: int, scored: list[int]) -> TokenSequence:
     return TokenSequence(tokens_t, np.asarray(scored))
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["transformers", pytest.param("vllm", marks=[pytest.mark.matrix, pytest.mark.e2e, pytest.mark.timeout(400)])],
+)
 @pytest.mark.parametrize(("policy_tokens", "temperature"), [(None, 1.0), (200, 0.7)])
 def test_token_scores_are_those_of_one_pass_over_each_sequence(
-    untied_model: Path, policy_tokens: int | None, temperature: float
+    untied_model: Path, policy_tokens: int | None, temperature: float, name: str
 ) -> None:
-    """With gaps between what is scored, several passes, and the policy's smaller vocabulary."""
+    """With gaps between what is scored, several passes, and the policy's smaller vocabulary. A pass of vLLM holds 48
+    tokens, so its sequences are computed in parts. Its pieces are tested by test_vllm_scoring.py."""
     sequences = [
         sequence(0, 12, [11]),
         sequence(1, 30, [*range(5, 9), *range(20, 30)]),
@@ -42,10 +61,14 @@ def test_token_scores_are_those_of_one_pass_over_each_sequence(
     model = AutoModelForCausalLM.from_pretrained(untied_model, dtype=torch.float32)
 
     async def scored() -> None:
-        engine = TransformersScoring()
-        await engine.start(held(untied_model, PoolTask.LOGPROBS, policy_tokens=policy_tokens, temperature=temperature))
-        found, without = await engine.score_tokens(sequences, 5), await engine.score_tokens(sequences, 0)
-        await engine.stop()
+        engine = create_scoring(name)
+        asked: dict[str, Any] = {"policy_tokens": policy_tokens, "temperature": temperature}
+        await engine.start(held(untied_model, PoolTask.LOGPROBS, engine=name, **asked))
+        try:
+            assert engine.vocabulary == 259 and engine.context is not None and engine.context >= 60
+            found, without = await engine.score_tokens(sequences, 5), await engine.score_tokens(sequences, 0)
+        finally:
+            await engine.stop()
         for one, scores, bare in zip(sequences, found, without, strict=True):
             rows = logits(model, one.tokens_t.tolist())[one.scored_n - 1, :policy_tokens]
             expected = (rows / temperature).log_softmax(-1)
