@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from millrace.errors import InvalidJob, InvalidState, NonFinite, Unavailable
 from services.trainer.checkpoints import export
 from services.trainer.ranks.event_loop import ControlThread
+from tests.models import random_model
 from tests.services.trainer.backends.megatron import tiny
 from tests.services.trainer.backends.megatron.conftest import TOPOLOGIES
 from tests.services.trainer.checkpoints.saved import assert_same_files
@@ -20,6 +21,7 @@ from tests.services.trainer.groups import job_spec, random_groups
 from tests.services.trainer.process import IMPATIENT, TwoRanks, trainer
 from tests.services.trainer.publication.receiver import Receiver, reference
 from tests.services.trainer.ranks.test_ranks import EXACT
+from tests.services.trainer.step import test_distillation
 from tests.services.trainer.step.test_step import OPTIMIZER, Groups, local_step, poisoned_logprob, poisoned_reward
 
 ALGORITHM = {"kl": {"name": "k3"}, "kl_coefficient": 0.5, "entropy_coefficient": 0.01}
@@ -62,6 +64,37 @@ def test_trains_as_one_rank_of_the_other_backend_and_publishes_it(
         assert tensor is not None
         torch.testing.assert_close(saved[info.name], tensor, atol=2e-5, rtol=1e-4)
         assert torch.equal(received[info.name], saved[info.name])
+
+
+@pytest.mark.matrix  # test_distillation.py has the losses on one rank of FSDP2
+@pytest.mark.parametrize("use_rewards", [False, True], ids=["alone", "beside the reward"])
+@pytest.mark.parametrize("loss", test_distillation.LOSSES)
+def test_distils_as_one_rank_of_the_other_backend(
+    loss: str,
+    use_rewards: bool,
+    two_ranks: TwoRanks,
+    one_rank: torch.device,
+    control: ControlThread,
+    served: ScriptedCoordinator,
+    tied_model: Path,
+) -> None:
+    """Relative 2e-5 of loss and gradient norm over three steps, over two ranks that each hold half of the vocabulary.
+    Metrics that are differences of log-probabilities have the tolerance of those, 2e-5 (`test_parity.py`)."""
+    here = test_distillation.job(tied_model, loss, lr=1e-3, token_budget=64, use_rewards=use_rewards)
+    options = {"backend": "megatron", "backend_options": {"tensor_parallel": 2}}
+    there = here.model_copy(update={"trainer": here.trainer.model_copy(update=options)})
+    teacher, job = random_model(tied=True, seed=7), f"job-{loss}-{use_rewards}"
+    _, step = local_step(here, one_rank, control, served)
+    two_ranks.calls.configure(there, job=job)
+    for number in (1, 2, 3):
+        groups = random_groups(4, 4, seed=number)
+        test_distillation.teach(groups, teacher, loss)
+        alone, together = step(number, groups), two_ranks.step(number, groups, job)
+        compared = [name for name in alone if name.startswith("distillation/")]
+        assert "distillation/loss" in compared
+        for metric in (*compared, "actor/grad_norm", "actor/entropy"):
+            small = 2e-5 if metric in ("distillation/kl", "distillation/abs_logprob_diff") else 2e-6
+            assert together[metric] == pytest.approx(alone[metric], rel=2e-5, abs=small), (number, metric)
 
 
 @pytest.mark.parametrize("poison", [poisoned_reward, poisoned_logprob])
