@@ -68,6 +68,11 @@ class Environment(StrictModel):
     once. More than 1 is for classes whose methods are `async` where they wait: a plain call holds up the others of its
     process, and one that hangs or crashes ends them."""
 
+    @property
+    def episodes_at_once(self) -> int:
+        """Episodes that run at the same time in each replica."""
+        return self.processes * self.episodes_per_process
+
     @model_validator(mode="before")
     @classmethod
     def by_name_alone(cls, given: Any) -> Any:

@@ -173,15 +173,17 @@ class Replica:
             raise InvalidState(what, "configure it and publish a version to it.")
         if self._generator is None or self._generator.job is not self.job:
             self._generator = GroupGenerator(self.member_id, self.engine, self.job)
-            if (environments := self.job.environments) is not None:
-                run, most = EnvironmentEpisodes.of_job(self.job), environments.most_episodes
-                self._generator = replace(self._generator, run_episode=run, most_episodes=most)
-            elif (environment := self.job.spec.rollout.environment) is not None:
-                hosted, most = HostedEpisodes.of_job(self.job, self.sessions), environment.processes
-                self._generator = replace(self._generator, run_episode=hosted, most_episodes=most)
-            elif self.job.spec.rollout.agent is not None:
-                self._generator = replace(self._generator, run_episode=AgentEpisodes.of_job(self.job, self.sessions))
+            if (run := self._episodes(self.job)) is not None:
+                self._generator = replace(self._generator, run_episode=run, most_episodes=run.most_episodes)
         return self._generator
+
+    def _episodes(self, job: Job) -> EnvironmentEpisodes | HostedEpisodes | AgentEpisodes | None:
+        """What runs the episodes of a job; None where an episode is one answer."""
+        if job.environments is not None:
+            return EnvironmentEpisodes.of_job(job)
+        if job.spec.rollout.environment is not None:
+            return HostedEpisodes.of_job(job, self.sessions)
+        return None if job.spec.rollout.agent is None else AgentEpisodes.of_job(job, self.sessions)
 
     def receiver(self, job_id: str) -> PublicationReceiver:
         """Raises InvalidState where the replica is not configured for that job."""

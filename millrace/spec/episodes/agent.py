@@ -22,6 +22,8 @@ class Agent(StrictModel):
     its files and network."""
     commands: int = Field(8, ge=1, le=1024)
     """Commands that run at once in each replica."""
+    sessions: int = Field(1024, ge=1, le=65_536)
+    """Sessions that agents elsewhere may have open at once in each replica, with those that wait to be claimed."""
     renderer: str = "default"
     """The chat format: a name of the library renderers, for example qwen3, or default, which takes the model's own chat
     template and extends what was sampled where the template allows it."""

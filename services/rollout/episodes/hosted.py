@@ -86,7 +86,7 @@ class HostedEpisodes:
         assert job.chat is not None and environment is not None
         options = options_of(environment.name, environment.options)
         assert isinstance(options, Verifiers)
-        return cls(sessions, Chats(job.chat), job.spec, options, asyncio.Semaphore(environment.processes))
+        return cls(sessions, Chats(job.chat), job.spec, options, asyncio.Semaphore(environment.episodes_at_once))
 
     @property
     def environment(self) -> Environment:
@@ -95,10 +95,19 @@ class HostedEpisodes:
         return self.spec.rollout.environment
 
     async def __call__(self, engine: Engine, prompt: Prompt, sampling: Sampling, slot: EpisodeSlot) -> Episode:
-        """One episode. One that fails is run again once, as soon as the host answers. Raises EpisodeFailed, and what
-        the engine raises."""
-        failures: list[str] = []
+        """One episode, which has its slot only while it generates. One that fails is run again once, as soon as the
+        host answers. Raises EpisodeFailed, and what the engine raises."""
         policy = Policy.of_job(self.spec, self.environment, self.chats, engine, sampling, slot)
+        with slot.free():
+            return await self._episode(policy, prompt)
+
+    @property
+    def most_episodes(self) -> int:
+        """Episodes that can be open at the same time."""
+        return self.environment.episodes_at_once
+
+    async def _episode(self, policy: Policy, prompt: Prompt) -> Episode:
+        failures: list[str] = []
         async with self.room:
             while len(failures) < ATTEMPTS:
                 session = Session(policy, prompt, reruns=len(failures))

@@ -29,7 +29,7 @@ def _itself(environment: Environment, reward: Reward) -> Environments:
     if environment.name not in BUILT_IN:
         return EnvironmentPool.of_job(environment, reward)
     options = options_of(environment.name, environment.options)
-    at_once = environment.processes * environment.episodes_per_process
+    at_once = environment.episodes_at_once
     if isinstance(options, OpenEnv):
         from services.rollout.episodes.openenv import OpenEnvServer
 

@@ -52,6 +52,11 @@ class EnvironmentEpisodes:
         assert self.spec.rollout.environment is not None
         return self.spec.rollout.environment
 
+    @property
+    def most_episodes(self) -> int:
+        """Episodes that can be open at the same time."""
+        return self.environments.most_episodes
+
     async def __call__(self, engine: Engine, prompt: Prompt, sampling: Sampling, slot: EpisodeSlot) -> Episode:
         """One episode, which has its slot only while it generates. One whose environment fails is run again once.
         Raises EpisodeFailed, Unavailable where the environment cannot run any episode any more."""

@@ -57,10 +57,19 @@ class AgentEpisodes:
         return self.spec.rollout.agent
 
     async def __call__(self, engine: Engine, prompt: Prompt, sampling: Sampling, slot: EpisodeSlot) -> Episode:
-        """One episode. One whose agent fails or takes too long is run again once. Raises EpisodeFailed, and what the
-        engine raises."""
-        failures: list[str] = []
+        """One episode, which has its slot while it waits to be claimed and while it generates. One whose agent fails or
+        takes too long is run again once. Raises EpisodeFailed, and what the engine raises."""
         policy = Policy.of_job(self.spec, self.agent, self.chats, engine, sampling, slot)
+        with slot.free():
+            return await self._episode(policy, prompt)
+
+    @property
+    def most_episodes(self) -> int:
+        """Episodes that can be open at the same time."""
+        return self.agent.commands if self.agent.command else self.agent.sessions
+
+    async def _episode(self, policy: Policy, prompt: Prompt) -> Episode:
+        failures: list[str] = []
         while len(failures) < ATTEMPTS:
             session = Session(policy, prompt, reruns=len(failures))
             try:
@@ -78,7 +87,9 @@ class AgentEpisodes:
         if self.agent.command:
             async with self.running:
                 return await self._run(session)
-        await self.sessions.offer(session, self.agent.episode_s)
+        # What no agent has claimed keeps its slot: a replica offers no more episodes than it could generate at once.
+        with session.policy.slot.taken():
+            await self.sessions.offer(session, self.agent.episode_s)
         async with self._limit():
             await session.ended.wait()
         if session.failure is not None:

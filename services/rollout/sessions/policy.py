@@ -2,7 +2,7 @@
 
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -98,13 +98,14 @@ class Chats:
 
 @dataclass(frozen=True)
 class Policy:
-    """What answers in the sessions of one lease."""
+    """What answers in the sessions of one episode."""
 
     engine: Engine
     chats: Chats
     sampling: Sampling
     """The lease's. Its temperature, top-p and top-k hold for every turn, whatever an agent asks for."""
-    on_sample: Callable[[Sample], None]
+    slot: EpisodeSlot
+    """The episode's slot of the engine, which each turn takes while it is generated."""
     longest: int
     """Tokens of a trajectory, at most."""
     max_turns: int
@@ -127,7 +128,7 @@ class Policy:
             engine=engine,
             chats=chats,
             sampling=sampling,
-            on_sample=slot.sampled,
+            slot=slot,
             longest=spec.data.max_prompt_tokens + sampling.max_response_tokens,
             max_turns=limits.max_turns,
             max_turn_tokens=limits.max_turn_tokens,

@@ -245,8 +245,9 @@ class Session:
 
     async def _timed(self, prompt: Sequence[int], sampling: Sampling) -> tuple[Sample, float]:
         """A sample of the engine, and how long it took, seconds."""
-        asked = time.perf_counter()
-        sample = await sampled(self.policy.engine, prompt, sampling, self.policy.on_sample)
+        asked, slot = time.perf_counter(), self.policy.slot
+        with slot.taken():
+            sample = await sampled(self.policy.engine, prompt, sampling, slot.sampled)
         return sample, time.perf_counter() - asked
 
     def _numbered(self, held: _Held[S]) -> int:

@@ -79,7 +79,8 @@ class GroupGenerator:
     job: Job
     run_episode: RunEpisode = single_turn
     most_episodes: int | None = None
-    """Episodes that can be open at the same time; None: as many as the engine has slots."""
+    """Episodes that can be open at the same time; None: as many as the engine has slots. Episodes that leave their slot
+    while they wait need a number."""
 
     async def answer(self, lease: work_pb2.Lease, arrived: float, slots: Slots) -> common_pb2.Group | Drop:
         """The group of `lease`, or why there is none. `arrived`: time.monotonic() when the lease arrived. `slots`: of

@@ -145,17 +145,19 @@ class Leases:
 
     async def _room(self) -> tuple[GroupGenerator, int]:
         """Waits until the engine has a free slot, then answers for how many samples to ask: one free slot is room for
-        a whole group, whose other samples wait in the engine so that no slot stays empty. Episodes that wait for their
-        environment have no slot; no more of them are open than it can run."""
+        a whole group, whose other samples wait in the engine so that no slot stays empty. Episodes that wait for a tool
+        have no slot, so any number of groups may be open; `most_episodes` bounds them."""
         while True:
             self._changed.clear()
             if self._generator is not None:
                 generator, group = self._generator, self._generator.job.spec.rollout.samples_per_prompt
-                free = generator.engine.capacity - sum(held.slots.generating for held in self._held.values())
+                held = [each.slots for each in self._held.values()]
+                free = generator.engine.capacity - sum(slots.generating for slots in held)
                 if generator.most_episodes is not None:
-                    free = min(free, generator.most_episodes - sum(held.slots.open for held in self._held.values()))
+                    free = min(free, generator.most_episodes - sum(slots.open for slots in held))
                 # Groups that wait for their scores hold no slot. Without a bound a slow reward would fill the memory.
-                if free > 0 and len(self._held) < 2 * generator.engine.capacity:
+                scoring = sum(not slots.open for slots in held)
+                if free > 0 and scoring < 2 * generator.engine.capacity:
                     return generator, free + group - 1
             await self._changed.wait()
 

@@ -22,7 +22,7 @@ from millrace.environments.registry import check
 from millrace.errors import InvalidJob
 from millrace.spec.environment import Environment
 from millrace.wire.v1 import common_pb2
-from services.rollout.engine import Sampling
+from services.rollout.engine import Sample, Sampling
 from services.rollout.episodes.hosted import HostedEpisodes
 from services.rollout.work.episode import Episode
 from services.rollout.work.groups import EpisodeFailed
@@ -122,9 +122,15 @@ async def hosted(
                 await host.stop()
 
 
-async def play_one(episodes: HostedEpisodes, here: Served, most_tokens: int = 2000, row: PromptRow = ROW) -> Episode:
+async def play_one(
+    episodes: HostedEpisodes,
+    here: Served,
+    most_tokens: int = 2000,
+    row: PromptRow = ROW,
+    slots: Slots | None = None,
+) -> Episode:
     prompt = Prompt(row, Rendered([1, 2]), "")
-    with Slots(1).episode() as slot:
+    with (slots or Slots(1)).episode() as slot:
         return await episodes(here.engine, prompt, Sampling(most_tokens, temperature=0.7), slot)
 
 
@@ -147,6 +153,32 @@ def test_the_turns_of_the_trace_are_trained_and_no_other(monkeypatch: pytest.Mon
     assert episode.scored is not None and (episode.scored.score, episode.scored.details) == (0.5, {"won": 1.0})
     assert asked["task"] == {"idx": 3} and asked["renderer"] == {"name": "default", "tool_parser": "qwen3"}
     assert asked["authorization"] == "Bearer secret" and asked["temperature"] == 0.7
+
+
+def test_an_episode_has_its_slot_only_while_it_generates() -> None:
+    slots, at_work, during = Slots(1), list[int](), list[int]()
+
+    async def play(asked: dict[str, Any], http: httpx.AsyncClient) -> dict[str, Any]:
+        at_work.append(slots.generating)
+        answer = await two_turns(asked, http)
+        at_work.append(slots.generating)
+        return answer
+
+    async def scenario() -> None:
+        async with hosted(play) as (_, episodes, here):
+            generate = here.engine.generate
+
+            async def watched(prompt: list[int], sampling: Sampling) -> Sample:
+                during.append(slots.generating)
+                sample: Sample = await generate(prompt, sampling)
+                return sample
+
+            here.engine.generate = watched
+            await play_one(episodes, here, slots=slots)
+
+    asyncio.run(scenario())
+    assert at_work == [0, 0] and during == [1, 1, 1, 1]
+    assert slots.open == slots.generating == 0
 
 
 def test_a_host_that_ends_costs_the_episode_which_waits_until_it_is_back() -> None:

@@ -146,18 +146,19 @@ def test_a_cancelled_episode_is_closed_and_its_process_stays(meeting: str) -> No
 
 
 def test_episodes_that_wait_for_their_environment_take_no_slot_of_the_engine(meeting: str, tmp_path: Path) -> None:
-    """The engine has 2 slots. Nobody goes on before 8 episodes have said something, which takes 4 leases at once."""
+    """The engine has 2 slots. Nobody goes on before 12 episodes have said something, which takes 6 leases at once: more
+    than the groups that may wait for their scores."""
     model = save_tiny_model(tmp_path, tied=True, chat_template=CHATML)
-    environment = {"name": meeting, "options": {"wanted": 8}, "max_turn_tokens": 6, "processes": 1}
-    environment |= {"episodes_per_process": 8, "renderer_options": {"tool_parser": "qwen3"}}
+    environment = {"name": meeting, "options": {"wanted": 12}, "max_turn_tokens": 6, "processes": 1}
+    environment |= {"episodes_per_process": 12, "renderer_options": {"tool_parser": "qwen3"}}
     rollout = {"environment": environment, "samples_per_prompt": 2, "engine_options": {"max_num_seqs": 2}}
 
     async def scenario() -> list[common_pb2.Group]:
         async with replica_stack() as stack:
             await stack.serve(job_spec(model, rollout=rollout))
-            for row in range(4):
+            for row in range(6):
                 stack.coordinator.issue(row, samples=2, max_response_tokens=150)
-            await until(lambda: stack.coordinator.answered == 4, 90.0)
+            await until(lambda: stack.coordinator.answered == 6, 90.0)
             assert not stack.coordinator.dropped
             return list(stack.coordinator.groups.values())
 

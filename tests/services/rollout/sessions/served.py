@@ -64,14 +64,14 @@ class Served:
     url: str
     http: httpx.AsyncClient
 
-    def play(self, most_tokens: int = 2000, **sampling: Any) -> "asyncio.Task[Episode]":
-        """An episode that waits for an agent."""
+    def play(self, most_tokens: int = 2000, slots: Slots | None = None, **sampling: Any) -> "asyncio.Task[Episode]":
+        """An episode that waits for an agent. `slots`: those of its lease."""
         rendered = TOKENIZER.apply_chat_template(ROW.prompt, add_generation_prompt=True, return_dict=False)
         prompt = Prompt(ROW, Rendered(list(rendered)), "")
         wanted = Sampling(most_tokens, **{"temperature": 0.7, **sampling})
 
         async def one() -> Episode:
-            with Slots(1).episode() as slot:
+            with (slots or Slots(1)).episode() as slot:
                 return await self.episodes(self.engine, prompt, wanted, slot)
 
         return asyncio.create_task(one())

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import sys
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from shutil import which
@@ -25,8 +26,12 @@ from tests.services.rollout.reference import logprobs
 from tests.services.rollout.stack import replica_stack
 
 
-async def agent(url: str, turns: int) -> None:
-    """Claims an episode and plays it, as a program elsewhere would."""
+async def nothing() -> None:
+    """The work of an agent that has none."""
+
+
+async def agent(url: str, turns: int, work: Callable[[], Awaitable[object]] = nothing) -> None:
+    """Claims an episode and plays it, as a program elsewhere would, with some `work` after each turn."""
     async with httpx.AsyncClient(base_url=url, timeout=120) as http:
         async with asyncio.timeout(60):
             while (reply := await http.post("/sessions")).status_code == 429:  # noqa: ASYNC110
@@ -38,6 +43,7 @@ async def agent(url: str, turns: int) -> None:
             body = {"messages": messages, "max_tokens": 6}
             reply = await http.post(f"{base}/v1/chat/completions", json=body, headers=headers)
             messages += [reply.json()["choices"][0]["message"], {"role": "user", "content": f"and {number}?"}]
+            await work()
             await http.post(f"{base}/reward", json={"reward": 0.25, "turn": number}, headers=headers)
         await http.post(f"{base}/end", json={"reward": 1.0}, headers=headers)
 
@@ -89,6 +95,30 @@ def test_what_is_trained_are_the_tokens_that_the_engine_saw(tmp_path: Path, monk
     assert len(seen.sequences) == 6
     assert [turn.reward for one in group.trajectories for turn in one.turns] == [0.25] * 6
     assert [one.reward for one in group.trajectories if one.HasField("reward")] == [1.0] * 2
+
+
+@pytest.mark.matrix  # test_sessions.py counts the slots
+def test_agents_that_are_at_work_leave_the_engine_to_others(tmp_path: Path) -> None:
+    """The engine has 1 slot. No agent goes on before each of 4 has had a turn, which takes 4 leases at once."""
+    model, all_spoke = save_tiny_model(tmp_path, tied=True), asyncio.Barrier(4)
+    rollout = {"agent": "external", "samples_per_prompt": 1, "engine_options": {"max_num_seqs": 1}}
+
+    async def scenario() -> None:
+        async with replica_stack() as stack:
+            server = SessionServer(stack.replica.sessions, "127.0.0.1", 0)
+            server.start()
+            try:
+                await stack.serve(job_spec(model, rollout=rollout))
+                for row in range(4):
+                    stack.coordinator.issue(row, samples=1, max_response_tokens=150)
+                async with asyncio.timeout(120):
+                    await asyncio.gather(*(agent(server.url, 2, all_spoke.wait) for _ in range(4)))
+                await until(lambda: stack.coordinator.answered == 4, 60.0)
+                assert not stack.coordinator.dropped
+            finally:
+                await server.stop()
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ from millrace.wire.v1 import common_pb2
 from services.rollout.engine import Sample, Sampling
 from services.rollout.work.episode import Episode
 from services.rollout.work.groups import EpisodeFailed
+from services.rollout.work.slots import Slots
+from tests.services.rollout.coordinator import until
 from tests.services.rollout.sessions.served import ROW, TOKENIZER, Served, served, user
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
@@ -205,6 +207,32 @@ def test_an_abandoned_session_is_offered_again_and_then_dropped() -> None:
             assert failed.value.drop.reason is DropReason.ENVIRONMENT_FAILED
             assert failed.value.drop.detail.count("the episode took longer than 0.3 s") == 2
             assert len(here.episodes.sessions) == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_session_has_its_slot_until_it_is_claimed_and_while_it_generates() -> None:
+    async def scenario() -> None:
+        async with served() as here:
+            slots, generate, during = Slots(1), here.engine.generate, list[int]()
+
+            async def watched(prompt: list[int], sampling: Sampling) -> Sample:
+                during.append(slots.generating)
+                sample: Sample = await generate(prompt, sampling)
+                return sample
+
+            here.engine.generate = watched
+            playing = here.play(slots=slots)
+            await until(lambda: here.episodes.sessions.waiting == 1)
+            assert slots.generating == 1, "nobody has claimed it yet"
+            claimed = await here.claim()
+            await until(lambda: slots.generating == 0)
+            for _ in range(2):
+                await here.chat(claimed, user("hi"))
+                assert slots.generating == 0, "the agent is at work"
+            await here.post(claimed, "/end")
+            await playing
+            assert during == [1, 1] and slots.open == slots.generating == 0
 
     asyncio.run(scenario())
 
