@@ -23,6 +23,8 @@ from services.rollout.work.sampled import sampled
 
 T = TypeVar("T")
 S = TypeVar("S", bound=Strand)
+SHORT = 2048
+"""So many characters and tokens are made into the others sooner than a thread gets its turn beside the event loop."""
 
 
 class AgentFailed(Exception):
@@ -93,7 +95,8 @@ class Session:
             prompt_tokens = len(conversation.prompt)
             sample, engine_s = await self._sample(conversation, ask)
             number = self._numbered(held)
-            message = await in_thread(lambda: conversation.add(sample, calls=ask.calls))
+            size = prompt_tokens + len(sample.tokens)
+            message = await computed(lambda: conversation.add(sample, calls=ask.calls), size)
             held.called_at = time.monotonic() if message.get("tool_calls") else 0.0
             return Said(number, message, sample, prompt_tokens, engine_s)
         finally:
@@ -113,8 +116,8 @@ class Session:
     async def count(self, ask: Ask) -> int:
         """Number of tokens of the prompt for `ask`, where nothing was said before."""
         self._check_open()
-        chat, _ = self.policy.chats.of(ask.tools)
-        return len(await _rendered(lambda: chat.render(ask.messages)))
+        chat, tools = self.policy.chats.of(ask.tools)
+        return len(await _rendered(lambda: chat.render(ask.messages), len(tools) + _characters(ask.messages)))
 
     def reward(self, value: float, turn: int | None = None) -> None:
         """Adds to the reward of a turn, or of the whole episode. Raises Refused."""
@@ -171,7 +174,8 @@ class Session:
                 return held
         conversation = self._again(ask.messages, key)
         if conversation is None:
-            conversation = await _rendered(lambda: Conversation(chat, ask.messages))
+            size = len(key) + _characters(ask.messages)
+            conversation = await _rendered(lambda: Conversation(chat, ask.messages), size)
         held = _Held(conversation, key)
         self._conversations.append(held)
         return held
@@ -193,7 +197,7 @@ class Session:
         if not new:
             return
         try:
-            await _rendered(lambda: held.strand.tell(new))
+            await _rendered(lambda: held.strand.tell(new), len(held.strand.prompt) + _characters(new))
         except BaseException:
             held.busy = False
             raise
@@ -267,9 +271,15 @@ def _idle(strands: list[_Held[S]]) -> list[_Held[S]]:
     return [each for each in reversed(strands) if not each.busy]
 
 
-async def in_thread(work: Callable[[], T]) -> T:
-    """The result of `work`, which runs in a thread. A caller that is cancelled waits for its end: what a thread changes
-    is free for others only then."""
+def _characters(messages: Sequence[Message]) -> int:
+    return sum(len(str(message)) for message in messages)
+
+
+async def computed(work: Callable[[], T], size: int) -> T:
+    """The result of `work` on `size` characters and tokens, which runs in a thread where they are many. A caller that
+    is cancelled waits for its end: what a thread changes is free for others only then."""
+    if size <= SHORT:
+        return work()
     task = asyncio.ensure_future(asyncio.to_thread(work))
     try:
         return await asyncio.shield(task)
@@ -278,9 +288,10 @@ async def in_thread(work: Callable[[], T]) -> T:
         raise
 
 
-async def _rendered(render: Callable[[], T]) -> T:
-    """Runs what makes messages into tokens, in a thread. Raises Refused where the chat format refuses the messages."""
+async def _rendered(render: Callable[[], T], size: int) -> T:
+    """Runs what makes `size` characters of messages into tokens. Raises Refused where the chat format refuses the
+    messages."""
     try:
-        return await in_thread(render)
+        return await computed(render, size)
     except BadRow as error:
         raise Refused(Refusals.INVALID, error.what, error.fix, "messages") from error
