@@ -30,11 +30,11 @@ def mistakes_of(engine_options: Mapping[str, Any]) -> Iterator[Mistake]:
             yield from (reserved_option(name, field) for field in list(instead)[:1])
 
 
-def reserved_option(option: str, instead: str) -> Mistake:
-    """The mistake of setting an option that a job cannot set. `instead` is the field of the job that has the same
-    effect; empty where there is none."""
+def reserved_option(option: str, instead: str, field: str = FIELD) -> Mistake:
+    """The mistake of setting an option of `field` that a job cannot set. `instead` is the field of the job that has the
+    same effect; empty where there is none."""
     fix = f"set {instead} instead." if instead else "remove it: the replica sets it."
-    return Mistake(f"{FIELD}.{option}", "a job cannot set this option", fix)
+    return Mistake(f"{field}.{option}", "a job cannot set this option", fix)
 
 
 def unknown_engine(field: str, name: str) -> Mistake:

@@ -17,6 +17,20 @@ def plugin_missing() -> str:
     return f"millrace's entry point {ENTRY_POINT} is not installed: uv pip install -e . in the checkout, then restart."
 
 
+SET_BY_REPLICAS = (
+    "load_format",
+    "logprobs_mode",
+    "worker_extension_cls",
+    "generation_config",
+    "enable_log_requests",
+    "data_parallel_size",
+    "nnodes",
+    "node_rank",
+    "master_addr",
+    "master_port",
+)
+"""Options that a replica sets itself, whether it generates or scores, and that no field of a job has instead."""
+
 DESCRIPTOR = EngineDescriptor(
     software=Software(
         title="vLLM",
@@ -48,16 +62,7 @@ DESCRIPTOR = EngineDescriptor(
         "tokenizer": "model.path",
         "trust_remote_code": "model.trust_remote_code",
         "dtype": "rollout.dtype",
-        "load_format": "",
-        "logprobs_mode": "",
-        "worker_extension_cls": "",
-        "generation_config": "",
-        "enable_log_requests": "",
-        "data_parallel_size": "",
-        "nnodes": "",
-        "node_rank": "",
-        "master_addr": "",
-        "master_port": "",
+        **dict.fromkeys(SET_BY_REPLICAS, ""),
         "quantization": "",
         "enable_return_routed_experts": "algorithm.router_replay",
         "enable_lora": "model.lora",

@@ -37,7 +37,8 @@ class McpServer(StrictModel):
 
 
 class Environment(StrictModel):
-    """Its processes have the limits of reward.memory_mb, reward.network and reward.isolation."""
+    """What answers the policy in episodes of several turns. The processes of an environment have the limits of
+    reward.memory_mb, reward.network and reward.isolation."""
 
     name: str = "tools"
     """A class, `/path/to/file.py:MyEnvironment` or `module:MyEnvironment`, or one that is built in:

@@ -103,8 +103,8 @@ def find(key: str) -> StepHistogram | None:
 
 
 def declared(found: dict[str, Histogram], owner: Owner) -> dict[str, Histogram]:
-    """Those of the histograms that are declared as measured by `owner`. Another one raises UndeclaredMetric in strict
-    mode; otherwise it is logged once."""
+    """The histograms that are declared as measured by `owner`. Any other raises UndeclaredMetric in strict mode;
+    otherwise it is logged once and left out."""
     fitting = {}
     for key, histogram in found.items():
         declaration = find(key)

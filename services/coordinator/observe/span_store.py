@@ -126,7 +126,7 @@ class SpanStore:
         short steps end before the spans of an earlier one have come."""
         rows = await self._store.records(job.id).rows(step - 1, step + KEPT_STEPS)
         in_time = [row.step for row in rows if row.time_s <= rows[0].time_s + LATE_S]
-        return max(step + job.spec.schedule.max_staleness, *in_time, step) + 2
+        return max([step + job.spec.schedule.max_staleness, *in_time]) + 2
 
 
 def _decoded(found: Sequence[bytes]) -> list[Batch]:

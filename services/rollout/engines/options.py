@@ -40,13 +40,23 @@ def with_whole_paths(spec: JobSpec, engine: str, check: Callable[[Mapping[str, A
 def check_name(engine: str, name: str, known: Set[str], options: str) -> None:
     """Raises InvalidJob for an option of rollout.engine_options that the replica sets itself, or that is none of
     `known`. `options` is the engine's class of options, for the fix."""
-    descriptor = ENGINES[engine]
-    if name in descriptor.reserved_options:
-        raise InvalidJob.of([reserved_option(name, descriptor.reserved_options[name])])
-    if name not in known:
-        title, near = descriptor.software.title, closest(name, known)
-        fix = f"did you mean `{near}`?" if near is not None else f"see the fields of {title}'s {options}."
-        raise InvalidJob.of([Mistake(f"{FIELD}.{name}", f"{title} has no such option", fix)])
+    if mistake := mistake_in(engine, name, ENGINES[engine].reserved_options, known, options):
+        raise InvalidJob.of([mistake])
+
+
+def mistake_in(
+    engine: str, name: str, reserved: Mapping[str, str], known: Set[str], options: str, field: str = FIELD
+) -> Mistake | None:
+    """What is wrong with the name of an option that `field` has; None where nothing is. `reserved`: the options that
+    the replica sets itself, each with the field of the job that has the same effect, or empty. The rest is as in
+    `check_name`."""
+    if name in reserved:
+        return reserved_option(name, reserved[name], field)
+    if name in known:
+        return None
+    title, near = ENGINES[engine].software.title, closest(name, known)
+    fix = f"did you mean `{near}`?" if near is not None else f"see the fields of {title}'s {options}."
+    return Mistake(f"{field}.{name}", f"{title} has no such option", fix)
 
 
 def has_latents(model: str) -> bool:

@@ -7,7 +7,6 @@ AsyncLLM starts several processes: EngineCore, and one Worker for each rank. The
 import asyncio
 import gc
 import itertools
-import multiprocessing
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.process import BaseProcess
@@ -38,12 +37,11 @@ from services.rollout.engines.adapter import AdapterShape, adapter_shape, check_
 from services.rollout.engines.versioned import VersionedEngine, samples_that_fit
 from services.rollout.engines.vllm import options as vllm_options
 from services.rollout.engines.vllm.adapter import lora_request
-from services.rollout.engines.vllm.environment import set_cpu_environment, set_environment
-from services.rollout.engines.vllm.processes import kill_engine, shut_down, start_errors, take_over_spawn
+from services.rollout.engines.vllm.environment import before_start, set_cpu_environment
+from services.rollout.engines.vllm.processes import kill_engine, shut_down, start_errors
 from services.rollout.engines.vllm.scheduler_stats import SchedulerStats
 from services.rollout.engines.vllm.versions import VersionMarks
 from services.rollout.engines.vllm.workers import VllmWorkers
-from services.rollout.lifeline import own_descendants
 from services.rollout.nodes.leader import Leader
 from services.rollout.nodes.place import EngineStart
 
@@ -85,10 +83,7 @@ class VllmEngine(VersionedEngine):
     async def start(self, spec: JobSpec) -> None:
         if warning := SOFTWARE.release_warning(self.release):
             log.warning(warning)
-        own_descendants()
-        set_environment()
-        take_over_spawn()
-        self._others = set(multiprocessing.active_children())
+        self._others = before_start()
         place = await self._workers.listen(host_address() if self._nodes is not None else "")
         self._llm = await self._built(spec, place)
         config = self._llm.vllm_config

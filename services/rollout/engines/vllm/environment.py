@@ -1,10 +1,14 @@
-"""Environment variables that vLLM reads as it is imported."""
+"""What vLLM finds in a process as it is imported: environment variables, and its classes of processes."""
 
+import multiprocessing
 import os
+from multiprocessing.process import BaseProcess
 
 from millrace.engines.vllm import ENTRY_POINT, plugin_missing
 from millrace.errors import InvalidState
 from services.rollout.engine import compute_threads
+from services.rollout.engines.vllm.processes import take_over_spawn
+from services.rollout.lifeline import own_descendants
 
 DEFAULTS = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # gRPC's threads do not survive a fork
@@ -13,6 +17,15 @@ DEFAULTS = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # otherwise all replicas of a host bind to its first cores
 }
+
+
+def before_start() -> set[BaseProcess]:
+    """Prepares this process for an engine, before vLLM is imported. Returns the children that it has now, which are
+    none of vLLM's."""
+    own_descendants()
+    set_environment()
+    take_over_spawn()
+    return set(multiprocessing.active_children())
 
 
 def set_environment() -> None:

@@ -1,7 +1,6 @@
 """A follower's share of vLLM: the workers of one node, as `vllm serve --headless` runs them."""
 
 import asyncio
-import multiprocessing
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -11,9 +10,8 @@ from millrace.errors import InvalidJob, Unavailable
 from millrace.spec import JobSpec
 from services.rollout.engines.adapter import adapter_shape
 from services.rollout.engines.vllm import options as vllm_options
-from services.rollout.engines.vllm.environment import set_cpu_environment, set_environment
-from services.rollout.engines.vllm.processes import kill_engine, reason, take_over_spawn
-from services.rollout.lifeline import own_descendants
+from services.rollout.engines.vllm.environment import before_start, set_cpu_environment
+from services.rollout.engines.vllm.processes import kill_engine, reason
 from services.rollout.nodes.place import EngineStart
 
 LOOK_S = 1.0
@@ -35,11 +33,8 @@ class VllmFollower:
 
     async def start(self, spec: JobSpec, start: EngineStart) -> None:
         """See `EngineShare`."""
-        own_descendants()
-        set_environment()
-        take_over_spawn()
         loop = asyncio.get_running_loop()
-        self._others = set(multiprocessing.active_children())
+        self._others = before_start()
         self._building = loop.run_in_executor(self._thread, self._build, spec, start)
         self._executor = await asyncio.shield(self._building)
         self._ended = loop.run_in_executor(None, _first_end, [each.proc for each in self._executor.workers])

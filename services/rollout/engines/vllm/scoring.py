@@ -4,7 +4,6 @@ import asyncio
 import dataclasses
 import gc
 import itertools
-import multiprocessing
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.process import BaseProcess
@@ -17,16 +16,15 @@ from numpy.typing import NDArray
 
 from millrace.data.model_folder import context
 from millrace.engines import ENGINES
-from millrace.errors import InvalidJob, Mistake, Unavailable, refused
+from millrace.engines.vllm import SET_BY_REPLICAS
+from millrace.errors import InvalidJob, Unavailable, refused
 from millrace.spec.pools.pool import PoolTask
-from millrace.validation.names import closest
 from millrace.wire.arrays import TokenScores
 from services.rollout.engine import EngineDied
-from services.rollout.engines.options import has_latents
-from services.rollout.engines.vllm.environment import set_cpu_environment, set_environment
+from services.rollout.engines.options import has_latents, mistake_in
+from services.rollout.engines.vllm.environment import before_start, set_cpu_environment
 from services.rollout.engines.vllm.options import CPU_KV_CACHE_BYTES, ON_LATENTS
-from services.rollout.engines.vllm.processes import shut_down, start_errors, take_over_spawn
-from services.rollout.lifeline import own_descendants
+from services.rollout.engines.vllm.processes import shut_down, start_errors
 from services.rollout.pools.engine import PoolModel, TokenSequence
 
 log = structlog.get_logger(__name__)
@@ -43,19 +41,7 @@ RESERVED = {
     "tokenizer": "path",
     "trust_remote_code": "trust_remote_code",
     "dtype": "dtype",
-    "load_format": "",
-    "logprobs_mode": "",
-    "max_logprobs": "",
-    "worker_extension_cls": "",
-    "runner": "",
-    "convert": "",
-    "generation_config": "",
-    "enable_log_requests": "",
-    "data_parallel_size": "",
-    "nnodes": "",
-    "node_rank": "",
-    "master_addr": "",
-    "master_port": "",
+    **dict.fromkeys((*SET_BY_REPLICAS, "max_logprobs", "runner", "convert"), ""),
 }
 """Options that a pool cannot set, with the field of the pool that has the same effect, or empty."""
 
@@ -85,10 +71,7 @@ class VllmScoring:
             raise refused(f"{model.field}.name", model.pool.name, reason, "start them with --engine transformers.")
         if warning := SOFTWARE.release_warning(self.release):
             log.warning(warning)
-        own_descendants()
-        set_environment()
-        take_over_spawn()
-        self._others = set(multiprocessing.active_children())
+        self._others = before_start()
         self._llm = await asyncio.get_running_loop().run_in_executor(self._thread, self._build, model)
         config = self._llm.vllm_config
         self.world_size = config.parallel_config.world_size
@@ -176,9 +159,10 @@ def engine_arguments(model: PoolModel) -> Any:
     from vllm.platforms import current_platform
 
     pool, known = model.pool, {field.name for field in dataclasses.fields(AsyncEngineArgs)}
-    if mistakes := [
-        _mistake(model, name, known) for name in pool.engine_options if name in RESERVED or name not in known
-    ]:
+    field = f"{model.field}.engine_options"
+    reserved = {name: instead and f"{model.field}.{instead}" for name, instead in RESERVED.items()}
+    found = (mistake_in("vllm", name, reserved, known, "AsyncEngineArgs", field) for name in pool.engine_options)
+    if mistakes := [mistake for mistake in found if mistake is not None]:
         raise InvalidJob.of(mistakes)
     longest, positions = model.longest + 1, context(Path(pool.path))
     arguments: dict[str, Any] = {
@@ -206,14 +190,3 @@ def engine_arguments(model: PoolModel) -> Any:
             "enable_log_requests": False,
         }
     )
-
-
-def _mistake(model: PoolModel, name: str, known: set[str]) -> Mistake:
-    field = f"{model.field}.engine_options.{name}"
-    if name in RESERVED:
-        instead = RESERVED[name]
-        fix = f"set {model.field}.{instead} instead." if instead else "remove it: the replica sets it."
-        return Mistake(field, "a job cannot set this option", fix)
-    near = closest(name, known)
-    fix = f"did you mean `{near}`?" if near is not None else "see the fields of vLLM's AsyncEngineArgs."
-    return Mistake(field, "vLLM has no such option", fix)
