@@ -13,6 +13,7 @@ from services.rollout.nodes.follower import Follower, FollowerEnd
 from services.rollout.nodes.leader import Leader
 from services.rollout.nodes.place import EngineStart, Place
 from services.rollout.nodes.service import servicers
+from tests.services.rollout.coordinator import until
 
 ENGINE = ("vllm", "0.1")
 WITHIN_S = 60.0
@@ -51,6 +52,7 @@ class ReplicaNodes:
     def __init__(self, nodes: int, lost_after_s: float, port: int = 0, generation: str = "rollout-1") -> None:
         self.lost: list[EngineDied] = []
         self.drains = 0
+        self.followers: list[Follower] = []
         self.leader = Leader(generation, Place(0, nodes, "127.0.0.1", port or 1), *ENGINE, lost_after_s)
         self.leader.on_lost, self.leader.on_drain = self.lost.append, self._drain
         self.server = Server(servicers(self.leader), "127.0.0.1", port)
@@ -77,12 +79,19 @@ class ReplicaNodes:
         place = Place(rank, nodes or self.leader.place.nodes, "127.0.0.1", self.server.port)
         follower = Follower(peer, place, engine, share)
         running = asyncio.create_task(follower.run(WITHIN_S))
+        self.followers.append(follower)
         try:
             yield follower, share, running
         finally:
+            self.followers.remove(follower)
             running.cancel()
             await asyncio.wait({running})
             await peer.close()
+
+    async def whole(self) -> None:
+        """Waits until all nodes have joined, and each follower knows that it has."""
+        await self.leader.whole(WITHIN_S)
+        await until(lambda: all(follower.joined for follower in self.followers), WITHIN_S)
 
     async def start(self, building: Awaitable[int], give_up: Callable[[], None] = lambda: None) -> int:
         """What an engine does: it has the followers start, and starts its own share by `building`."""

@@ -42,7 +42,7 @@ def test_they_meet_start_stop_and_end_as_one(tmp_path: Path) -> None:
             replica.follower(1) as (_, first, one),
             replica.follower(2) as (_, second, two),
         ):
-            await replica.leader.whole(WITHIN_S)
+            await replica.whole()
             replica.leader.serve_job(job_spec(tmp_path).model_dump_json())
             assert await replica.start(built()) == 7
             await until(lambda: first.started and second.started, WITHIN_S)
@@ -63,7 +63,7 @@ def test_they_meet_start_stop_and_end_as_one(tmp_path: Path) -> None:
 def test_a_generation_that_failed_is_followed_by_another() -> None:
     async def scenario() -> None:
         async with ReplicaNodes(2, LONG_S) as replica, replica.follower() as (_, _, running):
-            await replica.leader.whole(WITHIN_S)
+            await replica.whole()
             await replica.leader.end("the engine died", for_good=False)
             assert await running is FollowerEnd.REJOIN
 
@@ -84,7 +84,7 @@ def test_a_follower_that_is_killed_is_found_by_its_next_life() -> None:
     async def scenario() -> None:
         async with ReplicaNodes(2, LONG_S) as replica:
             async with replica.follower():
-                await replica.leader.whole(WITHIN_S)
+                await replica.whole()
             async with replica.follower() as (follower, _, _):
                 await until(lambda: replica.lost, WITHIN_S)
                 assert "node 1 (" in str(replica.lost[0]) and "it has ended" in str(replica.lost[0])
@@ -102,7 +102,7 @@ def test_a_follower_that_is_killed_is_found_by_its_next_life() -> None:
 def test_a_silent_follower_is_lost_after_the_deadline() -> None:
     async def scenario() -> None:
         async with ReplicaNodes(2, 1.0) as replica, replica.follower() as (_, _, running):
-            await replica.leader.whole(WITHIN_S)
+            await replica.whole()
             running.cancel()
             await until(lambda: replica.lost, WITHIN_S)
             assert "it has not answered for" in str(replica.lost[0])
@@ -113,7 +113,7 @@ def test_a_silent_follower_is_lost_after_the_deadline() -> None:
 def test_nodes_that_died_with_the_engine_are_named() -> None:
     async def scenario() -> None:
         async with ReplicaNodes(3, LONG_S) as replica, replica.follower(1), replica.follower(2) as (_, _, killed):
-            await replica.leader.whole(WITHIN_S)
+            await replica.whole()
             assert await replica.leader.silent() == []
             killed.cancel()
             await asyncio.wait({killed})
@@ -126,7 +126,7 @@ def test_nodes_that_died_with_the_engine_are_named() -> None:
 def test_a_follower_ends_where_the_leader_is_gone() -> None:
     async def scenario() -> None:
         async with ReplicaNodes(2, 1.0) as replica, replica.follower() as (_, share, running):
-            await replica.leader.whole(WITHIN_S)
+            await replica.whole()
             await replica.server.stop(0.0)
             assert await running is FollowerEnd.REJOIN
             assert share.stops
@@ -137,7 +137,7 @@ def test_a_follower_ends_where_the_leader_is_gone() -> None:
 def test_a_follower_of_an_older_generation_is_refused() -> None:
     async def scenario() -> None:
         async with ReplicaNodes(2, LONG_S) as replica, replica.follower() as (_, _, running):
-            await replica.leader.whole(WITHIN_S)
+            await replica.whole()
             await replica.server.stop(0.0)
             async with ReplicaNodes(2, LONG_S, replica.server.port, "rollout-2") as next_life:
                 assert await running is FollowerEnd.REJOIN
@@ -155,7 +155,7 @@ def test_a_follower_of_an_older_generation_is_refused() -> None:
 def test_what_a_follower_refuses_the_engine_refuses(tmp_path: Path, error: InvalidJob | Unavailable) -> None:
     async def scenario() -> None:
         async with ReplicaNodes(2, LONG_S) as replica, replica.follower() as (_, share, _):
-            await replica.leader.whole(WITHIN_S)
+            await replica.whole()
             replica.leader.serve_job(job_spec(tmp_path).model_dump_json())
             share.refuse = error
             building: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -175,7 +175,7 @@ def test_what_both_refuse_is_the_loss_of_no_node(tmp_path: Path) -> None:
 
     async def scenario() -> None:
         async with ReplicaNodes(2, LONG_S) as replica, replica.follower() as (_, share, _):
-            await replica.leader.whole(WITHIN_S)
+            await replica.whole()
             replica.leader.serve_job(job_spec(tmp_path).model_dump_json())
             share.refuse = InvalidJob("so does the follower.")
             share.refuse_when.clear()
@@ -197,7 +197,7 @@ def test_what_both_refuse_is_the_loss_of_no_node(tmp_path: Path) -> None:
 def test_workers_that_end_end_the_generation(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with ReplicaNodes(2, LONG_S) as replica, replica.follower() as (_, share, _):
-            await replica.leader.whole(WITHIN_S)
+            await replica.whole()
             replica.leader.serve_job(job_spec(tmp_path).model_dump_json())
             await replica.start(built())
             await until(lambda: share.started, WITHIN_S)
@@ -213,7 +213,7 @@ def test_a_loss_ends_a_start(tmp_path: Path) -> None:
         async with ReplicaNodes(2, LONG_S) as replica:
             building: asyncio.Future[int] = asyncio.get_running_loop().create_future()
             async with replica.follower() as (_, share, _):
-                await replica.leader.whole(WITHIN_S)
+                await replica.whole()
                 replica.leader.serve_job(job_spec(tmp_path).model_dump_json())
                 share.hang = True
                 give_up = partial(building.set_exception, Unavailable("given up."))
@@ -229,7 +229,7 @@ def test_a_loss_ends_a_start(tmp_path: Path) -> None:
 def test_a_follower_that_is_told_to_stop_drains_the_replica() -> None:
     async def scenario() -> None:
         async with ReplicaNodes(2, LONG_S) as replica, replica.follower() as (follower, _, running):
-            await replica.leader.whole(WITHIN_S)
+            await replica.whole()
             follower.drain()
             await until(lambda: replica.drains, WITHIN_S)
             await replica.leader.end("it was told to stop", for_good=True)
