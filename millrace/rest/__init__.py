@@ -12,7 +12,10 @@ from pydantic import BaseModel, Field, PlainSerializer, computed_field
 
 from millrace.drops import DropReason
 from millrace.errors import Mistake
-from millrace.sandbox.boundaries import Boundary
+from millrace.rest.fleet import FleetView as FleetView
+from millrace.rest.fleet import MemberKind as MemberKind
+from millrace.rest.fleet import MemberState as MemberState
+from millrace.rest.fleet import MemberView as MemberView
 
 Figure = Annotated[
     float, PlainSerializer(lambda value: value if isfinite(value) else json.dumps(value), float | str, when_used="json")
@@ -156,61 +159,6 @@ class LedgerView(BaseModel):
     trained: int
     dropped: int
     reasons: dict[DropReason, int] = Field(description="Dropped prompts by reason.")
-
-
-class MemberKind(StrEnum):
-    TRAINER = "trainer"
-    ROLLOUT = "rollout"
-
-
-class MemberState(StrEnum):
-    IDLE = "idle"
-    """No job needs it."""
-    CONFIGURING = "configuring"
-    """It loads the model of the job: a trainer, or a replica with its engine."""
-    JOINING = "joining"
-    """The engine of the replica is ready; it holds no verified version of the job's weights yet."""
-    SERVING = "serving"
-    DRAINING = "draining"
-    """It gets no new work and leaves when it has finished what it has."""
-    LEFT = "left"
-    """It was drained and left a short time ago."""
-    LOST = "lost"
-    """It died, or left without being drained, a short time ago."""
-
-
-class MemberView(BaseModel):
-    id: str
-    kind: MemberKind
-    pool: str = Field("", description="The pool of a replica; `rollout` for those that generate.")
-    address: str
-    engine: str
-    engine_release: str
-    world_size: int
-    host: str
-    device: str
-    metrics_address: str = Field("", description="host:port of its Prometheus metrics; empty: it serves none.")
-    sessions_address: str = Field("", description="host:port at which agents reach their sessions; empty: nowhere.")
-    state: MemberState
-    version: int = Field(description="Weight version held; -1: none verified.")
-    running: int = Field(description="Samples that its engine is generating.")
-    waiting: int = Field(description="Samples that wait in its engine.")
-    free: int = Field(description="Samples that its engine could start now.")
-    leases: int = Field(description="Prompts that it works on.")
-    tokens: int = Field(description="Tokens generated since it started.")
-    tokens_per_s: float
-    silent_s: float = Field(description="Seconds since its last heartbeat, request or answer.")
-    trouble: str = Field("", description="Why it could not be configured for the job.")
-    gone: str = Field("", description="Why it is lost or has left.")
-    missing_boundaries: dict[Boundary, str] = Field(
-        default_factory=dict, description="What the sandbox of the job's reward functions lacks on its host, and why."
-    )
-
-
-class FleetView(BaseModel):
-    epoch: int = Field(description="Membership epoch: grows when a member joins, leaves or is lost.")
-    trainers: list[MemberView]
-    replicas: list[MemberView]
 
 
 class StepMetrics(BaseModel):
