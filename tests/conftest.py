@@ -15,6 +15,10 @@ import pytest
 os.environ["MILLRACE_STRICT_METRICS"] = "1"
 """Here and in every process that a test starts: a metric that nobody declared is an error."""
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+"""Here and in every process that a test starts: torch's threads wait for each other in a loop, and take the cores from
+the tests beside."""
+
 if sys.version_info < (3, 12):
     PARSE = ast.parse
 
