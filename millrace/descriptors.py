@@ -55,6 +55,9 @@ class EngineDescriptor:
     scoring: str = ""
     """`module:class` of the `services.rollout.pools.engine.ScoringEngine`, by which the engine scores for a pool; empty
     where it cannot."""
+    replies: str = ""
+    """`module:class` of the `services.rollout.pools.engine.ReplyEngine`, by which it replies for a pool; empty where it
+    cannot."""
     other_problem: Callable[[], str] = field(default=lambda: "")
     """Why the installed engine cannot run, with the fix; empty where it can."""
 

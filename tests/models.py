@@ -99,3 +99,21 @@ def save_reward_model(folder: Path, *, seed: int = 0, labels: int = 1) -> Path:
     model.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return folder
+
+
+def save_judge_model(folder: Path, reply: str = "Score: 7") -> Path:
+    """The same for a language model that says `reply` to everything, when it is greedy: its layers add nothing, and
+    each token has one token that follows it. No character of `reply` may come twice."""
+    model, tokenizer = random_model(tied=False, seed=0), byte_tokenizer()
+    said = [*tokenizer.encode("\n"), *tokenizer.encode(reply), model.config.eos_token_id]
+    assert len(set(said)) == len(said), "a token that comes twice would have two that follow it"
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        model.model.norm.weight.fill_(1.0)
+        model.lm_head.weight.zero_()
+        model.lm_head.weight[said[1:]] = model.model.norm(model.model.embed_tokens.weight[said[:-1]])
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

@@ -15,6 +15,7 @@ DESCRIPTOR = EngineDescriptor(
     ),
     implementation="services.rollout.engines.transformers.engine:TransformersEngine",
     scoring="services.rollout.engines.transformers.scoring:TransformersScoring",
+    replies="services.rollout.engines.transformers.replies:TransformersReplies",
     options_class="services.rollout.engines.transformers.engine:Options",
     options_example={"max_num_seqs": 64},
     option_bounds={"max_num_seqs": (1, 65_536)},

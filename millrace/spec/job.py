@@ -28,7 +28,7 @@ class JobSpec(StrictModel):
     pools: list[Pool] = Field(
         default_factory=list, max_length=16, examples=[[{"name": "quality", "path": "/data/reward-model"}]]
     )
-    """Replicas with models of their own that score: reward models, and teachers."""
+    """Replicas with models of their own that score: reward models, judges, and teachers."""
     algorithm: Algorithm = Field(Algorithm(), examples=[{"preset": "grpo"}])
     """What is optimised."""
     trainer: Trainer = Field(Trainer(), examples=[{"backend": "fsdp2", "token_budget": 16384}])
@@ -51,5 +51,6 @@ class JobSpec(StrictModel):
     def pool_tasks(self, name: str) -> set[PoolTask]:
         """What the job uses a pool for: one task, in a job that follows the rules."""
         tasks = {PoolTask.REWARDS for each in self.reward.functions if each.pool == name}
+        tasks |= {PoolTask.REPLIES for term in self.reward.judge_terms if term.judge.pool == name}
         distillation = self.algorithm.distillation
         return tasks | ({PoolTask.LOGPROBS} if distillation is not None and distillation.pool == name else set())

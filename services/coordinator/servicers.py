@@ -57,7 +57,10 @@ class FleetServicer(fleet_pb2_grpc.FleetServicer):
         self, request: fleet_pb2.FindPoolRequest, context: grpc.aio.ServicerContext
     ) -> fleet_pb2.FindPoolResponse:
         members = await self._fleet.find_pool(request.pool, JobId(request.job_id), request.wait_s)
-        return fleet_pb2.FindPoolResponse(addresses=[member.address for member in members])
+        return fleet_pb2.FindPoolResponse(
+            addresses=[member.address for member in members],
+            endpoints=[member.sessions_address for member in members],
+        )
 
 
 class WorkServicer(work_pb2_grpc.WorkServicer):

@@ -121,7 +121,8 @@ def main(
             envvar="MILLRACE_SESSIONS_PORT",
             min=0,
             max=65_535,
-            help="Port at which agents reach their sessions; 0: a free port, which `millrace fleet` tells.",
+            help="Port of its HTTP endpoint, for sessions of agents or replies of a pool; 0: a free port, which "
+            "`millrace fleet` tells.",
         ),
     ] = 0,
     insecure: InsecureOption = False,
@@ -161,7 +162,7 @@ async def _process(member_id: MemberId, options: Options) -> NoReturn:
             status = await follow(place, engine, _signals(), options.patience_s, options.drain_s)
         elif options.pool != ROLLOUT:
             process = PoolProcess(
-                *(options.coordinator, options.host, options.port, options.metrics_port),
+                *(options.coordinator, options.host, options.port, options.metrics_port, options.sessions_port),
                 *(options.patience_s, options.drain_s),
             )
             replica = PoolReplica(member_id, options.pool, options.engine, options.engine_release)

@@ -47,9 +47,10 @@ async def _score_some(pool: ScoringPool, waiting: Iterable[dict[str, Any]]) -> N
 
 
 async def ask_judges(spec: JobSpec, rows: list[dict[str, Any]]) -> None:
-    """Prints what every judge gives to every row; one that does not answer is not asked again. Raises InvalidJob."""
-    once = {"deadline_s": SHORTEST_S}
-    terms = [replace(term, judge=term.judge.model_copy(update=once)) for term in spec.reward.judge_terms]
+    """Prints what every judge behind a URL gives to every row; one that does not answer is not asked again. Raises
+    InvalidJob."""
+    once, asked = {"deadline_s": SHORTEST_S}, [term for term in spec.reward.judge_terms if term.judge.pool is None]
+    terms = [replace(term, judge=term.judge.model_copy(update=once)) for term in asked]
     for judge in map(JudgeScorer, terms):
         try:
             for row in rows:

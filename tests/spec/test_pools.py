@@ -15,6 +15,13 @@ from millrace.spec.pools.pool import Pool, PoolTask
 JOB = {"name": "a job", "output": "/out", "model": {"path": "/model"}, "data": {"files": ["/train.jsonl"]}}
 QUALITY, TEACHER = {"name": "quality", "path": "/reward-model"}, {"name": "teacher", "path": "/teacher"}
 LIKED = {"name": "liked", "pool": "quality"}
+JUDGED = {"name": "judged", "judge": {"pool": "quality", "prompt": "{{answer}}"}}
+
+
+def judged(**fields: Any) -> dict[str, Any]:
+    """A job with a judge in a pool, and these fields of the judge."""
+    judge = {**JUDGED, "judge": {"pool": "quality", "prompt": "{{answer}}", **fields}}
+    return {"pools": [QUALITY], "reward": {"functions": [judge]}}
 
 
 def test_a_job_uses_each_pool_for_one_task() -> None:
@@ -26,6 +33,7 @@ def test_a_job_uses_each_pool_for_one_task() -> None:
     assert spec.pool_tasks("quality") == {PoolTask.REWARDS} and spec.pool_tasks("teacher") == {PoolTask.LOGPROBS}
     assert [term.pool for term in spec.reward.pool_terms] == ["quality"]
     assert spec.reward.terms(procedural=False) == [] and spec.reward.reported == ["liked"]
+    assert parse(JOB | judged()).pool_tasks("quality") == {PoolTask.REPLIES}
 
 
 @pytest.mark.parametrize(
@@ -41,6 +49,16 @@ def test_a_job_uses_each_pool_for_one_task() -> None:
             {"pools": [QUALITY], "reward": {"functions": [LIKED]}, "algorithm": {"distillation": {"pool": "quality"}}},
             "it is used for log-probabilities and for rewards, which no model gives",
         ),
+        (
+            {"pools": [QUALITY], "reward": {"functions": [LIKED, JUDGED]}},
+            "it is used for replies and for rewards, which no model gives",
+        ),
+        ({"reward": {"functions": [JUDGED]}}, 'reward.functions.0.judge.pool: "quality": there is no such pool'),
+        (judged(url="http://judge/v1"), 'reward.functions.0.judge.url: "http://judge/v1": a pool is given too'),
+        (judged(model="j"), 'reward.functions.0.judge.model: "j": the pool has its model'),
+        (judged(api_key_env="KEY"), "requests to a pool have the token of the deployment"),
+        (judged(pool=None), "reward.functions.0.judge.url: null: neither url nor pool is given"),
+        (judged(pool=None, url="http://judge/v1"), "reward.functions.0.judge.model: null: requests to a URL name"),
         ({"reward": {"functions": [LIKED]}}, 'reward.functions.0.pool: "quality": there is no such pool'),
         ({"algorithm": {"distillation": {"pool": "teacher"}}}, 'algorithm.distillation.pool: "teacher": there is no'),
         ({"reward": {"functions": [{"name": "x"}]}}, "neither a function nor a judge nor a pool is given"),
@@ -73,8 +91,9 @@ def test_what_is_refused(parts: dict[str, Any], told: str) -> None:
         (
             {"architectures": ["Qwen3ForSequenceClassification"]},
             PoolTask.LOGPROBS,
-            "gives no log-probabilities of tokens",
+            "cannot give log-probabilities",
         ),
+        ({"architectures": ["Qwen3ForSequenceClassification"]}, PoolTask.REPLIES, "cannot give replies"),
         ({"architectures": ["Qwen3ForCausalLM"], "vocab_size": 900}, PoolTask.LOGPROBS, "a vocabulary of 900 tokens"),
     ],
 )

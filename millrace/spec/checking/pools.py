@@ -23,8 +23,8 @@ def check_pool(policy: str, pool: Pool, task: PoolTask, field: str, *, weights: 
         _check_reward_model(pool.path, architecture, config.get("id2label"), field)
     elif architecture.endswith(REWARD_MODELS):
         fix = "give a language model, for example a Qwen3ForCausalLM."
-        raise refused(field, pool.path, f"{architecture} gives no log-probabilities of tokens", fix)
-    else:
+        raise refused(field, pool.path, f"{architecture} cannot give {task}", fix)
+    elif task is PoolTask.LOGPROBS:
         _check_vocabulary(policy, folder, field)
 
 

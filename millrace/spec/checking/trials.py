@@ -101,9 +101,14 @@ class RewardTrial:
 
 
 def ask_judges(spec: JobSpec, section: str, row: PromptRow, notes: list[str]) -> list[Mistake]:
-    """Asks each judge once, about a row of a section with its ground truth as the answer. Adds what it says to
-    `notes`."""
-    judges = [term.judge for term in spec.reward.judge_terms]
+    """Asks each judge behind a URL once, about a row of a section with its ground truth as the answer. Adds what it
+    says to `notes`."""
+    judges = [term.judge for term in spec.reward.judge_terms if term.judge.pool is None]
+    for term in spec.reward.judge_terms:
+        if term.judge.pool is not None:
+            notes.append(f"{term.field}: is not asked: only replicas of a running job reach the pool {term.judge.pool}")
+    if not judges:
+        return []
     limit_s = START_S + sum(judge.timeout_s * (judge.retries + 1) for judge in judges)
     told = {"row": row.index, "data_source": row.data_source, "prompt": row.prompt, "extra_info": row.extra_info}
     asked = {**told, "ground_truth": row.ground_truth, "answer": _truth_as_answer(row)}

@@ -14,12 +14,14 @@ NUMBER = r"(-?\d+(?:\.\d+)?)"
 
 
 class Judge(StrictModel):
-    url: str = Field(
-        pattern=r"^https?://[^\s/?#@]+(/[^\s?#]*)?$", max_length=2000, examples=["http://10.0.0.5:8000/v1"]
+    url: str | None = Field(
+        None, pattern=r"^https?://[^\s/?#@]+(/[^\s?#]*)?$", max_length=2000, examples=["http://10.0.0.5:8000/v1"]
     )
     """Base URL of the endpoint: requests go to `<url>/chat/completions`, from every replica."""
-    model: str = Field(min_length=1, max_length=500)
-    """The model that requests name."""
+    model: str | None = Field(None, min_length=1, max_length=500, examples=["Qwen/Qwen3-32B"])
+    """The model that requests to `url` name."""
+    pool: str | None = Field(None, examples=["judge"])
+    """Name of one of `pools` instead of `url` and `model`: requests go to the replicas of that pool."""
     prompt: str | None = Field(None, max_length=100_000, examples=["Rate this answer.\n{{answer}}\nEnd with Score: N"])
     """Template of the user's message. `{{answer}}`, `{{conversation}}` (all turns of an episode, as the model saw
     them), `{{prompt}}` and `{{ground_truth}}` are replaced; with `scope: group` `{{answers}}` and `{{conversations}}`,
@@ -40,7 +42,7 @@ class Judge(StrictModel):
     options: dict[str, Any] = Field({"temperature": 0.0}, examples=[{"temperature": 0.0, "max_tokens": 512}])
     """Further fields of each request."""
     api_key_env: str | None = Field(None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", examples=["JUDGE_API_KEY"])
-    """Name of the environment variable of the replicas that holds the key. null: none is sent."""
+    """Name of the environment variable of the replicas that holds the key for `url`. null: none is sent."""
     max_concurrent: int = Field(16, ge=1, le=4096)
     """Requests of one replica at a time."""
     timeout_s: float = Field(60.0, ge=limits.SHORTEST_S, le=limits.LONGEST_S)

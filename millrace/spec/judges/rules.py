@@ -27,6 +27,7 @@ def broken_rules(spec: JobSpec) -> Iterator[Mistake]:
 
 
 def _of_judge(field: str, judge: Judge) -> Iterator[Mistake]:
+    yield from _place(field, judge)
     if (judge.prompt is None) == (judge.prompt_file is None):
         both = "both prompt and prompt_file are given"
         reason = both if judge.prompt is not None else "neither prompt nor prompt_file is given"
@@ -37,3 +38,21 @@ def _of_judge(field: str, judge: Judge) -> Iterator[Mistake]:
         if name in judge.options:
             reason = "this field of a request is not an option"
             yield wrong_value(f"{field}.options.{name}", judge.options[name], reason, "leave it out.")
+
+
+def _place(field: str, judge: Judge) -> Iterator[Mistake]:
+    """A judge is behind a URL, where requests name a model, or in a pool, which has one model."""
+    if judge.pool is None:
+        if judge.url is None:
+            yield wrong_value(f"{field}.url", judge.url, "neither url nor pool is given", "give one of the two.")
+        elif judge.model is None:
+            yield wrong_value(f"{field}.model", judge.model, "requests to a URL name a model", "give its name there.")
+        return
+    reasons = {
+        "url": "a pool is given too",
+        "model": "the pool has its model",
+        "api_key_env": "requests to a pool have the token of the deployment",
+    }
+    for name, reason in reasons.items():
+        if (value := getattr(judge, name)) is not None:
+            yield wrong_value(f"{field}.{name}", value, reason, "leave it out, or leave out pool.")

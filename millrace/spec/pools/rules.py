@@ -45,5 +45,7 @@ def _named(spec: JobSpec) -> Iterator[tuple[str, str]]:
     for number, each in enumerate(spec.reward.functions):
         if each.pool is not None:
             yield f"reward.functions.{number}.pool", each.pool
+        if each.judge is not None and each.judge.pool is not None:
+            yield f"reward.functions.{number}.judge.pool", each.judge.pool
     if spec.algorithm.distillation is not None:
         yield "algorithm.distillation.pool", spec.algorithm.distillation.pool

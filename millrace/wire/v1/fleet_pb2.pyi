@@ -133,7 +133,9 @@ class FindPoolRequest(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., pool: _Optional[str] = ..., wait_s: _Optional[float] = ...) -> None: ...
 
 class FindPoolResponse(_message.Message):
-    __slots__ = ("addresses",)
+    __slots__ = ("addresses", "endpoints")
     ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
     addresses: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, addresses: _Optional[_Iterable[str]] = ...) -> None: ...
+    endpoints: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, addresses: _Optional[_Iterable[str]] = ..., endpoints: _Optional[_Iterable[str]] = ...) -> None: ...

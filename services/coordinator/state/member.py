@@ -210,6 +210,11 @@ class Member:
             return self.pulse.version
         return self.weights.version if self.weights else -1
 
+    @property
+    def sessions_address(self) -> str:
+        """host:port of its HTTP endpoint; empty where it has none."""
+        return self._at(self.sessions_port)
+
     def _at(self, port: int) -> str:
         """host:port of another server of the member; empty where it has none."""
         return f"{self.address.rpartition(':')[0]}:{port}" if port else ""
@@ -226,7 +231,7 @@ class Member:
             host=self.host,
             device=self.device,
             metrics_address=self._at(self.metrics_port),
-            sessions_address=self._at(self.sessions_port),
+            sessions_address=self.sessions_address,
             state=self.state,
             version=self._version,
             running=self.pulse.running,

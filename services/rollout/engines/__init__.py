@@ -1,12 +1,15 @@
 """The engines: one folder each, and one descriptor in `millrace/engines`."""
 
+from collections.abc import Callable
+from typing import Any
+
 from millrace.descriptors import EngineDescriptor, imported
 from millrace.engines import ENGINES, unknown_engine
 from millrace.errors import NotFound
 from millrace.software import Probe
 from services.rollout.engine import Engine
 from services.rollout.nodes.leader import Leader
-from services.rollout.pools.engine import ScoringEngine
+from services.rollout.pools.engine import ReplyEngine, ScoringEngine
 
 
 def probe(name: str) -> Probe:
@@ -24,11 +27,21 @@ def create(name: str, nodes: Leader | None = None) -> Engine:
 
 def create_scoring(name: str) -> ScoringEngine:
     """An engine that scores for a pool, and is not started yet. Raises NotFound for one that cannot."""
-    if not (scoring := _descriptor(name).scoring):
-        able = ", ".join(each for each, engine in ENGINES.items() if engine.scoring)
-        raise NotFound(f"--engine: {name}: this engine does not score for pools.", f"choose one of {able}.")
-    engine: ScoringEngine = imported(scoring)()
+    engine: ScoringEngine = _of_pool(name, "score", lambda descriptor: descriptor.scoring)
     return engine
+
+
+def create_replying(name: str) -> ReplyEngine:
+    """An engine that replies for a pool, and is not started yet. Raises NotFound for one that cannot."""
+    engine: ReplyEngine = _of_pool(name, "reply", lambda descriptor: descriptor.replies)
+    return engine
+
+
+def _of_pool(name: str, what: str, implementation: Callable[[EngineDescriptor], str]) -> Any:
+    if not (found := implementation(_descriptor(name))):
+        able = ", ".join(each for each, engine in ENGINES.items() if implementation(engine))
+        raise NotFound(f"--engine: {name}: this engine does not {what} for pools.", f"choose one of {able}.")
+    return imported(found)()
 
 
 def _descriptor(name: str) -> EngineDescriptor:

@@ -6,7 +6,6 @@ the coroutine that asks does.
 
 import asyncio
 import json
-import os
 import random
 import time
 from collections.abc import Mapping, Sequence
@@ -19,6 +18,7 @@ import structlog
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type
 
 from millrace.spec.judges.judge import Judge
+from services.rollout.judges.places import JudgePlace
 
 log = structlog.get_logger(__name__)
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
@@ -62,9 +62,10 @@ class Outage:
 class JudgeClient:
     """One judge of one job. Use it in one event loop; `close` ends its connections."""
 
-    def __init__(self, judge: Judge, name: str) -> None:
-        """`name`: of the part of the reward, for messages. Raises KeyError where the environment has no such key."""
+    def __init__(self, judge: Judge, name: str, place: JudgePlace) -> None:
+        """`name`: of the part of the reward, for messages."""
         self.judge = judge
+        self._place = place
         self.name = name
         self.outage: Outage | None = None
         """Set while the judge is down."""
@@ -72,9 +73,8 @@ class JudgeClient:
         """Requests that are asked or wait."""
         self.asked = {"answered": 0, "repeated": 0, "refused": 0, "given_up": 0}
         """How often requests ended in which way."""
-        key = os.environ[judge.api_key_env] if judge.api_key_env is not None else None
         self._http = httpx.AsyncClient(
-            headers={"Authorization": f"Bearer {key}"} if key is not None else {},
+            headers={"Authorization": f"Bearer {place.key}"} if place.key else {},
             timeout=judge.timeout_s,
             limits=httpx.Limits(max_connections=judge.max_concurrent),
         )
@@ -127,7 +127,7 @@ class JudgeClient:
 
     async def _ask_once(self, messages: Sequence[Message]) -> str:
         try:
-            reply = await self._exchange(messages)
+            reply = await self._placed(messages)
         except _NotNow as error:
             if self.outage is None:
                 self.outage = Outage(time.monotonic(), str(error))
@@ -144,9 +144,16 @@ class JudgeClient:
             log.info("the judge answers again", judge=self.name, seconds=round(self.outage.seconds, 1))
             self.outage = None
 
-    async def _exchange(self, messages: Sequence[Message]) -> str:
-        body = {**self.judge.options, "model": self.judge.model, "messages": list(messages), "stream": False}
-        url = f"{self.judge.url.rstrip('/')}/chat/completions"
+    async def _placed(self, messages: Sequence[Message]) -> str:
+        async with self._place.taken() as url:
+            try:
+                return await self._exchange(f"{url}/chat/completions", messages)
+            except _NotNow:
+                self._place.failed(url)
+                raise
+
+    async def _exchange(self, url: str, messages: Sequence[Message]) -> str:
+        body = {**self.judge.options, "model": self._place.model, "messages": list(messages), "stream": False}
         try:
             async with asyncio.timeout(self.judge.timeout_s), self._http.stream("POST", url, json=body) as response:
                 text = await _read(response)

@@ -13,6 +13,8 @@ from millrace.rewards.judges.reply import NoScore, scaled, scores_by_pattern, sc
 from millrace.spec.judges.judge import Judge, JudgeTerm
 from millrace.wire.v1 import fleet_pb2
 from services.rollout.judges.client import JudgeClient, JudgeDown, JudgeRefused
+from services.rollout.judges.places import place_of
+from services.rollout.pools.client import PoolClient
 from services.rollout.scoring.scored import Answer, Scored
 
 LONGEST_REPLY = 1000
@@ -22,12 +24,13 @@ LONGEST_REPLY = 1000
 class JudgeScorer:
     """Scores answers by asking a judge. `close` ends its connections."""
 
-    def __init__(self, term: JudgeTerm) -> None:
-        """Raises InvalidJob where this host lacks the template's file or the variable with the key."""
+    def __init__(self, term: JudgeTerm, pools: Mapping[str, PoolClient] | None = None) -> None:
+        """`pools`: a client of each pool of the job, by name. Raises InvalidJob where this host lacks the template's
+        file or the variable with the key."""
         self.term = term
         try:
             self._template = _template(term.judge)
-            self.client = JudgeClient(term.judge, term.name)
+            self.client = JudgeClient(term.judge, term.name, place_of(term.judge, pools or {}))
         except OSError as error:
             what = f"{term.field}.prompt_file: {term.judge.prompt_file}: cannot be read: {error.strerror}."
             raise InvalidJob(what, "put the file at this path on every replica's host.") from error

@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-import time
 from collections import Counter
 
 import structlog
@@ -13,19 +12,14 @@ from millrace.spec.pools.pool import Pool
 from millrace.wire.channel import Peer
 from millrace.wire.deadlines import DEADLINES_S
 from millrace.wire.method import Request, Response, Unary
-from millrace.wire.methods import FleetRpc, ScoringRpc
-from millrace.wire.v1 import fleet_pb2
+from millrace.wire.methods import ScoringRpc
+from services.rollout.pools.members import RETRY_S, PoolMembers
 
 log = structlog.get_logger(__name__)
 AT_ONCE = 4
 """Requests of one caller that a pool has at a time. The others wait here."""
 ATTEMPTS = 4
 """Replicas that fail at one request before it is given up."""
-REFRESH_S = 5.0
-"""How long the coordinator's answer is believed: replicas that join are asked after that."""
-WAIT_S = 25.0
-"""How long the coordinator is asked to wait for the first replica of a pool."""
-RETRY_S = 1.0
 
 
 class PoolClient:
@@ -34,14 +28,11 @@ class PoolClient:
     def __init__(self, coordinator: Peer, job_id: JobId, pool: Pool) -> None:
         self.pool = pool
         self.job_id = job_id
-        self._coordinator = coordinator
+        self.members = PoolMembers(coordinator, job_id, pool.name)
         methods = (ScoringRpc.ScoreTokens, ScoringRpc.ScoreConversations)
         self._deadlines = {**DEADLINES_S, **{method.key: pool.timeout_s for method in methods}}
         self._peers: dict[str, Peer] = {}
         self._in_flight: Counter[str] = Counter()
-        self._ready: list[str] = []
-        self._found_at = -REFRESH_S
-        self._finding = asyncio.Lock()
         self._room = asyncio.Semaphore(AT_ONCE)
 
     async def call(self, method: Unary[Request, Response], request: Request) -> Response:
@@ -54,10 +45,10 @@ class PoolClient:
                 address = await self._least_busy(failed)
                 self._in_flight[address] += 1
                 try:
-                    return await self._peers[address].call(method, request)
+                    return await self._peer(address).call(method, request)
                 except (Unavailable, InvalidState) as error:
                     failed.add(address)
-                    self._found_at = -REFRESH_S
+                    self.members.doubt()
                     log.warning("a replica of a pool failed", pool=self.pool.name, address=address, error=str(error))
                     if attempt == ATTEMPTS:
                         what = f"{attempt} replicas of the pool {self.pool.name} failed, the last one: {error.what}"
@@ -68,37 +59,17 @@ class PoolClient:
 
     async def _least_busy(self, failed: set[str]) -> str:
         """A replica that has not failed at the request; where all have, any of them, after a moment."""
-        ready = await self._replicas()
+        ready = [member.address for member in await self.members.ready()]
         others = [address for address in ready if address not in failed]
         if not others:
             await asyncio.sleep(RETRY_S)
-            ready = others = await self._replicas()
+            others = [member.address for member in await self.members.ready()]
         return min(others, key=lambda address: (self._in_flight[address], random.random()))
 
-    async def _replicas(self) -> list[str]:
-        """Addresses of the replicas that are ready, at least one."""
-        while not self._ready or time.monotonic() - self._found_at > REFRESH_S:
-            async with self._finding:
-                if not self._ready or time.monotonic() - self._found_at > REFRESH_S:
-                    await self._find()
-        return self._ready
-
-    async def _find(self) -> None:
-        """Asks the coordinator once. One that cannot be reached leaves what is known as it is."""
-        wait_s = 0.0 if self._ready else WAIT_S
-        request = fleet_pb2.FindPoolRequest(job_id=self.job_id, pool=self.pool.name, wait_s=wait_s)
-        try:
-            found = list((await self._coordinator.call(FleetRpc.FindPool, request)).addresses)
-        except Unavailable as error:
-            log.info("the replicas of a pool are not known", pool=self.pool.name, error=str(error))
-            await asyncio.sleep(RETRY_S)
-            found = self._ready
-        if not found and self._ready:
-            log.warning("the pool has no replica", pool=self.pool.name)
-        for address in found:
-            if address not in self._peers:
-                self._peers[address] = Peer(address, self._deadlines)
-        self._ready, self._found_at = found, time.monotonic()
+    def _peer(self, address: str) -> Peer:
+        if address not in self._peers:
+            self._peers[address] = Peer(address, self._deadlines)
+        return self._peers[address]
 
     async def close(self) -> None:
         for peer in self._peers.values():

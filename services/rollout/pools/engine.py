@@ -1,4 +1,4 @@
-"""The protocol of an engine that scores for a pool. Its model is loaded once and never changes."""
+"""The protocols of the engines of pools. Their models are loaded once and never change."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from millrace.spec.pools.pool import Pool, PoolTask
 from millrace.wire.arrays import TokenScores
+from services.rollout.engine import Sample, Sampling
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,9 @@ class TokenSequence:
     """Places of the scored tokens, [N], ascending, each at least 1."""
 
 
-class ScoringEngine(Protocol):
-    """Scores sequences. All methods are called on one event loop and do not block it; concurrent calls are computed one
-    after the other. What fails for good raises EngineDied."""
+class PoolEngine(Protocol):
+    """Holds the model of a pool. All methods are called on one event loop and do not block it. What fails for good
+    raises EngineDied."""
 
     name: str
     release: str
@@ -47,6 +48,8 @@ class ScoringEngine(Protocol):
     device: str
     """Valid once the engine has started, as are those below."""
     world_size: int
+    at_once: int
+    """Calls that it computes at once. Further ones wait."""
     context: int | None
     """Longest sequence, tokens; None where the model does not say."""
     vocabulary: int
@@ -58,8 +61,20 @@ class ScoringEngine(Protocol):
     async def stop(self) -> None:
         """Frees the model. Idempotent."""
 
+
+class ScoringEngine(PoolEngine, Protocol):
+    """Scores sequences."""
+
     async def score_tokens(self, sequences: Sequence[TokenSequence], top: int) -> list[TokenScores]:
         """The scores of each sequence, with the `top` most likely tokens in each place."""
 
     async def rewards(self, sequences: Sequence[NDArray[np.int32]]) -> list[float]:
         """The number that the model gives to each sequence, int32 [T]."""
+
+
+class ReplyEngine(PoolEngine, Protocol):
+    """Replies to prompts."""
+
+    async def reply(self, prompt_tokens: Sequence[int], sampling: Sampling) -> Sample:
+        """A reply; its tokens are of version 0. Cancelling the call aborts it. Raises InvalidState where the engine
+        stops."""

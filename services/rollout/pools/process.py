@@ -10,10 +10,12 @@ from millrace.spec.pools.pool import LONGEST_NAME, NAME, ROLLOUT
 from millrace.telemetry.metrics.prometheus.endpoint import MetricsEndpoint
 from millrace.telemetry.metrics.prometheus.every_service import grpc_observer
 from millrace.wire.address import bind_address
-from millrace.wire.channel import Peer
+from millrace.wire.channel import Peer, token
 from millrace.wire.membership import Membership
 from millrace.wire.server import Server
+from services.rollout.endpoint import HttpEndpoint
 from services.rollout.engines import create_scoring
+from services.rollout.pools.endpoint import application
 from services.rollout.pools.metrics import PoolMetrics
 from services.rollout.pools.replica import PoolReplica
 from services.rollout.pools.service import servicers
@@ -27,6 +29,7 @@ class PoolProcess:
     host: str
     port: int
     metrics_port: int
+    sessions_port: int
     patience_s: float
     drain_s: float
 
@@ -51,8 +54,11 @@ async def serve(replica: PoolReplica, process: PoolProcess, stops: asyncio.Queue
     server = Server(servicers(replica), bind, process.port, observe=grpc_observer(metrics.registry))
     endpoint = MetricsEndpoint(metrics.registry, bind, process.metrics_port, metrics.refresh)
     replica.metrics_port = endpoint.port
+    http = HttpEndpoint(application(replica, token()), bind, process.sessions_port)
+    replica.sessions_port = http.port
     membership = replica.membership(coordinator, f"{process.host}:{server.port}", process.patience_s)
     await server.start()
+    http.start()
     beating = asyncio.create_task(membership.run())
     try:
         await _first(beating, stops.get, replica.draining.wait, replica.died.wait)
@@ -65,6 +71,7 @@ async def serve(replica: PoolReplica, process: PoolProcess, stops: asyncio.Queue
         await replica.close()
         beating.cancel()
     await membership.leave(replica.failure or "it was told to stop")
+    await http.stop()
     await server.stop(1.0)
     endpoint.close()
     await coordinator.close()

@@ -1,13 +1,16 @@
 """One replica of a pool: the model that it holds, and the requests that it answers."""
 
 import asyncio
+import inspect
+import itertools
 import json
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import structlog
@@ -15,25 +18,29 @@ from numpy.typing import NDArray
 
 import millrace
 from millrace import hub
-from millrace.data.chat import Tokenizer
 from millrace.data.model_folder import vocabulary
-from millrace.errors import InvalidJob, InvalidRequest, InvalidState, refused
+from millrace.errors import InvalidJob, InvalidRequest, InvalidState, NotFound, refused, wrong_value
 from millrace.ids import JobId, MemberId
 from millrace.local.devices import device_name
 from millrace.spec import JobSpec, received
 from millrace.spec.pools.pool import PoolTask
+from millrace.validation import limits
 from millrace.wire.arrays import TokenScores
 from millrace.wire.channel import PROTOCOL_VERSION, Peer
 from millrace.wire.membership import Membership
 from millrace.wire.v1 import fleet_pb2, rollout_pb2
 from services.rollout.engine import EngineDied
-from services.rollout.engines import create_scoring
-from services.rollout.pools.conversation import tokens_of
-from services.rollout.pools.engine import PoolModel, ScoringEngine, TokenSequence
+from services.rollout.engines import create_replying, create_scoring
+from services.rollout.pools.conversation import REFUSALS, Conversation, prompt_of, tokens_of
+from services.rollout.pools.engine import PoolEngine, PoolModel, ReplyEngine, ScoringEngine, TokenSequence
+from services.rollout.sessions.policy import Said
+from services.rollout.sessions.refusals import Refusals, Refused
 from services.rollout.work.job import import_transformers
 
 log = structlog.get_logger(__name__)
 State = rollout_pb2.EngineState
+WAITING = 4
+"""Requests for replies that may run and wait, times those that run at once."""
 
 
 class PoolReplica:
@@ -51,15 +58,18 @@ class PoolReplica:
         """Tokens scored since the process started."""
         self.metrics_port = 0
         """Port at which the metrics are served; 0: nowhere."""
+        self.sessions_port = 0
+        """Port of the OpenAI-compatible endpoint; 0: there is none."""
         self.draining = asyncio.Event()
         """Set once somebody asked this replica to drain."""
         self.died = asyncio.Event()
         """Set once the engine has died; `failure` says why."""
-        self._engine: ScoringEngine | None = None
+        self._engine: PoolEngine | None = None
         self._model: PoolModel | None = None
-        self._tokenizer: Tokenizer
+        self._tokenizer: Any = None
         self._template_options: dict[str, Any] = {}
         self._calls = 0
+        self._replies = itertools.count()
         self._idle = asyncio.Event()
         self._idle.set()
         self._turn = asyncio.Lock()
@@ -94,7 +104,7 @@ class PoolReplica:
         if self._engine is None or self._model != model:
             await self._stop_engine()
             self.state, self.failure = rollout_pb2.ENGINE_STATE_STARTING, ""
-            self._engine = create_scoring(self.engine_name)
+            self._engine = _created(self.engine_name, model.task)
             await self._engine.start(model)
             self._model = model
         self._tokenizer = tokenizer
@@ -107,7 +117,8 @@ class PoolReplica:
         self, job_id: str, pool: str, sequences: Sequence[TokenSequence], top: int
     ) -> list[TokenScores]:
         """The scores of token sequences. Raises InvalidState, InvalidRequest, EngineDied."""
-        with self._call(job_id, pool, PoolTask.LOGPROBS) as engine:
+        with self._call(job_id, pool, PoolTask.LOGPROBS) as held:
+            engine = cast(ScoringEngine, held)
             self._check([sequence.tokens_t for sequence in sequences], engine)
             if top > engine.vocabulary:
                 raise InvalidRequest(f"top: {top}: the model has {engine.vocabulary} tokens.", "ask for fewer.")
@@ -117,7 +128,8 @@ class PoolReplica:
 
     async def rewards(self, job_id: str, pool: str, conversations: Sequence[tuple[Any, str]]) -> list[float | str]:
         """The reward of each conversation, a prompt and an answer; or why it has none. Raises as `score_tokens`."""
-        with self._call(job_id, pool, PoolTask.REWARDS) as engine:
+        with self._call(job_id, pool, PoolTask.REWARDS) as held:
+            engine = cast(ScoringEngine, held)
             found: list[float | str] = [""] * len(conversations)
             usable: dict[int, NDArray[np.int32]] = {}
             for place, (prompt, answer) in enumerate(conversations):
@@ -134,8 +146,67 @@ class PoolReplica:
             self.tokens += sum(map(len, usable.values()))
             return found
 
+    @property
+    def context(self) -> int | None:
+        """Longest prompt and reply together, tokens; None where no model says."""
+        return self._engine.context if self._engine is not None else None
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, with special ones."""
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def check_replies(self) -> None:
+        """Raises Refused where this replica does not reply, or not now."""
+        if self._model is None or not self.job_id:
+            what = f"{self.member_id} of the pool {self.pool} is not ready."
+            raise Refused(Refusals.UNAVAILABLE, what, "ask again, or ask another replica.")
+        if self._model.task is not PoolTask.REPLIES:
+            what = f"the model of the pool {self.pool} gives {self._model.task}, not {PoolTask.REPLIES}."
+            raise Refused(Refusals.UNKNOWN, what, "ask a pool that a judge of the job names.")
+
+    async def reply(self, conversation: Conversation) -> Said:
+        """The model's reply. Raises Refused, InvalidState, EngineDied."""
+        self.check_replies()
+        assert self._engine is not None and self._model is not None
+        if self._calls >= (most := self._engine.at_once * WAITING):
+            raise Refused(Refusals.FULL, f"{most} requests run and wait at {self.member_id}.", "ask again.")
+        limit_s = self._model.pool.timeout_s
+        with self._call(self.job_id, self.pool, PoolTask.REPLIES) as held:
+            try:
+                async with asyncio.timeout(limit_s):
+                    return await self._reply(conversation, cast(ReplyEngine, held))
+            except TimeoutError as error:
+                what = f"the reply took longer than the {limit_s:g} s that the pool {self.pool} gives a request."
+                raise Refused(Refusals.UNAVAILABLE, what, "ask for a shorter one, or another replica.") from error
+
+    async def _reply(self, conversation: Conversation, engine: ReplyEngine) -> Said:
+        prompt = await asyncio.to_thread(self._prompt, conversation)
+        sampling, room = conversation.sampling, (engine.context or limits.MOST_TOKENS) - len(prompt)
+        if room <= 0:
+            what = f"the conversation has {len(prompt)} tokens, the model takes {engine.context} with its reply."
+            raise Refused(Refusals.TOO_LONG, what, "send a shorter one.", "messages")
+        began = time.perf_counter()
+        most = min(sampling.max_response_tokens, room)
+        sample = await engine.reply(prompt, replace(sampling, max_response_tokens=most))
+        self.tokens += len(prompt) + len(sample.tokens)
+        message = {"role": "assistant", "content": sample.text}
+        return Said(next(self._replies), message, sample, len(prompt), time.perf_counter() - began)
+
+    def _prompt(self, conversation: Conversation) -> list[int]:
+        """The tokens of a conversation. Raises Refused."""
+        options = conversation.template_options
+        own = inspect.signature(self._tokenizer.apply_chat_template).parameters
+        if taken := next((name for name in options if name in own), None):
+            reason = "is not an argument of a chat template"
+            raise Refused.of(wrong_value(f"chat_template_kwargs.{taken}", options[taken], reason, "leave it out."))
+        try:
+            return prompt_of(conversation.messages, self._tokenizer, options)
+        except REFUSALS as error:
+            what = f"the chat template refuses the messages: {error}."
+            raise Refused(Refusals.INVALID, what, "correct the messages.", "messages") from error
+
     @contextmanager
-    def _call(self, job_id: str, pool: str, task: PoolTask) -> Iterator[ScoringEngine]:
+    def _call(self, job_id: str, pool: str, task: PoolTask) -> Iterator[PoolEngine]:
         """A call that is answered with the engine. Raises InvalidState where this replica cannot."""
         engine, model = self._engine, self._model
         if engine is None or model is None or (self.job_id, self.pool, model.task) != (job_id, pool, task):
@@ -154,7 +225,7 @@ class PoolReplica:
             if not self._calls:
                 self._idle.set()
 
-    def _check(self, sequences: Sequence[NDArray[np.int32]], engine: ScoringEngine, *, of_request: bool = True) -> None:
+    def _check(self, sequences: Sequence[NDArray[np.int32]], engine: PoolEngine, *, of_request: bool = True) -> None:
         """Raises InvalidRequest for tokens that the model does not have and for sequences that are too long for it; and
         with `of_request` for more tokens than one request may have."""
         assert self._model is not None
@@ -189,7 +260,7 @@ class PoolReplica:
 
     def load(self) -> tuple[int, int]:
         """Calls that are being computed, and that wait."""
-        running = min(self._calls, 1)
+        running = min(self._calls, self._engine.at_once if self._engine is not None else 0)
         return running, self._calls - running
 
     def membership(
@@ -213,6 +284,7 @@ class PoolReplica:
             host=socket.gethostname(),
             device=self._engine.device if self._engine is not None else device_name(),
             metrics_port=self.metrics_port,
+            sessions_port=self.sessions_port,
             pool=self.pool,
         )
 
@@ -238,6 +310,14 @@ def _downloaded(spec: JobSpec, pool: str) -> JobSpec:
     return hub.local(spec, pool=pool)
 
 
+def _created(engine: str, task: PoolTask) -> PoolEngine:
+    """An engine for a task. Raises InvalidJob where it is none for that."""
+    try:
+        return create_replying(engine) if task is PoolTask.REPLIES else create_scoring(engine)
+    except NotFound as error:
+        raise InvalidJob(error.what, error.fix) from error
+
+
 def _pool_model(spec: JobSpec, name: str) -> PoolModel:
     """What a replica of the pool has to hold for the job. Raises InvalidJob where the job has no such pool."""
     for number, pool in enumerate(spec.pools):
@@ -249,14 +329,17 @@ def _pool_model(spec: JobSpec, name: str) -> PoolModel:
 
 
 def _tokenizer(model: PoolModel, spec: JobSpec) -> Any:
-    """The tokenizer of the pool's model. Raises InvalidJob where it cannot be loaded, and for a teacher that does not
-    have the policy's tokens."""
+    """The tokenizer of the pool's model. Raises InvalidJob where it cannot be loaded, for a teacher that does not have
+    the policy's tokens, and for a judge without a chat template."""
     from transformers import AutoTokenizer
 
     pool, field = model.pool, f"{model.field}.path"
     try:
         own = AutoTokenizer.from_pretrained(pool.path, trust_remote_code=pool.trust_remote_code)
-        if model.task is PoolTask.REWARDS:
+        if model.task is PoolTask.REPLIES and not own.chat_template:
+            fix = "give a model that is trained for chats, or save its template in the folder."
+            raise refused(field, pool.path, "has no chat template, without which a judge cannot be asked", fix)
+        if model.task is not PoolTask.LOGPROBS:
             return own
         trust = spec.model.trust_remote_code
         policy = AutoTokenizer.from_pretrained(spec.model.path, trust_remote_code=trust)

@@ -1,4 +1,4 @@
-"""What a session refuses, and how each dialect of HTTP tells it."""
+"""What the HTTP endpoint of a replica refuses, and how each dialect tells it."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -41,6 +41,8 @@ class Refusals(Enum):
     """The body has too many bytes."""
     BUSY = Kind(429, "rate_limit_error", "rate_limit_error", "no_episode_waits", retry=True)
     """No episode waits for an agent now."""
+    FULL = Kind(429, "rate_limit_error", "rate_limit_error", "rate_limit_exceeded", retry=True)
+    """As many requests wait as may wait."""
     UNAVAILABLE = Kind(503, "service_unavailable_error", "overloaded_error", retry=True)
     """The engine generates nothing now."""
 

@@ -4,14 +4,15 @@ import asyncio
 import hmac
 import json
 import time
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 
 from millrace.validation.mistakes import explain
-from services.rollout.sessions.refusals import Refusals, Refused
+from services.rollout.sessions.refusals import Refusals, Refused, refusal
 
 LARGEST_BODY = 64 << 20
 """Bytes of a request's body."""
@@ -19,6 +20,7 @@ BODY_S = 60.0
 """How long a body may take to arrive."""
 Model = TypeVar("Model", bound=BaseModel)
 T = TypeVar("T")
+Answer = Callable[[Request], Awaitable[Response]]
 
 
 def key_of(request: Request) -> str:
@@ -36,7 +38,17 @@ def check_token(request: Request, secret: str) -> None:
         raise Refused(Refusals.UNAUTHENTICATED, what, fix)
     if not secret and "origin" in request.headers:
         fix = "set MILLRACE_TOKEN, or call from a program that is no browser."
-        raise Refused(Refusals.UNAUTHENTICATED, "web pages may not claim episodes.", fix)
+        raise Refused(Refusals.UNAUTHENTICATED, "a web page may not ask here.", fix)
+
+
+async def answered_or_refused(request: Request, answer: Answer, *, anthropic: bool = False) -> Response:
+    """What `answer` says to a request. What it refuses is told as OpenAI's clients expect it, or Anthropic's."""
+    try:
+        return await answer(request)
+    except Refused as error:
+        return refusal(error, anthropic=anthropic)
+    except ClientDisconnect:
+        return Response(status_code=499)
 
 
 async def body_of(request: Request, model: type[Model]) -> Model:

@@ -8,43 +8,42 @@
 | `POST /inference/v1/generate` | the policy, tokens in and tokens out |
 """
 
-import asyncio
-import contextlib
-import socket
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from functools import partial
 from typing import Any
 
 import structlog
 from pydantic import BaseModel, Field
 from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from millrace.validation import limits
 from millrace.wire.channel import token
-from millrace.wire.http.server import HttpServer, listening
+from services.rollout.endpoint import HttpEndpoint
 from services.rollout.sessions.dialects import anthropic_messages, chat_completions, responses, token_endpoint
 from services.rollout.sessions.dialects.anthropic_messages import MessagesRequest
-from services.rollout.sessions.dialects.chat_completions import ChatRequest
+from services.rollout.sessions.dialects.chat_completions import ChatRequest, Speaker
 from services.rollout.sessions.dialects.responses import ResponsesRequest
 from services.rollout.sessions.dialects.token_endpoint import GenerateRequest
 from services.rollout.sessions.episodes import row_of
 from services.rollout.sessions.metrics import Api
 from services.rollout.sessions.open_sessions import OpenSessions
 from services.rollout.sessions.policy import Said
-from services.rollout.sessions.refusals import Refusals, Refused, anthropic_error, openai_error, refusal
-from services.rollout.sessions.requests import body_of, check_token, key_of, while_connected
+from services.rollout.sessions.refusals import Refusals, Refused, anthropic_error
+from services.rollout.sessions.requests import (
+    Answer,
+    answered_or_refused,
+    body_of,
+    check_token,
+    key_of,
+    while_connected,
+)
 from services.rollout.sessions.session import Session
 from services.rollout.sessions.streams import Events, event, streamed
 
 log = structlog.get_logger(__name__)
-KEEP_ALIVE_S = 30
-"""How long a connection without a request is kept. Clients connect again for a turn after a longer pause."""
-BACKLOG = 4096
-"""Connections that wait to be accepted."""
-Answer = Callable[[Request], Awaitable[Response]]
 OF_ANTHROPIC = (Api.MESSAGES, Api.COUNT_TOKENS)
 """What Anthropic's clients ask for."""
 
@@ -62,36 +61,17 @@ class End(BaseModel):
     reward: float | None = Field(None, ge=-limits.LARGEST_WEIGHT, le=limits.LARGEST_WEIGHT, allow_inf_nan=False)
 
 
-class SessionServer:
-    """Serves the sessions of one replica at `host:port`; port 0 takes a free one. Raises Unavailable where the port is
-    taken."""
+class SessionServer(HttpEndpoint):
+    """Serves the sessions of one replica."""
 
     def __init__(
         self, sessions: OpenSessions, host: str, port: int, reached_at: str = "127.0.0.1", app: object = None
     ) -> None:
-        """`reached_at`: name or address by which agents reach this host. `app`: instead of the application."""
-        self._held = contextlib.ExitStack()
-        self._socket = self._held.enter_context(listening(host, port, "--sessions-port", BACKLOG))
-        self.port = int(self._socket.getsockname()[1])
-        self._server = HttpServer(app or application(sessions, token()), KEEP_ALIVE_S, BACKLOG)
-        self._serving: asyncio.Task[None] | None = None
+        """As `HttpEndpoint`. `reached_at`: name or address by which agents reach this host. `app`: instead of the
+        application."""
+        super().__init__(app or application(sessions, token()), host, port)
         self.url = f"http://{reached_at}:{self.port}"
         sessions.endpoint = self
-
-    def start(self) -> None:
-        """Answers requests from now on."""
-        self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
-
-    async def serve_also(self, listener: socket.socket) -> asyncio.Server:
-        """See `Endpoint`."""
-        return await self._server.serve_also(listener)
-
-    async def stop(self) -> None:
-        """Ends the requests in progress within a few seconds."""
-        self._server.should_exit = True
-        if self._serving is not None:
-            await asyncio.gather(self._serving, return_exceptions=True)
-        self._held.close()
 
 
 def application(sessions: OpenSessions, secret: str) -> Starlette:
@@ -116,11 +96,6 @@ def application(sessions: OpenSessions, secret: str) -> Starlette:
     )
 
 
-def openai_event(refused: Refused) -> str:
-    """The end of a stream of chat completions that fails."""
-    return event(openai_error(refused))
-
-
 def anthropic_event(refused: Refused) -> str:
     """The end of a stream of Anthropic's messages that fails."""
     return event(anthropic_error(refused), "error")
@@ -138,12 +113,7 @@ class Desk:
         """Requests to `path`, which are counted. What is refused is told as the clients of `api` expect it."""
 
         async def answered(request: Request) -> Response:
-            try:
-                response = await answer(request)
-            except Refused as error:
-                response = refusal(error, anthropic=api in OF_ANTHROPIC)
-            except ClientDisconnect:
-                response = Response(status_code=499)
+            response = await answered_or_refused(request, answer, anthropic=api in OF_ANTHROPIC)
             self._metrics.answered(api, response.status_code)
             return response
 
@@ -192,9 +162,9 @@ class Desk:
         session, body = self._session(request), await body_of(request, ChatRequest)
         saying = session.say(body.ask())
         if body.stream:
-            events = partial(chat_completions.chunks, body, session)
-            return await self._stream(Api.CHAT_COMPLETIONS, request, saying, events, openai_event)
-        answer = partial(chat_completions.completion, body, session)
+            events = partial(chat_completions.chunks, body, Speaker.of(session))
+            return await self._stream(Api.CHAT_COMPLETIONS, request, saying, events, chat_completions.error_event)
+        answer = partial(chat_completions.completion, body, Speaker.of(session))
         return await self._turn(Api.CHAT_COMPLETIONS, request, saying, answer)
 
     async def responses(self, request: Request) -> Response:

@@ -70,7 +70,7 @@ class Job:
         if spec.rollout.agent is not None:
             check_command(spec.rollout.agent)
         pools = {pool.name: PoolClient(coordinator, job_id, pool) for pool in spec.pools}
-        judges = [JudgeScorer(term) for term in spec.reward.judge_terms]
+        judges = [JudgeScorer(term, pools) for term in spec.reward.judge_terms]
         tokenizer = await asyncio.to_thread(_load_tokenizer, spec)
         terms = spec.reward.terms(procedural=bool(spec.data.procedural))
         scoring = ScoringPool.of_job(spec.reward, terms, spec.reward.workers)

@@ -55,6 +55,8 @@ class Coordinator(fleet_pb2_grpc.FleetServicer, work_pb2_grpc.WorkServicer):
     extends: int = 0
     pools: dict[str, list[str]] = field(default_factory=dict)
     """Addresses of the replicas of each pool. `pools_asked` counts the questions for them."""
+    endpoints: dict[str, list[str]] = field(default_factory=dict)
+    """Addresses of their OpenAI-compatible endpoints."""
     pools_asked: int = 0
     server: Server | None = None
 
@@ -117,7 +119,8 @@ class Coordinator(fleet_pb2_grpc.FleetServicer, work_pb2_grpc.WorkServicer):
             if self.pools.get(request.pool):
                 break
             await asyncio.sleep(0.02)
-        return fleet_pb2.FindPoolResponse(addresses=self.pools.get(request.pool, []))
+        addresses, endpoints = (known.get(request.pool, []) for known in (self.pools, self.endpoints))
+        return fleet_pb2.FindPoolResponse(addresses=addresses, endpoints=endpoints)
 
     def _known(self, member_id: str) -> None:
         if member_id not in self.members:

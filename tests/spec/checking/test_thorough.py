@@ -183,3 +183,8 @@ def test_judges_are_asked_once_where_that_is_wanted(tmp_path: Path) -> None:
     assert asked[0]["messages"] == [{"role": "user", "content": "1 + 0 = 1"}]
     assert notes == ["reward.functions.0.judge: gives 0.7 to the ground truth of row 1 of data"]
     assert str(mistake).startswith("reward.functions.0.judge: about row 1 of data the judge gave no score: ")
+    reward = {"functions": [{"name": "quality", "judge": {"pool": "judge", "prompt": "{{answer}}"}}]}
+    pools = [{"name": "judge", "path": "/judge"}]
+    in_pool = spec.model_validate(spec.model_dump(mode="json") | {"reward": reward, "pools": pools})
+    assert ask_judges(in_pool, "data", rows(2)[1], notes) == []
+    assert notes[-1].startswith("reward.functions.0.judge: is not asked: ")

@@ -8,7 +8,6 @@ import asyncio
 import os
 import secrets
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -19,8 +18,9 @@ from millrace.ids import Version
 from millrace.spec import JobSpec
 from millrace.spec.rollout import CachePolicy
 from millrace.validation.mistakes import options as checked_options
-from services.rollout.engine import EngineDied, EngineStats, Load, Sample, Sampling, compute_threads, end_of_turn
+from services.rollout.engine import EngineStats, Load, Sample, Sampling, compute_threads, end_of_turn
 from services.rollout.engines.options import with_whole_paths
+from services.rollout.engines.transformers.decode_thread import DecodeThread
 from services.rollout.engines.versioned import VersionedEngine
 from services.rollout.weights.workers import InProcessWorker
 
@@ -55,19 +55,15 @@ class TransformersEngine(VersionedEngine):
         self._model: Any = None
         self._receiver: WeightReceiver
         self._decode_loop: DecodeLoop
-        self._decoding: Future[None] | None = None
         self._paused: Pause | None = None
         self._recompute = False
         """The pause ends with requests in flight prefilled again."""
-        self._asked: set[asyncio.Future[Sample | None]] = set()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="decode")
+        self._thread = DecodeThread()
 
     async def start(self, spec: JobSpec) -> None:
         """See `Engine`."""
         await asyncio.to_thread(self._build, spec)
-        loop = asyncio.get_running_loop()
-        self._decoding = self._thread.submit(self._decode_loop.run)
-        self._decoding.add_done_callback(lambda _: loop.call_soon_threadsafe(self._loop_ended))
+        self._thread.start(self._decode_loop)
 
     def _build(self, spec: JobSpec) -> None:
         import torch
@@ -100,53 +96,24 @@ class TransformersEngine(VersionedEngine):
 
     async def stop(self) -> None:
         """See `Engine`."""
-        if self._decoding is not None:
-            self._decode_loop.stop()
-            await asyncio.wait([asyncio.wrap_future(self._decoding)])
-            self._decoding = None
+        await self._thread.stop()
         if self._model is not None:
             await asyncio.to_thread(self._receiver.close)
             self._model = None
-        self._thread.shutdown(wait=False)
 
     async def _generate(self, prompt_tokens: Sequence[int], sampling: Sampling) -> Sample:
-        from services.rollout.engines.transformers.decoding import Request
-
-        loop = asyncio.get_running_loop()
-        ended: asyncio.Future[Sample | None] = loop.create_future()
-
-        def end(sample: Sample | None) -> None:
-            loop.call_soon_threadsafe(_settle, ended, sample)
-
-        request = Request(prompt_tokens, sampling, end)
-        self._asked.add(ended)
-        try:
-            self._decode_loop.submit(request)
-            sample = await ended
-        finally:
-            self._asked.discard(ended)
-            if not ended.done() or ended.cancelled():
-                self._decode_loop.abort(request)
-        self.load()
+        sample = await self._thread.sample(prompt_tokens, sampling)
         if sample is None:
             raise InvalidState("the sample was aborted: no version is in place.", "the prompt is issued again.")
         return sample
 
-    def _loop_ended(self) -> None:
-        for ended in self._asked:
-            _settle(ended, None)
-
     def load(self) -> Load:
         """See `Engine`."""
-        if self._decoding is None:
-            return Load(0, 0)
-        if self._decoding.done():
-            raise EngineDied(f"the decode loop ended: {self._decoding.exception()}")
-        return Load(*self._decode_loop.counts())
+        return Load(*self._thread.counts())
 
     def stats(self) -> EngineStats | None:
         """See `Engine`. The cache grows with the batch; what is limited is the number of its rows."""
-        if self._decoding is None:
+        if not self._thread.started:
             return None
         running, waiting = self._decode_loop.counts()
         return EngineStats(running, waiting, running / self.capacity)
@@ -185,11 +152,6 @@ class TransformersEngine(VersionedEngine):
 
     async def _end_requests(self) -> None:
         self._decode_loop.drop_version()
-
-
-def _settle(ended: "asyncio.Future[Sample | None]", sample: Sample | None) -> None:
-    if not ended.done():
-        ended.set_result(sample)
 
 
 def _options(spec: JobSpec) -> Options:

@@ -1,7 +1,6 @@
 """Hugging Face Transformers as the engine of a pool: language models and sequence-classification models."""
 
 import asyncio
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,11 +12,9 @@ from pydantic import BaseModel, ConfigDict
 
 from millrace.data.model_folder import context
 from millrace.engines import ENGINES
-from millrace.errors import InvalidJob, refused
-from millrace.spec.pools.pool import PoolTask
 from millrace.validation.mistakes import options as checked_options
 from millrace.wire.arrays import TokenScores
-from services.rollout.engine import EngineDied, compute_threads
+from services.rollout.engine import EngineDied
 from services.rollout.pools.engine import PoolModel, TokenSequence
 
 if TYPE_CHECKING:
@@ -47,6 +44,7 @@ class TransformersScoring:
         self.release = ENGINES["transformers"].software.release
         self.device = ""
         self.world_size = 1
+        self.at_once = 1
         self.context: int | None = None
         self.vocabulary = 0
         self._model: Any = None
@@ -80,14 +78,11 @@ class TransformersScoring:
             raise EngineDied(f"the model of the pool failed: {error}", fix) from error
 
     def _build(self, model: PoolModel) -> None:
-        import torch
+        from services.rollout.engines.transformers.pool_model import device_name, load
 
         options = checked_options(Options, model.pool.engine_options, f"{model.field}.engine_options")
-        device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        if device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(compute_threads())
-        self._model, self._spec = _loaded(model, options, device), model
-        self.device = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else "cpu"
+        self._model, self._spec = load(model, options.device, options.attn_implementation), model
+        self.device = device_name(self._model)
         self.context = context(Path(model.pool.path))
         self.vocabulary = int(self._model.get_input_embeddings().weight.shape[0])
 
@@ -147,33 +142,6 @@ class TransformersScoring:
             else:
                 passes.append([row])
         return passes
-
-
-def _loaded(model: PoolModel, options: Options, device: str) -> Any:
-    """The pool's model with its weights. Raises InvalidJob."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-
-    pool, field = model.pool, f"{model.field}.path"
-    kind: Any = AutoModelForSequenceClassification if model.task is PoolTask.REWARDS else AutoModelForCausalLM
-    try:
-        loaded, told = kind.from_pretrained(
-            pool.path,
-            dtype=getattr(torch, pool.dtype),
-            attn_implementation=options.attn_implementation,
-            trust_remote_code=pool.trust_remote_code,
-            output_loading_info=True,
-        )
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        what = f"{field}: {pool.path} cannot be loaded by transformers: {error}."
-        raise InvalidJob(what, "give a Hugging Face model folder of an architecture that it knows.") from error
-    if missing := sorted(told["missing_keys"]):
-        reason = f"has no weights for {', '.join(missing[:3])}, without which it cannot give {model.task}"
-        raise refused(field, pool.path, reason, "give the folder of a trained model of that kind.")
-    if model.task is PoolTask.REWARDS and loaded.config.num_labels != 1:
-        fix = "give a model with one label, whose number is the reward."
-        raise refused(field, pool.path, f"its head has {loaded.config.num_labels} labels", fix)
-    return loaded.to(device).eval()
 
 
 def _padded(sequences: Sequence[NDArray[np.int32]], padding: int, device: Any) -> "tuple[Tensor, Tensor]":

@@ -55,6 +55,7 @@ class VllmScoring:
         self.release = SOFTWARE.release
         self.device = ""
         self.world_size = 1
+        self.at_once = SEQUENCES
         self.context: int | None = None
         self.vocabulary = 0
         self._llm: Any = None

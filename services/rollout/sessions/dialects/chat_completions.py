@@ -1,23 +1,40 @@
 """OpenAI's chat completions: requests to what they ask of the policy, turns to answers."""
 
 import time
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
 
 from pydantic import BaseModel, Field
 
 from millrace.errors import wrong_value
 from millrace.validation import limits
 from services.rollout.engine import Sample, StopReason
-from services.rollout.episodes.chat import Chat
 from services.rollout.sessions.dialects.histories import history
 from services.rollout.sessions.policy import Ask, Said
-from services.rollout.sessions.refusals import Refused
+from services.rollout.sessions.refusals import Refused, openai_error
 from services.rollout.sessions.session import Session
 from services.rollout.sessions.streams import event
 
 DONE = "data: [DONE]\n\n"
 """The end of a stream."""
+
+
+@dataclass(frozen=True)
+class Speaker:
+    """Who says the turns of answers."""
+
+    id: str
+    """Begins the ids of the answers."""
+    model: str
+    """Name of the model, where a request names none."""
+    decode: Callable[[Sequence[int]], str]
+    """The text of tokens, with special ones."""
+
+    @classmethod
+    def of(cls, session: Session) -> Self:
+        """The policy in a session."""
+        return cls(session.id, session.policy.model, session.policy.chats.without_tools.decode)
 
 
 class ChatRequest(BaseModel):
@@ -41,13 +58,13 @@ class ChatRequest(BaseModel):
     def ask(self) -> Ask:
         """What the request asks of the policy. Raises Refused."""
         if self.n not in (None, 1):
-            raise Refused.of(wrong_value("n", self.n, "a session samples one turn at a time", "leave it out."))
+            raise Refused.of(wrong_value("n", self.n, "a request samples one turn at a time", "leave it out."))
         if self.top_logprobs:
             reason = "only the sampled tokens have log-probabilities here"
             raise Refused.of(wrong_value("top_logprobs", self.top_logprobs, reason, "leave it out."))
         kind = (self.response_format or {}).get("type", "text")
         if kind != "text":
-            reason = "a format would change what the policy samples"
+            reason = "a format would change what the model samples"
             raise Refused.of(wrong_value("response_format.type", kind, reason, "ask for the format in the prompt."))
         return Ask(
             messages=history(self.messages),
@@ -101,21 +118,21 @@ def usage(said: Said) -> dict[str, int]:
     }
 
 
-def completion(request: ChatRequest, session: Session, said: Said) -> dict[str, Any]:
+def completion(request: ChatRequest, speaker: Speaker, said: Said) -> dict[str, Any]:
     """The answer to a request that does not stream."""
     choice = {"index": 0, "message": message_of(said), "finish_reason": finish_reason(said)}
-    choice["logprobs"] = logprobs(said.sample, session.policy.chats.without_tools) if request.logprobs else None
-    return {**_head(request, session, said, "chat.completion"), "choices": [choice], "usage": usage(said)}
+    choice["logprobs"] = logprobs(said.sample, speaker.decode) if request.logprobs else None
+    return {**_head(request, speaker, said, "chat.completion"), "choices": [choice], "usage": usage(said)}
 
 
-def chunks(request: ChatRequest, session: Session, said: Said) -> Iterator[str]:
+def chunks(request: ChatRequest, speaker: Speaker, said: Said) -> Iterator[str]:
     """The answer to a request that streams."""
-    head = _head(request, session, said, "chat.completion.chunk")
+    head = _head(request, speaker, said, "chat.completion.chunk")
     whole = message_of(said)
     deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
     deltas += [{name: whole[name]} for name in ("reasoning_content", "content") if whole.get(name)]
     deltas += [{"tool_calls": [{"index": number, **call}]} for number, call in enumerate(said.calls)]
-    told = logprobs(said.sample, session.policy.chats.without_tools) if request.logprobs else None
+    told = logprobs(said.sample, speaker.decode) if request.logprobs else None
     for number, delta in enumerate(deltas):
         choice = {"index": 0, "delta": delta, "logprobs": told if number == len(deltas) - 1 else None}
         yield event({**head, "choices": [{**choice, "finish_reason": None}]})
@@ -125,21 +142,26 @@ def chunks(request: ChatRequest, session: Session, said: Said) -> Iterator[str]:
     yield DONE
 
 
-def _head(request: ChatRequest, session: Session, said: Said, kind: str) -> dict[str, Any]:
+def error_event(refused: Refused) -> str:
+    """The end of a stream that fails."""
+    return event(openai_error(refused))
+
+
+def _head(request: ChatRequest, speaker: Speaker, said: Said, kind: str) -> dict[str, Any]:
     return {
-        "id": f"chatcmpl-{session.id}-{said.number}",
+        "id": f"chatcmpl-{speaker.id}-{said.number}",
         "object": kind,
         "created": int(time.time()),
-        "model": request.model or session.policy.model,
+        "model": request.model or speaker.model,
     }
 
 
-def logprobs(sample: Sample, chat: Chat) -> Mapping[str, Any]:
+def logprobs(sample: Sample, decode: Callable[[Sequence[int]], str]) -> Mapping[str, Any]:
     """The log-probability of each sampled token, nats."""
     return {
         "content": [
             {
-                "token": (text := chat.decode([token])),
+                "token": (text := decode([token])),
                 "logprob": value,
                 "bytes": list(text.encode()),
                 "top_logprobs": [],

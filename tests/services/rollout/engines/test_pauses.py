@@ -80,7 +80,7 @@ async def decoding(*, shadow: bool = False) -> AsyncIterator[tuple[Any, SlowLoop
     loop, ended = SlowLoop(), list[Sample | None]()
     engine._decode_loop, engine._receiver, engine._model = loop, Receiver(), SimpleNamespace()
     engine._workers = InProcessWorker(engine._receiver)
-    engine._decoding = engine._thread.submit(loop.run)
+    engine._thread.start(loop)
     try:
         pause = loop.pause()
         await asyncio.to_thread(loop.wait_paused, pause)

@@ -10,6 +10,8 @@ from millrace.wire.channel import Peer
 from millrace.wire.methods import ScoringRpc
 from millrace.wire.server import Server
 from millrace.wire.v1 import rollout_pb2
+from services.rollout.endpoint import HttpEndpoint
+from services.rollout.pools.endpoint import application
 from services.rollout.pools.replica import PoolReplica
 from services.rollout.pools.service import servicers
 from tests.services.rollout.coordinator import JOB
@@ -20,10 +22,15 @@ class Scoring:
     replica: PoolReplica
     server: Server
     peer: Peer
+    http: HttpEndpoint
 
     @property
     def address(self) -> str:
         return f"127.0.0.1:{self.server.port}"
+
+    @property
+    def endpoint(self) -> str:
+        return f"127.0.0.1:{self.http.port}"
 
     async def configure(self, spec: JobSpec, job: str = JOB) -> rollout_pb2.ConfigureRolloutResponse:
         request = rollout_pb2.ConfigureRolloutRequest(job_id=job, spec=spec.model_dump_json(), epoch=1)
@@ -31,18 +38,23 @@ class Scoring:
 
     async def die(self) -> None:
         """As by SIGKILL, for whoever calls it."""
+        await self.http.stop()
         await self.server.stop(0.0)
 
 
 @asynccontextmanager
-async def pool_replica(pool: str) -> AsyncIterator[Scoring]:
+async def pool_replica(pool: str, secret: str = "") -> AsyncIterator[Scoring]:
+    """`secret`: the token of the deployment, at its HTTP endpoint."""
     replica = PoolReplica(new_member_id(pool), pool, "transformers", "test")
     server = Server(servicers(replica), "127.0.0.1", 0)
+    http = HttpEndpoint(application(replica, secret), "127.0.0.1", 0)
     await server.start()
+    http.start()
     peer = Peer(f"127.0.0.1:{server.port}")
     try:
-        yield Scoring(replica, server, peer)
+        yield Scoring(replica, server, peer, http)
     finally:
         await peer.close()
+        await http.stop()
         await server.stop(0.0)
         await replica.close()

@@ -140,7 +140,7 @@ def test_what_is_refused_is_told_as_the_clients_expect_it() -> None:
             for body, told in (
                 ({"messages": []}, "messages: []: "),
                 ({"messages": [{"role": "robot", "content": "x"}]}, 'messages.0.role: "robot": there is no such role.'),
-                ({"messages": [user("hi")], "n": 2}, "n: 2: a session samples one turn at a time."),
+                ({"messages": [user("hi")], "n": 2}, "n: 2: a request samples one turn at a time."),
                 ({"messages": [user("hi")], "tool_choice": "required"}, "would not be sampled"),
                 ({"messages": [user("hi")], "response_format": {"type": "json_object"}}, "response_format.type"),
                 ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "is not text"),

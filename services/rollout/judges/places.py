@@ -1,0 +1,84 @@
+"""Where a judge is: behind a URL, or in a pool of the job."""
+
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from typing import Protocol
+
+from millrace.spec.judges.judge import Judge
+from millrace.wire.channel import token
+from services.rollout.pools.client import PoolClient
+from services.rollout.pools.members import PoolMembers
+
+FAILED_S = 10.0
+"""How long a replica that failed is asked only where all others have failed too."""
+
+
+class JudgePlace(Protocol):
+    """Where the requests to a judge go."""
+
+    model: str
+    """The model that they name."""
+    key: str
+    """The key that comes with them; empty: none."""
+
+    def taken(self) -> AbstractAsyncContextManager[str]:
+        """The base URL for one request, for as long as that lasts. Waits while nobody could answer."""
+
+    def failed(self, url: str) -> None:
+        """A request to this base URL was not answered."""
+
+
+class JudgeUrl:
+    """A judge behind a URL. See `JudgePlace`."""
+
+    def __init__(self, judge: Judge) -> None:
+        """Raises KeyError where the environment has no such key."""
+        self._url = (judge.url or "").rstrip("/")
+        self.model = judge.model or ""
+        self.key = os.environ[judge.api_key_env] if judge.api_key_env is not None else ""
+
+    def taken(self) -> AbstractAsyncContextManager[str]:
+        """See `JudgePlace`."""
+        return nullcontext(self._url)
+
+    def failed(self, url: str) -> None:
+        """See `JudgePlace`."""
+
+
+class JudgePool:
+    """A judge in a pool: requests are spread over its replicas. See `JudgePlace`."""
+
+    def __init__(self, members: PoolMembers) -> None:
+        self._members = members
+        self._in_flight: Counter[str] = Counter()
+        self._failed_at: dict[str, float] = {}
+        self.model = members.pool
+        self.key = token()
+
+    @asynccontextmanager
+    async def taken(self) -> AsyncIterator[str]:
+        """See `JudgePlace`. The replica has the fewest requests of this caller."""
+        urls = [f"http://{member.endpoint}/v1" for member in await self._members.ready()]
+        url = min(urls, key=lambda url: (self._has_failed(url), self._in_flight[url], random.random()))
+        self._in_flight[url] += 1
+        try:
+            yield url
+        finally:
+            self._in_flight[url] -= 1
+
+    def failed(self, url: str) -> None:
+        """See `JudgePlace`."""
+        self._failed_at[url] = time.monotonic()
+        self._members.doubt()
+
+    def _has_failed(self, url: str) -> bool:
+        return time.monotonic() - self._failed_at.get(url, -FAILED_S) < FAILED_S
+
+
+def place_of(judge: Judge, pools: Mapping[str, PoolClient]) -> JudgePlace:
+    """Where a judge is; `pools` are those of the job, by name. Raises KeyError where the environment lacks its key."""
+    return JudgeUrl(judge) if judge.pool is None else JudgePool(pools[judge.pool].members)
