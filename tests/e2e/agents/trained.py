@@ -1,0 +1,60 @@
+"""A short job of episodes, and what has to hold of it whatever plays them."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from millrace.client import Client
+from millrace.data.row import PromptRow
+from millrace.data.write import write_rows
+from millrace.rest import SampleView
+from tests.e2e.conftest import adds_up, finished
+
+STEPS, PROMPTS = 2, 2
+
+
+def trained_samples(
+    client: Client,
+    job: dict[str, Any],
+    model: Path,
+    asked: str,
+    truths: Sequence[str],
+    rollout: dict[str, Any],
+    episodes: int = 8,
+    **extra_info: Any,
+) -> list[SampleView]:
+    """All samples of a job of two steps with `rollout`, in which each row asks `asked`; the truths take turns.
+    A group has so many `episodes`.
+
+    The job ended well, the weights moved, the trainer's probabilities of the sampled tokens are the engine's, and an
+    episode is one trajectory whose reward is the one that was trained.
+    """
+    folder = Path(job["output"]).parent
+    rows = [
+        PromptRow(n, "numbers", [{"role": "user", "content": asked}], truths[n % len(truths)], extra_info=extra_info)
+        for n in range(16)
+    ]
+    job["data"] = {"files": [str(write_rows(folder / "asked.parquet", rows))], "max_prompt_tokens": 256}
+    job["model"]["path"] = str(model)
+    sizes = {"samples_per_prompt": episodes, "max_response_tokens": 400, "engine_options": {"max_num_seqs": 16}}
+    job["rollout"] |= sizes | rollout
+    job["schedule"] |= {"steps": STEPS, "prompts_per_step": PROMPTS, "max_staleness": 0}
+    job["tracking"] = {"samples_per_step": PROMPTS * episodes}
+    view = finished(client, client.submit(job).id, 480)
+    adds_up(client, view, groups_per_step=PROMPTS)
+
+    before = load_file(model / "model.safetensors")
+    after = load_file(Path(job["output"]) / f"checkpoints/step-{STEPS}/huggingface/model.safetensors")
+    assert max(float((after[name].float() - before[name]).abs().max()) for name in before) > 1e-5, "nothing was learned"
+    samples = [sample for sample in client.samples(view.id, limit=200) if sample.purpose == "train"]
+    assert len(samples) == STEPS * PROMPTS * episodes
+    for row in (row for row in client.metrics(view.id) if row.step):
+        assert row.values["training/rollout_probs_diff_max"] < 1e-3
+        assert row.values["training/rollout_logprobs_diff_max"] < 1e-3
+        assert row.values["num_trajectories/mean"] == 1.0, "no turn was made into tokens twice"
+        earned = torch.tensor([sample.reward for sample in samples if sample.step == row.step])
+        assert abs(row.values["critic/rewards/mean"] - float(earned.mean())) < 1e-6
+    return samples
