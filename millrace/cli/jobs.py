@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
+from millrace.cli.live.usage import HEADINGS, cells
 from millrace.cli.live.watch import follow
 from millrace.cli.names import JobName, MemberName, job_id, member_id
 from millrace.cli.output import AsJson, Url, connect, duration, held_out, number, people, print_json, styled, table
@@ -147,6 +148,7 @@ def fleet(url: Url = None, as_json: AsJson = False) -> None:
         return print_json(view)
     rows = table(
         *("MEMBER", "KIND", "STATE", ">VERSION", ">RUNNING", ">LEASES", ">TOKENS/S"),
+        *HEADINGS,
         *("ENGINE", "ADDRESS", "METRICS", "SESSIONS", "DEVICE"),
     )
     for member in (*view.trainers, *view.replicas):
@@ -155,7 +157,7 @@ def fleet(url: Url = None, as_json: AsJson = False) -> None:
         ports = [address.rpartition(":")[2] for address in (member.metrics_address, member.sessions_address)]
         where = (member.address, *ports, member.device)
         kind = member.kind if member.pool in ("", ROLLOUT) else f"pool {member.pool}"
-        rows.add_row(member.id, kind, styled(member.state), *counts, engine, *where)
+        rows.add_row(member.id, kind, styled(member.state), *counts, *cells(member), engine, *where)
     console = people()
     console.print(f"epoch {view.epoch}")
     nobody = "No trainers or replicas are connected. Start a local fleet with `millrace up`."

@@ -13,6 +13,8 @@ from pydantic import BaseModel, Field, PlainSerializer, computed_field
 from millrace.drops import DropReason
 from millrace.errors import Mistake
 from millrace.rest.fleet import FleetView as FleetView
+from millrace.rest.fleet import GpuView as GpuView
+from millrace.rest.fleet import HostView as HostView
 from millrace.rest.fleet import MemberKind as MemberKind
 from millrace.rest.fleet import MemberState as MemberState
 from millrace.rest.fleet import MemberView as MemberView

@@ -28,6 +28,27 @@ class MemberState(StrEnum):
     """It died, or left without being drained, a short time ago."""
 
 
+class HostView(BaseModel):
+    """Memory of a member's host."""
+
+    host: str
+    process_bytes: int = Field(description="Resident memory of the member's processes; shared pages count for each.")
+    used_bytes: int = Field(description="Memory that all processes of the host use, without its file cache.")
+    size_bytes: int
+
+
+class GpuView(BaseModel):
+    """A GPU that a member may use, with the work of all processes on it. What it does not report is null."""
+
+    host: str
+    gpu: str = Field(description="Number of the GPU on its host.")
+    used_bytes: int
+    size_bytes: int
+    busy: float | None = Field(description="Part of the last moment in which it ran a kernel, 0 to 1.")
+    power_w: float | None = Field(description="Watts.")
+    temperature_c: float | None = Field(description="Degrees Celsius.")
+
+
 class MemberView(BaseModel):
     id: str
     kind: MemberKind
@@ -48,6 +69,11 @@ class MemberView(BaseModel):
     leases: int = Field(description="Prompts that it works on.")
     tokens: int = Field(description="Tokens generated since it started.")
     tokens_per_s: float
+    cache_used: float | None = Field(
+        None, description="Part of the engine's cache that running requests hold, 0 to 1; null: not known."
+    )
+    hosts: list[HostView] = Field([], description="Memory of its hosts; of a replica on several hosts the leader's.")
+    gpus: list[GpuView] = Field([], description="Its GPUs; empty where there are none or NVML does not tell.")
     silent_s: float = Field(description="Seconds since its last heartbeat, request or answer.")
     trouble: str = Field("", description="Why it could not be configured for the job.")
     gone: str = Field("", description="Why it is lost or has left.")

@@ -16,6 +16,9 @@ LONGEST_S = 30 * 86_400.0
 DTYPES = ("float32", "float16", "bfloat16")
 MOST_RANKS = 65_536
 MOST_SAMPLES = 1_000_000
+MOST_HOSTS = 1024
+MOST_GPUS = 4096
+"""Hosts and GPUs in one heartbeat."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,11 @@ EACH_TOKENS = Rule(
     "send the lengths of all samples.",
 )
 
+
+def _at_most(count: int) -> Rule:
+    return Rule(lambda values: len(values) <= count, f"has more than {count} entries", "send fewer.")
+
+
 RULES: Mapping[str, Rule] = {
     "job_id": ID,
     "member_id": ID,
@@ -104,6 +112,8 @@ RULES: Mapping[str, Rule] = {
         lambda texts: len(texts) <= 64 and all(map(TEXT.holds, texts)), "is too long", "send at most 64 texts."
     ),
     "message_bytes": _between(0, 1 << 40),
+    "MemberUsage.hosts": _at_most(MOST_HOSTS),
+    "MemberUsage.gpus": _at_most(MOST_GPUS),
 }
 """By name of the field, or of message and field. Other texts have TEXT's limit, other numbers have to be finite."""
 REQUIRED: Mapping[str, tuple[str, ...]] = {

@@ -7,7 +7,6 @@ from typing import Protocol
 from weakref import WeakKeyDictionary
 
 from millrace.ids import MemberId, Version
-from millrace.telemetry.gpus import GpuMonitor, visible
 from millrace.telemetry.metrics.declaration import Owner
 from millrace.telemetry.metrics.prometheus import replica as names
 from millrace.telemetry.metrics.prometheus.every_service import describe_process
@@ -19,7 +18,8 @@ from millrace.telemetry.metrics.prometheus.members import (
     record_publication,
 )
 from millrace.telemetry.metrics.prometheus.registry import DeclaredRegistry
-from millrace.wire.v1 import weights_pb2
+from millrace.telemetry.usage import UsageMonitor
+from millrace.wire.v1 import fleet_pb2, weights_pb2
 from services.rollout.engine import Engine, EngineStats, Load
 from services.rollout.judges.client import JudgeClient
 from services.rollout.judges.scorer import JudgeScorer
@@ -70,12 +70,22 @@ class ReplicaMetrics:
         self._counted_prompts = (0, 0)
         """Tokens of prompts that the engine has told of, and those of them that were in its cache."""
         self._counted_requests = WeakKeyDictionary[JudgeClient, Mapping[str, int]]()
-        self._gpus = GpuMonitor(visible())
-        self._gpus.start()
+        self._usage = UsageMonitor(HOST)
+        self._usage.start()
 
     def published(self, report: weights_pb2.MemberReport) -> None:
         """Records the replica's part in a publication that it has committed."""
         record_publication(self.registry, report, RECEIVER_PHASES)
+
+    def usage(self) -> fleet_pb2.MemberUsage:
+        """What the replica uses of its host, its GPUs and its engine's cache, for the heartbeat."""
+        engine = self._replica.engine
+        stats = engine.stats() if engine is not None else None
+        return self._usage.message(stats.cache_used if stats is not None else None)
+
+    def stop(self) -> None:
+        """Measures no more."""
+        self._usage.stop()
 
     def refresh(self) -> None:
         """Sets every gauge to what the replica is now. On the replica's event loop."""
@@ -88,7 +98,7 @@ class ReplicaMetrics:
         self._count_prompts(stats or EngineStats(0, 0, 0.0))
         names.ENGINE_CAPACITY.on(self.registry).set(replica.engine.capacity if replica.engine is not None else 0)
         names.LEASES_HELD.on(self.registry).set(replica.leases.held)
-        describe_gpus(self.registry, [(HOST, reading) for reading in self._gpus.latest])
+        describe_gpus(self.registry, [(HOST, reading) for reading in self._usage.gpus.latest])
         names.DRAINING.on(self.registry).set(not replica.takes_leases)
         generated = replica.leases.generated_tokens
         MEMBER_TOKENS.on(self.registry).inc(generated - self._counted_tokens)

@@ -296,11 +296,13 @@ class Replica:
             judge_outages=[message for judge in self.judges if (message := judge.outage_message()) is not None],
             spans=spans,
             span_count=count,
+            usage=self.metrics.usage(),
         )
 
     async def close(self) -> None:
         """Ends all work, returns the leases that are still held, stops the engine. An engine that does not stop within
         CLOSE_S is left for the caller to kill."""
+        self.metrics.stop()
         try:
             async with asyncio.timeout(CLOSE_S), self._turn:
                 await self._leave_job("the replica ends")

@@ -25,6 +25,8 @@ from millrace.client import Client
 from millrace.errors import Unavailable
 from millrace.rest import (
     FleetView,
+    GpuView,
+    HostView,
     JobState,
     JobSummary,
     MemberState,
@@ -61,6 +63,7 @@ ROWS = [
     for n, t in ((11, 0.0), (12, 1.0))
 ]
 TROUBLED = REPLICA.model_copy(update={"id": "rollout-2", "state": MemberState.JOINING, "trouble": "no [GPU]"})
+UNKNOWN = {"power_w": None, "temperature_c": None}
 FLEET = FleetView(epoch=3, trainers=[], replicas=[REPLICA, TROUBLED])
 
 
@@ -102,6 +105,19 @@ def test_one_sees_jobs_pace_time_left_what_waits_and_the_fleet() -> None:
     assert "2,469 tokens/s generated, 10 leases, 80 samples running, 0 waiting, 48 free" in lines
     members = [line.split()[:2] for line in lines if line.startswith("rollout-") and "could not" not in line]
     assert members == [["rollout-2", "joining"], [REPLICA.id, "serving"]]  # those that need a look come first
+
+
+def test_what_a_member_uses_is_shown() -> None:
+    host = HostView(host="here", process_bytes=2_000_000_000, used_bytes=30_000_000_000, size_bytes=64_000_000_000)
+    gpus = [
+        GpuView(host="here", gpu=number, used_bytes=40_000_000_000, size_bytes=80_000_000_000, busy=busy, **UNKNOWN)
+        for number, busy in (("0", 0.9), ("1", 0.5), ("2", None))
+    ]
+    using = REPLICA.model_copy(update={"cache_used": 0.375, "hosts": [host], "gpus": gpus})
+    for member, expected in ((using, "38% 70% 120.0/240 2.0 in 30.0/64"), (REPLICA, "– – – –")):
+        lines = shown(fleet=FleetView(epoch=3, trainers=[], replicas=[member]))
+        (line,) = [line for line in lines if line.startswith(REPLICA.id)]
+        assert f" {expected} vllm " in " ".join(line.split())
 
 
 def test_many_members_are_cut_where_there_is_no_room() -> None:

@@ -94,6 +94,17 @@ export interface FleetView {
   replicas: MemberView[];
 }
 
+/** A GPU that a member may use, with the work of all processes on it. What it does not report is null. */
+export interface GpuView {
+  host: string;
+  gpu: string;
+  used_bytes: number;
+  size_bytes: number;
+  busy: number | null;
+  power_w: number | null;
+  temperature_c: number | null;
+}
+
 /** Groups without a training signal were dropped. */
 export interface GroupDropped {
   kind: "group.dropped";
@@ -133,6 +144,14 @@ export interface HistogramView {
   steps: number[];
   edges: number[][];
   counts: number[][];
+}
+
+/** Memory of a member's host. */
+export interface HostView {
+  host: string;
+  process_bytes: number;
+  used_bytes: number;
+  size_bytes: number;
 }
 
 /** Why a trainer or a replica did nothing for the job. */
@@ -340,6 +359,9 @@ export interface MemberView {
   leases: number;
   tokens: number;
   tokens_per_s: number;
+  cache_used: number | null;
+  hosts: HostView[];
+  gpus: GpuView[];
   silent_s: number;
   trouble: string;
   gone: string;

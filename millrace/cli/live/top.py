@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from millrace.cli.live.usage import HEADINGS, cells
 from millrace.cli.output import (
     AsJson,
     Url,
@@ -211,6 +212,7 @@ def in_order(fleet: FleetView) -> list[MemberView]:
 def members_table(members: list[MemberView]) -> Table:
     rows = table(
         *("MEMBER", "STATE", ">VERSION", ">RUNNING", ">WAITING", ">FREE", ">LEASES", ">TOKENS/S", ">SILENT S"),
+        *HEADINGS,
         *("ENGINE", "HOST", "DEVICE"),
     )
     for m in members:
@@ -218,7 +220,7 @@ def members_table(members: list[MemberView]) -> Table:
         speed = (f"{m.tokens_per_s:,.0f}", f"{m.silent_s:.1f}")
         engine = f"{m.engine} {m.engine_release} ×{m.world_size}"
         where = (escape(engine), escape(m.host), escape(m.device))
-        rows.add_row(escape(m.id), styled(m.state), str(m.version), *map(str, counts), *speed, *where)
+        rows.add_row(escape(m.id), styled(m.state), str(m.version), *map(str, counts), *speed, *cells(m), *where)
     return rows
 
 

@@ -57,7 +57,7 @@ class RegisterResponse(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., heartbeat_s: _Optional[float] = ..., lost_after_s: _Optional[float] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("member_id", "running", "waiting", "free", "version", "tokens", "spans", "span_count", "judge_outages")
+    __slots__ = ("member_id", "running", "waiting", "free", "version", "tokens", "spans", "span_count", "judge_outages", "usage")
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -67,6 +67,7 @@ class HeartbeatRequest(_message.Message):
     SPANS_FIELD_NUMBER: _ClassVar[int]
     SPAN_COUNT_FIELD_NUMBER: _ClassVar[int]
     JUDGE_OUTAGES_FIELD_NUMBER: _ClassVar[int]
+    USAGE_FIELD_NUMBER: _ClassVar[int]
     member_id: str
     running: int
     waiting: int
@@ -76,7 +77,48 @@ class HeartbeatRequest(_message.Message):
     spans: bytes
     span_count: int
     judge_outages: _containers.RepeatedCompositeFieldContainer[JudgeOutage]
-    def __init__(self, member_id: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., free: _Optional[int] = ..., version: _Optional[int] = ..., tokens: _Optional[int] = ..., spans: _Optional[bytes] = ..., span_count: _Optional[int] = ..., judge_outages: _Optional[_Iterable[_Union[JudgeOutage, _Mapping]]] = ...) -> None: ...
+    usage: MemberUsage
+    def __init__(self, member_id: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., free: _Optional[int] = ..., version: _Optional[int] = ..., tokens: _Optional[int] = ..., spans: _Optional[bytes] = ..., span_count: _Optional[int] = ..., judge_outages: _Optional[_Iterable[_Union[JudgeOutage, _Mapping]]] = ..., usage: _Optional[_Union[MemberUsage, _Mapping]] = ...) -> None: ...
+
+class MemberUsage(_message.Message):
+    __slots__ = ("hosts", "gpus", "cache_used")
+    HOSTS_FIELD_NUMBER: _ClassVar[int]
+    GPUS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_USED_FIELD_NUMBER: _ClassVar[int]
+    hosts: _containers.RepeatedCompositeFieldContainer[HostUsage]
+    gpus: _containers.RepeatedCompositeFieldContainer[GpuUsage]
+    cache_used: float
+    def __init__(self, hosts: _Optional[_Iterable[_Union[HostUsage, _Mapping]]] = ..., gpus: _Optional[_Iterable[_Union[GpuUsage, _Mapping]]] = ..., cache_used: _Optional[float] = ...) -> None: ...
+
+class HostUsage(_message.Message):
+    __slots__ = ("host", "process_bytes", "used_bytes", "size_bytes")
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_BYTES_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    host: str
+    process_bytes: int
+    used_bytes: int
+    size_bytes: int
+    def __init__(self, host: _Optional[str] = ..., process_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., size_bytes: _Optional[int] = ...) -> None: ...
+
+class GpuUsage(_message.Message):
+    __slots__ = ("host", "gpu", "used_bytes", "size_bytes", "busy", "power_w", "temperature_c")
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    GPU_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BUSY_FIELD_NUMBER: _ClassVar[int]
+    POWER_W_FIELD_NUMBER: _ClassVar[int]
+    TEMPERATURE_C_FIELD_NUMBER: _ClassVar[int]
+    host: str
+    gpu: str
+    used_bytes: int
+    size_bytes: int
+    busy: float
+    power_w: float
+    temperature_c: float
+    def __init__(self, host: _Optional[str] = ..., gpu: _Optional[str] = ..., used_bytes: _Optional[int] = ..., size_bytes: _Optional[int] = ..., busy: _Optional[float] = ..., power_w: _Optional[float] = ..., temperature_c: _Optional[float] = ...) -> None: ...
 
 class JudgeOutage(_message.Message):
     __slots__ = ("name", "reason", "waiting", "seconds")

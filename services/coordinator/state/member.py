@@ -12,6 +12,7 @@ from millrace.rest import MemberKind, MemberState, MemberView
 from millrace.sandbox.boundaries import Boundary
 from millrace.spec.pools.pool import ROLLOUT
 from millrace.wire.v1 import fleet_pb2
+from services.coordinator.state.usage import gpu_views, host_views, optional
 
 KINDS = {
     fleet_pb2.MEMBER_KIND_TRAINER: MemberKind.TRAINER,
@@ -70,13 +71,17 @@ class Pulse:
     """The version that the member reported. For a replica, `Member.weights` is what counts."""
     judge_outages: Sequence[fleet_pb2.JudgeOutage] = ()
     """Judges that do not answer a replica."""
+    usage: fleet_pb2.MemberUsage = field(default_factory=fleet_pb2.MemberUsage)
+    """What it uses of its hosts and GPUs."""
 
     def next(self, beat: fleet_pb2.HeartbeatRequest) -> "Pulse":
         now = time.monotonic()
         grown = max(0, beat.tokens - self.tokens) / max(now - self.at, 1e-3) if self.tokens else 0.0
         smooth = 0.7 * self.tokens_per_s + 0.3 * grown
         outages = tuple(beat.judge_outages)
-        return Pulse(now, beat.running, beat.waiting, beat.free, beat.tokens, smooth, beat.version, outages)
+        return Pulse(
+            *(now, beat.running, beat.waiting, beat.free, beat.tokens, smooth, beat.version, outages, beat.usage)
+        )
 
 
 @dataclass
@@ -240,6 +245,9 @@ class Member:
             leases=leases,
             tokens=self.pulse.tokens,
             tokens_per_s=self.pulse.tokens_per_s,
+            cache_used=optional(self.pulse.usage, "cache_used"),
+            hosts=host_views(self.pulse.usage),
+            gpus=gpu_views(self.pulse.usage),
             silent_s=self.silent_s,
             missing_boundaries=dict(self.configured.missing_boundaries) if self.configured else {},
             trouble=str(self.unconfigured.error) if self.unconfigured is not None else "",

@@ -3,7 +3,7 @@
 from millrace.telemetry.metrics.declaration import Owner
 from millrace.telemetry.metrics.prometheus import replica as names
 from millrace.telemetry.metrics.prometheus.every_service import describe_process
-from millrace.telemetry.metrics.prometheus.members import MEMBER_TOKENS, describe_member
+from millrace.telemetry.metrics.prometheus.members import MEMBER_TOKENS, describe_gpus, describe_member
 from millrace.telemetry.metrics.prometheus.registry import DeclaredRegistry
 from services.rollout.pools.replica import PoolReplica
 
@@ -24,6 +24,7 @@ class PoolMetrics:
         names.ENGINE_RUNNING.on(self.registry).set(running)
         names.ENGINE_WAITING.on(self.registry).set(waiting)
         names.DRAINING.on(self.registry).set(replica.draining.is_set())
+        describe_gpus(self.registry, [(replica.usage.host, reading) for reading in replica.usage.gpus.latest])
         MEMBER_TOKENS.on(self.registry).inc(replica.tokens - self._counted_tokens)
         self._counted_tokens = replica.tokens
         describe_member(

@@ -24,6 +24,7 @@ from millrace.ids import JobId, MemberId
 from millrace.local.devices import device_name
 from millrace.spec import JobSpec, received
 from millrace.spec.pools.pool import PoolTask
+from millrace.telemetry.usage import UsageMonitor
 from millrace.validation import limits
 from millrace.wire.arrays import TokenScores
 from millrace.wire.channel import PROTOCOL_VERSION, Peer
@@ -60,6 +61,8 @@ class PoolReplica:
         """Port at which the metrics are served; 0: nowhere."""
         self.sessions_port = 0
         """Port of the OpenAI-compatible endpoint; 0: there is none."""
+        self.usage = UsageMonitor(socket.gethostname())
+        self.usage.start()
         self.draining = asyncio.Event()
         """Set once somebody asked this replica to drain."""
         self.died = asyncio.Event()
@@ -291,7 +294,12 @@ class PoolReplica:
     def _heartbeat(self) -> fleet_pb2.HeartbeatRequest:
         running, waiting = self.load()
         return fleet_pb2.HeartbeatRequest(
-            member_id=self.member_id, running=running, waiting=waiting, version=-1, tokens=self.tokens
+            member_id=self.member_id,
+            running=running,
+            waiting=waiting,
+            version=-1,
+            tokens=self.tokens,
+            usage=self.usage.message(),
         )
 
     async def close(self) -> None:
@@ -299,6 +307,7 @@ class PoolReplica:
         async with self._turn:
             self.job_id = ""
             await self._stop_engine()
+        self.usage.stop()
 
     async def _stop_engine(self) -> None:
         if self._engine is not None:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import structlog
 from torch.distributed import DistError
 
-from services.trainer.ranks.usage import Usage, UsageMeter
+from millrace.wire.v1 import fleet_pb2
+from services.trainer.ranks.usage import Usage, UsageMeter, usage_of_ranks
 from services.trainer.ranks.world import World
 
 log = structlog.get_logger(__name__)
@@ -92,6 +93,11 @@ class Heartbeats:
     def host(self, rank: int) -> str:
         """Host and process id of a rank, for messages to people."""
         return self._hosts.get(rank, "an unknown host")
+
+    def usage(self) -> fleet_pb2.MemberUsage:
+        """What the ranks use of their hosts and GPUs. For rank 0."""
+        named = {rank: host.partition(" ")[0] for rank, host in self._hosts.items()}
+        return usage_of_ranks([(named[rank], usage) for rank, (_, usage) in self.heard().items() if rank in named])
 
     def stop(self) -> None:
         """Ends the heartbeats. Rank 0, which serves the store, waits until the others have ended theirs."""

@@ -50,6 +50,7 @@ class RankZero:
     ) -> None:
         self._world = world
         self._commands = commands
+        self._heartbeats = heartbeats
         self._member_id = member_id
         self._coordinator = coordinator
         self._loop = loop
@@ -150,6 +151,7 @@ class RankZero:
             tokens=self._trainer.trained_tokens,
             spans=spans,
             span_count=count,
+            usage=self._heartbeats.usage(),
         )
 
 

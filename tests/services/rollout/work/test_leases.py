@@ -129,6 +129,9 @@ def test_nothing_is_leased_before_a_version_is_in_place(tied_model: Path) -> Non
             await stack.publish(1)
             await until(lambda: stack.coordinator.answered == 1)
             await until(lambda: stack.coordinator.beats[-1].version == 1 and stack.coordinator.beats[-1].tokens > 0)
+            await until(lambda: stack.coordinator.beats[-1].usage.hosts)
+            usage = stack.coordinator.beats[-1].usage
+            assert usage.hosts[0].process_bytes > 0 and usage.HasField("cache_used")
 
     asyncio.run(scenario())
 

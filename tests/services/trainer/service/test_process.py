@@ -38,6 +38,7 @@ def test_registers_beats_and_drains_in_the_middle_of_a_step(
         script.groups = random_groups(4, 4)
         calls.step(1, script.groups, served.address)
         until(lambda: script.beats and script.beats[-1].version == 1 and script.beats[-1].tokens > 0, running)
+        until(lambda: script.beats[-1].usage.hosts and script.beats[-1].usage.hosts[0].process_bytes > 0, running)
         script.members.clear()
         until(lambda: script.registrations == 2, running)
         script.hold.clear()
