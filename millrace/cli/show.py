@@ -136,9 +136,10 @@ def _print_sample(sample: SampleView) -> None:
     console = people()
     versions = ", ".join(map(str, sample.versions))
     reward = number(sample.reward) if sample.reward_failure is None else escape(sample.reward_failure)
+    advantage = "" if sample.advantage is None else f", advantage {sample.advantage:+.3g}"
     console.print(
-        f"\n[bold]step {sample.step}, prompt {sample.prompt_id}[/]: reward {reward}, {sample.tokens} tokens of "
-        f"version {versions}, ended by {sample.stop_reason}"
+        f"\n[bold]step {sample.step}, prompt {sample.prompt_id}[/]: reward {reward}{advantage}, "
+        f"{sample.tokens} tokens of version {versions}, ended by {sample.stop_reason}"
     )
     console.print(sample.prompt, style="dim", markup=False)
     for place, turn in enumerate(sample.turns, start=1):

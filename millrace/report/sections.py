@@ -145,7 +145,7 @@ def _group(answers: Sequence[SampleView]) -> Element:
         if isinstance(first.ground_truth, str)
         else json.dumps(first.ground_truth, ensure_ascii=False)
     )
-    columns = [">reward", ">tokens", "ended by", "versions", "replica", "answer"]
+    columns = [">reward", ">advantage", ">tokens", "ended by", "versions", "replica", "answer"]
     prompt = element("pre", first.prompt, class_="text")
     rows = [_answer(one) for one in answers]
     return details(
@@ -159,6 +159,7 @@ def _group(answers: Sequence[SampleView]) -> Element:
 
 def _answer(one: SampleView) -> list[Part]:
     reward = one.reward_failure or ("–" if one.reward is None else written(one.reward))
+    advantage = "–" if one.advantage is None else written(one.advantage)
     text: Part = element("pre", one.answer, class_="text")
     if one.turns:
         turns = [
@@ -170,4 +171,5 @@ def _answer(one: SampleView) -> list[Part]:
             for turn in one.turns
         ]
         text = element("div", *turns)
-    return [reward, f"{one.tokens:,}", one.stop_reason, ", ".join(map(str, one.versions)), one.member, text]
+    versions = ", ".join(map(str, one.versions))
+    return [reward, advantage, f"{one.tokens:,}", one.stop_reason, versions, one.member, text]

@@ -264,6 +264,11 @@ class SampleView(BaseModel):
     details: dict[str, Any] = Field({}, description="What the reward function returned besides the score.")
     record: str = Field("", description="Names the record of the group's tokens; empty where none was kept.")
     metadata: dict[str, Any] = Field({}, description="What else the environment said of the trajectory.")
+    advantage: float | None = Field(
+        None,
+        description="Mean over the sampled tokens of the advantage that the policy loss read; null where the trainer"
+        " told none.",
+    )
 
 
 class GroupView(BaseModel):
@@ -298,6 +303,16 @@ class TokensView(BaseModel):
     )
     logprobs: list[Figure | None] = Field(description="Of each sampled token under the engine, in nats; null: given.")
     versions: list[int | None] = Field(description="Weight version that sampled each token; null: given.")
+    trainer_logprobs: list[Figure | None] = Field(
+        [],
+        description="Of each sampled token under the weights that its step began with, in nats, as the losses read"
+        " them; null: given. Empty where the trainer told none.",
+    )
+    advantages: list[Figure | None] = Field(
+        [],
+        description="Of each sampled token, as the policy loss read it; null: given. Empty where the trainer told"
+        " none.",
+    )
 
 
 class ProblemType(StrEnum):

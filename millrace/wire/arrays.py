@@ -23,14 +23,24 @@ def unpack_tokens(data: bytes) -> NDArray[np.int32]:
     return np.frombuffer(data, dtype="<i4")
 
 
+def pack_floats(values: Sequence[float] | NDArray[np.float32]) -> bytes:
+    """Numbers as float32, little-endian."""
+    return np.asarray(values, dtype="<f4").tobytes()
+
+
+def unpack_floats(data: bytes) -> NDArray[np.float32]:
+    """Numbers, float32, read-only."""
+    return np.frombuffer(data, dtype="<f4")
+
+
 def pack_logprobs(logprobs: Sequence[float] | NDArray[np.float32]) -> bytes:
     """Log-probabilities in nats as float32, little-endian."""
-    return np.asarray(logprobs, dtype="<f4").tobytes()
+    return pack_floats(logprobs)
 
 
 def unpack_logprobs(data: bytes) -> NDArray[np.float32]:
     """Log-probabilities in nats, float32 [tokens], read-only."""
-    return np.frombuffer(data, dtype="<f4")
+    return unpack_floats(data)
 
 
 def pack_experts(chosen_tlk: NDArray[np.integer]) -> common_pb2.Experts:

@@ -34,6 +34,12 @@ def test_an_answer_of_one_turn_is_printed_whole(capsys: pytest.CaptureFixture[st
     assert lines[-2:] == ["What is 6·7?", "all of it"]
 
 
+def test_the_advantage_is_printed_where_the_trainer_told_it(capsys: pytest.CaptureFixture[str]) -> None:
+    head = " ".join(printed(sample([]).model_copy(update={"advantage": -0.70710}), capsys)[:-2])
+    assert "reward 1.000, advantage -0.707, 9 tokens" in head
+    assert "advantage" not in " ".join(printed(sample([]), capsys))
+
+
 def test_turns_are_printed_with_what_was_given_before_them(capsys: pytest.CaptureFixture[str]) -> None:
     rest = {"stop_reason": "end_of_turn", "versions": [2]}
     turns = [

@@ -149,7 +149,11 @@ def test_curves_tables_and_samples_are_there() -> None:
         )
         for step in range(60)
     ]
-    page = report_page(contents("plain", rows, [a_sample(3, answer="four"), a_sample(3, answer="4 or so", reward=0.0)]))
+    page = report_page(
+        contents(
+            "plain", rows, [a_sample(3, answer="four"), a_sample(3, answer="4 or so", reward=0.0, advantage=-0.625)]
+        )
+    )
     found = Read(page)
     labels = [str(attributes["aria-label"]) for tag, attributes in found.tags if tag == "svg"]
     assert any(label.startswith("critic/rewards/mean: 0 in step 0, 0.9833 in step 59, lowest 0,") for label in labels)
@@ -159,7 +163,7 @@ def test_curves_tables_and_samples_are_there() -> None:
     polylines = [str(attributes["points"]) for tag, attributes in found.tags if tag == "polyline"]
     numbers = [float(number) for line in polylines for number in line.replace(",", " ").split()]
     assert all(math.isfinite(number) and 0 <= number <= 380 for number in numbers)
-    for told in ("no_signal", "0.750", "GB/s", "four", "rewards 0, 1", "rollout-0", "0.125", "plain"):
+    for told in ("no_signal", "0.750", "GB/s", "four", "rewards 0, 1", "rollout-0", "0.125", "-0.625", "plain"):
         assert told in found.text, told
 
 

@@ -462,6 +462,7 @@ export interface SampleView {
   details: Record<string, unknown>;
   record: string;
   metadata: Record<string, unknown>;
+  advantage: number | null;
 }
 
 /** Curves of step metrics. A point stands for one step, or for several steps in a row. */
@@ -529,6 +530,8 @@ export interface TokensView {
   texts: string[] | null;
   logprobs: (number | string | null)[];
   versions: (number | null)[];
+  trainer_logprobs: (number | string | null)[];
+  advantages: (number | string | null)[];
 }
 
 /** An experiment tracker failed or did not answer. */

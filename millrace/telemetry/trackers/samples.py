@@ -16,6 +16,7 @@ COLUMNS = (
     "ground_truth",
     "reward",
     "reward_failure",
+    "advantage",
     "stop_reason",
     "tokens",
     "versions",

@@ -52,16 +52,18 @@ class ConfigureTrainerResponse(_message.Message):
     def __init__(self, version: _Optional[int] = ..., world_size: _Optional[int] = ..., parameters: _Optional[int] = ..., warnings: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class GroupRef(_message.Message):
-    __slots__ = ("prompt_id", "prompt_tokens", "response_tokens", "trajectories")
+    __slots__ = ("prompt_id", "prompt_tokens", "response_tokens", "trajectories", "shown")
     PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RESPONSE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TRAJECTORIES_FIELD_NUMBER: _ClassVar[int]
+    SHOWN_FIELD_NUMBER: _ClassVar[int]
     prompt_id: str
     prompt_tokens: int
     response_tokens: _containers.RepeatedScalarFieldContainer[int]
     trajectories: _containers.RepeatedCompositeFieldContainer[TrajectoryLengths]
-    def __init__(self, prompt_id: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., response_tokens: _Optional[_Iterable[int]] = ..., trajectories: _Optional[_Iterable[_Union[TrajectoryLengths, _Mapping]]] = ...) -> None: ...
+    shown: bool
+    def __init__(self, prompt_id: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., response_tokens: _Optional[_Iterable[int]] = ..., trajectories: _Optional[_Iterable[_Union[TrajectoryLengths, _Mapping]]] = ..., shown: bool = ...) -> None: ...
 
 class TrajectoryLengths(_message.Message):
     __slots__ = ("prompt_tokens", "response_tokens", "sampled_tokens", "episode")
@@ -92,7 +94,7 @@ class StepRequest(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., step: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupRef, _Mapping]]] = ..., work_address: _Optional[str] = ..., token_budget: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class StepResponse(_message.Message):
-    __slots__ = ("version", "metrics", "histograms")
+    __slots__ = ("version", "metrics", "histograms", "shown")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -110,10 +112,28 @@ class StepResponse(_message.Message):
     VERSION_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
     HISTOGRAMS_FIELD_NUMBER: _ClassVar[int]
+    SHOWN_FIELD_NUMBER: _ClassVar[int]
     version: int
     metrics: _containers.ScalarMap[str, float]
     histograms: _containers.MessageMap[str, Histogram]
-    def __init__(self, version: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ..., histograms: _Optional[_Mapping[str, Histogram]] = ...) -> None: ...
+    shown: _containers.RepeatedCompositeFieldContainer[TrainedGroup]
+    def __init__(self, version: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ..., histograms: _Optional[_Mapping[str, Histogram]] = ..., shown: _Optional[_Iterable[_Union[TrainedGroup, _Mapping]]] = ...) -> None: ...
+
+class TrainedGroup(_message.Message):
+    __slots__ = ("prompt_id", "trajectories")
+    PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
+    TRAJECTORIES_FIELD_NUMBER: _ClassVar[int]
+    prompt_id: str
+    trajectories: _containers.RepeatedCompositeFieldContainer[TrainedTrajectory]
+    def __init__(self, prompt_id: _Optional[str] = ..., trajectories: _Optional[_Iterable[_Union[TrainedTrajectory, _Mapping]]] = ...) -> None: ...
+
+class TrainedTrajectory(_message.Message):
+    __slots__ = ("logprobs", "advantages")
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    ADVANTAGES_FIELD_NUMBER: _ClassVar[int]
+    logprobs: bytes
+    advantages: bytes
+    def __init__(self, logprobs: _Optional[bytes] = ..., advantages: _Optional[bytes] = ...) -> None: ...
 
 class Histogram(_message.Message):
     __slots__ = ("edges", "counts")

@@ -2,18 +2,23 @@
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
+
+import structlog
 
 from millrace.ids import PromptId
 from millrace.rest import SampleView, TurnView
 from millrace.trajectories import episode_sizes, sampled_spans
+from millrace.wire.arrays import unpack_floats
 from millrace.wire.enums import PURPOSES
-from millrace.wire.v1 import common_pb2
+from millrace.wire.v1 import common_pb2, trainer_pb2
 from services.coordinator.observe import tokens
 from services.coordinator.store.prompts import Prompts
 from services.coordinator.store.records import Records
 
+log = structlog.get_logger(__name__)
 STOPS = {
     common_pb2.STOP_REASON_END_OF_TURN: "end_of_turn",
     common_pb2.STOP_REASON_STOP_STRING: "stop_string",
@@ -21,23 +26,44 @@ STOPS = {
 }
 
 
-async def samples_in(prompts: Prompts, records: Records, wanted: Sequence[PromptId], step: int) -> list[SampleView]:
-    """Samples of `step`, from those of the `wanted` groups that the store still holds. Their tokens are kept too."""
+async def samples_in(
+    prompts: Prompts,
+    records: Records,
+    wanted: Sequence[PromptId],
+    step: int,
+    trained: Mapping[str, trainer_pb2.TrainedGroup] = MappingProxyType({}),
+) -> list[SampleView]:
+    """Samples of `step`, from those of the `wanted` groups that the store still holds. Their tokens are kept too, with
+    what the trainer told of them: `trained`, by prompt. What does not fit its group is left out."""
     found: list[SampleView] = []
     for prompt in wanted:
         if (data := await prompts.group(prompt)) is not None:
-            group = common_pb2.Group.FromString(data)
-            found += samples_of(group, step, await records.add_tokens(tokens.record(group)))
+            group, told = common_pb2.Group.FromString(data), trained.get(prompt)
+            if told is not None and not tokens.fits(told, group):
+                log.warning("the trainer told something else than the tokens of a group", prompt=prompt)
+                told = None
+            found += samples_of(group, step, await records.add_tokens(tokens.record(group, told)), told)
     return found
 
 
-def samples_of(group: common_pb2.Group, step: int, record: str = "") -> list[SampleView]:
+def samples_of(
+    group: common_pb2.Group, step: int, record: str = "", trained: trainer_pb2.TrainedGroup | None = None
+) -> list[SampleView]:
     """One sample for each trajectory of a group that belongs to `step`. The group may be one that `fault` refuses.
-    `record` names what is kept of its tokens."""
+    `record` names what is kept of its tokens. `trained`: what the trainer told of them."""
     counted = (itertools.repeat(number, size) for number, size in enumerate(episode_sizes(group)))
     numbers = itertools.chain(itertools.chain.from_iterable(counted), itertools.repeat(0))
-    shown = zip(group.trajectories, numbers, strict=False)
-    return [_sample(group, one, step, number).model_copy(update={"record": record}) for one, number in shown]
+    advantages = [None] * len(group.trajectories) if trained is None else map(_advantage, trained.trajectories)
+    shown = zip(group.trajectories, numbers, advantages, strict=False)
+    return [
+        _sample(group, one, step, number).model_copy(update={"record": record, "advantage": advantage})
+        for one, number, advantage in shown
+    ]
+
+
+def _advantage(told: trainer_pb2.TrainedTrajectory) -> float | None:
+    """The mean over the trajectory's sampled tokens."""
+    return float(unpack_floats(told.advantages).mean(dtype="float64")) if told.advantages else None
 
 
 def _sample(group: common_pb2.Group, trajectory: common_pb2.Trajectory, step: int, episode: int) -> SampleView:

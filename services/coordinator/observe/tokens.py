@@ -6,21 +6,38 @@ from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
+import numpy as np
 import structlog
+from google.protobuf.message import Message
 
 from millrace.hub import HubName
 from millrace.rest import TokensView
-from millrace.trajectories import sampled_spans
-from millrace.wire.arrays import unpack_logprobs, unpack_tokens
-from millrace.wire.v1 import common_pb2
+from millrace.trajectories import Span, sampled_spans
+from millrace.wire.arrays import unpack_floats, unpack_tokens
+from millrace.wire.v1 import common_pb2, trainer_pb2
+from services.coordinator.store.records import TokenRecord
 
 log = structlog.get_logger(__name__)
 TOKENIZER = "tokenizer.json"
 TOKENIZERS_HELD = 4
 
 
-def record(group: common_pb2.Group) -> bytes:
-    """What is kept of a group: prompt tokens, and of each trajectory tokens, log-probabilities, versions and turns."""
+def fits(trained: trainer_pb2.TrainedGroup, group: common_pb2.Group) -> bool:
+    """Whether the trainer told what it has to of each sampled token of the group, in finite numbers."""
+    if len(trained.trajectories) != len(group.trajectories):
+        return False
+    for told, trajectory in zip(trained.trajectories, group.trajectories, strict=True):
+        size = len(trajectory.logprobs)
+        if len(told.advantages) != size or len(told.logprobs) not in (0, size):
+            return False
+        if not all(np.isfinite(unpack_floats(values)).all() for values in (told.logprobs, told.advantages)):
+            return False
+    return True
+
+
+def record(group: common_pb2.Group, trained: trainer_pb2.TrainedGroup | None = None) -> TokenRecord:
+    """What is kept of a group: prompt tokens, and of each trajectory tokens, log-probabilities, versions and turns;
+    and what the trainer told of it, which has to fit it."""
     kept = common_pb2.Group(prompt_tokens=group.prompt_tokens)
     for trajectory in group.trajectories:
         one = kept.trajectories.add(
@@ -31,33 +48,54 @@ def record(group: common_pb2.Group) -> bytes:
         )
         for turn in trajectory.turns:
             one.turns.add(start=turn.start, end=turn.end)
-    return zlib.compress(kept.SerializeToString(), 1)
+    return TokenRecord(_packed(kept), b"" if trained is None else _packed(trained))
 
 
-def views(record: bytes, model: str) -> list[TokensView]:
+def _packed(message: Message) -> bytes:
+    return zlib.compress(message.SerializeToString(), 1)
+
+
+def views(record: TokenRecord, model: str) -> list[TokensView]:
     """The tokens of each trajectory in a record. `model`: folder or name on the hub of the job's model."""
-    group = common_pb2.Group.FromString(zlib.decompress(record))
-    return [_view(group, trajectory, tokenizer_file(model)) for trajectory in group.trajectories]
+    group = common_pb2.Group.FromString(zlib.decompress(record.group))
+    told = [trainer_pb2.TrainedTrajectory()] * len(group.trajectories)
+    if record.trained:
+        told = list(trainer_pb2.TrainedGroup.FromString(zlib.decompress(record.trained)).trajectories)
+    tokenizer = tokenizer_file(model)
+    return [_view(group, each, trained, tokenizer) for each, trained in zip(group.trajectories, told, strict=True)]
 
 
-def _view(group: common_pb2.Group, trajectory: common_pb2.Trajectory, tokenizer: Path | None) -> TokensView:
+def _view(
+    group: common_pb2.Group,
+    trajectory: common_pb2.Trajectory,
+    trained: trainer_pb2.TrainedTrajectory,
+    tokenizer: Path | None,
+) -> TokensView:
     prompt = unpack_tokens(trajectory.prompt_tokens or group.prompt_tokens).tolist()
     response = unpack_tokens(trajectory.tokens).tolist()
-    logprobs: list[float | None] = [None] * (len(prompt) + len(response))
-    versions: list[int | None] = [None] * len(logprobs)
-    told = iter(unpack_logprobs(trajectory.logprobs).tolist())
-    for start, end in sampled_spans(trajectory):
-        logprobs[len(prompt) + start : len(prompt) + end] = itertools.islice(told, end - start)
+    versions: list[int | None] = [None] * (len(prompt) + len(response))
     for span in trajectory.versions:
         versions[len(prompt) + span.start : len(prompt) + span.end] = [span.version] * (span.end - span.start)
+    sampled = [(len(prompt) + start, len(prompt) + end) for start, end in sampled_spans(trajectory)]
     ids = [*prompt, *response]
     return TokensView(
         prompt_tokens=len(prompt),
         ids=ids,
         texts=None if tokenizer is None else _texts(ids, str(tokenizer)),
-        logprobs=logprobs,
+        logprobs=_at(sampled, trajectory.logprobs, len(ids)),
         versions=versions,
+        trainer_logprobs=_at(sampled, trained.logprobs, len(ids)) if trained.logprobs else [],
+        advantages=_at(sampled, trained.advantages, len(ids)) if trained.advantages else [],
     )
+
+
+def _at(spans: Sequence[Span], data: bytes, tokens: int) -> list[float | None]:
+    """The values of sampled tokens in their places among all `tokens`, and None in all others."""
+    values = iter(unpack_floats(data).tolist())
+    placed: list[float | None] = [None] * tokens
+    for start, end in spans:
+        placed[start:end] = itertools.islice(values, end - start)
+    return placed
 
 
 def tokenizer_file(model: str) -> Path | None:

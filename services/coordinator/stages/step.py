@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from millrace import events
 from millrace.errors import MillraceError, OutOfMemory
+from millrace.ids import PromptId
 from millrace.telemetry.spans.kinds import SpanKind
 from millrace.telemetry.spans.recorder import span
 from millrace.wire.methods import TrainerRpc
@@ -85,18 +86,19 @@ def _token_budget(run: Run) -> int:
 
 
 def _request(run: Run, batch: Batch) -> trainer_pb2.StepRequest:
+    shown = set(_shown(run, batch))
     return trainer_pb2.StepRequest(
         job_id=run.job.id,
         step=batch.step,
-        groups=[group_ref(group) for group in batch.groups],
+        groups=[group_ref(group, shown=group.prompt_id in shown) for group in batch.groups],
         work_address=run.components.work_address,
         token_budget=run.job.token_budget,
     )
 
 
-def group_ref(group: GroupSummary) -> trainer_pb2.GroupRef:
-    """The group as a step names it."""
-    ref = trainer_pb2.GroupRef(prompt_id=group.prompt_id, prompt_tokens=group.prompt_tokens)
+def group_ref(group: GroupSummary, shown: bool = False) -> trainer_pb2.GroupRef:
+    """The group as a step names it. `shown`: its samples are kept for people."""
+    ref = trainer_pb2.GroupRef(prompt_id=group.prompt_id, prompt_tokens=group.prompt_tokens, shown=shown)
     if group.shapes is None:
         ref.response_tokens.extend(group.response_tokens)
         return ref
@@ -117,7 +119,7 @@ async def _mark(run: Run, batch: Batch, answer: trainer_pb2.StepResponse, second
     values |= milliseconds_per_token({**answer.metrics, **values}, batch.groups)
     row = step_row(batch.step, values, trainer=answer.metrics)
     prompts = [g.prompt_id for g in batch.groups]
-    samples = await _samples(run, batch)
+    samples = await _samples(run, batch, answer)
     kept = run.spec.tracking.samples_kept
     drawn = histograms.to_json(histograms.of_groups(batch.groups, run.job.version) | histograms.of_trainer(answer))
     if not await run.prompts.train(prompts, batch.step, reward, row.model_dump_json(), samples, kept, drawn):
@@ -130,6 +132,12 @@ async def _mark(run: Run, batch: Batch, answer: trainer_pb2.StepResponse, second
     await warn(run, row)
 
 
-async def _samples(run: Run, batch: Batch) -> list[str]:
-    wanted = [g.prompt_id for g in batch.groups[: run.spec.tracking.samples_per_step]]
-    return [sample.model_dump_json() for sample in await samples_in(run.prompts, run.records, wanted, batch.step)]
+def _shown(run: Run, batch: Batch) -> list[PromptId]:
+    """Prompts of the batch whose samples are kept for people."""
+    return [group.prompt_id for group in batch.groups[: run.spec.tracking.samples_per_step]]
+
+
+async def _samples(run: Run, batch: Batch, answer: trainer_pb2.StepResponse) -> list[str]:
+    told = {group.prompt_id: group for group in answer.shown}
+    found = await samples_in(run.prompts, run.records, _shown(run, batch), batch.step, told)
+    return [sample.model_dump_json() for sample in found]

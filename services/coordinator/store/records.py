@@ -1,7 +1,8 @@
 """A job's records in Redis: events, step metrics, samples, the batch in progress, publications, checkpoints."""
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from millrace.events import Event, Payload
@@ -36,6 +37,15 @@ PARTS = (
     "spans",
 )
 """The keys of one job's records."""
+
+
+@dataclass(frozen=True)
+class TokenRecord:
+    """What is kept of the tokens of one group. `observe/tokens.py` packs and reads it."""
+
+    group: bytes
+    trained: bytes = b""
+    """What the trainer told of these tokens; empty where it told nothing."""
 
 
 class Records:
@@ -143,16 +153,21 @@ class Records:
 
     # Tokens of groups that samples show.
 
-    async def add_tokens(self, record: bytes) -> str:
-        """Keeps what `observe/tokens.py` makes of a group, in place of the oldest records; answers its name."""
-        kept = max(1, min(TOKEN_RECORDS, TOKEN_BYTES_KEPT // max(1, len(record))))
-        add = ("XADD", f"{self._job}:tokens", "MAXLEN", kept, "*", "group", record)
+    async def add_tokens(self, record: TokenRecord) -> str:
+        """Keeps the record in place of the oldest ones; answers its name."""
+        size = len(record.group) + len(record.trained)
+        kept = max(1, min(TOKEN_RECORDS, TOKEN_BYTES_KEPT // max(1, size)))
+        fields = ("group", record.group, *(("trained", record.trained) if record.trained else ()))
+        add = ("XADD", f"{self._job}:tokens", "MAXLEN", kept, "*", *fields)
         return text((await self._redis.together(add, ("EXPIRE", f"{self._job}:tokens", TOKENS_KEPT_S)))[0])
 
-    async def tokens(self, name: str) -> bytes | None:
+    async def tokens(self, name: str) -> TokenRecord | None:
         """The record of this name; None where it is not kept any more."""
         found = await self._redis.read("XRANGE", f"{self._job}:tokens", name, name)
-        return None if not found else bytes(found[0][1][b"group"] if isinstance(found[0][1], dict) else found[0][1][1])
+        if not found:
+            return None
+        fields = dict(_pairs(found[0][1]))
+        return TokenRecord(bytes(fields[b"group"]), bytes(fields.get(b"trained", b"")))
 
     # The batch of the step in progress.
 
@@ -217,6 +232,10 @@ class Records:
 
 
 def _event(identity: str, fields: Any) -> Event:
-    pairs = fields.items() if isinstance(fields, dict) else zip(fields[::2], fields[1::2], strict=True)
-    values = {text(name): text(value) for name, value in pairs}
+    values = {text(name): text(value) for name, value in _pairs(fields)}
     return Event.model_validate({"id": identity, **values, "data": json.loads(values["data"])})
+
+
+def _pairs(fields: Any) -> Iterable[tuple[bytes, bytes]]:
+    """Names and values of an entry of a stream, which Redis answers as a mapping or as a list."""
+    return fields.items() if isinstance(fields, dict) else zip(fields[::2], fields[1::2], strict=True)

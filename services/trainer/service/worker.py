@@ -185,6 +185,9 @@ class Worker:
 def _response(version: Version, result: StepResult, rank: int) -> pb.StepResponse:
     """The answer of a rank. Only that of rank 0 reaches the coordinator, so the others leave out what is large."""
     response = pb.StepResponse(version=version, metrics=result.metrics)
-    for key, histogram in result.histograms.items() if rank == 0 else ():
+    if rank:
+        return response
+    response.shown.extend(result.shown)
+    for key, histogram in result.histograms.items():
         response.histograms[key].CopyFrom(pb.Histogram(edges=histogram.edges, counts=histogram.counts))
     return response

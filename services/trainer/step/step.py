@@ -13,7 +13,7 @@ from millrace.spec.checking.choices import teacher_top
 from millrace.telemetry.metrics.histograms import Histogram
 from millrace.telemetry.spans.kinds import SpanKind
 from millrace.telemetry.spans.recorder import span
-from millrace.wire.v1.trainer_pb2 import StepRequest
+from millrace.wire.v1.trainer_pb2 import StepRequest, TrainedGroup
 from services.trainer.memory.meter import MemoryMeter
 from services.trainer.protocol.backend import Backend
 from services.trainer.ranks import collectives
@@ -25,6 +25,7 @@ from services.trainer.step.kl import KlCoefficient, mean_kl
 from services.trainer.step.loss_inputs import make_loss_inputs
 from services.trainer.step.metrics import Clock, mismatch_by_part, over_updates, reported, step_histograms
 from services.trainer.step.schedule import random_seed
+from services.trainer.step.shown import shown_groups
 from services.trainer.step.update import UpdateResult, update
 from services.trainer.step.utilisation import utilisation
 
@@ -41,6 +42,7 @@ class StepResult:
 
     metrics: dict[str, float]
     histograms: dict[str, Histogram]
+    shown: list[TrainedGroup]
 
 
 @contextmanager
@@ -92,43 +94,49 @@ def train_step(
         with _said_what_was_written(updates):
             updates.append(update(spec, backend, batch, number, inputs, request.step, clock))
         meter.updated = True
-    # The first update's pass is over the weights that the step began with, so it can be compared with the engine's.
-    train_bt, mask_bt = updates[0].logprobs_bt, updates[0].mask_bt
-    if train_bt is None:
-        assert scored.train_bt is not None
-        train_bt = scored.train_bt
+    train_bt, mask_bt = _of_first_weights(batch, scored, updates[0])
     with span(SpanKind.REPORT):
-        apart = (train_bt, batch.rollout_bt, mask_bt, batch.sampled_with_bt(request.step - 1))
-        of_trainer, of_engine, counted, same_bt = (batch.gather(values_bt) for values_bt in apart)
+        apart = (train_bt, batch.rollout_bt, mask_bt, batch.sampled_with_bt(request.step - 1), inputs.advantages_bt)
+        of_trainer, of_engine, counted, same_bt, advantages_bt = (batch.gather(values_bt) for values_bt in apart)
         lengths, timings = [trajectory.tokens for trajectory in division.trajectories], clock.metrics()
         costs = {"actor": backend.cost} | ({} if backend.critic is None else {"critic": backend.critic.cost})
-        histograms = step_histograms(of_trainer, of_engine, counted, batch.gather(inputs.advantages_bt), batch)
+        histograms = step_histograms(of_trainer, of_engine, counted, advantages_bt, batch)
+        shown = shown_groups(request.groups, division.sampled_lengths, of_trainer, counted, advantages_bt)
         metrics = {
             **mismatch_by_part(of_trainer, of_engine, counted, same_bt, batch.whole_engine_b),
             **metrics,
-            **_adapted(spec, batch, scored, (train_bt, mask_bt), coefficient),
+            **_adapted(spec, batch, scored.ref_bt, (train_bt, mask_bt), coefficient),
             **over_updates([done.metrics for done in updates]),
             **division.metrics(backend),
             **collectives.maxima({**backend.metrics(), **meter.metrics()}),
             **timings,
             **utilisation(costs, backend.device, lengths, timings, collectives.world_size()),
         }
-        return StepResult(reported(spec, metrics), histograms)
+        return StepResult(reported(spec, metrics), histograms, shown)
+
+
+def _of_first_weights(batch: RankBatch, scored: ForwardResults, first: UpdateResult) -> tuple[Tensor, Tensor]:
+    """Log-probabilities under the weights that the step began with, as its losses read them, and the sampled tokens
+    that have one: those of the policy's own pass, or of the first update where the step made no such pass."""
+    if scored.train_bt is not None:
+        return scored.train_bt, batch.mask_bt
+    assert first.logprobs_bt is not None
+    return first.logprobs_bt, first.mask_bt
 
 
 def _adapted(
     spec: JobSpec,
     batch: RankBatch,
-    scored: ForwardResults,
-    updated: tuple[Tensor, Tensor],
+    ref_bt: Tensor | None,
+    known: tuple[Tensor, Tensor],
     coefficient: KlCoefficient,
 ) -> dict[str, float]:
-    """Adapts the KL coefficient to the step's mean divergence from the reference; the metrics of both. `updated`:
-    log-probabilities and mask of the first update, for a step without a pass of its own over the policy."""
-    if scored.ref_bt is None:
+    """Adapts the KL coefficient to the step's mean divergence from the reference; the metrics of both. `known`: the
+    answer of `_of_first_weights`."""
+    if ref_bt is None:
         return {}
-    train_bt, mask_bt = updated if scored.train_bt is None else (scored.train_bt, batch.mask_bt)
-    mean = mean_kl(spec, batch, train_bt, scored.ref_bt, mask_bt)
+    train_bt, mask_bt = known
+    mean = mean_kl(spec, batch, train_bt, ref_bt, mask_bt)
     metrics = {"actor/reference_kl": mean, "actor/kl_coef": coefficient.value}
     coefficient.follow(spec, mean, len(batch.division.trajectories))
     return metrics

@@ -20,7 +20,7 @@ from millrace.weights.plans.boxes import Boxes
 from millrace.weights.plans.gather_broadcast import gather_broadcast
 from millrace.weights.plans.layout import most_dims, whole_layout
 from millrace.weights.plans.manifest import Content, Manifest, TensorInfo
-from millrace.wire.arrays import pack_logprobs, pack_tokens
+from millrace.wire.arrays import pack_floats, pack_logprobs, pack_tokens, unpack_logprobs
 from millrace.wire.channel import PROTOCOL_VERSION, Peer
 from millrace.wire.methods import FleetRpc, WorkRpc
 from millrace.wire.server import Server
@@ -216,7 +216,7 @@ class SimulatedTrainer(Member, trainer_pb2_grpc.TrainerServicer):
                 return self.last
             if request.step != self.version + 1:
                 raise Fenced(f"step {request.step} is not the next: the trainer is at version {self.version}.")
-            await self._fetch(request)
+            shown = await self._fetch(request)
             await asyncio.sleep(self.step_s)
             self.version = request.step
             prompts = [group.prompt_id for group in request.groups]
@@ -232,11 +232,13 @@ class SimulatedTrainer(Member, trainer_pb2_grpc.TrainerServicer):
                     "memory/update/weights": 5.0 + 0.01 * request.step,
                     "memory/update/rest": 1.5,
                 },
+                shown=shown,
             )
             await self.faults.strike("StepDone", request)
             return self.last
 
-    async def _fetch(self, request: trainer_pb2.StepRequest) -> None:
+    async def _fetch(self, request: trainer_pb2.StepRequest) -> list[trainer_pb2.TrainedGroup]:
+        """Fetches the groups; answers what to tell of those that are shown."""
         wanted = [group.prompt_id for group in request.groups]
         fetch = work_pb2.FetchRequest(job_id=request.job_id, prompt_ids=wanted)
         peer = Peer(request.work_address)
@@ -249,6 +251,15 @@ class SimulatedTrainer(Member, trainer_pb2_grpc.TrainerServicer):
             oldest = min(span.version for t in group.trajectories for span in t.versions)
             self.stalest = max(self.stalest, self.version - oldest)
             self.tokens += sum(len(t.logprobs) // 4 for t in group.trajectories)
+        return [self.told(group) for ref, group in zip(request.groups, groups, strict=True) if ref.shown]
+
+    def told(self, group: common_pb2.Group) -> trainer_pb2.TrainedGroup:
+        """Every token is a tenth of a nat less likely than the engine said; advantages of an answer are 0, 1, ..."""
+        told = trainer_pb2.TrainedGroup(prompt_id=group.prompt_id)
+        for trajectory in group.trajectories:
+            logprobs = unpack_logprobs(trajectory.logprobs)
+            told.trajectories.add(logprobs=pack_logprobs(logprobs - 0.1), advantages=pack_floats(range(len(logprobs))))
+        return told
 
     async def DescribeWeights(self, request, context):
         await self.faults.strike("DescribeWeights", request)

@@ -43,6 +43,23 @@ async def test_a_job_runs_to_its_report(cluster: Cluster, spec: dict[str, Any]) 
     assert "| weights | 5.25 | 5.06 |" in written and "| rest | – | 1.5 |" in written
 
 
+@scenario
+async def test_what_the_trainer_read_of_shown_groups_is_kept(cluster: Cluster, spec: dict[str, Any]) -> None:
+    await cluster.trainer(), await cluster.replica()
+    job = await cluster.ended(await cluster.submit(spec | {"tracking": {"samples_per_step": 2}}))
+    assert job.state is JobState.SUCCEEDED
+    samples = [each for each in cluster.coordinator.client.samples(job.id, limit=500) if each.purpose == "train"]
+    assert len({each.prompt_id for each in samples}) == 2 * job.step
+    assert [each.advantage for each in samples] == [1.5] * len(samples)  # the mean of 0, 1, 2, 3
+    url = f"http://127.0.0.1:{cluster.coordinator.http_port}/v1/jobs/{job.id}/tokens/{samples[0].record}"
+    tokens = (await asyncio.to_thread(httpx.get, url)).json()
+    assert len(tokens) > 1
+    for each in tokens:
+        assert each["advantages"] == [None] * 3 + [0.0, 1.0, 2.0, 3.0]
+        assert each["trainer_logprobs"][:3] == [None] * 3
+        assert each["trainer_logprobs"][3:] == pytest.approx([-1.1] * 4)
+
+
 def strict(text: str) -> Any:
     """JSON as it is for everybody but Python."""
 

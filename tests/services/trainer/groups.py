@@ -96,9 +96,9 @@ def _turns(random: np.random.Generator, longest: int, version: int) -> common_pb
 
 
 def refs(groups: dict[str, common_pb2.Group]) -> list[GroupRef]:
-    """The groups as the coordinator names them."""
+    """The groups as the coordinator names them, all of them shown."""
     return [
-        group_ref(GroupSummary.of(group)) if group.episode_trajectories else _plain_ref(group)
+        group_ref(GroupSummary.of(group), shown=True) if group.episode_trajectories else _plain_ref(group)
         for group in groups.values()
     ]
 
@@ -108,4 +108,5 @@ def _plain_ref(group: common_pb2.Group) -> GroupRef:
         prompt_id=group.prompt_id,
         prompt_tokens=len(group.prompt_tokens) // 4,
         response_tokens=[len(trajectory.tokens) // 4 for trajectory in group.trajectories],
+        shown=True,
     )
