@@ -174,7 +174,7 @@ def test_a_coordinator_whose_redis_is_away_is_asked_again(coordinator: Coordinat
     coordinator.answers[PATH] = [away, away, (200, {**JOB, "state": "succeeded"})]
     coordinator.answers[f"{PATH}/events"] = [away, event(1), ""]
     with Client(coordinator.url) as client:
-        assert client.wait(JOB["id"], 10.0).state is JobState.SUCCEEDED
+        assert client.wait(JOB["id"], 60.0).state is JobState.SUCCEEDED
         assert [e.id for e in client.events(JOB["id"])] == ["1-0"]
 
 

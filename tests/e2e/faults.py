@@ -84,7 +84,7 @@ class HeldReplica:
         for process in self._tree:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        self.process.wait(20)
+        self.process.wait(60)
 
 
 def _start(
@@ -282,7 +282,7 @@ def a_receiver_is_lost(whole: Whole, how: signal.Signals, phase: str) -> float:
     assert member not in {m.member for m in done[0].data.members}, done[0]
     victim.let_go(phase)
     if how == signal.SIGKILL:
-        victim.process.wait(20)
+        victim.process.wait(60)
         whole.lose(victim)
         whole.another_replica()
     else:
@@ -350,7 +350,7 @@ def a_sibling_is_lost(whole: Whole, how: signal.Signals) -> float:
     for replica in whole.replicas:
         replica.let_go("copy")
     if how == signal.SIGKILL:
-        sibling.process.wait(20)
+        sibling.process.wait(60)
     else:
         sibling.strike(signal.SIGCONT)
     whole.lose(sibling)

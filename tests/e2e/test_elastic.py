@@ -38,18 +38,18 @@ def test_replicas_share_join_and_die(start, another_replica, job):
         150,
     )
     assert joined.version >= 1, "it got the current weights, not those of the model folder"
-    (report,) = until("its weights' way is told", lambda: reports(client, view.id, joined.id), 10)
+    (report,) = until("its weights' way is told", lambda: reports(client, view.id, joined.id), 60)
     assert report.source == "sibling" and report.members[0].member in first_two, "not from the trainer"
 
     client.resume(view.id)
     until("the third replica's work is trained", lambda: joined.id in {m for _, m in makers(client, view.id)}, 120)
-    until("it generates", lambda: any(r.running for r in client.fleet().replicas if r.id == joined.id), 30)
+    until("it generates", lambda: any(r.running for r in client.fleet().replicas if r.id == joined.id), 60)
     below = psutil.Process(late.pid).children(recursive=True)
     names = " ".join(" ".join(process.cmdline()) for process in below)
     assert "EngineCore" in names and "Worker" in names
     late.kill()
     late.wait()
-    _, alive = psutil.wait_procs(below, timeout=10)
+    _, alive = psutil.wait_procs(below, timeout=60)
     assert not [process.cmdline() for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
     done = finished(client, view.id, 300)

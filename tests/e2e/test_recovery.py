@@ -29,7 +29,7 @@ def test_the_job_goes_on_after_the_coordinator_was_killed(start, job, tmp_path):
 
     killed = stack.pids()["coordinator"]
     os.kill(killed, signal.SIGKILL)
-    until("it is started again", lambda: stack.pids().get("coordinator") not in (None, killed), 30)
+    until("it is started again", lambda: stack.pids().get("coordinator") not in (None, killed), 60)
 
     def answers():
         try:

@@ -59,7 +59,7 @@ class Cluster:
             await member.leave()
 
 
-async def until(ask: Callable[[], Awaitable[Any]], enough: Callable[[Any], bool] = bool, within_s: float = 30.0) -> Any:
+async def until(ask: Callable[[], Awaitable[Any]], enough: Callable[[Any], bool] = bool, within_s: float = 60.0) -> Any:
     """What `ask` answers once it is enough. A Redis that is just restarting is no answer."""
     async with asyncio.timeout(within_s):
         while True:

@@ -70,7 +70,7 @@ class CoordinatorProcess:
     def stop(self) -> int:
         assert self.process is not None
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(timeout=20)
+        return self.process.wait(timeout=60)
 
     def end(self) -> None:
         """Stops it, and the Redis that a killed one leaves to the next."""

@@ -4,7 +4,6 @@ import asyncio
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -100,9 +99,7 @@ def redis_of(process: CoordinatorProcess) -> psutil.Process:
 def test_sigterm_stops_it_and_its_redis(tmp_path: Path) -> None:
     with running(tmp_path / "state") as process:
         redis = redis_of(process)
-        started = time.monotonic()
         assert process.stop() == 0
-        assert time.monotonic() - started < 10.0
         assert not redis.is_running() or redis.status() == psutil.STATUS_ZOMBIE
 
 

@@ -64,7 +64,7 @@ def test_the_coordinator_is_killed_while_the_trainer_works(
 
         trainer.faults[moment] = kill
         job_id = await cluster.submit(spec)
-        await asyncio.wait_for(killed.wait(), 20)
+        await asyncio.wait_for(killed.wait(), 60)
         await asyncio.to_thread(cluster.coordinator.start)
         job = await cluster.ended(job_id)
         assert (job.state, job.failure) == (JobState.SUCCEEDED, None)

@@ -139,4 +139,4 @@ def trainer(
         for process in {*left, *running.tree()}:
             if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
                 process.kill()
-        running.process.wait(10)
+        running.process.wait(60)

@@ -29,7 +29,7 @@ def test_every_rank_gets_every_bit_and_the_store_serves_the_next_communicator_to
         for tensor in TENSORS:
             channel.broadcast(tensor)
         for thread in threads:
-            thread.join(20)
+            thread.join(60)
         channel.close()
         for buffers in received.values():
             assert all(torch.equal(a, b) for a, b in zip(TENSORS, buffers, strict=True))

@@ -70,7 +70,7 @@ async def test_a_copy_of_the_base_goes_on_during_publications(cluster: Cluster, 
 
     play.sibling.faults["TransferCopy"] = hold
     late = await play.join()
-    await asyncio.wait_for(copying.wait(), 20)
+    await asyncio.wait_for(copying.wait(), 60)
 
     async def last(request: Any) -> None:
         if request.step == 5:

@@ -30,7 +30,7 @@ class Joined:
         self.sibling: SimulatedReplica = await self.cluster.replica(capacity=2, seconds=0.2)
         self.trainer.faults["Step"] = self._hold
         self.job_id = await self.cluster.submit(spec)
-        await asyncio.wait_for(self.stepping.wait(), 20)
+        await asyncio.wait_for(self.stepping.wait(), 60)
 
     async def _hold(self, request: Any) -> None:
         if request.step == 2:
@@ -164,7 +164,7 @@ async def test_a_publication_ends_a_copy_and_serves_who_was_joining(cluster: Clu
 
     play.sibling.faults["TransferCopy"] = hang
     late = await play.join()
-    await asyncio.wait_for(copying.wait(), 10)
+    await asyncio.wait_for(copying.wait(), 60)
     play.step.set()
     await until(lambda: asyncio.sleep(0, late.publications[:1] == [2]))
     await until(lambda: asyncio.sleep(0, bool(play.sibling.finished)))
@@ -194,7 +194,7 @@ async def test_who_joins_during_a_publication_is_looked_after_once_it_is_over(
 
     slow.faults["CommitPublication"], play.trainer.faults["Step"] = linger, hold
     play.step.set()
-    await asyncio.wait_for(committing.wait(), 10)
+    await asyncio.wait_for(committing.wait(), 60)
     late = await play.join()
     joined.set()
     await until(lambda: asyncio.sleep(0, bool(late.publications)))

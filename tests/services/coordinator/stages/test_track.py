@@ -55,7 +55,7 @@ def raises() -> None:
     raise KeyError("anything")
 
 
-FAULTS: dict[str, Any] = {"raises": raises, "hangs": lambda: time.sleep(30), "exits": lambda: sys.exit(3)}
+FAULTS: dict[str, Any] = {"raises": raises, "hangs": lambda: time.sleep(120), "exits": lambda: sys.exit(3)}
 
 
 @pytest.fixture(autouse=True)
@@ -103,7 +103,7 @@ def test_a_tracker_that_fails_costs_its_rows_only(redis_url: str, fault: str) ->
 
     began = time.monotonic()
     with_store(redis_url, scenario)
-    assert time.monotonic() - began < 10.0
+    assert time.monotonic() - began < 60.0
 
 
 def test_what_is_trained_again_is_sent_again(redis_url: str) -> None:

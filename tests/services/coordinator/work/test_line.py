@@ -46,7 +46,7 @@ class Stock:
 
 def played(scenario: Awaitable[None]) -> None:
     async def run() -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await scenario
 
     asyncio.run(run())

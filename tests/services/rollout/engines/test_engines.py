@@ -221,7 +221,8 @@ class WholeReceiver:
         "transformers-tied-float32",
         "transformers-untied-bfloat16",
         pytest.param("vllm-tied-float32", marks=pytest.mark.e2e),
-        pytest.param("vllm-untied-bfloat16", marks=pytest.mark.e2e),
+        # an untied head in vLLM, and bfloat16: tests/services/trainer/backends/megatron/test_vllm.py has them too
+        pytest.param("vllm-untied-bfloat16", marks=[pytest.mark.e2e, pytest.mark.matrix]),
         pytest.param("sglang-tied-bfloat16", marks=pytest.mark.gpu),
         pytest.param("sglang-untied-bfloat16", marks=pytest.mark.gpu),
         "transformers-tied-float32-adapter",
@@ -343,7 +344,7 @@ def test_cancelling_aborts_in_the_engine_and_leaves_the_others(case: Case, run: 
         for task in tasks[:6]:
             task.cancel()
         left = await asyncio.gather(*tasks[6:])
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while (load := case.engine.load()).running + load.waiting:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         return left

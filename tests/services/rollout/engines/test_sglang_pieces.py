@@ -155,7 +155,7 @@ def test_a_late_answer_is_not_taken_for_the_next(run: Run, monkeypatch: pytest.M
 
 def test_a_scheduler_that_ends_is_a_dead_engine(run: Run) -> None:
     async def asked_until_it_is_gone(workers: WorkerRpc) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while True:
                 await workers.ask(WorkerMethods.abort)
 

@@ -99,7 +99,7 @@ async def attacked(code: Path, attacks: list[str], prey: dict[str, Any]) -> dict
             lost = [each.failure for each in (*beside, *after) if each.score != 1]
             scored[attack] = {"failure": one.failure, "got": one.details.get("got"), "lost": lost}
     finally:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await pool.close()
     return {"missing": [asdict(each) for each in pool.missing], "scored": scored}
 

@@ -106,7 +106,7 @@ def test_validate_calls_no_function_without_the_boundaries_that_the_job_requires
         ("import no_such_thing\n", InvalidJob, "No module named 'no_such_thing'"),
         ("raise RuntimeError('not today')\n", InvalidJob, "raised RuntimeError: not today"),
         ("def compute_score(answer): pass\n", InvalidJob, "does not take data_source"),
-        ("import time; time.sleep(60)\n", InvalidJob, "was not loaded within 1 s"),
+        ("import time; time.sleep(600)\n", InvalidJob, "was not loaded within 1 s"),
         ("import os; os._exit(5)\n", Unavailable, "in 3 attempts: it exited with status 5"),
         ("x = bytearray(1 << 30)\n", InvalidJob, "raised MemoryError"),
     ],
@@ -121,7 +121,7 @@ def test_a_function_that_cannot_be_loaded_is_told(
         timeout_s = 1.0 if "within 1 s" in message else 15.0
         one_group(f"{path}:compute_score", ["x"], workers=2, start_timeout_s=timeout_s, memory_mb=400)
     assert told.value.what.startswith("reward.function") and told.value.fix
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 120
     assert not processes(mark)
 
 
@@ -154,7 +154,7 @@ def test_a_process_that_dies_idle_costs_nothing(which: int, obedient: str, mark:
         victim = guards_first_and_code(mark)[which]
         victim.kill()
         assert reached(lambda: not victim.is_running())
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while next(iter(pool._alive)).alive:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         return await pool.score_group("d", ["score 1"], "t", {})
@@ -183,7 +183,7 @@ def test_a_pool_that_is_not_open_says_so(obedient: str) -> None:
 def test_closing_leaves_no_process(obedient: str, mark: str) -> None:
     async def act(pool: ScoringPool) -> None:
         asyncio.create_task(pool.score_group("d", ["child"], "t", {}))  # noqa: RUF006 ends with the pool
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while len(processes(mark)) < 4:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
 
@@ -207,7 +207,7 @@ def test_processes_do_not_outlive_a_parent_that_is_killed(answer: str, obedient:
     of_the_pool = 4 if answer == "child" else 3
     assert reached(lambda: len(processes(mark)) == 1 + of_the_pool)
     parent.kill()
-    parent.wait(10)
+    parent.wait(60)
     assert gone(mark)
 
 
@@ -271,7 +271,7 @@ def test_a_child_that_holds_the_pipes_does_not_hold_up_the_pool(
     path.write_text(FORKS.replace("LEAVES", leaves).replace("ENDS", ends))
 
     async def act(pool: ScoringPool) -> list[Scored]:
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(60):
             scored = await pool.score_group("d", ["fork", "score"], "t", {})
             await pool.close()
             return scored
@@ -290,7 +290,7 @@ def test_an_end_waits_for_what_a_dead_process_has_started(tmp_path: Path, mark: 
         ((scored,),) = [await pool.score_group("d", ["fork"], "t", {})]
         assert scored.score == 1.0
         os.kill(guards_first_and_code(mark)[2].pid, signal.SIGKILL)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await pool.close()
         assert not processes(mark)
 

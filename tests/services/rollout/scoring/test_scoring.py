@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 def test_answers_are_scored_in_their_order(obedient: str) -> None:
     scored = one_group(obedient, [f"score {n}" for n in range(20)], workers=3, options={"scale": 0.5})
     assert [s.score for s in scored] == [n / 2 for n in range(20)]
-    assert all(s.failure is None and 0 <= s.seconds < 10 for s in scored)
+    assert all(s.failure is None and 0 <= s.seconds < 60 for s in scored)
 
 
 def test_the_function_gets_what_the_row_holds(obedient: str) -> None:

@@ -326,7 +326,7 @@ def test_an_engine_that_dies_ends_the_service_and_answers_nothing(tied_model: Pa
             stack.replica.engine._model.forward = None
             for i in range(8):
                 stack.coordinator.issue(i)
-            await asyncio.wait_for(stack.replica.died.wait(), 10)
+            await asyncio.wait_for(stack.replica.died.wait(), 60)
             now = await status(stack.peer)
             assert (now.state, now.version) == (rollout_pb2.ENGINE_STATE_FAILED, -1)
             assert "the decode loop ended" in now.failure

@@ -64,11 +64,11 @@ def test_one_of_two_ranks_ends_the_trainer_and_the_caller_is_told(
 ) -> None:
     """The other rank waits for it in a collective."""
     groups = served.script.groups = random_groups(4, 4)
-    with trainer(served, tmp_path / "log", ranks=2) as running:
+    with trainer(served, tmp_path / "log", ranks=2, MILLRACE_SILENT_S="120") as running:
         calls = running.calls()
         calls.configure(limited(tmp_path, tied_model, rank=1, backend="fsdp2"))
         began = time.monotonic()
         with pytest.raises(OutOfMemory, match="rank 1 ran out of memory in the policy's update, step 1"):
             calls.step(1, groups, served.address)
-        assert time.monotonic() - began < 18
+        assert time.monotonic() - began < 60
         assert running.process.wait(60) != 0

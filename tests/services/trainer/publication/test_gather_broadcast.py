@@ -100,20 +100,20 @@ def test_a_receiver_that_does_not_come(one_rank: torch.device, tied_model: Path)
     began = time.monotonic()
     with pytest.raises(PublicationFailed, match=r"could not join|its deadline has passed"):
         sender.transfer(transfer_request(ref), backend, Version(0))
-    assert time.monotonic() - began < 10.0
+    assert time.monotonic() - began < 60.0
     published(sender, backend, 0)
 
 
 def test_a_receiver_that_dies_on_the_way(one_rank: torch.device, tied_model: Path) -> None:
     backend, sender, ref = build(job_spec(tied_model), one_rank), Sender(0, "trainer-1"), reference(0)
-    prepared = sender.prepare(prepare_request(ref, deadline_s=30.0), backend, Version(0))
+    prepared = sender.prepare(prepare_request(ref, deadline_s=120.0), backend, Version(0))
     dying = CONTEXT.Process(target=receive_and_die, args=(ref.SerializeToString(), prepared.SerializeToString()))
     dying.start()  # a process of its own, whose sockets close when it dies
     began = time.monotonic()
     with pytest.raises(PublicationFailed, match="could not be sent"):
         sender.transfer(transfer_request(ref), backend, Version(0))
-    assert time.monotonic() - began < 31.0
-    dying.join(10)
+    assert time.monotonic() - began < 60.0
+    dying.join(60)
     published(sender, backend, 0)
 
 
@@ -133,14 +133,14 @@ class Large:
 def test_a_receiver_that_hangs(
     who: str, one_rank: torch.device, tied_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gather_broadcast, "OPERATION_S", 2.0 if who == "operation" else 30.0)
+    monkeypatch.setattr(gather_broadcast, "OPERATION_S", 2.0 if who == "operation" else 120.0)
     sender, ref, large = Sender(0, "trainer-1"), reference(0), cast(Backend, Large())
-    prepared = sender.prepare(prepare_request(ref, deadline_s=2.0 if who == "deadline" else 30.0), large, Version(0))
+    prepared = sender.prepare(prepare_request(ref, deadline_s=2.0 if who == "deadline" else 120.0), large, Version(0))
     hanging = Receiver(ref, prepared, tensors=0)
     began = time.monotonic()
     with pytest.raises(PublicationFailed, match=r"large could not be sent|its deadline has passed"):
         sender.transfer(transfer_request(ref), large, Version(0))
-    assert 1.5 < time.monotonic() - began < 12.0
+    assert 1.5 < time.monotonic() - began < 60.0
     hanging.close()
     published(sender, build(job_spec(tied_model), one_rank), 0)
 

@@ -193,9 +193,9 @@ def test_a_job_is_loaded_once_the_ranks_are_free(busy: str, ready: Running, tmp_
     loading = ready.begin(lambda: ready.calls.configure(job_spec(tmp_path / "model"), job="job-2"))
     assert ready.ranks.count(pb.ConfigureTrainerRequest) == (2 if busy == "transfer" else 1)
     ready.ranks.gate.set()
-    assert loading.result(10).parameters == 5 and ready.calls.status().job_id == "job-2"
+    assert loading.result(60).parameters == 5 and ready.calls.status().job_id == "job-2"
     with pytest.raises(PublicationFailed) if busy == "transfer" else nullcontext():
-        under_way.result(10)
+        under_way.result(60)
 
 
 def test_a_bad_spec_is_told_field_by_field(idle: Running) -> None:
@@ -224,7 +224,7 @@ def test_asked_again_it_joins_the_step_in_progress(ready: Running) -> None:
     callers = [ready.begin(ready.calls.step, 1, GROUPS, "nowhere:1") for _ in range(3)]
     assert ready.calls.status().state == pb.TRAINER_STATE_STEPPING
     ready.ranks.gate.set()
-    assert len({caller.result(10).metrics["calls"] for caller in callers}) == 1
+    assert len({caller.result(60).metrics["calls"] for caller in callers}) == 1
     assert ready.ranks.count(pb.StepRequest) == 1
 
 
@@ -236,7 +236,7 @@ def test_a_caller_that_goes_away_does_not_end_the_step(ready: Running) -> None:
     assert ready.calls.status().state == pb.TRAINER_STATE_STEPPING
     later = ready.begin(ready.calls.step, 1, GROUPS, "nowhere:1")
     ready.ranks.gate.set()
-    assert later.result(10).version == 1
+    assert later.result(60).version == 1
     assert ready.ranks.count(pb.StepRequest) == 1
 
 
@@ -270,7 +270,7 @@ def test_busy_ranks_refuse_other_work(ready: Running) -> None:
         ready.calls.step(1, GROUPS, "nowhere:1")
     again = ready.begin(ready.calls.begin_save, "/here")
     ready.ranks.gate.set()
-    saving.result(10), again.result(10)
+    saving.result(60), again.result(60)
     assert ready.ranks.count(pb.SaveRequest) == 1
 
 
@@ -285,8 +285,8 @@ def test_a_checkpoint_is_there_when_finish_says_so(ready: Running) -> None:
     following = ready.begin(ready.calls.begin_save, "/there")
     assert ready.ranks.count(pb.SaveRequest) == 1 and not any(call.done() for call in finishing)
     ready.ranks.outcome.set_result(pb.FinishSaveResponse(version=0, bytes=7))
-    assert [call.result(10).bytes for call in finishing] == [7, 7]
-    following.result(10)
+    assert [call.result(60).bytes for call in finishing] == [7, 7]
+    following.result(60)
     assert ready.ranks.count(pb.SaveRequest) == 2
 
 
@@ -313,7 +313,7 @@ def test_who_needs_the_ranks_otherwise_waits_for_a_save(ready: Running, what: st
     waiting = ready.begin(calls[what])
     assert not waiting.done() and len(ready.ranks.requests) == 2
     ready.ranks.outcome.set_exception(InvalidState("no space left on device."))
-    waiting.result(10)
+    waiting.result(60)
 
 
 def test_another_job_is_refused_by_name(ready: Running) -> None:
@@ -371,8 +371,8 @@ def test_draining_finishes_the_step_and_takes_nothing_new(ready: Running) -> Non
         ready.calls.begin_save("/here")
     assert not draining.done()
     ready.ranks.gate.set()
-    draining.result(10)
-    assert stepping.result(10).version == 1
+    draining.result(60)
+    assert stepping.result(60).version == 1
 
 
 def test_publication_phases_repeat_and_follow(ready: Running) -> None:
@@ -421,8 +421,8 @@ def test_a_transfer_in_progress_gives_way(ready: Running, how: str) -> None:
     else:
         newer = ready.begin(ready.calls.prepare, reference(0, attempt=1), 1, "float32")
     with pytest.raises(PublicationFailed):
-        transferring.result(10)
+        transferring.result(60)
     ready.ranks.gate.set()
     if how == "newer":
-        newer.result(10)
+        newer.result(60)
         ready.calls.transfer(reference(0, attempt=1))
