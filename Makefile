@@ -7,6 +7,8 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 EXTRAS := cpu,dev
 OVERRIDES := deploy/cpu-overrides.txt
+# The page's libraries, and axe-core for its tests.
+MODULES := web/node_modules/.package-lock.json
 SLOW := slow or matrix or e2e or chaos or compose or gpu or hosts or web
 # Tests that run side by side: two workers for the cores, and two for the tests that mostly wait.
 WORKERS ?= 4
@@ -75,14 +77,19 @@ test-hosts: export OMP_NUM_THREADS ?= 1
 test-hosts: $(INSTALLED) ## the demo's job over six hosts of network namespaces, with cut and slow links (needs root; minutes)
 	$(RESOLVER) $(BIN)/python -m pytest -m hosts --capture=no $(or $(TESTS),tests/hosts)
 
-test-web: $(INSTALLED) ## the page in headless Chromium (needs chromium, or CHROMIUM=/path/to/one)
+test-web: $(INSTALLED) $(MODULES) ## the page in headless Chromium (needs Node, and chromium or CHROMIUM=/path/to/one)
 	@command -v "$${CHROMIUM:-chromium}" > /dev/null || { echo "chromium is missing: apt-get install chromium, or name one in CHROMIUM"; exit 1; }
 	$(BIN)/python -c 'import playwright' 2> /dev/null || $(BIN)/uv pip install --quiet --python $(BIN)/python -e ".[web-tests]"
 	$(RESOLVER) $(BIN)/python -m pytest -m web $(or $(TESTS),tests/web)
 
-web: ## builds the page of web/ into the coordinator's static folder (needs Node 20 or later)
+$(MODULES): web/package.json
+	@command -v npm > /dev/null || { echo "npm is missing: install Node 20 or later"; exit 1; }
+	cd web && npm install --no-package-lock --no-fund --no-audit
+	@touch $@
+
+web: $(INSTALLED) $(MODULES) ## builds the page of web/ into the coordinator's static folder (needs Node 20 or later)
 	$(BIN)/python web/rest_types.py > web/src/rest.ts
-	cd web && npm install --no-package-lock --no-fund --no-audit && npm run build
+	cd web && npm run build
 
 # Packages of environments that clash with the engines have virtual environments of their own.
 HOSTS := .environments
