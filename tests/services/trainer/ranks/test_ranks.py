@@ -17,6 +17,7 @@ from tests.services.trainer.coordinator import ScriptedCoordinator, coordinator
 from tests.services.trainer.groups import episode_groups, job_spec, random_groups
 from tests.services.trainer.process import IMPATIENT, TwoRanks, trainer
 from tests.services.trainer.publication.receiver import Receiver, reference
+from tests.services.trainer.step.test_result import assert_same_shown, step_of
 from tests.services.trainer.step.test_step import OPTIMIZER, local_step
 
 pytestmark = pytest.mark.slow
@@ -103,6 +104,22 @@ def test_two_ranks_equal_one(
     for info, tensor in backend.export("float32"):
         assert tensor is not None
         torch.testing.assert_close(saved[info.name], tensor, atol=2e-6, rtol=1e-5)
+
+
+def test_two_ranks_tell_of_shown_groups_what_one_tells(
+    two_ranks: TwoRanks,
+    one_rank: torch.device,
+    control: ControlThread,
+    served: ScriptedCoordinator,
+    untied_model: Path,
+) -> None:
+    """The trajectories of a group may be on both ranks."""
+    parts, groups = JOBS["several updates, kl, entropy"], episode_groups(4, 3, seed=1)
+    spec = job_spec(untied_model, **{**parts, "trainer": {"token_budget": 64, **parts["trainer"]}})
+    two_ranks.calls.configure(spec, job="job-shown")
+    two_ranks.served.script.groups = groups
+    together = two_ranks.calls.step(1, groups, two_ranks.served.address, "job-shown")
+    assert_same_shown(step_of(spec, groups, one_rank, control, served).shown, together.shown, most=2e-5)
 
 
 def test_each_rank_fetches_its_own(two_ranks: TwoRanks, tied_model: Path) -> None:

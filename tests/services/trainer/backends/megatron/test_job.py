@@ -22,6 +22,7 @@ from tests.services.trainer.process import IMPATIENT, TwoRanks, trainer
 from tests.services.trainer.publication.receiver import Receiver, reference
 from tests.services.trainer.ranks.test_ranks import EXACT
 from tests.services.trainer.step import test_distillation
+from tests.services.trainer.step.test_result import assert_same_shown, step_of
 from tests.services.trainer.step.test_step import OPTIMIZER, Groups, local_step, poisoned_logprob, poisoned_reward
 
 ALGORITHM = {"kl": {"name": "k3"}, "kl_coefficient": 0.5, "entropy_coefficient": 0.01}
@@ -51,6 +52,9 @@ def test_trains_as_one_rank_of_the_other_backend_and_publishes_it(
         for metric in EXACT:
             if metric in alone:
                 assert together[metric] == pytest.approx(alone[metric], rel=2e-5, abs=2e-6), (number, metric)
+        if number == 1:
+            again = two_ranks.calls.step(number, groups, two_ranks.served.address, job)
+            assert_same_shown(step_of(here, groups, one_rank, control, served).shown, again.shown, most=2e-5)
     ref = reference(3, job=job)
     receiver = Receiver(ref, two_ranks.calls.prepare(ref, 1, "float32"))
     sent = two_ranks.calls.transfer(ref)
