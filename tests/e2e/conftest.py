@@ -103,14 +103,15 @@ def client(with_transformers: Stack) -> Iterator[Client]:
 
 
 @pytest.fixture
-def another_replica(tmp_path: Path) -> Iterator[Callable[[Stack, str], subprocess.Popen[bytes]]]:
-    """Starts a replica of its own beside a stack, as one does on another host."""
+def another_replica(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """another_replica(stack, engine, *options) starts a replica of its own beside a stack, as one does on another
+    host."""
     with contextlib.ExitStack() as running:
 
-        def start(stack: Stack, engine: str) -> subprocess.Popen[bytes]:
-            log = running.enter_context((tmp_path / "another.log").open("wb"))
+        def start(stack: Stack, engine: str, *options: str) -> subprocess.Popen[bytes]:
+            log = running.enter_context((tmp_path / "another.log").open("ab"))
             argv = (sys.executable, "-m", "services.rollout", "--coordinator", stack.coordinator, "--port", "0")
-            argv = (*argv, "--host", "127.0.0.1")
+            argv = (*argv, "--host", "127.0.0.1", *options)
             replica = child_processes.start((*argv, "--engine", engine), stack.options.environment, log)
             running.callback(replica.wait, 60)
             running.callback(replica.terminate)
