@@ -2,6 +2,7 @@
 them, and what is exported is loaded with those functions."""
 
 import json
+import multiprocessing
 import os
 import sys
 from pathlib import Path
@@ -126,6 +127,8 @@ def main() -> None:
     if world.rank == 0:
         (folder / "answer.json").write_text(json.dumps(answers))
     dist.barrier()
+    for child in multiprocessing.active_children():  # Megatron's writer keeps one
+        child.kill()
     os._exit(0)  # without Python's teardown: process groups that are still open would complain
 
 
