@@ -36,7 +36,7 @@ def host_memory(process_bytes: int) -> HostMemory:
 def process_tree_bytes() -> int:
     """Resident memory of this process and of all processes that it started, directly or not."""
     own = psutil.Process()
-    total = own.memory_info().rss
+    total: int = own.memory_info().rss
     for child in own.children(recursive=True):
         with contextlib.suppress(psutil.Error):  # it has ended meanwhile
             total += child.memory_info().rss
