@@ -31,6 +31,7 @@ from millrace.rest import (
     JobSummary,
     JobView,
     LedgerView,
+    LogView,
     MemberView,
     Problem,
     SampleView,
@@ -192,6 +193,11 @@ class Client:
     def drain(self, member_id: str) -> MemberView:
         """Gives the member no new work: it finishes what it has and leaves. Raises NotFound."""
         return self._view(MemberView, "POST", f"/v1/fleet/{member_id}/drain")
+
+    def log(self, member_id: str, lines: int = 200) -> LogView:
+        """The newest lines, at most 200, that a member has logged; `coordinator` names the coordinator itself. Raises
+        NotFound, and Unavailable where the member does not answer."""
+        return self._view(LogView, "GET", f"/v1/fleet/{member_id}/log?lines={lines}")
 
     def ready(self) -> bool:
         """Whether the coordinator can take jobs: it runs and reaches its Redis. Asks only once."""

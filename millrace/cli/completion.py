@@ -45,9 +45,11 @@ def members(context: typer.Context, incomplete: str) -> Candidates:
 
 
 def services(context: typer.Context, incomplete: str) -> Candidates:
-    """Services of the local stack that have a log."""
+    """Services of the local stack that have a log, and the members of the fleet."""
     logs = Path(context.params.get("state") or "state") / "logs"
-    return _beginning(incomplete, [(path.stem, "") for path in sorted(logs.glob("*.log"))])
+    return _beginning(incomplete, [(path.stem, "") for path in sorted(logs.glob("*.log"))]) or members(
+        context, incomplete
+    )
 
 
 def _beginning(incomplete: str, candidates: Candidates) -> Candidates:

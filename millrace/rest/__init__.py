@@ -15,6 +15,8 @@ from millrace.errors import Mistake
 from millrace.rest.fleet import FleetView as FleetView
 from millrace.rest.fleet import GpuView as GpuView
 from millrace.rest.fleet import HostView as HostView
+from millrace.rest.fleet import LogLineView as LogLineView
+from millrace.rest.fleet import LogView as LogView
 from millrace.rest.fleet import MemberKind as MemberKind
 from millrace.rest.fleet import MemberState as MemberState
 from millrace.rest.fleet import MemberView as MemberView

@@ -86,3 +86,17 @@ class FleetView(BaseModel):
     epoch: int = Field(description="Membership epoch: grows when a member joins, leaves or is lost.")
     trainers: list[MemberView]
     replicas: list[MemberView]
+
+
+class LogLineView(BaseModel):
+    time: str = Field(description="ISO 8601, in UTC.")
+    level: str
+    message: str
+    details: str = Field(description="Values of the line as `name=value`, and below them the traceback of an error.")
+
+
+class LogView(BaseModel):
+    """The newest lines that a service has logged."""
+
+    member: str
+    lines: list[LogLineView] = Field(description="The oldest first.")

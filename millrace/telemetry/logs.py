@@ -15,13 +15,15 @@ import structlog
 from structlog.typing import EventDict, Processor
 
 from millrace.errors import MillraceError
+from millrace.telemetry.log_tail import TAIL
 
 QUIET_LIBRARIES = ("asyncio", "grpc", "httpcore", "httpx", "hpack")
 """Libraries whose INFO lines say nothing about a job."""
 
 
 def configure(service: str, member: str = "", stream: TextIO | None = None) -> None:
-    """Sends the logs of this process to `stream`, by default standard error. Each line has `service` and `member`.
+    """Sends the logs of this process to `stream`, by default standard error. Each line has `service` and `member`. The
+    newest ones are kept too (`millrace.telemetry.log_tail`).
 
     Raises MillraceError where MILLRACE_LOG or MILLRACE_LOG_LEVEL has an unknown value.
     """
@@ -52,7 +54,7 @@ def configure(service: str, member: str = "", stream: TextIO | None = None) -> N
         structlog.stdlib.ProcessorFormatter(foreign_pre_chain=shared, processors=_line_renderers(stream))
     )
     root = logging.getLogger()
-    root.handlers[:] = [handler]
+    root.handlers[:] = [handler, TAIL.handler(shared, member)]
     root.setLevel(level)
     for name in QUIET_LIBRARIES:
         logging.getLogger(name).setLevel(max(level, logging.WARNING))

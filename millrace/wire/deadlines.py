@@ -35,6 +35,7 @@ DEADLINES_S: dict[str, float] = {
     "Scoring/ScoreTokens": 300.0,  # pools.timeout_s
     "Scoring/ScoreConversations": 300.0,  # pools.timeout_s
     "Scoring/GetStatus": 5.0,
+    "Logs/Tail": 5.0,
     "Nodes/Join": 10.0,
     "Nodes/Beat": 5.0,  # waits for an order for up to a second
     "Trainer/Configure": 1800.0,  # deadlines.configure_s

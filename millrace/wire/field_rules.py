@@ -112,6 +112,7 @@ RULES: Mapping[str, Rule] = {
         lambda texts: len(texts) <= 64 and all(map(TEXT.holds, texts)), "is too long", "send at most 64 texts."
     ),
     "message_bytes": _between(0, 1 << 40),
+    "TailLogRequest.lines": _between(0, 200),
     "MemberUsage.hosts": _at_most(MOST_HOSTS),
     "MemberUsage.gpus": _at_most(MOST_GPUS),
 }

@@ -1,14 +1,17 @@
-"""The gRPC server of every service: health, reflection, the gate, limits, a stop that drains."""
+"""The gRPC server of every service: health, reflection, its log, the gate, limits, a stop that drains."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from millrace.errors import Unavailable
+from millrace.telemetry.log_tail import TAIL
 from millrace.wire.channel import OPTIONS, token
 from millrace.wire.gate import Gate, Observe, unobserved
+from millrace.wire.v1 import logs_pb2, logs_pb2_grpc
 
 LARGEST_GROUP_BYTES = 512 << 20
 """Largest message with a group that the coordinator takes; Redis takes no larger value. 16 answers of 32,768 tokens
@@ -28,11 +31,24 @@ LIMITS = [
 ]
 
 
+LOGS = "millrace.v1.Logs"
+
+
+class LogsServicer(logs_pb2_grpc.LogsServicer):
+    """Logs of proto/millrace/v1/logs.proto."""
+
+    async def Tail(
+        self, request: logs_pb2.TailLogRequest, context: grpc.aio.ServicerContext
+    ) -> logs_pb2.TailLogResponse:
+        lines = [logs_pb2.LogLine(**asdict(line)) for line in TAIL.newest(request.lines)]
+        return logs_pb2.TailLogResponse(lines=lines)
+
+
 class Server:
     """Serves `servicers` at `host:port`; port 0 takes a free one. `servicers`: for each full service name, the function
-    that adds the service to a server. `largest_bytes`: of one message that it takes. `observe` is called at the end
-    of each call with the path of its method, the name of its status code, and its seconds. Raises Unavailable where the
-    port is taken."""
+    that adds the service to a server; Logs is added to every server. `largest_bytes`: of one message that it takes.
+    `observe` is called at the end of each call with the path of its method, the name of its status code, and its
+    seconds. Raises Unavailable where the port is taken."""
 
     def __init__(
         self,
@@ -47,10 +63,11 @@ class Server:
         self._server = grpc.aio.server(interceptors=[self._gate], options=[*options.items()])
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        logs_pb2_grpc.add_LogsServicer_to_server(LogsServicer(), self._server)
         for add in servicers.values():
             add(self._server)
-        self._names = list(servicers)
-        reflection.enable_server_reflection([*servicers, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
+        self._names = [*servicers, LOGS]
+        reflection.enable_server_reflection([*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
         try:
             self.port = self._server.add_insecure_port(f"{host}:{port}")
         except RuntimeError as error:

@@ -1,12 +1,21 @@
-"""/v1/fleet: listing the members, and draining one."""
+"""/v1/fleet: listing the members, draining one, and the newest lines of its log."""
 
-from fastapi import APIRouter
+from collections.abc import Iterable
+from typing import Annotated
+
+from fastapi import APIRouter, Query
 
 from millrace.ids import MemberId
-from millrace.rest import FleetView, MemberView
+from millrace.rest import FleetView, LogLineView, LogView, MemberView
+from millrace.telemetry.log_tail import MOST_LINES, TAIL, LogLine
+from millrace.wire.methods import LogsRpc
+from millrace.wire.v1 import logs_pb2
 from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.rest.schema import error_responses
 from services.coordinator.work.queue import Queue
+
+COORDINATOR = "coordinator"
+"""Names the coordinator itself where a member's id is asked for."""
 
 
 def routes(fleet: Fleet, queue: Queue) -> APIRouter:
@@ -24,4 +33,29 @@ def routes(fleet: Fleet, queue: Queue) -> APIRouter:
         held = await queue.held()
         return member.view(held.get(MemberId(member_id), 0))
 
+    @router.get(
+        "/{member_id}/log",
+        responses=error_responses(
+            {
+                404: "No such member.",
+                409: "The member runs a release that does not serve its log.",
+                503: "The member did not answer within 5 s.",
+            }
+        ),
+    )
+    async def log(
+        member_id: str, lines: Annotated[int, Query(ge=1, le=MOST_LINES, description="How many.")] = MOST_LINES
+    ) -> LogView:
+        """The newest lines that a member has logged, or the coordinator itself where the id is `coordinator`. Output of
+        its child processes, such as an engine's, and of a trainer's ranks other than 0 is not among them."""
+        if member_id == COORDINATOR:
+            return _log_view(member_id, TAIL.newest(lines))
+        answer = await fleet.call(fleet.member(member_id), LogsRpc.Tail, logs_pb2.TailLogRequest(lines=lines))
+        return _log_view(member_id, answer.lines)
+
     return router
+
+
+def _log_view(member_id: str, lines: Iterable[LogLine | logs_pb2.LogLine]) -> LogView:
+    views = [LogLineView(time=one.time, level=one.level, message=one.message, details=one.details) for one in lines]
+    return LogView(member=member_id, lines=views)
