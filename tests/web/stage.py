@@ -5,6 +5,7 @@ import contextlib
 import json
 import math
 import random
+import statistics
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -22,7 +23,7 @@ from millrace.telemetry.spans.context import TraceContext, current
 from millrace.telemetry.spans.kinds import SpanKind
 from millrace.telemetry.spans.recorder import Recorder, Span
 from millrace.timeline.view import LaneKind
-from millrace.wire.arrays import pack_logprobs, pack_tokens
+from millrace.wire.arrays import pack_floats, pack_logprobs, pack_tokens, unpack_logprobs
 from millrace.wire.methods import FleetRpc
 from millrace.wire.v1 import common_pb2, fleet_pb2, trainer_pb2, work_pb2
 from tests.services.coordinator.cluster import Cluster
@@ -153,6 +154,19 @@ class MeasuringTrainer(TellsSpans, SimulatedTrainer):
             assert made is not None
             answer.histograms[declared.key].CopyFrom(trainer_pb2.Histogram(edges=made.edges, counts=made.counts))
         return answer
+
+    def told(self, group: common_pb2.Group) -> trainer_pb2.TrainedGroup:
+        """Log-probabilities near the engine's, a few of them far away, and the advantages of GRPO."""
+        chance, rewards = random.Random(group.prompt_id), [trajectory.reward for trajectory in group.trajectories]
+        mean, spread = statistics.fmean(rewards), statistics.pstdev(rewards) + 1e-6
+        told = trainer_pb2.TrainedGroup(prompt_id=group.prompt_id)
+        for trajectory in group.trajectories:
+            logprobs = unpack_logprobs(trajectory.logprobs).tolist()
+            apart = [chance.gauss(0, 0.4 if chance.random() < 0.08 else 0.02) for _ in logprobs]
+            trained = [min(-1e-4, logprob + gap) for logprob, gap in zip(logprobs, apart, strict=True)]
+            advantages = [(trajectory.reward - mean) / spread] * len(logprobs)
+            told.trajectories.add(logprobs=pack_logprobs(trained), advantages=pack_floats(advantages))
+        return told
 
 
 class Stage:

@@ -98,12 +98,15 @@ def test_two_jobs_are_compared(page: Any, trained: list[str]) -> None:
 def test_metrics_are_searched_smoothed_and_zoomed(page: Any, trained: list[str]) -> None:
     page.goto(f"/#/job/{trained[0]}")
     page.get_by_label("Search metrics").fill("grad_norm")
+    expect(page.locator("figure.chart")).to_have_count(1)  # until then the main metrics are shown
     chart = page.get_by_role("img", name="actor/grad_norm:")
     expect(chart.locator("canvas")).to_be_visible()
     page.get_by_label("smoothing").fill("0.8")
     page.get_by_label("log scale").check()
     for axis in ("tokens", "time", "step"):
-        page.get_by_role("button", name=axis, exact=True).click()
+        button = page.get_by_role("button", name=axis, exact=True)
+        button.click()
+        expect(button).to_have_attribute("aria-pressed", "true")  # the chart of this axis is there as well
         expect(chart.locator("canvas")).to_be_visible()
     page.locator("figure.chart").focus()
     page.keyboard.press("ArrowLeft")
@@ -142,8 +145,15 @@ def test_a_group_and_its_tokens_are_opened(page: Any, trained: list[str]) -> Non
     tokens = group.locator("pre.tokens").first.locator("span")
     expect(tokens.first).to_have_attribute("title", re.compile("nats"))
     assert "sum of both" in "".join(tokens.all_text_contents()) or "<call>" in "".join(tokens.all_text_contents())
-    for way in ("version", "sampled"):
-        group.get_by_role("button", name=way).click()
+    expect(group.locator(".facts").first).to_contain_text(re.compile(r"advantage [+−]"))
+    expect(tokens.first).to_have_attribute("title", re.compile(r"trainer -.* \([+−].*\) · advantage [+−]"))
+    for way in ("engine − trainer", "advantage", "version", "sampled"):
+        button = group.get_by_role("button", name=way)
+        button.click()
+        expect(button).to_have_attribute("aria-pressed", "true")
+        if way == "engine − trainer":
+            expect(group.locator("pre.tokens span[style]").first).to_be_visible()
+            expect(group.locator(".key")).to_contain_text("+0.5 nats or more")
     page.get_by_role("button", name="keep beside").click()
     page.get_by_label("step", exact=True).fill("8")
     expect(page.get_by_role("article")).to_have_count(2)

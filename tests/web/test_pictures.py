@@ -17,6 +17,10 @@ AXE = Path(__file__).parents[2] / "web" / "node_modules" / "axe-core" / "axe.min
 LOOKS = [(*VIEWS["desktop"], "light"), (*VIEWS["desktop"], "dark"), (*VIEWS["phone"], "dark")]
 
 
+COLOURINGS = {"samples": "log-probability", "gap": "engine − trainer", "advantage": "advantage"}
+"""How the views of a group's tokens are coloured."""
+
+
 @pytest.fixture(scope="module")
 def job_ids(staged: Stage) -> list[str]:
     found = []
@@ -36,6 +40,8 @@ def views(first: str, second: str) -> dict[str, tuple[str, str]]:
         "distributions": (f"job/{first}", ".chart canvas"),
         "timeline": (f"job/{first}/timeline/5", ".lanes canvas"),
         "samples": (f"job/{first}/samples/7", ".row.group"),
+        "gap": (f"job/{first}/samples/7", ".row.group"),
+        "advantage": (f"job/{first}/samples/7", ".row.group"),
         "records": (f"job/{first}/records", ".phases"),
         "events": (f"job/{first}/events", ".row.event"),
         "spec": (f"job/{first}/spec", "table.spec"),
@@ -58,9 +64,10 @@ def test_every_view_is_complete_and_accessible(
         if name == "distributions":
             page.locator("summary", has_text="Distributions").scroll_into_view_if_needed()
             page.locator("figure.distribution canvas").last.scroll_into_view_if_needed()
-        if name == "samples":
+        if name in COLOURINGS:
             page.get_by_role("option").first.click()
             page.get_by_role("button", name="tokens").click()
+            page.get_by_role("button", name=COLOURINGS[name]).click()
             page.locator("pre.tokens span").first.wait_for()
         page.wait_for_load_state("networkidle") if name in ("spec", "new-job") else None
         page.screenshot(path=str(pictures / f"{name}-{look}.png"))

@@ -9,6 +9,8 @@ export function figure(value: number | string | null | undefined, digits = 3): s
   return Number(value.toPrecision(digits)).toLocaleString("en", { maximumFractionDigits: 8 });
 }
 
+export const signed = (value: number): string => `${value < 0 ? "−" : "+"}${figure(Math.abs(value))}`;
+
 const SIZES = ["", "k", "M", "G", "T", "P"];
 /* 12,345,678 as 12.3M. */
 export function short(value: number): string {

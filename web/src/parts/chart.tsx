@@ -1,5 +1,5 @@
 /* One chart: lines with bands over a shared horizontal axis. Hover is synchronous in all charts of a view. */
-import { useEffect, useRef } from "preact/hooks";
+import { useLayoutEffect, useRef } from "preact/hooks";
 import uPlot from "uplot";
 
 import { clock, duration, figure, short } from "../format";
@@ -88,8 +88,9 @@ export function Chart(props: Props) {
     if (told.current) told.current.textContent = x === undefined ? "" : `${values}${at == null ? "" : ` at ${kind === "step" ? "step " : ""}${axisText(kind, x)}`}`;
   };
 
+  // What is drawn is never older than the rest of the page: who sees a new axis chosen also points at a chart of it.
   const shape = `${axis} ${props.log} ${found.series.length} ${props.smoothing > 0} ${lines.map(line => line.color)}`;
-  useEffect(() => {
+  useLayoutEffect(() => {
     const target = box.current!;
     const options: uPlot.Options = {
       width: target.clientWidth || 300, height, series: latest.current.series, bands: latest.current.bands,
@@ -119,7 +120,7 @@ export function Chart(props: Props) {
     sizes.observe(target);
     return () => { sizes.disconnect(); made.destroy(); plot.current = null; };
   }, [shape, height, group]);
-  useEffect(() => { plot.current?.setData(found.data as uPlot.AlignedData); tell(plot.current?.cursor.idx); }, [props.xs, lines, props.smoothing, props.log]);
+  useLayoutEffect(() => { plot.current?.setData(found.data as uPlot.AlignedData); tell(plot.current?.cursor.idx); }, [props.xs, lines, props.smoothing, props.log]);
   useRepaint(() => plot.current?.redraw(false, true));
 
   const move = (event: KeyboardEvent) => {

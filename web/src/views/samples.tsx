@@ -2,7 +2,7 @@
 import { useEffect, useRef, useState } from "preact/hooks";
 
 import { get, query } from "../api";
-import { figure, oneLine } from "../format";
+import { figure, oneLine, signed } from "../format";
 import { VirtualList } from "../parts/list";
 import { Choice, Empty } from "../parts/small";
 import type { GroupPage, GroupView, JobView, SampleView } from "../rest";
@@ -162,7 +162,8 @@ export function Facts({ number, sample, average, several }: FactsProps) {
     <p class="facts">
       <b>{number}</b>
       <b class={sample.reward_failure ? "failed" : ""}>{sample.reward_failure || `reward ${figure(sample.reward)}`}</b>
-      {above !== null && <span title="Reward less the mean of the group; what an advantage begins with.">{above >= 0 ? "+" : "−"}{figure(Math.abs(above))} against the group</span>}
+      {sample.advantage !== null && <span title="Mean over the sampled tokens of the advantage that the policy loss read.">advantage {signed(sample.advantage)}</span>}
+      {sample.advantage === null && above !== null && <span title="Reward less the mean of the group; what an advantage begins with.">{signed(above)} against the group</span>}
       {parts.slice(0, 8).map(([name, value]) => <span key={name}>{name} {typeof value === "number" ? figure(value) : oneLine(String(value)).slice(0, 40)}</span>)}
       <span>{figure(sample.tokens)} tokens{sample.sampled_tokens !== null && sample.sampled_tokens !== sample.tokens && `, ${figure(sample.sampled_tokens)} sampled`}</span>
       <span class={sample.stop_reason === "length" ? "waits" : ""}>{sample.stop_reason.replaceAll("_", " ")}</span>
