@@ -17,6 +17,7 @@ ROOTS = (
     rest.JobView,
     rest.LedgerView,
     rest.FleetView,
+    rest.LogView,
     rest.GroupPage,
     rest.TokensView,
     rest.SeriesView,

@@ -17,11 +17,13 @@ from tokenizers import Tokenizer, decoders, models
 from millrace.data.row import PromptRow
 from millrace.data.write import write_rows
 from millrace.ids import MemberId
+from millrace.telemetry.gpus import GpuReading
 from millrace.telemetry.metrics.histograms import ADVANTAGES, IMPORTANCE_RATIOS
 from millrace.telemetry.spans.batches import taken
 from millrace.telemetry.spans.context import TraceContext, current
 from millrace.telemetry.spans.kinds import SpanKind
 from millrace.telemetry.spans.recorder import Recorder, Span
+from millrace.telemetry.usage import HostMemory, usage_message
 from millrace.timeline.view import LaneKind
 from millrace.wire.arrays import pack_floats, pack_logprobs, pack_tokens, unpack_logprobs
 from millrace.wire.methods import FleetRpc
@@ -32,6 +34,14 @@ from tests.services.coordinator.peers import Member, Shape, SimulatedReplica, Si
 
 CHARACTERS = [chr(code) for code in range(32, 127)] + ["\n"]
 ROWS = 400
+
+GB = 1_000_000_000
+USAGE = usage_message(
+    [("there", HostMemory(9 * GB, 40 * GB, 256 * GB))],
+    [("there", GpuReading(number, 61 * GB, 80 * GB, busy, 350.0, 54.0)) for number, busy in (("0", 0.9), ("1", 0.6))],
+    cache_used=0.4,
+)
+"""What every simulated member reports."""
 
 
 def tokens_of(text: str) -> list[int]:
@@ -55,6 +65,7 @@ class TellsSpans(Member):
                 member_id=self.id, version=self.version, tokens=self.tokens, running=self.running
             )
             beat.spans, beat.span_count = spans, count
+            beat.usage.CopyFrom(USAGE)
             await self.coordinator.call(FleetRpc.Heartbeat, beat)
 
     def was(self, kind: SpanKind, parent: TraceContext, start_s: float, end_s: float, **figures: float) -> TraceContext:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from millrace.rest import JobState
+from millrace.telemetry.log_tail import TAIL
 from tests.web.stage import Stage
 
 pytestmark = [pytest.mark.web, pytest.mark.timeout(300)]
@@ -194,6 +195,21 @@ def test_records_events_and_spec_of_a_job(page: Any, trained: list[str]) -> None
     expect(page.get_by_role("row", name=re.compile("publication.path"))).to_be_visible()
 
 
+def test_what_a_member_uses_and_logs_is_looked_at(page: Any, staged: Stage) -> None:
+    TAIL._keep(None, "info", {"timestamp": "2026-01-02T03:04:05Z", "level": "info", "event": "lease <b>taken</b>"})
+    replica = staged.replica()
+    page.goto("/#/fleet")
+    row = page.locator(".row.member", has_text=replica.id)
+    expect(row.locator(".used")).to_contain_text("75 %")
+    row.get_by_role("button", name="details…").click()
+    details = page.get_by_role("dialog", name=replica.id)
+    expect(details).to_contain_text("engine cache 40 % in use")
+    expect(details.get_by_role("row", name="there 1")).to_contain_text("350 W")
+    expect(details.get_by_role("log")).to_contain_text("03:04:05 INFO lease <b>taken</b>")
+    page.keyboard.press("Escape")
+    expect(details).to_have_count(0)
+
+
 def test_a_replica_is_drained(page: Any, staged: Stage) -> None:
     member = staged.replica().id
     page.goto("/#/fleet")
@@ -201,7 +217,7 @@ def test_a_replica_is_drained(page: Any, staged: Stage) -> None:
     row.get_by_role("button", name="drain…").click()
     page.get_by_role("button", name="drain it").click()
     expect(row).to_contain_text(re.compile("draining|left"))
-    expect(row.get_by_role("button")).to_have_count(0)
+    expect(row.get_by_role("button", name="drain…")).to_have_count(0)
 
 
 def test_the_theme_is_chosen(page: Any) -> None:

@@ -276,6 +276,19 @@ export interface LedgerView {
   reasons: Record<string, number>;
 }
 
+export interface LogLineView {
+  time: string;
+  level: string;
+  message: string;
+  details: string;
+}
+
+/** The newest lines that a service has logged. */
+export interface LogView {
+  member: string;
+  lines: LogLineView[];
+}
+
 /** A replica's engine is ready. One that generates still needs the current weights. */
 export interface MemberConfigured {
   kind: "member.configured";

@@ -7,6 +7,7 @@ import { VirtualList } from "../parts/list";
 import { Dialog, Empty, Figure, State } from "../parts/small";
 import type { FleetView, JobPage, JobSummary, MemberView, PublicationDone } from "../rest";
 import { link, problem, usePolled } from "../state";
+import { MemberDetails, usage } from "./member";
 import { Publication, PublicationHead } from "./records";
 
 const ROW = 56;
@@ -16,6 +17,7 @@ export function Fleet() {
   const [fleet, again] = usePolled(signal => get<FleetView>("/v1/fleet", signal), 2000, []);
   const [text, search] = useState("");
   const [draining, ask] = useState<MemberView | null>(null);
+  const [opened, open] = useState("");
   const all = fleet ? [...fleet.trainers, ...fleet.replicas] : [];
   const shown = all.filter(member =>
     `${member.id} ${member.kind} ${member.engine} ${member.host} ${member.device} ${member.state}`.toLowerCase().includes(text.toLowerCase()));
@@ -44,8 +46,9 @@ export function Fleet() {
       {fleet && !all.length && <Empty>No trainers or replicas are connected.</Empty>}
       <VirtualList count={shown.length} rowHeight={ROW} label="Members" class="members" row={index => {
         const member = shown[index];
-        return <Member key={member.id} of={member} drain={() => ask(member)} />;
+        return <Member key={member.id} of={member} open={() => open(member.id)} drain={() => ask(member)} />;
       }} />
+      {opened && <MemberDetails id={opened} of={all.find(member => member.id === opened)} onClose={() => open("")} />}
       {draining && (
         <Dialog title={`Drain ${draining.id}?`} onClose={() => ask(null)}>
           <p>It gets no new work, finishes what it has and leaves the fleet.</p>
@@ -82,7 +85,8 @@ function LastPublication({ version }: { version: number }) {
   );
 }
 
-function Member({ of, drain }: { of: MemberView; drain: () => void }) {
+function Member({ of, open, drain }: { of: MemberView; open: () => void; drain: () => void }) {
+  const [used, what] = usage(of);
   const state = of.trouble ? "not configured" : of.state;
   const why = of.trouble || of.gone || Object.entries(of.missing_boundaries).map(([name, reason]) => `sandbox without ${name}: ${reason}`).join("; ");
   return (
@@ -95,8 +99,9 @@ function Member({ of, drain }: { of: MemberView; drain: () => void }) {
       <div class="number"><b>{figure(Math.round(of.tokens_per_s))}</b><small>tokens/s</small></div>
       <div class="number"><b>{figure(of.leases)}</b><small>leases</small></div>
       <div class="number load"><b>{figure(of.running)}<i> + {figure(of.waiting)}</i></b><small>running + waiting</small></div>
+      <div class="number used"><b>{used}</b><small>{what}</small></div>
       <div class="number silent"><b>{figure(of.silent_s, 2)} s</b><small>since heard</small></div>
-      <div class="buttons">{present(of) && of.state !== "draining" && <button type="button" onClick={drain}>drain…</button>}</div>
+      <div class="buttons"><button type="button" onClick={open}>details…</button>{present(of) && of.state !== "draining" && <button type="button" onClick={drain}>drain…</button>}</div>
     </div>
   );
 }
