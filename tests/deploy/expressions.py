@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from millrace.telemetry.metrics.declaration import Owner
 from millrace.telemetry.metrics.prometheus.registry import PROMETHEUS_SECTIONS
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
-SELECTOR = re.compile(r"\b((?:millrace|process)_[a-z_]+)(\{[^}]*\})?")
+SELECTOR = re.compile(r"\b((?:millrace|process)_[a-z_]+|up(?=\{))(\{[^}]*\})?")
 MATCHER = re.compile(r"(\w+)(=~|!=|=)\"([^\"]*)\"")
 NEEDS_GPU = frozenset(
     {
@@ -31,6 +31,8 @@ OF_JUDGES = frozenset(
     {"millrace_judge_down_seconds", "millrace_judge_waiting_requests", "millrace_judge_requests_total"}
 )
 """Metrics that a replica has while its job has a judge."""
+OF_PROMETHEUS = frozenset({"up"})
+"""Metrics that Prometheus makes of its own reading: `tests/deploy/scrape.py` makes them as it does."""
 OF_TARGETS = frozenset({"job", "instance", "role", "member"})
 """Labels that Prometheus gives to every series, by deploy/prometheus/prometheus.yml."""
 
@@ -89,14 +91,19 @@ def selectors(expression: str) -> list[Selector]:
 def without_data(page: str, owner: Owner, absent: frozenset[str] = NEEDS_GPU | OF_JUDGES) -> list[str]:
     """The panels and alerts that look at a metric of the service `owner` of which its `page` has no series, but for
     those of metrics that may be `absent`."""
+    owned = {m.name for section in PROMETHEUS_SECTIONS if owner in section.owners for m in section.metrics}
+    return lacking(page, owned - absent)
+
+
+def lacking(page: str, metrics: Collection[str]) -> list[str]:
+    """The panels and alerts that look at one of `metrics` of which `page` has no series."""
     samples: dict[str, list[Mapping[str, str]]] = {}
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
             samples.setdefault(sample.name, []).append(sample.labels)
-    owned = {m.name for section in PROMETHEUS_SECTIONS if owner in section.owners for m in section.metrics} - absent
     return [
         f"{name}: {selector.sample}{selector.matchers}"
         for name, expression, _ in expressions()
         for selector in selectors(expression)
-        if selector.metric in owned and not any(map(selector.takes, samples.get(selector.sample, [])))
+        if selector.metric in metrics and not any(map(selector.takes, samples.get(selector.sample, [])))
     ]

@@ -10,7 +10,17 @@ from prometheus_client import Counter, Histogram
 
 from millrace.telemetry.metrics.declaration import Owner
 from millrace.telemetry.metrics.prometheus.registry import PROMETHEUS_METRICS, PROMETHEUS_SECTIONS
-from tests.deploy.expressions import DEPLOY, OF_TARGETS, alerts, dashboards, expressions, selectors, without_data
+from tests.deploy.expressions import (
+    DEPLOY,
+    OF_PROMETHEUS,
+    OF_TARGETS,
+    alerts,
+    dashboards,
+    expressions,
+    lacking,
+    selectors,
+    without_data,
+)
 
 DECLARED = {metric.name: metric for metric in PROMETHEUS_METRICS}
 EXPRESSIONS = [pytest.param(*one, id=f"{number} {one[0]}") for number, one in enumerate(expressions())]
@@ -19,9 +29,12 @@ EXPRESSIONS = [pytest.param(*one, id=f"{number} {one[0]}") for number, one in en
 @pytest.mark.parametrize(("name", "expression", "shown"), EXPRESSIONS)
 def test_metrics_and_labels_are_declared(name: str, expression: str, shown: str) -> None:
     found = selectors(expression)
-    assert found or "up{" in expression
+    assert found
     labels = set(OF_TARGETS)
     for selector in found:
+        if selector.metric in OF_PROMETHEUS:
+            assert {label for label, _, _ in selector.matchers} <= OF_TARGETS, selector
+            continue
         metric = DECLARED[selector.metric]
         assert (metric.kind is Histogram) == (selector.sample != metric.name), selector
         assert {label for label, _, _ in selector.matchers} <= {*metric.labels, "le"}, selector
@@ -62,6 +75,12 @@ def test_a_page_without_a_series_is_told() -> None:
     assert not [one for one in without_data(page, Owner.REPLICA) if "Leases held" in one]
     page = '# TYPE millrace_members gauge\nmillrace_members{kind="rollout",state="lost"} 1\n'
     assert [one for one in without_data(page, Owner.COORDINATOR) if one.startswith("NoReplica") and "members" in one]
+
+
+def test_an_alert_on_what_is_not_scraped_is_told() -> None:
+    other = '# TYPE up gauge\nup{job="node"} 1\n'
+    assert len(lacking(other, OF_PROMETHEUS)) == 1 and lacking(other, OF_PROMETHEUS)[0].startswith("ServiceDown")
+    assert lacking(other + 'up{job="millrace-members",role="trainer"} 0\n', OF_PROMETHEUS) == []
 
 
 def test_the_files_are_those_of_the_description() -> None:

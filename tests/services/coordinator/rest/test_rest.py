@@ -20,7 +20,8 @@ from millrace.rest import JobState
 from millrace.telemetry.metrics.declaration import Owner
 from services.coordinator.rest import bodies
 from services.coordinator.rest.jobs import frame
-from tests.deploy.expressions import without_data
+from tests.deploy.expressions import OF_PROMETHEUS, lacking, without_data
+from tests.deploy.scrape import scraped
 from tests.services.coordinator.cluster import Cluster, scenario
 from tests.services.coordinator.conftest import CoordinatorProcess, running
 from tests.telemetry.metrics.pages import value
@@ -340,8 +341,14 @@ async def test_the_fleet_and_prometheus(cluster: Cluster, spec: dict[str, Any]) 
         targets = (await http.get("/metrics/targets")).json()
         await http.get("/v1/nothing")
         page = (await http.get("/metrics")).text
-    (scraped,) = [target for target in targets if target["labels"]["member"] == replica.id]
-    assert scraped == {"targets": ["127.0.0.1:9400"], "labels": {"role": "rollout", "member": replica.id}}
+        address = http.base_url.netloc.decode()
+        address = http.base_url.netloc.decode()
+        up = await scraped(http, address)
+    assert lacking(up, OF_PROMETHEUS) == []
+    assert value(up, f'up{{job="millrace-coordinator",instance="{address}",role="coordinator"}}') == 1
+    assert f'job="millrace-members",instance="127.0.0.1:9400",role="rollout",member="{replica.id}"' in up
+    (target,) = [target for target in targets if target["labels"]["member"] == replica.id]
+    assert target == {"targets": ["127.0.0.1:9400"], "labels": {"role": "rollout", "member": replica.id}}
     assert without_data(page, Owner.COORDINATOR) == []
     assert value(page, f'millrace_events_total{{job_id="{job_id}",kind="step.done"}}') >= 2
     assert value(page, f'millrace_events_total{{job_id="{job_id}",kind="trainer.lost"}}') == 0
