@@ -42,7 +42,8 @@ DESCRIPTOR = EngineDescriptor(
     ),
     implementation="services.rollout.engines.vllm.engine:VllmEngine",
     follower="services.rollout.engines.vllm.follower:VllmFollower",
-    scoring="services.rollout.engines.vllm.scoring:VllmScoring",
+    scoring="services.rollout.engines.vllm.pools.scoring:VllmScoring",
+    replies="services.rollout.engines.vllm.pools.replies:VllmReplies",
     options_class="vllm.engine.arg_utils:AsyncEngineArgs",
     options_example={"max_num_seqs": 256},
     option_bounds={

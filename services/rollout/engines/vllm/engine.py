@@ -39,6 +39,7 @@ from services.rollout.engines.vllm import options as vllm_options
 from services.rollout.engines.vllm.adapter import lora_request
 from services.rollout.engines.vllm.environment import before_start, set_cpu_environment
 from services.rollout.engines.vllm.processes import kill_engine, shut_down, start_errors
+from services.rollout.engines.vllm.sampling import is_whole, parameters, stop_reason
 from services.rollout.engines.vllm.scheduler_stats import SchedulerStats
 from services.rollout.engines.vllm.versions import VersionMarks
 from services.rollout.engines.vllm.workers import VllmWorkers
@@ -167,12 +168,13 @@ class VllmEngine(VersionedEngine):
             # This request must not reuse cache blocks of an older version.
             "cache_salt": self._cache_key,
         }
+        asked = parameters(sampling, self._end_of_turn)
         self._running.add(request_id)
         if self._marks is not None:
             self._marks.began(request_id, self._version)
         try:
             final = None
-            asking = self._llm.generate(prompt, self._parameters(sampling), request_id, lora_request=self._lora_request)
+            asking = self._llm.generate(prompt, asked, request_id, lora_request=self._lora_request)
             async for output in asking:
                 final = output
             if self._marks is not None:
@@ -185,41 +187,19 @@ class VllmEngine(VersionedEngine):
             if self._marks is not None:
                 self._marks.forget(request_id)
 
-    def _parameters(self, sampling: Sampling) -> Any:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        return SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            max_tokens=sampling.max_response_tokens,
-            stop=list(sampling.stop),
-            stop_token_ids=self._end_of_turn,
-            logprobs=0,
-            flat_logprobs=True,
-            # Only stop strings need the text token by token.
-            detokenize=bool(sampling.stop),
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            skip_clone=True,
-        )
-
     async def _sample(self, request_id: str, final: Any) -> Sample:
-        if final is None or final.outputs[0].finish_reason not in ("stop", "length"):
+        if not is_whole(final):
             reason = "nothing" if final is None else final.outputs[0].finish_reason
             raise InvalidState(f"vLLM ended sample {request_id} with {reason}.", "the prompt is issued again.")
         output = final.outputs[0]
-        tokens = np.asarray(output.token_ids, dtype=np.int32)
-        if isinstance(output.stop_reason, str):
-            stop_reason, text = StopReason.STOP_STRING, output.text
-        else:
-            stop_reason = StopReason.LENGTH if output.finish_reason == "length" else StopReason.END_OF_TURN
-            text = await asyncio.to_thread(self._decode, output.token_ids)
+        tokens, ended = np.asarray(output.token_ids, dtype=np.int32), stop_reason(output)
+        stopped = ended is StopReason.STOP_STRING
+        text = output.text if stopped else await asyncio.to_thread(self._decode, output.token_ids)
         return Sample(
             tokens=tokens,
             logprobs=np.asarray(output.logprobs.logprobs, dtype=np.float32),
             versions=self._spans(request_id, output, len(tokens)),
-            stop_reason=stop_reason,
+            stop_reason=ended,
             text=text,
             experts=self._experts(output),
         )

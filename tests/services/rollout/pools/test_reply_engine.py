@@ -12,14 +12,14 @@ from millrace.spec.pools.pool import PoolTask
 from services.rollout.engine import Sample, Sampling, StopReason
 from services.rollout.engines import create_replying
 from tests.models import byte_tokenizer, save_judge_model
-from tests.services.rollout.pools.test_scoring_engine import held
+from tests.services.rollout.pools.test_scoring_engine import VLLM, held
 from tests.services.rollout.reference import logits
 
 pytestmark = pytest.mark.slow
 PROMPT = byte_tokenizer().encode("How good?\n")
 
 
-@pytest.mark.parametrize("name", ["transformers"])
+@pytest.mark.parametrize("name", ["transformers", VLLM])
 def test_replies_are_those_of_the_model_in_the_folder(name: str, tmp_path: Path) -> None:
     """A greedy one that the model ends, one that is cut, and one that a string ends."""
     folder = save_judge_model(tmp_path)

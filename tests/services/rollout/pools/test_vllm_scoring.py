@@ -12,7 +12,8 @@ import torch
 
 from millrace.errors import InvalidJob
 from millrace.spec.pools.pool import PoolTask
-from services.rollout.engines.vllm.scoring import VllmScoring, engine_arguments, token_scores
+from services.rollout.engines.vllm.pools import replies
+from services.rollout.engines.vllm.pools.scoring import VllmScoring, engine_arguments, token_scores
 from services.rollout.engines.vllm.worker import ScoringExtension
 from tests.services.rollout.pools.test_scoring_engine import held
 
@@ -36,6 +37,16 @@ def test_a_pool_becomes_arguments_of_vllm(untied_model: Path) -> None:
 def test_options_that_a_pool_cannot_have_are_refused(untied_model: Path, options: dict[str, Any], reason: str) -> None:
     with pytest.raises(InvalidJob, match=reason):
         engine_arguments(held(untied_model, PoolTask.LOGPROBS, engine="vllm", **options))
+
+
+def test_a_judge_becomes_arguments_of_vllm(untied_model: Path) -> None:
+    """It takes as much as its model, and keeps the beginnings of prompts, which a judge's template repeats."""
+    arguments = replies.engine_arguments(held(untied_model, PoolTask.REPLIES, engine="vllm", max_num_seqs=4))
+    assert (arguments.model, arguments.dtype, arguments.load_format) == (str(untied_model), "float32", "auto")
+    assert (arguments.max_model_len, arguments.max_num_seqs, arguments.enable_prefix_caching) == (None, 4, True)
+    assert not arguments.worker_extension_cls and arguments.logprobs_mode == "processed_logprobs"
+    with pytest.raises(InvalidJob, match=r"pools\.0\.engine_options\.dtype: .* set pools\.0\.dtype instead"):
+        replies.engine_arguments(held(untied_model, PoolTask.REPLIES, engine="vllm", dtype="float16"))
 
 
 def test_a_reward_model_is_refused(untied_model: Path) -> None:

@@ -1,0 +1,1 @@
+"""vLLM as the engine of pools, with models of their own."""
