@@ -155,6 +155,12 @@ FLEET = Dashboard(
             "percentunit",
             {"{{member}}": "millrace_engine_cache_used_ratio"},
         ),
+        Panel("Slots of an engine that are used", "short", {"{{member}}": "millrace_engine_used_slots"}),
+        Panel(
+            "Preemptions of an engine a second",
+            "short",
+            {"{{member}}": f"rate(millrace_engine_preemptions_total{RATE})"},
+        ),
         Panel(
             "Share of prompt tokens in the prefix cache",
             "percentunit",

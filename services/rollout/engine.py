@@ -92,6 +92,9 @@ class EngineStats:
     """Tokens of the prompts of all requests so far; 0 where the engine has no cache of prompts."""
     cached_prompt_tokens: int = 0
     """The part of these tokens whose keys and values were in the cache."""
+    preempted: int = 0
+    """Requests so far that lost their keys and values because the cache was full, and were computed again; 0 where the
+    engine does not tell. Those that a publication had computed again are not among them."""
 
 
 class Engine(EngineWeights, Protocol):

@@ -31,7 +31,7 @@ from services.rollout.work.leases import Leases
 HOST = platform.node()
 
 
-PROMPTS = (names.PROMPT_TOKENS, names.CACHED_PROMPT_TOKENS)
+COUNTED = (names.PROMPT_TOKENS, names.CACHED_PROMPT_TOKENS, names.PREEMPTIONS)
 
 
 class Observed(Protocol):
@@ -67,8 +67,8 @@ class ReplicaMetrics:
         self.sessions = SessionMetrics(self.registry)
         self._replica = replica
         self._counted_tokens = 0
-        self._counted_prompts = (0, 0)
-        """Tokens of prompts that the engine has told of, and those of them that were in its cache."""
+        self._counted = (0, 0, 0)
+        """What the engine had told of each of `COUNTED` the last time."""
         self._counted_requests = WeakKeyDictionary[JudgeClient, Mapping[str, int]]()
         self._usage = UsageMonitor(HOST)
         self._usage.start()
@@ -95,8 +95,9 @@ class ReplicaMetrics:
         names.ENGINE_RUNNING.on(self.registry).set(load.running if stats is None else stats.running)
         names.ENGINE_WAITING.on(self.registry).set(load.waiting if stats is None else stats.waiting)
         names.ENGINE_CACHE_USED.on(self.registry).set(math.nan if stats is None else stats.cache_used)
-        self._count_prompts(stats or EngineStats(0, 0, 0.0))
+        self._count(stats or EngineStats(0, 0, 0.0))
         names.ENGINE_CAPACITY.on(self.registry).set(replica.engine.capacity if replica.engine is not None else 0)
+        names.ENGINE_SLOTS.on(self.registry).set(replica.leases.slots)
         names.LEASES_HELD.on(self.registry).set(replica.leases.held)
         describe_gpus(self.registry, [(HOST, reading) for reading in self._usage.gpus.latest])
         names.DRAINING.on(self.registry).set(not replica.takes_leases)
@@ -115,12 +116,12 @@ class ReplicaMetrics:
             version=replica.version,
         )
 
-    def _count_prompts(self, stats: EngineStats) -> None:
+    def _count(self, stats: EngineStats) -> None:
         """Adds what the engine has got since the last time. An engine that was started anew counts from 0."""
-        now = (stats.prompt_tokens, stats.cached_prompt_tokens)
-        for metric, before, count in zip(PROMPTS, self._counted_prompts, now, strict=True):
+        now = (stats.prompt_tokens, stats.cached_prompt_tokens, stats.preempted)
+        for metric, before, count in zip(COUNTED, self._counted, now, strict=True):
             metric.on(self.registry).inc(count - before if count >= before else count)
-        self._counted_prompts = now
+        self._counted = now
 
     def _record(self, judge: JudgeClient) -> None:
         """Sets what a judge's client is now, and adds what it has asked since the last time."""

@@ -22,7 +22,8 @@ from millrace.wire.enums import drop_message
 from millrace.wire.methods import WorkRpc
 from millrace.wire.server import LARGEST_GROUP_BYTES
 from millrace.wire.v1 import common_pb2, work_pb2
-from services.rollout.engine import EngineDied, Sample
+from services.rollout.engine import Engine, EngineDied, Sample
+from services.rollout.work.concurrency import Concurrency
 from services.rollout.work.groups import GroupGenerator
 from services.rollout.work.slots import Slots
 
@@ -64,6 +65,8 @@ class Leases:
         self._member_id = member_id
         self._held: dict[Key, HeldLease] = {}
         self._generator: GroupGenerator | None = None
+        self._concurrency = Concurrency(0)
+        """The slots of the generator's engine that may be used."""
         self._changed = asyncio.Event()
         self._extend_soon = asyncio.Event()
         self._not_asking = asyncio.Event()
@@ -79,9 +82,16 @@ class Leases:
         """Whether a request for leases is on its way."""
         return not self._not_asking.is_set()
 
+    @property
+    def slots(self) -> int:
+        """Slots of the engine that are used; fewer than it has where its cache is too small. 0 before the first job."""
+        return self._concurrency.slots
+
     def serve(self, generator: GroupGenerator | None) -> None:
         """Generates groups with `generator` from now on. With None no more leases are taken; work in progress
         continues."""
+        if generator is not None and generator is not self._generator:
+            self._concurrency = Concurrency(generator.engine.capacity, _preempted(generator.engine))
         self._generator = generator
         self._changed.set()
 
@@ -152,7 +162,7 @@ class Leases:
             if self._generator is not None:
                 generator, group = self._generator, self._generator.job.spec.rollout.samples_per_prompt
                 held = [each.slots for each in self._held.values()]
-                free = generator.engine.capacity - sum(slots.generating for slots in held)
+                free = self._concurrency.slots - sum(slots.generating for slots in held)
                 if generator.most_episodes is not None:
                     free = min(free, generator.most_episodes - sum(slots.open for slots in held))
                 # Groups that wait for their scores hold no slot. Without a bound a slow reward would fill the memory.
@@ -166,7 +176,7 @@ class Leases:
         held = self._held.get(key)
         if held is not None:  # this replica's own lease expired and it claimed it again: the older fence is refused
             held.task.cancel("claimed again")
-        slots = Slots(lease.sampling.samples + lease.sampling.greedy_baseline, self._changed.set, self._count_tokens)
+        slots = Slots(lease.sampling.samples + lease.sampling.greedy_baseline, self._slots_changed, self._on_sample)
         task = asyncio.create_task(self._work(lease, generator, slots), name=f"lease {lease.ref.lease_id}")
         self._held[key] = HeldLease(lease, task, lease.expires_s, slots)
         self._extend_soon.set()
@@ -174,8 +184,15 @@ class Leases:
 
     # Working.
 
-    def _count_tokens(self, sample: Sample) -> None:
+    def _on_sample(self, sample: Sample) -> None:
         self.generated_tokens += len(sample.tokens)
+        self._concurrency.ended()
+
+    def _slots_changed(self) -> None:
+        if self._generator is not None:
+            generating = sum(held.slots.generating for held in self._held.values())
+            self._concurrency.look(_preempted(self._generator.engine), generating)
+        self._changed.set()
 
     async def _work(self, lease: work_pb2.Lease, generator: GroupGenerator, slots: Slots) -> None:
         if self._generator is not generator or lease.ref.job_id != generator.job.id:
@@ -270,6 +287,12 @@ class Leases:
         if reply.expires_s > 0:
             for held in self._held.values():
                 held.expires_s = reply.expires_s
+
+
+def _preempted(engine: Engine) -> int:
+    """Requests that the engine has preempted since it started, as far as it tells."""
+    stats = engine.stats()
+    return 0 if stats is None else stats.preempted
 
 
 def _fitting(group: common_pb2.Group) -> common_pb2.Group | Drop:

@@ -140,7 +140,8 @@ def check_metrics(member: fleet_pb2.RegisterRequest) -> None:
     assert f'\nmillrace_member_info{{engine="transformers",{labels}}} 1.0\n' in page
     assert value(page, "millrace_engine_running_samples") + value(page, "millrace_engine_waiting_samples") > 0
     assert 0.0 < value(page, "millrace_engine_cache_used_ratio") <= 1.0
-    assert value(page, "millrace_engine_capacity_samples") == 16 and value(page, "millrace_leases_held") >= 4
+    assert value(page, "millrace_engine_capacity_samples") == value(page, "millrace_engine_used_slots") == 16
+    assert value(page, "millrace_engine_preemptions_total") == 0 and value(page, "millrace_leases_held") >= 4
     assert value(page, "millrace_member_publication_bytes_total") > 0
     for phase in ("prepare", "wire", "verify", "apply", "pause"):
         assert value(page, f'millrace_member_publication_seconds_count{{phase="{phase}"}}') == 1

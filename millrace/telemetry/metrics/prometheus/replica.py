@@ -40,6 +40,20 @@ ENGINE_CAPACITY = PrometheusMetric(
     Unit.COUNT,
     "Samples that the engine runs at once, by its settings and the size of its cache; 0 until it has started.",
 )
+ENGINE_SLOTS = PrometheusMetric(
+    Gauge,
+    "millrace_engine_used_slots",
+    Unit.COUNT,
+    "Samples that the replica gives the engine at once: its capacity, and fewer where its cache turned out to be too "
+    "small for them; 0 until the replica has served a job.",
+)
+PREEMPTIONS = PrometheusMetric(
+    Counter,
+    "millrace_engine_preemptions_total",
+    Unit.COUNT,
+    "Samples that the engine had to compute again because its cache was full (vllm). Those that a publication has "
+    "computed again are not counted.",
+)
 LEASES_HELD = PrometheusMetric(Gauge, "millrace_leases_held", Unit.COUNT, "Prompts that the replica works on.")
 DRAINING = PrometheusMetric(
     Gauge, "millrace_replica_draining", Unit.COUNT, "1 while the replica takes no new leases and finishes those it has."

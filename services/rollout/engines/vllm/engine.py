@@ -227,6 +227,7 @@ class VllmEngine(VersionedEngine):
         clear = cache_policy == "recompute"
         if clear:
             await self._llm.renderer.clear_mm_cache_async()
+            self._scheduler.cleared(len(self._running))
         await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear)
 
     async def _resume(self) -> None:
