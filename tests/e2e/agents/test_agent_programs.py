@@ -58,7 +58,7 @@ def test_a_shell_script_trains_with_the_rewards_that_it_posts(client: Client, jo
 
 
 @pytest.mark.matrix  # services/rollout/sessions/test_replica.py has what the programs sample, without the steps
-@pytest.mark.parametrize("package", ["openai"])
+@pytest.mark.parametrize("package", ["openai", "anthropic"])
 def test_a_program_with_a_client_package_trains(package: str, client: Client, job: dict[str, Any], tmp_path: Path):
     if find_spec(package) is None:
         pytest.skip(f"needs the package {package}")
