@@ -62,6 +62,7 @@ TOGETHER = {
     f"{MEGATRON}/test_pieces.py": f"{MEGATRON}/test_parity.py",
     f"{MEGATRON}/test_critic.py": f"{MEGATRON}/test_job.py",
     "e2e/agents/test_agent_programs.py": "e2e/test_algorithms.py",
+    "e2e/agents/test_tool_servers.py": "e2e/test_algorithms.py",
     "e2e/test_recipes.py": "e2e/test_algorithms.py",
     "e2e/test_replay.py": "e2e/test_algorithms.py",
 }

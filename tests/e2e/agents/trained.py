@@ -24,7 +24,6 @@ def trained_samples(
     truths: Sequence[str],
     rollout: dict[str, Any],
     episodes: int = 8,
-    **extra_info: Any,
 ) -> list[SampleView]:
     """All samples of a job of two steps with `rollout`, in which each row asks `asked`; the truths take turns.
     A group has so many `episodes`.
@@ -33,10 +32,7 @@ def trained_samples(
     episode is one trajectory whose reward is the one that was trained.
     """
     folder = Path(job["output"]).parent
-    rows = [
-        PromptRow(n, "numbers", [{"role": "user", "content": asked}], truths[n % len(truths)], extra_info=extra_info)
-        for n in range(16)
-    ]
+    rows = [PromptRow(n, "numbers", [{"role": "user", "content": asked}], truths[n % len(truths)]) for n in range(16)]
     job["data"] = {"files": [str(write_rows(folder / "asked.parquet", rows))], "max_prompt_tokens": 256}
     job["model"]["path"] = str(model)
     sizes = {"samples_per_prompt": episodes, "max_response_tokens": 400, "engine_options": {"max_num_seqs": 16}}
@@ -55,6 +51,11 @@ def trained_samples(
         assert row.values["training/rollout_probs_diff_max"] < 1e-3
         assert row.values["training/rollout_logprobs_diff_max"] < 1e-3
         assert row.values["num_trajectories/mean"] == 1.0, "no turn was made into tokens twice"
-        earned = torch.tensor([sample.reward for sample in samples if sample.step == row.step])
-        assert abs(row.values["critic/rewards/mean"] - float(earned.mean())) < 1e-6
+        rewards = torch.tensor([earned(sample) for sample in samples if sample.step == row.step])
+        assert abs(row.values["critic/rewards/mean"] - float(rewards.mean())) < 1e-6
     return samples
+
+
+def earned(sample: SampleView) -> float:
+    """The reward of an episode of one trajectory: that at its end and those of its turns."""
+    return (sample.reward or 0.0) + sum(turn.reward for turn in sample.turns)
