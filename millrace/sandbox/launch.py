@@ -19,7 +19,8 @@ from millrace.sandbox.verdict import Verdict
 LONGEST_OUTPUT = 16 << 20
 """Bytes that the code may print in its life. Further ones are left out: a log has no other bound."""
 LAST_OUTPUT = 1 << 20
-"""Bytes of output that are read after the code has ended; what it started may hold the pipe without a PID namespace."""
+"""Bytes of output that are read after the code has ended, whose children may hold the pipe without a PID namespace, or
+after the sandbox is told to end, while the code still prints."""
 LEFT_OUT = b"\n[the rest of the output of this scoring process is left out]\n"
 END_S = 5.0
 """How long descendants without a PID namespace are killed again."""
@@ -85,7 +86,8 @@ def _own_users() -> None:
 
 
 def _wait(pid: int, control: int, output: int) -> None:
-    """Passes the output on, until the first process has ended or the other end of `control` is closed."""
+    """Passes the output on, until the first process has ended or the other end of `control` is closed, and what was
+    printed before."""
     ended = os.pidfd_open(pid)
     poll = select.poll()
     for descriptor in (ended, control, output):
@@ -93,14 +95,15 @@ def _wait(pid: int, control: int, output: int) -> None:
     left, last = LONGEST_OUTPUT, LAST_OUTPUT
     while last > 0:
         ready = {descriptor for descriptor, _ in poll.poll()}
-        if control in ready or (ended in ready and output not in ready):
+        ends = bool(ready & {control, ended})
+        if ends and output not in ready:
             return
         if not (text := os.read(output, 1 << 16)):
             poll.unregister(output)
         elif left > 0:
             left -= len(text)
             os.write(2, text if left > 0 else text + LEFT_OUT)
-        if ended in ready:
+        if ends:
             last -= len(text)
 
 

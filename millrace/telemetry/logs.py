@@ -36,6 +36,7 @@ def configure(service: str, member: str = "", stream: TextIO | None = None) -> N
         structlog.stdlib.add_logger_name,
         structlog.stdlib.PositionalArgumentsFormatter(),
         structlog.stdlib.ExtraAdder(),
+        _without_vllms_name,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         lambda _logger, _method, event: {**identity, **event},
     ]
@@ -61,6 +62,12 @@ def configure(service: str, member: str = "", stream: TextIO | None = None) -> N
     for name in ("uvicorn", "uvicorn.error", "uvicorn.access"):
         logging.getLogger(name).handlers.clear()
         logging.getLogger(name).propagate = True
+
+
+def _without_vllms_name(_logger: object, _method: str, event: EventDict) -> EventDict:
+    """vLLM adds the name of the process to each line of standard logging, once it is imported."""
+    event.pop("vllm_process_name", None)
+    return event
 
 
 @contextlib.contextmanager

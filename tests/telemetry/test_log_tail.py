@@ -3,6 +3,7 @@
 import io
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import structlog
@@ -39,6 +40,20 @@ def test_lines_of_both_kinds_of_logging_are_kept_in_order_and_the_oldest_go(tail
     assert (third.level, third.message) == ("error", "broke")
     assert third.details.startswith("Traceback") and third.details.endswith("ZeroDivisionError: division by zero")
     assert tail.newest(2) == [second, third]
+
+
+def test_what_vllm_adds_to_every_line_is_left_out(tail: LogTail, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = logging.getLogRecordFactory()
+
+    def factory(*arguments: Any, **named: Any) -> logging.LogRecord:
+        record = plain(*arguments, **named)
+        record.vllm_process_name = "MainProcess"
+        return record
+
+    monkeypatch.setattr(logging, "_logRecordFactory", factory)
+    logging.getLogger("uvicorn.error").warning("port 7700", extra={"tries": 2})
+    (line,) = tail.newest()
+    assert (line.message, line.details) == ("port 7700", "tries=2")
 
 
 def test_long_lines_are_cut_at_whole_characters(tail: LogTail) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from millrace.errors import InvalidRequest
 from millrace.wire.field_rules import RULES, check
-from millrace.wire.v1 import fleet_pb2, nodes_pb2, rollout_pb2, trainer_pb2, weights_pb2, work_pb2
+from millrace.wire.v1 import fleet_pb2, logs_pb2, nodes_pb2, rollout_pb2, trainer_pb2, weights_pb2, work_pb2
 
 REF = weights_pb2.PublicationRef(job_id="job-1")
 STEP: dict[str, Any] = {
@@ -74,7 +74,7 @@ def test_what_no_service_sends_is_refused(message: Any, words: str) -> None:
 
 
 def test_every_rule_is_of_a_field_that_there_is() -> None:
-    modules = (fleet_pb2, nodes_pb2, rollout_pb2, trainer_pb2, weights_pb2, work_pb2)
+    modules = (fleet_pb2, logs_pb2, nodes_pb2, rollout_pb2, trainer_pb2, weights_pb2, work_pb2)
     messages = [message for module in modules for message in module.DESCRIPTOR.message_types_by_name.values()]
     names = {field.name for message in messages for field in message.fields}
     whole = {f"{message.name}.{field.name}" for message in messages for field in message.fields}

@@ -393,8 +393,9 @@ async def _across_a_swap(case: Case, cache_policy: str) -> tuple[Any, Any, list[
     await case.engine.prepare(sender.request)
     sender.start()
     await case.engine.begin_receive()
-    await asyncio.sleep(0.02)
-    assert case.engine.load().running > 0
+    async with asyncio.timeout(60):
+        while not case.engine.load().running:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
     await case.receive_rest(sender)
     await case.engine.commit(sender.request.version, cache_policy)  # type: ignore[arg-type]
     case.model = new
