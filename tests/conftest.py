@@ -6,6 +6,7 @@ last worker begins with the files that mostly wait, so that the others have the 
 
 import ast
 import functools
+import gc
 import os
 import sys
 from typing import Any
@@ -85,6 +86,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if hasattr(config, "workerinput"):
         turn = {path: number for number, path in enumerate(BUSY)}
         items.sort(key=lambda item: turn.get(unit(item.nodeid), len(turn)))
+
+
+def pytest_collection() -> None:
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Collections of garbage leave out the tests and modules that are loaded now: they stay to the end, and to look
+    through all of them takes a second."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # libraries look at the end whether anything of theirs is left
 
 
 @pytest.hookimpl(optionalhook=True)
