@@ -28,7 +28,7 @@ def test_lines_of_both_kinds_of_logging_are_kept_in_order_and_the_oldest_go(tail
     log.info("gone")
     log.info("lease taken", prompt="0-17", member="rollout-2")
     log.debug("below the level")
-    logging.getLogger("uvicorn.error").warning("port %d", 7700)
+    logging.getLogger("of.a.library").warning("port %d", 7700)
     try:
         _ = 1 / 0
     except ZeroDivisionError:
@@ -51,7 +51,7 @@ def test_what_vllm_adds_to_every_line_is_left_out(tail: LogTail, monkeypatch: py
         return record
 
     monkeypatch.setattr(logging, "_logRecordFactory", factory)
-    logging.getLogger("uvicorn.error").warning("port 7700", extra={"tries": 2})
+    logging.getLogger("of.a.library").warning("port 7700", extra={"tries": 2})
     (line,) = tail.newest()
     assert (line.message, line.details) == ("port 7700", "tries=2")
 
