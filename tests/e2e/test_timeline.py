@@ -30,7 +30,10 @@ def test_every_service_tells_what_it_did(client: Client, job: dict[str, Any]) ->
         has_all = {lane.kind for lane in found.lanes} >= set(LaneKind) - {LaneKind.ENVIRONMENT}
         trained = has_all and sum(span.kind is SpanKind.TRAIN for span in lane(found, LaneKind.TRAINER).spans) == 2
         sent = has_all and sum(span.kind is SpanKind.PAUSE for span in lane(found, LaneKind.ROLLOUT).spans) == 3
-        return found if trained and sent else None
+        spans = [span for one in found.lanes for span in one.spans]
+        steps = {span.trace_id for span in spans if span.kind is SpanKind.STEP}
+        admitted = steps == {span.trace_id for span in spans if span.kind is SpanKind.ADMIT and span.trace_id in steps}
+        return found if trained and sent and admitted else None
 
     timeline = until("the spans of all services", whole, 60.0)
     rollout, trainer = lane(timeline, LaneKind.ROLLOUT).spans, lane(timeline, LaneKind.TRAINER).spans

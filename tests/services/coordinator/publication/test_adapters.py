@@ -105,10 +105,12 @@ async def test_a_replica_that_failed_keeps_its_base(cluster: Cluster, spec: dict
 
     play.trainer.faults["Step"] = hold
     play.step.set()
-    await until(lambda: asyncio.sleep(0, late.publications == [1, 3]))
+    await until(lambda: asyncio.sleep(0, late.publications[-1] == 3))
     again.set()
     await play.end()
-    assert len(late.configured) == 2 and play.sibling.copied == [1, 1, 3], "the second time only the adapter"
+    first, second, *others = play.sibling.copied
+    assert len(late.configured) == 2 and (first, second) == (1, 1)
+    assert others in ([2], [3]), "the second time only the adapter, of whichever version is served then"
     assert all(content is ADAPTER for content, _ in play.trainer.sent[before:])
     (failure,) = await play.failures()
     assert (failure.version, failure.phase, failure.culprits) == (2, "verify", [late.id])
