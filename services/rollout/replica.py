@@ -25,7 +25,7 @@ from millrace.wire.enums import missing_messages
 from millrace.wire.membership import Membership
 from millrace.wire.v1 import fleet_pb2, rollout_pb2
 from services.rollout.engine import Engine, EngineDied, Load
-from services.rollout.engines import create
+from services.rollout.engines import create, import_errors
 from services.rollout.episodes.hosted import HostedEpisodes
 from services.rollout.episodes.runner import EnvironmentEpisodes
 from services.rollout.judges.scorer import JudgeScorer
@@ -119,7 +119,8 @@ class Replica:
         try:
             if self.engine is None:
                 self.engine = create(self.engine_name, self.nodes)
-                await self.engine.start(spec)
+                with import_errors(self.engine_name):
+                    await self.engine.start(spec)
                 self._engine_of = wanted
             self.job = await opening
         except Exception:

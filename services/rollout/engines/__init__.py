@@ -1,11 +1,12 @@
 """The engines: one folder each, and one descriptor in `millrace/engines`."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from millrace.descriptors import EngineDescriptor, imported
 from millrace.engines import ENGINES, unknown_engine
-from millrace.errors import NotFound
+from millrace.errors import InvalidState, NotFound
 from millrace.software import Probe
 from services.rollout.engine import Engine
 from services.rollout.nodes.leader import Leader
@@ -23,6 +24,17 @@ def create(name: str, nodes: Leader | None = None) -> Engine:
     implementation = imported(_descriptor(name).implementation)
     engine: Engine = implementation() if nodes is None else implementation(nodes)
     return engine
+
+
+@contextlib.contextmanager
+def import_errors(name: str) -> Iterator[None]:
+    """Raises InvalidState with the fix where the engine `name` is installed and, as it starts, cannot be imported."""
+    try:
+        yield
+    except ImportError as error:
+        software = _descriptor(name).software
+        what = f"--engine: {name}: {software.title} is installed and cannot be imported: {error}"
+        raise InvalidState(what, f"install it again: {software.how_to_install(reinstall=True)}.") from error
 
 
 def create_scoring(name: str) -> ScoringEngine:

@@ -31,7 +31,7 @@ from millrace.wire.channel import PROTOCOL_VERSION, Peer
 from millrace.wire.membership import Membership
 from millrace.wire.v1 import fleet_pb2, rollout_pb2
 from services.rollout.engine import EngineDied
-from services.rollout.engines import create_replying, create_scoring
+from services.rollout.engines import create_replying, create_scoring, import_errors
 from services.rollout.pools.conversation import REFUSALS, Conversation, prompt_of, tokens_of
 from services.rollout.pools.engine import PoolEngine, PoolModel, ReplyEngine, ScoringEngine, TokenSequence
 from services.rollout.sessions.policy import Said
@@ -108,7 +108,8 @@ class PoolReplica:
             await self._stop_engine()
             self.state, self.failure = rollout_pb2.ENGINE_STATE_STARTING, ""
             self._engine = _created(self.engine_name, model.task)
-            await self._engine.start(model)
+            with import_errors(self.engine_name):
+                await self._engine.start(model)
             self._model = model
         self._tokenizer = tokenizer
         context = self._engine.context

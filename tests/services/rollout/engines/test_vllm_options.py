@@ -1,5 +1,8 @@
 """From a job spec to vLLM's arguments, without starting an engine."""
 
+import asyncio
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +10,7 @@ import pytest
 
 from millrace.engines import ENGINES
 from millrace.errors import InvalidJob, InvalidState
-from services.rollout.engines import probe
+from services.rollout.engines import create, import_errors, probe
 from services.rollout.engines.options import has_latents
 from services.rollout.engines.vllm.options import (
     check_api,
@@ -21,9 +24,6 @@ from tests.services.trainer.backends.megatron import tiny
 
 
 def test_probe_imports_no_engine() -> None:
-    import subprocess
-    import sys
-
     code = (
         "import sys; from millrace.engines import ENGINES; from services.rollout.engines import probe\n"
         "found = {name: probe(name) for name in ENGINES}\n"
@@ -32,6 +32,16 @@ def test_probe_imports_no_engine() -> None:
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
     assert probe("vllm").release == ENGINES["vllm"].software.release
+
+
+def test_an_engine_that_cannot_be_imported_is_told_with_the_fix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("vllm", "vllm.outputs"):
+        monkeypatch.setitem(sys.modules, name, None)
+    told = r"engine: vllm: vLLM is installed and cannot be imported: .*--reinstall"
+    with pytest.raises(InvalidState, match=told), import_errors("vllm"):
+        asyncio.run(create("vllm").start(job_spec(tmp_path, "vllm")))
 
 
 @pytest.mark.parametrize("found", ["0.26.0", "0.29.1", "0.32.0"])
