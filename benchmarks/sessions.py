@@ -27,6 +27,7 @@ import psutil
 from millrace.data.chat import Rendered
 from millrace.data.row import PromptRow
 from millrace.demo.tokenizer import byte_tokenizer
+from millrace.garbage import collect_rarely
 from millrace.ids import Version
 from millrace.spec import parse
 from millrace.telemetry import logs
@@ -91,6 +92,7 @@ def main() -> None:
     parser.add_argument("--pause-s", type=float, default=20.0, help="mean seconds between turns")
     options = parser.parse_args()
     logs.configure("bench")
+    collect_rarely()  # as a replica does
     print(json.dumps(asyncio.run(measure(options)), indent=2))
 
 

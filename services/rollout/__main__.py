@@ -14,6 +14,7 @@ import typer
 
 from millrace.engines import ENGINE_NAMES
 from millrace.errors import MillraceError
+from millrace.garbage import collect_rarely
 from millrace.ids import MemberId, new_member_id
 from millrace.spec.pools.pool import ROLLOUT
 from millrace.telemetry import logs
@@ -154,6 +155,7 @@ def main(
 async def _process(member_id: MemberId, options: Options) -> NoReturn:
     """Serves, and ends the process from inside the event loop: asyncio.run would wait for all of its threads, even for
     one that never returns."""
+    collect_rarely()
     status = 1
     try:
         place = options.place
