@@ -48,6 +48,7 @@ def views(first: str, second: str) -> dict[str, tuple[str, str]]:
         "compare": (f"compare/{first},{second}", ".chart canvas"),
         "new-job": ("submit", ".mistakes"),
         "fleet": ("fleet", ".row.member"),
+        "member": ("fleet", ".row.member"),
     }
 
 
@@ -69,6 +70,10 @@ def test_every_view_is_complete_and_accessible(
             page.get_by_role("button", name="tokens").click()
             page.get_by_role("button", name=COLOURINGS[name]).click()
             page.locator("pre.tokens span").first.wait_for()
+        if name == "member":
+            page.get_by_role("button", name="details…").last.click()
+            page.get_by_role("region", name="Usage").wait_for()
+            page.get_by_text("It has logged nothing.").wait_for()
         page.wait_for_load_state("networkidle") if name in ("spec", "new-job") else None
         page.screenshot(path=str(pictures / f"{name}-{look}.png"))
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), f"{name} is wider than the window"

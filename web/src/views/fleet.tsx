@@ -7,11 +7,10 @@ import { VirtualList } from "../parts/list";
 import { Dialog, Empty, Figure, State } from "../parts/small";
 import type { FleetView, JobPage, JobSummary, MemberView, PublicationDone } from "../rest";
 import { link, problem, usePolled } from "../state";
-import { MemberDetails, usage } from "./member";
+import { drainable, MemberDetails, present, usage } from "./member";
 import { Publication, PublicationHead } from "./records";
 
 const ROW = 56;
-const present = (member: MemberView) => member.state !== "left" && member.state !== "lost";
 
 export function Fleet() {
   const [fleet, again] = usePolled(signal => get<FleetView>("/v1/fleet", signal), 2000, []);
@@ -23,6 +22,7 @@ export function Fleet() {
     `${member.id} ${member.kind} ${member.engine} ${member.host} ${member.device} ${member.state}`.toLowerCase().includes(text.toLowerCase()));
   const here = all.filter(present), replicas = here.filter(member => member.kind === "rollout");
   const sum = (read: (member: MemberView) => number) => replicas.reduce((total, member) => total + read(member), 0);
+  const shownMember = all.find(member => member.id === opened);
   const drain = (member: MemberView) => {
     send("POST", `/v1/fleet/${member.id}/drain`).then(again, problem);
     ask(null);
@@ -48,7 +48,7 @@ export function Fleet() {
         const member = shown[index];
         return <Member key={member.id} of={member} open={() => open(member.id)} drain={() => ask(member)} />;
       }} />
-      {opened && <MemberDetails id={opened} of={all.find(member => member.id === opened)} onClose={() => open("")} />}
+      {opened && <MemberDetails id={opened} of={shownMember} onClose={() => open("")} drain={() => { open(""); ask(shownMember ?? null); }} />}
       {draining && (
         <Dialog title={`Drain ${draining.id}?`} onClose={() => ask(null)}>
           <p>It gets no new work, finishes what it has and leaves the fleet.</p>
@@ -101,7 +101,7 @@ function Member({ of, open, drain }: { of: MemberView; open: () => void; drain: 
       <div class="number load"><b>{figure(of.running)}<i> + {figure(of.waiting)}</i></b><small>running + waiting</small></div>
       <div class="number used"><b>{used}</b><small>{what}</small></div>
       <div class="number silent"><b>{figure(of.silent_s, 2)} s</b><small>since heard</small></div>
-      <div class="buttons"><button type="button" onClick={open}>details…</button>{present(of) && of.state !== "draining" && <button type="button" onClick={drain}>drain…</button>}</div>
+      <div class="buttons"><button type="button" onClick={open}>details…</button>{drainable(of) && <button type="button" class="drain" onClick={drain}>drain…</button>}</div>
     </div>
   );
 }

@@ -18,12 +18,15 @@ export function usage(of: MemberView): [string, string] {
   return of.hosts.length ? [bytes(sum(of.hosts.map(host => host.process_bytes))), "memory"] : ["–", "memory"];
 }
 
-export function MemberDetails({ id, of, onClose }: { id: string; of: MemberView | undefined; onClose: () => void }) {
+export const present = (member: MemberView) => member.state !== "left" && member.state !== "lost";
+export const drainable = (member: MemberView) => present(member) && member.state !== "draining";
+
+export function MemberDetails({ id, of, drain, onClose }: { id: string; of: MemberView | undefined; drain: () => void; onClose: () => void }) {
   return (
     <Dialog title={id} onClose={onClose} wide>
       {of && <Usage of={of} />}
-      {of && of.state !== "left" && of.state !== "lost" ? <Log id={id} /> : <Empty>It is gone: its log is on its host.</Empty>}
-      <div class="buttons"><button type="button" onClick={onClose}>close</button></div>
+      {of && present(of) ? <Log id={id} /> : <Empty>It is gone: its log is on its host.</Empty>}
+      <div class="buttons">{of && drainable(of) && <button type="button" onClick={drain}>drain…</button>}<button type="button" onClick={onClose}>close</button></div>
     </Dialog>
   );
 }
