@@ -62,6 +62,7 @@ def main() -> None:
     parser.add_argument("--backend", default="fsdp2")
     parser.add_argument("--engine-options", type=json.loads, default={}, help="of vLLM, as JSON")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--share-gpus", action="store_true", help="as of millrace up: one GPU is enough")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as name:
         folder = Path(name)
@@ -71,6 +72,7 @@ def main() -> None:
             state=str(folder / "stack"),
             http_port=free_port(),
             grpc_port=free_port(),
+            share_gpus=options.share_gpus,
             environment={**ENVIRONMENT, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
         )
         with Stack(stack) as running, Client(running.url) as client:

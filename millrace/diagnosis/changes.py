@@ -27,7 +27,8 @@ CHANGES: dict[Bottleneck, tuple[ChangeView, ...]] = {
     Bottleneck.ENVIRONMENT: (
         _change("rollout.environment.episode_s", "lower it, so that an episode that hangs costs less."),
         _change("rollout.environment.max_turns", "lower it where later turns earn nothing."),
-        _change("reward.workers", "raise it where the environment's processes are all in use."),
+        _change("rollout.environment.processes", "raise it where plain calls of the class are slow."),
+        _change("rollout.environment.episodes_per_process", "raise it, so that more episodes generate meanwhile."),
     ),
     Bottleneck.TRAINER: (
         _change("", "start the trainer with more ranks."),

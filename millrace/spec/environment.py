@@ -24,7 +24,8 @@ class McpServer(StrictModel):
     """Environment variable of the replicas that holds the bearer token for `url`. Its name begins with MCP_."""
     scope: Literal["replica", "episode"] = "replica"
     """replica: all episodes of a replica share one connection. episode: each has a connection of its own, and with
-    `command` a process of its own; a lost connection then ends the episode."""
+    `command` a process of its own, so that `episodes_per_process` is 1 unless it is given; a lost connection then ends
+    the episode."""
     tools: list[str] | None = Field(None, min_length=1, max_length=1024, examples=[["search", "open_page"]])
     """Names of the tools that are offered; null: all of the server."""
 
@@ -63,11 +64,11 @@ class Environment(StrictModel):
     """Seconds of one call of the class or of a tool. An `async` call that takes longer is cancelled: the policy is told
     of a tool, and by any other call the episode fails. A plain call is killed with its process."""
     processes: int = Field(8, ge=1, le=1024)
-    """Processes of a class in each replica."""
-    episodes_per_process: int = Field(1, ge=1, le=1024)
-    """Episodes that run in each process at the same time; of any other environment `processes` times as many run at
-    once. More than 1 is for classes whose methods are `async` where they wait: a plain call holds up the others of its
-    process, and one that hangs or crashes ends them."""
+    """Processes of a class in each replica; sessions of a replica with an OpenEnv server."""
+    episodes_per_process: int = Field(32, ge=1, le=1024)
+    """Episodes that run in each process at the same time; of other environments but OpenEnv `processes` times as many
+    run at once. A plain call, one that is not `async`, holds up the others of its process, and one that hangs or
+    crashes ends them: they are run again. 1 keeps episodes apart."""
 
     @property
     def episodes_at_once(self) -> int:

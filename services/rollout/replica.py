@@ -176,6 +176,13 @@ class Replica:
             self._generator = GroupGenerator(self.member_id, self.engine, self.job)
             if (run := self._episodes(self.job)) is not None:
                 self._generator = replace(self._generator, run_episode=run, most_episodes=run.most_episodes)
+                if run.most_episodes < self.engine.capacity:
+                    log.warning(
+                        "fewer episodes run at once than the engine has slots",
+                        episodes=run.most_episodes,
+                        slots=self.engine.capacity,
+                        fix="raise processes or episodes_per_process of rollout.environment, or rollout.agent.sessions",
+                    )
         return self._generator
 
     def _episodes(self, job: Job) -> EnvironmentEpisodes | HostedEpisodes | AgentEpisodes | None:

@@ -17,6 +17,9 @@ def environments_of(environment: Environment, reward: Reward) -> Environments | 
     itself. Raises InvalidJob."""
     if environment.name == VERIFIERS:
         return None
+    starts_programs = any(server.command and server.scope == "episode" for server in environment.mcp)
+    if starts_programs and "episodes_per_process" not in environment.model_fields_set:
+        environment = environment.model_copy(update={"episodes_per_process": 1})
     itself = _itself(environment, reward)
     if not environment.mcp:
         return itself
@@ -29,11 +32,10 @@ def _itself(environment: Environment, reward: Reward) -> Environments:
     if environment.name not in BUILT_IN:
         return EnvironmentPool.of_job(environment, reward)
     options = options_of(environment.name, environment.options)
-    at_once = environment.episodes_at_once
     if isinstance(options, OpenEnv):
         from services.rollout.episodes.openenv import OpenEnvServer
 
-        return OpenEnvServer(options, at_once, environment.call_s)
+        return OpenEnvServer(options, environment.processes, environment.call_s)
     if isinstance(options, Verl):
         return EnvironmentPool.of_class(VERL_CLASS, environment, reward, options.folders)
-    return ToolsAlone(at_once)
+    return ToolsAlone(environment.episodes_at_once)

@@ -19,7 +19,7 @@ from services.rollout.scoring.processes import START_TIMEOUT_S, ProcessPool
 
 log = structlog.get_logger(__name__)
 GRACE_S = 1.0
-"""A process says itself which call takes longer than it may. One that does not within twice that time and this is
+"""A process says itself which call takes longer than it may. One that says nothing for twice that time and this is
 killed."""
 
 

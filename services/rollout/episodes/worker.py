@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import json
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -92,12 +93,23 @@ class Requests:
             went_on.clear()
             with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
                 loop.call_soon_threadsafe(went_on.set)
-            if not went_on.wait(self._call_s):
-                current = asyncio.current_task(loop)
-                if current is not None and (blocked := self._running.get(current)) is not None:
-                    self._reply({"id": blocked, "blocked": True})
-                went_on.wait()
+            blocking = self._blocking(loop, went_on)
+            if blocking is not None and (blocked := self._running.get(blocking)) is not None:
+                self._reply({"id": blocked, "blocked": True})
+            went_on.wait()
             never.wait(LOOK_EVERY_S)
+
+    def _blocking(self, loop: asyncio.AbstractEventLoop, went_on: threading.Event) -> "asyncio.Task[None] | None":
+        """The task that runs plain code for longer than a call may take; None as soon as the loop goes on. Plain code
+        of several tasks may run one after the other."""
+        current, since_s = asyncio.current_task(loop), time.monotonic()
+        while not went_on.wait(min(LOOK_EVERY_S, self._call_s)):
+            before, current = current, asyncio.current_task(loop)
+            if current is not before:
+                since_s = time.monotonic()
+            elif current is not None and time.monotonic() - since_s >= self._call_s:
+                return current
+        return None
 
 
 def _host(setup: Mapping[str, Any]) -> Host:

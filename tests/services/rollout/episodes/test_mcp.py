@@ -150,6 +150,7 @@ def test_a_shared_server_that_ends_fails_a_call_and_is_started_again(counter: li
         async with started(mcp=[{"command": counter}]) as opened, opened.session() as session:
             async with opened.session() as other:
                 assert [await each.call("count", {}) for each in (session, other)] == [Called("1"), Called("2")]
+            assert opened.most_episodes == 64
             ended = await session.call("end", {})
             assert ended.failed and ended.content.startswith("Error: end is not available: ")
             assert await session.call("count", {}) == Called("1"), "a new process counts from the beginning"
@@ -166,6 +167,7 @@ def test_a_server_of_an_episode_lives_and_dies_with_it(counter: list[str]) -> No
             with pytest.raises(EnvironmentFailed, match=r"mcp .*counter.py: "):
                 await one.call("end", {})
             assert await other.call("count", {}) == Called("2")
+            assert opened.most_episodes == 2, "as many programs as there are processes"
 
     asyncio.run(scenario())
 

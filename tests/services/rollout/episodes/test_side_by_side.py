@@ -62,6 +62,12 @@ class Meeting(Environment):
         return ""
 
     @tool
+    def take_long(self) -> str:
+        """Takes a while, and nobody else goes on meanwhile."""
+        time.sleep(0.8)
+        return "done"
+
+    @tool
     def closed(self) -> str:
         """Says how many environments were closed."""
         return f"{CLOSED} closed"
@@ -125,6 +131,18 @@ def test_an_episode_that_hangs_is_dropped_and_those_beside_it_are_run_again(meet
             third = await play(episodes, once("wait"), "")
             played = [third, *await asyncio.gather(*waiting)]
             assert [told(one) for one in played] == ["all are here"] * 3
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.matrix  # it takes 6 s
+def test_plain_calls_that_wait_for_each_other_are_not_taken_for_a_process_that_hangs(meeting: str) -> None:
+    """The last one is answered after 6.4 s; a process that says nothing is killed after 5."""
+
+    async def scenario() -> None:
+        async with environments(meeting, options={"wanted": 1}, call_s=2.0) as episodes:
+            played = await asyncio.gather(*(play(episodes, once("take_long"), "") for _ in range(8)))
+            assert [(told(one), account_of(one).reruns) for one in played] == [("done", 0)] * 8
 
     asyncio.run(scenario())
 
