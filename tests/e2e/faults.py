@@ -24,6 +24,7 @@ from millrace.client import Client
 from millrace.errors import MillraceError
 from millrace.events import Event
 from tests.forked import Forked
+from tests.processes import runs
 from tests.services.coordinator.conftest import CoordinatorProcess
 from tests.services.trainer.process import TrainerProcess, trainer
 
@@ -99,7 +100,7 @@ def _start(
 def _running(process: psutil.Process) -> str:
     """Its command, if it runs and is no zombie."""
     with contextlib.suppress(psutil.NoSuchProcess):
-        if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+        if runs(process):
             return " ".join(process.cmdline()) or process.name()
     return ""
 

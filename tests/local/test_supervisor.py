@@ -19,6 +19,7 @@ import pytest
 from millrace.client import Client
 from tests.local.programs import TAKING_OVER, alive, eventually, supervising
 from tests.ports import held_port
+from tests.processes import runs
 
 pytestmark = [
     pytest.mark.slow,
@@ -56,7 +57,7 @@ class Running:
         ours = {self.watchdog.pid, self.told().get("supervisor")}
         coordinator_and_redis = [p for p in psutil.process_iter(["cmdline", "cwd"]) if self._works_in_state(p)]
         found = {p.pid: p for p in (*alive(self.mark), *coordinator_and_redis) if p.pid not in ours}
-        return [p for p in found.values() if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        return [p for p in found.values() if runs(p)]
 
     def _works_in_state(self, process: psutil.Process) -> bool:
         """Redis calls itself by its socket, which may lie elsewhere, and works in its folder."""
@@ -131,7 +132,7 @@ def test_what_a_dead_service_left_behind_is_ended_before_it_starts_again(stack: 
     (child,) = [p for p in alive(stack.mark) if p.ppid() == trainer]
     os.kill(trainer, signal.SIGKILL)
     eventually(lambda: stack.pids().get("trainer", trainer) != trainer, 30)
-    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+    assert not runs(child)
 
 
 def test_a_drained_member_is_not_started_again_and_a_killed_one_is(stack: Running) -> None:

@@ -14,6 +14,7 @@ import pytest
 from millrace.errors import InvalidJob
 from millrace.wire.channel import Peer
 from tests.models import save_tiny_model
+from tests.processes import runs
 from tests.services.rollout.coordinator import Coordinator, configure, until
 from tests.services.rollout.jobs import job_spec
 
@@ -38,7 +39,7 @@ class Launched:
         """The processes that were forked, the oldest first."""
         with contextlib.suppress(psutil.NoSuchProcess):
             below = [p for child in psutil.Process(self.process.pid).children() for p in child.children()]
-            alive = [process for process in below if process.status() != psutil.STATUS_ZOMBIE]
+            alive = [process for process in below if runs(process)]
             return sorted(alive, key=lambda process: process.pid)
         return []
 

@@ -19,6 +19,7 @@ from millrace.wire.channel import Peer
 from millrace.wire.v1 import fleet_pb2
 from tests.deploy.expressions import without_data
 from tests.models import random_model
+from tests.processes import runs
 from tests.sender import export
 from tests.services.rollout.coordinator import JOB, Coordinator, configure, publish, until
 from tests.services.rollout.jobs import job_spec
@@ -182,7 +183,7 @@ def test_a_replica_ends_whose_vllm_is_stopped(tied_model: Path) -> None:
                     process.suspend()
             assert await asyncio.wait_for(replica.process.wait(), 60) == 1
             assert "has not finished a batch for 8 s" in "".join(replica.coordinator.left.values())
-            assert not any(process.is_running() for process in below)
+            assert not any(runs(process) for process in below)
 
     asyncio.run(scenario())
 

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 
 from tests.forked import Forked
+from tests.processes import runs
 from tests.services.trainer.calls import Calls
 from tests.services.trainer.coordinator import ScriptedCoordinator
 from tests.services.trainer.forked_ranks import ForkedRanks
@@ -137,6 +138,6 @@ def trainer(
         running.stop()
     finally:
         for process in {*left, *running.tree()}:
-            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+            if runs(process):
                 process.kill()
         running.process.wait(60)

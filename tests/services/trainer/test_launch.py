@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from services.trainer.launch import PRELOADED
+from tests.processes import runs
 from tests.services.trainer.calls import Calls
 from tests.services.trainer.coordinator import ScriptedCoordinator
 from tests.services.trainer.groups import job_spec
@@ -47,7 +48,7 @@ class Launched:
         """The processes that were forked, the oldest first."""
         with contextlib.suppress(psutil.NoSuchProcess):
             below = psutil.Process(self.process.pid).children(recursive=True)
-            ranks = [p for p in below if p.ppid() != self.process.pid and p.status() != psutil.STATUS_ZOMBIE]
+            ranks = [p for p in below if p.ppid() != self.process.pid and runs(p)]
             return sorted(ranks, key=lambda process: process.pid)
         return []
 

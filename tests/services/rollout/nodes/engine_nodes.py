@@ -19,6 +19,7 @@ from millrace.wire.channel import Peer
 from millrace.wire.methods import RolloutRpc
 from millrace.wire.v1 import rollout_pb2, weights_pb2, work_pb2
 from tests.models import save_tiny_model
+from tests.processes import runs
 from tests.sender import Sender, export
 from tests.services.rollout.coordinator import JOB, Coordinator, Publication, until
 from tests.services.rollout.jobs import ENGINE_OPTIONS, job_spec
@@ -39,7 +40,7 @@ class Node:
         """The processes that the launcher has forked, the node's own first."""
         with contextlib.suppress(psutil.NoSuchProcess):
             below = [p for child in psutil.Process(self.process.pid).children() for p in child.children()]
-            alive = [process for process in below if process.status() != psutil.STATUS_ZOMBIE]
+            alive = [process for process in below if runs(process)]
             return sorted(alive, key=lambda process: process.create_time())
         return []
 
@@ -102,7 +103,7 @@ class Replica:
         await until(lambda: before in self.coordinator.left, WITHIN_S)
         assert "node 1 (" in self.coordinator.left[before] and "is lost" in self.coordinator.left[before]
         await self.registered(2)
-        assert not [process for process in workers if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+        assert not [process for process in workers if runs(process)]
 
     async def answer(self) -> rollout_pb2.GenerateResponse:
         sampling = work_pb2.Sampling(samples=1, max_response_tokens=24, temperature=0.0, top_p=1.0)

@@ -65,7 +65,8 @@ async def attacked() -> tuple[dict[str, Scored], int]:
 async def scores_of(programs: dict[str, str], timeout_s: float) -> tuple[dict[str, Scored], int]:
     """The scores of programs that may run for so long, and how often the scoring process was replaced."""
     terms = [Term("code", {"timeout_s": timeout_s, "memory_mb": 128, "score": "all"})]
-    pool = ScoringPool(terms, workers=1, timeout_s=100.0, memory_mb=1024)
+    # More than any program takes before a slow machine looks at it: the program's own limit is to end it.
+    pool = ScoringPool(terms, workers=1, timeout_s=100.0, memory_mb=4096)
     await pool.start()
     try:
         return {name: await score(pool, code) for name, code in programs.items()}, pool.restarts
