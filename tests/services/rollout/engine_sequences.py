@@ -3,10 +3,17 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from numpy.typing import NDArray
 
 from services.rollout.engine import Sample, Sampling
+from services.rollout.engines import probe
 from services.rollout.engines.versioned import VersionedEngine
+
+DTYPE = "bfloat16" if torch.cuda.is_available() else "float32"
+"""What engines compute in: those for GPUs have no float32."""
 
 
 def engine_sequences(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
@@ -21,3 +28,15 @@ def engine_sequences(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 
     monkeypatch.setattr(VersionedEngine, "generate", recorded)
     return seen
+
+
+def skip_without(engine: str) -> None:
+    """Skips the test where SGLang cannot run."""
+    if engine == "sglang" and not (torch.cuda.is_available() and probe(engine).ok):
+        pytest.skip("SGLang needs a CUDA device")
+
+
+def check_logprobs(recorded: NDArray[np.float32], expected: NDArray[np.float32]) -> None:
+    """What the engine recorded is what a forward pass over the whole trajectory gives, as far as DTYPE is exact."""
+    apart = np.abs(recorded - expected)
+    assert apart.max() < 1e-3 if DTYPE == "float32" else apart.mean() < 0.02, apart

@@ -6,6 +6,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from millrace.ids import new_member_id
 from millrace.spec import JobSpec
 from millrace.wire.channel import Peer
@@ -33,10 +35,10 @@ class Stack:
     async def serve(self, spec: JobSpec, version: int = 1, job: str = JOB) -> None:
         """Configures the replica and brings it a version, as a coordinator does before the first lease."""
         await configure(self.peer, spec, job)
-        await self.publish(version)
+        await self.publish(version, getattr(torch, spec.rollout.dtype))
 
-    async def publish(self, version: int) -> None:
-        model = random_model(tied=True, seed=version)
+    async def publish(self, version: int, dtype: torch.dtype = torch.float32) -> None:
+        model = random_model(tied=True, seed=version, dtype=dtype)
         await publish(self.peer, self.replica.member_id, export(model), version)
 
 

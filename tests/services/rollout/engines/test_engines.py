@@ -37,7 +37,7 @@ from services.rollout.engine import (
     StopReason,
     VersionSpan,
 )
-from services.rollout.engines import create, probe
+from services.rollout.engines import create
 from services.rollout.engines.vllm.versions import VersionMarks
 from services.rollout.weights.engine_weights import CommitReport, ReceiveReport
 from services.rollout.weights.transfer_request import TransferRequest
@@ -45,6 +45,7 @@ from tests.adapters import published, with_adapter
 from tests.models import byte_tokenizer, random_model
 from tests.sender import Sender, export
 from tests.services.rollout.conftest import Run
+from tests.services.rollout.engine_sequences import skip_without
 from tests.services.rollout.jobs import adapter_job, job_spec
 from tests.services.rollout.parameters import engine_parameters
 from tests.services.rollout.reference import greedy_prompt, logits, logprobs
@@ -232,8 +233,7 @@ class WholeReceiver:
 )
 def case(request: pytest.FixtureRequest, run: Run, tied_model: Path, untied_model: Path) -> Iterator[Case]:
     name, embeddings, dtype, *adapter = request.param.split("-")
-    if name == "sglang" and not (torch.cuda.is_available() and probe(name).ok):
-        pytest.skip("SGLang needs a CUDA device")
+    skip_without(name)
     tied = embeddings == "tied"
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # lets a test look into the worker's memory
     engine = create(name)

@@ -21,7 +21,7 @@ from services.rollout.work.job import Prompt
 from services.rollout.work.slots import Slots
 from tests.models import CHATML, random_model, save_tiny_model
 from tests.services.rollout.coordinator import until
-from tests.services.rollout.engine_sequences import engine_sequences
+from tests.services.rollout.engine_sequences import DTYPE, check_logprobs, engine_sequences, skip_without
 from tests.services.rollout.episodes.playing import Scripted, account_of, call, environments, play
 from tests.services.rollout.jobs import job_spec
 from tests.services.rollout.reference import logprobs
@@ -83,16 +83,20 @@ VLLM = [pytest.mark.e2e, pytest.mark.matrix]  # the same with the Transformers e
         ("transformers", FORGETFUL, 3),
         pytest.param("vllm", CHATML, 1, marks=VLLM),
         pytest.param("vllm", FORGETFUL, 3, marks=VLLM),
+        pytest.param("sglang", CHATML, 1, marks=pytest.mark.gpu),
+        pytest.param("sglang", FORGETFUL, 3, marks=pytest.mark.gpu),
     ],
 )
 def test_what_is_trained_are_the_tokens_that_the_engine_saw(
     engine: str, template: str, trajectories: int, talk: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    skip_without(engine)
     model = save_tiny_model(tmp_path, tied=True, chat_template=template)
     seen = engine_sequences(monkeypatch)
     environment: dict[str, Any] = {"name": talk, "max_turns": 3, "max_turn_tokens": 6, "processes": 2}
     environment["renderer_options"] = {"tool_parser": "qwen3"}
-    spec = job_spec(model, engine, rollout={"environment": environment, "max_response_tokens": 150})
+    rollout = {"environment": environment, "max_response_tokens": 150, "dtype": DTYPE}
+    spec = job_spec(model, engine, rollout=rollout)
 
     async def scenario() -> common_pb2.Group:
         async with replica_stack(engine) as stack:
@@ -113,7 +117,7 @@ def test_what_is_trained_are_the_tokens_that_the_engine_saw(
         trained += [[*prompt, *tokens[:end]] for _, end in spans]
         at = [place for start, end in spans for place in range(start, end)]
         expected = np.asarray(logprobs(weights, prompt, tokens))[at]
-        assert np.abs(unpack_logprobs(trajectory.logprobs) - expected).max() < 1e-3
+        check_logprobs(unpack_logprobs(trajectory.logprobs), expected)
     assert sorted(trained) == sorted(seen) and len(seen) == 6
     rewards = [turn.reward for one in group.trajectories for turn in one.turns]
     assert rewards == [0.25] * 6 and [one.reward for one in group.trajectories if one.HasField("reward")] == [0.0] * 2

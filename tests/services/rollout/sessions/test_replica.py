@@ -1,4 +1,4 @@
-"""A replica whose episodes agents play over HTTP, with the Transformers engine."""
+"""A replica whose episodes agents play over HTTP."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ from services.coordinator.state.group import Wanted, fault
 from services.rollout.sessions.server import SessionServer
 from tests.models import random_model, save_tiny_model
 from tests.services.rollout.coordinator import until
-from tests.services.rollout.engine_sequences import engine_sequences
+from tests.services.rollout.engine_sequences import DTYPE, check_logprobs, engine_sequences, skip_without
 from tests.services.rollout.jobs import job_spec
 from tests.services.rollout.reference import logprobs
 from tests.services.rollout.stack import replica_stack
@@ -68,17 +68,20 @@ class Seen:
             trained += [[*prompt, *tokens[:end]] for _, end in spans]
             at = [place for start, end in spans for place in range(start, end)]
             expected = np.asarray(logprobs(weights, prompt, tokens))[at]
-            assert np.abs(unpack_logprobs(trajectory.logprobs) - expected).max() < 1e-3
+            check_logprobs(unpack_logprobs(trajectory.logprobs), expected)
         assert sorted(trained) == sorted(self.sequences)
 
 
-async def trained_group(model: Path, agents: dict[str, Any], samples: int, *players: Any) -> common_pb2.Group:
-    """A group of a replica with the Transformers engine. `players`: agents elsewhere, called with the sessions' URL."""
-    async with replica_stack() as stack:
+async def trained_group(
+    model: Path, agents: dict[str, Any], samples: int, *players: Any, engine: str = "transformers"
+) -> common_pb2.Group:
+    """A group of a replica. `players`: agents elsewhere, called with the sessions' URL."""
+    rollout = {"max_response_tokens": 150, "dtype": DTYPE, **agents}
+    async with replica_stack(engine) as stack:
         server = SessionServer(stack.replica.sessions, "127.0.0.1", 0)
         server.start()
         try:
-            await stack.serve(job_spec(model, rollout={"max_response_tokens": 150, **agents}), version=3)
+            await stack.serve(job_spec(model, engine, rollout=rollout), version=3)
             prompt_id = stack.coordinator.issue(7, ground_truth="37", samples=samples, max_response_tokens=150)
             await asyncio.gather(*(player(server.url) for player in players))
             await until(lambda: stack.coordinator.answered == 1, 120.0)
@@ -88,9 +91,21 @@ async def trained_group(model: Path, agents: dict[str, Any], samples: int, *play
             await server.stop()
 
 
-def test_what_is_trained_are_the_tokens_that_the_engine_saw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "engine",
+    [
+        "transformers",
+        pytest.param("vllm", marks=[pytest.mark.e2e, pytest.mark.matrix]),  # the sessions do not know their engine
+        pytest.param("sglang", marks=pytest.mark.gpu),
+    ],
+)
+def test_what_is_trained_are_the_tokens_that_the_engine_saw(
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    skip_without(engine)
     model, seen = save_tiny_model(tmp_path, tied=True), Seen(monkeypatch)
-    group = asyncio.run(trained_group(model, {"agent": "external"}, 2, *[partial(agent, turns=3)] * 2))
+    players = [partial(agent, turns=3)] * 2
+    group = asyncio.run(trained_group(model, {"agent": "external"}, 2, *players, engine=engine))
     seen.check(group, 2, 350)
     assert len(seen.sequences) == 6
     assert [turn.reward for one in group.trajectories for turn in one.turns] == [0.25] * 6
