@@ -12,7 +12,7 @@ import pytest
 from millrace.client import Client
 from millrace.demo.task import Turn
 from millrace.rest import SampleView
-from tests.e2e.agents.trained import trained_samples
+from tests.e2e.agents.trained import asking, trained_samples
 from tests.e2e.agents.warmed import save_warmed_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -52,7 +52,7 @@ def by_last(sample: SampleView) -> float:
 def test_a_shell_script_trains_with_the_rewards_that_it_posts(client: Client, job: dict[str, Any], tmp_path: Path):
     model = save_warmed_model(tmp_path / "model", said, steps=40)
     asked = {"command": [str(EXAMPLES / "guess.sh")]}
-    samples = trained_samples(client, job, model, ASKED, NUMBERS, {"agent": asked}, episodes=4)
+    samples = trained_samples(client, job, model, asking(job, ASKED, NUMBERS), {"agent": asked}, episodes=4)
     assert [sample.reward for sample in samples] == [by_tries(sample) for sample in samples]
     assert any(len(sample.turns) > 1 for sample in samples), "some episode went on after a wrong number"
 
@@ -66,7 +66,7 @@ def test_a_program_with_a_client_package_trains(package: str, client: Client, jo
     command = [sys.executable, str(EXAMPLES / f"guess_{package}.py")]
     asked = {"command": command, "renderer_options": {"tool_parser": "qwen3"}}
     job["reward"] = {"function": "exact", "workers": 1}
-    samples = trained_samples(client, job, model, ASKED, NUMBERS, {"agent": asked})
+    samples = trained_samples(client, job, model, asking(job, ASKED, NUMBERS), {"agent": asked})
     assert [sample.reward for sample in samples] == [by_last(sample) for sample in samples]
     told = {turn.given.strip() for sample in samples for turn in sample.turns[1:]}
     assert told and all(any(word in each for word in ("equal", "higher", "lower", "Error")) for each in told), told

@@ -12,7 +12,7 @@ from anyio.from_thread import start_blocking_portal
 
 from millrace.client import Client
 from millrace.demo.task import Turn
-from tests.e2e.agents.trained import trained_samples
+from tests.e2e.agents.trained import asking, trained_samples
 from tests.e2e.agents.warmed import save_warmed_model
 from tests.services.rollout.episodes.test_openenv import PYTHON, number_server
 
@@ -46,7 +46,7 @@ def test_a_job_trains_with_the_tool_of_an_mcp_server(client: Client, job: dict[s
     environment = {"mcp": [server], "renderer_options": {"tool_parser": "qwen3"}, "max_turns": 4, "processes": 1}
     job["reward"] = {"function": "exact", "workers": 1}
     truths = sorted(CAPITALS.values())
-    samples = trained_samples(client, job, model, ASKED, truths, {"environment": environment})
+    samples = trained_samples(client, job, model, asking(job, ASKED, truths), {"environment": environment})
     for sample in samples:
         last = sample.turns[-1].answer if sample.turns else sample.answer
         assert sample.reward == float(last.strip() == sample.ground_truth)
@@ -79,7 +79,7 @@ def test_a_job_trains_with_the_rewards_of_an_openenv_server(
     environment = {"name": "openenv", "options": options, "max_turns": 2, "processes": 8}
     environment["renderer_options"] = {"tool_parser": "qwen3"}
     job["reward"] = {"function": "exact", "workers": 1}
-    samples = trained_samples(client, job, model, ASKED, "2", {"environment": environment})
+    samples = trained_samples(client, job, model, asking(job, ASKED, "2"), {"environment": environment})
     known = {call("act", guess=number): number for number in (1, 2, 3)}
     turns = [turn for sample in samples for turn in sample.turns if turn.answer in known]
     earned = {(known[turn.answer], round(turn.reward, 6)) for turn in turns}
