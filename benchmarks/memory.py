@@ -63,6 +63,7 @@ CASES = (
     Case("fsdp2", "LoRA 32, recompute", recompute=True, lora=True),
     Case("fsdp2", "LoRA 32, recompute, offload parameters", {"offload_parameters": True}, recompute=True, lora=True),
     Case("fsdp2", "offload parameters", {"offload_parameters": True}),
+    Case("fsdp2", "offload optimizer", {"offload_optimizer": True}),
     Case("megatron", "none"),
     Case("megatron", "recompute", recompute=True),
     Case("megatron", "recompute mlp, layernorm", selective("mlp", "layernorm")),

@@ -7,6 +7,8 @@ template, scoring, packed answers), the same without recording spans, and straig
 tokenizer manager (the same prompts already tokenised, n samples a request). SGLang's direct rounds mark versions too,
 as its replica's do. Everything shares this machine's cores. `--no-direct` leaves the last way out, for many rounds of
 the first two: what spans cost. Prints one JSON object; the quartiles are those of the ratios of neighbouring rounds.
+`spans` has the same another way, where rounds scatter by more than that: the spans of the rounds, times the processor
+time of one, measured in the same run.
 """
 
 import argparse
@@ -23,12 +25,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from benchmarks.spans import recording
 from millrace.demo.model import qwen3
 from millrace.demo.tokenizer import byte_tokenizer
 from millrace.ids import new_member_id
 from millrace.spec import JobSpec, parse
 from millrace.telemetry import logs
-from millrace.telemetry.spans.recorder import RECORDER
+from millrace.telemetry.spans.recorder import RECORDER, Span
 from millrace.wire.channel import Peer
 from millrace.wire.server import Server
 from services.rollout.replica import Replica
@@ -144,6 +147,9 @@ async def rounds(replica: Replica, control: Connection, options: argparse.Namesp
     ways = ["replica", WITHOUT_SPANS] if options.no_direct else ["direct", "replica", WITHOUT_SPANS]
     rates: dict[str, list[float]] = {way: [] for way in ways}
     cpu_ms: dict[str, list[float]] = {way: [] for way in ways}
+    spans: list[Span] = []
+    recorded_tokens = 0
+    RECORDER.export = spans.append
     for number in range(options.rounds + 1):
         for way in ways if number % 2 else reversed(ways):
             RECORDER.enabled = way != WITHOUT_SPANS
@@ -152,7 +158,10 @@ async def rounds(replica: Replica, control: Connection, options: argparse.Namesp
             tokens = await (
                 DIRECT[options.engine](replica, options) if direct else through_replica(replica, control, options)
             )
-            if number:  # the first round warms up
+            if not number:  # the first round warms up
+                spans.clear()
+            else:
+                recorded_tokens += tokens if way == "replica" else 0
                 rates[way].append(tokens / (time.perf_counter() - started))
                 cpu_ms[way].append(1e6 * (time.process_time() - cpu) / tokens)
     assert replica.engine is not None
@@ -169,6 +178,19 @@ async def rounds(replica: Replica, control: Connection, options: argparse.Namesp
         **({} if options.no_direct else {"replica_over_direct": ratio(rates["replica"], rates["direct"])}),
         "with_over_without_spans": ratio(rates["replica"], rates[WITHOUT_SPANS]),
         "cpu_with_over_without_spans": ratio(cpu_ms["replica"], cpu_ms[WITHOUT_SPANS], best=min),
+        "spans": span_costs(1000 * len(spans) / recorded_tokens, statistics.median(rates["replica"])),
+    }
+
+
+def span_costs(per_1000: float, tokens_per_s: float) -> dict[str, float]:
+    """What spans cost a replica that records `per_1000` of them for 1,000 tokens. `share_of_a_core` is the part of one
+    core's time that recording and packing them takes at `tokens_per_s`."""
+    costs = recording()
+    us = max(costs["record_block_us"], costs["record_past_us"]) + costs["pack_us"]
+    return {
+        "per_1000_tokens": round(per_1000, 1),
+        "us_of_one": us,
+        "share_of_a_core": round(per_1000 * us * tokens_per_s / 1e9, 5),
     }
 
 

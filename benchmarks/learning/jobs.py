@@ -82,7 +82,7 @@ of dapo is that of groups with a signal only.""",
 The demo's task by grpo: {steps} steps of 16 prompts × 8 samples, all weights or adapters of rank 8 and 32
 (`model.lora`), the adapters with ten times the learning rate. Columns as in the table by algorithm; a run has
 learnt when the reward on words that were not trained on rose by {margin:.2f}.""",
-        command='make bench-learning LEARNING="--compare adapters --engine transformers"',
+        command='make bench-learning LEARNING="--compare adapters"',
         variants=ADAPTERS,
     ),
 }
