@@ -93,12 +93,12 @@ def _untrained(kind: str, grouped: dict[str, Any], latent: dict[str, Any]) -> Pr
             from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
             groups = {"q_lora_rank": 24, "n_group": 4, "topk_group": 2}
-            return DeepseekV3ForCausalLM(DeepseekV3Config(**latent, **groups, rope_parameters=YARN))
+            return DeepseekV3ForCausalLM(DeepseekV3Config(**{**groups, **latent}, rope_parameters=YARN))
         case "moonlight":
             from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
             own = {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5}
-            return DeepseekV3ForCausalLM(DeepseekV3Config(**latent, **own, rope_parameters=PLAIN))
+            return DeepseekV3ForCausalLM(DeepseekV3Config(**{**own, **latent}, rope_parameters=PLAIN))
         case "qwen2_5_vl":
             from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
