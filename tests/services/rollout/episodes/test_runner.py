@@ -4,14 +4,11 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from millrace.data.chat import Rendered
 from millrace.data.row import PromptRow
 from millrace.drops import DropReason
-from millrace.trajectories import sampled_spans
-from millrace.wire.arrays import unpack_logprobs, unpack_tokens
 from millrace.wire.v1 import common_pb2
 from services.coordinator.state.group import Account, GroupSummary, Wanted, fault
 from services.rollout.engine import Sampling
@@ -21,10 +18,9 @@ from services.rollout.work.job import Prompt
 from services.rollout.work.slots import Slots
 from tests.models import CHATML, random_model, save_tiny_model
 from tests.services.rollout.coordinator import until
-from tests.services.rollout.engine_sequences import DTYPE, check_logprobs, engine_sequences, skip_without
+from tests.services.rollout.engine_sequences import DTYPE, EngineSequences, skip_without
 from tests.services.rollout.episodes.playing import Scripted, account_of, call, environments, play
 from tests.services.rollout.jobs import job_spec
-from tests.services.rollout.reference import logprobs
 from tests.services.rollout.stack import replica_stack
 
 DONE = common_pb2.EPISODE_END_DONE
@@ -92,7 +88,7 @@ def test_what_is_trained_are_the_tokens_that_the_engine_saw(
 ) -> None:
     skip_without(engine)
     model = save_tiny_model(tmp_path, tied=True, chat_template=template)
-    seen = engine_sequences(monkeypatch)
+    seen = EngineSequences(monkeypatch)
     environment: dict[str, Any] = {"name": talk, "max_turns": 3, "max_turn_tokens": 6, "processes": 2}
     environment["renderer_options"] = {"tool_parser": "qwen3"}
     rollout = {"environment": environment, "max_response_tokens": 150, "dtype": DTYPE}
@@ -109,16 +105,8 @@ def test_what_is_trained_are_the_tokens_that_the_engine_saw(
     group = asyncio.run(scenario())
     assert list(group.episode_trajectories) == ([] if trajectories == 1 else [trajectories] * 2)
     assert fault(group, Wanted(2, temperature=1.0, most_tokens=350)) is None
-    weights, trained = random_model(tied=True, seed=3), []
-    for trajectory in group.trajectories:
-        prompt = unpack_tokens(trajectory.prompt_tokens or group.prompt_tokens).tolist()
-        tokens = unpack_tokens(trajectory.tokens).tolist()
-        spans = list(sampled_spans(trajectory))
-        trained += [[*prompt, *tokens[:end]] for _, end in spans]
-        at = [place for start, end in spans for place in range(start, end)]
-        expected = np.asarray(logprobs(weights, prompt, tokens))[at]
-        check_logprobs(unpack_logprobs(trajectory.logprobs), expected)
-    assert sorted(trained) == sorted(seen) and len(seen) == 6
+    seen.check(group, random_model(tied=True, seed=3))
+    assert len(seen.all) == 6
     rewards = [turn.reward for one in group.trajectories for turn in one.turns]
     assert rewards == [0.25] * 6 and [one.reward for one in group.trajectories if one.HasField("reward")] == [0.0] * 2
     accounts = [one.account for one in group.trajectories if one.HasField("account")]

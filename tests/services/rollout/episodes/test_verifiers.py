@@ -14,13 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 import pytest
 
 from millrace.drops import DropReason
 from millrace.spec import JobSpec
-from millrace.trajectories import sampled_spans
-from millrace.wire.arrays import unpack_logprobs, unpack_tokens
 from millrace.wire.v1 import common_pb2
 from services.rollout.engine import Sample, Sampling
 from services.rollout.engines.versioned import VersionedEngine
@@ -28,10 +25,9 @@ from services.rollout.sessions.server import SessionServer
 from tests.models import random_model, save_tiny_model
 from tests.ports import held_port
 from tests.services.rollout.coordinator import until
-from tests.services.rollout.engine_sequences import engine_sequences
+from tests.services.rollout.engine_sequences import EngineSequences
 from tests.services.rollout.episodes.test_mcp import served
 from tests.services.rollout.jobs import job_spec
-from tests.services.rollout.reference import logprobs
 from tests.services.rollout.stack import replica_stack
 
 PYTHON = os.environ.get("MILLRACE_VERIFIERS_PYTHON", "")
@@ -138,7 +134,7 @@ def issue(stack: Any, row: dict[str, Any]) -> str:
 def test_an_unchanged_environment_is_played_and_its_tokens_are_trained(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen = engine_sequences(monkeypatch)
+    seen = EngineSequences(monkeypatch)
 
     async def scenario() -> common_pb2.Group:
         async with hosted(tmp_path) as (host, rows), serving(model, host) as stack:
@@ -150,17 +146,9 @@ def test_an_unchanged_environment_is_played_and_its_tokens_are_trained(
             return group
 
     group = asyncio.run(scenario())
-    weights, trained = random_model(tied=True, seed=3), []
-    for trajectory in group.trajectories:
-        prompt = unpack_tokens(trajectory.prompt_tokens or group.prompt_tokens).tolist()
-        tokens = unpack_tokens(trajectory.tokens).tolist()
-        spans = list(sampled_spans(trajectory))
-        trained += [[*prompt, *tokens[:end]] for _, end in spans]
-        at = [place for start, end in spans for place in range(start, end)]
-        expected = np.asarray(logprobs(weights, prompt, tokens))[at]
-        assert np.abs(unpack_logprobs(trajectory.logprobs) - expected).max() < 1e-3
-        assert {span.version for span in trajectory.versions} == {3}
-    assert sorted(trained) == sorted(seen) and 2 <= len(seen) <= 4, "an empty turn ends an episode"
+    seen.check(group, random_model(tied=True, seed=3))
+    assert {span.version for one in group.trajectories for span in one.versions} == {3}
+    assert 2 <= len(seen.all) <= 4, "an empty turn ends an episode"
     rewards = [one.reward for one in group.trajectories if one.HasField("reward")]
     assert len(rewards) == 2 and all(0.0 <= reward <= 1.0 for reward in rewards)
     details = [json.loads(one.reward_details) for one in group.trajectories if one.reward_details]

@@ -10,19 +10,15 @@ from shutil import which
 from typing import Any
 
 import httpx
-import numpy as np
 import pytest
 
-from millrace.trajectories import sampled_spans
-from millrace.wire.arrays import unpack_logprobs, unpack_tokens
 from millrace.wire.v1 import common_pb2
 from services.coordinator.state.group import Wanted, fault
 from services.rollout.sessions.server import SessionServer
 from tests.models import random_model, save_tiny_model
 from tests.services.rollout.coordinator import until
-from tests.services.rollout.engine_sequences import DTYPE, check_logprobs, engine_sequences, skip_without
+from tests.services.rollout.engine_sequences import DTYPE, EngineSequences, skip_without
 from tests.services.rollout.jobs import job_spec
-from tests.services.rollout.reference import logprobs
 from tests.services.rollout.stack import replica_stack
 
 
@@ -49,27 +45,6 @@ async def agent(url: str, turns: int, work: Callable[[], Awaitable[object]] = no
 
 
 EXAMPLES = Path(__file__).parents[4] / "examples/agents"
-
-
-class Seen:
-    """The whole sequences that the engine has seen."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.sequences = engine_sequences(monkeypatch)
-
-    def check(self, group: common_pb2.Group, episodes: int, most_tokens: int) -> None:
-        """What is trained are these, with the log-probabilities of version 3."""
-        assert fault(group, Wanted(episodes, temperature=1.0, most_tokens=most_tokens)) is None
-        weights, trained = random_model(tied=True, seed=3), []
-        for trajectory in group.trajectories:
-            prompt = unpack_tokens(trajectory.prompt_tokens or group.prompt_tokens).tolist()
-            tokens = unpack_tokens(trajectory.tokens).tolist()
-            spans = list(sampled_spans(trajectory)) if trajectory.turns else [(0, len(tokens))]
-            trained += [[*prompt, *tokens[:end]] for _, end in spans]
-            at = [place for start, end in spans for place in range(start, end)]
-            expected = np.asarray(logprobs(weights, prompt, tokens))[at]
-            check_logprobs(unpack_logprobs(trajectory.logprobs), expected)
-        assert sorted(trained) == sorted(self.sequences)
 
 
 async def trained_group(
@@ -103,11 +78,12 @@ def test_what_is_trained_are_the_tokens_that_the_engine_saw(
     engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     skip_without(engine)
-    model, seen = save_tiny_model(tmp_path, tied=True), Seen(monkeypatch)
+    model, seen = save_tiny_model(tmp_path, tied=True), EngineSequences(monkeypatch)
     players = [partial(agent, turns=3)] * 2
     group = asyncio.run(trained_group(model, {"agent": "external"}, 2, *players, engine=engine))
-    seen.check(group, 2, 350)
-    assert len(seen.sequences) == 6
+    assert fault(group, Wanted(2, temperature=1.0, most_tokens=350)) is None
+    seen.check(group, random_model(tied=True, seed=3))
+    assert len(seen.all) == 6
     assert [turn.reward for one in group.trajectories for turn in one.turns] == [0.25] * 6
     assert [one.reward for one in group.trajectories if one.HasField("reward")] == [1.0] * 2
 
@@ -146,10 +122,11 @@ def test_agents_that_are_at_work_leave_the_engine_to_others(tmp_path: Path) -> N
     ids=lambda command: command[-1],
 )
 def test_the_examples_are_trained(command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, seen = save_tiny_model(tmp_path, tied=True), Seen(monkeypatch)
+    model, seen = save_tiny_model(tmp_path, tied=True), EngineSequences(monkeypatch)
     asked = {"command": [*command[:-1], str(EXAMPLES / command[-1])], "renderer_options": {"tool_parser": "qwen3"}}
     group = asyncio.run(trained_group(model, {"agent": asked}, 2))
-    seen.check(group, 2, 350)
-    assert len(seen.sequences) >= 2 and all(one.HasField("reward") for one in group.trajectories[-1:])
+    assert fault(group, Wanted(2, temperature=1.0, most_tokens=350)) is None
+    seen.check(group, random_model(tied=True, seed=3))
+    assert len(seen.all) >= 2 and all(one.HasField("reward") for one in group.trajectories[-1:])
     told = [json.loads(one.metadata)["agent"] for one in group.trajectories if one.metadata]
     assert all(each["status"] == 0 for each in told), told
