@@ -39,7 +39,8 @@ class Coordinator(fleet_pb2_grpc.FleetServicer, work_pb2_grpc.WorkServicer):
 
     protocol_version: int = PROTOCOL_VERSION
     withholds: bool = False
-    """Whether requests for leases wait although there are some."""
+    """Whether requests for leases wait although there are some. `withheld` counts their looks."""
+    withheld: int = 0
     lease_s: float = 60.0
     waiting: list[work_pb2.Lease] = field(default_factory=list)
     leased: dict[str, work_pb2.Lease] = field(default_factory=dict)
@@ -133,11 +134,13 @@ class Coordinator(fleet_pb2_grpc.FleetServicer, work_pb2_grpc.WorkServicer):
         for _ in range(int(request.wait_s / 0.02)):
             if request.member_id in self.draining:
                 return work_pb2.LeaseResponse(idle_reason="draining")
-            if self.waiting and not self.withholds:
+            if self.withholds:
+                self.withheld += 1
+            elif self.waiting:
                 break
             await asyncio.sleep(0.02)
         free, leases = request.free_samples, []
-        while self.waiting and self.waiting[0].sampling.samples <= free:
+        while self.waiting and not self.withholds and self.waiting[0].sampling.samples <= free:
             lease = self.waiting.pop(0)
             free -= lease.sampling.samples
             self.leased[lease.ref.lease_id] = lease

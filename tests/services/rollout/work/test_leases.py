@@ -200,7 +200,10 @@ def test_a_coordinator_that_restarts_costs_nothing(tied_model: Path) -> None:
             for i in range(12):
                 stack.coordinator.issue(i, max_response_tokens=100)
             await until(lambda: stack.coordinator.answered >= 1)
+            stack.coordinator.withholds = True  # a lease that is lost on its way would come again when it ends
+            await until(lambda: stack.coordinator.withheld > 0)
             await restart(stack)
+            stack.coordinator.withholds = False
             await until(lambda: stack.coordinator.answered == 12)
             assert stack.coordinator.released == []
             assert len(stack.coordinator.groups) == 12
