@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from millrace.trajectories import sampled_spans
 from millrace.wire.arrays import unpack_logprobs, unpack_tokens
@@ -14,6 +13,7 @@ from millrace.wire.v1 import common_pb2
 from services.rollout.engine import Sample, Sampling
 from services.rollout.engines import probe
 from services.rollout.engines.versioned import VersionedEngine
+from tests.models import random_model
 from tests.services.rollout.reference import logprobs
 
 DTYPE = "bfloat16" if torch.cuda.is_available() else "float32"
@@ -34,8 +34,10 @@ class EngineSequences:
 
         monkeypatch.setattr(VersionedEngine, "generate", recorded)
 
-    def check(self, group: common_pb2.Group, weights: PreTrainedModel) -> None:
-        """What is trained are these, with the log-probabilities that `weights` give as far as DTYPE is exact."""
+    def check(self, group: common_pb2.Group, version: int) -> None:
+        """What is trained are these, with the log-probabilities that the stack's weights of `version` give, as far as
+        DTYPE is exact."""
+        weights = random_model(tied=True, seed=version, dtype=getattr(torch, DTYPE)).float()
         trained = []
         for trajectory in group.trajectories:
             prompt = unpack_tokens(trajectory.prompt_tokens or group.prompt_tokens).tolist()

@@ -16,7 +16,7 @@ from services.rollout.work.episode import Episode
 from services.rollout.work.groups import EpisodeFailed
 from services.rollout.work.job import Prompt
 from services.rollout.work.slots import Slots
-from tests.models import CHATML, random_model, save_tiny_model
+from tests.models import CHATML, save_tiny_model
 from tests.services.rollout.coordinator import until
 from tests.services.rollout.engine_sequences import DTYPE, EngineSequences, skip_without
 from tests.services.rollout.episodes.playing import Scripted, account_of, call, environments, play
@@ -105,7 +105,7 @@ def test_what_is_trained_are_the_tokens_that_the_engine_saw(
     group = asyncio.run(scenario())
     assert list(group.episode_trajectories) == ([] if trajectories == 1 else [trajectories] * 2)
     assert fault(group, Wanted(2, temperature=1.0, most_tokens=350)) is None
-    seen.check(group, random_model(tied=True, seed=3))
+    seen.check(group, version=3)
     assert len(seen.all) == 6
     rewards = [turn.reward for one in group.trajectories for turn in one.turns]
     assert rewards == [0.25] * 6 and [one.reward for one in group.trajectories if one.HasField("reward")] == [0.0] * 2

@@ -22,7 +22,7 @@ from millrace.wire.v1 import common_pb2
 from services.rollout.engine import Sample, Sampling
 from services.rollout.engines.versioned import VersionedEngine
 from services.rollout.sessions.server import SessionServer
-from tests.models import random_model, save_tiny_model
+from tests.models import save_tiny_model
 from tests.ports import held_port
 from tests.services.rollout.coordinator import until
 from tests.services.rollout.engine_sequences import EngineSequences
@@ -146,7 +146,7 @@ def test_an_unchanged_environment_is_played_and_its_tokens_are_trained(
             return group
 
     group = asyncio.run(scenario())
-    seen.check(group, random_model(tied=True, seed=3))
+    seen.check(group, version=3)
     assert {span.version for one in group.trajectories for span in one.versions} == {3}
     assert 2 <= len(seen.all) <= 4, "an empty turn ends an episode"
     rewards = [one.reward for one in group.trajectories if one.HasField("reward")]

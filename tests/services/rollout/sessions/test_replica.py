@@ -15,7 +15,7 @@ import pytest
 from millrace.wire.v1 import common_pb2
 from services.coordinator.state.group import Wanted, fault
 from services.rollout.sessions.server import SessionServer
-from tests.models import random_model, save_tiny_model
+from tests.models import save_tiny_model
 from tests.services.rollout.coordinator import until
 from tests.services.rollout.engine_sequences import DTYPE, EngineSequences, skip_without
 from tests.services.rollout.jobs import job_spec
@@ -82,7 +82,7 @@ def test_what_is_trained_are_the_tokens_that_the_engine_saw(
     players = [partial(agent, turns=3)] * 2
     group = asyncio.run(trained_group(model, {"agent": "external"}, 2, *players, engine=engine))
     assert fault(group, Wanted(2, temperature=1.0, most_tokens=350)) is None
-    seen.check(group, random_model(tied=True, seed=3))
+    seen.check(group, version=3)
     assert len(seen.all) == 6
     assert [turn.reward for one in group.trajectories for turn in one.turns] == [0.25] * 6
     assert [one.reward for one in group.trajectories if one.HasField("reward")] == [1.0] * 2
@@ -126,7 +126,7 @@ def test_the_examples_are_trained(command: list[str], tmp_path: Path, monkeypatc
     asked = {"command": [*command[:-1], str(EXAMPLES / command[-1])], "renderer_options": {"tool_parser": "qwen3"}}
     group = asyncio.run(trained_group(model, {"agent": asked}, 2))
     assert fault(group, Wanted(2, temperature=1.0, most_tokens=350)) is None
-    seen.check(group, random_model(tied=True, seed=3))
+    seen.check(group, version=3)
     assert len(seen.all) >= 2 and all(one.HasField("reward") for one in group.trajectories[-1:])
     told = [json.loads(one.metadata)["agent"] for one in group.trajectories if one.metadata]
     assert all(each["status"] == 0 for each in told), told
