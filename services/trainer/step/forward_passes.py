@@ -41,6 +41,11 @@ class NeededPasses:
     sum_pi_squared: bool
     entropies: bool = False
 
+    @property
+    def by_part(self) -> dict[str, int]:
+        """The forward passes of the policy and of the reference, by the part of the step whose time they take."""
+        return {"old_log_prob": self.train + self.sum_pi_squared, "ref": int(self.reference)}
+
 
 def passes_needed(spec: JobSpec, *, updates: int, policy_is_trained: bool = True) -> NeededPasses:
     """Which passes the job needs.

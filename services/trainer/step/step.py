@@ -110,7 +110,7 @@ def train_step(
             **division.metrics(backend),
             **collectives.maxima({**backend.metrics(), **meter.metrics()}),
             **timings,
-            **utilisation(costs, backend.device, lengths, timings, collectives.world_size()),
+            **utilisation(costs, backend.device, lengths, timings, needed.by_part, collectives.world_size()),
         }
         return StepResult(reported(spec, metrics), histograms, shown)
 

@@ -34,16 +34,15 @@ PEAK_TFLOPS = {
 """Published bf16 rates without sparsity, by a part of the device's name, longer names first: H100 and H200 alone are
 those with SXM. The rate of any other device is measured."""
 
-IDLE_S = 1e-4
-"""A part of the step that took less had nothing to do."""
 PARTS = {
-    "update_actor": ("actor", "actor", 1.0),
-    "old_log_prob": ("actor_infer", "actor", 1 / 3),
-    "ref": ("ref", "actor", 1 / 3),
-    "update_critic": ("critic", "critic", 1.0),
+    "update_actor": ("actor", "actor"),
+    "old_log_prob": ("actor_infer", "actor"),
+    "ref": ("ref", "actor"),
+    "update_critic": ("critic", "critic"),
 }
-"""Timing → metric, the model, and the share of its training FLOPs: a forward pass is a third of forward and
-backward."""
+"""Timing → metric and model."""
+PASSES_OF_UPDATE = 3
+"""Forward and backward need three times the FLOPs of a forward pass."""
 
 
 def utilisation(
@@ -51,15 +50,17 @@ def utilisation(
     device: torch.device,
     lengths: Sequence[int],
     timings: Mapping[str, float],
+    forward_passes: Mapping[str, int],
     ranks: int,
 ) -> dict[str, float]:
-    """`perf/mfu/<part>` for each part of the step, from `timing_s/<part>` and the lengths of all its sequences. `costs`
-    are those of the step's models, `actor` and `critic`."""
+    """`perf/mfu/<part>` for each part of the step that computed, from `timing_s/<part>` and the lengths of all its
+    sequences. `costs` are those of the step's models, `actor` and `critic`. `forward_passes`: how many each part made
+    that only looks at its model; the other parts update theirs."""
     metrics = {}
-    for timing, (part, model, share) in PARTS.items():
-        seconds = timings.get(f"timing_s/{timing}", 0.0)
-        if seconds > IDLE_S:
-            flops = share * costs[model].total(lengths)
+    for timing, (part, model) in PARTS.items():
+        passes = forward_passes.get(timing, PASSES_OF_UPDATE)
+        if passes and (seconds := timings.get(f"timing_s/{timing}", 0.0)):
+            flops = passes / PASSES_OF_UPDATE * costs[model].total(lengths)
             metrics[f"perf/mfu/{part}"] = flops / seconds / ranks / peak_flops(device)
     return metrics
 

@@ -114,6 +114,7 @@ def test_metrics(one_rank: torch.device, control: ControlThread, served: Scripte
     apart = {f"training/rollout_probs_diff_{name}" for name in ("mean", "max", "std")}
     for name in actor | parts | apart | {"rollout_corr/kl", "perf/mfu/actor"}:
         assert math.isfinite(metrics[name])
+    assert not {"perf/mfu/actor_infer", "perf/mfu/ref"} & metrics.keys(), "this job needs neither pass"
 
 
 @pytest.mark.parametrize("where", ["loss", "reward"])
