@@ -1,6 +1,6 @@
 """Tiny random Qwen3 models with a byte-level tokenizer, as ordinary Hugging Face folders."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+CALL = ("<tool_call>", "</tool_call>")
+"""Tokens around a call of a tool, as Qwen3 writes it."""
 
 
 def byte_tokenizer(chat_template: str | None = CHATML) -> PreTrainedTokenizerFast:
@@ -80,10 +82,14 @@ def save_tiny_model(
     seed: int = 0,
     chat_template: str | None = CHATML,
     sizes: Mapping[str, Any] = TINY,
+    never_sampled: Sequence[str] = (),
 ) -> Path:
-    """Writes config, tokenizer and float32 weights to `folder` and returns it."""
+    """Writes config, tokenizer and float32 weights to `folder` and returns it. `never_sampled`: tokens that the
+    tokenizer knows beyond the model's vocabulary."""
     random_model(tied=tied, seed=seed, sizes=sizes).save_pretrained(folder)
-    byte_tokenizer(chat_template).save_pretrained(folder)
+    tokenizer = byte_tokenizer(chat_template)
+    tokenizer.add_tokens(list(never_sampled))
+    tokenizer.save_pretrained(folder)
     return folder
 
 

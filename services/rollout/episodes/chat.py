@@ -20,6 +20,14 @@ ENVIRONMENT = "rollout.environment"
 DEFAULT = "default"
 NOT_NAMED = frozenset({"auto", "custom"})
 """Names of the library that stand for another renderer, or for code outside it."""
+CALL_TOKENS = {
+    "qwen3": ("<tool_call>", "</tool_call>"),
+    "qwen3.5": ("<tool_call>", "</tool_call>"),
+    "glm": ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    "deepseek-v3": ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
+}
+"""The tokens by which each `tool_parser` of the library reads a call. Where one is not in the vocabulary it reads none,
+whatever the text says."""
 Message = dict[str, Any]
 
 
@@ -37,11 +45,12 @@ class Chat:
     ) -> None:
         """`tools`: what the policy may call, as OpenAI describes functions. `field`: the section of the job spec
         that names the renderer. Raises InvalidJob for a renderer that does not exist, is not installed, or cannot read
-        calls of tools although there are some."""
+        calls of tools although there are some, of itself or for want of a token."""
         self._tokenizer = tokenizer
         self._template_options = dict(template_options or {})
         self._is_default = renderer == DEFAULT
         self._name, self._field = renderer, field
+        self._tool_parser = (options or {}).get("tool_parser") if self._is_default else None
         self._renderer = _create(tokenizer, renderer, {**(options or {}), **self._template_options}, field)
         self._take_tools(tools)
 
@@ -63,6 +72,18 @@ class Chat:
             reason = "it finds no calls of tools, and there are tools"
             fix = "name the model's renderer, or set renderer_options to {tool_parser: qwen3} for that format of calls."
             raise refused(f"{self._field}.renderer", self._name, reason, fix)
+        lacking = [token for token in CALL_TOKENS.get(self._tool_parser or "", ()) if not self._knows(token)]
+        if self.tools and lacking:
+            reason = f"it reads calls of tools by tokens that the model's tokenizer does not have: {', '.join(lacking)}"
+            fix = "name the parser of this model's format, or add the tokens to its tokenizer."
+            raise refused(f"{self._field}.renderer_options.tool_parser", self._tool_parser, reason, fix)
+
+    def _knows(self, token: str) -> bool:
+        """Whether `token` is one token of the tokenizer."""
+        return self._tokenizer.convert_tokens_to_ids(token) not in (
+            None,
+            getattr(self._tokenizer, "unk_token_id", None),
+        )
 
     def render(self, messages: Sequence[Message]) -> list[int]:
         """The tokens of a whole conversation, after which the policy speaks. Raises BadRow."""

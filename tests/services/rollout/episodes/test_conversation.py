@@ -1,13 +1,16 @@
 """Conversations extend the tokens of the engine, whatever tokenizer and template do."""
 
+import re
 from typing import Any
 
 import pytest
+from renderers.parsers import TOOL_PARSERS
 
 from millrace.errors import BadRow, InvalidJob
 from services.rollout.engine import StopReason
-from services.rollout.episodes.chat import Chat
+from services.rollout.episodes.chat import CALL_TOKENS, Chat
 from services.rollout.episodes.conversation import Conversation
+from tests.models import byte_tokenizer
 from tests.services.rollout.episodes.formats import CHATML, FORGETS_THINKING, ROLES, TRIMS, merging_tokenizer, sampled
 
 ADD = {
@@ -124,6 +127,33 @@ def test_calls_of_tools_are_read_and_their_results_extend_the_tokens(renderer: s
     broken = engine.say('<tool_call>{"name": oh</tool_call><|im_end|>')
     assert (broken["tool_calls"][0]["status"], broken["tool_calls"][0]["raw"]) == ("invalid_json", '{"name": oh')
     assert engine.trained() == [engine.seen[1]] and engine.conversation.forks == 0
+
+
+CALLS = {
+    "qwen3": '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>',
+    "qwen3.5": "<tool_call><function=add><parameter=a>1</parameter></function></tool_call>",
+    "glm": "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>",
+    "deepseek-v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n"
+    '```json\n{"a": 1}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+}
+
+
+@pytest.mark.parametrize("parser", TOOL_PARSERS)
+def test_a_parser_whose_tokens_the_tokenizer_lacks_is_refused_where_there_are_tools(parser: str) -> None:
+    """It would read none of the calls in CALLS, and say nothing."""
+    for lacking in (None, *CALL_TOKENS[parser]):
+        tokenizer = byte_tokenizer()
+        tokenizer.add_tokens([token for token in CALL_TOKENS[parser] if token != lacking])
+        chat = Chat(tokenizer, options={"tool_parser": parser})
+        said, _ = chat.read([], tokenizer.encode(CALLS[parser]), ended=False)
+        (function,) = [call["function"] for call in said.get("tool_calls", []) if "function" in call] or [None]
+        if lacking is None:
+            assert function == {"name": "add", "arguments": '{"a": 1}'}
+            assert chat.with_tools([ADD]).tools == [ADD]
+            continue
+        assert function != {"name": "add", "arguments": '{"a": 1}'}
+        with pytest.raises(InvalidJob, match=rf'renderer_options.tool_parser: "{parser}": .*: {re.escape(lacking)}\. '):
+            chat.with_tools([ADD])
 
 
 @pytest.mark.parametrize(("retention", "forks"), [("all", 0), (None, 1)])

@@ -16,7 +16,7 @@ from services.rollout.work.episode import Episode
 from services.rollout.work.groups import EpisodeFailed
 from services.rollout.work.job import Prompt
 from services.rollout.work.slots import Slots
-from tests.models import CHATML, save_tiny_model
+from tests.models import CALL, CHATML, save_tiny_model
 from tests.services.rollout.coordinator import until
 from tests.services.rollout.engine_sequences import DTYPE, EngineSequences, skip_without
 from tests.services.rollout.episodes.playing import Scripted, account_of, call, environments, play
@@ -87,7 +87,7 @@ def test_what_is_trained_are_the_tokens_that_the_engine_saw(
     engine: str, template: str, trajectories: int, talk: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     skip_without(engine)
-    model = save_tiny_model(tmp_path, tied=True, chat_template=template)
+    model = save_tiny_model(tmp_path, tied=True, chat_template=template, never_sampled=CALL)
     seen = EngineSequences(monkeypatch)
     environment: dict[str, Any] = {"name": talk, "max_turns": 3, "max_turn_tokens": 6, "processes": 2}
     environment["renderer_options"] = {"tool_parser": "qwen3"}

@@ -12,7 +12,7 @@ from services.coordinator.state.group import Wanted, fault
 from services.rollout.episodes.processes import EnvironmentPool
 from services.rollout.work.episode import Episode
 from services.rollout.work.groups import EpisodeFailed
-from tests.models import CHATML, save_tiny_model
+from tests.models import CALL, CHATML, save_tiny_model
 from tests.services.rollout.coordinator import until
 from tests.services.rollout.episodes.playing import account_of, call, environments, play
 from tests.services.rollout.jobs import job_spec
@@ -166,7 +166,7 @@ def test_a_cancelled_episode_is_closed_and_its_process_stays(meeting: str) -> No
 def test_episodes_that_wait_for_their_environment_take_no_slot_of_the_engine(meeting: str, tmp_path: Path) -> None:
     """The engine has 2 slots. Nobody goes on before 12 episodes have said something, which takes 6 leases at once: more
     than the groups that may wait for their scores."""
-    model = save_tiny_model(tmp_path, tied=True, chat_template=CHATML)
+    model = save_tiny_model(tmp_path, tied=True, chat_template=CHATML, never_sampled=CALL)
     environment = {"name": meeting, "options": {"wanted": 12}, "max_turn_tokens": 6, "processes": 1}
     environment |= {"episodes_per_process": 12, "renderer_options": {"tool_parser": "qwen3"}}
     rollout = {"environment": environment, "samples_per_prompt": 2, "engine_options": {"max_num_seqs": 2}}
@@ -188,7 +188,7 @@ def test_a_group_is_complete_when_enough_episodes_are_and_the_others_leave_their
     meeting: str, tmp_path: Path
 ) -> None:
     """Of 4 episodes 2 end and 2 would wait without end. All places are there for the next group."""
-    model = save_tiny_model(tmp_path, tied=True, chat_template=CHATML)
+    model = save_tiny_model(tmp_path, tied=True, chat_template=CHATML, never_sampled=CALL)
     environment = {"name": meeting.replace(":Meeting", ":FirstTwo"), "max_turn_tokens": 6, "processes": 1}
     environment |= {"episodes_per_process": 4, "renderer_options": {"tool_parser": "qwen3"}}
     rollout = {"environment": environment, "samples_per_prompt": 4, "min_samples": 2}
@@ -209,7 +209,7 @@ def test_a_group_is_complete_when_enough_episodes_are_and_the_others_leave_their
 
 def test_no_more_episodes_are_leased_than_the_environment_can_run(meeting: str, tmp_path: Path) -> None:
     """It runs 4 at once, and the fifth lets them go on: the engine's 16 slots would take all groups."""
-    model = save_tiny_model(tmp_path, tied=True, chat_template=CHATML)
+    model = save_tiny_model(tmp_path, tied=True, chat_template=CHATML, never_sampled=CALL)
     environment = {"name": meeting, "options": {"wanted": 5}, "max_turn_tokens": 6, "processes": 1}
     environment |= {"episodes_per_process": 4, "renderer_options": {"tool_parser": "qwen3"}}
     rollout = {"environment": environment, "samples_per_prompt": 2}

@@ -15,7 +15,7 @@ import pytest
 from millrace.wire.v1 import common_pb2
 from services.coordinator.state.group import Wanted, fault
 from services.rollout.sessions.server import SessionServer
-from tests.models import save_tiny_model
+from tests.models import CALL, save_tiny_model
 from tests.services.rollout.coordinator import until
 from tests.services.rollout.engine_sequences import DTYPE, EngineSequences, skip_without
 from tests.services.rollout.jobs import job_spec
@@ -122,7 +122,7 @@ def test_agents_that_are_at_work_leave_the_engine_to_others(tmp_path: Path) -> N
     ids=lambda command: command[-1],
 )
 def test_the_examples_are_trained(command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, seen = save_tiny_model(tmp_path, tied=True), EngineSequences(monkeypatch)
+    model, seen = save_tiny_model(tmp_path, tied=True, never_sampled=CALL), EngineSequences(monkeypatch)
     asked = {"command": [*command[:-1], str(EXAMPLES / command[-1])], "renderer_options": {"tool_parser": "qwen3"}}
     group = asyncio.run(trained_group(model, {"agent": asked}, 2))
     assert fault(group, Wanted(2, temperature=1.0, most_tokens=350)) is None
