@@ -92,9 +92,10 @@ async def test_a_pool_gets_no_leases_and_a_lost_replica_is_found_no_more(
 
 @scenario
 async def test_a_job_whose_pool_stays_empty_fails_in_time(cluster: Cluster, spec: dict[str, Any]) -> None:
-    trainer = await cluster.trainer()
-    trainer.step_s = 0.5
-    await cluster.replica(seconds=0.3)
+    """The simulated replica answers without the pool, so the job looks for it only between two steps."""
+    await cluster.trainer()
+    await cluster.replica(seconds=0.1)
+    spec["schedule"]["steps"] = 10_000
     job = await cluster.ended(await cluster.submit(with_pool(spec) | {"deadlines": {"no_replica_s": 1.0}}))
     assert job.state is JobState.FAILED
     assert "no replica of the pool quality has served the job for 1 s" in str(job.failure)
@@ -102,9 +103,9 @@ async def test_a_job_whose_pool_stays_empty_fails_in_time(cluster: Cluster, spec
 
 @scenario
 async def test_a_job_that_a_pool_refuses_fails_with_its_words(cluster: Cluster, spec: dict[str, Any]) -> None:
-    trainer, one = await cluster.trainer(), await scorer(cluster)
-    trainer.step_s = 1.0
-    await cluster.replica(seconds=0.5)
+    _, one = await cluster.trainer(), await scorer(cluster)
+    await cluster.replica(seconds=0.1)
+    spec["schedule"]["steps"] = 10_000
     one.faults.once("Configure", InvalidJob("pools.0.path: it has 2 labels.", "give another model."), times=1000)
     job = await cluster.ended(await cluster.submit(with_pool(spec)))
     assert job.state is JobState.FAILED
