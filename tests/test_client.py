@@ -266,18 +266,12 @@ def test_ready_says_so_and_never_raises(coordinator: Coordinator) -> None:
         assert client.ready() is False
 
 
-IMPORTING = """
-import sys, time
-begun = time.process_time()
-import millrace.client
-print(time.process_time() - begun, bool({"torch", "vllm", "transformers", "numpy", "grpc", "httpx"} & set(sys.modules)))
-"""
+HEAVY = {"torch", "vllm", "transformers", "numpy", "grpc", "httpx"}
 
 
-def test_the_import_is_quick_and_pulls_in_nothing_heavy() -> None:
-    runs = [
-        subprocess.run([sys.executable, "-c", IMPORTING], capture_output=True, text=True, check=True) for _ in range(7)
-    ]
-    told = [run.stdout.split() for run in runs]
-    assert {heavy for _, heavy in told} == {"False"}
-    assert min(float(seconds) for seconds, _ in told) < 0.3
+def test_the_import_pulls_in_little_and_nothing_heavy() -> None:
+    """Every program that talks to a coordinator waits for the import."""
+    code = "import sys, millrace.client; print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    modules = set(run.stdout.split())
+    assert not HEAVY & modules and len(modules) < 300

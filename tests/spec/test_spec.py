@@ -253,20 +253,12 @@ def test_a_short_trial_keeps_the_whole_job_s_saving():
     assert parse(with_("schedule", {"steps": 2, "save_every_steps": 100})).schedule.steps == 2
 
 
-def test_imports_in_time_without_torch_or_an_engine():
-    code = (
-        "import sys, time; start = time.process_time(); import millrace.spec;"
-        "print(time.process_time() - start, *{'torch', 'vllm', 'transformers'} & set(sys.modules))"
-    )
-    seconds = []
-    for _ in range(10):  # beside other programs the same work takes more processor time: the shortest counts
-        run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-        taken, *loaded = run.stdout.split()
-        assert not loaded
-        seconds.append(float(taken))
-        if seconds[-1] < 0.3:
-            break
-    assert min(seconds) < 0.3
+def test_imports_little_and_neither_torch_nor_an_engine():
+    """Every command that reads a job waits for the import."""
+    code = "import sys, millrace.spec; print(len(sys.modules), *{'torch', 'vllm', 'transformers'} & set(sys.modules))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    modules, *loaded = run.stdout.split()
+    assert not loaded and int(modules) < 400
 
 
 JUDGE = {"url": "http://judge:8000/v1", "model": "j", "prompt": "{{answer}}"}
